@@ -1,0 +1,170 @@
+"""Does packlora train what PEFT trains? Loss by loss, against a plain script with real PEFT.
+
+    python -m benchmarks.parity_cpu --out benchmarks/results/parity-cpu.json
+
+Three adapters (LoRA, rsLoRA, DoRA) are trained three times on SmolLM2-135M in float32: with peft.get_peft_model and
+torch.optim.AdamW, one sample at a time as anybody would write it; with packlora alone; and with packlora in microbatches
+shared with the others and a fourth job. The same initial adapters (written by PEFT, taken with init_from), the same samples
+in the same order. Compared: the loss of every step, and the adapters at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+import packlora
+from benchmarks.results_file import write_results
+from packlora.config import Run
+from packlora.demo_model import demo_model_folder
+from packlora.prepare import prepare
+
+KINDS: dict[str, dict[str, Any]] = {
+    "lora": {"r": 8, "lora_alpha": 16},
+    "rslora": {"r": 16, "lora_alpha": 16, "use_rslora": True},
+    "dora": {"r": 8, "lora_alpha": 16, "use_dora": True},
+}
+LR, BATCH, CLIP = 2e-4, 2, 1.0
+PROTOCOL = (
+    "SmolLM2-135M-Instruct, float32, CPU. {steps} optimizer steps of AdamW (lr {lr}, global batch {batch}, clipping at {clip}, "
+    "dropout 0, all linear layers) on the shortest rows of examples/data/debian_synopsis, file order. Reference: real PEFT, "
+    "one unpadded sample per forward, sdpa attention, loss = sum of the label tokens' cross entropies / their number. "
+    "packlora starts from the same adapter files (init_from); solo = the job alone, shared = in microbatches with the other "
+    "kinds and a fourth job (LoRA r 4 on py_docstrings). mean and max are of |loss - PEFT's loss| over all steps; adapter is "
+    "the relative Frobenius distance of all final adapter tensors together."
+)
+
+
+def short_rows(source: Path, out: Path, count: int) -> Path:
+    """The `count` shortest rows, in file order."""
+    rows = [json.loads(line) for line in source.read_text().splitlines()]
+    limit = sorted(len(row["prompt"]) + len(row["completion"]) for row in rows)[count - 1]
+    kept = [row for row in rows if len(row["prompt"]) + len(row["completion"]) <= limit][:count]
+    out.write_text("".join(json.dumps(row) + "\n" for row in kept))
+    return out
+
+
+def run_config(scratch: Path, name: str, jobs: dict[str, tuple[Path, dict[str, Any]]], steps: int) -> Run:
+    """A packlora run over (data, adapter) by job name."""
+    return Run.model_validate(
+        {
+            "base_model": "smollm2-135m", "output_dir": str(scratch / name), "save_every": 0, "device": "cpu",
+            "max_tokens_per_microbatch": 1024,
+            "jobs": [
+                {
+                    "name": job,
+                    "data": {"path": str(data)},
+                    "adapter": adapter,
+                    "train": {
+                        "max_steps": steps, "global_batch_size": BATCH, "learning_rate": LR, "max_grad_norm": CLIP,
+                        "shuffle": False,
+                    },
+                }
+                for job, (data, adapter) in jobs.items()
+            ],
+        }
+    )  # fmt: skip
+
+
+def peft_reference(run: Run, config: dict[str, Any], initial: Path, final: Path) -> list[float]:
+    """Train with PEFT as its users do; returns the loss of every step. Saves the adapter before and after."""
+    job = prepare(run).jobs[0]
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_pretrained(demo_model_folder(), dtype=torch.float32, attn_implementation="sdpa")
+    model = get_peft_model(base, LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM", **config))
+    model.save_pretrained(initial)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=LR, weight_decay=0.0)
+    losses = []
+    for step in range(job.data.num_steps):
+        samples = [job.data.samples[number] for number in job.data.global_batch(step)]
+        labels = sum(sample.num_labels for sample in samples)
+        total = 0.0
+        for sample in samples:
+            ids = torch.from_numpy(sample.ids).long()[None]
+            target = torch.where(torch.from_numpy(sample.is_label), ids[0], -100)[1:]
+            logits = model(input_ids=ids, use_cache=False).logits[0, :-1]
+            loss = torch.nn.functional.cross_entropy(logits, target, reduction="sum") / labels
+            loss.backward()
+            total += loss.item()
+        torch.nn.utils.clip_grad_norm_(parameters, CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    model.save_pretrained(final)
+    return losses
+
+
+def packlora_losses(run: Run) -> dict[str, list[float]]:
+    """Train and read back the losses by job."""
+    result = packlora.train(run)
+    assert result.status == "done", result
+    out: dict[str, list[float]] = {job.name: [] for job in run.jobs}
+    for line in (Path(run.output_dir) / "metrics.jsonl").read_text().splitlines():
+        values = json.loads(line)
+        out[values["job"]].append(values["loss"])
+    return out
+
+
+def distance(ours: Path, theirs: Path) -> float:
+    """Relative Frobenius distance of two adapter files."""
+    a, b = (load_file(folder / "adapter_model.safetensors") for folder in (ours, theirs))
+    assert a.keys() == b.keys()
+    difference = sum(float((a[key].double() - b[key].double()).square().sum()) for key in b)
+    return float((difference / sum(float(value.double().square().sum()) for value in b.values())) ** 0.5)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/parity-cpu.json"))
+    parser.add_argument("--steps", type=int, default=200)
+    args = parser.parse_args()
+    data = Path(__file__).parent.parent / "examples" / "data"
+    rows: list[dict[str, Any]] = []
+    summary: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as name:
+        scratch = Path(name)
+        short = short_rows(data / "debian_synopsis" / "train.jsonl", scratch / "short.jsonl", 64)
+        other = short_rows(data / "py_docstrings" / "train.jsonl", scratch / "other.jsonl", 16)
+        reference: dict[str, list[float]] = {}
+        jobs: dict[str, tuple[Path, dict[str, Any]]] = {}
+        for kind, config in KINDS.items():
+            start = time.perf_counter()
+            plain = run_config(scratch, f"plain-{kind}", {kind: (short, config)}, args.steps)
+            reference[kind] = peft_reference(plain, config, scratch / f"initial-{kind}", scratch / f"peft-{kind}")
+            jobs[kind] = (short, {"init_from": str(scratch / f"initial-{kind}")})
+            print(f"{kind}: PEFT done in {time.perf_counter() - start:.0f} s", flush=True)
+        runs = {kind: run_config(scratch, f"solo-{kind}", {kind: jobs[kind]}, args.steps) for kind in KINDS}
+        everyone = {**jobs, "other": (other, {"r": 4, "lora_alpha": 8})}
+        runs["shared"] = run_config(scratch, "shared", everyone, args.steps)
+        for label, run in runs.items():
+            losses = packlora_losses(run)
+            for kind in KINDS:
+                if kind not in losses:
+                    continue
+                setting = "shared" if label == "shared" else "solo"
+                gaps = [abs(a - b) for a, b in zip(losses[kind], reference[kind], strict=True)]
+                row = {
+                    "kind": kind, "setting": setting, "steps": len(gaps), "mean": sum(gaps) / len(gaps), "max": max(gaps),
+                    "adapter": distance(Path(run.output_dir) / kind, scratch / f"peft-{kind}"),
+                    "first_loss": reference[kind][0], "last_loss": reference[kind][-1],
+                }  # fmt: skip
+                rows.append(row)
+                for key in ("mean", "max", "adapter"):
+                    summary[f"{kind}_{setting}_{key}"] = row[key]
+                print(row, flush=True)
+    protocol = PROTOCOL.format(steps=args.steps, lr=LR, batch=BATCH, clip=CLIP)
+    write_results(args.out, "parity-cpu", protocol, rows, summary)
+
+
+if __name__ == "__main__":
+    main()

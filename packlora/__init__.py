@@ -1,0 +1,25 @@
+"""packlora: train one or many LoRA / DoRA adapters on one frozen language model, at close to the cost of the frozen model.
+
+    import packlora
+    result = packlora.train("run.yaml")        # or a packlora.Run object
+
+Importing the package does not import torch, so that `packlora --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+__all__ = ["InputError", "Run", "__version__", "train"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "train":  # the module itself is callable, see the end of train.py
+        return importlib.import_module("packlora.train")
+    if name == "Run":
+        return importlib.import_module("packlora.config").Run
+    if name == "InputError":
+        return importlib.import_module("packlora.errors").InputError
+    raise AttributeError(f"module 'packlora' has no attribute {name!r}; it has {', '.join(__all__)}")

@@ -1,0 +1,5 @@
+"""`python -m packlora ...` and `torchrun -m packlora ...`: the same as the `packlora` command."""
+
+from packlora.cli import app
+
+app()

@@ -1,0 +1,1 @@
+"""Adapters on a Hugging Face model: what they are, the layer that runs them, attaching, files, merging."""

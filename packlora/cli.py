@@ -1,0 +1,150 @@
+"""The `packlora` command: argument handling and nothing else.
+
+Exit codes: 0 done, 1 a job failed (the others finished), 2 bad input (before any training), 128 + n stopped by signal n.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+import packlora
+from packlora.errors import InputError
+
+app = typer.Typer(
+    name="packlora",
+    help="Train one or many LoRA / DoRA adapters on one frozen language model, all at once.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+RunFile = Annotated[Path, typer.Argument(metavar="RUN.yaml", help="The run file.")]
+Set = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="Change a key, e.g. jobs.0.train.learning_rate=1e-4. May be repeated."
+    ),
+]
+
+
+def _guarded(action: Callable[[], Any]) -> Any:
+    """Run an action; bad input becomes a message on stderr and exit code 2."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    try:
+        return action()
+    except InputError as error:
+        print(f"packlora: {error}", file=sys.stderr)
+        raise typer.Exit(2) from None
+    except KeyboardInterrupt:
+        print("packlora: stopped at once; --resume continues from the last checkpoints", file=sys.stderr)
+        raise typer.Exit(130) from None
+
+
+@app.command()
+def train(
+    run: RunFile,
+    overrides: Set = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in output_dir.")] = False,
+    max_steps: Annotated[
+        int | None, typer.Option(min=1, help="Stop every job after this many optimizer steps.")
+    ] = None,
+) -> None:
+    """Train all jobs of a run file together."""
+
+    def action() -> None:
+        from packlora.summary import print_summary
+        from packlora.train import train as train_run
+
+        result = train_run(run, overrides=overrides, resume=resume, max_steps=max_steps)
+        print_summary(result, str(run))
+        raise typer.Exit(result.exit_code)
+
+    _guarded(action)
+
+
+@app.command()
+def plan(run: RunFile, overrides: Set = None) -> None:
+    """Show what a run would do, without training: samples, microbatches, memory."""
+
+    def action() -> None:
+        from packlora.config import load_run
+        from packlora.plan import print_plan
+
+        print_plan(load_run(run, overrides))
+
+    _guarded(action)
+
+
+@app.command()
+def merge(
+    adapter: Annotated[Path, typer.Argument(metavar="ADAPTER_DIR", help="A PEFT adapter folder.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write the merged model to; must not exist.")],
+    base_model: Annotated[
+        str | None,
+        typer.Option(help="Base model, where the one named in adapter_config.json is not the place to load from."),
+    ] = None,
+    dtype: Annotated[
+        str, typer.Option(help="Of the merged weights: auto (as the base), float32, bfloat16, float16.")
+    ] = "auto",
+) -> None:
+    """Fold an adapter into its base model's weights and save a plain Hugging Face model."""
+
+    def action() -> None:
+        from packlora.adapters.merge import merge_adapter
+
+        merge_adapter(adapter, out, base_model, dtype)
+        print(f"merged model: {out}")
+
+    _guarded(action)
+
+
+@app.command()
+def doctor() -> None:
+    """Show versions and devices, and what of packlora is usable here and what is not, and why."""
+
+    def action() -> None:
+        from packlora.doctor import print_doctor
+
+        raise typer.Exit(0 if print_doctor() else 1)
+
+    _guarded(action)
+
+
+@app.command()
+def demo(
+    output_dir: Annotated[Path, typer.Option(help="Folder of the run; replaced if it holds an earlier demo.")] = Path(
+        "runs/demo"
+    ),
+    max_steps: Annotated[
+        int | None, typer.Option(min=1, help="Stop every job after this many optimizer steps.")
+    ] = None,
+) -> None:
+    """Train four adapters on three real data sets with a real small model, and show what they learnt."""
+
+    def action() -> None:
+        from packlora.demo import run_demo
+
+        raise typer.Exit(run_demo(output_dir, max_steps))
+
+    _guarded(action)
+
+
+def _version(value: bool) -> None:
+    if value:
+        print(packlora.__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """packlora: fast LoRA / DoRA fine-tuning of many adapters at once."""

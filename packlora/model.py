@@ -1,0 +1,186 @@
+"""The frozen base model: loading it, and running it on packed samples.
+
+Owns what packlora must know of transformers: model and tokenizer loading, the attention that keeps packed samples apart,
+the device and the floating-point type. Adapters are put on by adapters/attach.py.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from packlora.config import Run
+from packlora.demo_model import DEMO_MODEL, demo_model_folder
+from packlora.errors import InputError
+from packlora.ops.attention import packed_attention
+
+ATTENTION = "packlora"
+"""Name under which packed attention is registered with transformers. It has no mask function, so no mask is built."""
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sample_lengths: Sequence[int] | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention interface: query [1, H, T, D], key and value [1, h, T, D] -> [1, T, H, D].
+
+    The base model is frozen, so its own attention dropout is not applied.
+    """
+    if sample_lengths is None:
+        raise RuntimeError(
+            f"{type(module).__name__} did not pass sample_lengths on to its attention, so packed samples would see each other"
+        )
+    if attention_mask is not None or query.shape[0] != 1 or not getattr(module, "is_causal", True):
+        raise RuntimeError(f"{type(module).__name__}: packed attention takes one causal row without a mask")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return packed_attention(query[0], key[0], value[0], sample_lengths, scale, sliding_window, softcap)[None], None
+
+
+ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _attention)
+
+
+@dataclass(slots=True)
+class Base:
+    """A loaded base model and what was noticed while loading it."""
+
+    model: PreTrainedModel
+    tokenizer: Any
+    device: torch.device
+    path: str
+    """Folder or hub id that was loaded; for the packaged model its folder."""
+    warnings: list[str]
+
+
+def choose_device(name: str) -> torch.device:
+    """auto is the first GPU if there is one. Raises InputError for a device that is not there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise InputError(f"device: {name!r} is not a device; use auto, cpu, cuda or cuda:<number>") from None
+    if device.type not in ("cpu", "cuda"):
+        raise InputError(f"device: {name!r} is not supported; use auto, cpu, cuda or cuda:<number>")
+    if device.type == "cuda" and (not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()):
+        raise InputError(f"device: {name!r} is not there; this machine has {torch.cuda.device_count()} usable GPUs")
+    return device
+
+
+def base_path(base_model: str) -> str:
+    """The folder or hub id to load."""
+    return str(demo_model_folder()) if base_model == DEMO_MODEL else base_model
+
+
+def _load(what: str, path: str, load: Any) -> Any:
+    try:
+        return load()
+    except (
+        Exception
+    ) as error:  # transformers raises OSError, ValueError, KeyError and more for a model that is not there
+        kind = "folder" if Path(path).is_dir() else "hub id, or folder that does not exist"
+        first_line = str(error).strip().split("\n")[0]
+        raise InputError(f"base_model {path!r} ({kind}): cannot load the {what}: {first_line}") from None
+
+
+def load_tokenizer(run: Run) -> Any:
+    """The tokenizer of the base model. Raises InputError when there is none."""
+    path = base_path(run.base_model)
+    return _load(
+        "tokenizer",
+        path,
+        lambda: AutoTokenizer.from_pretrained(path, revision=run.revision, trust_remote_code=run.trust_remote_code),
+    )
+
+
+def load_skeleton(run: Run) -> PreTrainedModel:
+    """The model without weights (meta device): enough to find layers and count parameters."""
+    path = base_path(run.base_model)
+    config = _load(
+        "configuration",
+        path,
+        lambda: AutoConfig.from_pretrained(path, revision=run.revision, trust_remote_code=run.trust_remote_code),
+    )
+    with torch.device("meta"):
+        model = _load(
+            "model", path, lambda: AutoModelForCausalLM.from_config(config, trust_remote_code=run.trust_remote_code)
+        )
+    assert isinstance(model, PreTrainedModel)
+    return model
+
+
+def load_base(run: Run, tokenizer: Any) -> Base:
+    """Load the base model for packed training: frozen, on its device, in the run's dtype."""
+    path, device = base_path(run.base_model), choose_device(run.device)
+    model = _load(
+        "model",
+        path,
+        lambda: AutoModelForCausalLM.from_pretrained(
+            path,
+            revision=run.revision,
+            dtype=getattr(torch, run.dtype),
+            trust_remote_code=run.trust_remote_code,
+            attn_implementation="eager",
+        ),
+    )
+    model.to(device)
+    return Base(model, tokenizer, device, path, prepare_model(model, run.gradient_checkpointing))
+
+
+def prepare_model(model: PreTrainedModel, gradient_checkpointing: bool) -> list[str]:
+    """Make a model run packed samples, frozen and without randomness of its own. Returns what the user should know.
+
+    The model stays in training mode, which gradient checkpointing needs; its dropout modules do not.
+    """
+    notes = []
+    model.requires_grad_(False)
+    model.set_attn_implementation(ATTENTION)
+    model.train()
+    dropouts = [module for module in model.modules() if isinstance(module, torch.nn.Dropout) and module.p > 0]
+    for module in dropouts:
+        module.eval()
+    attention_dropout = float(getattr(model.config, "attention_dropout", 0.0) or 0.0)
+    if dropouts or attention_dropout:
+        notes.append("the base model's own dropout is off: it is frozen, and only lora_dropout is applied")
+    if gradient_checkpointing:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return notes
+
+
+def packed_logits(
+    model: PreTrainedModel,
+    input_ids_T: torch.Tensor,
+    position_ids_T: torch.Tensor,
+    sample_lengths: Sequence[int],
+    rows_L: torch.Tensor,
+) -> torch.Tensor:
+    """Logits [L, V] at the chosen rows of packed samples. Only those rows go through the output layer.
+
+    use_cache is off and no attention mask is given: either would let transformers build its own idea of the packing.
+    """
+    output = model(
+        input_ids=input_ids_T[None],
+        position_ids=position_ids_T[None],
+        use_cache=False,
+        logits_to_keep=rows_L,
+        sample_lengths=tuple(sample_lengths),
+    )
+    logits: torch.Tensor = output.logits[0]
+    return logits

@@ -1,0 +1,101 @@
+"""Counter-based dropout: a mask is a pure function of what is dropped, never of what ran before.
+
+    keys_T2   two 32-bit words per token, made from (seed, job, step, sample, position)       -> token_keys
+    salt      one 32-bit word per layer                                                       -> layer_salt
+    mask[t,k] = lane(hash(keys_T2[t], salt, k // 2), k % 2) < threshold
+
+One 32-bit hash serves two neighbouring features, 16 bits each: dropout costs about five integer instructions an element,
+so a GPU kernel can recompute it wherever it is needed instead of storing it. Two rounds of multiply and xor-shift with
+the constants of lowbias32 (github.com/skeeto/hash-prospector, public domain); the second key word enters between them,
+so tokens whose first words differ by a multiple of the counter's stride do not share shifted masks.
+
+The rate is a multiple of 2^-16 (0.1 becomes 0.100006) and survivors are scaled by one over the kept share exactly, so the
+expectation is right.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import torch
+
+STRIDE, MIX_1, MIX_2 = 0x9E3779B1, 0x21F0AAAD, 0xD35A2D97
+LANE = 1 << 16
+
+
+def dropout_threshold(p: float) -> int:
+    """How many of the 65536 lane values are dropped. At least 1 for p > 0, at most 65535.
+
+    Raises:
+        ValueError: p is not in [0, 1).
+    """
+    if not 0.0 <= p < 1.0:
+        raise ValueError(f"dropout must be in [0, 1), got {p}")
+    return 0 if p == 0.0 else min(max(round(p * LANE), 1), LANE - 1)
+
+
+def layer_salt(name: str) -> int:
+    """32 bits from the name of a layer: not its place in a pipeline, not its shard."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "little")
+
+
+def _splitmix(value: np.ndarray) -> np.ndarray:
+    """Finalizer of SplitMix64 (Steele, Lea, Flood 2014), on uint64."""
+    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed: np.ndarray = value ^ (value >> np.uint64(31))
+    return mixed
+
+
+def token_keys(job_key: int, step: int, sample: int, num_tokens: int) -> np.ndarray:
+    """Keys of the tokens of one sample, [num_tokens, 2] int32.
+
+    Args:
+        job_key: 64 bits made from the run's seed and the job's name.
+        step: optimizer step of the job, so that a sample seen again gets another mask.
+        sample: number of the sample in the job's data.
+        num_tokens: positions 0 .. num_tokens - 1.
+    """
+    with np.errstate(over="ignore"):
+        key = _splitmix(np.array([job_key], np.uint64) + np.uint64(0x9E3779B97F4A7C15) * np.uint64(step + 1))
+        key = _splitmix(key + np.uint64(0x9E3779B97F4A7C15) * np.uint64(sample + 1))
+        keys = _splitmix(key + np.uint64(0x9E3779B97F4A7C15) * np.arange(1, num_tokens + 1, dtype=np.uint64))
+    return np.ascontiguousarray(keys).view(np.int32).reshape(num_tokens, 2)
+
+
+def _signed(word: int) -> int:
+    """A 32-bit word as the int32 with the same bits."""
+    return word - (1 << 32) if word >= 1 << 31 else word
+
+
+def _shift_xor_(v: torch.Tensor, bits: int) -> torch.Tensor:
+    """v ^= v >>> bits, in place; int32 shifts are arithmetic in torch, hence the mask."""
+    return v.bitwise_xor_((v >> bits).bitwise_and_((1 << (32 - bits)) - 1))
+
+
+def dropped(keys_T2: torch.Tensor, salt: int, num_features: int, p: float) -> torch.Tensor:
+    """Which elements are dropped, bool [T, num_features].
+
+    Args:
+        keys_T2: int32 [T, 2], from token_keys.
+        salt: from layer_salt.
+        num_features: K, the width of what is dropped.
+        p: rate in [0, 1).
+    """
+    pairs = (num_features + 1) // 2
+    counter = torch.arange(pairs, dtype=torch.int32, device=keys_T2.device) * _signed(STRIDE)
+    v = counter + (keys_T2[:, :1] ^ _signed(salt))
+    _shift_xor_(v, 16).mul_(_signed(MIX_1)).bitwise_xor_(keys_T2[:, 1:])
+    _shift_xor_(v, 15).mul_(_signed(MIX_2))
+    _shift_xor_(v, 15)
+    lanes = v.view(torch.int16)[:, :num_features]  # little-endian: feature 2j is the low half
+    return lanes < dropout_threshold(p) - LANE // 2
+
+
+def dropout(x_TK: torch.Tensor, keys_T2: torch.Tensor, salt: int, p: float) -> torch.Tensor:
+    """x with dropped elements zero and the others scaled by 1 / (1 - rate). A NaN in a dropped element is dropped too."""
+    if p == 0.0:
+        return x_TK
+    scale = 1.0 / (1.0 - dropout_threshold(p) / LANE)
+    return (x_TK * scale).masked_fill_(dropped(keys_T2, salt, x_TK.shape[-1], p), 0.0)

@@ -1,0 +1,116 @@
+"""What a linear layer with adapters computes. This file is the specification; every other way is checked against it.
+
+Shapes: T tokens, K inputs, N outputs, r rank.
+
+For the tokens of a segment, with s the scaling, xd = dropout(x):
+
+    LoRA   y = x W' + s (xd A') B' + bias
+    DoRA   y = x W' + (g - 1) * (xd W') + g * s (xd A') B' + bias,      g = m / ||W + s B A||_row,  the norm a constant
+
+which is g * (x W' + s (x A') B') + bias where nothing is dropped. The base product of dropped inputs in DoRA is PEFT's
+semantics (peft.tuners.lora.dora). A row of W + s B A that is zero has g finite, so y = bias there, never NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from packlora.ops.dropout import dropout
+
+NORM_EPS = 1e-12
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A run of consecutive tokens that belong to one adapter. Tokens in no segment see only the base layer.
+
+    Any of the operands may be absent: no A and B is a layer where only the bias is trained; no magnitude is plain LoRA.
+    """
+
+    start: int
+    stop: int
+    scaling: float = 1.0
+    dropout: float = 0.0
+    A: torch.Tensor | None = None
+    """[r, K]"""
+    B: torch.Tensor | None = None
+    """[N, r]"""
+    magnitude: torch.Tensor | None = None
+    """[N], DoRA's m."""
+    norm: torch.Tensor | None = None
+    """[N], ||W + s B A|| by row, from weight_norm; needed with magnitude."""
+    bias: torch.Tensor | None = None
+    """[N], replaces the base layer's bias for these tokens."""
+
+
+def weight_norm(
+    weight_NK: torch.Tensor, A_rK: torch.Tensor, B_Nr: torch.Tensor, scaling: float, chunk_bytes: int = 64 << 20
+) -> torch.Tensor:
+    """Row norms of W + s B A, [N], in the dtype of A; no gradient. Rows are taken in chunks, so nothing of W's size is made.
+
+    The result is clamped at 1e-12: a zero row divides nothing by zero.
+    """
+    with torch.no_grad():
+        dtype, (rows, cols) = A_rK.dtype, weight_NK.shape
+        norm_N = torch.empty(rows, dtype=dtype, device=weight_NK.device)
+        step = max(1, chunk_bytes // (cols * dtype.itemsize))
+        for start in range(0, rows, step):
+            part = slice(start, start + step)
+            merged = torch.addmm(weight_NK[part].to(dtype), B_Nr[part], A_rK, alpha=scaling)
+            torch.linalg.vector_norm(merged, dim=1, out=norm_N[part])
+        return norm_N.clamp_(min=NORM_EPS)
+
+
+def lora_linear(
+    x_TK: torch.Tensor,
+    weight_NK: torch.Tensor,
+    bias_N: torch.Tensor | None,
+    segments: Sequence[Segment],
+    keys_T2: torch.Tensor | None = None,
+    salt: int = 0,
+) -> torch.Tensor:
+    """The operator, differentiable by autograd in x and in the operands of the segments. Slow; for any dtype.
+
+    Args:
+        x_TK: packed tokens.
+        weight_NK, bias_N: the frozen layer.
+        segments: disjoint runs of tokens, in any order.
+        keys_T2: dropout keys of the tokens (ops.dropout.token_keys); needed where a segment has dropout.
+        salt: of the layer (ops.dropout.layer_salt).
+    """
+    parts: list[torch.Tensor] = []
+    end = 0
+    for seg in sorted(segments, key=lambda seg: seg.start):
+        parts.append(torch.nn.functional.linear(x_TK[end : seg.start], weight_NK, bias_N))
+        parts.append(_segment(x_TK[seg.start : seg.stop], weight_NK, bias_N, seg, keys_T2, salt))
+        end = seg.stop
+    parts.append(torch.nn.functional.linear(x_TK[end:], weight_NK, bias_N))
+    return torch.cat(parts)
+
+
+def _segment(
+    x_tK: torch.Tensor,
+    weight_NK: torch.Tensor,
+    bias_N: torch.Tensor | None,
+    seg: Segment,
+    keys_T2: torch.Tensor | None,
+    salt: int,
+) -> torch.Tensor:
+    y_tN = x_tK @ weight_NK.T
+    if seg.A is not None and seg.B is not None:
+        xd_tK = x_tK
+        if seg.dropout:
+            assert keys_T2 is not None
+            xd_tK = dropout(x_tK, keys_T2[seg.start : seg.stop], salt, seg.dropout)
+        low_rank_tN = seg.scaling * (xd_tK @ seg.A.T) @ seg.B.T
+        if seg.magnitude is None:
+            y_tN = y_tN + low_rank_tN
+        else:
+            assert seg.norm is not None
+            g_N = seg.magnitude / seg.norm
+            y_tN = y_tN + (g_N - 1) * (xd_tK @ weight_NK.T) + g_N * low_rank_tN
+    bias = seg.bias if seg.bias is not None else bias_N
+    return y_tN if bias is None else y_tN + bias

@@ -1,0 +1,198 @@
+"""Everything that can be wrong with a run is found here, before any training: data, tokenizer, targets, output folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from peft import LoraConfig
+
+import packlora
+from packlora.adapters.peft_files import continued_config
+from packlora.adapters.spec import AdapterSpec, peft_config, resolve
+from packlora.config import JobConfig, Run
+from packlora.data.dataset import JobData
+from packlora.data.encode import Encoded, encode_rows
+from packlora.data.readers import read_rows
+from packlora.errors import InputError
+from packlora.files import TEMPORARY
+from packlora.model import base_path, choose_device, load_skeleton, load_tokenizer
+
+AUTO_BUDGET = {"cpu": 2048, "cuda": 8192}
+"""Tokens of a microbatch for max_tokens_per_microbatch: auto, by device, where no sample is longer."""
+FREE_TO_CHANGE = {"output_dir", "save_every", "eval_every", "gradient_checkpointing", "device"}
+"""Keys of the run file that may differ when a run is resumed; of a job also how long it trains."""
+
+
+@dataclass(slots=True)
+class PreparedJob:
+    """A checked job: its samples in order, its adapter's layers."""
+
+    config: JobConfig
+    data: JobData
+    encoded: Encoded
+    eval_encoded: Encoded
+    spec: AdapterSpec
+
+
+@dataclass(slots=True)
+class Prepared:
+    """A checked run. budget: tokens of a microbatch; parameters: of the base model."""
+
+    run: Run
+    tokenizer: Any
+    budget: int
+    parameters: int
+    model_type: str
+    jobs: list[PreparedJob]
+    warnings: list[str] = field(default_factory=list)
+
+
+def prepare(run: Run, max_steps: int | None = None) -> Prepared:
+    """Read, encode and match everything. Raises InputError at the first thing that cannot work.
+
+    Args:
+        run: the checked run file.
+        max_steps: train no job for more optimizer steps than this.
+    """
+    device = choose_device(run.device)
+    configs = {job.name: _adapter_config(job, run) for job in run.jobs}
+    rows = {job.name: read_rows(job.data.path, job.name) for job in run.jobs}
+    eval_rows = {job.name: read_rows(job.data.eval_path, job.name) for job in run.jobs if job.data.eval_path}
+    skeleton = load_skeleton(run)
+    specs = {name: resolve(config, skeleton, name) for name, config in configs.items()}
+    tokenizer = load_tokenizer(run)
+    auto = run.max_tokens_per_microbatch == "auto"
+    budget = 2**31 if auto else int(run.max_tokens_per_microbatch)
+    jobs, warnings = [], []
+    for job in run.jobs:
+        encoded = encode_rows(rows[job.name], tokenizer, job.data, budget, job.name)
+        eval_encoded = Encoded([])
+        if job.name in eval_rows:
+            eval_encoded = encode_rows(eval_rows[job.name], tokenizer, job.data, budget, job.name)
+        for what, part in (("training", encoded), ("held-out", eval_encoded)):
+            if part.truncated:
+                warnings.append(f"job {job.name!r}: {part.truncated} {what} samples were cut to max_length")
+            if part.dropped:
+                warnings.append(f"job {job.name!r}: {part.dropped} {what} samples were dropped as too long")
+        vocabulary = skeleton.get_input_embeddings().weight.shape[0]
+        largest = max(int(sample.ids.max()) for sample in encoded.samples + eval_encoded.samples)
+        if largest >= vocabulary:
+            raise InputError(
+                f"job {job.name!r}: the tokenizer gives token {largest}, the model has embeddings for {vocabulary}"
+            )
+        data = JobData(job.name, encoded.samples, job.train, run.seed, max_steps)
+        jobs.append(PreparedJob(job, data, encoded, eval_encoded, specs[job.name]))
+    if auto:
+        longest = max(s.num_tokens for job in jobs for s in job.encoded.samples + job.eval_encoded.samples)
+        budget = max(AUTO_BUDGET[device.type], longest)
+    parameters = sum(parameter.numel() for parameter in skeleton.parameters())
+    return Prepared(run, tokenizer, budget, parameters, skeleton.config.model_type, jobs, warnings)
+
+
+def _adapter_config(job: JobConfig, run: Run) -> LoraConfig:
+    path = base_path(run.base_model)
+    if job.adapter.init_from is not None:
+        return continued_config(job.adapter, path, run.revision, job.name)
+    return peft_config(job.adapter, path, run.revision)
+
+
+# --- output folder -----------------------------------------------------------------------------------------------------
+
+
+def check_output(run: Run, resume: bool) -> dict[str, Any] | None:
+    """Make sure the output folder can be written and holds nothing that would be lost.
+
+    Returns:
+        The run.json of the run to resume, or None for a fresh run.
+
+    Raises:
+        InputError: the folder cannot be written, holds something else, or holds a run that differs from this one.
+    """
+    folder = Path(run.output_dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f"{TEMPORARY}probe-{os.getpid()}"
+        probe.write_bytes(b"")
+        probe.unlink()
+    except OSError as error:
+        raise InputError(f"output_dir {folder}: cannot write there: {error}") from None
+    content = sorted(path.name for path in folder.iterdir() if not path.name.startswith(TEMPORARY))
+    if not content:
+        return None
+    if "run.json" not in content:
+        raise InputError(
+            f"output_dir {folder} is not empty and holds no run (found {content[0]}); choose another folder"
+        )
+    if not resume:
+        raise InputError(
+            f"output_dir {folder} already holds a run; continue it with --resume, or choose another folder"
+        )
+    try:
+        saved: dict[str, Any] = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+        before = saved["config"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(f"output_dir {folder}: run.json cannot be read: {error}") from None
+    changed = _changes(before, run.model_dump(mode="json"))
+    if changed:
+        raise InputError(
+            f"output_dir {folder} holds a run with other settings, which cannot be continued: {', '.join(changed)} changed"
+        )
+    return saved
+
+
+def _changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    changed = [key for key in now if key != "jobs" and key not in FREE_TO_CHANGE and before.get(key) != now[key]]
+    if [job["name"] for job in before["jobs"]] != [job["name"] for job in now["jobs"]]:
+        return [*changed, "jobs (names or order)"]
+    for old, new in zip(before["jobs"], now["jobs"], strict=True):
+        for section in ("data", "adapter", "train"):
+            free = {"num_train_epochs", "max_steps"} if section == "train" else set()
+            if section == "train" and new["train"]["lr_scheduler_type"] not in ("constant", "constant_with_warmup"):
+                free = set()  # the learning rate of every step depends on the number of steps
+            changed += [
+                f"job {new['name']!r} {section}.{key}"
+                for key in new[section]
+                if key not in free and old[section].get(key) != new[section][key]
+            ]
+    return changed
+
+
+# --- provenance --------------------------------------------------------------------------------------------------------
+
+
+def versions() -> dict[str, str]:
+    """Of Python and of the packages that can change a number."""
+    out = {"python": platform.python_version(), "packlora": packlora.__version__}
+    for package in ("torch", "triton", "transformers", "tokenizers", "peft", "safetensors", "numpy"):
+        try:
+            out[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return out
+
+
+def source_commit() -> str | None:
+    """The git commit of packlora's own source, when it runs from a checkout."""
+    here = Path(packlora.__file__).resolve().parent.parent
+    if not (here / ".git").exists():
+        return None
+    result = subprocess.run(["git", "-C", str(here), "rev-parse", "HEAD"], capture_output=True, text=True)
+    return result.stdout.strip() or None
+
+
+def processor_name() -> str:
+    """The CPU's model, as the system names it."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

@@ -1,0 +1,117 @@
+"""What a person sees while a run trains: a live table per job on a terminal, plain lines otherwise."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from packlora.job import Job, StepResult
+
+RATE_WINDOW = 20
+"""Steps over which the rate of tokens is averaged."""
+
+
+def duration(seconds: float) -> str:
+    """1:05 or 2:03:04."""
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+class Progress:
+    """The display of one run; use as a context manager."""
+
+    def __init__(self, jobs: Sequence[Job], console: Console | None = None) -> None:
+        self.jobs = jobs
+        self.console = console or Console()
+        self._steps: dict[str, list[tuple[float, StepResult]]] = {job.name: [] for job in jobs}
+        self._evals: dict[str, float] = {}
+        self._total = {job.name: self._all_tokens(job) for job in jobs}
+        self._live = (
+            Live(get_renderable=self._table, console=self.console, refresh_per_second=4)
+            if self.console.is_terminal
+            else None
+        )
+        self._start = time.perf_counter()
+
+    @staticmethod
+    def _all_tokens(job: Job) -> int:
+        per_epoch = sum(sample.num_tokens for sample in job.data.samples)
+        return int(per_epoch * job.data.num_steps / job.data.batches_per_epoch)
+
+    def __enter__(self) -> Progress:
+        self._start = time.perf_counter()
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._live:
+            self._live.stop()
+
+    def message(self, text: str) -> None:
+        """A line that stays above the table."""
+        self.console.print(Text(text), soft_wrap=True)
+
+    def evaluated(self, job: Job, loss: float) -> None:
+        self._evals[job.name] = loss
+        if not self._live:
+            self.message(f"{job.name}  step {job.step}  held-out loss {loss:.4f}")
+
+    def stepped(self, job: Job, result: StepResult) -> None:
+        recent = self._steps[job.name]
+        recent.append((time.perf_counter(), result))
+        del recent[:-RATE_WINDOW]
+        if not self._live:
+            left = self.time_left()
+            self.message(
+                f"{job.name}  step {result.step}/{job.data.num_steps}  loss {result.loss:.4f}  "
+                f"grad norm {result.grad_norm:.3g}  lr {result.lr:.3g}  {self.rate(job):.0f} tokens/s"
+                + (f"  {duration(left)} left" if left is not None else "")
+            )
+
+    def rate(self, job: Job) -> float:
+        """Tokens per second of a job, over its last steps."""
+        recent = self._steps[job.name]
+        if not recent:
+            return 0.0
+        if len(recent) == 1:
+            return recent[0][1].tokens / max(recent[0][0] - self._start, 1e-9)
+        return sum(result.tokens for _, result in recent[1:]) / max(recent[-1][0] - recent[0][0], 1e-9)
+
+    def time_left(self) -> float | None:
+        """Seconds until the last job is done, if the jobs keep their rates; None before the first step of one."""
+        left = []
+        for job in self.jobs:
+            if job.status == "running" and job.step < job.data.num_steps:
+                if not self.rate(job):
+                    return None
+                left.append(self._total[job.name] * (1 - job.step / job.data.num_steps) / self.rate(job))
+        return max(left, default=0.0)
+
+    def _table(self) -> Group:
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        for name in ("job", "step", "progress", "loss", "held-out", "lr", "grad norm", "tokens/s"):
+            table.add_column(name, justify="left" if name in ("job", "progress") else "right", no_wrap=True)
+        for job in self.jobs:
+            last = self._steps[job.name][-1][1] if self._steps[job.name] else None
+            share = job.step / job.data.num_steps
+            colour = {"failed": "red", "done": "green"}.get(job.status, "cyan")
+            bar = Text("━" * round(20 * share), style=colour) + Text("━" * (20 - round(20 * share)), style="dim")
+            held_out = f"{self._evals[job.name]:.4f}" if job.name in self._evals else ""
+            cells = (
+                (f"{last.loss:.4f}", held_out, f"{last.lr:.3g}", f"{last.grad_norm:.3g}")
+                if last
+                else ("", held_out, "", "")
+            )
+            note = "failed" if job.status == "failed" else f"{self.rate(job):.0f}"
+            table.add_row(Text(job.name, style=colour), f"{job.step}/{job.data.num_steps}", bar, *cells, note)
+        left = self.time_left()
+        total = sum(self.rate(job) for job in self.jobs if job.status == "running")
+        foot = f"{duration(time.perf_counter() - self._start)} elapsed, {total:.0f} tokens/s"
+        return Group(table, Text(foot + (f", {duration(left)} left" if left is not None else ""), style="dim"))

@@ -1,0 +1,528 @@
+"""The report of a run: one HTML page, made from the files the run has written, that needs nothing but a browser.
+
+Owns what the page says and how it looks; scales and marks are charts.py's. It reads run.json, metrics.jsonl, evals.jsonl
+and microbatches.jsonl, any of which may be missing, empty or still growing, so it can be written at any moment of a run.
+The page loads nothing and runs nothing, and its Content-Security-Policy holds the browser to that.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from packlora import charts
+from packlora.files import write_file
+
+Line = dict[str, Any]
+SHOWN_MICROBATCHES = 40
+"""Microbatches drawn from the beginning of a run, and again from its end."""
+SYMBOLS = {"done": "✓", "failed": "✕", "interrupted": "◼", "stopped": "◼", "running": "▶", "waiting": "…"}
+
+
+@dataclass
+class Job:
+    """One job as the page sees it: what was asked for, what it consists of, what has happened."""
+
+    name: str
+    style: str
+    config: Line
+    info: Line
+    result: Line
+    metrics: list[Line]
+    evals: list[Line]
+
+    def series(self, key: str) -> list[charts.Point]:
+        return _series(self.metrics, key)
+
+    @property
+    def held_out(self) -> list[charts.Point]:
+        return _series(self.evals, "eval_loss")
+
+    @property
+    def kind(self) -> str:
+        adapter = self.config.get("adapter", {})
+        return ("rs" if adapter.get("use_rslora") else "") + ("DoRA" if adapter.get("use_dora") else "LoRA")
+
+    @property
+    def step(self) -> int:
+        return max([int(self.result.get("step") or 0), *(int(line["step"]) for line in self.metrics)])
+
+    @property
+    def tokens(self) -> int:
+        return sum(int(line.get("tokens") or 0) for line in self.metrics)
+
+
+@dataclass
+class Run:
+    """Everything read from an output folder."""
+
+    folder: Path
+    about: Line
+    jobs: list[Job]
+    metrics: list[Line]
+    microbatches: list[Line]
+
+    @property
+    def config(self) -> Line:
+        return self.about.get("config") or {}
+
+    @property
+    def result(self) -> Line:
+        return self.about.get("result") or {}
+
+    @property
+    def elapsed(self) -> float:
+        return max((float(line.get("elapsed") or 0.0) for line in self.metrics), default=0.0)
+
+    @property
+    def status(self) -> str:
+        return str(self.result.get("status") or ("running" if self.metrics else "waiting"))
+
+    def status_of(self, job: Job) -> str:
+        status = str(job.result.get("status") or "")
+        if status in {"done", "failed"}:
+            return status
+        if self.result:
+            return "stopped"
+        if job.step and job.step >= (job.info.get("steps") or math.inf):
+            return "done"
+        return "running" if job.step else "waiting"
+
+
+def write_report(output_dir: Path) -> Path:
+    """Write `report.html` into a run's output folder, from what the run has written so far, and return its path."""
+    page = _page(_read_run(output_dir))
+    path = output_dir / "report.html"
+
+    def write(file: Path) -> None:
+        file.write_text(page, encoding="utf-8")
+
+    write_file(path, write)
+    return path
+
+
+# --- reading -----------------------------------------------------------------------------------------------------------
+
+
+def _read_run(folder: Path) -> Run:
+    about = _parse(_read_text(folder / "run.json")) or {}
+    metrics = _read_lines(folder / "metrics.jsonl", "job", "step")
+    evals = _read_lines(folder / "evals.jsonl", "job", "step", "eval_loss")
+    configs = {str(job["name"]): job for job in (about.get("config") or {}).get("jobs", [])}
+    names = list(configs) or list(dict.fromkeys(str(line["job"]) for line in metrics))
+    information, results = about.get("jobs") or {}, (about.get("result") or {}).get("jobs") or {}
+    jobs = [
+        Job(name, f"job-{index}", configs.get(name, {}), information.get(name) or {}, results.get(name) or _ended(folder / name),
+            [line for line in metrics if line["job"] == name], [line for line in evals if line["job"] == name])
+        for index, name in enumerate(names)
+    ]  # fmt: skip
+    microbatches = _read_lines(folder / "microbatches.jsonl", "capacity", "tokens")
+    return Run(folder, about, jobs, metrics, microbatches)
+
+
+def _ended(folder: Path) -> Line:
+    """How a job of a run in progress has ended already, if it has."""
+    state = _parse(_read_text(folder / "trainer_state.json")) or {}
+    return {key: state.get(key) for key in ("status", "failure")}
+
+
+def _read_text(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+
+
+def _parse(text: str) -> Line | None:
+    """A JSON object, or None where the text is not one, as a line that is still being written."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _read_lines(path: Path, *keys: str) -> list[Line]:
+    lines = (_parse(line) for line in _read_text(path).split("\n") if line)
+    return [line for line in lines if line is not None and all(key in line for key in keys)]
+
+
+def _series(lines: list[Line], key: str) -> list[charts.Point]:
+    """(step, value) of every line with a finite number at `key`."""
+    points = [(float(line["step"]), line.get(key)) for line in lines]
+    return [(step, float(value)) for step, value in points if isinstance(value, (int, float)) and math.isfinite(value)]
+
+
+# --- numbers as text ---------------------------------------------------------------------------------------------------
+
+
+def _short(number: float) -> str:
+    for limit, suffix in ((1e9, "B"), (1e6, "M"), (1e5, "k")):
+        if number >= limit:
+            return f"{number / (limit if limit > 1e5 else 1e3):.3g}\u202f{suffix}"
+    return f"{number:,.0f}"
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours:,} h {minutes:02d} min"
+    return f"{minutes} min {rest:02d} s" if minutes else f"{seconds:.3g} s"
+
+
+def _bytes(number: float) -> str:
+    return f"{number / 2**30:.3g} GiB" if number >= 2**30 else f"{number / 2**20:.3g} MiB"
+
+
+def _loss(value: float | None) -> str:
+    return "–" if value is None or not math.isfinite(value) else f"{value:.3f}"
+
+
+def _plural(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+# --- the parts of the page ---------------------------------------------------------------------------------------------
+
+
+def _page(run: Run) -> str:
+    model = str(run.config.get("base_model") or run.folder.resolve().name)
+    parts = [_header(run, model), _tiles(run), _warnings(run), _legend(run), _job_table(run)]
+    if run.metrics:
+        parts += [_losses(run), _microbatches(run), _throughput(run), _optimization(run)]
+    elif any(job.held_out for job in run.jobs):
+        parts.append(_losses(run))
+    else:
+        parts.append(
+            '<section><p class="empty">No optimizer step has finished yet; the curves appear here.</p></section>'
+        )
+    parts += [_lengths(run), _reproducibility(run)]
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
+        f"<title>{escape(model)} · {escape(run.status)} · packlora</title><style>{charts.STYLE}{charts.job_style(len(run.jobs))}</style>"
+        f"</head><body><main>{''.join(parts)}</main></body></html>\n"
+    )
+
+
+def _badge(status: str) -> str:
+    return f'<span class="badge {escape(status)}">{SYMBOLS.get(status, "")} {escape(status)}</span>'
+
+
+def _header(run: Run, model: str) -> str:
+    about = run.about.get("model") or {}
+    facts = [
+        " ".join(filter(None, [_short(about["parameters"]) if about.get("parameters") else "", "frozen parameters"])),
+        str(about.get("type") or ""),
+        str(run.config.get("dtype") or ""),
+        str(run.about.get("device") or ""),
+        f"started {_time(run.about.get('created'))}" if run.about.get("created") else "",
+    ]
+    if not about.get("parameters"):
+        facts[0] = ""
+    line = "".join(f"<span>{escape(fact)}</span>" for fact in facts if fact)
+    return (
+        f'<header><p class="over">packlora run</p><h1>{escape(model)} {_badge(run.status)}</h1><p>{line}</p></header>'
+    )
+
+
+def _time(value: Any) -> str:
+    try:
+        return datetime.fromisoformat(str(value)).strftime("%Y-%m-%d %H:%M %Z").strip()
+    except ValueError:
+        return str(value)
+
+
+def _tiles(run: Run) -> str:
+    # The result of a resumed run counts from where it was resumed, the metrics from the beginning.
+    tokens = max(int(run.result.get("tokens") or 0), sum(job.tokens for job in run.jobs))
+    seconds = max(float(run.result.get("seconds") or 0.0), run.elapsed)
+    states = [run.status_of(job) for job in run.jobs]
+    counts = ", ".join(f"{states.count(state)} {state}" for state in SYMBOLS if state in states)
+    total = sum(int(job.info.get("steps") or 0) for job in run.jobs)
+    held = sum(sum(line["tokens"].values()) for line in run.microbatches)
+    room = sum(line["capacity"] for line in run.microbatches)
+    peak = run.result.get("peak_memory_bytes")
+    tiles = [
+        ("Jobs", str(len(run.jobs)), counts),
+        ("Optimizer steps", f"{sum(job.step for job in run.jobs):,}", f"of {total:,}" if total else ""),
+        ("Tokens", _short(tokens), f"{tokens:,}" if tokens >= 1e5 else "trained on"),
+        ("Tokens per second", f"{tokens / seconds:,.0f}" if seconds else "–", "over the whole run"),
+        ("Microbatch fill", f"{100 * held / room:.1f} %" if room else "–",
+         f"padding 0, {_plural(len(run.microbatches), 'microbatch').replace('hs', 'hes')}"),
+        ("Peak memory", _bytes(peak) if peak else "–", ("of the process" if str(run.about.get("device")).startswith("cpu") else "on the GPU") if peak else "known at the end"),
+        ("Wall time", _duration(seconds) if seconds else "–", "" if run.result else "so far"),
+    ]  # fmt: skip
+    cells = (f"<div><dt>{name}</dt><dd>{value}</dd><dd class='sub'>{sub}</dd></div>" for name, value, sub in tiles)
+    return f'<dl class="tiles">{"".join(cells)}</dl>'
+
+
+def _warnings(run: Run) -> str:
+    """What a reader must not miss. What the run has recorded as a warning is not said twice."""
+    recorded = [str(text) for text in run.about.get("warnings") or []]
+    items = []
+    for job in run.jobs:
+        if run.status_of(job) == "failed":
+            reason = str(job.result.get("failure") or "no reason is recorded")
+            recorded = [text for text in recorded if repr(job.name) not in text or reason not in text]
+            items.append(f'<li class="bad">✕ <b>{escape(job.name)}</b> failed: {escape(reason)}</li>')
+    said = "\n".join(recorded)
+    for job in run.jobs:
+        for key, verb in (("truncated", "cut to max_length"), ("dropped", "dropped as too long")):
+            if job.info.get(key) and not re.search(f"{re.escape(repr(job.name))}.*{verb}", said):
+                items.append(f"<li>⚠ <b>{escape(job.name)}</b> {_plural(job.info[key], 'sample')} {verb}</li>")
+    items += [f"<li>⚠ {escape(text)}</li>" for text in recorded]
+    return f'<ul class="warnings" aria-label="Warnings">{"".join(items)}</ul>' if items else ""
+
+
+def _legend(run: Run) -> str:
+    entries = (f'<a class="{job.style}" href="#{job.style}" tabindex="0">{escape(job.name)}</a>' for job in run.jobs)
+    return f'<nav class="legend" aria-label="Jobs">{"".join(entries)}</nav>' if run.jobs else ""
+
+
+def _job_table(run: Run) -> str:
+    if not run.jobs:
+        return ""
+    heads = ("Job", "Kind", "r", "α", "Dropout", "Learning rate", "Steps", "Training loss", "Held-out loss", "Tokens",
+             "Trainable", "Status")  # fmt: skip
+    head = "".join(f"<th scope='col'>{name}</th>" for name in heads)
+    return (
+        f"<section><h2>Jobs</h2><div class='scroll' tabindex='0'><table><thead><tr>{head}</tr></thead>"
+        f"<tbody>{''.join(_job_row(run, job) for job in run.jobs)}</tbody></table></div>"
+        "<p class='caption'>Training loss: mean of the first and of the last tenth of the steps, at most ten. "
+        "Held-out loss: before and after training.</p></section>"
+    )
+
+
+def _job_row(run: Run, job: Job) -> str:
+    adapter, train, info = job.config.get("adapter", {}), job.config.get("train", {}), job.info
+    losses = [value for _, value in job.series("loss")]
+    window = min(10, max(1, len(losses) // 10))
+    before, after = job.result.get("eval_before"), job.result.get("eval_after")
+    if before is None and job.held_out and job.held_out[0][0] == 0:
+        before = job.held_out[0][1]
+    if after is None and job.held_out and job.held_out[-1][0] > 0:
+        after = job.held_out[-1][1]
+    total = int(info.get("steps") or 0)
+    bar = f"<span class='bar'><span style='width:{100 * min(1, job.step / total):.0f}%'></span></span>" if total else ""
+    batch = f"batch {train['global_batch_size']}" if "global_batch_size" in train else ""
+    cells = [
+        job.kind,
+        f"{adapter['r']}" if "r" in adapter else "–",
+        f"{adapter['lora_alpha']:g}" if "lora_alpha" in adapter else "–",
+        f"{adapter['lora_dropout']:g}" if "lora_dropout" in adapter else "–",
+        (charts.tick_text(train["learning_rate"], train["learning_rate"] / 10).replace(".0e", "e")
+         if train.get("learning_rate") else "–") + _sub(str(train.get("lr_scheduler_type", "")).replace("_", " ")),
+        f"{job.step:,}" + (f" / {total:,}" if total else "") + bar + _sub(batch),
+        _change(_mean(losses[:window]), _mean(losses[-window:]) if len(losses) > 1 else None),
+        _change(before, after),
+        f"{job.tokens:,}" + _sub(f"{_plural(info['samples'], 'sample')}" if "samples" in info else ""),
+        (_short(info["trainable_parameters"]) if "trainable_parameters" in info else "–")
+        + _sub(_plural(info["adapted_modules"], "module") if "adapted_modules" in info else ""),
+        _badge(run.status_of(job)),
+    ]  # fmt: skip
+    targets = adapter.get("target_modules", "")
+    targets = targets if isinstance(targets, str) else ", ".join(targets)
+    name = f"<th scope='row'><span class='name'>{escape(job.name)}</span>{_sub(targets)}</th>"
+    return f'<tr id="{job.style}" class="{job.style}">{name}{"".join(f"<td>{cell}</td>" for cell in cells)}</tr>'
+
+
+def _sub(text: str) -> str:
+    return f"<small>{escape(text)}</small>" if text else ""
+
+
+def _change(first: float | None, last: float | None) -> str:
+    if first is None or last is None:
+        return _loss(first if last is None else last)
+    percent = f"{100 * (last / first - 1):+.0f} %".replace("-", "−") if first > 0 else ""
+    return f"{_loss(first)} → <b>{_loss(last)}</b>" + _sub(percent)
+
+
+def _losses(run: Run) -> str:
+    light, bold, marked, crosses, shown = [], [], [], "", []
+    curves = [(job, job.series("loss")) for job in run.jobs]
+    smooth = {job.name: charts.running_mean(points, max(1, len(points) // 20)) for job, points in curves}
+    for job, points in curves:
+        inner = sorted(value for _, value in points)
+        margin = len(inner) // 100  # a spike of one step in a hundred does not flatten all the curves
+        shown += inner[margin : len(inner) - margin] + [value for _, value in smooth[job.name] + job.held_out]
+    last = max((points[-1][0] for _, points in curves if points), default=1.0)
+    x = charts.linear_axis("optimizer step of the job", [0, last], tight=True, whole=True, count=6)
+    y = charts.linear_axis("nats per token", shown, count=6)
+    for job, points in curves:
+        light.append(charts.line(charts.thin(points), x, y, f"mark faint {job.style}"))
+        bold.append(charts.line(charts.thin(smooth[job.name]), x, y, f"mark bold {job.style}"))
+        marked.append(charts.line(job.held_out, x, y, f"mark thread {job.style}") if len(job.held_out) > 1 else "")
+        marked.append(charts.dots(job.held_out, x, y, "mark ring"))
+        marked.append(charts.dots(job.held_out, x, y, f"mark {job.style}", f"{job.name}, held-out loss at step"))
+        if run.status_of(job) == "failed" and smooth[job.name]:
+            end = smooth[job.name][-1]
+            crosses += charts.note("✕", end, x, y, f"mark {job.style}", f"{job.name} failed after step {job.step}")
+    caption = "Light: every step. Bold: running mean over a twentieth of the job's steps. Dots: held-out loss."
+    caption += " ✕: the job failed." if crosses else ""
+    return (
+        f"<section><h2>Loss</h2>{charts.chart('Loss', light + bold + marked, x, y, height=340, overlay=crosses)}"
+        f"<p class='caption'>{caption}</p></section>"
+    )
+
+
+def _microbatches(run: Run) -> str:
+    rows = run.microbatches
+    if not rows:
+        return ""
+    if len(rows) > 2 * SHOWN_MICROBATCHES:
+        groups = [(f"First {SHOWN_MICROBATCHES}", rows[:SHOWN_MICROBATCHES]),
+                  (f"Last {SHOWN_MICROBATCHES}", rows[-SHOWN_MICROBATCHES:])]  # fmt: skip
+        extent = f"The first and the last {SHOWN_MICROBATCHES} of {len(rows):,} are drawn."
+    else:
+        half = -(-len(rows) // 2) if len(rows) > SHOWN_MICROBATCHES else len(rows)
+        parts = [rows[start : start + half] for start in range(0, len(rows), half)]
+        groups = [(f"{'All' if len(parts) == 1 else ('First', 'Last')[number]} {len(part)}", part)
+                  for number, part in enumerate(parts)]  # fmt: skip
+        extent = f"All {len(rows):,} are drawn."
+    widest = max(max(row["capacity"], sum(row["tokens"].values())) for _, part in groups for row in part)
+    figures = "".join(_microbatch_chart(run, title, part, widest) for title, part in groups)
+    fills = sorted(sum(row["tokens"].values()) / row["capacity"] for row in rows if row["capacity"])
+    sharing = _mean([sum(1 for count in row["tokens"].values() if count) for row in rows]) or 0.0
+    facts = (
+        f"Median fill {100 * fills[len(fills) // 2]:.1f} %, {sharing:.2g} jobs in a microbatch on average."
+        if fills
+        else ""
+    )
+    return (
+        f"<section><h2>Microbatches</h2><div class='pair'>{figures}</div><p class='caption'>{extent} One bar is one "
+        "forward and backward pass of the frozen model; its colours are the jobs that share it, the black line is the "
+        f"capacity. {facts} A round holds one global batch of every job that is still training, so its last microbatch "
+        "is what was left over.</p></section>"
+    )
+
+
+def _microbatch_chart(run: Run, title: str, rows: list[Line], widest: float) -> str:
+    x = charts.linear_axis("tokens", [0, widest * 1.02], tight=True, whole=True, count=5)
+    rounds, ticks, labelled = [row.get("round") for row in rows], [], -9
+    for index, number in enumerate(rounds):
+        if (index == 0 or number != rounds[index - 1]) and index - labelled >= 3 and number is not None:
+            ticks.append((float(index), str(number)))
+            labelled = index
+    y = charts.Axis("by round, one bar each", len(rows), 0, tuple(ticks))
+    marks, styles = [], {job.name: job.style for job in run.jobs}
+    for index, row in enumerate(rows):
+        left, total, samples = 0, sum(row["tokens"].values()), row.get("samples") or {}
+        where = f"microbatch {row.get('index', index)}, round {row.get('round', '?')}, {total:,} of {row['capacity']:,} tokens"
+        for name, tokens in row["tokens"].items():
+            tip = f"{name}: {tokens:,} tokens in {_plural(samples.get(name, 0), 'sample')}\n{where}"
+            style = f"mark fill {styles.get(name, '')}"
+            marks.append(charts.bar(left, left + tokens, index + 0.92, index + 0.14, x, y, style, tip))
+            left += tokens
+    edge = [(float(row["capacity"]), index + end) for index, row in enumerate(rows) for end in (0.0, 1.0)]
+    marks.append(charts.line(edge, x, y, "capacity"))
+    return charts.chart(title, marks, x, y, height=max(60, 9 * len(rows)))
+
+
+def _throughput(run: Run) -> str:
+    """Tokens per second in equal slices of time, a step's tokens spread over the time the step took."""
+    end = run.elapsed
+    if end <= 0:
+        return ""
+    count = min(80, len(run.metrics))
+    width = end / count
+    slices = {job.name: [0.0] * count for job in run.jobs}
+    for line in run.metrics:
+        if line["job"] not in slices:
+            continue
+        stop = float(line.get("elapsed") or 0.0)
+        start = min(max(0.0, stop - float(line.get("seconds") or 0.0)), stop - 1e-9)
+        for index in range(max(0, int(start / width)), min(count - 1, int(stop / width)) + 1):
+            overlap = min(stop, (index + 1) * width) - max(start, index * width)
+            slices[line["job"]][index] += (line.get("tokens") or 0) * max(0.0, overlap) / (stop - start)
+    unit, name = (3600, "hours") if end > 7200 else (60, "minutes") if end > 180 else (1, "seconds")
+    totals = [sum(values) / width for values in zip(*slices.values(), strict=True)]
+    x = charts.linear_axis(f"{name} since the start", [0, end / unit], tight=True, count=6)
+    y = charts.linear_axis("tokens per second, stacked by job", totals, zero=True)
+    marks, floors = [], [0.0] * count
+    for job in run.jobs:
+        for index, tokens in enumerate(slices[job.name]):
+            if tokens:
+                left, right, top = index * width / unit, (index + 1) * width / unit, floors[index] + tokens / width
+                tip = f"{job.name}: {tokens / width:,.0f} tokens/s of {totals[index]:,.0f}"
+                marks.append(charts.bar(left, right, floors[index], top, x, y, f"mark fill {job.style}", tip))
+                floors[index] = top
+    return f"<section><h2>Throughput</h2>{charts.chart('Throughput', marks, x, y, height=220)}</section>"
+
+
+def _optimization(run: Run) -> str:
+    rates, norms = [job.series("lr") for job in run.jobs], [job.series("grad_norm") for job in run.jobs]
+    last = max((points[-1][0] for points in rates + norms if points), default=1.0)
+    x = charts.linear_axis("optimizer step of the job", [0, last], tight=True, whole=True)
+    rate = charts.linear_axis("AdamW", [value for points in rates for _, value in points], zero=True)
+    values = sorted(value for points in norms for _, value in points if value > 0) or [1.0]
+    spread = values[-1] / values[0] > 30
+    axis = charts.log_axis("before clipping, log scale", values) if spread else charts.linear_axis(
+        "before clipping", values, zero=True)  # fmt: skip
+    lines, curves = [], []
+    for job, job_rates, job_norms in zip(run.jobs, rates, norms, strict=True):
+        lines.append(charts.line(charts.thin(job_rates), x, rate, f"mark bold {job.style}"))
+        curves.append(charts.line(charts.thin(job_norms), x, axis, f"mark faint {job.style}"))
+    for job, job_norms in zip(run.jobs, norms, strict=True):
+        smooth = charts.thin(charts.running_mean(job_norms, max(1, len(job_norms) // 20)))
+        curves.append(charts.line(smooth, x, axis, f"mark bold {job.style}"))
+    return (
+        f"<section><h2>Optimization</h2><div class='pair'>{charts.chart('Learning rate', lines, x, rate)}"
+        f"{charts.chart('Gradient norm', curves, x, axis)}</div></section>"
+    )
+
+
+def _lengths(run: Run) -> str:
+    figures = []
+    for job in run.jobs:
+        histogram = job.info.get("length_histogram") or {}
+        edges, counts = histogram.get("edges") or [], histogram.get("counts") or []
+        if not counts or len(edges) != len(counts) + 1:
+            continue
+        x = charts.linear_axis("tokens of a sample", edges, tight=True, whole=True, count=4)
+        y = charts.linear_axis("samples", counts, zero=True, whole=True, count=3)
+        gap = (edges[-1] - edges[0]) * 0.003
+        marks = [
+            charts.bar(low + gap, high - gap, 0, count, x, y, f"mark fill {job.style}", f"{count:,} of {low:g} to {high:g} tokens")
+            for low, high, count in zip(edges, edges[1:], counts, strict=False)
+        ]  # fmt: skip
+        facts = [_plural(job.info["samples"], "sample")] if "samples" in job.info else []
+        facts += [f"{job.info['eval_samples']:,} held out"] if job.info.get("eval_samples") else []
+        facts += [f"{job.info['tokens']:,} tokens"] if "tokens" in job.info else []
+        facts += [f"{job.info['label_tokens']:,} with loss"] if "label_tokens" in job.info else []
+        figures.append(
+            f"<div>{charts.chart(job.name, marks, x, y, height=130)}<p class='caption'>{', '.join(facts)}</p></div>"
+        )
+    return f"<section><h2>Sample lengths</h2><div class='many'>{''.join(figures)}</div></section>" if figures else ""
+
+
+def _reproducibility(run: Run) -> str:
+    versions = run.about.get("versions") or {}
+    packlora = {"packlora": run.about["packlora"]} if "packlora" in run.about else {}
+    facts = {**packlora, **versions, "device": run.about.get("device"), "commit": run.about.get("commit"),
+             "seed": run.config.get("seed"), "schedule": (run.config.get("schedule") or {}).get("method"),
+             "max tokens per microbatch": run.config.get("max_tokens_per_microbatch")}  # fmt: skip
+    cells = "".join(
+        f"<div><dt>{escape(name)}</dt><dd>{escape(str(value))}</dd></div>"
+        for name, value in facts.items()
+        if value is not None
+    )
+    written = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    config = yaml.safe_dump(run.config, sort_keys=False, allow_unicode=True, width=100) if run.config else ""
+    details = f"<details><summary>The run file, with every default</summary><pre>{escape(config)}</pre></details>"
+    return (
+        f"<section><h2>Reproducibility</h2><dl class='facts'>{cells}</dl>{details if config else ''}"
+        f"<p class='caption'>Written {written} from run.json, metrics.jsonl, evals.jsonl and microbatches.jsonl.</p></section>"
+    )

@@ -1,0 +1,446 @@
+"""The training loop, to be read from top to bottom.
+
+    packlora train run.yaml          or          packlora.train("run.yaml")
+
+Rounds: in round r every job takes its optimizer step r. The samples of the round are packed into shared microbatches
+(schedule/pack.py); a job steps when the last microbatch that holds samples of its global batch is through. A job's numbers
+depend on its own samples alone: see data/collate.py, loss.py and ops/ for how that is kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import signal
+import sys
+import time
+import types
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from packlora import checkpoint
+from packlora.adapters.attach import attach
+from packlora.adapters.linear import Router
+from packlora.adapters.peft_files import load_adapter
+from packlora.config import Run, load_run
+from packlora.data.collate import PackedSample, collate
+from packlora.errors import InputError
+from packlora.files import remove_leftovers, write_json
+from packlora.job import Job
+from packlora.loss import sum_by_owner, token_losses
+from packlora.metrics import JsonLines, keep_lines
+from packlora.model import Base, load_base
+from packlora.prepare import Prepared, check_output, prepare, processor_name, source_commit, versions
+from packlora.progress import Progress
+from packlora.report import write_report
+from packlora.schedule.pack import Microbatch, pack_round
+
+FLOAT16_SCALE = 4096.0
+"""Losses are multiplied with this before a float16 backward and gradients divided after it, so that small ones survive."""
+
+
+@dataclass(slots=True)
+class JobResult:
+    """How one job ended. folder: its PEFT adapter; losses: held-out, None without eval_path."""
+
+    status: str
+    step: int
+    folder: Path
+    failure: str | None = None
+    eval_before: float | None = None
+    eval_after: float | None = None
+
+
+@dataclass(slots=True)
+class Result:
+    """How a run ended. status: done, failed (a job failed, the others finished) or interrupted (signal says by what)."""
+
+    status: str
+    seconds: float
+    tokens: int
+    output_dir: Path
+    report: Path
+    jobs: dict[str, JobResult] = field(default_factory=dict)
+    signal: int | None = None
+
+    @property
+    def exit_code(self) -> int:
+        if self.signal is not None:
+            return 128 + self.signal
+        return 1 if self.status == "failed" else 0
+
+
+def train(
+    run: Run | str | Path, *, overrides: list[str] | None = None, resume: bool = False, max_steps: int | None = None
+) -> Result:
+    """Train all jobs of a run.
+
+    Args:
+        run: a run file or a Run.
+        overrides: dotted.key=value changes to a run file.
+        resume: continue the run in output_dir (a folder without one starts afresh).
+        max_steps: stop every job after this many optimizer steps.
+
+    Raises:
+        InputError: something is wrong with the input; nothing was trained.
+    """
+    if not isinstance(run, Run):
+        run = load_run(run, overrides)
+    elif overrides:
+        raise InputError("overrides change a run file; change the Run itself")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise InputError("started on several processes, but this version trains on one device")
+    output_dir = Path(run.output_dir)
+
+    # 1. Check everything that can be wrong.
+    saved = check_output(run, resume)
+    try:
+        prepared = prepare(run, max_steps)
+    except InputError:
+        with contextlib.suppress(OSError):
+            output_dir.rmdir()  # made by the check above and still empty
+        raise
+
+    # 2. Load the base model once and put all adapters on it.
+    with _deterministic():
+        base = load_base(run, prepared.tokenizer)
+        router, adapters = attach(base.model, {job.config.name: job.spec for job in prepared.jobs}, run.seed)
+        jobs = []
+        for item, adapter in zip(prepared.jobs, adapters, strict=True):
+            if item.config.adapter.init_from is not None:
+                load_adapter(item.config.adapter.init_from, adapter)
+            scale = FLOAT16_SCALE if run.dtype == "float16" else 1.0
+            jobs.append(Job(item.config, item.data, item.eval_encoded.samples, adapter, scale))
+
+        # 3. Continue where checkpoints say, or start.
+        record = saved if saved is not None else _record(prepared, base, jobs)
+        for job in jobs:
+            folder = output_dir / job.name
+            if saved is not None and folder.exists():
+                remove_leftovers(folder)
+                checkpoint.restore(folder, job)
+        remove_leftovers(output_dir)
+        record["result"] = None
+        write_json(output_dir / "run.json", record)
+        return _Trainer(run, prepared, base, router, jobs, record).fit()
+
+
+class _Trainer:
+    """The state of a running loop."""
+
+    def __init__(
+        self, run: Run, prepared: Prepared, base: Base, router: Router, jobs: list[Job], record: dict[str, Any]
+    ) -> None:
+        self.run, self.prepared, self.base, self.router, self.jobs, self.record = (
+            run,
+            prepared,
+            base,
+            router,
+            jobs,
+            record,
+        )
+        self.by_name = {job.name: job for job in jobs}
+        self.output_dir = Path(run.output_dir)
+        self.stop: int | None = None
+        self.tokens = 0
+        self.start = time.perf_counter()
+        steps = {job.name: job.step for job in jobs}
+        kept = keep_lines(self.output_dir / "metrics.jsonl", lambda line: line["step"] <= steps.get(line["job"], 0))
+        evals = keep_lines(self.output_dir / "evals.jsonl", lambda line: line["step"] <= steps.get(line["job"], 0))
+        self.evals = {(line["job"], line["step"]): line["eval_loss"] for line in evals}
+        first_round = min((job.step for job in jobs if job.status == "running"), default=0)
+        batches = keep_lines(self.output_dir / "microbatches.jsonl", lambda line: line["round"] < first_round)
+        self.num_microbatches = len(batches)
+        self.elapsed_before = max((line["elapsed"] for line in kept), default=0.0)
+        self.metrics = JsonLines(self.output_dir / "metrics.jsonl")
+        self.eval_lines = JsonLines(self.output_dir / "evals.jsonl")
+        self.microbatch_lines = JsonLines(self.output_dir / "microbatches.jsonl")
+
+    def fit(self) -> Result:
+        """Rounds until every job is done or has failed, or a signal asks to stop."""
+        with Progress(self.jobs) as self.progress, self._signals():
+            for text in self.record["warnings"]:
+                self.progress.message(f"note: {text}")
+            self._evaluate([job for job in self.jobs if (job.name, 0) not in self.evals and job.step == 0])
+            while self.stop is None and any(job.status == "running" for job in self.jobs):
+                number = min(job.step for job in self.jobs if job.status == "running")
+                stepped = self._round(number)
+                self._after_round(stepped)
+            if self.stop is not None:
+                self._save_before_stop()
+        return self._finish()
+
+    # --- one round -----------------------------------------------------------------------------------------------------
+
+    def _round(self, number: int) -> list[Job]:
+        """Step `number` (from 0) of every job; returns the jobs that stepped.
+
+        A job that a resumed run finds already past this round still takes part, and what it computes is discarded: the
+        others then see exactly the microbatches that they would have seen without the interruption. A failed job keeps
+        its place in the plan for the same reason, but its samples are left out.
+        """
+        plan = pack_round(
+            {
+                job.name: [(n, job.data.samples[n].num_tokens) for n in job.data.global_batch(number)]
+                for job in self.jobs
+                if number < job.data.num_steps
+            },
+            self.prepared.budget,
+            "solo" if self.run.schedule.method == "solo" else "greedy",
+        )
+        stepped, start = [], time.perf_counter()
+        for microbatch in plan:
+            self._microbatch(microbatch, number)
+            for name in microbatch.completes:
+                job = self.by_name[name]
+                if job.status == "failed":
+                    continue
+                if job.step > number:
+                    job.discard()
+                    continue
+                now = time.perf_counter()
+                result = job.optimizer_step()
+                if result is None:
+                    self._failed(job)
+                    continue
+                elapsed = self.elapsed_before + now - self.start
+                self.metrics.write(
+                    job=name, step=result.step, loss=result.loss, grad_norm=result.grad_norm, lr=result.lr,
+                    tokens=result.tokens, seconds=now - start, elapsed=elapsed,
+                )  # fmt: skip
+                self.progress.stepped(job, result)
+                stepped.append(job)
+            if self.stop is not None:
+                break
+        return stepped
+
+    def _microbatch(self, microbatch: Microbatch, step: int) -> None:
+        """Forward and backward of one microbatch; gradients go to the parameters, losses to the jobs."""
+        samples = []
+        for placed in microbatch.samples:
+            job = self.by_name[placed.job]
+            if job.status != "failed":
+                sample = job.data.samples[placed.sample]
+                samples.append(PackedSample(job.adapter.number, sample, placed.sample, step, job.dropout_key))
+        if not samples:
+            return
+        start = time.perf_counter()
+        batch = collate(samples, self.base.device)
+        weights = np.zeros(len(self.jobs))
+        for number in batch.num_tokens:
+            weights[number] = self.jobs[number].grad_scale / self.jobs[number].label_tokens(step)
+        with self.router.route(batch.tokens):
+            losses_L = token_losses(self.base.model, batch)
+            # Each label's own weight is the gradient of the whole, so losses of different jobs are never added up.
+            weights_L = torch.from_numpy(weights).to(losses_L)[batch.owners_L]
+            losses_L.backward(weights_L)
+        sums = sum_by_owner(losses_L, batch, len(self.jobs))
+        for number, tokens in batch.num_tokens.items():
+            self.jobs[number].collect(sums[number], tokens)
+        self.tokens += sum(batch.num_tokens.values())
+        names = {job.adapter.number: job.name for job in self.jobs}
+        self.microbatch_lines.write(
+            index=self.num_microbatches, round=step, capacity=self.prepared.budget,
+            tokens={names[number]: count for number, count in batch.num_tokens.items()},
+            samples={names[number]: count for number, count in batch.num_samples.items()},
+            seconds=time.perf_counter() - start,
+        )  # fmt: skip
+        self.num_microbatches += 1
+
+    def _failed(self, job: Job) -> None:
+        self.record["warnings"].append(f"job {job.name!r} was stopped: {job.failure}")
+        self.progress.message(f"job {job.name!r} was stopped: {job.failure}; the other jobs go on")
+        checkpoint.save_result(self.output_dir / job.name, job)
+
+    # --- after a round -------------------------------------------------------------------------------------------------
+
+    def _after_round(self, stepped: list[Job]) -> None:
+        ended = [job for job in stepped if job.step >= job.data.num_steps]
+        due = [job for job in stepped if job in ended or (self.run.eval_every and job.step % self.run.eval_every == 0)]
+        if self.stop is None:
+            self._evaluate(due)
+        saved = False
+        for job in stepped:
+            if job in ended or (self.run.save_every and job.step % self.run.save_every == 0):
+                checkpoint.save_checkpoint(self.output_dir / job.name, job)
+                saved = True
+        for job in self.jobs:  # also one whose last checkpoint a crash left without its result
+            if job.status == "running" and job.step >= job.data.num_steps:
+                job.status = "done"
+                checkpoint.save_result(self.output_dir / job.name, job)
+        if saved:
+            write_json(self.output_dir / "run.json", self.record)
+            write_report(self.output_dir)
+
+    def _save_before_stop(self) -> None:
+        for job in self.jobs:
+            folder = self.output_dir / job.name
+            if job.status == "running" and job.step > 0 and not (folder / f"checkpoint-{job.step}").exists():
+                job.discard()
+                checkpoint.save_checkpoint(folder, job)
+
+    @torch.no_grad()
+    def _evaluate(self, jobs: Sequence[Job]) -> None:
+        """Held-out loss of the jobs, without dropout, in shared microbatches like training."""
+        jobs = [job for job in jobs if job.eval_samples]
+        plan = pack_round(
+            {job.name: [(n, sample.num_tokens) for n, sample in enumerate(job.eval_samples)] for job in jobs},
+            self.prepared.budget,
+        )
+        total = np.zeros(len(self.jobs))
+        for microbatch in plan:
+            samples = []
+            for placed in microbatch.samples:
+                job = self.by_name[placed.job]
+                samples.append(
+                    PackedSample(job.adapter.number, job.eval_samples[placed.sample], placed.sample, 0, None)
+                )
+            batch = collate(samples, self.base.device)
+            with self.router.route(batch.tokens):
+                losses_L = token_losses(self.base.model, batch)
+            total += sum_by_owner(losses_L, batch, len(self.jobs)).cpu().numpy()
+        for job in jobs:
+            loss = float(total[job.adapter.number]) / sum(sample.num_labels for sample in job.eval_samples)
+            self.evals[job.name, job.step] = loss
+            self.eval_lines.write(job=job.name, step=job.step, eval_loss=loss)
+            self.progress.evaluated(job, loss)
+
+    # --- the end -------------------------------------------------------------------------------------------------------
+
+    def _finish(self) -> Result:
+        for lines in (self.metrics, self.eval_lines, self.microbatch_lines):
+            lines.close()
+        seconds = time.perf_counter() - self.start
+        status = "failed" if any(job.status == "failed" for job in self.jobs) else "done"
+        result = Result(
+            "interrupted" if self.stop is not None else status,
+            seconds,
+            self.tokens,
+            self.output_dir,
+            self.output_dir / "report.html",
+            signal=self.stop,
+        )
+        for job in self.jobs:
+            after = {step: loss for (name, step), loss in self.evals.items() if name == job.name and step > 0}
+            result.jobs[job.name] = JobResult(
+                job.status, job.step, self.output_dir / job.name, job.failure,
+                self.evals.get((job.name, 0)), after[max(after)] if after else None,
+            )  # fmt: skip
+        self.record["result"] = {
+            "status": result.status,
+            "seconds": seconds,
+            "tokens": self.tokens,
+            "tokens_per_second": self.tokens / seconds,
+            "peak_memory_bytes": peak_memory(self.base.device),
+            "jobs": {
+                name: {
+                    "status": job.status, "step": job.step, "failure": job.failure,
+                    "eval_before": job.eval_before, "eval_after": job.eval_after,
+                }
+                for name, job in result.jobs.items()
+            },
+        }  # fmt: skip
+        write_json(self.output_dir / "run.json", self.record)
+        write_report(self.output_dir)
+        return result
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        """SIGTERM and Ctrl-C ask to stop after the present microbatch; the second one stops at once."""
+
+        def ask(number: int, frame: types.FrameType | None) -> None:
+            if self.stop is not None:
+                raise KeyboardInterrupt
+            self.stop = number
+            name = signal.Signals(number).name
+            self.progress.message(
+                f"{name}: finishing the present microbatch, then saving; once more stops without saving"
+            )
+
+        before = {}
+        with contextlib.suppress(ValueError):  # only the main thread may set handlers
+            before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def _record(prepared: Prepared, base: Base, jobs: list[Job]) -> dict[str, Any]:
+    """run.json: everything that is needed to repeat the run."""
+    described = {}
+    for job, item in zip(jobs, prepared.jobs, strict=True):
+        lengths = [sample.num_tokens for sample in job.data.samples]
+        counts, edges = np.histogram(lengths, bins=min(24, max(1, max(lengths) - min(lengths))))
+        described[job.name] = {
+            "samples": len(lengths),
+            "eval_samples": len(job.eval_samples),
+            "tokens": sum(lengths),
+            "label_tokens": sum(sample.num_labels for sample in job.data.samples),
+            "steps": job.data.num_steps,
+            "trainable_parameters": job.adapter.num_parameters,
+            "adapted_modules": len(job.adapter.weights),
+            "truncated": item.encoded.truncated + item.eval_encoded.truncated,
+            "dropped": item.encoded.dropped + item.eval_encoded.dropped,
+            "length_histogram": {"edges": edges.tolist(), "counts": counts.tolist()},
+        }
+    return {
+        "packlora": versions()["packlora"],
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "config": prepared.run.model_dump(mode="json"),
+        "versions": versions(),
+        "device": device_name(base.device),
+        "commit": source_commit(),
+        "model": {"path": base.path, "parameters": prepared.parameters, "type": prepared.model_type},
+        "plan": "chain",
+        "jobs": described,
+        "warnings": prepared.warnings + base.warnings,
+        "result": None,
+    }
+
+
+def device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"cpu, {torch.get_num_threads()} threads ({processor_name()})"
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: allocated on the GPU, or resident in the process on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+@contextlib.contextmanager
+def _deterministic() -> Iterator[None]:
+    """The same bits every time, also on a GPU; put back afterwards."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    memory: Any = torch.utils.deterministic
+    fill = memory.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    memory.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        memory.fill_uninitialized_memory = fill
+
+
+class _CallableModule(types.ModuleType):
+    """Importing this module binds the name packlora.train to it; packlora.train(...) must work all the same."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Result:
+        return train(*args, **kwargs)
+
+
+sys.modules[__name__].__class__ = _CallableModule

@@ -1,0 +1,116 @@
+"""Shared by all tests: no network for model hubs, and tiny models of each family that need no download."""
+
+from __future__ import annotations
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_DATASETS_OFFLINE"] = "1"
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+transformers.utils.logging.set_verbosity_error()
+transformers.utils.logging.disable_progress_bar()
+
+TINY: dict[str, Any] = {
+    "vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {}),
+    "mistral": ("MistralConfig", {"sliding_window": 8}),
+    "qwen2": ("Qwen2Config", {}),
+    "qwen2-window": ("Qwen2Config", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
+    "qwen3": ("Qwen3Config", {"head_dim": 16}),
+    "gemma": ("GemmaConfig", {"head_dim": 16}),
+    "gemma2": ("Gemma2Config", {"head_dim": 16, "sliding_window": 8}),
+    "gemma3": ("Gemma3TextConfig", {"head_dim": 16, "sliding_window": 8}),
+}
+CHAT = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def tiny_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> Any:
+    """A random model whose weights are large enough that every part of it matters to the logits."""
+    name, extra = FAMILIES[family]
+    config = getattr(transformers, name)(**{**TINY, **extra, **changes})
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(dtype)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for tensor in model.parameters():
+            spread = 0.2 if tensor.ndim > 1 else 0.1
+            noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64) * spread
+            tensor.add_(noise.to(dtype))
+    return model
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-pair tokenizer of 320 tokens with a chat template, trained on a sentence."""
+    bpe = Tokenizer(models.BPE(unk_token="<unk>"))
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    special = ["<pad>", "<s>", "</s>", "<unk>", "<|im_start|>", "<|im_end|>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=320,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(["the quick brown fox jumps over the lazy dog and then some more of the same"] * 4, trainer)
+    from tokenizers.decoders import ByteLevel
+
+    bpe.decoder = ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>",
+        additional_special_tokens=["<|im_start|>", "<|im_end|>"], chat_template=CHAT,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def tiny_base(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerFast) -> Callable[[str], str]:
+    """family -> folder of a saved tiny model with its tokenizer."""
+    made: dict[str, str] = {}
+
+    def make(family: str = "llama") -> str:
+        if family not in made:
+            folder = tmp_path_factory.mktemp(f"base-{family}")
+            tiny_model(family).save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+            made[family] = str(folder)
+        return made[family]
+
+    return make
+
+
+WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "the", "lazy", "dog", "and", "then", "some", "more", "of", "the", "same", "thing", "again"]
+
+
+@pytest.fixture
+def write_rows(tmp_path: Path) -> Callable[..., str]:
+    """(name, number, seed) -> path of a jsonl file of prompt/completion rows of different lengths."""
+
+    def write(name: str, number: int = 12, seed: int = 0, longest: int = 12) -> str:
+        generator = torch.Generator().manual_seed(seed)
+        rows = []
+        for _ in range(number):
+            words = int(torch.randint(2, longest, (1,), generator=generator))
+            picks = torch.randint(0, len(WORDS), (words,), generator=generator).tolist()
+            text = " ".join(WORDS[pick] for pick in picks)
+            rows.append({"prompt": text, "completion": " ".join(reversed(text.split()[:4]))})
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return str(path)
+
+    return write

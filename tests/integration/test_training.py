@@ -1,0 +1,465 @@
+"""Whole runs on tiny models: a job trains as if it were alone, like PEFT, through crashes, and beside a failing job."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+import packlora
+from packlora.config import Run
+from packlora.prepare import prepare
+
+Rows = Callable[..., str]
+Base = Callable[..., str]
+
+JOBS: list[dict[str, Any]] = [
+    {"name": "lora", "adapter": {"r": 4, "lora_alpha": 8}, "train": {"global_batch_size": 3, "learning_rate": 3e-3}},
+    {
+        "name": "dropped",
+        "adapter": {"r": 6, "lora_alpha": 3, "lora_dropout": 0.2, "target_modules": ["q_proj", "v_proj"]},
+        "train": {"global_batch_size": 4, "learning_rate": 1e-2, "lr_scheduler_type": "cosine", "warmup_steps": 2},
+    },
+    {
+        "name": "rs",
+        "adapter": {"r": 16, "use_rslora": True, "rank_pattern": {"o_proj": 3}, "alpha_pattern": {"gate_proj": 2}},
+        "train": {"global_batch_size": 2, "weight_decay": 0.1, "max_grad_norm": 0.5, "num_train_epochs": 0.5},
+    },
+    {
+        "name": "dora.drop",
+        "adapter": {"r": 3, "use_dora": True, "lora_dropout": 0.1, "target_modules": r".*\.(up|down)_proj"},
+        "train": {"global_batch_size": 5, "shuffle": False, "num_train_epochs": 2, "learning_rate": 5e-3},
+    },
+]
+
+
+def config(
+    base: str, out: Path, rows: Rows, jobs: list[dict[str, Any]] | None = None, **changes: Any
+) -> dict[str, Any]:
+    picked = json.loads(json.dumps(JOBS if jobs is None else jobs))
+    for index, job in enumerate(picked):
+        job.setdefault("data", {"path": rows(job["name"], 12, seed=len(job["name"]) + index * (jobs is None))})
+    return {"base_model": base, "output_dir": str(out), "max_tokens_per_microbatch": 96, "save_every": 2} | changes | {
+        "jobs": picked
+    }  # fmt: skip
+
+
+def train(tree: dict[str, Any], **kwargs: Any) -> Any:
+    return packlora.train(Run.model_validate(tree), **kwargs)
+
+
+def adapter(out: Path, job: str) -> dict[str, torch.Tensor]:
+    return load_file(out / job / "adapter_model.safetensors")
+
+
+def steps(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    assert a.keys() == b.keys()
+    top = sum(float((a[key].double() - b[key].double()).square().sum()) for key in a)
+    return (top / sum(float(value.double().square().sum()) for value in b.values())) ** 0.5
+
+
+# --- a job trains as if it were alone ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [("float64", 1e-10), ("float32", 1e-5)])
+def test_every_job_gives_alone_the_adapter_that_it_gives_beside_others(
+    dtype: str, bound: float, tiny_base: Base, write_rows: Rows, tmp_path: Path
+) -> None:
+    """Different ranks, targets, dropout, schedules, batch sizes and lengths; shared microbatches against each job alone."""
+    together = config(tiny_base(), tmp_path / "together", write_rows, dtype=dtype, max_tokens_per_microbatch=150)
+    train(together)
+    shared = [json.loads(line) for line in (tmp_path / "together" / "microbatches.jsonl").read_text().splitlines()]
+    assert sum(len(line["tokens"]) > 1 for line in shared) > len(shared) / 2  # they did share
+    for job in together["jobs"]:
+        alone = tmp_path / f"alone-{job['name']}"
+        budget = 64 if job["name"] == "lora" else 300  # nor does the microbatch size matter
+        train({**together, "output_dir": str(alone), "jobs": [job], "max_tokens_per_microbatch": budget})
+        assert distance(adapter(tmp_path / "together", job["name"]), adapter(alone, job["name"])) < bound, job["name"]
+        for a, b in zip(
+            [line for line in steps(tmp_path / "together") if line["job"] == job["name"]], steps(alone), strict=True
+        ):
+            assert abs(a["loss"] - b["loss"]) < bound
+            assert a["lr"] == b["lr"]
+            assert a["tokens"] == b["tokens"]
+
+
+def test_solo_schedule_and_checkpointing_change_no_adapter(tiny_base: Base, write_rows: Rows, tmp_path: Path) -> None:
+    plain = config(tiny_base(), tmp_path / "plain", write_rows, dtype="float64")
+    train(plain)
+    train(
+        {**plain, "output_dir": str(tmp_path / "other"), "gradient_checkpointing": True, "schedule": {"method": "solo"}}
+    )
+    for job in JOBS:
+        assert distance(adapter(tmp_path / "plain", job["name"]), adapter(tmp_path / "other", job["name"])) < 1e-10
+    lines = [json.loads(line) for line in (tmp_path / "other" / "microbatches.jsonl").read_text().splitlines()]
+    assert all(len(line["tokens"]) == 1 for line in lines)
+
+
+def test_the_same_run_twice_gives_the_same_bits(tiny_base: Base, write_rows: Rows, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        train(config(tiny_base("gemma2"), tmp_path / name, write_rows))
+    for job in JOBS:
+        a, b = adapter(tmp_path / "one", job["name"]), adapter(tmp_path / "two", job["name"])
+        assert all(torch.equal(a[key], b[key]) for key in a)
+
+
+# --- like PEFT ---------------------------------------------------------------------------------------------------------
+
+PEFT_KINDS: dict[str, dict[str, Any]] = {
+    "lora": {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"},
+    "rslora": {"r": 5, "lora_alpha": 7, "use_rslora": True, "target_modules": ["q_proj", "down_proj"]},
+    "dora": {"r": 4, "lora_alpha": 8, "use_dora": True, "target_modules": "all-linear"},
+    "patterns": {
+        "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "up_proj"],
+        "rank_pattern": {"v_proj": 2, "layers.1.mlp.up_proj": 7}, "alpha_pattern": {"q_proj": 32},
+    },
+    "bias lora_only": {"r": 2, "lora_alpha": 8, "bias": "lora_only", "target_modules": ["q_proj", "o_proj"]},
+    "bias all": {"r": 2, "lora_alpha": 8, "bias": "all", "target_modules": ["k_proj"], "use_dora": True},
+}  # fmt: skip
+
+
+def perturbed_peft(base: str, kind: str, folder: Path) -> Any:
+    """A PEFT adapter far from its initial values (B and biases not zero, m not the norm), saved by PEFT."""
+    torch.manual_seed(3)
+    model = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32),
+        LoraConfig(task_type="CAUSAL_LM", **PEFT_KINDS[kind]),
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.mul_(1 + 0.1 * torch.randn_like(parameter)).add_(0.03 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize("kind", PEFT_KINDS)
+def test_training_on_from_a_peft_adapter_gives_the_losses_and_the_adapter_that_peft_gives(
+    kind: str, tiny_base: Base, write_rows: Rows, tmp_path: Path
+) -> None:
+    """Real PEFT, torch.optim.AdamW and one sample per forward against packlora's packed microbatches; float32."""
+    base = tiny_base("qwen2")
+    model = perturbed_peft(base, kind, tmp_path / "start")
+    job = {
+        "name": "job", "data": {"path": write_rows("rows")}, "adapter": {"init_from": str(tmp_path / "start")},
+        "train": {"global_batch_size": 4, "learning_rate": 1e-3, "max_steps": 5, "weight_decay": 0.0},
+    }  # fmt: skip
+    tree = config(base, tmp_path / "out", write_rows, [job])
+    data = prepare(Run.model_validate(tree)).jobs[0].data
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trainable, lr=1e-3, weight_decay=0.0)
+    losses = []
+    for step in range(5):
+        batch = [data.samples[number] for number in data.global_batch(step)]
+        total = 0.0
+        for sample in batch:
+            ids = torch.from_numpy(sample.ids).long()[None]
+            labels = torch.where(torch.from_numpy(sample.is_label), ids[0], -100)[1:]
+            logits = model(input_ids=ids, use_cache=False).logits[0, :-1]
+            loss = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+            (loss / sum(s.num_labels for s in batch)).backward()
+            total += loss.item() / sum(s.num_labels for s in batch)
+        torch.nn.utils.clip_grad_norm_(trainable, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    model.save_pretrained(tmp_path / "peft")
+    train(tree)
+    for ours, theirs in zip(steps(tmp_path / "out"), losses, strict=True):
+        assert abs(ours["loss"] - theirs) < 1e-5 * max(1, theirs)
+    theirs = load_file(tmp_path / "peft" / "adapter_model.safetensors")
+    assert distance(adapter(tmp_path / "out", "job"), theirs) < 1e-5
+    moved = distance(load_file(tmp_path / "start" / "adapter_model.safetensors"), theirs)
+    assert moved > 1e-3  # training did move it
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3"])
+def test_peft_loads_what_packlora_writes_and_gives_the_same_logits(
+    family: str, tiny_base: Base, write_rows: Rows, tmp_path: Path
+) -> None:
+    from packlora.adapters.attach import attach
+    from packlora.adapters.peft_files import load_adapter, read_config
+    from packlora.adapters.spec import resolve
+
+    base, jobs = tiny_base(family), [*JOBS[:1], *JOBS[2:]]
+    if family == "qwen2":
+        jobs = [*jobs, {"name": "biased", "adapter": {"r": 2, "bias": "all", "target_modules": ["v_proj"]}}]
+    train(config(base, tmp_path / "out", write_rows, jobs))
+    ids = torch.arange(3, 40)[None]
+    plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)(ids).logits
+    for job in jobs:
+        folder = tmp_path / "out" / job["name"]
+        wrapped = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), folder)
+        theirs = wrapped(ids).logits
+        model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+        spec = resolve(read_config(str(folder), "job"), model, "job")
+        router, (ours,) = attach(model, {"job": spec}, 0)
+        load_adapter(folder, ours)
+        with router.only(0):
+            got = model(ids).logits
+        torch.testing.assert_close(got, theirs, rtol=2e-5, atol=2e-5)
+        assert (theirs - plain).abs().max() > 1e-3, job["name"]
+
+
+def test_a_continued_adapter_keeps_the_files_settings_and_may_change_only_dropout(
+    tiny_base: Base, write_rows: Rows, tmp_path: Path
+) -> None:
+    base = tiny_base("qwen2")
+    perturbed_peft(base, "patterns", tmp_path / "start")
+    job = {
+        "name": "job",
+        "adapter": {"init_from": str(tmp_path / "start"), "lora_dropout": 0.1},
+        "train": {"max_steps": 1},
+    }
+    train(config(base, tmp_path / "out", write_rows, [job]))
+    saved = json.loads((tmp_path / "out" / "job" / "adapter_config.json").read_text())
+    kind = PEFT_KINDS["patterns"]
+    assert saved["rank_pattern"] == kind["rank_pattern"]
+    assert saved["alpha_pattern"] == kind["alpha_pattern"]
+    assert (saved["r"], saved["lora_alpha"], saved["lora_dropout"]) == (4, 8, 0.1)
+
+
+@pytest.mark.parametrize("kind", PEFT_KINDS)
+def test_merged_model_gives_the_logits_of_the_adapter_and_equals_pefts_merge(
+    kind: str, tiny_base: Base, tmp_path: Path
+) -> None:
+    from packlora.adapters.merge import merge_adapter
+
+    base = tiny_base("qwen2")
+    model = perturbed_peft(base, kind, tmp_path / "start")
+    ids = torch.arange(3, 40)[None]
+    want = model(ids).logits.detach()
+    merge_adapter(tmp_path / "start", tmp_path / "merged", base)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    torch.testing.assert_close(merged(ids).logits, want, rtol=2e-5, atol=2e-5)
+    theirs = model.merge_and_unload().state_dict()
+    for name, tensor in merged.state_dict().items():
+        torch.testing.assert_close(tensor, theirs[name], rtol=1e-5, atol=1e-6)
+
+
+# --- crash and resume --------------------------------------------------------------------------------------------------
+
+
+def same_bits(one: Path, two: Path, jobs: list[dict[str, Any]] = JOBS) -> None:
+    for job in jobs:
+        a, b = adapter(one, job["name"]), adapter(two, job["name"])
+        assert all(torch.equal(a[key], b[key]) for key in a), job["name"]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tiny_base: Base, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+    """A finished run with its run file tree, to compare interrupted ones with."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+
+    def rows(name: str, number: int, seed: int) -> str:
+        from conftest import WORDS
+
+        generator = random.Random(seed)
+        path = folder / f"{name}.jsonl"
+        picks = [[generator.choice(WORDS) for _ in range(generator.randrange(2, 12))] for _ in range(number)]
+        lines = [{"prompt": " ".join(words), "completion": words[0]} for words in picks]
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return str(path)
+
+    tree = config(tiny_base(), folder / "out", rows, max_tokens_per_microbatch=64)
+    tree["jobs"][0]["data"]["eval_path"] = tree["jobs"][0]["data"]["path"]
+    train(tree)
+    return tree, folder / "out"
+
+
+def test_stopping_at_any_microbatch_and_resuming_gives_the_same_bits_and_the_same_metrics(
+    uninterrupted: tuple[dict[str, Any], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loop is broken off after every possible microbatch in turn, twice in a row, as a signal and as a crash."""
+    from packlora import train as module
+
+    tree, whole = uninterrupted
+    count = len((whole / "microbatches.jsonl").read_text().splitlines())
+    original = module._Trainer._microbatch
+
+    for stop_at in range(1, count, 2):
+        out = tmp_path / f"stopped-{stop_at}"
+        seen = 0
+
+        def broken(self: Any, microbatch: Any, step: int, stop_at: int = stop_at) -> None:
+            nonlocal seen
+            original(self, microbatch, step)
+            seen += 1
+            if seen == stop_at:
+                if stop_at % 4 == 1:
+                    self.stop = signal.SIGTERM  # what the handler does
+                else:
+                    raise RuntimeError("crash")
+
+        monkeypatch.setattr(module._Trainer, "_microbatch", broken)
+        try:
+            result = train({**tree, "output_dir": str(out)})
+            assert result.exit_code == 128 + signal.SIGTERM
+        except RuntimeError as error:
+            assert str(error) == "crash"
+        monkeypatch.setattr(module._Trainer, "_microbatch", original)
+        result = train({**tree, "output_dir": str(out)}, resume=True)
+        assert result.exit_code == 0
+        same_bits(whole, out)
+        for line, again in zip(
+            sorted(steps(whole), key=lambda x: (x["job"], x["step"])),
+            sorted(steps(out), key=lambda x: (x["job"], x["step"])),
+            strict=True,
+        ):
+            assert {k: line[k] for k in ("job", "step", "loss", "grad_norm", "lr", "tokens")} == {
+                k: again[k] for k in ("job", "step", "loss", "grad_norm", "lr", "tokens")
+            }
+
+
+def test_killed_with_sigkill_at_random_moments_and_resumed_gives_the_same_bits(
+    uninterrupted: tuple[dict[str, Any], Path], tmp_path: Path
+) -> None:
+    """A real process and a real SIGKILL, several times in a row, until the run is through."""
+    tree, whole = uninterrupted
+    out = tmp_path / "out"
+    run_file = tmp_path / "run.yaml"
+    run_file.write_text(json.dumps({**tree, "output_dir": str(out), "save_every": 1}))
+    command = [sys.executable, "-m", "packlora", "train", str(run_file), "--resume"]
+    environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
+    kills, generator = 0, random.Random()
+    while True:
+        process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        deadline = time.monotonic() + 120
+        before = len(list(out.glob("*/checkpoint-*")))
+        while process.poll() is None and kills < 3 and time.monotonic() < deadline:
+            time.sleep(0.005)
+            if len(list(out.glob("*/*checkpoint-*"))) > before:  # it has begun to write something new
+                time.sleep(generator.random() * 0.05)
+                process.send_signal(signal.SIGKILL)
+                process.wait()
+        code = process.wait(timeout=120)
+        if code == 0:
+            break
+        assert code == -signal.SIGKILL
+        kills += 1
+    assert kills == 3
+    same_bits(whole, out)
+    assert not list(out.glob("**/.tmp-*"))
+
+
+def test_sigterm_saves_says_how_to_go_on_and_exits_with_143(
+    uninterrupted: tuple[dict[str, Any], Path], tmp_path: Path
+) -> None:
+    tree, whole = uninterrupted
+    out = tmp_path / "out"
+    run_file = tmp_path / "run.yaml"
+    run_file.write_text(json.dumps({**tree, "output_dir": str(out), "save_every": 0}))
+    command = [sys.executable, "-m", "packlora", "train", str(run_file)]
+    environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    while process.poll() is None and not (out / "metrics.jsonl").exists():
+        time.sleep(0.005)
+    while process.poll() is None and not (out / "metrics.jsonl").read_text():
+        time.sleep(0.001)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 128 + signal.SIGTERM, output
+    assert "--resume" in output
+    assert list(out.glob("*/checkpoint-*"))
+    assert json.loads((out / "run.json").read_text())["result"]["status"] == "interrupted"
+    assert (out / "report.html").exists()
+    train({**tree, "output_dir": str(out), "save_every": 0}, resume=True)
+    same_bits(whole, out)
+
+
+def test_resuming_a_finished_run_trains_nothing_and_a_longer_one_goes_on(
+    uninterrupted: tuple[dict[str, Any], Path], tmp_path: Path
+) -> None:
+    tree, whole = uninterrupted
+    out = tmp_path / "out"
+    shutil.copytree(whole, out)
+    before = (out / "lora" / "adapter_model.safetensors").read_bytes()
+    assert train({**tree, "output_dir": str(out)}, resume=True).tokens == 0
+    assert (out / "lora" / "adapter_model.safetensors").read_bytes() == before
+    longer = json.loads(json.dumps({**tree, "output_dir": str(out)}))
+    longer["jobs"][0]["train"]["num_train_epochs"] = 2
+    assert train(longer, resume=True).jobs["lora"].step == 2 * len([s for s in steps(whole) if s["job"] == "lora"])
+
+
+def test_a_run_with_other_settings_is_not_continued(uninterrupted: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
+    tree, whole = uninterrupted
+    out = tmp_path / "out"
+    shutil.copytree(whole, out)
+    changed = json.loads(json.dumps({**tree, "output_dir": str(out), "seed": 9}))
+    changed["jobs"][1]["train"]["learning_rate"] = 1.0
+    with pytest.raises(packlora.InputError, match=r"seed, job 'dropped' train\.learning_rate changed"):
+        train(changed, resume=True)
+    with pytest.raises(packlora.InputError, match="--resume"):
+        train({**tree, "output_dir": str(out)})
+
+
+# --- a failing job -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", [0, 1], ids=["bad job first", "bad job last"])
+def test_a_job_that_diverges_is_stopped_with_its_last_good_adapter_and_the_others_keep_their_bits(
+    place: int, tiny_base: Base, write_rows: Rows, tmp_path: Path
+) -> None:
+    """The same run with a harmless and with an absurd learning rate for one job: the other job must not notice."""
+    out = {}
+    for name, rate in (("healthy", 1e-3), ("diverging", 1e25)):
+        good = {"name": "good", "adapter": {"r": 4, "lora_dropout": 0.1}, "train": {"global_batch_size": 2}}
+        bad = {
+            "name": "bad", "adapter": {"r": 4},
+            "train": {"global_batch_size": 3, "learning_rate": rate, "num_train_epochs": 2, "max_grad_norm": 0.0},
+        }  # fmt: skip
+        jobs = [bad, good] if place == 0 else [good, bad]
+        out[name] = train(config(tiny_base(), tmp_path / name, write_rows, jobs))
+    assert out["healthy"].exit_code == 0
+    assert out["diverging"].exit_code == 1
+    assert out["diverging"].jobs["bad"].status == "failed"
+    assert out["diverging"].jobs["good"].status == "done"
+    same_bits(tmp_path / "healthy", tmp_path / "diverging", [{"name": "good"}])
+    kept = adapter(tmp_path / "diverging", "bad")
+    assert all(tensor.isfinite().all() for tensor in kept.values())
+    assert all(tensor.abs().max() < 10 for tensor in kept.values())  # from before the step that ruined it
+    state = json.loads((tmp_path / "diverging" / "bad" / "trainer_state.json").read_text())
+    assert state["status"] == "failed"
+    assert "loss" in state["failure"]
+    again = train(config(tiny_base(), tmp_path / "diverging", write_rows, jobs), resume=True)
+    assert again.exit_code == 1
+    assert again.tokens == 0
+
+
+def test_dropout_is_drawn_anew_at_every_step_and_not_in_evaluation(
+    tiny_base: Base, write_rows: Rows, tmp_path: Path
+) -> None:
+    """One sample in every batch and a learning rate of nearly nothing: losses differ by the masks alone."""
+    rows = write_rows("one", 1)
+    job = {
+        "name": "job", "data": {"path": rows, "eval_path": rows}, "adapter": {"r": 8, "lora_alpha": 400, "lora_dropout": 0.5},
+        "train": {"max_steps": 4, "global_batch_size": 1, "learning_rate": 1e-12},
+    }  # fmt: skip
+    start = perturbed_peft(tiny_base("qwen2"), "lora", tmp_path / "start")
+    del start
+    job["adapter"] = {"init_from": str(tmp_path / "start"), "lora_dropout": 0.5}
+    train(config(tiny_base("qwen2"), tmp_path / "out", write_rows, [job], eval_every=1))
+    losses = [line["loss"] for line in steps(tmp_path / "out")]
+    assert len(set(losses)) == 4
+    evals = [json.loads(line)["eval_loss"] for line in (tmp_path / "out" / "evals.jsonl").read_text().splitlines()]
+    assert len(evals) == 5
+    assert max(evals) - min(evals) < 1e-6
+    assert min(abs(loss - evals[0]) for loss in losses) > 1e-4

@@ -1,0 +1,208 @@
+"""The chain against the specification in float64: outputs and the gradient of every input, with fresh random numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from packlora.ops.dropout import token_keys
+from packlora.ops.lora_linear import chain, reference
+from packlora.ops.lora_linear.reference import Segment, weight_norm
+
+SEED = random.SystemRandom().randrange(2**31)
+OPERANDS = ("A", "B", "magnitude", "bias")
+
+
+def case(T: int, K: int, N: int, kinds: Sequence[dict[str, Any]], with_bias: bool, seed: int) -> dict[str, Any]:
+    """Random operands in float64: ragged segments with gaps between some of them; B and m far from their initial values."""
+    rng = np.random.default_rng(seed)
+    g = torch.Generator().manual_seed(seed)
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=g, dtype=torch.float64)
+
+    weight = randn(N, K) / K**0.5
+    cuts = np.sort(rng.choice(np.arange(1, T), size=2 * len(kinds) - 1, replace=False)).tolist() if kinds else []
+    bounds = [0, *cuts, T]
+    segments = []
+    for index, kind in enumerate(kinds):
+        start, stop = bounds[2 * index], bounds[2 * index + 1]
+        rank = kind.get("rank", 4)
+        seg = Segment(start, stop, kind.get("scaling", 1.7), kind.get("dropout", 0.0))
+        if rank:
+            A, B = randn(rank, K) / K**0.5, randn(N, rank) / rank**0.5
+            seg = dataclasses.replace(seg, A=A, B=B)
+            if kind.get("dora"):
+                norm = weight_norm(weight, A, B, seg.scaling)
+                seg = dataclasses.replace(seg, norm=norm, magnitude=norm * (1 + 0.3 * randn(N)))
+        if kind.get("bias"):
+            seg = dataclasses.replace(seg, bias=randn(N))
+        segments.append(seg)
+    keys = torch.from_numpy(np.concatenate([token_keys(seed, 3, n, 5) for n in range(-(-T // 5))])[:T].copy())
+    return {
+        "x": randn(T, K), "weight": weight, "bias": randn(N) if with_bias else None, "segments": segments, "keys": keys,
+        "dy": randn(T, N), "salt": int(rng.integers(2**32)),
+    }  # fmt: skip
+
+
+def run(
+    function: Any, c: dict[str, Any], dtype: torch.dtype, operand_dtype: torch.dtype | None = None
+) -> dict[str, Any]:
+    """Outputs and gradients by name, in float64. Operands are rounded to the dtype first."""
+    x = c["x"].to(dtype, copy=True).requires_grad_()
+    segments, leaves = [], {"x": x}
+    for index, seg in enumerate(c["segments"]):
+        new = {}
+        for name in OPERANDS:
+            if (value := getattr(seg, name)) is not None:
+                new[name] = value.to(operand_dtype or dtype, copy=True).requires_grad_()
+                leaves[f"{index}.{name}"] = new[name]
+        norm = None if seg.norm is None else seg.norm.to(operand_dtype or dtype)
+        segments.append(dataclasses.replace(seg, norm=norm, **new))
+    bias = None if c["bias"] is None else c["bias"].to(dtype)
+    y = function(x, c["weight"].to(dtype), bias, segments, c["keys"], c["salt"])
+    grads = torch.autograd.grad(y, list(leaves.values()), c["dy"].to(dtype))
+    return {"y": y.detach().double()} | {f"d{k}": v.double() for k, v in zip(leaves, grads, strict=True)}
+
+
+LORA, DROP = {"rank": 4}, {"rank": 5, "dropout": 0.3}
+DORA, DORA_DROP = {"rank": 3, "dora": True}, {"rank": 7, "dora": True, "dropout": 0.25}
+BIAS, BIAS_ONLY = {"rank": 2, "bias": True, "scaling": 0.5}, {"rank": 0, "bias": True}
+CASES = {
+    "lora": [LORA], "dropout": [DROP], "dora": [DORA], "dora with dropout": [DORA_DROP], "bias": [BIAS],
+    "bias only": [BIAS_ONLY], "rank 1": [{"rank": 1}], "rank over K": [{"rank": 96}], "rank 24": [{"rank": 24}],
+    "no segments": [], "all kinds in one batch": [LORA, DORA_DROP, BIAS_ONLY, DROP, DORA, BIAS],
+    "dora and lora": [DORA, LORA], "dora with bias": [{**DORA, "bias": True}, {**DORA_DROP, "bias": True}],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("with_bias", [False, True], ids=["no base bias", "base bias"])
+@pytest.mark.parametrize("kinds", CASES.values(), ids=CASES.keys())
+def test_chain_equals_reference_in_float64(kinds: list[dict[str, Any]], with_bias: bool) -> None:
+    for trial in range(3):
+        c = case(37 + trial, 33, 29, kinds, with_bias, SEED + trial)
+        want, got = run(reference.lora_linear, c, torch.float64), run(chain.lora_linear, c, torch.float64)
+        for name in want:
+            torch.testing.assert_close(
+                got[name], want[name], rtol=1e-11, atol=1e-11, msg=f"{name}, seed {SEED + trial}"
+            )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kinds", CASES.values(), ids=CASES.keys())
+def test_chain_is_as_exact_as_plain_torch_in_the_same_dtype(kinds: list[dict[str, Any]], dtype: torch.dtype) -> None:
+    """max|out - ref64| <= 2 max|plain torch - ref64| + 1e-6; all three see inputs rounded to the dtype. Over four draws."""
+    ours: dict[str, float] = {}
+    plain: dict[str, float] = {}
+    for trial in range(4):
+        c = rounded(case(160, 96, 120, kinds, True, SEED + trial), dtype)
+        want = run(reference.lora_linear, c, torch.float64)
+        for errors, function in ((ours, chain.lora_linear), (plain, reference.lora_linear)):
+            got = run(function, c, dtype)
+            for name, value in want.items():
+                errors[name] = max(errors.get(name, 0.0), float((got[name] - value).abs().max()))
+    for name in ours:
+        assert ours[name] <= 2 * plain[name] + 1e-6, f"{name}: {ours[name]:.3g} against {plain[name]:.3g}, seed {SEED}"
+
+
+def rounded(c: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """The case with its numbers rounded to the dtype, in float64 again."""
+
+    def to(value: torch.Tensor) -> torch.Tensor:
+        return value.to(dtype).double()
+
+    segments = [
+        dataclasses.replace(seg, **{n: to(v) for n in (*OPERANDS, "norm") if (v := getattr(seg, n)) is not None})
+        for seg in c["segments"]
+    ]
+    return {k: to(v) if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in c.items()} | {
+        "segments": segments
+    }
+
+
+def test_float32_adapters_on_a_bfloat16_base_get_float32_gradients_and_the_output_stays_bfloat16() -> None:
+    c = case(40, 32, 24, [LORA, DORA, DROP], True, SEED)
+    x = c["x"].bfloat16().requires_grad_()
+    A = c["segments"][0].A.float().requires_grad_()
+    seg = dataclasses.replace(c["segments"][0], A=A, B=c["segments"][0].B.float())
+    y = chain.lora_linear(x, c["weight"].bfloat16(), None, [seg], c["keys"], 0)
+    y.sum().backward()
+    assert y.dtype == torch.bfloat16
+    assert x.grad is not None
+    assert x.grad.dtype == torch.bfloat16
+    assert A.grad is not None
+    assert A.grad.dtype == torch.float32
+
+
+def test_only_x_and_s_are_saved_for_lora() -> None:
+    """With dropout: no mask, no dropped copy of x. What autograd keeps: x, W, the keys, A, B and S."""
+    c = case(50, 32, 24, [DROP], False, SEED)
+    seg = c["segments"][0]
+    seg = dataclasses.replace(seg, A=seg.A.requires_grad_(), B=seg.B.requires_grad_())
+    kept: list[torch.Size] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t.shape), t)[1], lambda t: t):
+        chain.lora_linear(c["x"].requires_grad_(), c["weight"], None, [seg], c["keys"], 0)
+    rows = seg.stop - seg.start
+    assert sorted(map(tuple, kept)) == sorted([(50, 32), (24, 32), (50, 2), (5, 32), (24, 5), (rows, 5)])
+
+
+def test_a_nan_in_one_segment_reaches_no_other_segment() -> None:
+    c = case(48, 32, 24, [DROP, LORA, DORA], False, SEED)
+    first, second, third = c["segments"]
+    clean = run(chain.lora_linear, c, torch.float64)
+    c["x"][first.start : first.stop] = float("nan")
+    c["dy"][first.start : first.stop] = float("nan")
+    dirty = run(chain.lora_linear, c, torch.float64)
+    for name in ("d1.A", "d1.B", "d2.A", "d2.B", "d2.magnitude"):
+        assert torch.equal(clean[name], dirty[name]), name
+    assert torch.equal(clean["y"][first.stop :], dirty["y"][first.stop :])
+    assert torch.equal(clean["dx"][first.stop :], dirty["dx"][first.stop :])
+    assert dirty["d0.A"].isnan().all()
+
+
+def test_a_row_of_zeros_in_dora_gives_the_bias_and_never_nan() -> None:
+    c = case(20, 16, 12, [DORA], True, SEED)
+    seg = c["segments"][0]
+    weight, B = c["weight"].clone(), seg.B.clone()
+    weight[3], B[3] = 0, 0
+    norm = weight_norm(weight, seg.A, B, seg.scaling)
+    seg = dataclasses.replace(seg, B=B, norm=norm, magnitude=norm.clone())
+    y = chain.lora_linear(c["x"], weight, c["bias"], [seg], c["keys"], 0)
+    assert torch.equal(y[seg.start : seg.stop, 3], c["bias"][3].expand(seg.stop - seg.start))
+    assert y.isfinite().all()
+
+
+def test_weight_norm_in_chunks_equals_the_norm_of_the_whole() -> None:
+    g = torch.Generator().manual_seed(SEED)
+    W, A, B = (torch.randn(*s, generator=g, dtype=torch.float64) for s in ((37, 19), (5, 19), (37, 5)))
+    want = torch.linalg.norm(W + 0.7 * B @ A, dim=1)
+    for chunk in (1, 1000, 64 << 20):
+        torch.testing.assert_close(weight_norm(W, A, B, 0.7, chunk), want, rtol=1e-13, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"A": torch.zeros(4, 31)}, "A must be"), ({"B": torch.zeros(29, 5)}, "B must be"), ({"stop": 99}, "leaves"),
+        ({"start": 5, "stop": 5}, "empty"), ({"bias": torch.zeros(3)}, "bias must be"), ({"B": None}, "come together"),
+        ({"magnitude": torch.zeros(29)}, "needs A, B and the norm"),
+    ],
+)  # fmt: skip
+def test_operands_that_do_not_fit_are_refused_by_name(change: dict[str, Any], message: str) -> None:
+    seg = dataclasses.replace(Segment(0, 5, 1.0, 0.0, torch.zeros(4, 33), torch.zeros(29, 4)), **change)
+    with pytest.raises(ValueError, match=message):
+        chain.lora_linear(torch.zeros(20, 33), torch.zeros(29, 33), None, [seg])
+
+
+def test_overlapping_segments_and_missing_dropout_keys_are_refused() -> None:
+    x, W, A, B = torch.zeros(20, 33), torch.zeros(29, 33), torch.zeros(4, 33), torch.zeros(29, 4)
+    with pytest.raises(ValueError, match="overlaps"):
+        chain.lora_linear(x, W, None, [Segment(0, 6, 1, 0, A, B), Segment(5, 9, 1, 0, A, B)])
+    with pytest.raises(ValueError, match="dropout needs keys"):
+        chain.lora_linear(x, W, None, [Segment(0, 6, 1, 0.1, A, B)])
