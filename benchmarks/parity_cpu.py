@@ -3,7 +3,7 @@
     python -m benchmarks.parity_cpu --out benchmarks/results/parity-cpu.json
 
 Three adapters (LoRA, rsLoRA, DoRA) are trained three times on SmolLM2-135M in float32: with peft.get_peft_model and
-torch.optim.AdamW, one sample at a time as anybody would write it; with packlora alone; and with packlora in microbatches
+torch.optim.AdamW on padded batches, as anybody would write it; with packlora alone; and with packlora in microbatches
 shared with the others and a fourth job. The same initial adapters (written by PEFT, taken with init_from), the same samples
 in the same order. Compared: the loss of every step, and the adapters at the end.
 """
@@ -22,11 +22,11 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-import packlora
 from benchmarks.results_file import write_results
 from packlora.config import Run
 from packlora.demo_model import demo_model_folder
 from packlora.prepare import prepare
+from packlora.train import train
 
 KINDS: dict[str, dict[str, Any]] = {
     "lora": {"r": 8, "lora_alpha": 16},
@@ -37,9 +37,9 @@ LR, BATCH, CLIP = 2e-4, 2, 1.0
 PROTOCOL = (
     "SmolLM2-135M-Instruct, float32, CPU. {steps} optimizer steps of AdamW (lr {lr}, global batch {batch}, clipping at {clip}, "
     "dropout 0, all linear layers) on the shortest rows of examples/data/debian_synopsis, file order. Reference: real PEFT, "
-    "one unpadded sample per forward, sdpa attention, loss = sum of the label tokens' cross entropies / their number. "
+    "padded batches with attention mask, sdpa attention, the loss of transformers (mean over label tokens). "
     "packlora starts from the same adapter files (init_from); solo = the job alone, shared = in microbatches with the other "
-    "kinds and a fourth job (LoRA r 4 on py_docstrings). mean and max are of |loss - PEFT's loss| over all steps; adapter is "
+    "kinds and a fourth job (LoRA r 4, twice the learning rate, shuffled). mean and max are of |loss - PEFT's loss| over all steps; adapter is "
     "the relative Frobenius distance of all final adapter tensors together."
 )
 
@@ -87,26 +87,26 @@ def peft_reference(run: Run, config: dict[str, Any], initial: Path, final: Path)
     losses = []
     for step in range(job.data.num_steps):
         samples = [job.data.samples[number] for number in job.data.global_batch(step)]
-        labels = sum(sample.num_labels for sample in samples)
-        total = 0.0
-        for sample in samples:
-            ids = torch.from_numpy(sample.ids).long()[None]
-            target = torch.where(torch.from_numpy(sample.is_label), ids[0], -100)[1:]
-            logits = model(input_ids=ids, use_cache=False).logits[0, :-1]
-            loss = torch.nn.functional.cross_entropy(logits, target, reduction="sum") / labels
-            loss.backward()
-            total += loss.item()
+        longest = max(sample.num_tokens for sample in samples)
+        ids, labels = torch.zeros(len(samples), longest, dtype=torch.long), torch.full((len(samples), longest), -100)
+        mask = torch.zeros_like(ids)
+        for row, sample in enumerate(samples):
+            own = torch.from_numpy(sample.ids).long()
+            ids[row, : len(own)], mask[row, : len(own)] = own, 1
+            labels[row, : len(own)] = torch.where(torch.from_numpy(sample.is_label), own, -100)
+        loss = model(input_ids=ids, attention_mask=mask, labels=labels, use_cache=False).loss
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters, CLIP)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(total)
+        losses.append(loss.item())
     model.save_pretrained(final)
     return losses
 
 
 def packlora_losses(run: Run) -> dict[str, list[float]]:
     """Train and read back the losses by job."""
-    result = packlora.train(run)
+    result = train(run)
     assert result.status == "done", result
     out: dict[str, list[float]] = {job.name: [] for job in run.jobs}
     for line in (Path(run.output_dir) / "metrics.jsonl").read_text().splitlines():
@@ -134,7 +134,6 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
         short = short_rows(data / "debian_synopsis" / "train.jsonl", scratch / "short.jsonl", 64)
-        other = short_rows(data / "py_docstrings" / "train.jsonl", scratch / "other.jsonl", 16)
         reference: dict[str, list[float]] = {}
         jobs: dict[str, tuple[Path, dict[str, Any]]] = {}
         for kind, config in KINDS.items():
@@ -144,8 +143,10 @@ def main() -> None:
             jobs[kind] = (short, {"init_from": str(scratch / f"initial-{kind}")})
             print(f"{kind}: PEFT done in {time.perf_counter() - start:.0f} s", flush=True)
         runs = {kind: run_config(scratch, f"solo-{kind}", {kind: jobs[kind]}, args.steps) for kind in KINDS}
-        everyone = {**jobs, "other": (other, {"r": 4, "lora_alpha": 8})}
-        runs["shared"] = run_config(scratch, "shared", everyone, args.steps)
+        runs["shared"] = run_config(
+            scratch, "shared", {**jobs, "other": (short, {"r": 4, "lora_alpha": 8})}, args.steps
+        )
+        runs["shared"].jobs[-1].train.shuffle, runs["shared"].jobs[-1].train.learning_rate = True, 2 * LR
         for label, run in runs.items():
             losses = packlora_losses(run)
             for kind in KINDS:
@@ -153,7 +154,7 @@ def main() -> None:
                     continue
                 setting = "shared" if label == "shared" else "solo"
                 gaps = [abs(a - b) for a, b in zip(losses[kind], reference[kind], strict=True)]
-                row = {
+                row: dict[str, Any] = {
                     "kind": kind, "setting": setting, "steps": len(gaps), "mean": sum(gaps) / len(gaps), "max": max(gaps),
                     "adapter": distance(Path(run.output_dir) / kind, scratch / f"peft-{kind}"),
                     "first_loss": reference[kind][0], "last_loss": reference[kind][-1],

@@ -107,14 +107,14 @@ def thin(points: Sequence[Point], most: int = 400) -> list[Point]:
 
 
 def running_mean(points: Sequence[Point], window: int) -> list[Point]:
-    """The mean over `window` points around each point, fewer at both ends."""
+    """The mean over `window` points around each point, over those of them that exist at both ends."""
     sums = [0.0]
     for _, value in points:
         sums.append(sums[-1] + value)
     smooth = []
     for index, (position, _) in enumerate(points):
-        reach = min(window // 2, index, len(points) - 1 - index)
-        smooth.append((position, (sums[index + reach + 1] - sums[index - reach]) / (2 * reach + 1)))
+        start, stop = max(0, index - window // 2), min(len(points), index + window // 2 + 1)
+        smooth.append((position, (sums[stop] - sums[start]) / (stop - start)))
     return smooth
 
 
@@ -209,8 +209,8 @@ header p{color:var(--soft)}header p span:not(:last-child)::after{content:" · "}
 h1 .badge{display:inline-block;vertical-align:middle;padding:2px 11px;margin-left:6px;border:1px solid;border-radius:99px}
 .badge.done{color:var(--good)}.badge.failed{color:var(--bad)}.badge:is(.interrupted,.stopped){color:var(--warn)}
 .tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(148px,1fr));gap:1px;margin:26px 0 0;
-background:var(--rule);border:1px solid var(--rule);border-radius:10px;overflow:hidden}
-.tiles div{background:var(--paper);padding:12px 14px}.tiles dt{color:var(--soft);font-size:13px}
+border:1px solid var(--rule);border-radius:10px;overflow:hidden}
+.tiles div{box-shadow:0 0 0 1px var(--rule);padding:12px 14px}.tiles dt{color:var(--soft);font-size:13px}
 dd{margin:0}.tiles dd{font-size:23px;font-weight:600;letter-spacing:-.01em;white-space:nowrap;line-height:1.35}
 .tiles .sub{font-size:13px;font-weight:400;color:var(--soft);letter-spacing:0;white-space:normal}
 .warnings{list-style:none;margin:20px 0 0;padding:0;display:grid;gap:6px}
@@ -219,9 +219,11 @@ overflow-wrap:anywhere;white-space:pre-line}
 .warnings .bad{background:var(--badbg);border-color:var(--bad)}
 .legend{position:sticky;top:0;z-index:3;display:flex;gap:4px 20px;margin:26px -28px -20px;padding:10px 28px;overflow-x:auto;
 background:var(--paper);border-bottom:1px solid var(--rule);scrollbar-width:none}
-.legend a{color:inherit;text-decoration:none;white-space:nowrap;font-weight:550}
+.legend a{color:inherit;text-decoration:none;white-space:nowrap;font-weight:550;flex:none;max-width:24ch;overflow:hidden;
+text-overflow:ellipsis}
+.name{display:block;padding-left:18px;width:max-content;max-width:200px;white-space:normal;overflow-wrap:anywhere}
 .legend a::before,.name::before{content:"";display:inline-block;width:11px;height:11px;border-radius:3px;margin-right:7px;
-background:var(--ink)}
+background:var(--ink)}.name::before{margin-left:-18px}
 [id]{scroll-margin-top:60px}
 .scroll{overflow-x:auto}
 table{border-collapse:collapse;width:100%;font-size:14px;font-variant-numeric:tabular-nums}
@@ -236,7 +238,7 @@ th small{white-space:normal;max-width:190px;padding-left:18px;overflow-wrap:anyw
 .bar span{display:block;height:3px;border-radius:2px;background:var(--ink)}
 .caption{color:var(--soft);font-size:13.5px;margin-top:8px;max-width:86ch}
 .empty{color:var(--soft);padding:36px;text-align:center;border:1px dashed var(--rule);border-radius:10px}
-figure{margin:0;min-width:0}figcaption span{color:var(--soft);font-size:13.5px}
+figure{display:flow-root;margin:0;min-width:0}figcaption span{color:var(--soft);font-size:13.5px}
 .plot{position:relative;margin:10px 14px 44px 48px}
 .plot svg{display:block;width:100%;height:100%;overflow:visible}
 .plot i{position:absolute;font:12.5px/1 system-ui,sans-serif;color:var(--soft);white-space:nowrap;
@@ -244,13 +246,14 @@ font-variant-numeric:tabular-nums}
 .plot .y{right:100%;margin-right:8px;transform:translateY(50%)}
 .plot .x{top:100%;margin-top:8px;transform:translateX(-50%)}
 .plot .axis{right:0;top:100%;margin-top:27px}
-.plot .note{transform:translate(-50%,50%);font-size:17px;font-weight:700;color:var(--ink)}
+.plot .note{transform:translate(-50%,50%);font-size:18px;font-weight:700;color:var(--ink);
+text-shadow:0 0 2px var(--paper),0 0 3px var(--paper),0 0 4px var(--paper)}
 svg *{vector-effect:non-scaling-stroke}
 svg polyline{fill:none;stroke:var(--ink);stroke-linejoin:round;stroke-dasharray:var(--dash,none)}
-.grid{stroke:var(--rule);stroke-width:1}.faint{stroke-width:1;opacity:.32}.bold{stroke-width:2.2}
+.grid{stroke:var(--rule);stroke-width:1}.faint{stroke-width:1;opacity:.4}.bold{stroke-width:2.2}
 svg .thread{stroke-width:1.2;stroke-dasharray:2 4}
 .dot{stroke:var(--ink);stroke-width:8;stroke-linecap:round}.dot.ring{stroke:var(--paper);stroke-width:12}
-.fill{fill:var(--ink)}.fill:hover{filter:brightness(1.15)}
+.fill{fill:var(--ink)}.area{shape-rendering:crispEdges}.fill:hover{filter:brightness(1.15)}
 svg .capacity{stroke:var(--text);stroke-width:1.5}
 .mark{transition:opacity .15s}
 .pair{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,440px),1fr));gap:8px 32px}
@@ -262,6 +265,6 @@ summary{cursor:pointer;font-weight:550}
 pre{background:var(--panel);border-radius:8px;padding:14px 16px;overflow-x:auto;
 font:13px/1.5 ui-monospace,SFMono-Regular,Menlo,monospace}
 @media(max-width:600px){main{padding:22px 16px 36px}h1{font-size:24px}.legend{margin-inline:-16px;padding-inline:16px}
-.tiles{grid-template-columns:1fr 1fr}.plot{margin-left:42px}th small{max-width:110px}}
+.tiles{grid-template-columns:1fr 1fr}.plot{margin-left:42px}th small,.name{max-width:118px}}
 @media(prefers-reduced-motion:reduce){.mark{transition:none}}
 """

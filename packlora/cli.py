@@ -1,6 +1,7 @@
 """The `packlora` command: argument handling and nothing else.
 
-Exit codes: 0 done, 1 a job failed (the others finished), 2 bad input (before any training), 128 + n stopped by signal n.
+Exit codes: 0 done, 1 a job failed (the others finished) or memory ran out, 2 bad input (before any training),
+128 + n stopped by signal n.
 """
 
 from __future__ import annotations
@@ -41,6 +42,9 @@ def _guarded(action: Callable[[], Any]) -> Any:
     except InputError as error:
         print(f"packlora: {error}", file=sys.stderr)
         raise typer.Exit(2) from None
+    except MemoryError as error:
+        print(f"packlora: {error}", file=sys.stderr)
+        raise typer.Exit(1) from None
     except KeyboardInterrupt:
         print("packlora: stopped at once; --resume continues from the last checkpoints", file=sys.stderr)
         raise typer.Exit(130) from None

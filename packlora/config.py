@@ -42,9 +42,9 @@ class DataConfig(_Strict):
 class AdapterConfig(_Strict):
     """The adapter of a job; the meaning of every key is PEFT's."""
 
-    r: int = Field(8, ge=1)
-    lora_alpha: float = Field(8, gt=0)
-    lora_dropout: float = Field(0.0, ge=0.0, lt=1.0)
+    r: int = Field(16, ge=1)
+    lora_alpha: float = Field(32, gt=0)
+    lora_dropout: float = Field(0.05, ge=0.0, lt=1.0)
     target_modules: str | list[str] = "all-linear"
     use_rslora: bool = False
     use_dora: bool = False

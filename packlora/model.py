@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -127,6 +128,7 @@ def load_skeleton(run: Run) -> PreTrainedModel:
 def load_base(run: Run, tokenizer: Any) -> Base:
     """Load the base model for packed training: frozen, on its device, in the run's dtype."""
     path, device = base_path(run.base_model), choose_device(run.device)
+    transformers.utils.logging.disable_progress_bar()
     model = _load(
         "model",
         path,

@@ -26,7 +26,9 @@ from packlora.model import base_path, choose_device, load_skeleton, load_tokeniz
 
 AUTO_BUDGET = {"cpu": 2048, "cuda": 8192}
 """Tokens of a microbatch for max_tokens_per_microbatch: auto, by device, where no sample is longer."""
-FREE_TO_CHANGE = {"output_dir", "save_every", "eval_every", "gradient_checkpointing", "device"}
+FREE_TO_CHANGE = {
+    "output_dir", "save_every", "eval_every", "gradient_checkpointing", "device", "max_tokens_per_microbatch", "schedule",
+}  # fmt: skip
 """Keys of the run file that may differ when a run is resumed; of a job also how long it trains."""
 
 

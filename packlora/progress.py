@@ -28,6 +28,7 @@ class Progress:
 
     def __init__(self, jobs: Sequence[Job], console: Console | None = None) -> None:
         self.jobs = jobs
+        self._start = time.perf_counter()
         self.console = console or Console()
         self._steps: dict[str, list[tuple[float, StepResult]]] = {job.name: [] for job in jobs}
         self._evals: dict[str, float] = {}
@@ -37,7 +38,6 @@ class Progress:
             if self.console.is_terminal
             else None
         )
-        self._start = time.perf_counter()
 
     @staticmethod
     def _all_tokens(job: Job) -> int:
@@ -45,7 +45,6 @@ class Progress:
         return int(per_epoch * job.data.num_steps / job.data.batches_per_epoch)
 
     def __enter__(self) -> Progress:
-        self._start = time.perf_counter()
         if self._live:
             self._live.start()
         return self
@@ -53,6 +52,10 @@ class Progress:
     def __exit__(self, *exc: object) -> None:
         if self._live:
             self._live.stop()
+
+    def training_starts(self) -> None:
+        """Rates count from here: loading and the first evaluation are not training."""
+        self._start = time.perf_counter()
 
     def message(self, text: str) -> None:
         """A line that stays above the table."""

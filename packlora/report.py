@@ -25,6 +25,7 @@ from packlora.files import write_file
 Line = dict[str, Any]
 SHOWN_MICROBATCHES = 40
 """Microbatches drawn from the beginning of a run, and again from its end."""
+UNKNOWN = "&ndash;"
 SYMBOLS = {"done": "✓", "failed": "✕", "interrupted": "◼", "stopped": "◼", "running": "▶", "waiting": "…"}
 
 
@@ -121,10 +122,17 @@ def _read_run(folder: Path) -> Run:
     names = list(configs) or list(dict.fromkeys(str(line["job"]) for line in metrics))
     information, results = about.get("jobs") or {}, (about.get("result") or {}).get("jobs") or {}
     jobs = [
-        Job(name, f"job-{index}", configs.get(name, {}), information.get(name) or {}, results.get(name) or _ended(folder / name),
-            [line for line in metrics if line["job"] == name], [line for line in evals if line["job"] == name])
+        Job(
+            name,
+            style=f"job-{index}",
+            config=configs.get(name, {}),
+            info=information.get(name) or {},
+            result=results.get(name) or _ended(folder / name),
+            metrics=[line for line in metrics if line["job"] == name],
+            evals=[line for line in evals if line["job"] == name],
+        )
         for index, name in enumerate(names)
-    ]  # fmt: skip
+    ]
     microbatches = _read_lines(folder / "microbatches.jsonl", "capacity", "tokens")
     return Run(folder, about, jobs, metrics, microbatches)
 
@@ -162,10 +170,15 @@ def _series(lines: list[Line], key: str) -> list[charts.Point]:
 # --- numbers as text ---------------------------------------------------------------------------------------------------
 
 
+def _three(number: float) -> str:
+    """Three significant digits, or all digits before the point."""
+    return f"{number:.3g}" if number < 999.5 else f"{number:.0f}"
+
+
 def _short(number: float) -> str:
-    for limit, suffix in ((1e9, "B"), (1e6, "M"), (1e5, "k")):
+    for limit, unit, suffix in ((1e9, 1e9, "B"), (1e6, 1e6, "M"), (1e5, 1e3, "k")):
         if number >= limit:
-            return f"{number / (limit if limit > 1e5 else 1e3):.3g}\u202f{suffix}"
+            return f"{_three(number / unit)}\u202f{suffix}"
     return f"{number:,.0f}"
 
 
@@ -178,11 +191,11 @@ def _duration(seconds: float) -> str:
 
 
 def _bytes(number: float) -> str:
-    return f"{number / 2**30:.3g} GiB" if number >= 2**30 else f"{number / 2**20:.3g} MiB"
+    return f"{_three(number / 2**30)} GiB" if number >= 2**30 else f"{_three(number / 2**20)} MiB"
 
 
 def _loss(value: float | None) -> str:
-    return "–" if value is None or not math.isfinite(value) else f"{value:.3f}"
+    return UNKNOWN if value is None or not math.isfinite(value) else f"{value:.3f}"
 
 
 def _plural(number: int, noun: str) -> str:
@@ -208,13 +221,17 @@ def _page(run: Run) -> str:
             '<section><p class="empty">No optimizer step has finished yet; the curves appear here.</p></section>'
         )
     parts += [_lengths(run), _reproducibility(run)]
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
-        f"<title>{escape(model)} · {escape(run.status)} · packlora</title><style>{charts.STYLE}{charts.job_style(len(run.jobs))}</style>"
-        f"</head><body><main>{''.join(parts)}</main></body></html>\n"
-    )
+    body = "\n".join(part for part in parts if part)
+    return f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<title>{escape(model)} · {escape(run.status)} · packlora</title>
+<style>{charts.STYLE}{charts.job_style(len(run.jobs))}</style></head>
+<body><main>
+{body}
+</main></body></html>
+"""
 
 
 def _badge(status: str) -> str:
@@ -224,15 +241,13 @@ def _badge(status: str) -> str:
 def _header(run: Run, model: str) -> str:
     about = run.about.get("model") or {}
     facts = [
-        " ".join(filter(None, [_short(about["parameters"]) if about.get("parameters") else "", "frozen parameters"])),
-        str(about.get("type") or ""),
-        str(run.config.get("dtype") or ""),
-        str(run.about.get("device") or ""),
-        f"started {_time(run.about.get('created'))}" if run.about.get("created") else "",
+        f"{_short(about['parameters'])} frozen parameters" if about.get("parameters") else "",
+        about.get("type"),
+        run.config.get("dtype"),
+        run.about.get("device"),
+        f"started {_time(run.about['created'])}" if run.about.get("created") else "",
     ]
-    if not about.get("parameters"):
-        facts[0] = ""
-    line = "".join(f"<span>{escape(fact)}</span>" for fact in facts if fact)
+    line = "".join(f"<span>{escape(str(fact))}</span>" for fact in facts if fact)
     return (
         f'<header><p class="over">packlora run</p><h1>{escape(model)} {_badge(run.status)}</h1><p>{line}</p></header>'
     )
@@ -255,16 +270,17 @@ def _tiles(run: Run) -> str:
     held = sum(sum(line["tokens"].values()) for line in run.microbatches)
     room = sum(line["capacity"] for line in run.microbatches)
     peak = run.result.get("peak_memory_bytes")
+    where = "of the process" if str(run.about.get("device")).startswith("cpu") else "on the GPU"
+    passes = f"{len(run.microbatches):,} microbatch{'' if len(run.microbatches) == 1 else 'es'}"
     tiles = [
-        ("Jobs", str(len(run.jobs)), counts),
+        ("Jobs", f"{len(run.jobs)}", counts),
         ("Optimizer steps", f"{sum(job.step for job in run.jobs):,}", f"of {total:,}" if total else ""),
         ("Tokens", _short(tokens), f"{tokens:,}" if tokens >= 1e5 else "trained on"),
-        ("Tokens per second", f"{tokens / seconds:,.0f}" if seconds else "–", "over the whole run"),
-        ("Microbatch fill", f"{100 * held / room:.1f} %" if room else "–",
-         f"padding 0, {_plural(len(run.microbatches), 'microbatch').replace('hs', 'hes')}"),
-        ("Peak memory", _bytes(peak) if peak else "–", ("of the process" if str(run.about.get("device")).startswith("cpu") else "on the GPU") if peak else "known at the end"),
-        ("Wall time", _duration(seconds) if seconds else "–", "" if run.result else "so far"),
-    ]  # fmt: skip
+        ("Tokens per second", f"{tokens / seconds:,.0f}" if seconds else UNKNOWN, "over the whole run"),
+        ("Microbatch fill", f"{100 * held / room:.1f} %" if room else UNKNOWN, f"padding 0, {passes}" if room else ""),
+        ("Peak memory", _bytes(peak) if peak else UNKNOWN, where if peak else "known at the end"),
+        ("Wall time", _duration(seconds) if seconds else UNKNOWN, "" if run.result else "so far"),
+    ]
     cells = (f"<div><dt>{name}</dt><dd>{value}</dd><dd class='sub'>{sub}</dd></div>" for name, value, sub in tiles)
     return f'<dl class="tiles">{"".join(cells)}</dl>'
 
@@ -295,9 +311,8 @@ def _legend(run: Run) -> str:
 def _job_table(run: Run) -> str:
     if not run.jobs:
         return ""
-    heads = ("Job", "Kind", "r", "α", "Dropout", "Learning rate", "Steps", "Training loss", "Held-out loss", "Tokens",
-             "Trainable", "Status")  # fmt: skip
-    head = "".join(f"<th scope='col'>{name}</th>" for name in heads)
+    columns = "Job,Kind,r,&alpha;,Dropout,Learning rate,Steps,Training loss,Held-out loss,Tokens,Trainable,Status"
+    head = "".join(f"<th scope='col'>{name}</th>" for name in columns.split(","))
     return (
         f"<section><h2>Jobs</h2><div class='scroll' tabindex='0'><table><thead><tr>{head}</tr></thead>"
         f"<tbody>{''.join(_job_row(run, job) for job in run.jobs)}</tbody></table></div>"
@@ -317,22 +332,20 @@ def _job_row(run: Run, job: Job) -> str:
         after = job.held_out[-1][1]
     total = int(info.get("steps") or 0)
     bar = f"<span class='bar'><span style='width:{100 * min(1, job.step / total):.0f}%'></span></span>" if total else ""
-    batch = f"batch {train['global_batch_size']}" if "global_batch_size" in train else ""
+    rate, batch = train.get("learning_rate"), train.get("global_batch_size")
+    numbers = (adapter.get(key) for key in ("r", "lora_alpha", "lora_dropout"))
     cells = [
         job.kind,
-        f"{adapter['r']}" if "r" in adapter else "–",
-        f"{adapter['lora_alpha']:g}" if "lora_alpha" in adapter else "–",
-        f"{adapter['lora_dropout']:g}" if "lora_dropout" in adapter else "–",
-        (charts.tick_text(train["learning_rate"], train["learning_rate"] / 10).replace(".0e", "e")
-         if train.get("learning_rate") else "–") + _sub(str(train.get("lr_scheduler_type", "")).replace("_", " ")),
-        f"{job.step:,}" + (f" / {total:,}" if total else "") + bar + _sub(batch),
+        *(UNKNOWN if number is None else f"{number:g}" for number in numbers),
+        (f"{rate:g}" if rate else UNKNOWN) + _sub(str(train.get("lr_scheduler_type", "")).replace("_", " ")),
+        f"{job.step:,}" + (f" / {total:,}" if total else "") + bar + _sub(f"batch {batch}" if batch else ""),
         _change(_mean(losses[:window]), _mean(losses[-window:]) if len(losses) > 1 else None),
         _change(before, after),
-        f"{job.tokens:,}" + _sub(f"{_plural(info['samples'], 'sample')}" if "samples" in info else ""),
-        (_short(info["trainable_parameters"]) if "trainable_parameters" in info else "–")
+        f"{job.tokens:,}" + _sub(_plural(info["samples"], "sample") if "samples" in info else ""),
+        (_short(info["trainable_parameters"]) if "trainable_parameters" in info else UNKNOWN)
         + _sub(_plural(info["adapted_modules"], "module") if "adapted_modules" in info else ""),
         _badge(run.status_of(job)),
-    ]  # fmt: skip
+    ]
     targets = adapter.get("target_modules", "")
     targets = targets if isinstance(targets, str) else ", ".join(targets)
     name = f"<th scope='row'><span class='name'>{escape(job.name)}</span>{_sub(targets)}</th>"
@@ -346,14 +359,18 @@ def _sub(text: str) -> str:
 def _change(first: float | None, last: float | None) -> str:
     if first is None or last is None:
         return _loss(first if last is None else last)
-    percent = f"{100 * (last / first - 1):+.0f} %".replace("-", "−") if first > 0 else ""
-    return f"{_loss(first)} → <b>{_loss(last)}</b>" + _sub(percent)
+    percent = f"{100 * (last / first - 1):+.0f} %".replace("-", "&minus;") if first > 0 else ""
+    return f"{_loss(first)} → <b>{_loss(last)}</b><small>{percent}</small>"
+
+
+def _smooth(points: Sequence[charts.Point]) -> list[charts.Point]:
+    return charts.running_mean(points, max(3, len(points) // 15))
 
 
 def _losses(run: Run) -> str:
     light, bold, marked, crosses, shown = [], [], [], "", []
     curves = [(job, job.series("loss")) for job in run.jobs]
-    smooth = {job.name: charts.running_mean(points, max(1, len(points) // 20)) for job, points in curves}
+    smooth = {job.name: _smooth(points) for job, points in curves}
     for job, points in curves:
         inner = sorted(value for _, value in points)
         margin = len(inner) // 100  # a spike of one step in a hundred does not flatten all the curves
@@ -370,12 +387,10 @@ def _losses(run: Run) -> str:
         if run.status_of(job) == "failed" and smooth[job.name]:
             end = smooth[job.name][-1]
             crosses += charts.note("✕", end, x, y, f"mark {job.style}", f"{job.name} failed after step {job.step}")
-    caption = "Light: every step. Bold: running mean over a twentieth of the job's steps. Dots: held-out loss."
+    caption = "Light: every step. Bold: running mean over a fifteenth of the job's steps. Dots: held-out loss."
     caption += " ✕: the job failed." if crosses else ""
-    return (
-        f"<section><h2>Loss</h2>{charts.chart('Loss', light + bold + marked, x, y, height=340, overlay=crosses)}"
-        f"<p class='caption'>{caption}</p></section>"
-    )
+    figure = charts.chart("Training and held-out", light + bold + marked, x, y, height=340, overlay=crosses)
+    return f"<section><h2>Loss</h2>{figure}<p class='caption'>{caption}</p></section>"
 
 
 def _microbatches(run: Run) -> str:
@@ -383,29 +398,25 @@ def _microbatches(run: Run) -> str:
     if not rows:
         return ""
     if len(rows) > 2 * SHOWN_MICROBATCHES:
-        groups = [(f"First {SHOWN_MICROBATCHES}", rows[:SHOWN_MICROBATCHES]),
-                  (f"Last {SHOWN_MICROBATCHES}", rows[-SHOWN_MICROBATCHES:])]  # fmt: skip
+        parts = [rows[:SHOWN_MICROBATCHES], rows[-SHOWN_MICROBATCHES:]]
         extent = f"The first and the last {SHOWN_MICROBATCHES} of {len(rows):,} are drawn."
     else:
         half = -(-len(rows) // 2) if len(rows) > SHOWN_MICROBATCHES else len(rows)
         parts = [rows[start : start + half] for start in range(0, len(rows), half)]
-        groups = [(f"{'All' if len(parts) == 1 else ('First', 'Last')[number]} {len(part)}", part)
-                  for number, part in enumerate(parts)]  # fmt: skip
         extent = f"All {len(rows):,} are drawn."
-    widest = max(max(row["capacity"], sum(row["tokens"].values())) for _, part in groups for row in part)
-    figures = "".join(_microbatch_chart(run, title, part, widest) for title, part in groups)
+    widest = max(max(row["capacity"], sum(row["tokens"].values())) for part in parts for row in part)
+    titles = ["All"] if len(parts) == 1 else ["First", "Last"]
+    figures = "".join(
+        _microbatch_chart(run, f"{title} {len(part)}", part, widest) for title, part in zip(titles, parts, strict=True)
+    )
     fills = sorted(sum(row["tokens"].values()) / row["capacity"] for row in rows if row["capacity"])
     sharing = _mean([sum(1 for count in row["tokens"].values() if count) for row in rows]) or 0.0
-    facts = (
-        f"Median fill {100 * fills[len(fills) // 2]:.1f} %, {sharing:.2g} jobs in a microbatch on average."
-        if fills
-        else ""
-    )
+    median = f"{100 * fills[len(fills) // 2]:.1f} %" if fills else "unknown"
     return (
-        f"<section><h2>Microbatches</h2><div class='pair'>{figures}</div><p class='caption'>{extent} One bar is one "
-        "forward and backward pass of the frozen model; its colours are the jobs that share it, the black line is the "
-        f"capacity. {facts} A round holds one global batch of every job that is still training, so its last microbatch "
-        "is what was left over.</p></section>"
+        f"<section><h2>Microbatches</h2><div class='pair'>{figures}</div><p class='caption'>{extent} A bar is one forward "
+        "and backward pass of the frozen model, its colours are the jobs that share it, the dark line is the capacity. "
+        f"Median fill {median}, {sharing:.2g} jobs in a microbatch on average. A round holds one global batch of every job "
+        "still in training, and its last microbatch what was left over.</p></section>"
     )
 
 
@@ -413,7 +424,7 @@ def _microbatch_chart(run: Run, title: str, rows: list[Line], widest: float) -> 
     x = charts.linear_axis("tokens", [0, widest * 1.02], tight=True, whole=True, count=5)
     rounds, ticks, labelled = [row.get("round") for row in rows], [], -9
     for index, number in enumerate(rounds):
-        if (index == 0 or number != rounds[index - 1]) and index - labelled >= 3 and number is not None:
+        if (index == 0 or number != rounds[index - 1]) and index - labelled >= 4 and number is not None:
             ticks.append((float(index), str(number)))
             labelled = index
     y = charts.Axis("by round, one bar each", len(rows), 0, tuple(ticks))
@@ -450,16 +461,16 @@ def _throughput(run: Run) -> str:
     unit, name = (3600, "hours") if end > 7200 else (60, "minutes") if end > 180 else (1, "seconds")
     totals = [sum(values) / width for values in zip(*slices.values(), strict=True)]
     x = charts.linear_axis(f"{name} since the start", [0, end / unit], tight=True, count=6)
-    y = charts.linear_axis("tokens per second, stacked by job", totals, zero=True)
+    y = charts.linear_axis("stacked by job", totals, zero=True)
     marks, floors = [], [0.0] * count
     for job in run.jobs:
         for index, tokens in enumerate(slices[job.name]):
             if tokens:
                 left, right, top = index * width / unit, (index + 1) * width / unit, floors[index] + tokens / width
                 tip = f"{job.name}: {tokens / width:,.0f} tokens/s of {totals[index]:,.0f}"
-                marks.append(charts.bar(left, right, floors[index], top, x, y, f"mark fill {job.style}", tip))
+                marks.append(charts.bar(left, right, floors[index], top, x, y, f"mark fill area {job.style}", tip))
                 floors[index] = top
-    return f"<section><h2>Throughput</h2>{charts.chart('Throughput', marks, x, y, height=220)}</section>"
+    return f"<section><h2>Throughput</h2>{charts.chart('Tokens per second', marks, x, y, height=220)}</section>"
 
 
 def _optimization(run: Run) -> str:
@@ -468,15 +479,16 @@ def _optimization(run: Run) -> str:
     x = charts.linear_axis("optimizer step of the job", [0, last], tight=True, whole=True)
     rate = charts.linear_axis("AdamW", [value for points in rates for _, value in points], zero=True)
     values = sorted(value for points in norms for _, value in points if value > 0) or [1.0]
-    spread = values[-1] / values[0] > 30
-    axis = charts.log_axis("before clipping, log scale", values) if spread else charts.linear_axis(
-        "before clipping", values, zero=True)  # fmt: skip
+    if values[-1] > 30 * values[0]:
+        axis = charts.log_axis("before clipping, log scale", values)
+    else:
+        axis = charts.linear_axis("before clipping", values, zero=True)
     lines, curves = [], []
     for job, job_rates, job_norms in zip(run.jobs, rates, norms, strict=True):
         lines.append(charts.line(charts.thin(job_rates), x, rate, f"mark bold {job.style}"))
         curves.append(charts.line(charts.thin(job_norms), x, axis, f"mark faint {job.style}"))
     for job, job_norms in zip(run.jobs, norms, strict=True):
-        smooth = charts.thin(charts.running_mean(job_norms, max(1, len(job_norms) // 20)))
+        smooth = charts.thin(_smooth(job_norms))
         curves.append(charts.line(smooth, x, axis, f"mark bold {job.style}"))
     return (
         f"<section><h2>Optimization</h2><div class='pair'>{charts.chart('Learning rate', lines, x, rate)}"
@@ -494,10 +506,10 @@ def _lengths(run: Run) -> str:
         x = charts.linear_axis("tokens of a sample", edges, tight=True, whole=True, count=4)
         y = charts.linear_axis("samples", counts, zero=True, whole=True, count=3)
         gap = (edges[-1] - edges[0]) * 0.003
-        marks = [
-            charts.bar(low + gap, high - gap, 0, count, x, y, f"mark fill {job.style}", f"{count:,} of {low:g} to {high:g} tokens")
-            for low, high, count in zip(edges, edges[1:], counts, strict=False)
-        ]  # fmt: skip
+        marks = []
+        for low, high, count in zip(edges, edges[1:], counts, strict=False):
+            tip = f"{_plural(count, 'sample')} of {low:.0f} to {high:.0f} tokens"
+            marks.append(charts.bar(low + gap, high - gap, 0, count, x, y, f"mark fill {job.style}", tip))
         facts = [_plural(job.info["samples"], "sample")] if "samples" in job.info else []
         facts += [f"{job.info['eval_samples']:,} held out"] if job.info.get("eval_samples") else []
         facts += [f"{job.info['tokens']:,} tokens"] if "tokens" in job.info else []
@@ -510,15 +522,17 @@ def _lengths(run: Run) -> str:
 
 def _reproducibility(run: Run) -> str:
     versions = run.about.get("versions") or {}
-    packlora = {"packlora": run.about["packlora"]} if "packlora" in run.about else {}
-    facts = {**packlora, **versions, "device": run.about.get("device"), "commit": run.about.get("commit"),
-             "seed": run.config.get("seed"), "schedule": (run.config.get("schedule") or {}).get("method"),
-             "max tokens per microbatch": run.config.get("max_tokens_per_microbatch")}  # fmt: skip
-    cells = "".join(
-        f"<div><dt>{escape(name)}</dt><dd>{escape(str(value))}</dd></div>"
-        for name, value in facts.items()
-        if value is not None
-    )
+    facts = {
+        "packlora": run.about.get("packlora"),
+        **versions,
+        "device": run.about.get("device"),
+        "commit": run.about.get("commit"),
+        "seed": run.config.get("seed"),
+        "schedule": (run.config.get("schedule") or {}).get("method"),
+        "max tokens per microbatch": run.config.get("max_tokens_per_microbatch"),
+    }
+    known = ((escape(name), escape(str(value))) for name, value in facts.items() if value is not None)
+    cells = "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in known)
     written = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     config = yaml.safe_dump(run.config, sort_keys=False, allow_unicode=True, width=100) if run.config else ""
     details = f"<details><summary>The run file, with every default</summary><pre>{escape(config)}</pre></details>"

@@ -20,7 +20,8 @@ def print_summary(result: Result, run_file: str) -> None:
         loss = "" if job.eval_after is None else f"{job.eval_after:.4f}"
         if job.eval_before is not None and loss:
             loss = f"{job.eval_before:.4f} -> {loss}"
-        table.add_row(Text(name), job.status, str(job.step), loss, Text(str(job.folder)))
+        status = "stopped" if job.status == "running" else job.status
+        table.add_row(Text(name), status, str(job.step), loss, Text(str(job.folder)))
     console.print()
     console.print(table)
     console.print()

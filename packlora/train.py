@@ -120,7 +120,11 @@ def train(
             jobs.append(Job(item.config, item.data, item.eval_encoded.samples, adapter, scale))
 
         # 3. Continue where checkpoints say, or start.
-        record = saved if saved is not None else _record(prepared, base, jobs)
+        record = run_record(prepared, base, jobs)
+        if saved is not None:
+            _same_data(saved, record)
+            record["created"] = saved["created"]
+            record["warnings"] += [text for text in saved["warnings"] if text not in record["warnings"]]
         for job in jobs:
             folder = output_dir / job.name
             if saved is not None and folder.exists():
@@ -129,10 +133,10 @@ def train(
         remove_leftovers(output_dir)
         record["result"] = None
         write_json(output_dir / "run.json", record)
-        return _Trainer(run, prepared, base, router, jobs, record).fit()
+        return Trainer(run, prepared, base, router, jobs, record).fit()
 
 
-class _Trainer:
+class Trainer:
     """The state of a running loop."""
 
     def __init__(
@@ -169,12 +173,15 @@ class _Trainer:
             for text in self.record["warnings"]:
                 self.progress.message(f"note: {text}")
             self._evaluate([job for job in self.jobs if (job.name, 0) not in self.evals and job.step == 0])
+            self.progress.training_starts()
             while self.stop is None and any(job.status == "running" for job in self.jobs):
                 number = min(job.step for job in self.jobs if job.status == "running")
                 stepped = self._round(number)
                 self._after_round(stepped)
             if self.stop is not None:
                 self._save_before_stop()
+        if not any(job.status == "running" for job in self.jobs):
+            self.stop = None  # too late to stop anything
         return self._finish()
 
     # --- one round -----------------------------------------------------------------------------------------------------
@@ -236,11 +243,17 @@ class _Trainer:
         weights = np.zeros(len(self.jobs))
         for number in batch.num_tokens:
             weights[number] = self.jobs[number].grad_scale / self.jobs[number].label_tokens(step)
-        with self.router.route(batch.tokens):
-            losses_L = token_losses(self.base.model, batch)
-            # Each label's own weight is the gradient of the whole, so losses of different jobs are never added up.
-            weights_L = torch.from_numpy(weights).to(losses_L)[batch.owners_L]
-            losses_L.backward(weights_L)
+        try:
+            with self.router.route(batch.tokens):
+                losses_L = token_losses(self.base.model, batch)
+                # Each label's own weight is the gradient of the whole, so losses of different jobs are never added up.
+                weights_L = torch.from_numpy(weights).to(losses_L)[batch.owners_L]
+                losses_L.backward(weights_L)
+        except torch.OutOfMemoryError as error:
+            raise MemoryError(
+                f"out of memory on {self.base.device} in a microbatch of {batch.tokens.total} tokens; lower "
+                "max_tokens_per_microbatch or set gradient_checkpointing: true, then continue with --resume"
+            ) from error
         sums = sum_by_owner(losses_L, batch, len(self.jobs))
         for number, tokens in batch.num_tokens.items():
             self.jobs[number].collect(sums[number], tokens)
@@ -296,6 +309,8 @@ class _Trainer:
         )
         total = np.zeros(len(self.jobs))
         for microbatch in plan:
+            if self.stop is not None:
+                return
             samples = []
             for placed in microbatch.samples:
                 job = self.by_name[placed.job]
@@ -374,7 +389,18 @@ class _Trainer:
                 signal.signal(number, handler)
 
 
-def _record(prepared: Prepared, base: Base, jobs: list[Job]) -> dict[str, Any]:
+def _same_data(saved: dict[str, Any], record: dict[str, Any]) -> None:
+    """A run goes on only with the samples that it began with."""
+    for name, now in record["jobs"].items():
+        before = saved["jobs"].get(name, {})
+        for key in ("samples", "tokens", "label_tokens"):
+            if before.get(key) != now[key]:
+                raise InputError(
+                    f"job {name!r}: the data has changed since the run began: {key} was {before.get(key)}, is {now[key]}"
+                )
+
+
+def run_record(prepared: Prepared, base: Base, jobs: list[Job]) -> dict[str, Any]:
     """run.json: everything that is needed to repeat the run."""
     described = {}
     for job, item in zip(jobs, prepared.jobs, strict=True):
@@ -427,7 +453,7 @@ def _deterministic() -> Iterator[None]:
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     memory: Any = torch.utils.deterministic
     fill = memory.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)  # with warn_only the attention kernels would stay as they are
     memory.fill_uninitialized_memory = False
     try:
         yield

@@ -94,7 +94,26 @@ def tiny_base(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTok
     return make
 
 
-WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "the", "lazy", "dog", "and", "then", "some", "more", "of", "the", "same", "thing", "again"]
+WORDS = [
+    "the",
+    "quick",
+    "brown",
+    "fox",
+    "jumps",
+    "over",
+    "the",
+    "lazy",
+    "dog",
+    "and",
+    "then",
+    "some",
+    "more",
+    "of",
+    "the",
+    "same",
+    "thing",
+    "again",
+]
 
 
 @pytest.fixture

@@ -34,6 +34,8 @@ UNSUPPORTED = {
     "monteclora_config": None, "kasa_config": None,
 }  # fmt: skip
 """Keys of a LoraConfig, with the value they have when unused, that change what is computed and are not implemented."""
+PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
+"""Values of init_lora_weights that leave the base weights alone; pissa, olora, corda, loftq, lora_ga change them."""
 
 
 def state_dict(adapter: Adapter) -> dict[str, torch.Tensor]:
@@ -89,6 +91,11 @@ def read_config(folder: str, job: str) -> LoraConfig:
     for key, unused in UNSUPPORTED.items():
         if raw.get(key, unused) not in (unused, None, False):
             raise InputError(f"job {job!r}: {file} uses {key}, which packlora does not support")
+    if (start := raw.get("init_lora_weights")) not in PLAIN_STARTS:
+        raise InputError(
+            f"job {job!r}: {file} has init_lora_weights {start!r}, which goes with other base weights; convert it with "
+            "PEFT's save_pretrained(path_initial_model_for_weight_conversion=...)"
+        )
     try:
         config = LoraConfig(**{key: value for key, value in raw.items() if key in LoraConfig.__dataclass_fields__})
     except (TypeError, ValueError) as error:

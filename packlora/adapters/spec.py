@@ -123,7 +123,9 @@ def _targets(
             )
         if name not in set(linears):
             kind = type(model.get_submodule(name)).__name__
-            raise InputError(f"job {job!r}: target_modules matches {name}, a {kind}; only linear layers can be adapted")
+            raise InputError(
+                f"job {job!r}: target_modules matches {name}, of type {kind}; only linear layers can be adapted"
+            )
     return matched
 
 

@@ -72,7 +72,7 @@ def _read_jsonl(file: Path, job: str) -> Iterator[tuple[str, Any]]:
                 continue
             where = f"{file}, line {number}"
             try:
-                yield where, json.loads(line)
+                yield where, json.loads(line.rstrip())
             except json.JSONDecodeError as error:
                 raise InputError(f"job {job!r}: {where}: not valid JSON: {error.msg} (column {error.colno})") from None
 

@@ -81,36 +81,42 @@ def lora_linear(
         keys_T2: dropout keys of the tokens (ops.dropout.token_keys); needed where a segment has dropout.
         salt: of the layer (ops.dropout.layer_salt).
     """
+    base_TN = x_TK @ weight_NK.T
     parts: list[torch.Tensor] = []
     end = 0
     for seg in sorted(segments, key=lambda seg: seg.start):
-        parts.append(torch.nn.functional.linear(x_TK[end : seg.start], weight_NK, bias_N))
-        parts.append(_segment(x_TK[seg.start : seg.stop], weight_NK, bias_N, seg, keys_T2, salt))
+        parts.append(_plus(base_TN[end : seg.start], bias_N))
+        parts.append(_segment(x_TK, base_TN, weight_NK, bias_N, seg, keys_T2, salt))
         end = seg.stop
-    parts.append(torch.nn.functional.linear(x_TK[end:], weight_NK, bias_N))
+    parts.append(_plus(base_TN[end:], bias_N))
     return torch.cat(parts)
 
 
+def _plus(y_TN: torch.Tensor, bias_N: torch.Tensor | None) -> torch.Tensor:
+    return y_TN if bias_N is None else y_TN + bias_N
+
+
 def _segment(
-    x_tK: torch.Tensor,
+    x_TK: torch.Tensor,
+    base_TN: torch.Tensor,
     weight_NK: torch.Tensor,
     bias_N: torch.Tensor | None,
     seg: Segment,
     keys_T2: torch.Tensor | None,
     salt: int,
 ) -> torch.Tensor:
-    y_tN = x_tK @ weight_NK.T
+    x_tK, y_tN = x_TK[seg.start : seg.stop], base_TN[seg.start : seg.stop]
     if seg.A is not None and seg.B is not None:
-        xd_tK = x_tK
+        xd_tK, dropped_tN = x_tK, y_tN
         if seg.dropout:
             assert keys_T2 is not None
             xd_tK = dropout(x_tK, keys_T2[seg.start : seg.stop], salt, seg.dropout)
+            dropped_tN = xd_tK @ weight_NK.T
         low_rank_tN = seg.scaling * (xd_tK @ seg.A.T) @ seg.B.T
         if seg.magnitude is None:
             y_tN = y_tN + low_rank_tN
         else:
             assert seg.norm is not None
             g_N = seg.magnitude / seg.norm
-            y_tN = y_tN + (g_N - 1) * (xd_tK @ weight_NK.T) + g_N * low_rank_tN
-    bias = seg.bias if seg.bias is not None else bias_N
-    return y_tN if bias is None else y_tN + bias
+            y_tN = y_tN + (g_N - 1) * dropped_tN + g_N * low_rank_tN
+    return _plus(y_tN, seg.bias if seg.bias is not None else bias_N)

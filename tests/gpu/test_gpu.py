@@ -1,0 +1,174 @@
+"""The same claims on a GPU: exactness of the operator, isolation, a job as if alone, determinism, resuming.
+
+make gpu
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import FAMILIES, TINY, tiny_model
+
+from packlora.ops.attention import packed_attention
+from packlora.ops.dropout import dropped, layer_salt, token_keys
+from packlora.ops.lora_linear import chain, reference
+from packlora.ops.lora_linear.reference import Segment, weight_norm
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
+]
+
+
+def test_dropout_masks_are_those_of_the_cpu() -> None:
+    keys = torch.from_numpy(token_keys(5, 1, 2, 300))
+    on_cpu = dropped(keys, layer_salt("x"), 1001, 0.1)
+    assert torch.equal(on_cpu, dropped(keys.cuda(), layer_salt("x"), 1001, 0.1).cpu())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+@pytest.mark.parametrize("p", [0.0, 0.1])
+def test_chain_is_as_exact_as_plain_torch_in_the_same_dtype(dtype: torch.dtype, dora: bool, p: float) -> None:
+    """Three ragged segments with gaps; every gradient; bounded by twice plain torch's own error, over four draws."""
+    ours: dict[int, float] = {}
+    plain: dict[int, float] = {}
+    for _ in range(4):
+        _errors(dtype, dora, p, ours, plain)
+    for index in ours:
+        assert ours[index] <= 2 * plain[index] + 1e-6, f"{index}: {ours[index]:.3g} against {plain[index]:.3g}"
+
+
+def _errors(dtype: torch.dtype, dora: bool, p: float, ours: dict[int, float], plain: dict[int, float]) -> None:
+    """The largest error of the output and of each gradient of one draw, against float64 on the same rounded inputs."""
+    generator = torch.Generator(device="cuda").manual_seed(torch.seed() % 2**31)
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device="cuda", dtype=torch.float64).to(dtype).double()
+
+    T, K, N, r = 1003, 515, 770, 24
+    x, weight, dy = randn(T, K), randn(N, K) / K**0.5, randn(T, N)
+    weight = weight.to(dtype).double()
+    keys = torch.from_numpy(token_keys(1, 2, 3, T)).cuda()
+    segments = []
+    for start, stop in ((0, 17), (40, 500), (501, 1000)):
+        A, B = (randn(r, K) / K**0.5).to(dtype).double(), (randn(N, r) / r**0.5).to(dtype).double()
+        norm = weight_norm(weight, A, B, 0.5).to(dtype).double() if dora else None
+        magnitude = (norm * (1 + 0.2 * randn(N))).to(dtype).double() if norm is not None else None
+        segments.append(Segment(start, stop, 0.5, p, A, B, magnitude, norm))
+
+    def run(function: Callable[..., torch.Tensor], to: torch.dtype) -> list[torch.Tensor]:
+        leaves = [x.to(to, copy=True).requires_grad_()]
+        cast = []
+        for seg in segments:
+            own = [t if t is None else t.to(to, copy=True).requires_grad_() for t in (seg.A, seg.B, seg.magnitude)]
+            leaves += [t for t in own if t is not None]
+            norm = None if seg.norm is None else seg.norm.to(to)
+            cast.append(Segment(seg.start, seg.stop, seg.scaling, seg.dropout, own[0], own[1], own[2], norm))
+        y = function(leaves[0], weight.to(to), None, cast, keys, 7)
+        return [y.double(), *(g.double() for g in torch.autograd.grad(y, leaves, dy.to(to)))]
+
+    want = run(reference.lora_linear, torch.float64)
+    for errors, function in ((ours, chain.lora_linear), (plain, reference.lora_linear)):
+        for index, (value, exact) in enumerate(zip(run(function, dtype), want, strict=True)):
+            errors[index] = max(errors.get(index, 0.0), float((value - exact).abs().max()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_samples_do_not_see_each_other(family: str, dtype: torch.dtype) -> None:
+    """Changing every token of the other samples must not change a bit of a sample's logits at the same place."""
+    from packlora.model import packed_logits, prepare_model
+
+    model = tiny_model(family, dtype).cuda()
+    prepare_model(model, False)
+    lengths = (13, 40, 1, 30)
+    positions = torch.cat([torch.arange(n) for n in lengths]).cuda()
+    generator = torch.Generator().manual_seed(1)
+    outputs = []
+    own = torch.randint(3, TINY["vocab_size"], (40,), generator=generator)
+    for _ in range(2):
+        ids = torch.randint(3, TINY["vocab_size"], (sum(lengths),), generator=generator)
+        ids[13:53] = own
+        with torch.no_grad():
+            outputs.append(packed_logits(model, ids.cuda(), positions, lengths, torch.arange(13, 53).cuda()))
+    assert torch.equal(outputs[0], outputs[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_packed_attention_is_as_exact_as_plain_torch(dtype: torch.dtype) -> None:
+    generator = torch.Generator(device="cuda").manual_seed(3)
+    lengths, D = (100, 257, 3, 64), 64
+    q, k, v = (torch.randn(n, sum(lengths), D, generator=generator, device="cuda").to(dtype) for n in (8, 2, 2))
+
+    def plain(to: torch.dtype) -> torch.Tensor:
+        out, start = [], 0
+        for n in lengths:
+            a, b, c = (
+                t[:, start : start + n].to(to) for t in (q, k.repeat_interleave(4, 0), v.repeat_interleave(4, 0))
+            )
+            mask = torch.ones(n, n, dtype=torch.bool, device="cuda").tril()
+            scores = (a @ b.transpose(1, 2) * D**-0.5).masked_fill(~mask, -torch.inf)
+            out.append((torch.softmax(scores, -1) @ c).transpose(0, 1))
+            start += n
+        return torch.cat(out).double()
+
+    want = plain(torch.float64)
+    got = packed_attention(q, k, v, lengths, D**-0.5).double()
+    assert (got - want).abs().max() <= 2 * (plain(dtype) - want).abs().max() + 1e-6
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [("float64", 1e-10), ("float32", 1e-5)])
+def test_every_job_gives_alone_the_adapter_that_it_gives_beside_others(
+    dtype: str, bound: float, tiny_base: Any, write_rows: Any, tmp_path: Path
+) -> None:
+    from test_training import JOBS, adapter, config, distance, train
+
+    together = config(tiny_base(), tmp_path / "together", write_rows, dtype=dtype, device="cuda")
+    train(together)
+    for index, job in enumerate(together["jobs"]):
+        alone = tmp_path / f"alone-{index}"
+        train({**together, "output_dir": str(alone), "jobs": [job], "max_tokens_per_microbatch": 300})
+        assert distance(adapter(tmp_path / "together", job["name"]), adapter(alone, job["name"])) < bound, JOBS[index]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_the_same_run_gives_the_same_bits_also_when_it_is_stopped_and_resumed(
+    dtype: str, tiny_base: Any, write_rows: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from test_training import config, same_bits, train
+
+    from packlora import train as module
+
+    tree = config(tiny_base(), tmp_path / "whole", write_rows, dtype=dtype, device="cuda")
+    train(tree)
+    train({**tree, "output_dir": str(tmp_path / "again")})
+    same_bits(tmp_path / "whole", tmp_path / "again")
+    original, seen = module.Trainer._microbatch, 0
+
+    def broken(self: Any, microbatch: Any, step: int) -> None:
+        nonlocal seen
+        original(self, microbatch, step)
+        seen += 1
+        if seen == 8:
+            self.stop = signal.SIGTERM
+
+    monkeypatch.setattr(module.Trainer, "_microbatch", broken)
+    assert train({**tree, "output_dir": str(tmp_path / "resumed")}).status == "interrupted"
+    monkeypatch.setattr(module.Trainer, "_microbatch", original)
+    train({**tree, "output_dir": str(tmp_path / "resumed")}, resume=True)
+    same_bits(tmp_path / "whole", tmp_path / "resumed")
+
+
+def test_bfloat16_losses_follow_float32_losses(tiny_base: Any, write_rows: Any, tmp_path: Path) -> None:
+    from test_training import config, steps, train
+
+    for dtype in ("float32", "bfloat16"):
+        train(config(tiny_base(), tmp_path / dtype, write_rows, dtype=dtype, device="cuda"))
+    for a, b in zip(steps(tmp_path / "float32"), steps(tmp_path / "bfloat16"), strict=True):
+        assert abs(a["loss"] - b["loss"]) < 0.05 * a["loss"]

@@ -1,0 +1,139 @@
+"""Data files to rows: the formats agree with each other, and everything else is refused with file and line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from packlora.data.readers import Row, read_rows
+from packlora.errors import InputError
+
+CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
+ROWS: list[dict[str, Any]] = [
+    {"prompt": "a\u2028b", "completion": "é\n"}, {"messages": CHAT}, {"text": "\N{SNOWMAN}"}, {"prompt": "", "completion": ""},
+    {"text": "t", "prompt": None, "id": 7},
+]  # fmt: skip
+
+
+def refusal(path: Path | str) -> str:
+    with pytest.raises(InputError) as caught:
+        read_rows(str(path), "first")
+    message = str(caught.value)
+    assert message.startswith("job 'first': ")
+    return message
+
+
+def lines(tmp_path: Path, *texts: str, name: str = "rows.jsonl") -> Path:
+    path = tmp_path / name
+    path.write_text("\n".join(texts) + "\n", encoding="utf-8")
+    return path
+
+
+def shown(row: Row) -> dict[str, Any]:
+    found = {"prompt": row.prompt, "completion": row.completion, "messages": row.messages, "text": row.text}
+    return {key: value for key, value in found.items() if value is not None}
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "parquet"])
+def test_every_format_gives_the_same_rows_each_with_its_place(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"rows.{suffix}"
+    if suffix == "jsonl":
+        path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS), encoding="utf-8")
+    elif suffix == "json":
+        path.write_text(json.dumps(ROWS, indent=1))
+    else:
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS, pyarrow.schema([
+            ("prompt", pyarrow.string()), ("completion", pyarrow.string()), ("text", pyarrow.string()),
+            ("id", pyarrow.int64()),
+            ("messages", pyarrow.list_(pyarrow.struct([("role", pyarrow.string()), ("content", pyarrow.string())]))),
+        ])), path)  # fmt: skip
+    rows = read_rows(str(path), "first")
+    wanted = [{key: row[key] for key in row if row[key] is not None and key != "id"} for row in ROWS]
+    assert [shown(row) for row in rows] == wanted
+    place = "line" if suffix == "jsonl" else "row"
+    assert [row.where for row in rows] == [f"{path}, {place} {number}" for number in range(1, len(ROWS) + 1)]
+
+
+def test_blank_lines_and_a_byte_order_mark_are_passed_over_and_lines_keep_their_numbers(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"text": "a"}\r\n\r\n   \n{"text": "b"}')
+    assert [(row.text, row.where) for row in read_rows(str(path), "first")] == [
+        ("a", f"{path}, line 1"), ("b", f"{path}, line 4"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ('{"text": "a"', "not valid JSON: Expecting ',' delimiter (column 13)"),
+        ("text", "not valid JSON"),
+        ("[1, 2]", "a row must be a mapping, found list"),
+        ("null", "a row must be a mapping, found NoneType"),
+        ("{}", "found no fields"),
+        ('{"prompt": "a"}', "found prompt; rows are {prompt, completion}, {messages} or {text}"),
+        ('{"completion": "a", "input": 1}', "found completion, input"),
+        ('{"prompt": "a", "completion": null}', "found prompt, completion"),
+        ('{"prompt": "a", "completion": "b", "text": "c"}', "has fields of several kinds (prompt, completion, text)"),
+        ('{"messages": [], "text": "c"}', "has fields of several kinds"),
+        ('{"prompt": 3, "completion": "b"}', "'prompt' must be a text, found int"),
+        ('{"prompt": "a", "completion": ["b"]}', "'completion' must be a text, found list"),
+        ('{"text": 1.5}', "'text' must be a text, found float"),
+        ('{"text": "ab\\ud83d"}', "'text' holds half of a surrogate pair at character 3"),
+        ('{"messages": []}', "'messages' must be a list of at least one {role, content}"),
+        ('{"messages": "hi"}', "'messages' must be a list of at least one {role, content}"),
+        ('{"messages": ["hi"]}', "message 1 must be a mapping with a role and a content"),
+        ('{"messages": [{"content": "hi"}]}', "message 1 must be a mapping with a role and a content"),
+        (
+            '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant"}]}',
+            "the content of message 2 (assistant)",
+        ),
+        (
+            '{"messages": [{"role": "user", "content": [{"type": "text"}]}]}',
+            "message 1 (user) must be a text, found list",
+        ),
+        ('{"messages": [{"role": "user", "content": "\\udc00"}]}', "message 1 (user) holds half of a surrogate pair"),
+    ],
+)
+def test_a_bad_line_is_refused_with_its_number_and_what_was_found(tmp_path: Path, line: str, problem: str) -> None:
+    path = lines(tmp_path, '{"text": "good"}', "", line, '{"text": "good"}')
+    message = refusal(path)
+    assert f"{path}, line 3: " in message
+    assert problem in message
+
+
+def test_a_bad_row_of_a_json_list_is_refused_with_its_number(tmp_path: Path) -> None:
+    path = lines(tmp_path, '[{"text": "a"},', '{"txt": "b"}]', name="rows.json")
+    assert f"{path}, row 2: found txt" in refusal(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        ("rows.jsonl", b"", "has no rows"), ("rows.jsonl", b"\n \n", "has no rows"), ("rows.json", b"[]", "has no rows"),
+        ("rows.jsonl", b'{"text": "caf\xe9"}', "is not UTF-8 text"), ("rows.json", b'["caf\xe9"]', "is not UTF-8 text"),
+        ("rows.json", b'{"text": "a"}', "must hold a list of rows; found dict"),
+        ("rows.json", b'[\n{"text": "a"},\n]', "line 3: not valid JSON"), ("rows.json", b"", "line 1: not valid JSON"),
+        ("rows.parquet", b"not parquet", "as parquet"), ("rows.parquet", b"", "as parquet"),
+        ("rows.csv", b"text\na\n", "ends in '.csv'; accepted are .jsonl, .json and .parquet"),
+        ("rows", b"text", "ends in ''; accepted are"), ("rows.JSONL", b"", "ends in '.JSONL'"),
+    ],
+)  # fmt: skip
+def test_a_file_that_holds_no_rows_is_refused_by_name(tmp_path: Path, name: str, content: bytes, problem: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    message = refusal(path)
+    assert str(path) in message
+    assert problem in message
+
+
+def test_a_missing_file_and_a_folder_are_refused_by_name(tmp_path: Path) -> None:
+    assert f"{tmp_path}/rows.jsonl does not exist" in refusal(tmp_path / "rows.jsonl")
+    assert f"{tmp_path} is a folder" in refusal(tmp_path)
+    assert "owner/no-such-data-set is n" in refusal(
+        "owner/no-such-data-set"
+    )  # not a file; and not a data set, or no library
