@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import tempfile
 import time
 from pathlib import Path
@@ -36,7 +37,7 @@ KINDS: dict[str, dict[str, Any]] = {
 LR, BATCH, CLIP = 2e-4, 2, 1.0
 PROTOCOL = (
     "SmolLM2-135M-Instruct, float32, CPU. {steps} optimizer steps of AdamW (lr {lr}, global batch {batch}, clipping at {clip}, "
-    "dropout 0, all linear layers) on the shortest rows of examples/data/debian_synopsis, file order. Reference: real PEFT, "
+    "dropout 0, all linear layers) on 64 rows of examples/data/debian_synopsis (package name -> synopsis), file order. Reference: real PEFT, "
     "padded batches with attention mask, sdpa attention, the loss of transformers (mean over label tokens). "
     "packlora starts from the same adapter files (init_from); solo = the job alone, shared = in microbatches with the other "
     "kinds and a fourth job (LoRA r 4, twice the learning rate, shuffled). mean and max are of |loss - PEFT's loss| over all steps; adapter is "
@@ -45,11 +46,15 @@ PROTOCOL = (
 
 
 def short_rows(source: Path, out: Path, count: int) -> Path:
-    """The `count` shortest rows, in file order."""
-    rows = [json.loads(line) for line in source.read_text().splitlines()]
-    limit = sorted(len(row["prompt"]) + len(row["completion"]) for row in rows)[count - 1]
-    kept = [row for row in rows if len(row["prompt"]) + len(row["completion"]) <= limit][:count]
-    out.write_text("".join(json.dumps(row) + "\n" for row in kept))
+    """Rows of the set with the package's name alone as prompt: real completions, few tokens."""
+    rows = [json.loads(line) for line in source.read_text().splitlines()[:count]]
+    names = [re.search(r"^Package: (\S+)", row["prompt"], re.MULTILINE) for row in rows]
+    short = [
+        {"prompt": f"Describe the package {name[1]} in one line.", "completion": row["completion"]}
+        for name, row in zip(names, rows, strict=True)
+        if name
+    ]
+    out.write_text("".join(json.dumps(row) + "\n" for row in short))
     return out
 
 

@@ -18,10 +18,7 @@ from packlora.demo_model import DEMO_MODEL, PACKAGE, cache_folder
 from packlora.prepare import processor_name, versions
 
 OPTIONAL = {
-    "triton": "GPU kernels",
     "datasets": "Hugging Face data sets as data paths",
-    "liger_kernel": "fused kernels for the rest of the model",
-    "bitsandbytes": "quantised base models",
 }
 
 

@@ -138,6 +138,7 @@ def load_base(run: Run, tokenizer: Any) -> Base:
             dtype=getattr(torch, run.dtype),
             trust_remote_code=run.trust_remote_code,
             attn_implementation="eager",
+            use_safetensors=True,  # the other format is a pickle
         ),
     )
     model.to(device)

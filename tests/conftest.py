@@ -18,6 +18,7 @@ import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+torch.set_num_threads(1)  # the models are tiny; threads that wait for each other on a busy machine cost minutes
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
 

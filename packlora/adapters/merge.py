@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from packlora.adapters.attach import Adapter, attach
 from packlora.adapters.linear import AdaptedLinear
@@ -45,8 +45,10 @@ def merge_adapter(adapter_dir: Path, out: Path, base_model: str | None = None, d
     config = read_config(str(adapter_dir), name)
     base = base_path(base_model or str(config.base_model_name_or_path))
     try:
-        model = AutoModelForCausalLM.from_pretrained(base, revision=config.revision, dtype=torch.float32)
-        stored = AutoModelForCausalLM.from_pretrained(base, revision=config.revision, dtype="auto").dtype
+        stored = AutoConfig.from_pretrained(base, revision=config.revision).dtype or torch.float32
+        model = AutoModelForCausalLM.from_pretrained(
+            base, revision=config.revision, dtype=torch.float32, use_safetensors=True
+        )
         tokenizer = AutoTokenizer.from_pretrained(base, revision=config.revision)
     except (OSError, ValueError) as error:
         raise InputError(f"cannot load the base model {base!r} (give --base-model): {error}") from None

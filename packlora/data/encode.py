@@ -127,13 +127,13 @@ def _tokenize(marked: list[_Marked], tokenizer: Any) -> list[Sample]:
 def _sample(ids: np.ndarray, offsets: np.ndarray, spans: list[tuple[int, int]]) -> Sample:
     """Tokens that overlap a span are labels.
 
-    Many byte-level tokenizers trim spaces from the offsets, so that a token of spaces alone has an empty one, at its own
-    end. Special tokens that the tokenizer added have (0, 0), and are not labels.
+    An empty overlap counts: many byte-level tokenizers trim spaces from the offsets, so that a token of spaces alone has
+    (its end, its end). Special tokens that the tokenizer added have (0, 0), and are not labels.
     """
     is_label = np.zeros(len(ids), bool)
     first, stop = offsets[:, 0], offsets[:, 1]
     for start, end in spans:
-        is_label |= (stop > start) & ((first < end) | ((first == stop) & (stop <= end)))
+        is_label |= (stop > start) & (first < end)
     is_label[:1] = False
     last = int(np.flatnonzero(is_label)[-1]) + 1 if is_label.any() else len(ids)
     return Sample(ids[:last], is_label[:last])

@@ -145,8 +145,8 @@ def test_greedy_needs_at_most_eleven_ninths_of_the_fewest_microbatches_plus_one(
 
 
 def test_greedy_puts_a_sample_where_it_fits_best() -> None:
-    plan = pack_round({"a": [(0, 6), (1, 5), (2, 4), (3, 5)]}, 10)  # 6 + 4 and 5 + 5, not 6, 5 + 4, 5
-    assert sorted(sorted(item.length for item in microbatch.samples) for microbatch in plan) == [[4, 6], [5, 5]]
+    plan = pack_round({"a": [(0, 2), (1, 6), (2, 3), (3, 7), (4, 2)]}, 10)  # the 3 beside the 6 would need a third
+    assert sorted(sorted(item.length for item in microbatch.samples) for microbatch in plan) == [[2, 2, 6], [3, 7]]
 
 
 @given(rounds(), METHODS, st.integers(1, 5))

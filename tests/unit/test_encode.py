@@ -278,6 +278,9 @@ def test_special_tokens_that_the_tokenizer_adds_are_kept_in_front_and_never_lear
         "<s>the fox</s>", "<s>the fox</s>", "<s>fox  dog</s>",
     ]  # fmt: skip
     assert [learnt(tokenizer, s) for s in (text, both, alone)] == [["the fox</s>"], [" fox</s>"], ["fox  dog</s>"]]
+    tokenizer.chat_template = LLAMA3  # writes its own
+    (sample,) = encode(tokenizer, pair("a", "b")).samples
+    assert tokenizer.decode(sample.ids.tolist()).count("<s>") == 1
 
 
 def test_nothing_after_the_last_label_is_kept(make: Any) -> None:
