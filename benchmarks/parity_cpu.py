@@ -37,11 +37,11 @@ KINDS: dict[str, dict[str, Any]] = {
 LR, BATCH, CLIP = 2e-4, 2, 1.0
 PROTOCOL = (
     "SmolLM2-135M-Instruct, float32, CPU. {steps} optimizer steps of AdamW (lr {lr}, global batch {batch}, clipping at {clip}, "
-    "dropout 0, all linear layers) on 64 rows of examples/data/debian_synopsis (package name -> synopsis), file order. Reference: real PEFT, "
-    "padded batches with attention mask, sdpa attention, the loss of transformers (mean over label tokens). "
-    "packlora starts from the same adapter files (init_from); solo = the job alone, shared = in microbatches with the other "
-    "kinds and a fourth job (LoRA r 4, twice the learning rate, shuffled). mean and max are of |loss - PEFT's loss| over all steps; adapter is "
-    "the relative Frobenius distance of all final adapter tensors together."
+    "dropout 0, all linear layers) on 64 rows of examples/data/debian_synopsis (package name -> synopsis), file order. "
+    "Reference: real PEFT, padded batches with attention mask, sdpa attention, the loss of transformers (mean over label "
+    "tokens). packlora starts from the same adapter files (init_from); solo = the job alone, shared = in microbatches with the "
+    "other kinds and a fourth job (LoRA r 4, dropout 0.05, twice the learning rate, shuffled). mean and max are of "
+    "|loss - PEFT's loss| over all steps; adapter is the relative Frobenius distance of all final adapter tensors together."
 )
 
 
@@ -149,7 +149,7 @@ def main() -> None:
             print(f"{kind}: PEFT done in {time.perf_counter() - start:.0f} s", flush=True)
         runs = {kind: run_config(scratch, f"solo-{kind}", {kind: jobs[kind]}, args.steps) for kind in KINDS}
         runs["shared"] = run_config(
-            scratch, "shared", {**jobs, "other": (short, {"r": 4, "lora_alpha": 8})}, args.steps
+            scratch, "shared", {**jobs, "other": (short, {"r": 4, "lora_alpha": 8, "lora_dropout": 0.05})}, args.steps
         )
         runs["shared"].jobs[-1].train.shuffle, runs["shared"].jobs[-1].train.learning_rate = True, 2 * LR
         for label, run in runs.items():

@@ -35,15 +35,30 @@ from packlora.train import Trainer, run_record
 
 LR, CLIP = 2e-4, 1.0
 JOBS: list[dict[str, Any]] = [
-    {"name": "synopsis-r8", "set": "debian_synopsis", "batch": 8, "adapter": {"r": 8, "lora_alpha": 16}},
+    {
+        "name": "synopsis-r8",
+        "set": "debian_synopsis",
+        "batch": 8,
+        "adapter": {"r": 8, "lora_alpha": 16, "lora_dropout": 0.0},
+    },
     {
         "name": "docstrings-r16",
         "set": "py_docstrings",
         "batch": 4,
         "adapter": {"r": 16, "lora_alpha": 32, "lora_dropout": 0.05},
     },
-    {"name": "manpages-r32", "set": "manpages", "batch": 2, "adapter": {"r": 32, "lora_alpha": 16, "use_rslora": True}},
-    {"name": "synopsis-r4", "set": "debian_synopsis", "batch": 8, "adapter": {"r": 4, "lora_alpha": 16}},
+    {
+        "name": "manpages-r32",
+        "set": "manpages",
+        "batch": 2,
+        "adapter": {"r": 32, "lora_alpha": 16, "lora_dropout": 0.0, "use_rslora": True},
+    },
+    {
+        "name": "synopsis-r4",
+        "set": "debian_synopsis",
+        "batch": 8,
+        "adapter": {"r": 4, "lora_alpha": 16, "lora_dropout": 0.0},
+    },
 ]
 PROTOCOL = (
     "SmolLM2-135M-Instruct, float32, all linear layers, real demo data sets with the chat template. Each optimizer step is "

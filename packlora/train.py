@@ -97,43 +97,44 @@ def train(
         raise InputError("overrides change a run file; change the Run itself")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise InputError("started on several processes, but this version trains on one device")
+    with _unmake_folder(Path(run.output_dir)), _deterministic():
+        trainer = _set_up(run, resume, max_steps)
+    with _deterministic():
+        return trainer.fit()
+
+
+def _set_up(run: Run, resume: bool, max_steps: int | None) -> Trainer:
+    """Everything before the first step; run.json is the first thing that is written."""
     output_dir = Path(run.output_dir)
 
     # 1. Check everything that can be wrong.
     saved = check_output(run, resume)
-    try:
-        prepared = prepare(run, max_steps)
-    except InputError:
-        with contextlib.suppress(OSError):
-            output_dir.rmdir()  # made by the check above and still empty
-        raise
+    prepared = prepare(run, max_steps)
 
     # 2. Load the base model once and put all adapters on it.
-    with _deterministic():
-        base = load_base(run, prepared.tokenizer)
-        router, adapters = attach(base.model, {job.config.name: job.spec for job in prepared.jobs}, run.seed)
-        jobs = []
-        for item, adapter in zip(prepared.jobs, adapters, strict=True):
-            if item.config.adapter.init_from is not None:
-                load_adapter(item.config.adapter.init_from, adapter)
-            scale = FLOAT16_SCALE if run.dtype == "float16" else 1.0
-            jobs.append(Job(item.config, item.data, item.eval_encoded.samples, adapter, scale))
+    base = load_base(run, prepared.tokenizer)
+    router, adapters = attach(base.model, {job.config.name: job.spec for job in prepared.jobs}, run.seed)
+    jobs = []
+    for item, adapter in zip(prepared.jobs, adapters, strict=True):
+        if item.config.adapter.init_from is not None:
+            load_adapter(item.config.adapter.init_from, adapter)
+        scale = FLOAT16_SCALE if run.dtype == "float16" else 1.0
+        jobs.append(Job(item.config, item.data, item.eval_encoded.samples, adapter, scale))
 
-        # 3. Continue where checkpoints say, or start.
-        record = run_record(prepared, base, jobs)
-        if saved is not None:
-            _same_data(saved, record)
-            record["created"] = saved["created"]
-            record["warnings"] += [text for text in saved["warnings"] if text not in record["warnings"]]
+    # 3. Continue where checkpoints say, or start.
+    record = run_record(prepared, base, jobs)
+    if saved is not None:
+        _same_data(saved, record)
+        record["created"] = saved["created"]
+        record["warnings"] += [text for text in saved["warnings"] if text not in record["warnings"]]
         for job in jobs:
             folder = output_dir / job.name
-            if saved is not None and folder.exists():
+            if folder.exists():
                 remove_leftovers(folder)
                 checkpoint.restore(folder, job)
-        remove_leftovers(output_dir)
-        record["result"] = None
-        write_json(output_dir / "run.json", record)
-        return Trainer(run, prepared, base, router, jobs, record).fit()
+    remove_leftovers(output_dir)
+    write_json(output_dir / "run.json", record)
+    return Trainer(run, prepared, base, router, jobs, record)
 
 
 class Trainer:
@@ -444,6 +445,19 @@ def peak_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+@contextlib.contextmanager
+def _unmake_folder(folder: Path) -> Iterator[None]:
+    """Bad input leaves no trace: an output folder that was made for this run goes again if nothing was written to it."""
+    existed = folder.exists()
+    try:
+        yield
+    except InputError:
+        if not existed:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+        raise
 
 
 @contextlib.contextmanager

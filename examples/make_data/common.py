@@ -158,9 +158,7 @@ def select(
     )
 
 
-def write_set(
-    out: Path, train: Sequence[Candidate], held_out: Sequence[Candidate], columns: Sequence[str]
-) -> None:
+def write_set(out: Path, train: Sequence[Candidate], held_out: Sequence[Candidate], columns: Sequence[str]) -> None:
     """Write train.jsonl, eval.jsonl and sources.tsv (where each row comes from) into ``out``."""
     out.mkdir(parents=True, exist_ok=True)
     lines = ["\t".join(("file", "row", *columns))]

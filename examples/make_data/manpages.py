@@ -39,9 +39,7 @@ PLAN = Plan(
 _LEFT_OUT = frozenset({"AUTHOR", "AUTHORS", "AVAILABILITY", "COPYRIGHT", "SEE ALSO"})
 _ROFF_COPYRIGHT = re.compile(r"^\.\\\"[ *]*(Copyright [^\n]*?)[ *]*$", re.MULTILINE)
 _HEADING = re.compile(r"^[A-Z][A-Z0-9 ,/-]+$")
-_PLAIN = str.maketrans(
-    {"\u00a0": " ", "\u2010": "-", "\u2011": "-", "\u2212": "-", "\u2018": "'", "\u2019": "'"}
-)
+_PLAIN = str.maketrans({"\u00a0": " ", "\u2010": "-", "\u2011": "-", "\u2212": "-", "\u2018": "'", "\u2019": "'"})
 
 
 def render(mandoc: str, path: Path) -> dict[str, str]:

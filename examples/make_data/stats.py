@@ -22,11 +22,7 @@ def read_rows(path: Path) -> list[tuple[str, str]]:
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         row = json.loads(line)
         prompt, completion = row["prompt"], row["completion"]
-        if (
-            set(row) != {"prompt", "completion"}
-            or not completion.strip()
-            or not is_clean(prompt + completion)
-        ):
+        if set(row) != {"prompt", "completion"} or not completion.strip() or not is_clean(prompt + completion):
             raise SystemExit(f"{path}, row {number}: not a clean pair of prompt and completion")
         rows.append((prompt, completion))
     if len({p for p, _ in rows}) != len(rows):
