@@ -18,7 +18,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, get_scheduler
 
 import packlora
 from packlora.config import Run
@@ -53,9 +53,14 @@ def config(
     picked = json.loads(json.dumps(JOBS if jobs is None else jobs))
     for index, job in enumerate(picked):
         job.setdefault("data", {"path": rows(job["name"], 12, seed=len(job["name"]) + index * (jobs is None))})
-    return {"base_model": base, "output_dir": str(out), "max_tokens_per_microbatch": 96, "save_every": 2} | changes | {
-        "jobs": picked
-    }  # fmt: skip
+    tree = {
+        "base_model": base,
+        "output_dir": str(out),
+        "max_tokens_per_microbatch": 96,
+        "save_every": 2,
+        "device": "cpu",
+    }
+    return tree | changes | {"jobs": picked}
 
 
 def train(tree: dict[str, Any], **kwargs: Any) -> Any:
@@ -155,19 +160,32 @@ def perturbed_peft(base: str, kind: str, folder: Path) -> Any:
 def test_training_on_from_a_peft_adapter_gives_the_losses_and_the_adapter_that_peft_gives(
     kind: str, tiny_base: Base, write_rows: Rows, tmp_path: Path
 ) -> None:
-    """Real PEFT, torch.optim.AdamW and one sample per forward against packlora's packed microbatches; float32."""
+    """Real PEFT, torch.optim.AdamW, transformers' schedule and one sample per forward against packlora's packed microbatches;
+    float32, with every setting of the optimizer away from its default."""
     base = tiny_base("qwen2")
     model = perturbed_peft(base, kind, tmp_path / "start")
     job = {
         "name": "job", "data": {"path": write_rows("rows")}, "adapter": {"init_from": str(tmp_path / "start")},
-        "train": {"global_batch_size": 4, "learning_rate": 1e-3, "max_steps": 5, "weight_decay": 0.0},
+        "train": {
+            "global_batch_size": 4, "learning_rate": 2e-3, "max_steps": 6, "weight_decay": 0.2, "max_grad_norm": 0.7,
+            "adam_beta1": 0.8, "adam_beta2": 0.95, "adam_epsilon": 1e-5, "lr_scheduler_type": "cosine", "warmup_steps": 2,
+        },
     }  # fmt: skip
     tree = config(base, tmp_path / "out", write_rows, [job])
     data = prepare(Run.model_validate(tree)).jobs[0].data
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trainable, lr=1e-3, weight_decay=0.0)
+    biases = [p for name, p in model.named_parameters() if p.requires_grad and name.endswith(".bias")]
+    decayed = [p for name, p in model.named_parameters() if p.requires_grad and not name.endswith(".bias")]
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed}, {"params": biases, "weight_decay": 0.0}],
+        lr=2e-3,
+        weight_decay=0.2,
+        betas=(0.8, 0.95),
+        eps=1e-5,
+    )
+    schedule = get_scheduler("cosine", optimizer, num_warmup_steps=2, num_training_steps=6)
     losses = []
-    for step in range(5):
+    for step in range(6):
         batch = [data.samples[number] for number in data.global_batch(step)]
         total = 0.0
         for sample in batch:
@@ -177,8 +195,9 @@ def test_training_on_from_a_peft_adapter_gives_the_losses_and_the_adapter_that_p
             loss = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
             (loss / sum(s.num_labels for s in batch)).backward()
             total += loss.item() / sum(s.num_labels for s in batch)
-        torch.nn.utils.clip_grad_norm_(trainable, 1.0)
+        torch.nn.utils.clip_grad_norm_(trainable, 0.7)
         optimizer.step()
+        schedule.step()
         optimizer.zero_grad()
         losses.append(total)
     model.save_pretrained(tmp_path / "peft")
