@@ -7,6 +7,7 @@ Exit codes: 0 done, 1 a job failed (the others finished) or memory ran out, 2 ba
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -66,7 +67,8 @@ def train(
         from packlora.train import train as train_run
 
         result = train_run(run, overrides=overrides, resume=resume, max_steps=max_steps)
-        print_summary(result, str(run))
+        words = [word for word in sys.argv[1:] if word != "--resume"]
+        print_summary(result, shlex.join(["packlora", *words, "--resume"]))
         raise typer.Exit(result.exit_code)
 
     _guarded(action)
@@ -122,9 +124,9 @@ def doctor() -> None:
 
 @app.command()
 def demo(
-    output_dir: Annotated[Path, typer.Option(help="Folder of the run; replaced if it holds an earlier demo.")] = Path(
-        "runs/demo"
-    ),
+    output_dir: Annotated[
+        Path, typer.Option(help="Folder of the run; where one is finished already, a numbered one beside it.")
+    ] = Path("runs/demo"),
     max_steps: Annotated[
         int | None, typer.Option(min=1, help="Stop every job after this many optimizer steps.")
     ] = None,

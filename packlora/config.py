@@ -93,7 +93,7 @@ class TrainConfig(_Strict):
     num_train_epochs: float = Field(1.0, gt=0)
     max_steps: int = Field(-1, ge=-1)
     """Optimizer steps; -1 lets num_train_epochs decide, a positive number overrides it."""
-    learning_rate: float = Field(2e-4, gt=0)
+    learning_rate: float = Field(2e-4, gt=0, le=1e30)
     lr_scheduler_type: Scheduler = "constant"
     warmup_steps: int = Field(0, ge=0)
     weight_decay: float = Field(0.0, ge=0)
@@ -162,6 +162,8 @@ class ScheduleConfig(_Strict):
             raise ValueError("method 'milp' is not in this version; use auto, greedy or solo")
         if self.padding_multiple != 1:
             raise ValueError("padding_multiple must be 1 in this version: packing here needs no padding")
+        if self.time_limit_s != 10:
+            raise ValueError("time_limit_s limits the method 'milp', which is not in this version; leave it out")
         return self
 
 
@@ -239,7 +241,7 @@ def _parse_yaml(text: str, name: str) -> Any:
         loader = _RunFileLoader(text)
         loader.name = name
         return loader.get_single_data()
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: e.g. a date that does not exist
         raise InputError(f"{name} is not valid YAML: {error}") from None
 
 

@@ -5,8 +5,8 @@ Runs from a checkout, which has the data.
 
 from __future__ import annotations
 
+import itertools
 import json
-import shutil
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -33,29 +33,31 @@ def run_demo(output_dir: Path, max_steps: int | None = None) -> int:
     """Train, summarise, show samples; returns the exit code.
 
     Raises:
-        InputError: not in a checkout, or output_dir holds something that is not an earlier demo.
+        InputError: not in a checkout, or output_dir holds something that is not a run of the demo.
     """
     if not RUN_FILE.exists():
         raise InputError(f"{RUN_FILE} is not there: the demo runs from a checkout of packlora, which has the data")
-    run = load_run(RUN_FILE, [f"output_dir={output_dir}"])
-    _clear(output_dir, run)
-    result = train(run, max_steps=max_steps)
-    print_summary(result, str(RUN_FILE))
+    run, resume = _place(output_dir)
+    result = train(run, resume=resume, max_steps=max_steps)
+    print_summary(result, "the same command")
     if result.exit_code == 0:
         show_samples(run, result)
         Console().print(Text(f"\nThe whole story: {result.report}"), soft_wrap=True)
     return result.exit_code
 
 
-def _clear(output_dir: Path, run: Run) -> None:
-    """Remove an earlier demo; leave everything else to the checks of training."""
-    record = output_dir / "run.json"
-    try:
-        names = [job["name"] for job in json.loads(record.read_text())["config"]["jobs"]]
-    except (OSError, ValueError, KeyError, TypeError):
-        return
-    if names == [job.name for job in run.jobs]:
-        shutil.rmtree(output_dir)
+def _place(output_dir: Path) -> tuple[Run, bool]:
+    """The demo in output_dir, or in output_dir-2, -3, ... where runs are finished already; resumed if one was interrupted."""
+    for number in itertools.count(1):
+        folder = output_dir if number == 1 else output_dir.with_name(f"{output_dir.name}-{number}")
+        run = load_run(RUN_FILE, [f"output_dir={json.dumps(str(folder))}"])
+        try:
+            record = json.loads((folder / "run.json").read_text())
+        except (OSError, ValueError):
+            return run, False
+        if not record.get("result") or record["result"]["status"] == "interrupted":
+            return run, True
+    raise AssertionError("unreachable")
 
 
 @torch.no_grad()

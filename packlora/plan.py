@@ -66,7 +66,9 @@ def estimate_memory(run: Run, prepared: Prepared, config: PretrainedConfig, trai
     interpreter and its libraries (about 0.6 GiB of a CPU process).
     """
     width = getattr(torch, run.dtype).itemsize
-    hidden, inner, layers = config.hidden_size, config.intermediate_size, config.num_hidden_layers
+    config = config.get_text_config()
+    hidden, layers = config.hidden_size, config.num_hidden_layers
+    inner = getattr(config, "intermediate_size", None) or getattr(config, "ffn_dim", None) or 4 * hidden
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or hidden // heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads

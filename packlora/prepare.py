@@ -21,7 +21,8 @@ from packlora.data.dataset import JobData
 from packlora.data.encode import Encoded, encode_rows
 from packlora.data.readers import read_rows
 from packlora.errors import InputError
-from packlora.files import TEMPORARY
+from packlora.files import LOCK, TEMPORARY
+from packlora.job import learning_rates
 from packlora.model import base_path, choose_device, load_skeleton, load_tokenizer
 
 AUTO_BUDGET = {"cpu": 2048, "cuda": 8192}
@@ -72,12 +73,13 @@ def prepare(run: Run, max_steps: int | None = None) -> Prepared:
     tokenizer = load_tokenizer(run)
     auto = run.max_tokens_per_microbatch == "auto"
     budget = 2**31 if auto else int(run.max_tokens_per_microbatch)
+    context = int(getattr(skeleton.config.get_text_config(), "max_position_embeddings", None) or 2**31)
     jobs, warnings = [], []
     for job in run.jobs:
-        encoded = encode_rows(rows[job.name], tokenizer, job.data, budget, job.name)
+        encoded = encode_rows(rows[job.name], tokenizer, job.data, budget, job.name, context)
         eval_encoded = Encoded([])
         if job.name in eval_rows:
-            eval_encoded = encode_rows(eval_rows[job.name], tokenizer, job.data, budget, job.name)
+            eval_encoded = encode_rows(eval_rows[job.name], tokenizer, job.data, budget, job.name, context)
         for what, part in (("training", encoded), ("held-out", eval_encoded)):
             if part.truncated:
                 warnings.append(f"job {job.name!r}: {part.truncated} {what} samples were cut to max_length")
@@ -90,6 +92,12 @@ def prepare(run: Run, max_steps: int | None = None) -> Prepared:
                 f"job {job.name!r}: the tokenizer gives token {largest}, the model has embeddings for {vocabulary}"
             )
         data = JobData(job.name, encoded.samples, job.train, run.seed, max_steps)
+        try:
+            learning_rates(job.train, data.configured_steps)
+        except ValueError as error:
+            raise InputError(
+                f"job {job.name!r}: train.lr_scheduler_type {job.train.lr_scheduler_type}: {error}"
+            ) from None
         jobs.append(PreparedJob(job, data, encoded, eval_encoded, specs[job.name]))
     if auto:
         longest = max(s.num_tokens for job in jobs for s in job.encoded.samples + job.eval_encoded.samples)
@@ -125,7 +133,9 @@ def check_output(run: Run, resume: bool) -> dict[str, Any] | None:
         probe.unlink()
     except OSError as error:
         raise InputError(f"output_dir {folder}: cannot write there: {error}") from None
-    content = sorted(path.name for path in folder.iterdir() if not path.name.startswith(TEMPORARY))
+    content = sorted(
+        path.name for path in folder.iterdir() if not path.name.startswith(TEMPORARY) and path.name != LOCK
+    )
     if not content:
         return None
     if "run.json" not in content:
@@ -138,10 +148,10 @@ def check_output(run: Run, resume: bool) -> dict[str, Any] | None:
         )
     try:
         saved: dict[str, Any] = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-        before = saved["config"]
+        changed = _changes(saved["config"], run.model_dump(mode="json"))
+        _ = saved["created"], saved["jobs"], saved["warnings"], saved["versions"]
     except (ValueError, KeyError, TypeError) as error:
-        raise InputError(f"output_dir {folder}: run.json cannot be read: {error}") from None
-    changed = _changes(before, run.model_dump(mode="json"))
+        raise InputError(f"output_dir {folder}: run.json cannot be read: {error!r}") from None
     if changed:
         raise InputError(
             f"output_dir {folder} holds a run with other settings, which cannot be continued: {', '.join(changed)} changed"

@@ -31,6 +31,7 @@ class Progress:
         self._start = time.perf_counter()
         self.console = console or Console()
         self._steps: dict[str, list[tuple[float, StepResult]]] = {job.name: [] for job in jobs}
+        self._tokens: dict[str, int] = {job.name: 0 for job in jobs}
         self._evals: dict[str, float] = {}
         self._total = {job.name: self._all_tokens(job) for job in jobs}
         self._live = (
@@ -70,6 +71,7 @@ class Progress:
         recent = self._steps[job.name]
         recent.append((time.perf_counter(), result))
         del recent[:-RATE_WINDOW]
+        self._tokens[job.name] += result.tokens
         if not self._live:
             left = self.time_left()
             self.message(
@@ -86,6 +88,12 @@ class Progress:
         if len(recent) == 1:
             return recent[0][1].tokens / max(recent[0][0] - self._start, 1e-9)
         return sum(result.tokens for _, result in recent[1:]) / max(recent[-1][0] - recent[0][0], 1e-9)
+
+    def average_rate(self, job: Job) -> float:
+        """Tokens per second of a job from the start of training to its last step, in this session."""
+        if not self._steps[job.name]:
+            return 0.0
+        return self._tokens[job.name] / max(self._steps[job.name][-1][0] - self._start, 1e-9)
 
     def time_left(self) -> float | None:
         """Seconds until the last job is done, if the jobs keep their rates; None before the first step of one."""

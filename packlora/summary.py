@@ -10,28 +10,28 @@ from packlora.progress import duration
 from packlora.train import Result
 
 
-def print_summary(result: Result, run_file: str) -> None:
-    """How each job ended, and the next step."""
+def print_summary(result: Result, resume_command: str) -> None:
+    """How each job ended, and the next step: resume_command goes on with an interrupted run."""
     console = Console()
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("job", "status", "steps", "held-out loss", "adapter"):
-        table.add_column(name, justify="right" if name == "steps" else "left", overflow="fold")
+    for name in ("job", "status", "steps", "held-out loss", "tokens/s", "adapter"):
+        table.add_column(name, justify="right" if name in ("steps", "tokens/s") else "left", overflow="fold")
     for name, job in result.jobs.items():
         loss = "" if job.eval_after is None else f"{job.eval_after:.4f}"
         if job.eval_before is not None and loss:
             loss = f"{job.eval_before:.4f} -> {loss}"
         status = "stopped" if job.status == "running" else job.status
-        table.add_row(Text(name), status, str(job.step), loss, Text(str(job.folder)))
+        table.add_row(Text(name), status, str(job.step), loss, f"{job.tokens_per_second:.0f}", Text(str(job.folder)))
     console.print()
     console.print(table)
     console.print()
     for name, job in result.jobs.items():
         if job.failure:
-            console.print(Text(f"job {name!r} failed at {job.failure}"), soft_wrap=True)
+            console.print(Text(f"job {name!r} failed {job.failure}"), soft_wrap=True)
     rate = result.tokens / result.seconds if result.seconds else 0.0
     console.print(
         Text(f"{result.tokens} tokens in {duration(result.seconds)} ({rate:.0f} tokens/s); report: {result.report}"),
         soft_wrap=True,
     )
     if result.signal is not None:
-        console.print(Text(f"stopped by a signal; continue with: packlora train {run_file} --resume"), soft_wrap=True)
+        console.print(Text(f"stopped by a signal; continue with: {resume_command}"), soft_wrap=True)

@@ -10,6 +10,7 @@ depend on its own samples alone: see data/collate.py, loss.py and ops/ for how t
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import resource
 import signal
@@ -31,8 +32,9 @@ from packlora.adapters.linear import Router
 from packlora.adapters.peft_files import load_adapter
 from packlora.config import Run, load_run
 from packlora.data.collate import PackedSample, collate
+from packlora.data.encode import samples_hash
 from packlora.errors import InputError
-from packlora.files import remove_leftovers, write_json
+from packlora.files import lock_folder, remove_leftovers, write_json
 from packlora.job import Job
 from packlora.loss import sum_by_owner, token_losses
 from packlora.metrics import JsonLines, keep_lines
@@ -48,7 +50,7 @@ FLOAT16_SCALE = 4096.0
 
 @dataclass(slots=True)
 class JobResult:
-    """How one job ended. folder: its PEFT adapter; losses: held-out, None without eval_path."""
+    """How one job ended. folder: its PEFT adapter; losses: held-out, None without eval_path; rate: tokens/s in this session."""
 
     status: str
     step: int
@@ -56,11 +58,15 @@ class JobResult:
     failure: str | None = None
     eval_before: float | None = None
     eval_after: float | None = None
+    tokens_per_second: float = 0.0
 
 
 @dataclass(slots=True)
 class Result:
-    """How a run ended. status: done, failed (a job failed, the others finished) or interrupted (signal says by what)."""
+    """How a run ended; seconds and tokens are of this session.
+
+    status: done, failed (a job failed, the others finished) or interrupted (signal says by what).
+    """
 
     status: str
     seconds: float
@@ -97,18 +103,19 @@ def train(
         raise InputError("overrides change a run file; change the Run itself")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise InputError("started on several processes, but this version trains on one device")
-    with _unmake_folder(Path(run.output_dir)), _deterministic():
-        trainer = _set_up(run, resume, max_steps)
-    with _deterministic():
+    with _unmake_folder(Path(run.output_dir)), contextlib.ExitStack() as held:
+        saved = check_output(run, resume)
+        held.enter_context(lock_folder(Path(run.output_dir)))
+        held.enter_context(_deterministic())
+        trainer = _set_up(run, saved, max_steps)
         return trainer.fit()
 
 
-def _set_up(run: Run, resume: bool, max_steps: int | None) -> Trainer:
-    """Everything before the first step; run.json is the first thing that is written."""
+def _set_up(run: Run, saved: dict[str, Any] | None, max_steps: int | None) -> Trainer:
+    """Everything before the first step; run.json is the first thing that is written. saved: that of the run to resume."""
     output_dir = Path(run.output_dir)
 
     # 1. Check everything that can be wrong.
-    saved = check_output(run, resume)
     prepared = prepare(run, max_steps)
 
     # 2. Load the base model once and put all adapters on it.
@@ -127,6 +134,11 @@ def _set_up(run: Run, resume: bool, max_steps: int | None) -> Trainer:
         _same_data(saved, record)
         record["created"] = saved["created"]
         record["warnings"] += [text for text in saved["warnings"] if text not in record["warnings"]]
+        record["warnings"] += [
+            f"resumed with {name} {now}, begun with {saved['versions'][name]}"
+            for name, now in record["versions"].items()
+            if saved["versions"].get(name, now) != now
+        ]
         for job in jobs:
             folder = output_dir / job.name
             if folder.exists():
@@ -143,14 +155,8 @@ class Trainer:
     def __init__(
         self, run: Run, prepared: Prepared, base: Base, router: Router, jobs: list[Job], record: dict[str, Any]
     ) -> None:
-        self.run, self.prepared, self.base, self.router, self.jobs, self.record = (
-            run,
-            prepared,
-            base,
-            router,
-            jobs,
-            record,
-        )
+        self.run, self.prepared, self.base = run, prepared, base
+        self.router, self.jobs, self.record = router, jobs, record
         self.by_name = {job.name: job for job in jobs}
         self.output_dir = Path(run.output_dir)
         self.stop: int | None = None
@@ -160,7 +166,7 @@ class Trainer:
         kept = keep_lines(self.output_dir / "metrics.jsonl", lambda line: line["step"] <= steps.get(line["job"], 0))
         evals = keep_lines(self.output_dir / "evals.jsonl", lambda line: line["step"] <= steps.get(line["job"], 0))
         self.evals = {(line["job"], line["step"]): line["eval_loss"] for line in evals}
-        first_round = min((job.step for job in jobs if job.status == "running"), default=0)
+        first_round = min((job.step for job in jobs if job.status == "running"), default=2**62)
         batches = keep_lines(self.output_dir / "microbatches.jsonl", lambda line: line["round"] < first_round)
         self.num_microbatches = len(batches)
         self.elapsed_before = max((line["elapsed"] for line in kept), default=0.0)
@@ -173,7 +179,7 @@ class Trainer:
         with Progress(self.jobs) as self.progress, self._signals():
             for text in self.record["warnings"]:
                 self.progress.message(f"note: {text}")
-            self._evaluate([job for job in self.jobs if (job.name, 0) not in self.evals and job.step == 0])
+            self._settle()  # held-out losses before the first step, and what an interruption left undone
             self.progress.training_starts()
             while self.stop is None and any(job.status == "running" for job in self.jobs):
                 number = min(job.step for job in self.jobs if job.status == "running")
@@ -276,22 +282,43 @@ class Trainer:
     # --- after a round -------------------------------------------------------------------------------------------------
 
     def _after_round(self, stepped: list[Job]) -> None:
-        ended = [job for job in stepped if job.step >= job.data.num_steps]
-        due = [job for job in stepped if job in ended or (self.run.eval_every and job.step % self.run.eval_every == 0)]
+        due = [job for job in stepped if job.step >= job.data.num_steps or self._every(self.run.save_every, job)]
         if self.stop is None:
-            self._evaluate(due)
-        saved = False
-        for job in stepped:
-            if job in ended or (self.run.save_every and job.step % self.run.save_every == 0):
+            self._evaluate([job for job in stepped if self._to_evaluate(job)])
+        for job in due:
+            if job.status == "running":
                 checkpoint.save_checkpoint(self.output_dir / job.name, job)
-                saved = True
-        for job in self.jobs:  # also one whose last checkpoint a crash left without its result
-            if job.status == "running" and job.step >= job.data.num_steps:
-                job.status = "done"
-                checkpoint.save_result(self.output_dir / job.name, job)
-        if saved:
+        if self.stop is None:
+            self._settle()
+        if due:
             write_json(self.output_dir / "run.json", self.record)
             write_report(self.output_dir)
+
+    def _settle(self) -> None:
+        """Make the evaluations that are due and write the results of jobs that have taken their last step."""
+        self._evaluate([job for job in self.jobs if self._to_evaluate(job)])
+        for job in self.jobs:
+            if job.status == "running" and job.step >= job.data.num_steps and self.stop is None:
+                job.status = "done"
+                checkpoint.save_result(self.output_dir / job.name, job)
+                for name in sorted({name.rpartition("/")[0] for name in job.untrained}):
+                    self._warn(f"job {job.name!r}: {name} took no part in training, its adapter is as it began")
+
+    @staticmethod
+    def _every(steps: int, job: Job) -> bool:
+        return steps > 0 and job.step > 0 and job.step % steps == 0
+
+    def _to_evaluate(self, job: Job) -> bool:
+        """Before the first step, at eval_every and after the last step, once each."""
+        if job.status != "running" or (job.name, job.step) in self.evals:
+            return False
+        if job.step >= job.data.num_steps:
+            return True
+        return bool(job.eval_samples) and (job.step == 0 or self._every(self.run.eval_every, job))
+
+    def _warn(self, text: str) -> None:
+        self.record["warnings"].append(text)
+        self.progress.message(f"note: {text}")
 
     def _save_before_stop(self) -> None:
         for job in self.jobs:
@@ -302,31 +329,37 @@ class Trainer:
 
     @torch.no_grad()
     def _evaluate(self, jobs: Sequence[Job]) -> None:
-        """Held-out loss of the jobs, without dropout, in shared microbatches like training."""
-        jobs = [job for job in jobs if job.eval_samples]
+        """Held-out loss of the jobs, without dropout, in shared microbatches like training.
+
+        After its last step a job without held-out samples is tried on its last global batch instead: no later step would
+        notice that the last one ruined it. That loss is not reported.
+        """
+        samples = {job.name: job.eval_samples or job.data.last_batch() for job in jobs}
         plan = pack_round(
-            {job.name: [(n, sample.num_tokens) for n, sample in enumerate(job.eval_samples)] for job in jobs},
+            {name: [(n, sample.num_tokens) for n, sample in enumerate(own)] for name, own in samples.items()},
             self.prepared.budget,
         )
         total = np.zeros(len(self.jobs))
         for microbatch in plan:
             if self.stop is not None:
                 return
-            samples = []
-            for placed in microbatch.samples:
-                job = self.by_name[placed.job]
-                samples.append(
-                    PackedSample(job.adapter.number, job.eval_samples[placed.sample], placed.sample, 0, None)
-                )
-            batch = collate(samples, self.base.device)
+            packed = [
+                PackedSample(self.by_name[placed.job].adapter.number, samples[placed.job][placed.sample], 0, 0, None)
+                for placed in microbatch.samples
+            ]
+            batch = collate(packed, self.base.device)
             with self.router.route(batch.tokens):
                 losses_L = token_losses(self.base.model, batch)
             total += sum_by_owner(losses_L, batch, len(self.jobs)).cpu().numpy()
         for job in jobs:
-            loss = float(total[job.adapter.number]) / sum(sample.num_labels for sample in job.eval_samples)
+            loss = float(total[job.adapter.number]) / sum(sample.num_labels for sample in samples[job.name])
             self.evals[job.name, job.step] = loss
-            self.eval_lines.write(job=job.name, step=job.step, eval_loss=loss)
-            self.progress.evaluated(job, loss)
+            if job.eval_samples:
+                self.eval_lines.write(job=job.name, step=job.step, eval_loss=loss)
+                self.progress.evaluated(job, loss)
+            if not math.isfinite(loss) and job.step > 0:
+                job.fail(f"held-out loss {loss:g}", revert=True)
+                self._failed(job)
 
     # --- the end -------------------------------------------------------------------------------------------------------
 
@@ -344,16 +377,22 @@ class Trainer:
             signal=self.stop,
         )
         for job in self.jobs:
-            after = {step: loss for (name, step), loss in self.evals.items() if name == job.name and step > 0}
+            known = {
+                step: loss
+                for (name, step), loss in self.evals.items()
+                if name == job.name and step <= job.step and job.eval_samples and math.isfinite(loss)
+            }
+            after = max(known, default=0)
             result.jobs[job.name] = JobResult(
-                job.status, job.step, self.output_dir / job.name, job.failure,
-                self.evals.get((job.name, 0)), after[max(after)] if after else None,
+                job.status, job.step, self.output_dir / job.name, job.failure, known.get(0), known[after] if after else None,
+                self.progress.average_rate(job),
             )  # fmt: skip
+        tokens = sum(job.tokens_seen for job in self.jobs)
         self.record["result"] = {
             "status": result.status,
-            "seconds": seconds,
-            "tokens": self.tokens,
-            "tokens_per_second": self.tokens / seconds,
+            "seconds": self.elapsed_before + seconds,
+            "tokens": tokens,
+            "tokens_per_second": tokens / (self.elapsed_before + seconds),
             "peak_memory_bytes": peak_memory(self.base.device),
             "jobs": {
                 name: {
@@ -394,11 +433,11 @@ def _same_data(saved: dict[str, Any], record: dict[str, Any]) -> None:
     """A run goes on only with the samples that it began with."""
     for name, now in record["jobs"].items():
         before = saved["jobs"].get(name, {})
-        for key in ("samples", "tokens", "label_tokens"):
-            if before.get(key) != now[key]:
-                raise InputError(
-                    f"job {name!r}: the data has changed since the run began: {key} was {before.get(key)}, is {now[key]}"
-                )
+        if before.get("data_hash") != now["data_hash"]:
+            raise InputError(
+                f"job {name!r}: its data has changed since the run began ({before.get('samples')} training and "
+                f"{before.get('eval_samples')} held-out samples then, {now['samples']} and {now['eval_samples']} now)"
+            )
 
 
 def run_record(prepared: Prepared, base: Base, jobs: list[Job]) -> dict[str, Any]:
@@ -412,6 +451,7 @@ def run_record(prepared: Prepared, base: Base, jobs: list[Job]) -> dict[str, Any
             "eval_samples": len(job.eval_samples),
             "tokens": sum(lengths),
             "label_tokens": sum(sample.num_labels for sample in job.data.samples),
+            "data_hash": samples_hash(job.data.samples + job.eval_samples),
             "steps": job.data.num_steps,
             "trainable_parameters": job.adapter.num_parameters,
             "adapted_modules": len(job.adapter.weights),
@@ -450,13 +490,13 @@ def peak_memory(device: torch.device) -> int:
 @contextlib.contextmanager
 def _unmake_folder(folder: Path) -> Iterator[None]:
     """Bad input leaves no trace: an output folder that was made for this run goes again if nothing was written to it."""
-    existed = folder.exists()
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         yield
     except InputError:
-        if not existed:
+        for parent in made:
             with contextlib.suppress(OSError):
-                folder.rmdir()
+                parent.rmdir()
         raise
 
 

@@ -50,7 +50,7 @@ def merge_adapter(adapter_dir: Path, out: Path, base_model: str | None = None, d
             base, revision=config.revision, dtype=torch.float32, use_safetensors=True
         )
         tokenizer = AutoTokenizer.from_pretrained(base, revision=config.revision)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # transformers raises many types for a model that does not load
         raise InputError(f"cannot load the base model {base!r} (give --base-model): {error}") from None
     _, (adapter,) = attach(model, {name: resolve(config, model, name)}, seed=0)
     load_adapter(adapter_dir, adapter)

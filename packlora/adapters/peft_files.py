@@ -53,14 +53,8 @@ def _suffix(attribute: str, weights: AdapterWeights) -> str:
     return {value: key for key, value in ATTRIBUTE.items()}[attribute]
 
 
-def save_adapter(folder: Path, adapter: Adapter, tensors: dict[str, torch.Tensor] | None = None) -> None:
-    """Write a PEFT adapter folder (created if needed); each file appears whole or not at all.
-
-    Args:
-        folder: where to write.
-        adapter: what to write.
-        tensors: another state_dict(adapter) to write in place of the present values.
-    """
+def save_adapter(folder: Path, adapter: Adapter) -> None:
+    """Write a PEFT adapter folder (created if needed); each file appears whole or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
     config = adapter.spec.peft.to_dict()
     config["inference_mode"] = True
@@ -70,7 +64,7 @@ def save_adapter(folder: Path, adapter: Adapter, tensors: dict[str, torch.Tensor
             {path.rpartition(".")[2] for path, weights in adapter.weights.items() if weights.spec.rank}
         )
     config = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
-    write_tensors(folder / WEIGHTS, tensors if tensors is not None else state_dict(adapter))
+    write_tensors(folder / WEIGHTS, state_dict(adapter))
     write_json(folder / CONFIG, config)
 
 

@@ -26,7 +26,7 @@ class JobData:
     config: TrainConfig
     seed: int
     step_limit: int | None = None
-    """Train for no more steps than this, whatever the configuration says."""
+    """Stop after this many steps, whatever the configuration says; learning rates stay those of the configured steps."""
     _last_order: tuple[int, np.ndarray] | None = None
 
     def __post_init__(self) -> None:
@@ -42,12 +42,16 @@ class JobData:
         return len(self.samples) // size if self.config.drop_last else math.ceil(len(self.samples) / size)
 
     @property
+    def configured_steps(self) -> int:
+        """Optimizer steps that the run file asks for."""
+        if self.config.max_steps > 0:
+            return self.config.max_steps
+        return max(1, math.ceil(self.config.num_train_epochs * self.batches_per_epoch))
+
+    @property
     def num_steps(self) -> int:
-        """Optimizer steps of the whole job."""
-        steps = self.config.max_steps
-        if steps < 0:
-            steps = max(1, math.ceil(self.config.num_train_epochs * self.batches_per_epoch))
-        return steps if self.step_limit is None else min(steps, self.step_limit)
+        """Optimizer steps that are taken."""
+        return self.configured_steps if self.step_limit is None else min(self.configured_steps, self.step_limit)
 
     def order(self, epoch: int) -> np.ndarray:
         """Sample numbers of one epoch, in training order."""
@@ -57,6 +61,10 @@ class JobData:
             generator = np.random.Generator(np.random.Philox(stable_hash(self.seed, self.name, epoch)))
             self._last_order = (epoch, generator.permutation(len(self.samples)))
         return self._last_order[1]
+
+    def last_batch(self) -> list[Sample]:
+        """Samples of the last optimizer step."""
+        return [self.samples[number] for number in self.global_batch(self.num_steps - 1)]
 
     def global_batch(self, step: int) -> list[int]:
         """Sample numbers of optimizer step `step`, counted from 0."""

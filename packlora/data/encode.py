@@ -8,6 +8,7 @@ Tokens after the last label cannot change any loss and are left out.
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -41,6 +42,14 @@ class Sample:
         return int(self.is_label.sum())
 
 
+def samples_hash(samples: Sequence[Sample]) -> str:
+    """Of all token ids, labels and boundaries, in order: tells whether data is what it was."""
+    digest = hashlib.blake2b(digest_size=16)
+    for sample in samples:
+        digest.update(len(sample.ids).to_bytes(4, "little") + sample.ids.tobytes() + sample.is_label.tobytes())
+    return digest.hexdigest()
+
+
 @dataclass(slots=True)
 class Encoded:
     """The samples of one data path, in file order, and what was altered on the way."""
@@ -59,7 +68,9 @@ class _Marked:
     template: bool
 
 
-def encode_rows(rows: Sequence[Row], tokenizer: Any, data: DataConfig, budget: int, job: str) -> Encoded:
+def encode_rows(
+    rows: Sequence[Row], tokenizer: Any, data: DataConfig, budget: int, job: str, context: int = 2**31
+) -> Encoded:
     """Tokenize rows and apply `max_length`, the microbatch budget and `truncate`.
 
     Args:
@@ -68,6 +79,7 @@ def encode_rows(rows: Sequence[Row], tokenizer: Any, data: DataConfig, budget: i
         data: max_length and truncate of the job.
         budget: max_tokens_per_microbatch; no sample may be longer, since a sample is never split.
         job: name for messages.
+        context: most positions that the model knows.
 
     Raises:
         InputError: a row has no label tokens, its template cannot be followed, or it is too long and truncate is error.
@@ -77,8 +89,9 @@ def encode_rows(rows: Sequence[Row], tokenizer: Any, data: DataConfig, budget: i
             f"job {job!r}: the tokenizer {type(tokenizer).__name__} gives no offsets; a fast one is needed"
         )
     special = _special_tokens(tokenizer)
-    limit = min(data.max_length, budget)
-    limit_name = f"max_length {data.max_length}" if data.max_length <= budget else f"max_tokens_per_microbatch {budget}"
+    limits = {"max_length": data.max_length, "max_tokens_per_microbatch": budget, "the model's context of": context}
+    limit = min(limits.values())
+    limit_name = f"{min(limits, key=lambda name: limits[name])} {limit}"
     out = Encoded([])
     for start in range(0, len(rows), ENCODE_BATCH):
         batch = rows[start : start + ENCODE_BATCH]

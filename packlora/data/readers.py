@@ -66,15 +66,19 @@ def _read_file(file: Path, job: str) -> Iterator[tuple[str, Any]]:
 
 
 def _read_jsonl(file: Path, job: str) -> Iterator[tuple[str, Any]]:
-    with file.open(encoding="utf-8-sig") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
+    with file.open("rb") as lines:
+        for number, raw in enumerate(lines, 1):
             where = f"{file}, line {number}"
             try:
-                yield where, json.loads(line.rstrip())
+                line = raw.decode("utf-8-sig" if number == 1 else "utf-8").strip()
+                if line:
+                    yield where, json.loads(line)
             except json.JSONDecodeError as error:
                 raise InputError(f"job {job!r}: {where}: not valid JSON: {error.msg} (column {error.colno})") from None
+            except UnicodeDecodeError as error:
+                raise InputError(f"job {job!r}: {where}: not UTF-8 text: {error}") from None
+            except ValueError as error:  # e.g. a number of thousands of digits
+                raise InputError(f"job {job!r}: {where}: not valid JSON: {error}") from None
 
 
 def _read_json(file: Path, job: str) -> Iterator[tuple[str, Any]]:
@@ -84,6 +88,10 @@ def _read_json(file: Path, job: str) -> Iterator[tuple[str, Any]]:
         raise InputError(
             f"job {job!r}: {file}, line {error.lineno}: not valid JSON: {error.msg} (column {error.colno})"
         ) from None
+    except UnicodeDecodeError:
+        raise
+    except ValueError as error:
+        raise InputError(f"job {job!r}: {file}: not valid JSON: {error}") from None
     if not isinstance(rows, list):
         raise InputError(f"job {job!r}: {file} must hold a list of rows; found {type(rows).__name__}")
     for number, value in enumerate(rows, 1):

@@ -307,7 +307,7 @@ def uninterrupted(tiny_base: Base, tmp_path_factory: pytest.TempPathFactory) -> 
 def test_stopping_at_any_microbatch_and_resuming_gives_the_same_bits_and_the_same_metrics(
     uninterrupted: tuple[dict[str, Any], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The loop is broken off after every possible microbatch in turn, twice in a row, as a signal and as a crash."""
+    """The loop is broken off after every second microbatch in turn, by a signal or by a crash. Evaluations too are the same."""
     from packlora import train as module
 
     tree, whole = uninterrupted
@@ -338,6 +338,7 @@ def test_stopping_at_any_microbatch_and_resuming_gives_the_same_bits_and_the_sam
         result = train({**tree, "output_dir": str(out)}, resume=True)
         assert result.exit_code == 0
         same_bits(whole, out)
+        assert (out / "evals.jsonl").read_text() == (whole / "evals.jsonl").read_text()
         for line, again in zip(
             sorted(steps(whole), key=lambda x: (x["job"], x["step"])),
             sorted(steps(out), key=lambda x: (x["job"], x["step"])),
@@ -410,9 +411,14 @@ def test_resuming_a_finished_run_trains_nothing_and_a_longer_one_goes_on(
     tree, whole = uninterrupted
     out = tmp_path / "out"
     shutil.copytree(whole, out)
-    before = (out / "lora" / "adapter_model.safetensors").read_bytes()
+    kept = ["lora/adapter_model.safetensors", "metrics.jsonl", "evals.jsonl", "microbatches.jsonl"]
+    before = [(out / name).read_bytes() for name in kept]
+    result = json.loads((out / "run.json").read_text())["result"]
     assert train({**tree, "output_dir": str(out)}, resume=True).tokens == 0
-    assert (out / "lora" / "adapter_model.safetensors").read_bytes() == before
+    assert [(out / name).read_bytes() for name in kept] == before
+    again = json.loads((out / "run.json").read_text())["result"]
+    assert again["tokens"] == result["tokens"]
+    assert again["jobs"] == result["jobs"]
     longer = json.loads(json.dumps({**tree, "output_dir": str(out)}))
     longer["jobs"][0]["train"]["num_train_epochs"] = 2
     assert train(longer, resume=True).jobs["lora"].step == 2 * len([s for s in steps(whole) if s["job"] == "lora"])
@@ -482,3 +488,141 @@ def test_dropout_is_drawn_anew_at_every_step_and_not_in_evaluation(
     assert len(evals) == 5
     assert max(evals) - min(evals) < 1e-6
     assert min(abs(loss - evals[0]) for loss in losses) > 1e-4
+
+
+# --- what must not be lost or passed over in silence -------------------------------------------------------------------
+
+
+def test_max_steps_stops_early_on_the_same_learning_rates_and_resuming_goes_on_with_them(
+    uninterrupted: tuple[dict[str, Any], Path], tmp_path: Path
+) -> None:
+    tree, whole = uninterrupted
+    out = tmp_path / "out"
+    assert train({**tree, "output_dir": str(out)}, max_steps=1).jobs["dropped"].step == 1
+    train({**tree, "output_dir": str(out)}, resume=True)
+    same_bits(whole, out)
+
+
+@pytest.mark.parametrize("how", ["crash", "signal"])
+def test_a_job_that_is_interrupted_between_its_ruin_and_its_failure_still_keeps_the_adapter_from_before(
+    how: str, tiny_base: Base, write_rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bad = {
+        "name": "bad",
+        "adapter": {"r": 4},
+        "train": {"global_batch_size": 3, "learning_rate": 1e25, "max_grad_norm": 0.0},
+    }
+    tree = config(tiny_base(), tmp_path / "whole", write_rows, [bad], save_every=1)
+    train(tree)
+    from packlora import train as module
+
+    original = module.Trainer._after_round
+
+    def broken(self: Any, stepped: Any) -> None:
+        if how == "signal":
+            self.stop = signal.SIGTERM
+        original(self, stepped)
+        if how == "crash":
+            raise RuntimeError("crash")
+
+    monkeypatch.setattr(module.Trainer, "_after_round", broken)
+    if how == "crash":
+        with pytest.raises(RuntimeError, match="crash"):
+            train({**tree, "output_dir": str(tmp_path / "out")})
+    else:
+        assert train({**tree, "output_dir": str(tmp_path / "out")}).status == "interrupted"
+    monkeypatch.setattr(module.Trainer, "_after_round", original)
+    assert train({**tree, "output_dir": str(tmp_path / "out")}, resume=True).exit_code == 1
+    same_bits(tmp_path / "whole", tmp_path / "out", [bad])
+    assert all(tensor.abs().max() < 10 for tensor in adapter(tmp_path / "out", "bad").values())
+
+
+@pytest.mark.parametrize("held_out", [False, True])
+@pytest.mark.parametrize("rate", [1e25, 1e30])
+def test_a_job_that_its_very_last_step_ruins_has_failed(
+    rate: float, held_out: bool, tiny_base: Base, write_rows: Rows, tmp_path: Path
+) -> None:
+    rows = write_rows("rows")
+    bad = {
+        "name": "bad", "data": {"path": rows, "eval_path": rows if held_out else None}, "adapter": {"r": 4},
+        "train": {"learning_rate": rate, "max_steps": 1, "max_grad_norm": 0.0},
+    }  # fmt: skip
+    result = train(config(tiny_base(), tmp_path / "out", write_rows, [bad]))
+    assert result.exit_code == 1
+    assert (result.jobs["bad"].status, result.jobs["bad"].step) == ("failed", 0)
+    assert all(tensor.abs().max() < 10 for tensor in adapter(tmp_path / "out", "bad").values())
+    for name in ("run.json", "evals.jsonl", "metrics.jsonl"):
+        assert "NaN" not in (tmp_path / "out" / name).read_text()
+
+
+def test_a_gradient_that_is_not_finite_stops_the_job_and_keeps_the_adapter_whose_loss_was_finite(
+    tiny_base: Base, write_rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from packlora.job import Job
+
+    original = Job.optimizer_step
+
+    def spoilt(self: Job) -> Any:
+        if self.step == 2:
+            next(iter(self.parameters.values())).grad.fill_(float("inf"))  # type: ignore[union-attr]
+        return original(self)
+
+    job = {"name": "job", "adapter": {"r": 4}, "train": {"global_batch_size": 3}}
+    monkeypatch.setattr(Job, "optimizer_step", spoilt)
+    result = train(config(tiny_base(), tmp_path / "out", write_rows, [job]))
+    assert (result.jobs["job"].status, result.jobs["job"].step) == ("failed", 2)
+    monkeypatch.setattr(Job, "optimizer_step", original)
+    train(config(tiny_base(), tmp_path / "short", write_rows, [job]), max_steps=2)
+    same_bits(tmp_path / "out", tmp_path / "short", [job])
+
+
+def test_a_run_whose_data_changed_is_not_continued(tiny_base: Base, write_rows: Rows, tmp_path: Path) -> None:
+    job = {"name": "job", "data": {"path": write_rows("rows")}, "adapter": {"r": 4}, "train": {"global_batch_size": 3}}
+    tree = config(tiny_base(), tmp_path / "out", write_rows, [job])
+    train(tree, max_steps=2)
+    path = Path(job["data"]["path"])  # type: ignore[index]
+    path.write_text("".join(reversed(path.read_text().splitlines(keepends=True))))
+    with pytest.raises(packlora.InputError, match="'job': its data has changed"):
+        train(tree, resume=True)
+
+
+def test_an_output_folder_that_another_run_holds_is_refused(tiny_base: Base, write_rows: Rows, tmp_path: Path) -> None:
+    from packlora.files import lock_folder
+
+    (tmp_path / "out").mkdir()
+    tree = config(tiny_base(), tmp_path / "out", write_rows, JOBS[:1])
+    with lock_folder(tmp_path / "out"), pytest.raises(packlora.InputError, match="in use by another run"):
+        train(tree)
+    assert train(tree).status == "done"
+    assert not (tmp_path / "out" / ".lock").exists()
+
+
+def test_a_sample_longer_than_the_models_context_is_refused(tiny_base: Base, tmp_path: Path) -> None:
+    path = tmp_path / "long.jsonl"
+    path.write_text(json.dumps({"text": "the quick brown fox " * 200}) + "\n")
+    job = {"name": "job", "data": {"path": str(path)}}
+    with pytest.raises(packlora.InputError, match=r"line 1: .* over the model's context of 256"):
+        train(config(tiny_base(), tmp_path / "out", lambda *args, **kwargs: "", [job], max_tokens_per_microbatch=4096))
+
+
+def test_an_adapted_layer_that_takes_no_part_is_named_in_the_warnings(
+    tiny_base: Base, write_rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model that skips one of its layers; and one job that adapts nothing but that layer fails."""
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+    original = LlamaDecoderLayer.forward
+
+    def skipping(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return hidden_states if self.self_attn.layer_idx == 1 else original(self, hidden_states, *args, **kwargs)
+
+    monkeypatch.setattr(LlamaDecoderLayer, "forward", skipping)
+    jobs = [
+        {"name": "part", "adapter": {"r": 4, "target_modules": ["q_proj"]}, "train": {"max_steps": 2}},
+        {"name": "nothing", "adapter": {"r": 4, "target_modules": r".*layers\.1\..*q_proj"}, "train": {"max_steps": 2}},
+    ]
+    result = train(config(tiny_base(), tmp_path / "out", write_rows, jobs))
+    assert (result.jobs["part"].status, result.jobs["nothing"].status) == ("done", "failed")
+    warnings = json.loads((tmp_path / "out" / "run.json").read_text())["warnings"]
+    assert any("'part': model.layers.1.self_attn.q_proj took no part" in text for text in warnings)
+    assert "no parameter got a gradient" in str(result.jobs["nothing"].failure)

@@ -1,0 +1,74 @@
+"""Models that packing would train wrongly are refused before training; those that it serves are not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from conftest import FAMILIES, TINY
+
+from packlora.config import Run
+from packlora.errors import InputError
+from packlora.model import load_base
+
+SMALL = {key: TINY[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")}
+OTHERS: dict[str, tuple[dict[str, Any], str]] = {
+    "BloomConfig": ({"n_layer": 2, "n_head": 4, "hidden_dropout": 0.0}, "see each other"),
+    "Lfm2Config": (
+        {"num_key_value_heads": 2, "intermediate_size": 96, "layer_types": ["conv", "full_attention"]}, "see each other",
+    ),
+    "MambaConfig": ({"state_size": 4}, "see each other|cannot be packed"),
+    "GptOssConfig": (
+        {"num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 32, "num_local_experts": 2, "num_experts_per_tok": 1},
+        "another kind|cannot be packed",
+    ),
+}  # fmt: skip
+
+
+def base_of(config: Any, folder: Path) -> str:
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def load(folder: str, **changes: Any) -> Any:
+    jobs = [{"name": "x", "data": {"path": "x"}}]
+    run = Run.model_validate({"base_model": folder, "output_dir": "x", "device": "cpu", "jobs": jobs} | changes)
+    return load_base(run, None)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_model_that_packing_would_train_wrongly_is_refused(name: str, tmp_path: Path) -> None:
+    extra, message = OTHERS[name]
+    folder = base_of(getattr(transformers, name)(**{**SMALL, **extra}), tmp_path / "base")
+    with pytest.raises(InputError, match=message):
+        load(folder)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_supported_families_are_accepted_in_every_mode(
+    family: str, dtype: str, tiny_base: Callable[[str], str]
+) -> None:
+    for checkpointing in (False, True):
+        load(tiny_base(family), dtype=dtype, gradient_checkpointing=checkpointing)
+
+
+def test_the_dropout_of_a_base_model_is_off_in_every_form_and_said(tmp_path: Path) -> None:
+    """OPT calls F.dropout with its own rate, GPT-2 has dropout modules: neither may draw."""
+    opt = transformers.OPTConfig(**SMALL, ffn_dim=96, max_position_embeddings=128, word_embed_proj_dim=64, dropout=0.3)
+    for name, config in (
+        ("opt", opt),
+        ("gpt2", transformers.GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=320)),
+    ):
+        for checkpointing in (False, True):
+            base = load(base_of(config, tmp_path / name), gradient_checkpointing=checkpointing)
+            assert any("dropout is off" in note for note in base.warnings)
