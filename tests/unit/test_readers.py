@@ -115,7 +115,7 @@ def test_a_bad_row_of_a_json_list_is_refused_with_its_number(tmp_path: Path) -> 
     ("name", "content", "problem"),
     [
         ("rows.jsonl", b"", "has no rows"), ("rows.jsonl", b"\n \n", "has no rows"), ("rows.json", b"[]", "has no rows"),
-        ("rows.jsonl", b'{"text": "a"}\n{"text": "caf\xe9"}', "line 2: not UTF-8 text"), ("rows.json", 
+        ("rows.jsonl", b'{"text": "a"}\n{"text": "caf\xe9"}', "line 2: not UTF-8 text"), ("rows.json",
          b'["caf\xe9"]', "is not UTF-8 text"),
         ("rows.json", b'{"text": "a"}', "must hold a list of rows; found dict"),
         ("rows.json", b'[\n{"text": "a"},\n]', "line 3: not valid JSON"), ("rows.json", b"", "line 1: not valid JSON"),
