@@ -135,7 +135,7 @@ def test_doctor_exits_with_1_exactly_when_something_is_missing(
     result = CliRunner().invoke(app, ["doctor"])
     assert result.exit_code == code
     assert said in result.stdout
-    assert torch.__version__ in result.stdout
+    assert torch.__version__.partition("+")[0] in result.stdout
 
 
 @pytest.mark.parametrize(
