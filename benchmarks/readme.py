@@ -24,8 +24,8 @@ def parity() -> list[str]:
     file = results("parity-cpu")
     summary = file["summary"]
     lines = [
-        f"Against real PEFT, {file['rows'][0]['steps']} optimizer steps on SmolLM2-135M in float32, the same samples in the same "
-        "order, from the same initial adapter ([parity-cpu.json](benchmarks/results/parity-cpu.json)):",
+        f"Against real PEFT, {file['rows'][0]['steps']} optimizer steps on SmolLM2-135M in float32, the same samples in the "
+        "same order, from the same initial adapter ([parity-cpu.json](benchmarks/results/parity-cpu.json)):",
         "",
         "| adapter | trained | mean loss difference | largest | final adapters differ by |",
         "|---|---|---|---|---|",
