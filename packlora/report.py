@@ -316,7 +316,7 @@ def _job_table(run: Run) -> str:
     return (
         f"<section><h2>Jobs</h2><div class='scroll' tabindex='0'><table><thead><tr>{head}</tr></thead>"
         f"<tbody>{''.join(_job_row(run, job) for job in run.jobs)}</tbody></table></div>"
-        "<p class='caption'>Training loss: mean of the first and of the last tenth of the steps, at most ten. "
+        "<p class='caption'>Training loss: mean of the first and of the last quarter of the steps, at most ten. "
         "Held-out loss: before and after training.</p></section>"
     )
 
@@ -324,7 +324,7 @@ def _job_table(run: Run) -> str:
 def _job_row(run: Run, job: Job) -> str:
     adapter, train, info = job.config.get("adapter", {}), job.config.get("train", {}), job.info
     losses = [value for _, value in job.series("loss")]
-    window = min(10, max(1, len(losses) // 10))
+    window = min(10, max(1, len(losses) // 4))
     before, after = job.result.get("eval_before"), job.result.get("eval_after")
     if before is None and job.held_out and job.held_out[0][0] == 0:
         before = job.held_out[0][1]

@@ -14,17 +14,18 @@ def print_summary(result: Result, resume_command: str) -> None:
     """How each job ended, and the next step: resume_command goes on with an interrupted run."""
     console = Console()
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("job", "status", "steps", "held-out loss", "tokens/s", "adapter"):
+    for name in ("job", "status", "steps", "held-out loss", "tokens/s"):
         table.add_column(name, justify="right" if name in ("steps", "tokens/s") else "left", overflow="fold")
     for name, job in result.jobs.items():
         loss = "" if job.eval_after is None else f"{job.eval_after:.4f}"
         if job.eval_before is not None and loss:
             loss = f"{job.eval_before:.4f} -> {loss}"
         status = "stopped" if job.status == "running" else job.status
-        table.add_row(Text(name), status, str(job.step), loss, f"{job.tokens_per_second:.0f}", Text(str(job.folder)))
+        table.add_row(Text(name), status, str(job.step), loss, f"{job.tokens_per_second:.0f}")
     console.print()
     console.print(table)
     console.print()
+    console.print(Text(f"adapters: {result.output_dir}/<job>"), soft_wrap=True)
     for name, job in result.jobs.items():
         if job.failure:
             console.print(Text(f"job {name!r} failed {job.failure}"), soft_wrap=True)
