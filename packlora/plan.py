@@ -97,6 +97,8 @@ def print_plan(run: Run) -> None:
     prepared = prepare(run)
     skeleton = load_skeleton(run)
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=140)
     table = Table(box=None, pad_edge=False, header_style="bold")
     headings = (
         "job",

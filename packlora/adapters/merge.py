@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from packlora.adapters.attach import Adapter, attach
@@ -42,6 +43,7 @@ def merge_adapter(adapter_dir: Path, out: Path, base_model: str | None = None, d
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"{out} exists and is not empty; choose another folder")
     name = adapter_dir.name
+    transformers.utils.logging.disable_progress_bar()
     config = read_config(str(adapter_dir), name)
     base = base_path(base_model or str(config.base_model_name_or_path))
     try:

@@ -96,7 +96,7 @@ def resolve(peft: LoraConfig, model: PreTrainedModel, job: str) -> AdapterSpec:
 def _targets(
     peft: LoraConfig, model: PreTrainedModel, linears: Iterable[str], head_names: set[str], job: str
 ) -> set[str]:
-    targets = peft.target_modules
+    targets = sorted(peft.target_modules) if isinstance(peft.target_modules, set) else peft.target_modules
     if isinstance(targets, str) and targets.lower() == "all-linear":
         chosen = set(linears) - head_names
         if not chosen:
