@@ -204,7 +204,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(make: Any, refus
 @pytest.mark.parametrize(
     ("adapter", "said"),
     [
-        ({"target_modules": ["qkv_proj_x"]}, "target_modules {'qkv_proj_x'} matches nothing in the model; linear layers are "
+        ({"target_modules": ["qkv_proj_x"]}, "target_modules ['qkv_proj_x'] matches nothing in the model; linear layers are "
          "down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"),
         ({"target_modules": "attn.*"}, "target_modules 'attn.*' matches nothing in the model"),
         ({"target_modules": ["q_proj", "v_prj"]}, "target_modules names 'v_prj', which matches nothing in the model; "
@@ -303,7 +303,7 @@ def peft_folder(folder: Path, tensors: dict[str, torch.Tensor] | None = None, **
         ({}, {"r": 8}, "adapter.r is 8, but"), ({}, {"lora_alpha": 16}, "adapter.lora_alpha is 16"),
         ({}, {"use_dora": True}, "adapter.use_dora is True, but"), ({}, {"bias": "all"}, "adapter.bias is 'all', but"),
         ({}, {"target_modules": ["v_proj"]}, "adapter.target_modules is ['v_proj'], but"),
-        ({"target_modules": ["c_attn"]}, {}, "target_modules {'c_attn'} matches nothing in the model"),
+        ({"target_modules": ["c_attn"]}, {}, "target_modules ['c_attn'] matches nothing in the model"),
     ],
 )  # fmt: skip
 def test_an_adapter_that_cannot_be_continued_is_refused(

@@ -59,7 +59,9 @@ def test_the_supported_families_are_accepted_in_every_mode(
     family: str, dtype: str, tiny_base: Callable[[str], str]
 ) -> None:
     for checkpointing in (False, True):
-        load(tiny_base(family), dtype=dtype, gradient_checkpointing=checkpointing)
+        base = load(tiny_base(family), dtype=dtype, gradient_checkpointing=checkpointing)
+        assert not base.warnings
+        assert not any(parameter.requires_grad for parameter in base.model.parameters())
 
 
 def test_the_dropout_of_a_base_model_is_off_in_every_form_and_said(tmp_path: Path) -> None:
