@@ -51,6 +51,11 @@ def demo_model_folder() -> Path:
     return folder
 
 
+def base_path(base_model: str) -> str:
+    """The folder or hub id to load for a base_model of a run file."""
+    return str(demo_model_folder()) if base_model == DEMO_MODEL else base_model
+
+
 def _gguf_folder(scratch: Path) -> Path:
     found = importlib.util.find_spec(PACKAGE)  # importing the package would need llama.cpp
     if found is not None and found.submodule_search_locations:

@@ -57,10 +57,10 @@ def _dump(file: Path, value: Any) -> None:
     file.write_text(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
 
 
-def write_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> None:
+def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     """safetensors, on the CPU."""
     on_cpu = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
-    write_file(path, lambda file: save_file(on_cpu, file, metadata or {"format": "pt"}))
+    write_file(path, lambda file: save_file(on_cpu, file, {"format": "pt"}))
 
 
 @contextlib.contextmanager
@@ -70,8 +70,11 @@ def lock_folder(folder: Path) -> Iterator[None]:
     with path.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            ours = path.stat().st_ino == os.fstat(file.fileno()).st_ino  # else its last holder has just removed it
         except OSError:
-            raise InputError(f"{folder} is in use by another run of packlora") from None
+            ours = False
+        if not ours:
+            raise InputError(f"{folder} is in use by another run of packlora")
         try:
             yield
         finally:

@@ -115,9 +115,7 @@ class Job:
         norm = torch.nn.utils.get_total_norm(grads)
         grad_norm = float(norm)
         if not math.isfinite(loss):
-            self.fail(
-                f"loss {loss:g}", revert=True
-            )  # the present values are ruined, the ones before gave a finite loss
+            self.fail(f"loss {loss:g}", revert=True)
             return None
         if not math.isfinite(grad_norm):
             hint = "; float16 overflows easily, bfloat16 does not" if self.grad_scale != 1.0 else ""

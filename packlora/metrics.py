@@ -27,16 +27,20 @@ class JsonLines:
         self._file.close()
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Lines of a jsonl file; a last line that a crash cut short is left out. A missing file has none."""
+def read_lines(path: Path, *keys: str) -> list[dict[str, Any]]:
+    """Lines of a jsonl file that hold all the keys; one that is cut short, by a crash or while it is being written, is left
+    out. A missing file has none.
+    """
     if not path.exists():
         return []
     out = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for text in path.read_text(encoding="utf-8", errors="replace").split("\n"):
         try:
-            out.append(json.loads(line))
+            line = json.loads(text)
         except json.JSONDecodeError:
             continue
+        if isinstance(line, dict) and all(key in line for key in keys):
+            out.append(line)
     return out
 
 

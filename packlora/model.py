@@ -19,7 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from packlora.config import Run
-from packlora.demo_model import DEMO_MODEL, demo_model_folder
+from packlora.demo_model import base_path
 from packlora.errors import InputError
 from packlora.ops.attention import packed_attention
 
@@ -87,11 +87,6 @@ def choose_device(name: str) -> torch.device:
     if device.type == "cuda" and (not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()):
         raise InputError(f"device: {name!r} is not there; this machine has {torch.cuda.device_count()} usable GPUs")
     return device
-
-
-def base_path(base_model: str) -> str:
-    """The folder or hub id to load."""
-    return str(demo_model_folder()) if base_model == DEMO_MODEL else base_model
 
 
 def _load(what: str, path: str, load: Any) -> Any:
@@ -166,9 +161,8 @@ def prepare_model(model: PreTrainedModel, gradient_checkpointing: bool) -> list[
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        for (
-            module
-        ) in model.modules():  # they checkpoint only in training mode; everything else stays in evaluation mode
+        # these checkpoint only in training mode; everything else stays in evaluation mode
+        for module in model.modules():
             if isinstance(module, GradientCheckpointingLayer) or getattr(module, "gradient_checkpointing", False):
                 module.training = True
     return notes

@@ -20,10 +20,11 @@ from packlora.config import JobConfig, Run
 from packlora.data.dataset import JobData
 from packlora.data.encode import Encoded, encode_rows
 from packlora.data.readers import read_rows
+from packlora.demo_model import base_path
 from packlora.errors import InputError
 from packlora.files import LOCK, TEMPORARY
 from packlora.job import learning_rates
-from packlora.model import base_path, choose_device, load_skeleton, load_tokenizer
+from packlora.model import choose_device, load_skeleton, load_tokenizer
 
 AUTO_BUDGET = {"cpu": 2048, "cuda": 8192}
 """Tokens of a microbatch for max_tokens_per_microbatch: auto, by device, where no sample is longer."""

@@ -21,6 +21,7 @@ import yaml
 
 from packlora import charts
 from packlora.files import write_file
+from packlora.metrics import read_lines
 
 Line = dict[str, Any]
 SHOWN_MICROBATCHES = 40
@@ -116,8 +117,8 @@ def write_report(output_dir: Path) -> Path:
 
 def _read_run(folder: Path) -> Run:
     about = _parse(_read_text(folder / "run.json")) or {}
-    metrics = _read_lines(folder / "metrics.jsonl", "job", "step")
-    evals = _read_lines(folder / "evals.jsonl", "job", "step", "eval_loss")
+    metrics = read_lines(folder / "metrics.jsonl", "job", "step")
+    evals = read_lines(folder / "evals.jsonl", "job", "step", "eval_loss")
     configs = {str(job["name"]): job for job in (about.get("config") or {}).get("jobs", [])}
     names = list(configs) or list(dict.fromkeys(str(line["job"]) for line in metrics))
     information, results = about.get("jobs") or {}, (about.get("result") or {}).get("jobs") or {}
@@ -133,7 +134,7 @@ def _read_run(folder: Path) -> Run:
         )
         for index, name in enumerate(names)
     ]
-    microbatches = _read_lines(folder / "microbatches.jsonl", "capacity", "tokens")
+    microbatches = read_lines(folder / "microbatches.jsonl", "capacity", "tokens")
     return Run(folder, about, jobs, metrics, microbatches)
 
 
@@ -154,11 +155,6 @@ def _parse(text: str) -> Line | None:
     except ValueError:
         return None
     return value if isinstance(value, dict) else None
-
-
-def _read_lines(path: Path, *keys: str) -> list[Line]:
-    lines = (_parse(line) for line in _read_text(path).split("\n") if line)
-    return [line for line in lines if line is not None and all(key in line for key in keys)]
 
 
 def _series(lines: list[Line], key: str) -> list[charts.Point]:

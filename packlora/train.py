@@ -165,7 +165,10 @@ class Trainer:
         steps = {job.name: job.step for job in jobs}
         kept = keep_lines(self.output_dir / "metrics.jsonl", lambda line: line["step"] <= steps.get(line["job"], 0))
         evals = keep_lines(self.output_dir / "evals.jsonl", lambda line: line["step"] <= steps.get(line["job"], 0))
-        self.evals = {(line["job"], line["step"]): line["eval_loss"] for line in evals}
+        # by job and step; None where it was not finite
+        self.evals: dict[tuple[str, int], float | None] = {
+            (line["job"], line["step"]): line["eval_loss"] for line in evals
+        }
         first_round = min((job.step for job in jobs if job.status == "running"), default=2**62)
         batches = keep_lines(self.output_dir / "microbatches.jsonl", lambda line: line["round"] < first_round)
         self.num_microbatches = len(batches)
@@ -380,7 +383,11 @@ class Trainer:
             known = {
                 step: loss
                 for (name, step), loss in self.evals.items()
-                if name == job.name and step <= job.step and job.eval_samples and math.isfinite(loss)
+                if name == job.name
+                and step <= job.step
+                and job.eval_samples
+                and loss is not None
+                and math.isfinite(loss)
             }
             after = max(known, default=0)
             result.jobs[job.name] = JobResult(

@@ -18,6 +18,7 @@ from packlora.adapters.attach import Adapter, attach
 from packlora.adapters.linear import AdaptedLinear
 from packlora.adapters.peft_files import load_adapter, read_config
 from packlora.adapters.spec import resolve
+from packlora.demo_model import base_path
 from packlora.errors import InputError
 from packlora.files import write_folder
 
@@ -36,8 +37,6 @@ def merge_adapter(adapter_dir: Path, out: Path, base_model: str | None = None, d
     Raises:
         InputError: the adapter, the base or the output folder cannot be used.
     """
-    from packlora.model import base_path
-
     if dtype not in DTYPES:
         raise InputError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):

@@ -424,6 +424,16 @@ def test_resuming_a_finished_run_trains_nothing_and_a_longer_one_goes_on(
     assert train(longer, resume=True).jobs["lora"].step == 2 * len([s for s in steps(whole) if s["job"] == "lora"])
 
 
+def test_a_held_out_loss_that_was_not_finite_does_not_keep_a_run_from_being_resumed(
+    uninterrupted: tuple[dict[str, Any], Path], tmp_path: Path
+) -> None:
+    tree, whole = uninterrupted
+    out = tmp_path / "out"
+    shutil.copytree(whole, out)
+    (out / "evals.jsonl").write_text(json.dumps({"job": "lora", "step": 0, "eval_loss": None}) + "\n")
+    assert train({**tree, "output_dir": str(out)}, resume=True).jobs["lora"].eval_before is None
+
+
 def test_a_run_with_other_settings_is_not_continued(uninterrupted: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
     tree, whole = uninterrupted
     out = tmp_path / "out"
