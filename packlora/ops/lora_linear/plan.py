@@ -1,0 +1,86 @@
+"""Plan: one way to compute the operator of reference.py, forward and backward, named by its parts.
+
+All plans compute the same function. They differ in which matrix products are formed, in what order, by which kernel, and in
+what is kept for the backward. `mm` is torch.mm (cuBLAS, MKL); `routed` and `one-pass` are the Triton kernels of kernels.py.
+
+Shapes: T tokens, K inputs, N outputs, r rank; x [T, K], W [N, K], A [r, K], B [N, r], d = dY [T, N], xd = dropout(x).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Literal
+
+Down = Literal["mm", "routed"]
+"""S = xd A'. mm: per run of tokens, on a dropped copy of x. routed: one kernel, dropout in registers, own adapter only."""
+
+Up = Literal["after", "before", "routed", "fused", "merged"]
+"""y = x W' + s S B' + bias. after: base product, then S B' added. before: S B' written first, the base product accumulates.
+routed: the same with one kernel for all adapters and the bias. fused: one GEMM kernel. merged: x (W + s B A)', lossy."""
+
+Grad = Literal["mm", "one-pass"]
+"""dS = s d B and dB = s d' S. mm: two products per run. one-pass: one kernel, d is read once."""
+
+Dx = Literal["after", "before", "routed", "merged"]
+"""dx = d W + dropout'(dS A), and dA. after, before: as in Up, dA by a product of its own. routed: one kernel reads x, gives dA
+and writes dropout'(dS A), onto which the base product accumulates. merged: d (W + s B A), lossy."""
+
+ViaA = Literal["dS", "xd"]
+"""dA = dS' xd, or s B' (d' xd): RunLoRA's other association, through a product of the size of W."""
+
+ViaB = Literal["S", "xd"]
+"""dB = s d' S, or s (d' xd) A'."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The parts. `keep_s`: S is saved for the backward (T r numbers) or computed again."""
+
+    down: Down = "mm"
+    up: Up = "after"
+    grad: Grad = "mm"
+    dx: Dx = "after"
+    dA: ViaA = "dS"
+    dB: ViaB = "S"
+    keep_s: bool = True
+
+    @property
+    def name(self) -> str:
+        """For example `mm/after-mm/after`, with what differs from the usual appended: `mm/after-mm/merged+dA:xd`."""
+        text = f"{self.down}/{self.up}-{self.grad}/{self.dx}"
+        for part in ("dA", "dB"):
+            if (value := getattr(self, part)) == "xd":
+                text += f"+{part}:{value}"
+        return text if self.keep_s else text + "+again"
+
+    @property
+    def lossy(self) -> bool:
+        """Rounds more than the plain chain: a merged weight loses whatever is under half an ulp of W."""
+        return "merged" in (self.up, self.dx)
+
+    @property
+    def needs_triton(self) -> bool:
+        return self.down == "routed" or self.up in ("routed", "fused") or self.grad == "one-pass" or self.dx == "routed"
+
+    def to_dict(self) -> dict[str, str | bool]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @staticmethod
+    def from_dict(values: dict[str, str | bool]) -> Plan:
+        """Raises ValueError, naming the part, where a value is not one of the accepted ones."""
+        accepted = {
+            "down": ("mm", "routed"), "up": ("after", "before", "routed", "fused", "merged"), "grad": ("mm", "one-pass"),
+            "dx": ("after", "before", "routed", "merged"), "dA": ("dS", "xd"), "dB": ("S", "xd"), "keep_s": (True, False),
+        }  # fmt: skip
+        for name, value in values.items():
+            if name not in accepted:
+                raise ValueError(f"a plan has no part {name!r}; it has {', '.join(accepted)}")
+            if value not in accepted[name]:
+                raise ValueError(f"plan part {name}: {value!r} is not one of {', '.join(map(str, accepted[name]))}")
+        return Plan(**values)  # type: ignore[arg-type]
+
+
+CHAIN = Plan()
+"""Plain products, always legal."""
+ROUTED = Plan("routed", "routed", "one-pass", "routed")
+"""The Triton kernels around two cuBLAS products; the usual choice on a GPU."""
