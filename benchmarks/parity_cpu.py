@@ -23,7 +23,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from benchmarks.results_file import write_results
+from packlora.bench.results import write_results
 from packlora.config import Run
 from packlora.demo_model import demo_model_folder
 from packlora.prepare import prepare

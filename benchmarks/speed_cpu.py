@@ -22,7 +22,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from benchmarks.results_file import write_results
+from packlora.bench.results import write_results
 from packlora.adapters.attach import attach
 from packlora.config import Run
 from packlora.data.dataset import JobData

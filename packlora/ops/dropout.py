@@ -64,7 +64,7 @@ def token_keys(job_key: int, step: int, sample: int, num_tokens: int) -> np.ndar
     return np.ascontiguousarray(keys).view(np.int32).reshape(num_tokens, 2)
 
 
-def _signed(word: int) -> int:
+def signed(word: int) -> int:
     """A 32-bit word as the int32 with the same bits."""
     return word - (1 << 32) if word >= 1 << 31 else word
 
@@ -84,10 +84,10 @@ def dropped(keys_T2: torch.Tensor, salt: int, num_features: int, p: float) -> to
         p: rate in [0, 1).
     """
     pairs = (num_features + 1) // 2
-    counter = torch.arange(pairs, dtype=torch.int32, device=keys_T2.device) * _signed(STRIDE)
-    v = counter + (keys_T2[:, :1] ^ _signed(salt))
-    _shift_xor_(v, 16).mul_(_signed(MIX_1)).bitwise_xor_(keys_T2[:, 1:])
-    _shift_xor_(v, 15).mul_(_signed(MIX_2))
+    counter = torch.arange(pairs, dtype=torch.int32, device=keys_T2.device) * signed(STRIDE)
+    v = counter + (keys_T2[:, :1] ^ signed(salt))
+    _shift_xor_(v, 16).mul_(signed(MIX_1)).bitwise_xor_(keys_T2[:, 1:])
+    _shift_xor_(v, 15).mul_(signed(MIX_2))
     _shift_xor_(v, 15)
     lanes = v.view(torch.int16)[:, :num_features]  # little-endian: feature 2j is the low half
     return lanes < dropout_threshold(p) - LANE // 2

@@ -1,0 +1,224 @@
+"""Siblings: linear layers that one parent module gives the same tensor, such as q, k, v or gate, up.
+
+Two parts. `sibling_groups` finds them by watching one forward, not by a table of model classes. `SiblingGroup` runs them: the
+first of a group that is called computes all, and keeps the outputs of the others for the calls that are about to come. What
+"compute" is, and when a layer can take part, is its owner's business: this file knows neither PEFT nor the operator.
+
+A kept output is handed out only to the call that would have computed the same: the same tensor object with the same version,
+under the same grad mode and autocast, inside the same forward of the parent, on a layer whose own state has not changed.
+Whatever is not called for is dropped at the end of the parent's forward, also when that ends in an exception.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+# --- finding them ------------------------------------------------------------------------------------------------------
+
+
+def sibling_groups(
+    model: torch.nn.Module, candidates: Collection[str], example: Mapping[str, Any]
+) -> list[tuple[str, ...]]:
+    """Groups of at least two of the candidates that got the same tensor object from the same parent, in order of the calls.
+
+    Left out are modules that ran more than once, or are at several paths, and those whose counterparts in the same list of
+    modules ran another number of times or on another number of tokens (experts): for them one forward does not tell about
+    the next.
+
+    Args:
+        model: on any device, meta included. One forward runs in eval mode without gradients; modes and random states are
+            put back.
+        candidates: paths of modules of the model that take a tensor as their first argument.
+        example: keyword arguments of the model.
+
+    Raises:
+        KeyError: a candidate is not a module of the model.
+        Exception: whatever the forward raises.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    paths_of = Counter(id(module) for module in modules.values())
+    seen: dict[str, list[torch.Tensor]] = defaultdict(list)
+    order: list[tuple[str, torch.Tensor, int]] = []
+    with _undisturbed(model):
+        handles = []
+        for path in candidates:
+
+            def note(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], path: str = path) -> None:
+                x = args[0] if args else next(iter(kwargs.values()), None)
+                if isinstance(x, torch.Tensor):
+                    seen[path].append(x)  # kept, so that no later tensor can have its id
+                    order.append((path, x, x._version))
+
+            handles.append(modules[path].register_forward_pre_hook(note, with_kwargs=True))
+        try:
+            model(**example)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    usual = {path for path in seen if len(seen[path]) == 1 and paths_of[id(modules[path])] == 1}
+    usual -= _conditional(modules, candidates, seen)
+    groups: dict[tuple[str, int, int], list[str]] = {}
+    for path, x, version in order:
+        if path in usual:
+            groups.setdefault((path.rpartition(".")[0], id(x), version), []).append(path)
+    return [tuple(paths) for paths in groups.values() if len(paths) > 1]
+
+
+def _conditional(
+    modules: Mapping[str, torch.nn.Module], candidates: Collection[str], seen: Mapping[str, list[torch.Tensor]]
+) -> set[str]:
+    """Candidates in a ModuleList or ModuleDict whose counterparts in its other entries, those of the same input width, ran
+    another number of times or on another number of tokens."""
+    counterparts: dict[tuple[str, str, int], list[tuple[str, tuple[int, int]]]] = defaultdict(list)
+    for path in candidates:
+        parts = path.split(".")
+        inputs = seen.get(path, [])
+        width = getattr(modules[path], "in_features", inputs[0].shape[-1] if inputs else -1)
+        ran = (len(inputs), sum(x.numel() // max(1, x.shape[-1]) for x in inputs if x.ndim))
+        for depth in range(1, len(parts)):
+            container = ".".join(parts[:depth])
+            if isinstance(modules[container], torch.nn.ModuleList | torch.nn.ModuleDict):
+                counterparts[container, ".".join(parts[depth + 1 :]), width].append((path, ran))
+    return {
+        path for entries in counterparts.values() if len({ran for _, ran in entries}) > 1 for path, _ in entries
+    }
+
+
+@contextmanager
+def _undisturbed(model: torch.nn.Module) -> Iterator[None]:
+    """No gradients, eval mode; afterwards each module is in its own mode again and random generators are as before."""
+    modes = [(module, module.training) for module in model.modules()]
+    devices = {tensor.device.index for tensor in model.parameters() if tensor.device.type == "cuda"}
+    model.eval()
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=sorted(devices), device_type="cuda"):
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+# --- running them ------------------------------------------------------------------------------------------------------
+
+
+class Call(Protocol):
+    """What one layer would compute if it were called now."""
+
+    @property
+    def together(self) -> Hashable:
+        """Only calls with equal values are computed by one call of `compute`."""
+
+    def stamp(self) -> Hashable:
+        """Differs when the layer would compute something else: operands, their versions, rates."""
+
+
+class Member(Protocol):
+    """One layer of a group."""
+
+    def ready(self) -> Any:
+        """A Call, or anything that is not one (a reason, None) when the layer cannot be computed with others."""
+
+
+Compute = Callable[[torch.Tensor, Sequence[Any]], Sequence[torch.Tensor]]
+"""(x, calls) -> the output of every call."""
+
+
+@dataclass(slots=True)
+class _Pending:
+    """Outputs computed and not yet called for, by member, each with the stamp of its call."""
+
+    x: torch.Tensor
+    context: Hashable
+    outputs: dict[int, tuple[Hashable, torch.Tensor]]
+
+
+class SiblingGroup:
+    """One group at run time.
+
+    Args:
+        members: in the order of their calls; `serve` speaks of them by number.
+        compute: see Compute; one call for several members must give what single calls would.
+        is_call: the type of a member's Call.
+    """
+
+    def __init__(self, members: Sequence[Member], compute: Compute, is_call: type) -> None:
+        self.members = tuple(members)
+        self.compute = compute
+        self.is_call = is_call
+        self._open = False
+        self._pending: _Pending | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles of a group keep no outputs."""
+        return {**self.__dict__, "_open": False, "_pending": None}
+
+    # The two hooks on the parent. Outside its forward nothing is computed ahead, so nothing can be left over.
+
+    def attach(self, parent: torch.nn.Module) -> None:
+        """Watch the parent's forward; `detach` undoes it."""
+        parent.register_forward_pre_hook(self._opened)
+        parent.register_forward_hook(self._closed, always_call=True)
+
+    @staticmethod
+    def detach(module: torch.nn.Module) -> None:
+        """Remove the hooks of every group from a module."""
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for number, hook in list(hooks.items()):
+                if isinstance(getattr(hook, "__self__", None), SiblingGroup):
+                    del hooks[number]
+                    module._forward_hooks_always_called.pop(number, None)
+
+    def _opened(self, module: torch.nn.Module, args: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._pending, self._open = None, True
+
+    def _closed(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._pending, self._open = None, False
+
+    def serve(self, index: int, x: torch.Tensor, call: Call) -> torch.Tensor:
+        """The output of member `index` for x: kept from an earlier sibling's call, or computed now, with its siblings'."""
+        if not self._open or x.is_inference():  # inference tensors count no versions
+            return self.compute(x, (call,))[0]
+        context = _context(x)
+        pending = self._pending
+        if pending is not None and pending.x is x and pending.context == context:
+            kept = pending.outputs.pop(index, None)
+            if not pending.outputs:
+                self._pending = None
+            if kept is not None and kept[0] == call.stamp():
+                return kept[1]
+            return self.compute(x, (call,))[0]
+        self._pending = None
+        numbers, calls = [index], [call]
+        for number, member in enumerate(self.members):
+            if number != index:
+                other = member.ready()
+                if isinstance(other, self.is_call) and other.together == call.together:  # type: ignore[attr-defined]
+                    numbers.append(number)
+                    calls.append(other)  # type: ignore[arg-type]
+        outputs = self.compute(x, calls)
+        if len(calls) > 1:
+            kept_outputs = {
+                number: (other.stamp(), output)
+                for number, other, output in zip(numbers[1:], calls[1:], outputs[1:], strict=True)
+            }
+            self._pending = _Pending(x, context, kept_outputs)
+        return outputs[0]
+
+
+def _context(x: torch.Tensor) -> Hashable:
+    """What an output depends on beside the layer and the tensor object."""
+    kind = x.device.type
+    autocast: Hashable = None
+    if torch.amp.is_autocast_available(kind):
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    stream = torch.cuda.current_stream(x.device).cuda_stream if kind == "cuda" else None
+    return (x._version, x.requires_grad, torch.is_grad_enabled(), autocast, stream)

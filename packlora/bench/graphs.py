@@ -1,0 +1,99 @@
+"""`packlora bench graphs`: RunLoRA's three Llama settings, where ranks are large for the width and merged graphs pay.
+
+The lossless plans are the result; the merged one, which rounds W + s B A to bfloat16, is shown beside them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from packlora.bench.layer import progress_line
+from packlora.bench.model import TINY, build, causal_lm, peak_gib
+from packlora.bench.model import table as model_table
+from packlora.bench.options import Options, Outcome, choose
+from packlora.bench.timing import paired
+from packlora.ops.lora_linear.plan import Plan
+
+MERGED = Plan(up="merged", dx="merged")
+CONTENDERS = ["frozen", "packlora", "packlora_merged", "peft_bf16", "peft_fp32_autocast"]
+OPTIONAL = ["packlora_fp32"]
+PROTOCOL = (
+    "Llama models in RunLoRA's sizes, random bfloat16 weights, batches of 1024-token samples, forward with labels and backward, "
+    "LoRA on all linear layers without dropout, alpha = 2 r. frozen: no adapter, only the embeddings' output wants a gradient. "
+    f"packlora: packlora.accelerate on the PEFT model with bfloat16 adapters; _merged: with the plan {MERGED.name}, which rounds the "
+    "merged weight. peft_bf16, peft_fp32_autocast: the PEFT model, the second with PEFT's default float32 adapters under "
+    "torch.autocast. Contenders run in turn inside one loop over the same frozen weights, random order each round, CUDA events, "
+    "medians, ratios within a round."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """label: as in the summary's keys; batch: samples; length: tokens of each."""
+
+    label: str
+    config: dict[str, Any]
+    batch: int
+    length: int
+    rank: int
+
+
+def _llama(width: int, inner: int, layers: int, heads: int) -> dict[str, Any]:
+    return {
+        "vocab_size": 32000, "hidden_size": width, "intermediate_size": inner, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "num_key_value_heads": heads,
+    }  # fmt: skip
+
+
+SETTINGS = [
+    Case("llama60m", _llama(512, 1376, 8, 8), 64, 1024, 8),
+    Case("llama250m", _llama(768, 2560, 24, 16), 58, 1024, 128),
+    Case("llama1_3b", _llama(2048, 5461, 24, 32), 24, 1024, 512),
+]
+
+
+def cases(options: Options) -> list[Case]:
+    if options.tiny:
+        return [Case("tiny", TINY, 2, 32, 24)]
+    return SETTINGS[:1] if options.quick else SETTINGS
+
+
+def run(options: Options) -> Outcome:
+    """Measure; prints a line per setting."""
+    names, chosen = choose(options.only, CONTENDERS, OPTIONAL, cases(options))
+    rows = []
+    for case in chosen:
+        config = LlamaConfig(**case.config, use_cache=False, attn_implementation="sdpa")
+        base = build(config, options.device, LlamaForCausalLM)
+        ids = torch.randint(0, config.vocab_size, (case.batch, case.length), device=options.device)
+        contenders = [
+            causal_lm(f"packlora:{MERGED.name}" if name == "packlora_merged" else name, name, base, ids, case.rank, 0.0)
+            for name in names
+        ]
+        timings = paired(contenders, options.device, seconds=8.0, rounds=(6, 30), warmup=2, flush=False)
+        weights = sum(parameter.numel() * parameter.element_size() for parameter in base.parameters())
+        row = {
+            "case": case.label, "T": case.batch * case.length, "r": case.rank, **timings.row(),
+            "gib": peak_gib(timings, weights),
+        }  # fmt: skip
+        rows.append(row)
+        print(progress_line(row), flush=True)
+        del base, contenders, timings
+        if options.device.type == "cuda":
+            torch.cuda.empty_cache()
+    return Outcome(PROTOCOL, rows, options.keys(summary(rows)), model_table(rows))
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The figures that are quoted; None where one could not be measured."""
+    out: dict[str, Any] = {}
+    for row in rows:
+        out[f"{row['case']}_over_frozen"] = row["over_frozen"].get("packlora")
+        for name in ("packlora_merged", "peft_bf16", "peft_fp32_autocast"):
+            out[f"{row['case']}_{name}_over_frozen"] = row["over_frozen"].get(name)
+        out[f"{row['case']}_frozen_ms"] = row["ms"].get("frozen")
+    return out

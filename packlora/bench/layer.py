@@ -1,0 +1,275 @@
+"""`packlora bench layer`: one linear layer with a LoRA adapter against the same frozen layer and against PEFT.
+
+The frozen layer is forward and input gradient of the nn.Linear alone. Peers and packlora are real PEFT layers made by
+get_peft_model around a module that holds one nn.Linear, all over the same weight, input, adapter values and upstream
+gradient (random, dense; B is not zero). Without dropout packlora's results are compared with PEFT's before its time counts.
+
+Shapes: T tokens as [4, T / 4], K inputs, N outputs, r rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+from packlora.bench.options import Options, Outcome, choose, plan_from_name
+from packlora.bench.results import text_table
+from packlora.bench.timing import Contender, Work, geomean, paired
+
+SHAPES = [(4096, 4096), (5120, 5120), (8192, 8192), (4096, 14336), (14336, 4096)]
+"""K x N: square ones of LoRAFusion's kernel benchmark, and gate/up and down of Llama-3.1-8B."""
+SWEEP_T = (2048, 4096, 6144, 8192, 12288, 16384)
+CONTENDERS = ["frozen", "packlora", "packlora_fp32", "peft_bf16", "peft_fp32_autocast"]
+COMPILED = "peft_compiled"
+PROTOCOL = (
+    "Forward and backward of one linear layer in bfloat16, LoRA alpha = 2 r. frozen: forward and input gradient of the "
+    "nn.Linear alone. packlora: packlora.accelerate on a real PEFT layer with bfloat16 adapters; _fp32: with PEFT's default "
+    "float32 adapters. peft_bf16, peft_fp32_autocast: PEFT's layer as it is, the second under torch.autocast. peft_compiled: "
+    "torch.compile of the bfloat16 one, at r 16 and dropout 0.1. Each contender runs in turn inside one loop in a new random "
+    "order each round; L2 flushed before each (256 MB written); CUDA events, no synchronisation inside the loop; 5 runs of "
+    "warm-up, 15 to 100 counted; ms are medians, ratios medians of the ratios within a round. Inputs, weights, B and the "
+    "upstream gradient are random and dense. peak_mib: of one forward and backward beyond what was allocated before. host_us: "
+    "until the host had launched everything."
+)
+LARGEST_DIFFERENCE = 0.02
+"""Relative Frobenius distance to PEFT in bfloat16 (unit roundoff 0.004) beyond which a result is wrong, not rounded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """sweep: measured for the curve over T alone, not for a table."""
+
+    K: int
+    N: int
+    T: int
+    rank: int = 16
+    dropout: float = 0.1
+    sweep: bool = False
+
+    @property
+    def label(self) -> str:
+        return f"{self.K}x{self.N} T{self.T} r{self.rank} p{self.dropout:g}"
+
+    @property
+    def main(self) -> bool:
+        """Part of the geometric means."""
+        return self.rank == 16 and self.dropout == 0.1 and not self.sweep
+
+
+def cases(options: Options) -> list[Case]:
+    """All cases, or the subset of `quick`; sizes of a toy on a CPU."""
+    if options.tiny:
+        return [Case(64, 96, 32), Case(64, 64, 64), Case(64, 96, 64, dropout=0.0)]
+    if options.quick:
+        return [Case(4096, 4096, T, dropout=p) for T in (2048, 8192) for p in (0.1, 0.0)]
+    out = [Case(K, N, T, dropout=p) for K, N in SHAPES for T in (2048, 8192) for p in (0.1, 0.0)]
+    out += [Case(K, K, 8192, rank) for K in (4096, 8192) for rank in (64, 128, 384)]
+    return out + [Case(K, K, T, sweep=True) for K in (4096, 5120, 8192) for T in SWEEP_T if T not in (2048, 8192)]
+
+
+class One(nn.Module):
+    """A model of one linear layer, for PEFT to wrap."""
+
+    def __init__(self, weight_NK: nn.Parameter) -> None:
+        super().__init__()
+        self.linear = nn.Linear(weight_NK.shape[1], weight_NK.shape[0], bias=False, device="meta")
+        self.linear.weight = weight_NK
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What all contenders of a case share. x: [4, T / 4, K], a leaf that wants a gradient; dy: [4, T / 4, N]."""
+
+    case: Case
+    x: torch.Tensor
+    dy: torch.Tensor
+    weight_NK: nn.Parameter
+    A_rK: torch.Tensor
+    B_Nr: torch.Tensor
+
+    @staticmethod
+    def random(case: Case, device: torch.device) -> Inputs:
+        torch.manual_seed(0)
+
+        def draw(*shape: int, scale: float = 1.0) -> torch.Tensor:
+            return (torch.randn(shape, device=device) * scale).to(torch.bfloat16)
+
+        x = draw(4, case.T // 4, case.K).requires_grad_()
+        weight = nn.Parameter(draw(case.N, case.K, scale=case.K**-0.5), requires_grad=False)
+        A, B = draw(case.rank, case.K, scale=case.K**-0.5), draw(case.N, case.rank, scale=0.02)
+        return Inputs(case, x, draw(4, case.T // 4, case.N), weight, A, B)
+
+
+def peft_model(
+    weight_NK: nn.Parameter, A_rK: torch.Tensor, B_Nr: torch.Tensor, dropout: float, wide: bool
+) -> tuple[Any, One, list[nn.Parameter]]:
+    """A PEFT model of one layer with the given adapter values.
+
+    Args:
+        wide: float32 adapter parameters, PEFT's default; else the weight's type.
+
+    Returns:
+        The PEFT model, the module inside to call, and the parameters that train.
+    """
+    rank = A_rK.shape[0]
+    config = LoraConfig(r=rank, lora_alpha=2 * rank, lora_dropout=dropout, target_modules=["linear"])
+    model = get_peft_model(One(weight_NK), config, autocast_adapter_dtype=wide).train()
+    layer = model.base_model.model.linear
+    with torch.no_grad():
+        layer.lora_A["default"].weight.copy_(A_rK)
+        layer.lora_B["default"].weight.copy_(B_Nr)
+    return model, model.base_model.model, [p for p in model.parameters() if p.requires_grad]
+
+
+def work(
+    call: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, dy: torch.Tensor, parameters: Sequence[torch.Tensor]
+) -> Work:
+    """One forward, and the backward from dy."""
+
+    def step() -> None:
+        call(x).backward(dy)
+
+    def clear() -> None:
+        x.grad = None
+        for parameter in parameters:
+            parameter.grad = None
+
+    return Work(step, clear)
+
+
+def contender(name: str, inputs: Inputs) -> Contender:
+    """By name: one of CONTENDERS, COMPILED, or packlora:PLAN."""
+
+    def make() -> Work:
+        if name == "frozen":
+            return work(One(inputs.weight_NK), inputs.x, inputs.dy, [])
+        wide = name in ("packlora_fp32", "peft_fp32_autocast")
+        model, one, parameters = peft_model(inputs.weight_NK, inputs.A_rK, inputs.B_Nr, inputs.case.dropout, wide)
+        call: Callable[[torch.Tensor], torch.Tensor] = one
+        if name.startswith("packlora"):
+            from packlora.accelerate import accelerate
+
+            accelerate(model, plan=plan_from_name(name.partition(":")[2]) if ":" in name else None)
+            if not wide and inputs.case.dropout == 0.0:
+                compare_with_peft(model, parameters, inputs)
+        elif name == COMPILED:
+            torch._dynamo.reset()  # else its limit of recompilations makes later cases run uncompiled
+            call = torch.compile(one)
+        elif name == "peft_fp32_autocast":
+            call = under_autocast(one, inputs.x.device)
+        return work(call, inputs.x, inputs.dy, parameters)
+
+    return Contender(name, make)
+
+
+def under_autocast(call: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> Callable[..., torch.Tensor]:
+    def wrapped(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(device.type, torch.bfloat16):
+            return call(x)
+
+    return wrapped
+
+
+def compare_with_peft(model: Any, parameters: list[nn.Parameter], inputs: Inputs) -> dict[str, float]:
+    """Relative Frobenius distance of y, dx, dA and dB to those of the untouched PEFT layer.
+
+    Raises:
+        AssertionError: one of them is larger than rounding can make it, so that the time of the contender means nothing.
+    """
+    _, one, own = peft_model(inputs.weight_NK, inputs.A_rK, inputs.B_Nr, 0.0, wide=False)
+    results = []
+    for call, adapter in ((model.base_model.model, parameters), (one, own)):
+        y = call(inputs.x)
+        results.append([y.detach(), *torch.autograd.grad(y, [inputs.x, *adapter], inputs.dy)])
+    names = ("y", "dx", "dA", "dB")
+    out = {
+        name: float((ours.float() - theirs.float()).norm() / theirs.float().norm())
+        for name, ours, theirs in zip(names, *results, strict=True)
+    }
+    for name, value in out.items():
+        if not value <= LARGEST_DIFFERENCE:
+            raise AssertionError(f"{name} differs from PEFT's by {value:.2g} (relative; at most {LARGEST_DIFFERENCE})")
+    return out
+
+
+def run(options: Options) -> Outcome:
+    """Measure; prints a line per case."""
+    names, chosen = choose(options.only, CONTENDERS, [COMPILED], cases(options))
+    rows = []
+    for case in chosen:
+        inputs = Inputs.random(case, options.device)
+        taking_part = list(names)
+        if case.main and not options.quick and not options.only:
+            taking_part.append(COMPILED)
+        timings = paired([contender(name, inputs) for name in taking_part], options.device)
+        row = {
+            "case": case.label, "K": case.K, "N": case.N, "T": case.T, "r": case.rank, "dropout": case.dropout,
+            "main": case.main, "sweep": case.sweep, **timings.row(),
+        }  # fmt: skip
+        peers = [name for name in taking_part if name.startswith("peft")]
+        row["vs_peft"] = {
+            own: {peer: timings.ratio(peer, own) for peer in peers} for own in taking_part if own.startswith("packlora")
+        }
+        rows.append(row)
+        print(progress_line(row), flush=True)
+    return Outcome(PROTOCOL, rows, options.keys(summary(rows)), table(rows))
+
+
+def progress_line(row: dict[str, Any]) -> str:
+    """One case: ms and the ratio to frozen of every contender, and what failed."""
+    ratios = row["over_frozen"]
+    parts = [
+        f"{name} {ms:.3f} ms" + (f" ({ratios[name]:.3f})" if ratios.get(name) is not None else "")
+        for name, ms in row["ms"].items()
+    ]
+    parts += [f"{name} FAILED: {error}" for name, error in row["failed"].items()]
+    return f"{row['case']}: " + " | ".join(parts)
+
+
+def best_peft(row: dict[str, Any], own: str = "packlora") -> float | None:
+    """Time of the fastest PEFT contender over packlora's; None where packlora or every peer failed."""
+    ratios = [value for value in row["vs_peft"].get(own, {}).values() if value is not None]
+    return min(ratios) if ratios else None
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The figures that are quoted. worst_vs_peft is None, not a minimum over fewer cases, where a case has no figure."""
+    out: dict[str, Any] = {}
+    main = [row for row in rows if row["main"]]
+    for T in sorted({row["T"] for row in main}):
+        at = [row for row in main if row["T"] == T]
+        for name in dict.fromkeys(name for row in at for name in [*row["over_frozen"], *row["failed"]]):
+            suffix = "" if name == "packlora" else f"_{name}"
+            out[f"over_frozen_T{T}_geomean{suffix}"] = geomean(row["over_frozen"].get(name) for row in at)
+    best = {row["case"]: best_peft(row) for row in rows}
+    measured = {case: value for case, value in best.items() if value is not None}
+    out["worst_vs_peft"] = min(measured.values()) if len(measured) == len(rows) else None
+    out["worst_vs_peft_case"] = min(measured, key=measured.__getitem__) if measured else None
+    wide = [row["vs_peft"].get("packlora_fp32", {}).get("peft_fp32_autocast") for row in rows]
+    out["worst_fp32_vs_peft_fp32"] = None if None in wide else min(wide, default=None)
+    return out
+
+
+def table(rows: list[dict[str, Any]]) -> list[str]:
+    """The main cases and the worst one."""
+    main = [row for row in rows if not row["sweep"]]
+    names = list(dict.fromkeys(name for row in main for name in row["over_frozen"]))
+    lines = [
+        [row["case"], f"{row['ms'].get('frozen', float('nan')):.3f}"]
+        + [f"{value:.3f}" if (value := row["over_frozen"].get(name)) is not None else "-" for name in names]
+        for row in main
+    ]
+    out = text_table(["case", "frozen ms", *(f"{name} /frozen" for name in names)], lines)
+    figures = summary(rows)
+    if figures["worst_vs_peft_case"] is not None:
+        worst = next(row for row in rows if row["case"] == figures["worst_vs_peft_case"])
+        out.append(f"worst case against the best PEFT: {worst['case']}, {best_peft(worst):.3f}x")
+    return out

@@ -1,0 +1,128 @@
+"""What a benchmark is asked to do and what it answers: the same for every name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from packlora.errors import InputError
+from packlora.ops.lora_linear.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """only: words that choose contenders and cases, see `choose`; layers: of the model, None for all of them."""
+
+    device: torch.device
+    quick: bool = False
+    only: tuple[str, ...] = ()
+    layers: int | None = None
+
+    @property
+    def tiny(self) -> bool:
+        """Sizes that a CPU runs in seconds: they test the benchmark and measure nothing."""
+        return self.device.type == "cpu"
+
+    def keys(self, summary: dict[str, Any]) -> dict[str, Any]:
+        """The summary, with keys that begin with `part_` where less than everything was measured: no figure of a part can
+        be taken for one of the whole."""
+        part = self.quick or self.only or self.layers is not None
+        return {f"part_{key}": value for key, value in summary.items()} if part else summary
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """table: the lines to print last. A figure of the summary that could not be measured is None."""
+
+    protocol: str
+    rows: list[dict[str, Any]]
+    summary: dict[str, Any]
+    table: list[str]
+
+
+class Labelled(Protocol):
+    @property
+    def label(self) -> str: ...
+
+
+Case = TypeVar("Case", bound=Labelled)
+
+
+def choose(
+    only: Sequence[str], contenders: Sequence[str], optional: Sequence[str], cases: Sequence[Case]
+) -> tuple[list[str], list[Case]]:
+    """Contenders and cases that `only` names.
+
+    A word is a contender, `packlora:PLAN` for packlora with a plan given by name, or one of the words of a case's label
+    (`4096x4096`, `T8192`). Words for the same place of a label are alternatives, words for different places must all
+    hold. frozen always takes part. Where no word names a contender, all of `contenders` do.
+
+    Args:
+        optional: contenders that take part only where they are named.
+
+    Raises:
+        InputError: a word that is none of these, or words that no case satisfies together.
+    """
+    places: dict[int, set[str]] = {}
+    named: list[str] = []
+    words = {(place, word) for case in cases for place, word in enumerate(case.label.split())}
+    for word in only:
+        found = {place for place, known in words if known == word}
+        if word in contenders or word in optional:
+            named.append(word)
+        elif word.startswith("packlora:"):
+            plan_from_name(word.partition(":")[2])
+            named.append(word)
+        elif found:
+            for place in found:
+                places.setdefault(place, set()).add(word)
+        else:
+            known = sorted({known for _, known in words})
+            raise InputError(
+                f"only: {word!r} is neither a contender ({', '.join([*contenders, *optional])}, packlora:PLAN) "
+                f"nor a word of a case ({', '.join(known)})"
+            )
+    chosen = [
+        case
+        for case in cases
+        if all(
+            place < len(case.label.split()) and case.label.split()[place] in accepted
+            for place, accepted in places.items()
+        )
+    ]
+    if not chosen:
+        raise InputError(f"only: no case has all of {', '.join(sorted(w for p in places.values() for w in p))}")
+    if not named:
+        return list(contenders), chosen
+    return list(dict.fromkeys(["frozen", *named])), chosen
+
+
+def plan_from_name(name: str) -> Plan:
+    """The plan whose `name` this is. Raises InputError where there is none."""
+    main, *extras = name.split("+")
+    parts = [part for half in _halves(main) for part in half.split("/")]
+    if len(parts) != 4:
+        raise InputError(f"plan {name!r}: expected DOWN/UP-GRAD/DX, for example {Plan().name}")
+    values: dict[str, str | bool] = dict(zip(("down", "up", "grad", "dx"), parts, strict=True))
+    for extra in extras:
+        part, colon, value = extra.partition(":")
+        if extra == "again":
+            values["keep_s"] = False
+        elif colon and part in ("dA", "dB"):
+            values[part] = value
+        else:
+            raise InputError(f"plan {name!r}: {extra!r} is not one of dA:xd, dB:xd, again")
+    try:
+        return Plan.from_dict(values)
+    except ValueError as error:
+        raise InputError(f"plan {name!r}: {error}") from None
+
+
+def _halves(main: str) -> list[str]:
+    """`mm/after` and `one-pass/after` of `mm/after-one-pass/after`: the first hyphen after the first slash parts them."""
+    slash = main.find("/")
+    hyphen = main.find("-", slash)
+    return [main] if slash < 0 or hyphen < 0 else [main[:hyphen], main[hyphen + 1 :]]

@@ -1,0 +1,206 @@
+"""Paired timing: every contender runs in turn inside one loop, so that clocks, heat and neighbours fall on all alike.
+
+Before each run the L2 cache is flushed (256 MB written). On a GPU a run lies between two CUDA events and the host never waits
+inside the loop, so it launches ahead as in training; on a CPU the clock is perf_counter and nothing is flushed. A ratio
+is the median over rounds of the ratio within a round. The order within a round is drawn anew each time: nobody always
+follows the same neighbour. A contender that fails, wherever it does, is kept with its error.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+FLUSH_BYTES = 256 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """step: one forward and backward. clear: drop the gradients it left, outside the clock."""
+
+    step: Callable[[], None]
+    clear: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """make builds its modules and inputs; it runs once, and what it allocates counts as the contender's own."""
+
+    name: str
+    make: Callable[[], Work]
+
+
+@dataclass(slots=True)
+class Timing:
+    """Of one contender.
+
+    ms: of every counted round. host_us: until the host had launched the run. own_bytes: kept between runs since it was built.
+    peak_bytes: of one run beyond what was allocated before it (None on a CPU). error: why there are no figures.
+    """
+
+    name: str
+    ms: list[float] = field(default_factory=list)
+    host_us: list[float] = field(default_factory=list)
+    own_bytes: int | None = None
+    peak_bytes: int | None = None
+    error: str | None = None
+
+
+@dataclass(slots=True)
+class Timings:
+    """Of all contenders of one case, in the order given."""
+
+    by_name: dict[str, Timing]
+
+    def ratio(self, name: str, to: str) -> float | None:
+        """Time of `name` over time of `to`, median over rounds; None where one of them failed or did not take part."""
+        above, below = self.by_name.get(name), self.by_name.get(to)
+        if above is None or below is None or above.error or below.error:
+            return None
+        return statistics.median(a / b for a, b in zip(above.ms, below.ms, strict=True))
+
+    def row(self) -> dict[str, Any]:
+        """What a results file keeps of a case: medians by contender, and the errors."""
+        done = {name: timing for name, timing in self.by_name.items() if timing.error is None}
+        out: dict[str, Any] = {"rounds": max((len(timing.ms) for timing in done.values()), default=0)}
+        out["ms"] = {name: statistics.median(timing.ms) for name, timing in done.items()}
+        out["over_frozen"] = {name: self.ratio(name, "frozen") for name in done if name != "frozen"}
+        out["host_us"] = {name: statistics.median(timing.host_us) for name, timing in done.items()}
+        out["peak_mib"] = {
+            name: timing.peak_bytes / 2**20 for name, timing in done.items() if timing.peak_bytes is not None
+        }
+        out["failed"] = {name: timing.error for name, timing in self.by_name.items() if timing.error is not None}
+        return out
+
+
+def geomean(values: Iterable[float | None]) -> float | None:
+    """None where a value is missing or there is none: a mean over fewer cases than asked for would mislead."""
+    values = list(values)
+    if not values or any(value is None for value in values):
+        return None
+    return statistics.geometric_mean(value for value in values if value is not None)
+
+
+def paired(
+    contenders: Sequence[Contender],
+    device: torch.device,
+    seconds: float = 1.5,
+    rounds: tuple[int, int] = (15, 100),
+    warmup: int = 3,
+    flush: bool = True,
+    seed: int = 0,
+) -> Timings:
+    """Build, warm up, then time the contenders in turn.
+
+    Args:
+        contenders: in the order they are built; names must differ.
+        seconds: how long the counted rounds should take together, on the clock on the wall.
+        rounds: fewest and most of them.
+        warmup: runs of each contender that are not counted (they compile and choose plans), before two whole rounds that
+            are not counted either.
+        flush: write 256 MB before each run; not done on a CPU.
+        seed: of the orders.
+    """
+    if len({contender.name for contender in contenders}) != len(contenders):
+        raise ValueError(f"names of contenders must differ, got {[contender.name for contender in contenders]}")
+    timings = Timings({contender.name: Timing(contender.name) for contender in contenders})
+    works: dict[str, Work] = {}
+    for contender in contenders:
+        timing = timings.by_name[contender.name]
+        try:
+            works[contender.name] = _warmed_up(contender, timing, device, warmup)
+        except Exception as error:  # a peer may fail in any way; the row says how
+            timing.error = _described(error)
+        if timing.error is not None:
+            _free(device)
+    scratch = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device) if flush and device.type == "cuda" else None
+    orders = random.Random(seed)
+    start = time.perf_counter()
+    _rounds(works, timings, device, 2, scratch, orders)
+    each = (time.perf_counter() - start) / 2
+    for timing in timings.by_name.values():
+        timing.ms, timing.host_us = [], []
+    count = min(max(round(seconds / max(each, 1e-9)), rounds[0]), rounds[1])
+    _rounds(works, timings, device, count, scratch, orders)
+    return timings
+
+
+def _warmed_up(contender: Contender, timing: Timing, device: torch.device, warmup: int) -> Work:
+    before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+    work = contender.make()
+    for _ in range(warmup):
+        work.clear()
+        work.step()
+    work.clear()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        resident = torch.cuda.memory_allocated(device)
+        timing.own_bytes = resident - before
+        torch.cuda.reset_peak_memory_stats(device)
+        work.step()
+        torch.cuda.synchronize(device)
+        timing.peak_bytes = torch.cuda.max_memory_allocated(device) - resident
+        work.clear()
+    return work
+
+
+def _rounds(
+    works: dict[str, Work],
+    timings: Timings,
+    device: torch.device,
+    count: int,
+    scratch: torch.Tensor | None,
+    orders: random.Random,
+) -> None:
+    """Run `count` rounds and add their times. A contender that fails leaves the loop."""
+    gpu = device.type == "cuda"
+    events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in works}
+    gc.collect()
+    gc.disable()  # a collection in the middle of a launch sequence would be charged to whoever it hits
+    try:
+        for number in range(count):
+            for name in orders.sample(list(works), len(works)):
+                timing = timings.by_name[name]
+                try:
+                    works[name].clear()
+                    if scratch is not None:
+                        scratch.fill_(number % 251)
+                    if gpu:
+                        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                        begin.record()
+                    start = time.perf_counter()
+                    works[name].step()
+                    seconds = time.perf_counter() - start
+                    if gpu:
+                        end.record()
+                        events[name].append((begin, end))
+                    else:
+                        timing.ms.append(seconds * 1e3)
+                    timing.host_us.append(seconds * 1e6)
+                    works[name].clear()
+                except Exception as error:
+                    timing.error = _described(error)
+                    del works[name]
+        if gpu:
+            torch.cuda.synchronize(device)
+            for name in works:
+                timings.by_name[name].ms += [begin.elapsed_time(end) for begin, end in events[name]]
+    finally:
+        gc.enable()
+
+
+def _described(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:400]
+
+
+def _free(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

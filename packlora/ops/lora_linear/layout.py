@@ -1,0 +1,226 @@
+"""Where everything of a group of layers lies: rows of the stacked A, columns of S, blocks of the flat B's; and the tables that
+tell a kernel which tokens, adapter and offsets are its own.
+
+A group is one or several frozen layers that read the same x. For one adapter the A's of all layers are stacked, so S of a
+token is one row `[S_layer0 | S_layer1 | ...]` of its own adapter; S is [T, width], width that of the widest adapter. Ranks
+are padded to a multiple of `align` with zeros (16 for the kernels, whose products need it; 1 for plain torch products).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from packlora.ops.dropout import dropout_threshold
+
+Value = TypeVar("Value")
+
+
+class Recent(Generic[Value]):
+    """The last `size` values of a pure function, by key."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._values: OrderedDict[Hashable, Value] = OrderedDict()
+
+    def get(self, key: Hashable, make: Callable[[], Value]) -> Value:
+        value = self._values.get(key)
+        if value is None:
+            value = self._values[key] = make()
+            if len(self._values) > self.size:
+                self._values.popitem(last=False)
+        else:
+            self._values.move_to_end(key)
+        return value
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """One adapter on one layer. A [r, K] and B [N, r] of any float dtype, on the layer's device."""
+
+    A: torch.Tensor
+    B: torch.Tensor
+    scaling: float
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One frozen layer of a group: weight [N, K], bias [N] or None, adapters by number."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    adapters: Mapping[int, LowRank]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Consecutive tokens of one adapter. Tokens in no run see the base model alone."""
+
+    adapter: int
+    start: int
+    stop: int
+    dropout: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Of one adapter on one layer: rank, padded rank, first column in S (and row in the adapter's stacked A), and first
+    element in the layer's flat B."""
+
+    rank: int
+    padded: int
+    column: int
+    b_offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """rows: (first row in the stacked A, padded rank over all layers) by adapter; places: by (adapter, layer)."""
+
+    rows: dict[int, tuple[int, int]]
+    places: dict[tuple[int, int], Place]
+    num_rows: int
+    width: int
+    b_sizes: tuple[int, ...]
+    max_padded: tuple[int, ...]
+    """Largest padded rank of each layer."""
+
+
+def make_layout(ranks: Sequence[Mapping[int, int]], sizes: Sequence[int], align: int) -> Layout:
+    """Lay out a group.
+
+    Args:
+        ranks: per layer, by adapter number.
+        sizes: N of each layer.
+        align: what padded ranks are multiples of.
+    """
+    rows: dict[int, tuple[int, int]] = {}
+    places: dict[tuple[int, int], Place] = {}
+    b_sizes, largest, first = [0] * len(sizes), [0] * len(sizes), 0
+    for number in sorted({number for by_adapter in ranks for number in by_adapter}):
+        column = 0
+        for layer, by_adapter in enumerate(ranks):
+            rank = by_adapter.get(number, 0)
+            if rank:
+                padded = -(-rank // align) * align
+                places[number, layer] = Place(rank, padded, column, b_sizes[layer])
+                b_sizes[layer] += sizes[layer] * padded
+                largest[layer] = max(largest[layer], padded)
+                column += padded
+        rows[number] = (first, column)
+        first += column
+    width = max((padded for _, padded in rows.values()), default=0)
+    return Layout(rows, places, first, width, tuple(b_sizes), tuple(largest))
+
+
+class Packed:
+    """A's of a group stacked and B's flattened, in the compute dtype and padded with zeros.
+
+    `refresh` copies the parameters in. With `trusted` versions a parameter is copied only when its version counter has moved
+    since; without, always: optimizers that write through `.data` or by their own kernels do not move the counter.
+    """
+
+    def __init__(self, layout: Layout, K: int, dtype: torch.dtype, device: torch.device, trusted: bool = False) -> None:
+        self.layout, self.trusted = layout, trusted
+        self.A_RK = torch.zeros(layout.num_rows, K, dtype=dtype, device=device)
+        self.B = [torch.zeros(size, dtype=dtype, device=device) for size in layout.b_sizes]
+        self._seen: dict[tuple[int, int], tuple[int, int, int, int]] = {}
+
+    def refresh(self, layers: Sequence[Layer]) -> None:
+        with torch.no_grad():
+            for (number, index), place in self.layout.places.items():
+                low, layer = layers[index].adapters[number], layers[index]
+                if self.trusted:
+                    seen = (id(low.A), low.A._version, id(low.B), low.B._version)
+                    if self._seen.get((number, index)) == seen:
+                        continue
+                    self._seen[number, index] = seen
+                first = self.layout.rows[number][0] + place.column
+                self.A_RK[first : first + place.rank].copy_(low.A)
+                self.b_block(number, index, len(layer.weight))[:, : place.rank].copy_(low.B)
+
+    def b_block(self, number: int, index: int, N: int) -> torch.Tensor:
+        """B of one adapter on one layer, [N, padded]."""
+        place = self.layout.places[number, index]
+        return self.B[index][place.b_offset : place.b_offset + N * place.padded].view(N, place.padded)
+
+
+# --- tables on the device ----------------------------------------------------------------------------------------------
+
+
+def cover(runs: Sequence[Run], num_tokens: int) -> list[tuple[int, int, int, float]]:
+    """(adapter, start, stop, dropout) over all tokens in order; adapter -1 where no run is."""
+    out: list[tuple[int, int, int, float]] = []
+    end = 0
+    for run in sorted(runs, key=lambda run: run.start):
+        if run.start > end:
+            out.append((-1, end, run.start, 0.0))
+        out.append((run.adapter, run.start, run.stop, run.dropout))
+        end = run.stop
+    if end < num_tokens:
+        out.append((-1, end, num_tokens, 0.0))
+    return out
+
+
+class RunTables:
+    """Tokens cut into blocks that never cross from one run into another; one table per block size, one copy to the device.
+
+    A row is (adapter or -1, start, stop, dropout threshold), int32.
+    """
+
+    def __init__(self, runs: Sequence[Run], num_tokens: int, device: torch.device, sizes: Sequence[int]) -> None:
+        flat: list[int] = []
+        bounds: dict[int, tuple[int, int]] = {}
+        parts = cover(runs, num_tokens)
+        for size in dict.fromkeys(sizes):
+            first = len(flat) // 4
+            for adapter, start, stop, p in parts:
+                threshold = dropout_threshold(p)
+                for at in range(start, stop, size):
+                    flat += (adapter, at, min(at + size, stop), threshold)
+            bounds[size] = (first, len(flat) // 4)
+        table = torch.tensor(flat, dtype=torch.int32).view(-1, 4)
+        if device.type == "cuda":
+            table = table.pin_memory().to(device, non_blocking=True)
+        self.blocks = {size: table[first:last] for size, (first, last) in bounds.items()}
+        self.dropout = any(run.dropout > 0 for run in runs)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupTables:
+    """A group's offsets on the device; -1 and unknown adapters are never looked up, absent ones have rank 0.
+
+    rows: int32 [adapters, 2], (first row in the stacked A, padded rank over all layers).
+    places: per layer int32 [adapters, 4], (column in S, offset in flat B, padded rank, 0).
+    scalings: per layer float32 [adapters].
+    """
+
+    rows: torch.Tensor
+    places: list[torch.Tensor]
+    scalings: list[torch.Tensor]
+
+
+def make_group_tables(layout: Layout, scalings: Mapping[tuple[int, int], float], num: int, device: Any) -> GroupTables:
+    """`num`: one more than the largest adapter number that a run may have."""
+    layers = range(len(layout.b_sizes))
+    rows = [[0, 0] for _ in range(num)]
+    for number, (first, padded) in layout.rows.items():
+        rows[number] = [first, padded]
+    places = [[[0, 0, 0, 0] for _ in range(num)] for _ in layers]
+    factors = [[0.0] * num for _ in layers]
+    for (number, layer), place in layout.places.items():
+        places[layer][number] = [place.column, place.b_offset, place.padded, 0]
+        factors[layer][number] = scalings[number, layer]
+
+    def put(values: Any, dtype: torch.dtype) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype).to(device)
+
+    return GroupTables(
+        put(rows, torch.int32),
+        [put(table, torch.int32) for table in places],
+        [put(table, torch.float32) for table in factors],
+    )

@@ -1,0 +1,113 @@
+"""Case: everything of a group of layers and of a microbatch that decides which plan is fastest, and nothing else.
+
+Rates of dropout, scalings and values do not matter to time, so they are not in it; neither does the order of the adapters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+def token_bucket(tokens: int) -> int:
+    """The next of 1, 2, 3, 4, 6, 8, 12, 16, 24, ... (powers of two and 1.5 times them): at most half more than `tokens`.
+
+    Raises:
+        ValueError: tokens is not positive.
+    """
+    if tokens < 1:
+        raise ValueError(f"a case needs at least one token, got {tokens}")
+    power = 1 << (tokens - 1).bit_length()
+    between = power // 4 * 3
+    return between if tokens <= between else power
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A group of layers that read the same x, and the adapters of a microbatch on it. `Case.of` puts it in normal form."""
+
+    device: str
+    """cpu or cuda."""
+    dtype: str
+    """Of x and W, for example bfloat16."""
+    tokens: int
+    """A bucket, see token_bucket."""
+    K: int
+    Ns: tuple[int, ...]
+    """Outputs of each layer."""
+    ranks: tuple[tuple[int, ...], ...]
+    """By adapter, then by layer; 0 where the adapter does not target the layer."""
+    drops: tuple[bool, ...]
+    """By adapter: whether it has dropout."""
+    biases: tuple[bool, ...]
+    """By layer: whether it has a bias."""
+    covered: bool = True
+    """Every token belongs to an adapter."""
+    needs: tuple[bool, bool, bool] = (True, True, True)
+    """Whether the gradients of x, of the A's and of the B's are wanted."""
+    dora: bool = False
+    """One of the adapters is a DoRA adapter."""
+    tf32: bool = False
+    """float32 products may be rounded to TF32."""
+
+    @staticmethod
+    def of(
+        device: torch.device,
+        dtype: torch.dtype,
+        tokens: int,
+        K: int,
+        Ns: Sequence[int],
+        ranks: Iterable[Sequence[int]],
+        drops: Iterable[bool],
+        biases: Sequence[bool],
+        covered: bool = True,
+        needs: tuple[bool, bool, bool] = (True, True, True),
+        dora: bool = False,
+    ) -> Case:
+        """In normal form: tokens in their bucket, adapters that target none of the layers left out (their tokens are then
+        nobody's), the others in a fixed order.
+
+        Raises:
+            ValueError: lengths do not agree, or a number is not positive.
+        """
+        given = [(tuple(by_layer), drop) for by_layer, drop in zip(ranks, drops, strict=True)]
+        adapters = sorted(((by_layer, drop) for by_layer, drop in given if any(by_layer)), reverse=True)
+        if len(biases) != len(Ns) or any(len(by_layer) != len(Ns) for by_layer, _ in adapters) or not Ns:
+            raise ValueError(f"{len(Ns)} layers, but {len(biases)} biases and ranks {[ranks for ranks, _ in adapters]}")
+        if min(K, *Ns) < 1 or any(rank < 0 for by_layer, _ in adapters for rank in by_layer):
+            raise ValueError(f"K {K}, N {tuple(Ns)} must be positive and ranks {[ranks for ranks, _ in adapters]} not negative")
+        tf32 = device.type == "cuda" and dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
+        return Case(
+            device.type, str(dtype).removeprefix("torch."), token_bucket(tokens), K, tuple(Ns),
+            tuple(by_layer for by_layer, _ in adapters), tuple(drop for _, drop in adapters), tuple(biases),
+            covered and len(adapters) == len(given), needs, dora, tf32,
+        )  # fmt: skip
+
+    @property
+    def single(self) -> bool:
+        """One adapter owns all tokens."""
+        return self.covered and len(self.ranks) == 1
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
+
+    @property
+    def key(self) -> str:
+        """One line for files and tables: `cuda bfloat16 T2048 K4096 N4096+1024 r16+16/8+0 drop1/0 grads:xAB`, then, where they
+        hold: bias1+0, base-only-tokens, dora, tf32."""
+        words = [
+            self.device, self.dtype, f"T{self.tokens}", f"K{self.K}", f"N{'+'.join(map(str, self.Ns))}",
+            f"r{'/'.join('+'.join(map(str, by_layer)) for by_layer in self.ranks) or '-'}",
+            f"drop{'/'.join(str(int(drop)) for drop in self.drops) or '-'}",
+            f"grads:{''.join(name for name, need in zip('xAB', self.needs, strict=True) if need) or '-'}",
+        ]  # fmt: skip
+        if any(self.biases):
+            words.append(f"bias{'+'.join(str(int(bias)) for bias in self.biases)}")
+        for word, holds in (("base-only-tokens", not self.covered), ("dora", self.dora), ("tf32", self.tf32)):
+            if holds:
+                words.append(word)
+        return " ".join(words)

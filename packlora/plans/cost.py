@@ -1,0 +1,258 @@
+"""What a plan costs before anything is measured: exact FLOPs, bytes moved, and a roofline estimate of the time.
+
+A plan is laid out as its steps, forward and backward. FLOPs count multiply and add (2 T K N for a product) of the matrix
+products alone; each step is taken to read its operands and write its result once. Of a batch with several adapters the
+tokens are taken to be shared out evenly, tokens without an adapter being one more share.
+
+Shapes: T tokens, t tokens of one adapter, K inputs, N outputs, r rank, R ranks of one adapter over the layers of the group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+import torch
+
+from packlora.ops.lora_linear.plan import Plan
+from packlora.plans.case import Case
+
+Phase = Literal["forward", "backward"]
+
+DROPOUT_BYTES, DROPOUT_LAUNCHES = 60, 16
+"""Of ops.dropout in torch, beside reading and writing x: its integer operations, each a pass over int32 [T, K / 2]."""
+TRITON_GEMM = 1.04
+"""A fused GEMM's time over cuBLAS: geometric mean of five shapes on an H200 at rank 16, T = 8192 (1.01 to 1.07)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One kernel or a few of the same kind. `slower`: factor on its arithmetic over the library's product."""
+
+    phase: Phase
+    name: str
+    flops: int
+    bytes: int
+    launches: int = 1
+    slower: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Sustained FLOP/s and bytes/s of a device for one dtype, and the seconds that each launch adds."""
+
+    flops: float
+    bandwidth: float
+    launch: float
+
+
+def flops(plan: Plan, case: Case, phase: Phase | None = None) -> int:
+    """Of forward and backward, or of one of them."""
+    return sum(step.flops for step in steps(plan, case) if phase in (None, step.phase))
+
+
+def bytes_moved(plan: Plan, case: Case, phase: Phase | None = None) -> int:
+    """Of forward and backward, or of one of them."""
+    return sum(step.bytes for step in steps(plan, case) if phase in (None, step.phase))
+
+
+def seconds(plan: Plan, case: Case, machine: Machine) -> float:
+    """Roofline estimate: each step takes the longer of its arithmetic and its traffic, and its launches."""
+    return sum(
+        max(step.flops * step.slower / machine.flops, step.bytes / machine.bandwidth) + step.launches * machine.launch
+        for step in steps(plan, case)
+    )
+
+
+def steps(plan: Plan, case: Case) -> tuple[Step, ...]:
+    """Everything that the plan runs for the case, forward first."""
+    return (*_forward(plan, _Sizes.of(case)), *_backward(plan, _Sizes.of(case)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """A case in numbers: e bytes of an element, `tokens` of each adapter, R_a ranks of each adapter over all layers."""
+
+    case: Case
+    e: int
+    tokens: tuple[int, ...]
+    R_a: tuple[int, ...]
+
+    @staticmethod
+    @lru_cache(maxsize=256)
+    def of(case: Case) -> _Sizes:
+        shares = max(len(case.ranks) + (not case.covered), 1)
+        part, rest = divmod(case.tokens, shares)
+        tokens = tuple(part + (number < rest) for number in range(len(case.ranks)))
+        return _Sizes(case, case.torch_dtype.itemsize, tokens, tuple(sum(by_layer) for by_layer in case.ranks))
+
+    def adapters(self) -> Iterator[tuple[int, int, bool]]:
+        """(t, R, has dropout) of each."""
+        return zip(self.tokens, self.R_a, self.case.drops, strict=True)
+
+    def on_layer(self, layer: int) -> list[tuple[int, int]]:
+        """(t, r) of each adapter that targets the layer."""
+        return [(t, ranks[layer]) for t, ranks in zip(self.tokens, self.case.ranks, strict=True) if ranks[layer]]
+
+    def mm(self, phase: Phase, name: str, m: int, k: int, n: int, extra: int = 0, slower: float = 1.0) -> Step:
+        """[m, k] @ [k, n]; `extra` elements are read or written beside operands and result."""
+        return Step(phase, name, 2 * m * k * n, self.e * (m * k + k * n + m * n + extra), slower=slower)
+
+    def drop(self, phase: Phase, t: int) -> Step:
+        K = self.case.K
+        return Step(phase, "dropout", 0, t * K * (4 * self.e + DROPOUT_BYTES), DROPOUT_LAUNCHES)
+
+
+def _kernel(phase: Phase, name: str, parts: Iterable[tuple[int, int]], e: int, launches: int = 1) -> Step:
+    """One kernel for several (FLOPs, elements)."""
+    every = list(parts)
+    return Step(phase, name, sum(f for f, _ in every), e * sum(n for _, n in every), launches)
+
+
+def _down(plan: Plan, s: _Sizes, phase: Phase) -> Iterator[Step]:
+    """S of every adapter: the A's of a group's layers are stacked, x is read once."""
+    K = s.case.K
+    if plan.down == "routed":
+        yield _kernel(phase, "S = xd A'", ((2 * t * K * R, t * K + R * K + t * R) for t, R, _ in s.adapters()), s.e)
+        return
+    for t, R, drops in s.adapters():
+        if drops:
+            yield s.drop(phase, t)
+        yield s.mm(phase, "S = xd A'", t, K, R)
+
+
+def _forward(plan: Plan, s: _Sizes) -> Iterator[Step]:
+    T, K = s.case.tokens, s.case.K
+    if plan.up != "merged" and s.case.ranks:
+        yield from _down(plan, s, "forward")
+    for layer, N in enumerate(s.case.Ns):
+        adapters = s.on_layer(layer)
+        if not adapters:
+            yield s.mm("forward", "y = x W'", T, K, N)
+        elif plan.up == "merged":
+            yield s.mm("forward", "W + s B A", N, adapters[0][1], K, extra=N * K)
+            yield s.mm("forward", "y = x (W + s B A)'", T, K, N)
+        elif plan.up == "fused":
+            low_rank = [(2 * t * r * N, t * r + r * N) for t, r in adapters]
+            work = 2 * T * K * N + sum(f for f, _ in low_rank)
+            size = T * K + K * N + T * N + sum(n for _, n in low_rank)
+            yield Step("forward", "y = x W' + s S B'", work, s.e * size, slower=TRITON_GEMM)
+        elif plan.up == "routed":
+            low_rank = [(2 * t * r * N, t * r + r * N) for t, r in adapters]
+            yield _kernel("forward", "y = s S B'", [*low_rank, (0, T * N)], s.e)
+            yield s.mm("forward", "y += x W'", T, K, N, extra=T * N)
+        else:
+            before = plan.up == "before"
+            products = [
+                s.mm("forward", "y = s S B'" if before else "y += s S B'", t, r, N, extra=0 if before else t * N)
+                for t, r in adapters
+            ]
+            base = s.mm("forward", "y += x W'" if before else "y = x W'", T, K, N, extra=T * N if before else 0)
+            yield from (*products, base) if before else (base, *products)
+
+
+def _backward(plan: Plan, s: _Sizes) -> Iterator[Step]:
+    T, K = s.case.tokens, s.case.K
+    need_x, need_A, need_B = s.case.needs
+    if not s.case.ranks:
+        need_A = need_B = False
+    via_xd_A, via_xd_B = need_A and plan.dA == "xd", need_B and plan.dB == "xd"
+    need_dS = bool(s.case.ranks) and ((need_A and not via_xd_A) or (need_x and plan.dx != "merged"))
+
+    # 1. xd again, where a plain product reads it, and S again, where it was not kept
+    again = need_B and not via_xd_B and not plan.keep_s
+    if plan.down == "mm" and again:
+        yield from _down(plan, s, "backward")
+    elif via_xd_A or via_xd_B or (need_A and plan.dx != "routed"):
+        yield from (s.drop("backward", t) for t, _, drops in s.adapters() if drops)
+
+    # 2. what reads d, layer by layer
+    for layer, N in enumerate(s.case.Ns):
+        adapters = s.on_layer(layer)
+        if plan.grad == "one-pass" and adapters:
+            pair = ((4 * t * N * r, t * N + 2 * (N * r + t * r)) for t, r in adapters)
+            yield _kernel("backward", "dS = s d B, dB = s d' S", pair, s.e, launches=2)
+        for t, r in adapters:
+            if need_dS and plan.grad == "mm":
+                yield s.mm("backward", "dS = s d B", t, N, r)
+            if need_B and not via_xd_B and plan.grad == "mm":
+                yield s.mm("backward", "dB = s d' S", N, t, r)
+            if via_xd_A or via_xd_B:
+                yield s.mm("backward", "d' xd", N, t, K)
+            if via_xd_A:
+                yield s.mm("backward", "dA = s B' (d' xd)", r, N, K)
+            if via_xd_B:
+                yield s.mm("backward", "dB = s (d' xd) A'", N, K, r)
+
+    # 3. dA and dx
+    if plan.dx == "routed" and s.case.ranks:
+        products, passes = need_x + need_A, K * (need_x + need_A)
+        pair = ((products * 2 * t * R * K, t * passes + products * (R * K + t * R)) for t, R, _ in s.adapters())
+        yield _kernel("backward", "dx = dropout'(dS A), dA = dS' xd", pair, s.e, launches=1 + need_A)
+    elif need_A and not via_xd_A:
+        yield from (s.mm("backward", "dA = dS' xd", R, t, K) for t, R, _ in s.adapters())
+    if not need_x:
+        return
+    written = plan.dx in ("before", "routed")  # onto which the base products accumulate
+    if plan.dx == "before":
+        yield from _low_rank_dx(s, onto=False)
+    for layer, N in enumerate(s.case.Ns):
+        adapters = s.on_layer(layer)
+        if plan.dx == "merged" and adapters:
+            yield s.mm("backward", "W + s B A", N, adapters[0][1], K, extra=N * K)
+        yield s.mm("backward", "dx += d W" if written else "dx = d W", T, N, K, extra=T * K if written else 0)
+        written = True
+    if plan.dx == "after":
+        yield from _low_rank_dx(s, onto=True)
+
+
+def _low_rank_dx(s: _Sizes, onto: bool) -> Iterator[Step]:
+    """dropout'(dS A) of every adapter, written or added to dx."""
+    K = s.case.K
+    for t, R, drops in s.adapters():
+        yield s.mm("backward", "dx += dS A" if onto else "dx = dS A", t, R, K, extra=t * K if onto and not drops else 0)
+        if drops:
+            yield s.drop("backward", t)
+            if onto:
+                yield Step("backward", "dx += dropout'(dS A)", 0, s.e * 3 * t * K)
+
+
+# --- devices -----------------------------------------------------------------------------------------------------------
+
+_PER_CYCLE = {  # dense multiply-add FLOPs of one multiprocessor in a cycle, by compute capability: (16-bit, TF32, float32)
+    (7, 0): (1024, 128, 128), (7, 5): (1024, 128, 128), (8, 0): (2048, 1024, 128), (8, 6): (1024, 512, 256),
+    (8, 9): (1024, 512, 256), (9, 0): (4096, 2048, 256), (10, 0): (8192, 4096, 256), (12, 0): (1024, 512, 256),
+}  # fmt: skip
+REACHED = (0.75, 0.85)
+"""Share of the peak arithmetic and bandwidth that large products and copies reach (H200: 770 of 989 TFLOP/s, 4.24 of 4.9)."""
+GPU_LAUNCH, CPU_LAUNCH = 5e-6, 3e-6
+CPU_PER_CYCLE = {"AVX512": 64, "AVX2": 32}
+"""float32 FLOPs of a core in a cycle, by torch's name for the instructions; 8 for others."""
+CPU_CLOCK, CPU_BANDWIDTH = 2.5e9, 10e9
+"""Nominal: clock of a core, and bytes/s of the first core; the choice depends on their ratio alone."""
+
+
+@lru_cache
+def machine(device: torch.device, dtype: str, tf32: bool = False) -> Machine:
+    """Roofline of a device, from what its driver says of it; nothing is measured.
+
+    A GPU that is not in the table is taken for the newest one before it.
+    """
+    if device.type != "cuda":
+        per_cycle = CPU_PER_CYCLE.get(torch.backends.cpu.get_cpu_capability(), 8)
+        threads = torch.get_num_threads()
+        width = getattr(torch, dtype).itemsize
+        arithmetic = CPU_CLOCK * per_cycle * threads * min(1.0, 4 / width)
+        return Machine(arithmetic, CPU_BANDWIDTH * min(threads, 8), CPU_LAUNCH)
+    found = torch.cuda.get_device_properties(device)
+    known = max((c for c in _PER_CYCLE if c <= (found.major, found.minor)), default=(7, 0))
+    half, tf, single = _PER_CYCLE[known]
+    per_cycle = half if dtype in ("float16", "bfloat16") else tf if tf32 else single
+    if dtype == "float64":
+        per_cycle = single // 2
+    clock = 1e3 * getattr(found, "clock_rate", 0) or 1.7e9  # kHz
+    memory = 1e3 * getattr(found, "memory_clock_rate", 0) * 2 * getattr(found, "memory_bus_width", 0) / 8
+    peak = per_cycle * found.multi_processor_count * clock
+    return Machine(peak * REACHED[0], (memory or 2e12) * REACHED[1], GPU_LAUNCH)

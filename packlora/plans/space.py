@@ -1,0 +1,110 @@
+"""The plans that may be used for a case, and RunLoRA's names for some of them.
+
+RunLoRA (Cherniuk et al., arXiv 2312.03415) chooses among 4 forwards and 8 backwards of one adapter on one layer; each of them
+is a Plan. Its forward3 is forward1 with the products in the other order, its forward4 is forward2 without flattening a
+batch, which packed tokens do not have. Its further 35 variants differ in when tensors are freed, not in what is computed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from functools import lru_cache
+from typing import Any
+
+from packlora.ops.lora_linear.plan import CHAIN, Plan
+from packlora.plans.case import Case
+
+TRITON_DTYPES = ("float16", "bfloat16", "float32")
+
+RUNLORA_FORWARD: dict[str, dict[str, Any]] = {
+    "forward1": {"up": "after"},
+    "forward2": {"up": "merged"},
+    "forward3": {"up": "before"},
+    "forward4": {"up": "merged"},
+}
+RUNLORA_BACKWARD: dict[str, dict[str, Any]] = {
+    "b1": {"dA": "dS", "dB": "S", "dx": "after"},
+    "b2": {"dA": "dS", "dB": "xd", "dx": "after"},
+    "b3": {"dA": "xd", "dB": "xd", "dx": "after"},
+    "b4": {"dA": "xd", "dB": "xd", "dx": "merged"},
+    "b5": {"dA": "dS", "dB": "S", "dx": "merged"},
+    "b6": {"dA": "xd", "dB": "S", "dx": "after"},
+    "b7": {"dA": "xd", "dB": "S", "dx": "merged"},
+    "b8": {"dA": "dS", "dB": "xd", "dx": "merged"},
+}
+
+
+def runlora_plan(forward: str, backward: str) -> Plan:
+    """RunLoRA's graph by its two names. S is never saved there, so `keep_s` is False.
+
+    Raises:
+        ValueError: no such name.
+    """
+    for name, names in ((forward, RUNLORA_FORWARD), (backward, RUNLORA_BACKWARD)):
+        if name not in names:
+            raise ValueError(f"RunLoRA has no graph {name!r}; it has {', '.join(names)}")
+    return Plan(keep_s=False, **RUNLORA_FORWARD[forward], **RUNLORA_BACKWARD[backward])
+
+
+@lru_cache(maxsize=4096)
+def legal_plans(case: Case, lossy: bool = False) -> tuple[Plan, ...]:
+    """All plans for the case, the plain chain first. Of plans that would do the same there, one is listed.
+
+    Args:
+        lossy: with plans that round more than the chain does.
+    """
+    every = (
+        Plan(*parts)  # type: ignore[arg-type]
+        for parts in itertools.product(
+            ("mm", "routed"), ("after", "before", "routed", "fused", "merged"), ("mm", "one-pass"),
+            ("after", "before", "routed", "merged"), ("dS", "xd"), ("S", "xd"), (True, False),
+        )
+    )  # fmt: skip
+    return (CHAIN, *(plan for plan in every if plan != CHAIN and why_illegal(plan, case, lossy) is None))
+
+
+def why_illegal(plan: Plan, case: Case, lossy: bool = False) -> str | None:
+    """Why the plan may not be used for the case, or None where it may. The plain chain always may."""
+    if plan == CHAIN:
+        return None
+    if case.dora:
+        return "DoRA has the plain chain alone"
+    if not case.ranks:
+        return "no adapter is there: the frozen layer has one way to be computed"
+    return _why_not_here(plan, case, lossy) or _why_pointless(plan, case)
+
+
+def _why_not_here(plan: Plan, case: Case, lossy: bool) -> str | None:
+    """It would compute something else, or could not run."""
+    through_xd = "xd" in (plan.dA, plan.dB)
+    if plan.lossy and not lossy:
+        return "a merged weight rounds more than the chain and was not asked for"
+    if plan.lossy and any(case.drops):
+        return "a merged weight has no place for dropout"
+    if (plan.lossy or through_xd or not plan.keep_s) and not case.single:
+        return "merged weights, products through d' xd and S computed again are for one adapter that owns all tokens"
+    if plan.needs_triton:
+        if case.device != "cuda" or case.dtype not in TRITON_DTYPES:
+            return f"Triton kernels are for {', '.join(TRITON_DTYPES)} on a GPU"
+        if plan.lossy or through_xd or not plan.keep_s:
+            return "merged weights, products through d' xd and S computed again are made of plain products"
+    return None
+
+
+def _why_pointless(plan: Plan, case: Case) -> str | None:
+    """Another plan does exactly the same for this case."""
+    need_x, need_A, need_B = case.needs
+    if plan.dA == "xd" and not need_A:
+        return "dA is not wanted"
+    if plan.dB == "xd" and not need_B:
+        return "dB is not wanted"
+    if plan.grad == "one-pass" and not (need_B and (need_x or need_A)):
+        return "one-pass gives dS and dB; one of them is not wanted"
+    if plan.dx != "after" and not need_x and not (plan.dx == "routed" and need_A):
+        return "dx is not wanted"
+    kept = plan.up != "merged" and plan.dB == "S"
+    if not need_B and not plan.keep_s:
+        return "S is not used in the backward"
+    if need_B and not kept and plan.keep_s:
+        return "S is not computed in the forward, or not used in the backward"
+    return None

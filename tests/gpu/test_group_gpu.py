@@ -1,0 +1,70 @@
+"""Groups of layers on a GPU: the kernels and the torch plans against the specification in float64.
+
+make gpu
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from group_cases import largest_errors, make_case, run_group, run_reference
+
+from packlora.ops.lora_linear.plan import CHAIN, ROUTED, Plan
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+
+SEED = random.SystemRandom().randrange(2**31)
+BEFORE = Plan(up="before", dx="before")
+CASES: dict[str, dict[str, Any]] = {
+    "one adapter": {"ranks": [[16]], "dropouts": [0.1]},
+    "rank 1, nothing dropped": {"ranks": [[1]], "dropouts": [0.0]},
+    "rank 384": {"ranks": [[384]], "dropouts": [0.1]},
+    "rank 1024": {"ranks": [[1024]], "dropouts": [0.0]},
+    "siblings": {"ranks": [[16, 16, 16]], "dropouts": [0.1]},
+    "four adapters": {"ranks": [[8], [16], [32], [64]], "dropouts": [0.0, 0.05, 0.1, 0.1]},
+    "six adapters, siblings, some absent": {
+        "ranks": [[8, 0, 2], [0, 0, 5], [1, 2, 3], [0, 0, 0], [17, 64, 130], [4, 4, 4]],
+        "dropouts": [0.0, 0.3, 0.1, 0.2, 0.4, 0.0],
+    },
+    "no adapters": {"ranks": [], "dropouts": []},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("plan", [CHAIN, BEFORE, ROUTED], ids=lambda plan: plan.name)
+@pytest.mark.parametrize("kind", CASES.values(), ids=CASES.keys())
+def test_plans_are_as_exact_as_torch_in_the_same_dtype(kind: dict[str, Any], plan: Plan, dtype: torch.dtype) -> None:
+    """max|out - ref64| <= 2 max|plain torch - ref64| + 1e-6, over two draws; poisoned buffers, odd sizes, ragged runs."""
+    ours: dict[str, float] = {}
+    plain: dict[str, float] = {}
+    for trial in range(2):
+        sizes = [770, 257, 515][: len(kind["ranks"][0]) if kind["ranks"] else 1]
+        case = make_case(
+            1003 + trial, 515 + 13 * trial, sizes, with_bias=True, seed=SEED + trial, dtype=dtype, device="cuda", **kind
+        )
+        want = run_reference(case, torch.float64)
+        largest_errors(ours, run_group(case, dtype, plan, poison=True), want)
+        largest_errors(plain, run_reference(case, dtype), want)
+    for name in ours:
+        assert ours[name] <= 2 * plain[name] + 1e-6, f"{name}: {ours[name]:.3g} against {plain[name]:.3g}, seed {SEED}"
+
+
+def test_more_tokens_than_24576_and_unaligned_rows() -> None:
+    case = make_case(30011, 72, [136], [[16], [9]], [0.1, 0.0], False, SEED, torch.bfloat16, "cuda")
+    ours: dict[str, float] = {}
+    plain: dict[str, float] = {}
+    want = run_reference(case, torch.float64)
+    largest_errors(ours, run_group(case, torch.bfloat16, ROUTED, poison=True), want)
+    largest_errors(plain, run_reference(case, torch.bfloat16), want)
+    for name in ours:
+        assert ours[name] <= 2 * plain[name] + 1e-6, name
+
+
+def test_the_kernels_give_the_same_bits_every_time() -> None:
+    case = make_case(2000, 512, [768], [[16], [33]], [0.1, 0.2], True, SEED, torch.bfloat16, "cuda")
+    first, second = (run_group(case, torch.bfloat16, ROUTED, torch.float32) for _ in range(2))
+    for name in first:
+        assert torch.equal(first[name], second[name]), name

@@ -1,0 +1,193 @@
+"""One adapter by plain products in every association: against the specification in float64, and counted as they run."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from packlora.ops.dropout import token_keys
+from packlora.ops.lora_linear import reference
+from packlora.ops.lora_linear.plan import CHAIN, ROUTED, Plan
+from packlora.ops.lora_linear.products import Dropout, backward, forward, lora_linear_products
+from packlora.ops.lora_linear.reference import Segment
+from packlora.plans.case import Case
+from packlora.plans.cost import flops
+from packlora.plans.space import RUNLORA_BACKWARD, RUNLORA_FORWARD, legal_plans, runlora_plan
+
+SEED = random.SystemRandom().randrange(2**31)
+NAMES = [f"{forward}-{backward}" for forward, backward in itertools.product(RUNLORA_FORWARD, RUNLORA_BACKWARD)]
+CPU = torch.device("cpu")
+
+
+def operands(dtype: torch.dtype = torch.float64, seed: int = SEED, with_bias: bool = True) -> dict[str, Any]:
+    """Random operands; B is as large as A, the bias is trained."""
+    rng, g = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
+    T, K, N, r = (int(n) for n in rng.integers([5, 6, 6, 1], [40, 48, 48, 9]))
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=g, dtype=torch.float64).to(dtype)
+
+    return {
+        "x": randn(T, K), "weight": randn(N, K), "bias": randn(N) if with_bias else None, "A": randn(r, K),
+        "B": randn(N, r), "scaling": float(rng.uniform(0.3, 3)), "keys": torch.from_numpy(token_keys(seed, 1, 0, T)),
+        "salt": int(rng.integers(2**32)), "dy": randn(T, N),
+    }  # fmt: skip
+
+
+LEAVES = ("x", "A", "B", "bias")
+
+
+def outcome(function: Any, c: dict[str, Any], names: tuple[str, ...] = LEAVES) -> dict[str, torch.Tensor]:
+    """y and the gradients of the named operands."""
+    leaves = {name: c[name].clone().requires_grad_() for name in names if c[name] is not None}
+    y = function({**c, **leaves})
+    grads = torch.autograd.grad(y, list(leaves.values()), c["dy"])
+    return {"y": y.detach()} | dict(zip(leaves, grads, strict=True))
+
+
+def by_reference(p: float) -> Any:
+    def run(c: dict[str, Any]) -> torch.Tensor:
+        seg = Segment(0, len(c["x"]), c["scaling"], p, c["A"], c["B"])
+        return reference.lora_linear(c["x"], c["weight"], c["bias"], [seg], c["keys"], c["salt"])
+
+    return run
+
+
+def by_products(plan: Plan, p: float) -> Any:
+    def run(c: dict[str, Any]) -> torch.Tensor:
+        return lora_linear_products(
+            c["x"], c["weight"], c["bias"], c["A"], c["B"], c["scaling"], c["keys"], p, c["salt"], plan
+        )
+
+    return run
+
+
+def assert_same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
+    assert got.keys() == want.keys()
+    for name, value in want.items():
+        error, size = (got[name] - value).abs().max(), value.abs().max()
+        assert error <= 1e-12 * size, f"{name} is off by {error:.1e} of {size:.1e} (seed {SEED})"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_graph_of_runlora_gives_the_specified_numbers(name: str) -> None:
+    c = operands()
+    assert_same(outcome(by_products(runlora_plan(*name.split("-")), 0.0), c), outcome(by_reference(0.0), c))
+
+
+def plain_plans(drops: bool, needs: tuple[bool, bool, bool] = (True, True, True)) -> tuple[Plan, ...]:
+    case = Case.of(CPU, torch.float64, 8, 8, [8], [[2]], [drops], [False], needs=needs)
+    return legal_plans(case, lossy=True)
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3])
+@pytest.mark.parametrize("with_bias", [False, True], ids=["", "bias"])
+def test_every_legal_plan_of_one_adapter_gives_the_specified_numbers(p: float, with_bias: bool) -> None:
+    plans = plain_plans(bool(p))
+    assert len(plans) == (24 if p else 48)  # by hand: up x dx x dA x (S kept, S again, xd)
+    for number, plan in enumerate(plans):
+        c = operands(seed=SEED + number, with_bias=with_bias)
+        assert_same(outcome(by_products(plan, p), c), outcome(by_reference(p), c))
+
+
+@pytest.mark.parametrize("needs", [*itertools.product((False, True), repeat=3)][1:], ids=str)
+def test_only_the_wanted_gradients_are_made_and_they_are_right(needs: tuple[bool, bool, bool]) -> None:
+    names = tuple(name for name, need in zip("xAB", needs, strict=True) if need)
+    for plan in plain_plans(False, needs):
+        c = operands()
+        assert_same(outcome(by_products(plan, 0.0), c, names), outcome(by_reference(0.0), c, names))
+
+
+@pytest.mark.parametrize("p", [0.0, 0.2])
+def test_the_counted_products_are_those_of_the_cost_model(p: float) -> None:
+    """Every legal plan, forward and backward apart, with every choice of wanted gradients; exact."""
+    checked = 0
+    for needs in [*itertools.product((False, True), repeat=3)][1:]:
+        for plan in {*plain_plans(bool(p), needs), *(() if p else map(runlora_plan, *zip(*(n.split("-") for n in NAMES))))}:
+            c = operands(seed=SEED + checked)
+            (T, K), (N, r) = c["x"].shape, c["B"].shape
+            case = Case("cpu", "float64", T, K, (N,), ((r,),), (bool(p),), (True,), True, needs)
+            leaves = {n: c[n].clone().requires_grad_(need) for n, need in zip(("x", "A", "B"), needs, strict=True)}
+            with FlopCounterMode(display=False) as counter:
+                y = by_products(plan, p)({**c, **leaves})
+            assert counter.get_total_flops() == flops(plan, case, "forward"), (plan.name, needs)
+            with FlopCounterMode(display=False) as counter:
+                torch.autograd.grad(y, [leaf for leaf in leaves.values() if leaf.requires_grad], c["dy"])
+            assert counter.get_total_flops() == flops(plan, case, "backward"), (plan.name, needs)
+            checked += 1
+    assert checked > 150 if not p else checked > 60
+
+
+@pytest.mark.parametrize("name", ["forward1-b1", "forward3-b6", "forward2-b4"])
+def test_wide_adapters_on_narrow_tokens_are_as_exact_as_the_same_products_in_torch(name: str) -> None:
+    """x and W in bfloat16, A, B and bias in float32: gradients come back in float32, errors at most twice torch's own."""
+    plan, wide = runlora_plan(*name.split("-")), operands(torch.float32)
+    narrow = {key: wide[key].bfloat16() if key in ("x", "weight", "dy") else wide[key] for key in wide}
+    exact = {k: v.bfloat16().double() if isinstance(v, torch.Tensor) and k != "keys" else v for k, v in wide.items()}
+
+    def in_torch(c: dict[str, Any]) -> torch.Tensor:
+        A, B, bias = (c[name].bfloat16() for name in ("A", "B", "bias"))
+        if plan.lossy:
+            return torch.nn.functional.linear(c["x"], c["weight"] + (c["scaling"] * B.float() @ A.float()).bfloat16(), bias)
+        return torch.nn.functional.linear(c["x"], c["weight"], bias) + c["scaling"] * (c["x"] @ A.T) @ B.T
+
+    want = outcome(by_reference(0.0), exact)
+    got, plain = outcome(by_products(plan, 0.0), narrow), outcome(in_torch, narrow)
+    for leaf in LEAVES:
+        assert got[leaf].dtype == narrow[leaf].dtype
+        error, own = (got[leaf].double() - want[leaf]).abs().max(), (plain[leaf].double() - want[leaf]).abs().max()
+        assert error <= 2 * own + 1e-6, f"{leaf}: {error:.2e} against torch's {own:.2e} (seed {SEED})"
+    assert got["y"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("dx", ["after", "before", "merged"])
+@pytest.mark.parametrize("p", [0.0, 0.4])
+def test_dx_of_a_layer_is_added_to_that_of_its_siblings(dx: Any, p: float) -> None:
+    if dx == "merged" and p:
+        pytest.skip("merged dx has no dropout")
+    c, plan = operands(), Plan(dx=dx)
+    drop, others = Dropout(c["keys"], c["salt"], p), torch.randn_like(c["x"])
+    _, S = forward(c["x"], c["weight"], c["bias"], c["A"], c["B"], c["scaling"], drop, plan)
+    buffer = others.clone()
+    dx_TK, _, _ = backward(
+        c["dy"], c["x"], c["weight"], c["A"], c["B"], S, c["scaling"], drop, plan, (True, True, True), buffer
+    )
+    assert dx_TK is buffer
+    torch.testing.assert_close(buffer - others, outcome(by_reference(p), c)["x"], rtol=0, atol=1e-11)
+
+
+def test_nothing_of_the_size_of_the_weight_is_saved() -> None:
+    c = operands()
+    for plan in plain_plans(False):
+        leaves = {name: c[name].clone().requires_grad_() for name in LEAVES}
+        saved: list[torch.Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, saved=saved: saved.append(t) or t, lambda t: t):  # type: ignore[func-returns-value]
+            by_products(plan, 0.0)({**c, **leaves})
+        known = {t.data_ptr() for t in (*leaves.values(), c["weight"], c["keys"])}
+        extra = [tuple(t.shape) for t in saved if t.data_ptr() not in known]
+        assert extra == ([(len(c["x"]), len(c["A"]))] if plan.keep_s else []), plan.name
+
+
+@pytest.mark.parametrize(
+    ("plan", "p", "words"),
+    [
+        (ROUTED, 0.0, "not plain matrix products"),
+        (runlora_plan("forward2", "b1"), 0.1, "no place for dropout"),
+        (runlora_plan("forward1", "b5"), 0.1, "no place for dropout"),
+        (Plan(up="merged"), 0.0, "keep_s must be False"),
+    ],
+)
+def test_plans_that_cannot_be_computed_are_refused(plan: Plan, p: float, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        by_products(plan, p)(operands())
+
+
+def test_dropout_without_keys_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"dropout needs keys \[\d+, 2\], got None"):
+        by_products(CHAIN, 0.1)(operands() | {"keys": None})
