@@ -59,9 +59,147 @@ def speed() -> list[str]:
     return lines
 
 
+def measured(name: str) -> dict[str, Any] | None:
+    """A results file of a whole benchmark on a GPU, or None while there is none.
+
+    Raises:
+        ValueError: the file holds a part of the benchmark (--quick, --only, --layers), which is not for the README.
+    """
+    if not (ROOT / "benchmarks" / "results" / f"{name}.json").exists():
+        return None
+    file = results(name)
+    if any(key.startswith("part_") for key in file["summary"]):
+        raise ValueError(f"{name}.json holds a part of the benchmark; run it without --quick, --only and --layers")
+    return file
+
+
+def ratio(value: float | None) -> str:
+    return "failed" if value is None else f"{value:.2f}"
+
+
+def layer() -> list[str]:
+    """One layer over the frozen layer, and over PEFT."""
+    file = measured("layer-h200")
+    if file is None:
+        return []
+    summary = file["summary"]
+    names = {
+        "packlora": "packlora", "packlora_fp32": "packlora, fp32 adapters", "peft_bf16": "PEFT",
+        "peft_compiled": "PEFT, torch.compile", "peft_fp32_autocast": "PEFT, fp32 adapters",
+    }  # fmt: skip
+    lines = [
+        f"One linear layer with LoRA r 16, dropout 0.1, on one {file['device']}, bfloat16: time of forward and backward over "
+        "that of the same frozen layer, forward and input gradient "
+        "([layer-h200.json](benchmarks/results/layer-h200.json)):",
+        "",
+        f"| inputs x outputs, tokens | frozen, ms | {' | '.join(names.values())} |",
+        f"|---|---|{'---|' * len(names)}",
+    ]
+    for T in (8192, 2048):
+        for row in file["rows"]:
+            if row["main"] and row["T"] == T:
+                cells = [ratio(row["over_frozen"].get(name)) for name in names]
+                lines.append(f"| {row['K']} x {row['N']}, {T} | {row['ms']['frozen']:.3f} | {' | '.join(cells)} |")
+        keys = [f"over_frozen_T{T}_geomean" + ("" if name == "packlora" else f"_{name}") for name in names]
+        lines.append(f"| geometric mean, {T} | | {' | '.join(ratio(summary.get(key)) for key in keys)} |")
+    if summary["worst_vs_peft"] is not None:
+        lines += [
+            "",
+            f"Over all {len(file['rows'])} cases of that file (ranks to 384, with and without dropout, 2048 to 16384 tokens) "
+            f"packlora is at least {summary['worst_vs_peft']:.2f}x as fast as the fastest way of PEFT "
+            f"(least at {summary['worst_vs_peft_case']}).",
+        ]
+    return lines
+
+
+def multi() -> list[str]:
+    """Four adapters in one batch over the frozen layer."""
+    file = measured("multi-h200")
+    if file is None:
+        return []
+    names = {"packlora": "packlora", "peft_bf16": "PEFT", "peft_fp32_autocast": "PEFT, fp32 adapters"}
+    lines = [
+        f"Four adapters in one batch (ranks 8, 16, 32, 64) on one {file['device']}, time over that of the frozen layer; PEFT "
+        "runs one adapter after the other ([multi-h200.json](benchmarks/results/multi-h200.json)):",
+        "",
+        f"| inputs x outputs, tokens | frozen, ms | {' | '.join(names.values())} |",
+        f"|---|---|{'---|' * len(names)}",
+    ]
+    for T in (8192, 2048):
+        for row in file["rows"]:
+            if row["T"] == T:
+                cells = [ratio(row["over_frozen"].get(name)) for name in names]
+                lines.append(f"| {row['K']} x {row['N']}, {T} | {row['ms']['frozen']:.3f} | {' | '.join(cells)} |")
+        keys = [f"over_frozen_T{T}_geomean" + ("" if name == "packlora" else f"_{name}") for name in names]
+        lines.append(f"| geometric mean, {T} | | {' | '.join(ratio(file['summary'].get(key)) for key in keys)} |")
+    return lines
+
+
+def graphs() -> list[str]:
+    """RunLoRA's settings over the frozen model."""
+    file = measured("graphs-h200")
+    if file is None:
+        return []
+    names = {
+        "packlora": "packlora", "packlora_merged": "packlora, merged (rounds more)", "peft_bf16": "PEFT",
+        "peft_fp32_autocast": "PEFT, fp32 adapters",
+    }  # fmt: skip
+    titles = {"llama60m": "Llama 60M", "llama250m": "Llama 250M", "llama1_3b": "Llama 1.3B"}
+    lines = [
+        f"Whole models in RunLoRA's settings on one {file['device']}, time of a step over that of the frozen model "
+        "([graphs-h200.json](benchmarks/results/graphs-h200.json)):",
+        "",
+        f"| model, rank | frozen, ms | {' | '.join(names.values())} |",
+        f"|---|---|{'---|' * len(names)}",
+    ]
+    for row in file["rows"]:
+        cells = [ratio(row["over_frozen"].get(name)) for name in names]
+        lines.append(f"| {titles[row['case']]}, r {row['r']} | {row['ms']['frozen']:.0f} | {' | '.join(cells)} |")
+    return lines
+
+
+def model() -> list[str]:
+    """A whole model and single decoder layers over the frozen ones."""
+    file = measured("model-h200")
+    if file is None:
+        return []
+    lines = [
+        f"Llama-3.1-8B's shape, LoRA r 16, dropout 0.1, 4 x 2048 tokens on one {file['device']}, forward and backward "
+        "([model-h200.json](benchmarks/results/model-h200.json)):",
+        "",
+        "| | ms | over frozen | peak GiB |",
+        "|---|---|---|---|",
+    ]
+    for row in file["rows"]:
+        if row["kind"] == "model":
+            tail = ", checkpointing" if row["checkpointing"] else ""
+            for name, title in (("frozen", "frozen"), ("packlora", "packlora"), ("peft_bf16", "PEFT")):
+                if name in row["ms"]:
+                    over = "1" if name == "frozen" else ratio(row["over_frozen"].get(name))
+                    lines.append(f"| {title}{tail} | {row['ms'][name]:.0f} | {over} | {row['gib'][name]:.1f} |")
+                else:
+                    lines.append(f"| {title}{tail} | failed | | |")
+    lines += [
+        "",
+        "One decoder layer, time over that of the frozen layer:",
+        "",
+        "| layer, tokens | packlora | PEFT |",
+        "|---|---|---|",
+    ]
+    for row in file["rows"]:
+        if row["kind"] == "layer":
+            cells = " | ".join(ratio(row["over_frozen"].get(name)) for name in ("packlora", "peft_bf16"))
+            lines.append(f"| {row['shape']}, {row['T']} | {cells} |")
+    return lines
+
+
+SECTIONS = (parity, speed, layer, multi, graphs, model)
+
+
 def filled(readme: str) -> str:
-    """The README with its figures brought up to date."""
-    text = "\n".join([*parity(), "", *speed(), ""])
+    """The README with its figures brought up to date; a section without a results file is left out."""
+    parts = [lines for section in SECTIONS if (lines := section())]
+    text = "\n".join(line for lines in parts for line in (*lines, ""))
     return MARKS.sub(lambda match: match[1] + "\n" + text + "\n" + match[2], readme)
 
 

@@ -22,8 +22,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from packlora.bench.results import write_results
 from packlora.adapters.attach import attach
+from packlora.bench.results import write_results
 from packlora.config import Run
 from packlora.data.dataset import JobData
 from packlora.demo_model import demo_model_folder

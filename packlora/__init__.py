@@ -2,6 +2,7 @@
 
     import packlora
     result = packlora.train("run.yaml")        # or a packlora.Run object
+    report = packlora.accelerate(model)        # any PEFT LoRA model, in place; packlora.restore(model) undoes it
 
 Importing the package does not import torch, so that `packlora --help` answers at once.
 """
@@ -12,14 +13,16 @@ import importlib
 from typing import Any
 
 __version__ = "0.1.0"
-__all__ = ["InputError", "Run", "__version__", "train"]
+__all__ = ["InputError", "Run", "__version__", "accelerate", "restore", "train"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "train":  # the module itself is callable, see the end of train.py
-        return importlib.import_module("packlora.train")
+    if name in ("train", "accelerate"):  # the modules themselves are callable, see the ends of the files
+        return importlib.import_module(f"packlora.{name}")
     if name == "Run":
         return importlib.import_module("packlora.config").Run
     if name == "InputError":
         return importlib.import_module("packlora.errors").InputError
+    if name == "restore":
+        return importlib.import_module("packlora.accelerate").restore
     raise AttributeError(f"module 'packlora' has no attribute {name!r}; it has {', '.join(__all__)}")

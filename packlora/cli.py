@@ -88,6 +88,52 @@ def plan(run: RunFile, overrides: Set = None) -> None:
 
 
 @app.command()
+def tune(
+    run: Annotated[
+        Path | None, typer.Argument(metavar="RUN.yaml", help="The run file; without one, usual layers.")
+    ] = None,
+    overrides: Set = None,
+    lossy: Annotated[
+        bool,
+        typer.Option("--lossy", help="Also measure plans that round more than the plain products (merged weights)."),
+    ] = False,
+) -> None:
+    """Measure the ways to compute a layer on this device now, and remember the fastest."""
+
+    def action() -> None:
+        from packlora.config import load_run
+        from packlora.tune import tune as measure_plans
+
+        if run is None and overrides:
+            raise InputError("--set changes keys of a run file, and none was given")
+        tuned = measure_plans(load_run(run, overrides) if run else None, lossy=lossy)
+        raise typer.Exit(0 if all(item.plan for item in tuned) else 1)
+
+    _guarded(action)
+
+
+@app.command()
+def bench(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="layer, multi, graphs or model.")],
+    out: Annotated[Path, typer.Option(metavar="FILE", help="The JSON file to write.")],
+    quick: Annotated[bool, typer.Option("--quick", help="A subset in seconds.")] = False,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:<number>.")] = "auto",
+    only: Annotated[str | None, typer.Option(help="Contenders, packlora:PLAN, words of cases; commas between.")] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="model: shrink it to so many layers.")] = None,
+    plots: Annotated[bool, typer.Option("--plots", help="Also write pictures beside FILE.")] = False,
+    ncu: Annotated[bool, typer.Option("--ncu", help="layer: print the command lines that count DRAM traffic.")] = False,
+) -> None:
+    """Measure packlora against the frozen model and PEFT."""
+
+    def action() -> None:
+        from packlora.bench import run_bench
+
+        raise typer.Exit(run_bench(name, out, quick, device, only, layers, plots, ncu))
+
+    _guarded(action)
+
+
+@app.command()
 def merge(
     adapter: Annotated[Path, typer.Argument(metavar="ADAPTER_DIR", help="A PEFT adapter folder.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write the merged model to; must not exist.")],

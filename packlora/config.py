@@ -186,6 +186,8 @@ class Run(_Strict):
     eval_every: int = Field(0, ge=0)
     """Optimizer steps of a job between evaluations of its eval_path; 0 only before and after training."""
     trust_remote_code: bool = False
+    liger: bool | Literal["auto"] = "auto"
+    """liger-kernel's norms, rotary embedding and gated activations; auto takes what is installed and fits, on a GPU."""
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
     schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
     jobs: list[JobConfig] = Field(min_length=1)
@@ -353,7 +355,7 @@ def _explain(error: Any, tree: Any) -> str:
 
 def _is_tag(loc: tuple[Any, ...], index: int) -> bool:
     """Pydantic names the branch of a union in the location (str, list[str], literal['auto']), and marks bad keys."""
-    after_union = index > 0 and loc[index - 1] in {"target_modules", "max_tokens_per_microbatch"}
+    after_union = index > 0 and loc[index - 1] in {"target_modules", "max_tokens_per_microbatch", "liger"}
     return loc[index] == "[key]" or (after_union and isinstance(loc[index], str))
 
 

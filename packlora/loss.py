@@ -12,17 +12,34 @@ import torch.nn.functional as F
 from transformers import PreTrainedModel
 
 from packlora.data.collate import IGNORE, PackedBatch
-from packlora.model import packed_logits
+from packlora.model import packed_hidden, packed_logits, plain_head
+from packlora.ops.linear_cross_entropy import linear_cross_entropy
 
 
-def token_losses(model: PreTrainedModel, batch: PackedBatch) -> torch.Tensor:
-    """Cross entropy [L] of the label tokens, in float32 (float64 for a float64 model); 0 for padding rows.
+def token_losses(
+    model: PreTrainedModel, batch: PackedBatch, weights_L: torch.Tensor | None = None, fused: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cross entropy of the label tokens. The router must be set to the batch's tokens.
 
-    The router must be set to the batch's tokens.
+    Args:
+        model: frozen, with adapters attached.
+        batch: on the model's device.
+        weights_L: of each label's loss in the total; None is 1 for each.
+        fused: the logits are the output layer's alone (Base.fused_loss), so they need not exist all at once.
+
+    Returns:
+        losses [L] without gradient, in float32 (float64 for a float64 model), 0 for padding rows; and the root for
+        backward, whose gradient is each label's own weight. Its value mixes jobs, and is for nothing.
     """
-    logits_LV = packed_logits(model, batch.input_ids_T, batch.position_ids_T, batch.sample_lengths, batch.rows_L)
+    head = plain_head(model) if fused else None
+    at = (batch.input_ids_T, batch.position_ids_T, batch.sample_lengths, batch.rows_L)
+    if head is not None:
+        return linear_cross_entropy(packed_hidden(model, *at), head.weight, head.bias, batch.labels_L, weights_L)
+    logits_LV = packed_logits(model, *at)
     wide = logits_LV.to(torch.promote_types(logits_LV.dtype, torch.float32))
-    return F.cross_entropy(wide, batch.labels_L, reduction="none", ignore_index=IGNORE)
+    losses_L = F.cross_entropy(wide, batch.labels_L, reduction="none", ignore_index=IGNORE)
+    total = losses_L.sum() if weights_L is None else (losses_L * weights_L.to(losses_L)).sum()
+    return losses_L.detach(), total
 
 
 def sum_by_owner(losses_L: torch.Tensor, batch: PackedBatch, num_owners: int) -> torch.Tensor:

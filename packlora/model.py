@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from packlora.config import Run
 from packlora.demo_model import base_path
 from packlora.errors import InputError
+from packlora.liger import use_liger
 from packlora.ops.attention import packed_attention
 
 ATTENTION = "packlora"
@@ -72,6 +73,10 @@ class Base:
     path: str
     """Folder or hub id that was loaded; for the packaged model its folder."""
     warnings: list[str]
+    fused_loss: bool = False
+    """Whether the logits are the output layer's alone, so that the loss need not hold them: see loss.py."""
+    liger: list[str] = field(default_factory=list)
+    """Parts of the model that liger-kernel runs."""
 
 
 def choose_device(name: str) -> torch.device:
@@ -145,8 +150,9 @@ def load_base(run: Run, tokenizer: Any) -> Base:
     model.to(device)
     own_logits = _own_logits(model)
     notes = prepare_model(model, run.gradient_checkpointing)
-    _check_packing(model, own_logits, path)
-    return Base(model, tokenizer, device, path, notes)
+    replaced = use_liger(model, run.liger)
+    fused_loss = _check_packing(model, own_logits, path)
+    return Base(model, tokenizer, device, path, notes, fused_loss, replaced)
 
 
 def prepare_model(model: PreTrainedModel, gradient_checkpointing: bool) -> list[str]:
@@ -202,11 +208,15 @@ def _own_logits(model: PreTrainedModel) -> torch.Tensor:
 
 
 @torch.no_grad()
-def _check_packing(model: PreTrainedModel, own_logits: torch.Tensor, path: str) -> None:
+def _check_packing(model: PreTrainedModel, own_logits: torch.Tensor, path: str) -> bool:
     """Refuse a model that packed attention does not serve: most such models would run, and train something else.
 
     Two samples are packed, three times; the first one is another one the third time. The second one must always have the
     same bits, and the logits that the untouched model gives it alone.
+
+    Returns:
+        Whether the output layer on the decoder's hidden states gives these logits too, to the bit. It does not where a
+        model scales or caps its logits, or treats the hidden states first.
 
     Raises:
         InputError: the model mixes tokens outside its attention (convolutions, recurrences, position biases), its attention
@@ -233,6 +243,14 @@ def _check_packing(model: PreTrainedModel, own_logits: torch.Tensor, path: str) 
     difference = float((outputs[0] - own_logits).norm() / own_logits.norm())
     if not difference < PROBE_ERROR[model.dtype]:
         raise InputError(what + f"its attention is of another kind (its own logits differ by {difference:.1%})")
+    head = plain_head(model)
+    if head is None:
+        return False
+    try:
+        hidden = packed_hidden(model, ids, positions, lengths, rows)
+        return torch.equal(torch.nn.functional.linear(hidden[None], head.weight, head.bias)[0].double(), outputs[2])
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
+        return False  # a model that cannot be run without its output layer
 
 
 def packed_logits(
@@ -255,3 +273,28 @@ def packed_logits(
     )
     logits: torch.Tensor = output.logits[0]
     return logits
+
+
+def packed_hidden(
+    model: PreTrainedModel,
+    input_ids_T: torch.Tensor,
+    position_ids_T: torch.Tensor,
+    sample_lengths: Sequence[int],
+    rows_L: torch.Tensor,
+) -> torch.Tensor:
+    """What the output layer is given for packed_logits, [L, D]. Only for a model whose output layer comes last: fused_loss."""
+    output = model.base_model(
+        input_ids=input_ids_T[None],
+        position_ids=position_ids_T[None],
+        use_cache=False,
+        sample_lengths=tuple(sample_lengths),
+    )
+    hidden: torch.Tensor = output.last_hidden_state[0, rows_L]
+    return hidden
+
+
+def plain_head(model: PreTrainedModel) -> torch.nn.Linear | None:
+    """The output layer, if it is a frozen linear layer that carries no adapter."""
+    head = model.get_output_embeddings()
+    frozen = type(head) is torch.nn.Linear and not any(parameter.requires_grad for parameter in head.parameters())
+    return head if frozen else None

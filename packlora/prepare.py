@@ -24,12 +24,14 @@ from packlora.demo_model import base_path
 from packlora.errors import InputError
 from packlora.files import LOCK, TEMPORARY
 from packlora.job import learning_rates
+from packlora.liger import check_liger
 from packlora.model import choose_device, load_skeleton, load_tokenizer
 
 AUTO_BUDGET = {"cpu": 2048, "cuda": 8192}
 """Tokens of a microbatch for max_tokens_per_microbatch: auto, by device, where no sample is longer."""
 FREE_TO_CHANGE = {
     "output_dir", "save_every", "eval_every", "gradient_checkpointing", "device", "max_tokens_per_microbatch", "schedule",
+    "liger",
 }  # fmt: skip
 """Keys of the run file that may differ when a run is resumed; of a job also how long it trains."""
 
@@ -66,6 +68,7 @@ def prepare(run: Run, max_steps: int | None = None) -> Prepared:
         max_steps: train no job for more optimizer steps than this.
     """
     device = choose_device(run.device)
+    check_liger(run.liger, device, run.dtype)
     configs = {job.name: _adapter_config(job, run) for job in run.jobs}
     rows = {job.name: read_rows(job.data.path, job.name) for job in run.jobs}
     eval_rows = {job.name: read_rows(job.data.eval_path, job.name) for job in run.jobs if job.data.eval_path}
@@ -183,7 +186,7 @@ def _changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 def versions() -> dict[str, str]:
     """Of Python and of the packages that can change a number."""
     out = {"python": platform.python_version(), "packlora": packlora.__version__}
-    for package in ("torch", "triton", "transformers", "tokenizers", "peft", "safetensors", "numpy"):
+    for package in ("torch", "triton", "transformers", "tokenizers", "peft", "safetensors", "numpy", "liger-kernel"):
         try:
             out[package] = version(package)
         except PackageNotFoundError:

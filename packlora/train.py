@@ -39,6 +39,7 @@ from packlora.job import Job
 from packlora.loss import sum_by_owner, token_losses
 from packlora.metrics import JsonLines, keep_lines
 from packlora.model import Base, load_base
+from packlora.plans.select import Planner
 from packlora.prepare import Prepared, check_output, prepare, processor_name, source_commit, versions
 from packlora.progress import Progress
 from packlora.report import write_report
@@ -120,7 +121,8 @@ def _set_up(run: Run, saved: dict[str, Any] | None, max_steps: int | None) -> Tr
 
     # 2. Load the base model once and put all adapters on it.
     base = load_base(run, prepared.tokenizer)
-    router, adapters = attach(base.model, {job.config.name: job.spec for job in prepared.jobs}, run.seed)
+    planner = Planner(base.device)
+    router, adapters = attach(base.model, {job.config.name: job.spec for job in prepared.jobs}, run.seed, planner)
     jobs = []
     for item, adapter in zip(prepared.jobs, adapters, strict=True):
         if item.config.adapter.init_from is not None:
@@ -255,10 +257,10 @@ class Trainer:
             weights[number] = self.jobs[number].grad_scale / self.jobs[number].label_tokens(step)
         try:
             with self.router.route(batch.tokens):
-                losses_L = token_losses(self.base.model, batch)
-                # Each label's own weight is the gradient of the whole, so losses of different jobs are never added up.
-                weights_L = torch.from_numpy(weights).to(losses_L)[batch.owners_L]
-                losses_L.backward(weights_L)
+                # Each label's own weight is its gradient; the total is for backward alone, whatever NaN is in it.
+                weights_L = torch.from_numpy(weights).to(self.base.device)[batch.owners_L]
+                losses_L, total = token_losses(self.base.model, batch, weights_L, self.base.fused_loss)
+                total.backward()
         except torch.OutOfMemoryError as error:
             raise MemoryError(
                 f"out of memory on {self.base.device} in a microbatch of {batch.tokens.total} tokens; lower "
@@ -352,7 +354,7 @@ class Trainer:
             ]
             batch = collate(packed, self.base.device)
             with self.router.route(batch.tokens):
-                losses_L = token_losses(self.base.model, batch)
+                losses_L, _ = token_losses(self.base.model, batch, fused=self.base.fused_loss)
             total += sum_by_owner(losses_L, batch, len(self.jobs)).cpu().numpy()
         for job in jobs:
             loss = float(total[job.adapter.number]) / sum(sample.num_labels for sample in samples[job.name])
@@ -473,8 +475,13 @@ def run_record(prepared: Prepared, base: Base, jobs: list[Job]) -> dict[str, Any
         "versions": versions(),
         "device": device_name(base.device),
         "commit": source_commit(),
-        "model": {"path": base.path, "parameters": prepared.parameters, "type": prepared.model_type},
-        "plan": "chain",
+        "model": {
+            "path": base.path,
+            "parameters": prepared.parameters,
+            "type": prepared.model_type,
+            "loss": "fused" if base.fused_loss else "logits",
+            "liger": base.liger,
+        },
         "jobs": described,
         "warnings": prepared.warnings + base.warnings,
         "result": None,

@@ -47,7 +47,8 @@ def make_case(
     n = len(ranks)
     cuts = [0, *np.sort(rng.choice(np.arange(1, T), size=2 * n - 1, replace=False)).tolist(), T] if n else []
     runs = tuple(
-        Run(int(adapter), cuts[2 * i], cuts[2 * i + 1], dropouts[adapter]) for i, adapter in enumerate(rng.permutation(n))
+        Run(int(adapter), cuts[2 * i], cuts[2 * i + 1], dropouts[adapter])
+        for i, adapter in enumerate(rng.permutation(n))
     )
     layers = []
     for index, N in enumerate(sizes):
@@ -57,13 +58,15 @@ def make_case(
             if own[index]
         }
         layers.append(Layer(scaled(N, K), randn(N) if with_bias else None, adapters))
-    keys = torch.from_numpy(np.concatenate([token_keys(seed, 3, s, 5) for s in range(-(-T // 5))])[:T].copy()).to(device)
-    return GroupCase(
-        randn(T, K), tuple(layers), runs, keys, int(rng.integers(2**32)), [randn(T, N) for N in sizes]
+    keys = torch.from_numpy(np.concatenate([token_keys(seed, 3, s, 5) for s in range(-(-T // 5))])[:T].copy()).to(
+        device
     )
+    return GroupCase(randn(T, K), tuple(layers), runs, keys, int(rng.integers(2**32)), [randn(T, N) for N in sizes])
 
 
-def cast(case: GroupCase, dtype: torch.dtype, operands: torch.dtype | None = None) -> tuple[GroupCase, dict[str, torch.Tensor]]:
+def cast(
+    case: GroupCase, dtype: torch.dtype, operands: torch.dtype | None = None
+) -> tuple[GroupCase, dict[str, torch.Tensor]]:
     """The case in a dtype, and the leaves by name. operands: dtype of A and B where it is another."""
     leaves = {"x": case.x.to(dtype, copy=True).requires_grad_()}
     layers = []
@@ -77,7 +80,9 @@ def cast(case: GroupCase, dtype: torch.dtype, operands: torch.dtype | None = Non
     return replace(case, x=leaves["x"], layers=tuple(layers), dy=[d.to(dtype) for d in case.dy]), leaves
 
 
-def _results(outputs: Sequence[torch.Tensor], leaves: dict[str, torch.Tensor], dy: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+def _results(
+    outputs: Sequence[torch.Tensor], leaves: dict[str, torch.Tensor], dy: list[torch.Tensor]
+) -> dict[str, torch.Tensor]:
     grads = torch.autograd.grad(outputs, list(leaves.values()), dy, allow_unused=True)
     named = {f"y{index}": y.detach().double() for index, y in enumerate(outputs)}
     for (name, leaf), grad in zip(leaves.items(), grads, strict=True):
@@ -86,7 +91,12 @@ def _results(outputs: Sequence[torch.Tensor], leaves: dict[str, torch.Tensor], d
 
 
 def run_group(
-    case: GroupCase, dtype: torch.dtype, plan: Plan, operands: torch.dtype | None = None, poison: bool = False, **kwargs: Any
+    case: GroupCase,
+    dtype: torch.dtype,
+    plan: Plan,
+    operands: torch.dtype | None = None,
+    poison: bool = False,
+    **kwargs: Any,
 ) -> dict[str, torch.Tensor]:
     """Outputs and gradients by name in float64. poison: every buffer is NaN before it is written."""
     own, leaves = cast(case, dtype, operands)
@@ -125,7 +135,9 @@ def poisoned() -> Iterator[None]:
 def compare(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], tolerance: float) -> None:
     assert got.keys() == want.keys()
     for name in want:
-        torch.testing.assert_close(got[name], want[name], rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            got[name], want[name], rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 def largest_errors(errors: dict[str, float], got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:

@@ -10,8 +10,12 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from packlora.adapters.linear import AdaptedLinear, AdapterWeights, Router
+from packlora.adapters.linear import AdaptedLinear, AdapterWeights, Call, Router, compute
+from packlora.adapters.siblings import SiblingGroup, sibling_groups
 from packlora.adapters.spec import AdapterSpec
+from packlora.data.collate import MIN_ROWS
+from packlora.ops.dropout import layer_salt
+from packlora.plans.select import Planner
 from packlora.seeding import stable_hash
 
 
@@ -37,7 +41,9 @@ class Adapter:
         return sum(parameter.numel() for parameter in self.named_parameters().values())
 
 
-def attach(model: PreTrainedModel, specs: dict[str, AdapterSpec], seed: int) -> tuple[Router, list[Adapter]]:
+def attach(
+    model: PreTrainedModel, specs: dict[str, AdapterSpec], seed: int, planner: Planner | None = None
+) -> tuple[Router, list[Adapter]]:
     """Freeze the model and attach one adapter per job.
 
     Initial values depend on (seed, job, module path) alone: a job starts the same whatever is trained beside it.
@@ -46,27 +52,48 @@ def attach(model: PreTrainedModel, specs: dict[str, AdapterSpec], seed: int) -> 
         model: gets its adapted layers replaced, in place.
         specs: by job name, from spec.resolve on this model.
         seed: of the run.
+        planner: chooses how layers are computed; by default from what is known of the device.
     """
     model.requires_grad_(False)
-    router = Router()
+    router, planner = Router(), planner or Planner(model.device)
     layers: dict[str, AdaptedLinear] = {}
+    groups = shared_inputs(model)
     adapters = []
     for number, (job, spec) in enumerate(specs.items()):
         weights = {}
         for path, module_spec in spec.modules.items():
             if path not in layers:
-                layers[path] = _replace(model, path, router)
+                layers[path] = _replace(model, path, groups.get(path, (path,))[0], router, planner)
             weights[path] = AdapterWeights(module_spec, layers[path].base, stable_hash(seed, job, path))
             layers[path].adapters[number] = weights[path]
         adapters.append(Adapter(job, number, spec, weights))
+    for paths in set(groups.values()):
+        members = [layers[path] for path in paths if path in layers]
+        if len(members) > 1:
+            group = SiblingGroup(members, compute, Call)
+            group.attach(model.get_submodule(paths[0].rpartition(".")[0]))
+            for index, member in enumerate(members):
+                member.siblings, member.index = group, index
     return router, adapters
 
 
-def _replace(model: PreTrainedModel, path: str, router: Router) -> AdaptedLinear:
+def shared_inputs(model: PreTrainedModel) -> dict[str, tuple[str, ...]]:
+    """For every linear layer that has siblings, the paths of its group in the order of their calls.
+
+    All linear layers of the base model are looked at, adapted or not: the group, whose first path names its dropout mask,
+    does not depend on which jobs there are.
+    """
+    paths = [path for path, module in model.named_modules() if type(module) is torch.nn.Linear]
+    ids = torch.arange(MIN_ROWS, device=model.device)[None]
+    example = {"input_ids": ids, "position_ids": ids, "use_cache": False, "sample_lengths": (MIN_ROWS,)}
+    return {path: group for group in sibling_groups(model, paths, example) for path in group}
+
+
+def _replace(model: PreTrainedModel, path: str, salt: str, router: Router, planner: Planner) -> AdaptedLinear:
     parent_path, _, leaf = path.rpartition(".")
     parent = model.get_submodule(parent_path)
     base = getattr(parent, leaf)
     assert type(base) is torch.nn.Linear
-    layer = AdaptedLinear(base, path, router)
+    layer = AdaptedLinear(base, layer_salt(salt), router, planner)
     setattr(parent, leaf, layer)
     return layer

@@ -86,9 +86,7 @@ def _conditional(
             container = ".".join(parts[:depth])
             if isinstance(modules[container], torch.nn.ModuleList | torch.nn.ModuleDict):
                 counterparts[container, ".".join(parts[depth + 1 :]), width].append((path, ran))
-    return {
-        path for entries in counterparts.values() if len({ran for _, ran in entries}) > 1 for path, _ in entries
-    }
+    return {path for entries in counterparts.values() if len({ran for _, ran in entries}) > 1 for path, _ in entries}
 
 
 @contextmanager
@@ -197,21 +195,17 @@ class SiblingGroup:
                 return kept[1]
             return self.compute(x, (call,))[0]
         self._pending = None
-        numbers, calls = [index], [call]
+        calls: dict[int, Any] = {}
         for number, member in enumerate(self.members):
-            if number != index:
-                other = member.ready()
-                if isinstance(other, self.is_call) and other.together == call.together:  # type: ignore[attr-defined]
-                    numbers.append(number)
-                    calls.append(other)  # type: ignore[arg-type]
-        outputs = self.compute(x, calls)
-        if len(calls) > 1:
-            kept_outputs = {
-                number: (other.stamp(), output)
-                for number, other, output in zip(numbers[1:], calls[1:], outputs[1:], strict=True)
-            }
+            other: Any = call if number == index else member.ready()
+            if isinstance(other, self.is_call) and other.together == call.together:  # type: ignore[attr-defined]
+                calls[number] = other
+        outputs = dict(zip(calls, self.compute(x, tuple(calls.values())), strict=True))
+        own = outputs.pop(index)
+        if outputs:
+            kept_outputs = {number: (calls[number].stamp(), output) for number, output in outputs.items()}
             self._pending = _Pending(x, context, kept_outputs)
-        return outputs[0]
+        return own
 
 
 def _context(x: torch.Tensor) -> Hashable:

@@ -8,6 +8,7 @@ timing.py holds the paired loop, options.py what can be asked for, results.py th
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ def run_bench(
     only: str | None = None,
     layers: int | None = None,
     plots: bool = False,
+    ncu: bool = False,
 ) -> int:
     """Run a benchmark, write its results and print a table.
 
@@ -34,6 +36,7 @@ def run_bench(
         only: contenders and words of cases, separated by commas; see options.choose.
         layers: of the model in `model`, to shrink it.
         plots: also write pictures beside the file.
+        ncu: measure nothing; print the command lines that count the DRAM traffic of `layer`.
 
     Returns:
         Exit code: 0, or 1 where a contender failed (the others' figures are written).
@@ -52,6 +55,13 @@ def run_bench(
         raise InputError(f"bench: {name!r} is not a benchmark; there are {', '.join(NAMES)}")
     if layers is not None and name != "model":
         raise InputError(f"bench {name}: --layers is for model")
+    if ncu:
+        if name != "layer":
+            raise InputError(f"bench {name}: --ncu is for layer")
+        from packlora.bench.traffic import commands
+
+        print("\n".join(commands(out.with_suffix("").with_name(f"{out.stem}-ncu"))))
+        return 0
     chosen = choose_device(device)
     if chosen.type == "cpu" and not (quick and device == "cpu"):
         raise InputError(
@@ -59,6 +69,8 @@ def run_bench(
             "--quick --device cpu tries it with toy sizes on the CPU"
         )
     check_writable(out)
+    if plots and importlib.util.find_spec("matplotlib") is None:
+        raise InputError("--plots needs matplotlib, which is not installed (pip install matplotlib)")
     words = tuple(word.strip() for word in (only or "").split(",") if word.strip())
     options = Options(chosen, quick, words, layers)
     if chosen.type == "cuda":

@@ -9,25 +9,26 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from packlora.bench.layer import progress_line
-from packlora.bench.model import TINY, build, causal_lm, peak_gib
-from packlora.bench.model import table as model_table
+from packlora.bench.layer import accelerated, peft_model, progress_line
+from packlora.bench.model import TINY, build, causal_lm, peak_gib, table
 from packlora.bench.options import Options, Outcome, choose
-from packlora.bench.timing import paired
 from packlora.ops.lora_linear.plan import Plan
+from packlora.timing import Contender, Work, paired
 
-MERGED = Plan(up="merged", dx="merged")
+MERGED = Plan(up="merged", dx="merged", keep_s=False)
+"""RunLoRA's forward2 with b5, which is where its FLOPs are fewest in these settings."""
 CONTENDERS = ["frozen", "packlora", "packlora_merged", "peft_bf16", "peft_fp32_autocast"]
 OPTIONAL = ["packlora_fp32"]
 PROTOCOL = (
-    "Llama models in RunLoRA's sizes, random bfloat16 weights, batches of 1024-token samples, forward with labels and backward, "
-    "LoRA on all linear layers without dropout, alpha = 2 r. frozen: no adapter, only the embeddings' output wants a gradient. "
-    f"packlora: packlora.accelerate on the PEFT model with bfloat16 adapters; _merged: with the plan {MERGED.name}, which rounds the "
-    "merged weight. peft_bf16, peft_fp32_autocast: the PEFT model, the second with PEFT's default float32 adapters under "
-    "torch.autocast. Contenders run in turn inside one loop over the same frozen weights, random order each round, CUDA events, "
-    "medians, ratios within a round."
+    "Llama models in RunLoRA's sizes, random bfloat16 weights, batches of 1024-token samples, forward with labels and "
+    "backward, LoRA on all linear layers without dropout, alpha = 2 r. frozen: no adapter, only the embeddings' output wants "
+    "a gradient. packlora: packlora.accelerate on the PEFT model with bfloat16 adapters; _merged: with the plan "
+    f"{MERGED.name}, which rounds the merged weight. peft_bf16, peft_fp32_autocast: the PEFT model, the second with PEFT's "
+    "default float32 adapters under torch.autocast. Contenders run in turn inside one loop over the same frozen weights, "
+    "random order each round, CUDA events, medians, ratios within a round."
 )
 
 
@@ -62,6 +63,39 @@ def cases(options: Options) -> list[Case]:
     return SETTINGS[:1] if options.quick else SETTINGS
 
 
+def check_merges(device: torch.device) -> None:
+    """Make sure that the merged plan merges, so that its name stands for what was timed.
+
+    W is 1 everywhere and s B A is plus or minus 2^-10, less than half an ulp, with the signs of x: the merged weight rounds
+    to W and gives 0, every other way gives K 2^-10.
+
+    Raises:
+        AssertionError: the result is not that of a merged weight.
+    """
+    K = 64
+    signs = torch.tensor([1.0, -1.0], device=device).repeat(K // 2)
+    weight = nn.Parameter(torch.ones(K, K, device=device, dtype=torch.bfloat16), requires_grad=False)
+    model, one, _ = peft_model(weight, signs.repeat(16, 1) * 2.0**-5, torch.full((K, 16), 2.0**-10), 0.0, wide=False)
+    x = signs.bfloat16().repeat(1, K, 1).requires_grad_()
+    accelerated(f"packlora:{MERGED.name}", model, {"x": x.detach()})
+    y = one(x)
+    if y.abs().max() > 0:
+        raise AssertionError(f"plan {MERGED.name} was not computed with a merged weight")
+
+
+def contender(name: str, base: nn.Module, ids_BS: torch.Tensor, rank: int) -> Contender:
+    """By name: one of CONTENDERS, OPTIONAL, or packlora:PLAN."""
+    if name != "packlora_merged":
+        return causal_lm(name, name, base, ids_BS, rank, 0.0)
+    merged = causal_lm(f"packlora:{MERGED.name}", name, base, ids_BS, rank, 0.0)
+
+    def make() -> Work:
+        check_merges(ids_BS.device)
+        return merged.make()
+
+    return Contender(name, make)
+
+
 def run(options: Options) -> Outcome:
     """Measure; prints a line per setting."""
     names, chosen = choose(options.only, CONTENDERS, OPTIONAL, cases(options))
@@ -70,10 +104,7 @@ def run(options: Options) -> Outcome:
         config = LlamaConfig(**case.config, use_cache=False, attn_implementation="sdpa")
         base = build(config, options.device, LlamaForCausalLM)
         ids = torch.randint(0, config.vocab_size, (case.batch, case.length), device=options.device)
-        contenders = [
-            causal_lm(f"packlora:{MERGED.name}" if name == "packlora_merged" else name, name, base, ids, case.rank, 0.0)
-            for name in names
-        ]
+        contenders = [contender(name, base, ids, case.rank) for name in names]
         timings = paired(contenders, options.device, seconds=8.0, rounds=(6, 30), warmup=2, flush=False)
         weights = sum(parameter.numel() * parameter.element_size() for parameter in base.parameters())
         row = {
@@ -85,7 +116,7 @@ def run(options: Options) -> Outcome:
         del base, contenders, timings
         if options.device.type == "cuda":
             torch.cuda.empty_cache()
-    return Outcome(PROTOCOL, rows, options.keys(summary(rows)), model_table(rows))
+    return Outcome(PROTOCOL, rows, options.keys(summary(rows)), table(rows))
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:

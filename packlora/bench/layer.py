@@ -17,22 +17,24 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
+from packlora.accelerate import accelerate
 from packlora.bench.options import Options, Outcome, choose, plan_from_name
 from packlora.bench.results import text_table
-from packlora.bench.timing import Contender, Work, geomean, paired
+from packlora.timing import Contender, Work, geomean, paired
 
 SHAPES = [(4096, 4096), (5120, 5120), (8192, 8192), (4096, 14336), (14336, 4096)]
 """K x N: square ones of LoRAFusion's kernel benchmark, and gate/up and down of Llama-3.1-8B."""
 SWEEP_T = (2048, 4096, 6144, 8192, 12288, 16384)
-CONTENDERS = ["frozen", "packlora", "packlora_fp32", "peft_bf16", "peft_fp32_autocast"]
-COMPILED = "peft_compiled"
+CONTENDERS = ["frozen", "packlora", "packlora_stepped", "packlora_fp32", "peft_bf16", "peft_fp32_autocast"]
+OPTIONAL = ["peft_compiled"]
 PROTOCOL = (
     "Forward and backward of one linear layer in bfloat16, LoRA alpha = 2 r. frozen: forward and input gradient of the "
-    "nn.Linear alone. packlora: packlora.accelerate on a real PEFT layer with bfloat16 adapters; _fp32: with PEFT's default "
-    "float32 adapters. peft_bf16, peft_fp32_autocast: PEFT's layer as it is, the second under torch.autocast. peft_compiled: "
-    "torch.compile of the bfloat16 one, at r 16 and dropout 0.1. Each contender runs in turn inside one loop in a new random "
-    "order each round; L2 flushed before each (256 MB written); CUDA events, no synchronisation inside the loop; 5 runs of "
-    "warm-up, 15 to 100 counted; ms are medians, ratios medians of the ratios within a round. Inputs, weights, B and the "
+    "nn.Linear alone. packlora: packlora.accelerate on a real PEFT layer with bfloat16 adapters; _stepped: the adapters are "
+    "written to before each run, as by an optimizer step, so that nothing derived from them is kept; _fp32: with PEFT's "
+    "default float32 adapters. peft_bf16, peft_fp32_autocast: PEFT's layer as it is, the second under torch.autocast. "
+    "peft_compiled: torch.compile of the bfloat16 one, at r 16 and dropout 0.1. Each contender runs in turn inside one loop in "
+    "a new random order each round; L2 flushed before each (256 MB written); CUDA events, no synchronisation inside the loop; "
+    "warm-up, then 15 to 100 rounds; ms are medians, ratios medians of the ratios within a round. Inputs, weights, B and the "
     "upstream gradient are random and dense. peak_mib: of one forward and backward beyond what was allocated before. host_us: "
     "until the host had launched everything."
 )
@@ -130,9 +132,19 @@ def peft_model(
 
 
 def work(
-    call: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, dy: torch.Tensor, parameters: Sequence[torch.Tensor]
+    call: Callable[[torch.Tensor], torch.Tensor],
+    x: torch.Tensor,
+    dy: torch.Tensor,
+    parameters: Sequence[torch.Tensor],
+    stepped: bool = False,
+    note: str = "",
 ) -> Work:
-    """One forward, and the backward from dy."""
+    """One forward, and the backward from dy.
+
+    Args:
+        stepped: write to the parameters before each run, outside the clock, as an optimizer step does: copies of them that
+            were kept are then stale.
+    """
 
     def step() -> None:
         call(x).backward(dy)
@@ -141,12 +153,16 @@ def work(
         x.grad = None
         for parameter in parameters:
             parameter.grad = None
+        if stepped:
+            with torch.no_grad():
+                for parameter in parameters:
+                    parameter.mul_(1.0)
 
-    return Work(step, clear)
+    return Work(step, clear, note)
 
 
 def contender(name: str, inputs: Inputs) -> Contender:
-    """By name: one of CONTENDERS, COMPILED, or packlora:PLAN."""
+    """By name: one of CONTENDERS, OPTIONAL, or packlora:PLAN."""
 
     def make() -> Work:
         if name == "frozen":
@@ -154,20 +170,39 @@ def contender(name: str, inputs: Inputs) -> Contender:
         wide = name in ("packlora_fp32", "peft_fp32_autocast")
         model, one, parameters = peft_model(inputs.weight_NK, inputs.A_rK, inputs.B_Nr, inputs.case.dropout, wide)
         call: Callable[[torch.Tensor], torch.Tensor] = one
+        note = ""
         if name.startswith("packlora"):
-            from packlora.accelerate import accelerate
-
-            accelerate(model, plan=plan_from_name(name.partition(":")[2]) if ":" in name else None)
+            note = accelerated(name, model, {"x": inputs.x.detach()[:1, :2]})
             if not wide and inputs.case.dropout == 0.0:
                 compare_with_peft(model, parameters, inputs)
-        elif name == COMPILED:
+        elif name == "peft_compiled":
             torch._dynamo.reset()  # else its limit of recompilations makes later cases run uncompiled
             call = torch.compile(one)
         elif name == "peft_fp32_autocast":
             call = under_autocast(one, inputs.x.device)
-        return work(call, inputs.x, inputs.dy, parameters)
+        return work(call, inputs.x, inputs.dy, parameters, name == "packlora_stepped", note)
 
     return Contender(name, make)
+
+
+def accelerated(name: str, model: Any, example: dict[str, Any] | None = None) -> str:
+    """Give the model to packlora.accelerate; what its report says in short.
+
+    Args:
+        name: of the contender; after a colon the plan, which is packlora's own choice otherwise.
+        example: keyword arguments of a forward, for a model that is not a language model.
+
+    Raises:
+        AssertionError: a module was left to PEFT, so that the time would not be packlora's.
+    """
+    report = accelerate(model, plan=plan_from_name(name.partition(":")[2]) if ":" in name else None, example=example)
+    if report.accelerated < len(report.modules):
+        raise AssertionError(f"not all modules were accelerated: {report}")
+    plans = sorted({str(module.plan) for module in report.modules})
+    together = sum(len(group) for group in report.groups)
+    return "; ".join(
+        [f"plan {', '.join(plans)}, {together} of {len(report.modules)} modules in sibling groups", *report.notes]
+    )
 
 
 def under_autocast(call: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> Callable[..., torch.Tensor]:
@@ -178,37 +213,39 @@ def under_autocast(call: Callable[[torch.Tensor], torch.Tensor], device: torch.d
     return wrapped
 
 
-def compare_with_peft(model: Any, parameters: list[nn.Parameter], inputs: Inputs) -> dict[str, float]:
-    """Relative Frobenius distance of y, dx, dA and dB to those of the untouched PEFT layer.
-
-    Raises:
-        AssertionError: one of them is larger than rounding can make it, so that the time of the contender means nothing.
-    """
+def compare_with_peft(model: Any, parameters: list[nn.Parameter], inputs: Inputs) -> None:
+    """Results of an accelerated layer against the untouched PEFT layer. Raises AssertionError where they differ."""
     _, one, own = peft_model(inputs.weight_NK, inputs.A_rK, inputs.B_Nr, 0.0, wide=False)
     results = []
     for call, adapter in ((model.base_model.model, parameters), (one, own)):
         y = call(inputs.x)
         results.append([y.detach(), *torch.autograd.grad(y, [inputs.x, *adapter], inputs.dy)])
-    names = ("y", "dx", "dA", "dB")
-    out = {
-        name: float((ours.float() - theirs.float()).norm() / theirs.float().norm())
-        for name, ours, theirs in zip(names, *results, strict=True)
-    }
-    for name, value in out.items():
-        if not value <= LARGEST_DIFFERENCE:
-            raise AssertionError(f"{name} differs from PEFT's by {value:.2g} (relative; at most {LARGEST_DIFFERENCE})")
-    return out
+    check_close(*results)
+
+
+def check_close(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> None:
+    """y, dx, dA and dB of two ways, by relative Frobenius distance.
+
+    Raises:
+        AssertionError: a distance is larger than rounding can make it, so the time of this contender means nothing.
+    """
+    for name, own, other in zip(("y", "dx", "dA", "dB"), ours, theirs, strict=True):
+        distance = float((own.detach().float() - other.detach().float()).norm() / other.detach().float().norm())
+        if not distance <= LARGEST_DIFFERENCE:
+            raise AssertionError(
+                f"{name} differs from PEFT's by {distance:.2g}, at most {LARGEST_DIFFERENCE} is rounding"
+            )
 
 
 def run(options: Options) -> Outcome:
     """Measure; prints a line per case."""
-    names, chosen = choose(options.only, CONTENDERS, [COMPILED], cases(options))
+    names, chosen = choose(options.only, CONTENDERS, OPTIONAL, cases(options))
     rows = []
     for case in chosen:
         inputs = Inputs.random(case, options.device)
         taking_part = list(names)
         if case.main and not options.quick and not options.only:
-            taking_part.append(COMPILED)
+            taking_part += OPTIONAL
         timings = paired([contender(name, inputs) for name in taking_part], options.device)
         row = {
             "case": case.label, "K": case.K, "N": case.N, "T": case.T, "r": case.rank, "dropout": case.dropout,

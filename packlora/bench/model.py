@@ -8,6 +8,7 @@ process over the same frozen weights, so that they can run in turn; a contender'
 from __future__ import annotations
 
 import copy
+import importlib
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,10 +20,10 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedConfig, Qwen2Config
 
-from packlora.bench.layer import progress_line, under_autocast
-from packlora.bench.options import Options, Outcome, choose, plan_from_name
+from packlora.bench.layer import accelerated, progress_line, under_autocast
+from packlora.bench.options import Options, Outcome, choose
 from packlora.bench.results import text_table
-from packlora.bench.timing import Contender, Timings, Work, paired
+from packlora.timing import Contender, Timings, Work, paired
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 CONTENDERS = ["frozen", "packlora", "packlora_fp32", "peft_bf16"]
@@ -51,12 +52,12 @@ LAYER_SAMPLE = 512
 """Tokens of each sample in the single-layer cases."""
 PROTOCOL = (
     "kind model: Llama-3.1-8B's shape ({layers} layers), random bfloat16 weights, 4 x 2048 random tokens, forward with "
-    "labels and backward; frozen: no adapter, only the embeddings' output wants a gradient. kind layer: one decoder layer, samples "
-    "of 512 tokens. LoRA r 16, alpha 32, dropout 0.1 on all linear layers; packlora: packlora.accelerate on the PEFT model with "
-    "bfloat16 adapters (_fp32: PEFT's default float32); peft_bf16: the PEFT model as it is. {liger}. Contenders run in turn inside "
-    "one loop over the same frozen weights, random order each round, CUDA events, medians, ratios within a round. gib: peak of one "
-    "step, with the frozen weights and what the contender itself keeps, without what the others keep. ckpt: gradient "
-    "checkpointing (use_reentrant=False) of every decoder layer."
+    "labels and backward; frozen: no adapter, only the embeddings' output wants a gradient. kind layer: one decoder layer, "
+    "samples of 512 tokens. LoRA r 16, alpha 32, dropout 0.1 on all linear layers; packlora: packlora.accelerate on the PEFT "
+    "model with bfloat16 adapters (_fp32: PEFT's default float32); peft_bf16: the PEFT model as it is. {liger}. Contenders "
+    "run in turn inside one loop over the same frozen weights, random order each round, CUDA events, medians, ratios within "
+    "a round. gib: peak of one step, with the frozen weights and what the contender itself keeps, without what the others "
+    "keep. ckpt: gradient checkpointing (use_reentrant=False) of every decoder layer."
 )
 
 
@@ -121,13 +122,19 @@ class OneLayer(nn.Module):
 
 
 def adapted_copy(
-    name: str, base: nn.Module, rank: int, dropout: float, prepare: Callable[[Any], None] | None = None
-) -> tuple[Any, bool]:
-    """The module of a contender over the weights of `base`, and whether it runs under autocast.
+    name: str,
+    base: nn.Module,
+    rank: int,
+    dropout: float,
+    prepare: Callable[[Any], None] | None = None,
+    example: dict[str, Any] | None = None,
+) -> tuple[Any, str]:
+    """The module of a contender over the weights of `base`, and packlora's note on it.
 
     Args:
         name: frozen, packlora, packlora_fp32, packlora:PLAN, peft_bf16 or peft_fp32_autocast.
         prepare: done to the model before packlora sees it.
+        example: see layer.accelerated.
     """
     model = shared_copy(base)
     wide = name in ("packlora_fp32", "peft_fp32_autocast")
@@ -135,11 +142,7 @@ def adapted_copy(
         model = with_lora(model, rank, dropout, wide)
     if prepare is not None:
         prepare(model)
-    if name.startswith("packlora"):
-        from packlora.accelerate import accelerate
-
-        accelerate(model, plan=plan_from_name(name.partition(":")[2]) if ":" in name else None)
-    return model, name == "peft_fp32_autocast"
+    return model, accelerated(name, model, example) if name.startswith("packlora") else ""
 
 
 def causal_lm(
@@ -158,17 +161,17 @@ def causal_lm(
         model.enable_input_require_grads()
 
     def make() -> Work:
-        model, autocast = adapted_copy(name, base, rank, dropout, prepare)
+        model, note = adapted_copy(name, base, rank, dropout, prepare)
 
         def forward(ids_BS: torch.Tensor) -> torch.Tensor:
             return model(input_ids=ids_BS, labels=ids_BS, use_cache=False).loss  # type: ignore[no-any-return]
 
-        call = under_autocast(forward, ids_BS.device) if autocast else forward
+        call = under_autocast(forward, ids_BS.device) if name == "peft_fp32_autocast" else forward
 
         def step() -> None:
             call(ids_BS).backward()
 
-        return Work(step, lambda: model.zero_grad(set_to_none=True))
+        return Work(step, lambda: model.zero_grad(set_to_none=True), note)
 
     return Contender(label, make)
 
@@ -177,10 +180,9 @@ def use_liger(device: torch.device) -> str:
     """Let liger-kernel replace its parts of transformers, on a GPU; says in words what was done."""
     if device.type != "cuda" or importlib.util.find_spec("liger_kernel") is None:
         return "Without liger-kernel"
-    from liger_kernel.transformers import apply_liger_kernel_to_llama, apply_liger_kernel_to_qwen2
-
-    apply_liger_kernel_to_llama()
-    apply_liger_kernel_to_qwen2()
+    liger = importlib.import_module("liger_kernel.transformers")
+    liger.apply_liger_kernel_to_llama()
+    liger.apply_liger_kernel_to_qwen2()
     return f"With liger-kernel {version('liger-kernel')} (RMSNorm, RoPE, SwiGLU, fused linear cross entropy)"
 
 
@@ -230,9 +232,9 @@ def cases(options: Options) -> list[Case]:
 
 def layer_contender(name: str, base: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> Contender:
     def make() -> Work:
-        model, autocast = adapted_copy(name, base, 16, 0.1)
+        model, note = adapted_copy(name, base, 16, 0.1, example={"x": x.detach()[:1, :2]})
         inner = model if name == "frozen" else model.base_model.model
-        call = under_autocast(inner, x.device) if autocast else inner
+        call = under_autocast(inner, x.device) if name == "peft_fp32_autocast" else inner
 
         def step() -> None:
             call(x).backward(dy)
@@ -241,7 +243,7 @@ def layer_contender(name: str, base: nn.Module, x: torch.Tensor, dy: torch.Tenso
             x.grad = None
             model.zero_grad(set_to_none=True)
 
-        return Work(step, clear)
+        return Work(step, clear, note)
 
     return Contender(name, make)
 

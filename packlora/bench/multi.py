@@ -9,29 +9,32 @@ Shapes: x [T, K], y [T, N].
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from packlora.bench.layer import SHAPES, One, peft_model, progress_line, under_autocast, work
+from packlora.bench.layer import SHAPES, One, check_close, peft_model, progress_line, under_autocast, work
 from packlora.bench.layer import summary as layer_summary
 from packlora.bench.layer import table as layer_table
 from packlora.bench.options import Options, Outcome, choose, plan_from_name
-from packlora.bench.timing import Contender, Work, paired
+from packlora.ops.lora_linear.group import GroupState, Layer, LowRank, Run, lora_group
 from packlora.ops.lora_linear.plan import CHAIN, ROUTED, Plan
+from packlora.timing import Contender, Work, paired
 
 ADAPTERS = [(8, 0.0), (16, 0.05), (32, 0.1), (64, 0.1)]
 """Rank and dropout of each."""
 SHARES = (0.31, 0.12, 0.38, 0.19)
 """Of the tokens, before the boundaries are made odd."""
-CONTENDERS = ["frozen", "packlora", "packlora_bf16", "peft_bf16", "peft_fp32_autocast"]
+CONTENDERS = ["frozen", "packlora", "packlora_stepped", "packlora_bf16", "peft_bf16", "peft_fp32_autocast"]
 PROTOCOL = (
     "Forward and backward of one linear layer in bfloat16 with four LoRA adapters in one batch: ranks 8, 16, 32, 64, dropouts "
     "0, 0.05, 0.1, 0.1, shares of the tokens 0.31, 0.12, 0.38, 0.19 with odd boundaries. frozen: forward and input gradient of "
-    "the nn.Linear alone. packlora: its operator with float32 adapters (_bf16: bfloat16). peft_bf16, peft_fp32_autocast: four "
-    "PEFT layers one after the other on their rows, outputs concatenated. Timing as in the layer benchmark: in turn inside one "
-    "loop, random order each round, L2 flushed, CUDA events, medians, ratios within a round."
+    "the nn.Linear alone. packlora: its operator with float32 adapters (_bf16: bfloat16; _stepped: the adapters are written to "
+    "before each run, as by an optimizer step, so that nothing derived from them is kept). peft_bf16, peft_fp32_autocast: four "
+    "PEFT layers one after the other on their rows, outputs concatenated. Timing as in the layer benchmark: in turn inside "
+    "one loop, random order each round, L2 flushed, CUDA events, medians, ratios within a round."
 )
 
 
@@ -117,21 +120,36 @@ def contender(name: str, inputs: Inputs) -> Contender:
 
 def packlora_work(name: str, inputs: Inputs) -> Work:
     """The operator with all four adapters."""
-    from packlora.ops.lora_linear.group import Layer, LowRank, Run, lora_group
-
     plan = plan_from_name(name.partition(":")[2]) if ":" in name else default_plan(inputs.x_TK.device)
     dtype = torch.bfloat16 if name == "packlora_bf16" else torch.float32
     factors = [(A.to(dtype).requires_grad_(), B.to(dtype).requires_grad_()) for A, B in inputs.factors]
     adapters = {number: LowRank(A, B, 2.0) for number, (A, B) in enumerate(factors)}
-    layers = [Layer(inputs.weight_NK, None, adapters)]
-    runs = [
+    layers = (Layer(inputs.weight_NK, None, adapters),)
+    runs = tuple(
         Run(number, start, stop, ADAPTERS[number][1]) for number, (start, stop) in enumerate(boundaries(inputs.case.T))
-    ]
+    )
+
+    state = GroupState(trusted=True)  # as in training: an optimizer moves version counters
 
     def call(x_TK: torch.Tensor) -> torch.Tensor:
-        return lora_group(x_TK, layers, runs, inputs.keys_T2, 1, plan)[0]
+        return lora_group(x_TK, layers, runs, inputs.keys_T2, 1, plan, state)[0]
 
-    return work(call, inputs.x_TK, inputs.dy_TN, [factor for pair in factors for factor in pair])
+    compare_with_peft(call, factors[0], inputs)
+    parameters = [factor for pair in factors for factor in pair]
+    return work(call, inputs.x_TK, inputs.dy_TN, parameters, name == "packlora_stepped", f"plan {plan.name}")
+
+
+def compare_with_peft(
+    call: Callable[[torch.Tensor], torch.Tensor], factors: tuple[torch.Tensor, torch.Tensor], inputs: Inputs
+) -> None:
+    """The adapter without dropout against a PEFT layer on its rows. Raises AssertionError where they differ."""
+    rows = slice(*boundaries(inputs.case.T)[0])
+    _, one, own = peft_model(inputs.weight_NK, *inputs.factors[0], ADAPTERS[0][1], wide=False)
+    y = call(inputs.x_TK)
+    dx, dA, dB = torch.autograd.grad(y, [inputs.x_TK, *factors], inputs.dy_TN)
+    alone = inputs.x_TK[rows].detach().requires_grad_()
+    y_peft = one(alone)
+    check_close([y[rows], dx[rows], dA, dB], [y_peft, *torch.autograd.grad(y_peft, [alone, *own], inputs.dy_TN[rows])])
 
 
 def run(options: Options) -> Outcome:
@@ -146,12 +164,12 @@ def run(options: Options) -> Outcome:
         rows.append(
             {
                 "case": case.label, "K": case.K, "N": case.N, "T": case.T, "main": True, "sweep": False,
-                "plan": default_plan(options.device).name, **timings.row(),
+                **timings.row(),
                 "vs_peft": {name: {peer: timings.ratio(peer, name) for peer in peers} for name in own},
             }
         )  # fmt: skip
         print(progress_line(rows[-1]), flush=True)
-    return Outcome(PROTOCOL, rows, options.keys(summary(rows)), layer_table(rows))
+    return Outcome(PROTOCOL, rows, options.keys(summary(rows)), table(rows))
 
 
-summary = layer_summary
+summary, table = layer_summary, layer_table

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tempfile
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,7 @@ def check_writable(out: Path) -> None:
         raise InputError(f"out: {out} must end in .json")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        with out.open("a"):
+        with tempfile.TemporaryFile(dir=out.parent):
             pass
     except OSError as error:
         raise InputError(f"out: cannot write {out}: {error}") from None

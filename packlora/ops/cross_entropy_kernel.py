@@ -60,7 +60,7 @@ def softmax_gradient(
 
     losses_C = torch.empty_like(weights_C)
     C, V = logits_CV.shape
-    with torch.accelerator.device_index(logits_CV.get_device() if logits_CV.is_cuda else None):
+    with torch.cuda.device_of(logits_CV):
         softmax_gradient_kernel[(C,)](
             logits_CV, labels_C, weights_C, losses_C, V, logits_CV.stride(0),
             IGNORE=IGNORE, GRADIENT=gradient, BLOCK=min(BLOCK, triton.next_power_of_2(V)), num_warps=8,

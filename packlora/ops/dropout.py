@@ -16,12 +16,14 @@ expectation is right.
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 
 import numpy as np
 import torch
 
 STRIDE, MIX_1, MIX_2 = 0x9E3779B1, 0x21F0AAAD, 0xD35A2D97
 LANE = 1 << 16
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def dropout_threshold(p: float) -> int:
@@ -33,6 +35,11 @@ def dropout_threshold(p: float) -> int:
     if not 0.0 <= p < 1.0:
         raise ValueError(f"dropout must be in [0, 1), got {p}")
     return 0 if p == 0.0 else min(max(round(p * LANE), 1), LANE - 1)
+
+
+def dropout_factor(p: float) -> float:
+    """What survivors are multiplied with: one over the share that is kept."""
+    return 1.0 / (1.0 - dropout_threshold(p) / LANE)
 
 
 def layer_salt(name: str) -> int:
@@ -97,5 +104,8 @@ def dropout(x_TK: torch.Tensor, keys_T2: torch.Tensor, salt: int, p: float) -> t
     """x with dropped elements zero and the others scaled by 1 / (1 - rate). A NaN in a dropped element is dropped too."""
     if p == 0.0:
         return x_TK
-    scale = 1.0 / (1.0 - dropout_threshold(p) / LANE)
-    return (x_TK * scale).masked_fill_(dropped(keys_T2, salt, x_TK.shape[-1], p), 0.0)
+    if x_TK.is_cuda and x_TK.dtype != torch.float64 and _HAS_TRITON and x_TK.stride(-1) == 1:
+        from packlora.ops.lora_linear import launch
+
+        return launch.dropout(x_TK, keys_T2, salt, p)
+    return (x_TK * dropout_factor(p)).masked_fill_(dropped(keys_T2, salt, x_TK.shape[-1], p), 0.0)

@@ -10,8 +10,9 @@ The losses carry no gradient of their own; the total does, and it is the only wa
 can be asked for by mistake, and whatever the total is multiplied with comes out multiplied, as it should.
 
 Rows never meet: a NaN in one stays in its loss and its gradient (and in the number `total`, which backward does not read).
-A row has the same bits whatever the other rows are, as long as there are ROWS_WITH_EQUAL_BITS of them (on the CPU; on a GPU
-the rounding of a product depends on its size). No atomics: the same bits every time.
+In float32 and bfloat16 on the CPU a row has the same bits whatever the other rows are, as long as there are
+ROWS_WITH_EQUAL_BITS of them; in float64 and on a GPU the rounding of a product depends on its size. No atomics: the same
+rows give the same bits every time.
 
 Shapes: L label rows, D hidden size, V vocabulary, C rows of a chunk.
 """
@@ -29,6 +30,7 @@ IGNORE = -100
 CHUNK_BYTES = {"cpu": 2**26, "cuda": 2**28}
 """Of the logits of a chunk, and of their float32 copy where one is made. A GPU needs about 1,000 rows to read a large weight
 at the speed of its products."""
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 ROWS_WITH_EQUAL_BITS = 16
 """Products of fewer rows take other routines with other rounding; chunks are never smaller, unless L is."""
 
@@ -56,9 +58,11 @@ def linear_cross_entropy(
     Raises:
         ValueError: an operand's shape does not fit, or the output layer is not frozen.
     """
-    (L, D), (V, inner) = hidden_LD.shape, weight_VD.shape
-    if D != inner or (bias_V is not None and bias_V.shape != (V,)):
-        raise ValueError(f"hidden states of {D} features do not fit an output layer {tuple(weight_VD.shape)} and its bias")
+    (L, D), V = hidden_LD.shape, len(weight_VD)
+    if weight_VD.shape != (V, D) or (bias_V is not None and bias_V.shape != (V,)):
+        raise ValueError(
+            f"hidden states of {D} features do not fit an output layer {tuple(weight_VD.shape)} and its bias"
+        )
     for name, tensor in (("labels", labels_L), ("weights", weights_L)):
         if tensor is not None and tensor.shape != (L,):
             raise ValueError(f"{name} of shape {tuple(tensor.shape)} for {L} rows; there must be one a row")
@@ -112,7 +116,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return losses_L, (losses_L * weights_L).sum()
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[misc]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (gradient_LD,) = ctx.saved_tensors
         return gradient_LD * grad_outputs[1], None, None, None, None, None
@@ -122,7 +126,7 @@ def softmax_gradient(
     logits_CV: torch.Tensor, labels_C: torch.Tensor, weights_C: torch.Tensor, gradient: bool
 ) -> torch.Tensor:
     """Losses [C] in the dtype of the weights. With gradient, the logits are overwritten: weight * (softmax - one-hot)."""
-    if logits_CV.is_cuda and logits_CV.dtype != torch.float64 and importlib.util.find_spec("triton") is not None:
+    if logits_CV.is_cuda and HAS_TRITON and logits_CV.dtype != torch.float64:
         from packlora.ops.cross_entropy_kernel import softmax_gradient as kernel
 
         return kernel(logits_CV, labels_C, weights_C, gradient)

@@ -77,7 +77,9 @@ class Case:
         if len(biases) != len(Ns) or any(len(by_layer) != len(Ns) for by_layer, _ in adapters) or not Ns:
             raise ValueError(f"{len(Ns)} layers, but {len(biases)} biases and ranks {[ranks for ranks, _ in adapters]}")
         if min(K, *Ns) < 1 or any(rank < 0 for by_layer, _ in adapters for rank in by_layer):
-            raise ValueError(f"K {K}, N {tuple(Ns)} must be positive and ranks {[ranks for ranks, _ in adapters]} not negative")
+            raise ValueError(
+                f"K {K}, N {tuple(Ns)} must be positive and ranks {[ranks for ranks, _ in adapters]} not negative"
+            )
         tf32 = device.type == "cuda" and dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
         return Case(
             device.type, str(dtype).removeprefix("torch."), token_bucket(tokens), K, tuple(Ns),

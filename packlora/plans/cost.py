@@ -16,13 +16,15 @@ from typing import Literal
 
 import torch
 
+from packlora.ops.lora_linear.group import HAS_TRITON
 from packlora.ops.lora_linear.plan import Plan
 from packlora.plans.case import Case
 
 Phase = Literal["forward", "backward"]
 
 DROPOUT_BYTES, DROPOUT_LAUNCHES = 60, 16
-"""Of ops.dropout in torch, beside reading and writing x: its integer operations, each a pass over int32 [T, K / 2]."""
+"""Of ops.dropout on a CPU, beside its scaling and masking of x: integer operations, each a pass over int32 [T, K / 2]. On a GPU
+it is one kernel that reads x and writes xd."""
 TRITON_GEMM = 1.04
 """A fused GEMM's time over cuBLAS: geometric mean of five shapes on an H200 at rank 16, T = 8192 (1.01 to 1.07)."""
 
@@ -58,11 +60,12 @@ def bytes_moved(plan: Plan, case: Case, phase: Phase | None = None) -> int:
     return sum(step.bytes for step in steps(plan, case) if phase in (None, step.phase))
 
 
-def seconds(plan: Plan, case: Case, machine: Machine) -> float:
+def seconds(plan: Plan, case: Case, machine: Machine, phase: Phase | None = None) -> float:
     """Roofline estimate: each step takes the longer of its arithmetic and its traffic, and its launches."""
     return sum(
         max(step.flops * step.slower / machine.flops, step.bytes / machine.bandwidth) + step.launches * machine.launch
         for step in steps(plan, case)
+        if phase in (None, step.phase)
     )
 
 
@@ -101,14 +104,21 @@ class _Sizes:
         return Step(phase, name, 2 * m * k * n, self.e * (m * k + k * n + m * n + extra), slower=slower)
 
     def drop(self, phase: Phase, t: int) -> Step:
-        K = self.case.K
-        return Step(phase, "dropout", 0, t * K * (4 * self.e + DROPOUT_BYTES), DROPOUT_LAUNCHES)
+        if self.case.device == "cuda" and self.case.dtype != "float64" and HAS_TRITON:
+            return Step(phase, "dropout", 0, t * self.case.K * 2 * self.e)
+        return Step(phase, "dropout", 0, t * self.case.K * (4 * self.e + DROPOUT_BYTES), DROPOUT_LAUNCHES)
 
 
 def _kernel(phase: Phase, name: str, parts: Iterable[tuple[int, int]], e: int, launches: int = 1) -> Step:
     """One kernel for several (FLOPs, elements)."""
     every = list(parts)
     return Step(phase, name, sum(f for f, _ in every), e * sum(n for _, n in every), launches)
+
+
+def _fused(phase: Phase, name: str, m: int, k: int, n: int, low_rank: Iterable[tuple[int, int]], e: int) -> Step:
+    """[m, k] @ [k, n] with the low-rank products (FLOPs, elements) in the same kernel."""
+    every = [(2 * m * k * n, m * k + k * n + m * n), *low_rank]
+    return Step(phase, name, sum(f for f, _ in every), e * sum(n for _, n in every), slower=TRITON_GEMM)
 
 
 def _down(plan: Plan, s: _Sizes, phase: Phase) -> Iterator[Step]:
@@ -136,21 +146,17 @@ def _forward(plan: Plan, s: _Sizes) -> Iterator[Step]:
             yield s.mm("forward", "y = x (W + s B A)'", T, K, N)
         elif plan.up == "fused":
             low_rank = [(2 * t * r * N, t * r + r * N) for t, r in adapters]
-            work = 2 * T * K * N + sum(f for f, _ in low_rank)
-            size = T * K + K * N + T * N + sum(n for _, n in low_rank)
-            yield Step("forward", "y = x W' + s S B'", work, s.e * size, slower=TRITON_GEMM)
+            yield _fused("forward", "y = x W' + s S B'", T, K, N, low_rank, s.e)
         elif plan.up == "routed":
             low_rank = [(2 * t * r * N, t * r + r * N) for t, r in adapters]
             yield _kernel("forward", "y = s S B'", [*low_rank, (0, T * N)], s.e)
             yield s.mm("forward", "y += x W'", T, K, N, extra=T * N)
         else:
             before = plan.up == "before"
-            products = [
-                s.mm("forward", "y = s S B'" if before else "y += s S B'", t, r, N, extra=0 if before else t * N)
-                for t, r in adapters
-            ]
+            products = [s.mm("forward", "y += s S B'", t, r, N, extra=t * N) for t, r in adapters]
             base = s.mm("forward", "y += x W'" if before else "y = x W'", T, K, N, extra=T * N if before else 0)
-            yield from (*products, base) if before else (base, *products)
+            fill = Step("forward", "y = bias", 0, s.e * T * N)
+            yield from (fill, *products, base) if before else (base, *products)
 
 
 def _backward(plan: Plan, s: _Sizes) -> Iterator[Step]:
@@ -165,7 +171,7 @@ def _backward(plan: Plan, s: _Sizes) -> Iterator[Step]:
     again = need_B and not via_xd_B and not plan.keep_s
     if plan.down == "mm" and again:
         yield from _down(plan, s, "backward")
-    elif via_xd_A or via_xd_B or (need_A and plan.dx != "routed"):
+    elif via_xd_A or via_xd_B or (need_A and plan.dx not in ("routed", "fused")):
         yield from (s.drop("backward", t) for t, _, drops in s.adapters() if drops)
 
     # 2. what reads d, layer by layer
@@ -187,36 +193,42 @@ def _backward(plan: Plan, s: _Sizes) -> Iterator[Step]:
                 yield s.mm("backward", "dB = s (d' xd) A'", N, K, r)
 
     # 3. dA and dx
-    if plan.dx == "routed" and s.case.ranks:
-        products, passes = need_x + need_A, K * (need_x + need_A)
-        pair = ((products * 2 * t * R * K, t * passes + products * (R * K + t * R)) for t, R, _ in s.adapters())
-        yield _kernel("backward", "dx = dropout'(dS A), dA = dS' xd", pair, s.e, launches=1 + need_A)
+    in_kernel = need_x and plan.dx == "routed"
+    if plan.dx in ("routed", "fused") and s.case.ranks and (in_kernel or need_A):
+        n = in_kernel + need_A
+        parts = ((n * 2 * t * R * K, n * (t * K + R * K + t * R)) for t, R, _ in s.adapters())
+        name = ", ".join(["dx = dropout'(dS A)"] * in_kernel + ["dA = dS' xd"] * need_A)
+        yield _kernel("backward", name, parts, s.e, launches=1 + need_A)
     elif need_A and not via_xd_A:
         yield from (s.mm("backward", "dA = dS' xd", R, t, K) for t, R, _ in s.adapters())
     if not need_x:
         return
-    written = plan.dx in ("before", "routed")  # onto which the base products accumulate
+    written = plan.dx in ("before", "routed") and bool(s.case.ranks)  # onto which the base products accumulate
     if plan.dx == "before":
-        yield from _low_rank_dx(s, onto=False)
+        yield Step("backward", "dx = 0", 0, s.e * T * K)
+        yield from _low_rank_dx(s)
     for layer, N in enumerate(s.case.Ns):
         adapters = s.on_layer(layer)
-        if plan.dx == "merged" and adapters:
-            yield s.mm("backward", "W + s B A", N, adapters[0][1], K, extra=N * K)
-        yield s.mm("backward", "dx += d W" if written else "dx = d W", T, N, K, extra=T * K if written else 0)
+        if plan.dx == "fused" and not written:
+            low_rank = [(2 * t * R * K, t * R + R * K) for t, R, _ in s.adapters()]
+            yield _fused("backward", "dx = d W + dropout'(dS A)", T, N, K, low_rank, s.e)
+        else:
+            if plan.dx == "merged" and adapters:
+                yield s.mm("backward", "W + s B A", N, adapters[0][1], K, extra=N * K)
+            yield s.mm("backward", "dx += d W" if written else "dx = d W", T, N, K, extra=T * K if written else 0)
         written = True
     if plan.dx == "after":
-        yield from _low_rank_dx(s, onto=True)
+        yield from _low_rank_dx(s)
 
 
-def _low_rank_dx(s: _Sizes, onto: bool) -> Iterator[Step]:
-    """dropout'(dS A) of every adapter, written or added to dx."""
+def _low_rank_dx(s: _Sizes) -> Iterator[Step]:
+    """dropout'(dS A) of every adapter, added to dx."""
     K = s.case.K
     for t, R, drops in s.adapters():
-        yield s.mm("backward", "dx += dS A" if onto else "dx = dS A", t, R, K, extra=t * K if onto and not drops else 0)
+        yield s.mm("backward", "dS A" if drops else "dx += dS A", t, R, K, extra=0 if drops else t * K)
         if drops:
             yield s.drop("backward", t)
-            if onto:
-                yield Step("backward", "dx += dropout'(dS A)", 0, s.e * 3 * t * K)
+            yield Step("backward", "dx += dropout'(dS A)", 0, s.e * 3 * t * K)
 
 
 # --- devices -----------------------------------------------------------------------------------------------------------

@@ -11,10 +11,15 @@ import itertools
 from functools import lru_cache
 from typing import Any
 
+import torch
+
+from packlora.ops.lora_linear.group import HAS_TRITON
 from packlora.ops.lora_linear.plan import CHAIN, Plan
 from packlora.plans.case import Case
 
 TRITON_DTYPES = ("float16", "bfloat16", "float32")
+
+FUSED_MULTIPLE = 16
 
 RUNLORA_FORWARD: dict[str, dict[str, Any]] = {
     "forward1": {"up": "after"},
@@ -57,7 +62,7 @@ def legal_plans(case: Case, lossy: bool = False) -> tuple[Plan, ...]:
         Plan(*parts)  # type: ignore[arg-type]
         for parts in itertools.product(
             ("mm", "routed"), ("after", "before", "routed", "fused", "merged"), ("mm", "one-pass"),
-            ("after", "before", "routed", "merged"), ("dS", "xd"), ("S", "xd"), (True, False),
+            ("after", "before", "routed", "fused", "merged"), ("dS", "xd"), ("S", "xd"), (True, False),
         )
     )  # fmt: skip
     return (CHAIN, *(plan for plan in every if plan != CHAIN and why_illegal(plan, case, lossy) is None))
@@ -84,11 +89,21 @@ def _why_not_here(plan: Plan, case: Case, lossy: bool) -> str | None:
     if (plan.lossy or through_xd or not plan.keep_s) and not case.single:
         return "merged weights, products through d' xd and S computed again are for one adapter that owns all tokens"
     if plan.needs_triton:
-        if case.device != "cuda" or case.dtype not in TRITON_DTYPES:
-            return f"Triton kernels are for {', '.join(TRITON_DTYPES)} on a GPU"
+        if case.device != "cuda" or case.dtype not in TRITON_DTYPES or not HAS_TRITON:
+            return f"Triton kernels are for {', '.join(TRITON_DTYPES)} on a GPU, with the triton package"
+        if "fused" in (plan.up, plan.dx) and (
+            case.dtype == "float32" or any(size % FUSED_MULTIPLE for size in (case.K, *case.Ns)) or not has_tma()
+        ):
+            return f"fused kernels are for 16 bits and sizes that {FUSED_MULTIPLE} divides, on a GPU with TMA (Hopper or later)"
         if plan.lossy or through_xd or not plan.keep_s:
             return "merged weights, products through d' xd and S computed again are made of plain products"
     return None
+
+
+@lru_cache
+def has_tma() -> bool:
+    """Whether this machine's GPU has the copy engine that the fused kernels use."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
 
 
 def _why_pointless(plan: Plan, case: Case) -> str | None:
@@ -102,9 +117,9 @@ def _why_pointless(plan: Plan, case: Case) -> str | None:
         return "one-pass gives dS and dB; one of them is not wanted"
     if plan.dx != "after" and not need_x and not (plan.dx == "routed" and need_A):
         return "dx is not wanted"
-    kept = plan.up != "merged" and plan.dB == "S"
-    if not need_B and not plan.keep_s:
-        return "S is not used in the backward"
-    if need_B and not kept and plan.keep_s:
+    could_keep = plan.up != "merged" and plan.dB == "S"
+    if plan.keep_s and not could_keep:
         return "S is not computed in the forward, or not used in the backward"
+    if not plan.keep_s and could_keep and not need_B:
+        return "S is not used in the backward"
     return None

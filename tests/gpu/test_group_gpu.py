@@ -43,7 +43,14 @@ def test_plans_are_as_exact_as_torch_in_the_same_dtype(kind: dict[str, Any], pla
     for trial in range(2):
         sizes = [770, 257, 515][: len(kind["ranks"][0]) if kind["ranks"] else 1]
         case = make_case(
-            1003 + trial, 515 + 13 * trial, sizes, with_bias=True, seed=SEED + trial, dtype=dtype, device="cuda", **kind
+            1003 + trial,
+            515 if trial == 0 else 528,
+            sizes,
+            with_bias=True,
+            seed=SEED + trial,
+            dtype=dtype,
+            device="cuda",
+            **kind,
         )
         want = run_reference(case, torch.float64)
         largest_errors(ours, run_group(case, dtype, plan, poison=True), want)

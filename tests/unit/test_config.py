@@ -63,6 +63,7 @@ def test_defaults_are_exactly_the_documented_ones() -> None:
         save_every: 50
         eval_every: 0
         trust_remote_code: false
+        liger: auto
         parallel: {pipeline: 1, tensor: 1, expert: 1, sequence_parallel: false, shard_base: false}
         schedule: {method: auto, padding_multiple: 1, time_limit_s: 10}
         jobs:
@@ -132,6 +133,8 @@ def test_an_unknown_key_is_refused_with_its_place_and_the_nearest_known_key(valu
         (tree(seed=0.0), "seed", "0.0"),
         (tree(save_every=None), "save_every", "None"),
         (tree(max_tokens_per_microbatch="Auto"), "max_tokens_per_microbatch", "'Auto'"),
+        (tree(liger="yes"), "liger", "'yes'"),
+        (tree(liger=1), "liger", "1"),
         (tree(parallel=None), "parallel", "None"),
         (tree(dtype="fp32"), "dtype", "'fp32'"),
     ],

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from group_cases import GroupCase, compare, largest_errors, make_case, run_group, run_reference
+from group_cases import compare, largest_errors, make_case, run_group, run_reference
 
-from packlora.ops.lora_linear.group import Layer, LowRank, Run, lora_group
 from packlora.ops.lora_linear.plan import CHAIN, ROUTED, Plan
 
 SEED = random.SystemRandom().randrange(2**31)

@@ -1,9 +1,12 @@
 """Triton kernels around the two large products of a group of layers with low-rank adapters. layout.py says where things lie.
 
-    down     S = dropout(x) A'                        x is read once for all adapters and layers; the mask stays in registers
-    up       y0 = s S B' + bias                       y0 is what the base product x W' then accumulates onto
-    grad     dS = s d B, dB = s d' S                  one read of d
-    inputs   dx0 = dropout'(dS A), dA = dS' dropout(x)      one read of x; d W accumulates onto dx0
+    down     S = s c (drop(x) A')                     x is read once for all adapters and layers; the mask stays in registers
+    up       y0 = S B' + bias                         y0 is what the base product x W' then accumulates onto
+    grad     dS = s c (d B), dB = d' S                one read of d
+    inputs   dx0 = drop(dS A), dA = dS' drop(x)       one read of x; d W accumulates onto dx0
+
+drop() puts dropped elements to 0 and does not scale; the scaling s and the survivors' factor c = 1 / (1 - p) are in S and dS,
+multiplied in while they are float32, and nowhere else.
 
 Each block of tokens belongs to one adapter (blocks never cross from one run into another), so what one adapter's tokens hold,
 be it NaN, reaches no other adapter, and rows past the end of a run are masked, not padded. Sums over tokens are made in two
@@ -24,13 +27,61 @@ _MIX_1 = tl.constexpr(MIX_1)
 _MIX_2 = tl.constexpr(MIX_2)
 
 
+# One hash serves two neighbouring features, 16 bits each. $in: the pair's counter times STRIDE plus the token's first key,
+# the second key, the rate's limit less one in both halves, and all ones where nothing is dropped.
+_HASH = """
+{{
+.reg .b32 v, t;
+shr.u32 t, {v}, 16;
+xor.b32 v, {v}, t;
+mul.lo.u32 v, v, 0x{MIX_1:x};
+xor.b32 v, v, {key};
+shr.u32 t, v, 15;
+xor.b32 v, v, t;
+mul.lo.u32 v, v, 0x{MIX_2:x};
+shr.u32 t, v, 15;
+xor.b32 v, v, t;
+xor.b32 v, v, 0x80008000;
+max.u16x2 v, v, {limit};
+sub.u32 v, v, {limit};
+mov.b32 t, 0x00010001;
+min.u16x2 v, v, t;
+mul.lo.u32 v, v, 0xffff;
+or.b32 v, v, {all};
+{use}
+}}
+"""
+_ONE = tl.constexpr(
+    _HASH.format(v="$2", key="$4", limit="$6", all="$8", use="and.b32 $0, $1, v;", MIX_1=MIX_1, MIX_2=MIX_2)
+)
+_TWO = tl.constexpr(
+    _HASH.format(
+        v="$4", key="$6", limit="$8", all="$10", use="and.b32 $0, $2, v;\nand.b32 $1, $3, v;", MIX_1=MIX_1, MIX_2=MIX_2
+    )
+)
+
+
 @triton.jit
-def _kept(keys, rows, inside, first_column, salt, threshold, BK: tl.constexpr):
+def _add_dot(a, b, acc, PRECISION: tl.constexpr):
+    """acc + a b. In float32 the block's product is formed apart and then added: sums of sums round less than one long sum."""
+    if a.dtype == tl.float32:
+        return acc + tl.dot(a, b, input_precision=PRECISION)
+    else:
+        return tl.dot(a, b, acc)
+
+
+@triton.jit
+def _keys(keys, rows, inside, salt):
+    """Both key words of tokens, the first with the salt in it."""
+    key_0 = tl.load(keys + 2 * rows, mask=inside, other=0).to(tl.uint32, bitcast=True) ^ salt.to(tl.uint32)
+    return key_0, tl.load(keys + 2 * rows + 1, mask=inside, other=0).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def _kept(key_0, key_1, first_column, threshold, BK: tl.constexpr):
     """Which elements of a tile survive, bool [rows, BK]; ops/dropout.py is the specification."""
-    key_0 = tl.load(keys + 2 * rows, mask=inside, other=0).to(tl.uint32, bitcast=True)
-    key_1 = tl.load(keys + 2 * rows + 1, mask=inside, other=0).to(tl.uint32, bitcast=True)
     pairs = (first_column // 2 + tl.arange(0, BK // 2)).to(tl.uint32)
-    v = (pairs * _STRIDE)[None, :] + (key_0 ^ salt.to(tl.uint32))[:, None]
+    v = (pairs * _STRIDE)[None, :] + key_0[:, None]
     v ^= v >> 16
     v = (v * _MIX_1) ^ key_1[:, None]
     v ^= v >> 15
@@ -40,66 +91,186 @@ def _kept(keys, rows, inside, first_column, salt, threshold, BK: tl.constexpr):
     return tl.interleave((v << 16) >= limit, v >= limit)
 
 
+@triton.jit
+def _limits(threshold):
+    """The operands of _HASH that say the rate."""
+    limit = tl.maximum(threshold, 1) - 1
+    return limit * 0x10001, tl.where(threshold == 0, -1, 0)
+
+
+@triton.jit
+def _drop(x, key_0, key_1, first_column, threshold, BK: tl.constexpr, ASM: tl.constexpr):
+    """x [rows, BK] with dropped elements 0, unscaled. ASM (16-bit x, sm_90): two elements at a time in packed registers."""
+    if ASM:
+        cols = first_column + tl.arange(0, BK)
+        counter = (cols // 2).to(tl.uint32) * _STRIDE
+        limit, every = _limits(threshold)
+        return tl.inline_asm_elementwise(
+            _ONE, "=r,r,r,r,r,r,r,r,r,r",
+            [x, key_0[:, None] + counter[None, :], key_1[:, None], limit, every],
+            dtype=x.dtype, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        return tl.where(_kept(key_0, key_1, first_column, threshold, BK), x, tl.zeros_like(x))
+
+
+@triton.jit
+def _drop_two(x, y, key_0, key_1, first_column, threshold, BK: tl.constexpr, ASM: tl.constexpr):
+    """_drop of two tensors with the same mask."""
+    if ASM:
+        cols = first_column + tl.arange(0, BK)
+        counter = (cols // 2).to(tl.uint32) * _STRIDE
+        limit, every = _limits(threshold)
+        return tl.inline_asm_elementwise(
+            _TWO, "=r,=r,r,r,r,r,r,r,r,r,r,r",
+            [x, y, key_0[:, None] + counter[None, :], key_1[:, None], limit, every],
+            dtype=(x.dtype, y.dtype), is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        kept = _kept(key_0, key_1, first_column, threshold, BK)
+        return tl.where(kept, x, tl.zeros_like(x)), tl.where(kept, y, tl.zeros_like(y))
+
+
+@triton.jit(do_not_specialize=["salt"])
+def dropout_kernel(x, y, keys, salt, threshold, T, K, x_stride, ASM: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr):
+    """y = dropout(x), scaled as torch scales it: the product is rounded to the dtype. Grid (blocks of K, blocks of T)."""
+    rows = tl.program_id(1) * BM + tl.arange(0, BM)
+    cols = tl.program_id(0) * BK + tl.arange(0, BK)
+    inside = rows < T
+    mask = inside[:, None] & (cols < K)[None, :]
+    x_tile = tl.load(x + rows.to(tl.int64)[:, None] * x_stride + cols[None, :], mask=mask, other=0.0)
+    factor = 65536.0 / (65536 - threshold)
+    x_tile = (x_tile.to(tl.float32) * factor).to(y.dtype.element_ty)
+    key_0, key_1 = _keys(keys, rows, inside, salt)
+    x_tile = _drop(x_tile, key_0, key_1, tl.program_id(0) * BK, threshold, BK, ASM)
+    tl.store(y + rows.to(tl.int64)[:, None] * K + cols[None, :], x_tile, mask=mask)
+
+
+@triton.jit
+def _down(
+    x, A, S, scales, keys, first, rank, column, start, stop, threshold, salt, K, x_stride, width,
+    DROP: tl.constexpr, ASM: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr,
+):  # fmt: skip
+    rows = start + tl.arange(0, BM)
+    inside = rows < stop
+    ranks = column + tl.arange(0, BR)
+    x_rows = x + rows.to(tl.int64)[:, None] * x_stride
+    A_rows = A + (first + ranks).to(tl.int64)[:, None] * K
+    acc = tl.zeros((BM, BR), dtype=tl.float32)
+    if DROP:
+        key_0, key_1 = _keys(keys, rows, inside, salt)
+    for k in range(0, K, BK):
+        cols = k + tl.arange(0, BK)
+        x_tile = tl.load(x_rows + cols[None, :], mask=inside[:, None] & (cols < K)[None, :], other=0.0)
+        A_tile = tl.load(A_rows + cols[None, :], mask=(ranks < rank)[:, None] & (cols < K)[None, :], other=0.0)
+        if DROP:
+            x_tile = _drop(x_tile, key_0, key_1, k, threshold, BK, ASM)
+        acc = _add_dot(x_tile, tl.trans(A_tile), acc, PRECISION)
+    factor = tl.load(scales + first + ranks, mask=ranks < rank, other=0.0)
+    acc *= (factor * (65536.0 / (65536 - threshold)))[None, :]
+    at = S + rows.to(tl.int64)[:, None] * width + ranks[None, :]
+    tl.store(at, acc.to(S.dtype.element_ty), mask=inside[:, None] & (ranks < rank)[None, :])
+
+
 @triton.jit(do_not_specialize=["salt"])
 def down_kernel(
-    x, A, S, keys, tiles, adapters, salt, K, x_stride, width,
-    DROP: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr,
+    x, A, S, scales, keys, tiles, adapters, salt, K, x_stride, width,
+    DROP: tl.constexpr, ASM: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
     """Grid (token blocks of BM, column blocks of BR)."""
     tile = tiles + 4 * tl.program_id(0)
     column = tl.program_id(1) * BR
-    adapter, start, stop = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
+    adapter, start, stop, threshold = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
     if adapter >= 0:
         first, rank = tl.load(adapters + 2 * adapter), tl.load(adapters + 2 * adapter + 1)
-        if column < rank:
-            threshold = tl.load(tile + 3)
-            rows = start + tl.arange(0, BM)
-            inside = rows < stop
-            ranks = column + tl.arange(0, BR)
-            x_rows = x + rows.to(tl.int64)[:, None] * x_stride
-            A_rows = A + (first + ranks).to(tl.int64)[:, None] * K
-            acc = tl.zeros((BM, BR), dtype=tl.float32)
-            for k in range(0, K, BK):
-                cols = k + tl.arange(0, BK)
-                x_tile = tl.load(x_rows + cols[None, :], mask=inside[:, None] & (cols < K)[None, :], other=0.0)
-                A_tile = tl.load(A_rows + cols[None, :], mask=(ranks < rank)[:, None] & (cols < K)[None, :], other=0.0)
-                if DROP:
-                    kept = _kept(keys, rows, inside, k, salt, threshold, BK)
-                    x_tile = tl.where(kept, x_tile, tl.zeros_like(x_tile))
-                acc = tl.dot(x_tile, tl.trans(A_tile), acc, input_precision=PRECISION)
-            acc *= 65536.0 / (65536 - threshold)
-            at = S + rows.to(tl.int64)[:, None] * width + ranks[None, :]
-            tl.store(at, acc.to(S.dtype.element_ty), mask=inside[:, None] & (ranks < rank)[None, :])
+        left = rank - column
+        if left > 0:
+            if BR == 16 or left > BR // 2:
+                _down(x, A, S, scales, keys, first, rank, column, start, stop, threshold, salt, K, x_stride, width,
+                      DROP, ASM, PRECISION, BM, BK, BR)  # fmt: skip
+            elif BR == 32 or left <= 16:
+                _down(x, A, S, scales, keys, first, rank, column, start, stop, threshold, salt, K, x_stride, width,
+                      DROP, ASM, PRECISION, BM, BK, 16)  # fmt: skip
+            else:
+                _down(x, A, S, scales, keys, first, rank, column, start, stop, threshold, salt, K, x_stride, width,
+                      DROP, ASM, PRECISION, BM, BK, 32)  # fmt: skip
+
+
+@triton.jit
+def _up(
+    S, B, bias, y, column, offset, rank, start, stop, N, width, first, last,
+    HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr,
+):  # fmt: skip
+    rows = start + tl.arange(0, BM)
+    inside = rows < stop
+    ranks = tl.arange(0, BR)
+    S_rows = S + rows.to(tl.int64)[:, None] * width + (column + ranks)[None, :]
+    S_tile = tl.load(S_rows, mask=inside[:, None] & (ranks < rank)[None, :], other=0.0)
+    y_rows = y + rows.to(tl.int64)[:, None] * N
+    for n in range(first, last, BN):
+        cols = n + tl.arange(0, BN)
+        fits = cols < N
+        B_at = B + offset + cols[:, None] * rank + ranks[None, :]
+        B_tile = tl.load(B_at, mask=fits[:, None] & (ranks < rank)[None, :], other=0.0)
+        acc = tl.dot(S_tile, tl.trans(B_tile), input_precision=PRECISION)
+        for r in range(BR, rank, BR):
+            more = r + ranks
+            S_more = tl.load(S_rows + r, mask=inside[:, None] & (more < rank)[None, :], other=0.0)
+            B_more = tl.load(B_at + r, mask=fits[:, None] & (more < rank)[None, :], other=0.0)
+            acc = tl.dot(S_more, tl.trans(B_more), acc, input_precision=PRECISION)
+        if HAS_BIAS:
+            acc += tl.load(bias + cols, mask=fits, other=0.0).to(tl.float32)[None, :]
+        tl.store(y_rows + cols[None, :], acc.to(y.dtype.element_ty), mask=inside[:, None] & fits[None, :])
 
 
 @triton.jit
 def up_kernel(
-    S, B, bias, y, tiles, places, scalings, N, width,
+    S, B, bias, y, tiles, places, N, width, span,
     HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
-    """Grid (column blocks of BN, token blocks of BM). Writes every row: 0 or the bias where no adapter is."""
+    """Grid (spans of columns, token blocks of BM). Writes every row: 0 or the bias where no adapter is."""
     tile = tiles + 4 * tl.program_id(1)
     adapter, start, stop = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
-    rows = start + tl.arange(0, BM)
-    cols = tl.program_id(0) * BN + tl.arange(0, BN)
-    inside, fits = rows < stop, cols < N
-    acc = tl.zeros((BM, BN), dtype=tl.float32)
+    column, offset, rank = 0, 0, 0
     if adapter >= 0:
         place = places + 4 * adapter
         column, offset, rank = tl.load(place), tl.load(place + 1), tl.load(place + 2)
-        for r in range(0, rank, BR):
-            ranks = r + tl.arange(0, BR)
-            has = ranks < rank
-            S_at = S + rows.to(tl.int64)[:, None] * width + (column + ranks)[None, :]
-            S_tile = tl.load(S_at, mask=inside[:, None] & has[None, :], other=0.0)
-            B_at = B + offset + cols.to(tl.int64)[:, None] * rank + ranks[None, :]
-            B_tile = tl.load(B_at, mask=fits[:, None] & has[None, :], other=0.0)
-            acc = tl.dot(S_tile, tl.trans(B_tile), acc, input_precision=PRECISION)
-        acc *= tl.load(scalings + adapter)
-    if HAS_BIAS:
-        acc += tl.load(bias + cols, mask=fits, other=0.0).to(tl.float32)[None, :]
-    y_at = y + rows.to(tl.int64)[:, None] * N + cols[None, :]
-    tl.store(y_at, acc.to(y.dtype.element_ty), mask=inside[:, None] & fits[None, :])
+    first = tl.program_id(0) * span
+    last = tl.minimum(N, first + span)
+    if BR == 16 or rank > BR // 2:
+        _up(S, B, bias, y, column, offset, rank, start, stop, N, width, first, last, HAS_BIAS, PRECISION, BM, BN, BR)
+    elif BR == 32 or rank <= 16:
+        _up(S, B, bias, y, column, offset, rank, start, stop, N, width, first, last, HAS_BIAS, PRECISION, BM, BN, 16)
+    else:
+        _up(S, B, bias, y, column, offset, rank, start, stop, N, width, first, last, HAS_BIAS, PRECISION, BM, BN, 32)
+
+
+@triton.jit
+def _grad(
+    d, S, B, dS_parts, dB_parts, column, offset, rank, column_0, start, stop, factor, first, last, band, N, d_stride, width,
+    part_width,
+    NEED_DB: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr,
+):  # fmt: skip
+    rows = start + tl.arange(0, BM)
+    inside = rows < stop
+    ranks = column_0 + tl.arange(0, BR)
+    has = ranks < rank
+    rows_64 = rows.to(tl.int64)[:, None]
+    S_tile = tl.load(S + rows_64 * width + (column + ranks)[None, :], mask=inside[:, None] & has[None, :], other=0.0)
+    acc = tl.zeros((BM, BR), dtype=tl.float32)
+    for n in range(first, last, BN):
+        cols = n + tl.arange(0, BN)
+        fits = cols < N
+        d_tile = tl.load(d + rows_64 * d_stride + cols[None, :], mask=inside[:, None] & fits[None, :], other=0.0)
+        B_at = B + offset + cols.to(tl.int64)[:, None] * rank + ranks[None, :]
+        B_tile = tl.load(B_at, mask=fits[:, None] & has[None, :], other=0.0)
+        acc = _add_dot(d_tile, B_tile, acc, PRECISION)
+        if NEED_DB:
+            part = tl.dot(tl.trans(d_tile), S_tile, input_precision=PRECISION)
+            part_at = dB_parts + (band.to(tl.int64) * N + cols[:, None]) * part_width + ranks[None, :]
+            tl.store(part_at, part, mask=fits[:, None] & has[None, :])
+    at = dS_parts + rows_64 * width + (column + ranks)[None, :]
+    tl.store(at, acc * factor, mask=inside[:, None] & has[None, :])
 
 
 @triton.jit
@@ -111,35 +282,27 @@ def grad_kernel(
 
     dS_parts [spans, T, width] float32: the span's share of dS; dB_parts [bands, N, part_width] float32: the band's of dB.
     """
-    span_index, band_index, column_0 = tl.program_id(0), tl.program_id(1), tl.program_id(2) * BR
+    band_index, column_0 = tl.program_id(1), tl.program_id(2) * BR
     band = bands + 4 * band_index
     adapter, start, stop = tl.load(band), tl.load(band + 1), tl.load(band + 2)
     if adapter >= 0:
         place = places + 4 * adapter
         column, offset, rank = tl.load(place), tl.load(place + 1), tl.load(place + 2)
-        if column_0 < rank:
-            scaling = tl.load(scalings + adapter)
-            rows = start + tl.arange(0, BM)
-            inside = rows < stop
-            ranks = column_0 + tl.arange(0, BR)
-            has = ranks < rank
-            rows_64 = rows.to(tl.int64)[:, None]
-            S_at = S + rows_64 * width + (column + ranks)[None, :]
-            S_tile = tl.load(S_at, mask=inside[:, None] & has[None, :], other=0.0)
-            acc = tl.zeros((BM, BR), dtype=tl.float32)
-            for n in range(span_index * span, tl.minimum(N, (span_index + 1) * span), BN):
-                cols = n + tl.arange(0, BN)
-                fits = cols < N
-                d_tile = tl.load(d + rows_64 * d_stride + cols[None, :], mask=inside[:, None] & fits[None, :], other=0.0)
-                B_at = B + offset + cols.to(tl.int64)[:, None] * rank + ranks[None, :]
-                B_tile = tl.load(B_at, mask=fits[:, None] & has[None, :], other=0.0)
-                acc = tl.dot(d_tile, B_tile, acc, input_precision=PRECISION)
-                if NEED_DB:
-                    part = tl.dot(tl.trans(d_tile), S_tile, input_precision=PRECISION) * scaling
-                    part_at = dB_parts + (band_index.to(tl.int64) * N + cols[:, None]) * part_width + ranks[None, :]
-                    tl.store(part_at, part, mask=fits[:, None] & has[None, :])
-            at = dS_parts + (span_index.to(tl.int64) * T + rows_64) * width + (column + ranks)[None, :]
-            tl.store(at, acc * scaling, mask=inside[:, None] & has[None, :])
+        left = rank - column_0
+        if left > 0:
+            factor = tl.load(scalings + adapter) * (65536.0 / (65536 - tl.load(band + 3)))
+            first = tl.program_id(0) * span
+            last = tl.minimum(N, first + span)
+            parts = dS_parts + tl.program_id(0).to(tl.int64) * T * width
+            if BR == 16 or left > BR // 2:
+                _grad(d, S, B, parts, dB_parts, column, offset, rank, column_0, start, stop, factor, first, last, band_index, N,
+                      d_stride, width, part_width, NEED_DB, PRECISION, BM, BN, BR)  # fmt: skip
+            elif BR == 32 or left <= 16:
+                _grad(d, S, B, parts, dB_parts, column, offset, rank, column_0, start, stop, factor, first, last, band_index, N,
+                      d_stride, width, part_width, NEED_DB, PRECISION, BM, BN, 16)  # fmt: skip
+            else:
+                _grad(d, S, B, parts, dB_parts, column, offset, rank, column_0, start, stop, factor, first, last, band_index, N,
+                      d_stride, width, part_width, NEED_DB, PRECISION, BM, BN, 32)  # fmt: skip
 
 
 @triton.jit
@@ -153,94 +316,129 @@ def sum_spans_kernel(parts, dS, size, spans, BLOCK: tl.constexpr):
     tl.store(dS + at, acc.to(dS.dtype.element_ty), mask=at < size)
 
 
+@triton.jit
+def _inputs(
+    x, dS, A, dx, dA_parts, keys, first, rank, column, band_index, start, stop, threshold, salt, K, x_stride, width,
+    DROP: tl.constexpr, ASM: tl.constexpr, NEED_DX: tl.constexpr, NEED_DA: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr,
+):  # fmt: skip
+    column_0 = tl.program_id(0) * BK
+    cols = column_0 + tl.arange(0, BK)
+    fits = cols < K
+    ranks = column + tl.arange(0, BR)
+    has = ranks < rank
+    A_at = A + (first + ranks).to(tl.int64)[:, None] * K + cols[None, :]
+    A_tile = tl.load(A_at, mask=has[:, None] & fits[None, :], other=0.0)
+    acc = tl.zeros((BR, BK), dtype=tl.float32)
+    # dS and the keys are fetched one block ahead by hand: the compiler pipelines only what one product reads
+    rows = start + tl.arange(0, BM)
+    dS_at = dS + rows.to(tl.int64)[:, None] * width + ranks[None, :]
+    dS_next = tl.load(dS_at, mask=(rows < stop)[:, None] & has[None, :], other=0.0)
+    if DROP:
+        key_0_next, key_1_next = _keys(keys, rows, rows < stop, salt)
+    for t in range(start, stop, BM):
+        rows = t + tl.arange(0, BM)
+        inside = rows < stop
+        rows_64 = rows.to(tl.int64)[:, None]
+        dS_at = dS + rows_64 * width + ranks[None, :]
+        dS_tile = dS_next
+        dS_next = tl.load(dS_at + BM * width, mask=(rows + BM < stop)[:, None] & has[None, :], other=0.0)
+        if DROP:
+            key_0, key_1 = key_0_next, key_1_next
+            key_0_next, key_1_next = _keys(keys, rows + BM, rows + BM < stop, salt)
+        if NEED_DX:
+            low = tl.dot(dS_tile, A_tile, input_precision=PRECISION)
+            if NEED_DA == 0:  # wider than one rank block: the others are added up here
+                for r in range(BR, rank, BR):
+                    more = (r + ranks < rank)[None, :]
+                    dS_more = tl.load(dS_at + r, mask=inside[:, None] & more, other=0.0)
+                    A_more = tl.load(A_at + r * K, mask=(r + ranks < rank)[:, None] & fits[None, :], other=0.0)
+                    low = tl.dot(dS_more, A_more, low, input_precision=PRECISION)
+            low_tile = low.to(dx.dtype.element_ty)
+        if NEED_DA:
+            x_at = x + rows_64 * x_stride + cols[None, :]
+            x_tile = tl.load(x_at, mask=inside[:, None] & fits[None, :], other=0.0)
+        if DROP:
+            if NEED_DX and NEED_DA:
+                x_tile, low_tile = _drop_two(x_tile, low_tile, key_0, key_1, column_0, threshold, BK, ASM)
+            elif NEED_DX:
+                low_tile = _drop(low_tile, key_0, key_1, column_0, threshold, BK, ASM)
+            else:
+                x_tile = _drop(x_tile, key_0, key_1, column_0, threshold, BK, ASM)
+        if NEED_DA:
+            acc = _add_dot(tl.trans(dS_tile), x_tile, acc, PRECISION)
+        if NEED_DX:
+            tl.store(dx + rows_64 * K + cols[None, :], low_tile, mask=inside[:, None] & fits[None, :])
+    if NEED_DA:
+        part_at = dA_parts + (band_index.to(tl.int64) * width + ranks[:, None]) * K + cols[None, :]
+        tl.store(part_at, acc, mask=has[:, None] & fits[None, :])
+
+
 @triton.jit(do_not_specialize=["salt"])
 def inputs_kernel(
     x, dS, A, dx, dA_parts, keys, bands, adapters, salt, K, x_stride, width,
-    DROP: tl.constexpr, NEED_DX: tl.constexpr, NEED_DA: tl.constexpr, PRECISION: tl.constexpr,
+    DROP: tl.constexpr, ASM: tl.constexpr, NEED_DX: tl.constexpr, NEED_DA: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
     """Grid (column blocks of BK, token bands, rank blocks of BR; one rank block where dx is needed).
 
     dA_parts [bands, width, K] float32. dx is written in every row: 0 where no adapter is.
     """
-    cols = tl.program_id(0) * BK + tl.arange(0, BK)
     band_index, column = tl.program_id(1), tl.program_id(2) * BR
     band = bands + 4 * band_index
     adapter, start, stop, threshold = tl.load(band), tl.load(band + 1), tl.load(band + 2), tl.load(band + 3)
-    fits = cols < K
     first, rank = 0, 0
     if adapter >= 0:
         first, rank = tl.load(adapters + 2 * adapter), tl.load(adapters + 2 * adapter + 1)
-    scale = 65536.0 / (65536 - threshold)
-    ranks = column + tl.arange(0, BR)
-    has = ranks < rank
-    if column < rank or NEED_DX:
-        A_at = A + (first + ranks).to(tl.int64)[:, None] * K + cols[None, :]
-        A_tile = tl.load(A_at, mask=has[:, None] & fits[None, :], other=0.0)
-        acc = tl.zeros((BR, BK), dtype=tl.float32)
-        for t in range(start, stop, BM):
-            rows = t + tl.arange(0, BM)
-            inside = rows < stop
-            rows_64 = rows.to(tl.int64)[:, None]
-            dS_at = dS + rows_64 * width + ranks[None, :]
-            dS_tile = tl.load(dS_at, mask=inside[:, None] & has[None, :], other=0.0)
-            if DROP:
-                kept = _kept(keys, rows, inside, tl.program_id(0) * BK, salt, threshold, BK)
-            if NEED_DA:
-                x_at = x + rows_64 * x_stride + cols[None, :]
-                x_tile = tl.load(x_at, mask=inside[:, None] & fits[None, :], other=0.0)
-                if DROP:
-                    x_tile = tl.where(kept, x_tile, tl.zeros_like(x_tile))
-                acc = tl.dot(tl.trans(dS_tile), x_tile, acc, input_precision=PRECISION)
-            if NEED_DX:
-                low = tl.dot(dS_tile, A_tile, input_precision=PRECISION)
-                if NEED_DA == 0:  # wider than one rank block: the others are added up here
-                    for r in range(BR, rank, BR):
-                        more = r + tl.arange(0, BR)
-                        dS_more = tl.load(
-                            dS + rows_64 * width + more[None, :], mask=inside[:, None] & (more < rank)[None, :], other=0.0
-                        )
-                        A_more = tl.load(
-                            A + (first + more).to(tl.int64)[:, None] * K + cols[None, :],
-                            mask=(more < rank)[:, None] & fits[None, :], other=0.0,
-                        )  # fmt: skip
-                        low = tl.dot(dS_more, A_more, low, input_precision=PRECISION)
-                low *= scale
-                if DROP:
-                    low = tl.where(kept, low, 0.0)
-                dx_at = dx + rows_64 * K + cols[None, :]
-                tl.store(dx_at, low.to(dx.dtype.element_ty), mask=inside[:, None] & fits[None, :])
-        if NEED_DA:
-            part_at = dA_parts + (band_index.to(tl.int64) * width + ranks[:, None]) * K + cols[None, :]
-            tl.store(part_at, acc * scale, mask=has[:, None] & fits[None, :])
+    left = rank - column
+    if left > 0 or NEED_DX:
+        if BR == 16 or left > BR // 2:
+            _inputs(x, dS, A, dx, dA_parts, keys, first, rank, column, band_index, start, stop, threshold, salt, K, x_stride,
+                    width, DROP, ASM, NEED_DX, NEED_DA, PRECISION, BM, BK, BR)  # fmt: skip
+        elif BR == 32 or left <= 16:
+            _inputs(x, dS, A, dx, dA_parts, keys, first, rank, column, band_index, start, stop, threshold, salt, K, x_stride,
+                    width, DROP, ASM, NEED_DX, NEED_DA, PRECISION, BM, BK, 16)  # fmt: skip
+        elif BR == 64 or left <= 32:
+            _inputs(x, dS, A, dx, dA_parts, keys, first, rank, column, band_index, start, stop, threshold, salt, K, x_stride,
+                    width, DROP, ASM, NEED_DX, NEED_DA, PRECISION, BM, BK, 32)  # fmt: skip
+        else:
+            _inputs(x, dS, A, dx, dA_parts, keys, first, rank, column, band_index, start, stop, threshold, salt, K, x_stride,
+                    width, DROP, ASM, NEED_DX, NEED_DA, PRECISION, BM, BK, 64)  # fmt: skip
 
 
 @triton.jit
-def sum_rows_kernel(parts, out, bands, num_bands, rows, K, width, BK: tl.constexpr):
-    """dA [rows, K] = sum of dA_parts over the bands of the row's adapter, in order. `rows` int32 [rows, 2]: adapter, row."""
+def sum_rows_kernel(parts, out, bands, ranges, rows, K, width, BANDS: tl.constexpr, BK: tl.constexpr):
+    """dA [rows, K] = sum of dA_parts over the bands of the row's adapter. `rows` int32 [rows, 2]: adapter, row in S.
+    Grid (blocks of K, rows). ranges: int32 [adapters, 2], first and last band that may be an adapter's."""
     row = tl.program_id(1)
     adapter, own = tl.load(rows + 2 * row), tl.load(rows + 2 * row + 1)
     cols = tl.program_id(0) * BK + tl.arange(0, BK)
-    acc = tl.zeros((BK,), dtype=tl.float32)
-    for band in range(num_bands):
-        if tl.load(bands + 4 * band) == adapter:
-            acc += tl.load(parts + (band * width + own).to(tl.int64) * K + cols, mask=cols < K, other=0.0)
-    tl.store(out + row.to(tl.int64) * K + cols, acc.to(out.dtype.element_ty), mask=cols < K)
+    acc = tl.zeros((BANDS, BK), dtype=tl.float32)
+    last = tl.load(ranges + 2 * adapter + 1)
+    for first in range(tl.load(ranges + 2 * adapter), last, BANDS):
+        some = first + tl.arange(0, BANDS)
+        mine = tl.load(bands + 4 * some, mask=some < last, other=-1) == adapter
+        at = parts + (some * width + own).to(tl.int64)[:, None] * K + cols[None, :]
+        acc += tl.load(at, mask=mine[:, None] & (cols < K)[None, :], other=0.0)
+    tl.store(out + row.to(tl.int64) * K + cols, tl.sum(acc, 0).to(out.dtype.element_ty), mask=cols < K)
 
 
 @triton.jit
-def sum_blocks_kernel(parts, out, bands, num_bands, places, N, part_width, BN: tl.constexpr, BR: tl.constexpr):
-    """dB of one layer, flat as B is: sum of dB_parts over the adapter's bands, in order. Grid (blocks of N, adapters)."""
+def sum_blocks_kernel(
+    parts, out, bands, ranges, places, N, part_width, BANDS: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr
+):
+    """dB of one layer, flat as B is: sum of dB_parts over the adapter's bands. Grid (blocks of N, adapters, blocks of BR)."""
     adapter = tl.program_id(1)
     offset, rank = tl.load(places + 4 * adapter + 1), tl.load(places + 4 * adapter + 2)
-    cols = (tl.program_id(0) * BN + tl.arange(0, BN)).to(tl.int64)
-    for r in range(0, rank, BR):
-        ranks = r + tl.arange(0, BR)
-        mask = (cols < N)[:, None] & (ranks < rank)[None, :]
-        acc = tl.zeros((BN, BR), dtype=tl.float32)
-        at = parts + cols[:, None] * part_width + ranks[None, :]
-        for band in range(num_bands):
-            if tl.load(bands + 4 * band) == adapter:
-                acc += tl.load(at, mask=mask, other=0.0)
-            at += N * part_width
-        tl.store(out + offset + cols[:, None] * rank + ranks[None, :], acc.to(out.dtype.element_ty), mask=mask)
+    ranks = tl.program_id(2) * BR + tl.arange(0, BR * BN) % BR
+    cols = (tl.program_id(0) * BN + tl.arange(0, BR * BN) // BR).to(tl.int64)
+    if tl.program_id(2) * BR < rank:
+        inside = (cols < N) & (ranks < rank)
+        acc = tl.zeros((BANDS, BR * BN), dtype=tl.float32)
+        last = tl.load(ranges + 2 * adapter + 1)
+        for first in range(tl.load(ranges + 2 * adapter), last, BANDS):
+            some = first + tl.arange(0, BANDS)
+            mine = tl.load(bands + 4 * some, mask=some < last, other=-1) == adapter
+            at = parts + (some.to(tl.int64)[:, None] * N + cols[None, :]) * part_width + ranks[None, :]
+            acc += tl.load(at, mask=mine[:, None] & inside[None, :], other=0.0)
+        tl.store(out + offset + cols * rank + ranks, tl.sum(acc, 0).to(out.dtype.element_ty), mask=inside)

@@ -1,39 +1,46 @@
-"""Launches of kernels.py: block sizes, buffers and grids. Everything runs on the current stream and nothing waits.
+"""Launches of kernels.py and fused.py: block sizes, buffers and grids. Everything runs on the current stream, nothing waits.
 
-Block sizes come from `Sizes`, one set per dtype; see benchmarks/LOG.md for what was measured.
+Block sizes come from `Sizes`, one set per dtype; benchmarks/LOG.md has what was measured.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from packlora.ops.dropout import signed
-from packlora.ops.lora_linear import kernels
-from packlora.ops.lora_linear.layout import GroupTables, Layer, Layout, Packed, RunTables
+from packlora.ops.dropout import dropout_threshold, signed
+from packlora.ops.lora_linear import fused, kernels
+from packlora.ops.lora_linear.launcher import launch
+from packlora.ops.lora_linear.layout import GroupTables, Layer, Packed, Run, RunTables
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Block sizes, warps and stages. *_m: tokens, *_n and *_k: columns, band: tokens that one program sums over."""
+    """Block sizes, warps and stages. *_m: tokens, *_n and *_k: columns, *_r: ranks, *_band: tokens that one program sums."""
 
-    down_m: int = 64
+    down_m: int = 32
     down_k: int = 128
     down_r: int = 64
     down_warps: int = 4
     down_stages: int = 4
     up_m: int = 64
-    up_n: int = 128
+    up_n: int = 64
+    up_loop: int = 8
     up_warps: int = 4
+    up_stages: int = 2
     grad_m: int = 256
     grad_n: int = 64
-    grad_warps: int = 8
+    grad_r: int = 32
+    grad_warps: int = 4
     grad_stages: int = 3
-    grad_programs: int = 132
+    grad_programs: int = 264
     inputs_m: int = 64
     inputs_k: int = 128
+    inputs_r: int = 128
     inputs_band: int = 1024
     inputs_warps: int = 4
     inputs_stages: int = 3
@@ -46,13 +53,35 @@ class Sizes:
 
 HALF = Sizes()
 SINGLE = Sizes(
-    down_m=32, down_k=64, down_r=32, down_stages=2, up_m=32, up_n=64, grad_m=64, grad_n=32, grad_warps=4, grad_stages=2,
-    inputs_m=32, inputs_k=64, inputs_stages=2,
+    down_m=32, down_k=32, down_r=32, down_stages=2, up_m=32, grad_m=64, grad_n=32, grad_stages=2,
+    inputs_m=32, inputs_k=64, inputs_r=32, inputs_band=128, inputs_stages=2,
 )  # fmt: skip
+FUSED_M, FUSED_N, FUSED_K = 128, 256, 64
 
 
 def sizes_for(dtype: torch.dtype) -> Sizes:
     return SINGLE if dtype == torch.float32 else HALF
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def packed_dropout(x_TK: torch.Tensor) -> bool:
+    """Whether the kernels may drop two elements at a time, by instructions that Hopper has and the interpreter has not.
+
+    Only where rows are aligned: the compiler then keeps neighbours of a row together in a register.
+    """
+    return (
+        x_TK.is_cuda and x_TK.element_size() == 2 and x_TK.shape[1] % 16 == 0 and x_TK.stride(0) % 16 == 0
+        and x_TK.data_ptr() % 16 == 0 and _capability(x_TK.device) >= (9, 0)
+    )  # fmt: skip
 
 
 def _block(rank: int, largest: int) -> int:
@@ -67,35 +96,46 @@ def _cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def dropout(x_TK: torch.Tensor, keys_T2: torch.Tensor, salt: int, p: float) -> torch.Tensor:
+    """ops.dropout.dropout in one kernel, for products that read a dropped copy of x."""
+    T, K = x_TK.shape
+    y = torch.empty(T, K, dtype=x_TK.dtype, device=x_TK.device)
+    launch(
+        kernels.dropout_kernel, (_cdiv(K, 256), _cdiv(T, 16)),
+        (x_TK, y, keys_T2, signed(salt), dropout_threshold(p), T, K, x_TK.stride(0)),
+        ASM=packed_dropout(x_TK), BM=16, BK=256, num_warps=4, num_stages=1,
+    )  # fmt: skip
+    return y
+
+
 def down(
     x_TK: torch.Tensor, packed: Packed, tables: GroupTables, runs: RunTables, keys_T2: torch.Tensor | None, salt: int
 ) -> torch.Tensor:
     """S [T, width]; rows of tokens without an adapter and columns past an adapter's rank are not written."""
-    size, layout, (T, K) = sizes_for(x_TK.dtype), packed.layout, x_TK.shape
-    S = torch.empty(T, layout.width, dtype=x_TK.dtype, device=x_TK.device)
-    blocks, BR = runs.blocks[size.down_m], _block(layout.width, size.down_r)
-    kernels.down_kernel[(len(blocks), _cdiv(layout.width, BR))](
-        x_TK, packed.A_RK, S, keys_T2, blocks, tables.rows, signed(salt), K, x_TK.stride(0), layout.width,
-        DROP=runs.dropout, PRECISION="ieee", BM=size.down_m, BK=size.down_k, BR=BR,
+    size, width, (T, K) = sizes_for(x_TK.dtype), packed.layout.width, x_TK.shape
+    S = torch.empty(T, width, dtype=x_TK.dtype, device=x_TK.device)
+    blocks, BR = runs.blocks[size.down_m], _block(width, size.down_r)
+    launch(
+        kernels.down_kernel, (len(blocks), _cdiv(width, BR)),
+        (x_TK, packed.A_RK, S, tables.row_scales, keys_T2, blocks, tables.rows, signed(salt), K, x_TK.stride(0), width),
+        DROP=runs.dropout, ASM=packed_dropout(x_TK), PRECISION="ieee", BM=size.down_m, BK=size.down_k, BR=BR,
         num_warps=size.down_warps, num_stages=size.down_stages,
     )  # fmt: skip
     return S
 
 
-def up(S: torch.Tensor, packed: Packed, tables: GroupTables, runs: RunTables, layers: Sequence[Layer]) -> list[torch.Tensor]:
-    """Per layer s S B' + bias, [T, N], onto which the base product is to be accumulated."""
-    size, layout, T = sizes_for(S.dtype), packed.layout, len(S)
-    blocks, out = runs.blocks[size.up_m], []
-    for index, layer in enumerate(layers):
-        N = len(layer.weight)
-        y = torch.empty(T, N, dtype=S.dtype, device=S.device)
-        kernels.up_kernel[(_cdiv(N, size.up_n), len(blocks))](
-            S, packed.B[index], layer.bias, y, blocks, tables.places[index], tables.scalings[index], N, layout.width,
-            HAS_BIAS=layer.bias is not None, PRECISION="ieee", BM=size.up_m, BN=size.up_n,
-            BR=_block(layout.max_padded[index], 64), num_warps=size.up_warps,
-        )  # fmt: skip
-        out.append(y)
-    return out
+def up(S: torch.Tensor, packed: Packed, tables: GroupTables, runs: RunTables, index: int, layer: Layer) -> torch.Tensor:
+    """S B' + bias of one layer, [T, N], onto which the base product is to be accumulated."""
+    size, T, N = sizes_for(S.dtype), len(S), len(layer.weight)
+    blocks, span = runs.blocks[size.up_m], size.up_n * size.up_loop
+    y = torch.empty(T, N, dtype=S.dtype, device=S.device)
+    launch(
+        kernels.up_kernel, (_cdiv(N, span), len(blocks)),
+        (S, packed.B[index], layer.bias, y, blocks, tables.places[index], N, packed.layout.width, span),
+        HAS_BIAS=layer.bias is not None, PRECISION="ieee", BM=size.up_m, BN=size.up_n,
+        BR=_block(packed.layout.max_padded[index], 64), num_warps=size.up_warps, num_stages=size.up_stages,
+    )  # fmt: skip
+    return y
 
 
 def grad(
@@ -103,74 +143,129 @@ def grad(
     need_dB: bool,
 ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:  # fmt: skip
     """dS [T, width], and per layer dB, flat as B is, in `dtype`. d: per layer [T, N] or None where nothing came back."""
-    size, layout, T = sizes_for(S.dtype), packed.layout, len(S)
+    size, layout, (T, width) = sizes_for(S.dtype), packed.layout, S.shape
     bands = runs.blocks[size.grad_m]
-    count = _cdiv(size.grad_programs, len(bands))
-    spans = max(1, min(count, min(_cdiv(len(t[0]), size.grad_n) for t in d if t is not None)))
-    dS_parts = torch.empty(spans, T, layout.width, dtype=torch.float32, device=S.device)
+    smallest = min(t.shape[1] for t in d if t is not None)
+    spans = max(1, min(_cdiv(size.grad_programs, len(bands)), _cdiv(smallest, size.grad_n)))
+    dS = torch.empty_like(S)
+    parts = torch.empty(spans, T, width, dtype=torch.float32, device=S.device)
     if any(t is None for t in d):
-        dS_parts.zero_()
+        parts.zero_()
     out: list[torch.Tensor | None] = []
     for index, d_TN in enumerate(d):
         part_width = layout.max_padded[index]
         if d_TN is None or not part_width:
             out.append(None)
             continue
-        N = d_TN.shape[1]
+        N, BR = d_TN.shape[1], _block(part_width, size.grad_r)
         span = _cdiv(_cdiv(N, spans), size.grad_n) * size.grad_n
-        BR = _block(part_width, 64)
-        dB_parts = torch.empty(
-            (len(bands), N, part_width) if need_dB else (1,), dtype=torch.float32, device=S.device
-        )
-        kernels.grad_kernel[(spans, len(bands), _cdiv(part_width, BR))](
-            d_TN, S, packed.B[index], dS_parts, dB_parts, bands, tables.places[index], tables.scalings[index],
-            T, N, d_TN.stride(0), layout.width, part_width, span,
+        dB_parts = torch.empty((len(bands), N, part_width) if need_dB else (1,), dtype=torch.float32, device=S.device)
+        launch(
+            kernels.grad_kernel, (spans, len(bands), _cdiv(part_width, BR)),
+            (
+                d_TN, S, packed.B[index], parts, dB_parts, bands, tables.places[index], tables.scalings[index],
+                T, N, d_TN.stride(0), width, part_width, span,
+            ),
             NEED_DB=need_dB, PRECISION="ieee", BM=size.grad_m, BN=size.grad_n, BR=BR,
             num_warps=size.grad_warps, num_stages=size.grad_stages,
         )  # fmt: skip
         dB = None
         if need_dB:
             dB = torch.empty(layout.b_sizes[index], dtype=dtype, device=S.device)
-            kernels.sum_blocks_kernel[(_cdiv(N, 64), len(tables.rows))](
-                dB_parts, dB, bands, len(bands), tables.places[index], N, part_width, BN=64, BR=min(BR, 32), num_warps=4
-            )
+            ranks = min(BR, 32)
+            launch(
+                kernels.sum_blocks_kernel, (_cdiv(N, 128 // ranks), len(tables.rows), _cdiv(part_width, ranks)),
+                (dB_parts, dB, bands, runs.ranges[size.grad_m], tables.places[index], N, part_width),
+                BANDS=16, BN=128 // ranks, BR=ranks, num_warps=4, num_stages=1,
+            )  # fmt: skip
         out.append(dB)
-    dS = torch.empty(T, layout.width, dtype=S.dtype, device=S.device)
-    kernels.sum_spans_kernel[(_cdiv(dS.numel(), 1024),)](dS_parts, dS, dS.numel(), spans, BLOCK=1024, num_warps=4)
+    launch(
+        kernels.sum_spans_kernel, (_cdiv(dS.numel(), 1024),), (parts, dS, dS.numel(), spans),
+        BLOCK=1024, num_warps=4, num_stages=1,
+    )  # fmt: skip
     return dS, out
 
 
 def inputs(
-    x_TK: torch.Tensor, dS: torch.Tensor, packed: Packed, tables: GroupTables, runs: RunTables, row_table: torch.Tensor,
+    x_TK: torch.Tensor, dS: torch.Tensor, packed: Packed, tables: GroupTables, runs: RunTables,
     keys_T2: torch.Tensor | None, salt: int, dtype: torch.dtype, need_dx: bool, need_dA: bool,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
-    """dropout'(dS A) [T, K], onto which the base products are to be accumulated, and the stacked dA [rows, K] in `dtype`."""
+    """drop(dS A) [T, K], onto which the base products are to be accumulated, and the stacked dA [rows, K] in `dtype`."""
     size, layout, (T, K) = sizes_for(x_TK.dtype), packed.layout, x_TK.shape
-    bands = runs.blocks[size.inputs_band]
-    BR = _block(layout.width, 128 if size is HALF else 32)
+    width, bands = layout.width, runs.blocks[size.inputs_band]
+    BR = _block(width, size.inputs_r)
+    blocks = _cdiv(width, BR)
     dx = torch.empty(T, K, dtype=x_TK.dtype, device=x_TK.device) if need_dx else None
     parts = dA = None
     if need_dA:
-        parts = torch.empty(len(bands), layout.width, K, dtype=torch.float32, device=x_TK.device)
-    blocks = _cdiv(layout.width, BR)
-    # one pass where a single block of ranks covers all; else dA by rank blocks, dx in a pass of its own
-    passes = [(need_dx, need_dA)] if blocks == 1 else [(need_dx, False), (False, need_dA)]
-    for with_dx, with_dA in passes:
+        parts = torch.empty(len(bands), width, K, dtype=torch.float32, device=x_TK.device)
+    # one pass where a single block of ranks covers all; else dx in a pass of its own, and dA by blocks of ranks
+    for with_dx, with_dA in [(need_dx, need_dA)] if blocks == 1 else [(need_dx, False), (False, need_dA)]:
         if with_dx or with_dA:
-            kernels.inputs_kernel[(_cdiv(K, size.inputs_k), len(bands), blocks if with_dA else 1)](
-                x_TK, dS, packed.A_RK, dx, parts, keys_T2, bands, tables.rows, signed(salt), K, x_TK.stride(0), layout.width,
-                DROP=runs.dropout, NEED_DX=with_dx, NEED_DA=with_dA, PRECISION="ieee",
+            launch(
+                kernels.inputs_kernel, (_cdiv(K, size.inputs_k), len(bands), blocks if with_dA else 1),
+                (x_TK, dS, packed.A_RK, dx, parts, keys_T2, bands, tables.rows, signed(salt), K, x_TK.stride(0), width),
+                DROP=runs.dropout, ASM=packed_dropout(x_TK), NEED_DX=with_dx, NEED_DA=with_dA, PRECISION="ieee",
                 BM=size.inputs_m, BK=size.inputs_k, BR=BR, num_warps=size.inputs_warps, num_stages=size.inputs_stages,
             )  # fmt: skip
     if parts is not None:
         dA = torch.empty(layout.num_rows, K, dtype=dtype, device=x_TK.device)
-        kernels.sum_rows_kernel[(_cdiv(K, 512), layout.num_rows)](
-            parts, dA, bands, len(bands), row_table, K, layout.width, BK=512, num_warps=4
-        )
+        launch(
+            kernels.sum_rows_kernel, (_cdiv(K, 512), layout.num_rows),
+            (parts, dA, bands, runs.ranges[size.inputs_band], tables.owners, K, width),
+            BANDS=4, BK=512, num_warps=4, num_stages=1,
+        )  # fmt: skip
     return dx, dA
 
 
-def row_table(layout: Layout, device: torch.device) -> torch.Tensor:
-    """int32 [rows, 2]: adapter and row within it of every row of the stacked A."""
-    rows = [(number, row) for number, (_, padded) in layout.rows.items() for row in range(padded)]
-    return torch.tensor(rows, dtype=torch.int32).view(-1, 2).to(device)
+# --- the fused product -------------------------------------------------------------------------------------------------
+
+
+def fusable(x_TK: torch.Tensor, layers: Sequence[Layer], runs: Sequence[Run]) -> bool:
+    """Whether fused_kernel takes these: a GPU with Hopper's copy engine, 16 bits, aligned rows, one adapter on all tokens."""
+    T, K = x_TK.shape
+    return (
+        x_TK.element_size() == 2 and (not x_TK.is_cuda or _capability(x_TK.device) >= (9, 0))
+        and len(runs) == 1 and runs[0].start == 0 and runs[0].stop == T and K % 16 == 0 and x_TK.is_contiguous()
+        and all(
+            len(layer.weight) % 16 == 0 and layer.weight.is_contiguous() and layer.weight.data_ptr() % 16 == 0
+            and runs[0].adapter in layer.adapters
+            for layer in layers
+        )
+    )  # fmt: skip
+
+
+def _fused(
+    X: torch.Tensor, V: torch.Tensor, Y: torch.Tensor, L: torch.Tensor, R: torch.Tensor, rank: int, forward: bool,
+    bias: torch.Tensor | None, keys_T2: torch.Tensor | None, salt: int, p: float,
+) -> torch.Tensor:  # fmt: skip
+    (T, P), Q = X.shape, Y.shape[1]
+    BM, BN, BK = FUSED_M, FUSED_N, FUSED_K
+    programs = min(_processors(X.device), _cdiv(T, BM) * _cdiv(Q, BN))
+    fused.fused_kernel[(programs,)](
+        TensorDescriptor.from_tensor(X, [BM, BK]), TensorDescriptor.from_tensor(V, [BN, BK] if forward else [BK, BN]),
+        TensorDescriptor.from_tensor(Y, [BM, BN]), L, R, bias, keys_T2, signed(salt), dropout_threshold(p), T, P, Q, L.stride(0),
+        rank, FORWARD=forward, DROP=p > 0, ASM=packed_dropout(Y), HAS_BIAS=bias is not None, BM=BM, BN=BN, BK=BK, BR=16,
+        GROUP=8, PROGRAMS=programs, num_warps=8, num_stages=3,
+    )  # fmt: skip
+    return Y
+
+
+def up_fused(x_TK: torch.Tensor, S: torch.Tensor, packed: Packed, run: Run, index: int, layer: Layer) -> torch.Tensor:
+    """y [T, N] of one layer."""
+    place, N = packed.layout.places[run.adapter, index], len(layer.weight)
+    y = torch.empty(len(x_TK), N, dtype=x_TK.dtype, device=x_TK.device)
+    B = packed.b_block(run.adapter, index, N)
+    return _fused(x_TK, layer.weight, y, S[:, place.column :], B, place.padded, True, layer.bias, None, 0, 0.0)
+
+
+def dx_fused(
+    d_TN: torch.Tensor, weight_NK: torch.Tensor, dS: torch.Tensor, packed: Packed, run: Run, keys_T2: torch.Tensor | None,
+    salt: int,
+) -> torch.Tensor:  # fmt: skip
+    """d W + drop(dS A), [T, K]."""
+    dx = torch.empty(len(d_TN), weight_NK.shape[1], dtype=d_TN.dtype, device=d_TN.device)
+    first, padded = packed.layout.rows[run.adapter]
+    return _fused(
+        d_TN, weight_NK, dx, dS, packed.A_RK[first : first + padded], padded, False, None, keys_T2, salt, run.dropout
+    )

@@ -121,32 +121,54 @@ class Packed:
     """A's of a group stacked and B's flattened, in the compute dtype and padded with zeros.
 
     `refresh` copies the parameters in. With `trusted` versions a parameter is copied only when its version counter has moved
-    since; without, always: optimizers that write through `.data` or by their own kernels do not move the counter.
+    since; without, always: optimizers that write through `.data` or by their own kernels do not move the counter. Operands
+    that already lie as they should (one adapter, no padding, the compute dtype) are used in place.
     """
 
     def __init__(self, layout: Layout, K: int, dtype: torch.dtype, device: torch.device, trusted: bool = False) -> None:
         self.layout, self.trusted = layout, trusted
-        self.A_RK = torch.zeros(layout.num_rows, K, dtype=dtype, device=device)
-        self.B = [torch.zeros(size, dtype=dtype, device=device) for size in layout.b_sizes]
+        self._make = (K, dtype, device)
+        self._A: torch.Tensor | None = None
+        self.B: list[torch.Tensor | None] = [None] * len(layout.b_sizes)
         self._seen: dict[tuple[int, int], tuple[int, int, int, int]] = {}
 
+    @property
+    def A_RK(self) -> torch.Tensor:
+        assert self._A is not None
+        return self._A
+
     def refresh(self, layers: Sequence[Layer]) -> None:
-        with torch.no_grad():
-            for (number, index), place in self.layout.places.items():
-                low, layer = layers[index].adapters[number], layers[index]
-                if self.trusted:
-                    seen = (id(low.A), low.A._version, id(low.B), low.B._version)
-                    if self._seen.get((number, index)) == seen:
-                        continue
-                    self._seen[number, index] = seen
+        K, dtype, device = self._make
+        places = self.layout.places
+        for (number, index), place in places.items():
+            layer = layers[index]
+            low, N = layer.adapters[number], len(layer.weight)
+            if self.trusted:
+                seen = (id(low.A), low.A._version, id(low.B), low.B._version)
+                if self._seen.get((number, index)) == seen:
+                    continue
+                self._seen[number, index] = seen
+            A, B, whole = low.A.detach(), low.B.detach(), place.rank == place.padded
+            if len(places) == 1 and whole and A.dtype == dtype and A.is_contiguous() and A.data_ptr() % 16 == 0:
+                self._A = A
+            else:
+                if self._A is None:
+                    self._A = torch.zeros(self.layout.num_rows, K, dtype=dtype, device=device)
                 first = self.layout.rows[number][0] + place.column
-                self.A_RK[first : first + place.rank].copy_(low.A)
-                self.b_block(number, index, len(layer.weight))[:, : place.rank].copy_(low.B)
+                self._A[first : first + place.rank].copy_(A)
+            alone = self.layout.b_sizes[index] == N * place.padded
+            if alone and whole and B.dtype == dtype and B.is_contiguous() and B.data_ptr() % 16 == 0:
+                self.B[index] = B.view(-1)
+            else:
+                if self.B[index] is None:
+                    self.B[index] = torch.zeros(self.layout.b_sizes[index], dtype=dtype, device=device)
+                self.b_block(number, index, N)[:, : place.rank].copy_(B)
 
     def b_block(self, number: int, index: int, N: int) -> torch.Tensor:
         """B of one adapter on one layer, [N, padded]."""
-        place = self.layout.places[number, index]
-        return self.B[index][place.b_offset : place.b_offset + N * place.padded].view(N, place.padded)
+        place, flat = self.layout.places[number, index], self.B[index]
+        assert flat is not None
+        return flat[place.b_offset : place.b_offset + N * place.padded].view(N, place.padded)
 
 
 # --- tables on the device ----------------------------------------------------------------------------------------------
@@ -169,11 +191,15 @@ def cover(runs: Sequence[Run], num_tokens: int) -> list[tuple[int, int, int, flo
 class RunTables:
     """Tokens cut into blocks that never cross from one run into another; one table per block size, one copy to the device.
 
-    A row is (adapter or -1, start, stop, dropout threshold), int32.
+    A row is (adapter or -1, start, stop, dropout threshold), int32. `ranges` has per block size and adapter the first row
+    that is the adapter's and one past its last; rows of others may lie between.
     """
 
-    def __init__(self, runs: Sequence[Run], num_tokens: int, device: torch.device, sizes: Sequence[int]) -> None:
+    def __init__(
+        self, runs: Sequence[Run], num_tokens: int, device: torch.device, sizes: Sequence[int], num_adapters: int
+    ) -> None:
         flat: list[int] = []
+        ranges: dict[int, int] = {}
         bounds: dict[int, tuple[int, int]] = {}
         parts = cover(runs, num_tokens)
         for size in dict.fromkeys(sizes):
@@ -183,10 +209,19 @@ class RunTables:
                 for at in range(start, stop, size):
                     flat += (adapter, at, min(at + size, stop), threshold)
             bounds[size] = (first, len(flat) // 4)
-        table = torch.tensor(flat, dtype=torch.int32).view(-1, 4)
+        for size, (first, last) in bounds.items():
+            ranges[size] = len(flat) // 2
+            owners = [flat[4 * row] for row in range(first, last)]
+            for adapter in range(num_adapters):
+                own = [row for row, owner in enumerate(owners) if owner == adapter]
+                flat += (own[0], own[-1] + 1) if own else (0, 0)
+            flat += (0, 0) * (len(flat) % 4 // 2)
+        table = torch.tensor(flat, dtype=torch.int32)
         if device.type == "cuda":
             table = table.pin_memory().to(device, non_blocking=True)
-        self.blocks = {size: table[first:last] for size, (first, last) in bounds.items()}
+        rows, pairs = table.view(-1, 4), table.view(-1, 2)
+        self.blocks = {size: rows[first:last] for size, (first, last) in bounds.items()}
+        self.ranges = {size: pairs[at : at + num_adapters] for size, at in ranges.items()}
         self.dropout = any(run.dropout > 0 for run in runs)
 
 
@@ -197,11 +232,15 @@ class GroupTables:
     rows: int32 [adapters, 2], (first row in the stacked A, padded rank over all layers).
     places: per layer int32 [adapters, 4], (column in S, offset in flat B, padded rank, 0).
     scalings: per layer float32 [adapters].
+    row_scales: float32 [rows of the stacked A], the scaling of each row.
+    owners: int32 [rows of the stacked A, 2], adapter and column in S of each row.
     """
 
     rows: torch.Tensor
     places: list[torch.Tensor]
     scalings: list[torch.Tensor]
+    row_scales: torch.Tensor
+    owners: torch.Tensor
 
 
 def make_group_tables(layout: Layout, scalings: Mapping[tuple[int, int], float], num: int, device: Any) -> GroupTables:
@@ -216,6 +255,12 @@ def make_group_tables(layout: Layout, scalings: Mapping[tuple[int, int], float],
         places[layer][number] = [place.column, place.b_offset, place.padded, 0]
         factors[layer][number] = scalings[number, layer]
 
+    by_row = [0.0] * layout.num_rows
+    owners = [[number, row] for number, (_, padded) in layout.rows.items() for row in range(padded)]
+    for (number, layer), place in layout.places.items():
+        first = layout.rows[number][0] + place.column
+        by_row[first : first + place.padded] = [scalings[number, layer]] * place.padded
+
     def put(values: Any, dtype: torch.dtype) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype).to(device)
 
@@ -223,4 +268,6 @@ def make_group_tables(layout: Layout, scalings: Mapping[tuple[int, int], float],
         put(rows, torch.int32),
         [put(table, torch.int32) for table in places],
         [put(table, torch.float32) for table in factors],
+        put(by_row, torch.float32),
+        put(owners, torch.int32).view(-1, 2),
     )

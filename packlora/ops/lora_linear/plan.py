@@ -21,9 +21,10 @@ routed: the same with one kernel for all adapters and the bias. fused: one GEMM 
 Grad = Literal["mm", "one-pass"]
 """dS = s d B and dB = s d' S. mm: two products per run. one-pass: one kernel, d is read once."""
 
-Dx = Literal["after", "before", "routed", "merged"]
+Dx = Literal["after", "before", "routed", "fused", "merged"]
 """dx = d W + dropout'(dS A), and dA. after, before: as in Up, dA by a product of its own. routed: one kernel reads x, gives dA
-and writes dropout'(dS A), onto which the base product accumulates. merged: d (W + s B A), lossy."""
+and writes dropout'(dS A), onto which the base product accumulates. fused: one GEMM kernel for dx, dA apart. merged:
+d (W + s B A), lossy."""
 
 ViaA = Literal["dS", "xd"]
 """dA = dS' xd, or s B' (d' xd): RunLoRA's other association, through a product of the size of W."""
@@ -60,7 +61,8 @@ class Plan:
 
     @property
     def needs_triton(self) -> bool:
-        return self.down == "routed" or self.up in ("routed", "fused") or self.grad == "one-pass" or self.dx == "routed"
+        kernels = ("routed", "fused", "one-pass")
+        return any(part in kernels for part in (self.down, self.up, self.grad, self.dx))
 
     def to_dict(self) -> dict[str, str | bool]:
         return {field.name: getattr(self, field.name) for field in fields(self)}
@@ -70,7 +72,8 @@ class Plan:
         """Raises ValueError, naming the part, where a value is not one of the accepted ones."""
         accepted = {
             "down": ("mm", "routed"), "up": ("after", "before", "routed", "fused", "merged"), "grad": ("mm", "one-pass"),
-            "dx": ("after", "before", "routed", "merged"), "dA": ("dS", "xd"), "dB": ("S", "xd"), "keep_s": (True, False),
+            "dx": ("after", "before", "routed", "fused", "merged"), "dA": ("dS", "xd"), "dB": ("S", "xd"),
+            "keep_s": (True, False),
         }  # fmt: skip
         for name, value in values.items():
             if name not in accepted:

@@ -1,4 +1,4 @@
-"""One adapter that owns all tokens of one layer, by ordinary matrix products in any association. Any device.
+"""One adapter that owns all tokens, by ordinary matrix products in any association. Any device.
 
     y  = x W' + s S B' + bias = x (W + s B A)' + bias,    S = xd A',    xd = dropout(x)
     dA = dS' xd = s B' (d' xd),    dB = s d' S = s (d' xd) A',    dS = s d B
@@ -6,40 +6,22 @@
 
 which of them is formed is the plan's to say: `up`, `dx`, `dA`, `dB` and `keep_s` of plan.Plan. A merged weight is made where
 it is used and kept by nobody; it has no place for dropout, and in a narrow dtype it loses what is under half an ulp of W.
-Two associations through d' xd share that product.
+Two associations through d' xd share that product. Layers that read the same x share it, its dropped copy and one dx.
 
 Shapes: T tokens, K inputs, N outputs, r rank; x [T, K], W [N, K], A [r, K], B [N, r], d = dY [T, N].
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.nn.functional import linear
 
 from packlora.ops.dropout import dropout
+from packlora.ops.lora_linear.layout import Layer, LowRank
 from packlora.ops.lora_linear.plan import CHAIN, Plan
-
-Needs = tuple[bool, bool, bool]
-"""Whether the gradients of x, A and B are wanted."""
-
-
-@dataclass(frozen=True, slots=True)
-class Dropout:
-    """What is dropped of x: keys [T, 2] int32 of its tokens, the salt of the layer, the rate."""
-
-    keys_T2: torch.Tensor | None = None
-    salt: int = 0
-    p: float = 0.0
-
-    def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:
-        """xd of x, and dropout' of a gradient: both are multiplied by the same mask. x itself at rate 0."""
-        if not self.p:
-            return x_TK
-        assert self.keys_T2 is not None
-        return dropout(x_TK, self.keys_T2, self.salt, self.p)
 
 
 def lora_linear_products(
@@ -54,13 +36,30 @@ def lora_linear_products(
     salt: int = 0,
     plan: Plan = CHAIN,
 ) -> torch.Tensor:
-    """y [T, N] in the dtype of x, differentiable in x, A, B and bias. The weight is frozen.
+    """y [T, N] of one layer in the dtype of x; arguments and errors as in lora_group_products."""
+    layer = Layer(weight_NK, bias_N, {0: LowRank(A_rK, B_Nr, scaling)})
+    return lora_group_products(x_TK, [layer], 0, keys_T2, p, salt, plan)[0]
+
+
+def lora_group_products(
+    x_TK: torch.Tensor,
+    layers: Sequence[Layer],
+    adapter: int,
+    keys_T2: torch.Tensor | None = None,
+    p: float = 0.0,
+    salt: int = 0,
+    plan: Plan = CHAIN,
+) -> tuple[torch.Tensor, ...]:
+    """y [T, N] of every layer in the dtype of x, as one autograd node: differentiable in x, A's, B's and biases.
 
     A, B and bias may be of a wider dtype than x: they are cast to x's for the products and their gradients come back in
     their own dtype.
 
     Args:
-        keys_T2, p, salt: of dropout on the low-rank branch; keys are needed where p is not 0.
+        x_TK: tokens, all of one adapter.
+        layers: those that read them; weights are frozen.
+        adapter: its number. Layers that it does not target are the base layer alone; other adapters are not looked at.
+        keys_T2, p, salt: of dropout on the low-rank branch, one mask for all layers; keys are needed where p is not 0.
         plan: any that `check_plan` accepts.
 
     Raises:
@@ -68,10 +67,14 @@ def lora_linear_products(
     """
     check_plan(plan, p)
     if p and (keys_T2 is None or tuple(keys_T2.shape) != (len(x_TK), 2)):
-        raise ValueError(f"dropout needs keys [{len(x_TK)}, 2], got {None if keys_T2 is None else tuple(keys_T2.shape)}")
-    drop = Dropout(keys_T2, salt, p)
-    y_TN: torch.Tensor = _Products.apply(x_TK, weight_NK, bias_N, A_rK, B_Nr, scaling, drop, plan)
-    return y_TN
+        found = None if keys_T2 is None else tuple(keys_T2.shape)
+        raise ValueError(f"dropout needs keys [{len(x_TK)}, 2], got {found}")
+    flat: list[torch.Tensor | float | None] = []
+    for layer in layers:
+        low = layer.adapters.get(adapter)
+        flat += (layer.weight, layer.bias, *((low.A, low.B, low.scaling) if low else (None, None, 0.0)))
+    outputs: tuple[torch.Tensor, ...] = _Products.apply(x_TK, keys_T2, p, salt, plan, *flat)
+    return outputs
 
 
 def check_plan(plan: Plan, p: float) -> None:
@@ -84,54 +87,95 @@ def check_plan(plan: Plan, p: float) -> None:
         raise ValueError(f"plan {plan.name}: a merged forward makes no S that could be kept; keep_s must be False")
 
 
+OPERANDS = 5
+"""Of each layer, in the order in which they are passed to autograd: weight, bias, A, B, scaling."""
+
+
 class _Products(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x_TK: torch.Tensor,
-        weight_NK: torch.Tensor,
-        bias_N: torch.Tensor | None,
-        A_rK: torch.Tensor,
-        B_Nr: torch.Tensor,
-        scaling: float,
-        drop: Dropout,
-        plan: Plan,
-    ) -> torch.Tensor:
-        y_TN, S_Tr = forward(x_TK, weight_NK, bias_N, A_rK, B_Nr, scaling, drop, plan)
-        if not ctx.needs_input_grad[4] or plan.dB == "xd" or not plan.keep_s:
-            S_Tr = None
-        ctx.save_for_backward(x_TK, weight_NK, A_rK, B_Nr, S_Tr, drop.keys_T2)
-        ctx.scaling, ctx.salt, ctx.p, ctx.plan = scaling, drop.salt, drop.p, plan
-        ctx.bias_dtype = None if bias_N is None else bias_N.dtype
-        return y_TN
+        ctx: Any, x_TK: torch.Tensor, keys_T2: torch.Tensor | None, p: float, salt: int, plan: Plan, *flat: Any
+    ) -> tuple[torch.Tensor, ...]:
+        tokens, outputs, saved, ctx.layers = _Tokens(x_TK, keys_T2, p, salt), [], [], []
+        for first in range(0, len(flat), OPERANDS):
+            weight_NK, bias_N, A_rK, B_Nr, scaling = flat[first : first + OPERANDS]
+            y_TN, S_Tr = _forward(tokens, weight_NK, bias_N, A_rK, B_Nr, scaling, plan)
+            outputs.append(y_TN)
+            keep = plan.keep_s and plan.dB == "S" and ctx.needs_input_grad[5 + first + 3]
+            saved += [weight_NK, A_rK, B_Nr, S_Tr if keep else None]
+            ctx.layers.append((scaling, None if bias_N is None else bias_N.dtype))
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x_TK, keys_T2, *saved)
+        ctx.p, ctx.salt, ctx.plan = p, salt, plan
+        return tuple(outputs)
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (d_TN,) = grad_outputs
-        x_TK, weight_NK, A_rK, B_Nr, S_Tr, keys_T2 = ctx.saved_tensors
-        need_x, _, need_bias, need_A, need_B, *_ = ctx.needs_input_grad
-        drop, needs = Dropout(keys_T2, ctx.salt, ctx.p), (need_x, need_A, need_B)
-        dx_TK, dA_rK, dB_Nr = backward(d_TN, x_TK, weight_NK, A_rK, B_Nr, S_Tr, ctx.scaling, drop, ctx.plan, needs)
-        db_N = d_TN.to(ctx.bias_dtype).sum(0) if need_bias else None
-        return (dx_TK, None, db_N, dA_rK, dB_Nr, None, None, None)
+    def backward(ctx: Any, *grad_outputs: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        x_TK, keys_T2, *saved = ctx.saved_tensors
+        tokens, need_x = _Tokens(x_TK, keys_T2, ctx.p, ctx.salt), ctx.needs_input_grad[0]
+        dx_TK: torch.Tensor | None = None
+        grads: list[torch.Tensor | None] = []
+        for index, (d_TN, (scaling, bias_dtype)) in enumerate(zip(grad_outputs, ctx.layers, strict=True)):
+            if d_TN is None:
+                grads += [None] * OPERANDS
+                continue
+            weight_NK, A_rK, B_Nr, S_Tr = saved[4 * index : 4 * index + 4]
+            first = 5 + OPERANDS * index
+            _, need_bias, need_A, need_B, _ = ctx.needs_input_grad[first : first + OPERANDS]
+            dA_rK, dB_Nr, dS_Tr = None, None, None
+            if A_rK is not None:
+                A_wide, B_wide = A_rK, B_Nr
+                A_rK, B_Nr = A_rK.to(x_TK.dtype), B_Nr.to(x_TK.dtype)
+                if (need_A and ctx.plan.dA == "dS") or (need_x and ctx.plan.dx != "merged"):
+                    dS_Tr = _scaled_mm(d_TN, B_Nr, scaling)
+                dA_rK, dB_Nr = _low_rank_grads(tokens, d_TN, dS_Tr, S_Tr, A_rK, B_Nr, scaling, ctx.plan, need_A, need_B)
+                dA_rK = None if dA_rK is None else dA_rK.to(A_wide.dtype)
+                dB_Nr = None if dB_Nr is None else dB_Nr.to(B_wide.dtype)
+            if need_x:
+                dx_TK = _plus_dx(dx_TK, tokens, d_TN, dS_Tr, weight_NK, A_rK, B_Nr, scaling, ctx.plan)
+            grads += [None, d_TN.to(bias_dtype).sum(0) if need_bias else None, dA_rK, dB_Nr, None]
+        return (dx_TK, None, None, None, None, *grads)
 
 
-def forward(
-    x_TK: torch.Tensor,
+class _Tokens:
+    """x and what is dropped of it; the dropped copy is made once, when it is first asked for."""
+
+    def __init__(self, x_TK: torch.Tensor, keys_T2: torch.Tensor | None, p: float, salt: int) -> None:
+        self.x_TK, self.keys_T2, self.p, self.salt = x_TK, keys_T2, p, salt
+        self._xd_TK: torch.Tensor | None = None
+
+    def drop(self, tensor_TK: torch.Tensor) -> torch.Tensor:
+        """dropout of x and dropout' of a gradient are the same multiplication by the mask."""
+        if not self.p:
+            return tensor_TK
+        assert self.keys_T2 is not None
+        return dropout(tensor_TK, self.keys_T2, self.salt, self.p)
+
+    @property
+    def xd_TK(self) -> torch.Tensor:
+        if self._xd_TK is None:
+            self._xd_TK = self.drop(self.x_TK)
+        return self._xd_TK
+
+
+def _forward(
+    tokens: _Tokens,
     weight_NK: torch.Tensor,
     bias_N: torch.Tensor | None,
-    A_rK: torch.Tensor,
-    B_Nr: torch.Tensor,
+    A_rK: torch.Tensor | None,
+    B_Nr: torch.Tensor | None,
     scaling: float,
-    drop: Dropout,
     plan: Plan,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """y [T, N] and S [T, r], outside autograd. S is None where the forward is merged."""
-    A_rK, B_Nr = A_rK.to(x_TK.dtype), B_Nr.to(x_TK.dtype)
+    """y [T, N], and S [T, r] where the plan makes it."""
+    x_TK = tokens.x_TK
     bias_N = None if bias_N is None else bias_N.to(x_TK.dtype)
+    if A_rK is None or B_Nr is None:
+        return linear(x_TK, weight_NK, bias_N), None
+    A_rK, B_Nr = A_rK.to(x_TK.dtype), B_Nr.to(x_TK.dtype)
     if plan.up == "merged":
         return linear(x_TK, _merged(weight_NK, A_rK, B_Nr, scaling), bias_N), None
-    S_Tr = drop(x_TK) @ A_rK.T
+    S_Tr = tokens.xd_TK @ A_rK.T
     if plan.up == "after":
         return linear(x_TK, weight_NK, bias_N).addmm_(S_Tr, B_Nr.T, alpha=scaling), S_Tr
     if bias_N is None:
@@ -141,72 +185,65 @@ def forward(
     return y_TN.addmm_(x_TK, weight_NK.T), S_Tr
 
 
-def backward(
+def _low_rank_grads(
+    tokens: _Tokens,
     d_TN: torch.Tensor,
-    x_TK: torch.Tensor,
-    weight_NK: torch.Tensor,
+    dS_Tr: torch.Tensor | None,
+    S_Tr: torch.Tensor | None,
     A_rK: torch.Tensor,
     B_Nr: torch.Tensor,
-    S_Tr: torch.Tensor | None,
     scaling: float,
-    drop: Dropout,
     plan: Plan,
-    needs: Needs,
-    dx_TK: torch.Tensor | None = None,
-) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """dx in x's dtype, dA and dB in their own, outside autograd; None for what is not needed.
-
-    Args:
-        S_Tr: from forward; None to compute it again where the plan needs it.
-        dx_TK: of other layers that read the same x: this layer's is added to it, in place.
-    """
-    (need_x, need_A, need_B), (A_dtype, B_dtype) = needs, (A_rK.dtype, B_Nr.dtype)
-    A_rK, B_Nr = A_rK.to(x_TK.dtype), B_Nr.to(x_TK.dtype)
-    dA_rK = dB_Nr = None
-
-    # 1. The gradients of A and B.
-    again = need_B and plan.dB == "S" and S_Tr is None
-    xd_TK = drop(x_TK) if need_A or again or (need_B and plan.dB == "xd") else None
-    dS_Tr = None
-    if (need_A and plan.dA == "dS") or (need_x and plan.dx != "merged"):
-        dS_Tr = _scaled_mm(d_TN, B_Nr, scaling)
-    through_NK = None
+    need_A: bool,
+    need_B: bool,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """dA and dB in x's dtype, None where they are not wanted. S is computed again where it was not kept."""
+    through_NK = dA_rK = dB_Nr = None
     if (need_A and plan.dA == "xd") or (need_B and plan.dB == "xd"):
-        assert xd_TK is not None
-        through_NK = d_TN.T @ xd_TK
+        through_NK = d_TN.T @ tokens.xd_TK
     if need_A:
         if through_NK is not None and plan.dA == "xd":
-            dA_rK = _scaled_mm(B_Nr.T, through_NK, scaling).to(A_dtype)
+            dA_rK = _scaled_mm(B_Nr.T, through_NK, scaling)
         else:
-            assert dS_Tr is not None and xd_TK is not None
-            dA_rK = (dS_Tr.T @ xd_TK).to(A_dtype)
+            assert dS_Tr is not None
+            dA_rK = dS_Tr.T @ tokens.xd_TK
     if need_B:
         if through_NK is not None and plan.dB == "xd":
-            dB_Nr = _scaled_mm(through_NK, A_rK.T, scaling).to(B_dtype)
+            dB_Nr = _scaled_mm(through_NK, A_rK.T, scaling)
         else:
-            if S_Tr is None:
-                assert xd_TK is not None
-                S_Tr = xd_TK @ A_rK.T
-            dB_Nr = _scaled_mm(d_TN.T, S_Tr, scaling).to(B_dtype)
-    del through_NK, xd_TK
+            dB_Nr = _scaled_mm(d_TN.T, tokens.xd_TK @ A_rK.T if S_Tr is None else S_Tr, scaling)
+    return dA_rK, dB_Nr
 
-    # 2. The gradient of x.
-    if not need_x:
-        return None, dA_rK, dB_Nr
+
+def _plus_dx(
+    dx_TK: torch.Tensor | None,
+    tokens: _Tokens,
+    d_TN: torch.Tensor,
+    dS_Tr: torch.Tensor | None,
+    weight_NK: torch.Tensor,
+    A_rK: torch.Tensor | None,
+    B_Nr: torch.Tensor | None,
+    scaling: float,
+    plan: Plan,
+) -> torch.Tensor:
+    """dx of the layers before plus this layer's, in place where there is one."""
+    if A_rK is None or B_Nr is None:
+        return _plus_mm(dx_TK, d_TN, weight_NK)
     if plan.dx == "merged":
-        return _plus_mm(dx_TK, d_TN, _merged(weight_NK, A_rK, B_Nr, scaling)), dA_rK, dB_Nr
+        return _plus_mm(dx_TK, d_TN, _merged(weight_NK, A_rK, B_Nr, scaling))
     assert dS_Tr is not None
     if plan.dx == "before":
-        dx_TK = _plus_low_rank(dx_TK, dS_Tr, A_rK, drop)
-        return dx_TK.addmm_(d_TN, weight_NK), dA_rK, dB_Nr
-    return _plus_low_rank(_plus_mm(dx_TK, d_TN, weight_NK), dS_Tr, A_rK, drop), dA_rK, dB_Nr
+        return _plus_mm(_plus_low_rank(dx_TK, dS_Tr, A_rK, tokens), d_TN, weight_NK)
+    return _plus_low_rank(_plus_mm(dx_TK, d_TN, weight_NK), dS_Tr, A_rK, tokens)
 
 
-def _plus_low_rank(dx_TK: torch.Tensor | None, dS_Tr: torch.Tensor, A_rK: torch.Tensor, drop: Dropout) -> torch.Tensor:
+def _plus_low_rank(
+    dx_TK: torch.Tensor | None, dS_Tr: torch.Tensor, A_rK: torch.Tensor, tokens: _Tokens
+) -> torch.Tensor:
     """dx + dropout'(dS A), in place where dx is given."""
-    if not drop.p:
+    if not tokens.p:
         return _plus_mm(dx_TK, dS_Tr, A_rK)
-    low_rank_TK = drop(dS_Tr @ A_rK)
+    low_rank_TK = tokens.drop(dS_Tr @ A_rK)
     return low_rank_TK if dx_TK is None else dx_TK.add_(low_rank_TK)
 
 

@@ -23,10 +23,11 @@ FLUSH_BYTES = 256 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """step: one forward and backward. clear: drop the gradients it left, outside the clock."""
+    """step: one forward and backward. clear: drop the gradients it left, outside the clock. note: on how it is computed."""
 
     step: Callable[[], None]
     clear: Callable[[], None]
+    note: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,8 @@ class Timing:
     """Of one contender.
 
     ms: of every counted round. host_us: until the host had launched the run. own_bytes: kept between runs since it was built.
-    peak_bytes: of one run beyond what was allocated before it (None on a CPU). error: why there are no figures.
+    peak_bytes: of one run beyond what was allocated before it (None on a CPU). note: of its Work. error: why there are no
+    figures.
     """
 
     name: str
@@ -50,6 +52,7 @@ class Timing:
     host_us: list[float] = field(default_factory=list)
     own_bytes: int | None = None
     peak_bytes: int | None = None
+    note: str = ""
     error: str | None = None
 
 
@@ -76,6 +79,7 @@ class Timings:
         out["peak_mib"] = {
             name: timing.peak_bytes / 2**20 for name, timing in done.items() if timing.peak_bytes is not None
         }
+        out["notes"] = {name: timing.note for name, timing in done.items() if timing.note}
         out["failed"] = {name: timing.error for name, timing in self.by_name.items() if timing.error is not None}
         return out
 
@@ -122,9 +126,7 @@ def paired(
             _free(device)
     scratch = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device) if flush and device.type == "cuda" else None
     orders = random.Random(seed)
-    start = time.perf_counter()
-    _rounds(works, timings, device, 2, scratch, orders)
-    each = (time.perf_counter() - start) / 2
+    each = _rounds(works, timings, device, 2, scratch, orders) / 2
     for timing in timings.by_name.values():
         timing.ms, timing.host_us = [], []
     count = min(max(round(seconds / max(each, 1e-9)), rounds[0]), rounds[1])
@@ -135,6 +137,7 @@ def paired(
 def _warmed_up(contender: Contender, timing: Timing, device: torch.device, warmup: int) -> Work:
     before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     work = contender.make()
+    timing.note = work.note
     for _ in range(warmup):
         work.clear()
         work.step()
@@ -158,14 +161,17 @@ def _rounds(
     count: int,
     scratch: torch.Tensor | None,
     orders: random.Random,
-) -> None:
-    """Run `count` rounds and add their times. A contender that fails leaves the loop."""
+) -> float:
+    """Run `count` rounds and add their times. A contender that fails leaves the loop. Returns the seconds of all rounds."""
     gpu = device.type == "cuda"
     events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in works}
     gc.collect()
-    gc.disable()  # a collection in the middle of a launch sequence would be charged to whoever it hits
+    gc.freeze()  # what is there already need not be looked at again: a collection then takes microseconds
+    gc.disable()  # one inside a run would be charged to whoever it hits
+    first = time.perf_counter()
     try:
         for number in range(count):
+            gc.collect()  # a cycle that holds a model's activations must not outlive its round
             for name in orders.sample(list(works), len(works)):
                 timing = timings.by_name[name]
                 try:
@@ -194,6 +200,8 @@ def _rounds(
                 timings.by_name[name].ms += [begin.elapsed_time(end) for begin, end in events[name]]
     finally:
         gc.enable()
+        gc.unfreeze()
+    return time.perf_counter() - first
 
 
 def _described(error: Exception) -> str:

@@ -1,0 +1,241 @@
+"""packlora.accelerate: any PEFT LoRA model, in place, on this package's operator.
+
+    import packlora
+    print(packlora.accelerate(model))      # which modules run on it, by which plan, and which do not, and why
+    packlora.restore(model)                # everything as before
+
+The model stays PEFT's: same Parameters, same state_dict keys, same files, same results. adapters/peft_live.py owns what
+happens in a forward; this file puts it in place, takes it out and reports.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import types
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from peft.tuners.lora import Linear as PeftLinear
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
+
+from packlora.adapters.peft_live import LayerCall, LayerForward, choose_plan, compute, without_kernels
+from packlora.adapters.siblings import SiblingGroup, sibling_groups
+from packlora.ops.lora_linear.plan import Plan
+
+NOMINAL_TOKENS = 4096
+"""For which the report names the plan."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleReport:
+    """One adapted module. reason says why it is left to PEFT, as things stand; plan and group are of those that are not."""
+
+    path: str
+    kind: str
+    plan: str | None = None
+    group: tuple[str, ...] = ()
+    reason: str | None = None
+
+    @property
+    def accelerated(self) -> bool:
+        return self.reason is None
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What accelerate() found, when it was called; call it again after a change of adapters. print() shows all of it."""
+
+    modules: tuple[ModuleReport, ...]
+    groups: tuple[tuple[str, ...], ...]
+    """Paths of the modules that are computed together, in order of their calls."""
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def accelerated(self) -> int:
+        return sum(module.accelerated for module in self.modules)
+
+    def __str__(self) -> str:
+        together = sum(len(group) for group in self.groups)
+        lines = [
+            f"packlora: {self.accelerated} of {len(self.modules)} adapted modules accelerated, "
+            f"{together} of them in {len(self.groups)} sibling groups"
+        ]
+        texts: dict[tuple[str, str], list[str]] = {}
+        for module in self.modules:
+            if module.reason is not None:
+                text = f"PEFT's own forward: {module.reason}"
+            else:
+                siblings = ", ".join(path.rpartition(".")[2] for path in module.group)
+                text = f"plan {module.plan}" + (f", with {siblings}" if siblings else "")
+            texts.setdefault((re.sub(r"\d+", "{}", module.path), f"{module.kind}: {text}"), []).append(module.path)
+        rows = [(_ranges(paths), text) for (_, text), paths in texts.items()]
+        width = max((len(name) for name, _ in rows), default=0)
+        return "\n".join(lines + [f"  {name:<{width}}  {text}" for name, text in rows] + [f"  {n}" for n in self.notes])
+
+
+def accelerate(model: torch.nn.Module, *, plan: Plan | None = None, example: Mapping[str, Any] | None = None) -> Report:
+    """Run the LoRA layers of a PEFT model on packlora's operator, in place.
+
+    Every `peft.tuners.lora.Linear` gets another `forward`, which at each call computes what PEFT would, or hands over to
+    PEFT's forward where it cannot (merged, disabled or several adapters, variants such as DoRA, quantised bases, ...). Layers
+    that one parent gives the same tensor (q, k, v; gate, up) are computed by one call; they are found by running the model
+    once on two tokens, without gradients.
+
+    With lora_dropout, masks differ from those that PEFT would draw: they come from torch's generator all the same, and
+    siblings share one. Call it again after adapters were added to new modules; a second call changes nothing else.
+
+    Args:
+        model: made by peft.get_peft_model, PeftModel.from_pretrained or model.add_adapter.
+        plan: the way to compute every layer; None chooses one by the device and the sizes.
+        example: keyword arguments for the run that finds siblings; by default two random token ids.
+
+    Raises:
+        ValueError: the model has no PEFT layers, or is compiled already.
+    """
+    if hasattr(model, "_orig_mod"):
+        raise ValueError(
+            "the model is compiled already; call packlora.accelerate(model) first, then torch.compile(model)"
+        )
+    layers = {path: module for path, module in model.named_modules() if isinstance(module, BaseTunerLayer)}
+    if not layers:
+        raise ValueError(
+            f"{type(model).__name__} has no PEFT adapter layers; accepted is a model from peft.get_peft_model, "
+            "PeftModel.from_pretrained or model.add_adapter"
+        )
+    restore(model)
+    text = None if plan is None else json.dumps(plan.to_dict())
+    forwards: dict[str, LayerForward] = {}
+    foreign: dict[str, str] = {}
+    for path, layer in layers.items():
+        if type(layer) is not PeftLinear:
+            foreign[path] = "only LoRA on linear layers (peft.tuners.lora.Linear) is accelerated"
+        elif "forward" in layer.__dict__:
+            foreign[path] = "its forward was replaced by other code"
+        else:
+            forwards[path] = LayerForward(layer, path, text)
+    notes = []
+    groups: list[tuple[str, ...]] = []
+    if forwards:
+        try:
+            groups = sibling_groups(model, list(forwards), _example(model) if example is None else example)
+        except Exception as error:  # any model, any error: layers are computed one by one then, and the report says so
+            notes.append(
+                "sibling groups: none, the run that finds them failed "
+                f"({type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}); "
+                "pass example={...}, keyword arguments of the model's forward"
+            )
+    for paths in groups:
+        group = SiblingGroup([forwards[path] for path in paths], compute, LayerCall)
+        group.attach(model.get_submodule(paths[0].rpartition(".")[0]))
+        for index, path in enumerate(paths):
+            forwards[path].group, forwards[path].index = group, index
+    for forward in forwards.values():
+        forward.install()
+    return _report(model, layers, forwards, foreign, groups, notes)
+
+
+def restore(model: torch.nn.Module) -> None:
+    """Undo accelerate(model): every layer has PEFT's own forward again. Nothing to do is not an error."""
+    for module in model.modules():
+        LayerForward.remove(module)
+        SiblingGroup.detach(module)
+
+
+def _example(model: torch.nn.Module) -> dict[str, Any]:
+    """Two token ids for a language model, on the device of its embedding."""
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    vocab = getattr(text, "vocab_size", None)
+    if not isinstance(vocab, int):
+        raise ValueError("the model's config names no vocab_size")
+    find: Any = getattr(model, "get_input_embeddings", None)
+    embedding = find() if find is not None else None
+    device = next((embedding if isinstance(embedding, torch.nn.Module) else model).parameters()).device
+    ids = torch.randint(0, vocab, (1, 2), generator=torch.Generator().manual_seed(0)).to(device)
+    example: dict[str, Any] = {"input_ids": ids}
+    if getattr(config, "is_encoder_decoder", False):
+        example["decoder_input_ids"] = ids
+    return example
+
+
+def _report(
+    model: torch.nn.Module,
+    layers: Mapping[str, BaseTunerLayer],
+    forwards: Mapping[str, LayerForward],
+    foreign: Mapping[str, str],
+    groups: list[tuple[str, ...]],
+    notes: list[str],
+) -> Report:
+    group_of = {path: group for group in groups for path in group}
+    modules: list[ModuleReport] = []
+    devices: dict[torch.device, None] = {}
+    for path, layer in layers.items():
+        kind = f"{type(layer).__module__.removeprefix('peft.tuners.').partition('.')[0]}.{type(layer).__name__}"
+        if path in foreign:
+            modules.append(ModuleReport(path, kind, reason=foreign[path]))
+            continue
+        call = forwards[path].ready()
+        if isinstance(call, str):
+            modules.append(ModuleReport(path, kind, reason=call))
+            continue
+        devices[call.weight.device] = None
+        group = [forwards[other].ready() for other in group_of.get(path, (path,))]
+        calls = [other for other in group if isinstance(other, LayerCall)]
+        modules.append(ModuleReport(path, kind, _plan(calls).name, group_of.get(path, ())))
+    for path, module in model.named_modules():
+        if isinstance(module, AuxiliaryTrainingWrapper):
+            kind = type(module).__name__
+            modules.append(ModuleReport(path, kind, reason="trained itself, not through LoRA"))
+    for device in devices:
+        if reason := without_kernels(device):
+            notes.append(f"{device}: plain matrix products, {reason}")
+    return Report(tuple(modules), tuple(groups), tuple(notes))
+
+
+def _plan(calls: list[LayerCall]) -> Plan:
+    first = calls[0]
+    if first.owner.plan is not None:
+        return Plan.from_dict(json.loads(first.owner.plan))
+    sizes, ranks = tuple(len(call.weight) for call in calls), tuple(len(call.A) for call in calls)
+    weight = first.weight
+    return choose_plan(weight.device, weight.dtype, NOMINAL_TOKENS, weight.shape[1], sizes, ranks, first.p)
+
+
+def _ranges(paths: list[str]) -> str:
+    """One name for paths that differ in numbers: `layers.{0-31}.q_proj`."""
+    if len(paths) == 1:
+        return paths[0]
+    columns = list(zip(*(map(int, re.findall(r"\d+", path)) for path in paths), strict=True))
+    if sum(len(set(column)) > 1 for column in columns) > 1:
+        return f"{paths[0]} and {len(paths) - 1} more like it"
+    pieces = re.split(r"\d+", paths[0])
+    name = pieces[0]
+    for column, piece in zip(columns, pieces[1:], strict=True):
+        name += (str(column[0]) if len(set(column)) == 1 else f"{{{_spans(sorted(set(column)))}}}") + piece
+    return name
+
+
+def _spans(numbers: list[int]) -> str:
+    """0-3,5 for 0, 1, 2, 3, 5."""
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and number == spans[-1][-1] + 1:
+            spans[-1] = [spans[-1][0], number]
+        else:
+            spans.append([number])
+    return ",".join("-".join(map(str, span)) for span in spans)
+
+
+class _CallableModule(types.ModuleType):
+    """Importing this module binds the name packlora.accelerate to it; packlora.accelerate(...) must work all the same."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Report:
+        return accelerate(*args, **kwargs)
+
+
+sys.modules[__name__].__class__ = _CallableModule

@@ -1,0 +1,282 @@
+"""PEFT's LoRA layers at run time: what one of them computes now, and how this package computes it in its place.
+
+`look` reads a layer of PEFT and says what it would compute, or why that is left to PEFT. It is called at every forward, so
+adapters may be switched, merged, disabled, loaded or deleted at any time. `LayerForward` is what packlora.accelerate puts in
+the place of a layer's forward. Nothing of the layer itself is changed: same parameters, same keys, same files.
+
+Shapes: T tokens, K inputs, N outputs, r rank.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Hashable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from peft.tuners.lora import Linear as PeftLinear
+from torch import nn
+
+from packlora.adapters import compiled
+from packlora.adapters.siblings import SiblingGroup
+from packlora.ops.lora_linear.group import HAS_TRITON, GroupState, Layer, LowRank, Run, lora_group
+from packlora.ops.lora_linear.plan import CHAIN, ROUTED, Plan
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+COMPILED_TOKENS = 4096
+
+
+# --- which plan --------------------------------------------------------------------------------------------------------
+
+
+@lru_cache
+def without_kernels(device: torch.device) -> str | None:
+    """Why the Triton kernels are not used on a device, or None where they are."""
+    if device.type != "cuda":
+        return f"{device.type} has no Triton kernels"
+    if torch.version.hip is not None:
+        return "the kernels have not been tried on AMD GPUs"
+    if (capability := torch.cuda.get_device_capability(device)) < (8, 0):
+        return f"the kernels need compute capability 8.0 or newer, this GPU has {capability[0]}.{capability[1]}"
+    return None if HAS_TRITON else "the triton package is not installed"
+
+
+def choose_plan(
+    device: torch.device, dtype: torch.dtype, num_tokens: int, K: int, sizes: tuple[int, ...], ranks: tuple[int, ...],
+    dropout: float,
+) -> Plan:  # fmt: skip
+    """The plan of a group of layers.
+
+    Args:
+        device, dtype: of x as it is multiplied.
+        num_tokens, K: T and K.
+        sizes, ranks: N and r of every layer of the group.
+        dropout: rate; 0 in evaluation.
+    """
+    return CHAIN if dtype == torch.float64 or without_kernels(device) else ROUTED
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _constant_plan(device: torch.device, dtype: torch.dtype, K: int, size: int, rank: int, dropout: float) -> str:
+    """The plan in a compiled graph, as JSON: the graph may serve any T, so that of COMPILED_TOKENS."""
+    plan = choose_plan(device, dtype, COMPILED_TOKENS, K, (size,), (rank,), dropout)
+    return json.dumps((plan if compiled.compilable(plan) else CHAIN).to_dict())
+
+
+# --- what a layer computes ---------------------------------------------------------------------------------------------
+
+
+class LayerCall:
+    """One active LoRA on one layer. bias [N] goes into the operator; outer_bias is one that is trained, added by
+    torch."""
+
+    __slots__ = ("A", "B", "bias", "outer_bias", "owner", "p", "scaling", "weight")
+
+    def __init__(
+        self, owner: LayerForward, weight: torch.Tensor, bias: torch.Tensor | None, A: torch.Tensor, B: torch.Tensor,
+        scaling: float, p: float,
+    ) -> None:  # fmt: skip
+        trained = bias is not None and bias.requires_grad
+        self.owner, self.weight, self.A, self.B, self.scaling, self.p = owner, weight, A, B, scaling, p
+        self.bias = None if trained else bias
+        self.outer_bias = bias if trained else None
+
+    @property
+    def together(self) -> Hashable:
+        return (self.weight.shape[1], self.weight.dtype, self.weight.device, self.p, self.owner.plan)
+
+    def stamp(self) -> Hashable:
+        operands = (self.weight, self.bias, self.outer_bias, self.A, self.B)
+        versions = tuple(None if t is None else (id(t), t._version, t.requires_grad) for t in operands)
+        return (versions, self.scaling, self.p)
+
+
+def look(owner: LayerForward) -> LayerCall | str:
+    """What the owner's layer computes for an x without further arguments, or the reason why PEFT must compute it."""
+    layer = owner.layer
+    if layer._disable_adapters:
+        return "its adapters are disabled"
+    if layer.merged_adapters:
+        return "its adapters are merged into the base weights"
+    modules: dict[str, Any] = layer._modules
+    own_A = modules["lora_A"]._modules
+    active = layer._active_adapter
+    names = [name for name in ([active] if isinstance(active, str) else active) if name in own_A]
+    if len(names) != 1:
+        return f"several adapters are active: {', '.join(names)}" if names else "no active adapter targets it"
+    (name,) = names
+    if name in layer.lora_variant:
+        variant = type(layer.lora_variant[name]).__name__
+        return f"its adapter is a variant of LoRA: {variant.removesuffix('LinearVariant')}"
+    if layer.lora_bias.get(name):
+        return "lora_bias is set"
+    if layer.fan_in_fan_out:
+        return "fan_in_fan_out is set"
+    scaling = layer.scaling[name]
+    if not isinstance(scaling, float | int):
+        return f"its scaling is a {type(scaling).__name__}, not a number"
+
+    base, A, B = modules["base_layer"], own_A[name], modules["lora_B"]._modules[name]
+    drop = modules["lora_dropout"]._modules[name]
+    for role, module in (("base layer", base), ("lora_A", A), ("lora_B", B)):
+        if type(module) is not nn.Linear:
+            return f"its {role} is a {type(module).__module__}.{type(module).__qualname__}, not torch.nn.Linear"
+        if _observed(module):
+            return f"its {role} has hooks or a replaced forward"
+        weight: Any = module._parameters.get("weight")
+        if type(weight) not in (nn.Parameter, torch.Tensor):
+            return f"the weight of its {role} is a {type(weight).__name__}, not a Parameter"
+        if weight.shape != (module.out_features, module.in_features):
+            return f"the weight of its {role} is not whole here: {tuple(weight.shape)}"
+        if weight.dtype not in DTYPES:
+            return f"the weight of its {role} is {weight.dtype}"
+    if base._parameters["weight"].requires_grad:
+        return "its base weight is trained too"
+    if type(drop) not in (nn.Identity, nn.Dropout) or _observed(drop):
+        return f"its lora_dropout is a {type(drop).__name__} of its own or has hooks; known are Dropout and Identity"
+    p = drop.p if isinstance(drop, nn.Dropout) and drop.training else 0.0
+    if p >= 1.0 or (p and drop.inplace):
+        return f"its lora_dropout drops everything or works in place (p = {p})"
+    return LayerCall(
+        owner, base._parameters["weight"], base._parameters.get("bias"), A._parameters["weight"], B._parameters["weight"],
+        float(scaling), p,
+    )  # fmt: skip
+
+
+def _observed(module: nn.Module) -> bool:
+    """Somebody looks at, or changes, what goes through this module: then it must be called, not only read."""
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    ) or ("forward" in module.__dict__)
+
+
+# --- computing it ------------------------------------------------------------------------------------------------------
+
+
+def compute(x: torch.Tensor, calls: Sequence[LayerCall]) -> list[torch.Tensor]:
+    """y [..., N] of layers that all read x [..., K], in the dtype that torch.nn.functional.linear would return.
+
+    Under dropout the layers share one mask. Its keys come from torch's generator of x's device: seeds, random states kept by
+    checkpointing and CUDA graphs work as for torch's own dropout.
+
+    Raises:
+        ValueError: x does not fit a layer; the message names the layer and what it takes.
+    """
+    kind, dtype = x.device.type, x.dtype
+    autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    if autocast and x.is_floating_point() and dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(kind)
+    for call in calls:
+        _check(x, call, dtype, autocast)
+    if autocast:
+        with torch.autocast(kind, enabled=False):
+            return _compute(x, calls, dtype)
+    return _compute(x, calls, dtype)
+
+
+def _compute(x: torch.Tensor, calls: Sequence[LayerCall], dtype: torch.dtype) -> list[torch.Tensor]:
+    first = calls[0]
+    lead, K, p = x.shape[:-1], x.shape[-1], first.p
+    x_TK = _to(x, dtype).reshape(-1, K).contiguous()
+    T = x_TK.shape[0]
+    keys_T2 = None
+    if p:
+        keys_T2 = torch.randint(-(2**31), 2**31, (T, 2), dtype=torch.int32, device=x.device)
+    weights = [_to(call.weight, dtype) for call in calls]
+    biases = [None if call.bias is None else _to(call.bias, dtype) for call in calls]
+    plan = first.owner.plan
+    if torch.compiler.is_compiling():
+        (call,) = calls
+        plan = plan or _constant_plan(x.device, dtype, K, call.weight.shape[0], call.A.shape[0], p)
+        outputs: Sequence[torch.Tensor] = compiled.lora_linear(
+            x_TK, weights[0], biases[0], call.A, call.B, call.scaling, p, keys_T2, 0, plan
+        )[:1]
+    else:
+        if plan is None:
+            sizes = tuple(weight.shape[0] for weight in weights)
+            ranks = tuple(call.A.shape[0] for call in calls)
+            chosen = choose_plan(x.device, dtype, T, K, sizes, ranks, p)
+        else:
+            chosen = compiled.plan_of(plan)
+        layers = [
+            Layer(weight, bias, {0: LowRank(call.A, call.B, call.scaling)})
+            for call, weight, bias in zip(calls, weights, biases, strict=True)
+        ]
+        # a state would keep a copy of a weight that was cast just now
+        state = None if weights[0] is not first.weight else first.owner.states.setdefault(len(calls), GroupState())
+        outputs = lora_group(x_TK, layers, (Run(0, 0, T, p),), keys_T2, 0, chosen, state)
+    out = []
+    for call, y_TN in zip(calls, outputs, strict=True):
+        y = y_TN.view(*lead, y_TN.shape[1])
+        out.append(y if call.outer_bias is None else y + call.outer_bias.to(dtype))
+    return out
+
+
+def _to(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """tensor.to(dtype), without the call where there is nothing to do."""
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
+
+
+def _check(x: torch.Tensor, call: LayerCall, dtype: torch.dtype, autocast: bool) -> None:
+    """Raise ValueError, naming the operand and what is accepted, before anything runs on the device."""
+    weight = call.weight
+    K = weight.shape[1]
+    if not x.ndim or x.shape[-1] != K:
+        raise ValueError(f"{call.owner.path}: x must be [..., {K}], got {list(x.shape)}")
+    if (weight.dtype == torch.float64) != (dtype == torch.float64) if autocast else weight.dtype != dtype:
+        under = f" under autocast to {torch.get_autocast_dtype(x.device.type)}" if autocast else ""
+        accepted = "any but torch.float64" if autocast and weight.dtype != torch.float64 else str(weight.dtype)
+        raise ValueError(
+            f"{call.owner.path}: x is {x.dtype}{under}; accepted with a base weight of {weight.dtype}: {accepted}"
+        )
+    for name, operand in (("base weight", weight), ("lora_A", call.A), ("lora_B", call.B), ("base bias", call.bias)):
+        if operand is not None and operand.device != x.device:
+            raise ValueError(
+                f"{call.owner.path}: x is on {x.device}, {name} on {operand.device}; all must be on one device"
+            )
+
+
+class LayerForward:
+    """In the place of `forward` of one lora.Linear: the operator where it can, else PEFT's own forward."""
+
+    def __init__(self, layer: PeftLinear, path: str, plan: str | None) -> None:
+        self.layer, self.path, self.plan = layer, path, plan
+        self.group: SiblingGroup | None = None
+        self.index = 0
+        self.on = True
+        self.states: dict[int, GroupState] = {}
+        """Of the operator, by the number of layers that are computed together with this one first."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "states": {}}
+
+    def install(self) -> None:
+        self.layer.forward = self
+        self.layer._packlora = self
+
+    @staticmethod
+    def remove(module: nn.Module) -> None:
+        """From a module that has one. Where other code has wrapped the forward since, the wrapper keeps it: it is only off."""
+        own = module.__dict__.pop("_packlora", None)
+        if own is not None:
+            own.on = False
+            if module.__dict__.get("forward") is own:
+                del module.__dict__["forward"]
+
+    def ready(self) -> LayerCall | str:
+        return look(self)
+
+    def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if args or kwargs or not self.on or type(x) not in (torch.Tensor, nn.Parameter) or not x.numel():
+            return self._peft(x, *args, **kwargs)
+        call = look(self)
+        if isinstance(call, str):
+            return self._peft(x)
+        if self.group is None or torch.compiler.is_compiling():
+            return compute(x, (call,))[0]
+        return self.group.serve(self.index, x, call)
+
+    def _peft(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        y: torch.Tensor = PeftLinear.forward(self.layer, x, *args, **kwargs)
+        return y

@@ -1,0 +1,99 @@
+"""Pictures of benchmark results, written beside the JSON file as PNG and SVG. matplotlib is imported when one is drawn."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+TITLES = {
+    "frozen": "frozen layer", "packlora": "packlora", "packlora_fp32": "packlora, float32 adapters",
+    "packlora_merged": "packlora, merged (lossy)", "peft_bf16": "PEFT, bfloat16",
+    "peft_fp32_autocast": "PEFT, float32 adapters", "peft_compiled": "PEFT, torch.compile",
+}  # fmt: skip
+COLOURS = {
+    "frozen": "#8a8a8a", "packlora": "#0b6e99", "packlora_fp32": "#53b3d1", "packlora_merged": "#53b3d1",
+    "peft_bf16": "#d9822b", "peft_fp32_autocast": "#b5483a", "peft_compiled": "#e8b96a",
+}  # fmt: skip
+"""Blue is packlora, orange to red is PEFT; told apart by lightness as well."""
+
+
+def write_plots(name: str, rows: list[dict[str, Any]], out: Path) -> list[Path]:
+    """Draw what the benchmark has a picture of.
+
+    Args:
+        name: of the benchmark.
+        rows: of its results.
+        out: the results file; a picture is `<its name without .json>-<what>.png` and `.svg`.
+
+    Returns:
+        The files written.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    figures: dict[str, Any] = {}
+    if name == "layer" and (curves := throughput(rows)):
+        figures["throughput"] = _draw_throughput(curves)
+    if name == "model" and (bars := [row for row in rows if row["kind"] == "layer"]):
+        figures["layers"] = _draw_bars(bars, [f"{row['shape']}\n{row['T']} tokens" for row in bars])
+    if name in ("graphs", "multi"):
+        figures["ratios"] = _draw_bars(rows, [row["case"].replace(" ", "\n") for row in rows])
+    written = []
+    for what, figure in figures.items():
+        for kind in ("png", "svg"):
+            path = out.with_name(f"{out.stem}-{what}.{kind}")
+            figure.savefig(path, dpi=150, bbox_inches="tight")
+            written.append(path)
+    return written
+
+
+def throughput(rows: list[dict[str, Any]]) -> dict[int, dict[str, list[tuple[int, float]]]]:
+    """Million tokens per second over T, by width and contender: square layers with r 16 and dropout 0.1."""
+    out: dict[int, dict[str, list[tuple[int, float]]]] = {}
+    for row in sorted(rows, key=lambda row: row["T"]):
+        if row["K"] == row["N"] and (row["main"] or row["sweep"]):
+            for name, ms in row["ms"].items():
+                if name in TITLES:
+                    out.setdefault(row["K"], {}).setdefault(name, []).append((row["T"], row["T"] / ms / 1e3))
+    return out
+
+
+def _draw_throughput(curves: dict[int, dict[str, list[tuple[int, float]]]]) -> Any:
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(1, len(curves), figsize=(4.2 * len(curves), 3.6), squeeze=False)
+    for panel, (width, lines) in zip(panels[0], curves.items(), strict=True):
+        for name, points in lines.items():
+            dashed = "--" if name == "frozen" else "-"
+            panel.plot(*zip(*points, strict=True), dashed, color=COLOURS[name], label=TITLES[name], marker=".")
+        panel.set_title(f"{width} x {width}", fontsize=10)
+        panel.set_xlabel("tokens T")
+        panel.set_ylim(bottom=0)
+        panel.grid(alpha=0.25)
+        panel.spines[["top", "right"]].set_visible(False)
+    panels[0][0].set_ylabel("million tokens/s, forward + backward")
+    panels[0][-1].legend(fontsize=7, frameon=False, loc="lower right")
+    return figure
+
+
+def _draw_bars(rows: list[dict[str, Any]], labels: list[str]) -> Any:
+    """Time over the frozen one: a group of bars per row."""
+    from matplotlib import pyplot
+
+    names = [name for name in TITLES if name != "frozen" and any(row["over_frozen"].get(name) for row in rows)]
+    figure, panel = pyplot.subplots(figsize=(max(5.0, 1.1 * len(rows)), 3.6))
+    width = 0.8 / max(len(names), 1)
+    for place, name in enumerate(names):
+        heights = [row["over_frozen"].get(name) or 0.0 for row in rows]
+        left = [group - 0.4 + (place + 0.5) * width for group in range(len(rows))]
+        bars = panel.bar(left, heights, width * 0.92, color=COLOURS[name], label=TITLES[name])
+        panel.bar_label(
+            bars, [f"{height:.2f}" if height else "failed" for height in heights], fontsize=6, rotation=90, padding=2
+        )
+    panel.axhline(1.0, color=COLOURS["frozen"], linewidth=1, linestyle="--")
+    panel.set_xticks(range(len(rows)), labels, fontsize=7)
+    panel.set_ylabel("time / frozen")
+    panel.margins(y=0.15)
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.legend(fontsize=7, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
+    return figure

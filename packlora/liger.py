@@ -1,0 +1,159 @@
+"""liger-kernel's fused norms, rotary embedding and gated activations on one loaded model. Optional: pip install liger-kernel.
+
+Parts are found by what they compute, not by the names of model classes: a module is taken over only if liger's kernel gives
+what the module itself gives on random numbers. Only this model's modules change, never transformers' classes; linear layers
+are looked up at every call, so adapters may be put on before or after. The loss is ops/linear_cross_entropy.py's.
+
+The kernels work in place: the rotary embedding overwrites its inputs in forward, the activation its inputs in backward. Both
+are outputs of linear layers, which therefore must not keep their outputs for their own backward.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import math
+from collections.abc import Callable
+from functools import partial
+from types import FunctionType, MethodType
+from typing import Any, Literal
+
+import torch
+from transformers import PreTrainedModel
+
+from packlora.errors import InputError
+
+ERROR = {torch.float32: 1e-5, torch.bfloat16: 2**-6, torch.float16: 2**-9}
+"""Largest difference to the module's own result, relative to its largest value: rounding, not another formula."""
+NORM_KINDS = ((0.0, "llama"), (0.0, "gemma"), (1.0, "gemma"))
+"""What is added to the weight, and where liger rounds: before (llama) or after (gemma) the weight."""
+ROTARY = "apply_rotary_pos_emb"
+
+
+def check_liger(setting: bool | Literal["auto"], device: torch.device, dtype: str) -> bool:
+    """Whether liger may be used. Raises InputError if it must be and cannot."""
+    why = None
+    if setting is False:
+        return False
+    if importlib.util.find_spec("liger_kernel") is None:
+        why = "liger-kernel is not installed; pip install 'packlora[liger]', or leave liger out"
+    elif device.type != "cuda":
+        why = f"its kernels run on a GPU, and this run is on {device}"
+    elif getattr(torch, dtype) not in ERROR:
+        why = f"its kernels compute in float32, which is not enough for {dtype}"
+    if setting is True and why is not None:
+        raise InputError(f"liger: true cannot be met: {why}")
+    return why is None
+
+
+@torch.no_grad()
+def use_liger(model: PreTrainedModel, setting: bool | Literal["auto"]) -> list[str]:
+    """Let liger run what it can of a loaded, frozen model, in place.
+
+    Returns:
+        What was taken over, as `65 LlamaRMSNorm`; empty where liger is off or unavailable.
+
+    Raises:
+        InputError: setting is true and liger is unavailable, or has nothing for this model.
+    """
+    if not check_liger(setting, model.device, str(model.dtype).removeprefix("torch.")):
+        return []
+    counts: dict[str, int] = {}
+    ops = importlib.import_module("liger_kernel.ops")
+    known: dict[Any, Any] = {}  # what was found for a class of modules
+    for module in model.modules():
+        forward = _norm(module, known, ops) or _gated(module, known, ops) or _rotary(module, known, ops)
+        if forward is not None:
+            module.forward = MethodType(forward, module)
+            counts[type(module).__name__] = counts.get(type(module).__name__, 0) + 1
+    if setting is True and not counts:
+        raise InputError(f"liger: true cannot be met: liger has nothing for a {model.config.model_type} model")
+    return [f"{count} {name}" for name, count in counts.items()]
+
+
+def _norm(module: Any, known: dict[Any, Any], ops: Any) -> Callable[..., Any] | None:
+    """RMSNorm."""
+    weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if not type(module).__name__.endswith("RMSNorm") or not isinstance(weight, torch.Tensor) or weight.ndim != 1:
+        return None
+    if not isinstance(eps, float):
+        return None
+
+    def forward(self: Any, hidden_states: torch.Tensor, offset: float, rounding: str) -> Any:
+        # the last argument: not in place, because a gradient may also be somebody else's (norms at the end of a block)
+        return ops.LigerRMSNormFunction.apply(hidden_states, self.weight, eps, offset, rounding, False)
+
+    if type(module) not in known:
+        x = _random(3, 5, len(weight), like=weight)
+        errors = {kind: _error(partial(forward, module, x, *kind), partial(module, x)) for kind in NORM_KINDS}
+        best = min(errors, key=lambda kind: errors[kind])
+        known[type(module)] = best if errors[best] <= ERROR[weight.dtype] else None
+    kind = known[type(module)]
+    return None if kind is None else lambda self, hidden_states: forward(self, hidden_states, *kind)
+
+
+def _gated(module: Any, known: dict[Any, Any], ops: Any) -> Callable[..., Any] | None:
+    """down(act(gate(x)) * up(x)) with SiLU, or with GELU in its tanh form."""
+    gate, up, down, act = (getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj", "act_fn"))
+    if not all(isinstance(part, torch.nn.Linear) for part in (gate, up, down)) or act is None:
+        return None
+    assert gate is not None and up is not None and down is not None
+    key = type(module), type(act)
+    if key not in known:
+        known[key] = None
+        x = _random(16, gate.in_features, like=gate.weight)
+        a, b = _random(2, 7, gate.out_features, like=gate.weight, scale=3)
+        if _error(partial(module, x), lambda: down(act(gate(x)) * up(x))) == 0:
+            for candidate in (ops.LigerSiLUMulFunction, ops.LigerGELUMulFunction):
+                if _error(partial(candidate.apply, a.clone(), b.clone()), lambda: act(a) * b) <= ERROR[a.dtype]:
+                    known[key] = candidate
+                    break
+    function = known[key]
+    if function is None:
+        return None
+    return lambda self, x: self.down_proj(function.apply(self.gate_proj(x), self.up_proj(x)))
+
+
+def _rotary(module: Any, known: dict[Any, Any], ops: Any) -> Callable[..., Any] | None:
+    """An attention whose forward calls apply_rotary_pos_emb(q, k, cos, sin): the same code, with liger's in its place."""
+    own, head, weight = type(module).forward, getattr(module, "head_dim", 0), next(module.parameters(), None)
+    if not isinstance(own, FunctionType) or ROTARY not in own.__code__.co_names or ROTARY not in own.__globals__:
+        return None
+    if head < 2 or head % 2 or weight is None:
+        return None
+
+    def rotate(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> Any:
+        return ops.LigerRopeFunction.apply(q, k, cos, sin, None, unsqueeze_dim)
+
+    if type(module) not in known:
+        known[type(module)] = None
+        angles = 3 * _random(1, 5, head // 2, like=weight).float().repeat(1, 1, 2)
+        cos, sin = angles.cos().to(weight.dtype), angles.sin().to(weight.dtype)
+        q, k = (_random(1, 5, heads, head, like=weight).transpose(1, 2) for heads in (4, 2))
+
+        def rotated(function: Callable[..., Any]) -> torch.Tensor:
+            return torch.cat([y.flatten() for y in function(q.clone(), k.clone(), cos, sin)])
+
+        if _error(partial(rotated, rotate), partial(rotated, own.__globals__[ROTARY])) <= ERROR[weight.dtype]:
+            names = own.__globals__ | {ROTARY: rotate}
+            patched = FunctionType(own.__code__, names, own.__name__, own.__defaults__, own.__closure__)
+            patched.__kwdefaults__ = own.__kwdefaults__
+            known[type(module)] = patched
+    found: Callable[..., Any] | None = known[type(module)]
+    return found
+
+
+def _random(*shape: int, like: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+    """Normal numbers of the device and dtype of `like`, drawn apart from every other random state."""
+    generator = torch.Generator().manual_seed(0)
+    return (scale * torch.randn(shape, generator=generator)).to(like.device, like.dtype)
+
+
+def _error(compute: Callable[[], torch.Tensor], reference: Callable[[], torch.Tensor]) -> float:
+    """Largest difference over the largest value; infinite where one of them cannot be computed or they do not compare."""
+    try:
+        got, want = compute().double(), reference().double()
+        error = float((got - want).abs().max() / want.abs().max())
+    except (RuntimeError, TypeError, ValueError):  # another signature, another layout
+        return math.inf
+    return error if got.shape == want.shape and not math.isnan(error) else math.inf

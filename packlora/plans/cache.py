@@ -1,0 +1,145 @@
+"""What was measured, on disk: one readable JSON file per device and version, by default in ~/.cache/packlora/plans.
+
+    {"schema": 1, "device": "NVIDIA H200", "versions": {...},
+     "cases": {"cuda bfloat16 T2048 ...": {"plan": {...}, "ms": {"mm/after-mm/after": 0.31, ...}, "failed": {}, "date": "..."}}}
+
+A file that is broken, or of another device or other versions, is ignored with one warning and replaced by the next write: its
+figures say nothing about here and now. Writers take turns and merge; readers see the old file or the new one.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+import platform
+import re
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import packlora
+from packlora.files import write_json
+from packlora.ops.lora_linear.plan import CHAIN, Plan
+from packlora.plans.measure import Measured
+
+SCHEMA = 1
+MARGIN = 0.01
+"""Less than this is within the noise of a measurement."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What was measured for a case: the parts of the fastest plan, milliseconds and reasons of failure by plan name."""
+
+    plan: dict[str, str | bool]
+    ms: dict[str, float]
+    failed: dict[str, str] = field(default_factory=dict)
+    date: str = ""
+
+    @staticmethod
+    def of(plans: Mapping[str, Plan], measured: Measured) -> Record:
+        """Of plans by name. Raises ValueError where the plain chain, to which all is compared, has no time."""
+        if CHAIN.name not in measured.ms:
+            raise ValueError(f"the plain chain has no time: {measured.failed.get(CHAIN.name, 'not measured')}")
+        best = fastest(plans.values(), measured.ms).name
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        return Record(plans[best].to_dict(), dict(measured.ms), dict(measured.failed), now)
+
+
+def fastest(plans: Iterable[Plan], ms: Mapping[str, float]) -> Plan:
+    """The fastest of the plans that have a time; the plain chain, which has one, unless another beats it by MARGIN."""
+    best = min((plan for plan in plans if plan.name in ms), key=lambda plan: ms[plan.name], default=CHAIN)
+    return best if ms[best.name] < (1 - MARGIN) * ms[CHAIN.name] else CHAIN
+
+
+def device_name(device: torch.device) -> str:
+    """The GPU's name, or the CPU's with its threads, which change what is fastest."""
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    name = platform.processor() or platform.machine()
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                name = line.partition(":")[2].strip()
+                break
+    except OSError:
+        pass
+    return f"{name}, {torch.get_num_threads()} threads"
+
+
+def cache_path(device: torch.device) -> Path:
+    """plans/<device>.json in PACKLORA_CACHE, or in packlora in the user's cache folder."""
+    chosen = os.environ.get("PACKLORA_CACHE")
+    folder = Path(chosen or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "packlora")
+    slug = re.sub(r"[^a-z0-9]+", "-", device_name(device).lower()).strip("-")
+    return folder / "plans" / f"{slug}.json"
+
+
+def measured_versions() -> dict[str, str]:
+    """Of what the times depend on."""
+    out = {"packlora": packlora.__version__, "torch": torch.__version__, "cuda": str(torch.version.cuda or "none")}
+    try:
+        out["triton"] = version("triton")
+    except PackageNotFoundError:
+        out["triton"] = "none"
+    return out
+
+
+class PlanCache:
+    """The records of one device. The file is read at the first question, and again before every write."""
+
+    def __init__(self, device: torch.device, path: Path | None = None) -> None:
+        self.path = path or cache_path(device)
+        self.identity = {"schema": SCHEMA, "device": device_name(device), "versions": measured_versions()}
+        self._records: dict[str, Record] | None = None
+        self._warned = False
+
+    def get(self, key: str) -> Record | None:
+        """The record of a case by Case.key."""
+        if self._records is None:
+            self._records = self._read()
+        return self._records.get(key)
+
+    def put(self, records: Mapping[str, Record]) -> None:
+        """Add or replace records, and keep what others have written since. Raises OSError where nothing can be written."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            merged = {**self._read(), **records}
+            cases = {key: asdict(merged[key]) for key in sorted(merged)}
+            write_json(self.path, {**self.identity, "cases": cases})
+        self._records = merged
+
+    def _read(self) -> dict[str, Record]:
+        try:
+            found = json.loads(self.path.read_text(encoding="utf-8"))
+            for name, ours in self.identity.items():
+                if found[name] != ours:
+                    raise ValueError(f"its {name} is {found[name]}, here it is {ours}")
+            return {str(key): _record(value) for key, value in found["cases"].items()}
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            if not self._warned:
+                self._warned = True
+                reason = f"it has no {error}" if isinstance(error, KeyError) else error
+                warnings.warn(f"plans measured earlier are not used: {self.path}: {reason}", stacklevel=4)
+            return {}
+
+
+def _record(value: Any) -> Record:
+    """Raises ValueError, KeyError, TypeError or AttributeError for anything that put cannot have written."""
+    Plan.from_dict(value["plan"])
+    ms = {str(name): float(time) for name, time in value["ms"].items()}
+    if not all(math.isfinite(time) and time > 0 for time in ms.values()) or CHAIN.name not in ms:
+        raise ValueError("a record has no time for the plain chain, or one that is not a positive number")
+    failed = {str(name): str(reason) for name, reason in value["failed"].items()}
+    return Record(dict(value["plan"]), ms, failed, str(value["date"]))

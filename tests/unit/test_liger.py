@@ -1,0 +1,185 @@
+"""Which parts of a model liger is given, with stand-ins for its kernels: the kernels themselves need a GPU (tests/gpu)."""
+
+from __future__ import annotations
+
+import sys
+import types
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import FAMILIES, tiny_model
+from peft import LoraConfig
+from transformers.models.llama import modeling_llama
+
+from packlora import liger
+from packlora.adapters.attach import attach
+from packlora.adapters.spec import resolve
+from packlora.errors import InputError
+from packlora.model import packed_logits, prepare_model
+
+CALLS: list[str] = []
+
+
+class _Norm:
+    @staticmethod
+    def apply(x: Any, weight: Any, eps: float, offset: float, rounding: str, in_place: bool) -> Any:
+        CALLS.append("norm")
+        assert not in_place
+        y = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
+        if rounding == "llama":
+            return (weight + offset) * y.to(x.dtype)
+        return (y * (weight.float() + offset)).to(x.dtype)
+
+
+class _SiLU:
+    @staticmethod
+    def apply(a: Any, b: Any) -> Any:
+        CALLS.append("gated")
+        return F.silu(a) * b
+
+
+class _GELU:
+    @staticmethod
+    def apply(a: Any, b: Any) -> Any:
+        CALLS.append("gated")
+        return F.gelu(a, approximate="tanh") * b
+
+
+class _Rope:
+    @staticmethod
+    def apply(q: Any, k: Any, cos: Any, sin: Any, position_ids: Any, unsqueeze_dim: int) -> Any:
+        CALLS.append("rotary")
+        half = q.shape[-1] // 2
+        cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+        return tuple(x * cos + torch.cat([-x[..., half:], x[..., :half]], -1) * sin for x in (q, k))
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """A liger_kernel.ops in plain torch, allowed on the CPU."""
+    ops = types.ModuleType("liger_kernel.ops")
+    ops.LigerRMSNormFunction, ops.LigerSiLUMulFunction = _Norm, _SiLU  # type: ignore[attr-defined]
+    ops.LigerGELUMulFunction, ops.LigerRopeFunction = _GELU, _Rope  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "liger_kernel", types.ModuleType("liger_kernel"))
+    monkeypatch.setitem(sys.modules, "liger_kernel.ops", ops)
+    monkeypatch.setattr(liger, "check_liger", lambda setting, device, dtype: setting is not False)
+    return ops
+
+
+def logits(model: Any) -> torch.Tensor:
+    ids = torch.randint(3, 300, (40,), generator=torch.Generator().manual_seed(1))
+    positions = torch.cat([torch.arange(25), torch.arange(15)])
+    with torch.no_grad():
+        return packed_logits(model, ids, positions, (25, 15), torch.arange(40))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_norm_rotation_and_gate_of_the_families_is_taken_over_and_the_logits_stay(
+    family: str, dtype: torch.dtype
+) -> None:
+    model = tiny_model(family, dtype)
+    prepare_model(model, False)
+    want = logits(model)
+    replaced = liger.use_liger(model, True)
+    norms = sum(type(module).__name__.endswith("RMSNorm") for module in model.modules())
+    counts = {name.split()[1]: int(name.split()[0]) for name in replaced}
+    of = {
+        end: sum(count for name, count in counts.items() if name.endswith(end))
+        for end in ("RMSNorm", "Attention", "MLP")
+    }
+    assert (of, len(counts)) == ({"RMSNorm": norms, "Attention": 2, "MLP": 2}, 3)
+    CALLS.clear()
+    got = logits(model)
+    assert (CALLS.count("norm"), CALLS.count("rotary"), CALLS.count("gated")) == (norms, 2, 2)
+    error = (got.double() - want.double()).norm() / want.double().norm()
+    assert error < (1e-5 if dtype == torch.float32 else 0.02)
+
+
+def test_only_this_model_changes() -> None:
+    """Another model of the same classes, loaded before or after, keeps transformers' own code."""
+    before, model = tiny_model("llama"), tiny_model("llama")
+    own = modeling_llama.apply_rotary_pos_emb, modeling_llama.LlamaRMSNorm.forward, modeling_llama.LlamaMLP.forward
+    for other in (before, model):
+        prepare_model(other, False)
+    liger.use_liger(model, True)
+    after = tiny_model("llama")
+    prepare_model(after, False)
+    CALLS.clear()
+    logits(before), logits(after)
+    assert CALLS == []
+    logits(model)
+    assert CALLS
+    now = modeling_llama.apply_rotary_pos_emb, modeling_llama.LlamaRMSNorm.forward, modeling_llama.LlamaMLP.forward
+    assert now == own
+
+
+def test_adapters_put_on_afterwards_are_used() -> None:
+    """The gate's and the up projection's adapters are seen through the taken-over MLP."""
+    outputs = []
+    for setting in (False, True):
+        model = tiny_model("llama")
+        prepare_model(model, False)
+        liger.use_liger(model, setting)
+        spec = resolve(LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"), model, "job")
+        router, (adapter,) = attach(model, {"job": spec}, 0)
+        plain = logits(model)
+        with torch.no_grad():
+            for index, parameter in enumerate(adapter.named_parameters().values()):
+                parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(index)) / 8)
+        with router.only(0):
+            outputs.append(logits(model))
+        assert (outputs[-1] - plain).abs().max() > 0.1
+    torch.testing.assert_close(outputs[0], outputs[1], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("LigerRMSNormFunction", lambda apply: lambda *args: apply(*args) * 1.01),
+        ("LigerSiLUMulFunction", lambda apply: lambda *args: apply(*args) + 0.1),
+        ("LigerRopeFunction", lambda apply: lambda q, k, cos, sin, *rest: apply(q, k, cos, -sin, *rest)),
+    ],
+)
+def test_a_kernel_that_computes_something_else_is_not_used(
+    name: str, change: Any, kernels: types.ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model("llama")
+    prepare_model(model, False)
+    want = logits(model)
+    original = getattr(kernels, name)
+    wrong = type("Wrong", (), {"apply": staticmethod(change(original.apply))})
+    monkeypatch.setattr(kernels, name, wrong)
+    replaced = liger.use_liger(model, "auto")
+    assert len(replaced) == 2
+    torch.testing.assert_close(logits(model), want, rtol=1e-4, atol=1e-4)
+
+
+def test_a_model_with_nothing_for_liger_is_left_alone_or_refused() -> None:
+    import transformers
+
+    model = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=320, attn_implementation="eager")
+    )
+    prepare_model(model, False)
+    assert liger.use_liger(model, "auto") == []
+    with pytest.raises(InputError, match="nothing for a gpt2 model"):
+        liger.use_liger(model, True)
+
+
+def test_what_must_be_there_and_is_not_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    monkeypatch.setattr(liger.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(InputError, match="liger: true cannot be met: liger-kernel is not installed"):
+        liger.check_liger(True, gpu, "bfloat16")
+    monkeypatch.setattr(liger.importlib.util, "find_spec", lambda name: object())
+    with pytest.raises(InputError, match="this run is on cpu"):
+        liger.check_liger(True, cpu, "bfloat16")
+    with pytest.raises(InputError, match="not enough for float64"):
+        liger.check_liger(True, gpu, "float64")
+    assert [liger.check_liger("auto", device, "float32") for device in (cpu, gpu)] == [False, True]
+    assert not liger.check_liger("auto", gpu, "float64")
+    assert not liger.check_liger(False, gpu, "float32")

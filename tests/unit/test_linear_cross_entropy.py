@@ -1,0 +1,233 @@
+"""The fused output layer and loss against logits and torch's cross_entropy, written out."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from packlora.ops.linear_cross_entropy import (
+    IGNORE,
+    ROWS_WITH_EQUAL_BITS,
+    chunk_rows,
+    linear_cross_entropy,
+)
+
+SHAPES = [(16, 8, 10), (77, 33, 131), (200, 40, 1), (65, 7, 4099), (1, 5, 3)]
+Case = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]
+
+
+def case(L: int, D: int, V: int, dtype: torch.dtype = torch.float64, bias: bool = True) -> Case:
+    """Fresh every time: hidden, weight, bias, labels of which some are ignored, weights of two jobs and one of 0."""
+    hidden, weight = torch.randn(L, D, dtype=dtype), torch.randn(V, D, dtype=dtype)
+    labels = torch.randint(V, (L,))
+    labels[torch.rand(L) < 0.2] = IGNORE
+    weights = torch.rand(L, dtype=torch.float64) + 0.1
+    weights[L // 2] = 0
+    return hidden, weight, torch.randn(V, dtype=dtype) if bias else None, labels, weights
+
+
+def plain(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor) -> torch.Tensor:
+    logits = F.linear(hidden, weight, bias)
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(wide, labels, reduction="none", ignore_index=IGNORE)
+
+
+@pytest.mark.parametrize("chunk_bytes", [None, 1, 100_000])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("L", "D", "V"), SHAPES)
+def test_losses_and_gradient_are_those_of_the_written_out_logits_in_float64(
+    L: int, D: int, V: int, bias: bool, chunk_bytes: int | None
+) -> None:
+    hidden, weight, bias_V, labels, weights = case(L, D, V, bias=bias)
+    hidden.requires_grad_()
+    want = plain(hidden, weight, bias_V, labels)
+    (want_gradient,) = torch.autograd.grad(want, hidden, weights)
+    losses, total = linear_cross_entropy(hidden, weight, bias_V, labels, weights, chunk_bytes)
+    torch.testing.assert_close(losses, want, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(total, (want * weights).sum(), rtol=1e-12, atol=1e-12)
+    assert losses.dtype == torch.float64
+    (gradient,) = torch.autograd.grad(total, hidden)
+    torch.testing.assert_close(gradient, want_gradient, rtol=1e-11, atol=1e-12)
+    assert (losses[labels == IGNORE] == 0).all()
+    assert (gradient[labels == IGNORE] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_low_precision_is_as_exact_as_the_written_out_logits(dtype: torch.dtype) -> None:
+    """Errors against float64 on the same rounded operands, at most twice those of torch in the same dtype."""
+    hidden, weight, bias, labels, weights = case(300, 64, 1001, dtype)
+    weight, hidden = weight / 8, hidden.requires_grad_()
+    assert bias is not None
+    losses, total = linear_cross_entropy(hidden, weight, bias, labels, weights, 200_000)
+    assert losses.dtype == torch.float32
+    (gradient,) = torch.autograd.grad(total, hidden)
+    torch_losses = plain(hidden, weight, bias, labels)
+    (torch_gradient,) = torch.autograd.grad(torch_losses, hidden, weights.float())
+    exact = hidden.detach().double().requires_grad_()
+    exact_losses = plain(exact, weight.double(), bias.double(), labels)
+    (exact_gradient,) = torch.autograd.grad(exact_losses, exact, weights)
+    for ours, theirs, want in ((losses, torch_losses, exact_losses), (gradient, torch_gradient, exact_gradient)):
+        assert (ours.double() - want).abs().max() <= 2 * (theirs.double() - want).abs().max() + 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_bits_of_a_row_depend_on_no_other_row(dtype: torch.dtype, threads: int) -> None:
+    """The same 20 rows at the front, in the middle and at the end of others, in chunks of other sizes."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        hidden, weight, bias, labels, weights = case(20, 61, 515, dtype)
+        others = case(150, 61, 515, dtype)
+        want = run(hidden, weight, bias, labels, weights, None)
+        for front in (0, 1, 13, 130):
+            for back in (0, 3, 150 - front):
+                for chunk_bytes in (1, 100_000, None):
+                    pieces = [
+                        torch.cat([o[:front], own, o[front : front + back]])
+                        for o, own in zip((others[0], *others[3:]), (hidden, labels, weights), strict=True)
+                    ]
+                    losses, gradient = run(pieces[0], weight, bias, pieces[1], pieces[2], chunk_bytes)
+                    assert torch.equal(losses[front : front + 20], want[0]), (front, back, chunk_bytes)
+                    assert torch.equal(gradient[front : front + 20], want[1]), (front, back, chunk_bytes)
+    finally:
+        torch.set_num_threads(before)
+
+
+def run(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor, weights: torch.Tensor,
+    chunk_bytes: int | None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    leaf = hidden.detach().clone().requires_grad_()
+    losses, total = linear_cross_entropy(leaf, weight, bias, labels, weights, chunk_bytes)
+    (gradient,) = torch.autograd.grad(total, leaf)
+    return losses, gradient
+
+
+def test_a_nan_in_one_row_stays_in_it_and_in_an_ignored_row_it_counts_nothing() -> None:
+    hidden, weight, bias, labels, weights = case(64, 16, 50)
+    labels[:] = torch.randint(50, (64,))
+    labels[40] = IGNORE
+    want = run(hidden, weight, bias, labels, weights, None)
+    hidden[7] = math.nan
+    hidden[40] = math.inf
+    losses, gradient = run(hidden, weight, bias, labels, weights, None)
+    assert losses[7].isnan() and gradient[7].isnan().all()
+    assert losses[40] == 0 and (gradient[40] == 0).all()
+    rest = torch.arange(64) != 7
+    assert torch.equal(losses[rest], want[0][rest])
+    assert torch.equal(gradient[rest], want[1][rest])
+
+
+def test_a_label_outside_the_vocabulary_gives_nan_and_never_a_number() -> None:
+    hidden, weight, bias, labels, weights = case(20, 8, 30)
+    labels[3], labels[4] = 30, -7
+    losses, gradient = run(hidden, weight, bias, labels, weights, None)
+    assert losses.isnan().nonzero().flatten().tolist() == [3, 4]
+    assert gradient.isnan().any(1).nonzero().flatten().tolist() == [3, 4]
+
+
+def test_backward_follows_whatever_the_total_is_used_for() -> None:
+    """The gradient is made in forward, for the given weights; a scaled total, or one used twice, must not get just that."""
+    hidden, weight, bias, labels, weights = case(30, 12, 40)
+    want = run(hidden, weight, bias, labels, weights, None)[1]
+    for times in (1.0, 3.0):
+        leaf = hidden.detach().clone().requires_grad_()
+        losses, total = linear_cross_entropy(leaf, weight, bias, labels, weights)
+        (times * total + total).backward()
+        assert leaf.grad is not None
+        torch.testing.assert_close(leaf.grad, (times + 1) * want, rtol=1e-13, atol=1e-15)
+        assert not losses.requires_grad  # any other weighting is refused, not answered wrongly
+        with pytest.raises(RuntimeError, match="does not require grad"):
+            losses.sum().backward()
+
+
+def test_without_gradient_nothing_is_kept_and_the_losses_have_the_same_bits() -> None:
+    hidden, weight, bias, labels, weights = case(50, 12, 40, torch.float32)
+    want = run(hidden, weight, bias, labels, weights, None)[0]
+    with torch.no_grad():
+        losses, total = linear_cross_entropy(hidden, weight, bias, labels)
+    assert torch.equal(losses, want)
+    assert not total.requires_grad
+    torch.testing.assert_close(total, want.sum())
+
+
+def test_logits_of_all_rows_are_never_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    from packlora.ops import linear_cross_entropy as module
+
+    seen = []
+    original = module.softmax_gradient
+
+    def watching(logits: torch.Tensor, *rest: object) -> torch.Tensor:
+        seen.append(logits.numel() * (logits.element_size() + 4 * (logits.dtype == torch.bfloat16)))
+        return original(logits, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(module, "softmax_gradient", watching)
+    run(*case(1000, 8, 500, torch.bfloat16), 600_000)
+    assert len(seen) == 5 and max(seen) <= 600_000
+
+
+@pytest.mark.parametrize("L", [0, 1, 15, 16, 33, 64, 65, 1000])
+def test_no_chunk_is_tiny_unless_there_are_only_few_rows(L: int) -> None:
+    for V, budget in ((49152, 2**26), (128256, 2**28), (300, 1), (1, 2**28)):
+        rows = chunk_rows(L, V, torch.bfloat16, budget)
+        assert sum(rows) == L
+        assert min(rows, default=L) >= min(L, ROWS_WITH_EQUAL_BITS)
+        assert all(count * V * 6 <= max(budget, 32 * V * 6) for count in rows)
+
+
+def test_operands_that_do_not_fit_are_refused() -> None:
+    hidden, weight, bias, labels, weights = case(20, 8, 30)
+    with pytest.raises(ValueError, match="do not fit an output layer"):
+        linear_cross_entropy(hidden[:, :7], weight, bias, labels, weights)
+    with pytest.raises(ValueError, match=r"labels of shape \(19,\) for 20 rows"):
+        linear_cross_entropy(hidden, weight, bias, labels[1:], weights)
+    with pytest.raises(ValueError, match="weights of shape"):
+        linear_cross_entropy(hidden, weight, bias, labels, weights[:, None])
+    with pytest.raises(ValueError, match="must be frozen"):
+        linear_cross_entropy(hidden, weight.requires_grad_(), bias, labels, weights)
+
+
+KERNEL = """
+import math, torch
+from packlora.ops.cross_entropy_kernel import softmax_gradient as kernel
+from packlora.ops.linear_cross_entropy import IGNORE, softmax_gradient
+for C, V, dtype in ((3, 1, torch.float32), (6, 4096, torch.float32), (6, 9001, torch.float32), (7, 131, torch.float16)):
+    logits = (3 * torch.randn(C, V)).to(dtype)
+    labels, weights = torch.randint(V, (C,)), torch.rand(C)
+    labels[1] = IGNORE
+    logits[1] = math.nan
+    if C > 5:
+        labels[4] = V
+        logits[3, : V // 2] = -math.inf
+        labels[3] = V - 1
+    if C > 6:
+        logits[2, 5] = math.nan
+    for gradient in (False, True):
+        ours, theirs = logits.clone(), logits.clone()
+        losses, want = kernel(ours, labels, weights, gradient), softmax_gradient(theirs, labels, weights, gradient)
+        torch.testing.assert_close(losses, want, rtol=1e-5, atol=1e-5, equal_nan=True)
+        if gradient:
+            tolerance = 1e-6 if dtype == torch.float32 else 1e-3
+            torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance, equal_nan=True)
+        else:
+            assert torch.equal(ours.nan_to_num(), logits.nan_to_num())
+print("equal")
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+def test_the_kernel_does_what_the_torch_path_does() -> None:
+    """In Triton's interpreter, in a process of its own: it is switched on before triton is imported."""
+    root = Path(__file__).parents[2]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(root)}
+    done = subprocess.run([sys.executable, "-c", KERNEL], env=environment, capture_output=True, text=True, cwd=root)
+    assert done.stdout == "equal\n", done.stderr

@@ -1,0 +1,684 @@
+"""Plans: what they cost against RunLoRA's table, which are legal, what is measured, remembered and chosen."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import multiprocessing
+import random
+import statistics
+import time
+import timeit
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from packlora.config import Run
+from packlora.ops.lora_linear.plan import CHAIN, ROUTED, Plan
+from packlora.plans import measure as measuring
+from packlora.plans.cache import PlanCache, Record, fastest
+from packlora.plans.case import Case, token_bucket
+from packlora.plans.cost import Machine, bytes_moved, flops, machine, seconds, steps
+from packlora.plans.measure import FAR, Measured, candidates, group_maker, measure, summarised
+from packlora.plans.select import Planner, runlora_select
+from packlora.plans.space import RUNLORA_BACKWARD, RUNLORA_FORWARD, legal_plans, runlora_plan, why_illegal
+from packlora.tune import cases_of_run, standard_cases, tune
+
+SEED = random.SystemRandom().randrange(2**31)
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.fixture(autouse=True)
+def _with_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cases of a GPU are costed as where the triton package is installed, whether or not it is here."""
+    monkeypatch.setattr("packlora.plans.space.HAS_TRITON", True)
+    monkeypatch.setattr("packlora.plans.cost.HAS_TRITON", True)
+
+
+def one(T: int, K: int, N: int, r: int, device: str = "cpu", dtype: str = "float32", **changes: Any) -> Case:
+    """One adapter without dropout on one layer, T as it is."""
+    return dataclasses.replace(Case(device, dtype, T, K, (N,), ((r,),), (False,), (False,)), **changes)
+
+
+def sizes(rng: random.Random, most: int = 9000) -> tuple[int, int, int, int]:
+    """T, i, o and r, r at most the smaller of i and o."""
+    T, i, o = rng.randint(1, most), rng.randint(2, 6000), rng.randint(2, 6000)
+    return T, i, o, rng.randint(1, min(i, o))
+
+
+# --- FLOPs -------------------------------------------------------------------------------------------------------------
+
+FORWARD_TABLE: dict[str, Callable[..., int]] = {  # from the paper, with its letters
+    "forward1": lambda T, i, o, r: 2 * T * (i * o + i * r + r * o),
+    "forward2": lambda T, i, o, r: 2 * (i * o * r + T * i * o),
+    "forward3": lambda T, i, o, r: 2 * T * (i * o + i * r + r * o),
+    "forward4": lambda T, i, o, r: 2 * (i * o * r + T * i * o),
+}
+BACKWARD_TABLE: dict[str, Callable[..., int]] = {
+    "b1": lambda T, i, o, r: 2 * T * (2 * o * r + 3 * i * r + o * i),
+    "b2": lambda T, i, o, r: 2 * T * (o * r + 2 * i * r + 2 * i * o) + 2 * i * o * r,
+    "b3": lambda T, i, o, r: 2 * T * (2 * i * o + o * r + i * r) + 4 * i * o * r,
+    "b4": lambda T, i, o, r: 2 * (2 * T * i * o + 3 * i * o * r),
+    "b5": lambda T, i, o, r: 2 * T * (2 * o * r + 2 * i * r + o * i) + 2 * i * o * r,
+    "b6": lambda T, i, o, r: 2 * T * (2 * o * r + 2 * i * r + 2 * o * i) + 2 * i * o * r,
+    "b7": lambda T, i, o, r: 2 * T * (o * r + i * r + 2 * o * i) + 4 * i * o * r,
+    "b8": lambda T, i, o, r: 2 * T * (o * r + i * r + 2 * o * i) + 4 * i * o * r,
+}
+
+
+@pytest.mark.parametrize(("forward", "backward"), itertools.product(FORWARD_TABLE, BACKWARD_TABLE))
+def test_flops_are_those_of_runloras_table(forward: str, backward: str) -> None:
+    rng = random.Random(SEED)
+    plan = runlora_plan(forward, backward)
+    assert not plan.keep_s
+    for _ in range(20):
+        T, i, o, r = sizes(rng)
+        case = one(T, i, o, r)
+        assert flops(plan, case, "forward") == FORWARD_TABLE[forward](T, i, o, r), (T, i, o, r)
+        assert flops(plan, case, "backward") == BACKWARD_TABLE[backward](T, i, o, r), (T, i, o, r)
+        assert flops(plan, case) == FORWARD_TABLE[forward](T, i, o, r) + BACKWARD_TABLE[backward](T, i, o, r)
+
+
+def test_runloras_choice_is_the_first_minimum_of_the_table() -> None:
+    rng = random.Random(SEED)
+    seen = set()
+    for _ in range(600):
+        T, i, o, r = sizes(rng, most=rng.choice((40, 900, 9000)))
+        forward, backward, plan = runlora_select(one(T, i, o, r))
+        assert forward == min(FORWARD_TABLE, key=lambda name: FORWARD_TABLE[name](T, i, o, r))
+        assert backward == min(BACKWARD_TABLE, key=lambda name: BACKWARD_TABLE[name](T, i, o, r))
+        assert plan == runlora_plan(forward, backward)
+        assert forward == ("forward2" if T * (i + o) > i * o else "forward1"), (T, i, o, r)
+        assert backward in ("b1", "b4", "b5"), (T, i, o, r)
+        seen.add((forward, backward))
+    assert {backward for _, backward in seen} == {"b1", "b4", "b5"}  # and each of them is chosen somewhere
+    assert {forward for forward, _ in seen} == {"forward1", "forward2"}
+
+
+def test_only_b1_b4_and_b5_can_have_the_fewest_flops() -> None:
+    """All small sizes with r up to the smaller of i and o: the others are never below all three."""
+    for T, i, o in itertools.product(range(1, 15), repeat=3):
+        for r in range(1, min(i, o) + 1):
+            cost = {name: formula(T, i, o, r) for name, formula in BACKWARD_TABLE.items()}
+            assert min(cost.values()) == min(cost["b1"], cost["b4"], cost["b5"]), (T, i, o, r)
+
+
+def test_thresholds_between_the_three() -> None:
+    rng = random.Random(SEED)
+    b1, b4, b5 = (runlora_plan("forward1", name) for name in ("b1", "b4", "b5"))
+    for _ in range(300):
+        T, i, o, r = sizes(rng)
+        case = one(T, i, o, r)
+        assert (flops(b5, case) < flops(b1, case)) == (o < T)
+        assert (flops(b4, case) < flops(b5, case)) == (2 * r * (i + o) * T > i * o * T + 2 * i * o * r)
+
+
+def test_saving_s_never_costs_more_than_b5_and_saves_one_product_of_b1() -> None:
+    rng = random.Random(SEED)
+    for _ in range(100):
+        T, i, o, r = sizes(rng)
+        case = one(T, i, o, r)
+        kept = flops(CHAIN, case, "backward")
+        assert kept == BACKWARD_TABLE["b1"](T, i, o, r) - 2 * T * i * r
+        assert kept < BACKWARD_TABLE["b5"](T, i, o, r)
+
+
+def test_flops_of_a_group_with_several_adapters_are_the_sum_over_their_tokens() -> None:
+    """Two layers, adapters of ranks (4, 0) and (2, 3), the third share of the tokens is nobody's: 90 tokens, 30 each."""
+    case = Case("cuda", "bfloat16", 90, 16, (8, 24), ((4, 0), (2, 3)), (True, False), (False, True), covered=False)
+    base = 2 * 90 * 16 * (8 + 24)
+    S = 2 * 30 * 16 * (4 + 5)
+    SB = 2 * 30 * (4 * 8 + 2 * 8 + 3 * 24)
+    for plan in legal_plans(case):
+        assert flops(plan, case, "forward") == base + S + SB, plan.name
+        assert flops(plan, case, "backward") == base + 2 * S + 2 * SB, plan.name
+
+
+def test_bytes_of_the_plain_chain_by_hand() -> None:
+    """bfloat16, no dropout: every product reads its operands and writes its result; y and dx are read again to be added to."""
+    T, K, N, r = 64, 32, 48, 4
+    forward = (T * K + K * N + T * N) + (T * K + K * r + T * r) + (T * r + r * N + 2 * T * N)
+    dS_dB = 2 * (T * N + N * r + T * r)
+    backward = dS_dB + (T * r + T * K + r * K) + (T * N + N * K + T * K) + (T * r + r * K + 2 * T * K)
+    case = one(T, K, N, r, dtype="bfloat16")
+    assert bytes_moved(CHAIN, case, "forward") == 2 * forward
+    assert bytes_moved(CHAIN, case, "backward") == 2 * backward
+    assert bytes_moved(CHAIN, dataclasses.replace(case, dtype="float32")) == 4 * (forward + backward)
+
+
+def test_the_kernels_read_less_and_launch_less_than_the_chain_with_dropout() -> None:
+    case = one(8192, 4096, 4096, 16, "cuda", "bfloat16", drops=(True,))
+    assert bytes_moved(ROUTED, case) < 0.8 * bytes_moved(CHAIN, case)
+    assert sum(step.launches for step in steps(ROUTED, case)) < sum(step.launches for step in steps(CHAIN, case))
+    assert flops(ROUTED, case) == flops(CHAIN, case)
+
+
+def test_the_roofline_takes_the_longer_of_arithmetic_and_traffic_and_adds_launches() -> None:
+    case = one(64, 32, 48, 4)
+    parts, roof = steps(CHAIN, case), Machine(flops=1e9, bandwidth=2e8, launch=1e-5)
+    want = sum(max(step.flops / 1e9, step.bytes / 2e8) + 1e-5 for step in parts)
+    assert seconds(CHAIN, case, roof) == pytest.approx(want)
+    assert {step.flops / 1e9 > step.bytes / 2e8 for step in parts} == {True, False}  # both sides were taken
+    assert seconds(CHAIN, case, roof, "forward") + seconds(CHAIN, case, roof, "backward") == pytest.approx(want)
+
+
+# --- which are legal ---------------------------------------------------------------------------------------------------
+
+
+def test_the_chain_is_first_for_every_case_and_names_are_unique() -> None:
+    for device, drop, covered, dora in itertools.product(("cpu", "cuda"), *[(False, True)] * 3):
+        case = one(8, 8, 8, 2, device, drops=(drop,), covered=covered, dora=dora)
+        for lossy in (False, True):
+            plans = legal_plans(case, lossy)
+            assert plans[0] == CHAIN
+            assert len({plan.name for plan in plans}) == len(plans)
+
+
+@pytest.mark.parametrize(
+    ("plan", "changes", "lossy", "word"),
+    [
+        (Plan(dx="merged"), {}, False, "not asked for"),
+        (Plan(dx="merged"), {"drops": (True,)}, True, "dropout"),
+        (Plan(up="merged", keep_s=False), {"drops": (True,)}, True, "dropout"),
+        (Plan(dx="merged"), {"covered": False}, True, "one adapter"),
+        (Plan(dx="merged"), {"ranks": ((2,), (2,)), "drops": (False, False)}, True, "one adapter"),
+        (Plan(dA="xd"), {"ranks": ((2,), (2,)), "drops": (False, False)}, False, "one adapter"),
+        (Plan(dx="before"), {"dora": True}, False, "DoRA"),
+        (Plan(dx="before"), {"ranks": (), "drops": ()}, False, "no adapter"),
+        (ROUTED, {"device": "cpu"}, False, "Triton"),
+        (ROUTED, {"dtype": "float64"}, False, "Triton"),
+        (Plan(up="fused"), {}, False, "TMA"),
+        (Plan(dx="fused"), {"K": 64, "Ns": (64,)}, False, "TMA"),
+        (Plan("routed", dx="merged"), {}, True, "plain products"),
+        (Plan(dA="xd"), {"needs": (True, False, True)}, False, "not wanted"),
+        (Plan(dx="before"), {"needs": (False, True, True)}, False, "not wanted"),
+        (Plan(grad="one-pass"), {"needs": (True, True, False)}, False, "not wanted"),
+        (Plan(up="merged"), {}, True, "not computed"),
+    ],
+)
+def test_illegal_plans_say_why(plan: Plan, changes: dict[str, Any], lossy: bool, word: str) -> None:
+    case = dataclasses.replace(one(8, 8, 8, 2, "cuda", "bfloat16"), **changes)
+    reason = why_illegal(plan, case, lossy)
+    assert reason is not None and word in reason
+    assert plan not in legal_plans(case, lossy)
+
+
+def test_fused_plans_are_for_16_bits_and_divisible_sizes_on_a_gpu_with_tma(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, case = Plan("routed", "fused", "one-pass", "fused"), one(64, 32, 48, 4, "cuda", "bfloat16", drops=(True,))
+    assert "TMA" in (why_illegal(plan, case) or "")
+    monkeypatch.setattr("packlora.plans.space.has_tma", lambda: True)
+    assert why_illegal(plan, case) is None
+    for changes in ({"dtype": "float32"}, {"K": 40}, {"Ns": (40,)}):
+        assert "TMA" in (why_illegal(plan, dataclasses.replace(case, **changes)) or "")  # type: ignore[arg-type]
+    case = dataclasses.replace(case, Ns=(48, 96), ranks=((4, 2),), biases=(False, False))
+    assert flops(plan, case) == flops(CHAIN, case)
+    assert bytes_moved(plan, case) < bytes_moved(ROUTED, case)
+
+
+def test_everything_of_runlora_is_legal_where_runlora_applies() -> None:
+    plans = legal_plans(one(8, 8, 8, 2), lossy=True)
+    assert {runlora_plan(f, b) for f, b in itertools.product(RUNLORA_FORWARD, RUNLORA_BACKWARD)} <= set(plans)
+    assert not any(plan.lossy for plan in legal_plans(one(8, 8, 8, 2)))
+    with pytest.raises(ValueError, match="RunLoRA has no graph 'b9'"):
+        runlora_plan("forward1", "b9")
+    with pytest.raises(ValueError, match="one adapter without dropout"):
+        runlora_select(one(8, 8, 8, 2, drops=(True,)))
+
+
+# --- cases -------------------------------------------------------------------------------------------------------------
+
+
+def test_buckets_are_powers_of_two_and_one_and_a_half_times_them() -> None:
+    assert [token_bucket(T) for T in (1, 2, 3, 4, 5, 6, 7, 9, 12, 13, 17, 25)] == [
+        1,
+        2,
+        3,
+        4,
+        6,
+        6,
+        8,
+        12,
+        12,
+        16,
+        24,
+        32,
+    ]
+    for T in range(1, 3000):
+        bucket = token_bucket(T)
+        assert T <= bucket <= max(1.5 * T, 1) and token_bucket(bucket) == bucket
+        assert (bucket & (bucket - 1)) == 0 or (bucket % 3 == 0 and (bucket // 3 & (bucket // 3 - 1)) == 0)
+    with pytest.raises(ValueError, match="got 0"):
+        token_bucket(0)
+
+
+def test_normal_form_of_a_case() -> None:
+    def of(ranks: Any, drops: Any, **rest: Any) -> Case:
+        return Case.of(CUDA, torch.bfloat16, 2000, 64, [32, 16], ranks, drops, [True, False], **rest)
+
+    case = of([[4, 0], [8, 8]], [True, False])
+    assert case == of([[8, 8], [4, 0]], [False, True])  # order of the adapters
+    assert case.tokens == 2048 and not case.single
+    assert case.key == "cuda bfloat16 T2048 K64 N32+16 r8+8/4+0 drop0/1 grads:xAB bias1+0"
+    alone = of([[4, 4], [0, 0]], [False, False])
+    assert (
+        alone.ranks == ((4, 4),) and not alone.covered and not alone.single
+    )  # tokens of the second one have no adapter
+    assert of([[4, 4]], [False]).single
+    every = [
+        of([[4, 4]], [False], **rest)
+        for rest in ({}, {"covered": False}, {"needs": (False, True, True)}, {"dora": True})
+    ] + [of([[4, 4]], [True]), of([[4, 2]], [False]), case, of([], [])]
+    assert len({c.key for c in every}) == len(every)
+    with pytest.raises(ValueError, match="2 layers"):
+        of([[4]], [False])
+
+
+# --- measuring ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_faster_work_is_measured_faster_and_a_failing_one_is_kept_with_its_reason() -> None:
+    plans = [CHAIN, Plan(dx="before"), Plan(up="before")]
+
+    def make(case: Case, plan: Plan) -> Callable[[], None]:
+        if plan.up == "before":
+            raise torch.OutOfMemoryError("tried to allocate 99 GiB")
+        return lambda: time.sleep(0.002 if plan == CHAIN else 0.006)
+
+    out = measure(one(8, 8, 8, 2), plans, CPU, make, budget_s=0.1)
+    assert set(out.ms) == {CHAIN.name, plans[1].name}
+    assert 2 <= out.ms[CHAIN.name] < out.ms[plans[1].name] and out.ms[plans[1].name] >= 6
+    assert out.failed == {plans[2].name: "OutOfMemoryError: tried to allocate 99 GiB"}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        one(12, 8, 6, 2),
+        one(12, 8, 6, 2, needs=(False, True, True)),
+        Case("cpu", "float32", 16, 8, (6, 4), ((2, 0), (3, 3)), (True, False), (True, False), covered=False),
+        Case("cpu", "float64", 2, 8, (6,), ((2,), (3,), (1,)), (False, False, False), (False,)),
+    ],
+    ids=lambda case: case.key,
+)
+def test_every_candidate_of_a_case_can_be_measured(case: Case) -> None:
+    plans = candidates(case, CPU)
+    assert plans[0] == CHAIN and len(plans) > 1
+    out = measure(case, plans, CPU, budget_s=0.02, rounds=(2, 3))
+    assert not out.failed and set(out.ms) == {plan.name for plan in plans} and min(out.ms.values()) > 0
+
+
+def test_a_plan_is_only_faster_if_it_is_so_round_by_round() -> None:
+    """The machine slows down by 10 in the middle; noise hits each plan in its own rounds; one plan is 5 % faster throughout."""
+    rng = random.Random(SEED)
+    drift = [1.0] * 10 + [10.0] * 11
+    jumpy = [rng.choice((1.0, 60.0)) for _ in range(20)] + [1.0]
+    times = summarised({CHAIN.name: drift, "steady": [0.95 * ms for ms in drift], "same": drift})
+    assert times == {CHAIN.name: 10.0, "steady": 9.5, "same": 10.0}
+    mirrored = [61.0 - ms for ms in jumpy]  # slow where the chain is fast
+    assert summarised({CHAIN.name: jumpy, "other": mirrored})["other"] >= statistics.median(jumpy)
+    slower = summarised({CHAIN.name: [1.0] * 9, "slow": [1.3] * 9})
+    assert slower == {CHAIN.name: 1.0, "slow": 1.3}
+
+
+def counted_in_the_group(case: Case, plan: Plan) -> int:
+    """FLOPs of one forward and backward by lora_group, as torch counts them."""
+
+    def in_place(out: Any, a: Any, b: Any, **_: Any) -> int:
+        return 2 * a[0] * a[1] * b[1]
+
+    step = group_maker(CPU)(case, plan)
+    with FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: in_place}) as counter:
+        step()
+    return int(counter.get_total_flops())
+
+
+SEVERAL = Case("cpu", "float32", 18, 8, (6, 4), ((2, 0), (3, 3)), (True, False), (True, False), covered=False)
+
+
+@pytest.mark.parametrize("case", [one(12, 8, 6, 2), SEVERAL], ids=lambda case: case.key)
+def test_the_group_runs_the_products_that_its_plan_costs(case: Case) -> None:
+    plans = [plan for plan in legal_plans(case) if plan.keep_s and plan.dA == "dS"]
+    assert len(plans) >= 4
+    for plan in plans:
+        assert counted_in_the_group(case, plan) == flops(plan, case), plan.name
+
+
+def test_the_group_runs_the_other_associations_of_one_adapter() -> None:
+    for case in (one(12, 8, 6, 2), Case("cpu", "float32", 12, 8, (6, 4), ((2, 0),), (False,), (True, False))):
+        for plan in legal_plans(case, lossy=True):
+            assert counted_in_the_group(case, plan) == flops(plan, case), plan.name
+
+
+def test_random_operands_are_those_of_the_case() -> None:
+    case = Case(
+        "cpu", "bfloat16", 9, 8, (6, 4), ((2, 0), (3, 3)), (True, False), (True, False), False, (True, True, False)
+    )
+    operands = measuring._Operands(case, CPU, 0)
+    assert [(run.adapter, run.start, run.stop, run.dropout > 0) for run in operands.runs] == [
+        (0, 0, 3, True), (1, 3, 6, False),
+    ]  # fmt: skip
+    assert operands.x_TK.shape == (9, 8) and operands.x_TK.dtype == torch.bfloat16
+    assert [sorted(layer.adapters) for layer in operands.layers] == [[0, 1], [1]]
+    assert [layer.bias is not None for layer in operands.layers] == [True, False]
+    low = operands.layers[0].adapters[1]
+    assert low.A.shape == (3, 8) and low.B.shape == (6, 3) and low.A.dtype == torch.float32
+    assert low.A.requires_grad and not low.B.requires_grad and low.B.abs().sum() > 0
+
+
+def test_candidates_leave_out_what_is_only_slower() -> None:
+    case = one(4096, 4096, 4096, 16)
+    plans = candidates(case, CPU, lossy=True, limit=99)
+    assert not any(not plan.keep_s and dataclasses.replace(plan, keep_s=True) in plans for plan in plans)
+    roof = machine(CPU, "float32")
+    assert max(seconds(plan, case, roof) for plan in plans[2:]) <= FAR * min(
+        seconds(plan, case, roof) for plan in plans
+    )
+    assert len(candidates(case, CPU, lossy=True, limit=4)) == 4
+    fewest = min(legal_plans(case, lossy=True), key=lambda plan: flops(plan, case))
+    assert flops(candidates(case, CPU, lossy=True, limit=2)[1], case) == flops(fewest, case)
+
+
+# --- the cache ---------------------------------------------------------------------------------------------------------
+
+
+def record(**ms: float) -> Record:
+    """Times by plan name, the chain's 10 ms."""
+    times = {CHAIN.name: 10.0} | {name.replace("_", "/"): value for name, value in ms.items()}
+    return Record.of({plan.name: plan for plan in (CHAIN, *legal_plans(one(8, 8, 8, 2)))}, Measured(times))
+
+
+def test_records_come_back_and_the_file_is_readable(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "plans.json"
+    case = one(8, 8, 8, 2)
+    PlanCache(CPU, path).put({case.key: record()})
+    found = PlanCache(CPU, path).get(case.key)
+    assert found == record() or (found is not None and found.ms == record().ms)
+    content = json.loads(path.read_text())
+    assert content["schema"] == 1 and content["versions"]["torch"] == torch.__version__
+    assert content["cases"][case.key]["plan"] == CHAIN.to_dict()
+    assert PlanCache(CPU, path).get("another") is None
+
+
+def test_the_file_is_named_after_the_device_in_the_users_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PACKLORA_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("packlora.plans.cache.device_name", lambda device: "NVIDIA H200 (80%)")
+    assert PlanCache(CPU).path == tmp_path / "packlora" / "plans" / "nvidia-h200-80.json"
+    monkeypatch.setenv("PACKLORA_CACHE", str(tmp_path / "mine"))
+    assert PlanCache(CPU).path == tmp_path / "mine" / "plans" / "nvidia-h200-80.json"
+
+
+def write(path: Path, change: Callable[[Any], None]) -> None:
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+FOREIGN: dict[str, Callable[[Path], Any]] = {
+    "not JSON": lambda path: path.write_text('{"schema": 1, "dev'),
+    "not UTF-8": lambda path: path.write_bytes(b"\xff\xfe\x00"),
+    "a list": lambda path: path.write_text("[]"),
+    "no cases": lambda path: write(path, lambda c: c.pop("cases")),
+    "other schema": lambda path: write(path, lambda c: c.update(schema=2)),
+    "other device": lambda path: write(path, lambda c: c.update(device="another")),
+    "other torch": lambda path: write(path, lambda c: c["versions"].update(torch="1.0")),
+    "unknown part": lambda path: write(path, lambda c: c["cases"]["a"]["plan"].update(up="sideways")),
+    "no time for the chain": lambda path: write(path, lambda c: c["cases"]["a"]["ms"].clear()),
+    "a negative time": lambda path: write(path, lambda c: c["cases"]["a"]["ms"].update({CHAIN.name: -1})),
+    "a time that is not a number": lambda path: write(path, lambda c: c["cases"]["a"]["ms"].update(x="fast")),
+    "NaN": lambda path: write(path, lambda c: c["cases"]["a"]["ms"].update(x=float("nan"))),
+    "a folder": lambda path: (path.unlink(), path.mkdir()),
+}
+
+
+@pytest.mark.parametrize("what", FOREIGN)
+def test_a_broken_or_foreign_file_is_ignored_with_one_warning_and_replaced(what: str, tmp_path: Path) -> None:
+    path = tmp_path / "plans.json"
+    PlanCache(CPU, path).put({"a": record()})
+    FOREIGN[what](path)
+    cache = PlanCache(CPU, path)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert cache.get("a") is None
+        assert cache.get("b") is None
+        if what == "a folder":
+            path.rmdir()
+        cache.put({"b": record()})
+        cache.put({"c": record()})
+    assert len(caught) == 1 and "are not used" in str(caught[0].message) and str(path) in str(caught[0].message)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again = PlanCache(CPU, path)
+        assert again.get("a") is None and again.get("b") is not None and again.get("c") is not None
+
+
+def test_what_others_wrote_in_the_meantime_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "plans.json"
+    mine, other = PlanCache(CPU, path), PlanCache(CPU, path)
+    assert mine.get("a") is None and other.get("a") is None
+    other.put({"a": record()})
+    mine.put({"b": record()})
+    assert PlanCache(CPU, path).get("a") is not None and mine.get("a") is not None
+
+
+def _put_many(path: Path, first: int) -> None:
+    for number in range(first, first + 15):
+        PlanCache(CPU, path).put({f"case {number}": record()})
+
+
+def test_concurrent_writers_lose_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "plans.json"
+    context = multiprocessing.get_context("fork")
+    workers = [context.Process(target=_put_many, args=(path, 100 * index)) for index in range(3)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(60)
+    assert [worker.exitcode for worker in workers] == [0, 0, 0]
+    cache = PlanCache(CPU, path)
+    assert all(cache.get(f"case {100 * index + number}") for index in range(3) for number in range(15))
+
+
+def test_the_chain_stays_unless_it_is_beaten_by_more_than_noise() -> None:
+    other = Plan(dx="before")
+    assert fastest([CHAIN, other], {CHAIN.name: 10.0, other.name: 9.95}) == CHAIN
+    assert fastest([CHAIN, other], {CHAIN.name: 10.0, other.name: 9.8}) == other
+    assert fastest([other], {CHAIN.name: 10.0, other.name: 11.0}) == CHAIN
+    with pytest.raises(ValueError, match="no time: out of memory"):
+        Record.of({}, Measured({}, {CHAIN.name: "out of memory"}))
+
+
+# --- choosing ----------------------------------------------------------------------------------------------------------
+
+
+def planner(tmp_path: Path, mode: Any, case: Case, ms: dict[str, float] | None = None, **rest: Any) -> Planner:
+    cache = PlanCache(CPU, tmp_path / "plans.json")
+    if ms is not None:
+        names = {plan.name: plan for plan in legal_plans(case, lossy=True)}
+        failed = rest.pop("failed", {})
+        cache.put({case.key: Record.of(names, Measured(ms, failed))})
+    return Planner(CPU, mode, cache=PlanCache(CPU, tmp_path / "plans.json"), **rest)
+
+
+LARGE = one(8192, 512, 512, 256)
+"""Where b4 with forward2 has by far the fewest FLOPs."""
+
+
+def test_a_measured_winner_is_chosen(tmp_path: Path) -> None:
+    other = Plan(dx="before")
+    for mode in ("auto", "time"):
+        chooser = planner(tmp_path, mode, LARGE, {CHAIN.name: 10.0, other.name: 7.0})
+        assert chooser.plan_for(LARGE) == other
+        assert chooser.record() == [
+            {"case": LARGE.key, "plan": other.name, "origin": "measured", "ms": 7.0, "chain_ms": 10.0}
+        ]
+
+
+@pytest.mark.parametrize("mode", ["auto", "time", "flops"])
+def test_a_plan_measured_slower_than_the_chain_is_never_chosen(tmp_path: Path, mode: str) -> None:
+    fewest = Planner(CPU, "flops", lossy=True, cache=PlanCache(CPU, tmp_path / "none.json")).plan_for(LARGE)
+    assert fewest == Plan(up="merged", dx="merged", dA="xd", dB="xd", keep_s=False)
+    for ms, failed in (({fewest.name: 10.1}, {}), ({}, {fewest.name: "OutOfMemoryError"})):
+        chooser = planner(tmp_path, mode, LARGE, {CHAIN.name: 10.0} | ms, lossy=True, failed=failed)
+        assert chooser.plan_for(LARGE) != fewest
+
+
+def test_without_measurements_auto_estimates_and_time_stays_with_the_chain(tmp_path: Path) -> None:
+    chooser = planner(tmp_path, "auto", LARGE)
+    roof = machine(CPU, "float32")
+    chosen = chooser.plan_for(LARGE)
+    assert seconds(chosen, LARGE, roof) == min(seconds(plan, LARGE, roof) for plan in legal_plans(LARGE))
+    assert not chosen.lossy and chooser.choices[LARGE].origin == "estimated"
+    chooser = planner(tmp_path, "time", LARGE)
+    assert chooser.plan_for(LARGE) == CHAIN and chooser.choices[LARGE].origin == "not measured"
+    dora = dataclasses.replace(LARGE, dora=True)
+    assert chooser.plan_for(dora) == CHAIN and chooser.choices[dora].origin == "only one"
+
+
+def test_lossy_plans_are_chosen_only_where_asked_for_even_if_measured_fastest(tmp_path: Path) -> None:
+    ms = {CHAIN.name: 10.0, "mm/after-mm/merged": 5.0, "mm/after-mm/before": 8.0}
+    assert planner(tmp_path, "auto", LARGE, ms).plan_for(LARGE).name == "mm/after-mm/before"
+    assert planner(tmp_path, "auto", LARGE, ms, lossy=True).plan_for(LARGE).name == "mm/after-mm/merged"
+    assert not planner(tmp_path, "flops", LARGE).plan_for(LARGE).lossy
+
+
+def test_the_file_is_read_once_and_a_known_case_costs_no_more_than_two_microseconds(tmp_path: Path) -> None:
+    case = Case(
+        "cpu",
+        "bfloat16",
+        2048,
+        4096,
+        (4096, 1024, 1024),
+        ((16, 16, 16), (8, 0, 8)),
+        (True, False),
+        (False, False, False),
+    )
+    chooser = planner(tmp_path, "auto", case, {CHAIN.name: 1.0})
+    chooser.plan_for(case)
+    (tmp_path / "plans.json").write_text("broken since")
+    again = dataclasses.replace(case)
+    assert again is not case
+    chooser.plan_for(dataclasses.replace(case, tokens=64))
+    best = min(timeit.repeat(lambda: chooser.plan_for(again), number=2000, repeat=20)) / 2000
+    assert best < 2e-6
+    assert len(chooser.choices) == 2
+
+
+def test_an_unknown_mode_is_refused() -> None:
+    with pytest.raises(ValueError, match="'fast' is not one of auto, flops, time"):
+        Planner(CPU, "fast")  # type: ignore[arg-type]
+
+
+# --- tuning ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run_file(tiny_base: Callable[[str], str]) -> Callable[..., Run]:
+    def make(*adapters: dict[str, Any], family: str = "qwen2", budget: Any = 64) -> Run:
+        jobs = [
+            {
+                "name": f"job{index}",
+                "data": {"path": "unused.jsonl"},
+                "adapter": {"target_modules": "all-linear", **adapter},
+            }
+            for index, adapter in enumerate(adapters)
+        ]
+        return Run.model_validate(
+            {"base_model": tiny_base(family), "output_dir": "unused", "max_tokens_per_microbatch": budget, "jobs": jobs}
+        )
+
+    return make
+
+
+def test_cases_of_a_run_are_its_groups_its_jobs_alone_and_together_in_every_bucket(
+    run_file: Callable[..., Run],
+) -> None:
+    """tiny qwen2: hidden 64, 4 heads and 2 key-value heads of 16, inner 96; q, k and v have biases."""
+    run = run_file(
+        {"r": 4, "lora_dropout": 0.1}, {"r": 2, "target_modules": ["q_proj", "down_proj"], "lora_dropout": 0.0}
+    )
+    cases, notes = cases_of_run(run, CPU)
+    assert notes == []
+    tokens = {8, 12, 16, 24, 32, 48, 64}
+    assert {case.tokens for case in cases} == tokens
+    found = {(case.K, case.Ns, case.ranks, case.drops, case.biases, case.covered, case.needs) for case in cases}
+    qkv, o, gate_up, down = (64, 32, 32), (64,), (96, 96), (64,)
+    yes, no, all3 = (True,) * 3, (False,) * 3, (True, True, True)
+    want = set()
+    for needs in (all3, (False, True, True)):  # the first block's q, k and v: nothing trained is before them
+        want |= {
+            (64, qkv, ((4, 4, 4),), (True,), yes, True, needs),
+            (64, qkv, ((2, 0, 0),), (False,), yes, True, needs),
+            (64, qkv, ((4, 4, 4), (2, 0, 0)), (True, False), yes, True, needs),
+        }
+    want |= {
+        (64, o, ((4,),), (True,), no[:1], True, all3), (64, o, ((4,),), (True,), no[:1], False, all3),
+        (64, gate_up, ((4, 4),), (True,), no[:2], True, all3), (64, gate_up, ((4, 4),), (True,), no[:2], False, all3),
+        (96, down, ((4,),), (True,), no[:1], True, all3), (96, down, ((2,),), (False,), no[:1], True, all3),
+        (96, down, ((4,), (2,)), (True, False), no[:1], True, all3),
+    }  # fmt: skip
+    assert found == want
+    assert len(cases) == len(want) * len(tokens)
+
+
+def test_tune_measures_stores_and_prints_and_a_planner_then_uses_it(
+    run_file: Callable[..., Run], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = run_file(
+        {"r": 4, "target_modules": ["o_proj"]}, {"r": 2, "use_dora": True, "target_modules": ["o_proj"]}, budget=2
+    )
+    cache = PlanCache(CPU, tmp_path / "plans.json")
+    tuned = tune(run, CPU, progress=False, budget_s=0.02, cache=cache)
+    assert [item.case.key for item in tuned] == [
+        f"cpu float32 T{tokens} K64 N64 r4 drop1 grads:{grads}" for grads in ("AB", "xAB") for tokens in (2, 1)
+    ]  # nothing trained is before the first block's o_proj
+    printed = capsys.readouterr().out
+    assert "8 cases have one plan, the plain chain (DoRA)" in printed
+    chooser = Planner(CPU, cache=PlanCache(CPU, tmp_path / "plans.json"))
+    for item in tuned:
+        assert item.plan is not None and item.speedup is not None and item.speedup >= 1
+        assert item.case.key in printed and item.plan.name in printed and f"{item.speedup:.2f}" in printed
+        assert chooser.plan_for(item.case) == item.plan and chooser.choices[item.case].origin == "measured"
+
+
+def test_tune_keeps_going_where_plans_fail_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    case = one(12, 8, 6, 2)
+    real = measuring._Operands.work
+
+    def work(self: Any, plan: Plan) -> Callable[[], None]:
+        if plan != CHAIN:
+            raise torch.OutOfMemoryError("no room")
+        return real(self, plan)
+
+    monkeypatch.setattr(measuring._Operands, "work", work)
+    monkeypatch.setattr("packlora.tune.standard_cases", lambda device: [case])
+    (item,) = tune(None, CPU, progress=False, budget_s=0.02, cache=PlanCache(CPU, tmp_path / "plans.json"))
+    assert item.plan == CHAIN and item.speedup == 1
+    assert len(item.measured.failed) == len(candidates(case, CPU)) - 1
+    assert "mm/after-mm/before: OutOfMemoryError: no room" in capsys.readouterr().out
+
+
+def test_standard_cases_are_those_of_the_device() -> None:
+    on_cpu, on_gpu = standard_cases(CPU), standard_cases(CUDA)
+    assert {case.device for case in on_cpu} == {"cpu"} and {case.dtype for case in on_gpu} == {"bfloat16"}
+    assert {case.tokens for case in on_gpu} == {2048, 8192}
+    assert {(4096, (4096,)), (14336, (4096,)), (4096, (4096, 1024, 1024))} <= {(case.K, case.Ns) for case in on_gpu}
+    assert len(set(on_gpu)) == len(on_gpu) and len(set(on_cpu)) == len(on_cpu)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_plans_are_measured_on_a_gpu() -> None:
+    case = Case.of(CUDA, torch.bfloat16, 1024, 512, [512, 256], [[16, 16], [8, 0]], [True, False], [False, True])
+    plans = candidates(case, CUDA)
+    assert any(plan.needs_triton for plan in plans)
+    out = measure(case, plans, CUDA, budget_s=0.2)
+    assert not out.failed and set(out.ms) == {plan.name for plan in plans}
