@@ -21,7 +21,9 @@ from torch import nn
 from packlora.adapters import compiled
 from packlora.adapters.siblings import SiblingGroup
 from packlora.ops.lora_linear.group import HAS_TRITON, GroupState, Layer, LowRank, Run, lora_group
-from packlora.ops.lora_linear.plan import CHAIN, ROUTED, Plan
+from packlora.ops.lora_linear.plan import CHAIN, Plan
+from packlora.plans.case import Case
+from packlora.plans.select import Planner
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 COMPILED_TOKENS = 4096
@@ -42,6 +44,7 @@ def without_kernels(device: torch.device) -> str | None:
     return None if HAS_TRITON else "the triton package is not installed"
 
 
+@lru_cache(maxsize=4096)
 def choose_plan(
     device: torch.device, dtype: torch.dtype, num_tokens: int, K: int, sizes: tuple[int, ...], ranks: tuple[int, ...],
     dropout: float,
@@ -54,7 +57,16 @@ def choose_plan(
         sizes, ranks: N and r of every layer of the group.
         dropout: rate; 0 in evaluation.
     """
-    return CHAIN if dtype == torch.float64 or without_kernels(device) else ROUTED
+    if device.type == "cuda" and without_kernels(device):
+        return CHAIN
+    return _planner(device).plan_for(
+        Case.of(device, dtype, num_tokens, K, sizes, (ranks,), (dropout > 0,), (False,) * len(sizes))
+    )
+
+
+@lru_cache
+def _planner(device: torch.device) -> Planner:
+    return Planner(device)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

@@ -20,7 +20,7 @@ from packlora.bench.layer import summary as layer_summary
 from packlora.bench.layer import table as layer_table
 from packlora.bench.options import Options, Outcome, choose, plan_from_name
 from packlora.ops.lora_linear.group import GroupState, Layer, LowRank, Run, lora_group
-from packlora.ops.lora_linear.plan import CHAIN, ROUTED, Plan
+from packlora.plans.select import Planner
 from packlora.timing import Contender, Work, paired
 
 ADAPTERS = [(8, 0.0), (16, 0.05), (32, 0.1), (64, 0.1)]
@@ -88,11 +88,6 @@ class Inputs:
         return Inputs(case, x, draw(case.T, case.N).bfloat16(), weight, keys, factors)
 
 
-def default_plan(device: torch.device) -> Plan:
-    """The Triton kernels on a GPU, plain products on a CPU."""
-    return ROUTED if device.type == "cuda" else CHAIN
-
-
 def contender(name: str, inputs: Inputs) -> Contender:
     """By name: one of CONTENDERS or packlora:PLAN."""
 
@@ -120,7 +115,6 @@ def contender(name: str, inputs: Inputs) -> Contender:
 
 def packlora_work(name: str, inputs: Inputs) -> Work:
     """The operator with all four adapters."""
-    plan = plan_from_name(name.partition(":")[2]) if ":" in name else default_plan(inputs.x_TK.device)
     dtype = torch.bfloat16 if name == "packlora_bf16" else torch.float32
     factors = [(A.to(dtype).requires_grad_(), B.to(dtype).requires_grad_()) for A, B in inputs.factors]
     adapters = {number: LowRank(A, B, 2.0) for number, (A, B) in enumerate(factors)}
@@ -129,6 +123,10 @@ def packlora_work(name: str, inputs: Inputs) -> Work:
         Run(number, start, stop, ADAPTERS[number][1]) for number, (start, stop) in enumerate(boundaries(inputs.case.T))
     )
 
+    if ":" in name:
+        plan = plan_from_name(name.partition(":")[2])
+    else:
+        plan = Planner(inputs.x_TK.device).plan_of(inputs.x_TK, layers, runs)
     state = GroupState(trusted=True)  # as in training: an optimizer moves version counters
 
     def call(x_TK: torch.Tensor) -> torch.Tensor:

@@ -25,13 +25,20 @@ Phase = Literal["forward", "backward"]
 DROPOUT_BYTES, DROPOUT_LAUNCHES = 60, 16
 """Of ops.dropout on a CPU, beside its scaling and masking of x: integer operations, each a pass over int32 [T, K / 2]. On a GPU
 it is one kernel that reads x and writes xd."""
+WASTE = {"skinny": 1.6, "down": 1.6, "up": 1.4, "one-pass": 1.9, "inputs": 1.45}
+"""Time over the time of the traffic, on an H200 at 4096 x 4096, rank 16, T = 8192: library products with a small dimension, and
+the kernels."""
+ONE_PASS_RANK = 0.08
+"""What each rank past 16 adds to that of one-pass (rank 64: 128 us, two library products 60)."""
+SKINNY = 256
 TRITON_GEMM = 1.04
 """A fused GEMM's time over cuBLAS: geometric mean of five shapes on an H200 at rank 16, T = 8192 (1.01 to 1.07)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One kernel or a few of the same kind. `slower`: factor on its arithmetic over the library's product."""
+    """One kernel or a few of the same kind. `slower`: factor on its arithmetic over the library's product. `waste`: factor on
+    the time of its traffic."""
 
     phase: Phase
     name: str
@@ -39,6 +46,7 @@ class Step:
     bytes: int
     launches: int = 1
     slower: float = 1.0
+    waste: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +71,8 @@ def bytes_moved(plan: Plan, case: Case, phase: Phase | None = None) -> int:
 def seconds(plan: Plan, case: Case, machine: Machine, phase: Phase | None = None) -> float:
     """Roofline estimate: each step takes the longer of its arithmetic and its traffic, and its launches."""
     return sum(
-        max(step.flops * step.slower / machine.flops, step.bytes / machine.bandwidth) + step.launches * machine.launch
+        max(step.flops * step.slower / machine.flops, step.bytes * step.waste / machine.bandwidth)
+        + step.launches * machine.launch
         for step in steps(plan, case)
         if phase in (None, step.phase)
     )
@@ -101,7 +110,8 @@ class _Sizes:
 
     def mm(self, phase: Phase, name: str, m: int, k: int, n: int, extra: int = 0, slower: float = 1.0) -> Step:
         """[m, k] @ [k, n]; `extra` elements are read or written beside operands and result."""
-        return Step(phase, name, 2 * m * k * n, self.e * (m * k + k * n + m * n + extra), slower=slower)
+        waste = WASTE["skinny"] if self.case.device == "cuda" and min(m, k, n) < SKINNY else 1.0
+        return Step(phase, name, 2 * m * k * n, self.e * (m * k + k * n + m * n + extra), slower=slower, waste=waste)
 
     def drop(self, phase: Phase, t: int) -> Step:
         if self.case.device == "cuda" and self.case.dtype != "float64" and HAS_TRITON:
@@ -109,10 +119,10 @@ class _Sizes:
         return Step(phase, "dropout", 0, t * self.case.K * (4 * self.e + DROPOUT_BYTES), DROPOUT_LAUNCHES)
 
 
-def _kernel(phase: Phase, name: str, parts: Iterable[tuple[int, int]], e: int, launches: int = 1) -> Step:
+def _kernel(phase: Phase, name: str, parts: Iterable[tuple[int, int]], e: int, waste: float, launches: int = 1) -> Step:
     """One kernel for several (FLOPs, elements)."""
     every = list(parts)
-    return Step(phase, name, sum(f for f, _ in every), e * sum(n for _, n in every), launches)
+    return Step(phase, name, sum(f for f, _ in every), e * sum(n for _, n in every), launches, waste=waste)
 
 
 def _fused(phase: Phase, name: str, m: int, k: int, n: int, low_rank: Iterable[tuple[int, int]], e: int) -> Step:
@@ -125,7 +135,8 @@ def _down(plan: Plan, s: _Sizes, phase: Phase) -> Iterator[Step]:
     """S of every adapter: the A's of a group's layers are stacked, x is read once."""
     K = s.case.K
     if plan.down == "routed":
-        yield _kernel(phase, "S = xd A'", ((2 * t * K * R, t * K + R * K + t * R) for t, R, _ in s.adapters()), s.e)
+        yield _kernel(phase, "S = xd A'", ((2 * t * K * R, t * K + R * K + t * R) for t, R, _ in s.adapters()), s.e,
+                      WASTE["down"])  # fmt: skip
         return
     for t, R, drops in s.adapters():
         if drops:
@@ -149,7 +160,7 @@ def _forward(plan: Plan, s: _Sizes) -> Iterator[Step]:
             yield _fused("forward", "y = x W' + s S B'", T, K, N, low_rank, s.e)
         elif plan.up == "routed":
             low_rank = [(2 * t * r * N, t * r + r * N) for t, r in adapters]
-            yield _kernel("forward", "y = s S B'", [*low_rank, (0, T * N)], s.e)
+            yield _kernel("forward", "y = s S B'", [*low_rank, (0, T * N)], s.e, WASTE["up"])
             yield s.mm("forward", "y += x W'", T, K, N, extra=T * N)
         else:
             before = plan.up == "before"
@@ -179,7 +190,8 @@ def _backward(plan: Plan, s: _Sizes) -> Iterator[Step]:
         adapters = s.on_layer(layer)
         if plan.grad == "one-pass" and adapters:
             pair = ((4 * t * N * r, t * N + 2 * (N * r + t * r)) for t, r in adapters)
-            yield _kernel("backward", "dS = s d B, dB = s d' S", pair, s.e, launches=2)
+            waste = WASTE["one-pass"] + ONE_PASS_RANK * max(0, max(r for _, r in adapters) - 16)
+            yield _kernel("backward", "dS = s d B, dB = s d' S", pair, s.e, waste, launches=3)
         for t, r in adapters:
             if need_dS and plan.grad == "mm":
                 yield s.mm("backward", "dS = s d B", t, N, r)
@@ -198,7 +210,7 @@ def _backward(plan: Plan, s: _Sizes) -> Iterator[Step]:
         n = in_kernel + need_A
         parts = ((n * 2 * t * R * K, n * (t * K + R * K + t * R)) for t, R, _ in s.adapters())
         name = ", ".join(["dx = dropout'(dS A)"] * in_kernel + ["dA = dS' xd"] * need_A)
-        yield _kernel("backward", name, parts, s.e, launches=1 + need_A)
+        yield _kernel("backward", name, parts, s.e, WASTE["inputs"], launches=1 + need_A)
     elif need_A and not via_xd_A:
         yield from (s.mm("backward", "dA = dS' xd", R, t, K) for t, R, _ in s.adapters())
     if not need_x:

@@ -95,6 +95,10 @@ def _why_not_here(plan: Plan, case: Case, lossy: bool) -> str | None:
             case.dtype == "float32" or any(size % FUSED_MULTIPLE for size in (case.K, *case.Ns)) or not has_tma()
         ):
             return f"fused kernels are for 16 bits and sizes that {FUSED_MULTIPLE} divides, on a GPU with TMA (Hopper or later)"
+        if "fused" in (plan.up, plan.dx) and not case.single:
+            return "fused kernels are for one adapter that owns all tokens"
+        if plan.down != "routed" or plan.up == "after" or plan.dx not in ("routed", "fused"):
+            return "the kernels keep all factors in S and dS: they are used for both, or for neither"
         if plan.lossy or through_xd or not plan.keep_s:
             return "merged weights, products through d' xd and S computed again are made of plain products"
     return None
@@ -115,7 +119,7 @@ def _why_pointless(plan: Plan, case: Case) -> str | None:
         return "dB is not wanted"
     if plan.grad == "one-pass" and not (need_B and (need_x or need_A)):
         return "one-pass gives dS and dB; one of them is not wanted"
-    if plan.dx != "after" and not need_x and not (plan.dx == "routed" and need_A):
+    if plan.dx != ("routed" if plan.needs_triton else "after") and not need_x:
         return "dx is not wanted"
     could_keep = plan.up != "merged" and plan.dB == "S"
     if plan.keep_s and not could_keep:

@@ -51,7 +51,7 @@ def test_plans_are_as_exact_as_torch_in_the_same_dtype(kind: dict[str, Any], pla
             dtype=dtype,
             device="cuda",
             **kind,
-        )
+        )  # fmt: skip
         want = run_reference(case, torch.float64)
         largest_errors(ours, run_group(case, dtype, plan, poison=True), want)
         largest_errors(plain, run_reference(case, dtype), want)

@@ -718,7 +718,12 @@ def test_restore_also_reaches_a_layer_whose_forward_was_wrapped_since(used: list
 def test_a_copy_is_accelerated_by_itself_and_shares_nothing(how: str, used: list[int]) -> None:
     model = lora()
     want = outcome(model)
+    model.zero_grad()
     packlora.accelerate(model)
+    size = len(pickle.dumps(model))
+    with torch.no_grad():
+        model(input_ids=IDS)
+    assert len(pickle.dumps(model)) == size, "nothing of a forward goes into copies"
     if how == "deepcopy":
         other = copy.deepcopy(model)
     elif how == "pickle":
@@ -790,7 +795,7 @@ def test_compiled_without_a_graph_break_it_gives_the_same(p: float) -> None:
 def test_the_registered_operators_agree_with_the_operator_they_stand_for(p: float, plan: Plan) -> None:
     import json
 
-    from packlora.adapters.compiled import lora_linear
+    from packlora.adapters.compiled import lora_linear, lora_linear_backward
     from packlora.ops.lora_linear.group import Layer, LowRank, Run, lora_group
 
     def randn(*shape: int) -> torch.Tensor:
@@ -808,6 +813,10 @@ def test_the_registered_operators_agree_with_the_operator_they_stand_for(p: floa
         ours = torch.autograd.grad(got, leaves, d, retain_graph=True)
         theirs = torch.autograd.grad(want, leaves, d, retain_graph=True)
         assert all(torch.allclose(a, b, rtol=1e-12, atol=1e-12) for a, b in zip(ours, theirs, strict=True))
+    S = lora_linear(*arguments)[1].detach()
+    for need in ((True, True, True), (True, False, False), (False, True, False), (False, False, True)):
+        backward = (randn(7, 5), x.detach(), weight, A.detach(), B.detach(), keys, S, 0.7, p, 5, arguments[-1], *need)
+        torch.library.opcheck(lora_linear_backward, backward, test_utils=("test_schema", "test_faketensor"))
     torch.library.opcheck(
         lora_linear, arguments, test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     )
@@ -899,6 +908,13 @@ def test_importing_the_package_and_naming_accelerate_loads_no_torch() -> None:
 def trained(tmp_path: Path, accelerated: bool, **changes: Any) -> tuple[list[dict[str, float]], Any]:
     from packlora.callbacks import ThroughputCallback
 
+    seen: list[float] = []
+
+    class After(transformers.TrainerCallback):
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+            if "loss" in logs:
+                seen.append(logs["tokens_per_second"])
+
     model = lora(dtype=torch.float32, **changes)
     if accelerated:
         packlora.accelerate(model)
@@ -910,8 +926,9 @@ def trained(tmp_path: Path, accelerated: bool, **changes: Any) -> tuple[list[dic
         logging_steps=1, report_to=[], save_strategy="no", use_cpu=True, seed=3, gradient_checkpointing=True,
         disable_tqdm=True,
     )  # fmt: skip
-    trainer = transformers.Trainer(model, settings, train_dataset=data, callbacks=[ThroughputCallback()])
+    trainer = transformers.Trainer(model, settings, train_dataset=data, callbacks=[ThroughputCallback(), After()])
     trainer.train()
+    assert len(seen) == settings.max_steps, "later callbacks see the figures too"
     return [entry for entry in trainer.state.log_history if "loss" in entry], model
 
 

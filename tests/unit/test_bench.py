@@ -13,11 +13,12 @@ import pytest
 import torch
 
 from benchmarks import readme
-from packlora.bench import NAMES, graphs, layer, model, multi, run_bench, timing, traffic
+from packlora import timing
+from packlora.bench import NAMES, graphs, layer, model, multi, run_bench, traffic
 from packlora.bench.options import Options, choose, plan_from_name
-from packlora.timing import Contender, Timing, Timings, Work, geomean, paired
 from packlora.errors import InputError
 from packlora.ops.lora_linear.plan import CHAIN, ROUTED, Plan
+from packlora.timing import Contender, Timing, Timings, Work, geomean, paired
 
 CPU = torch.device("cpu")
 REQUIRED = {

@@ -41,19 +41,28 @@ def test_products_equal_the_reference_in_float64(kind: dict[str, Any], plan: Pla
         compare(run_group(case, torch.float64, plan), run_reference(case, torch.float64), 1e-11)
 
 
+LIBRARY = Plan("routed", "before", "mm", "routed")
+FUSED = Plan("routed", "fused", "one-pass", "fused")
+
+
+@pytest.mark.parametrize("plan", [ROUTED, LIBRARY, FUSED], ids=lambda plan: plan.name)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("kind", CASES.values(), ids=CASES.keys())
-def test_kernels_are_as_exact_as_torch_in_the_same_dtype(kind: dict[str, Any], dtype: torch.dtype) -> None:
+def test_kernels_are_as_exact_as_torch_in_the_same_dtype(
+    kind: dict[str, Any], dtype: torch.dtype, plan: Plan
+) -> None:
     """max|out - ref64| <= 2 max|plain torch - ref64| + 1e-6, over four draws; interpreted, with poisoned buffers."""
     ours: dict[str, float] = {}
     plain: dict[str, float] = {}
     for trial in range(4):
+        # odd sizes, and sizes that the fused kernel takes
+        K, sizes = (50, [37, 20, 66]) if trial % 2 else (64, [32, 16, 80])
         case = make_case(
-            71 + trial, 50, [37, 20, 66][: len(kind["ranks"][0]) if kind["ranks"] else 1], with_bias=True,
+            71 + trial, K, sizes[: len(kind["ranks"][0]) if kind["ranks"] else 1], with_bias=True,
             seed=SEED + trial, dtype=dtype, **kind,
         )  # fmt: skip
         want = run_reference(case, torch.float64)
-        largest_errors(ours, run_group(case, dtype, ROUTED, poison=True), want)
+        largest_errors(ours, run_group(case, dtype, plan, poison=True), want)
         largest_errors(plain, run_reference(case, dtype), want)
     for name in ours:
         assert ours[name] <= 2 * plain[name] + 1e-6, f"{name}: {ours[name]:.3g} against {plain[name]:.3g}, seed {SEED}"

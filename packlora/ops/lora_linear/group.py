@@ -347,11 +347,33 @@ class _Kernels:
         for index, layer in enumerate(self.layers):
             if fused:
                 y_TN = self.launch.up_fused(self.x_TK, S, self.packed, self.own[0], index, layer)
+            elif way == "before":
+                y_TN = self._low_rank(S, index, layer).addmm_(self.x_TK, layer.weight.T)
             else:
                 y_TN = self.launch.up(S, self.packed, self.prepared.tables, self.runs, index, layer)
                 y_TN.addmm_(self.x_TK, layer.weight.T)
             outputs.append(y_TN)
         return outputs
+
+    def _low_rank(self, S: torch.Tensor, index: int, layer: Layer) -> torch.Tensor:
+        """S B' + bias, [T, N], by a product for every run."""
+        N, end, parts = len(layer.weight), 0, []
+        y_TN = self.x_TK.new_empty(len(S), N)
+        for run in sorted(self.own, key=lambda run: run.start):
+            place = self.packed.layout.places.get((run.adapter, index))
+            if place is not None:
+                parts.append((end, run.start))
+                B = self.packed.b_block(run.adapter, index, N)
+                rows, columns = slice(run.start, run.stop), slice(place.column, place.column + place.padded)
+                if layer.bias is None:
+                    torch.mm(S[rows, columns], B.T, out=y_TN[rows])
+                else:
+                    torch.addmm(layer.bias, S[rows, columns], B.T, out=y_TN[rows])
+                end = run.stop
+        for start, stop in (*parts, (end, len(S))):
+            if start < stop:
+                y_TN[start:stop] = 0 if layer.bias is None else layer.bias
+        return y_TN
 
     def grad(
         self, grads: Sequence[torch.Tensor | None], S: torch.Tensor, need_B: bool, way: str
@@ -408,7 +430,8 @@ def check_tokens(x_TK: torch.Tensor, runs: Sequence[Run], keys_T2: torch.Tensor 
     """Raise ValueError, naming the operand, where x, the runs or the keys do not fit."""
     if x_TK.ndim != 2 or not x_TK.is_floating_point() or x_TK.stride(1) != 1:
         raise ValueError(
-            f"x must be a float tensor [T, K] with contiguous rows; got {tuple(x_TK.shape)} {x_TK.dtype}, strides {x_TK.stride()}"
+            f"x must be a float tensor [T, K] with contiguous rows; got {tuple(x_TK.shape)} {x_TK.dtype}, strides "
+            f"{x_TK.stride()}"
         )
     T, end = len(x_TK), 0
     for run in runs if len(runs) < 2 else sorted(runs, key=lambda run: run.start):

@@ -244,8 +244,9 @@ def _fused(
     programs = min(_processors(X.device), _cdiv(T, BM) * _cdiv(Q, BN))
     fused.fused_kernel[(programs,)](
         TensorDescriptor.from_tensor(X, [BM, BK]), TensorDescriptor.from_tensor(V, [BN, BK] if forward else [BK, BN]),
-        TensorDescriptor.from_tensor(Y, [BM, BN]), L, R, bias, keys_T2, signed(salt), dropout_threshold(p), T, P, Q, L.stride(0),
-        rank, FORWARD=forward, DROP=p > 0, ASM=packed_dropout(Y), HAS_BIAS=bias is not None, BM=BM, BN=BN, BK=BK, BR=16,
+        TensorDescriptor.from_tensor(Y, [BM, BN]), L, R, bias, keys_T2, signed(salt), dropout_threshold(p), T, P, Q,
+        L.stride(0), rank,
+        FORWARD=forward, DROP=p > 0, ASM=packed_dropout(Y), HAS_BIAS=bias is not None, BM=BM, BN=BN, BK=BK, BR=16,
         GROUP=8, PROGRAMS=programs, num_warps=8, num_stages=3,
     )  # fmt: skip
     return Y
