@@ -74,7 +74,7 @@ def run_bench(
     words = tuple(word.strip() for word in (only or "").split(",") if word.strip())
     options = Options(chosen, quick, words, layers)
     if chosen.type == "cuda":
-        torch.cuda.set_device(chosen)
+        torch.cuda.set_device(chosen.index or 0)
     outcome = importlib.import_module(f"packlora.bench.{name}").run(options)
     print()
     for line in outcome.table:

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
 from packlora.ops.dropout import dropout, dropout_factor
@@ -153,6 +154,7 @@ class _Group(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *d: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         x_TK, keys_T2, S, *flat = ctx.saved_tensors
         need_flat = ctx.needs_input_grad[6:]
