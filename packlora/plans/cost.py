@@ -69,13 +69,18 @@ def bytes_moved(plan: Plan, case: Case, phase: Phase | None = None) -> int:
 
 
 def seconds(plan: Plan, case: Case, machine: Machine, phase: Phase | None = None) -> float:
-    """Roofline estimate: each step takes the longer of its arithmetic and its traffic, and its launches."""
-    return sum(
-        max(step.flops * step.slower / machine.flops, step.bytes * step.waste / machine.bandwidth)
-        + step.launches * machine.launch
-        for step in steps(plan, case)
-        if phase in (None, step.phase)
+    """Roofline estimate: each step takes the longer of its arithmetic and its traffic, and its launches. On a GPU launches
+    cost the host, which runs ahead: the longer of the two counts.
+    """
+    own = [step for step in steps(plan, case) if phase in (None, step.phase)]
+    work = sum(
+        max(step.flops * step.slower / machine.flops, step.bytes * step.waste / machine.bandwidth) for step in own
     )
+    launches = machine.launch * sum(step.launches for step in own)
+    if case.device == "cpu":
+        return work + launches
+    host = HOST * (2 if phase is None else 1) + launches
+    return max(work + GAP * sum(step.launches for step in own), host)
 
 
 def steps(plan: Plan, case: Case) -> tuple[Step, ...]:
@@ -128,7 +133,7 @@ def _kernel(phase: Phase, name: str, parts: Iterable[tuple[int, int]], e: int, w
 def _fused(phase: Phase, name: str, m: int, k: int, n: int, low_rank: Iterable[tuple[int, int]], e: int) -> Step:
     """[m, k] @ [k, n] with the low-rank products (FLOPs, elements) in the same kernel."""
     every = [(2 * m * k * n, m * k + k * n + m * n), *low_rank]
-    return Step(phase, name, sum(f for f, _ in every), e * sum(n for _, n in every), slower=TRITON_GEMM)
+    return Step(phase, name, sum(f for f, _ in every), e * sum(n for _, n in every), FUSED_LAUNCHES, slower=TRITON_GEMM)
 
 
 def _down(plan: Plan, s: _Sizes, phase: Phase) -> Iterator[Step]:
@@ -251,7 +256,11 @@ _PER_CYCLE = {  # dense multiply-add FLOPs of one multiprocessor in a cycle, by 
 }  # fmt: skip
 REACHED = (0.75, 0.85)
 """Share of the peak arithmetic and bandwidth that large products and copies reach (H200: 770 of 989 TFLOP/s, 4.24 of 4.9)."""
-GPU_LAUNCH, CPU_LAUNCH = 5e-6, 3e-6
+GPU_LAUNCH, CPU_LAUNCH = 12e-6, 3e-6
+HOST, GAP = 40e-6, 1.5e-6
+"""Of a forward or a backward on a GPU: what the host does beside launches, and what the GPU waits between kernels."""
+FUSED_LAUNCHES = 3
+"""What the host needs for a kernel with tensor descriptors, in launches."""
 CPU_PER_CYCLE = {"AVX512": 64, "AVX2": 32}
 """float32 FLOPs of a core in a cycle, by torch's name for the instructions; 8 for others."""
 CPU_CLOCK, CPU_BANDWIDTH = 2.5e9, 10e9

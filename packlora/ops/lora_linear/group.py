@@ -73,7 +73,6 @@ class Prepared:
         )
         self.packed = Packed(self.layout, self.K, x_TK.dtype, x_TK.device, trusted)
         self.flat = tuple(t for layer in layers for low in layer.adapters.values() for t in (low.A, low.B))
-        self.weights = tuple(layer.weight for layer in layers)
         dtypes = {t.dtype for t in self.flat}
         self.wide = dtypes.pop() if len(dtypes) == 1 else torch.float32
         """What kernels write gradients in: the parameters' dtype where all agree."""
@@ -130,7 +129,7 @@ def lora_group(
     if "merged" in (plan.up, plan.dx) or "xd" in (plan.dA, plan.dB):
         from packlora.ops.lora_linear.products import lora_group_products
 
-        if len(runs) != 1 or runs[0].start or runs[0].stop != len(x_TK):
+        if len(runs) != 1 or runs[0].start or runs[0].stop != x_TK.shape[0]:
             raise ValueError(f"plan {plan.name} is for one adapter that owns all tokens; got runs {runs}")
         return lora_group_products(x_TK, layers, runs[0].adapter, keys_T2, runs[0].dropout, salt, plan)
     if plan.needs_triton and not HAS_TRITON:
@@ -200,7 +199,7 @@ def group_backward(
                 first = prepared.layout.rows[number][0] + place.column
                 own_A = dA[first : first + place.rank]
             if need_flat[len(out) + 1] and (flat_B := dB[index]) is not None:
-                block = flat_B[place.b_offset : place.b_offset + len(layer.weight) * place.padded]
+                block = flat_B[place.b_offset : place.b_offset + layer.weight.shape[0] * place.padded]
                 own_B = block.view(-1, place.padded)[:, : place.rank]
             out.append(None if own_A is None else own_A.to(low.A.dtype))
             out.append(None if own_B is None else own_B.to(low.B.dtype))
@@ -332,7 +331,7 @@ class _Kernels:
 
         self.launch, self.prepared, self.packed, self.layers = launch, prepared, prepared.packed, prepared.layers
         self.x_TK, self.keys_T2, self.salt, self.own = x_TK, keys_T2, salt, runs
-        T, device, single = len(x_TK), x_TK.device, x_TK.dtype == torch.float32
+        T, device, single = x_TK.shape[0], x_TK.device, x_TK.dtype == torch.float32
         if any(run.adapter >= prepared.num_adapters for run in runs):  # adapters that no layer of the group has
             runs = tuple(run for run in runs if run.adapter < prepared.num_adapters)
         self.runs = _RUN_TABLES.get(
@@ -435,7 +434,7 @@ def check_tokens(x_TK: torch.Tensor, runs: Sequence[Run], keys_T2: torch.Tensor 
             f"x must be a float tensor [T, K] with contiguous rows; got {tuple(x_TK.shape)} {x_TK.dtype}, strides "
             f"{x_TK.stride()}"
         )
-    T, end = len(x_TK), 0
+    T, end = x_TK.shape[0], 0
     for run in runs if len(runs) < 2 else sorted(runs, key=lambda run: run.start):
         if not end <= run.start < run.stop <= T or run.adapter < 0:
             raise ValueError(

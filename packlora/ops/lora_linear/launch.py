@@ -115,10 +115,12 @@ def down(
     size, width, (T, K) = sizes_for(x_TK.dtype), packed.layout.width, x_TK.shape
     S = torch.empty(T, width, dtype=x_TK.dtype, device=x_TK.device)
     blocks, BR = runs.blocks[size.down_m], _block(width, size.down_r)
+    packed_mask = packed_dropout(x_TK)
     launch(
-        kernels.down_kernel, (len(blocks), _cdiv(width, BR)),
+        kernels.down_kernel, (blocks.shape[0], _cdiv(width, BR)),
         (x_TK, packed.A_RK, S, tables.row_scales, keys_T2, blocks, tables.rows, signed(salt), K, x_TK.stride(0), width),
-        DROP=runs.dropout, ASM=packed_dropout(x_TK), PRECISION="ieee", BM=size.down_m, BK=size.down_k, BR=BR,
+        sites=runs.sites, key=("down", packed.shape, x_TK.stride(0), x_TK.data_ptr() % 16, packed_mask),
+        DROP=runs.dropout, ASM=packed_mask, PRECISION="ieee", BM=size.down_m, BK=size.down_k, BR=BR,
         num_warps=size.down_warps, num_stages=size.down_stages,
     )  # fmt: skip
     return S
@@ -126,12 +128,13 @@ def down(
 
 def up(S: torch.Tensor, packed: Packed, tables: GroupTables, runs: RunTables, index: int, layer: Layer) -> torch.Tensor:
     """S B' + bias of one layer, [T, N], onto which the base product is to be accumulated."""
-    size, T, N = sizes_for(S.dtype), len(S), len(layer.weight)
+    size, T, N = sizes_for(S.dtype), S.shape[0], layer.weight.shape[0]
     blocks, span = runs.blocks[size.up_m], size.up_n * size.up_loop
     y = torch.empty(T, N, dtype=S.dtype, device=S.device)
     launch(
-        kernels.up_kernel, (_cdiv(N, span), len(blocks)),
+        kernels.up_kernel, (_cdiv(N, span), blocks.shape[0]),
         (S, packed.B[index], layer.bias, y, blocks, tables.places[index], N, packed.layout.width, span),
+        sites=runs.sites, key=("up", packed.shape, index, 1 if layer.bias is None else layer.bias.data_ptr() % 16),
         HAS_BIAS=layer.bias is not None, PRECISION="ieee", BM=size.up_m, BN=size.up_n,
         BR=_block(packed.layout.max_padded[index], 64), num_warps=size.up_warps, num_stages=size.up_stages,
     )  # fmt: skip
@@ -146,7 +149,7 @@ def grad(
     size, layout, (T, width) = sizes_for(S.dtype), packed.layout, S.shape
     bands = runs.blocks[size.grad_m]
     smallest = min(t.shape[1] for t in d if t is not None)
-    spans = max(1, min(_cdiv(size.grad_programs, len(bands)), _cdiv(smallest, size.grad_n)))
+    spans = max(1, min(_cdiv(size.grad_programs, bands.shape[0]), _cdiv(smallest, size.grad_n)))
     dS = torch.empty_like(S)
     parts = torch.empty(spans, T, width, dtype=torch.float32, device=S.device)
     if any(t is None for t in d):
@@ -159,13 +162,16 @@ def grad(
             continue
         N, BR = d_TN.shape[1], _block(part_width, size.grad_r)
         span = _cdiv(_cdiv(N, spans), size.grad_n) * size.grad_n
-        dB_parts = torch.empty((len(bands), N, part_width) if need_dB else (1,), dtype=torch.float32, device=S.device)
+        dB_parts = torch.empty(
+            (bands.shape[0], N, part_width) if need_dB else (1,), dtype=torch.float32, device=S.device
+        )
         launch(
-            kernels.grad_kernel, (spans, len(bands), _cdiv(part_width, BR)),
+            kernels.grad_kernel, (spans, bands.shape[0], _cdiv(part_width, BR)),
             (
                 d_TN, S, packed.B[index], parts, dB_parts, bands, tables.places[index], tables.scalings[index],
                 T, N, d_TN.stride(0), width, part_width, span,
             ),
+            sites=runs.sites, key=("grad", packed.shape, index, spans, d_TN.data_ptr() % 16, need_dB),
             NEED_DB=need_dB, PRECISION="ieee", BM=size.grad_m, BN=size.grad_n, BR=BR,
             num_warps=size.grad_warps, num_stages=size.grad_stages,
         )  # fmt: skip
@@ -174,13 +180,15 @@ def grad(
             dB = torch.empty(layout.b_sizes[index], dtype=dtype, device=S.device)
             ranks = min(BR, 32)
             launch(
-                kernels.sum_blocks_kernel, (_cdiv(N, 128 // ranks), len(tables.rows), _cdiv(part_width, ranks)),
+                kernels.sum_blocks_kernel, (_cdiv(N, 128 // ranks), tables.rows.shape[0], _cdiv(part_width, ranks)),
                 (dB_parts, dB, bands, runs.ranges[size.grad_m], tables.places[index], N, part_width),
+                sites=runs.sites, key=("sum_blocks", packed.shape, index, dtype),
                 BANDS=16, BN=128 // ranks, BR=ranks, num_warps=4, num_stages=1,
             )  # fmt: skip
         out.append(dB)
     launch(
         kernels.sum_spans_kernel, (_cdiv(dS.numel(), 1024),), (parts, dS, dS.numel(), spans),
+        sites=runs.sites, key=("sum_spans", packed.shape, spans),
         BLOCK=1024, num_warps=4, num_stages=1,
     )  # fmt: skip
     return dS, out
@@ -194,18 +202,20 @@ def inputs(
     size, layout, (T, K) = sizes_for(x_TK.dtype), packed.layout, x_TK.shape
     width, bands = layout.width, runs.blocks[size.inputs_band]
     BR = _block(width, size.inputs_r)
-    blocks = _cdiv(width, BR)
+    blocks, packed_mask = _cdiv(width, BR), packed_dropout(x_TK)
     dx = torch.empty(T, K, dtype=x_TK.dtype, device=x_TK.device) if need_dx else None
     parts = dA = None
     if need_dA:
-        parts = torch.empty(len(bands), width, K, dtype=torch.float32, device=x_TK.device)
+        parts = torch.empty(bands.shape[0], width, K, dtype=torch.float32, device=x_TK.device)
     # one pass where a single block of ranks covers all; else dx in a pass of its own, and dA by blocks of ranks
     for with_dx, with_dA in [(need_dx, need_dA)] if blocks == 1 else [(need_dx, False), (False, need_dA)]:
         if with_dx or with_dA:
             launch(
-                kernels.inputs_kernel, (_cdiv(K, size.inputs_k), len(bands), blocks if with_dA else 1),
+                kernels.inputs_kernel, (_cdiv(K, size.inputs_k), bands.shape[0], blocks if with_dA else 1),
                 (x_TK, dS, packed.A_RK, dx, parts, keys_T2, bands, tables.rows, signed(salt), K, x_TK.stride(0), width),
-                DROP=runs.dropout, ASM=packed_dropout(x_TK), NEED_DX=with_dx, NEED_DA=with_dA, PRECISION="ieee",
+                sites=runs.sites,
+                key=("inputs", packed.shape, x_TK.stride(0), x_TK.data_ptr() % 16, packed_mask, with_dx, with_dA),
+                DROP=runs.dropout, ASM=packed_mask, NEED_DX=with_dx, NEED_DA=with_dA, PRECISION="ieee",
                 BM=size.inputs_m, BK=size.inputs_k, BR=BR, num_warps=size.inputs_warps, num_stages=size.inputs_stages,
             )  # fmt: skip
     if parts is not None:
@@ -213,6 +223,7 @@ def inputs(
         launch(
             kernels.sum_rows_kernel, (_cdiv(K, 512), layout.num_rows),
             (parts, dA, bands, runs.ranges[size.inputs_band], tables.owners, K, width),
+            sites=runs.sites, key=("sum_rows", packed.shape, dtype),
             BANDS=4, BK=512, num_warps=4, num_stages=1,
         )  # fmt: skip
     return dx, dA
@@ -228,7 +239,7 @@ def fusable(x_TK: torch.Tensor, layers: Sequence[Layer], runs: Sequence[Run]) ->
         x_TK.element_size() == 2 and (not x_TK.is_cuda or _capability(x_TK.device) >= (9, 0))
         and len(runs) == 1 and runs[0].start == 0 and runs[0].stop == T and K % 16 == 0 and x_TK.is_contiguous()
         and all(
-            len(layer.weight) % 16 == 0 and layer.weight.is_contiguous() and layer.weight.data_ptr() % 16 == 0
+            layer.weight.shape[0] % 16 == 0 and layer.weight.is_contiguous() and layer.weight.data_ptr() % 16 == 0
             and runs[0].adapter in layer.adapters
             for layer in layers
         )
@@ -242,10 +253,11 @@ def _fused(
     (T, P), Q = X.shape, Y.shape[1]
     BM, BN, BK = FUSED_M, FUSED_N, FUSED_K
     programs = min(_processors(X.device), _cdiv(T, BM) * _cdiv(Q, BN))
-    fused.fused_kernel[(programs,)](
-        TensorDescriptor.from_tensor(X, [BM, BK]), TensorDescriptor.from_tensor(V, [BN, BK] if forward else [BK, BN]),
+    launch(
+        fused.fused_kernel, (programs,),
+        (TensorDescriptor.from_tensor(X, [BM, BK]), TensorDescriptor.from_tensor(V, [BN, BK] if forward else [BK, BN]),
         TensorDescriptor.from_tensor(Y, [BM, BN]), L, R, bias, keys_T2, signed(salt), dropout_threshold(p), T, P, Q,
-        L.stride(0), rank,
+        L.stride(0), rank),
         FORWARD=forward, DROP=p > 0, ASM=packed_dropout(Y), HAS_BIAS=bias is not None, BM=BM, BN=BN, BK=BK, BR=16,
         GROUP=8, PROGRAMS=programs, num_warps=8, num_stages=3,
     )  # fmt: skip
@@ -254,8 +266,8 @@ def _fused(
 
 def up_fused(x_TK: torch.Tensor, S: torch.Tensor, packed: Packed, run: Run, index: int, layer: Layer) -> torch.Tensor:
     """y [T, N] of one layer."""
-    place, N = packed.layout.places[run.adapter, index], len(layer.weight)
-    y = torch.empty(len(x_TK), N, dtype=x_TK.dtype, device=x_TK.device)
+    place, N = packed.layout.places[run.adapter, index], layer.weight.shape[0]
+    y = torch.empty(x_TK.shape[0], N, dtype=x_TK.dtype, device=x_TK.device)
     B = packed.b_block(run.adapter, index, N)
     return _fused(x_TK, layer.weight, y, S[:, place.column :], B, place.padded, True, layer.bias, None, 0, 0.0)
 
@@ -265,7 +277,7 @@ def dx_fused(
     salt: int,
 ) -> torch.Tensor:  # fmt: skip
     """d W + drop(dS A), [T, K]."""
-    dx = torch.empty(len(d_TN), weight_NK.shape[1], dtype=d_TN.dtype, device=d_TN.device)
+    dx = torch.empty(d_TN.shape[0], weight_NK.shape[1], dtype=d_TN.dtype, device=d_TN.device)
     first, padded = packed.layout.rows[run.adapter]
     return _fused(
         d_TN, weight_NK, dx, dS, packed.A_RK[first : first + padded], padded, False, None, keys_T2, salt, run.dropout

@@ -77,7 +77,7 @@ class Place:
     b_offset: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Layout:
     """rows: (first row in the stacked A, padded rank over all layers) by adapter; places: by (adapter, layer)."""
 
@@ -127,6 +127,7 @@ class Packed:
 
     def __init__(self, layout: Layout, K: int, dtype: torch.dtype, device: torch.device, trusted: bool = False) -> None:
         self.layout, self.trusted = layout, trusted
+        self.shape = (layout, K, dtype, device)
         self._make = (K, dtype, device)
         self._A: torch.Tensor | None = None
         self.B: list[torch.Tensor | None] = [None] * len(layout.b_sizes)
@@ -142,7 +143,7 @@ class Packed:
         places = self.layout.places
         for (number, index), place in places.items():
             layer = layers[index]
-            low, N = layer.adapters[number], len(layer.weight)
+            low, N = layer.adapters[number], layer.weight.shape[0]
             if self.trusted:
                 seen = (id(low.A), low.A._version, id(low.B), low.B._version)
                 if self._seen.get((number, index)) == seen:
@@ -223,6 +224,8 @@ class RunTables:
         self.blocks = {size: rows[first:last] for size, (first, last) in bounds.items()}
         self.ranges = {size: pairs[at : at + num_adapters] for size, at in ranges.items()}
         self.dropout = any(run.dropout > 0 for run in runs)
+        self.sites: dict[Hashable, Any] = {}
+        """Launches made on these tables, see launcher.py."""
 
 
 @dataclass(frozen=True, slots=True)
