@@ -27,6 +27,8 @@ from packlora.plans.select import Planner
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 COMPILED_TOKENS = 4096
+AUTOCAST = ("cpu", "cuda")
+"""Devices whose autocast is known here; asking torch which ones have it breaks a compiled graph."""
 
 
 # --- which plan --------------------------------------------------------------------------------------------------------
@@ -176,7 +178,7 @@ def compute(x: torch.Tensor, calls: Sequence[LayerCall]) -> list[torch.Tensor]:
         ValueError: x does not fit a layer; the message names the layer and what it takes.
     """
     kind, dtype = x.device.type, x.dtype
-    autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    autocast = kind in AUTOCAST and torch.is_autocast_enabled(kind)
     if autocast and x.is_floating_point() and dtype != torch.float64:
         dtype = torch.get_autocast_dtype(kind)
     for call in calls:

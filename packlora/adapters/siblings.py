@@ -212,7 +212,7 @@ def _context(x: torch.Tensor) -> Hashable:
     """What an output depends on beside the layer and the tensor object."""
     kind = x.device.type
     autocast: Hashable = None
-    if torch.amp.is_autocast_available(kind):
+    if kind in ("cpu", "cuda"):
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     stream = torch.cuda.current_stream(x.device).cuda_stream if kind == "cuda" else None
     return (x._version, x.requires_grad, torch.is_grad_enabled(), autocast, stream)

@@ -80,9 +80,12 @@ def test_attention_and_its_gradients_are_as_exact_as_plain_torch(
     plain = with_gradients(written_out, qkv, dy, LENGTHS, D**-0.5, window)
     exact = [tensor.detach().double().requires_grad_() for tensor in qkv]
     want = with_gradients(written_out, exact, dy.double(), LENGTHS, D**-0.5, window)
+    # A token that sees itself alone has dq = dk = 0 exactly where all is written out; a flash backward takes the difference
+    # of two float32 sums of D products there, whose own rounding is the floor.
+    floor = 1e-6 if window != 1 else D * float(qkv[2].abs().max() * dy.abs().max()) * 2**-24
     for index, (ours, theirs, value) in enumerate(zip(got, plain, want, strict=True)):
         error, bound = (ours.double() - value).abs().max(), (theirs.double() - value).abs().max()
-        assert error <= 2 * bound + 1e-6, f"{index}: {float(error):.3g} against {float(bound):.3g}"
+        assert error <= 2 * bound + floor, f"{index}: {float(error):.3g} against {float(bound):.3g}"
 
 
 @pytest.mark.usefixtures("deterministic")
@@ -183,7 +186,7 @@ def test_the_kernel_does_what_the_torch_path_does_also_with_nan_infinity_and_unk
         want = softmax_gradient(on_cpu, labels.cpu(), weights.cpu(), gradient)
         torch.testing.assert_close(got.cpu(), want, rtol=1e-5, atol=1e-5, equal_nan=True)
         if gradient:
-            tolerance = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}[dtype]
+            tolerance = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-10}[dtype]  # one unit in the last place
             torch.testing.assert_close(on_gpu.cpu(), on_cpu, rtol=tolerance, atol=1e-6, equal_nan=True)
         else:
             torch.testing.assert_close(on_gpu, logits, rtol=0, atol=0, equal_nan=True)

@@ -157,6 +157,7 @@ def _down(
     x_rows = x + rows.to(tl.int64)[:, None] * x_stride
     A_rows = A + (first + ranks).to(tl.int64)[:, None] * K
     acc = tl.zeros((BM, BR), dtype=tl.float32)
+    lost = tl.zeros((BM, BR), dtype=tl.float32)
     if DROP:
         key_0, key_1 = _keys(keys, rows, inside, salt)
     for k in range(0, K, BK):
@@ -165,7 +166,13 @@ def _down(
         A_tile = tl.load(A_rows + cols[None, :], mask=(ranks < rank)[:, None] & (cols < K)[None, :], other=0.0)
         if DROP:
             x_tile = _drop(x_tile, key_0, key_1, k, threshold, BK, ASM)
-        acc = _add_dot(x_tile, tl.trans(A_tile), acc, PRECISION)
+        if x_tile.dtype == tl.float32:  # compensated: S of rank 1 is one long sum and is then multiplied with large numbers
+            part = tl.dot(x_tile, tl.trans(A_tile), input_precision=PRECISION) - lost
+            larger = acc + part
+            lost = (larger - acc) - part
+            acc = larger
+        else:
+            acc = tl.dot(x_tile, tl.trans(A_tile), acc)
     factor = tl.load(scales + first + ranks, mask=ranks < rank, other=0.0)
     acc *= (factor * (65536.0 / (65536 - threshold)))[None, :]
     at = S + rows.to(tl.int64)[:, None] * width + ranks[None, :]
