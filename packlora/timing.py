@@ -19,6 +19,9 @@ from typing import Any
 import torch
 
 FLUSH_BYTES = 256 * 2**20
+LONG = 0.05
+"""Seconds of a round from which on garbage is collected after it: for a single layer there is little to collect, and a
+collection empties the processor's caches, which triples what the host needs for the next launches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +138,7 @@ def paired(
 
 
 def _warmed_up(contender: Contender, timing: Timing, device: torch.device, warmup: int) -> Work:
+    gc.collect()  # what a case before left in cycles must not be freed in between and counted as this one's
     before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     work = contender.make()
     timing.note = work.note
@@ -170,8 +174,11 @@ def _rounds(
     gc.disable()  # one inside a run would be charged to whoever it hits
     first = time.perf_counter()
     try:
+        began = first
         for number in range(count):
-            gc.collect()  # a cycle that holds a model's activations must not outlive its round
+            if number and time.perf_counter() - began > LONG:
+                gc.collect()  # a cycle that holds a model's activations must not outlive its round
+            began = time.perf_counter()
             for name in orders.sample(list(works), len(works)):
                 timing = timings.by_name[name]
                 try:

@@ -28,8 +28,9 @@ it is one kernel that reads x and writes xd."""
 WASTE = {"skinny": 1.6, "down": 1.6, "up": 1.4, "one-pass": 1.9, "inputs": 1.45}
 """Time over the time of the traffic, on an H200 at 4096 x 4096, rank 16, T = 8192: library products with a small dimension, and
 the kernels."""
-ONE_PASS_RANK = 0.08
-"""What each rank past 16 adds to that of one-pass (rank 64: 128 us, two library products 60)."""
+WASTE_RANK = {"down": 0.010, "up": 0.03, "one-pass": 0.08, "inputs": 0.014}
+"""What each rank past 16 adds (at rank 64 down, up, one-pass and inputs took 37, 50, 128 and 69 us; the two library products in
+one-pass's place 60)."""
 SKINNY = 256
 TRITON_GEMM = 1.04
 """A fused GEMM's time over cuBLAS: geometric mean of five shapes on an H200 at rank 16, T = 8192 (1.01 to 1.07)."""
@@ -73,9 +74,10 @@ def seconds(plan: Plan, case: Case, machine: Machine, phase: Phase | None = None
     cost the host, which runs ahead: the longer of the two counts.
     """
     own = [step for step in steps(plan, case) if phase in (None, step.phase)]
-    work = sum(
-        max(step.flops * step.slower / machine.flops, step.bytes * step.waste / machine.bandwidth) for step in own
-    )
+    work = 0.0
+    for step in own:
+        sides = step.flops * step.slower / machine.flops, step.bytes * step.waste / machine.bandwidth
+        work += max(sides) + HIDDEN * min(sides)
     launches = machine.launch * sum(step.launches for step in own)
     if case.device == "cpu":
         return work + launches
@@ -124,6 +126,10 @@ class _Sizes:
         return Step(phase, "dropout", 0, t * self.case.K * (4 * self.e + DROPOUT_BYTES), DROPOUT_LAUNCHES)
 
 
+def _waste(kernel: str, ranks: Iterable[int]) -> float:
+    return WASTE[kernel] + WASTE_RANK[kernel] * max(0, max(ranks) - 16)
+
+
 def _kernel(phase: Phase, name: str, parts: Iterable[tuple[int, int]], e: int, waste: float, launches: int = 1) -> Step:
     """One kernel for several (FLOPs, elements)."""
     every = list(parts)
@@ -141,7 +147,7 @@ def _down(plan: Plan, s: _Sizes, phase: Phase) -> Iterator[Step]:
     K = s.case.K
     if plan.down == "routed":
         yield _kernel(phase, "S = xd A'", ((2 * t * K * R, t * K + R * K + t * R) for t, R, _ in s.adapters()), s.e,
-                      WASTE["down"])  # fmt: skip
+                      _waste("down", s.R_a))  # fmt: skip
         return
     for t, R, drops in s.adapters():
         if drops:
@@ -165,14 +171,14 @@ def _forward(plan: Plan, s: _Sizes) -> Iterator[Step]:
             yield _fused("forward", "y = x W' + s S B'", T, K, N, low_rank, s.e)
         elif plan.up == "routed":
             low_rank = [(2 * t * r * N, t * r + r * N) for t, r in adapters]
-            yield _kernel("forward", "y = s S B'", [*low_rank, (0, T * N)], s.e, WASTE["up"])
+            yield _kernel("forward", "y = s S B'", [*low_rank, (0, T * N)], s.e, _waste("up", (r for _, r in adapters)))
             yield s.mm("forward", "y += x W'", T, K, N, extra=T * N)
         else:
             before = plan.up == "before"
-            products = [s.mm("forward", "y += s S B'", t, r, N, extra=t * N) for t, r in adapters]
+            name = "y = s S B'" if before else "y += s S B'"
+            products = [s.mm("forward", name, t, r, N, extra=0 if before else t * N) for t, r in adapters]
             base = s.mm("forward", "y += x W'" if before else "y = x W'", T, K, N, extra=T * N if before else 0)
-            fill = Step("forward", "y = bias", 0, s.e * T * N)
-            yield from (fill, *products, base) if before else (base, *products)
+            yield from (*products, base) if before else (base, *products)
 
 
 def _backward(plan: Plan, s: _Sizes) -> Iterator[Step]:
@@ -195,7 +201,7 @@ def _backward(plan: Plan, s: _Sizes) -> Iterator[Step]:
         adapters = s.on_layer(layer)
         if plan.grad == "one-pass" and adapters:
             pair = ((4 * t * N * r, t * N + 2 * (N * r + t * r)) for t, r in adapters)
-            waste = WASTE["one-pass"] + ONE_PASS_RANK * max(0, max(r for _, r in adapters) - 16)
+            waste = _waste("one-pass", (r for _, r in adapters))
             yield _kernel("backward", "dS = s d B, dB = s d' S", pair, s.e, waste, launches=3)
         for t, r in adapters:
             if need_dS and plan.grad == "mm":
@@ -215,15 +221,14 @@ def _backward(plan: Plan, s: _Sizes) -> Iterator[Step]:
         n = in_kernel + need_A
         parts = ((n * 2 * t * R * K, n * (t * K + R * K + t * R)) for t, R, _ in s.adapters())
         name = ", ".join(["dx = dropout'(dS A)"] * in_kernel + ["dA = dS' xd"] * need_A)
-        yield _kernel("backward", name, parts, s.e, WASTE["inputs"], launches=1 + need_A)
+        yield _kernel("backward", name, parts, s.e, _waste("inputs", s.R_a), launches=1 + need_A)
     elif need_A and not via_xd_A:
         yield from (s.mm("backward", "dA = dS' xd", R, t, K) for t, R, _ in s.adapters())
     if not need_x:
         return
     written = plan.dx in ("before", "routed") and bool(s.case.ranks)  # onto which the base products accumulate
     if plan.dx == "before":
-        yield Step("backward", "dx = 0", 0, s.e * T * K)
-        yield from _low_rank_dx(s)
+        yield from _low_rank_dx(s, written=True)
     for layer, N in enumerate(s.case.Ns):
         adapters = s.on_layer(layer)
         if plan.dx == "fused" and not written:
@@ -235,17 +240,17 @@ def _backward(plan: Plan, s: _Sizes) -> Iterator[Step]:
             yield s.mm("backward", "dx += d W" if written else "dx = d W", T, N, K, extra=T * K if written else 0)
         written = True
     if plan.dx == "after":
-        yield from _low_rank_dx(s)
+        yield from _low_rank_dx(s, written=False)
 
 
-def _low_rank_dx(s: _Sizes) -> Iterator[Step]:
-    """dropout'(dS A) of every adapter, added to dx."""
+def _low_rank_dx(s: _Sizes, written: bool) -> Iterator[Step]:
+    """dropout'(dS A) of every adapter, written into dx or added to it."""
     K = s.case.K
     for t, R, drops in s.adapters():
-        yield s.mm("backward", "dS A" if drops else "dx += dS A", t, R, K, extra=0 if drops else t * K)
+        yield s.mm("backward", "dS A" if drops else "dx (+)= dS A", t, R, K, extra=0 if drops or written else t * K)
         if drops:
             yield s.drop("backward", t)
-            yield Step("backward", "dx += dropout'(dS A)", 0, s.e * 3 * t * K)
+            yield Step("backward", "dx (+)= dropout'(dS A)", 0, s.e * (2 if written else 3) * t * K)
 
 
 # --- devices -----------------------------------------------------------------------------------------------------------
@@ -259,6 +264,8 @@ REACHED = (0.75, 0.85)
 GPU_LAUNCH, CPU_LAUNCH = 12e-6, 3e-6
 HOST, GAP = 40e-6, 1.5e-6
 """Of a forward or a backward on a GPU: what the host does beside launches, and what the GPU waits between kernels."""
+HIDDEN = 0.1
+"""Share of the smaller of arithmetic and traffic that is not hidden behind the larger."""
 FUSED_LAUNCHES = 3
 """What the host needs for a kernel with tensor descriptors, in launches."""
 CPU_PER_CYCLE = {"AVX512": 64, "AVX2": 32}

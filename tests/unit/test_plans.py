@@ -24,7 +24,7 @@ from packlora.ops.lora_linear.plan import CHAIN, ROUTED, Plan
 from packlora.plans import measure as measuring
 from packlora.plans.cache import PlanCache, Record, fastest
 from packlora.plans.case import Case, token_bucket
-from packlora.plans.cost import Machine, bytes_moved, flops, machine, seconds, steps
+from packlora.plans.cost import HIDDEN, Machine, bytes_moved, flops, machine, seconds, steps
 from packlora.plans.measure import FAR, Measured, candidates, group_maker, measure, summarised
 from packlora.plans.select import Planner, runlora_select
 from packlora.plans.space import RUNLORA_BACKWARD, RUNLORA_FORWARD, legal_plans, runlora_plan, why_illegal
@@ -162,7 +162,8 @@ def test_the_kernels_read_less_and_launch_less_than_the_chain_with_dropout() -> 
 def test_the_roofline_takes_the_longer_of_arithmetic_and_traffic_and_adds_launches() -> None:
     case = one(64, 32, 48, 4)
     parts, roof = steps(CHAIN, case), Machine(flops=1e9, bandwidth=2e8, launch=1e-5)
-    want = sum(max(step.flops / 1e9, step.bytes / 2e8) + 1e-5 for step in parts)
+    sides = [(step.flops / 1e9, step.bytes / 2e8) for step in parts]
+    want = sum(max(side) + HIDDEN * min(side) + 1e-5 for side in sides)
     assert seconds(CHAIN, case, roof) == pytest.approx(want)
     assert {step.flops / 1e9 > step.bytes / 2e8 for step in parts} == {True, False}  # both sides were taken
     assert seconds(CHAIN, case, roof, "forward") + seconds(CHAIN, case, roof, "backward") == pytest.approx(want)

@@ -263,12 +263,16 @@ class _Products:
         for index, layer in enumerate(self.layers):
             if way == "before":
                 y_TN = self.x_TK.new_empty(len(self.x_TK), len(layer.weight))
-                y_TN.zero_() if layer.bias is None else y_TN.copy_(layer.bias)
+                for _, rows, columns, B, scaling in self._of_layer(index):
+                    write_mm(y_TN[rows], S[rows, columns], B.T, scaling, layer.bias)
+                for start, stop in gaps([run for run, *_ in self._of_layer(index)], len(y_TN)):
+                    y_TN[start:stop] = 0 if layer.bias is None else layer.bias
+                y_TN.addmm_(self.x_TK, layer.weight.T)
             else:
                 y_TN = linear(self.x_TK, layer.weight, layer.bias)
-            for _, rows, columns, B, scaling in self._of_layer(index):
-                y_TN[rows].addmm_(S[rows, columns], B.T, alpha=scaling)
-            outputs.append(y_TN.addmm_(self.x_TK, layer.weight.T) if way == "before" else y_TN)
+                for _, rows, columns, B, scaling in self._of_layer(index):
+                    y_TN[rows].addmm_(S[rows, columns], B.T, alpha=scaling)
+            outputs.append(y_TN)
         return outputs
 
     def grad(
@@ -302,23 +306,49 @@ class _Products:
                 dA[at : at + padded].addmm_(dS[rows, :padded].T, self._drop(self.x_TK[rows], run))
         if need_x:
             if way == "before":
-                dx = torch.zeros_like(self.x_TK)
-                self._add_low_rank(dx, dS)
+                dx = torch.empty_like(self.x_TK)
+                for run in self.runs:
+                    A_RK, rows = self._A(run), slice(run.start, run.stop)
+                    if run.dropout:
+                        dx[rows] = self._drop(dS[rows, : len(A_RK)] @ A_RK, run)
+                    else:
+                        torch.mm(dS[rows, : len(A_RK)], A_RK, out=dx[rows])
+                for start, stop in gaps(self.runs, len(dx)):
+                    dx[start:stop] = 0
             for layer, d_TN in zip(self.layers, grads, strict=True):
                 if d_TN is not None:
                     dx = d_TN @ layer.weight if dx is None else dx.addmm_(d_TN, layer.weight)
             assert dx is not None
             if way != "before":
-                self._add_low_rank(dx, dS)
+                for run in self.runs:
+                    A_RK, rows = self._A(run), slice(run.start, run.stop)
+                    if run.dropout:
+                        dx[rows] += self._drop(dS[rows, : len(A_RK)] @ A_RK, run)
+                    else:
+                        dx[rows].addmm_(dS[rows, : len(A_RK)], A_RK)
         return dx, dA
 
-    def _add_low_rank(self, dx: torch.Tensor, dS: torch.Tensor) -> None:
-        for run in self.runs:
-            A_RK, rows = self._A(run), slice(run.start, run.stop)
-            if run.dropout:
-                dx[rows] += self._drop(dS[rows, : len(A_RK)] @ A_RK, run)
-            else:
-                dx[rows].addmm_(dS[rows, : len(A_RK)], A_RK)
+
+def write_mm(
+    out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float = 1.0, bias: torch.Tensor | None = None
+) -> None:
+    """out = scale a b + bias, written and not read."""
+    if bias is not None:
+        torch.addmm(bias, a, b, alpha=scale, out=out)
+    elif scale == 1.0:
+        torch.mm(a, b, out=out)
+    else:
+        torch.addmm(out, a, b, beta=0, alpha=scale, out=out)
+
+
+def gaps(runs: Sequence[Run], num_tokens: int) -> list[tuple[int, int]]:
+    """Tokens that no run owns."""
+    out, end = [], 0
+    for run in sorted(runs, key=lambda run: run.start):
+        if run.start > end:
+            out.append((end, run.start))
+        end = run.stop
+    return out if end == num_tokens else [*out, (end, num_tokens)]
 
 
 class _Kernels:
@@ -358,22 +388,16 @@ class _Kernels:
 
     def _low_rank(self, S: torch.Tensor, index: int, layer: Layer) -> torch.Tensor:
         """S B' + bias, [T, N], by a product for every run."""
-        N, end, parts = len(layer.weight), 0, []
+        N, owned = len(layer.weight), []
         y_TN = self.x_TK.new_empty(len(S), N)
-        for run in sorted(self.own, key=lambda run: run.start):
+        for run in self.own:
             place = self.packed.layout.places.get((run.adapter, index))
             if place is not None:
-                parts.append((end, run.start))
-                B = self.packed.b_block(run.adapter, index, N)
+                owned.append(run)
                 rows, columns = slice(run.start, run.stop), slice(place.column, place.column + place.padded)
-                if layer.bias is None:
-                    torch.mm(S[rows, columns], B.T, out=y_TN[rows])
-                else:
-                    torch.addmm(layer.bias, S[rows, columns], B.T, out=y_TN[rows])
-                end = run.stop
-        for start, stop in (*parts, (end, len(S))):
-            if start < stop:
-                y_TN[start:stop] = 0 if layer.bias is None else layer.bias
+                write_mm(y_TN[rows], S[rows, columns], self.packed.b_block(run.adapter, index, N).T, 1.0, layer.bias)
+        for start, stop in gaps(owned, len(S)):
+            y_TN[start:stop] = 0 if layer.bias is None else layer.bias
         return y_TN
 
     def grad(

@@ -166,7 +166,9 @@ def _down(
         A_tile = tl.load(A_rows + cols[None, :], mask=(ranks < rank)[:, None] & (cols < K)[None, :], other=0.0)
         if DROP:
             x_tile = _drop(x_tile, key_0, key_1, k, threshold, BK, ASM)
-        if x_tile.dtype == tl.float32:  # compensated: S of rank 1 is one long sum and is then multiplied with large numbers
+        if (
+            x_tile.dtype == tl.float32
+        ):  # compensated: S of rank 1 is one long sum and is then multiplied with large numbers
             part = tl.dot(x_tile, tl.trans(A_tile), input_precision=PRECISION) - lost
             larger = acc + part
             lost = (larger - acc) - part

@@ -131,6 +131,8 @@ class Packed:
         self._make = (K, dtype, device)
         self._A: torch.Tensor | None = None
         self.B: list[torch.Tensor | None] = [None] * len(layout.b_sizes)
+        self._owns_A, self._owns_B = False, [False] * len(layout.b_sizes)
+        self._slots: dict[tuple[str, int, int], torch.Tensor] = {}
         self._seen: dict[tuple[int, int], tuple[int, int, int, int]] = {}
 
     @property
@@ -139,31 +141,64 @@ class Packed:
         return self._A
 
     def refresh(self, layers: Sequence[Layer]) -> None:
-        K, dtype, device = self._make
-        places = self.layout.places
-        for (number, index), place in places.items():
-            layer = layers[index]
-            low, N = layer.adapters[number], layer.weight.shape[0]
+        """Copy the parameters in, by one call for all that have to be copied."""
+        into: list[torch.Tensor] = []
+        out_of: list[torch.Tensor] = []
+        for (number, index), place in self.layout.places.items():
+            low = layers[index].adapters[number]
             if self.trusted:
                 seen = (id(low.A), low.A._version, id(low.B), low.B._version)
                 if self._seen.get((number, index)) == seen:
                     continue
                 self._seen[number, index] = seen
-            A, B, whole = low.A.detach(), low.B.detach(), place.rank == place.padded
-            if len(places) == 1 and whole and A.dtype == dtype and A.is_contiguous() and A.data_ptr() % 16 == 0:
-                self._A = A
+            if self._in_place(place, low.A, len(self.layout.places) == 1):
+                self._A = low.A.detach()
+                self._owns_A = False
+                self._slots.pop(("A", number, index), None)
             else:
-                if self._A is None:
-                    self._A = torch.zeros(self.layout.num_rows, K, dtype=dtype, device=device)
-                first = self.layout.rows[number][0] + place.column
-                self._A[first : first + place.rank].copy_(A)
-            alone = self.layout.b_sizes[index] == N * place.padded
-            if alone and whole and B.dtype == dtype and B.is_contiguous() and B.data_ptr() % 16 == 0:
-                self.B[index] = B.view(-1)
+                into.append(self._A_slot(number, index, place))
+                out_of.append(low.A)
+            if self._in_place(place, low.B, self.layout.b_sizes[index] == low.B.shape[0] * place.padded):
+                self.B[index] = low.B.detach().view(-1)
+                self._owns_B[index] = False
+                self._slots.pop(("B", number, index), None)
             else:
-                if self.B[index] is None:
-                    self.B[index] = torch.zeros(self.layout.b_sizes[index], dtype=dtype, device=device)
-                self.b_block(number, index, N)[:, : place.rank].copy_(B)
+                into.append(self._B_slot(number, index, low.B.shape[0], place))
+                out_of.append(low.B)
+        if into:
+            with torch.no_grad():
+                torch._foreach_copy_(into, out_of)
+
+    def _in_place(self, place: Place, operand: torch.Tensor, alone: bool) -> bool:
+        """Whether the operand can be used where it is."""
+        return (
+            alone and place.rank == place.padded and operand.dtype == self._make[1] and operand.is_contiguous()
+            and operand.data_ptr() % 16 == 0
+        )  # fmt: skip
+
+    def _A_slot(self, number: int, index: int, place: Place) -> torch.Tensor:
+        """Where an A is copied to."""
+        slot = self._slots.get(("A", number, index))
+        if slot is None:
+            K, dtype, device = self._make
+            if not self._owns_A:
+                self._A = torch.zeros(self.layout.num_rows, K, dtype=dtype, device=device)
+                self._owns_A = True
+            first = self.layout.rows[number][0] + place.column
+            assert self._A is not None
+            slot = self._slots["A", number, index] = self._A[first : first + place.rank]
+        return slot
+
+    def _B_slot(self, number: int, index: int, N: int, place: Place) -> torch.Tensor:
+        """Where a B is copied to."""
+        slot = self._slots.get(("B", number, index))
+        if slot is None:
+            _, dtype, device = self._make
+            if not self._owns_B[index]:
+                self.B[index] = torch.zeros(self.layout.b_sizes[index], dtype=dtype, device=device)
+                self._owns_B[index] = True
+            slot = self._slots["B", number, index] = self.b_block(number, index, N)[:, : place.rank]
+        return slot
 
     def b_block(self, number: int, index: int, N: int) -> torch.Tensor:
         """B of one adapter on one layer, [N, padded]."""
