@@ -23,7 +23,7 @@ from peft.tuners.lora import Linear as PeftLinear
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 
-from packlora.adapters.peft_live import LayerCall, LayerForward, choose_plan, compute, without_kernels
+from packlora.adapters.peft_live import LITTLE_WORK, LayerCall, LayerForward, choose_plan, compute, without_kernels
 from packlora.adapters.siblings import SiblingGroup, sibling_groups
 from packlora.ops.lora_linear.plan import Plan
 
@@ -194,6 +194,11 @@ def _report(
     for device in devices:
         if reason := without_kernels(device):
             notes.append(f"{device}: plain matrix products, {reason}")
+    if any(device.type == "cuda" for device in devices) and any(m.reason is None and not m.group for m in modules):
+        notes.append(
+            f"layers without siblings are left to PEFT at calls of under {LITTLE_WORK:.1e} FLOPs (4 x tokens x inputs x "
+            "outputs): the host decides the time of so little work"
+        )
     return Report(tuple(modules), tuple(groups), tuple(notes))
 
 

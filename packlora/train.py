@@ -39,7 +39,6 @@ from packlora.job import Job
 from packlora.loss import sum_by_owner, token_losses
 from packlora.metrics import JsonLines, keep_lines
 from packlora.model import Base, load_base
-from packlora.plans.select import Planner
 from packlora.prepare import Prepared, check_output, prepare, processor_name, source_commit, versions
 from packlora.progress import Progress
 from packlora.report import write_report
@@ -121,8 +120,7 @@ def _set_up(run: Run, saved: dict[str, Any] | None, max_steps: int | None) -> Tr
 
     # 2. Load the base model once and put all adapters on it.
     base = load_base(run, prepared.tokenizer)
-    planner = Planner(base.device)
-    router, adapters = attach(base.model, {job.config.name: job.spec for job in prepared.jobs}, run.seed, planner)
+    router, adapters = attach(base.model, {job.config.name: job.spec for job in prepared.jobs}, run.seed)
     jobs = []
     for item, adapter in zip(prepared.jobs, adapters, strict=True):
         if item.config.adapter.init_from is not None:
@@ -296,7 +294,7 @@ class Trainer:
         if self.stop is None:
             self._settle()
         if due:
-            write_json(self.output_dir / "run.json", self.record)
+            self._write_record()
             write_report(self.output_dir)
 
     def _settle(self) -> None:
@@ -320,6 +318,10 @@ class Trainer:
         if job.step >= job.data.num_steps:
             return True
         return bool(job.eval_samples) and (job.step == 0 or self._every(self.run.eval_every, job))
+
+    def _write_record(self) -> None:
+        self.record["plans"] = self.router.planner.record()
+        write_json(self.output_dir / "run.json", self.record)
 
     def _warn(self, text: str) -> None:
         self.record["warnings"].append(text)
@@ -411,7 +413,7 @@ class Trainer:
                 for name, job in result.jobs.items()
             },
         }  # fmt: skip
-        write_json(self.output_dir / "run.json", self.record)
+        self._write_record()
         write_report(self.output_dir)
         return result
 

@@ -55,7 +55,7 @@ def attach(
         planner: chooses how layers are computed; by default from what is known of the device.
     """
     model.requires_grad_(False)
-    router, planner = Router(), planner or Planner(model.device)
+    router = Router(planner or Planner(model.device))
     layers: dict[str, AdaptedLinear] = {}
     groups = shared_inputs(model)
     adapters = []
@@ -63,7 +63,7 @@ def attach(
         weights = {}
         for path, module_spec in spec.modules.items():
             if path not in layers:
-                layers[path] = _replace(model, path, groups.get(path, (path,))[0], router, planner)
+                layers[path] = _replace(model, path, groups.get(path, (path,))[0], router)
             weights[path] = AdapterWeights(module_spec, layers[path].base, stable_hash(seed, job, path))
             layers[path].adapters[number] = weights[path]
         adapters.append(Adapter(job, number, spec, weights))
@@ -89,11 +89,11 @@ def shared_inputs(model: PreTrainedModel) -> dict[str, tuple[str, ...]]:
     return {path: group for group in sibling_groups(model, paths, example) for path in group}
 
 
-def _replace(model: PreTrainedModel, path: str, salt: str, router: Router, planner: Planner) -> AdaptedLinear:
+def _replace(model: PreTrainedModel, path: str, salt: str, router: Router) -> AdaptedLinear:
     parent_path, _, leaf = path.rpartition(".")
     parent = model.get_submodule(parent_path)
     base = getattr(parent, leaf)
     assert type(base) is torch.nn.Linear
-    layer = AdaptedLinear(base, layer_salt(salt), router, planner)
+    layer = AdaptedLinear(base, layer_salt(salt), router)
     setattr(parent, leaf, layer)
     return layer

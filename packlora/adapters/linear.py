@@ -76,9 +76,10 @@ class Tokens:
 
 
 class Router:
-    """Shared by all adapted layers of a model: the tokens of the forward that is running."""
+    """Shared by all adapted layers of a model: the tokens of the forward that is running, and who chooses plans."""
 
-    def __init__(self) -> None:
+    def __init__(self, planner: Planner) -> None:
+        self.planner = planner
         self._tokens: Tokens | None = None
         self._only: int | None = None
         self._states: dict[tuple[int, ...], tuple[tuple[Layer, ...], GroupState]] = {}
@@ -151,14 +152,13 @@ class AdaptedLinear(torch.nn.Module):
         base: the frozen layer.
         salt: of the tensor that the layer reads, so the same for siblings: see ops.dropout.layer_salt.
         router: of the model.
-        planner: chooses the plan of a case.
     """
 
-    def __init__(self, base: torch.nn.Linear, salt: int, router: Router, planner: Planner) -> None:
+    def __init__(self, base: torch.nn.Linear, salt: int, router: Router) -> None:
         super().__init__()
         self.base = base
         self.adapters: dict[int, AdapterWeights] = {}
-        self.router, self.planner = router, planner
+        self.router = router
         self.salt = salt
         self.siblings = SiblingGroup([self], compute, Call)
         self.index = 0
@@ -244,6 +244,6 @@ def compute(x: torch.Tensor, calls: Sequence[Call]) -> tuple[torch.Tensor, ...]:
     )
     x_TK = x.reshape(-1, x.shape[-1])
     layers, state = first.router.layers_of(members)
-    plan = first.planner.plan_of(x_TK, layers, runs)
+    plan = first.router.planner.plan_of(x_TK, layers, runs)
     outputs = lora_group(x_TK, layers, runs, tokens.keys_T2, first.salt, plan, state)
     return tuple(y_TN.view(*x.shape[:-1], -1) for y_TN in outputs)

@@ -55,6 +55,8 @@ def test_plans_are_as_exact_as_torch_in_the_same_dtype(kind: dict[str, Any], pla
         want = run_reference(case, torch.float64)
         largest_errors(ours, run_group(case, dtype, plan, poison=True), want)
         largest_errors(plain, run_reference(case, dtype), want)
+        # the library's products in another order are torch's own as well: in float32 it picks other kernels for them
+        largest_errors(plain, run_group(case, dtype, CHAIN), want)
     for name in ours:
         assert ours[name] <= 2 * plain[name] + 1e-6, f"{name}: {ours[name]:.3g} against {plain[name]:.3g}, seed {SEED}"
 

@@ -48,13 +48,11 @@ FUSED = Plan("routed", "fused", "one-pass", "fused")
 @pytest.mark.parametrize("plan", [ROUTED, LIBRARY, FUSED], ids=lambda plan: plan.name)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("kind", CASES.values(), ids=CASES.keys())
-def test_kernels_are_as_exact_as_torch_in_the_same_dtype(
-    kind: dict[str, Any], dtype: torch.dtype, plan: Plan
-) -> None:
-    """max|out - ref64| <= 2 max|plain torch - ref64| + 1e-6, over six draws; interpreted, with poisoned buffers."""
+def test_kernels_are_as_exact_as_torch_in_the_same_dtype(kind: dict[str, Any], dtype: torch.dtype, plan: Plan) -> None:
+    """max|out - ref64| <= 2 max|plain torch - ref64| + 1e-6, over several draws; interpreted, with poisoned buffers."""
     ours: dict[str, float] = {}
     plain: dict[str, float] = {}
-    for trial in range(6):
+    for trial in range(14 if dtype == torch.float32 else 4):  # the largest of many is steadier
         # odd sizes, and sizes that the fused kernel takes
         K, sizes = (50, [37, 20, 66]) if trial % 2 else (64, [32, 16, 80])
         case = make_case(

@@ -153,7 +153,7 @@ class _Group(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *d: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         x_TK, keys_T2, S, *flat = ctx.saved_tensors
         need_flat = ctx.needs_input_grad[6:]

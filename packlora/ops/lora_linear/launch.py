@@ -40,7 +40,7 @@ class Sizes:
     grad_programs: int = 264
     inputs_m: int = 64
     inputs_k: int = 128
-    inputs_r: int = 128
+    inputs_r: int = 64
     inputs_band: int = 1024
     inputs_warps: int = 4
     inputs_stages: int = 3
