@@ -299,7 +299,10 @@ class LayerForward:
             return self._peft(x)
         if self.group is None or torch.compiler.is_compiling():
             N, K = call.weight.shape
-            if self.plan is None and left_to_peft(x.device, x.numel() // K, K, N) and not torch.compiler.is_compiling():
+            if (
+                self.plan is None and call.A.dtype == x.dtype  # of other dtypes PEFT makes copies of x
+                and left_to_peft(x.device, x.numel() // K, K, N) and not torch.compiler.is_compiling()
+            ):  # fmt: skip
                 return self._peft(x)
             return compute(x, (call,))[0]
         return self.group.serve(self.index, x, call)

@@ -262,11 +262,11 @@ _PER_CYCLE = {  # dense multiply-add FLOPs of one multiprocessor in a cycle, by 
 REACHED = (0.75, 0.85)
 """Share of the peak arithmetic and bandwidth that large products and copies reach (H200: 770 of 989 TFLOP/s, 4.24 of 4.9)."""
 GPU_LAUNCH, CPU_LAUNCH = 12e-6, 3e-6
-HOST, GAP = 130e-6, 1.5e-6
+HOST, GAP = 40e-6, 1.5e-6
 """Of a forward or a backward on a GPU: what the host does beside launches, and what the GPU waits between kernels."""
 HIDDEN = 0.1
 """Share of the smaller of arithmetic and traffic that is not hidden behind the larger."""
-FUSED_LAUNCHES = 8
+FUSED_LAUNCHES = 3
 """What the host needs for a kernel with tensor descriptors, in launches."""
 CPU_PER_CYCLE = {"AVX512": 64, "AVX2": 32}
 """float32 FLOPs of a core in a cycle, by torch's name for the instructions; 8 for others."""
