@@ -27,8 +27,8 @@ from packlora.plans.select import Planner
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 COMPILED_TOKENS = 4096
-LITTLE_WORK = 2.2e11
-"""FLOPs of a layer's forward and backward."""
+LITTLE_WORK = 420e-6
+"""Seconds that the GPU of left_to_peft's figures needs for a layer."""
 AUTOCAST = ("cpu", "cuda")
 """Devices whose autocast is known here; asking torch which ones have it breaks a compiled graph."""
 
@@ -49,11 +49,11 @@ def without_kernels(device: torch.device) -> str | None:
 
 
 def left_to_peft(device: torch.device, T: int, K: int, N: int) -> bool:
-    """Whether a layer without siblings has so little work that the host decides its time: torch's own few calls then need
-    less of it than one call of the operator. H200: 4096 x 4096 at T = 2048 takes the GPU 180 us, PEFT's calls take the host
-    0.5 ms and the operator 0.65 ms; with siblings the operator needs less.
+    """Whether a layer without siblings has so little work that the host decides its time: PEFT's own few calls then need
+    less of it than one call of the operator. H200: 4096 x 4096 at T = 2048 takes the GPU about 300 us, PEFT's calls take the
+    host 0.5 ms and the operator 0.65 ms. With siblings the operator needs less.
     """
-    return device.type == "cuda" and 4 * T * K * N < LITTLE_WORK
+    return device.type == "cuda" and 4 * T * K * N / 770e12 + 24 * T * (K + N) / 4.1e12 < LITTLE_WORK
 
 
 @lru_cache(maxsize=4096)
