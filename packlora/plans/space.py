@@ -88,6 +88,8 @@ def _why_not_here(plan: Plan, case: Case, lossy: bool) -> str | None:
         return "a merged weight has no place for dropout"
     if (plan.lossy or through_xd or not plan.keep_s) and not case.single:
         return "merged weights, products through d' xd and S computed again are for one adapter that owns all tokens"
+    if plan.up == "before" and case.device == "cuda" and case.dtype == "float32":
+        return "float32 products on a GPU round more when they accumulate onto another product"
     if plan.needs_triton:
         if case.device != "cuda" or case.dtype not in TRITON_DTYPES or not HAS_TRITON:
             return f"Triton kernels are for {', '.join(TRITON_DTYPES)} on a GPU, with the triton package"

@@ -38,6 +38,8 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("kind", CASES.values(), ids=CASES.keys())
 def test_plans_are_as_exact_as_torch_in_the_same_dtype(kind: dict[str, Any], plan: Plan, dtype: torch.dtype) -> None:
     """max|out - ref64| <= 2 max|plain torch - ref64| + 1e-6, over two draws; poisoned buffers, odd sizes, ragged runs."""
+    if plan == BEFORE and dtype == torch.float32:
+        pytest.skip("not a legal plan: see plans/space.py")
     ours: dict[str, float] = {}
     plain: dict[str, float] = {}
     for trial in range(2):
@@ -55,8 +57,6 @@ def test_plans_are_as_exact_as_torch_in_the_same_dtype(kind: dict[str, Any], pla
         want = run_reference(case, torch.float64)
         largest_errors(ours, run_group(case, dtype, plan, poison=True), want)
         largest_errors(plain, run_reference(case, dtype), want)
-        # the library's products in another order are torch's own as well: in float32 it picks other kernels for them
-        largest_errors(plain, run_group(case, dtype, CHAIN), want)
     for name in ours:
         assert ours[name] <= 2 * plain[name] + 1e-6, f"{name}: {ours[name]:.3g} against {plain[name]:.3g}, seed {SEED}"
 

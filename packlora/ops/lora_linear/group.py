@@ -378,6 +378,10 @@ class _Kernels:
         for index, layer in enumerate(self.layers):
             if fused:
                 y_TN = self.launch.up_fused(self.x_TK, S, self.packed, self.own[0], index, layer)
+            elif self.x_TK.dtype == torch.float32:  # its product rounds more when it accumulates onto something
+                y_TN = linear(self.x_TK, layer.weight, layer.bias)
+                bare = Layer(layer.weight, None, layer.adapters)
+                y_TN += self.launch.up(S, self.packed, self.prepared.tables, self.runs, index, bare)
             elif way == "before":
                 y_TN = self._low_rank(S, index, layer).addmm_(self.x_TK, layer.weight.T)
             else:

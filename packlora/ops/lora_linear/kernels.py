@@ -62,12 +62,16 @@ _TWO = tl.constexpr(
 
 
 @triton.jit
-def _add_dot(a, b, acc, PRECISION: tl.constexpr):
-    """acc + a b. In float32 the block's product is formed apart and then added: sums of sums round less than one long sum."""
+def _add_dot(a, b, acc, lost, PRECISION: tl.constexpr):
+    """acc + a b, and what rounding lost of it. In float32 the sum over the blocks is compensated (Kahan): one program sums
+    more terms in a row than the library's products do. In 16 bits the accumulator is wide enough as it is.
+    """
     if a.dtype == tl.float32:
-        return acc + tl.dot(a, b, input_precision=PRECISION)
+        part = tl.dot(a, b, input_precision=PRECISION) - lost
+        larger = acc + part
+        return larger, (larger - acc) - part
     else:
-        return tl.dot(a, b, acc)
+        return tl.dot(a, b, acc), lost
 
 
 @triton.jit
@@ -166,15 +170,7 @@ def _down(
         A_tile = tl.load(A_rows + cols[None, :], mask=(ranks < rank)[:, None] & (cols < K)[None, :], other=0.0)
         if DROP:
             x_tile = _drop(x_tile, key_0, key_1, k, threshold, BK, ASM)
-        if (
-            x_tile.dtype == tl.float32
-        ):  # compensated: S of rank 1 is one long sum and is then multiplied with large numbers
-            part = tl.dot(x_tile, tl.trans(A_tile), input_precision=PRECISION) - lost
-            larger = acc + part
-            lost = (larger - acc) - part
-            acc = larger
-        else:
-            acc = tl.dot(x_tile, tl.trans(A_tile), acc)
+        acc, lost = _add_dot(x_tile, tl.trans(A_tile), acc, lost, PRECISION)
     factor = tl.load(scales + first + ranks, mask=ranks < rank, other=0.0)
     acc *= (factor * (65536.0 / (65536 - threshold)))[None, :]
     at = S + rows.to(tl.int64)[:, None] * width + ranks[None, :]
@@ -267,13 +263,14 @@ def _grad(
     rows_64 = rows.to(tl.int64)[:, None]
     S_tile = tl.load(S + rows_64 * width + (column + ranks)[None, :], mask=inside[:, None] & has[None, :], other=0.0)
     acc = tl.zeros((BM, BR), dtype=tl.float32)
+    lost = tl.zeros((BM, BR), dtype=tl.float32)
     for n in range(first, last, BN):
         cols = n + tl.arange(0, BN)
         fits = cols < N
         d_tile = tl.load(d + rows_64 * d_stride + cols[None, :], mask=inside[:, None] & fits[None, :], other=0.0)
         B_at = B + offset + cols.to(tl.int64)[:, None] * rank + ranks[None, :]
         B_tile = tl.load(B_at, mask=fits[:, None] & has[None, :], other=0.0)
-        acc = _add_dot(d_tile, B_tile, acc, PRECISION)
+        acc, lost = _add_dot(d_tile, B_tile, acc, lost, PRECISION)
         if NEED_DB:
             part = tl.dot(tl.trans(d_tile), S_tile, input_precision=PRECISION)
             part_at = dB_parts + (band.to(tl.int64) * N + cols[:, None]) * part_width + ranks[None, :]
@@ -339,6 +336,7 @@ def _inputs(
     A_at = A + (first + ranks).to(tl.int64)[:, None] * K + cols[None, :]
     A_tile = tl.load(A_at, mask=has[:, None] & fits[None, :], other=0.0)
     acc = tl.zeros((BR, BK), dtype=tl.float32)
+    lost = tl.zeros((BR, BK), dtype=tl.float32)
     # dS and the keys are fetched one block ahead by hand: the compiler pipelines only what one product reads
     rows = start + tl.arange(0, BM)
     dS_at = dS + rows.to(tl.int64)[:, None] * width + ranks[None, :]
@@ -375,7 +373,7 @@ def _inputs(
             else:
                 x_tile = _drop(x_tile, key_0, key_1, column_0, threshold, BK, ASM)
         if NEED_DA:
-            acc = _add_dot(tl.trans(dS_tile), x_tile, acc, PRECISION)
+            acc, lost = _add_dot(tl.trans(dS_tile), x_tile, acc, lost, PRECISION)
         if NEED_DX:
             tl.store(dx + rows_64 * K + cols[None, :], low_tile, mask=inside[:, None] & fits[None, :])
     if NEED_DA:
