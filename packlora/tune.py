@@ -86,7 +86,7 @@ def cases_of_run(run: Run, device: torch.device) -> tuple[list[Case], list[str]]
             config = continued_config(job.adapter, path, run.revision, job.name)
         else:
             config = peft_config(job.adapter, path, run.revision)
-        specs[job.name] = resolve(config, skeleton, job.name)
+        specs[job.name] = resolve(config, skeleton, job.name, job.adapter.dora_dropout == "peft")
     adapted = [
         name for name, _ in skeleton.named_modules() if any(_rank(spec, name) for spec in specs.values())
     ]  # in model order
@@ -114,7 +114,8 @@ def cases_of_run(run: Run, device: torch.device) -> tuple[list[Case], list[str]]
                     [bool(drop) for drop in drops],
                     [layer.bias is not None for layer in layers],
                     needs=(not first.issuperset(group), True, True),
-                    dora=any(module.use_dora for module in modules),
+                    composed=any(module.use_dora or module.train_bias for module in modules),
+                    base_dropped=any(module.use_dora and module.dropout and module.base_dropped for module in modules),
                 )
                 out[case] = None
     return list(out), notes

@@ -14,8 +14,13 @@ import torch
 from packlora.ops.dropout import token_keys
 from packlora.ops.lora_linear import reference
 from packlora.ops.lora_linear.group import Layer, LowRank, Run, lora_group
-from packlora.ops.lora_linear.plan import Plan
-from packlora.ops.lora_linear.reference import Segment
+from packlora.ops.lora_linear.plan import CHAIN, Plan
+from packlora.ops.lora_linear.reference import Segment, weight_norm
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """Of norms, whatever the dtype of the rest."""
+    return dtype if dtype == torch.float64 else torch.float32
 
 
 @dataclass(frozen=True)
@@ -30,11 +35,46 @@ class GroupCase:
     dy: list[torch.Tensor]
 
 
+KINDS: dict[str, dict[str, Any]] = {
+    "one adapter": {"ranks": [[4]], "dropouts": [0.0]},
+    "dropout": {"ranks": [[5]], "dropouts": [0.3]},
+    "rank 1": {"ranks": [[1]], "dropouts": [0.1]},
+    "rank 24": {"ranks": [[24]], "dropouts": [0.0]},
+    "rank over K": {"ranks": [[96]], "dropouts": [0.5]},
+    "siblings": {"ranks": [[4, 3, 7]], "dropouts": [0.2]},
+    "four adapters": {"ranks": [[8], [16], [3], [33]], "dropouts": [0.0, 0.05, 0.1, 0.5]},
+    "six adapters, siblings, some absent": {
+        "ranks": [[8, 0, 2], [0, 0, 5], [1, 2, 3], [0, 0, 0], [17, 1, 0], [4, 4, 4]],
+        "dropouts": [0.0, 0.3, 0.1, 0.2, 0.4, 0.0],
+    },
+    "an adapter on none": {"ranks": [[0], [4]], "dropouts": [0.1, 0.1]},
+    "no adapters": {"ranks": [], "dropouts": []},
+    "DoRA": {"ranks": [[5]], "dropouts": [0.0], "dora": [True]},
+    "DoRA, rank 40": {"ranks": [[40]], "dropouts": [0.0], "dora": [True]},
+    "DoRA, dropout on the low-rank branch": {"ranks": [[5, 7]], "dropouts": [0.3], "dora": [True], "base_dropped": False},
+    "DoRA, dropout": {"ranks": [[5, 7]], "dropouts": [0.3], "dora": [True]},
+    "trained bias": {"ranks": [[3]], "dropouts": [0.2], "biases": [True]},
+    "bias alone": {"ranks": [[0], [4]], "dropouts": [0.0, 0.0], "biases": [True, False]},
+    "DoRA and LoRA, siblings, some absent, biases": {
+        "ranks": [[8, 0, 2], [1, 20, 3], [0, 0, 0], [17, 1, 0]], "dropouts": [0.0, 0.0, 0.2, 0.4],
+        "dora": [True, False, False, False], "biases": [False, True, False, True],
+    },
+    "DoRA with dropout and LoRA": {
+        "ranks": [[8, 1], [4, 20]], "dropouts": [0.25, 0.1], "dora": [True, False], "biases": [True, False],
+    },
+}  # fmt: skip
+"""Groups by what is in them: arguments of make_case."""
+
+
 def make_case(
     T: int, K: int, sizes: Sequence[int], ranks: Sequence[Sequence[int]], dropouts: Sequence[float], with_bias: bool,
-    seed: int, dtype: torch.dtype = torch.float64, device: str = "cpu",
+    seed: int, dtype: torch.dtype = torch.float64, device: str = "cpu", dora: Sequence[bool] = (), biases: Sequence[bool] = (),
+    base_dropped: bool = True, keep_output: bool = False,
 ) -> GroupCase:  # fmt: skip
-    """ranks: per adapter, per layer (0: absent). Adapters own ragged runs in a random order, with gaps between some."""
+    """ranks: per adapter, per layer (0: absent). Adapters own ragged runs in a random order, with gaps between some.
+
+    dora, biases: per adapter, whether it has a magnitude and whether it trains the bias (where it has no rank as well).
+    """
     rng = np.random.default_rng(seed)
     g = torch.Generator().manual_seed(seed)
 
@@ -47,17 +87,24 @@ def make_case(
     n = len(ranks)
     cuts = [0, *np.sort(rng.choice(np.arange(1, T), size=2 * n - 1, replace=False)).tolist(), T] if n else []
     runs = tuple(
-        Run(int(adapter), cuts[2 * i], cuts[2 * i + 1], dropouts[adapter])
+        Run(int(adapter), cuts[2 * i], cuts[2 * i + 1], dropouts[adapter], base_dropped)
         for i, adapter in enumerate(rng.permutation(n))
     )
     layers = []
     for index, N in enumerate(sizes):
-        adapters = {
-            a: LowRank(scaled(own[index], K), scaled(N, own[index]), float(rng.uniform(0.3, 2.0)))
-            for a, own in enumerate(ranks)
-            if own[index]
-        }
-        layers.append(Layer(scaled(N, K), randn(N) if with_bias else None, adapters))
+        weight, adapters = scaled(N, K), {}
+        for a, own in enumerate(ranks):
+            magnitude = norm = A = B = None
+            scaling = float(rng.uniform(0.3, 2.0))
+            bias = randn(N) if biases and biases[a] else None
+            if own[index]:
+                A, B = scaled(own[index], K), scaled(N, own[index])
+                if dora and dora[a]:
+                    norm = weight_norm(weight, A, B, scaling).to(_wide(dtype)).double()
+                    magnitude = (norm * (1 + 0.3 * randn(N))).to(dtype).double()
+            if A is not None or bias is not None:
+                adapters[a] = LowRank(A, B, scaling, magnitude, norm, bias)
+        layers.append(Layer(weight, randn(N) if with_bias else None, adapters, keep_output))
     keys = torch.from_numpy(np.concatenate([token_keys(seed, 3, s, 5) for s in range(-(-T // 5))])[:T].copy()).to(
         device
     )
@@ -73,10 +120,12 @@ def cast(
     for index, layer in enumerate(case.layers):
         adapters = {}
         for a, low in layer.adapters.items():
-            A, B = (t.to(operands or dtype, copy=True).requires_grad_() for t in (low.A, low.B))
-            leaves |= {f"A{a}.{index}": A, f"B{a}.{index}": B}
-            adapters[a] = LowRank(A, B, low.scaling)
-        layers.append(Layer(layer.weight.to(dtype), None if layer.bias is None else layer.bias.to(dtype), adapters))
+            own = {name: t.to(operands or dtype, copy=True).requires_grad_() for name, t in low.operands().items()}
+            leaves |= {f"{name}{a}.{index}": t for name, t in own.items()}
+            norm = low.norm.to(_wide(dtype)) if isinstance(low.norm, torch.Tensor) else None
+            adapters[a] = replace(low, **{name: own.get(name) for name in ("A", "B", "magnitude", "bias")}, norm=norm)
+        bias = None if layer.bias is None else layer.bias.to(dtype)
+        layers.append(replace(layer, weight=layer.weight.to(dtype), bias=bias, adapters=adapters))
     return replace(case, x=leaves["x"], layers=tuple(layers), dy=[d.to(dtype) for d in case.dy]), leaves
 
 
@@ -111,12 +160,27 @@ def run_reference(case: GroupCase, dtype: torch.dtype) -> dict[str, torch.Tensor
     outputs = []
     for layer in own.layers:
         segments = [
-            Segment(run.start, run.stop, low.scaling, run.dropout, low.A, low.B)
+            Segment(
+                run.start, run.stop, low.scaling, run.dropout, low.A, low.B, low.magnitude, low.norm, low.bias,
+                run.base_dropped,
+            )
             for run in own.runs
             if (low := layer.adapters.get(run.adapter)) is not None
-        ]
+        ]  # fmt: skip
         outputs.append(reference.lora_linear(own.x, layer.weight, layer.bias, segments, own.keys, own.salt))
     return _results(outputs, leaves, own.dy)
+
+
+def by_group(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, segments: Sequence[Segment],
+    keys: torch.Tensor | None = None, salt: int = 0, plan: Plan = CHAIN,
+) -> torch.Tensor:  # fmt: skip
+    """reference.lora_linear by the operator: every segment is an adapter of its own."""
+    adapters = {
+        n: LowRank(seg.A, seg.B, seg.scaling, seg.magnitude, seg.norm, seg.bias) for n, seg in enumerate(segments)
+    }
+    runs = [Run(n, seg.start, seg.stop, seg.dropout, seg.base_dropped) for n, seg in enumerate(segments)]
+    return lora_group(x, [Layer(weight, bias, adapters)], runs, keys, salt, plan)[0]
 
 
 @contextmanager

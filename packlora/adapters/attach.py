@@ -11,6 +11,8 @@ import torch
 from transformers import PreTrainedModel
 
 from packlora.adapters.linear import AdaptedLinear, AdapterWeights, Call, Router, compute
+from packlora.adapters.norms import RowNorms
+from packlora.adapters.recipes import add_recipes
 from packlora.adapters.siblings import SiblingGroup, sibling_groups
 from packlora.adapters.spec import AdapterSpec
 from packlora.data.collate import MIN_ROWS
@@ -57,6 +59,7 @@ def attach(
     model.requires_grad_(False)
     router = Router(planner or Planner(model.device))
     layers: dict[str, AdaptedLinear] = {}
+    norms = RowNorms()
     groups = shared_inputs(model)
     adapters = []
     for number, (job, spec) in enumerate(specs.items()):
@@ -64,7 +67,7 @@ def attach(
         for path, module_spec in spec.modules.items():
             if path not in layers:
                 layers[path] = _replace(model, path, groups.get(path, (path,))[0], router)
-            weights[path] = AdapterWeights(module_spec, layers[path].base, stable_hash(seed, job, path))
+            weights[path] = AdapterWeights(module_spec, layers[path].base, stable_hash(seed, job, path), norms)
             layers[path].adapters[number] = weights[path]
         adapters.append(Adapter(job, number, spec, weights))
     for paths in set(groups.values()):
@@ -74,6 +77,8 @@ def attach(
             group.attach(model.get_submodule(paths[0].rpartition(".")[0]))
             for index, member in enumerate(members):
                 member.siblings, member.index = group, index
+    if model.device.type == "cuda":  # where activations are what memory goes to
+        add_recipes(model)
     return router, adapters
 
 

@@ -1,12 +1,13 @@
 """One frozen layer with one adapter as registered operators, for torch.compile: no graph break, nothing traced into.
 
-    packlora::lora_linear            y, S        from x, weight, bias, A, B
-    packlora::lora_linear_backward   dx, dA, dB  from dy, x, weight, A, B, S
+    packlora::lora_linear            y, S, z         from x, weight, bias, A, B and, for DoRA, magnitude and norm
+    packlora::lora_linear_backward   dx, dA, dB, dm  from dy, x, weight, A, B, magnitude, norm, S, z
 
 In eager mode ops.lora_linear.group is called directly: the dispatch of a registered operator costs more host time than the
 operator itself.
 
-Shapes: T tokens, K inputs, N outputs, r rank; S [T, R], R the rank as the plan pads it, or [0, R] where it is not kept.
+Shapes: T tokens, K inputs, N outputs, r rank; S [T, R], R the rank as the plan pads it, or [0, R] where it is not kept; z
+[T, N], or [0] for LoRA.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from packlora.ops.lora_linear.group import (
     Run,
     check_tokens,
     group_backward,
-    group_forward,
 )
 from packlora.ops.lora_linear.plan import Plan
+from packlora.ops.lora_linear.steps import Steps
 
 
 @lru_cache
@@ -47,11 +48,13 @@ def compilable(plan: Plan) -> bool:
 
 def _prepare(
     x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, A_rK: torch.Tensor, B_Nr: torch.Tensor,
-    scaling: float, plan: Plan,
+    magnitude_N: torch.Tensor | None, norm_N: torch.Tensor | None, scaling: float, plan: Plan,
 ) -> Prepared:  # fmt: skip
-    layers = (Layer(weight_NK, bias_N, {0: LowRank(A_rK, B_Nr, scaling)}),)
+    if magnitude_N is not None:
+        magnitude_N = magnitude_N.detach().requires_grad_()  # its gradient is always made
+    layers = (Layer(weight_NK, bias_N, {0: LowRank(A_rK, B_Nr, scaling, magnitude_N, norm_N)}),)
     prepared = GroupState().prepared(x_TK, layers, plan)
-    prepared.packed.refresh(layers)
+    prepared.refresh()
     return prepared
 
 
@@ -62,29 +65,36 @@ def lora_linear(
     bias_N: torch.Tensor | None,
     A_rK: torch.Tensor,
     B_Nr: torch.Tensor,
+    magnitude_N: torch.Tensor | None,
+    norm_N: torch.Tensor | None,
     scaling: float,
     p: float,
     keys_T2: torch.Tensor | None,
     salt: int,
     plan: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """y [T, N] and S; differentiable in x, A and B. Operands as in ops.lora_linear.group.lora_group, plan as JSON."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """y [T, N], S and z; differentiable in x, A, B and magnitude. Operands as in ops.lora_linear.group.lora_group, plan as
+    JSON."""
     chosen, runs = plan_of(plan), (Run(0, 0, len(x_TK), p),)
     check_tokens(x_TK, runs, keys_T2)
-    prepared = _prepare(x_TK, weight_NK, bias_N, A_rK, B_Nr, scaling, chosen)
-    (y_TN,), S = group_forward(prepared, x_TK, runs, keys_T2, salt, chosen)
-    return y_TN, S if chosen.keep_s else S.new_empty(0, S.shape[1])
+    prepared = _prepare(x_TK, weight_NK, bias_N, A_rK, B_Nr, magnitude_N, norm_N, scaling, chosen)
+    steps = Steps(prepared, x_TK, runs, keys_T2, salt, chosen)
+    S = steps.down()
+    (y_TN,), (z_TN,) = steps.up(S)
+    return y_TN, S if chosen.keep_s else S.new_empty(0, S.shape[1]), y_TN.new_empty(0) if z_TN is None else z_TN
 
 
 @lora_linear.register_fake
 def _(
     x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, A_rK: torch.Tensor, B_Nr: torch.Tensor,
-    scaling: float, p: float, keys_T2: torch.Tensor | None, salt: int, plan: str,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    T, kept = x_TK.shape[0], plan_of(plan).keep_s
+    magnitude_N: torch.Tensor | None, norm_N: torch.Tensor | None, scaling: float, p: float, keys_T2: torch.Tensor | None,
+    salt: int, plan: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    (T, _), N, kept = x_TK.shape, weight_NK.shape[0], plan_of(plan).keep_s
     return (
-        x_TK.new_empty(T, weight_NK.shape[0]),
+        x_TK.new_empty(T, N),
         x_TK.new_empty(T if kept else 0, _width(plan_of(plan), A_rK.shape[0])),
+        x_TK.new_empty(0) if magnitude_N is None else x_TK.new_empty(T, N),
     )
 
 
@@ -95,8 +105,11 @@ def lora_linear_backward(
     weight_NK: torch.Tensor,
     A_rK: torch.Tensor,
     B_Nr: torch.Tensor,
+    magnitude_N: torch.Tensor | None,
+    norm_N: torch.Tensor | None,
     keys_T2: torch.Tensor | None,
     S: torch.Tensor,
+    z_TN: torch.Tensor,
     scaling: float,
     p: float,
     salt: int,
@@ -104,47 +117,66 @@ def lora_linear_backward(
     need_x: bool,
     need_A: bool,
     need_B: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dx [T, K], dA [r, K], dB [N, r]; empty where not needed."""
+    need_magnitude: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dx [T, K], dA [r, K], dB [N, r], dm [N]; empty where not needed."""
     chosen, runs = plan_of(plan), (Run(0, 0, len(x_TK), p),)
-    prepared = _prepare(x_TK, weight_NK, None, A_rK, B_Nr, scaling, chosen)
-    kept = S if chosen.keep_s else None
-    dx, (dA, dB) = group_backward(prepared, x_TK, kept, (d_TN,), runs, keys_T2, salt, chosen, need_x, (need_A, need_B))
-    return (
-        x_TK.new_empty(0) if dx is None else dx,
-        A_rK.new_empty(0) if dA is None else dA.contiguous(),
-        B_Nr.new_empty(0) if dB is None else dB.contiguous(),
-    )
+    prepared = _prepare(x_TK, weight_NK, None, A_rK, B_Nr, magnitude_N, norm_N, scaling, chosen)
+    need = {"A": need_A, "B": need_B, "magnitude": need_magnitude}
+    needed = [need[name] for _, _, name in prepared.slots]
+    dx, grads = group_backward(
+        Steps(prepared, x_TK, runs, keys_T2, salt, chosen), S if chosen.keep_s else None,
+        (None if magnitude_N is None else z_TN,), (d_TN,), need_x, needed,
+    )  # fmt: skip
+    named = {name: grad for (_, _, name), grad in zip(prepared.slots, grads, strict=True)}
+    out = [dx, named["A"], named["B"], named.get("magnitude")]
+    return tuple(x_TK.new_empty(0) if grad is None else grad.contiguous() for grad in out)  # type: ignore[return-value]
 
 
 @lora_linear_backward.register_fake
 def _(
     d_TN: torch.Tensor, x_TK: torch.Tensor, weight_NK: torch.Tensor, A_rK: torch.Tensor, B_Nr: torch.Tensor,
-    keys_T2: torch.Tensor | None, S: torch.Tensor, scaling: float, p: float, salt: int, plan: str,
-    need_x: bool, need_A: bool, need_B: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    magnitude_N: torch.Tensor | None, norm_N: torch.Tensor | None, keys_T2: torch.Tensor | None, S: torch.Tensor,
+    z_TN: torch.Tensor, scaling: float, p: float, salt: int, plan: str, need_x: bool, need_A: bool, need_B: bool,
+    need_magnitude: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    nothing = x_TK.new_empty(0)
     return (
-        torch.empty_like(x_TK) if need_x else x_TK.new_empty(0),
-        A_rK.new_empty(A_rK.shape if need_A else 0),
-        B_Nr.new_empty(B_Nr.shape if need_B else 0),
+        torch.empty_like(x_TK) if need_x else nothing,
+        A_rK.new_empty(A_rK.shape) if need_A else nothing.clone(),
+        B_Nr.new_empty(B_Nr.shape) if need_B else nothing.clone(),
+        magnitude_N.new_empty(magnitude_N.shape) if need_magnitude and magnitude_N is not None else nothing.clone(),
     )
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    x_TK, weight_NK, _, A_rK, B_Nr, scaling, p, keys_T2, salt, plan = inputs
-    ctx.save_for_backward(x_TK, weight_NK, A_rK, B_Nr, keys_T2, output[1])
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
+    x_TK, weight_NK, _, A_rK, B_Nr, magnitude_N, norm_N, scaling, p, keys_T2, salt, plan = inputs
+    ctx.save_for_backward(x_TK, weight_NK, A_rK, B_Nr, magnitude_N, norm_N, keys_T2, *output[1:])
     ctx.scaling, ctx.p, ctx.salt, ctx.plan = scaling, p, salt, plan
 
 
-def _backward(ctx: Any, d_TN: torch.Tensor, d_S: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    x_TK, weight_NK, A_rK, B_Nr, keys_T2, S = ctx.saved_tensors
-    need_x, need_A, need_B = (ctx.needs_input_grad[index] for index in (0, 3, 4))
-    dx, dA, dB = lora_linear_backward(
-        d_TN, x_TK, weight_NK, A_rK, B_Nr, keys_T2, S, ctx.scaling, ctx.p, ctx.salt, ctx.plan, need_x, need_A, need_B
+def _backward(ctx: Any, d_TN: torch.Tensor, *_: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    x_TK, weight_NK, A_rK, B_Nr, magnitude_N, norm_N, keys_T2, S, z_TN = ctx.saved_tensors
+    need = [ctx.needs_input_grad[index] for index in (0, 3, 4, 5)]
+    grads = lora_linear_backward(
+        d_TN,
+        x_TK,
+        weight_NK,
+        A_rK,
+        B_Nr,
+        magnitude_N,
+        norm_N,
+        keys_T2,
+        S,
+        z_TN,
+        ctx.scaling,
+        ctx.p,
+        ctx.salt,
+        ctx.plan,
+        *need,
     )
-    return (
-        dx if need_x else None, None, None, dA if need_A else None, dB if need_B else None, None, None, None, None, None,
-    )  # fmt: skip
+    dx, dA, dB, dm = (grad if wanted else None for grad, wanted in zip(grads, need, strict=True))
+    return dx, None, None, dA, dB, dm, None, None, None, None, None, None
 
 
 lora_linear.register_autograd(_backward, setup_context=_setup)

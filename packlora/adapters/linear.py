@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 import torch
 
+from packlora.adapters.norms import RowNorms
 from packlora.adapters.siblings import SiblingGroup
 from packlora.adapters.spec import ModuleSpec
-from packlora.ops.lora_linear.chain import lora_linear
 from packlora.ops.lora_linear.group import GroupState, Layer, LowRank, Run, lora_group
-from packlora.ops.lora_linear.reference import Segment, weight_norm
+from packlora.ops.recipe import recipe_of
 from packlora.plans.select import Planner
 
 
@@ -27,7 +27,7 @@ class AdapterWeights:
     A [r, K], B [N, r], magnitude [N], bias [N]; those that the spec does not have are None.
     """
 
-    def __init__(self, spec: ModuleSpec, base: torch.nn.Linear, seed: int) -> None:
+    def __init__(self, spec: ModuleSpec, base: torch.nn.Linear, seed: int, norms: RowNorms) -> None:
         dtype = torch.float64 if base.weight.dtype == torch.float64 else torch.float32
         device, (N, K) = base.weight.device, base.weight.shape
         self.spec, self._base = spec, base
@@ -39,27 +39,26 @@ class AdapterWeights:
             self.A = torch.nn.Parameter(A_rK.to(device, dtype))
             self.B = torch.nn.Parameter(torch.zeros(N, spec.rank, device=device, dtype=dtype))
             if spec.use_dora:
-                self.magnitude = torch.nn.Parameter(weight_norm(base.weight, self.A, self.B, spec.scaling))
+                # A and B change by the job's own optimizer and by copy_, which the host sees
+                self._norm = norms.add(base.weight, self.A, self.B, spec.scaling, trusted=True)
+                self.magnitude = torch.nn.Parameter(self._norm.get().clone())
         if spec.train_bias:
             self.bias = torch.nn.Parameter(base.bias.detach().to(dtype, copy=True))
-        self._norm: torch.Tensor | None = None
-        self._norm_of: tuple[int, int, int, int] | None = None
 
     def named_parameters(self) -> dict[str, torch.nn.Parameter]:
         """Those that exist, by the name of the attribute."""
         named = {"A": self.A, "B": self.B, "magnitude": self.magnitude, "bias": self.bias}
         return {name: parameter for name, parameter in named.items() if parameter is not None}
 
-    def norm(self) -> torch.Tensor | None:
-        """||W + s B A|| by row, computed once per value of A and B: versions count every in-place change of a tensor."""
-        if self.magnitude is None:
-            return None
+    def low_rank(self) -> LowRank:
+        """As the operator takes them."""
+        norm = None if self.magnitude is None else self.norm
+        return LowRank(self.A, self.B, self.spec.scaling, self.magnitude, norm, self.bias)
+
+    def norm(self) -> torch.Tensor:
+        """||W + s B A|| by row, [N], for the present values."""
         assert self.A is not None and self.B is not None
-        key = (id(self.A), self.A._version, id(self.B), self.B._version)
-        if self._norm is None or self._norm_of != key:
-            self._norm = weight_norm(self._base.weight, self.A, self.B, self.spec.scaling)
-            self._norm_of = key
-        return self._norm
+        return self._norm.point(self._base.weight, self.A, self.B, self.spec.scaling).get()
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +145,7 @@ class AdaptedLinear(torch.nn.Module):
 
     Takes x [..., K] and gives [..., N]; the leading dimensions are the packed tokens. `adapters` holds the weights by
     adapter number; they are parameters of their jobs, not of the model. Layers that read the same tensor (siblings) are
-    computed by one call; layers where a DoRA adapter or a trained bias takes part go through the chain, one by one.
+    computed by one call.
 
     Args:
         base: the frozen layer.
@@ -177,73 +176,35 @@ class AdaptedLinear(torch.nn.Module):
         tokens = self.router.tokens(math.prod(lead))
         if tokens is None or not any(number in self.adapters for number, _, _ in tokens.runs):
             return torch.nn.functional.linear(x, self.base.weight, self.base.bias)
-        if self._needs_chain(tokens):
-            x_TK = x.reshape(-1, x.shape[-1])
-            y_TN = lora_linear(
-                x_TK, self.base.weight, self.base.bias, self._segments(tokens), tokens.keys_T2, self.salt
-            )
-            return y_TN.view(*lead, -1)
         return self.siblings.serve(self.index, x, Call(self, tokens))
 
     def ready(self) -> Call | None:
         """A sibling asks whether this layer can be computed with it."""
         tokens = self.router.current
-        if tokens is None or self._needs_chain(tokens) or not any(n in self.adapters for n, _, _ in tokens.runs):
+        if tokens is None or not any(n in self.adapters for n, _, _ in tokens.runs):
             return None
         return Call(self, tokens)
 
     def layer(self) -> Layer:
-        """The layer and all its plain LoRA adapters as the operator takes them."""
+        """The layer and all its adapters as the operator takes them."""
         if self._layer is None or self._layer.weight is not self.base.weight:
-            low_rank = {
-                number: LowRank(weights.A, weights.B, weights.spec.scaling)
-                for number, weights in self.adapters.items()
-                if weights.A is not None and weights.B is not None and weights.magnitude is None
-            }
+            low_rank = {number: weights.low_rank() for number, weights in self.adapters.items()}
             self._layer = Layer(self.base.weight, self.base.bias, low_rank)
         return self._layer
-
-    def _needs_chain(self, tokens: Tokens) -> bool:
-        own = (self.adapters.get(number) for number, _, _ in tokens.runs)
-        return any(w is not None and (w.magnitude is not None or w.bias is not None) for w in own)
-
-    def dropout(self, tokens: Tokens, number: int) -> float:
-        weights = self.adapters.get(number)
-        return weights.spec.dropout if weights is not None and tokens.keys_T2 is not None else 0.0
-
-    def _segments(self, tokens: Tokens) -> list[Segment]:
-        out = []
-        for number, start, stop in tokens.runs:
-            weights = self.adapters.get(number)
-            if weights is None:
-                continue
-            out.append(
-                Segment(
-                    start,
-                    stop,
-                    weights.spec.scaling,
-                    self.dropout(tokens, number),
-                    weights.A,
-                    weights.B,
-                    weights.magnitude,
-                    weights.norm(),
-                    weights.bias,
-                )
-            )
-        return out
 
 
 def compute(x: torch.Tensor, calls: Sequence[Call]) -> tuple[torch.Tensor, ...]:
     """Outputs of siblings for x [..., K], by one call of the operator."""
     first, tokens = calls[0].member, calls[0].tokens
     members = [call.member for call in calls]
-    runs = tuple(
-        Run(number, start, stop, max(member.dropout(tokens, number) for member in members))
-        for number, start, stop in tokens.runs
-        if any(number in member.adapters for member in members)
-    )
+    runs = []
+    for number, start, stop in tokens.runs:
+        specs = [member.adapters[number].spec for member in members if number in member.adapters]
+        if specs:
+            dropout = max(spec.dropout for spec in specs) if tokens.keys_T2 is not None else 0.0
+            runs.append(Run(number, start, stop, dropout, all(spec.base_dropped for spec in specs)))
     x_TK = x.reshape(-1, x.shape[-1])
     layers, state = first.router.layers_of(members)
     plan = first.router.planner.plan_of(x_TK, layers, runs)
-    outputs = lora_group(x_TK, layers, runs, tokens.keys_T2, first.salt, plan, state)
+    outputs = lora_group(x_TK, layers, runs, tokens.keys_T2, first.salt, plan, state, recipe_of(x))
     return tuple(y_TN.view(*x.shape[:-1], -1) for y_TN in outputs)

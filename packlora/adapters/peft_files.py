@@ -4,11 +4,16 @@ The tensors of an adapted layer, each under base_model.model.<path of the layer>
 
     .lora_A.weight [r, K]      .lora_B.weight [N, r]      .lora_magnitude_vector [N]
     .base_layer.bias [N]       its trained bias, or .bias where the layer has no low-rank part
+
+Any float dtype is read, float32 is written. Magnitudes of older adapters are bfloat16, or were rounded to it when PEFT made
+them from a bfloat16 base. They are taken as they are: g = m / ||W + s B A|| of a fresh one is then within 0.4 % of 1 instead of
+1, which is what PEFT gives too where it computes in float32.
 """
 
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +39,10 @@ UNSUPPORTED = {
     "monteclora_config": None, "kasa_config": None,
 }  # fmt: skip
 """Keys of a LoraConfig, with the value they have when unused, that change what is computed and are not implemented."""
+FORKED = {
+    "_dora_composition_version": "written by a fork of PEFT with other DoRA code; what a linear layer computes is the same"
+}
+"""Keys that are not PEFT's and change nothing here, with what they are."""
 PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 """Values of init_lora_weights that leave the base weights alone; pissa, olora, corda, loftq, lora_ga change them."""
 
@@ -68,8 +77,19 @@ def save_adapter(folder: Path, adapter: Adapter) -> None:
     write_json(folder / CONFIG, config)
 
 
+def config_notes(raw: dict[str, Any]) -> list[str]:
+    """What to say about keys of an adapter_config.json that PEFT's LoraConfig does not have. Unused ones are not named."""
+    notes = []
+    for key, value in raw.items():
+        if key in FORKED:
+            notes.append(f"{key} = {value!r} has no effect: {FORKED[key]}")
+        elif value and key not in LoraConfig.__dataclass_fields__ and key not in UNSUPPORTED:
+            notes.append(f"{key} = {value!r} has no effect: this version of PEFT has no such key")
+    return notes
+
+
 def read_config(folder: str, job: str) -> LoraConfig:
-    """The LoraConfig of an adapter folder.
+    """The LoraConfig of an adapter folder. Keys without effect are named in a warning.
 
     Raises:
         InputError: no such folder, not a LoRA adapter, or it uses a feature that packlora does not have.
@@ -90,6 +110,8 @@ def read_config(folder: str, job: str) -> LoraConfig:
             f"job {job!r}: {file} has init_lora_weights {start!r}, which goes with other base weights; convert it with "
             "PEFT's save_pretrained(path_initial_model_for_weight_conversion=...)"
         )
+    for note in config_notes(raw):
+        warnings.warn(f"job {job!r}: {file}: {note}", stacklevel=2)
     try:
         config = LoraConfig(**{key: value for key, value in raw.items() if key in LoraConfig.__dataclass_fields__})
     except (TypeError, ValueError) as error:
@@ -134,6 +156,9 @@ def load_adapter(folder: str | Path, adapter: Adapter) -> None:
         tensors = load_file(file)
     except (OSError, SafetensorError) as error:
         raise InputError(f"job {adapter.name!r}: cannot read {file}: {error}") from None
+    # PEFT reads magnitudes with and without .weight, and writes them without
+    suffix = ".lora_magnitude_vector.weight"
+    tensors = {key.removesuffix(".weight") if key.endswith(suffix) else key: value for key, value in tensors.items()}
     wanted = state_dict(adapter)
     missing, extra = sorted(wanted.keys() - tensors.keys()), sorted(tensors.keys() - wanted.keys())
     if missing or extra:

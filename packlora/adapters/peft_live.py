@@ -10,18 +10,21 @@ Shapes: T tokens, K inputs, N outputs, r rank.
 from __future__ import annotations
 
 import json
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache
 from typing import Any
 
 import torch
 from peft.tuners.lora import Linear as PeftLinear
+from peft.tuners.lora.variants import DoraLinearVariant
 from torch import nn
 
 from packlora.adapters import compiled
+from packlora.adapters.norms import RowNorms, row_norm_op
 from packlora.adapters.siblings import SiblingGroup
 from packlora.ops.lora_linear.group import HAS_TRITON, GroupState, Layer, LowRank, Run, lora_group
 from packlora.ops.lora_linear.plan import CHAIN, Plan
+from packlora.ops.recipe import recipe_of
 from packlora.plans.case import Case
 from packlora.plans.select import Planner
 
@@ -59,7 +62,7 @@ def left_to_peft(device: torch.device, T: int, K: int, N: int) -> bool:
 @lru_cache(maxsize=4096)
 def choose_plan(
     device: torch.device, dtype: torch.dtype, num_tokens: int, K: int, sizes: tuple[int, ...], ranks: tuple[int, ...],
-    dropout: float,
+    dropout: float, dora: bool,
 ) -> Plan:  # fmt: skip
     """The plan of a group of layers.
 
@@ -68,12 +71,15 @@ def choose_plan(
         num_tokens, K: T and K.
         sizes, ranks: N and r of every layer of the group.
         dropout: rate; 0 in evaluation.
+        dora: one of the adapters has a magnitude.
     """
     if device.type == "cuda" and without_kernels(device):
         return CHAIN
-    return _planner(device).plan_for(
-        Case.of(device, dtype, num_tokens, K, sizes, (ranks,), (dropout > 0,), (False,) * len(sizes))
+    drops, biases = dropout > 0, (False,) * len(sizes)
+    case = Case.of(
+        device, dtype, num_tokens, K, sizes, (ranks,), (drops,), biases, composed=dora, base_dropped=dora and drops
     )
+    return _planner(device).plan_for(case)
 
 
 @lru_cache
@@ -82,9 +88,11 @@ def _planner(device: torch.device) -> Planner:
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _constant_plan(device: torch.device, dtype: torch.dtype, K: int, size: int, rank: int, dropout: float) -> str:
+def _constant_plan(
+    device: torch.device, dtype: torch.dtype, K: int, size: int, rank: int, dropout: float, dora: bool
+) -> str:
     """The plan in a compiled graph, as JSON: the graph may serve any T, so that of COMPILED_TOKENS."""
-    plan = choose_plan(device, dtype, COMPILED_TOKENS, K, (size,), (rank,), dropout)
+    plan = choose_plan(device, dtype, COMPILED_TOKENS, K, (size,), (rank,), dropout, dora)
     return json.dumps((plan if compiled.compilable(plan) else CHAIN).to_dict())
 
 
@@ -92,17 +100,18 @@ def _constant_plan(device: torch.device, dtype: torch.dtype, K: int, size: int, 
 
 
 class LayerCall:
-    """One active LoRA on one layer. bias [N] goes into the operator; outer_bias is one that is trained, added by
+    """One active LoRA or DoRA on one layer. bias [N] goes into the operator; outer_bias is one that is trained, added by
     torch."""
 
-    __slots__ = ("A", "B", "bias", "outer_bias", "owner", "p", "scaling", "weight")
+    __slots__ = ("A", "B", "bias", "magnitude", "name", "outer_bias", "owner", "p", "scaling", "weight")
 
     def __init__(
         self, owner: LayerForward, weight: torch.Tensor, bias: torch.Tensor | None, A: torch.Tensor, B: torch.Tensor,
-        scaling: float, p: float,
+        scaling: float, p: float, name: str, magnitude: torch.Tensor | None,
     ) -> None:  # fmt: skip
         trained = bias is not None and bias.requires_grad
         self.owner, self.weight, self.A, self.B, self.scaling, self.p = owner, weight, A, B, scaling, p
+        self.name, self.magnitude = name, magnitude
         self.bias = None if trained else bias
         self.outer_bias = bias if trained else None
 
@@ -111,7 +120,7 @@ class LayerCall:
         return (self.weight.shape[1], self.weight.dtype, self.weight.device, self.p, self.owner.plan)
 
     def stamp(self) -> Hashable:
-        operands = (self.weight, self.bias, self.outer_bias, self.A, self.B)
+        operands = (self.weight, self.bias, self.outer_bias, self.A, self.B, self.magnitude)
         versions = tuple(None if t is None else (id(t), t._version, t.requires_grad) for t in operands)
         return (versions, self.scaling, self.p)
 
@@ -130,9 +139,15 @@ def look(owner: LayerForward) -> LayerCall | str:
     if len(names) != 1:
         return f"several adapters are active: {', '.join(names)}" if names else "no active adapter targets it"
     (name,) = names
+    magnitude: Any = None
     if name in layer.lora_variant:
-        variant = type(layer.lora_variant[name]).__name__
-        return f"its adapter is a variant of LoRA: {variant.removesuffix('LinearVariant')}"
+        variant = type(layer.lora_variant[name])
+        if variant is not DoraLinearVariant:
+            return f"its adapter is a variant of LoRA: {variant.__name__.removesuffix('LinearVariant')}"
+        holder = modules["lora_magnitude_vector"]._modules[name]
+        magnitude = holder._parameters.get("weight")
+        if observed(holder) or type(magnitude) not in (nn.Parameter, torch.Tensor):
+            return "its lora_magnitude_vector has hooks, a replaced forward, or a weight that is no Parameter"
     if layer.lora_bias.get(name):
         return "lora_bias is set"
     if layer.fan_in_fan_out:
@@ -146,7 +161,7 @@ def look(owner: LayerForward) -> LayerCall | str:
     for role, module in (("base layer", base), ("lora_A", A), ("lora_B", B)):
         if type(module) is not nn.Linear:
             return f"its {role} is a {type(module).__module__}.{type(module).__qualname__}, not torch.nn.Linear"
-        if _observed(module):
+        if observed(module):
             return f"its {role} has hooks or a replaced forward"
         weight: Any = module._parameters.get("weight")
         if type(weight) not in (nn.Parameter, torch.Tensor):
@@ -157,18 +172,20 @@ def look(owner: LayerForward) -> LayerCall | str:
             return f"the weight of its {role} is {weight.dtype}"
     if base._parameters["weight"].requires_grad:
         return "its base weight is trained too"
-    if type(drop) not in (nn.Identity, nn.Dropout) or _observed(drop):
+    if type(drop) not in (nn.Identity, nn.Dropout) or observed(drop):
         return f"its lora_dropout is a {type(drop).__name__} of its own or has hooks; known are Dropout and Identity"
     p = drop.p if isinstance(drop, nn.Dropout) and drop.training else 0.0
+    if magnitude is not None and not layer.training:
+        p = 0.0
     if p >= 1.0 or (p and drop.inplace):
         return f"its lora_dropout drops everything or works in place (p = {p})"
     return LayerCall(
         owner, base._parameters["weight"], base._parameters.get("bias"), A._parameters["weight"], B._parameters["weight"],
-        float(scaling), p,
+        float(scaling), p, name, magnitude,
     )  # fmt: skip
 
 
-def _observed(module: nn.Module) -> bool:
+def observed(module: nn.Module) -> bool:
     """Somebody looks at, or changes, what goes through this module: then it must be called, not only read."""
     return bool(
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
@@ -212,24 +229,32 @@ def _compute(x: torch.Tensor, calls: Sequence[LayerCall], dtype: torch.dtype) ->
     plan = first.owner.plan
     if torch.compiler.is_compiling():
         (call,) = calls
-        plan = plan or _constant_plan(x.device, dtype, K, call.weight.shape[0], call.A.shape[0], p)
+        dora = call.magnitude is not None
+        plan = plan or _constant_plan(x.device, dtype, K, call.weight.shape[0], call.A.shape[0], p, dora)
+        norm_N = None
+        if call.magnitude is not None:
+            operands = (call.weight.detach(), call.A.detach(), call.B.detach())
+            norm_N = row_norm_op(*operands, call.scaling, -1)
         outputs: Sequence[torch.Tensor] = compiled.lora_linear(
-            x_TK, weights[0], biases[0], call.A, call.B, call.scaling, p, keys_T2, 0, plan
+            x_TK, weights[0], biases[0], call.A, call.B, call.magnitude, norm_N, call.scaling, p, keys_T2, 0, plan
         )[:1]
     else:
         if plan is None:
             sizes = tuple(weight.shape[0] for weight in weights)
             ranks = tuple(call.A.shape[0] for call in calls)
-            chosen = choose_plan(x.device, dtype, T, K, sizes, ranks, p)
+            chosen = choose_plan(
+                x.device, dtype, T, K, sizes, ranks, p, any(call.magnitude is not None for call in calls)
+            )
         else:
             chosen = compiled.plan_of(plan)
         layers = [
-            Layer(weight, bias, {0: LowRank(call.A, call.B, call.scaling)})
+            Layer(weight, bias, {0: LowRank(call.A, call.B, call.scaling, call.magnitude, call.owner.norm(call))})
             for call, weight, bias in zip(calls, weights, biases, strict=True)
         ]
         # a state would keep a copy of a weight that was cast just now
         state = None if weights[0] is not first.weight else first.owner.states.setdefault(len(calls), GroupState())
-        outputs = lora_group(x_TK, layers, (Run(0, 0, T, p),), keys_T2, 0, chosen, state)
+        recipe = recipe_of(x) if x.dtype == dtype else None
+        outputs = lora_group(x_TK, layers, (Run(0, 0, T, p),), keys_T2, 0, chosen, state, recipe)
     out = []
     for call, y_TN in zip(calls, outputs, strict=True):
         y = y_TN.view(*lead, y_TN.shape[1])
@@ -264,16 +289,31 @@ def _check(x: torch.Tensor, call: LayerCall, dtype: torch.dtype, autocast: bool)
 class LayerForward:
     """In the place of `forward` of one lora.Linear: the operator where it can, else PEFT's own forward."""
 
-    def __init__(self, layer: PeftLinear, path: str, plan: str | None) -> None:
-        self.layer, self.path, self.plan = layer, path, plan
+    def __init__(self, layer: PeftLinear, path: str, plan: str | None, norms: RowNorms) -> None:
+        self.layer, self.path, self.plan, self.norms = layer, path, plan, norms
         self.group: SiblingGroup | None = None
         self.index = 0
         self.on = True
         self.states: dict[int, GroupState] = {}
         """Of the operator, by the number of layers that are computed together with this one first."""
 
+        self._norms: dict[str, tuple[Hashable, Callable[[], torch.Tensor]]] = {}
+
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "states": {}}
+        return {**self.__dict__, "states": {}, "_norms": {}}
+
+    def norm(self, call: LayerCall) -> Callable[[], torch.Tensor] | None:
+        """Gives the row norms of a DoRA adapter for the present values; the same object while the tensors are the same."""
+        if call.magnitude is None:
+            return None
+        own = (call.weight, call.A, call.B)
+        key = (call.scaling, *((id(t), t.data_ptr(), t.dtype, t.device) for t in own))
+        kept = self._norms.get(call.name)
+        if kept is None or kept[0] != key:
+            gone = self._norms.keys() - self.layer.lora_magnitude_vector.keys()
+            self._norms = {name: value for name, value in self._norms.items() if name not in gone}
+            kept = self._norms[call.name] = (key, self.norms.add(*own, call.scaling).get)
+        return kept[1]
 
     def install(self) -> None:
         self.layer.forward = self
@@ -301,7 +341,8 @@ class LayerForward:
             N, K = call.weight.shape
             if (
                 self.plan is None and call.A.dtype == x.dtype  # of other dtypes PEFT makes copies of x
-                and left_to_peft(x.device, x.numel() // K, K, N) and not torch.compiler.is_compiling()
+                and call.magnitude is None and left_to_peft(x.device, x.numel() // K, K, N)
+                and not torch.compiler.is_compiling()
             ):  # fmt: skip
                 return self._peft(x)
             return compute(x, (call,))[0]

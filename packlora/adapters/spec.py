@@ -23,13 +23,14 @@ from packlora.errors import InputError
 
 @dataclass(frozen=True, slots=True)
 class ModuleSpec:
-    """The adapter of one linear layer. rank 0: only the bias is trained."""
+    """The adapter of one linear layer. rank 0: only the bias is trained. base_dropped: see ops.lora_linear.layout.Run."""
 
     rank: int
     scaling: float
     dropout: float
     use_dora: bool
     train_bias: bool
+    base_dropped: bool = True
 
 
 @dataclass(slots=True)
@@ -65,8 +66,11 @@ def _whole(number: float) -> Any:
     return int(number) if float(number).is_integer() else number
 
 
-def resolve(peft: LoraConfig, model: PreTrainedModel, job: str) -> AdapterSpec:
+def resolve(peft: LoraConfig, model: PreTrainedModel, job: str, base_dropped: bool = True) -> AdapterSpec:
     """Find the layers of the model that the configuration adapts.
+
+    Args:
+        base_dropped: DoRA under dropout scales the base product of the dropped inputs, as PEFT does.
 
     Raises:
         InputError: nothing matches, a named module matches nothing, a match is not a linear layer or is the output or
@@ -87,7 +91,9 @@ def resolve(peft: LoraConfig, model: PreTrainedModel, job: str) -> AdapterSpec:
             rank = peft.rank_pattern.get(get_pattern_key(peft.rank_pattern.keys(), name), peft.r)
             alpha = peft.alpha_pattern.get(get_pattern_key(peft.alpha_pattern.keys(), name), peft.lora_alpha)
             scaling = alpha / (math.sqrt(rank) if peft.use_rslora else rank)
-            spec.modules[name] = ModuleSpec(rank, scaling, peft.lora_dropout, peft.use_dora, name in biased)
+            spec.modules[name] = ModuleSpec(
+                rank, scaling, peft.lora_dropout, peft.use_dora, name in biased, base_dropped
+            )
         elif name in biased:
             spec.modules[name] = ModuleSpec(0, 1.0, 0.0, False, True)
     return spec

@@ -102,10 +102,16 @@ def dropped(keys_T2: torch.Tensor, salt: int, num_features: int, p: float) -> to
 
 def dropout(x_TK: torch.Tensor, keys_T2: torch.Tensor, salt: int, p: float) -> torch.Tensor:
     """x with dropped elements zero and the others scaled by 1 / (1 - rate). A NaN in a dropped element is dropped too."""
+    return masked(x_TK, keys_T2, salt, p, scaled=True)
+
+
+def masked(x_TK: torch.Tensor, keys_T2: torch.Tensor, salt: int, p: float, scaled: bool = False) -> torch.Tensor:
+    """x with dropped elements zero; the others as they are, or scaled as dropout scales them."""
     if p == 0.0:
         return x_TK
     if x_TK.is_cuda and x_TK.dtype != torch.float64 and _HAS_TRITON and x_TK.stride(-1) == 1:
         from packlora.ops.lora_linear import launch
 
-        return launch.dropout(x_TK, keys_T2, salt, p)
-    return (x_TK * dropout_factor(p)).masked_fill_(dropped(keys_T2, salt, x_TK.shape[-1], p), 0.0)
+        return launch.masked(x_TK, keys_T2, salt, p, scaled)
+    gone = dropped(keys_T2, salt, x_TK.shape[-1], p)
+    return (x_TK * dropout_factor(p)).masked_fill_(gone, 0.0) if scaled else x_TK.masked_fill(gone, 0.0)

@@ -47,8 +47,10 @@ class Case:
     """Every token belongs to an adapter."""
     needs: tuple[bool, bool, bool] = (True, True, True)
     """Whether the gradients of x, of the A's and of the B's are wanted."""
-    dora: bool = False
-    """One of the adapters is a DoRA adapter."""
+    composed: bool = False
+    """One of the adapters has a magnitude (DoRA) or trains the bias: outputs are scaled and shifted by adapter."""
+    base_dropped: bool = False
+    """A DoRA adapter under dropout scales the base product of the dropped x: there are two base products."""
     tf32: bool = False
     """float32 products may be rounded to TF32."""
 
@@ -64,7 +66,8 @@ class Case:
         biases: Sequence[bool],
         covered: bool = True,
         needs: tuple[bool, bool, bool] = (True, True, True),
-        dora: bool = False,
+        composed: bool = False,
+        base_dropped: bool = False,
     ) -> Case:
         """In normal form: tokens in their bucket, adapters that target none of the layers left out (their tokens are then
         nobody's), the others in a fixed order.
@@ -84,7 +87,7 @@ class Case:
         return Case(
             device.type, str(dtype).removeprefix("torch."), token_bucket(tokens), K, tuple(Ns),
             tuple(by_layer for by_layer, _ in adapters), tuple(drop for _, drop in adapters), tuple(biases),
-            covered and len(adapters) == len(given), needs, dora, tf32,
+            covered and len(adapters) == len(given), needs, composed, base_dropped, tf32,
         )  # fmt: skip
 
     @property
@@ -100,7 +103,7 @@ class Case:
     @property
     def key(self) -> str:
         """One line for files and tables: `cuda bfloat16 T2048 K4096 N4096+1024 r16+16/8+0 drop1/0 grads:xAB`, then, where they
-        hold: bias1+0, base-only-tokens, dora, tf32."""
+        hold: bias1+0, base-only-tokens, composed, base-dropped, tf32."""
         words = [
             self.device, self.dtype, f"T{self.tokens}", f"K{self.K}", f"N{'+'.join(map(str, self.Ns))}",
             f"r{'/'.join('+'.join(map(str, by_layer)) for by_layer in self.ranks) or '-'}",
@@ -109,7 +112,9 @@ class Case:
         ]  # fmt: skip
         if any(self.biases):
             words.append(f"bias{'+'.join(str(int(bias)) for bias in self.biases)}")
-        for word, holds in (("base-only-tokens", not self.covered), ("dora", self.dora), ("tf32", self.tf32)):
-            if holds:
-                words.append(word)
+        flags = {
+            "base-only-tokens": not self.covered, "composed": self.composed, "base-dropped": self.base_dropped,
+            "tf32": self.tf32,
+        }  # fmt: skip
+        words += [word for word, holds in flags.items() if holds]
         return " ".join(words)

@@ -25,7 +25,7 @@ Phase = Literal["forward", "backward"]
 DROPOUT_BYTES, DROPOUT_LAUNCHES = 60, 16
 """Of ops.dropout on a CPU, beside its scaling and masking of x: integer operations, each a pass over int32 [T, K / 2]. On a GPU
 it is one kernel that reads x and writes xd."""
-WASTE = {"skinny": 1.6, "down": 1.6, "up": 1.4, "one-pass": 1.9, "inputs": 1.45}
+WASTE = {"pass": 1.2, "joint": 0.6, "skinny": 1.6, "down": 1.6, "up": 1.4, "one-pass": 1.9, "inputs": 1.45}
 """Time over the time of the traffic, on an H200 at 4096 x 4096, rank 16, T = 8192: library products with a small dimension, and
 the kernels."""
 WASTE_RANK = {"down": 0.010, "up": 0.03, "one-pass": 0.08, "inputs": 0.014}
@@ -169,6 +169,14 @@ def _forward(plan: Plan, s: _Sizes) -> Iterator[Step]:
         elif plan.up == "fused":
             low_rank = [(2 * t * r * N, t * r + r * N) for t, r in adapters]
             yield _fused("forward", "y = x W' + s S B'", T, K, N, low_rank, s.e)
+            if s.case.composed:  # z is kept beside y
+                yield Step("forward", "z", 0, s.e * T * N, 0)
+        elif plan.up == "epilogue":
+            yield s.mm("forward", "y = x W'", T, K, N)
+            low_rank = [(2 * t * r * N, t * r + r * N) for t, r in adapters]
+            passes = 3 if s.case.composed else 2
+            yield _kernel("forward", "y = g (y + s S B') + bias", [*low_rank, (0, passes * T * N)], s.e,
+                          _waste("up", (r for _, r in adapters)))  # fmt: skip
         elif plan.up == "routed":
             low_rank = [(2 * t * r * N, t * r + r * N) for t, r in adapters]
             yield _kernel("forward", "y = s S B'", [*low_rank, (0, T * N)], s.e, _waste("up", (r for _, r in adapters)))
@@ -179,6 +187,11 @@ def _forward(plan: Plan, s: _Sizes) -> Iterator[Step]:
             products = [s.mm("forward", name, t, r, N, extra=0 if before else t * N) for t, r in adapters]
             base = s.mm("forward", "y += x W'" if before else "y = x W'", T, K, N, extra=T * N if before else 0)
             yield from (*products, base) if before else (base, *products)
+        if adapters and s.case.composed and plan.up in ("after", "before", "routed"):
+            yield Step("forward", "y = g z + bias", 0, s.e * 2 * T * N, waste=WASTE["pass"])
+        if s.case.base_dropped:
+            yield s.mm("forward", "z = xd W'", T, K, N)
+            yield Step("forward", "y += (g - 1) z", 0, s.e * 3 * T * N, waste=WASTE["pass"])
 
 
 def _backward(plan: Plan, s: _Sizes) -> Iterator[Step]:
@@ -199,10 +212,14 @@ def _backward(plan: Plan, s: _Sizes) -> Iterator[Step]:
     # 2. what reads d, layer by layer
     for layer, N in enumerate(s.case.Ns):
         adapters = s.on_layer(layer)
+        composed = s.case.composed and bool(adapters)
         if plan.grad == "one-pass" and adapters:
-            pair = ((4 * t * N * r, t * N + 2 * (N * r + t * r)) for t, r in adapters)
-            waste = _waste("one-pass", (r for _, r in adapters))
-            yield _kernel("backward", "dS = s d B, dB = s d' S", pair, s.e, waste, launches=3)
+            passes = 3 if composed else 1
+            pair = ((4 * t * N * r, passes * t * N + 2 * (N * r + t * r)) for t, r in adapters)
+            waste = _waste("one-pass", (r for _, r in adapters)) + (WASTE["joint"] if composed else 0.0)
+            yield _kernel("backward", "dS = s e B, dB = e' S", pair, s.e, waste, launches=3 + composed)
+        elif composed:
+            yield Step("backward", "e = g d", 0, s.e * 3 * T * N, 2, waste=WASTE["pass"])
         for t, r in adapters:
             if need_dS and plan.grad == "mm":
                 yield s.mm("backward", "dS = s d B", t, N, r)
@@ -217,7 +234,8 @@ def _backward(plan: Plan, s: _Sizes) -> Iterator[Step]:
 
     # 3. dA and dx
     in_kernel = need_x and plan.dx == "routed"
-    if plan.dx in ("routed", "fused") and s.case.ranks and (in_kernel or need_A):
+    dA_by_kernel = plan.dx == "routed" or (plan.dx == "fused" and any(s.case.drops))
+    if dA_by_kernel and s.case.ranks and (in_kernel or need_A):
         n = in_kernel + need_A
         parts = ((n * 2 * t * R * K, n * (t * K + R * K + t * R)) for t, R, _ in s.adapters())
         name = ", ".join(["dx = dropout'(dS A)"] * in_kernel + ["dA = dS' xd"] * need_A)
@@ -239,6 +257,8 @@ def _backward(plan: Plan, s: _Sizes) -> Iterator[Step]:
                 yield s.mm("backward", "W + s B A", N, adapters[0][1], K, extra=N * K)
             yield s.mm("backward", "dx += d W" if written else "dx = d W", T, N, K, extra=T * K if written else 0)
         written = True
+        if s.case.base_dropped:
+            yield s.mm("backward", "dx += drop((g - 1) d W)", T, N, K, extra=2 * T * K)
     if plan.dx == "after":
         yield from _low_rank_dx(s, written=False)
 

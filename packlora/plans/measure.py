@@ -139,13 +139,17 @@ class _Operands:
                 if rank := by_layer[index]:
                     A_rK = randn(rank, case.K, dtype=wide).div_(case.K**0.5).requires_grad_(need_A)
                     B_Nr = randn(N, rank, dtype=wide).div_(rank**0.5).requires_grad_(need_B)
-                    adapters[number] = LowRank(A_rK, B_Nr, 1.0)
-                    self.leaves += [leaf for leaf in (A_rK, B_Nr) if leaf.requires_grad]
+                    low = LowRank(A_rK, B_Nr, 1.0)
+                    if case.composed:
+                        norm_N = torch.rand(N, generator=generator, device=device, dtype=wide) + 1
+                        low = LowRank(A_rK, B_Nr, 1.0, (norm_N * 1.01).requires_grad_(need_B), norm_N)
+                    adapters[number] = low
+                    self.leaves += [leaf for leaf in low.operands().values() if leaf.requires_grad]
             self.layers.append(Layer(randn(N, case.K).div_(case.K**0.5), randn(N) if bias else None, adapters))
         shares = len(case.ranks) + (not case.covered)
         bounds = np.linspace(0, case.tokens, shares + 1).astype(int).tolist() if shares else []
         self.runs = [
-            Run(number, bounds[number], bounds[number + 1], RATE if drops else 0.0)
+            Run(number, bounds[number], bounds[number + 1], RATE if drops else 0.0, case.base_dropped)
             for number, drops in enumerate(case.drops)
             if bounds[number] < bounds[number + 1]
         ]

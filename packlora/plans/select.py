@@ -71,16 +71,16 @@ class Planner:
     def plan_of(self, x_TK: torch.Tensor, layers: Sequence[Layer], runs: Sequence[Run]) -> Plan:
         """The plan for a call of ops.lora_linear.group.lora_group with these operands."""
         T = len(x_TK)
-        who = tuple([(run.adapter, run.dropout > 0) for run in runs])
+        who = tuple([(run.adapter, run.dropout > 0, run.base_dropped) for run in runs])
         covered = sum([run.stop - run.start for run in runs]) == T
         key = (x_TK.dtype, T, covered, x_TK.requires_grad, who, *map(id, layers))
         found = self._calls.get(key)
         if found is None or any(new is not old for new, old in zip(layers, found[0], strict=True)):
             case = Case.of(
                 x_TK.device, x_TK.dtype, T, x_TK.shape[1], [len(layer.weight) for layer in layers],
-                [[len(low.A) if (low := layer.adapters.get(number)) else 0 for layer in layers] for number, _ in who],
-                [drop for _, drop in who], [layer.bias is not None for layer in layers], covered,
-                (x_TK.requires_grad, True, True),
+                [[low.rank if (low := layer.adapters.get(number)) else 0 for layer in layers] for number, _, _ in who],
+                [drop for _, drop, _ in who], [layer.bias is not None for layer in layers], covered,
+                (x_TK.requires_grad, True, True), *composition(layers, who),
             )  # fmt: skip
             if len(self._calls) > 100_000:  # token counts differ from microbatch to microbatch
                 self._calls.clear()
@@ -113,6 +113,18 @@ class Planner:
         ]  # fmt: skip
 
 
+def composition(layers: Sequence[Layer], who: Iterable[tuple[int, bool, bool]]) -> tuple[bool, bool]:
+    """Case.composed and Case.base_dropped. who: (adapter, has dropout, base_dropped) of every run."""
+    composed = base_dropped = False
+    for number, drops, with_base in who:
+        for layer in layers:
+            low = layer.adapters.get(number)
+            if low is not None and not low.plain:
+                composed = True
+                base_dropped |= drops and with_base and low.magnitude is not None
+    return composed, base_dropped
+
+
 def _no_slower(plan: Plan, record: Record) -> bool:
     """Nothing measured speaks against the plan."""
     return plan.name not in record.failed and record.ms.get(plan.name, 0.0) <= record.ms[CHAIN.name]
@@ -137,7 +149,7 @@ def runlora_select(
     Raises:
         ValueError: another kind of case.
     """
-    if not case.single or len(case.Ns) != 1 or any(case.drops) or case.dora:
+    if not case.single or len(case.Ns) != 1 or any(case.drops) or case.composed:
         raise ValueError(f"RunLoRA knows one adapter without dropout on one layer, not {case.key}")
 
     def cost(plan: Plan, phase: Literal["forward", "backward"]) -> float:

@@ -61,7 +61,7 @@ def legal_plans(case: Case, lossy: bool = False) -> tuple[Plan, ...]:
     every = (
         Plan(*parts)  # type: ignore[arg-type]
         for parts in itertools.product(
-            ("mm", "routed"), ("after", "before", "routed", "fused", "merged"), ("mm", "one-pass"),
+            ("mm", "routed"), ("after", "before", "routed", "epilogue", "fused", "merged"), ("mm", "one-pass"),
             ("after", "before", "routed", "fused", "merged"), ("dS", "xd"), ("S", "xd"), (True, False),
         )
     )  # fmt: skip
@@ -72,8 +72,10 @@ def why_illegal(plan: Plan, case: Case, lossy: bool = False) -> str | None:
     """Why the plan may not be used for the case, or None where it may. The plain chain always may."""
     if plan == CHAIN:
         return None
-    if case.dora:
-        return "DoRA has the plain chain alone"
+    if case.base_dropped:
+        return "DoRA that scales the base product of the dropped x has the plain chain alone"
+    if case.composed and (plan.lossy or "xd" in (plan.dA, plan.dB)):
+        return "merged weights and products through d' xd are for plain LoRA"
     if not case.ranks:
         return "no adapter is there: the frozen layer has one way to be computed"
     return _why_not_here(plan, case, lossy) or _why_pointless(plan, case)
@@ -88,7 +90,7 @@ def _why_not_here(plan: Plan, case: Case, lossy: bool) -> str | None:
         return "a merged weight has no place for dropout"
     if (plan.lossy or through_xd or not plan.keep_s) and not case.single:
         return "merged weights, products through d' xd and S computed again are for one adapter that owns all tokens"
-    if plan.up == "before" and case.device == "cuda" and case.dtype == "float32":
+    if "before" in (plan.up, plan.dx) and case.device == "cuda" and case.dtype == "float32":
         return "float32 products on a GPU round more when they accumulate onto another product"
     if plan.needs_triton:
         if case.device != "cuda" or case.dtype not in TRITON_DTYPES or not HAS_TRITON:
@@ -99,10 +101,8 @@ def _why_not_here(plan: Plan, case: Case, lossy: bool) -> str | None:
             return f"fused kernels are for 16 bits and sizes that {FUSED_MULTIPLE} divides, on a GPU with TMA (Hopper or later)"
         if "fused" in (plan.up, plan.dx) and not case.single:
             return "fused kernels are for one adapter that owns all tokens"
-        if plan.down != "routed" or plan.up == "after" or plan.dx not in ("routed", "fused"):
-            return "the kernels keep all factors in S and dS: they are used for both, or for neither"
-        if plan.lossy or through_xd or not plan.keep_s:
-            return "merged weights, products through d' xd and S computed again are made of plain products"
+        if plan.lossy or through_xd:
+            return "merged weights and products through d' xd are made of plain products"
     return None
 
 
@@ -121,7 +121,7 @@ def _why_pointless(plan: Plan, case: Case) -> str | None:
         return "dB is not wanted"
     if plan.grad == "one-pass" and not (need_B and (need_x or need_A)):
         return "one-pass gives dS and dB; one of them is not wanted"
-    if plan.dx != ("routed" if plan.needs_triton else "after") and not need_x:
+    if plan.dx not in ("after", "routed") and not need_x:
         return "dx is not wanted"
     could_keep = plan.up != "merged" and plan.dB == "S"
     if plan.keep_s and not could_keep:

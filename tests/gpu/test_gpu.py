@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 import torch
 from conftest import FAMILIES, TINY, tiny_model
+from group_cases import by_group
 
 from packlora.ops.attention import packed_attention
 from packlora.ops.dropout import dropped, layer_salt, token_keys
-from packlora.ops.lora_linear import chain, reference
+from packlora.ops.lora_linear import reference
 from packlora.ops.lora_linear.reference import Segment, weight_norm
 
 pytestmark = [
@@ -74,7 +75,7 @@ def _errors(dtype: torch.dtype, dora: bool, p: float, ours: dict[int, float], pl
         return [y.double(), *(g.double() for g in torch.autograd.grad(y, leaves, dy.to(to)))]
 
     want = run(reference.lora_linear, torch.float64)
-    for errors, function in ((ours, chain.lora_linear), (plain, reference.lora_linear)):
+    for errors, function in ((ours, by_group), (plain, reference.lora_linear)):
         for index, (value, exact) in enumerate(zip(run(function, dtype), want, strict=True)):
             errors[index] = max(errors.get(index, 0.0), float((value - exact).abs().max()))
 

@@ -471,9 +471,19 @@ def stand_aside(model: Any, part: str, inputs: dict[str, Any] | None = None, con
     return report
 
 
-def test_dora(used: list[int]) -> None:
-    stand_aside(lora(use_dora=True), "its adapter is a variant of LoRA: Dora")
-    assert not used
+def test_dora_is_computed_by_the_operator(used: list[int]) -> None:
+    model = lora(use_dora=True)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.add_(0.05 * torch.randn_like(parameter))
+    want = outcome(copy.deepcopy(model))
+    report = packlora.accelerate(model)
+    assert all(module.accelerated for module in report.modules)
+    used.clear()
+    got = outcome(model)
+    assert used and any("magnitude" in name for name in got)
+    assert_same(got, want, 1e-10)
 
 
 def test_lora_bias(used: list[int]) -> None:
@@ -792,7 +802,8 @@ def test_compiled_without_a_graph_break_it_gives_the_same(p: float) -> None:
     "plan", [Plan(), Plan(up="before", dx="before"), Plan(keep_s=False)], ids=lambda plan: plan.name
 )
 @pytest.mark.parametrize("p", [0.0, 0.25])
-def test_the_registered_operators_agree_with_the_operator_they_stand_for(p: float, plan: Plan) -> None:
+@pytest.mark.parametrize("dora", [False, True], ids=["LoRA", "DoRA"])
+def test_the_registered_operators_agree_with_the_operator_they_stand_for(dora: bool, p: float, plan: Plan) -> None:
     import json
 
     from packlora.adapters.compiled import lora_linear, lora_linear_backward
@@ -802,20 +813,26 @@ def test_the_registered_operators_agree_with_the_operator_they_stand_for(p: floa
         return torch.randn(*shape, dtype=torch.float64)
 
     x, A, B = randn(7, 6).requires_grad_(), randn(3, 6).requires_grad_(), randn(5, 3).requires_grad_()
-    weight, bias = randn(5, 6), randn(5)
+    weight, bias, m, norm = randn(5, 6), randn(5), None, None
+    if dora:
+        m, norm = randn(5).requires_grad_(), torch.rand(5, dtype=torch.float64) + 1
     keys = torch.randint(-(2**31), 2**31, (7, 2), dtype=torch.int32)
-    (want,) = lora_group(x, [Layer(weight, bias, {0: LowRank(A, B, 0.7)})], [Run(0, 0, 7, p)], keys, 5, plan)
-    arguments = (x, weight, bias, A, B, 0.7, p, keys, 5, json.dumps(plan.to_dict()))
-    got, _ = lora_linear(*arguments)
+    (want,) = lora_group(x, [Layer(weight, bias, {0: LowRank(A, B, 0.7, m, norm)})], [Run(0, 0, 7, p)], keys, 5, plan)
+    arguments = (x, weight, bias, A, B, m, norm, 0.7, p, keys, 5, json.dumps(plan.to_dict()))
+    got, S, z = lora_linear(*arguments)
     assert torch.allclose(got, want, rtol=1e-13)
-    for leaves in ([x, A, B], [x], [A], [B]):
+    for leaves in ([x, A, B, m], [x], [A], [B], [m]):
+        leaves = [leaf for leaf in leaves if leaf is not None]
+        if not leaves:
+            continue
         d = randn(7, 5)
         ours = torch.autograd.grad(got, leaves, d, retain_graph=True)
         theirs = torch.autograd.grad(want, leaves, d, retain_graph=True)
         assert all(torch.allclose(a, b, rtol=1e-12, atol=1e-12) for a, b in zip(ours, theirs, strict=True))
-    S = lora_linear(*arguments)[1].detach()
+    operands = (None if t is None else t.detach() for t in (x, weight, A, B, m, norm, keys, S, z))
+    d, *operands = randn(7, 5), *operands
     for need in ((True, True, True), (True, False, False), (False, True, False), (False, False, True)):
-        backward = (randn(7, 5), x.detach(), weight, A.detach(), B.detach(), keys, S, 0.7, p, 5, arguments[-1], *need)
+        backward = (d, *operands, 0.7, p, 5, arguments[-1], *need, dora and need[0])
         torch.library.opcheck(lora_linear_backward, backward, test_utils=("test_schema", "test_faketensor"))
     torch.library.opcheck(
         lora_linear, arguments, test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")

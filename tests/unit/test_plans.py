@@ -173,8 +173,8 @@ def test_the_roofline_takes_the_longer_of_arithmetic_and_traffic_and_adds_launch
 
 
 def test_the_chain_is_first_for_every_case_and_names_are_unique() -> None:
-    for device, drop, covered, dora in itertools.product(("cpu", "cuda"), *[(False, True)] * 3):
-        case = one(8, 8, 8, 2, device, drops=(drop,), covered=covered, dora=dora)
+    for device, drop, covered, composed in itertools.product(("cpu", "cuda"), *[(False, True)] * 3):
+        case = one(8, 8, 8, 2, device, drops=(drop,), covered=covered, composed=composed)
         for lossy in (False, True):
             plans = legal_plans(case, lossy)
             assert plans[0] == CHAIN
@@ -190,14 +190,14 @@ def test_the_chain_is_first_for_every_case_and_names_are_unique() -> None:
         (Plan(dx="merged"), {"covered": False}, True, "one adapter"),
         (Plan(dx="merged"), {"ranks": ((2,), (2,)), "drops": (False, False)}, True, "one adapter"),
         (Plan(dA="xd"), {"ranks": ((2,), (2,)), "drops": (False, False)}, False, "one adapter"),
-        (Plan(dx="before"), {"dora": True}, False, "DoRA"),
+        (Plan(dx="before"), {"composed": True, "base_dropped": True}, False, "DoRA"),
+        (Plan(dA="xd"), {"composed": True}, False, "plain LoRA"),
         (Plan(dx="before"), {"ranks": (), "drops": ()}, False, "no adapter"),
         (ROUTED, {"device": "cpu"}, False, "Triton"),
         (ROUTED, {"dtype": "float64"}, False, "Triton"),
         (Plan(up="fused"), {}, False, "TMA"),
         (Plan(dx="fused"), {"K": 64, "Ns": (64,)}, False, "TMA"),
-        (Plan("routed", dx="merged"), {}, True, "for both, or for neither"),
-        (Plan("mm", "routed", "mm", "routed"), {}, False, "for both, or for neither"),
+        (Plan("routed", dx="merged"), {}, True, "plain products"),
         (dataclasses.replace(ROUTED, dA="xd"), {}, False, "plain products"),
         (Plan(dA="xd"), {"needs": (True, False, True)}, False, "not wanted"),
         (Plan(dx="before"), {"needs": (False, True, True)}, False, "not wanted"),
@@ -275,7 +275,7 @@ def test_normal_form_of_a_case() -> None:
     assert of([[4, 4]], [False]).single
     every = [
         of([[4, 4]], [False], **rest)
-        for rest in ({}, {"covered": False}, {"needs": (False, True, True)}, {"dora": True})
+        for rest in ({}, {"covered": False}, {"needs": (False, True, True)}, {"composed": True})
     ] + [of([[4, 4]], [True]), of([[4, 2]], [False]), case, of([], [])]
     assert len({c.key for c in every}) == len(every)
     with pytest.raises(ValueError, match="2 layers"):
@@ -540,7 +540,7 @@ def test_without_measurements_auto_estimates_and_time_stays_with_the_chain(tmp_p
     assert not chosen.lossy and chooser.choices[LARGE].origin == "estimated"
     chooser = planner(tmp_path, "time", LARGE)
     assert chooser.plan_for(LARGE) == CHAIN and chooser.choices[LARGE].origin == "not measured"
-    dora = dataclasses.replace(LARGE, dora=True)
+    dora = dataclasses.replace(LARGE, composed=True, base_dropped=True)
     assert chooser.plan_for(dora) == CHAIN and chooser.choices[dora].origin == "only one"
 
 

@@ -19,11 +19,13 @@ from packlora.ops.lora_linear.kernels import _drop, _keys
 
 @triton.jit(do_not_specialize=["salt"])
 def fused_kernel(
-    X, V, Y, L, R, bias, keys, salt, threshold, T, P, Q, width, rank,
-    FORWARD: tl.constexpr, DROP: tl.constexpr, ASM: tl.constexpr, HAS_BIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr, BR: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
+    X, V, Y, Z, L, R, bias, g, keys, salt, threshold, T, P, Q, width, rank,
+    FORWARD: tl.constexpr, DROP: tl.constexpr, ASM: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_G: tl.constexpr,
+    KEEP: tl.constexpr, WIDE: tl.constexpr, DTYPE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    BR: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    """Forward: L is S [T, width], R is B [Q, rank]. Backward: L is dS, R the stacked A [rank, Q]."""
+    """Forward: L is S [T, width], R is B [Q, rank]. Backward: L is dS, R the stacked A [rank, Q]. WIDE: L and R are tensor
+    descriptors of their first `rank` columns and rows. HAS_G: the product z is scaled before the bias; KEEP: z is stored."""
     num_m, num_n = tl.cdiv(T, BM), tl.cdiv(Q, BN)
     steps = tl.cdiv(P, BK)
     for tile in tl.range(tl.program_id(0), num_m * num_n, PROGRAMS, flatten=False):
@@ -36,20 +38,26 @@ def fused_kernel(
         inside = rows < T
         acc = tl.zeros((BM, BN), dtype=tl.float32)
         for r in range(0, rank, BR):
-            ranks = r + tl.arange(0, BR)
-            has = ranks < rank
-            L_at = L + rows.to(tl.int64)[:, None] * width + ranks[None, :]
-            L_tile = tl.load(L_at, mask=inside[:, None] & has[None, :], other=0.0)
-            if FORWARD:
-                R_at = R + cols[None, :] * rank + ranks[:, None]
+            if WIDE:
+                if FORWARD:
+                    acc = tl.dot(L.load([m * BM, r]), R.load([n * BN, r]).T, acc)
+                else:
+                    acc = tl.dot(L.load([m * BM, r]), R.load([r, n * BN]), acc)
             else:
-                R_at = R + ranks[:, None] * Q + cols[None, :]
-            R_tile = tl.load(R_at, mask=has[:, None] & (cols < Q)[None, :], other=0.0)
-            acc = tl.dot(L_tile, R_tile, acc)
+                ranks = r + tl.arange(0, BR)
+                has = ranks < rank
+                L_at = L + rows.to(tl.int64)[:, None] * width + ranks[None, :]
+                L_tile = tl.load(L_at, mask=inside[:, None] & has[None, :], other=0.0)
+                if FORWARD:
+                    R_at = R + cols[None, :] * rank + ranks[:, None]
+                else:
+                    R_at = R + ranks[:, None] * Q + cols[None, :]
+                R_tile = tl.load(R_at, mask=has[:, None] & (cols < Q)[None, :], other=0.0)
+                acc = tl.dot(L_tile, R_tile, acc)
         if DROP:
             key_0, key_1 = _keys(keys, rows, inside, salt)
-            acc = _drop(acc.to(R.dtype.element_ty), key_0, key_1, n * BN, threshold, BN, ASM).to(tl.float32)
-        if HAS_BIAS:
+            acc = _drop(acc.to(DTYPE), key_0, key_1, n * BN, threshold, BN, ASM).to(tl.float32)
+        if HAS_BIAS and not HAS_G:
             acc += tl.load(bias + cols, mask=cols < Q, other=0.0).to(tl.float32)[None, :]
         for k in range(steps):
             X_tile = X.load([m * BM, k * BK])
@@ -57,4 +65,10 @@ def fused_kernel(
                 acc = tl.dot(X_tile, V.load([n * BN, k * BK]).T, acc)
             else:
                 acc = tl.dot(X_tile, V.load([k * BK, n * BN]), acc)
-        Y.store([m * BM, n * BN], acc.to(R.dtype.element_ty))
+        if HAS_G:
+            if KEEP:
+                Z.store([m * BM, n * BN], acc.to(DTYPE))
+            acc *= tl.load(g + cols, mask=cols < Q, other=0.0)[None, :]
+            if HAS_BIAS:
+                acc += tl.load(bias + cols, mask=cols < Q, other=0.0).to(tl.float32)[None, :]
+        Y.store([m * BM, n * BN], acc.to(DTYPE))

@@ -2,7 +2,10 @@
 
     down     S = s c (drop(x) A')                     x is read once for all adapters and layers; the mask stays in registers
     up       y0 = S B' + bias                         y0 is what the base product x W' then accumulates onto
-    grad     dS = s c (d B), dB = d' S                one read of d
+             y = g (x W' + S B') + bias               or: the base product is there, one pass over it
+    compose  y = g z + bias
+    scale    e = g d, sums of d z and d
+    grad     dS = s c (e B), dB = e' S                one read of d; e and the sums in the same pass
     inputs   dx0 = drop(dS A), dA = dS' drop(x)       one read of x; d W accumulates onto dx0
 
 drop() puts dropped elements to 0 and does not scale; the scaling s and the survivors' factor c = 1 / (1 - p) are in S and dS,
@@ -75,6 +78,15 @@ def _add_dot(a, b, acc, lost, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def _sum_rows(tile, PARTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+    """Sum of a float32 tile over its rows; in PARTS first, where its error counts (float32 operands)."""
+    if PARTS == 1:
+        return tl.sum(tile, 0)
+    else:
+        return tl.sum(tl.sum(tl.reshape(tile, (PARTS, BM // PARTS, BN)), 1), 0)
+
+
+@triton.jit
 def _keys(keys, rows, inside, salt):
     """Both key words of tokens, the first with the salt in it."""
     key_0 = tl.load(keys + 2 * rows, mask=inside, other=0).to(tl.uint32, bitcast=True) ^ salt.to(tl.uint32)
@@ -136,15 +148,28 @@ def _drop_two(x, y, key_0, key_1, first_column, threshold, BK: tl.constexpr, ASM
 
 
 @triton.jit(do_not_specialize=["salt"])
-def dropout_kernel(x, y, keys, salt, threshold, T, K, x_stride, ASM: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr):
-    """y = dropout(x), scaled as torch scales it: the product is rounded to the dtype. Grid (blocks of K, blocks of T)."""
+def masked_kernel(
+    x,
+    y,
+    keys,
+    salt,
+    threshold,
+    T,
+    K,
+    x_stride,
+    SCALED: tl.constexpr,
+    ASM: tl.constexpr,
+    BM: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """y = drop(x), or scaled as torch's dropout scales it: the product is rounded to the dtype. Grid (blocks of K, of T)."""
     rows = tl.program_id(1) * BM + tl.arange(0, BM)
     cols = tl.program_id(0) * BK + tl.arange(0, BK)
     inside = rows < T
     mask = inside[:, None] & (cols < K)[None, :]
     x_tile = tl.load(x + rows.to(tl.int64)[:, None] * x_stride + cols[None, :], mask=mask, other=0.0)
-    factor = 65536.0 / (65536 - threshold)
-    x_tile = (x_tile.to(tl.float32) * factor).to(y.dtype.element_ty)
+    if SCALED:
+        x_tile = (x_tile.to(tl.float32) * (65536.0 / (65536 - threshold))).to(y.dtype.element_ty)
     key_0, key_1 = _keys(keys, rows, inside, salt)
     x_tile = _drop(x_tile, key_0, key_1, tl.program_id(0) * BK, threshold, BK, ASM)
     tl.store(y + rows.to(tl.int64)[:, None] * K + cols[None, :], x_tile, mask=mask)
@@ -203,18 +228,22 @@ def down_kernel(
 
 @triton.jit
 def _up(
-    S, B, bias, y, column, offset, rank, start, stop, N, width, first, last,
-    HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr,
+    S, B, bias, g, z, y, column, offset, rank, start, stop, row, N, width, first, last,
+    HAS_BIAS: tl.constexpr, EPILOGUE: tl.constexpr, COMPOSED: tl.constexpr, KEEP: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
     rows = start + tl.arange(0, BM)
     inside = rows < stop
     ranks = tl.arange(0, BR)
     S_rows = S + rows.to(tl.int64)[:, None] * width + (column + ranks)[None, :]
     S_tile = tl.load(S_rows, mask=inside[:, None] & (ranks < rank)[None, :], other=0.0)
-    y_rows = y + rows.to(tl.int64)[:, None] * N
+    y_rows = rows.to(tl.int64)[:, None] * N
     for n in range(first, last, BN):
         cols = n + tl.arange(0, BN)
         fits = cols < N
+        here = inside[:, None] & fits[None, :]
+        if EPILOGUE:
+            base = tl.load(z + y_rows + cols[None, :], mask=here, other=0.0)
         B_at = B + offset + cols[:, None] * rank + ranks[None, :]
         B_tile = tl.load(B_at, mask=fits[:, None] & (ranks < rank)[None, :], other=0.0)
         acc = tl.dot(S_tile, tl.trans(B_tile), input_precision=PRECISION)
@@ -223,38 +252,109 @@ def _up(
             S_more = tl.load(S_rows + r, mask=inside[:, None] & (more < rank)[None, :], other=0.0)
             B_more = tl.load(B_at + r, mask=fits[:, None] & (more < rank)[None, :], other=0.0)
             acc = tl.dot(S_more, tl.trans(B_more), acc, input_precision=PRECISION)
+        if EPILOGUE:
+            acc += base.to(tl.float32)
+        if KEEP:
+            tl.store(z + y_rows + cols[None, :], acc.to(z.dtype.element_ty), mask=here)
+        if COMPOSED:
+            acc *= tl.load(g + row.to(tl.int64) * N + cols, mask=fits, other=0.0)[None, :]
         if HAS_BIAS:
-            acc += tl.load(bias + cols, mask=fits, other=0.0).to(tl.float32)[None, :]
-        tl.store(y_rows + cols[None, :], acc.to(y.dtype.element_ty), mask=inside[:, None] & fits[None, :])
+            acc += tl.load(bias + row.to(tl.int64) * N + cols, mask=fits, other=0.0).to(tl.float32)[None, :]
+        tl.store(y + y_rows + cols[None, :], acc.to(y.dtype.element_ty), mask=here)
 
 
 @triton.jit
 def up_kernel(
-    S, B, bias, y, tiles, places, N, width, span,
-    HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr,
+    S, B, bias, g, z, y, tiles, places, base_row, N, width, span,
+    HAS_BIAS: tl.constexpr, EPILOGUE: tl.constexpr, COMPOSED: tl.constexpr, KEEP: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
-    """Grid (spans of columns, token blocks of BM). Writes every row: 0 or the bias where no adapter is."""
+    """Grid (spans of columns, token blocks of BM). Writes every row: 0, base or bias where no adapter is.
+
+    EPILOGUE: z [T, N] holds the base product. COMPOSED: g and bias float32 [adapters + 1, N], the last row for tokens without
+    an adapter; else bias [N]. KEEP: z is written, the product that g scales. y may be z where it is not kept.
+    """
     tile = tiles + 4 * tl.program_id(1)
     adapter, start, stop = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
     column, offset, rank = 0, 0, 0
     if adapter >= 0:
         place = places + 4 * adapter
         column, offset, rank = tl.load(place), tl.load(place + 1), tl.load(place + 2)
+    row = adapter * 0
+    if COMPOSED:
+        row = tl.where(adapter >= 0, adapter, base_row)
     first = tl.program_id(0) * span
     last = tl.minimum(N, first + span)
     if BR == 16 or rank > BR // 2:
-        _up(S, B, bias, y, column, offset, rank, start, stop, N, width, first, last, HAS_BIAS, PRECISION, BM, BN, BR)
+        _up(S, B, bias, g, z, y, column, offset, rank, start, stop, row, N, width, first, last, HAS_BIAS, EPILOGUE, COMPOSED,
+            KEEP, PRECISION, BM, BN, BR)  # fmt: skip
     elif BR == 32 or rank <= 16:
-        _up(S, B, bias, y, column, offset, rank, start, stop, N, width, first, last, HAS_BIAS, PRECISION, BM, BN, 16)
+        _up(S, B, bias, g, z, y, column, offset, rank, start, stop, row, N, width, first, last, HAS_BIAS, EPILOGUE, COMPOSED,
+            KEEP, PRECISION, BM, BN, 16)  # fmt: skip
     else:
-        _up(S, B, bias, y, column, offset, rank, start, stop, N, width, first, last, HAS_BIAS, PRECISION, BM, BN, 32)
+        _up(S, B, bias, g, z, y, column, offset, rank, start, stop, row, N, width, first, last, HAS_BIAS, EPILOGUE, COMPOSED,
+            KEEP, PRECISION, BM, BN, 32)  # fmt: skip
+
+
+@triton.jit
+def compose_kernel(z, y, g, bias, tiles, base_row, N, HAS_BIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+    """y = g z + bias; y may be z. g, bias: float32 [adapters + 1, N]. Grid (blocks of N, token blocks of 4 BM)."""
+    tile = tiles + 4 * tl.program_id(1)
+    adapter, start, stop = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
+    row = tl.where(adapter >= 0, adapter, base_row).to(tl.int64)
+    cols = tl.program_id(0) * BN + tl.arange(0, BN)
+    fits = cols < N
+    factor = tl.load(g + row * N + cols, mask=fits, other=0.0)[None, :]
+    if HAS_BIAS:
+        plus = tl.load(bias + row * N + cols, mask=fits, other=0.0)[None, :]
+    for t in range(start, stop, BM):
+        rows = t + tl.arange(0, BM)
+        here = (rows < stop)[:, None] & fits[None, :]
+        at = rows.to(tl.int64)[:, None] * N + cols[None, :]
+        value = tl.load(z + at, mask=here, other=0.0).to(tl.float32) * factor
+        if HAS_BIAS:
+            value += plus
+        tl.store(y + at, value.to(y.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def scale_kernel(
+    d, kept, e, sums, g, bands, base_row, N, d_stride,
+    NEED_DZ: tl.constexpr, NEED_D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """e = g d, and sums float32 [bands, 2, N]: of d times what was kept, and of d. Grid (blocks of N, token bands)."""
+    band = bands + 4 * tl.program_id(1)
+    adapter, start, stop = tl.load(band), tl.load(band + 1), tl.load(band + 2)
+    row = tl.where(adapter >= 0, adapter, base_row).to(tl.int64)
+    cols = tl.program_id(0) * BN + tl.arange(0, BN)
+    fits = cols < N
+    factor = tl.load(g + row * N + cols, mask=fits, other=0.0)[None, :]
+    dz = tl.zeros((BM, BN), dtype=tl.float32)
+    d_sum = tl.zeros((BM, BN), dtype=tl.float32)
+    for t in tl.range(start, stop, BM, num_stages=STAGES):
+        rows = t + tl.arange(0, BM)
+        here = (rows < stop)[:, None] & fits[None, :]
+        rows_64 = rows.to(tl.int64)[:, None]
+        value = tl.load(d + rows_64 * d_stride + cols[None, :], mask=here, other=0.0).to(tl.float32)
+        if NEED_DZ:
+            dz += value * tl.load(kept + rows_64 * N + cols[None, :], mask=here, other=0.0).to(tl.float32)
+        if NEED_D:
+            d_sum += value
+        tl.store(e + rows_64 * N + cols[None, :], (value * factor).to(e.dtype.element_ty), mask=here)
+    at = sums + tl.program_id(1).to(tl.int64) * 2 * N + cols
+    PARTS: tl.constexpr = 8 if d.dtype.element_ty == tl.float32 else 1
+    if NEED_DZ:
+        tl.store(at, _sum_rows(dz, PARTS, BM, BN), mask=fits)
+    if NEED_D:
+        tl.store(at + N, _sum_rows(d_sum, PARTS, BM, BN), mask=fits)
 
 
 @triton.jit
 def _grad(
-    d, S, B, dS_parts, dB_parts, column, offset, rank, column_0, start, stop, factor, first, last, band, N, d_stride, width,
-    part_width,
-    NEED_DB: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr,
+    d, S, B, dS_parts, dB_parts, kept, e, sums, g, column, offset, rank, column_0, start, stop, row, factor, first, last, band,
+    N, d_stride, width, part_width,
+    NEED_DB: tl.constexpr, COMPOSED: tl.constexpr, NEED_DZ: tl.constexpr, NEED_D: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
     rows = start + tl.arange(0, BM)
     inside = rows < stop
@@ -264,10 +364,35 @@ def _grad(
     S_tile = tl.load(S + rows_64 * width + (column + ranks)[None, :], mask=inside[:, None] & has[None, :], other=0.0)
     acc = tl.zeros((BM, BR), dtype=tl.float32)
     lost = tl.zeros((BM, BR), dtype=tl.float32)
+    if (
+        COMPOSED
+    ):  # fetched one block ahead by hand: what goes through registers on its way to a product is not pipelined
+        PARTS: tl.constexpr = 8 if d.dtype.element_ty == tl.float32 else 1
+        cols = first + tl.arange(0, BN)
+        ahead = inside[:, None] & (cols < last)[None, :]
+        d_next = tl.load(d + rows_64 * d_stride + cols[None, :], mask=ahead, other=0.0)
+        if NEED_DZ:
+            kept_next = tl.load(kept + rows_64 * N + cols[None, :], mask=ahead, other=0.0)
     for n in range(first, last, BN):
         cols = n + tl.arange(0, BN)
         fits = cols < N
-        d_tile = tl.load(d + rows_64 * d_stride + cols[None, :], mask=inside[:, None] & fits[None, :], other=0.0)
+        here = inside[:, None] & fits[None, :]
+        if COMPOSED:
+            wide = d_next.to(tl.float32)
+            ahead = inside[:, None] & (cols + BN < last)[None, :]
+            if NEED_DZ:
+                product = wide * kept_next.to(tl.float32)
+                kept_next = tl.load(kept + rows_64 * N + (cols + BN)[None, :], mask=ahead, other=0.0)
+                at = sums + band.to(tl.int64) * 2 * N + cols
+                tl.store(at, _sum_rows(product, PARTS, BM, BN), mask=fits)
+            d_next = tl.load(d + rows_64 * d_stride + (cols + BN)[None, :], mask=ahead, other=0.0)
+            if NEED_D:
+                tl.store(sums + (band.to(tl.int64) * 2 + 1) * N + cols, _sum_rows(wide, PARTS, BM, BN), mask=fits)
+            wide *= tl.load(g + row * N + cols, mask=fits, other=0.0)[None, :]
+            d_tile = wide.to(d.dtype.element_ty)
+            tl.store(e + rows_64 * N + cols[None, :], d_tile, mask=here)
+        else:
+            d_tile = tl.load(d + rows_64 * d_stride + cols[None, :], mask=here, other=0.0)
         B_at = B + offset + cols.to(tl.int64)[:, None] * rank + ranks[None, :]
         B_tile = tl.load(B_at, mask=fits[:, None] & has[None, :], other=0.0)
         acc, lost = _add_dot(d_tile, B_tile, acc, lost, PRECISION)
@@ -281,34 +406,42 @@ def _grad(
 
 @triton.jit
 def grad_kernel(
-    d, S, B, dS_parts, dB_parts, bands, places, scalings, T, N, d_stride, width, part_width, span,
-    NEED_DB: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr,
+    d, S, B, dS_parts, dB_parts, kept, e, sums, g, bands, places, scalings, base_row, T, N, d_stride, width, part_width, span,
+    NEED_DB: tl.constexpr, COMPOSED: tl.constexpr, NEED_DZ: tl.constexpr, NEED_D: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
-    """Grid (spans of columns, token bands of BM, rank blocks of BR).
+    """Grid (spans of columns, token bands of BM, rank blocks of BR; one rank block where COMPOSED).
 
     dS_parts [spans, T, width] float32: the span's share of dS; dB_parts [bands, N, part_width] float32: the band's of dB.
+    COMPOSED: d is scaled by g first, e and sums are written as by scale_kernel.
     """
     band_index, column_0 = tl.program_id(1), tl.program_id(2) * BR
     band = bands + 4 * band_index
     adapter, start, stop = tl.load(band), tl.load(band + 1), tl.load(band + 2)
+    column, offset, rank = 0, 0, 0
+    factor = 0.0
     if adapter >= 0:
         place = places + 4 * adapter
         column, offset, rank = tl.load(place), tl.load(place + 1), tl.load(place + 2)
-        left = rank - column_0
-        if left > 0:
-            factor = tl.load(scalings + adapter) * (65536.0 / (65536 - tl.load(band + 3)))
-            first = tl.program_id(0) * span
-            last = tl.minimum(N, first + span)
-            parts = dS_parts + tl.program_id(0).to(tl.int64) * T * width
-            if BR == 16 or left > BR // 2:
-                _grad(d, S, B, parts, dB_parts, column, offset, rank, column_0, start, stop, factor, first, last, band_index, N,
-                      d_stride, width, part_width, NEED_DB, PRECISION, BM, BN, BR)  # fmt: skip
-            elif BR == 32 or left <= 16:
-                _grad(d, S, B, parts, dB_parts, column, offset, rank, column_0, start, stop, factor, first, last, band_index, N,
-                      d_stride, width, part_width, NEED_DB, PRECISION, BM, BN, 16)  # fmt: skip
-            else:
-                _grad(d, S, B, parts, dB_parts, column, offset, rank, column_0, start, stop, factor, first, last, band_index, N,
-                      d_stride, width, part_width, NEED_DB, PRECISION, BM, BN, 32)  # fmt: skip
+        factor = tl.load(scalings + adapter) * (65536.0 / (65536 - tl.load(band + 3)))
+    row = tl.where(adapter >= 0, adapter, base_row).to(tl.int64)
+    left = rank - column_0
+    if left > 0 or COMPOSED:
+        first = tl.program_id(0) * span
+        last = tl.minimum(N, first + span)
+        parts = dS_parts + tl.program_id(0).to(tl.int64) * T * width
+        if BR == 16 or left > BR // 2:
+            _grad(d, S, B, parts, dB_parts, kept, e, sums, g, column, offset, rank, column_0, start, stop, row, factor, first,
+                  last, band_index, N, d_stride, width, part_width, NEED_DB, COMPOSED, NEED_DZ, NEED_D, PRECISION, BM, BN,
+                  BR)  # fmt: skip
+        elif BR == 32 or left <= 16:
+            _grad(d, S, B, parts, dB_parts, kept, e, sums, g, column, offset, rank, column_0, start, stop, row, factor, first,
+                  last, band_index, N, d_stride, width, part_width, NEED_DB, COMPOSED, NEED_DZ, NEED_D, PRECISION, BM, BN,
+                  16)  # fmt: skip
+        else:
+            _grad(d, S, B, parts, dB_parts, kept, e, sums, g, column, offset, rank, column_0, start, stop, row, factor, first,
+                  last, band_index, N, d_stride, width, part_width, NEED_DB, COMPOSED, NEED_DZ, NEED_D, PRECISION, BM, BN,
+                  32)  # fmt: skip
 
 
 @triton.jit
@@ -355,12 +488,13 @@ def _inputs(
             key_0_next, key_1_next = _keys(keys, rows + BM, rows + BM < stop, salt)
         if NEED_DX:
             low = tl.dot(dS_tile, A_tile, input_precision=PRECISION)
+            low_lost = tl.zeros((BM, BK), dtype=tl.float32)
             if NEED_DA == 0:  # wider than one rank block: the others are added up here
                 for r in range(BR, rank, BR):
                     more = (r + ranks < rank)[None, :]
                     dS_more = tl.load(dS_at + r, mask=inside[:, None] & more, other=0.0)
                     A_more = tl.load(A_at + r * K, mask=(r + ranks < rank)[:, None] & fits[None, :], other=0.0)
-                    low = tl.dot(dS_more, A_more, low, input_precision=PRECISION)
+                    low, low_lost = _add_dot(dS_more, A_more, low, low_lost, PRECISION)
             low_tile = low.to(dx.dtype.element_ty)
         if NEED_DA:
             x_at = x + rows_64 * x_stride + cols[None, :]

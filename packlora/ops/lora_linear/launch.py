@@ -6,10 +6,12 @@ Block sizes come from `Sizes`, one set per dtype; benchmarks/LOG.md has what was
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
+import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from packlora.ops.dropout import dropout_threshold, signed
@@ -17,10 +19,14 @@ from packlora.ops.lora_linear import fused, kernels
 from packlora.ops.lora_linear.launcher import launch
 from packlora.ops.lora_linear.layout import GroupTables, Layer, Packed, Run, RunTables
 
+if TYPE_CHECKING:
+    from packlora.ops.lora_linear.steps import Composition
+
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Block sizes, warps and stages. *_m: tokens, *_n and *_k: columns, *_r: ranks, *_band: tokens that one program sums."""
+    """Block sizes, warps and stages. *_m: tokens, *_n and *_k: columns, *_r: ranks, *_band: tokens that
+    one program sums."""
 
     down_m: int = 32
     down_k: int = 128
@@ -38,6 +44,14 @@ class Sizes:
     grad_warps: int = 4
     grad_stages: int = 3
     grad_programs: int = 264
+    joint_m: int = 128
+    joint_n: int = 64
+    joint_warps: int = 4
+    scale_m: int = 32
+    scale_n: int = 128
+    scale_band: int = 256
+    scale_warps: int = 4
+    scale_stages: int = 3
     inputs_m: int = 64
     inputs_k: int = 128
     inputs_r: int = 64
@@ -48,12 +62,13 @@ class Sizes:
     @property
     def tokens(self) -> tuple[int, ...]:
         """Block sizes for which RunTables must have a table."""
-        return (self.down_m, self.up_m, self.grad_m, self.inputs_band)
+        return (self.down_m, self.up_m, self.grad_m, self.joint_m, self.scale_band, self.inputs_band)
 
 
 HALF = Sizes()
 SINGLE = Sizes(
-    down_m=32, down_k=32, down_r=32, down_stages=2, up_m=32, grad_m=64, grad_n=32, grad_stages=2,
+    down_m=32, down_k=32, down_r=32, down_stages=2, up_m=32, grad_m=64, grad_n=32, grad_stages=2, joint_m=64, joint_n=32,
+    scale_band=64,
     inputs_m=32, inputs_k=64, inputs_r=32, inputs_band=128, inputs_stages=2,
 )  # fmt: skip
 FUSED_M, FUSED_N, FUSED_K = 128, 256, 64
@@ -96,14 +111,14 @@ def _cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def dropout(x_TK: torch.Tensor, keys_T2: torch.Tensor, salt: int, p: float) -> torch.Tensor:
-    """ops.dropout.dropout in one kernel, for products that read a dropped copy of x."""
+def masked(x_TK: torch.Tensor, keys_T2: torch.Tensor, salt: int, p: float, scaled: bool) -> torch.Tensor:
+    """ops.dropout.masked in one kernel, for products that read a dropped copy of x."""
     T, K = x_TK.shape
     y = torch.empty(T, K, dtype=x_TK.dtype, device=x_TK.device)
     launch(
-        kernels.dropout_kernel, (_cdiv(K, 256), _cdiv(T, 16)),
+        kernels.masked_kernel, (_cdiv(K, 256), _cdiv(T, 16)),
         (x_TK, y, keys_T2, signed(salt), dropout_threshold(p), T, K, x_TK.stride(0)),
-        ASM=packed_dropout(x_TK), BM=16, BK=256, num_warps=4, num_stages=1,
+        SCALED=scaled, ASM=packed_dropout(x_TK), BM=16, BK=256, num_warps=4, num_stages=1,
     )  # fmt: skip
     return y
 
@@ -126,72 +141,170 @@ def down(
     return S
 
 
-def up(S: torch.Tensor, packed: Packed, tables: GroupTables, runs: RunTables, index: int, layer: Layer) -> torch.Tensor:
-    """S B' + bias of one layer, [T, N], onto which the base product is to be accumulated."""
-    size, T, N = sizes_for(S.dtype), S.shape[0], layer.weight.shape[0]
+def up(
+    S: torch.Tensor, packed: Packed, tables: GroupTables, runs: RunTables, index: int, bias: torch.Tensor | None,
+    base: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """S B' + bias of one layer, [T, N], onto which the base product is to be accumulated; or added to the base product, in
+    place."""
+    y = torch.empty(len(S), packed.layout.sizes[index], dtype=S.dtype, device=S.device) if base is None else base
+    _up(S, packed, tables, runs, index, y, y, None, bias, base is not None, False)
+    return y
+
+
+def up_composed(
+    S: torch.Tensor, packed: Packed, tables: GroupTables, runs: RunTables, index: int, composition: Composition,
+    base: torch.Tensor, keep: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    """y = g z + bias with z = base + S B', and z where it is to be kept. base [T, N] is written over."""
+    y = torch.empty_like(base) if keep else base
+    _up(S, packed, tables, runs, index, base, y, composition, composition.bias, True, keep)
+    return y, base if keep else None
+
+
+def _up(
+    S: torch.Tensor, packed: Packed, tables: GroupTables, runs: RunTables, index: int, z: torch.Tensor, y: torch.Tensor,
+    composition: Composition | None, bias: torch.Tensor | None, epilogue: bool, keep: bool,
+) -> None:  # fmt: skip
+    size, N = sizes_for(S.dtype), packed.layout.sizes[index]
     blocks, span = runs.blocks[size.up_m], size.up_n * size.up_loop
-    y = torch.empty(T, N, dtype=S.dtype, device=S.device)
     launch(
         kernels.up_kernel, (_cdiv(N, span), blocks.shape[0]),
-        (S, packed.B[index], layer.bias, y, blocks, tables.places[index], N, packed.layout.width, span),
-        sites=runs.sites, key=("up", packed.shape, index, 1 if layer.bias is None else layer.bias.data_ptr() % 16),
-        HAS_BIAS=layer.bias is not None, PRECISION="ieee", BM=size.up_m, BN=size.up_n,
-        BR=_block(packed.layout.max_padded[index], 64), num_warps=size.up_warps, num_stages=size.up_stages,
+        (
+            S, packed.B[index], bias, None if composition is None else composition.g, z, y, blocks, tables.places[index],
+            tables.rows.shape[0], N, packed.layout.width, span,
+        ),
+        sites=runs.sites,
+        key=(
+            "up", packed.shape, index, 1 if bias is None else bias.data_ptr() % 16, composition is None, epilogue, keep,
+        ),
+        HAS_BIAS=bias is not None, EPILOGUE=epilogue, COMPOSED=composition is not None, KEEP=keep, PRECISION="ieee",
+        BM=size.up_m, BN=size.up_n, BR=_block(packed.layout.max_padded[index], 64), num_warps=size.up_warps,
+        num_stages=size.up_stages,
     )  # fmt: skip
-    return y
+
+
+def compose(z: torch.Tensor, y: torch.Tensor, runs: RunTables, composition: Composition) -> None:
+    """y = g z + bias, [T, N]; y may be z."""
+    size, N, bias = sizes_for(z.dtype), z.shape[1], composition.bias
+    blocks = runs.blocks[size.up_m]
+    launch(
+        kernels.compose_kernel, (_cdiv(N, 256), blocks.shape[0]),
+        (z, y, composition.g, bias, blocks, len(composition.g) - 1, N),
+        sites=runs.sites, key=("compose", z.dtype, N, bias is None),
+        HAS_BIAS=bias is not None, BM=16, BN=256, num_warps=4, num_stages=2,
+    )  # fmt: skip
+
+
+def scale(
+    d_TN: torch.Tensor,
+    kept: torch.Tensor | None,
+    runs: RunTables,
+    composition: Composition,
+    need_dz: bool,
+    need_d: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """e = g d [T, N], and the sums over the tokens of every adapter, float32 [adapters, 2, N]: of d times what was kept, and of
+    d. Those that are not needed hold anything."""
+    size, (T, N) = sizes_for(d_TN.dtype), d_TN.shape
+    bands = runs.blocks[size.scale_band]
+    e = torch.empty(T, N, dtype=d_TN.dtype, device=d_TN.device)
+    parts = torch.empty((bands.shape[0], 2, N) if need_dz or need_d else (1,), device=d_TN.device)
+    launch(
+        kernels.scale_kernel, (_cdiv(N, size.scale_n), bands.shape[0]),
+        (d_TN, kept, e, parts, composition.g, bands, len(composition.g) - 1, N, d_TN.stride(0)),
+        sites=runs.sites, key=("scale", d_TN.dtype, N, d_TN.data_ptr() % 16, need_dz, need_d),
+        NEED_DZ=need_dz, NEED_D=need_d, BM=size.scale_m, BN=size.scale_n, STAGES=size.scale_stages,
+        num_warps=size.scale_warps, num_stages=2,
+    )  # fmt: skip
+    return e, _sum_tokens(parts, runs, composition, size.scale_band) if need_dz or need_d else None
+
+
+def _sum_tokens(parts: torch.Tensor, runs: RunTables, composition: Composition, band: int) -> torch.Tensor:
+    """Sums of bands [bands, 2, N] added up by adapter, [adapters, 2, N]."""
+    N, size = parts.shape[2], band
+    rows = composition.sum_rows
+    out = torch.empty(len(composition.g) - 1, 2, N, device=parts.device)
+    launch(
+        kernels.sum_rows_kernel, (_cdiv(N, 128), rows.shape[0]),
+        (parts, out, runs.blocks[size], runs.ranges[size], rows, N, 2),
+        sites=runs.sites, key=("sum_tokens", N, size), BANDS=32, BK=128, num_warps=4, num_stages=1,
+    )  # fmt: skip
+    return out
+
+
+Scaled = tuple["Composition", "torch.Tensor | None", bool, bool]
+"""Of one layer: its composition, what was kept for the backward, whether the sums of d times that and of d are needed."""
 
 
 def grad(
     d: Sequence[torch.Tensor | None], S: torch.Tensor, packed: Packed, tables: GroupTables, runs: RunTables, dtype: torch.dtype,
-    need_dB: bool,
-) -> tuple[torch.Tensor, list[torch.Tensor | None]]:  # fmt: skip
-    """dS [T, width], and per layer dB, flat as B is, in `dtype`. d: per layer [T, N] or None where nothing came back."""
+    need_dB: bool, scaled: Mapping[int, Scaled],
+) -> tuple[list[torch.Tensor | None], torch.Tensor, list[torch.Tensor | None], dict[int, torch.Tensor | None]]:  # fmt: skip
+    """e per layer (d itself where it is not scaled), dS [T, width], per layer dB, flat as B is, in `dtype`, and the sums of
+    scaled layers, as `scale` gives them. d: per layer [T, N] or None where nothing came back."""
     size, layout, (T, width) = sizes_for(S.dtype), packed.layout, S.shape
-    bands = runs.blocks[size.grad_m]
     smallest = min(t.shape[1] for t in d if t is not None)
-    spans = max(1, min(_cdiv(size.grad_programs, bands.shape[0]), _cdiv(smallest, size.grad_n)))
+    spans = max(1, min(_cdiv(size.grad_programs, runs.blocks[size.grad_m].shape[0]), _cdiv(smallest, size.grad_n)))
     dS = torch.empty_like(S)
-    parts = torch.empty(spans, T, width, dtype=torch.float32, device=S.device)
+    dS_parts = torch.empty(spans, T, width, dtype=torch.float32, device=S.device)
     if any(t is None for t in d):
-        parts.zero_()
+        dS_parts.zero_()
+    e: list[torch.Tensor | None] = list(d)
     out: list[torch.Tensor | None] = []
+    sums: dict[int, torch.Tensor | None] = {}
     for index, d_TN in enumerate(d):
         part_width = layout.max_padded[index]
+        own = scaled.get(index)
+        if own is not None and d_TN is not None and part_width > size.grad_r:  # one block of ranks must cover all
+            e[index], sums[index] = scale(d_TN, own[1], runs, own[0], own[2], own[3])
+            d_TN, own = e[index], None
         if d_TN is None or not part_width:
             out.append(None)
             continue
-        N, BR = d_TN.shape[1], _block(part_width, size.grad_r)
-        span = _cdiv(_cdiv(N, spans), size.grad_n) * size.grad_n
+        BM, BN = (size.grad_m, size.grad_n) if own is None else (size.joint_m, size.joint_n)
+        N, BR, bands = d_TN.shape[1], _block(part_width, size.grad_r), runs.blocks[BM]
+        span = _cdiv(_cdiv(N, spans), BN) * BN
         dB_parts = torch.empty(
             (bands.shape[0], N, part_width) if need_dB else (1,), dtype=torch.float32, device=S.device
         )
+        e_TN, kept, g, parts, need_dz, need_d = None, None, None, None, False, False
+        if own is not None:
+            composition, kept, need_dz, need_d = own
+            g = composition.g
+            e_TN = e[index] = torch.empty(T, N, dtype=S.dtype, device=S.device)
+            if need_dz or need_d:
+                parts = torch.empty(bands.shape[0], 2, N, device=S.device)
         launch(
             kernels.grad_kernel, (spans, bands.shape[0], _cdiv(part_width, BR)),
             (
-                d_TN, S, packed.B[index], parts, dB_parts, bands, tables.places[index], tables.scalings[index],
-                T, N, d_TN.stride(0), width, part_width, span,
+                d_TN, S, packed.B[index], dS_parts, dB_parts, kept, e_TN, parts, g, bands, tables.places[index],
+                tables.scalings[index], tables.rows.shape[0], T, N, d_TN.stride(0), width, part_width, span,
             ),
-            sites=runs.sites, key=("grad", packed.shape, index, spans, d_TN.data_ptr() % 16, need_dB),
-            NEED_DB=need_dB, PRECISION="ieee", BM=size.grad_m, BN=size.grad_n, BR=BR,
-            num_warps=size.grad_warps, num_stages=size.grad_stages,
+            sites=runs.sites,
+            key=("grad", packed.shape, index, spans, d_TN.data_ptr() % 16, need_dB, own is None, need_dz, need_d),
+            NEED_DB=need_dB, COMPOSED=own is not None, NEED_DZ=need_dz, NEED_D=need_d, PRECISION="ieee", BM=BM, BN=BN, BR=BR,
+            num_warps=size.grad_warps if own is None else size.joint_warps, num_stages=size.grad_stages,
         )  # fmt: skip
+        if own is not None:
+            sums[index] = None if parts is None else _sum_tokens(parts, runs, own[0], BM)
         dB = None
         if need_dB:
             dB = torch.empty(layout.b_sizes[index], dtype=dtype, device=S.device)
             ranks = min(BR, 32)
             launch(
                 kernels.sum_blocks_kernel, (_cdiv(N, 128 // ranks), tables.rows.shape[0], _cdiv(part_width, ranks)),
-                (dB_parts, dB, bands, runs.ranges[size.grad_m], tables.places[index], N, part_width),
-                sites=runs.sites, key=("sum_blocks", packed.shape, index, dtype),
+                (dB_parts, dB, bands, runs.ranges[BM], tables.places[index], N, part_width),
+                sites=runs.sites, key=("sum_blocks", packed.shape, index, dtype, BM),
                 BANDS=16, BN=128 // ranks, BR=ranks, num_warps=4, num_stages=1,
             )  # fmt: skip
         out.append(dB)
     launch(
-        kernels.sum_spans_kernel, (_cdiv(dS.numel(), 1024),), (parts, dS, dS.numel(), spans),
+        kernels.sum_spans_kernel, (_cdiv(dS.numel(), 1024),), (dS_parts, dS, dS.numel(), spans),
         sites=runs.sites, key=("sum_spans", packed.shape, spans),
         BLOCK=1024, num_warps=4, num_stages=1,
     )  # fmt: skip
-    return dS, out
+    return e, dS, out, sums
 
 
 def inputs(
@@ -248,28 +361,52 @@ def fusable(x_TK: torch.Tensor, layers: Sequence[Layer], runs: Sequence[Run]) ->
 
 def _fused(
     X: torch.Tensor, V: torch.Tensor, Y: torch.Tensor, L: torch.Tensor, R: torch.Tensor, rank: int, forward: bool,
-    bias: torch.Tensor | None, keys_T2: torch.Tensor | None, salt: int, p: float,
+    bias: torch.Tensor | None = None, keys_T2: torch.Tensor | None = None, salt: int = 0, p: float = 0.0,
+    g: torch.Tensor | None = None, Z: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     (T, P), Q = X.shape, Y.shape[1]
     BM, BN, BK = FUSED_M, FUSED_N, FUSED_K
     programs = min(_processors(X.device), _cdiv(T, BM) * _cdiv(Q, BN))
+    BR = 16 if rank <= 16 else 32 if rank <= 32 else 64
+    wide = BR > 16
+    low = TensorDescriptor(L, [T, rank], [L.stride(0), 1], [BM, BR]) if wide else L
+    if not wide:
+        high: TensorDescriptor | torch.Tensor = R
+    elif forward:
+        high = TensorDescriptor(R, [Q, rank], [rank, 1], [BN, BR])
+    else:
+        high = TensorDescriptor(R, [rank, Q], [Q, 1], [BR, BN])
     launch(
         fused.fused_kernel, (programs,),
         (TensorDescriptor.from_tensor(X, [BM, BK]), TensorDescriptor.from_tensor(V, [BN, BK] if forward else [BK, BN]),
-        TensorDescriptor.from_tensor(Y, [BM, BN]), L, R, bias, keys_T2, signed(salt), dropout_threshold(p), T, P, Q,
-        L.stride(0), rank),
-        FORWARD=forward, DROP=p > 0, ASM=packed_dropout(Y), HAS_BIAS=bias is not None, BM=BM, BN=BN, BK=BK, BR=16,
-        GROUP=8, PROGRAMS=programs, num_warps=8, num_stages=3,
+        TensorDescriptor.from_tensor(Y, [BM, BN]), None if Z is None else TensorDescriptor.from_tensor(Z, [BM, BN]), low, high,
+        bias, g, keys_T2, signed(salt), dropout_threshold(p), T, P, Q, L.stride(0), rank),
+        FORWARD=forward, DROP=p > 0, ASM=packed_dropout(Y), HAS_BIAS=bias is not None, HAS_G=g is not None, KEEP=Z is not None,
+        WIDE=wide, DTYPE=getattr(tl, str(Y.dtype).removeprefix("torch.")), BM=BM, BN=BN, BK=BK, BR=BR, GROUP=8,
+        PROGRAMS=programs, num_warps=8, num_stages=3,
     )  # fmt: skip
     return Y
 
 
 def up_fused(x_TK: torch.Tensor, S: torch.Tensor, packed: Packed, run: Run, index: int, layer: Layer) -> torch.Tensor:
     """y [T, N] of one layer."""
-    place, N = packed.layout.places[run.adapter, index], layer.weight.shape[0]
-    y = torch.empty(x_TK.shape[0], N, dtype=x_TK.dtype, device=x_TK.device)
-    B = packed.b_block(run.adapter, index, N)
-    return _fused(x_TK, layer.weight, y, S[:, place.column :], B, place.padded, True, layer.bias, None, 0, 0.0)
+    place = packed.layout.places[run.adapter, index]
+    y = torch.empty(x_TK.shape[0], len(layer.weight), dtype=x_TK.dtype, device=x_TK.device)
+    B = packed.b_block(run.adapter, index)
+    return _fused(x_TK, layer.weight, y, S[:, place.column :], B, place.padded, True, layer.bias)
+
+
+def up_fused_composed(
+    x_TK: torch.Tensor, S: torch.Tensor, packed: Packed, run: Run, index: int, layer: Layer, composition: Composition,
+    keep: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    """y [T, N] = g z + bias of one layer, and z where it is to be kept."""
+    place = packed.layout.places[run.adapter, index]
+    y = torch.empty(x_TK.shape[0], len(layer.weight), dtype=x_TK.dtype, device=x_TK.device)
+    z = torch.empty_like(y) if keep else None
+    bias = None if composition.bias is None else composition.bias[run.adapter]
+    B, g = packed.b_block(run.adapter, index), composition.g[run.adapter]
+    return _fused(x_TK, layer.weight, y, S[:, place.column :], B, place.padded, True, bias, g=g, Z=z), z
 
 
 def dx_fused(
@@ -279,6 +416,5 @@ def dx_fused(
     """d W + drop(dS A), [T, K]."""
     dx = torch.empty(d_TN.shape[0], weight_NK.shape[1], dtype=d_TN.dtype, device=d_TN.device)
     first, padded = packed.layout.rows[run.adapter]
-    return _fused(
-        d_TN, weight_NK, dx, dS, packed.A_RK[first : first + padded], padded, False, None, keys_T2, salt, run.dropout
-    )
+    A_RK = packed.A_RK[first : first + padded]
+    return _fused(d_TN, weight_NK, dx, dS, A_RK, padded, False, None, keys_T2, salt, run.dropout)

@@ -40,30 +40,66 @@ class Recent(Generic[Value]):
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """One adapter on one layer. A [r, K] and B [N, r] of any float dtype, on the layer's device."""
+    """One adapter on one layer, operands of any float dtype, on the layer's device.
 
-    A: torch.Tensor
-    B: torch.Tensor
+    A [r, K] and B [N, r], both None for an adapter that trains the bias alone. magnitude [N] makes it a DoRA adapter and needs
+    norm, the row norms [N] of W + s B A, constant for autograd; a callable is asked for them at every forward. bias [N] takes
+    the place of the layer's own.
+    """
+
+    A: torch.Tensor | None
+    B: torch.Tensor | None
     scaling: float
+    magnitude: torch.Tensor | None = None
+    norm: torch.Tensor | Callable[[], torch.Tensor] | None = None
+    bias: torch.Tensor | None = None
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.A is None else self.A.shape[0]
+
+    @property
+    def plain(self) -> bool:
+        """Neither a magnitude nor a bias of its own."""
+        return self.magnitude is None and self.bias is None
+
+    def operands(self) -> dict[str, torch.Tensor]:
+        """What gets gradients, by name."""
+        named = {"A": self.A, "B": self.B, "magnitude": self.magnitude, "bias": self.bias}
+        return {name: operand for name, operand in named.items() if operand is not None}
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One frozen layer of a group: weight [N, K], bias [N] or None, adapters by number."""
+    """One frozen layer of a group: weight [N, K], bias [N] or None, adapters by number.
+
+    keep_output: the caller promises that nobody writes into this layer's output (kernels that work in place move no version
+    counter), so a DoRA backward may read it there and keeps nothing of its own. Where there is a bias z is kept all the same.
+    """
 
     weight: torch.Tensor
     bias: torch.Tensor | None
     adapters: Mapping[int, LowRank]
+    keep_output: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Consecutive tokens of one adapter. Tokens in no run see the base model alone."""
+    """Consecutive tokens of one adapter. Tokens in no run see the base model alone.
+
+    base_dropped: with a magnitude, the base product that it scales is that of the dropped x, as PEFT has it; without, dropout
+    is on the low-rank branch alone.
+    """
 
     adapter: int
     start: int
     stop: int
     dropout: float = 0.0
+    base_dropped: bool = True
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.start, self.stop)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +124,13 @@ class Layout:
     b_sizes: tuple[int, ...]
     max_padded: tuple[int, ...]
     """Largest padded rank of each layer."""
+    sizes: tuple[int, ...]
+    """N of each layer."""
+
+    def b_block(self, flat: torch.Tensor, number: int, index: int) -> torch.Tensor:
+        """B, or dB, of one adapter on one layer in the layer's flat one: [N, padded]."""
+        place, N = self.places[number, index], self.sizes[index]
+        return flat[place.b_offset : place.b_offset + N * place.padded].view(N, place.padded)
 
 
 def make_layout(ranks: Sequence[Mapping[int, int]], sizes: Sequence[int], align: int) -> Layout:
@@ -114,7 +157,7 @@ def make_layout(ranks: Sequence[Mapping[int, int]], sizes: Sequence[int], align:
         rows[number] = (first, column)
         first += column
     width = max((padded for _, padded in rows.values()), default=0)
-    return Layout(rows, places, first, width, tuple(b_sizes), tuple(largest))
+    return Layout(rows, places, first, width, tuple(b_sizes), tuple(largest), tuple(sizes))
 
 
 class Packed:
@@ -146,6 +189,7 @@ class Packed:
         out_of: list[torch.Tensor] = []
         for (number, index), place in self.layout.places.items():
             low = layers[index].adapters[number]
+            assert low.A is not None and low.B is not None
             if self.trusted:
                 seen = (id(low.A), low.A._version, id(low.B), low.B._version)
                 if self._seen.get((number, index)) == seen:
@@ -163,7 +207,7 @@ class Packed:
                 self._owns_B[index] = False
                 self._slots.pop(("B", number, index), None)
             else:
-                into.append(self._B_slot(number, index, low.B.shape[0], place))
+                into.append(self._B_slot(number, index, place))
                 out_of.append(low.B)
         if into:
             with torch.no_grad():
@@ -189,7 +233,7 @@ class Packed:
             slot = self._slots["A", number, index] = self._A[first : first + place.rank]
         return slot
 
-    def _B_slot(self, number: int, index: int, N: int, place: Place) -> torch.Tensor:
+    def _B_slot(self, number: int, index: int, place: Place) -> torch.Tensor:
         """Where a B is copied to."""
         slot = self._slots.get(("B", number, index))
         if slot is None:
@@ -197,14 +241,14 @@ class Packed:
             if not self._owns_B[index]:
                 self.B[index] = torch.zeros(self.layout.b_sizes[index], dtype=dtype, device=device)
                 self._owns_B[index] = True
-            slot = self._slots["B", number, index] = self.b_block(number, index, N)[:, : place.rank]
+            slot = self._slots["B", number, index] = self.b_block(number, index)[:, : place.rank]
         return slot
 
-    def b_block(self, number: int, index: int, N: int) -> torch.Tensor:
+    def b_block(self, number: int, index: int) -> torch.Tensor:
         """B of one adapter on one layer, [N, padded]."""
-        place, flat = self.layout.places[number, index], self.B[index]
+        flat = self.B[index]
         assert flat is not None
-        return flat[place.b_offset : place.b_offset + N * place.padded].view(N, place.padded)
+        return self.layout.b_block(flat, number, index)
 
 
 # --- tables on the device ----------------------------------------------------------------------------------------------
@@ -222,6 +266,11 @@ def cover(runs: Sequence[Run], num_tokens: int) -> list[tuple[int, int, int, flo
     if end < num_tokens:
         out.append((-1, end, num_tokens, 0.0))
     return out
+
+
+def gaps(runs: Sequence[Run], num_tokens: int) -> list[tuple[int, int]]:
+    """(start, stop) of the tokens that no run owns."""
+    return [(start, stop) for adapter, start, stop, _ in cover(runs, num_tokens) if adapter < 0]
 
 
 class RunTables:

@@ -9,17 +9,19 @@ Shapes: T tokens, K inputs, N outputs, r rank; x [T, K], W [N, K], A [r, K], B [
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from typing import Literal
 
 Down = Literal["mm", "routed"]
 """S = xd A'. mm: per run of tokens, on a dropped copy of x. routed: one kernel, dropout in registers, own adapter only."""
 
-Up = Literal["after", "before", "routed", "fused", "merged"]
-"""y = x W' + s S B' + bias. after: base product, then S B' added. before: S B' written first, the base product accumulates.
-routed: the same with one kernel for all adapters and the bias. fused: one GEMM kernel. merged: x (W + s B A)', lossy."""
+Up = Literal["after", "before", "routed", "epilogue", "fused", "merged"]
+"""y = g (x W' + S B') + bias. after: base product, then S B' added. before: S B' written first, the base product accumulates.
+routed: the same with one kernel for all adapters and the bias. epilogue: base product, then one kernel over it for all the
+rest. fused: one GEMM kernel. merged: x (W + s B A)', lossy. g is DoRA's; the first three give it a pass of its own."""
 
 Grad = Literal["mm", "one-pass"]
-"""dS = s d B and dB = s d' S. mm: two products per run. one-pass: one kernel, d is read once."""
+"""dS = s e B and dB = e' S, e = g d. mm: two products per run. one-pass: one kernel, d is read once."""
 
 Dx = Literal["after", "before", "routed", "fused", "merged"]
 """dx = d W + dropout'(dS A), and dA. after, before: as in Up, dA by a product of its own. routed: one kernel reads x, gives dA
@@ -61,8 +63,7 @@ class Plan:
 
     @property
     def needs_triton(self) -> bool:
-        kernels = ("routed", "fused", "one-pass")
-        return any(part in kernels for part in (self.down, self.up, self.grad, self.dx))
+        return _needs_triton(self)
 
     def to_dict(self) -> dict[str, str | bool]:
         return {field.name: getattr(self, field.name) for field in fields(self)}
@@ -71,7 +72,8 @@ class Plan:
     def from_dict(values: dict[str, str | bool]) -> Plan:
         """Raises ValueError, naming the part, where a value is not one of the accepted ones."""
         accepted = {
-            "down": ("mm", "routed"), "up": ("after", "before", "routed", "fused", "merged"), "grad": ("mm", "one-pass"),
+            "down": ("mm", "routed"), "up": ("after", "before", "routed", "epilogue", "fused", "merged"),
+            "grad": ("mm", "one-pass"),
             "dx": ("after", "before", "routed", "fused", "merged"), "dA": ("dS", "xd"), "dB": ("S", "xd"),
             "keep_s": (True, False),
         }  # fmt: skip
@@ -81,6 +83,12 @@ class Plan:
             if value not in accepted[name]:
                 raise ValueError(f"plan part {name}: {value!r} is not one of {', '.join(map(str, accepted[name]))}")
         return Plan(**values)  # type: ignore[arg-type]
+
+
+@lru_cache(maxsize=1024)
+def _needs_triton(plan: Plan) -> bool:
+    kernels = ("routed", "epilogue", "fused", "one-pass")
+    return any(part in kernels for part in (plan.down, plan.up, plan.grad, plan.dx))
 
 
 CHAIN = Plan()

@@ -8,7 +8,8 @@ For the tokens of a segment, with s the scaling, xd = dropout(x):
     DoRA   y = x W' + (g - 1) * (xd W') + g * s (xd A') B' + bias,      g = m / ||W + s B A||_row,  the norm a constant
 
 which is g * (x W' + s (x A') B') + bias where nothing is dropped. The base product of dropped inputs in DoRA is PEFT's
-semantics (peft.tuners.lora.dora). A row of W + s B A that is zero has g finite, so y = bias there, never NaN.
+semantics (peft.tuners.lora.dora); without `base_dropped` it is that of x, g * (x W' + s (xd A') B') + bias. A row of
+W + s B A that is zero has g finite, so y = bias there, never NaN.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ class Segment:
     """[N], ||W + s B A|| by row, from weight_norm; needed with magnitude."""
     bias: torch.Tensor | None = None
     """[N], replaces the base layer's bias for these tokens."""
+    base_dropped: bool = True
+    """DoRA under dropout: the base product that g scales is that of the dropped x (PEFT), else that of x."""
 
 
 def weight_norm(
@@ -111,7 +114,8 @@ def _segment(
         if seg.dropout:
             assert keys_T2 is not None
             xd_tK = dropout(x_tK, keys_T2[seg.start : seg.stop], salt, seg.dropout)
-            dropped_tN = xd_tK @ weight_NK.T
+            if seg.base_dropped:
+                dropped_tN = xd_tK @ weight_NK.T
         low_rank_tN = seg.scaling * (xd_tK @ seg.A.T) @ seg.B.T
         if seg.magnitude is None:
             y_tN = y_tN + low_rank_tN

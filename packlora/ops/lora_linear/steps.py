@@ -1,0 +1,511 @@
+"""The steps of a group's forward and backward, each by the way that the plan names: torch products run by run, or a kernel.
+
+    down       S = s c (drop(x) A')
+    up         y = g (x W' + S B') + bias
+    compose'   e = g d, and the sums over tokens that the magnitudes' and biases' gradients are made of
+    grad       dS = s c (e B), dB = e' S
+    inputs     dx = e W + drop(dS A), dA = dS' drop(x)
+
+drop() puts dropped elements to 0 and does not scale: the scaling s and the survivors' factor c = 1 / (1 - p) are in S and dS
+and nowhere else, so any way of one step goes with any way of the others. g is 1 for LoRA and m / norm for DoRA; layers where no
+adapter has a magnitude or a bias of its own ("plain" ones) have no composition: there e is d.
+
+A DoRA run under dropout whose base product is that of the dropped x (Run.base_dropped, PEFT's semantics) is a LoRA run, and has
+
+    y += (g - 1) (drop(x) c W' + S B'),    dx += drop((g - 1) d c W),    dS = s c g d B
+
+added to it: two base products. (g - 1) is formed in g's dtype; the difference of rounded products would be nothing near g = 1.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn.functional import linear
+
+from packlora.ops.dropout import dropout_factor, masked
+from packlora.ops.lora_linear.layout import Layer, LowRank, Recent, Run, RunTables, gaps
+from packlora.ops.lora_linear.plan import Plan
+
+if TYPE_CHECKING:
+    from packlora.ops.lora_linear.group import Prepared
+
+_RUN_TABLES: Recent[RunTables] = Recent(64)
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+
+@dataclass(slots=True)
+class Sums:
+    """Sums over the tokens of one adapter on one layer, in a wide dtype, [N] each: of d z and of d. None where not wanted."""
+
+    dz: torch.Tensor | None = None
+    d: torch.Tensor | None = None
+
+
+class Steps:
+    """One call: `runs` of the group's adapters over x [T, K].
+
+    Args:
+        plan: the ways; where a base product of dropped tokens is needed, plain products take their place.
+    """
+
+    def __init__(
+        self, prepared: Prepared, x_TK: torch.Tensor, runs: tuple[Run, ...], keys_T2: torch.Tensor | None, salt: int, plan: Plan
+    ) -> None:  # fmt: skip
+        self.prepared, self.packed, self.layers, self.layout = (
+            prepared, prepared.packed, prepared.layers, prepared.layout,
+        )  # fmt: skip
+        self.x_TK, self.keys_T2, self.salt = x_TK, keys_T2, salt
+        self.every = runs
+        self.runs = [run for run in runs if self.layout.rows.get(run.adapter, (0, 0))[1]]
+        self.single = x_TK.dtype == torch.float32
+        self.composed: dict[int, list[Run]] = {}
+        """Layers where a run has a magnitude or a bias of its own, and those runs."""
+        for index in prepared.compositions:
+            adapters = self.layers[index].adapters
+            own = [run for run in runs if (low := adapters.get(run.adapter)) is not None and not low.plain]
+            if own:
+                self.composed[index] = own
+        self.dropped = any(self._base_dropped(run, index) for index, own in self.composed.items() for run in own)
+        if (plan.needs_triton and not self.runs) or self.dropped:
+            way = "before" if x_TK.is_cuda and not self.single else "after"
+            plan = Plan(up=way, dx=way, keep_s=plan.keep_s)  # type: ignore[arg-type]
+        self.plan = plan
+        self.sums_dtype = prepared.wide if x_TK.is_cuda and prepared.wide == torch.float32 else x_TK.dtype
+        """What products that sum over the tokens, dA and dB, are written in."""
+        self.kernels = plan.needs_triton or bool(
+            self.composed and not self.dropped and HAS_TRITON and x_TK.is_cuda and x_TK.dtype != torch.float64
+        )
+        if self.kernels:
+            from packlora.ops.lora_linear import launch
+
+            self.launch = launch
+            self.fused = (
+                "fused" in (plan.up, plan.dx)
+                and all((run.adapter, index) in self.layout.places for run in runs for index in range(len(self.layers)))
+                and launch.fusable(x_TK, self.layers, runs)
+            )
+            known = tuple(run for run in runs if run.adapter < prepared.num_adapters)  # others are of other layers
+            self.tables = _RUN_TABLES.get(
+                (known, len(x_TK), x_TK.device, self.single, prepared.num_adapters),
+                lambda: RunTables(
+                    known, len(x_TK), x_TK.device, launch.sizes_for(x_TK.dtype).tokens, prepared.num_adapters
+                ),
+            )
+
+    def without_tokens(self) -> Steps:
+        """Itself, to be kept for the backward: x and the keys are autograd's to keep."""
+        self.x_TK = self.keys_T2 = None  # type: ignore[assignment]
+        return self
+
+    def with_tokens(self, x_TK: torch.Tensor, keys_T2: torch.Tensor | None) -> Steps:
+        """A copy for these tokens, which are the forward's."""
+        other = copy(self)
+        other.x_TK, other.keys_T2 = x_TK, keys_T2
+        return other
+
+    # --- parts -------------------------------------------------------------------------------------------------------
+
+    def _base_dropped(self, run: Run, index: int) -> bool:
+        low = self.layers[index].adapters.get(run.adapter)
+        return bool(run.dropout and run.base_dropped and low is not None and low.magnitude is not None)
+
+    def _A(self, run: Run) -> torch.Tensor:
+        """The adapter's stacked A, [R, K]."""
+        first, padded = self.layout.rows[run.adapter]
+        return self.packed.A_RK[first : first + padded]
+
+    def _drop(self, tokens: torch.Tensor, run: Run) -> torch.Tensor:
+        if not run.dropout:
+            return tokens
+        assert self.keys_T2 is not None
+        return masked(tokens, self.keys_T2[run.rows], self.salt, run.dropout)
+
+    def _of_layer(self, index: int) -> list[tuple[Run, slice, torch.Tensor, float]]:
+        """Per run with an adapter on this layer: columns of S, B [N, padded], and s c."""
+        layer, out = self.layers[index], []
+        for run in self.runs:
+            place = self.layout.places.get((run.adapter, index))
+            if place is not None:
+                B = self.packed.b_block(run.adapter, index)
+                factor = layer.adapters[run.adapter].scaling * dropout_factor(run.dropout)
+                out.append((run, slice(place.column, place.column + place.padded), B, factor))
+        return out
+
+    # --- down --------------------------------------------------------------------------------------------------------
+
+    def down(self) -> torch.Tensor:
+        """S [T, width]; rows without an adapter and columns past an adapter's rank are not written."""
+        if self.plan.down == "routed":
+            return self.launch.down(self.x_TK, self.packed, self.prepared.tables, self.tables, self.keys_T2, self.salt)
+        S = self.x_TK.new_empty(len(self.x_TK), self.layout.width)
+        for run in self.runs:
+            A_RK, xd, factor = self._A(run), self._drop(self.x_TK[run.rows], run), dropout_factor(run.dropout)
+            scaling = self.prepared.scalings[run.adapter]
+            if scaling is not None:
+                write_mm(S[run.rows, : len(A_RK)], xd, A_RK.T, scaling * factor)
+                continue
+            for index, layer in enumerate(self.layers):  # layers of one adapter that scale differently
+                place = self.layout.places.get((run.adapter, index))
+                if place is not None:
+                    columns = slice(place.column, place.column + place.padded)
+                    own = layer.adapters[run.adapter].scaling * factor
+                    write_mm(S[run.rows, columns], xd, A_RK[columns].T, own)
+        return S
+
+    # --- up ----------------------------------------------------------------------------------------------------------
+
+    def up(self, S: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+        """Outputs y [T, N] of the layers, and what the backward of composed ones needs beside them: z [T, N], or y itself
+        where the layer keeps its output, or None."""
+        outputs: list[torch.Tensor] = []
+        kept: list[torch.Tensor | None] = []
+        for index, layer in enumerate(self.layers):
+            if index not in self.composed:
+                outputs.append(self._plain_up(S, index, layer))
+                kept.append(None)
+                continue
+            lows = [layer.adapters[run.adapter] for run in self.composed[index]]
+            needs_z = any(low.magnitude is not None and low.magnitude.requires_grad for low in lows)
+            from_y = self._from_y(index)
+            y_TN, z_TN = self._composed_up(S, index, layer, needs_z and not from_y)
+            outputs.append(y_TN)
+            kept.append(None if not needs_z else y_TN if from_y else z_TN)
+        return outputs, kept
+
+    def _plain_up(self, S: torch.Tensor, index: int, layer: Layer) -> torch.Tensor:
+        """x W' + S B' + bias of the layer alone."""
+        way = self.plan.up
+        if way == "fused" and self.fused:
+            return self.launch.up_fused(self.x_TK, S, self.packed, self.runs[0], index, layer)
+        if way == "epilogue":
+            y_TN = self.x_TK @ layer.weight.T
+            return self.launch.up(S, self.packed, self.prepared.tables, self.tables, index, layer.bias, y_TN)
+        if way in ("routed", "fused"):
+            if self.single:  # a product rounds more when it accumulates onto something
+                y_TN = linear(self.x_TK, layer.weight, layer.bias)
+                y_TN += self.launch.up(S, self.packed, self.prepared.tables, self.tables, index, None)
+                return y_TN
+            y_TN = self.launch.up(S, self.packed, self.prepared.tables, self.tables, index, layer.bias)
+            return y_TN.addmm_(self.x_TK, layer.weight.T)
+        if way == "before":
+            y_TN = self.x_TK.new_empty(len(self.x_TK), len(layer.weight))
+            owned = []
+            for run, columns, B, _ in self._of_layer(index):
+                owned.append(run)
+                write_mm(y_TN[run.rows], S[run.rows, columns], B.T, 1.0, layer.bias)
+            for start, stop in gaps(owned, len(y_TN)):
+                y_TN[start:stop] = 0 if layer.bias is None else layer.bias
+            return y_TN.addmm_(self.x_TK, layer.weight.T)
+        y_TN = linear(self.x_TK, layer.weight, layer.bias)
+        for run, columns, B, _ in self._of_layer(index):
+            y_TN[run.rows].addmm_(S[run.rows, columns], B.T)
+        return y_TN
+
+    def _composed_up(
+        self, S: torch.Tensor, index: int, layer: Layer, keep_z: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """y, and z = x W' + S B' where it is to be kept (of base-dropped runs that of the dropped x)."""
+        composition = self.prepared.compositions[index]
+        if self.plan.up == "fused" and self.fused:
+            return self.launch.up_fused_composed(
+                self.x_TK, S, self.packed, self.runs[0], index, layer, composition, keep_z
+            )
+        if self.plan.up == "epilogue":
+            z_TN = self.x_TK @ layer.weight.T
+            return self.launch.up_composed(
+                S, self.packed, self.prepared.tables, self.tables, index, composition, z_TN, keep_z
+            )
+        z_TN = self._plain_up(S, index, Layer(layer.weight, None, layer.adapters))
+        if self.kernels:
+            y_TN = torch.empty_like(z_TN) if keep_z else z_TN
+            self.launch.compose(z_TN, y_TN, self.tables, composition)
+            return y_TN, z_TN if keep_z else None
+        y_TN = torch.empty_like(z_TN)
+        bare = gaps(self.composed[index], len(z_TN))
+        for run in self.composed[index]:
+            low, z_tN = layer.adapters[run.adapter], z_TN[run.rows]
+            bias_N = layer.bias if low.bias is None else low.bias
+            value = z_tN
+            if self._base_dropped(run, index):
+                zd_tN = self._dropped_product(S, index, run)
+                value = z_tN + (composition.g[run.adapter] - 1) * zd_tN
+                z_TN[run.rows] = zd_tN
+            elif low.magnitude is not None:
+                value = composition.g[run.adapter] * z_tN
+            y_TN[run.rows] = value if bias_N is None else value + bias_N
+        for start, stop in bare:
+            torch.add(z_TN[start:stop], 0 if layer.bias is None else layer.bias, out=y_TN[start:stop])
+        return y_TN, z_TN
+
+    def _dropped_product(self, S: torch.Tensor, index: int, run: Run) -> torch.Tensor:
+        """z of the dropped x of one run: drop(x) c W' + S B', [t, N]."""
+        weight, place = self.layers[index].weight, self.layout.places[run.adapter, index]
+        B = self.packed.b_block(run.adapter, index)
+        zd_tN = self.x_TK.new_empty(run.stop - run.start, len(weight))
+        write_mm(zd_tN, self._drop(self.x_TK[run.rows], run), weight.T, dropout_factor(run.dropout))
+        return zd_tN.addmm_(S[run.rows, place.column : place.column + place.padded], B.T)
+
+    # --- backward ----------------------------------------------------------------------------------------------------
+
+    def backward(
+        self, d: Sequence[torch.Tensor | None], kept: Sequence[torch.Tensor | None], S: torch.Tensor, need_x: bool,
+        need_A: bool, need_B: bool,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, list[torch.Tensor | None], list[dict[int, Sums]]]:  # fmt: skip
+        """dx, the stacked dA, per layer the flat dB and, by adapter, the sums for magnitudes and biases."""
+        sums: list[dict[int, Sums]] = [{} for _ in d]
+        if self.plan.grad == "one-pass":
+            e, dS, dB = self._one_pass(d, kept, S, need_B, sums)
+        else:
+            e = [self._scale(index, d_TN, kept[index], sums[index]) for index, d_TN in enumerate(d)]
+            dS, dB = self._grad_products(e, S, need_B)
+        base: Sequence[torch.Tensor | None] = e
+        if self.dropped:  # the base product of all tokens takes d, not e, in those runs
+            base = [self._undo_dropped(index, e_TN, d[index]) for index, e_TN in enumerate(e)]
+        dx, dA = self._inputs(dS, base, need_x, need_A)
+        if self.dropped and dx is not None:
+            self._add_base_dropped(dx, d)
+        return dx, dA, dB, sums
+
+    def _from_y(self, index: int) -> bool:
+        """Whether the backward reads y in the place of z: z = y / g. With a bias the difference would cost digits."""
+        return self.layers[index].keep_output and self.prepared.compositions[index].bias is None and not self.dropped
+
+    def _wants(self, index: int) -> tuple[bool, bool]:
+        """Whether a magnitude's and whether a bias's gradient is wanted of a layer."""
+        lows = [self.layers[index].adapters[run.adapter] for run in self.composed.get(index, ())]
+        return (
+            any(low.magnitude is not None and low.magnitude.requires_grad for low in lows),
+            any(low.bias is not None and low.bias.requires_grad for low in lows),
+        )
+
+    def _scale(
+        self, index: int, d_TN: torch.Tensor | None, kept: torch.Tensor | None, sums: dict[int, Sums]
+    ) -> torch.Tensor | None:
+        """e = g d of one layer; fills in the sums."""
+        if d_TN is None or index not in self.composed:
+            return d_TN
+        layer, composition = self.layers[index], self.prepared.compositions[index]
+        need_m, need_bias = self._wants(index)
+        if self.kernels:
+            e_TN, parts = self.launch.scale(d_TN, kept, self.tables, composition, need_m, need_bias)
+            self._put(index, parts, sums)
+            return e_TN
+        e_TN = d_TN
+        for run in self.composed[index]:
+            low, d_tN = layer.adapters[run.adapter], d_TN[run.rows]
+            own = sums.setdefault(run.adapter, Sums())
+            wide = d_tN.to(composition.g.dtype)
+            if low.magnitude is not None:
+                if e_TN is d_TN:
+                    e_TN = d_TN.clone()
+                e_TN[run.rows] = composition.g[run.adapter] * wide
+                if need_m:
+                    assert kept is not None
+                    own.dz = _plus(own.dz, (wide * kept[run.rows]).sum(0))
+            if low.bias is not None and need_bias:
+                own.d = _plus(own.d, wide.sum(0))
+        if self._from_y(index):
+            for number, own in sums.items():
+                own.dz = None if own.dz is None else composition.over_g(own.dz, number)
+        return e_TN
+
+    def _put(self, index: int, parts: torch.Tensor | None, sums: dict[int, Sums]) -> None:
+        """Sums from a kernel's, [adapters, 2, N]: of d times what was kept, and of d."""
+        if parts is None:
+            return
+        composition, need_m = self.prepared.compositions[index], self._wants(index)[0]
+        for number in {run.adapter for run in self.composed[index]}:
+            low = self.layers[index].adapters[number]
+            dz = parts[number, 0] if need_m and low.magnitude is not None else None
+            if dz is not None and self._from_y(index):
+                dz = composition.over_g(dz, number)
+            sums[number] = Sums(dz, parts[number, 1] if low.bias is not None else None)
+
+    def _one_pass(
+        self, d: Sequence[torch.Tensor | None], kept: Sequence[torch.Tensor | None], S: torch.Tensor, need_B: bool,
+        sums: list[dict[int, Sums]],
+    ) -> tuple[list[torch.Tensor | None], torch.Tensor, list[torch.Tensor | None]]:  # fmt: skip
+        scales = {}
+        for index in self.composed:
+            need_m, need_bias = self._wants(index)
+            scales[index] = (self.prepared.compositions[index], kept[index], need_m, need_bias)
+        e, dS, dB, parts = self.launch.grad(
+            d, S, self.packed, self.prepared.tables, self.tables, self.prepared.wide, need_B, scales
+        )
+        for index, part in parts.items():
+            self._put(index, part, sums[index])
+        return e, dS, dB
+
+    def _grad_products(
+        self, e: Sequence[torch.Tensor | None], S: torch.Tensor, need_B: bool
+    ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+        dS, done = torch.empty_like(S), set()
+        out: list[torch.Tensor | None] = []
+        for index, e_TN in enumerate(e):
+            dB = None
+            if e_TN is not None and need_B:
+                dB = torch.empty(self.layout.b_sizes[index], dtype=self.sums_dtype, device=S.device)
+            for run, columns, B, factor in self._of_layer(index):
+                own = dS[run.rows, columns]
+                if e_TN is None:
+                    own.zero_()
+                    continue
+                torch.addmm(own, e_TN[run.rows], B, beta=0, alpha=factor, out=own)
+                if dB is not None:
+                    block = self.layout.b_block(dB, run.adapter, index)
+                    sum_mm(block, e_TN[run.rows].T, S[run.rows, columns], (run.adapter, index) in done)
+                    done.add((run.adapter, index))
+            out.append(dB)
+        return dS, out
+
+    def _inputs(
+        self, dS: torch.Tensor, e: Sequence[torch.Tensor | None], need_x: bool, need_A: bool
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """dx = e W + drop(dS A) and the stacked dA."""
+        way = self.plan.dx
+        fused = way == "fused" and self.fused
+        dx = dA = None
+        if way == "routed" or (way == "fused" and (not fused or any(run.dropout for run in self.runs))):
+            dx, dA = self.launch.inputs(
+                self.x_TK, dS, self.packed, self.prepared.tables, self.tables, self.keys_T2, self.salt, self.prepared.wide,
+                need_x and not fused, need_A,
+            )  # fmt: skip
+        elif need_A:
+            dA, done = torch.empty_like(self.packed.A_RK, dtype=self.sums_dtype), set()
+            for run in self.runs:
+                at, padded = self.layout.rows[run.adapter]
+                xd = self._drop(self.x_TK[run.rows], run)
+                sum_mm(dA[at : at + padded], dS[run.rows, :padded].T, xd, run.adapter in done)
+                done.add(run.adapter)
+        if not need_x:
+            return None, dA
+        if way == "before":
+            dx = torch.empty_like(self.x_TK)
+            for run in self.runs:
+                A_RK = self._A(run)
+                low_rank = dS[run.rows, : len(A_RK)]
+                if run.dropout:
+                    dx[run.rows] = self._drop(low_rank @ A_RK, run)
+                else:
+                    torch.mm(low_rank, A_RK, out=dx[run.rows])
+            for start, stop in gaps(self.runs, len(dx)):
+                dx[start:stop] = 0
+        for layer, e_TN in zip(self.layers, e, strict=True):
+            if e_TN is None:
+                continue
+            if dx is not None:
+                dx.addmm_(e_TN, layer.weight)
+            elif fused:
+                run = self.runs[0]
+                dx = self.launch.dx_fused(e_TN, layer.weight, dS, self.packed, run, self.keys_T2, self.salt)
+            else:
+                dx = e_TN @ layer.weight
+        assert dx is not None
+        if way == "after":
+            for run in self.runs:
+                A_RK = self._A(run)
+                low_rank = dS[run.rows, : len(A_RK)]
+                if run.dropout:
+                    dx[run.rows] += self._drop(low_rank @ A_RK, run)
+                else:
+                    dx[run.rows].addmm_(low_rank, A_RK)
+        return dx, dA
+
+    def _undo_dropped(self, index: int, e_TN: torch.Tensor | None, d_TN: torch.Tensor | None) -> torch.Tensor | None:
+        """e with d in the rows of base-dropped runs."""
+        if e_TN is None or d_TN is None or e_TN is d_TN:
+            return e_TN
+        out = e_TN.clone()
+        for run in self.composed.get(index, ()):
+            if self._base_dropped(run, index):
+                out[run.rows] = d_TN[run.rows]
+        return out
+
+    def _add_base_dropped(self, dx: torch.Tensor, d: Sequence[torch.Tensor | None]) -> None:
+        """dx += drop((g - 1) d c W) of base-dropped runs."""
+        for index, own in self.composed.items():
+            d_TN, weight = d[index], self.layers[index].weight
+            for run in own:
+                if d_TN is not None and self._base_dropped(run, index):
+                    g_N = self.prepared.compositions[index].g[run.adapter]
+                    scaled = ((g_N - 1) * d_TN[run.rows]).to(d_TN.dtype)
+                    product = torch.addmm(dx[run.rows], scaled, weight, beta=0, alpha=dropout_factor(run.dropout))
+                    dx[run.rows] += self._drop(product, run)
+
+
+class Composition:
+    """Of one layer: by adapter (and last, for tokens without one) the scale g [N] and the bias [N] of its outputs, in float32
+    (float64 for float64); refreshed when a magnitude, a norm or a bias has changed."""
+
+    def __init__(self, layer: Layer, num_adapters: int, dtype: torch.dtype) -> None:
+        N, device = len(layer.weight), layer.weight.device
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        self.g = torch.ones(num_adapters + 1, N, dtype=wide, device=device)
+        self.bias: torch.Tensor | None = None
+        if layer.bias is not None or any(low.bias is not None for low in layer.adapters.values()):
+            self.bias = torch.zeros(num_adapters + 1, N, dtype=wide, device=device)
+            if layer.bias is not None:
+                self.bias += layer.bias.detach()
+        rows = [[number, which] for number in range(num_adapters) for which in (0, 1)]
+        self.sum_rows = torch.tensor(rows, dtype=torch.int32).to(device)
+        """Adapter and row of every pair of sums, as sum_rows_kernel takes them."""
+        self.norms: dict[int, torch.Tensor] = {}
+        self.adapters: dict[int, LowRank] = dict(layer.adapters)
+        self._seen: dict[int, tuple[int, ...]] = {}
+
+    def refresh(self, trusted: bool) -> None:
+        with torch.no_grad():
+            for number, low in self.adapters.items():
+                if low.plain:
+                    continue
+                norm = low.norm() if callable(low.norm) else low.norm
+                parts = [t for t in (low.magnitude, norm, low.bias) if t is not None]
+                seen = tuple(value for t in parts for value in (id(t), t._version))
+                if trusted and self._seen.get(number) == seen:
+                    continue
+                self._seen[number] = seen
+                if low.magnitude is not None:
+                    assert norm is not None
+                    self.norms[number] = norm
+                    torch.div(low.magnitude, norm, out=self.g[number])
+                if low.bias is not None and self.bias is not None:
+                    self.bias[number].copy_(low.bias)
+
+    def over_g(self, dy_N: torch.Tensor, number: int) -> torch.Tensor:
+        """The sum of d z from that of d y, where y = g z; 0 where g is 0, which z cannot be told from."""
+        return torch.where(self.g[number] == 0, 0, dy_N / self.g[number])
+
+
+def _plus(total: torch.Tensor | None, more: torch.Tensor) -> torch.Tensor:
+    return more if total is None else total + more
+
+
+def sum_mm(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, add: bool) -> None:
+    """out = a b, or out += a b; out may be float32 where a and b have 16 bits (CUDA)."""
+    if out.dtype == a.dtype:
+        if add:
+            out.addmm_(a, b)
+        else:
+            torch.mm(a, b, out=out)
+    elif add:
+        out += torch.mm(a, b, out_dtype=out.dtype)
+    else:
+        torch.mm(a, b, out_dtype=out.dtype, out=out)
+
+
+def write_mm(
+    out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float = 1.0, bias: torch.Tensor | None = None
+) -> None:
+    """out = scale a b + bias, written and not read."""
+    if bias is not None:
+        torch.addmm(bias, a, b, alpha=scale, out=out)
+    elif scale == 1.0:
+        torch.mm(a, b, out=out)
+    else:
+        torch.addmm(out, a, b, beta=0, alpha=scale, out=out)

@@ -1,0 +1,330 @@
+"""Launches of row_norm_kernel.py: tables of what each program does, block sizes, buffers. Nothing here waits for the device.
+
+Tables depend on shapes and addresses alone; both kinds are kept, so that from the second time on nothing is copied to the
+device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from packlora.ops import row_norm_kernel as kernels
+from packlora.ops.lora_linear.launcher import launch
+from packlora.ops.lora_linear.layout import Recent
+from packlora.ops.lora_linear.reference import NORM_EPS
+from packlora.ops.row_norm import BUDGET_BYTES, NormProblem
+from packlora.ops.row_norm import squared_row_norm as any_squared_row_norm
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Of cross_kernel: rows, ranks and inputs of a block, warps, stages, and whether sums are promoted.
+
+    most_k: longest sum in one accumulator. Of finish_kernel: rows.
+    """
+
+    m: int
+    r: int
+    k: int
+    warps: int
+    stages: int
+    promote: bool = True
+    most_k: int = 1 << 30
+    finish_m: int = 32
+
+
+SIZES = {
+    16: Sizes(64, 16, 128, 4, 4),
+    32: Sizes(64, 32, 128, 4, 3),
+    64: Sizes(128, 64, 64, 4, 4),
+    128: Sizes(128, 128, 64, 8, 3, promote=False, most_k=1024),
+}
+"""By block of ranks; the largest serves all larger ranks."""
+GRAM_R, GRAM_K, GRAM_CHUNKS = 32, 64, 16
+TAIL_M = 64
+FINGERPRINT = 4096
+PROGRAMS, SHORTEST_K, GRAM_CHUNK = 264, 1024, 512
+"""K is cut until a module by itself fills a large GPU, in parts no shorter than this. How it is cut depends on nothing but the
+module's own shape, so that a norm has the same bits alone and in any batch."""
+
+
+def _cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def rank_block(rank: int) -> int:
+    return next((block for block in SIZES if rank <= block), 128)
+
+
+def squared_row_norm(weight_NK: torch.Tensor, out: torch.Tensor) -> None:
+    N, K = weight_NK.shape
+    with _on(weight_NK.device):
+        launch(
+            kernels.square_kernel, (_cdiv(N, 4),), (weight_NK, out, N, K, weight_NK.stride(0)),
+            BM=4, BK=1024, num_warps=4, num_stages=4,
+        )  # fmt: skip
+
+
+def run(problems: Sequence[NormProblem], budget_bytes: int | None) -> list[torch.Tensor]:
+    """Norms of problems that row_norm.takes_kernels, in as few batches as kinds of operands and the budget allow."""
+    ready = [prepared(problem) for problem in problems]
+    out: list[torch.Tensor | None] = [None] * len(ready)
+    for indices in batches(ready, budget_bytes):
+        batch = batch_of([ready[index] for index in indices])
+        for index, norm_N in zip(indices, batch.split(batch.run()), strict=True):
+            out[index] = norm_N
+    return [norm_N for norm_N in out if norm_N is not None]
+
+
+def prepared(problem: NormProblem) -> NormProblem:
+    """With A, B and base_N as kernels read them; the same object where nothing has to be done."""
+    A, B, base = problem.A, problem.B, problem.base_N
+    if base is None:
+        base = any_squared_row_norm(problem.weight)
+    if base is problem.base_N and A.is_contiguous() and B.is_contiguous() and base.is_contiguous():
+        return problem
+    return NormProblem(problem.weight, A.contiguous(), B.contiguous(), problem.scaling, base.float().contiguous())
+
+
+def batches(problems: Sequence[NormProblem], budget_bytes: int | None = None) -> list[list[int]]:
+    """Indices of problems that can be computed together."""
+    budget = BUDGET_BYTES if budget_bytes is None else budget_bytes
+    kinds: dict[Any, list[list[int]]] = {}
+    used: dict[Any, int] = {}
+    for index, problem in enumerate(problems):
+        kind = _kind(problem)
+        own = _scratch(problem)
+        if kind not in kinds or used[kind] + own > budget:
+            kinds.setdefault(kind, []).append([])
+            used[kind] = 0
+        kinds[kind][-1].append(index)
+        used[kind] += own
+    return [indices for lists in kinds.values() for indices in lists]
+
+
+def _kind(problem: NormProblem) -> tuple[Any, ...]:
+    weight, A = problem.weight, problem.A
+    assert isinstance(weight, torch.Tensor)
+    aligned = (
+        weight.data_ptr() % 16 == 0 and weight.stride(0) % 16 == 0 and weight.shape[1] % 16 == 0
+        and A.data_ptr() % 16 == 0
+    )  # fmt: skip
+    return weight.device, weight.dtype, A.dtype, problem.B.dtype, rank_block(len(A)), aligned
+
+
+def _scratch(problem: NormProblem) -> int:
+    rank, K = problem.A.shape
+    return 4 * rank * K + 4 * rank * rank * (1 + _cdiv(K, _gram_chunk(K)))
+
+
+def _gram_chunk(K: int) -> int:
+    return max(GRAM_CHUNK, _cdiv(_cdiv(K, GRAM_CHUNKS), GRAM_K) * GRAM_K)
+
+
+# --- tables ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Items:
+    """By shapes alone. offsets: the columns of a problem that are places in buffers; lengths: of those buffers."""
+
+    tables: dict[str, torch.Tensor]
+    offsets: list[dict[str, int]]
+    lengths: dict[str, int]
+
+
+def make_items(shapes: Sequence[tuple[int, int, int]], block: int, split: bool, device: torch.device) -> Items:
+    """shapes: (N, K, r) by problem."""
+    size = SIZES[block]
+    BG = min(GRAM_R, block)
+    rows: dict[str, list[int]] = {name: [] for name in ("split", "gram", "fold", "cross", "tail", "finish", "bits")}
+    ranges: list[int] = []
+    at = dict.fromkeys(("rows", "split", "inverses", "gram", "G", "parts"), 0)
+    offsets = []
+    for p, (N, K, r) in enumerate(shapes):
+        R, Kp = _cdiv(r, block) * block, _cdiv(K, 16) * 16
+        offsets.append({**at, "R": R, "Kp": Kp})
+        if split:
+            for row in range(R):
+                rows["split"] += (p, row)
+        gram = _gram_chunk(K)
+        for first in range(0, r, BG):
+            for col in range(first, r, BG):
+                for chunk, k in enumerate(range(0, K, gram)):
+                    rows["gram"] += (p, first, col, k, min(k + gram, K), chunk)
+                rows["fold"] += (p, first, col, _cdiv(K, gram))
+        wanted = _cdiv(PROGRAMS, _cdiv(N, size.m) * _cdiv(r, block))
+        chunk_k = _cdiv(_cdiv(K, min(wanted, _cdiv(K, SHORTEST_K))), size.k) * size.k
+        chunk_k = min(chunk_k, size.most_k)
+        blocks, chunks, tails = _cdiv(r, block), _cdiv(K, chunk_k), _cdiv(r, BG)
+        for row in range(0, N, size.m):
+            for number in range(blocks):
+                for chunk in range(chunks):
+                    end = min((chunk + 1) * chunk_k, K)
+                    rows["cross"] += (p, row, number * block, chunk * chunk_k, end, number * chunks + chunk)
+        for row in range(0, N, TAIL_M):
+            for number in range(tails):
+                rows["tail"] += (p, row, number * BG, blocks * chunks + number)
+        for row in range(0, N, size.finish_m):
+            rows["finish"] += (p, row, blocks * chunks, blocks * chunks + tails)
+        ranges.append(len(rows["bits"]) // 3)
+        for kind, count in enumerate((r * K, N * r, 8 * N)):
+            if kind == 2:
+                ranges.append(len(rows["bits"]) // 3)
+            for first in range(0, count, FINGERPRINT):
+                rows["bits"] += (p, kind, first)
+        ranges.append(len(rows["bits"]) // 3)
+        at["rows"] += N
+        at["split"] += 2 * R * Kp if split else 0
+        at["inverses"] += R
+        at["gram"] += _cdiv(K, gram) * R * R
+        at["G"] += R * R
+        at["parts"] += (blocks * chunks + tails) * N
+    widths = {"split": 2, "gram": 6, "fold": 4, "cross": 6, "tail": 4, "finish": 4, "bits": 3}
+    tables = {name: _put(rows[name], torch.int32, device).view(-1, width) for name, width in widths.items()}
+    tables["ranges"] = _put(ranges, torch.int32, device).view(-1, 3)
+    return Items(tables, offsets, at)
+
+
+def _put(values: list[Any], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    table = torch.tensor(values, dtype=dtype)
+    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
+
+
+_ITEMS: Recent[Items] = Recent(64)
+_BATCHES: Recent[Batch] = Recent(64)
+
+
+def batch_of(problems: Sequence[NormProblem]) -> Batch:
+    """The batch of prepared problems of one kind; a Batch holds addresses, so the same addresses may share it."""
+    return _BATCHES.get(addresses(problems), lambda: Batch(problems))
+
+
+def addresses(problems: Sequence[NormProblem]) -> tuple[Any, ...]:
+    """All that a Batch depends on."""
+    out: list[Any] = [_kind(problems[0])]
+    for problem in problems:
+        weight, base = problem.weight, problem.base_N
+        assert isinstance(weight, torch.Tensor) and base is not None
+        out += (
+            weight.data_ptr(), weight.stride(0), problem.A.data_ptr(), problem.B.data_ptr(), base.data_ptr(),
+            *weight.shape, len(problem.A), problem.scaling,
+        )  # fmt: skip
+    return tuple(out)
+
+
+class Batch:
+    """Problems of one kind by their addresses: whoever runs it must hold their operands.
+
+    A problem's row in the table: addresses of W, A, B and base_N; W's stride; N, K, r; R, Kp (padded r and K); and where its
+    own begins in the flat norms, the split A, its scales, the chunks of G, G, and the parts.
+    """
+
+    def __init__(self, problems: Sequence[NormProblem]) -> None:
+        kind = _kind(problems[0])
+        self.device, self.dtype, A_dtype, B_dtype, self.block, self.aligned = kind
+        self.split_A = A_dtype != self.dtype
+        self.sizes = [len(problem.B) for problem in problems]
+        shapes = tuple((len(problem.B), problem.A.shape[1], len(problem.A)) for problem in problems)
+        self.items = _ITEMS.get(
+            (shapes, self.block, self.split_A, self.device, SIZES[self.block]),
+            lambda: make_items(shapes, self.block, self.split_A, self.device),
+        )
+        table: list[int] = []
+        for problem, (N, K, r), at in zip(problems, shapes, self.items.offsets, strict=True):
+            weight, base = problem.weight, problem.base_N
+            assert isinstance(weight, torch.Tensor) and base is not None
+            table += (
+                weight.data_ptr(), weight.stride(0), N, K, problem.A.data_ptr(), problem.B.data_ptr(), r, at["split"],
+                at["rows"], at["gram"], at["Kp"], at["R"], at["inverses"], at["G"], at["parts"], base.data_ptr(),
+            )  # fmt: skip
+        assert len(table) == kernels.WIDTH * len(problems)
+        self.problems = _put(table, torch.int64, self.device)
+        self.scalings = _put([problem.scaling for problem in problems], torch.float32, self.device)
+        self.likes = [torch.empty(1, dtype=dtype, device=self.device) for dtype in (self.dtype, A_dtype, B_dtype)]
+
+    def split(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Norms by problem, out of those of all."""
+        return list(flat.split(self.sizes))
+
+    def stale(self, seen: torch.Tensor) -> torch.Tensor:
+        """int32 [P]: 0 where A, B and what is sampled of W (8 elements a row) are those of the last call with the same `seen`,
+        1 where A or B are others, 3 where W is, whose base_N is then made anew.
+
+        seen: int64 [P, 5], zeros for "never", brought up to date. 64 bits stand for a module's A and B: two states that
+        differ are taken for the same once in 2^64.
+        """
+        tables, (W, A, B) = self.items.tables, self.likes
+        parts = torch.empty(len(tables["bits"]), 2, dtype=torch.int64, device=self.device)
+        out = torch.empty(len(self.sizes), dtype=torch.int32, device=self.device)
+        with _on(self.device):
+            launch(
+                kernels.fingerprint_kernel, (len(tables["bits"]),), (self.problems, tables["bits"], W, A, B, parts),
+                BLOCK=FINGERPRINT, num_warps=8, num_stages=1,
+            )  # fmt: skip
+            launch(
+                kernels.compare_kernel, (len(self.sizes),), (tables["ranges"], parts, seen, out),
+                BLOCK=256, num_warps=1, num_stages=1,
+            )  # fmt: skip
+            launch(
+                kernels.squares_kernel, (len(tables["finish"]),), (self.problems, tables["finish"], out, W),
+                SPAN=SIZES[self.block].finish_m, BM=4, BK=1024, num_warps=4, num_stages=3,
+            )  # fmt: skip
+        return out
+
+    def run(self, stale: torch.Tensor | None = None, kept: torch.Tensor | None = None) -> torch.Tensor:
+        """Norms of all problems, flat. With `stale` only of those it marks, the others come from `kept`, which is kept up."""
+        lengths, tables, (W, A, B) = self.items.lengths, self.items.tables, self.likes
+        size, gated, device = SIZES[self.block], stale is not None, self.device
+        BG = min(GRAM_R, self.block)
+
+        def buffer(name: str, dtype: torch.dtype) -> torch.Tensor:
+            return torch.empty(lengths[name], dtype=dtype, device=device)
+
+        out, parts, G = (buffer(name, torch.float32) for name in ("rows", "parts", "G"))
+        gram, inverses, halves = buffer("gram", torch.float32), buffer("inverses", torch.float32), A
+        with _on(device):
+            if self.split_A:
+                halves = buffer("split", self.dtype)
+                launch(
+                    kernels.split_kernel, (len(tables["split"]),),
+                    (self.problems, tables["split"], stale, A, halves, inverses),
+                    GATED=gated, BK=1024, num_warps=4, num_stages=2,
+                )  # fmt: skip
+            launch(
+                kernels.gram_kernel, (len(tables["gram"]),), (self.problems, tables["gram"], stale, A, gram),
+                PRECISION="tf32x3" if A.dtype == torch.float32 else "ieee", GATED=gated, ALIGNED=self.aligned, BR=BG,
+                BK=GRAM_K, num_warps=4, num_stages=3,
+            )  # fmt: skip
+            launch(
+                kernels.fold_kernel, (len(tables["fold"]),), (self.problems, tables["fold"], stale, gram, G),
+                GATED=gated, BR=BG, num_warps=4, num_stages=2,
+            )  # fmt: skip
+            launch(
+                kernels.cross_kernel, (len(tables["cross"]),),
+                (self.problems, tables["cross"], stale, W, halves, B, inverses, parts),
+                SPLIT=self.split_A, PROMOTE=size.promote, GATED=gated, ALIGNED=self.aligned, BM=size.m, BR=size.r,
+                BK=size.k, num_warps=size.warps, num_stages=size.stages,
+            )  # fmt: skip
+            launch(
+                kernels.tail_kernel, (len(tables["tail"]),), (self.problems, tables["tail"], stale, B, G, parts),
+                GATED=gated, BM=TAIL_M, BR=BG, num_warps=4, num_stages=2,
+            )  # fmt: skip
+            launch(
+                kernels.finish_kernel, (len(tables["finish"]),),
+                (self.problems, tables["finish"], stale, W, A, B, parts, self.scalings, kept, out),
+                EPS=NORM_EPS, GATED=gated, BM=size.finish_m, BR=16, BK=32, num_warps=4, num_stages=1,
+            )  # fmt: skip
+        return out
+
+
+def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Kernels start on the current device."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(device)

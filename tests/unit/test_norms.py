@@ -1,0 +1,562 @@
+"""adapters.norms: every way of changing W, A or B gives a norm of the new values; nothing else computes it again."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from packlora.adapters import norms as module
+from packlora.adapters.norms import NormHandle, RowNorms
+from packlora.ops import row_norm as ops
+from packlora.ops.row_norm import RowChunks
+
+
+class Layer(nn.Module):
+    """A linear layer with one adapter, that asks for its norm as a layer does."""
+
+    def __init__(self, norms: RowNorms, trusted: bool, N: int = 20, K: int = 24, r: int = 4) -> None:
+        super().__init__()
+        self.base = nn.Linear(K, N, bias=False).half().requires_grad_(False)
+        self.A, self.B = nn.Parameter(torch.randn(r, K) * 0.2), nn.Parameter(torch.randn(N, r) * 0.2)
+        self.scaling = 1.5
+        self.handle = norms.add(self.base.weight, self.A, self.B, self.scaling, trusted)
+
+    def norm(self) -> torch.Tensor:
+        return self.handle.point(self.base.weight, self.A, self.B, self.scaling).get()
+
+    def exact(self) -> torch.Tensor:
+        A, B = self.A.detach().double(), self.B.detach().double()
+        return (self.base.weight.double() + self.scaling * B @ A).norm(dim=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.base.weight.T.float() / self.norm() + x @ self.A.T @ self.B.T
+
+
+def right(layer: Layer) -> bool:
+    return bool(((layer.norm().double() - layer.exact()).abs() <= 1e-6 * layer.exact()).all())
+
+
+@pytest.fixture(params=["copies", "device"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How the data of handles that are not trusted are checked; "device" is the way of a GPU, in the interpreter."""
+    if request.param == "device":
+        pytest.importorskip("triton")
+        monkeypatch.setattr(ops, "KERNELS_ON_CPU", True)
+    return str(request.param)
+
+
+class Counter:
+    """Calls of row_norms, and modules in them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.modules = self.calls = 0
+        original = module.row_norms
+
+        def counted(problems: Any, *args: Any, **kwargs: Any) -> Any:
+            self.calls += 1
+            self.modules += len(problems)
+            return original(problems, *args, **kwargs)
+
+        monkeypatch.setattr(module, "row_norms", counted)
+
+
+@pytest.fixture
+def count(monkeypatch: pytest.MonkeyPatch) -> Counter:
+    return Counter(monkeypatch)
+
+
+# --- ways of changing what a norm depends on -----------------------------------------------------------------------------
+
+
+def optimizer_step(kind: Any, **settings: Any) -> Callable[[Layer], None]:
+    def change(layer: Layer) -> None:
+        layer.A.grad, layer.B.grad = torch.randn_like(layer.A), torch.randn_like(layer.B)
+        optimizer = kind([layer.A, layer.B], lr=0.1, **settings)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return change
+
+
+def add_in_place(layer: Layer) -> None:
+    with torch.no_grad():
+        layer.A.add_(0.1)
+
+
+def one_element_in_place(layer: Layer) -> None:
+    with torch.no_grad():
+        layer.B[3, 1] += 0.5
+
+
+def weight_in_place(layer: Layer) -> None:
+    with torch.no_grad():
+        layer.base.weight[2, 7] += 0.5
+
+
+def weight_of_another_object(layer: Layer) -> None:
+    layer.base.weight = nn.Parameter(torch.randn_like(layer.base.weight), requires_grad=False)
+
+
+def weight_data_replaced(layer: Layer) -> None:
+    layer.base.weight.data = layer.base.weight.data * 2
+
+
+def scaling(layer: Layer) -> None:
+    layer.scaling *= 2
+
+
+def data_replaced(layer: Layer) -> None:
+    layer.A.data = layer.A.data * 2
+
+
+def data_replaced_twice_at_one_address(layer: Layer) -> None:
+    """The second new storage may lie where the one that the norm was computed from was freed."""
+    before = layer.A.data_ptr()
+    shape = layer.A.shape
+    layer.A.data = torch.empty(0)
+    for _ in range(50):
+        layer.A.data = torch.randn(shape)
+        if layer.A.data_ptr() == before:
+            return
+        layer.A.data = torch.empty(0)
+    layer.A.data = torch.randn(shape)
+
+
+def new_parameter(layer: Layer) -> None:
+    layer.A = nn.Parameter(layer.A.detach() * 2)
+
+
+def load_state(assign: bool) -> Callable[[Layer], None]:
+    def change(layer: Layer) -> None:
+        state = {name: tensor * 1.5 for name, tensor in layer.state_dict().items()}
+        layer.load_state_dict(state, assign=assign)
+
+    return change
+
+
+def swapped(layer: Layer) -> None:
+    torch.utils.swap_tensors(layer.A, nn.Parameter(torch.randn_like(layer.A)))
+
+
+def new_rank(layer: Layer) -> None:
+    layer.A, layer.B = nn.Parameter(torch.randn(7, 24) * 0.2), nn.Parameter(torch.randn(20, 7) * 0.2)
+
+
+def new_rank_through_data(layer: Layer) -> None:
+    layer.A.data, layer.B.data = torch.randn(7, 24) * 0.2, torch.randn(20, 7) * 0.2
+
+
+def moved_and_back(layer: Layer) -> None:
+    layer.to(torch.float64)
+    with torch.no_grad():
+        layer.A.mul_(2)
+    layer.A.data, layer.B.data = layer.A.data.float(), layer.B.data.float()
+    layer.base.half()
+
+
+def resharded(layer: Layer) -> None:
+    """FSDP2: the storage is freed and filled anew, same object, same storage, version counter put back."""
+    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(layer.A):
+        new = torch.randn_like(layer.A)
+        storage = layer.A.untyped_storage()
+        size = storage.size()
+        storage.resize_(0)
+        storage.resize_(size)
+        layer.A.copy_(new)
+
+
+def data_copy(layer: Layer) -> None:
+    layer.A.data.copy_(torch.randn_like(layer.A))
+
+
+def data_of_one_element(layer: Layer) -> None:
+    layer.B.data[11, 2] += 1e-2
+
+
+def data_in_other_order(layer: Layer) -> None:
+    layer.B.data.copy_(layer.B.data.flip(0))
+
+
+def detached(layer: Layer) -> None:
+    layer.A.detach()[1].zero_()  # counts versions: detach() shares the counter; the same through .data does not
+
+
+def numpy_view(layer: Layer) -> None:
+    layer.A.detach().numpy()[2, 3] += 5.0
+
+
+def merged_and_unmerged(layer: Layer) -> None:
+    """As PEFT does it, through .data; in 16 bits W is not what it was."""
+    delta = (20 * torch.randn(20, 24)).half()
+    layer.base.weight.data += delta
+    layer.base.weight.data -= delta
+
+
+def weight_rows_through_data(layer: Layer) -> None:
+    layer.base.weight.data[5].mul_(1.5)
+
+
+def without_version(layer: Layer) -> None:
+    with torch.autograd._unsafe_preserve_version_counter(layer.B), torch.no_grad():
+        layer.B.mul_(1.1)
+
+
+SEEN_ON_THE_HOST = {
+    "adamw foreach": optimizer_step(torch.optim.AdamW, foreach=True),
+    "adamw fused": optimizer_step(torch.optim.AdamW, fused=True),
+    "adamw for loop": optimizer_step(torch.optim.AdamW, foreach=False),
+    "sgd": optimizer_step(torch.optim.SGD, momentum=0.9),
+    "sgd fused": optimizer_step(torch.optim.SGD, fused=True),
+    "add_": add_in_place,
+    "one element": one_element_in_place,
+    "weight in place": weight_in_place,
+    "another weight": weight_of_another_object,
+    "weight.data =": weight_data_replaced,
+    "scaling": scaling,
+    ".data =": data_replaced,
+    ".data = twice": data_replaced_twice_at_one_address,
+    "new parameter": new_parameter,
+    "load_state_dict": load_state(False),
+    "load_state_dict assign": load_state(True),
+    "swap_tensors": swapped,
+    "another rank": new_rank,
+    "another rank by .data =": new_rank_through_data,
+    "to float64 and back": moved_and_back,
+    "detach()": detached,
+}
+SEEN_IN_THE_DATA = {
+    "resharded": resharded,
+    ".data.copy_": data_copy,
+    ".data of one element": data_of_one_element,
+    ".data in another order": data_in_other_order,
+    "numpy view": numpy_view,
+    "version counter kept": without_version,
+    "merge and unmerge": merged_and_unmerged,
+    "rows of the weight by .data": weight_rows_through_data,
+}
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+@pytest.mark.parametrize("change", SEEN_ON_THE_HOST)
+def test_no_stale_norm_after_a_change_that_the_host_sees(change: str, trusted: bool, way: str) -> None:
+    norms = RowNorms()
+    layers = [Layer(norms, trusted) for _ in range(2)]
+    assert all(map(right, layers))
+    before = layers[1].exact()
+    SEEN_ON_THE_HOST[change](layers[1])
+    assert not torch.equal(layers[1].exact(), before), "the change matters"
+    assert all(map(right, layers))
+
+
+@pytest.mark.parametrize("first", [1, 0])
+@pytest.mark.parametrize("change", SEEN_IN_THE_DATA)
+def test_no_stale_norm_after_a_change_that_only_the_data_show(change: str, first: int, way: str) -> None:
+    """For handles that are not trusted, asked one by one and in a window."""
+    norms = RowNorms()
+    layers = [Layer(norms, False) for _ in range(2)]
+    with norms.checked():
+        assert all(map(right, layers))
+    for one_by_one in (True, False):
+        before = layers[1].exact()
+        SEEN_IN_THE_DATA[change](layers[1])
+        assert not torch.equal(layers[1].exact(), before), "the change matters"
+        if one_by_one:
+            assert right(layers[first])
+        with norms.checked():
+            assert all(map(right, layers))
+
+
+@pytest.mark.parametrize("change", [change for change in SEEN_IN_THE_DATA if change != "resharded"])
+def test_invalidate_is_what_trusted_handles_need_after_such_a_change(change: str) -> None:
+    norms = RowNorms()
+    layer = Layer(norms, True)
+    old = layer.norm()
+    SEEN_IN_THE_DATA[change](layer)
+    assert layer.norm() is old, "what is not promised to a trusted handle"
+    norms.invalidate()
+    assert right(layer)
+
+
+def test_the_data_check_misses_elements_of_the_weight_that_it_does_not_look_at_and_invalidate_helps(way: str) -> None:
+    norms = RowNorms()
+    layer = Layer(norms, False, K=4000)
+    assert right(layer)
+    layer.base.weight.data[0, 3999] += 30.0
+    assert not right(layer)
+    norms.invalidate()
+    assert right(layer)
+
+
+def test_a_change_inside_a_window_that_the_host_sees_is_not_missed(way: str) -> None:
+    norms = RowNorms()
+    layer = Layer(norms, False)
+    with norms.checked():
+        assert right(layer)
+        add_in_place(layer)
+        assert right(layer)
+
+
+def test_two_changes_of_a_kind_between_two_windows(way: str) -> None:
+    norms = RowNorms()
+    layers = [Layer(norms, False) for _ in range(2)]
+    for _ in range(3):
+        data_copy(layers[0])
+        with norms.checked():
+            assert all(map(right, layers))
+        data_copy(layers[1])
+        assert right(layers[1])
+        with norms.checked(), norms.checked():
+            assert all(map(right, layers))
+
+
+# --- kept --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_one_norm_for_microbatches_recomputation_and_evaluation(trusted: bool, count: Counter) -> None:
+    """Cached across steps of accumulation; a checkpointed backward recomputes the forward, not the norm."""
+    norms = RowNorms()
+    layers = nn.Sequential(*(Layer(norms, trusted, 24, 24) for _ in range(3)))
+    for _ in range(4):
+        y = torch.utils.checkpoint.checkpoint(layers, torch.randn(5, 24, requires_grad=True), use_reentrant=False)
+        y.sum().backward()
+    layers.eval()
+    with torch.inference_mode():
+        layers(torch.randn(2, 24))
+    layers.train()
+    assert (count.calls, count.modules) == (1, 3)
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_all_modules_that_changed_are_computed_together_after_a_step(trusted: bool, count: Counter) -> None:
+    norms = RowNorms()
+    layers = [Layer(norms, trusted) for _ in range(4)]
+    optimizer = torch.optim.AdamW([p for layer in layers for p in (layer.A, layer.B)], lr=0.1, fused=True)
+    for step in range(1, 4):
+        assert all(map(right, layers))
+        assert (count.calls, count.modules) == (step, 4 * step)
+        for layer in layers:
+            layer.A.grad, layer.B.grad = torch.randn_like(layer.A), torch.randn_like(layer.B)
+        optimizer.step()
+
+
+def test_a_step_of_one_job_leaves_the_norms_of_another(count: Counter) -> None:
+    norms = RowNorms()
+    mine, other = Layer(norms, True), Layer(norms, True)
+    kept = other.norm()
+    assert right(mine)
+    SEEN_ON_THE_HOST["adamw fused"](mine)
+    assert right(mine)
+    assert other.norm() is kept
+    assert count.modules == 3
+
+
+def test_a_step_of_an_optimizer_over_copies_of_the_parameters_is_noticed() -> None:
+    """Sharded optimizers hold flat tensors of their own and write the parameters back unseen."""
+    norms = RowNorms()
+    layer = Layer(norms, False)
+    kept = layer.handle.get()
+    flat = nn.Parameter(torch.zeros(3))
+    flat.grad = torch.ones(3)
+    torch.optim.SGD([flat], lr=0.1, fused=True).step()
+    assert layer.handle._key() != layer.handle._kept.key
+    assert torch.equal(layer.norm(), kept)
+
+
+def test_the_frozen_weight_s_own_norm_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(ops, "KERNELS_ON_CPU", True)
+    calls = []
+    original = module.squared_row_norm
+    monkeypatch.setattr(module, "squared_row_norm", lambda weight: calls.append(1) or original(weight))
+    for trusted in (False, True):
+        calls.clear()
+        layer = Layer(RowNorms(), trusted)
+        for _ in range(3):
+            assert right(layer)
+            SEEN_ON_THE_HOST["adamw fused"](layer)
+        assert len(calls) == 1
+        weight_in_place(layer)
+        assert right(layer)
+        assert len(calls) == 2
+
+
+def test_on_the_device_only_modules_that_changed_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norms of the others come out of what was kept: spoiled there, they come out spoiled."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(ops, "KERNELS_ON_CPU", True)
+    norms = RowNorms()
+    layers = [Layer(norms, False) for _ in range(3)]
+    with norms.checked():
+        assert all(map(right, layers))
+    (watched,) = norms._together.values()
+    watched.kept.fill_(7.0)
+    data_copy(layers[1])
+    with norms.checked():
+        assert right(layers[1])
+        assert all(float(layer.norm().min()) == float(layer.norm().max()) == 7.0 for layer in (layers[0], layers[2]))
+
+
+def test_a_norm_that_is_in_a_graph_is_not_written_to(way: str) -> None:
+    """dm = dg / w of a forward before the step needs the w of that forward."""
+    norms = RowNorms()
+    layer = Layer(norms, False)
+    m = torch.rand(20, requires_grad=True)
+    w = layer.norm()
+    want = (1 / w).clone()
+    loss = (m / w).sum()
+    add_in_place(layer)
+    assert right(layer)
+    loss.backward()
+    assert torch.equal(m.grad, want)
+
+
+def test_m_takes_no_part() -> None:
+    """g = m / w follows m at once though w is kept."""
+    layer = Layer(RowNorms(), False)
+    m = nn.Parameter(torch.rand(20))
+    kept = layer.norm()
+    with torch.no_grad():
+        m.mul_(2)
+    assert layer.norm() is kept
+
+
+# --- what the operands may be -------------------------------------------------------------------------------------------
+
+
+def test_quantised_weights_are_watched_through_what_they_are_made_of() -> None:
+    codes = torch.randint(-127, 128, (20, 24), dtype=torch.int8)
+    weight = RowChunks(
+        (20, 24), torch.float32, torch.device("cpu"), lambda start, stop: codes[start:stop] * 2.0**-9, (codes,)
+    )
+    layer = Layer(RowNorms(), False)
+    handle = layer.handle.point(weight, layer.A, layer.B, 1.0)
+
+    def exact() -> torch.Tensor:
+        return (codes.double() * 2.0**-9 + layer.B.detach().double() @ layer.A.detach().double()).norm(dim=1)
+
+    assert torch.allclose(handle.get().double(), exact(), rtol=1e-6)
+    codes[4] = 5
+    assert torch.allclose(handle.get().double(), exact(), rtol=1e-6)
+    data_copy(layer)
+    assert torch.allclose(handle.get().double(), exact(), rtol=1e-6)
+
+
+def test_operands_that_are_not_whole_are_refused_and_left_out_of_batches() -> None:
+    norms = RowNorms()
+    layers = [Layer(norms, False) for _ in range(2)]
+    data = layers[0].A.detach().clone()
+    layers[0].A.untyped_storage().resize_(0)
+    assert right(layers[1])
+    with norms.checked(), pytest.raises(RuntimeError, match=r"needs its operands whole: the storage of A is freed"):
+        layers[0].norm()
+    layers[0].A.data = data
+    assert right(layers[0])
+
+    class Sharded(torch.Tensor):
+        pass
+
+    del layers[0].B
+    layers[0].B = torch.randn(20, 4).as_subclass(Sharded)
+    with pytest.raises(RuntimeError, match=r"B is a Sharded, not a torch.Tensor"):
+        layers[0].norm()
+
+
+def test_devices_and_dtypes_may_be_mixed_in_one_model() -> None:
+    norms = RowNorms()
+    layers = [Layer(norms, False), Layer(norms, False).double(), Layer(norms, True)]
+    assert all(map(right, layers))
+    assert layers[1].norm().dtype == torch.float64
+    assert layers[0].norm().dtype == torch.float32
+
+
+# --- lifetime ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_handles_die_with_their_layers_without_the_garbage_collector(trusted: bool, way: str) -> None:
+    norms = RowNorms()
+    layer, other = Layer(norms, trusted), Layer(norms, trusted)
+    with norms.checked():
+        assert right(layer)
+        assert right(other)
+    watch = [weakref.ref(layer.handle), weakref.ref(layer.A)]
+    gc.disable()
+    try:
+        del layer
+        assert [ref() for ref in watch] == [None, None]
+        assert len(norms._handles) == 1
+        alive = weakref.ref(norms)
+        del norms, other
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
+def test_an_old_storage_is_not_kept_alive() -> None:
+    layer = Layer(RowNorms(), True)
+    assert right(layer)
+    old = torch.multiprocessing.reductions.StorageWeakRef(layer.A.untyped_storage())
+    layer.A.data = torch.randn_like(layer.A)
+    assert old.expired()
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
+def test_models_can_be_copied_and_the_copies_have_norms_of_their_own(how: str, way: str) -> None:
+    norms = RowNorms()
+    model = nn.ModuleList(Layer(norms, False) for _ in range(2))
+    assert all(map(right, model))
+    if how == "deepcopy":
+        twin = copy.deepcopy(model)
+    elif how == "pickle":
+        twin = pickle.loads(pickle.dumps(model))
+    else:
+        torch.save(model, file := io.BytesIO())
+        file.seek(0)
+        twin = torch.load(file, weights_only=False)
+    assert twin[0].handle.norms is twin[1].handle.norms is not norms
+    assert twin[0].handle.A is twin[0].A
+    data_copy(twin[0])
+    assert all(map(right, [*twin, *model]))
+    assert sorted(map(id, twin[0].handle.norms._handles.values())) == sorted(id(layer.handle) for layer in twin)
+
+
+def test_in_a_compiled_graph_the_kept_norm_is_used_and_stays_right(count: Counter) -> None:
+    norms = RowNorms()
+    layer = Layer(norms, False)
+
+    def f(weight: torch.Tensor, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
+        return torch.ops.packlora.row_norm(weight, A, B, layer.scaling, layer.handle.number) * 2
+
+    compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        for change in (None, data_copy, add_in_place, data_replaced, None):
+            if change is not None:
+                change(layer)
+            got = compiled(layer.base.weight, layer.A, layer.B)
+            assert torch.allclose(got.double(), 2 * layer.exact(), rtol=1e-6)
+    assert count.modules == 4
+    torch.ops.packlora.row_norm(layer.base.weight, layer.A, layer.B, layer.scaling, layer.handle.number).zero_()
+    assert right(layer), "a graph may write to what the operator gave it"
+    other = Layer(RowNorms(), False)
+    with torch.no_grad():
+        got = compiled(other.base.weight, other.A, other.B)
+    assert torch.allclose(got.double(), 2 * other.exact(), rtol=1e-6), "operands of another layer"
+
+
+def test_a_handle_number_is_never_used_again() -> None:
+    norms = RowNorms()
+    seen = set()
+    for _ in range(3):
+        handle: NormHandle = Layer(norms, True).handle
+        assert handle.number not in seen
+        seen.add(handle.number)
