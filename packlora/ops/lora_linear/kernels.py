@@ -3,7 +3,7 @@
     down     S = s c (drop(x) A')                     x is read once for all adapters and layers; the mask stays in registers
     up       y0 = S B' + bias                         y0 is what the base product x W' then accumulates onto
              y = g (x W' + S B') + bias               or: the base product is there, one pass over it
-    compose  y = g z + bias
+    compose  y = g z + bias                           run: the same for one run, and its variants under dropout
     scale    e = g d, sums of d z and d
     grad     dS = s c (e B), dB = e' S                one read of d; e and the sums in the same pass
     inputs   dx0 = drop(dS A), dA = dS' drop(x)       one read of x; d W accumulates onto dx0
@@ -315,6 +315,27 @@ def compose_kernel(z, y, g, bias, tiles, base_row, N, HAS_BIAS: tl.constexpr, BM
         if HAS_BIAS:
             value += plus
         tl.store(y + at, value.to(y.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def run_kernel(
+    z, y, g, bias, T, N, minus, ADD: tl.constexpr, HAS_G: tl.constexpr, HAS_BIAS: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr,
+):  # fmt: skip
+    """y = (g - minus) z + bias, or y += that, over the rows [T, N] of one run; g, bias float32 [N]. Grid (blocks of N, T)."""
+    rows = tl.program_id(1) * BM + tl.arange(0, BM)
+    cols = tl.program_id(0) * BN + tl.arange(0, BN)
+    fits = cols < N
+    here = (rows < T)[:, None] & fits[None, :]
+    at = rows.to(tl.int64)[:, None] * N + cols[None, :]
+    value = tl.load(z + at, mask=here, other=0.0).to(tl.float32)
+    if HAS_G:
+        value *= (tl.load(g + cols, mask=fits, other=0.0) - minus)[None, :]
+    if HAS_BIAS:
+        value += tl.load(bias + cols, mask=fits, other=0.0)[None, :]
+    if ADD:
+        value += tl.load(y + at, mask=here, other=0.0).to(tl.float32)
+    tl.store(y + at, value.to(y.dtype.element_ty), mask=here)
 
 
 @triton.jit

@@ -196,6 +196,18 @@ def compose(z: torch.Tensor, y: torch.Tensor, runs: RunTables, composition: Comp
     )  # fmt: skip
 
 
+def compose_run(
+    z_tN: torch.Tensor, y_tN: torch.Tensor, g_N: torch.Tensor | None, bias_N: torch.Tensor | None, minus: int = 0,
+    add: bool = False,
+) -> None:  # fmt: skip
+    """y = (g - minus) z + bias for the rows of one run, or y += that; without g it is 1. y may be z."""
+    T, N = z_tN.shape
+    launch(
+        kernels.run_kernel, (_cdiv(N, 256), _cdiv(T, 16)), (z_tN, y_tN, g_N, bias_N, T, N, minus),
+        ADD=add, HAS_G=g_N is not None, HAS_BIAS=bias_N is not None, BM=16, BN=256, num_warps=4, num_stages=1,
+    )  # fmt: skip
+
+
 def scale(
     d_TN: torch.Tensor,
     kept: torch.Tensor | None,

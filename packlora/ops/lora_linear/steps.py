@@ -90,13 +90,18 @@ class Steps:
                 and all((run.adapter, index) in self.layout.places for run in runs for index in range(len(self.layers)))
                 and launch.fusable(x_TK, self.layers, runs)
             )
-            known = tuple(run for run in runs if run.adapter < prepared.num_adapters)  # others are of other layers
-            self.tables = _RUN_TABLES.get(
-                (known, len(x_TK), x_TK.device, self.single, prepared.num_adapters),
-                lambda: RunTables(
-                    known, len(x_TK), x_TK.device, launch.sizes_for(x_TK.dtype).tokens, prepared.num_adapters
-                ),
-            )
+            self.tables = self.run_tables()
+
+    def run_tables(self) -> RunTables:
+        """Tables of the runs for the kernels' block sizes."""
+        from packlora.ops.lora_linear import launch
+
+        T, dtype, device, number = len(self.x_TK), self.x_TK.dtype, self.x_TK.device, self.prepared.num_adapters
+        known = tuple(run for run in self.every if run.adapter < number)  # others are of other layers
+        return _RUN_TABLES.get(
+            (known, T, device, self.single, number),
+            lambda: RunTables(known, T, device, launch.sizes_for(dtype).tokens, number),
+        )
 
     def without_tokens(self) -> Steps:
         """Itself, to be kept for the backward: x and the keys are autograd's to keep."""
@@ -226,30 +231,55 @@ class Steps:
             y_TN = torch.empty_like(z_TN) if keep_z else z_TN
             self.launch.compose(z_TN, y_TN, self.tables, composition)
             return y_TN, z_TN if keep_z else None
-        y_TN = torch.empty_like(z_TN)
-        bare = gaps(self.composed[index], len(z_TN))
-        for run in self.composed[index]:
-            low, z_tN = layer.adapters[run.adapter], z_TN[run.rows]
-            bias_N = layer.bias if low.bias is None else low.bias
-            value = z_tN
-            if self._base_dropped(run, index):
-                zd_tN = self._dropped_product(S, index, run)
-                value = z_tN + (composition.g[run.adapter] - 1) * zd_tN
-                z_TN[run.rows] = zd_tN
-            elif low.magnitude is not None:
-                value = composition.g[run.adapter] * z_tN
-            y_TN[run.rows] = value if bias_N is None else value + bias_N
-        for start, stop in bare:
-            torch.add(z_TN[start:stop], 0 if layer.bias is None else layer.bias, out=y_TN[start:stop])
+        return self._composed_by_run(S, index, layer, z_TN, keep_z)
+
+    def _composed_by_run(
+        self, S: torch.Tensor, index: int, layer: Layer, y_TN: torch.Tensor, keep_z: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """y in place of x W' + S B' in y_TN, run by run, and z."""
+        composition, own = self.prepared.compositions[index], self.composed[index]
+        dropped = [run for run in own if self._base_dropped(run, index)]
+        z_TN = torch.empty_like(y_TN) if dropped or keep_z else None
+        for run in own:
+            low, y_tN = layer.adapters[run.adapter], y_TN[run.rows]
+            g_N = None if low.magnitude is None else composition.g[run.adapter]
+            bias_N = None if composition.bias is None else composition.bias[run.adapter]
+            if run in dropped:
+                assert z_TN is not None
+                z_tN, place = z_TN[run.rows], self.layout.places[run.adapter, index]
+                B = self.packed.b_block(run.adapter, index)
+                S_tr = S[run.rows, place.column : place.column + place.padded]
+                xd_tK, factor = self._drop(self.x_TK[run.rows], run), dropout_factor(run.dropout)
+                if self.single:  # a product rounds more when it accumulates onto something
+                    write_mm(z_tN, xd_tK, layer.weight.T, factor)
+                    z_tN.addmm_(S_tr, B.T)
+                else:
+                    write_mm(z_tN, S_tr, B.T)
+                    z_tN.addmm_(xd_tK, layer.weight.T, alpha=factor)
+                self._compose_run(z_tN, y_tN, g_N, bias_N, minus=1, add=True)
+            else:
+                if z_TN is not None:
+                    z_TN[run.rows] = y_tN
+                self._compose_run(y_tN, y_tN, g_N, bias_N)
+        if layer.bias is not None:
+            for start, stop in gaps(own, len(y_TN)):
+                y_TN[start:stop] += layer.bias
         return y_TN, z_TN
 
-    def _dropped_product(self, S: torch.Tensor, index: int, run: Run) -> torch.Tensor:
-        """z of the dropped x of one run: drop(x) c W' + S B', [t, N]."""
-        weight, place = self.layers[index].weight, self.layout.places[run.adapter, index]
-        B = self.packed.b_block(run.adapter, index)
-        zd_tN = self.x_TK.new_empty(run.stop - run.start, len(weight))
-        write_mm(zd_tN, self._drop(self.x_TK[run.rows], run), weight.T, dropout_factor(run.dropout))
-        return zd_tN.addmm_(S[run.rows, place.column : place.column + place.padded], B.T)
+    def _compose_run(
+        self, z_tN: torch.Tensor, y_tN: torch.Tensor, g_N: torch.Tensor | None, bias_N: torch.Tensor | None, minus: int = 0,
+        add: bool = False,
+    ) -> None:  # fmt: skip
+        """y = (g - minus) z + bias, or y += that."""
+        if z_tN.is_cuda and HAS_TRITON and z_tN.dtype != torch.float64:
+            from packlora.ops.lora_linear import launch
+
+            launch.compose_run(z_tN, y_tN, g_N, bias_N, minus, add)
+            return
+        value = z_tN if g_N is None else (g_N - minus) * z_tN
+        if bias_N is not None:
+            value = value + bias_N
+        y_tN.copy_(y_tN + value if add else value)
 
     # --- backward ----------------------------------------------------------------------------------------------------
 
@@ -267,9 +297,7 @@ class Steps:
         base: Sequence[torch.Tensor | None] = e
         if self.dropped:  # the base product of all tokens takes d, not e, in those runs
             base = [self._undo_dropped(index, e_TN, d[index]) for index, e_TN in enumerate(e)]
-        dx, dA = self._inputs(dS, base, need_x, need_A)
-        if self.dropped and dx is not None:
-            self._add_base_dropped(dx, d)
+        dx, dA = self._inputs(dS, base, need_x, need_A, d)
         return dx, dA, dB, sums
 
     def _from_y(self, index: int) -> bool:
@@ -294,6 +322,12 @@ class Steps:
         need_m, need_bias = self._wants(index)
         if self.kernels:
             e_TN, parts = self.launch.scale(d_TN, kept, self.tables, composition, need_m, need_bias)
+            self._put(index, parts, sums)
+            return e_TN
+        if self.dropped and HAS_TRITON and d_TN.is_cuda and d_TN.dtype != torch.float64:
+            from packlora.ops.lora_linear import launch
+
+            e_TN, parts = launch.scale(d_TN, kept, self.run_tables(), composition, need_m, need_bias)
             self._put(index, parts, sums)
             return e_TN
         e_TN = d_TN
@@ -365,7 +399,12 @@ class Steps:
         return dS, out
 
     def _inputs(
-        self, dS: torch.Tensor, e: Sequence[torch.Tensor | None], need_x: bool, need_A: bool
+        self,
+        dS: torch.Tensor,
+        e: Sequence[torch.Tensor | None],
+        need_x: bool,
+        need_A: bool,
+        d: Sequence[torch.Tensor | None],
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """dx = e W + drop(dS A) and the stacked dA."""
         way = self.plan.dx
@@ -391,7 +430,7 @@ class Steps:
                 A_RK = self._A(run)
                 low_rank = dS[run.rows, : len(A_RK)]
                 if run.dropout:
-                    dx[run.rows] = self._drop(low_rank @ A_RK, run)
+                    dx[run.rows] = self._drop(self._plus_dropped(low_rank @ A_RK, run, d), run)
                 else:
                     torch.mm(low_rank, A_RK, out=dx[run.rows])
             for start, stop in gaps(self.runs, len(dx)):
@@ -412,7 +451,7 @@ class Steps:
                 A_RK = self._A(run)
                 low_rank = dS[run.rows, : len(A_RK)]
                 if run.dropout:
-                    dx[run.rows] += self._drop(low_rank @ A_RK, run)
+                    dx[run.rows] += self._drop(self._plus_dropped(low_rank @ A_RK, run, d), run)
                 else:
                     dx[run.rows].addmm_(low_rank, A_RK)
         return dx, dA
@@ -421,22 +460,25 @@ class Steps:
         """e with d in the rows of base-dropped runs."""
         if e_TN is None or d_TN is None or e_TN is d_TN:
             return e_TN
+        dropped = [run for run in self.composed.get(index, ()) if self._base_dropped(run, index)]
+        if len(dropped) == len(self.composed[index]):  # e is d everywhere else
+            return d_TN
         out = e_TN.clone()
-        for run in self.composed.get(index, ()):
-            if self._base_dropped(run, index):
-                out[run.rows] = d_TN[run.rows]
+        for run in dropped:
+            out[run.rows] = d_TN[run.rows]
         return out
 
-    def _add_base_dropped(self, dx: torch.Tensor, d: Sequence[torch.Tensor | None]) -> None:
-        """dx += drop((g - 1) d c W) of base-dropped runs."""
-        for index, own in self.composed.items():
-            d_TN, weight = d[index], self.layers[index].weight
-            for run in own:
-                if d_TN is not None and self._base_dropped(run, index):
-                    g_N = self.prepared.compositions[index].g[run.adapter]
-                    scaled = ((g_N - 1) * d_TN[run.rows]).to(d_TN.dtype)
-                    product = torch.addmm(dx[run.rows], scaled, weight, beta=0, alpha=dropout_factor(run.dropout))
-                    dx[run.rows] += self._drop(product, run)
+    def _plus_dropped(self, low_tK: torch.Tensor, run: Run, d: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        """dS A of one run, plus (g - 1) d c W of every layer where its base product is dropped, before it is dropped."""
+        for index in self.composed:
+            d_TN = d[index]
+            if d_TN is not None and self._base_dropped(run, index):
+                scaled = torch.empty_like(d_TN[run.rows])
+                self._compose_run(
+                    d_TN[run.rows], scaled, self.prepared.compositions[index].g[run.adapter], None, minus=1
+                )
+                low_tK.addmm_(scaled, self.layers[index].weight, alpha=dropout_factor(run.dropout))
+        return low_tK
 
 
 class Composition:
