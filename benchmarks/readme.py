@@ -164,21 +164,29 @@ def model() -> list[str]:
     if file is None:
         return []
     lines = [
-        f"Llama-3.1-8B's shape, LoRA r 16, dropout 0.1, 4 x 2048 tokens on one {file['device']}, forward and backward "
-        "([model-h200.json](benchmarks/results/model-h200.json)):",
+        f"Llama-3.1-8B's shape, 4 x 2048 tokens on one {file['device']}, forward and backward; LoRA r 16 with dropout 0.1, "
+        "DoRA r 384 ([model-h200.json](benchmarks/results/model-h200.json)):",
         "",
         "| | ms | over frozen | peak GiB |",
         "|---|---|---|---|",
     ]
     for row in file["rows"]:
-        if row["kind"] == "model":
-            tail = ", checkpointing" if row["checkpointing"] else ""
-            for name, title in (("frozen", "frozen"), ("packlora", "packlora"), ("peft_bf16", "PEFT")):
-                if name in row["ms"]:
-                    over = "1" if name == "frozen" else ratio(row["over_frozen"].get(name))
-                    lines.append(f"| {title}{tail} | {row['ms'][name]:.0f} | {over} | {row['gib'][name]:.1f} |")
-                else:
-                    lines.append(f"| {title}{tail} | failed | | |")
+        if row["kind"] != "model":
+            continue
+        tail = ", checkpointing" if row["checkpointing"] else ""
+        kind = "DoRA" if row.get("dora") else "LoRA"
+        titles = {"frozen": "frozen", "packlora": f"packlora, {kind}", "peft_bf16": f"PEFT, {kind}"}
+        if row.get("dora"):
+            titles |= {
+                "packlora_stepped": "packlora, DoRA, norms in every pass",
+                "peft_fp32_autocast": "PEFT, DoRA, fp32 adapters",
+            }
+        for name, title in titles.items():
+            if name in row["ms"]:
+                over = "1" if name == "frozen" else ratio(row["over_frozen"].get(name))
+                lines.append(f"| {title}{tail} | {row['ms'][name]:.0f} | {over} | {row['gib'][name]:.1f} |")
+            elif name in row["failed"]:
+                lines.append(f"| {title}{tail} | failed | | |")
     lines += [
         "",
         "One decoder layer, time over that of the frozen layer:",
@@ -193,7 +201,41 @@ def model() -> list[str]:
     return lines
 
 
-SECTIONS = (parity, speed, layer, multi, graphs, model)
+def dora() -> list[str]:
+    """DoRA layers over the frozen layer, and the norm."""
+    file = measured("dora-h200")
+    if file is None:
+        return []
+    summary = file["summary"]
+    names = {
+        "packlora": "packlora", "packlora_stepped": "packlora, norm in every pass", "peft_bf16": "PEFT",
+        "peft_fp32_autocast": "PEFT, fp32 adapters", "paper": "Scaling-DoRA's formulas",
+    }  # fmt: skip
+    lines = [
+        f"One linear layer with DoRA on one {file['device']}, bfloat16, 8192 tokens, time over that of the frozen layer "
+        "([dora-h200.json](benchmarks/results/dora-h200.json)):",
+        "",
+        f"| inputs x outputs, rank | frozen, ms | {' | '.join(names.values())} |",
+        f"|---|---|{'---|' * len(names)}",
+    ]
+    for row in file["rows"]:
+        if row["part"] == "layer" and row["T"] == 8192 and not row["dropout"]:
+            cells = [ratio(row["over_frozen"].get(name)) for name in names]
+            lines.append(f"| {row['K']} x {row['N']}, r {row['r']} | {row['ms']['frozen']:.3f} | {' | '.join(cells)} |")
+    if summary.get("norm_refresh_us") is not None:
+        peers = ", ".join(
+            f"{title} {summary[key]:.0f}"
+            for title, key in (
+                ("PEFT", "norm_refresh_peft_identity_us"), ("dense", "norm_refresh_dense_us"),
+                ("factored in fp32", "norm_refresh_factored_fp32_us"),
+            )
+            if summary.get(key) is not None
+        )  # fmt: skip
+        lines += ["", f"The norm of a 4096 x 4096 layer at r 384: {summary['norm_refresh_us']:.0f} us ({peers})."]
+    return lines
+
+
+SECTIONS = (parity, speed, layer, multi, graphs, model, dora)
 
 
 def filled(readme: str) -> str:

@@ -75,14 +75,22 @@ def train(
 
 
 @app.command()
-def plan(run: RunFile, overrides: Set = None) -> None:
-    """Show what a run would do, without training: samples, microbatches, memory."""
+def plan(
+    run: RunFile,
+    overrides: Set = None,
+    stages: Annotated[int, typer.Option(min=1, help="Plan for a pipeline of so many devices.")] = 1,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write all figures.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Also draw the simulated timeline (.png, .svg, .pdf).")
+    ] = None,
+) -> None:
+    """Show what a run would do, without training: samples, microbatches, predicted time and memory."""
 
     def action() -> None:
         from packlora.config import load_run
         from packlora.plan import print_plan
 
-        print_plan(load_run(run, overrides))
+        print_plan(load_run(run, overrides), stages, json_file, plot)
 
     _guarded(action)
 
@@ -114,12 +122,19 @@ def tune(
 
 @app.command()
 def bench(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="layer, multi, graphs or model.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="layer, multi, graphs, model, dora or schedule.")],
     out: Annotated[Path, typer.Option(metavar="FILE", help="The JSON file to write.")],
     quick: Annotated[bool, typer.Option("--quick", help="A subset in seconds.")] = False,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:<number>.")] = "auto",
     only: Annotated[str | None, typer.Option(help="Contenders, packlora:PLAN, words of cases; commas between.")] = None,
-    layers: Annotated[int | None, typer.Option(min=1, help="model: shrink it to so many layers.")] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="model, dora: shrink models to so many layers.")] = None,
+    parts: Annotated[
+        str | None,
+        typer.Option(
+            help="model: lora, dora, layers. dora: norm, compose, layer, multi, model, paper-model, quality. Only these are "
+            "measured; rows of other parts stay in FILE."
+        ),
+    ] = None,
     plots: Annotated[bool, typer.Option("--plots", help="Also write pictures beside FILE.")] = False,
     ncu: Annotated[bool, typer.Option("--ncu", help="layer: print the command lines that count DRAM traffic.")] = False,
 ) -> None:
@@ -128,7 +143,7 @@ def bench(
     def action() -> None:
         from packlora.bench import run_bench
 
-        raise typer.Exit(run_bench(name, out, quick, device, only, layers, plots, ncu))
+        raise typer.Exit(run_bench(name, out, quick, device, only, layers, plots, ncu, parts))
 
     _guarded(action)
 

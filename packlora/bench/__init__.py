@@ -13,7 +13,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-NAMES = ("layer", "multi", "graphs", "model")
+NAMES = ("layer", "multi", "graphs", "model", "dora", "schedule")
+PARTS = {
+    "model": ("lora", "dora", "layers"),
+    "dora": ("norm", "compose", "layer", "multi", "model", "paper-model", "quality"),
+}
+"""Of benchmarks that can be measured in pieces; a piece replaces its rows in the file and leaves the others."""
 
 
 def run_bench(
@@ -25,6 +30,7 @@ def run_bench(
     layers: int | None = None,
     plots: bool = False,
     ncu: bool = False,
+    parts: str | None = None,
 ) -> int:
     """Run a benchmark, write its results and print a table.
 
@@ -36,25 +42,29 @@ def run_bench(
         only: contenders and words of cases, separated by commas; see options.choose.
         layers: of the model in `model`, to shrink it.
         plots: also write pictures beside the file.
+        parts: those to measure, of PARTS, separated by commas; rows of the others stay in the file as they are.
         ncu: measure nothing; print the command lines that count the DRAM traffic of `layer`.
 
     Returns:
         Exit code: 0, or 1 where a contender failed (the others' figures are written).
 
     Raises:
-        InputError: an unknown name, no GPU, or words in `only` that mean nothing here.
+        InputError: an unknown name, no GPU, words in `only` or `parts` that mean nothing here, or a file whose other parts
+            cannot be kept.
     """
     import torch
 
     from packlora.bench.options import Options
-    from packlora.bench.results import check_writable, device_slug, write_results
+    from packlora.bench.results import check_writable, device_slug, rows_of_other_parts, write_results
     from packlora.errors import InputError
     from packlora.model import choose_device
+    from packlora.train import device_name
 
     if name not in NAMES:
         raise InputError(f"bench: {name!r} is not a benchmark; there are {', '.join(NAMES)}")
-    if layers is not None and name != "model":
-        raise InputError(f"bench {name}: --layers is for model")
+    if layers is not None and name not in PARTS:
+        raise InputError(f"bench {name}: --layers is for {' and '.join(PARTS)}")
+    wanted = _parts(name, parts)
     if ncu:
         if name != "layer":
             raise InputError(f"bench {name}: --ncu is for layer")
@@ -62,6 +72,10 @@ def run_bench(
 
         print("\n".join(commands(out.with_suffix("").with_name(f"{out.stem}-ncu"))))
         return 0
+    if name == "schedule":  # measures no device
+        if only or device not in ("auto", "cpu"):
+            raise InputError("bench schedule runs on the CPU and in full; --only and --device are not for it")
+        return int(importlib.import_module("packlora.bench.schedule").run_schedule(out, quick, plots))
     chosen = choose_device(device)
     if chosen.type == "cpu" and not (quick and device == "cpu"):
         raise InputError(
@@ -72,20 +86,42 @@ def run_bench(
     if plots and importlib.util.find_spec("matplotlib") is None:
         raise InputError("--plots needs matplotlib, which is not installed (pip install matplotlib)")
     words = tuple(word.strip() for word in (only or "").split(",") if word.strip())
-    options = Options(chosen, quick, words, layers)
+    bench = importlib.import_module(f"packlora.bench.{name}")
+    label = f"{name}-{device_slug(chosen)}"
+    kept: tuple[dict[str, Any], ...] = ()
+    if wanted:
+        kept = rows_of_other_parts(out, label, device_name(chosen), wanted, bench.part_of)
+        if kept and (quick or words or layers is not None):
+            raise InputError(
+                f"bench {name}: {out} holds other parts in full; --quick, --only and --layers need a new file"
+            )
+    options = Options(chosen, quick, words, layers, wanted, kept, out)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen.index or 0)
-    outcome = importlib.import_module(f"packlora.bench.{name}").run(options)
+    outcome = bench.run(options)
     print()
     for line in outcome.table:
         print(line)
-    write_results(out, f"{name}-{device_slug(chosen)}", outcome.protocol, outcome.rows, outcome.summary, str(chosen))
+    write_results(out, label, outcome.protocol, outcome.rows, outcome.summary, str(chosen))
     if plots:
         from packlora.bench.plots import write_plots
 
         for path in write_plots(name, outcome.rows, out):
             print(f"wrote {path}")
     return report_failures(outcome.rows)
+
+
+def _parts(name: str, words: str | None) -> tuple[str, ...]:
+    """The parts to measure; none for all. Raises InputError for one that the benchmark does not have."""
+    from packlora.errors import InputError
+
+    wanted = tuple(dict.fromkeys(word.strip() for word in (words or "").split(",") if word.strip()))
+    if wanted and name not in PARTS:
+        raise InputError(f"bench {name}: --parts is for {' and '.join(PARTS)}")
+    for word in wanted:
+        if word not in PARTS[name]:
+            raise InputError(f"parts: bench {name} has no part {word!r}; it has {', '.join(PARTS[name])}")
+    return () if wanted and set(wanted) == set(PARTS[name]) else wanted
 
 
 def report_failures(rows: list[dict[str, Any]]) -> int:

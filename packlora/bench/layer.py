@@ -111,23 +111,31 @@ class Inputs:
 
 
 def peft_model(
-    weight_NK: nn.Parameter, A_rK: torch.Tensor, B_Nr: torch.Tensor, dropout: float, wide: bool
+    weight_NK: nn.Parameter,
+    A_rK: torch.Tensor,
+    B_Nr: torch.Tensor,
+    dropout: float,
+    wide: bool,
+    magnitude_N: torch.Tensor | None = None,
 ) -> tuple[Any, One, list[nn.Parameter]]:
     """A PEFT model of one layer with the given adapter values.
 
     Args:
         wide: float32 adapter parameters, PEFT's default; else the weight's type.
+        magnitude_N: makes it a DoRA adapter.
 
     Returns:
-        The PEFT model, the module inside to call, and the parameters that train.
+        The PEFT model, the module inside to call, and the parameters that train: A, B and the magnitude.
     """
-    rank = A_rK.shape[0]
-    config = LoraConfig(r=rank, lora_alpha=2 * rank, lora_dropout=dropout, target_modules=["linear"])
+    rank, dora = A_rK.shape[0], magnitude_N is not None
+    config = LoraConfig(r=rank, lora_alpha=2 * rank, lora_dropout=dropout, target_modules=["linear"], use_dora=dora)
     model = get_peft_model(One(weight_NK), config, autocast_adapter_dtype=wide).train()
     layer = model.base_model.model.linear
     with torch.no_grad():
         layer.lora_A["default"].weight.copy_(A_rK)
         layer.lora_B["default"].weight.copy_(B_Nr)
+        if magnitude_N is not None:
+            layer.lora_magnitude_vector["default"].weight.copy_(magnitude_N)
     return model, model.base_model.model, [p for p in model.parameters() if p.requires_grad]
 
 
@@ -195,7 +203,8 @@ def accelerated(name: str, model: Any, example: dict[str, Any] | None = None) ->
     Raises:
         AssertionError: a module was left to PEFT, so that the time would not be packlora's.
     """
-    report = accelerate(model, plan=plan_from_name(name.partition(":")[2]) if ":" in name else None, example=example)
+    plan = plan_from_name(name.partition(":")[2]) if ":" in name else None
+    report = accelerate(model, plan=plan, example=example, recompute=name == "packlora_recompute")
     if report.accelerated < len(report.modules):
         raise AssertionError(f"not all modules were accelerated: {report}")
     plans = sorted({str(module.plan) for module in report.modules})
@@ -224,12 +233,13 @@ def compare_with_peft(model: Any, parameters: list[nn.Parameter], inputs: Inputs
 
 
 def check_close(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> None:
-    """y, dx, dA and dB of two ways, by relative Frobenius distance.
+    """y, dx, dA, dB and the magnitude's gradient, where there is one, of two ways, by relative Frobenius distance.
 
     Raises:
         AssertionError: a distance is larger than rounding can make it, so the time of this contender means nothing.
     """
-    for name, own, other in zip(("y", "dx", "dA", "dB"), ours, theirs, strict=True):
+    names = ("y", "dx", "dA", "dB", "dm")[: len(ours)]
+    for name, own, other in zip(names, ours, theirs, strict=True):
         distance = float((own.detach().float() - other.detach().float()).norm() / other.detach().float().norm())
         if not distance <= LARGEST_DIFFERENCE:
             raise AssertionError(

@@ -1,8 +1,9 @@
-"""`packlora bench model`: a whole model with LoRA against the same model frozen and under PEFT.
+"""`packlora bench model`: a whole model with LoRA or DoRA against the same model frozen and under PEFT.
 
-Llama-3.1-8B's shape with random weights, 4 x 2048 tokens, with and without gradient checkpointing; then single decoder layers
-of Llama-3.1-8B, Qwen2.5-32B and Llama-3.1-70B. With liger-kernel where it is installed. All contenders of a case stand in one
-process over the same frozen weights, so that they can run in turn; a contender's memory is counted as if it stood there alone.
+Llama-3.1-8B's shape with random weights, 4 x 2048 tokens, with and without gradient checkpointing, with LoRA (part lora) and
+with DoRA of rank 384 (part dora); then single decoder layers of Llama-3.1-8B, Qwen2.5-32B and Llama-3.1-70B (part layers).
+With liger-kernel where it is installed. All contenders of a case stand in one process over the same frozen weights, so that
+they can run in turn; a contender's memory is counted as if it stood there alone.
 """
 
 from __future__ import annotations
@@ -26,8 +27,11 @@ from packlora.bench.results import text_table
 from packlora.timing import Contender, Timings, Work, paired
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-CONTENDERS = ["frozen", "packlora", "packlora_fp32", "peft_bf16"]
-OPTIONAL = ["peft_fp32_autocast"]
+CONTENDERS = ["frozen", "packlora", "packlora_recompute", "packlora_fp32", "peft_bf16"]
+OPTIONAL = ["packlora_stepped", "peft_fp32_autocast"]
+"""They take part unnamed in the DoRA cases, peft_fp32_autocast in the one with checkpointing, where its memory leaves room for
+the others."""
+DORA_RANK = 384
 LLAMA_8B: dict[str, Any] = {
     "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
     "num_key_value_heads": 8, "max_position_embeddings": 8192, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
@@ -53,11 +57,14 @@ LAYER_SAMPLE = 512
 PROTOCOL = (
     "kind model: Llama-3.1-8B's shape ({layers} layers), random bfloat16 weights, 4 x 2048 random tokens, forward with "
     "labels and backward; frozen: no adapter, only the embeddings' output wants a gradient. kind layer: one decoder layer, "
-    "samples of 512 tokens. LoRA r 16, alpha 32, dropout 0.1 on all linear layers; packlora: packlora.accelerate on the PEFT "
-    "model with bfloat16 adapters (_fp32: PEFT's default float32); peft_bf16: the PEFT model as it is. {liger}. Contenders "
-    "run in turn inside one loop over the same frozen weights, random order each round, CUDA events, medians, ratios within "
-    "a round. gib: peak of one step, with the frozen weights and what the contender itself keeps, without what the others "
-    "keep. ckpt: gradient checkpointing (use_reentrant=False) of every decoder layer."
+    "samples of 512 tokens. LoRA r 16, alpha 32, dropout 0.1 on all linear layers, or DoRA r 384, alpha 768, no dropout, "
+    "magnitudes and B away from their initial values; packlora: packlora.accelerate on the PEFT model with bfloat16 adapters "
+    "(_recompute: with recompute=True; _fp32: PEFT's default float32; _stepped: the adapters are written to before each run, so that norms are made anew in it, "
+    "an optimizer step for every microbatch); peft_bf16: the PEFT model as it is; peft_fp32_autocast: PEFT's default float32 "
+    "adapters under torch.autocast. {liger}. Contenders run in turn inside one loop over the same frozen weights, random order "
+    "each round, CUDA events, medians, ratios within a round. gib: peak of one step, with the frozen weights and what the "
+    "contender itself keeps, without what the others keep. ckpt: gradient checkpointing (use_reentrant=False) of every decoder "
+    "layer."
 )
 
 
@@ -82,17 +89,21 @@ def shared_copy(model: nn.Module) -> Any:
     return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
 
 
-def with_lora(model: nn.Module, rank: int, dropout: float, wide: bool) -> Any:
-    """The model under PEFT, LoRA on all linear layers, B not zero.
+def with_lora(model: nn.Module, rank: int, dropout: float, wide: bool, dora: bool = False) -> Any:
+    """The model under PEFT, LoRA or DoRA on all linear layers, B not zero and magnitudes not the norms of the weights.
 
     Args:
         wide: float32 adapter parameters, PEFT's default; else the model's type.
     """
-    config = LoraConfig(r=rank, lora_alpha=2 * rank, lora_dropout=dropout, target_modules=TARGETS)
-    adapted = get_peft_model(model, config, autocast_adapter_dtype=wide).train()
-    for name, parameter in adapted.named_parameters():
-        if "lora_B" in name:
-            nn.init.normal_(parameter, std=0.002)
+    config = LoraConfig(r=rank, lora_alpha=2 * rank, lora_dropout=dropout, target_modules=TARGETS, use_dora=dora)
+    with next(model.parameters()).device:  # a billion numbers are drawn in seconds by one core, in none by the GPU
+        adapted = get_peft_model(model, config, autocast_adapter_dtype=wide).train()
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                nn.init.normal_(parameter, std=0.002)
+            elif "lora_magnitude" in name:
+                parameter.mul_(1 + 0.01 * torch.randn_like(parameter))
     return adapted
 
 
@@ -128,31 +139,41 @@ def adapted_copy(
     dropout: float,
     prepare: Callable[[Any], None] | None = None,
     example: dict[str, Any] | None = None,
+    dora: bool = False,
 ) -> tuple[Any, str]:
     """The module of a contender over the weights of `base`, and packlora's note on it.
 
     Args:
-        name: frozen, packlora, packlora_fp32, packlora:PLAN, peft_bf16 or peft_fp32_autocast.
+        name: frozen, packlora, packlora_recompute, packlora_fp32, packlora_stepped, packlora:PLAN, peft_bf16 or peft_fp32_autocast.
         prepare: done to the model before packlora sees it.
         example: see layer.accelerated.
     """
     model = shared_copy(base)
     wide = name in ("packlora_fp32", "peft_fp32_autocast")
     if name != "frozen":
-        model = with_lora(model, rank, dropout, wide)
+        model = with_lora(model, rank, dropout, wide, dora)
     if prepare is not None:
         prepare(model)
     return model, accelerated(name, model, example) if name.startswith("packlora") else ""
 
 
 def causal_lm(
-    name: str, label: str, base: nn.Module, ids_BS: torch.Tensor, rank: int, dropout: float, checkpointing: bool = False
+    name: str,
+    label: str,
+    base: nn.Module,
+    ids_BS: torch.Tensor,
+    rank: int,
+    dropout: float,
+    checkpointing: bool = False,
+    dora: bool = False,
+    loss_tokens: int = 0,
 ) -> Contender:
     """A contender that runs a causal language model with labels.
 
     Args:
         label: what the row calls it.
         ids_BS: tokens, which are the labels as well.
+        loss_tokens: the loss is on so many tokens at the end of each sample; 0 is all of them.
     """
 
     def prepare(model: Any) -> None:
@@ -161,17 +182,25 @@ def causal_lm(
         model.enable_input_require_grads()
 
     def make() -> Work:
-        model, note = adapted_copy(name, base, rank, dropout, prepare)
+        model, note = adapted_copy(name, base, rank, dropout, prepare, dora=dora)
+        labels_BL = ids_BS[:, -loss_tokens:]
 
         def forward(ids_BS: torch.Tensor) -> torch.Tensor:
-            return model(input_ids=ids_BS, labels=ids_BS, use_cache=False).loss  # type: ignore[no-any-return]
+            out = model(input_ids=ids_BS, labels=labels_BL, logits_to_keep=loss_tokens, use_cache=False)
+            return out.loss  # type: ignore[no-any-return]
 
         call = under_autocast(forward, ids_BS.device) if name == "peft_fp32_autocast" else forward
 
         def step() -> None:
             call(ids_BS).backward()
 
-        return Work(step, lambda: model.zero_grad(set_to_none=True), note)
+        def clear() -> None:
+            model.zero_grad(set_to_none=True)
+            if name == "packlora_stepped":
+                with torch.no_grad():
+                    torch._foreach_mul_([p for p in model.parameters() if p.requires_grad], 1.0)
+
+        return Work(step, clear, note)
 
     return Contender(label, make)
 
@@ -191,7 +220,7 @@ def use_liger(device: torch.device) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """kind: model or layer. shape: its name; tokens: of a batch."""
+    """kind: model or layer. shape: its name; tokens: of a batch. dora: DoRA of DORA_RANK instead of LoRA."""
 
     kind: str
     shape: str
@@ -199,11 +228,16 @@ class Case:
     samples: int
     length: int
     checkpointing: bool = False
+    dora: bool = False
 
     @property
     def label(self) -> str:
         tail = ("ckpt" if self.checkpointing else "plain") if self.kind == "model" else f"T{self.samples * self.length}"
-        return f"{self.kind} {self.shape} {tail}"
+        return f"{self.kind} {self.shape} {tail}" + (f" dora_r{DORA_RANK}" if self.dora else "")
+
+    @property
+    def part(self) -> str:
+        return "layers" if self.kind == "layer" else "dora" if self.dora else "lora"
 
 
 def cases(options: Options) -> list[Case]:
@@ -215,7 +249,7 @@ def cases(options: Options) -> list[Case]:
 
     if options.tiny:
         small = config(LlamaConfig, TINY, num_hidden_layers=options.layers or 2)
-        models = [Case("model", "tiny", small, 2, 32, on) for on in (False, True)]
+        models = [Case("model", "tiny", small, 2, 32, on, dora) for dora in (False, True) for on in (False, True)]
         return [
             *models,
             Case("layer", "tiny", small, 2, 32),
@@ -223,7 +257,7 @@ def cases(options: Options) -> list[Case]:
         ]
     layers = options.layers or (4 if options.quick else LLAMA_8B["num_hidden_layers"])
     whole = config(LlamaConfig, LLAMA_8B, num_hidden_layers=layers)
-    out = [Case("model", "Llama-3.1-8B", whole, 4, 2048, on) for on in (False, True)]
+    out = [Case("model", "Llama-3.1-8B", whole, 4, 2048, on, dora) for dora in (False, True) for on in (False, True)]
     for shape, (kind, values) in LAYER_SHAPES.items():
         for T in (8192,) if options.quick else (2048, 4096, 8192):
             out.append(Case("layer", shape, config(kind, values, num_hidden_layers=1), T // LAYER_SAMPLE, LAYER_SAMPLE))
@@ -253,7 +287,8 @@ def measure(case: Case, names: list[str], device: torch.device) -> tuple[Timings
     if case.kind == "model":
         base = build(case.config, device, LlamaForCausalLM)
         ids = torch.randint(0, case.config.vocab_size, (case.samples, case.length), device=device)
-        contenders = [causal_lm(name, name, base, ids, 16, 0.1, case.checkpointing) for name in names]
+        rank, dropout = (DORA_RANK, 0.0) if case.dora else (16, 0.1)
+        contenders = [causal_lm(name, name, base, ids, rank, dropout, case.checkpointing, case.dora) for name in names]
     else:
         base = build(case.config, device, OneLayer)
         shape = (case.samples, case.length, case.config.hidden_size)
@@ -276,24 +311,41 @@ def peak_gib(timings: Timings, weights: int) -> dict[str, float]:
 
 def run(options: Options) -> Outcome:
     """Measure; prints a line per case."""
-    names, chosen = choose(options.only, CONTENDERS, OPTIONAL, cases(options))
+    wanted = [case for case in cases(options) if options.wants(case.part)]
+    names, chosen = choose(options.only, CONTENDERS, OPTIONAL, wanted)
     liger = use_liger(options.device)
     print(liger, flush=True)
-    rows = []
+    rows = list(options.kept)
     for case in chosen:
-        timings, weights = measure(case, names, options.device)
-        row = {
-            "case": case.label, "kind": case.kind, "shape": case.shape, "layers": case.config.num_hidden_layers,
-            "T": case.samples * case.length, "checkpointing": case.checkpointing, **timings.row(),
-            "gib": peak_gib(timings, weights),
-        }  # fmt: skip
-        rows.append(row)
-        print(progress_line(row), flush=True)
-        if options.device.type == "cuda":
-            torch.cuda.empty_cache()
+        rows.append(measured_row(case, taking_part(case, names, options), options.device))
     layers = next((row["layers"] for row in rows if row["kind"] == "model"), "no")
     protocol = PROTOCOL.format(layers=layers, liger=liger)
     return Outcome(protocol, rows, options.keys(summary(rows)), table(rows))
+
+
+def taking_part(case: Case, names: list[str], options: Options) -> list[str]:
+    """The contenders chosen, and those that belong to the case alone."""
+    whole = case.dora and not options.quick and not options.only
+    return [*names, *(OPTIONAL if case.checkpointing else OPTIONAL[:1])] if whole else names
+
+
+def measured_row(case: Case, names: list[str], device: torch.device) -> dict[str, Any]:
+    """A case's row of the results; prints it."""
+    timings, weights = measure(case, names, device)
+    row = {
+        "case": case.label, "kind": case.kind, "shape": case.shape, "layers": case.config.num_hidden_layers,
+        "T": case.samples * case.length, "checkpointing": case.checkpointing, "dora": case.dora, **timings.row(),
+        "gib": peak_gib(timings, weights),
+    }  # fmt: skip
+    print(progress_line(row), flush=True)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return row
+
+
+def part_of(row: dict[str, Any]) -> str:
+    """Files from before there was DoRA do not say so."""
+    return "layers" if row["kind"] == "layer" else "dora" if row.get("dora") else "lora"
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -305,15 +357,18 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
             out[f"layer_{shape}_T{T}_over_frozen"] = row["over_frozen"].get("packlora")
             continue
         ckpt = "_ckpt" if row["checkpointing"] else ""
-        out[f"frozen{ckpt}_ms"], out[f"frozen{ckpt}_gib"] = row["ms"].get("frozen"), row["gib"].get("frozen")
-        for name, prefix in (
-            ("packlora", "lora_r16"),
-            ("packlora_fp32", "lora_r16_fp32"),
-            ("peft_bf16", "peft_lora_r16"),
-        ):
-            out[f"{prefix}{ckpt}_over_frozen"] = row["over_frozen"].get(name)
-            out[f"{prefix}{ckpt}_gib"] = row["gib"].get(name)
-            out[f"{prefix}{ckpt}_ms"] = row["ms"].get(name)
+        adapter = f"dora_r{DORA_RANK}" if part_of(row) == "dora" else "lora_r16"
+        prefixes = {
+            "packlora": adapter, "packlora_recompute": f"{adapter}_recompute", "packlora_fp32": f"{adapter}_fp32",
+            "peft_bf16": f"peft_{adapter}",
+            "peft_fp32_autocast": f"peft_{adapter}_fp32", "packlora_stepped": f"{adapter}_stepped",
+        }  # fmt: skip
+        out.setdefault(f"frozen{ckpt}_ms", row["ms"].get("frozen"))
+        out.setdefault(f"frozen{ckpt}_gib", row["gib"].get("frozen"))
+        for name in (*CONTENDERS[1:], *(name for name in OPTIONAL if name in row["ms"])):
+            out[f"{prefixes[name]}{ckpt}_over_frozen"] = row["over_frozen"].get(name)
+            out[f"{prefixes[name]}{ckpt}_gib"] = row["gib"].get(name)
+            out[f"{prefixes[name]}{ckpt}_ms"] = row["ms"].get(name)
     return out
 
 

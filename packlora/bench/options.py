@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -14,17 +15,25 @@ from packlora.ops.lora_linear.plan import Plan
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """only: words that choose contenders and cases, see `choose`; layers: of the model, None for all of them."""
+    """only: words that choose contenders and cases, see `choose`; layers: of the model, None for all of them; parts: of the
+    benchmark that are measured, none meaning all; kept: rows of the other parts, from the file that is written again; out: that
+    file."""
 
     device: torch.device
     quick: bool = False
     only: tuple[str, ...] = ()
     layers: int | None = None
+    parts: tuple[str, ...] = ()
+    kept: tuple[dict[str, Any], ...] = ()
+    out: Path | None = None
 
     @property
     def tiny(self) -> bool:
         """Sizes that a CPU runs in seconds: they test the benchmark and measure nothing."""
         return self.device.type == "cpu"
+
+    def wants(self, part: str) -> bool:
+        return not self.parts or part in self.parts
 
     def keys(self, summary: dict[str, Any]) -> dict[str, Any]:
         """The summary, with keys that begin with `part_` where less than everything was measured: no figure of a part can
@@ -52,16 +61,21 @@ Case = TypeVar("Case", bound=Labelled)
 
 
 def choose(
-    only: Sequence[str], contenders: Sequence[str], optional: Sequence[str], cases: Sequence[Case]
+    only: Sequence[str],
+    contenders: Sequence[str],
+    optional: Sequence[str],
+    cases: Sequence[Case],
+    always: str = "frozen",
 ) -> tuple[list[str], list[Case]]:
     """Contenders and cases that `only` names.
 
     A word is a contender, `packlora:PLAN` for packlora with a plan given by name, or one of the words of a case's label
     (`4096x4096`, `T8192`). Words for the same place of a label are alternatives, words for different places must all
-    hold. frozen always takes part. Where no word names a contender, all of `contenders` do.
+    hold. Where no word names a contender, all of `contenders` take part.
 
     Args:
         optional: contenders that take part only where they are named.
+        always: the contender that the others are compared with; it takes part unnamed.
 
     Raises:
         InputError: a word that is none of these, or words that no case satisfies together.
@@ -97,7 +111,7 @@ def choose(
         raise InputError(f"only: no case has all of {', '.join(sorted(w for p in places.values() for w in p))}")
     if not named:
         return list(contenders), chosen
-    return list(dict.fromkeys(["frozen", *named])), chosen
+    return list(dict.fromkeys([always, *named])), chosen
 
 
 def plan_from_name(name: str) -> Plan:

@@ -7,14 +7,21 @@ from typing import Any
 
 TITLES = {
     "frozen": "frozen layer", "packlora": "packlora", "packlora_fp32": "packlora, float32 adapters",
-    "packlora_merged": "packlora, merged (lossy)", "peft_bf16": "PEFT, bfloat16",
+    "packlora_merged": "packlora, merged (lossy)", "packlora_stepped": "packlora, norm in every pass",
+    "paper": "Scaling-DoRA's formulas", "peft_bf16": "PEFT, bfloat16",
     "peft_fp32_autocast": "PEFT, float32 adapters", "peft_compiled": "PEFT, torch.compile",
 }  # fmt: skip
 COLOURS = {
     "frozen": "#8a8a8a", "packlora": "#0b6e99", "packlora_fp32": "#53b3d1", "packlora_merged": "#53b3d1",
+    "packlora_stepped": "#8fc9dd", "paper": "#7a5c9e",
     "peft_bf16": "#d9822b", "peft_fp32_autocast": "#b5483a", "peft_compiled": "#e8b96a",
 }  # fmt: skip
 """Blue is packlora, orange to red is PEFT; told apart by lightness as well."""
+FORMS = {
+    "naive": ("g (s lora + base) - base", "#b5483a"), "rounded_g": ("(g - 1) base + g s lora, g rounded", "#d9822b"),
+    "stable": ("the same, float32 g", "#53b3d1"), "direct": ("g (base + s lora), float32: packlora", "#0b6e99"),
+}  # fmt: skip
+"""Of ops.compose.near_unity_errors."""
 
 
 def write_plots(name: str, rows: list[dict[str, Any]], out: Path) -> list[Path]:
@@ -36,6 +43,10 @@ def write_plots(name: str, rows: list[dict[str, Any]], out: Path) -> list[Path]:
         figures["throughput"] = _draw_throughput(curves)
     if name == "model" and (bars := [row for row in rows if row["kind"] == "layer"]):
         figures["layers"] = _draw_bars(bars, [f"{row['shape']}\n{row['T']} tokens" for row in bars])
+    if name == "dora" and (near := [row for row in rows if "errors" in row]):
+        figures["near-unity"] = _draw_near_unity(near)
+    if name == "dora" and (bars := [r for r in rows if r["part"] == "layer" and r["T"] == 8192 and not r["dropout"]]):
+        figures["layers"] = _draw_bars(bars, [f"{row['K']} x {row['N']}\nr {row['r']}" for row in bars])
     if name in ("graphs", "multi"):
         figures["ratios"] = _draw_bars(rows, [row["case"].replace(" ", "\n") for row in rows])
     written = []
@@ -96,4 +107,27 @@ def _draw_bars(rows: list[dict[str, Any]], labels: list[str]) -> Any:
     panel.margins(y=0.15)
     panel.spines[["top", "right"]].set_visible(False)
     panel.legend(fontsize=7, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
+    return figure
+
+
+def _draw_near_unity(rows: list[dict[str, Any]]) -> Any:
+    """Largest error of a layer's output over how far g is from 1: a panel for each dtype."""
+    from matplotlib import pyplot
+
+    dtypes = list(dict.fromkeys(row["dtype"] for row in rows))
+    figure, panels = pyplot.subplots(1, len(dtypes), figsize=(4.6 * len(dtypes), 3.6), squeeze=False)
+    for panel, dtype in zip(panels[0], dtypes, strict=True):
+        own = sorted((row for row in rows if row["dtype"] == dtype), key=lambda row: row["spread"])
+        for form, (title, colour) in FORMS.items():
+            dashed = "--" if form == "direct" else "-"
+            heights = [row["errors"][form]["output"] for row in own]
+            panel.plot([row["spread"] for row in own], heights, dashed, color=colour, label=title, marker=".")
+        panel.set_xscale("log")
+        panel.set_title(dtype, fontsize=10)
+        panel.set_xlabel("standard deviation of g around 1")
+        panel.set_ylim(bottom=0)
+        panel.grid(alpha=0.25)
+        panel.spines[["top", "right"]].set_visible(False)
+    panels[0][0].set_ylabel("largest error of the output")
+    panels[0][-1].legend(fontsize=7, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
     return figure

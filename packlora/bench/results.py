@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 import tempfile
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -44,6 +46,35 @@ def write_results(
         },
     )
     print(f"wrote {out}")
+
+
+def rows_of_other_parts(
+    out: Path, name: str, device: str, parts: Sequence[str], part_of: Callable[[dict[str, Any]], str]
+) -> tuple[dict[str, Any], ...]:
+    """Rows that stay in a results file when some of its parts are measured again; each says where it comes from.
+
+    Args:
+        out: the file; nothing is kept where there is none.
+        name, device: of the benchmark and the device that it runs on now, which must be those of the file.
+        parts: that are measured again.
+        part_of: the part of a row.
+
+    Raises:
+        InputError: the file cannot be read, or is of another benchmark or device, or holds less than whole parts.
+    """
+    if not out.exists():
+        return ()
+    try:
+        file = json.loads(out.read_text())
+        found, rows, summary = (file["name"], file["device"]), file["rows"], file["summary"]
+        origin = {"commit": file["commit"], "date": file["date"]}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(f"out: cannot keep the other parts of {out}, it is no results file: {error!r}") from None
+    if found != (name, device):
+        raise InputError(f"out: {out} is of {found[0]} on {found[1]}; this is {name} on {device}: name another file")
+    if any(key.startswith("part_") for key in summary):
+        raise InputError(f"out: {out} was written with --quick, --only or --layers; name another file")
+    return tuple({"measured": origin, **row} for row in rows if part_of(row) not in parts)
 
 
 def check_writable(out: Path) -> None:

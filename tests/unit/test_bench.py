@@ -14,7 +14,7 @@ import torch
 
 from benchmarks import readme
 from packlora import timing
-from packlora.bench import NAMES, graphs, layer, model, multi, run_bench, traffic
+from packlora.bench import graphs, layer, model, multi, run_bench, traffic
 from packlora.bench.options import Options, choose, plan_from_name
 from packlora.errors import InputError
 from packlora.ops.lora_linear.plan import CHAIN, ROUTED, Plan
@@ -27,6 +27,7 @@ REQUIRED = {
     "graphs": ["llama60m_over_frozen", "llama250m_over_frozen", "llama1_3b_over_frozen"],
     "model": [
         "lora_r16_over_frozen", "lora_r16_ckpt_over_frozen", "lora_r16_gib", "lora_r16_ckpt_gib", "frozen_ms", "frozen_ckpt_ms",
+        "dora_r384_over_frozen", "dora_r384_ckpt_over_frozen", "dora_r384_gib", "dora_r384_ckpt_gib",
     ],
 }  # fmt: skip
 """Keys that others read: README, and whoever compares two commits."""
@@ -91,7 +92,7 @@ def timed_rows(bench: Any, cases: list[Any], ms: dict[str, float], fail: str | N
             row |= {"gib": model.peak_gib(timings, 2**30)}
         if bench is model:
             row |= {"kind": case.kind, "shape": case.shape, "T": case.samples * case.length}
-            row |= {"checkpointing": case.checkpointing}
+            row |= {"checkpointing": case.checkpointing, "dora": case.dora}
         rows.append(row)
     return rows
 
@@ -101,9 +102,10 @@ MS = {
     "peft_fp32_autocast": 6.0, "peft_compiled": 2.5,
 }  # fmt: skip
 BENCHES: dict[str, Any] = {"layer": layer, "multi": multi, "graphs": graphs, "model": model}
+"""dora, which has rows of several kinds, is in test_bench_dora.py."""
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", BENCHES)
 def test_summary_of_a_whole_benchmark_has_the_required_keys(name: str) -> None:
     bench = BENCHES[name]
     summary = bench.summary(timed_rows(bench, bench.cases(on_gpu()), MS))
@@ -375,7 +377,7 @@ def test_bad_requests_are_refused_before_anything_runs(tmp_path: Path, monkeypat
 # --- whole runs --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", BENCHES)
 def test_every_benchmark_runs_at_toy_sizes(name: str, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     bench = BENCHES[name]
     quick = lambda *args, **options: paired(*args, **{**options, "seconds": 0, "rounds": (2, 2), "warmup": 1})  # noqa: E731
@@ -413,7 +415,7 @@ def test_a_failure_is_written_printed_and_turns_the_exit_code(tmp_path: Path, mo
     assert "packlora: RuntimeError: out of kernels" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", BENCHES)
 def test_readme_table_of_a_benchmark_shows_its_rows_and_failures(name: str, tmp_path: Path, monkeypatch: Any) -> None:
     bench = BENCHES[name]
     rows = timed_rows(bench, bench.cases(on_gpu()), MS, fail="packlora")

@@ -1,0 +1,109 @@
+"""Parts model and paper-model of `packlora bench dora`: whole models with DoRA.
+
+model is the DoRA rows of `packlora bench model`. paper-model is the protocol of Scaling-DoRA's own model benchmark on the shape
+of its smallest model: one sample of 4096 tokens, gradient checkpointing, the loss on the last 1024 tokens, no optimizer step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from packlora.bench import model
+from packlora.bench.layer import progress_line
+from packlora.bench.options import Options, choose
+from packlora.timing import paired
+
+QWEN3_8B: dict[str, Any] = {
+    "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+}  # fmt: skip
+RANKS = (384, 512, 768)
+CONTENDERS = ["frozen", "packlora", "packlora_fp32", "packlora_stepped", "peft_bf16", "peft_fp32_autocast"]
+PROTOCOL = (
+    "model: the DoRA rows of the model benchmark ({liger}): Llama-3.1-8B's shape, 4 x 2048 tokens, DoRA r 384. paper-model: "
+    "Qwen3-8B's shape, random bfloat16 weights, no liger-kernel, one sample of 4096 random tokens, gradient checkpointing "
+    "(use_reentrant=False), loss on the last 1024 tokens, DoRA on all linear layers, alpha = 2 r, no dropout, forward and "
+    "backward without an optimizer step; packlora: bfloat16 adapters (_fp32: float32); peft_fp32_autocast is the regime of the "
+    "paper's benchmark with PEFT as it is. PEFT makes the norms in every forward and every recomputation, packlora once for "
+    "the values that there are: once in this loop, or in each run of _stepped, whose adapters are written to before it."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    config: Qwen3Config
+    rank: int
+    length: int
+    loss_tokens: int
+
+    @property
+    def label(self) -> str:
+        return f"paper-model Qwen3-8B r{self.rank}"
+
+
+def cases(options: Options) -> list[Case]:
+    def config(values: dict[str, Any], layers: int) -> Qwen3Config:
+        changed = {**values, "num_hidden_layers": layers}
+        return Qwen3Config(**changed, attn_implementation="sdpa", use_cache=False, tie_word_embeddings=False)
+
+    if options.tiny:
+        return [Case(config({**model.TINY, "head_dim": 16}, options.layers or 2), 24, 64, 16)]
+    layers = options.layers or (4 if options.quick else QWEN3_8B["num_hidden_layers"])
+    return [Case(config(QWEN3_8B, layers), rank, 4096, 1024) for rank in (RANKS[:1] if options.quick else RANKS)]
+
+
+def run(options: Options) -> list[dict[str, Any]]:
+    """The paper's protocol; prints a line per rank."""
+    names, chosen = choose(options.only, CONTENDERS, [], cases(options))
+    base, rows = model.build(chosen[0].config, options.device, Qwen3ForCausalLM), []
+    weights = sum(parameter.numel() * parameter.element_size() for parameter in base.parameters())
+    for case in chosen:
+        ids_BS = torch.randint(0, case.config.vocab_size, (1, case.length), device=options.device)
+        contenders = [
+            model.causal_lm(name, name, base, ids_BS, case.rank, 0.0, True, dora=True, loss_tokens=case.loss_tokens)
+            for name in names
+        ]
+        timings = paired(contenders, options.device, seconds=4.0, rounds=(4, 20), warmup=1, flush=False)
+        row = {
+            "part": "paper-model", "case": case.label, "layers": case.config.num_hidden_layers, "T": case.length,
+            "r": case.rank, **timings.row(), "gib": model.peak_gib(timings, weights),
+        }  # fmt: skip
+        rows.append(row)
+        print(progress_line(row), flush=True)
+        del contenders, timings
+        if options.device.type == "cuda":
+            torch.cuda.empty_cache()
+    return rows
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """By rank: ratios to the frozen model, PEFT's time over packlora's in like adapters, and GiB."""
+    out: dict[str, Any] = {}
+    for row in rows:
+        key, over = f"paper_model_r{row['r']}", row["over_frozen"]
+        for name in CONTENDERS[1:]:
+            suffix = "" if name == "packlora" else f"_{name}"
+            out[f"{key}{suffix}_over_frozen"], out[f"{key}{suffix}_gib"] = over.get(name), row["gib"].get(name)
+        for own, peer in (("packlora", "peft_bf16"), ("packlora_fp32", "peft_fp32_autocast")):
+            both = over.get(own) and over.get(peer)
+            out[f"{key}_{peer}_over_{own}"] = over[peer] / over[own] if both else None
+    return out
+
+
+def run_model(options: Options) -> list[dict[str, Any]]:
+    """The DoRA rows of the model benchmark."""
+    wanted = [case for case in model.cases(options) if case.dora]
+    names, chosen = choose(options.only, model.CONTENDERS, model.OPTIONAL, wanted)
+    return [
+        {"part": "model", **model.measured_row(case, model.taking_part(case, names, options), options.device)}
+        for case in chosen
+    ]
+
+
+table = model.table
+"""Case, contender, ms, over frozen, peak GiB."""
