@@ -30,7 +30,9 @@ from packlora.demo_model import demo_model_folder
 from packlora.job import Job
 from packlora.model import load_base
 from packlora.prepare import prepare
+from packlora.profiler import profile
 from packlora.progress import Progress
+from packlora.schedule.planner import Planner
 from packlora.train import Trainer, run_record
 
 LR, CLIP = 2e-4, 1.0
@@ -72,7 +74,8 @@ def trainer_for(jobs: list[dict[str, Any]], scratch: Path) -> Trainer:
     base = load_base(run, prepared.tokenizer)
     router, adapters = attach(base.model, {job.config.name: job.spec for job in prepared.jobs}, 0)
     made = [Job(item.config, item.data, [], adapter) for item, adapter in zip(prepared.jobs, adapters, strict=True)]
-    trainer = Trainer(run, prepared, base, router, made, run_record(prepared, base, made))
+    known = profile(run, prepared)
+    trainer = Trainer(run, prepared, base, router, made, run_record(prepared, base, made, known), known)
     trainer.progress = Progress(made)
     trainer.progress.stepped = lambda job, result: None  # type: ignore[method-assign]
     return trainer
@@ -138,8 +141,9 @@ def compare(label: str, jobs: list[dict[str, Any]], scratch: Path, warmup: int, 
     trainer = trainer_for(jobs, scratch / label)
     data = {job.name: job.data for job in trainer.jobs}
     peft = Peft(jobs, data, trainer.base.tokenizer.pad_token_id)
+    planner = Planner([job.data.planned for job in trainer.jobs], trainer.budget, window_rounds=1)
     ways: dict[str, Callable[[int], float]] = {
-        "packlora": lambda number: timed(lambda: trainer._round(number)),
+        "packlora": lambda number: timed(lambda: trainer._window(planner.window(number))),
         "peft_padded": lambda number: peft.step(number, peft.padded),
         "peft_packed": lambda number: peft.step(number, peft.packed),
     }
@@ -152,6 +156,7 @@ def compare(label: str, jobs: list[dict[str, Any]], scratch: Path, warmup: int, 
         print(row, flush=True)
         if number >= warmup:
             rows.append(row)
+    planner.close()
     return rows
 
 

@@ -251,6 +251,8 @@ text-shadow:0 0 2px var(--paper),0 0 3px var(--paper),0 0 4px var(--paper)}
 svg *{vector-effect:non-scaling-stroke}
 svg polyline{fill:none;stroke:var(--ink);stroke-linejoin:round;stroke-dasharray:var(--dash,none)}
 .grid{stroke:var(--rule);stroke-width:1}.faint{stroke-width:1;opacity:.4}.bold{stroke-width:2.2}
+.neutral{--ink:var(--soft)}.dot.small{stroke-width:5;opacity:.55}
+svg .even{stroke:var(--text);stroke-width:1.2;stroke-dasharray:5 4}
 svg .thread{stroke-width:1.2;stroke-dasharray:2 4}
 .dot{stroke:var(--ink);stroke-width:8;stroke-linecap:round}.dot.ring{stroke:var(--paper);stroke-width:12}
 .fill{fill:var(--ink)}.area{shape-rendering:crispEdges}.fill:hover{filter:brightness(1.15)}

@@ -17,7 +17,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from packlora.errors import InputError
 
 JOB_NAME = re.compile(r"[A-Za-z0-9._-]+")
-RESERVED_NAMES = {".", "..", "run.json", "metrics.jsonl", "evals.jsonl", "microbatches.jsonl", "report.html"}
+RESERVED_NAMES = {
+    ".", "..", "run.json", "metrics.jsonl", "evals.jsonl", "microbatches.jsonl", "windows.jsonl", "report.html"
+}  # fmt: skip
 """Not for jobs: a job's folder stands beside these files of the run."""
 TEMPORARY = ".tmp-"  # as in files.py, which needs torch
 
@@ -48,6 +50,9 @@ class AdapterConfig(_Strict):
     target_modules: str | list[str] = "all-linear"
     use_rslora: bool = False
     use_dora: bool = False
+    dora_dropout: Literal["peft", "low_rank"] = "peft"
+    """What lora_dropout drops in a DoRA adapter: as PEFT has it the base product that the magnitude scales as well, which costs
+    a second base product; low_rank: the low-rank branch alone, as in LoRA."""
     bias: Literal["none", "all", "lora_only"] = "none"
     rank_pattern: dict[str, int] = Field(default_factory=dict)
     alpha_pattern: dict[str, float] = Field(default_factory=dict)
@@ -152,19 +157,14 @@ class ParallelConfig(_Strict):
 
 
 class ScheduleConfig(_Strict):
-    method: Literal["auto", "greedy", "milp", "solo"] = "auto"
-    padding_multiple: int = Field(1, ge=1)
-    time_limit_s: float = Field(10, gt=0)
+    """How samples are shared out to microbatches; decides speed, not results."""
 
-    @model_validator(mode="after")
-    def _available(self) -> ScheduleConfig:
-        if self.method == "milp":
-            raise ValueError("method 'milp' is not in this version; use auto, greedy or solo")
-        if self.padding_multiple != 1:
-            raise ValueError("padding_multiple must be 1 in this version: packing here needs no padding")
-        if self.time_limit_s != 10:
-            raise ValueError("time_limit_s limits the method 'milp', which is not in this version; leave it out")
-        return self
+    method: Literal["auto", "greedy", "milp", "solo"] = "auto"
+    """solo: jobs never share a microbatch. greedy: best fit. milp: integer programs. auto: these where greedy may be beaten."""
+    padding_multiple: int = Field(1, ge=1)
+    """Of a job's tokens in a microbatch, as some kernels need it; only `packlora plan` takes another than 1, to compare."""
+    time_limit_s: float = Field(10, gt=0)
+    """Emergency stop of an integer program; it normally ends earlier, at a number of nodes."""
 
 
 class Run(_Strict):

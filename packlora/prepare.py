@@ -11,7 +11,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import torch
 from peft import LoraConfig
+from transformers import PreTrainedModel
 
 import packlora
 from packlora.adapters.peft_files import continued_config
@@ -28,7 +30,8 @@ from packlora.liger import check_liger
 from packlora.model import choose_device, load_skeleton, load_tokenizer
 
 AUTO_BUDGET = {"cpu": 2048, "cuda": 8192}
-"""Tokens of a microbatch for max_tokens_per_microbatch: auto, by device, where no sample is longer."""
+"""Tokens of a microbatch for max_tokens_per_microbatch: auto, by device, where no sample is longer and nothing better is
+known (profiler.py)."""
 FREE_TO_CHANGE = {
     "output_dir", "save_every", "eval_every", "gradient_checkpointing", "device", "max_tokens_per_microbatch", "schedule",
     "liger",
@@ -45,19 +48,68 @@ class PreparedJob:
     encoded: Encoded
     eval_encoded: Encoded
     spec: AdapterSpec
+    trainable: int
+    """Parameters of its adapter."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """What time and memory of a base model depend on.
+
+    parameters: of the model; linear_parameters: of its linear layers without the output layer. attention, key_value: widths of
+    queries and of keys. inner: width inside the MLP.
+    """
+
+    model_type: str
+    parameters: int
+    linear_parameters: int
+    layers: int
+    hidden: int
+    attention: int
+    key_value: int
+    inner: int
+    vocabulary: int
+
+    @staticmethod
+    def of(model: PreTrainedModel) -> ModelShape:
+        config = model.config.get_text_config()
+        hidden, heads = config.hidden_size, config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None) or hidden // heads
+        head = model.get_output_embeddings()
+        linear = [module for module in model.modules() if isinstance(module, torch.nn.Linear) and module is not head]
+        return ModelShape(
+            model.config.model_type,
+            sum(parameter.numel() for parameter in model.parameters()),
+            sum(module.weight.numel() for module in linear),
+            config.num_hidden_layers,
+            hidden,
+            heads * head_dim,
+            (getattr(config, "num_key_value_heads", None) or heads) * head_dim,
+            getattr(config, "intermediate_size", None) or getattr(config, "ffn_dim", None) or 4 * hidden,
+            config.vocab_size,
+        )
 
 
 @dataclass(slots=True)
 class Prepared:
-    """A checked run. budget: tokens of a microbatch; parameters: of the base model."""
+    """A checked run. budget: tokens of a microbatch, for auto the usual one of the device."""
 
     run: Run
     tokenizer: Any
     budget: int
-    parameters: int
-    model_type: str
+    shape: ModelShape
     jobs: list[PreparedJob]
     warnings: list[str] = field(default_factory=list)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sample, also of those held out."""
+        return max(s.num_tokens for job in self.jobs for s in job.encoded.samples + job.eval_encoded.samples)
+
+    @property
+    def trainable(self) -> int:
+        """Trainable parameters of all jobs."""
+        return sum(job.trainable for job in self.jobs)
 
 
 def prepare(run: Run, max_steps: int | None = None) -> Prepared:
@@ -73,7 +125,9 @@ def prepare(run: Run, max_steps: int | None = None) -> Prepared:
     rows = {job.name: read_rows(job.data.path, job.name) for job in run.jobs}
     eval_rows = {job.name: read_rows(job.data.eval_path, job.name) for job in run.jobs if job.data.eval_path}
     skeleton = load_skeleton(run)
-    specs = {name: resolve(config, skeleton, name) for name, config in configs.items()}
+    specs = {
+        job.name: resolve(configs[job.name], skeleton, job.name, job.adapter.dora_dropout == "peft") for job in run.jobs
+    }
     tokenizer = load_tokenizer(run)
     auto = run.max_tokens_per_microbatch == "auto"
     budget = 2**31 if auto else int(run.max_tokens_per_microbatch)
@@ -102,12 +156,21 @@ def prepare(run: Run, max_steps: int | None = None) -> Prepared:
             raise InputError(
                 f"job {job.name!r}: train.lr_scheduler_type {job.train.lr_scheduler_type}: {error}"
             ) from None
-        jobs.append(PreparedJob(job, data, encoded, eval_encoded, specs[job.name]))
+        trainable = trainable_parameters(specs[job.name], skeleton)
+        jobs.append(PreparedJob(job, data, encoded, eval_encoded, specs[job.name], trainable))
+    prepared = Prepared(run, tokenizer, budget, ModelShape.of(skeleton), jobs, warnings)
     if auto:
-        longest = max(s.num_tokens for job in jobs for s in job.encoded.samples + job.eval_encoded.samples)
-        budget = max(AUTO_BUDGET[device.type], longest)
-    parameters = sum(parameter.numel() for parameter in skeleton.parameters())
-    return Prepared(run, tokenizer, budget, parameters, skeleton.config.model_type, jobs, warnings)
+        prepared.budget = max(AUTO_BUDGET[device.type], prepared.longest)
+    return prepared
+
+
+def trainable_parameters(spec: AdapterSpec, model: torch.nn.Module) -> int:
+    """Number of parameters of an adapter on the model, which may be without weights."""
+    total = 0
+    for path, module in spec.modules.items():
+        rows, cols = model.get_submodule(path).weight.shape  # type: ignore[misc]
+        total += module.rank * (rows + cols) + (rows if module.use_dora else 0) + (rows if module.train_bias else 0)
+    return total
 
 
 def _adapter_config(job: JobConfig, run: Run) -> LoraConfig:

@@ -1,7 +1,7 @@
 """The report of a run: one HTML page, made from the files the run has written, that needs nothing but a browser.
 
-Owns what the page says and how it looks; scales and marks are charts.py's. It reads run.json, metrics.jsonl, evals.jsonl
-and microbatches.jsonl, any of which may be missing, empty or still growing, so it can be written at any moment of a run.
+Owns what the page says and how it looks; scales and marks are charts.py's. It reads run.json, metrics.jsonl, evals.jsonl,
+microbatches.jsonl and windows.jsonl, any of which may be missing, empty or still growing, so it can be written at any moment.
 The page loads nothing and runs nothing, and its Content-Security-Policy holds the browser to that.
 """
 
@@ -26,6 +26,8 @@ from packlora.metrics import read_lines
 Line = dict[str, Any]
 SHOWN_MICROBATCHES = 40
 """Microbatches drawn from the beginning of a run, and again from its end."""
+TIMED_MICROBATCHES = 500
+"""Microbatches whose time is drawn against the predicted one."""
 UNKNOWN = "&ndash;"
 SYMBOLS = {"done": "✓", "failed": "✕", "interrupted": "◼", "stopped": "◼", "running": "▶", "waiting": "…"}
 
@@ -72,6 +74,7 @@ class Run:
     jobs: list[Job]
     metrics: list[Line]
     microbatches: list[Line]
+    windows: list[Line]
 
     @property
     def config(self) -> Line:
@@ -135,7 +138,9 @@ def _read_run(folder: Path) -> Run:
         for index, name in enumerate(names)
     ]
     microbatches = read_lines(folder / "microbatches.jsonl", "capacity", "tokens")
-    return Run(folder, about, jobs, metrics, microbatches)
+    # a window that was planned again, after memory ran out, stands there twice
+    windows = {line["window"]: line for line in read_lines(folder / "windows.jsonl", "window", "microbatches", "bound")}
+    return Run(folder, about, jobs, metrics, microbatches, list(windows.values()))
 
 
 def _ended(folder: Path) -> Line:
@@ -209,7 +214,7 @@ def _page(run: Run) -> str:
     model = str(run.config.get("base_model") or run.folder.resolve().name)
     parts = [_header(run, model), _tiles(run), _warnings(run), _legend(run), _job_table(run)]
     if run.metrics:
-        parts += [_losses(run), _microbatches(run), _throughput(run), _optimization(run)]
+        parts += [_losses(run), _microbatches(run), _schedule(run), _throughput(run), _optimization(run)]
     elif any(job.held_out for job in run.jobs):
         parts.append(_losses(run))
     else:
@@ -412,7 +417,87 @@ def _microbatches(run: Run) -> str:
         f"<section><h2>Microbatches</h2><div class='pair'>{figures}</div><p class='caption'>{extent} A bar is one forward "
         "and backward pass of the frozen model, its colours are the jobs that share it, the dark line is the capacity. "
         f"Median fill {median}, {sharing:.2g} jobs in a microbatch on average. A round holds one global batch of every job "
-        "still in training, and its last microbatch what was left over.</p></section>"
+        "still in training; what is left over of it shares a microbatch with the beginning of the next where no job would meet "
+        "itself.</p></section>"
+    )
+
+
+def _schedule(run: Run) -> str:
+    """What the schedule is, how far from the best, and whether microbatches took the time that was predicted."""
+    facts = _schedule_facts(run)
+    timed = [
+        (1e3 * float(row["predicted"]), 1e3 * float(row["seconds"]))
+        for row in run.microbatches
+        if isinstance(row.get("predicted"), (int, float)) and isinstance(row.get("seconds"), (int, float))
+    ]
+    timed = [(predicted, measured) for predicted, measured in timed if predicted > 0 and measured > 0]
+    if not facts and not timed:
+        return ""
+    cells = "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in facts.items())
+    return f"<section><h2>Schedule</h2><dl class='facts'>{cells}</dl>{_predicted(run, timed)}</section>"
+
+
+def _schedule_facts(run: Run) -> dict[str, str]:
+    rows, about = run.windows, run.about.get("schedule") or {}
+    facts = {}
+    if rows:
+        slots = sum(row["microbatches"] + (row.get("noops") or 0) for row in rows)
+        bound = sum(row["bound"] for row in rows)
+        reasons: dict[str, int] = {}
+        for row in rows:
+            why = escape(str(row.get("stopped") or "unknown"))
+            reasons[why] = reasons.get(why, 0) + 1
+        facts = {
+            "method": escape(", ".join(dict.fromkeys(str(row.get("method")) for row in rows))),
+            "windows": f"{len(rows):,} of {max(row.get('rounds') or 0 for row in rows)} rounds",
+            "microbatches planned": f"{slots:,}, the lower bound is {bound:,}",
+            "gap": f"{100 * (slots / bound - 1):.1f} %" if bound else UNKNOWN,
+            "no better one sought because": ", ".join(f"{why} ({count} windows)" for why, count in reasons.items()),
+            "planning took": _duration(sum(float(row.get("seconds") or 0.0) for row in rows)) + ", beside training",
+        }
+    if about.get("budget"):
+        how = "auto" if run.config.get("max_tokens_per_microbatch") == "auto" else "as the run file says"
+        facts["most tokens of a microbatch"] = f"{about['budget']:,}, {how}"
+    if about.get("profile"):
+        facts["times predicted from"] = {
+            "estimated": "the model's shape and one matrix product",
+            "measured": "microbatches measured before training",
+            "remembered": "microbatches measured in an earlier run",
+        }.get(str(about["profile"].get("origin")), "")
+    return {name: value for name, value in facts.items() if value}
+
+
+def _predicted(run: Run, timed: list[charts.Point]) -> str:
+    """Measured against predicted times of microbatches, [ms], and both in the order of the run."""
+    if not timed:
+        return ""
+    ratios = sorted(measured / predicted for predicted, measured in timed)
+    shown = timed[:: -(-len(timed) // TIMED_MICROBATCHES)]
+    # one microbatch in a hundred may be off the scale: the first ones compile kernels
+    slow = sorted(measured for _, measured in timed)[: len(timed) - len(timed) // 100]
+    x = charts.linear_axis("predicted, ms", [predicted for predicted, _ in shown], zero=True, count=5)
+    y = charts.linear_axis("measured, ms", slow, zero=True, count=5)
+    top = min(x.high, y.high)
+    dots = [
+        charts.line([(0.0, 0.0), (top, top)], x, y, "even"),
+        charts.dots(shown, x, y, "small neutral", "microbatch: predicted and measured ms"),
+    ]
+    order = charts.linear_axis("microbatch", [0, max(1, len(timed) - 1)], tight=True, whole=True, count=5)
+    both = charts.linear_axis("ms", slow + [predicted for predicted, _ in timed], zero=True, count=5)
+    lines = [
+        charts.line(charts.thin([(float(n), pair[1]) for n, pair in enumerate(timed)]), order, both, "faint neutral"),
+        charts.line(
+            charts.thin(_smooth([(float(n), pair[1]) for n, pair in enumerate(timed)])), order, both, "bold neutral"
+        ),
+        charts.line(charts.thin(_smooth([(float(n), pair[0]) for n, pair in enumerate(timed)])), order, both, "even"),
+    ]
+    median, low, high = (ratios[round(part * (len(ratios) - 1))] for part in (0.5, 0.1, 0.9))
+    pair = charts.chart("Time of a microbatch", dots, x, y) + charts.chart("In order", lines, order, both)
+    return (
+        f"<div class='pair'>{pair}</div>"
+        f"<p class='caption'>Measured over predicted: median {median:.2f}, four fifths between {low:.2f} and {high:.2f}. "
+        "On the dashed line of the left chart both are the same; on the right it is the prediction, and solid what was "
+        "measured, light for each and bold as a running mean.</p>"
     )
 
 
@@ -534,5 +619,5 @@ def _reproducibility(run: Run) -> str:
     details = f"<details><summary>The run file, with every default</summary><pre>{escape(config)}</pre></details>"
     return (
         f"<section><h2>Reproducibility</h2><dl class='facts'>{cells}</dl>{details if config else ''}"
-        f"<p class='caption'>Written {written} from run.json, metrics.jsonl, evals.jsonl and microbatches.jsonl.</p></section>"
+        f"<p class='caption'>Written {written} from run.json and the jsonl files beside it.</p></section>"
     )

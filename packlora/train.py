@@ -2,9 +2,10 @@
 
     packlora train run.yaml          or          packlora.train("run.yaml")
 
-Rounds: in round r every job takes its optimizer step r. The samples of the round are packed into shared microbatches
-(schedule/pack.py); a job steps when the last microbatch that holds samples of its global batch is through. A job's numbers
-depend on its own samples alone: see data/collate.py, loss.py and ops/ for how that is kept.
+Rounds: in round r every job's r-th global batch is due. Windows of some rounds are packed into shared microbatches by
+schedule/, in a process beside this one and a window ahead. A job steps after the last microbatch that holds samples of its
+global batch; nothing of its next one is run before that. A job's numbers depend on its own samples alone: see data/collate.py,
+loss.py and ops/ for how that is kept.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import signal
 import sys
 import time
 import types
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -26,23 +28,28 @@ from typing import Any
 import numpy as np
 import torch
 
-from packlora import checkpoint
+from packlora import checkpoint, profiler
 from packlora.adapters.attach import attach
 from packlora.adapters.linear import Router
 from packlora.adapters.peft_files import load_adapter
 from packlora.config import Run, load_run
 from packlora.data.collate import PackedSample, collate
-from packlora.data.encode import samples_hash
+from packlora.data.encode import Sample, samples_hash
+from packlora.data.order import SampleOrder
 from packlora.errors import InputError
 from packlora.files import lock_folder, remove_leftovers, write_json
 from packlora.job import Job
 from packlora.loss import sum_by_owner, token_losses
 from packlora.metrics import JsonLines, keep_lines
+from packlora.microbatch import run_microbatch
 from packlora.model import Base, load_base
 from packlora.prepare import Prepared, check_output, prepare, processor_name, source_commit, versions
+from packlora.profiler import Profile, free_memory
 from packlora.progress import Progress
 from packlora.report import write_report
-from packlora.schedule.pack import Microbatch, pack_round
+from packlora.schedule.background import BackgroundPlanner
+from packlora.schedule.planner import Planner
+from packlora.schedule.types import Microbatch, Window
 
 FLOAT16_SCALE = 4096.0
 """Losses are multiplied with this before a float16 backward and gradients divided after it, so that small ones survive."""
@@ -101,6 +108,11 @@ def train(
         run = load_run(run, overrides)
     elif overrides:
         raise InputError("overrides change a run file; change the Run itself")
+    if run.schedule.padding_multiple != 1:
+        raise InputError(
+            f"schedule: padding_multiple is {run.schedule.padding_multiple}, but training packs samples without padding, "
+            "which no kernel here needs; leave it at 1. `packlora plan` shows what padding would cost"
+        )
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise InputError("started on several processes, but this version trains on one device")
     with _unmake_folder(Path(run.output_dir)), contextlib.ExitStack() as held:
@@ -128,8 +140,11 @@ def _set_up(run: Run, saved: dict[str, Any] | None, max_steps: int | None) -> Tr
         scale = FLOAT16_SCALE if run.dtype == "float16" else 1.0
         jobs.append(Job(item.config, item.data, item.eval_encoded.samples, adapter, scale))
 
-    # 3. Continue where checkpoints say, or start.
-    record = run_record(prepared, base, jobs)
+    # 3. Choose the size of microbatches where that is left to us.
+    known = _choose_budget(run, prepared, base, router, jobs, saved)
+
+    # 4. Continue where checkpoints say, or start.
+    record = run_record(prepared, base, jobs, known)
     if saved is not None:
         _same_data(saved, record)
         record["created"] = saved["created"]
@@ -146,19 +161,52 @@ def _set_up(run: Run, saved: dict[str, Any] | None, max_steps: int | None) -> Tr
                 checkpoint.restore(folder, job)
     remove_leftovers(output_dir)
     write_json(output_dir / "run.json", record)
-    return Trainer(run, prepared, base, router, jobs, record)
+    return Trainer(run, prepared, base, router, jobs, record, known)
+
+
+def _choose_budget(
+    run: Run, prepared: Prepared, base: Base, router: Router, jobs: list[Job], saved: dict[str, Any] | None
+) -> Profile:
+    """What is known of the model on this device; sets the budget where the run file leaves it to the profiler.
+
+    A resumed run keeps the budget that it had. On a CPU, where a larger one brings nothing, it is the usual one.
+    """
+    if run.max_tokens_per_microbatch != "auto":
+        return profiler.profile(run, prepared)
+    if saved is not None and saved["config"]["max_tokens_per_microbatch"] == "auto":
+        prepared.budget = max(int(saved["schedule"]["budget"]), prepared.longest)
+        return profiler.profile(run, prepared)
+    known = profiler.profile(run, prepared, base, router, jobs)
+    if base.device.type == "cuda":
+        prepared.budget = profiler.choose(profiler.predictions(prepared, [known])).budget
+    return known
 
 
 class Trainer:
     """The state of a running loop."""
 
     def __init__(
-        self, run: Run, prepared: Prepared, base: Base, router: Router, jobs: list[Job], record: dict[str, Any]
+        self,
+        run: Run,
+        prepared: Prepared,
+        base: Base,
+        router: Router,
+        jobs: list[Job],
+        record: dict[str, Any],
+        profile: Profile,
     ) -> None:
         self.run, self.prepared, self.base = run, prepared, base
-        self.router, self.jobs, self.record = router, jobs, record
+        self.router, self.jobs, self.record, self.profile = router, jobs, record, profile
         self.by_name = {job.name: job for job in jobs}
         self.output_dir = Path(run.output_dir)
+        self.budget = prepared.budget
+        """Tokens of a microbatch; less than it was after memory ran out."""
+        self.held_out_budget = prepared.budget
+        """The same for evaluations, which may come in the middle of a window."""
+        self.stepped: list[Job] = []
+        """Jobs that have stepped since evaluations and checkpoints were last seen to."""
+        self.began: dict[str, float] = {}
+        """When the global batch that a job is in began."""
         self.stop: int | None = None
         self.tokens = 0
         self.start = time.perf_counter()
@@ -169,122 +217,217 @@ class Trainer:
         self.evals: dict[tuple[str, int], float | None] = {
             (line["job"], line["step"]): line["eval_loss"] for line in evals
         }
-        first_round = min((job.step for job in jobs if job.status == "running"), default=2**62)
-        batches = keep_lines(self.output_dir / "microbatches.jsonl", lambda line: line["round"] < first_round)
-        self.num_microbatches = len(batches)
+        first_round = self._planner().window_start(self._slowest())
+        keep_lines(self.output_dir / "windows.jsonl", lambda line: line["window"] < first_round)
+        batches = keep_lines(self.output_dir / "microbatches.jsonl", self._is_past)
+        self.num_microbatches = max((line["index"] + 1 for line in batches), default=0)
         self.elapsed_before = max((line["elapsed"] for line in kept), default=0.0)
         self.metrics = JsonLines(self.output_dir / "metrics.jsonl")
         self.eval_lines = JsonLines(self.output_dir / "evals.jsonl")
         self.microbatch_lines = JsonLines(self.output_dir / "microbatches.jsonl")
+        self.window_lines = JsonLines(self.output_dir / "windows.jsonl")
 
     def fit(self) -> Result:
-        """Rounds until every job is done or has failed, or a signal asks to stop."""
+        """Windows until every job is done or has failed, or a signal asks to stop."""
         with Progress(self.jobs) as self.progress, self._signals():
             for text in self.record["warnings"]:
                 self.progress.message(f"note: {text}")
             self._settle()  # held-out losses before the first step, and what an interruption left undone
             self.progress.training_starts()
             while self.stop is None and any(job.status == "running" for job in self.jobs):
-                number = min(job.step for job in self.jobs if job.status == "running")
-                stepped = self._round(number)
-                self._after_round(stepped)
+                self._windows()
             if self.stop is not None:
                 self._save_before_stop()
         if not any(job.status == "running" for job in self.jobs):
             self.stop = None  # too late to stop anything
         return self._finish()
 
-    # --- one round -----------------------------------------------------------------------------------------------------
+    # --- windows -------------------------------------------------------------------------------------------------------
 
-    def _round(self, number: int) -> list[Job]:
-        """Step `number` (from 0) of every job; returns the jobs that stepped.
+    def _windows(self) -> None:
+        """Train on the windows that are left, or until one must be planned again because its microbatches are too large."""
+        with BackgroundPlanner(self._planner()) as plan:
+            windows = plan.windows(self._slowest())
+            while (window := self._next(windows)) is not None:
+                if not self._window(window) or self.stop is not None:
+                    return
+                if not any(job.status == "running" for job in self.jobs):
+                    return
+        raise AssertionError("the plan has ended, but a job has not")
 
-        A job that a resumed run finds already past this round still takes part, and what it computes is discarded: the
-        others then see exactly the microbatches that they would have seen without the interruption. A failed job keeps
-        its place in the plan for the same reason, but its samples are left out.
+    def _next(self, windows: Iterator[Window]) -> Window | None:
+        """The next window, or None at the end. Where the process that plans has failed, the report says so."""
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            window = next(windows, None)
+        for warning in caught:
+            self._warn(str(warning.message))
+        return window
+
+    def _planner(self) -> Planner:
+        schedule = self.run.schedule
+        jobs = [job.data.planned for job in self.jobs]
+        return Planner(jobs, self.budget, method=schedule.method, time_limit_s=schedule.time_limit_s)
+
+    def _slowest(self) -> int:
+        """Round that the slowest job is in. A resumed run plans from its window on, and so plans what it planned before."""
+        return min((job.step for job in self.jobs if job.status == "running"), default=2**31)
+
+    def _is_past(self, line: dict[str, Any]) -> bool:
+        """Whether a line of microbatches.jsonl is of a microbatch that will not be run again."""
+        own = [(self.by_name[name], batch) for name, batch in line["batches"].items() if name in self.by_name]
+        return not any(self._is_due(job, batch) for job, batch in own)
+
+    def _write_window(self, window: Window) -> None:
+        report = window.report
+        self.window_lines.write(
+            window=window.first_round, rounds=window.num_rounds, method=report.method, capacity=self.budget,
+            microbatches=report.microbatches, noops=report.noops, bound=report.bound, gap=report.gap, stopped=report.stopped,
+            seconds=report.seconds, predicted=sum(self.profile.seconds(microbatch) for microbatch in window.microbatches),
+        )  # fmt: skip
+        for text in report.notes:
+            self._warn(f"schedule, rounds from {window.first_round}: {text}")
+
+    def _window(self, window: Window) -> bool:
+        """Run a window's microbatches; False where it must be planned again.
+
+        A job that a resumed run finds already past one of its global batches still takes part, and what it computes is
+        discarded: the others then see exactly the microbatches that they would have seen without the interruption. So does a
+        job that --max-steps has stopped. Only microbatches that nobody needs are left out. A failed job keeps its place in the
+        plan for the same reason, but its samples are not run.
         """
-        plan = pack_round(
-            {
-                job.name: [(n, job.data.samples[n].num_tokens) for n in job.data.global_batch(number)]
-                for job in self.jobs
-                if number < job.data.num_steps
-            },
-            self.prepared.budget,
-            "solo" if self.run.schedule.method == "solo" else "greedy",
-        )
-        stepped, start = [], time.perf_counter()
-        for microbatch in plan:
-            self._microbatch(microbatch, number)
-            for name in microbatch.completes:
-                job = self.by_name[name]
-                if job.status == "failed":
-                    continue
-                if job.step > number:
-                    job.discard()
-                    continue
-                now = time.perf_counter()
-                result = job.optimizer_step()
-                if result is None:
-                    self._failed(job)
-                    continue
-                elapsed = self.elapsed_before + now - self.start
-                self.metrics.write(
-                    job=name, step=result.step, loss=result.loss, grad_norm=result.grad_norm, lr=result.lr,
-                    tokens=result.tokens, seconds=now - start, elapsed=elapsed,
-                )  # fmt: skip
-                self.progress.stepped(job, result)
-                stepped.append(job)
+        self._write_window(window)
+        for slot, microbatch in enumerate(window.microbatches):
+            if {placed.job for placed in microbatch.samples} & {job.name for job in self.stepped}:
+                self._after_steps()  # before anything of these jobs' next global batches
+            if not self._microbatch(microbatch, window.first_round, slot):
+                return False
+            for name, batch in microbatch.completes:
+                self._step(self.by_name[name], batch)
             if self.stop is not None:
                 break
-        return stepped
+        self._after_steps()
+        return True
 
-    def _microbatch(self, microbatch: Microbatch, step: int) -> None:
-        """Forward and backward of one microbatch; gradients go to the parameters, losses to the jobs."""
-        samples = []
-        for placed in microbatch.samples:
-            job = self.by_name[placed.job]
-            if job.status != "failed":
-                sample = job.data.samples[placed.sample]
-                samples.append(PackedSample(job.adapter.number, sample, placed.sample, step, job.dropout_key))
-        if not samples:
+    def _step(self, job: Job, batch: int) -> None:
+        """A job's global batch is complete: its optimizer steps, unless it has done so before."""
+        if not self._is_due(job, batch):
             return
+        assert job.step == batch, f"job {job.name!r} is at step {job.step}, but batch {batch} is complete"
+        now, began = time.perf_counter(), self.began.pop(job.name)
+        result = job.optimizer_step()
+        if result is None:
+            self._failed(job)
+            return
+        elapsed = self.elapsed_before + now - self.start
+        self.metrics.write(
+            job=job.name, step=result.step, loss=result.loss, grad_norm=result.grad_norm, lr=result.lr, tokens=result.tokens,
+            seconds=now - began, elapsed=elapsed,
+        )  # fmt: skip
+        self.progress.stepped(job, result)
+        self.stepped.append(job)
+
+    def _microbatch(self, microbatch: Microbatch, first_round: int, slot: int) -> bool:
+        """Forward and backward; gradients go to the parameters, losses to the jobs. False where memory ran out and the window
+        must be planned again with a lower budget.
+
+        Args:
+            microbatch: its samples; of a job, of one global batch only.
+            first_round: of the window.
+            slot: place in the window.
+
+        Raises:
+            MemoryError: out of memory, and there is no lower budget to go on with.
+        """
+        batches = {placed.job: placed.batch for placed in microbatch.samples}
+        live = [(job, batches[job.name]) for job in self.jobs if job.name in batches and job.status != "failed"]
+        if not any(self._is_due(job, batch) for job, batch in live):
+            return True
         start = time.perf_counter()
-        batch = collate(samples, self.base.device)
+        names = {job.adapter.number: job.name for job, _ in live}
+        samples = [
+            PackedSample(
+                job.adapter.number, job.data.samples[placed.sample], placed.sample, placed.batch, job.dropout_key
+            )
+            for placed in microbatch.samples
+            if (job := self.by_name[placed.job]).adapter.number in names
+        ]
+        samples.sort(key=lambda sample: sample.owner)
         weights = np.zeros(len(self.jobs))
-        for number in batch.num_tokens:
-            weights[number] = self.jobs[number].grad_scale / self.jobs[number].label_tokens(step)
+        for job, batch in live:
+            if self._is_due(job, batch):
+                self.began.setdefault(job.name, start)
+            weights[job.adapter.number] = job.grad_scale / job.label_tokens(batch)
+        tokens = sum(sample.sample.num_tokens for sample in samples)
         try:
-            with self.router.route(batch.tokens):
-                # Each label's own weight is its gradient; the total is for backward alone, whatever NaN is in it.
-                weights_L = torch.from_numpy(weights).to(self.base.device)[batch.owners_L]
-                losses_L, total = token_losses(self.base.model, batch, weights_L, self.base.fused_loss)
-                total.backward()
+            ran = run_microbatch(self.base, self.router, samples, weights)
         except torch.OutOfMemoryError as error:
-            raise MemoryError(
-                f"out of memory on {self.base.device} in a microbatch of {batch.tokens.total} tokens; lower "
-                "max_tokens_per_microbatch or set gradient_checkpointing: true, then continue with --resume"
-            ) from error
-        sums = sum_by_owner(losses_L, batch, len(self.jobs))
-        for number, tokens in batch.num_tokens.items():
-            self.jobs[number].collect(sums[number], tokens)
-        self.tokens += sum(batch.num_tokens.values())
-        names = {job.adapter.number: job.name for job in self.jobs}
+            self._check_lower(tokens, error)
+            ran = None
+        if ran is None:  # here the error, and what it held in memory, is gone
+            self._lower_budget(tokens)
+            return False
+        for job, batch in live:
+            if self._is_due(job, batch):
+                job.collect(ran.sums[job.adapter.number], ran.tokens[job.adapter.number])
+            else:
+                job.discard()
+        self.tokens += sum(ran.tokens.values())
         self.microbatch_lines.write(
-            index=self.num_microbatches, round=step, capacity=self.prepared.budget,
-            tokens={names[number]: count for number, count in batch.num_tokens.items()},
-            samples={names[number]: count for number, count in batch.num_samples.items()},
-            seconds=time.perf_counter() - start,
+            index=self.num_microbatches, window=first_round, slot=slot, round=min(batch for _, batch in live),
+            batches={job.name: batch for job, batch in live}, capacity=self.budget,
+            tokens={names[number]: count for number, count in ran.tokens.items()},
+            samples={names[number]: count for number, count in ran.samples.items()},
+            seconds=time.perf_counter() - start, predicted=self.profile.seconds(microbatch),
         )  # fmt: skip
         self.num_microbatches += 1
+        return True
+
+    @staticmethod
+    def _is_due(job: Job, batch: int) -> bool:
+        """Whether the job has yet to step on this global batch: not after a failure, nor beyond the steps asked for."""
+        return job.status != "failed" and job.step <= batch < job.data.num_steps
+
+    # --- out of memory -------------------------------------------------------------------------------------------------
+
+    def _check_lower(self, tokens: int, error: torch.OutOfMemoryError) -> None:
+        """Raises MemoryError where there is no lower budget to go on with, or where it is the user's."""
+        if self.run.max_tokens_per_microbatch == "auto" and self._lower(tokens) < tokens:
+            return
+        raise MemoryError(
+            f"out of memory on {self.base.device} in a microbatch of {tokens} tokens; lower "
+            "max_tokens_per_microbatch or set gradient_checkpointing: true, then continue with --resume"
+        ) from error
+
+    def _lower(self, tokens: int) -> int:
+        """The budget to try after a microbatch of so many tokens did not fit; no less than the longest sample."""
+        return max(tokens * 3 // 4, self.prepared.longest)
+
+    def _lower_budget(self, tokens: int) -> None:
+        """After memory ran out: nothing of the present global batches is kept, and what follows is planned with less."""
+        for job in self.jobs:
+            job.discard()
+        self.began.clear()
+        before, self.budget = self.budget, self._lower(tokens)
+        free_memory(self.base.device)
+        profiler.remember_failure(self.run, self.prepared, self.base, tokens)
+        self.record["schedule"]["budget"] = self.budget
+        self._warn(
+            f"out of memory in a microbatch of {tokens} tokens: max_tokens_per_microbatch, which is auto, goes from {before} "
+            f"to {self.budget}"
+        )
+        self._write_record()
 
     def _failed(self, job: Job) -> None:
         self.record["warnings"].append(f"job {job.name!r} was stopped: {job.failure}")
         self.progress.message(f"job {job.name!r} was stopped: {job.failure}; the other jobs go on")
         checkpoint.save_result(self.output_dir / job.name, job)
 
-    # --- after a round -------------------------------------------------------------------------------------------------
+    # --- after steps ---------------------------------------------------------------------------------------------------
 
-    def _after_round(self, stepped: list[Job]) -> None:
+    def _after_steps(self) -> None:
+        """Evaluations and checkpoints of the jobs that have stepped, together where they have done so together."""
+        stepped, self.stepped = self.stepped, []
         due = [job for job in stepped if job.step >= job.data.num_steps or self._every(self.run.save_every, job)]
         if self.stop is None:
             self._evaluate([job for job in stepped if self._to_evaluate(job)])
@@ -341,23 +484,14 @@ class Trainer:
         After its last step a job without held-out samples is tried on its last global batch instead: no later step would
         notice that the last one ruined it. That loss is not reported.
         """
+        if not jobs:
+            return
         samples = {job.name: job.eval_samples or job.data.last_batch() for job in jobs}
-        plan = pack_round(
-            {name: [(n, sample.num_tokens) for n, sample in enumerate(own)] for name, own in samples.items()},
-            self.prepared.budget,
-        )
-        total = np.zeros(len(self.jobs))
-        for microbatch in plan:
+        total = None
+        while total is None:
+            total = self._held_out_losses(samples)
             if self.stop is not None:
                 return
-            packed = [
-                PackedSample(self.by_name[placed.job].adapter.number, samples[placed.job][placed.sample], 0, 0, None)
-                for placed in microbatch.samples
-            ]
-            batch = collate(packed, self.base.device)
-            with self.router.route(batch.tokens):
-                losses_L, _ = token_losses(self.base.model, batch, fused=self.base.fused_loss)
-            total += sum_by_owner(losses_L, batch, len(self.jobs)).cpu().numpy()
         for job in jobs:
             loss = float(total[job.adapter.number]) / sum(sample.num_labels for sample in samples[job.name])
             self.evals[job.name, job.step] = loss
@@ -368,10 +502,40 @@ class Trainer:
                 job.fail(f"held-out loss {loss:g}", revert=True)
                 self._failed(job)
 
+    def _held_out_losses(self, samples: dict[str, list[Sample]]) -> np.ndarray | None:
+        """Sum of the label tokens' losses by job, or None: out of memory, to be tried again with a lower budget."""
+        orders = [
+            SampleOrder(name, np.array([sample.num_tokens for sample in own]), len(own), 0, 1, shuffle=False)
+            for name, own in samples.items()
+        ]
+        total = np.zeros(len(self.jobs))
+        for microbatch in (
+            Planner(orders, min(self.budget, self.held_out_budget), method="greedy").window(0).microbatches
+        ):
+            if self.stop is not None:
+                break
+            packed = [
+                PackedSample(self.by_name[placed.job].adapter.number, samples[placed.job][placed.sample], 0, 0, None)
+                for placed in microbatch.samples
+            ]
+            batch = collate(packed, self.base.device)
+            losses_L = None
+            try:
+                with self.router.route(batch.tokens):
+                    losses_L, _ = token_losses(self.base.model, batch, fused=self.base.fused_loss)
+            except torch.OutOfMemoryError as error:
+                self._check_lower(microbatch.num_tokens, error)
+            if losses_L is None:
+                free_memory(self.base.device)
+                self.held_out_budget = self._lower(microbatch.num_tokens)
+                return None
+            total += sum_by_owner(losses_L, batch, len(self.jobs)).cpu().numpy()
+        return total
+
     # --- the end -------------------------------------------------------------------------------------------------------
 
     def _finish(self) -> Result:
-        for lines in (self.metrics, self.eval_lines, self.microbatch_lines):
+        for lines in (self.metrics, self.eval_lines, self.microbatch_lines, self.window_lines):
             lines.close()
         seconds = time.perf_counter() - self.start
         status = "failed" if any(job.status == "failed" for job in self.jobs) else "done"
@@ -451,7 +615,7 @@ def _same_data(saved: dict[str, Any], record: dict[str, Any]) -> None:
             )
 
 
-def run_record(prepared: Prepared, base: Base, jobs: list[Job]) -> dict[str, Any]:
+def run_record(prepared: Prepared, base: Base, jobs: list[Job], known: Profile) -> dict[str, Any]:
     """run.json: everything that is needed to repeat the run."""
     described = {}
     for job, item in zip(jobs, prepared.jobs, strict=True):
@@ -479,12 +643,13 @@ def run_record(prepared: Prepared, base: Base, jobs: list[Job]) -> dict[str, Any
         "commit": source_commit(),
         "model": {
             "path": base.path,
-            "parameters": prepared.parameters,
-            "type": prepared.model_type,
+            "parameters": prepared.shape.parameters,
+            "type": prepared.shape.model_type,
             "loss": "fused" if base.fused_loss else "logits",
             "liger": base.liger,
         },
         "jobs": described,
+        "schedule": {"budget": prepared.budget, "layout": known.layout.name, "profile": known.describe()},
         "warnings": prepared.warnings + base.warnings,
         "result": None,
     }

@@ -1,20 +1,16 @@
-"""A job's samples in training order: epochs, shuffling and global batches.
-
-The order is a pure function of (seed, job name, epoch), so it is the same whatever else is trained beside the job and
-however often the run is interrupted.
-"""
+"""A job's samples and how many optimizer steps they are trained for; their order is order.py's."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from packlora.config import TrainConfig
 from packlora.data.encode import Sample
+from packlora.data.order import SampleOrder, count_batches
 from packlora.errors import InputError
-from packlora.seeding import stable_hash
 
 
 @dataclass(slots=True)
@@ -27,7 +23,10 @@ class JobData:
     seed: int
     step_limit: int | None = None
     """Stop after this many steps, whatever the configuration says; learning rates stay those of the configured steps."""
-    _last_order: tuple[int, np.ndarray] | None = None
+    planned: SampleOrder = field(init=False)
+    """All configured global batches: microbatches are planned over these, so that a limit changes none of those before it."""
+    label_share: float = field(init=False)
+    """Label tokens over tokens, of all samples."""
 
     def __post_init__(self) -> None:
         if self.batches_per_epoch == 0:
@@ -35,11 +34,16 @@ class JobData:
                 f"job {self.name!r}: {len(self.samples)} samples do not fill one global batch of "
                 f"{self.config.global_batch_size}, and drop_last is set; nothing would be trained"
             )
+        lengths = np.array([sample.num_tokens for sample in self.samples], np.int32)
+        self.label_share = sum(sample.num_labels for sample in self.samples) / int(lengths.sum())
+        size, seed = self.config.global_batch_size, self.seed
+        self.planned = SampleOrder(
+            self.name, lengths, size, seed, self.configured_steps, self.config.shuffle, self.config.drop_last
+        )
 
     @property
     def batches_per_epoch(self) -> int:
-        size = self.config.global_batch_size
-        return len(self.samples) // size if self.config.drop_last else math.ceil(len(self.samples) / size)
+        return count_batches(len(self.samples), self.config.global_batch_size, self.config.drop_last)
 
     @property
     def configured_steps(self) -> int:
@@ -53,14 +57,15 @@ class JobData:
         """Optimizer steps that are taken."""
         return self.configured_steps if self.step_limit is None else min(self.configured_steps, self.step_limit)
 
-    def order(self, epoch: int) -> np.ndarray:
-        """Sample numbers of one epoch, in training order."""
-        if not self.config.shuffle:
-            return np.arange(len(self.samples))
-        if self._last_order is None or self._last_order[0] != epoch:
-            generator = np.random.Generator(np.random.Philox(stable_hash(self.seed, self.name, epoch)))
-            self._last_order = (epoch, generator.permutation(len(self.samples)))
-        return self._last_order[1]
+    @property
+    def tokens(self) -> int:
+        """Of all steps that are taken. With drop_last, what whole epochs leave out is taken to be of mean length."""
+        epochs, rest = divmod(self.num_steps, self.batches_per_epoch)
+        lengths, size = self.planned.lengths.astype(np.int64), self.config.global_batch_size
+        taken = min(self.batches_per_epoch * size, len(lengths)) / len(lengths)
+        return round(epochs * taken * int(lengths.sum())) + int(
+            lengths[self.planned.epoch(epochs)[: rest * size]].sum()
+        )
 
     def last_batch(self) -> list[Sample]:
         """Samples of the last optimizer step."""
@@ -68,6 +73,5 @@ class JobData:
 
     def global_batch(self, step: int) -> list[int]:
         """Sample numbers of optimizer step `step`, counted from 0."""
-        epoch, batch = divmod(step, self.batches_per_epoch)
-        size = self.config.global_batch_size
-        return [int(number) for number in self.order(epoch)[batch * size : (batch + 1) * size]]
+        numbers: list[int] = self.planned.samples(step).tolist()
+        return numbers

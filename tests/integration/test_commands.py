@@ -38,13 +38,39 @@ def test_plan_shows_what_training_then_does_and_trains_nothing(run_file: Path) -
     assert not Path(run.output_dir).exists()
     result = packlora.train(run)
     lines = (result.output_dir / "microbatches.jsonl").read_text().splitlines()
-    assert f"at most 128 tokens: {len(lines)} (greedy" in out.output
+    row = next(line.split() for line in out.output.splitlines() if line.startswith("auto "))
+    assert int(row[1]) == len(lines)
+    assert int(row[2]) + int(row[3]) == len(lines)
+    windows = [json.loads(line) for line in (result.output_dir / "windows.jsonl").read_text().splitlines()]
+    assert int(row[5]) == sum(line["bound"] for line in windows)
     record = json.loads((result.output_dir / "run.json").read_text())
     for name, job in record["jobs"].items():
         row = next(line for line in out.output.splitlines() if line.startswith(name))
         assert f"{job['trainable_parameters'] / 1e6:.2f} M" in row
         assert f" {job['steps']} " in row
+        assert "█" in row
     assert "memory on" in out.output
+
+
+def test_plan_writes_its_figures_as_json_and_as_a_picture(run_file: Path, tmp_path: Path) -> None:
+    figures, picture = tmp_path / "new" / "plan.json", tmp_path / "plan.png"
+    command = ["plan", str(run_file), "--stages", "2", "--json", str(figures), "--plot", str(picture)]
+    out = CliRunner().invoke(app, [*command, "--set", "schedule.padding_multiple=16"])
+    assert out.exit_code == 0, out.output
+    plan = json.loads(figures.read_text())
+    assert plan["stages"] == 2
+    assert set(plan["methods"]) == {"solo", "auto"}
+    own = plan["methods"]["auto"]
+    assert own["microbatches"] == own["full"] + own["underfilled"] <= plan["methods"]["solo"]["microbatches"]
+    assert own["tokens"] == plan["methods"]["solo"]["tokens"] == sum(job["tokens"] for job in plan["jobs"])
+    assert own["tokens_per_second"] == pytest.approx(own["tokens"] / own["seconds"])
+    assert 0 < own["bubble"] < 1
+    assert sum(sum(job["lengths"]["histogram"]["counts"]) for job in plan["jobs"]) == 21
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    for option, value in (("--plot", "plan.nonsense"), ("--json", f"{run_file}/plan.json"), ("--stages", "3")):
+        bad = CliRunner().invoke(app, ["plan", str(run_file), option, value])
+        assert bad.exit_code == 2, option
+        assert Path(value).name.split("/")[-1] in bad.stderr or "stages" in bad.stderr
 
 
 def test_merge_writes_a_plain_model_and_refuses_a_filled_folder(run_file: Path, tmp_path: Path) -> None:

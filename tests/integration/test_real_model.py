@@ -16,8 +16,9 @@ from packlora.config import DataConfig, Run, load_run
 from packlora.data.encode import encode_rows
 from packlora.data.readers import read_rows
 from packlora.demo_model import demo_model_folder
-from packlora.plan import count_microbatches
+from packlora.plan import figures
 from packlora.prepare import prepare
+from packlora.profiler import profile
 
 pytestmark = pytest.mark.slow
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -47,8 +48,8 @@ def test_demo_run_file_is_valid_and_its_jobs_share_microbatches(folder: Path) ->
     assert {job.name for job in run.jobs} == {
         "synopsis-lora", "docstrings-dropout", "manpages-rslora", "synopsis-dora"
     }  # fmt: skip
-    assert prepared.parameters == 134_515_008
-    together, alone = count_microbatches(prepared, "greedy"), count_microbatches(prepared, "solo")
+    assert prepared.shape.parameters == 134_515_008
+    (together, _), (alone, _) = (figures(prepared, profile(run, prepared), method) for method in ("auto", "solo"))
     assert together.bound <= together.microbatches < alone.microbatches
     assert together.tokens == alone.tokens
 

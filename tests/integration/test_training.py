@@ -318,15 +318,16 @@ def test_stopping_at_any_microbatch_and_resuming_gives_the_same_bits_and_the_sam
         out = tmp_path / f"stopped-{stop_at}"
         seen = 0
 
-        def broken(self: Any, microbatch: Any, step: int, stop_at: int = stop_at) -> None:
+        def broken(self: Any, *args: Any, stop_at: int = stop_at) -> bool:
             nonlocal seen
-            original(self, microbatch, step)
+            done: bool = original(self, *args)
             seen += 1
             if seen == stop_at:
                 if stop_at % 4 == 1:
                     self.stop = signal.SIGTERM  # what the handler does
                 else:
                     raise RuntimeError("crash")
+            return done
 
         monkeypatch.setattr(module.Trainer, "_microbatch", broken)
         if stop_at % 4 == 1:
@@ -526,22 +527,22 @@ def test_a_job_that_is_interrupted_between_its_ruin_and_its_failure_still_keeps_
     train(tree)
     from packlora import train as module
 
-    original = module.Trainer._after_round
+    original = module.Trainer._after_steps
 
-    def broken(self: Any, stepped: Any) -> None:
+    def broken(self: Any) -> None:
         if how == "signal":
             self.stop = signal.SIGTERM
-        original(self, stepped)
+        original(self)
         if how == "crash":
             raise RuntimeError("crash")
 
-    monkeypatch.setattr(module.Trainer, "_after_round", broken)
+    monkeypatch.setattr(module.Trainer, "_after_steps", broken)
     if how == "crash":
         with pytest.raises(RuntimeError, match="crash"):
             train({**tree, "output_dir": str(tmp_path / "out")})
     else:
         assert train({**tree, "output_dir": str(tmp_path / "out")}).status == "interrupted"
-    monkeypatch.setattr(module.Trainer, "_after_round", original)
+    monkeypatch.setattr(module.Trainer, "_after_steps", original)
     assert train({**tree, "output_dir": str(tmp_path / "out")}, resume=True).exit_code == 1
     same_bits(tmp_path / "whole", tmp_path / "out", [bad])
     assert all(tensor.abs().max() < 10 for tensor in adapter(tmp_path / "out", "bad").values())

@@ -70,7 +70,7 @@ def test_defaults_are_exactly_the_documented_ones() -> None:
           - name: first
             data: {path: a.jsonl, eval_path: null, max_length: 2048, truncate: error}
             adapter: {r: 16, lora_alpha: 32, lora_dropout: 0.05, target_modules: all-linear, use_rslora: false,
-                      use_dora: false, bias: none, rank_pattern: {}, alpha_pattern: {}, init_from: null}
+                      use_dora: false, dora_dropout: peft, bias: none, rank_pattern: {}, alpha_pattern: {}, init_from: null}
             train: {global_batch_size: 8, num_train_epochs: 1, max_steps: -1, learning_rate: 2.0e-4,
                     lr_scheduler_type: constant, warmup_steps: 0, weight_decay: 0.0, max_grad_norm: 1.0,
                     adam_beta1: 0.9, adam_beta2: 0.999, adam_epsilon: 1.0e-8, shuffle: true, drop_last: false}
@@ -176,8 +176,12 @@ def test_a_value_of_the_wrong_type_is_refused_with_its_place_and_what_was_found(
         (tree({"data": {}}), "job 'first': data.path: is missing"),
         (tree(max_tokens_per_microbatch=1), "max_tokens_per_microbatch: is 1; give auto or a number of tokens"),
         (tree(seed=-1), "seed: input should be greater than or equal to 0"),
-        (tree(schedule={"method": "milp"}), "schedule: method 'milp' is not in this version; use auto, greedy or solo"),
-        (tree(schedule={"padding_multiple": 8}), "schedule: padding_multiple must be 1 in this version"),
+        (tree(schedule={"method": "best"}), "schedule.method: input should be 'auto', 'greedy', 'milp' or 'solo'"),
+        (
+            tree(schedule={"padding_multiple": 0}),
+            "schedule.padding_multiple: input should be greater than or equal to 1",
+        ),
+        (tree(schedule={"time_limit_s": 0}), "schedule.time_limit_s: input should be greater than 0"),
         (tree(parallel={"tensor": 2}), "parallel: this version trains on one device"),
         (tree(parallel={"shard_base": True}), "parallel: this version trains on one device"),
     ],
@@ -188,6 +192,12 @@ def test_a_value_out_of_range_is_refused_with_what_is_accepted(value: Any, messa
 
 def test_parallel_and_schedule_at_their_defaults_are_accepted() -> None:
     assert parse_run(tree(parallel={"tensor": 1}, schedule={"method": "solo"}), "run.yaml").schedule.method == "solo"
+
+
+@pytest.mark.parametrize("method", ["auto", "greedy", "milp", "solo"])
+def test_every_method_of_the_scheduler_is_accepted_with_its_limits(method: str) -> None:
+    value = tree(schedule={"method": method, "padding_multiple": 64, "time_limit_s": 2.5})
+    assert parse_run(value, "run.yaml").schedule.model_dump() == value["schedule"]
 
 
 def test_a_warmup_is_accepted_with_every_schedule_that_has_one() -> None:
@@ -205,7 +215,7 @@ def test_a_name_that_is_no_safe_folder_name_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["run.json", "Metrics.jsonl", "evals.jsonl", "microbatches.jsonl", "report.html", ".tmp-a"]
+    "name", ["run.json", "Metrics.jsonl", "evals.jsonl", "microbatches.jsonl", "Windows.jsonl", "report.html", ".tmp-a"]
 )
 def test_a_name_that_packlora_uses_in_the_output_folder_is_refused(name: str) -> None:
     assert f"is {name!r}, which packlora itself uses" in refusal(tree({"name": name}))

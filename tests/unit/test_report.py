@@ -64,7 +64,7 @@ def write_run(folder: Path, steps: int, ending: str | None, names: tuple[str, ..
                     "index": len(microbatches), "round": step - 1, "capacity": CAPACITY,
                     "tokens": {name: sum(n for n, owner in content if owner == name) for name in present},
                     "samples": {name: sum(owner == name for _, owner in content) for name in present},
-                    "seconds": seconds,
+                    "seconds": seconds, "predicted": sum(n for n, _ in content) / 1000, "window": (step - 1) // 16 * 16,
                 }
             )  # fmt: skip
             elapsed += seconds
@@ -121,7 +121,16 @@ def write_run(folder: Path, steps: int, ending: str | None, names: tuple[str, ..
             },
         }  # fmt: skip
     (folder / "run.json").write_text(json.dumps({**run, **changes}), encoding="utf-8")
-    for name, lines in (("metrics", metrics), ("evals", evals), ("microbatches", microbatches)):
+    windows = [
+        {
+            "window": first, "rounds": 16, "method": "auto", "microbatches": count, "noops": 0, "bound": count - (first == 0),
+            "gap": 0.0, "stopped": "at the bound" if first else "node limit", "seconds": 0.02,
+        }
+        for first in sorted({line["window"] for line in microbatches})
+        if (count := sum(line["window"] == first for line in microbatches))
+    ]  # fmt: skip
+    files = {"metrics": metrics, "evals": evals, "microbatches": microbatches, "windows": windows}
+    for name, lines in files.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
 
 
@@ -304,6 +313,43 @@ def test_dropped_samples_are_warned_about_once(make_run: MakeRun) -> None:
     assert page.text.count("dropped as too long") == 1
 
 
+def test_the_schedule_is_described_and_predicted_times_stand_against_measured_ones(make_run: MakeRun) -> None:
+    folder = make_run(steps=60, schedule={"budget": CAPACITY, "profile": {"origin": "remembered"}})
+    html, page = _write(folder)
+    windows = _lines(folder, "windows.jsonl")
+    slots, bound = sum(line["microbatches"] for line in windows), sum(line["bound"] for line in windows)
+    assert f"{slots:,}, the lower bound is {bound:,}" in page.text
+    assert f"{100 * (slots / bound - 1):.1f} %" in page.text
+    assert f"at the bound ({len(windows) - 1} windows)" in page.text
+    assert "node limit (1 windows)" in page.text
+    assert "microbatches measured in an earlier run" in page.text
+    ratios = sorted(line["seconds"] / line["predicted"] for line in _lines(folder, "microbatches.jsonl"))
+    assert f"median {ratios[round(0.5 * (len(ratios) - 1))]:.2f}" in page.text
+    chart = html[html.index("Time of a microbatch") : html.index("In order")]
+    assert chart.count('<path class="dot small neutral"') == len(ratios)
+    assert "var(--ink)" in charts.STYLE and ".neutral{--ink:var(--soft)}" in charts.STYLE  # of the page's theme
+
+
+def test_a_window_that_was_planned_again_counts_once(make_run: MakeRun) -> None:
+    folder = make_run(steps=20)
+    first = {**_lines(folder, "windows.jsonl")[0], "microbatches": 1000}
+    text = (folder / "windows.jsonl").read_text()
+    (folder / "windows.jsonl").write_text(json.dumps(first) + "\n" + text)
+    again, _ = _write(folder)
+    (folder / "windows.jsonl").write_text(text)
+    assert _timeless(_write(folder)[0]) == _timeless(again)
+
+
+def test_a_run_without_predictions_says_nothing_of_them(make_run: MakeRun) -> None:
+    folder = make_run(steps=20)
+    (folder / "windows.jsonl").unlink()
+    rows = [{k: v for k, v in line.items() if k != "predicted"} for line in _lines(folder, "microbatches.jsonl")]
+    (folder / "microbatches.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    _, page = _write(folder)
+    assert "Time of a microbatch" not in page.text
+    assert "Schedule" not in page.text
+
+
 def test_an_interrupted_run_calls_unfinished_jobs_stopped(make_run: MakeRun) -> None:
     folder = make_run(steps=30)
     run = json.loads((folder / "run.json").read_text())
@@ -358,7 +404,7 @@ def test_metrics_without_a_readable_run_file_still_give_the_losses(make_run: Mak
     assert all(name in _row(html, name) for name in NAMES)
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "evals.jsonl", "microbatches.jsonl"])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "evals.jsonl", "microbatches.jsonl", "windows.jsonl"])
 @pytest.mark.parametrize("half", ['{"job": "synopsis", "step": 99', '{"job": "', "{", '{"job": "caf\xe9', "{}", "7"])
 def test_a_half_written_last_line_is_ignored(make_run: MakeRun, name: str, half: str) -> None:
     folder = make_run(steps=10)

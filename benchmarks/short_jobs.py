@@ -1,0 +1,306 @@
+"""What do shared microbatches bring to jobs of short samples, against PEFT as its users run it?
+
+    python -m benchmarks.short_jobs --out benchmarks/results/short-jobs-h200.json       # one GPU, under four minutes
+    python -m benchmarks.short_jobs --tiny --out /tmp/short.json                        # a CPU, seconds; measures nothing
+
+Four LoRA jobs of different ranks and lengths on Llama-3.1-8B's shape with random bfloat16 weights. packlora runs the training
+loop's own windows (train.Trainer over schedule.Planner); PEFT trains one job after the other, on padded batches and on packed
+ones, with the same token budget, the same samples in the same global batches and the same optimizer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from packlora.adapters.attach import attach
+from packlora.adapters.spec import peft_config, resolve
+from packlora.bench.model import LLAMA_8B, TARGETS, TINY, build, shared_copy, use_liger
+from packlora.bench.results import check_writable, write_results
+from packlora.config import Run
+from packlora.data.dataset import JobData
+from packlora.data.encode import Encoded, Sample
+from packlora.job import Job
+from packlora.model import Base, plain_head, prepare_model
+from packlora.prepare import ModelShape, Prepared, PreparedJob, trainable_parameters
+from packlora.profiler import profile
+from packlora.progress import Progress
+from packlora.schedule.planner import Planner
+from packlora.train import Trainer, _deterministic, run_record
+
+LR, CLIP, DROPOUT, BATCH = 1e-4, 1.0, 0.1, 8
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Log-normal lengths of samples in tokens. mu, sigma: of their logarithm."""
+
+    mu: float
+    sigma: float
+    source: str
+
+    def draw(self, number: int, longest: int, seed: int) -> np.ndarray:
+        lengths = np.random.default_rng(seed).lognormal(self.mu, self.sigma, number)
+        return np.clip(np.round(lengths), 16, longest).astype(int)
+
+
+JOBS: dict[str, tuple[Lengths, int]] = {
+    "synopsis": (Lengths(4.9797, 0.3452, "fit to Debian package descriptions, measured"), 8),
+    "plots": (Lengths(5.1084, 0.4690, "fit to film plots (rt_plots), measured"), 16),
+    "docstrings": (Lengths(6.0453, 0.7328, "fit to Python docstrings, measured"), 32),
+    "xsum": (Lengths(6.0544, 0.6315, "estimate for XSum from its published size, spread assumed"), 64),
+}
+"""By name: lengths and rank."""
+PROTOCOL = (
+    "Llama shape with {layers} layers, width {width}, random bfloat16 weights; {jobs}; samples of at most {longest} tokens, "
+    "{batch} samples per optimizer step of a job, loss on all tokens; LoRA on all linear layers, alpha 2 r, dropout {dropout}, "
+    "AdamW, clipping. A timed unit is {rounds} optimizer steps of each of the four jobs, whole (with clipping and AdamW), "
+    "the ways in turn inside one loop, {warmup} unit(s) to warm up and {units} counted. tokens/s counts real tokens, never "
+    "padding; a ratio is the median over units of the peer's time over packlora's. packlora: Trainer over the scheduler's "
+    "microbatches of at most {budget} tokens, float32 adapters. PEFT: bfloat16 adapters, sdpa attention, one job after the "
+    "other; padded: samples sorted by length within a global batch, as many to a batch as fit in {budget} tokens with padding; "
+    "packed: first fit in rows of at most {budget} tokens with position_ids. {liger}."
+)
+
+
+# --- the jobs ----------------------------------------------------------------------------------------------------------
+
+
+def make_samples(lengths: Lengths, number: int, longest: int, vocabulary: int, seed: int) -> list[Sample]:
+    """Random tokens, all but the first of a sample with loss."""
+    generator = np.random.default_rng(seed)
+    out = []
+    for length in lengths.draw(number, longest, seed):
+        is_label = np.ones(length, bool)
+        is_label[0] = False
+        out.append(Sample(generator.integers(0, vocabulary, length).astype(np.int32), is_label))
+    return out
+
+
+def make_trainer(
+    model: Any, device: torch.device, budget: int, longest: int, steps: int, scratch: Path, mu_shift: float
+) -> Trainer:
+    """The training loop over the model, as train() makes it, without its files of model and data."""
+    jobs_tree = [
+        {
+            "name": name, "data": {"path": "random"},
+            "adapter": {"r": rank, "lora_alpha": 2 * rank, "lora_dropout": DROPOUT, "target_modules": TARGETS},
+            "train": {"global_batch_size": BATCH, "max_steps": steps + 1, "learning_rate": LR, "max_grad_norm": CLIP},
+        }
+        for name, (_, rank) in JOBS.items()
+    ]  # fmt: skip
+    tree = {
+        "base_model": "random", "output_dir": str(scratch), "dtype": "bfloat16", "device": device.type, "save_every": 0,
+        "max_tokens_per_microbatch": budget, "jobs": jobs_tree,
+    }  # fmt: skip
+    run = Run.model_validate(tree)
+    prepare_model(model, gradient_checkpointing=False)
+    base = Base(model, None, device, "random", [], fused_loss=plain_head(model) is not None)
+    prepared = Prepared(run, None, budget, ModelShape.of(model), [])
+    for number, job in enumerate(run.jobs):
+        lengths = JOBS[job.name][0]
+        shifted = Lengths(lengths.mu + mu_shift, lengths.sigma, lengths.source)
+        samples = make_samples(shifted, BATCH * (steps + 1), longest, prepared.shape.vocabulary, number)
+        spec = resolve(peft_config(job.adapter, "random", None), model, job.name)
+        data = JobData(job.name, samples, job.train, run.seed)
+        trainable = trainable_parameters(spec, model)
+        prepared.jobs.append(PreparedJob(job, data, Encoded(samples), Encoded([]), spec, trainable))
+    router, adapters = attach(model, {item.config.name: item.spec for item in prepared.jobs}, run.seed)
+    made = [Job(item.config, item.data, [], adapter) for item, adapter in zip(prepared.jobs, adapters, strict=True)]
+    known = profile(run, prepared)
+    trainer = Trainer(run, prepared, base, router, made, run_record(prepared, base, made, known), known)
+    trainer.progress = Progress(made)
+    trainer.progress.stepped = lambda job, result: None  # type: ignore[method-assign]
+    return trainer
+
+
+# --- PEFT --------------------------------------------------------------------------------------------------------------
+
+
+class Peft:
+    """All jobs as adapters of one PEFT model over the same frozen weights, trained one after the other."""
+
+    def __init__(self, model: Any, data: dict[str, JobData], budget: int) -> None:
+        self.data, self.budget = data, budget
+        self.device = next(model.parameters()).device
+        configs = {
+            name: LoraConfig(
+                r=rank, lora_alpha=2 * rank, lora_dropout=DROPOUT, target_modules=TARGETS, task_type="CAUSAL_LM"
+            )
+            for name, (_, rank) in JOBS.items()
+        }
+        first = next(iter(configs))
+        self.model: Any = get_peft_model(model, configs[first], adapter_name=first, autocast_adapter_dtype=False)
+        for name in list(configs)[1:]:
+            self.model.add_adapter(name, configs[name], autocast_adapter_dtype=False)
+        self.model.train()
+        self.parameters, self.optimizers = {}, {}
+        for name in configs:
+            self.model.set_adapter(name)
+            self.parameters[name] = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+            self.optimizers[name] = torch.optim.AdamW(self.parameters[name], lr=LR, weight_decay=0.0)
+        self.padding = 0
+        """Tokens of padding that were run."""
+
+    def unit(self, steps: range, batches: Callable[[list[Sample]], Iterator[dict[str, torch.Tensor]]]) -> float:
+        """Seconds of the optimizer steps of every job; switching adapters is not counted."""
+        seconds = 0.0
+        for name, data in self.data.items():
+            self.model.set_adapter(name)
+            synchronize(self.device)
+            start = time.perf_counter()
+            for step in steps:
+                samples = [data.samples[number] for number in data.global_batch(step)]
+                labels = sum(sample.num_labels for sample in samples)
+                for batch in batches(samples):
+                    own = int((batch["labels"] != -100).sum())
+                    out = self.model(**{key: value.to(self.device) for key, value in batch.items()}, use_cache=False)
+                    (out.loss * (own / labels)).backward()
+                torch.nn.utils.clip_grad_norm_(self.parameters[name], CLIP)
+                self.optimizers[name].step()
+                self.optimizers[name].zero_grad()
+            synchronize(self.device)
+            seconds += time.perf_counter() - start
+        return seconds
+
+    def padded(self, samples: list[Sample]) -> Iterator[dict[str, torch.Tensor]]:
+        """Longest first, so that a batch holds samples of like length."""
+        rest = sorted(samples, key=lambda sample: -sample.num_tokens)
+        while rest:
+            longest = rest[0].num_tokens
+            taken, rest = rest[: max(1, self.budget // longest)], rest[max(1, self.budget // longest) :]
+            ids = torch.zeros(len(taken), longest, dtype=torch.long)
+            labels, mask = torch.full_like(ids, -100), torch.zeros_like(ids)
+            for row, sample in enumerate(taken):
+                own = torch.from_numpy(sample.ids).long()
+                ids[row, : len(own)], mask[row, : len(own)] = own, 1
+                labels[row, : len(own)] = torch.where(torch.from_numpy(sample.is_label), own, -100)
+            self.padding += ids.numel() - int(mask.sum())
+            yield {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+    def packed(self, samples: list[Sample]) -> Iterator[dict[str, torch.Tensor]]:
+        rows: list[list[Sample]] = []
+        for sample in sorted(samples, key=lambda sample: -sample.num_tokens):
+            fits = (row for row in rows if sum(s.num_tokens for s in row) + sample.num_tokens <= self.budget)
+            row = next(fits, None)
+            if row is None:
+                rows.append(row := [])
+            row.append(sample)
+        for row in rows:
+            ids = torch.cat([torch.from_numpy(sample.ids).long() for sample in row])
+            is_label = torch.cat([torch.from_numpy(sample.is_label) for sample in row])
+            positions = torch.cat([torch.arange(sample.num_tokens) for sample in row])
+            labels = torch.where(is_label, ids, -100)
+            yield {"input_ids": ids[None], "position_ids": positions[None], "labels": labels[None]}
+
+
+# --- timing ------------------------------------------------------------------------------------------------------------
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def timed_window(trainer: Trainer, planner: Planner, first_round: int) -> float:
+    """Seconds of a window of the training loop; planning is not counted, for training has it done beside."""
+    window = planner.window(first_round)
+    with _deterministic():  # as train() has it
+        synchronize(trainer.base.device)
+        start = time.perf_counter()
+        if not trainer._window(window):
+            raise MemoryError("out of memory; lower --budget")
+        synchronize(trainer.base.device)
+        return time.perf_counter() - start
+
+
+def measure(trainer: Trainer, peft: Peft, rounds: int, warmup: int, units: int) -> list[dict[str, Any]]:
+    """Rows: seconds of every unit by way."""
+    data = {job.name: job.data for job in trainer.jobs}
+    planner = Planner([job.data.planned for job in trainer.jobs], trainer.budget, window_rounds=rounds)
+    ways: dict[str, Callable[[range], float]] = {
+        "packlora": lambda steps: timed_window(trainer, planner, steps.start),
+        "peft_padded": lambda steps: peft.unit(steps, peft.padded),
+        "peft_packed": lambda steps: peft.unit(steps, peft.packed),
+    }
+    rows = []
+    for number in range(warmup + units):
+        steps = range(number * rounds, (number + 1) * rounds)
+        row: dict[str, Any] = {"unit": number - warmup}
+        row["tokens"] = sum(
+            d.samples[n].num_tokens for d in data.values() for step in steps for n in d.global_batch(step)
+        )
+        padding, run = peft.padding, trainer.num_microbatches
+        for name in list(ways)[number % 3 :] + list(ways)[: number % 3]:  # each way comes first equally often
+            row[f"{name}_s"] = ways[name](steps)
+        row["padding"], row["microbatches"] = peft.padding - padding, trainer.num_microbatches - run
+        print(row, flush=True)
+        if number >= warmup:
+            rows.append(row)
+    planner.close()
+    return rows
+
+
+def summary(rows: list[dict[str, Any]], rounds: int) -> dict[str, float]:
+    """The figures that are quoted."""
+    out = {}
+    for peer in ("padded", "packed"):
+        out[f"throughput_vs_peft_{peer}"] = statistics.median(row[f"peft_{peer}_s"] / row["packlora_s"] for row in rows)
+    for way in ("packlora", "peft_padded", "peft_packed"):
+        out[f"{way}_tokens_per_s"] = statistics.median(row["tokens"] / row[f"{way}_s"] for row in rows)
+    out["microbatches_per_round"] = statistics.mean(row["microbatches"] for row in rows) / rounds
+    out["peft_padded_padding"] = sum(r["padding"] for r in rows) / sum(r["padding"] + r["tokens"] for r in rows)
+    return out
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/short-jobs-h200.json"))
+    parser.add_argument("--budget", type=int, default=8192, help="most tokens of a microbatch")
+    parser.add_argument("--layers", type=int, help="of the model; by default all")
+    parser.add_argument("--rounds", type=int, default=4, help="optimizer steps of each job in a timed unit")
+    parser.add_argument("--warmup", type=int, default=1)
+    parser.add_argument("--units", type=int, default=6)
+    parser.add_argument("--tiny", action="store_true", help="sizes for a CPU")
+    args = parser.parse_args()
+    check_writable(args.out)
+    if not args.tiny and not torch.cuda.is_available():
+        parser.error("this needs a GPU; --tiny tests the benchmark on a CPU")
+    device = torch.device("cpu" if args.tiny else "cuda")
+    shape = {**TINY, "num_hidden_layers": args.layers or 2} if args.tiny else dict(LLAMA_8B)
+    if args.layers:
+        shape["num_hidden_layers"] = args.layers
+    budget, longest, mu_shift = (512, 128, -2.5) if args.tiny else (args.budget, min(2048, args.budget), 0.0)
+    liger = use_liger(device)
+    config = LlamaConfig(**shape, attn_implementation="sdpa", use_cache=False, tie_word_embeddings=False)
+    frozen = build(config, device, LlamaForCausalLM)
+    steps = (args.warmup + args.units) * args.rounds
+    with tempfile.TemporaryDirectory() as scratch:
+        trainer = make_trainer(shared_copy(frozen), device, budget, longest, steps, Path(scratch), mu_shift)
+        peft = Peft(shared_copy(frozen), {job.name: job.data for job in trainer.jobs}, budget)
+        rows = measure(trainer, peft, args.rounds, args.warmup, args.units)
+    figures = summary(rows, args.rounds)
+    if args.tiny or args.layers:
+        figures = {f"part_{key}": value for key, value in figures.items()}
+    jobs = "; ".join(f"{name}: rank {rank}, lengths {lengths.source}" for name, (lengths, rank) in JOBS.items())
+    protocol = PROTOCOL.format(
+        layers=config.num_hidden_layers, width=config.hidden_size, jobs=jobs, longest=longest, batch=BATCH,
+        dropout=DROPOUT, rounds=args.rounds, warmup=args.warmup, units=args.units, budget=budget, liger=liger,
+    )  # fmt: skip
+    write_results(args.out, "short-jobs", protocol, rows, figures, str(device))
+    print(figures)
+
+
+if __name__ == "__main__":
+    main()

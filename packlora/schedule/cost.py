@@ -1,0 +1,112 @@
+"""How long a microbatch takes on a pipeline stage: an affine function of its tokens and of the squares of its lengths."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from packlora.schedule.types import Microbatch, ScheduleError
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """Seconds (or any unit) of a forward over all layers, and how they are spread over the stages.
+
+    per_token: all layers, linear in tokens. per_token_squared: attention, times the sum of length^2 of the samples.
+    fixed: per microbatch. head_per_token: output layer and loss, on the last stage. backward_ratio: backward of the layers
+    over their forward; head_backward_ratio: the same of the head. stage_shares: part of the layers on each stage; sums to 1.
+    """
+
+    per_token: float = 1.0
+    per_token_squared: float = 0.0
+    fixed: float = 0.0
+    head_per_token: float = 0.0
+    backward_ratio: float = 1.0
+    stage_shares: tuple[float, ...] = (1.0,)
+    head_backward_ratio: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.stage_shares or abs(sum(self.stage_shares) - 1) > 1e-6 or min(self.stage_shares) < 0:
+            raise ScheduleError(f"cost model: stage_shares {self.stage_shares} must be 0 or more and sum to 1")
+
+    @property
+    def stages(self) -> int:
+        return len(self.stage_shares)
+
+    def layers(self, microbatch: Microbatch) -> float:
+        """Forward of all layers, without the head; 0 for a no-op."""
+        if microbatch.is_noop:
+            return 0.0
+        tokens = squares = 0
+        for placed in microbatch.samples:
+            tokens += placed.length
+            squares += placed.length * placed.length
+        return self.per_token * tokens + self.per_token_squared * squares + self.fixed
+
+    def forward(self, microbatch: Microbatch, stage: int) -> float:
+        return self.both(microbatch, stage)[0]
+
+    def backward(self, microbatch: Microbatch, stage: int) -> float:
+        return self.both(microbatch, stage)[1]
+
+    def both(self, microbatch: Microbatch, stage: int) -> tuple[float, float]:
+        """Forward and backward of a microbatch on a stage."""
+        body = self.layers(microbatch) * self.stage_shares[stage]
+        head = self.head_per_token * microbatch.num_tokens if stage == len(self.stage_shares) - 1 else 0.0
+        return body + head, body * self.backward_ratio + head * self.head_backward_ratio
+
+    @classmethod
+    def from_model(
+        cls,
+        *,
+        layers: int,
+        hidden: int,
+        intermediate: int,
+        vocabulary: int,
+        key_value_width: int | None = None,
+        stages: int = 1,
+        flops_per_second: float = 1.0,
+        checkpointing: bool = False,
+        fixed: float = 0.0,
+        balanced: bool = True,
+    ) -> CostModel:
+        """From the shapes of a decoder with a gated MLP and frozen weights; attention is causal.
+
+        The backward of frozen products is one product (no weight gradient), that of attention two and a half forwards; with
+        checkpointing each layer's forward is run once more.
+
+        Args:
+            key_value_width: width of keys, also of values; None: hidden.
+            flops_per_second: of one stage.
+            fixed: seconds per microbatch over all layers, such as reading the weights and launching kernels.
+            balanced: layers per stage from `balance`, the last stage holding fewer; False: as even as can be.
+        """
+        key_value_width = hidden if key_value_width is None else key_value_width
+        products = 2 * (2 * hidden * hidden + 2 * hidden * key_value_width + 3 * hidden * intermediate)
+        per_token = layers * products / flops_per_second
+        per_square = layers * 2 * hidden / flops_per_second  # two products, half of them masked
+        head = 2 * hidden * vocabulary / flops_per_second
+        ratio = 1.0 + (1.0 if checkpointing else 0.0)
+        in_layers = 2 * head / (per_token / layers * (1 + ratio))
+        counts = balance(stages, layers, in_layers if balanced else 0.0)
+        shares = tuple(count / layers for count in counts)
+        return cls(per_token, per_square, fixed, head, ratio, shares, 1.0)
+
+
+def balance(stages: int, layers: int, head_in_layers: float = 0.0) -> tuple[int, ...]:
+    """Layers per stage with the shortest slowest stage, the last stage also holding a head that costs so many layers.
+
+    Raises:
+        ScheduleError: fewer layers than stages.
+    """
+    if stages < 1 or layers < stages:
+        raise ScheduleError(f"{layers} layers cannot be cut into {stages} stages; each stage needs at least one layer")
+    if stages == 1:
+        return (layers,)
+    others = stages - 1
+
+    def slowest(last: int) -> tuple[float, int]:
+        return max(-(-(layers - last) // others), last + head_in_layers), -last
+
+    last = min(range(1, layers - others + 1), key=slowest)
+    each, more = divmod(layers - last, others)
+    return (*(each + (stage < more) for stage in range(others)), last)

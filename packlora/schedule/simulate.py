@@ -1,0 +1,121 @@
+"""The timeline of a pipeline that runs microbatches in 1F1B order without ever flushing.
+
+Stage s of S runs S - s forwards, then a backward and a forward in turn, over all microbatches of a run. An optimizer step of a
+job on a stage follows the backward of the last microbatch of its global batch there, and costs nothing here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from packlora.schedule.cost import CostModel
+from packlora.schedule.types import Microbatch, ScheduleError
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One forward or backward of one microbatch on one stage; start and end in the cost model's unit."""
+
+    stage: int
+    kind: str
+    """forward or backward"""
+    microbatch: int
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """busy: per stage. bubble: part of the stages' time in which nothing runs, from the first start to the last end."""
+
+    spans: tuple[Span, ...]
+    makespan: float
+    bubble: float
+    busy: tuple[float, ...]
+
+
+def simulate(
+    microbatches: Sequence[Microbatch], cost: CostModel, stages: int | None = None, transfer: float = 0.0
+) -> Timeline:
+    """Run the microbatches, no-ops included.
+
+    Args:
+        stages: of the pipeline; must be the cost model's. None: the cost model's.
+        transfer: time from the end on one stage to the start on the next, the same both ways.
+    """
+    stages = cost.stages if stages is None else stages
+    if stages != cost.stages:
+        raise ScheduleError(f"the cost model is of {cost.stages} stages, the pipeline has {stages}")
+    times = [[cost.both(microbatch, stage) for microbatch in microbatches] for stage in range(stages)]
+    forward, backward = end_times(times, transfer)
+    spans = []
+    for stage in range(stages):
+        for number, (ahead, back) in enumerate(times[stage]):
+            spans.append(Span(stage, "forward", number, forward[stage][number] - ahead, forward[stage][number]))
+            spans.append(Span(stage, "backward", number, backward[stage][number] - back, backward[stage][number]))
+    spans.sort(key=lambda span: (span.stage, span.start, span.end))
+    busy = tuple(sum(ahead + back for ahead, back in times[stage]) for stage in range(stages))
+    end = max((ends[-1] for ends in backward if ends), default=0.0)
+    bubble = max(1 - sum(busy) / (stages * end), 0.0) if end else 0.0
+    return Timeline(tuple(spans), end, bubble, busy)
+
+
+def makespan(microbatches: Sequence[Microbatch], cost: CostModel) -> float:
+    """Time from the first start to the last end."""
+    times = [[cost.both(microbatch, stage) for microbatch in microbatches] for stage in range(cost.stages)]
+    return max((ends[-1] for ends in end_times(times)[1] if ends), default=0.0)
+
+
+def end_times(
+    times: Sequence[Sequence[tuple[float, float]]], transfer: float = 0.0
+) -> tuple[list[list[float]], list[list[float]]]:
+    """When forwards and backwards end, by stage and microbatch, given how long each takes."""
+    stages, count = len(times), len(times[0])
+    forward: list[list[float]] = [[] for _ in range(stages)]
+    backward: list[list[float]] = [[] for _ in range(stages)]
+    clock = [0.0] * stages
+    # On stage s the forward of microbatch i follows the backward of microbatch i - (S - s), which stage s + 1 has done one
+    # turn earlier.
+    for number in range(count + stages):
+        for stage in range(stages):
+            back = number - (stages - stage)
+            if 0 <= back < count:
+                ready = backward[stage + 1][back] + transfer if stage + 1 < stages else forward[stage][back]
+                clock[stage] = max(clock[stage], ready) + times[stage][back][1]
+                backward[stage].append(clock[stage])
+            if number < count:
+                ready = forward[stage - 1][number] + transfer if stage else 0.0
+                clock[stage] = max(clock[stage], ready) + times[stage][number][0]
+                forward[stage].append(clock[stage])
+    return forward, backward
+
+
+def check_causality(timeline: Timeline, microbatches: Sequence[Microbatch], stages: int) -> None:
+    """On every stage, no job's forward begins before the job's step for the batch before it is done.
+
+    Raises:
+        ScheduleError: naming job, batch and stage.
+    """
+    ends: dict[tuple[int, int], float] = {}
+    starts: dict[tuple[int, int], float] = {}
+    for span in timeline.spans:
+        if span.kind == "forward":
+            starts[span.stage, span.microbatch] = span.start
+        else:
+            ends[span.stage, span.microbatch] = span.end
+    for stage in range(stages):
+        stepped: dict[tuple[str, int], float] = {}
+        first: dict[tuple[str, int], float] = {}
+        for number, microbatch in enumerate(microbatches):
+            for placed in microbatch.samples:
+                key = placed.job, placed.batch
+                stepped[key] = max(stepped.get(key, 0.0), ends[stage, number])
+                first[key] = min(first.get(key, float("inf")), starts[stage, number])
+        for (job, batch), begun in first.items():
+            before = stepped.get((job, batch - 1))
+            if before is not None and begun < before - 1e-9 * max(1.0, before):
+                raise ScheduleError(
+                    f"job {job!r}: on stage {stage} the forward of batch {batch} begins at {begun:g}, before the step of "
+                    f"batch {batch - 1} at {before:g}"
+                )

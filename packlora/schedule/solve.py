@@ -1,0 +1,350 @@
+"""One window from start to end: group, lay out, compare, and prove. A pure function of its task.
+
+Several groupings, and for a pipeline several fills of a microbatch, are laid out by heuristics; the one with the shortest
+simulated time (the fewest slots where there is no cost model) is taken. Only that one is laid out again with the integer
+program, where the method asks for it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Protocol
+
+from packlora.schedule import bounds
+from packlora.schedule.bins import Packing, pack, pack_padded, repack
+from packlora.schedule.compact import compact
+from packlora.schedule.cost import CostModel
+from packlora.schedule.group import JobShape, groupings
+from packlora.schedule.simulate import makespan
+from packlora.schedule.stream import Item, Layout, Packer, Room, Unit, lay_out, slot_tokens
+from packlora.schedule.types import Carry, Microbatch, Placed, ScheduleError, Window, WindowReport
+from packlora.schedule.verify import carry_after, check, with_noops
+
+FILLS = (1.0, 0.875, 0.75, 0.625, 0.5, 0.42, 0.35, 0.29, 0.24, 0.2, 0.16, 0.13, 0.11)
+"""Parts of the capacity that are tried for a pipeline that would otherwise wait."""
+CLOSE = 100
+"""Slots for one of which above the bound no other grouping is tried."""
+PATIENCE = 2
+"""Fills in a row that bring nothing before the search stops."""
+MAX_CHOICES = 8000
+"""Work of the integer programs of a window, as samples times microbatches; 1000 take about half a second. What is above it
+stays as the heuristics packed it, and the report says so."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobRounds:
+    """A job in a window: batches[i] is its global batch first_batch + i, taken in round first_round + i of the window."""
+
+    name: str
+    first_batch: int
+    first_round: int
+    batches: tuple[tuple[tuple[int, int], ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """Everything a window depends on."""
+
+    first_round: int
+    num_rounds: int
+    jobs: tuple[JobRounds, ...]
+    capacity: int
+    stages: int = 1
+    method: str = "auto"
+    multiple: int = 1
+    time_limit_s: float = 10.0
+    node_limit: int = 2000
+    cost: CostModel | None = None
+
+
+class Solver(Protocol):
+    """Packs a unit by integer programs; see milp.py for the fields."""
+
+    def solve(self, problem: dict[str, Any], time_limit_s: float) -> dict[str, Any]:
+        """{"opened", "bins", "stopped"}; bins is None where nothing better was found, and stopped says why."""
+        ...
+
+
+def solve_window(task: Task, solver: Solver | None = None) -> Window:
+    """The window without any carry; `finish` puts the no-ops in that the slots before it make necessary.
+
+    Args:
+        task: what to plan.
+        solver: of integer programs; None: heuristics alone, whatever the method says, and the report says so.
+    """
+    begun = time.perf_counter()
+    _check_task(task)
+    capacity = task.capacity // task.multiple * task.multiple
+    lengths = [[[length for _, length in batch] for batch in job.batches] for job in task.jobs]
+    bound = bounds.window_bound(lengths, task.capacity, task.stages, task.multiple, task.method == "solo")
+    best: _Candidate | None = None
+    stopped = "all candidates tried"
+    for candidate in _candidates(task, capacity, lengths):
+        if best is None or candidate.score < best.score:
+            best = candidate
+        over = len(best.microbatches) - bound
+        if not best.waits and over * CLOSE <= bound:
+            stopped = "at the bound" if over == 0 else f"{over} above the bound, which is close enough"
+            break
+    if best is None:
+        report = WindowReport(task.method, 0, 0, 0, "no samples", time.perf_counter() - begun, capacity=task.capacity)
+        return Window(task.first_round, task.num_rounds, (), report)
+    notes: list[str] = []
+    if _wants_solver(task, best, stopped):
+        best, stopped = _solve_again(task, best, solver, notes, stopped)
+    noops = best.noops
+    report = WindowReport(
+        method=task.method, bound=bound, microbatches=len(best.microbatches) - noops, noops=noops, stopped=stopped,
+        seconds=time.perf_counter() - begun, tokens=sum(mb.num_tokens for mb in best.microbatches),
+        capacity=task.capacity, tokens_per_microbatch=best.fill,
+        groups=tuple(tuple(task.jobs[job].name for job in group) for group in best.groups),
+        packs=tuple(best.layout.packs), notes=tuple(dict.fromkeys(notes)),
+    )  # fmt: skip
+    return finish(Window(task.first_round, task.num_rounds, tuple(best.microbatches), report), task, None)
+
+
+def finish(window: Window, task: Task, carry: Carry | None) -> Window:
+    """The window behind the slots that the carry tells of: no-ops in place, and the whole proved valid.
+
+    Raises:
+        ScheduleError: it is not, which is a defect of this program; nothing may be trained with it.
+    """
+    microbatches = with_noops(window.microbatches, task.stages, carry)
+    wanted = {job.name: {job.first_batch + n: batch for n, batch in enumerate(job.batches)} for job in task.jobs}
+    check(microbatches, task.stages, wanted, task.capacity, task.multiple, carry)
+    report = replace(window.report, noops=sum(mb.is_noop for mb in microbatches))
+    return replace(
+        window, microbatches=tuple(microbatches), report=report, carry=carry_after(microbatches, task.stages, carry)
+    )
+
+
+# --- candidates ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Candidate:
+    groups: list[list[int]]
+    fill: int
+    layout: Layout
+    microbatches: list[Microbatch]
+    noops: int
+    waits: int
+    """no-ops, and those that a window like this one would begin with behind it"""
+    score: tuple[float, int]
+
+
+def _candidates(task: Task, capacity: int, lengths: list[list[list[int]]]) -> Iterator[_Candidate]:
+    present = [number for number, job in enumerate(task.jobs) if job.batches]
+    if not present:
+        return
+    if task.method == "solo":
+        ways = [[[job] for job in present]]
+    else:
+        ways = [
+            [[present[job] for job in group] for group in way]
+            for way in groupings([JobShape.of(lengths[job]) for job in present], capacity, task.stages)
+        ]
+    for way in ways:
+        queues = _queues(task, way)
+        best, worse = None, 0
+        for part in FILLS if task.stages > 1 and task.cost is not None else FILLS[:1]:
+            fill = max(int(capacity * part) // task.multiple, 1) * task.multiple
+            candidate = _lay_out(task, way, queues, fill, partial(_greedy, task, fill))
+            yield candidate
+            if best is None or candidate.score < best:
+                best, worse = candidate.score, 0
+            else:
+                worse += 1
+            if worse == PATIENCE or not (candidate.waits or worse):
+                break
+
+
+def _queues(task: Task, groups: Sequence[Sequence[int]]) -> list[list[Unit]]:
+    """Per group its units in the order of rounds."""
+    queues = []
+    for number, group in enumerate(groups):
+        queue = []
+        for round_ in range(task.first_round, task.first_round + task.num_rounds):
+            items = []
+            jobs = []
+            for job in group:
+                rounds = task.jobs[job]
+                at = round_ - rounds.first_round
+                if 0 <= at < len(rounds.batches):
+                    jobs.append(job)
+                    items += [
+                        Item(job, rounds.first_batch + at, place, sample, length)
+                        for place, (sample, length) in enumerate(rounds.batches[at])
+                    ]
+            if items:
+                queue.append(Unit(round_, number, tuple(items), tuple(jobs)))
+        queues.append(queue)
+    return queues
+
+
+def _lay_out(task: Task, groups: list[list[int]], queues: list[list[Unit]], fill: int, packer: Packer) -> _Candidate:
+    """The better of the layout and the layout compacted."""
+    shared = task.method != "solo"
+    layout = lay_out(queues, fill, task.stages, task.multiple, shared, packer)
+    best = _scored(task, groups, fill, layout)
+    if shared and task.multiple == 1 and len(layout.slots) > 1:
+        slots = [list(slot) for slot in layout.slots]
+        compact(slots, fill, task.stages)
+        best = min(best, _scored(task, groups, fill, Layout(slots, layout.packs)), key=lambda each: each.score)
+    return best
+
+
+def _scored(task: Task, groups: list[list[int]], fill: int, layout: Layout) -> _Candidate:
+    """Score: time, or slots without a cost model; then microbatches. The no-ops that a window like this would need behind
+    this one count as well."""
+    microbatches = with_noops(to_microbatches(task, layout), task.stages)
+    noops = sum(microbatch.is_noop for microbatch in microbatches)
+    count = len(microbatches)
+    again = len(with_noops(microbatches, task.stages, carry_after(microbatches, task.stages)))
+    if task.stages > 1 and task.cost is not None:
+        score = makespan(microbatches, task.cost) * again / count, count - noops
+    else:
+        score = float(again), count - noops
+    return _Candidate(groups, fill, layout, microbatches, noops, again - count + noops, score)
+
+
+def to_microbatches(task: Task, layout: Layout) -> list[Microbatch]:
+    """Samples by job, then as in the global batch; each batch completes in its last slot."""
+    last = {(item.job, item.batch): slot for slot, items in enumerate(layout.slots) for item in items}
+    names = [job.name for job in task.jobs]
+    out = []
+    for slot, items in enumerate(layout.slots):
+        items = sorted(items, key=lambda item: (item.job, item.place))
+        out.append(
+            Microbatch(
+                tuple(Placed(names[item.job], item.batch, item.sample, item.length) for item in items),
+                tuple(
+                    (names[job], batch)
+                    for job, batch in dict.fromkeys((item.job, item.batch) for item in items)
+                    if last[job, batch] == slot
+                ),
+            )
+        )
+    return out
+
+
+# --- packing a unit --------------------------------------------------------------------------------------------------------
+
+
+def _greedy(task: Task, fill: int, unit: Unit, room: Room) -> tuple[Packing, int, str]:
+    """Bins by heuristics, the lower bound, and `at the bound` or `greedy`."""
+    lengths = [item.length for item in unit.items]
+    if task.multiple > 1 and len(unit.jobs) > 1:
+        packing = pack_padded(
+            lengths, [item.job for item in unit.items], fill, task.multiple, room.tokens, room.allowed
+        )
+        bound = _bound(task, fill, unit, room, len(packing.bins))
+    else:
+        tokens = room.tokens // task.multiple * task.multiple
+        packing = pack(lengths, fill, tokens, room.allowed)
+        bound = _bound(task, fill, unit, room, len(packing.bins))
+        if len(packing.bins) > bound:
+            packing = repack(packing, bound, lengths, fill, tokens, room.allowed)
+    return packing, bound, "at the bound" if len(packing.bins) <= bound else "greedy"
+
+
+def _bound(task: Task, fill: int, unit: Unit, room: Room, found: int) -> int:
+    """Fewest new bins; the cheap bound where it is reached already."""
+    lengths = [item.length for item in unit.items]
+    tokens = room.tokens // task.multiple * task.multiple
+    may = lengths if room.allowed is None else [n for n, ok in zip(lengths, room.allowed, strict=True) if ok]
+    most = min(tokens, sum(may))
+    total = sum(min(n, fill) for n in lengths)
+    least = bounds.volume_bound(max(total - most, 0), fill)
+    if found <= least:
+        return least
+    if task.multiple > 1:
+        by_job: dict[int, int] = {}
+        for item in unit.items:
+            by_job[item.job] = by_job.get(item.job, 0) + min(item.length, fill)
+        total = sum(bounds.padded(count, task.multiple) for count in by_job.values())
+        least = max(least, bounds.volume_bound(max(total - tokens, 0), fill))
+    return max(least, bounds.opened_bound(lengths, fill, tokens, bounds.reachable(may, most)))
+
+
+def _wants_solver(task: Task, best: _Candidate, stopped: str) -> bool:
+    if task.method == "auto":
+        return stopped != "at the bound" and any(not pack.at_bound for pack in best.layout.packs)
+    return task.method == "milp"
+
+
+def _solve_again(
+    task: Task, best: _Candidate, solver: Solver | None, notes: list[str], stopped: str
+) -> tuple[_Candidate, str]:
+    """The chosen candidate once more with integer programs; kept where it is no worse."""
+
+    work = 0
+
+    def packer(unit: Unit, room: Room) -> tuple[Packing, int, str]:
+        packing, bound, why = _greedy(task, best.fill, unit, room)
+        if task.method == "auto" and len(packing.bins) <= bound:
+            return packing, bound, why
+        if not packing.bins:
+            return packing, bound, why
+        nonlocal work
+        work += len(unit.items) * len(packing.bins)
+        if work > MAX_CHOICES and task.method == "auto":
+            return packing, bound, "work limit"
+        if solver is None:
+            return packing, bound, "no solver"
+        lengths = [item.length for item in unit.items]
+        problem = {
+            "lengths": lengths, "owners": [item.job for item in unit.items], "capacity": best.fill,
+            "multiple": task.multiple, "room": room.tokens, "allowed": room.allowed, "bound": bound,
+            "opened": packing.opened, "bins": packing.bins, "node_limit": task.node_limit,
+            "emptiest": task.method == "milp",
+        }  # fmt: skip
+        answer = solver.solve(problem, task.time_limit_s)
+        if answer.get("note"):
+            notes.append(f"round {unit.round}: {answer['note']}; the greedy packing stays")
+        bound = max(bound, answer.get("bound", bound))
+        if answer["bins"] is None:
+            return packing, bound, answer["stopped"]
+        found = Packing(answer["opened"], answer["bins"])
+        if not _is_packing(task, found, best.fill, unit, room):
+            notes.append(f"round {unit.round}: integer program: the answer is no packing; the greedy packing stays")
+            return packing, bound, "wrong answer"
+        return found, bound, answer["stopped"]
+
+    again = _lay_out(task, best.groups, _queues(task, best.groups), best.fill, packer)
+    if again.score <= best.score:
+        return again, "solver" if again.score < best.score else stopped
+    return best, stopped
+
+
+def _is_packing(task: Task, packing: Packing, fill: int, unit: Unit, room: Room) -> bool:
+    """Whether each sample is in one bin, and none takes more than it can."""
+    if sorted([*packing.opened, *(i for content in packing.bins for i in content)]) != list(range(len(unit.items))):
+        return False
+    if room.allowed is not None and not all(room.allowed[i] for i in packing.opened):
+        return False
+    opened = slot_tokens([unit.items[i] for i in packing.opened], task.multiple)
+    return opened <= room.tokens and all(
+        len(content) == 1 or slot_tokens([unit.items[i] for i in content], task.multiple) <= fill
+        for content in packing.bins
+    )
+
+
+def _check_task(task: Task) -> None:
+    usable = task.capacity // task.multiple * task.multiple
+    for job in task.jobs:
+        for number, batch in enumerate(job.batches, job.first_batch):
+            if not batch:
+                raise ScheduleError(f"job {job.name!r}: global batch {number} has no samples; each takes one or more")
+            for sample, length in batch:
+                if length > usable:
+                    rounded = f" (whole multiples of {task.multiple})" if usable != task.capacity else ""
+                    raise ScheduleError(
+                        f"job {job.name!r}: sample {sample} has {length} tokens, but a microbatch takes at most "
+                        f"{usable}{rounded}; raise max_tokens_per_microbatch, or shorten the sample"
+                    )
+                if length < 1:
+                    raise ScheduleError(f"job {job.name!r}: sample {sample} has {length} tokens; it takes one or more")

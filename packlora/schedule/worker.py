@@ -1,0 +1,63 @@
+"""What runs in the scheduler's own processes: integer programs and whole windows, one request a line on standard input.
+
+    python -m packlora.schedule.worker
+
+It answers on standard output and ends when its input does, so that it never outlives the process that started it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+from packlora.errors import InputError
+
+
+def main() -> None:
+    """Answer requests until the input ends."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what a library prints may not get between the answers
+    if sys.argv[1:] == ["milp"]:
+        try:
+            import scipy.optimize  # noqa: F401
+        except Exception as error:
+            _say(answers, {"missing": f"scipy cannot be used ({error})"})
+            return
+    _say(answers, {"ready": True})
+    for line in sys.stdin:
+        request = json.loads(line)
+        try:
+            _say(answers, {"answer": _answer(request)})
+        except InputError as error:
+            _say(answers, {"input_error": str(error)})
+        except Exception as error:
+            _say(answers, {"error": f"{type(error).__name__}: {error}"})
+
+
+def _answer(request: dict[str, Any]) -> Any:
+    if request["kind"] == "milp":
+        from packlora.schedule.milp import solve
+
+        return solve(request["problem"], request["time_limit_s"])
+    from packlora.schedule.process import MilpSolver
+    from packlora.schedule.solve import solve_window
+    from packlora.schedule.wire import task_from_json, window_to_json
+
+    global _solver
+    if _solver is None:
+        _solver = MilpSolver()
+    return window_to_json(solve_window(task_from_json(request["task"]), _solver))
+
+
+_solver: Any = None
+
+
+def _say(answers: Any, tree: dict[str, Any]) -> None:
+    answers.write(json.dumps(tree, separators=(",", ":")) + "\n")
+    answers.flush()
+
+
+if __name__ == "__main__":
+    main()

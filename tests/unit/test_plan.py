@@ -1,0 +1,116 @@
+"""Figures of a plan on made-up jobs, without a model: counts, sparklines, the picture, and how long a large run takes."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from packlora import plan
+from packlora.config import TrainConfig
+from packlora.data.dataset import JobData
+from packlora.data.encode import Sample
+from packlora.gantt import draw
+from packlora.plan import BLOCKS, figures, sparkline
+from packlora.profiler import Layout, Profile
+from packlora.schedule.cost import CostModel
+
+
+def prepared(jobs: dict[str, tuple[Any, int]], budget: int) -> Any:
+    """Jobs by name: lengths of their samples, global batch size."""
+    made = []
+    for name, (lengths, batch) in jobs.items():
+        samples = [Sample(np.zeros(n, np.int32), np.ones(n, bool)) for n in lengths]
+        data = JobData(name, samples, TrainConfig(global_batch_size=batch), 0)
+        made.append(SimpleNamespace(data=data))
+    run = SimpleNamespace(schedule=SimpleNamespace(time_limit_s=10.0))
+    return SimpleNamespace(jobs=made, budget=budget, run=run)
+
+
+def known(stages: int = 1, **cost: float) -> Profile:
+    shares = tuple([1 / stages] * stages)
+    return Profile(Layout(stages), "estimated", CostModel(stage_shares=shares, **cost), 100.0, 2.0, 10**9)
+
+
+def test_figures_count_what_was_planned() -> None:
+    """Two jobs of equal samples: alone two to a microbatch of three places, together three."""
+    run = prepared({"a": ([10] * 8, 2), "b": ([10] * 8, 4)}, 30)
+    alone, _ = figures(run, known(fixed=5.0), "solo")
+    assert (alone.microbatches, alone.full, alone.tokens) == (4 + 2 * 2, 2, 160)
+    together, shown = figures(run, known(fixed=5.0), "auto")
+    assert together.microbatches == len(shown) < alone.microbatches
+    assert together.bound <= together.microbatches
+    assert together.seconds == pytest.approx(2 * (160 + 5 * together.microbatches))  # forward and backward
+    assert together.bytes == 100 + 2 * max(microbatch.num_tokens for microbatch in shown)
+    assert together.full == sum(microbatch.num_tokens == 30 for microbatch in shown)
+    assert together.part == 1.0
+    assert together.bubble == pytest.approx(0)
+
+
+def test_a_pipeline_has_a_bubble_and_padding_needs_more_microbatches() -> None:
+    run = prepared({"a": ([10] * 40, 4), "b": ([12] * 40, 4)}, 48)
+    piped, shown = figures(run, known(stages=3), "auto", stages=3)
+    assert 0 < piped.bubble < 1
+    assert piped.noops == sum(microbatch.is_noop for microbatch in shown)
+    padded, _ = figures(run, known(), "auto", padding_multiple=32)
+    assert padded.microbatches > figures(run, known(), "auto")[0].microbatches
+    assert padded.tokens == piped.tokens == 880
+
+
+def test_a_long_run_is_scaled_up_from_its_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = prepared({"a": ([10] * 1000, 4)}, 30)
+    whole, _ = figures(run, known(), "auto")
+    monkeypatch.setattr(plan, "SAMPLES_SHOWN", 200)
+    part, shown = figures(run, known(), "auto")
+    assert len(shown) < whole.microbatches / 3
+    for name in ("microbatches", "tokens", "bound", "seconds"):
+        assert getattr(part, name) == pytest.approx(getattr(whole, name), rel=0.05)
+    assert part.part < 0.3
+
+
+def test_64_jobs_of_100_000_samples_are_planned_in_seconds() -> None:
+    draw_lengths = np.random.default_rng()
+    run = prepared(
+        {
+            f"job{n}": (np.clip(draw_lengths.lognormal(5 + n / 64, 0.6, 1563), 8, 4096).astype(int), 4 << n % 3)
+            for n in range(64)
+        },
+        8192,
+    )
+    start = time.process_time()
+    made, _ = figures(run, known(), "auto")
+    assert time.process_time() - start < 20
+    assert made.tokens == sum(job.data.tokens for job in run.jobs)
+    assert made.gap < 0.02
+
+
+def test_a_sparkline_shows_where_lengths_are() -> None:
+    assert sparkline([1] * 9 + [1000], 1, 1000, 4) == BLOCKS[-1] + "  " + BLOCKS[1]
+    assert sparkline([1, 2, 4, 8], 1, 8, 3) == "▅▅█"
+    assert len(sparkline([7, 7], 7, 7)) == plan.CELLS
+
+
+@pytest.mark.parametrize("kind", ["png", "svg"])
+def test_the_picture_shows_every_job_and_stage(kind: str, tmp_path: Path) -> None:
+    run = prepared({"left": ([10] * 8, 4), "right": ([20] * 8, 4)}, 50)
+    _, shown = figures(run, known(stages=2), "auto", stages=2)
+    draw(shown, known(stages=2).cost, "a title", tmp_path / f"plan.{kind}")
+    content = (tmp_path / f"plan.{kind}").read_bytes()
+    assert len(content) > 5000
+    if kind == "svg":
+        assert all(word in content.decode() for word in ("left", "right", "stage 1", "a title"))
+
+
+def test_tokens_of_a_job_are_those_of_the_batches_that_it_takes() -> None:
+    for epochs, limit, drop in ((1.0, None, False), (2.5, None, False), (3.0, 7, False), (1.0, None, True)):
+        lengths = np.random.default_rng().integers(3, 90, 22)
+        samples = [Sample(np.zeros(n, np.int32), np.ones(n, bool)) for n in lengths]
+        data = JobData(
+            "a", samples, TrainConfig(global_batch_size=4, num_train_epochs=epochs, drop_last=drop), 3, limit
+        )
+        exact = sum(int(lengths[n]) for step in range(data.num_steps) for n in data.global_batch(step))
+        assert data.tokens == (pytest.approx(exact, rel=0.2) if drop else exact)

@@ -1,0 +1,106 @@
+"""The profiler without a model: fits, choices and what it remembers. Measuring is in tests/integration/test_schedule.py."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from packlora.profiler import CLOSE, ROOM_SHARE, Layout, Prediction, Profile, _seconds, choose, fitted
+from packlora.profiles import Point, ProfileCache
+from packlora.schedule.cost import CostModel
+from packlora.schedule.types import Microbatch, Placed
+
+COST = CostModel(
+    per_token=2e-5, per_token_squared=3e-9, fixed=1e-3, head_per_token=4e-6, backward_ratio=1.3, head_backward_ratio=1.0
+)
+
+
+def guess(cost: CostModel = COST) -> Profile:
+    return Profile(Layout(), "estimated", cost, 1e9, 1e5, 10**11)
+
+
+def test_a_fit_finds_the_times_and_the_memory_that_the_points_were_made_from() -> None:
+    """Points of a machine twice as fast as estimated, with three times the fixed cost, 2 GB and 0.3 MB a token."""
+    draw = random.Random()
+    points = []
+    for tokens in (1024, 2048, 4096, 8192):
+        squared = tokens * draw.randrange(50, 900)
+        body = 1e-5 * tokens + 1.5e-9 * squared + 3e-3
+        points.append(Point(tokens, squared, body * 2.3 + 2e-6 * tokens * 2, int(2e9 + 3e5 * tokens)))
+    known = fitted(guess(), points, "measured", more_bytes=7)
+    assert known.cost.per_token == pytest.approx(1e-5)
+    assert known.cost.per_token_squared == pytest.approx(1.5e-9)
+    assert known.cost.head_per_token == pytest.approx(2e-6)
+    assert known.cost.fixed == pytest.approx(3e-3)
+    assert known.bytes(3000) == pytest.approx(2e9 + 3e5 * 3000 + 7)
+
+
+def test_a_fit_never_gives_a_negative_time_or_less_memory_than_was_measured() -> None:
+    points = [
+        Point(1000, 10**5, 0.08, 5 * 10**9),
+        Point(2000, 2 * 10**5, 0.2, 6 * 10**9),
+        Point(4000, 4 * 10**5, 0.5, 9 * 10**9),
+    ]
+    known = fitted(guess(), [*points, Point(8000, 10**6, None, None)], "measured")
+    assert known.cost.fixed == 0
+    assert known.cost.per_token > 0
+    assert all(known.bytes(point.tokens) >= (point.bytes or 0) for point in points)
+    assert known.failed == 8000
+    assert known.fits(7999)
+    assert not known.fits(8000)  # it was seen to fail, though there should be room
+    assert not replace(known, room=int(known.bytes(4000) / ROOM_SHARE) - 1).fits(4000)
+    single = fitted(guess(), points[:1], "measured")
+    assert _seconds(single.cost, points[0]) == pytest.approx(0.08)
+    assert single.bytes(1000) == 5 * 10**9
+
+
+def test_the_time_of_a_point_is_that_of_a_microbatch_of_its_lengths() -> None:
+    lengths = [random.randrange(1, 500) for _ in range(9)]
+    microbatch = Microbatch(tuple(Placed("a", 0, n, length) for n, length in enumerate(lengths)))
+    point = Point(sum(lengths), sum(n * n for n in lengths), None, None)
+    assert guess().seconds(microbatch) == pytest.approx(_seconds(COST, point))
+
+
+def prediction(budget: int, rate: float, fits: bool = True) -> Prediction:
+    return Prediction(budget, Layout(), 10, 1000, 1000 / rate, budget, fits)
+
+
+def test_the_best_throughput_that_fits_is_chosen_and_of_close_ones_the_smallest_budget() -> None:
+    one = [prediction(1024, 50), prediction(2048, 90), prediction(4096, 100 * (1 - CLOSE / 2)), prediction(8192, 100)]
+    assert choose(one).budget == 4096
+    assert choose([*one[:2], prediction(4096, 98), one[3]]).budget == 8192
+    assert choose([*one[:2], prediction(4096, 98), prediction(8192, 100, fits=False)]).budget == 4096
+    assert choose([prediction(4096, 98, fits=False), prediction(2048, 90, fits=False)]).budget == 2048
+
+
+def test_points_are_kept_by_key_as_readable_json_and_anything_broken_is_as_good_as_nothing(tmp_path: Path) -> None:
+    cache = ProfileCache(torch.device("cpu"), tmp_path / "new" / "cpu.json")
+    one, other = [Point(10, 40, 0.5, None)], [Point(10, 50, 0.25, 99), Point(20, 90, None, None)]
+    assert cache.get("one") == []
+    cache.put("one", [Point(1, 1, 1.0, 1)])
+    cache.put("other", other)
+    cache.put("one", one)
+    assert cache.get("one") == one
+    assert cache.get("other") == other
+    tree = json.loads(cache.path.read_text())
+    assert tree["profiles"]["one"] == [{"tokens": 10, "squared": 40, "seconds": 0.5, "bytes": None}]
+    for change in ({"device": "another"}, {"schema": 0}, {"versions": {}}, {"profiles": {"one": [{"tokens": 1}]}}):
+        cache.path.write_text(json.dumps({**tree, **change}))
+        assert cache.get("one") == [], change
+    wrong = {"tokens": 10, "squared": 40, "seconds": -1.0, "bytes": None}
+    cache.path.write_text(json.dumps({**tree, "profiles": {"one": [wrong]}}))
+    assert cache.get("one") == []
+
+
+def test_profiles_lie_beside_the_measured_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from packlora.plans.cache import cache_path
+
+    monkeypatch.setenv("PACKLORA_CACHE", str(tmp_path))
+    device = torch.device("cpu")
+    assert ProfileCache(device).path.parent == tmp_path / "profiles"
+    assert ProfileCache(device).path.name == cache_path(device).name
