@@ -78,7 +78,7 @@ def fold(model: PreTrainedModel, adapter: Adapter) -> None:
             if weights.A is not None and weights.B is not None:
                 merged = layer.base.weight.to(weights.A.dtype).addmm(weights.B, weights.A, alpha=weights.spec.scaling)
                 if weights.magnitude is not None:
-                    merged *= (weights.magnitude / weights.norm()).unsqueeze(1)  # type: ignore[operator]
+                    merged *= (weights.magnitude / weights.norm()).unsqueeze(1)
                 layer.base.weight.copy_(merged)
             if weights.bias is not None:
                 layer.base.bias.copy_(weights.bias)

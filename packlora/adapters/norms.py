@@ -10,8 +10,8 @@ computes those of all modules that changed, in few launches. What counts as a ch
                                           On a CPU A and B are compared with copies; on a GPU 64-bit sums over their bits are
                                           compared on the device, and kernels compute where they differ: nothing waits
 
-A trusted handle is for owners who change A and B only by torch's optimizers and in-place operations; it costs the host some
-2 us a get(). Of W, which is frozen, the data check looks at 8 elements of every row: it sees a merge, an unmerge, another
+A trusted handle is for owners who change A and B only by torch's optimizers and in-place operations; it costs the host under
+3 us a get(). Of W, which is frozen, the data check looks at 8 elements of every row: it sees a merge, an unmerge, another
 quantisation, a row set to zero. A write through .data to a few other elements of W it does not see: then call invalidate().
 
 Shapes: N outputs, K inputs, r rank.
@@ -30,7 +30,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from packlora.ops.row_norm import NormProblem, RowChunks, plainly, row_norms, squared_row_norm, takes_kernels
+from packlora.ops.row_norm import NormProblem, RowChunks, row_norms, squared_row_norm, takes_kernels
 
 _NUMBERS = itertools.count()
 _HANDLES: weakref.WeakValueDictionary[int, NormHandle] = weakref.WeakValueDictionary()
@@ -171,26 +171,11 @@ class RowNorms:
 
     def open(self) -> None:
         """Begin of checked(), for hooks: every open() must be followed by a close(), whatever happens in between."""
+        if not self._depth:
+            self._window += 1
+            if not _capturing():
+                self._check_all()
         self._depth += 1
-        if self._depth > 1:
-            return
-        self._window += 1
-        if _capturing():
-            return
-        handles = [handle for handle in self._handles.values() if not handle.trusted]
-        keys = [(handle.number, handle._key()) for handle in handles]
-        if self._opened is not None and self._opened[0] == keys:  # the host saw nothing: straight to the device
-            for watched, numbers in self._opened[1]:
-                members = [self._handles[number] for number in numbers]
-                self._keep(members, watched.norms())
-            return
-        whole = [handle for handle in handles if handle._missing() is None]
-        self._opened = None
-        self._update(whole)
-        if whole and len(whole) == len(handles) and all(map(_watchable, whole)):
-            used = [own for own in self._together.values() if own.window == self._window]
-            if sum(len(own.numbers) for own in used) == len(whole):
-                self._opened = (keys, [(own, own.numbers) for own in used])
 
     def close(self) -> None:
         self._depth -= 1
@@ -201,6 +186,21 @@ class RowNorms:
         for handle in self._handles.values():
             if handle._missing() is None and _watchable(handle):
                 handle._watched = _Watched([handle])
+
+    def _check_all(self) -> None:
+        handles = [handle for handle in self._handles.values() if not handle.trusted]
+        keys = [(handle.number, handle._key()) for handle in handles]
+        if self._opened is not None and self._opened[0] == keys:  # the host saw nothing: straight to the device
+            for watched, numbers in self._opened[1]:
+                self._keep([self._handles[number] for number in numbers], watched.norms())
+            return
+        whole = [handle for handle in handles if handle._missing() is None]
+        self._opened = None
+        self._update(whole)
+        if whole and len(whole) == len(handles) and all(map(_watchable, whole)):
+            used = [own for own in self._together.values() if own.window == self._window]
+            if sum(len(own.numbers) for own in used) == len(whole):
+                self._opened = (keys, [(own, own.numbers) for own in used])
 
     def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -273,7 +273,8 @@ class RowNorms:
         check were not made before the capture, the graph computes the norm at each replay, without kernels."""
         watched = handle._watched
         if watched is not None and watched.serves([handle]):
-            self._captured.append(watched)  # the graph has its addresses
+            if not any(own is watched for own in self._captured):
+                self._captured.append(watched)  # the graph has its addresses
             return watched.norms()[0]
         return row_norms([NormProblem(handle.weight, handle.A, handle.B, handle.scaling)], kernels=False)[0]
 
@@ -298,8 +299,7 @@ class _Kept:
         refs = tuple(StorageWeakRef(operand.untyped_storage()) for operand in operands)
         copies = None
         if not handle.trusted and not handle.A.is_cuda:
-            with plainly(handle.A.device):
-                copies = tuple(t.detach().clone() for t in _data(handle))
+            copies = tuple(tensor.clone() for tensor in _data(handle))
         return cls(norm_N, key, refs, window, copies, stream, event)
 
     def is_of(self, handle: NormHandle) -> bool:
@@ -308,8 +308,7 @@ class _Kept:
             return True
         if self.copies is None:
             return False
-        with plainly(handle.A.device):
-            return all(torch.equal(now, then) for now, then in zip(_data(handle), self.copies, strict=True))
+        return all(torch.equal(now, then) for now, then in zip(_data(handle), self.copies, strict=True))
 
     def norm_on_this_stream(self) -> torch.Tensor:
         if self.event is not None and _stream(self.norm_N) != self.stream:
@@ -367,11 +366,11 @@ def _data(handle: NormHandle) -> tuple[torch.Tensor, ...]:
     """What is compared on a CPU: A, B and 8 elements of each row of W."""
     weight = handle.weight
     if isinstance(weight, RowChunks):
-        return handle.A, handle.B
+        return handle.A.detach(), handle.B.detach()
     N, K = weight.shape
     starts = torch.arange(N).mul_(40503).remainder_(max(K // 8, 1)).mul_(8)
     cols = (starts[:, None] + torch.arange(min(8, K))).to(weight.device)
-    return handle.A, handle.B, weight.gather(1, cols)
+    return handle.A.detach(), handle.B.detach(), weight.detach().gather(1, cols)
 
 
 def _watchable(handle: NormHandle) -> bool:

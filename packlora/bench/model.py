@@ -59,7 +59,8 @@ PROTOCOL = (
     "labels and backward; frozen: no adapter, only the embeddings' output wants a gradient. kind layer: one decoder layer, "
     "samples of 512 tokens. LoRA r 16, alpha 32, dropout 0.1 on all linear layers, or DoRA r 384, alpha 768, no dropout, "
     "magnitudes and B away from their initial values; packlora: packlora.accelerate on the PEFT model with bfloat16 adapters "
-    "(_recompute: with recompute=True; _fp32: PEFT's default float32; _stepped: the adapters are written to before each run, so that norms are made anew in it, "
+    "(_recompute: with recompute=True; _fp32: PEFT's default float32; _stepped: the adapters are written to before each run, "
+    "so that norms are made anew in it, "
     "an optimizer step for every microbatch); peft_bf16: the PEFT model as it is; peft_fp32_autocast: PEFT's default float32 "
     "adapters under torch.autocast. {liger}. Contenders run in turn inside one loop over the same frozen weights, random order "
     "each round, CUDA events, medians, ratios within a round. gib: peak of one step, with the frozen weights and what the "
@@ -144,7 +145,8 @@ def adapted_copy(
     """The module of a contender over the weights of `base`, and packlora's note on it.
 
     Args:
-        name: frozen, packlora, packlora_recompute, packlora_fp32, packlora_stepped, packlora:PLAN, peft_bf16 or peft_fp32_autocast.
+        name: frozen, packlora, packlora_recompute, packlora_fp32, packlora_stepped, packlora:PLAN, peft_bf16 or
+            peft_fp32_autocast.
         prepare: done to the model before packlora sees it.
         example: see layer.accelerated.
     """

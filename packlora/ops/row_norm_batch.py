@@ -7,6 +7,7 @@ device.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 
 from packlora.ops import row_norm_kernel as kernels
+from packlora.ops import row_norm_wide_kernel as wide
 from packlora.ops.lora_linear.launcher import launch
 from packlora.ops.lora_linear.layout import Recent
 from packlora.ops.lora_linear.reference import NORM_EPS
@@ -42,13 +44,21 @@ SIZES = {
     16: Sizes(64, 16, 128, 4, 4),
     32: Sizes(64, 32, 128, 4, 3),
     64: Sizes(128, 64, 64, 4, 4),
-    128: Sizes(128, 128, 64, 8, 3, promote=False, most_k=1024),
+    128: Sizes(256, 128, 64, 8, 3, promote=False, most_k=384),
 }
-"""By block of ranks; the largest serves all larger ranks."""
+"""By block of ranks; the largest serves all larger ranks, and reads less from L2 for a product than square blocks would.
+
+A sum that is not promoted loses about 6e-8 of itself for each 8 of K, where its terms have one sign; most_k keeps the norm's
+error under 1e-6.
+"""
+WIDE = 64
+"""Ranks over this take the kernels of row_norm_wide_kernel.py."""
 GRAM_R, GRAM_K, GRAM_CHUNKS = 32, 64, 16
 TAIL_M = 64
+WIDE_TAIL = {"BM": 128, "BR": 64, "BK": 32, "num_warps": 4, "num_stages": 3}
+WIDE_FOLD_R = 32
 FINGERPRINT = 4096
-PROGRAMS, SHORTEST_K, GRAM_CHUNK = 264, 1024, 512
+PROGRAMS, SHORTEST_K, GRAM_CHUNK, WIDE_GRAM_CHUNK = 264, 1024, 512, 256
 """K is cut until a module by itself fills a large GPU, in parts no shorter than this. How it is cut depends on nothing but the
 module's own shape, so that a norm has the same bits alone and in any batch."""
 
@@ -114,16 +124,18 @@ def _kind(problem: NormProblem) -> tuple[Any, ...]:
         weight.data_ptr() % 16 == 0 and weight.stride(0) % 16 == 0 and weight.shape[1] % 16 == 0
         and A.data_ptr() % 16 == 0
     )  # fmt: skip
-    return weight.device, weight.dtype, A.dtype, problem.B.dtype, rank_block(len(A)), aligned
+    aligned_B = problem.B.data_ptr() % 16 == 0 and len(A) % 16 == 0
+    return weight.device, weight.dtype, A.dtype, problem.B.dtype, rank_block(len(A)), aligned, aligned_B
 
 
 def _scratch(problem: NormProblem) -> int:
     rank, K = problem.A.shape
-    return 4 * rank * K + 4 * rank * rank * (1 + _cdiv(K, _gram_chunk(K)))
+    return 4 * rank * K + 4 * rank * rank * (2 + _cdiv(K, _gram_chunk(K, rank)))
 
 
-def _gram_chunk(K: int) -> int:
-    return max(GRAM_CHUNK, _cdiv(_cdiv(K, GRAM_CHUNKS), GRAM_K) * GRAM_K)
+def _gram_chunk(K: int, rank: int) -> int:
+    shortest = WIDE_GRAM_CHUNK if rank > WIDE else GRAM_CHUNK
+    return max(shortest, _cdiv(_cdiv(K, GRAM_CHUNKS), GRAM_K) * GRAM_K)
 
 
 # --- tables ------------------------------------------------------------------------------------------------------------
@@ -140,8 +152,10 @@ class Items:
 
 def make_items(shapes: Sequence[tuple[int, int, int]], block: int, split: bool, device: torch.device) -> Items:
     """shapes: (N, K, r) by problem."""
-    size = SIZES[block]
-    BG = min(GRAM_R, block)
+    size, is_wide = SIZES[block], block > WIDE
+    BG, BT, TM = min(GRAM_R, block), min(GRAM_R, block), TAIL_M
+    if is_wide:
+        BG, BT, TM = block, WIDE_TAIL["BR"], WIDE_TAIL["BM"]
     rows: dict[str, list[int]] = {name: [] for name in ("split", "gram", "fold", "cross", "tail", "finish", "bits")}
     ranges: list[int] = []
     at = dict.fromkeys(("rows", "split", "inverses", "gram", "G", "parts"), 0)
@@ -152,24 +166,30 @@ def make_items(shapes: Sequence[tuple[int, int, int]], block: int, split: bool, 
         if split:
             for row in range(R):
                 rows["split"] += (p, row)
-        gram = _gram_chunk(K)
+        gram = _gram_chunk(K, r)
+        pieces, place = _cdiv(K, gram), 0
         for first in range(0, r, BG):
             for col in range(first, r, BG):
                 for chunk, k in enumerate(range(0, K, gram)):
-                    rows["gram"] += (p, first, col, k, min(k + gram, K), chunk)
-                rows["fold"] += (p, first, col, _cdiv(K, gram))
+                    rows["gram"] += (p, first, col, k, min(k + gram, K), place + chunk)
+                if is_wide:
+                    for i, j in itertools.product(range(0, BG, WIDE_FOLD_R), repeat=2):
+                        rows["fold"] += (p, first + i, col + j, pieces, place)
+                    place += pieces  # blocks lie one after the other
+                else:
+                    rows["fold"] += (p, first, col, pieces)
         wanted = _cdiv(PROGRAMS, _cdiv(N, size.m) * _cdiv(r, block))
         chunk_k = _cdiv(_cdiv(K, min(wanted, _cdiv(K, SHORTEST_K))), size.k) * size.k
         chunk_k = min(chunk_k, size.most_k)
-        blocks, chunks, tails = _cdiv(r, block), _cdiv(K, chunk_k), _cdiv(r, BG)
+        blocks, chunks, tails = _cdiv(r, block), _cdiv(K, chunk_k), _cdiv(r, BT)
         for row in range(0, N, size.m):
             for number in range(blocks):
                 for chunk in range(chunks):
                     end = min((chunk + 1) * chunk_k, K)
                     rows["cross"] += (p, row, number * block, chunk * chunk_k, end, number * chunks + chunk)
-        for row in range(0, N, TAIL_M):
-            for number in range(tails):
-                rows["tail"] += (p, row, number * BG, blocks * chunks + number)
+        for row in range(0, N, TM):
+            for number in reversed(range(tails)):  # the longest first
+                rows["tail"] += (p, row, number * BT, blocks * chunks + number)
         for row in range(0, N, size.finish_m):
             rows["finish"] += (p, row, blocks * chunks, blocks * chunks + tails)
         ranges.append(len(rows["bits"]) // 3)
@@ -182,10 +202,10 @@ def make_items(shapes: Sequence[tuple[int, int, int]], block: int, split: bool, 
         at["rows"] += N
         at["split"] += 2 * R * Kp if split else 0
         at["inverses"] += R
-        at["gram"] += _cdiv(K, gram) * R * R
-        at["G"] += R * R
+        at["gram"] += place * BG * BG if is_wide else pieces * R * R
+        at["G"] += 2 * R * R if is_wide else R * R
         at["parts"] += (blocks * chunks + tails) * N
-    widths = {"split": 2, "gram": 6, "fold": 4, "cross": 6, "tail": 4, "finish": 4, "bits": 3}
+    widths = {"split": 2, "gram": 6, "fold": 5 if is_wide else 4, "cross": 6, "tail": 4, "finish": 4, "bits": 3}
     tables = {name: _put(rows[name], torch.int32, device).view(-1, width) for name, width in widths.items()}
     tables["ranges"] = _put(ranges, torch.int32, device).view(-1, 3)
     return Items(tables, offsets, at)
@@ -227,7 +247,7 @@ class Batch:
 
     def __init__(self, problems: Sequence[NormProblem]) -> None:
         kind = _kind(problems[0])
-        self.device, self.dtype, A_dtype, B_dtype, self.block, self.aligned = kind
+        self.device, self.dtype, A_dtype, B_dtype, self.block, self.aligned, self.aligned_B = kind
         self.split_A = A_dtype != self.dtype
         self.sizes = [len(problem.B) for problem in problems]
         shapes = tuple((len(problem.B), problem.A.shape[1], len(problem.A)) for problem in problems)
@@ -279,48 +299,73 @@ class Batch:
 
     def run(self, stale: torch.Tensor | None = None, kept: torch.Tensor | None = None) -> torch.Tensor:
         """Norms of all problems, flat. With `stale` only of those it marks, the others come from `kept`, which is kept up."""
-        lengths, tables, (W, A, B) = self.items.lengths, self.items.tables, self.likes
-        size, gated, device = SIZES[self.block], stale is not None, self.device
-        BG = min(GRAM_R, self.block)
-
-        def buffer(name: str, dtype: torch.dtype) -> torch.Tensor:
-            return torch.empty(lengths[name], dtype=dtype, device=device)
-
-        out, parts, G = (buffer(name, torch.float32) for name in ("rows", "parts", "G"))
-        gram, inverses, halves = buffer("gram", torch.float32), buffer("inverses", torch.float32), A
-        with _on(device):
+        tables, (W, A, B) = self.items.tables, self.likes
+        size, gated = SIZES[self.block], stale is not None
+        out, parts = self._buffer("rows"), self._buffer("parts")
+        halves, inverses = A, self._buffer("inverses")
+        with _on(self.device):
             if self.split_A:
-                halves = buffer("split", self.dtype)
+                halves = self._buffer("split", self.dtype)
                 launch(
                     kernels.split_kernel, (len(tables["split"]),),
                     (self.problems, tables["split"], stale, A, halves, inverses),
                     GATED=gated, BK=1024, num_warps=4, num_stages=2,
                 )  # fmt: skip
             launch(
-                kernels.gram_kernel, (len(tables["gram"]),), (self.problems, tables["gram"], stale, A, gram),
-                PRECISION="tf32x3" if A.dtype == torch.float32 else "ieee", GATED=gated, ALIGNED=self.aligned, BR=BG,
-                BK=GRAM_K, num_warps=4, num_stages=3,
-            )  # fmt: skip
-            launch(
-                kernels.fold_kernel, (len(tables["fold"]),), (self.problems, tables["fold"], stale, gram, G),
-                GATED=gated, BR=BG, num_warps=4, num_stages=2,
-            )  # fmt: skip
-            launch(
                 kernels.cross_kernel, (len(tables["cross"]),),
                 (self.problems, tables["cross"], stale, W, halves, B, inverses, parts),
-                SPLIT=self.split_A, PROMOTE=size.promote, GATED=gated, ALIGNED=self.aligned, BM=size.m, BR=size.r,
-                BK=size.k, num_warps=size.warps, num_stages=size.stages,
+                SPLIT=self.split_A, PROMOTE=size.promote, GATED=gated, ALIGNED=self.aligned, ALIGNED_B=self.aligned_B,
+                BM=size.m, BR=size.r, BK=size.k, num_warps=size.warps, num_stages=size.stages,
             )  # fmt: skip
-            launch(
-                kernels.tail_kernel, (len(tables["tail"]),), (self.problems, tables["tail"], stale, B, G, parts),
-                GATED=gated, BM=TAIL_M, BR=BG, num_warps=4, num_stages=2,
-            )  # fmt: skip
+            if self.block > WIDE:
+                self._wide_tail(stale, halves, inverses, parts)
+            else:
+                self._tail(stale, parts)
             launch(
                 kernels.finish_kernel, (len(tables["finish"]),),
                 (self.problems, tables["finish"], stale, W, A, B, parts, self.scalings, kept, out),
-                EPS=NORM_EPS, GATED=gated, BM=size.finish_m, BR=16, BK=32, num_warps=4, num_stages=1,
+                EPS=NORM_EPS, GATED=gated, SLOTS=16, BM=size.finish_m, BR=16, BK=32, num_warps=4, num_stages=1,
             )  # fmt: skip
         return out
+
+    def _tail(self, stale: torch.Tensor | None, parts: torch.Tensor) -> None:
+        tables, (_, A, B), gated = self.items.tables, self.likes, stale is not None
+        gram, G, BG = self._buffer("gram"), self._buffer("G"), min(GRAM_R, self.block)
+        launch(
+            kernels.gram_kernel, (len(tables["gram"]),), (self.problems, tables["gram"], stale, A, gram),
+            PRECISION="tf32x3" if A.dtype == torch.float32 else "ieee", GATED=gated, ALIGNED=self.aligned, BR=BG,
+            BK=GRAM_K, num_warps=4, num_stages=3,
+        )  # fmt: skip
+        launch(
+            kernels.fold_kernel, (len(tables["fold"]),), (self.problems, tables["fold"], stale, gram, G),
+            GATED=gated, BR=BG, num_warps=4, num_stages=2,
+        )  # fmt: skip
+        launch(
+            kernels.tail_kernel, (len(tables["tail"]),), (self.problems, tables["tail"], stale, B, G, parts),
+            GATED=gated, BM=TAIL_M, BR=BG, num_warps=4, num_stages=2,
+        )  # fmt: skip
+
+    def _wide_tail(
+        self, stale: torch.Tensor | None, halves: torch.Tensor, inverses: torch.Tensor, parts: torch.Tensor
+    ) -> None:
+        tables, B, gated = self.items.tables, self.likes[2], stale is not None
+        gram, G = self._buffer("gram"), self._buffer("G")
+        launch(
+            wide.wide_gram_kernel, (len(tables["gram"]),),
+            (self.problems, tables["gram"], stale, halves, inverses, gram),
+            SPLIT=self.split_A, GATED=gated, ALIGNED=self.aligned, BR=self.block, BK=GRAM_K, num_warps=8, num_stages=3,
+        )  # fmt: skip
+        launch(
+            wide.wide_fold_kernel, (len(tables["fold"]),), (self.problems, tables["fold"], stale, gram, G),
+            GATED=gated, BLOCK=self.block, BR=WIDE_FOLD_R, num_warps=4, num_stages=2,
+        )  # fmt: skip
+        launch(
+            wide.wide_tail_kernel, (len(tables["tail"]),), (self.problems, tables["tail"], stale, B, G, parts),
+            GATED=gated, ALIGNED_B=self.aligned_B, **WIDE_TAIL,
+        )  # fmt: skip
+
+    def _buffer(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(self.items.lengths[name], dtype=dtype, device=self.device)
 
 
 def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:

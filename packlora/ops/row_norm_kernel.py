@@ -138,7 +138,7 @@ def _reduced(acc, B, scales, inside, ranks, rank, SPLIT: tl.constexpr):
 @triton.jit
 def cross_kernel(
     problems, items, stale, W_like, A_like, B_like, inverses, parts,
-    SPLIT: tl.constexpr, PROMOTE: tl.constexpr, GATED: tl.constexpr, ALIGNED: tl.constexpr,
+    SPLIT: tl.constexpr, PROMOTE: tl.constexpr, GATED: tl.constexpr, ALIGNED: tl.constexpr, ALIGNED_B: tl.constexpr,
     BM: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """sum_l B_jl (W A')_jl over a block of ranks and a chunk of K. Items: problem, first row, first rank, k, end, slot.
@@ -184,8 +184,10 @@ def cross_kernel(
                 if SPLIT:
                     lo_tile = tl.load(lo + cols[None, :], mask=has[:, None] & fits, other=0.0)
                     acc = tl.dot(W_tile, tl.trans(lo_tile), acc)
-        B_start = tl.load(own + 5).to(tl.pointer_type(B_like.dtype.element_ty))
-        B = _rows_of(B_start, rows, inside, rank)
+        B = tl.load(own + 5).to(tl.pointer_type(B_like.dtype.element_ty))
+        if ALIGNED_B:
+            B, rank = tl.multiple_of(B, 16), tl.multiple_of(rank, 16)
+        B = _rows_of(B, rows, inside, rank)
         scales = inverses + tl.load(own + 12)
         if BM * BR > 128 * 128:  # all of B beside all of the sums would not fit the registers
             halves = tl.permute(tl.reshape(acc, (BM, 2, BR // 2)), (0, 2, 1))
@@ -224,9 +226,20 @@ def tail_kernel(problems, items, stale, B_like, G, parts, GATED: tl.constexpr, B
 
 
 @triton.jit
+def _slots_summed(slots, first, last, N, rows, inside, SLOTS: tl.constexpr, BM: tl.constexpr):
+    """SLOTS of them at a time: one after the other would wait for memory each time."""
+    acc = tl.zeros((SLOTS, BM), dtype=tl.float32)
+    for start in range(first, last, SLOTS):
+        slot = start + tl.arange(0, SLOTS)
+        at = slots + slot.to(tl.int64)[:, None] * N + rows[None, :]
+        acc += tl.load(at, mask=(slot < last)[:, None] & inside[None, :], other=0.0)
+    return tl.sum(acc, 0)
+
+
+@triton.jit
 def finish_kernel(
     problems, items, stale, W_like, A_like, B_like, parts, scalings, kept, out,
-    EPS: tl.constexpr, GATED: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr,
+    EPS: tl.constexpr, GATED: tl.constexpr, SLOTS: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """The norms of a block of rows. Items: problem, first row, slots of cross, slots in all.
 
@@ -241,15 +254,9 @@ def finish_kernel(
     at = tl.load(own + 8) + rows
     if _runs(stale, problem, GATED):
         first, last = tl.load(item + 2), tl.load(item + 3)
-        slot = parts + tl.load(own + 14) + rows
-        cross = tl.zeros((BM,), dtype=tl.float32)
-        square = tl.zeros((BM,), dtype=tl.float32)
-        for _ in range(first):
-            cross += tl.load(slot, mask=inside, other=0.0)
-            slot += N
-        for _ in range(first, last):
-            square += tl.load(slot, mask=inside, other=0.0)
-            slot += N
+        slots = parts + tl.load(own + 14)
+        cross = _slots_summed(slots, 0, first, N, rows, inside, SLOTS, BM)
+        square = _slots_summed(slots, first, last, N, rows, inside, SLOTS, BM)
         s = tl.load(scalings + problem)
         base = tl.load(own + 15).to(tl.pointer_type(tl.float32))
         frozen, low = tl.load(base + rows, mask=inside, other=0.0), s * s * square

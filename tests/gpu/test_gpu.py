@@ -152,12 +152,13 @@ def test_the_same_run_gives_the_same_bits_also_when_it_is_stopped_and_resumed(
     same_bits(tmp_path / "whole", tmp_path / "again")
     original, seen = module.Trainer._microbatch, 0
 
-    def broken(self: Any, microbatch: Any, step: int) -> None:
+    def broken(self: Any, *args: Any) -> bool:
         nonlocal seen
-        original(self, microbatch, step)
+        done = original(self, *args)
         seen += 1
         if seen == 8:
             self.stop = signal.SIGTERM
+        return done
 
     monkeypatch.setattr(module.Trainer, "_microbatch", broken)
     assert train({**tree, "output_dir": str(tmp_path / "resumed")}).status == "interrupted"

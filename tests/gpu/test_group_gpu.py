@@ -41,6 +41,9 @@ def test_plans_are_as_exact_as_torch_in_the_same_dtype(kind: dict[str, Any], pla
     """max|out - ref64| <= 2 max|plain torch - ref64| + 1e-6, over two draws; poisoned buffers, odd sizes, ragged runs."""
     if "before" in (plan.up, plan.dx) and dtype == torch.float32:
         pytest.skip("not a legal plan: see plans/space.py")
+    drops = any(p and d for p, d in zip(kind["dropouts"], kind.get("dora", ()), strict=False))
+    if drops and kind.get("base_dropped", True) and plan != CHAIN and dtype == torch.float32:
+        pytest.skip("not a legal plan: see plans/space.py")
     ours: dict[str, float] = {}
     plain: dict[str, float] = {}
     for trial in range(2):

@@ -257,6 +257,19 @@ def test_no_stale_norm_after_a_change_that_the_host_sees(change: str, trusted: b
     assert all(map(right, layers))
 
 
+@pytest.mark.parametrize("change", SEEN_ON_THE_HOST)
+def test_windows_see_what_the_host_sees(change: str, way: str) -> None:
+    norms = RowNorms()
+    layers = [Layer(norms, False) for _ in range(2)]
+    for _ in range(2):
+        with norms.checked():
+            assert all(map(right, layers))
+    SEEN_ON_THE_HOST[change](layers[1])
+    for _ in range(2):
+        with norms.checked():
+            assert all(map(right, layers))
+
+
 @pytest.mark.parametrize("first", [1, 0])
 @pytest.mark.parametrize("change", SEEN_IN_THE_DATA)
 def test_no_stale_norm_after_a_change_that_only_the_data_show(change: str, first: int, way: str) -> None:
@@ -303,6 +316,20 @@ def test_a_change_inside_a_window_that_the_host_sees_is_not_missed(way: str) -> 
         assert right(layer)
         add_in_place(layer)
         assert right(layer)
+
+
+def test_a_window_that_fails_to_open_is_not_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    norms = RowNorms()
+    layer = Layer(norms, False)
+    with monkeypatch.context() as broken:
+        broken.setattr(module, "row_norms", lambda problems: 1 / 0)
+        with pytest.raises(ZeroDivisionError), norms.checked():
+            pass
+    assert right(layer)
+    with pytest.raises(KeyError), norms.checked():
+        raise KeyError
+    data_copy(layer)
+    assert right(layer)
 
 
 def test_two_changes_of_a_kind_between_two_windows(way: str) -> None:
@@ -404,6 +431,24 @@ def test_on_the_device_only_modules_that_changed_are_computed(monkeypatch: pytes
     with norms.checked():
         assert right(layers[1])
         assert all(float(layer.norm().min()) == float(layer.norm().max()) == 7.0 for layer in (layers[0], layers[2]))
+
+
+def test_a_window_looks_at_the_data_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    from packlora.ops.row_norm_batch import Batch
+
+    monkeypatch.setattr(ops, "KERNELS_ON_CPU", True)
+    looks = []
+    original = Batch.stale
+    monkeypatch.setattr(Batch, "stale", lambda self, seen: looks.append(len(seen)) or original(self, seen))
+    norms = RowNorms()
+    layers = [Layer(norms, False) for _ in range(3)]
+    for window in range(1, 4):
+        with norms.checked():
+            assert all(map(right, layers))
+        assert looks == [3] * window
+    assert right(layers[0])
+    assert looks == [3, 3, 3, 1]
 
 
 def test_a_norm_that_is_in_a_graph_is_not_written_to(way: str) -> None:

@@ -212,22 +212,32 @@ def test_no_gradient_no_autocast_and_usable_after_inference_mode(way: str) -> No
 
 def mixture() -> list[NormProblem]:
     shapes = ((70, 130, 3), (33, 64, 16), (20, 40, 40), (64, 515, 7), (48, 32, 150))
-    out = [NormProblem(*draw(N, K, r), 0.3 * r**0.5) for N, K, r in shapes]
+    out = []
+    for N, K, r in shapes:
+        W, A, B = draw(N, K, r)
+        out.append(NormProblem((W + B @ A).half(), A, B, 0.8))  # W along B A: the sum over K matters to the last bit
     W, A, B = draw(12, 30, 4, torch.float32)
     return [*out, NormProblem(W, A, B, 1.0), NormProblem(W.half(), A.half(), B, 2.0), NormProblem(W.half(), A, B, 0.0)]
 
 
-def test_a_batch_of_any_mixture_has_the_bits_of_each_alone(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if way == "kernels":  # so few programs that it would show if the batch had a say in how K is cut
-        monkeypatch.setattr(batch, "PROGRAMS", 4)
-        monkeypatch.setattr(batch, "SHORTEST_K", 32)
-        batch._ITEMS._values.clear()
-        batch._BATCHES._values.clear()
+def test_a_batch_of_any_mixture_has_the_bits_of_each_alone(way: str) -> None:
     problems = mixture()
     for problem, got in zip(problems, row_norms(problems), strict=True):
         want = row_norm(problem.weight, problem.A, problem.B, problem.scaling)
         assert torch.equal(got, want)
         as_exact_as_float32(problem.weight, problem.A, problem.B, problem.scaling, got)
+
+
+def test_how_a_module_s_sums_are_cut_is_its_own_affair() -> None:
+    """Or bits would depend on what else is in the batch."""
+    pytest.importorskip("triton")
+    shapes = [(1024, 4096, 16), (4096, 14336, 16), (300, 2100, 9)]
+    together = batch.make_items(shapes, 16, True, torch.device("cpu")).tables
+    for index, shape in enumerate(shapes):
+        alone = batch.make_items([shape], 16, True, torch.device("cpu")).tables
+        for name in ("gram", "fold", "cross", "tail", "finish"):
+            own = together[name][together[name][:, 0] == index]
+            assert torch.equal(own[:, 1:], alone[name][:, 1:]), name
 
 
 def test_a_small_budget_makes_more_batches_with_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,7 +92,7 @@ def lora_linear(
         parts.append(_segment(x_TK, base_TN, weight_NK, bias_N, seg, keys_T2, salt))
         end = seg.stop
     parts.append(_plus(base_TN[end:], bias_N))
-    return torch.cat(parts)
+    return torch.cat([part.to(x_TK.dtype) for part in parts])
 
 
 def _plus(y_TN: torch.Tensor, bias_N: torch.Tensor | None) -> torch.Tensor:

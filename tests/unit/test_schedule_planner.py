@@ -1,0 +1,292 @@
+"""The planner's front door: what it refuses, odd numbers of jobs and batches, and planning ahead in other processes."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import warnings
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import pytest
+from schedule_cases import Lengths, broken_rule, some_jobs, wrong_contents
+
+from packlora.schedule.background import BackgroundPlanner
+from packlora.schedule.cost import CostModel
+from packlora.schedule.planner import Planner
+from packlora.schedule.types import ScheduleError, Window
+
+
+def random_jobs(seed: int, capacity: int, jobs: int = 4, batches: int = 12, size: int = 8) -> list[Lengths]:
+    draw = random.Random(seed)
+    return [
+        Lengths(f"j{n}", [[draw.randint(1, capacity // 2) for _ in range(size)] for _ in range(batches)])
+        for n in range(jobs)
+    ]
+
+
+def same(ours: list[Window], theirs: list[Window]) -> bool:
+    """Whether the microbatches are the same, no-ops included, and what is reported of them is."""
+    return [(w.first_round, w.microbatches, w.carry, w.report.packs) for w in ours] == [
+        (w.first_round, w.microbatches, w.carry, w.report.packs) for w in theirs
+    ]
+
+
+# --- refusals --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_sample_that_fits_no_microbatch_is_refused_by_job_and_sample() -> None:
+    jobs = [Lengths("fine", [[3, 4]]), Lengths("long", [[5], [2, 101]])]
+    with pytest.raises(
+        ScheduleError, match=r"job 'long': sample 2 has 101 tokens, but a microbatch takes at most 100;"
+    ):
+        list(Planner(jobs, 100).windows())
+    with pytest.raises(ScheduleError, match=r"sample 0 has 97 tokens.*at most 96 \(whole multiples of 32\)"):
+        Planner([Lengths("a", [[97]])], 100, padding_multiple=32).window(0)
+    assert Planner([Lengths("a", [[96]])], 100, padding_multiple=32).window(0).report.microbatches == 1
+
+
+def test_a_global_batch_without_samples_and_a_sample_without_tokens_are_refused() -> None:
+    with pytest.raises(ScheduleError, match="job 'a': global batch 1 has no samples"):
+        Planner([Lengths("a", [[3], []])], 10).window(0)
+    with pytest.raises(ScheduleError, match="job 'a': sample 1 has 0 tokens"):
+        Planner([Lengths("a", [[3, 0]])], 10).window(0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"method": "cbc"}, "method 'cbc' is not known; there are auto, greedy, milp, solo"),
+        ({"stages": 0}, "stages is 0"),
+        ({"padding_multiple": 0}, "padding_multiple is 0"),
+        ({"padding_multiple": 128}, "a microbatch of 100 tokens holds no multiple of 128"),
+        ({"window_rounds": 0}, "window_rounds is 0"),
+        ({"time_limit_s": 0}, "time_limit_s is 0"),
+        ({"workers": -1}, "workers is -1"),
+        ({"stages": 2, "cost": CostModel()}, "the cost model is of 1 stages, the pipeline has 2"),
+    ],
+)
+def test_settings_out_of_range_are_refused(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ScheduleError, match=words):
+        Planner([Lengths("a", [[3]])], 100, **settings)
+
+
+def test_names_are_unique_and_only_jobs_that_are_there_leave() -> None:
+    with pytest.raises(ScheduleError, match="job 'a' is in the plan already"):
+        Planner([Lengths("a", [[1]]), Lengths("a", [[1]])], 10)
+    planner = Planner([Lengths("a", [[1]])], 10)
+    with pytest.raises(ScheduleError, match="job 'b' is not in the plan; there are a"):
+        planner.remove("b", 0)
+
+
+# --- sizes -----------------------------------------------------------------------------------------------------------------
+
+
+def test_no_jobs_and_jobs_without_batches_give_no_windows() -> None:
+    assert list(Planner([], 10).windows()) == []
+    assert list(Planner([Lengths("a", [])], 10, stages=4).windows()) == []
+
+
+@pytest.mark.parametrize("stages", [1, 4])
+@pytest.mark.parametrize("jobs", [1, 2, 3, 64])
+def test_one_to_sixty_four_jobs_of_different_numbers_of_batches(jobs: int, stages: int) -> None:
+    draw = random.Random(jobs * 10 + stages)
+    some = [
+        Lengths(
+            f"j{n}", [[draw.randint(1, 900) for _ in range(draw.randint(1, 9))] for _ in range(draw.randint(0, 20))]
+        )
+        for n in range(jobs)
+    ]
+    planner = Planner(some, 1000, stages=stages, window_rounds=7)
+    plan = [mb for window in planner.windows() for mb in window.microbatches]
+    assert wrong_contents(plan, some, 1000) is None
+    assert broken_rule(plan, stages) is None
+    planner.close()
+
+
+def test_one_job_in_a_pipeline_waits_between_its_batches_and_smaller_microbatches_shorten_that() -> None:
+    job = Lengths("a", [[100] * 16 for _ in range(8)])
+    fewest = list(Planner([job], 800, stages=4).windows())
+    assert [mb.is_noop for mb in fewest[0].microbatches] == ([False] * 2 + [True] * 3) * 7 + [False] * 2
+    assert fewest[0].report.gap == 0
+    cost = CostModel(1.0, 0.0, 20.0, 0.0, 1.0, (0.25,) * 4)
+    from packlora.schedule.simulate import makespan
+
+    (quick,) = Planner([job], 800, stages=4, cost=cost).windows()
+    assert quick.report.tokens_per_microbatch < 800
+    assert makespan(quick.microbatches, cost) < 0.8 * makespan(fewest[0].microbatches, cost)
+
+
+def test_two_jobs_need_no_no_ops_where_each_fills_the_others_gaps() -> None:
+    jobs = [Lengths(name, [[100] * 16 for _ in range(8)]) for name in "ab"]
+    (window,) = Planner(jobs, 400, stages=4).windows()
+    assert (window.report.noops, window.report.gap, window.report.stopped) == (0, 0.0, "at the bound")
+
+
+def test_tails_of_consecutive_batches_share_a_microbatch() -> None:
+    jobs = [Lengths(name, [[60]] * 10) for name in "ab"]
+    (window,) = Planner(jobs, 120).windows()
+    assert window.report.microbatches == 10
+    jobs = [Lengths(name, [[40, 40]] * 10) for name in "abc"]  # 240 tokens a round in microbatches of 160
+    (window,) = Planner(jobs, 160).windows()
+    assert window.report.microbatches == window.report.bound == 15
+
+
+def test_padding_counts_against_the_capacity() -> None:
+    jobs = [Lengths(name, [[33, 33]] * 4) for name in "ab"]
+    plain = sum(w.report.microbatches for w in Planner(jobs, 128).windows())
+    padded = sum(w.report.microbatches for w in Planner(jobs, 128, padding_multiple=64).windows())
+    assert (plain, padded) == (6, 8)
+
+
+def test_a_job_joins_and_another_leaves_a_running_plan() -> None:
+    planner = Planner([Lengths("a", [[1]] * 6), Lengths("b", [[1]] * 6)], 10, window_rounds=2)
+    seen: list[list[tuple[str, int]]] = []
+    for window in planner.windows():
+        seen.append(sorted({(item.job, item.batch) for mb in window.microbatches for item in mb.samples}))
+        if len(seen) == 1:
+            planner.add(Lengths("c", [[1]] * 4), 3)
+            planner.remove("b", 3)
+            with pytest.raises(ScheduleError, match=r"job 'd': round 1 was handed out already; the first .* is 2"):
+                planner.add(Lengths("d", [[1]]), 1)
+    assert seen == [
+        [("a", 0), ("a", 1), ("b", 0), ("b", 1)],
+        [("a", 2), ("a", 3), ("b", 2), ("c", 0)],
+        [("a", 4), ("a", 5), ("c", 1), ("c", 2)],
+        [("c", 3)],
+    ]
+
+
+# --- planning ahead --------------------------------------------------------------------------------------------------------
+
+
+def test_plans_are_the_same_whatever_the_number_of_workers() -> None:
+    jobs = random_jobs(3, 500, batches=13, size=9)
+    plans = []
+    for workers in (0, 1, 3):
+        planner = Planner(jobs, 500, stages=3, window_rounds=4, workers=workers, method="auto")
+        plans.append(list(planner.windows()))
+        planner.close()
+    assert len(plans[0]) == 4
+    assert same(plans[0], plans[1]) and same(plans[0], plans[2])
+
+
+def test_jobs_join_and_leave_while_windows_are_planned_ahead() -> None:
+    plans = []
+    for workers in (0, 2):
+        planner = Planner(random_jobs(4, 300), 300, stages=2, window_rounds=3, workers=workers, method="greedy")
+        windows = []
+        for window in planner.windows():
+            windows.append(window)
+            if window.first_round == 3:
+                planner.add(random_jobs(5, 300, 5)[-1], 7)
+                planner.remove("j1", 6)
+        plans.append(windows)
+    assert same(*plans)
+    last = {item.batch for w in plans[0] for mb in w.microbatches for item in mb.samples if item.job == "j1"}
+    assert max(last) == 5
+
+
+HANGS = "print('{\"ready\": true}', flush=True); import time; time.sleep(100)"
+"""A process that says that it is ready and then nothing more."""
+
+
+def test_a_planning_process_killed_with_sigkill_at_work_is_replaced_by_this_one_and_a_warning_says_so() -> None:
+    jobs = random_jobs(6, 300, batches=4)
+    wanted = list(Planner(jobs, 300, window_rounds=4, method="greedy").windows())
+    planner = Planner(jobs, 300, window_rounds=4, method="greedy")
+    with BackgroundPlanner(planner, command=[sys.executable, "-c", HANGS]) as background:
+
+        def kill() -> None:
+            while (process := background._workers[0].process) is None:
+                time.sleep(0.01)
+            time.sleep(0.3)
+            os.kill(process.pid, signal.SIGKILL)
+
+        thread = threading.Thread(target=kill)
+        thread.start()
+        with pytest.warns(
+            RuntimeWarning, match=r"was killed by SIGKILL\); the window is planned in the training process"
+        ):
+            windows = list(background.windows())
+        thread.join()
+    assert same(windows, wanted)
+
+
+def test_a_planning_process_killed_between_two_windows_is_started_again() -> None:
+    jobs = random_jobs(6, 300)
+    wanted = list(Planner(jobs, 300, window_rounds=2, method="greedy").windows())
+    with BackgroundPlanner(Planner(jobs, 300, window_rounds=2, method="greedy")) as background:
+        plans = background.windows()
+        windows = [next(plans)]
+        time.sleep(0.5)  # the next one is made by now, and nothing is in work
+        process = background._workers[0].process
+        assert process is not None
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        with warnings.catch_warnings(record=True):  # it may have been at work on a slow machine
+            windows += plans
+        assert background._workers[0].process is not process
+    assert same(windows, wanted)
+
+
+def test_a_planning_process_that_never_answers_or_cannot_start_is_given_up() -> None:
+    jobs = random_jobs(7, 300, batches=4)
+    wanted = list(Planner(jobs, 300, window_rounds=2, method="greedy").windows())
+    for command, words in (
+        ([sys.executable, "-c", HANGS], "no answer in 0.2 s"),
+        (["/nowhere/python"], "cannot start"),
+    ):
+        planner = Planner(jobs, 300, window_rounds=2, method="greedy")
+        background = BackgroundPlanner(planner, seconds=0.2, command=command)
+        with background, pytest.warns(RuntimeWarning, match=words):
+            assert same(list(background.windows()), wanted)
+
+
+def test_an_input_error_of_a_window_planned_ahead_is_the_same_error() -> None:
+    planner = Planner([Lengths("a", [[3], [11]])], 10, workers=1, window_rounds=1)
+    windows = planner.windows()
+    with pytest.raises(ScheduleError, match="job 'a': sample 1 has 11 tokens"), warnings.catch_warnings():
+        list(windows)
+
+
+def test_no_module_of_the_scheduler_imports_torch() -> None:
+    code = """
+        import importlib, pkgutil, sys
+        import packlora.schedule
+        for module in pkgutil.iter_modules(packlora.schedule.__path__):
+            importlib.import_module(f"packlora.schedule.{module.name}")
+        heavy = sorted({"torch", "transformers", "scipy", "peft"} & set(sys.modules))
+        assert not heavy, heavy
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, cwd=Path(__file__).parents[2])
+
+
+def test_random_plans_of_one_process_prove_themselves() -> None:
+    draw = random.Random(8)
+    jobs = some_jobs(draw, 50, 4, 6, 8)
+    planner = Planner(jobs, 50, stages=3, workers=1, window_rounds=2, method="greedy")
+    plan = [mb for window in planner.windows() for mb in window.microbatches]
+    assert wrong_contents(plan, jobs, 50) is None
+    assert broken_rule(plan, 3) is None
+
+
+def test_a_plan_that_is_left_early_ends_its_processes_at_once() -> None:
+    planner = Planner(random_jobs(9, 300), 300, window_rounds=2, method="greedy")
+    background = BackgroundPlanner(planner, workers=2, command=[sys.executable, "-c", HANGS])
+    background._plan_ahead(background_pending := deque(), 0)
+    while any(worker.process is None for worker in background._workers):
+        time.sleep(0.01)
+    processes = [worker.process for worker in background._workers]
+    begun = time.monotonic()
+    background.close()
+    assert time.monotonic() - begun < 30
+    assert all(process is not None and process.poll() is not None for process in processes)
+    assert all(isinstance(pending.window.exception(), Exception) for pending in background_pending)
