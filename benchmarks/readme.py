@@ -235,7 +235,49 @@ def dora() -> list[str]:
     return lines
 
 
-SECTIONS = (parity, speed, layer, multi, graphs, model, dora)
+def short_jobs() -> list[str]:
+    """Four jobs of short samples at once against PEFT one after the other."""
+    file = measured("short-jobs-h200")
+    if file is None:
+        return []
+    summary = file["summary"]
+    return [
+        f"Training four jobs of short samples (ranks 8 to 64) at once, Llama-3.1-8B's shape on one {file['device']}, real "
+        "tokens per second, optimizer steps included ([short-jobs-h200.json](benchmarks/results/short-jobs-h200.json)):",
+        "",
+        "| packlora | PEFT, one job after the other, packed | PEFT, padded |",
+        "|---|---|---|",
+        f"| {summary['packlora_tokens_per_s']:.0f} | {summary['peft_packed_tokens_per_s']:.0f} "
+        f"({summary['throughput_vs_peft_packed']:.2f}x) | {summary['peft_padded_tokens_per_s']:.0f} "
+        f"({summary['throughput_vs_peft_padded']:.2f}x) |",
+    ]
+
+
+def schedule() -> list[str]:
+    """The scheduler: time, quality, simulated bubbles."""
+    file = measured("schedule-cpu")
+    if file is None:
+        return []
+    summary = file["summary"]
+    bubbles = " | ".join(
+        f"{summary[key]:.1%}"
+        for key in ("bubble_1job_4stages", "bubble_2jobs_4stages", "bubble_3jobs_4stages", "bubble_4jobs_4stages")
+    )
+    return [
+        f"The scheduler on a CPU ({file['device']}; [schedule-cpu.json](benchmarks/results/schedule-cpu.json)): 25,600 samples "
+        f"of four jobs on four stages in {summary['solve_s_25600']:.1f} s, 10^6 samples in {summary['solve_s_1e6']:.0f} s with "
+        f"{summary['rss_mib_1e6']:.0f} MiB; {summary['at_bound_fraction']:.1%} of the batches at their lower bound. Idle share "
+        "of a simulated pipeline of four stages, Llama-3.1-70B's shape, estimated lengths (LoRAFusion publishes figures that "
+        "were measured, on other lengths):",
+        "",
+        "| | 1 job | 2 jobs | 3 jobs | 4 jobs |",
+        "|---|---|---|---|---|",
+        f"| packlora, simulated | {bubbles} |",
+        "| LoRAFusion, published | 44.2% | 15.0% | 12.2% | 11.1% |",
+    ]
+
+
+SECTIONS = (parity, speed, layer, multi, graphs, model, dora, short_jobs, schedule)
 
 
 def filled(readme: str) -> str:

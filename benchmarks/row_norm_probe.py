@@ -32,15 +32,15 @@ SWEEP: dict[int, tuple[row_norm_batch.Sizes, ...]] = {
         row_norm_batch.Sizes(128, 16, 64, 4, 4),
     ),
     384: (
-        row_norm_batch.Sizes(128, 128, 64, 8, 3, promote=False, most_k=1024),
-        row_norm_batch.Sizes(128, 128, 64, 8, 4, promote=False, most_k=1024),
-        row_norm_batch.Sizes(128, 128, 64, 8, 2, promote=False, most_k=1024),
-        row_norm_batch.Sizes(128, 128, 64, 4, 3, promote=False, most_k=1024),
-        row_norm_batch.Sizes(128, 128, 32, 8, 4, promote=False, most_k=1024),
-        row_norm_batch.Sizes(128, 128, 64, 8, 3, promote=True),
-        row_norm_batch.Sizes(256, 128, 64, 8, 3, promote=False, most_k=1024),
+        row_norm_batch.Sizes(256, 128, 64, 8, 3, promote=False, most_k=384),
         row_norm_batch.Sizes(256, 128, 64, 8, 3, promote=False, most_k=512),
-        row_norm_batch.Sizes(256, 128, 32, 8, 4, promote=False, most_k=1024),
+        row_norm_batch.Sizes(256, 128, 64, 8, 3, promote=False, most_k=256),
+        row_norm_batch.Sizes(256, 128, 64, 8, 2, promote=False, most_k=384),
+        row_norm_batch.Sizes(256, 128, 32, 8, 4, promote=False, most_k=384),
+        row_norm_batch.Sizes(128, 128, 64, 8, 3, promote=True),
+        row_norm_batch.Sizes(128, 128, 64, 8, 4, promote=True),
+        row_norm_batch.Sizes(128, 128, 128, 8, 2, promote=True),
+        row_norm_batch.Sizes(128, 128, 64, 8, 3, promote=False, most_k=512),
     ),
 }  # fmt: skip
 

@@ -247,11 +247,12 @@ def _up(
         B_at = B + offset + cols[:, None] * rank + ranks[None, :]
         B_tile = tl.load(B_at, mask=fits[:, None] & (ranks < rank)[None, :], other=0.0)
         acc = tl.dot(S_tile, tl.trans(B_tile), input_precision=PRECISION)
+        lost = tl.zeros((BM, BN), dtype=tl.float32)
         for r in range(BR, rank, BR):
             more = r + ranks
             S_more = tl.load(S_rows + r, mask=inside[:, None] & (more < rank)[None, :], other=0.0)
             B_more = tl.load(B_at + r, mask=fits[:, None] & (more < rank)[None, :], other=0.0)
-            acc = tl.dot(S_more, tl.trans(B_more), acc, input_precision=PRECISION)
+            acc, lost = _add_dot(S_more, tl.trans(B_more), acc, lost, PRECISION)
         if EPILOGUE:
             acc += base.to(tl.float32)
         if KEEP:
