@@ -102,6 +102,7 @@ def layer() -> list[str]:
                 lines.append(f"| {row['K']} x {row['N']}, {T} | {row['ms']['frozen']:.3f} | {' | '.join(cells)} |")
         keys = [f"over_frozen_T{T}_geomean" + ("" if name == "packlora" else f"_{name}") for name in names]
         lines.append(f"| geometric mean, {T} | | {' | '.join(ratio(summary.get(key)) for key in keys)} |")
+    lines += ["", "![throughput over tokens](benchmarks/results/layer-h200-throughput.svg)"]
     if summary["worst_vs_peft"] is not None:
         lines += [
             "",
@@ -274,6 +275,8 @@ def schedule() -> list[str]:
         "|---|---|---|---|---|",
         f"| packlora, simulated | {bubbles} |",
         "| LoRAFusion, published | 44.2% | 15.0% | 12.2% | 11.1% |",
+        "",
+        "![bubble by number of jobs](benchmarks/results/schedule-cpu-bubble.svg)",
     ]
 
 

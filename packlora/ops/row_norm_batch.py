@@ -55,8 +55,7 @@ WIDE = 64
 """Ranks over this take the kernels of row_norm_wide_kernel.py."""
 GRAM_R, GRAM_K, GRAM_CHUNKS = 32, 64, 16
 TAIL_M = 64
-WIDE_TAIL = {"BM": 128, "BR": 64, "BK": 32, "num_warps": 4, "num_stages": 3}
-WIDE_FOLD_R = 32
+WIDE_TAIL_M, WIDE_TAIL_R, WIDE_FOLD_R = 128, 64, 32
 FINGERPRINT = 4096
 PROGRAMS, SHORTEST_K, GRAM_CHUNK, WIDE_GRAM_CHUNK = 264, 1024, 512, 256
 """K is cut until a module by itself fills a large GPU, in parts no shorter than this. How it is cut depends on nothing but the
@@ -155,7 +154,7 @@ def make_items(shapes: Sequence[tuple[int, int, int]], block: int, split: bool, 
     size, is_wide = SIZES[block], block > WIDE
     BG, BT, TM = min(GRAM_R, block), min(GRAM_R, block), TAIL_M
     if is_wide:
-        BG, BT, TM = block, WIDE_TAIL["BR"], WIDE_TAIL["BM"]
+        BG, BT, TM = block, WIDE_TAIL_R, WIDE_TAIL_M
     rows: dict[str, list[int]] = {name: [] for name in ("split", "gram", "fold", "cross", "tail", "finish", "bits")}
     ranges: list[int] = []
     at = dict.fromkeys(("rows", "split", "inverses", "gram", "G", "parts"), 0)
@@ -361,7 +360,7 @@ class Batch:
         )  # fmt: skip
         launch(
             wide.wide_tail_kernel, (len(tables["tail"]),), (self.problems, tables["tail"], stale, B, G, parts),
-            GATED=gated, ALIGNED_B=self.aligned_B, **WIDE_TAIL,
+            GATED=gated, ALIGNED_B=self.aligned_B, BM=WIDE_TAIL_M, BR=WIDE_TAIL_R, BK=32, num_warps=8, num_stages=3,
         )  # fmt: skip
 
     def _buffer(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -50,7 +50,7 @@ def as_exact_as_float32(W: Any, A: Any, B: Any, s: float, got: torch.Tensor) -> 
 @pytest.mark.parametrize(
     ("N", "K", "r"),
     [(1024, 4096, 16), (770, 515, 24), (129, 14336, 33), (4096, 4096, 64), (1000, 4096, 384), (65, 96, 150), (3, 5, 2),
-     (200, 300, 500)],
+     (200, 300, 500), (300, 2100, 65), (515, 4096, 128)],
 )  # fmt: skip
 def test_as_exact_as_float32(N: int, K: int, r: int, low: float, dtype: torch.dtype) -> None:
     W, A, B = draw(N, K, r, dtype, low)
@@ -75,6 +75,25 @@ def test_long_sums_of_one_sign_are_not_cut_off(K: int, r: int) -> None:
     B = torch.rand(300, r, device="cuda") + 0.5
     W = (B @ A).bfloat16()
     as_exact_as_float32(W, A, B, 1.0, row_norm(W, A, B, 1.0))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("K", "r"), [(4096, 65), (4096, 384), (14336, 200), (1040, 768)])
+def test_ranks_over_64_where_the_low_rank_part_is_nearly_all(K: int, r: int, dtype: str) -> None:
+    """A and B have one sign: A A' and B A A' B' are long sums of one sign, and so are the products of A's second
+    halves."""
+    A = ((1 + (0.3 + 0.6 * torch.rand(r, K, device="cuda")) * 2**-8) * 2**-4).to(getattr(torch, dtype))
+    B = (1 - 2**-7 * torch.rand(300, r, device="cuda")) * 2**-3
+    W = torch.randn(300, K, device="cuda").mul(0.01).bfloat16()
+    as_exact_as_float32(W, A.float(), B, 1.5, row_norm(W, A, B, 1.5))
+
+
+def test_ranks_over_64_whose_operands_are_not_aligned() -> None:
+    """B's address, a rank and a row of A that are no multiples of 16 bytes."""
+    for K, r, skip in ((1024, 130, 0), (1024, 384, 1), (1030, 384, 0)):
+        W, A, B = draw(200, K, r)
+        B = torch.cat([B.new_zeros(skip), B.flatten()])[skip:].view(200, r)
+        as_exact_as_float32(W, A, B, 0.7, row_norm(W, A, B, 0.7))
 
 
 @pytest.mark.parametrize("left", [1e-1, 1e-3, 1e-5])
@@ -109,7 +128,15 @@ def test_float32_and_transposed_weights_go_without_kernels() -> None:
 
 
 def test_batches_have_the_bits_of_each_alone_and_every_time() -> None:
-    shapes = [(770, 515, 24), (1024, 4096, 16), (2048, 512, 16), (512, 1024, 300), (512, 2048, 300), (64, 64, 16)]
+    shapes = [
+        (770, 515, 24),
+        (1024, 4096, 16),
+        (2048, 512, 16),
+        (512, 1024, 300),
+        (512, 2048, 300),
+        (64, 64, 16),
+        (700, 4096, 130),
+    ]
     problems = [NormProblem(*draw(*shape), 0.7) for shape in shapes]
     first = row_norms(problems)
     for problem, got, again in zip(problems, first, row_norms(problems), strict=True):

@@ -231,13 +231,24 @@ def test_a_batch_of_any_mixture_has_the_bits_of_each_alone(way: str) -> None:
 def test_how_a_module_s_sums_are_cut_is_its_own_affair() -> None:
     """Or bits would depend on what else is in the batch."""
     pytest.importorskip("triton")
-    shapes = [(1024, 4096, 16), (4096, 14336, 16), (300, 2100, 9)]
-    together = batch.make_items(shapes, 16, True, torch.device("cpu")).tables
-    for index, shape in enumerate(shapes):
-        alone = batch.make_items([shape], 16, True, torch.device("cpu")).tables
-        for name in ("gram", "fold", "cross", "tail", "finish"):
-            own = together[name][together[name][:, 0] == index]
-            assert torch.equal(own[:, 1:], alone[name][:, 1:]), name
+    for block, ranks in ((16, (16, 16, 9)), (128, (384, 65, 200))):
+        shapes = [(N, K, r) for (N, K), r in zip(((1024, 4096), (4096, 14336), (300, 2100)), ranks, strict=True)]
+        together = batch.make_items(shapes, block, True, torch.device("cpu")).tables
+        for index, shape in enumerate(shapes):
+            alone = batch.make_items([shape], block, True, torch.device("cpu")).tables
+            for name in ("gram", "fold", "cross", "tail", "finish"):
+                own = together[name][together[name][:, 0] == index]
+                assert torch.equal(own[:, 1:], alone[name][:, 1:]), name
+
+
+@pytest.mark.parametrize("r", [65, 128, 150, 300])
+@pytest.mark.parametrize("a", ["float32", "float16"])
+def test_ranks_over_64_where_the_low_rank_part_is_nearly_all(r: int, a: str, way: str) -> None:
+    """All of the norm is B A A' B': blocks of A A' off the diagonal, several chunks of K, halves of A and of B. A and B have
+    one sign, and A's second halves too, so that what was left out would add up."""
+    A = ((1 + (0.3 + 0.6 * torch.rand(r, 1100)) * 2**-11) * 2**-4).to(getattr(torch, a))
+    B, W = (1 - 2**-9 * torch.rand(40, r)) * 2**-3, torch.randn(40, 1100).mul(0.01).half()
+    as_exact_as_float32(W, A.float(), B, 1.5, row_norm(W, A, B, 1.5))
 
 
 def test_a_small_budget_makes_more_batches_with_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
