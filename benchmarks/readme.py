@@ -176,7 +176,10 @@ def model() -> list[str]:
             continue
         tail = ", checkpointing" if row["checkpointing"] else ""
         kind = "DoRA" if row.get("dora") else "LoRA"
-        titles = {"frozen": "frozen", "packlora": f"packlora, {kind}", "peft_bf16": f"PEFT, {kind}"}
+        titles = {
+            "frozen": "frozen", "packlora": f"packlora, {kind}", "packlora_recompute": f"packlora, {kind}, recompute=True",
+            "peft_bf16": f"PEFT, {kind}",
+        }  # fmt: skip
         if row.get("dora"):
             titles |= {
                 "packlora_stepped": "packlora, DoRA, norms in every pass",
