@@ -36,8 +36,9 @@ from packlora.model import Base, plain_head, prepare_model
 from packlora.prepare import ModelShape, Prepared, PreparedJob, trainable_parameters
 from packlora.profiler import profile
 from packlora.progress import Progress
+from packlora.record import run_record
 from packlora.schedule.planner import Planner
-from packlora.train import Trainer, _deterministic, run_record
+from packlora.train import Trainer, _deterministic
 
 LR, CLIP, DROPOUT, BATCH = 1e-4, 1.0, 0.1, 8
 

@@ -32,8 +32,9 @@ from packlora.model import load_base
 from packlora.prepare import prepare
 from packlora.profiler import profile
 from packlora.progress import Progress
+from packlora.record import run_record
 from packlora.schedule.planner import Planner
-from packlora.train import Trainer, run_record
+from packlora.train import Trainer
 
 LR, CLIP = 2e-4, 1.0
 JOBS: list[dict[str, Any]] = [

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import resource
 import signal
 import sys
 import time
@@ -21,7 +20,6 @@ import types
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +32,7 @@ from packlora.adapters.linear import Router
 from packlora.adapters.peft_files import load_adapter
 from packlora.config import Run, load_run
 from packlora.data.collate import PackedSample, collate
-from packlora.data.encode import Sample, samples_hash
+from packlora.data.encode import Sample
 from packlora.data.order import SampleOrder
 from packlora.errors import InputError
 from packlora.files import lock_folder, remove_leftovers, write_json
@@ -43,9 +41,10 @@ from packlora.loss import sum_by_owner, token_losses
 from packlora.metrics import JsonLines, keep_lines
 from packlora.microbatch import run_microbatch
 from packlora.model import Base, load_base
-from packlora.prepare import Prepared, check_output, prepare, processor_name, source_commit, versions
+from packlora.prepare import Prepared, check_output, prepare
 from packlora.profiler import Profile, free_memory
 from packlora.progress import Progress
+from packlora.record import peak_memory, run_record
 from packlora.report import write_report
 from packlora.schedule.background import BackgroundPlanner
 from packlora.schedule.planner import Planner
@@ -613,59 +612,6 @@ def _same_data(saved: dict[str, Any], record: dict[str, Any]) -> None:
                 f"job {name!r}: its data has changed since the run began ({before.get('samples')} training and "
                 f"{before.get('eval_samples')} held-out samples then, {now['samples']} and {now['eval_samples']} now)"
             )
-
-
-def run_record(prepared: Prepared, base: Base, jobs: list[Job], known: Profile) -> dict[str, Any]:
-    """run.json: everything that is needed to repeat the run."""
-    described = {}
-    for job, item in zip(jobs, prepared.jobs, strict=True):
-        lengths = [sample.num_tokens for sample in job.data.samples]
-        counts, edges = np.histogram(lengths, bins=min(24, max(1, max(lengths) - min(lengths))))
-        described[job.name] = {
-            "samples": len(lengths),
-            "eval_samples": len(job.eval_samples),
-            "tokens": sum(lengths),
-            "label_tokens": sum(sample.num_labels for sample in job.data.samples),
-            "data_hash": samples_hash(job.data.samples + job.eval_samples),
-            "steps": job.data.num_steps,
-            "trainable_parameters": job.adapter.num_parameters,
-            "adapted_modules": len(job.adapter.weights),
-            "truncated": item.encoded.truncated + item.eval_encoded.truncated,
-            "dropped": item.encoded.dropped + item.eval_encoded.dropped,
-            "length_histogram": {"edges": edges.tolist(), "counts": counts.tolist()},
-        }
-    return {
-        "packlora": versions()["packlora"],
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "config": prepared.run.model_dump(mode="json"),
-        "versions": versions(),
-        "device": device_name(base.device),
-        "commit": source_commit(),
-        "model": {
-            "path": base.path,
-            "parameters": prepared.shape.parameters,
-            "type": prepared.shape.model_type,
-            "loss": "fused" if base.fused_loss else "logits",
-            "liger": base.liger,
-        },
-        "jobs": described,
-        "schedule": {"budget": prepared.budget, "layout": known.layout.name, "profile": known.describe()},
-        "warnings": prepared.warnings + base.warnings,
-        "result": None,
-    }
-
-
-def device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"cpu, {torch.get_num_threads()} threads ({processor_name()})"
-
-
-def peak_memory(device: torch.device) -> int:
-    """Bytes: allocated on the GPU, or resident in the process on the CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 @contextlib.contextmanager

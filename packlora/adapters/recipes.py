@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from packlora.adapters.siblings import undisturbed
 from packlora.ops.recipe import attach
 
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -69,7 +70,6 @@ def _gated(module: Any, function: Product) -> list[Any]:
     ]  # fmt: skip
 
 
-@torch.no_grad()
 def _product(module: Any) -> Product | None:
     """The function of gate and up whose bits are those that down_proj reads."""
     seen: dict[str, torch.Tensor] = {}
@@ -81,14 +81,12 @@ def _product(module: Any) -> Product | None:
     weight = next(module.parameters())
     generator = torch.Generator().manual_seed(0)
     width = getattr(module.gate_proj, "in_features", 0) or module.gate_proj.weight.shape[1]
-    training = module.training
-    module.eval()
     try:
-        module(torch.randn(16, width, generator=generator).to(weight.device, weight.dtype)[None])
+        with undisturbed(module):
+            module(torch.randn(16, width, generator=generator).to(weight.device, weight.dtype)[None])
     except Exception:  # takes something else: no recipe
         return None
     finally:
-        module.train(training)
         for handle in handles:
             handle.remove()
     if seen.keys() != {"gate", "up", "product"}:
@@ -103,7 +101,9 @@ def _product(module: Any) -> Product | None:
         candidates += [ops.LigerSiLUMulFunction.apply, ops.LigerGELUMulFunction.apply]
     for function in candidates:
         try:
-            if torch.equal(function(seen["gate"].clone(), seen["up"].clone()), seen["product"]):
+            with torch.no_grad():
+                made = function(seen["gate"].clone(), seen["up"].clone())
+            if torch.equal(made, seen["product"]):
                 return function
         except (RuntimeError, TypeError, ValueError):
             continue

@@ -45,7 +45,7 @@ def sibling_groups(
     paths_of = Counter(id(module) for module in modules.values())
     seen: dict[str, list[torch.Tensor]] = defaultdict(list)
     order: list[tuple[str, torch.Tensor, int]] = []
-    with _undisturbed(model):
+    with undisturbed(model):
         handles = []
         for path in candidates:
 
@@ -90,7 +90,7 @@ def _conditional(
 
 
 @contextmanager
-def _undisturbed(model: torch.nn.Module) -> Iterator[None]:
+def undisturbed(model: torch.nn.Module) -> Iterator[None]:
     """No gradients, eval mode; afterwards each module is in its own mode again and random generators are as before."""
     modes = [(module, module.training) for module in model.modules()]
     devices = {tensor.device.index for tensor in model.parameters() if tensor.device.type == "cuda"}

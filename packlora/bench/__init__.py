@@ -58,7 +58,7 @@ def run_bench(
     from packlora.bench.results import check_writable, device_slug, rows_of_other_parts, write_results
     from packlora.errors import InputError
     from packlora.model import choose_device
-    from packlora.train import device_name
+    from packlora.record import device_name
 
     if name not in NAMES:
         raise InputError(f"bench: {name!r} is not a benchmark; there are {', '.join(NAMES)}")

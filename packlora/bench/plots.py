@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,11 @@ def write_plots(name: str, rows: list[dict[str, Any]], out: Path) -> list[Path]:
         figures["layers"] = _draw_bars(bars, [f"{row['K']} x {row['N']}\nr {row['r']}" for row in bars])
     if name in ("graphs", "multi"):
         figures["ratios"] = _draw_bars(rows, [row["case"].replace(" ", "\n") for row in rows])
+    return saved(figures, out)
+
+
+def saved(figures: Mapping[str, Any], out: Path) -> list[Path]:
+    """Write each figure to `<name of the results file>-<its name>` as PNG and SVG; the paths."""
     written = []
     for what, figure in figures.items():
         for kind in ("png", "svg"):

@@ -15,7 +15,7 @@ import torch
 from packlora.errors import InputError
 from packlora.files import write_json
 from packlora.prepare import source_commit, versions
-from packlora.train import device_name
+from packlora.record import device_name
 
 
 def write_results(

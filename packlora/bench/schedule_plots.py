@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from packlora.bench.plots import saved
+
 OURS, THEIRS, NONE = "#0b6e99", "#d9822b", "#8a8a8a"
 """packlora; LoRAFusion as published; no scheduler."""
 
@@ -16,13 +18,7 @@ def write_plots(rows: Sequence[dict[str, Any]], published: dict[str, Any], out: 
 
     matplotlib.use("Agg")
     figures = {"bubble": _draw_bubbles(rows, published), "time": _draw_time(rows, published)}
-    written = []
-    for what, figure in figures.items():
-        for kind in ("png", "svg"):
-            path = out.with_name(f"{out.stem}-{what}.{kind}")
-            figure.savefig(path, dpi=150, bbox_inches="tight")
-            written.append(path)
-    return written
+    return saved(figures, out)
 
 
 def _draw_bubbles(rows: Sequence[dict[str, Any]], published: dict[str, Any]) -> Any:

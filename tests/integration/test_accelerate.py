@@ -483,7 +483,7 @@ def test_dora_is_computed_by_the_operator(used: list[int]) -> None:
     used.clear()
     got = outcome(model)
     assert used and any("magnitude" in name for name in got)
-    assert_same(got, want, 1e-10)
+    assert_same(got, want)
 
 
 def test_lora_bias(used: list[int]) -> None:

@@ -1,0 +1,70 @@
+"""run.json: everything that is needed to repeat a run, and what is told of its device."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from datetime import UTC, datetime
+from typing import Any
+
+import numpy as np
+import torch
+
+from packlora.data.encode import samples_hash
+from packlora.job import Job
+from packlora.model import Base
+from packlora.prepare import Prepared, processor_name, source_commit, versions
+from packlora.profiler import Profile
+
+
+def run_record(prepared: Prepared, base: Base, jobs: list[Job], known: Profile) -> dict[str, Any]:
+    """run.json: everything that is needed to repeat the run."""
+    described = {}
+    for job, item in zip(jobs, prepared.jobs, strict=True):
+        lengths = [sample.num_tokens for sample in job.data.samples]
+        counts, edges = np.histogram(lengths, bins=min(24, max(1, max(lengths) - min(lengths))))
+        described[job.name] = {
+            "samples": len(lengths),
+            "eval_samples": len(job.eval_samples),
+            "tokens": sum(lengths),
+            "label_tokens": sum(sample.num_labels for sample in job.data.samples),
+            "data_hash": samples_hash(job.data.samples + job.eval_samples),
+            "steps": job.data.num_steps,
+            "trainable_parameters": job.adapter.num_parameters,
+            "adapted_modules": len(job.adapter.weights),
+            "truncated": item.encoded.truncated + item.eval_encoded.truncated,
+            "dropped": item.encoded.dropped + item.eval_encoded.dropped,
+            "length_histogram": {"edges": edges.tolist(), "counts": counts.tolist()},
+        }
+    return {
+        "packlora": versions()["packlora"],
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "config": prepared.run.model_dump(mode="json"),
+        "versions": versions(),
+        "device": device_name(base.device),
+        "commit": source_commit(),
+        "model": {
+            "path": base.path,
+            "parameters": prepared.shape.parameters,
+            "type": prepared.shape.model_type,
+            "loss": "fused" if base.fused_loss else "logits",
+            "liger": base.liger,
+        },
+        "jobs": described,
+        "schedule": {"budget": prepared.budget, "layout": known.layout.name, "profile": known.describe()},
+        "warnings": prepared.warnings + base.warnings,
+        "result": None,
+    }
+
+
+def device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"cpu, {torch.get_num_threads()} threads ({processor_name()})"
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: allocated on the GPU, or resident in the process on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
