@@ -92,13 +92,15 @@ def _product(module: Any) -> Product | None:
     if seen.keys() != {"gate", "up", "product"}:
         return None
     candidates: list[Product] = []
+    if (
+        weight.is_cuda and importlib.util.find_spec("liger_kernel") is not None
+    ):  # first: one kernel where torch needs two
+        ops = importlib.import_module("liger_kernel.ops")
+        candidates += [ops.LigerSiLUMulFunction.apply, ops.LigerGELUMulFunction.apply]
     act = getattr(module, "act_fn", None)
     if isinstance(act, nn.Module) and not list(act.parameters()):
         candidates.append(lambda gate, up: act(gate) * up)
     candidates.append(lambda gate, up: nn.functional.silu(gate) * up)
-    if weight.is_cuda and importlib.util.find_spec("liger_kernel") is not None:
-        ops = importlib.import_module("liger_kernel.ops")
-        candidates += [ops.LigerSiLUMulFunction.apply, ops.LigerGELUMulFunction.apply]
     for function in candidates:
         try:
             with torch.no_grad():

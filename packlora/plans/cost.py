@@ -25,12 +25,12 @@ Phase = Literal["forward", "backward"]
 DROPOUT_BYTES, DROPOUT_LAUNCHES = 60, 16
 """Of ops.dropout on a CPU, beside its scaling and masking of x: integer operations, each a pass over int32 [T, K / 2]. On a GPU
 it is one kernel that reads x and writes xd."""
-WASTE = {"pass": 1.2, "joint": 0.6, "skinny": 1.6, "down": 1.6, "up": 1.4, "one-pass": 1.9, "inputs": 1.45}
+WASTE = {"pass": 1.2, "joint": -0.15, "skinny": 1.6, "down": 1.6, "up": 1.4, "one-pass": 1.75, "inputs": 1.45}
 """Time over the time of the traffic, on an H200 at 4096 x 4096, rank 16, T = 8192: library products with a small dimension, and
-the kernels."""
+the kernels. joint: what is added to one-pass where it makes e as well, whose three tensors stream better than one."""
 WASTE_RANK = {"down": 0.010, "up": 0.03, "one-pass": 0.08, "inputs": 0.014}
-"""What each rank past 16 adds (at rank 64 down, up, one-pass and inputs took 37, 50, 128 and 69 us; the two library products in
-one-pass's place 60)."""
+"""What each rank past 16 adds (at rank 64 down, up and inputs took 37, 50 and 69 us; one-pass 34 at rank 16 and 59 at rank 32,
+the two library products in its place 45 at any rank)."""
 SKINNY = 256
 TRITON_GEMM = 1.04
 """A fused GEMM's time over cuBLAS: geometric mean of five shapes on an H200 at rank 16, T = 8192 (1.01 to 1.07)."""

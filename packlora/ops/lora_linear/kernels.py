@@ -87,6 +87,15 @@ def _sum_rows(tile, PARTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
 
 
 @triton.jit
+def _inside(rows, stop, TAIL: tl.constexpr):
+    """Which rows are before `stop`: all of them, known when it is compiled, where it is not the TAIL of a run."""
+    if TAIL:
+        return rows < stop
+    else:
+        return tl.full(rows.shape, 1, tl.int1)
+
+
+@triton.jit
 def _keys(keys, rows, inside, salt):
     """Both key words of tokens, the first with the salt in it."""
     key_0 = tl.load(keys + 2 * rows, mask=inside, other=0).to(tl.uint32, bitcast=True) ^ salt.to(tl.uint32)
@@ -372,70 +381,111 @@ def scale_kernel(
 
 
 @triton.jit
-def _grad(
-    d, S, B, dS_parts, dB_parts, kept, e, sums, g, column, offset, rank, column_0, start, stop, row, factor, first, last, band,
-    N, d_stride, width, part_width,
-    NEED_DB: tl.constexpr, COMPOSED: tl.constexpr, NEED_DZ: tl.constexpr, NEED_D: tl.constexpr, PRECISION: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr,
+def _grad_block(
+    d, S, kept, e, parts, t, B_tile, factor, g_row, column, ranks, has, first, fits, stop, acc, lost, dz, d_sum, N, d_stride,
+    width, part_width,
+    TAIL: tl.constexpr, TMA: tl.constexpr, NEED_DB: tl.constexpr, COMPOSED: tl.constexpr, NEED_DZ: tl.constexpr,
+    NEED_D: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    rows = start + tl.arange(0, BM)
-    inside = rows < stop
+    """One block of tokens from t on; TAIL: some of them may be past the run. Returns the sums over tokens so far."""
+    rows = t + tl.arange(0, BM)
+    rows_64 = rows.to(tl.int64)[:, None]
+    cols = first + tl.arange(0, BN)
+    inside = _inside(rows, stop, TAIL)
+    here = inside[:, None] & fits[None, :]
+    if TMA:
+        d_tile = d.load([t, first])
+        if TAIL:  # a product with 0 would let another run's NaN through
+            d_tile = tl.where(inside[:, None], d_tile, tl.zeros_like(d_tile))
+    else:
+        d_tile = tl.load(d + rows_64 * d_stride + cols[None, :], mask=here, other=0.0)
+    mine = inside[:, None] & has[None, :]
+    if COMPOSED:
+        wide = d_tile.to(tl.float32)
+        if NEED_DZ:
+            if TMA:
+                kept_tile = kept.load([t, first])
+                if TAIL:
+                    kept_tile = tl.where(inside[:, None], kept_tile, tl.zeros_like(kept_tile))
+            else:
+                kept_tile = tl.load(kept + rows_64 * N + cols[None, :], mask=here, other=0.0)
+            dz += tl.sum(tl.reshape(wide * kept_tile.to(tl.float32), (BM // 8, 8, BN)), 0)
+        if NEED_D:
+            d_sum += tl.sum(tl.reshape(wide, (BM // 8, 8, BN)), 0)
+        d_tile = (wide * g_row[None, :]).to(d_tile.dtype)
+        tl.store(e + rows_64 * N + cols[None, :], d_tile, mask=here)
+    dS = tl.dot(d_tile, B_tile, input_precision=PRECISION)
+    tl.store(parts + rows_64 * part_width + ranks[None, :], dS * factor, mask=mine)
+    if NEED_DB:
+        S_tile = tl.load(S + rows_64 * width + (column + ranks)[None, :], mask=mine, other=0.0)
+        acc, lost = _add_dot(tl.trans(d_tile), S_tile, acc, lost, PRECISION)
+    return acc, lost, dz, d_sum
+
+
+@triton.jit
+def _grad(
+    d, S, B, dS_parts, dB_parts, kept, e, sums, g, column, offset, rank, column_0, start, stop, row, factor, band, T, N,
+    d_stride, width, part_width,
+    TMA: tl.constexpr, NEED_DB: tl.constexpr, COMPOSED: tl.constexpr, NEED_DZ: tl.constexpr, NEED_D: tl.constexpr,
+    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    first = tl.program_id(0) * BN
+    cols = first + tl.arange(0, BN)
+    fits = cols < N
     ranks = column_0 + tl.arange(0, BR)
     has = ranks < rank
-    rows_64 = rows.to(tl.int64)[:, None]
-    S_tile = tl.load(S + rows_64 * width + (column + ranks)[None, :], mask=inside[:, None] & has[None, :], other=0.0)
-    acc = tl.zeros((BM, BR), dtype=tl.float32)
-    lost = tl.zeros((BM, BR), dtype=tl.float32)
-    if (
-        COMPOSED
-    ):  # fetched one block ahead by hand: what goes through registers on its way to a product is not pipelined
-        PARTS: tl.constexpr = 8 if d.dtype.element_ty == tl.float32 else 1
-        cols = first + tl.arange(0, BN)
-        ahead = inside[:, None] & (cols < last)[None, :]
-        d_next = tl.load(d + rows_64 * d_stride + cols[None, :], mask=ahead, other=0.0)
-        if NEED_DZ:
-            kept_next = tl.load(kept + rows_64 * N + cols[None, :], mask=ahead, other=0.0)
-    for n in range(first, last, BN):
-        cols = n + tl.arange(0, BN)
-        fits = cols < N
-        here = inside[:, None] & fits[None, :]
-        if COMPOSED:
-            wide = d_next.to(tl.float32)
-            ahead = inside[:, None] & (cols + BN < last)[None, :]
-            if NEED_DZ:
-                product = wide * kept_next.to(tl.float32)
-                kept_next = tl.load(kept + rows_64 * N + (cols + BN)[None, :], mask=ahead, other=0.0)
-                at = sums + band.to(tl.int64) * 2 * N + cols
-                tl.store(at, _sum_rows(product, PARTS, BM, BN), mask=fits)
-            d_next = tl.load(d + rows_64 * d_stride + (cols + BN)[None, :], mask=ahead, other=0.0)
-            if NEED_D:
-                tl.store(sums + (band.to(tl.int64) * 2 + 1) * N + cols, _sum_rows(wide, PARTS, BM, BN), mask=fits)
-            wide *= tl.load(g + row * N + cols, mask=fits, other=0.0)[None, :]
-            d_tile = wide.to(d.dtype.element_ty)
-            tl.store(e + rows_64 * N + cols[None, :], d_tile, mask=here)
-        else:
-            d_tile = tl.load(d + rows_64 * d_stride + cols[None, :], mask=here, other=0.0)
-        B_at = B + offset + cols.to(tl.int64)[:, None] * rank + ranks[None, :]
-        B_tile = tl.load(B_at, mask=fits[:, None] & has[None, :], other=0.0)
-        acc, lost = _add_dot(d_tile, B_tile, acc, lost, PRECISION)
-        if NEED_DB:
-            part = tl.dot(tl.trans(d_tile), S_tile, input_precision=PRECISION)
-            part_at = dB_parts + (band.to(tl.int64) * N + cols[:, None]) * part_width + ranks[None, :]
-            tl.store(part_at, part, mask=fits[:, None] & has[None, :])
-    at = dS_parts + rows_64 * width + (column + ranks)[None, :]
-    tl.store(at, acc * factor, mask=inside[:, None] & has[None, :])
+    B_at = B + offset + cols.to(tl.int64)[:, None] * rank + ranks[None, :]
+    B_tile = tl.load(B_at, mask=fits[:, None] & has[None, :], other=0.0)
+    parts = dS_parts + tl.program_id(0).to(tl.int64) * T * part_width
+    acc = tl.zeros((BN, BR), dtype=tl.float32)
+    lost = tl.zeros((BN, BR), dtype=tl.float32)
+    dz = tl.zeros((8, BN), dtype=tl.float32)
+    d_sum = tl.zeros((8, BN), dtype=tl.float32)
+    g_row = None
+    if COMPOSED:
+        g_row = tl.load(g + row * N + cols, mask=fits, other=0.0)
+    whole = 0
+    if TMA:
+        whole = (stop - start) // BM
+        for block in tl.range(0, whole, num_stages=STAGES):
+            acc, lost, dz, d_sum = _grad_block(
+                d, S, kept, e, parts, start + block * BM, B_tile, factor, g_row, column, ranks, has, first, fits, stop, acc,
+                lost, dz, d_sum, N, d_stride, width, part_width, False, TMA, NEED_DB, COMPOSED, NEED_DZ, NEED_D, PRECISION,
+                BM, BN,
+            )  # fmt: skip
+        if start + whole * BM < stop:
+            acc, lost, dz, d_sum = _grad_block(
+                d, S, kept, e, parts, start + whole * BM, B_tile, factor, g_row, column, ranks, has, first, fits, stop, acc,
+                lost, dz, d_sum, N, d_stride, width, part_width, True, TMA, NEED_DB, COMPOSED, NEED_DZ, NEED_D, PRECISION,
+                BM, BN,
+            )  # fmt: skip
+    else:
+        for t in tl.range(start, stop, BM, num_stages=STAGES):
+            acc, lost, dz, d_sum = _grad_block(
+                d, S, kept, e, parts, t, B_tile, factor, g_row, column, ranks, has, first, fits, stop, acc, lost, dz, d_sum,
+                N, d_stride, width, part_width, True, TMA, NEED_DB, COMPOSED, NEED_DZ, NEED_D, PRECISION, BM, BN,
+            )  # fmt: skip
+    band_64 = band.to(tl.int64)
+    if NEED_DB:
+        part_at = dB_parts + (band_64 * N + cols[:, None]) * part_width + ranks[None, :]
+        tl.store(part_at, acc, mask=fits[:, None] & has[None, :])
+    if NEED_DZ:
+        tl.store(sums + band_64 * 2 * N + cols, tl.sum(dz, 0), mask=fits)
+    if NEED_D:
+        tl.store(sums + (band_64 * 2 + 1) * N + cols, tl.sum(d_sum, 0), mask=fits)
 
 
 @triton.jit
 def grad_kernel(
-    d, S, B, dS_parts, dB_parts, kept, e, sums, g, bands, places, scalings, base_row, T, N, d_stride, width, part_width, span,
-    NEED_DB: tl.constexpr, COMPOSED: tl.constexpr, NEED_DZ: tl.constexpr, NEED_D: tl.constexpr, PRECISION: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr,
+    d, S, B, dS_parts, dB_parts, kept, e, sums, g, bands, places, scalings, base_row, T, N, d_stride, width, part_width,
+    TMA: tl.constexpr, NEED_DB: tl.constexpr, COMPOSED: tl.constexpr, NEED_DZ: tl.constexpr, NEED_D: tl.constexpr,
+    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Grid (spans of columns, token bands of BM, rank blocks of BR; one rank block where COMPOSED).
+    """Grid (column blocks of BN, token bands, rank blocks of BR; one rank block where COMPOSED).
 
-    dS_parts [spans, T, width] float32: the span's share of dS; dB_parts [bands, N, part_width] float32: the band's of dB.
-    COMPOSED: d is scaled by g first, e and sums are written as by scale_kernel.
+    A program keeps its columns of B and of dB and walks over the tokens of its band, BM at a time. dS_parts [column blocks, T,
+    part_width] float32: the columns' share of dS; dB_parts [bands, N, part_width] float32: the band's of dB. TMA: d, and kept,
+    are tensor descriptors of blocks [BM, BN]. COMPOSED: d is scaled by g first, e and sums are written as by scale_kernel.
     """
     band_index, column_0 = tl.program_id(1), tl.program_id(2) * BR
     band = bands + 4 * band_index
@@ -449,39 +499,114 @@ def grad_kernel(
     row = tl.where(adapter >= 0, adapter, base_row).to(tl.int64)
     left = rank - column_0
     if left > 0 or COMPOSED:
-        first = tl.program_id(0) * span
-        last = tl.minimum(N, first + span)
-        parts = dS_parts + tl.program_id(0).to(tl.int64) * T * width
         if BR == 16 or left > BR // 2:
-            _grad(d, S, B, parts, dB_parts, kept, e, sums, g, column, offset, rank, column_0, start, stop, row, factor, first,
-                  last, band_index, N, d_stride, width, part_width, NEED_DB, COMPOSED, NEED_DZ, NEED_D, PRECISION, BM, BN,
-                  BR)  # fmt: skip
+            _grad(d, S, B, dS_parts, dB_parts, kept, e, sums, g, column, offset, rank, column_0, start, stop, row, factor,
+                  band_index, T, N, d_stride, width, part_width, TMA, NEED_DB, COMPOSED, NEED_DZ, NEED_D, PRECISION, BM, BN,
+                  BR, STAGES)  # fmt: skip
         elif BR == 32 or left <= 16:
-            _grad(d, S, B, parts, dB_parts, kept, e, sums, g, column, offset, rank, column_0, start, stop, row, factor, first,
-                  last, band_index, N, d_stride, width, part_width, NEED_DB, COMPOSED, NEED_DZ, NEED_D, PRECISION, BM, BN,
-                  16)  # fmt: skip
+            _grad(d, S, B, dS_parts, dB_parts, kept, e, sums, g, column, offset, rank, column_0, start, stop, row, factor,
+                  band_index, T, N, d_stride, width, part_width, TMA, NEED_DB, COMPOSED, NEED_DZ, NEED_D, PRECISION, BM, BN,
+                  16, STAGES)  # fmt: skip
         else:
-            _grad(d, S, B, parts, dB_parts, kept, e, sums, g, column, offset, rank, column_0, start, stop, row, factor, first,
-                  last, band_index, N, d_stride, width, part_width, NEED_DB, COMPOSED, NEED_DZ, NEED_D, PRECISION, BM, BN,
-                  32)  # fmt: skip
+            _grad(d, S, B, dS_parts, dB_parts, kept, e, sums, g, column, offset, rank, column_0, start, stop, row, factor,
+                  band_index, T, N, d_stride, width, part_width, TMA, NEED_DB, COMPOSED, NEED_DZ, NEED_D, PRECISION, BM, BN,
+                  32, STAGES)  # fmt: skip
 
 
 @triton.jit
-def sum_spans_kernel(parts, dS, size, spans, BLOCK: tl.constexpr):
-    """dS = sum of dS_parts over the spans, in order. Columns that nothing wrote are summed too and never read."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    acc = tl.zeros((BLOCK,), dtype=tl.float32)
-    for _ in range(spans):
-        acc += tl.load(parts + at, mask=at < size, other=0.0)
-        parts += size
-    tl.store(dS + at, acc.to(dS.dtype.element_ty), mask=at < size)
+def sum_grads_kernel(
+    dS_parts, dS, dB_parts, dB, tiles, num_tiles, bands, ranges, places, num_blocks, N, width, part_width, spans, step,
+    BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """What grad_kernel made parts of, for one layer: dS, the sum of dS_parts over the column blocks, and dB, flat as B is, the
+    sum of dB_parts over the adapter's bands; both in order. Grid (num_tiles + num_blocks * adapters, rank blocks of BR): first
+    the token blocks of BM, then for each adapter the blocks of N. step: elements from one share of dS to the next. AHEAD parts
+    are on their way at once."""
+    program = tl.program_id(0)
+    ranks = tl.program_id(1) * BR + tl.arange(0, BR)
+    if program < num_tiles:
+        tile = tiles + 4 * program
+        adapter, start, stop = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
+        if adapter >= 0:
+            column, rank = tl.load(places + 4 * adapter), tl.load(places + 4 * adapter + 2)
+            rows = (start + tl.arange(0, BM)).to(tl.int64)
+            mine = (rows < stop)[:, None] & (ranks < rank)[None, :]
+            at = dS_parts + rows[:, None] * part_width + ranks[None, :]
+            total = tl.zeros((BM, BR), dtype=tl.float32)
+            for first in range(0, spans, AHEAD):
+                for more in tl.static_range(AHEAD):
+                    total += tl.load(at, mask=mine & (first + more < spans), other=0.0)
+                    at += step
+            tl.store(dS + rows[:, None] * width + (column + ranks)[None, :], total.to(dS.dtype.element_ty), mask=mine)
+    else:
+        adapter = (program - num_tiles) // num_blocks
+        offset, rank = tl.load(places + 4 * adapter + 1), tl.load(places + 4 * adapter + 2)
+        cols = ((program - num_tiles) % num_blocks * BN + tl.arange(0, BN)).to(tl.int64)
+        if tl.program_id(1) * BR < rank:
+            inside = (cols < N)[:, None] & (ranks < rank)[None, :]
+            total_B = tl.zeros((BN, BR), dtype=tl.float32)
+            last = tl.load(ranges + 2 * adapter + 1)
+            for first in range(tl.load(ranges + 2 * adapter), last, AHEAD):
+                for more in tl.static_range(AHEAD):
+                    band = first + more
+                    own = tl.load(bands + 4 * band, mask=band < last, other=-1) == adapter
+                    at = dB_parts + (band.to(tl.int64) * N + cols[:, None]) * part_width + ranks[None, :]
+                    total_B += tl.load(at, mask=inside & own, other=0.0)
+            tl.store(dB + offset + cols[:, None] * rank + ranks[None, :], total_B.to(dB.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _inputs_block(
+    x, dS, A_at, A_tile, dx, keys, t, column_0, cols, fits, ranks, has, rank, stop, threshold, salt, acc, lost, K, x_stride,
+    width,
+    TAIL: tl.constexpr, TMA: tl.constexpr, DROP: tl.constexpr, ASM: tl.constexpr, NEED_DX: tl.constexpr, NEED_DA: tl.constexpr,
+    PRECISION: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr,
+):  # fmt: skip
+    """One block of tokens from t on; TAIL: some of them may be past the run. Returns dA' of the tokens so far."""
+    rows = t + tl.arange(0, BM)
+    inside = _inside(rows, stop, TAIL)
+    rows_64 = rows.to(tl.int64)[:, None]
+    dS_at = dS + rows_64 * width + ranks[None, :]
+    dS_tile = tl.load(dS_at, mask=inside[:, None] & has[None, :], other=0.0)
+    if DROP:
+        key_0, key_1 = _keys(keys, rows, inside, salt)
+    if NEED_DA:
+        if TMA:
+            x_tile = x.load([t, column_0])
+            if TAIL:  # a product with 0 would let another run's NaN through
+                x_tile = tl.where(inside[:, None], x_tile, tl.zeros_like(x_tile))
+        else:
+            x_at = x + rows_64 * x_stride + cols[None, :]
+            x_tile = tl.load(x_at, mask=inside[:, None] & fits[None, :], other=0.0)
+    if NEED_DX:
+        low = tl.dot(dS_tile, A_tile, input_precision=PRECISION)
+        if NEED_DA == 0:  # wider than one rank block: the others are added up here
+            low_lost = tl.zeros((BM, BK), dtype=tl.float32)
+            for r in range(BR, rank, BR):
+                more = (r + ranks < rank)[None, :]
+                dS_more = tl.load(dS_at + r, mask=inside[:, None] & more, other=0.0)
+                A_more = tl.load(A_at + r * K, mask=(r + ranks < rank)[:, None] & fits[None, :], other=0.0)
+                low, low_lost = _add_dot(dS_more, A_more, low, low_lost, PRECISION)
+        low_tile = low.to(dx.dtype.element_ty)
+    if DROP:
+        if NEED_DX and NEED_DA:
+            x_tile, low_tile = _drop_two(x_tile, low_tile, key_0, key_1, column_0, threshold, BK, ASM)
+        elif NEED_DX:
+            low_tile = _drop(low_tile, key_0, key_1, column_0, threshold, BK, ASM)
+        else:
+            x_tile = _drop(x_tile, key_0, key_1, column_0, threshold, BK, ASM)
+    if NEED_DX:
+        tl.store(dx + rows_64 * K + cols[None, :], low_tile, mask=inside[:, None] & fits[None, :])
+    if NEED_DA:
+        acc, lost = _add_dot(tl.trans(x_tile), dS_tile, acc, lost, PRECISION)
+    return acc, lost
 
 
 @triton.jit
 def _inputs(
     x, dS, A, dx, dA_parts, keys, first, rank, column, band_index, start, stop, threshold, salt, K, x_stride, width,
-    DROP: tl.constexpr, ASM: tl.constexpr, NEED_DX: tl.constexpr, NEED_DA: tl.constexpr, PRECISION: tl.constexpr,
-    BM: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr,
+    TMA: tl.constexpr, DROP: tl.constexpr, ASM: tl.constexpr, NEED_DX: tl.constexpr, NEED_DA: tl.constexpr,
+    PRECISION: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     column_0 = tl.program_id(0) * BK
     cols = column_0 + tl.arange(0, BK)
@@ -490,62 +615,41 @@ def _inputs(
     has = ranks < rank
     A_at = A + (first + ranks).to(tl.int64)[:, None] * K + cols[None, :]
     A_tile = tl.load(A_at, mask=has[:, None] & fits[None, :], other=0.0)
-    acc = tl.zeros((BR, BK), dtype=tl.float32)
-    lost = tl.zeros((BR, BK), dtype=tl.float32)
-    # dS and the keys are fetched one block ahead by hand: the compiler pipelines only what one product reads
-    rows = start + tl.arange(0, BM)
-    dS_at = dS + rows.to(tl.int64)[:, None] * width + ranks[None, :]
-    dS_next = tl.load(dS_at, mask=(rows < stop)[:, None] & has[None, :], other=0.0)
-    if DROP:
-        key_0_next, key_1_next = _keys(keys, rows, rows < stop, salt)
-    for t in range(start, stop, BM):
-        rows = t + tl.arange(0, BM)
-        inside = rows < stop
-        rows_64 = rows.to(tl.int64)[:, None]
-        dS_at = dS + rows_64 * width + ranks[None, :]
-        dS_tile = dS_next
-        dS_next = tl.load(dS_at + BM * width, mask=(rows + BM < stop)[:, None] & has[None, :], other=0.0)
-        if DROP:
-            key_0, key_1 = key_0_next, key_1_next
-            key_0_next, key_1_next = _keys(keys, rows + BM, rows + BM < stop, salt)
-        if NEED_DX:
-            low = tl.dot(dS_tile, A_tile, input_precision=PRECISION)
-            low_lost = tl.zeros((BM, BK), dtype=tl.float32)
-            if NEED_DA == 0:  # wider than one rank block: the others are added up here
-                for r in range(BR, rank, BR):
-                    more = (r + ranks < rank)[None, :]
-                    dS_more = tl.load(dS_at + r, mask=inside[:, None] & more, other=0.0)
-                    A_more = tl.load(A_at + r * K, mask=(r + ranks < rank)[:, None] & fits[None, :], other=0.0)
-                    low, low_lost = _add_dot(dS_more, A_more, low, low_lost, PRECISION)
-            low_tile = low.to(dx.dtype.element_ty)
-        if NEED_DA:
-            x_at = x + rows_64 * x_stride + cols[None, :]
-            x_tile = tl.load(x_at, mask=inside[:, None] & fits[None, :], other=0.0)
-        if DROP:
-            if NEED_DX and NEED_DA:
-                x_tile, low_tile = _drop_two(x_tile, low_tile, key_0, key_1, column_0, threshold, BK, ASM)
-            elif NEED_DX:
-                low_tile = _drop(low_tile, key_0, key_1, column_0, threshold, BK, ASM)
-            else:
-                x_tile = _drop(x_tile, key_0, key_1, column_0, threshold, BK, ASM)
-        if NEED_DA:
-            acc, lost = _add_dot(tl.trans(dS_tile), x_tile, acc, lost, PRECISION)
-        if NEED_DX:
-            tl.store(dx + rows_64 * K + cols[None, :], low_tile, mask=inside[:, None] & fits[None, :])
+    acc = tl.zeros((BK, BR), dtype=tl.float32)
+    lost = tl.zeros((BK, BR), dtype=tl.float32)
+    if TMA:
+        whole = (stop - start) // BM
+        for block in tl.range(0, whole, num_stages=STAGES):
+            acc, lost = _inputs_block(
+                x, dS, A_at, A_tile, dx, keys, start + block * BM, column_0, cols, fits, ranks, has, rank, stop, threshold,
+                salt, acc, lost, K, x_stride, width, False, TMA, DROP, ASM, NEED_DX, NEED_DA, PRECISION, BM, BK, BR,
+            )  # fmt: skip
+        if start + whole * BM < stop:
+            acc, lost = _inputs_block(
+                x, dS, A_at, A_tile, dx, keys, start + whole * BM, column_0, cols, fits, ranks, has, rank, stop, threshold,
+                salt, acc, lost, K, x_stride, width, True, TMA, DROP, ASM, NEED_DX, NEED_DA, PRECISION, BM, BK, BR,
+            )  # fmt: skip
+    else:
+        for t in tl.range(start, stop, BM, num_stages=STAGES):
+            acc, lost = _inputs_block(
+                x, dS, A_at, A_tile, dx, keys, t, column_0, cols, fits, ranks, has, rank, stop, threshold, salt, acc, lost, K,
+                x_stride, width, True, TMA, DROP, ASM, NEED_DX, NEED_DA, PRECISION, BM, BK, BR,
+            )  # fmt: skip
     if NEED_DA:
-        part_at = dA_parts + (band_index.to(tl.int64) * width + ranks[:, None]) * K + cols[None, :]
-        tl.store(part_at, acc, mask=has[:, None] & fits[None, :])
+        part_at = dA_parts + (band_index.to(tl.int64) * width + ranks[None, :]) * K + cols[:, None]
+        tl.store(part_at, acc, mask=has[None, :] & fits[:, None])
 
 
 @triton.jit(do_not_specialize=["salt"])
 def inputs_kernel(
     x, dS, A, dx, dA_parts, keys, bands, adapters, salt, K, x_stride, width,
-    DROP: tl.constexpr, ASM: tl.constexpr, NEED_DX: tl.constexpr, NEED_DA: tl.constexpr, PRECISION: tl.constexpr,
-    BM: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr,
+    TMA: tl.constexpr, DROP: tl.constexpr, ASM: tl.constexpr, NEED_DX: tl.constexpr, NEED_DA: tl.constexpr,
+    PRECISION: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Grid (column blocks of BK, token bands, rank blocks of BR; one rank block where dx is needed).
 
-    dA_parts [bands, width, K] float32. dx is written in every row: 0 where no adapter is.
+    dA_parts [bands, width, K] float32. dx is written in every row: 0 where no adapter is. TMA: x is a tensor descriptor of
+    blocks [BM, BK].
     """
     band_index, column = tl.program_id(1), tl.program_id(2) * BR
     band = bands + 4 * band_index
@@ -557,16 +661,16 @@ def inputs_kernel(
     if left > 0 or NEED_DX:
         if BR == 16 or left > BR // 2:
             _inputs(x, dS, A, dx, dA_parts, keys, first, rank, column, band_index, start, stop, threshold, salt, K, x_stride,
-                    width, DROP, ASM, NEED_DX, NEED_DA, PRECISION, BM, BK, BR)  # fmt: skip
+                    width, TMA, DROP, ASM, NEED_DX, NEED_DA, PRECISION, BM, BK, BR, STAGES)  # fmt: skip
         elif BR == 32 or left <= 16:
             _inputs(x, dS, A, dx, dA_parts, keys, first, rank, column, band_index, start, stop, threshold, salt, K, x_stride,
-                    width, DROP, ASM, NEED_DX, NEED_DA, PRECISION, BM, BK, 16)  # fmt: skip
+                    width, TMA, DROP, ASM, NEED_DX, NEED_DA, PRECISION, BM, BK, 16, STAGES)  # fmt: skip
         elif BR == 64 or left <= 32:
             _inputs(x, dS, A, dx, dA_parts, keys, first, rank, column, band_index, start, stop, threshold, salt, K, x_stride,
-                    width, DROP, ASM, NEED_DX, NEED_DA, PRECISION, BM, BK, 32)  # fmt: skip
+                    width, TMA, DROP, ASM, NEED_DX, NEED_DA, PRECISION, BM, BK, 32, STAGES)  # fmt: skip
         else:
             _inputs(x, dS, A, dx, dA_parts, keys, first, rank, column, band_index, start, stop, threshold, salt, K, x_stride,
-                    width, DROP, ASM, NEED_DX, NEED_DA, PRECISION, BM, BK, 64)  # fmt: skip
+                    width, TMA, DROP, ASM, NEED_DX, NEED_DA, PRECISION, BM, BK, 64, STAGES)  # fmt: skip
 
 
 @triton.jit
@@ -584,24 +688,3 @@ def sum_rows_kernel(parts, out, bands, ranges, rows, K, width, BANDS: tl.constex
         at = parts + (some * width + own).to(tl.int64)[:, None] * K + cols[None, :]
         acc += tl.load(at, mask=mine[:, None] & (cols < K)[None, :], other=0.0)
     tl.store(out + row.to(tl.int64) * K + cols, tl.sum(acc, 0).to(out.dtype.element_ty), mask=cols < K)
-
-
-@triton.jit
-def sum_blocks_kernel(
-    parts, out, bands, ranges, places, N, part_width, BANDS: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr
-):
-    """dB of one layer, flat as B is: sum of dB_parts over the adapter's bands. Grid (blocks of N, adapters, blocks of BR)."""
-    adapter = tl.program_id(1)
-    offset, rank = tl.load(places + 4 * adapter + 1), tl.load(places + 4 * adapter + 2)
-    ranks = tl.program_id(2) * BR + tl.arange(0, BR * BN) % BR
-    cols = (tl.program_id(0) * BN + tl.arange(0, BR * BN) // BR).to(tl.int64)
-    if tl.program_id(2) * BR < rank:
-        inside = (cols < N) & (ranks < rank)
-        acc = tl.zeros((BANDS, BR * BN), dtype=tl.float32)
-        last = tl.load(ranges + 2 * adapter + 1)
-        for first in range(tl.load(ranges + 2 * adapter), last, BANDS):
-            some = first + tl.arange(0, BANDS)
-            mine = tl.load(bands + 4 * some, mask=some < last, other=-1) == adapter
-            at = parts + (some.to(tl.int64)[:, None] * N + cols[None, :]) * part_width + ranks[None, :]
-            acc += tl.load(at, mask=mine[:, None] & inside[None, :], other=0.0)
-        tl.store(out + offset + cols * rank + ranks, tl.sum(acc, 0).to(out.dtype.element_ty), mask=inside)

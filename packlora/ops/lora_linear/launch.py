@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING
 
 import torch
 import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from packlora.ops.dropout import dropout_threshold, signed
 from packlora.ops.lora_linear import fused, kernels
-from packlora.ops.lora_linear.launcher import launch
+from packlora.ops.lora_linear.launcher import Descriptor, launch
 from packlora.ops.lora_linear.layout import GroupTables, Layer, Packed, Run, RunTables
 
 if TYPE_CHECKING:
@@ -25,8 +24,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Block sizes, warps and stages. *_m: tokens, *_n and *_k: columns, *_r: ranks, *_band: tokens that
-    one program sums."""
+    """Block sizes, warps and stages. *_m: tokens, *_n and *_k: columns, *_r: ranks, *_band: tokens that one program sums, or
+    *_bands, of which the launch chooses. narrow_*: of inputs_kernel where it writes dx and there are no more than 16 ranks."""
 
     down_m: int = 32
     down_k: int = 128
@@ -38,15 +37,16 @@ class Sizes:
     up_loop: int = 8
     up_warps: int = 4
     up_stages: int = 2
-    grad_m: int = 256
-    grad_n: int = 64
+    grad_m: int = 64
+    grad_n: int = 256
     grad_r: int = 32
     grad_warps: int = 4
     grad_stages: int = 3
-    grad_programs: int = 264
-    joint_m: int = 128
-    joint_n: int = 64
+    grad_bands: tuple[int, ...] = (256, 512, 1024, 2048)
+    joint_m: int = 32
+    joint_n: int = 128
     joint_warps: int = 4
+    joint_stages: int = 4
     scale_m: int = 32
     scale_n: int = 128
     scale_band: int = 256
@@ -55,23 +55,29 @@ class Sizes:
     inputs_m: int = 64
     inputs_k: int = 128
     inputs_r: int = 64
-    inputs_band: int = 1024
+    inputs_bands: tuple[int, ...] = (512, 1024)
     inputs_warps: int = 4
     inputs_stages: int = 3
+    narrow_k: int = 64
+    narrow_stages: int = 4
 
     @property
     def tokens(self) -> tuple[int, ...]:
         """Block sizes for which RunTables must have a table."""
-        return (self.down_m, self.up_m, self.grad_m, self.joint_m, self.scale_band, self.inputs_band)
+        return (self.down_m, self.up_m, *self.grad_bands, self.scale_band, *self.inputs_bands)
 
 
 HALF = Sizes()
 SINGLE = Sizes(
-    down_m=32, down_k=32, down_r=32, down_stages=2, up_m=32, grad_m=64, grad_n=32, grad_stages=2, joint_m=64, joint_n=32,
-    scale_band=64,
-    inputs_m=32, inputs_k=64, inputs_r=32, inputs_band=128, inputs_stages=2,
+    down_m=32, down_k=32, down_r=32, down_stages=2, up_m=32, grad_m=32, grad_n=64, grad_stages=2, grad_bands=(128,), joint_m=32,
+    joint_n=64, joint_stages=2, scale_band=64,
+    inputs_m=32, inputs_k=64, inputs_r=32, inputs_bands=(128,), inputs_stages=2, narrow_k=64,
+    narrow_stages=2,
 )  # fmt: skip
 FUSED_M, FUSED_N, FUSED_K = 128, 256, 64
+DESCRIBED = 1 << 24
+BAND_START = 128
+"""What a program that walks over a band takes to start, in tokens of its walk."""
 
 
 def sizes_for(dtype: torch.dtype) -> Sizes:
@@ -256,12 +262,9 @@ def grad(
     """e per layer (d itself where it is not scaled), dS [T, width], per layer dB, flat as B is, in `dtype`, and the sums of
     scaled layers, as `scale` gives them. d: per layer [T, N] or None where nothing came back."""
     size, layout, (T, width) = sizes_for(S.dtype), packed.layout, S.shape
-    smallest = min(t.shape[1] for t in d if t is not None)
-    spans = max(1, min(_cdiv(size.grad_programs, runs.blocks[size.grad_m].shape[0]), _cdiv(smallest, size.grad_n)))
     dS = torch.empty_like(S)
-    dS_parts = torch.empty(spans, T, width, dtype=torch.float32, device=S.device)
     if any(t is None for t in d):
-        dS_parts.zero_()
+        dS.zero_()
     e: list[torch.Tensor | None] = list(d)
     out: list[torch.Tensor | None] = []
     sums: dict[int, torch.Tensor | None] = {}
@@ -275,11 +278,12 @@ def grad(
             out.append(None)
             continue
         BM, BN = (size.grad_m, size.grad_n) if own is None else (size.joint_m, size.joint_n)
-        N, BR, bands = d_TN.shape[1], _block(part_width, size.grad_r), runs.blocks[BM]
-        span = _cdiv(_cdiv(N, spans), BN) * BN
-        dB_parts = torch.empty(
-            (bands.shape[0], N, part_width) if need_dB else (1,), dtype=torch.float32, device=S.device
-        )
+        N, BR = d_TN.shape[1], _block(part_width, size.grad_r)
+        spans = _cdiv(N, BN)
+        band = _band(size.grad_bands, spans, runs, S.device)
+        bands = runs.blocks[band]
+        dS_parts = torch.empty(spans, T, part_width, device=S.device)
+        dB_parts = torch.empty(bands.shape[0], N, part_width, device=S.device) if need_dB else None
         e_TN, kept, g, parts, need_dz, need_d = None, None, None, None, False, False
         if own is not None:
             composition, kept, need_dz, need_d = own
@@ -287,36 +291,59 @@ def grad(
             e_TN = e[index] = torch.empty(T, N, dtype=S.dtype, device=S.device)
             if need_dz or need_d:
                 parts = torch.empty(bands.shape[0], 2, N, device=S.device)
+        tma = described(d_TN) and (not need_dz or kept is None or described(kept))
         launch(
             kernels.grad_kernel, (spans, bands.shape[0], _cdiv(part_width, BR)),
             (
-                d_TN, S, packed.B[index], dS_parts, dB_parts, kept, e_TN, parts, g, bands, tables.places[index],
-                tables.scalings[index], tables.rows.shape[0], T, N, d_TN.stride(0), width, part_width, span,
+                Descriptor(d_TN, [BM, BN]) if tma else d_TN, S, packed.B[index], dS_parts, dB_parts,
+                Descriptor(kept, [BM, BN]) if tma and need_dz and kept is not None else kept, e_TN, parts, g,
+                bands, tables.places[index], tables.scalings[index], tables.rows.shape[0], T, N, d_TN.stride(0), width,
+                part_width,
             ),
             sites=runs.sites,
-            key=("grad", packed.shape, index, spans, d_TN.data_ptr() % 16, need_dB, own is None, need_dz, need_d),
-            NEED_DB=need_dB, COMPOSED=own is not None, NEED_DZ=need_dz, NEED_D=need_d, PRECISION="ieee", BM=BM, BN=BN, BR=BR,
-            num_warps=size.grad_warps if own is None else size.joint_warps, num_stages=size.grad_stages,
+            key=("grad", packed.shape, index, tma, d_TN.data_ptr() % 16, need_dB, own is None, need_dz, need_d),
+            TMA=tma, NEED_DB=need_dB, COMPOSED=own is not None, NEED_DZ=need_dz, NEED_D=need_d, PRECISION="ieee", BM=BM, BN=BN,
+            BR=BR, STAGES=size.grad_stages if own is None else size.joint_stages,
+            num_warps=size.grad_warps if own is None else size.joint_warps, num_stages=1,
         )  # fmt: skip
         if own is not None:
-            sums[index] = None if parts is None else _sum_tokens(parts, runs, own[0], BM)
-        dB = None
-        if need_dB:
-            dB = torch.empty(layout.b_sizes[index], dtype=dtype, device=S.device)
-            ranks = min(BR, 32)
-            launch(
-                kernels.sum_blocks_kernel, (_cdiv(N, 128 // ranks), tables.rows.shape[0], _cdiv(part_width, ranks)),
-                (dB_parts, dB, bands, runs.ranges[BM], tables.places[index], N, part_width),
-                sites=runs.sites, key=("sum_blocks", packed.shape, index, dtype, BM),
-                BANDS=16, BN=128 // ranks, BR=ranks, num_warps=4, num_stages=1,
-            )  # fmt: skip
+            sums[index] = None if parts is None else _sum_tokens(parts, runs, own[0], band)
+        dB = torch.empty(layout.b_sizes[index], dtype=dtype, device=S.device) if need_dB else None
+        tiles, ranks = runs.blocks[size.down_m], min(BR, 32)
+        blocks = _cdiv(N, size.down_m) if need_dB else 0
+        launch(
+            kernels.sum_grads_kernel,
+            (tiles.shape[0] + blocks * tables.rows.shape[0], _cdiv(part_width, ranks)),
+            (
+                dS_parts, dS, dB_parts, dB, tiles, tiles.shape[0], bands, runs.ranges[band], tables.places[index], blocks, N,
+                width, part_width, spans, T * part_width,
+            ),
+            sites=runs.sites, key=("sum_grads", packed.shape, index, dtype, spans, band, need_dB),
+            BM=size.down_m, BN=size.down_m, BR=ranks, AHEAD=8, num_warps=4, num_stages=1,
+        )  # fmt: skip
         out.append(dB)
-    launch(
-        kernels.sum_spans_kernel, (_cdiv(dS.numel(), 1024),), (dS_parts, dS, dS.numel(), spans),
-        sites=runs.sites, key=("sum_spans", packed.shape, spans),
-        BLOCK=1024, num_warps=4, num_stages=1,
-    )  # fmt: skip
     return e, dS, out, sums
+
+
+def _band(bands: tuple[int, ...], columns: int, runs: RunTables, device: torch.device) -> int:
+    """Tokens of a band, for kernels with a program for each band and block of columns: those that take the fewest turns of all
+    processors, two programs on each; of equals the longest."""
+    band = runs.bands.get((bands, columns))
+    if band is None:
+        slots = 2 * _processors(device)
+        turns = {band: _cdiv(columns * runs.blocks[band].shape[0], slots) for band in bands}
+        band = runs.bands[bands, columns] = min(bands, key=lambda band: (turns[band] * (band + BAND_START), -band))
+    return band
+
+
+def described(t: torch.Tensor) -> bool:
+    """Whether kernels read it through a tensor descriptor: 16 bits, aligned rows, Hopper's copy engine, and enough of it: a
+    descriptor costs the host 10 us."""
+    return (
+        (t.numel() >= DESCRIBED or not t.is_cuda) and t.element_size() == 2 and t.stride(1) == 1 and t.stride(0) % 8 == 0
+        and t.data_ptr() % 16 == 0
+        and (not t.is_cuda or _capability(t.device) >= (9, 0))
+    )  # fmt: skip
 
 
 def inputs(
@@ -325,8 +352,11 @@ def inputs(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
     """drop(dS A) [T, K], onto which the base products are to be accumulated, and the stacked dA [rows, K] in `dtype`."""
     size, layout, (T, K) = sizes_for(x_TK.dtype), packed.layout, x_TK.shape
-    width, bands = layout.width, runs.blocks[size.inputs_band]
+    width = layout.width
     BR = _block(width, size.inputs_r)
+    BK, stages = (size.narrow_k, size.narrow_stages) if BR == 16 and need_dx else (size.inputs_k, size.inputs_stages)
+    band = _band(size.inputs_bands, _cdiv(K, BK), runs, x_TK.device)
+    bands = runs.blocks[band]
     blocks, packed_mask = _cdiv(width, BR), packed_dropout(x_TK)
     dx = torch.empty(T, K, dtype=x_TK.dtype, device=x_TK.device) if need_dx else None
     parts = dA = None
@@ -335,20 +365,24 @@ def inputs(
     # one pass where a single block of ranks covers all; else dx in a pass of its own, and dA by blocks of ranks
     for with_dx, with_dA in [(need_dx, need_dA)] if blocks == 1 else [(need_dx, False), (False, need_dA)]:
         if with_dx or with_dA:
+            tma = with_dA and described(x_TK)
             launch(
-                kernels.inputs_kernel, (_cdiv(K, size.inputs_k), bands.shape[0], blocks if with_dA else 1),
-                (x_TK, dS, packed.A_RK, dx, parts, keys_T2, bands, tables.rows, signed(salt), K, x_TK.stride(0), width),
+                kernels.inputs_kernel, (_cdiv(K, BK), bands.shape[0], blocks if with_dA else 1),
+                (
+                    Descriptor(x_TK, [size.inputs_m, BK]) if tma else x_TK, dS, packed.A_RK, dx, parts, keys_T2, bands,
+                    tables.rows, signed(salt), K, x_TK.stride(0), width,
+                ),
                 sites=runs.sites,
-                key=("inputs", packed.shape, x_TK.stride(0), x_TK.data_ptr() % 16, packed_mask, with_dx, with_dA),
-                DROP=runs.dropout, ASM=packed_mask, NEED_DX=with_dx, NEED_DA=with_dA, PRECISION="ieee",
-                BM=size.inputs_m, BK=size.inputs_k, BR=BR, num_warps=size.inputs_warps, num_stages=size.inputs_stages,
+                key=("inputs", packed.shape, x_TK.stride(0), x_TK.data_ptr() % 16, packed_mask, tma, BK, with_dx, with_dA),
+                TMA=tma, DROP=runs.dropout, ASM=packed_mask, NEED_DX=with_dx, NEED_DA=with_dA, PRECISION="ieee",
+                BM=size.inputs_m, BK=BK, BR=BR, STAGES=stages, num_warps=size.inputs_warps, num_stages=1,
             )  # fmt: skip
     if parts is not None:
         dA = torch.empty(layout.num_rows, K, dtype=dtype, device=x_TK.device)
         launch(
             kernels.sum_rows_kernel, (_cdiv(K, 512), layout.num_rows),
-            (parts, dA, bands, runs.ranges[size.inputs_band], tables.owners, K, width),
-            sites=runs.sites, key=("sum_rows", packed.shape, dtype),
+            (parts, dA, bands, runs.ranges[band], tables.owners, K, width),
+            sites=runs.sites, key=("sum_rows", packed.shape, dtype, band),
             BANDS=4, BK=512, num_warps=4, num_stages=1,
         )  # fmt: skip
     return dx, dA
@@ -381,17 +415,17 @@ def _fused(
     programs = min(_processors(X.device), _cdiv(T, BM) * _cdiv(Q, BN))
     BR = 16 if rank <= 16 else 32 if rank <= 32 else 64
     wide = BR > 16
-    low = TensorDescriptor(L, [T, rank], [L.stride(0), 1], [BM, BR]) if wide else L
+    low = Descriptor(L, [BM, BR], [T, rank], [L.stride(0), 1]) if wide else L
     if not wide:
-        high: TensorDescriptor | torch.Tensor = R
+        high: Descriptor | torch.Tensor = R
     elif forward:
-        high = TensorDescriptor(R, [Q, rank], [rank, 1], [BN, BR])
+        high = Descriptor(R, [BN, BR], [Q, rank], [rank, 1])
     else:
-        high = TensorDescriptor(R, [rank, Q], [Q, 1], [BR, BN])
+        high = Descriptor(R, [BR, BN], [rank, Q], [Q, 1])
     launch(
         fused.fused_kernel, (programs,),
-        (TensorDescriptor.from_tensor(X, [BM, BK]), TensorDescriptor.from_tensor(V, [BN, BK] if forward else [BK, BN]),
-        TensorDescriptor.from_tensor(Y, [BM, BN]), None if Z is None else TensorDescriptor.from_tensor(Z, [BM, BN]), low, high,
+        (Descriptor(X, [BM, BK]), Descriptor(V, [BN, BK] if forward else [BK, BN]),
+        Descriptor(Y, [BM, BN]), None if Z is None else Descriptor(Z, [BM, BN]), low, high,
         bias, g, keys_T2, signed(salt), dropout_threshold(p), T, P, Q, L.stride(0), rank),
         FORWARD=forward, DROP=p > 0, ASM=packed_dropout(Y), HAS_BIAS=bias is not None, HAS_G=g is not None, KEEP=Z is not None,
         WIDE=wide, DTYPE=getattr(tl, str(Y.dtype).removeprefix("torch.")), BM=BM, BN=BN, BK=BK, BR=BR, GROUP=8,

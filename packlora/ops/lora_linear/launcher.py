@@ -21,6 +21,24 @@ _KNOWN = triton.__version__.startswith("3.6.")
 """Releases whose compiled kernels were seen to take arguments this way; others go through the usual door."""
 
 
+class Descriptor(TensorDescriptor):  # type: ignore[misc]
+    """TensorDescriptor without its checks, which take the host longer than the launch; see launch.described.
+
+    Of a tensor, or of `shape` from the tensor's first element on, with `strides`.
+    """
+
+    def __init__(
+        self,
+        base: torch.Tensor,
+        block_shape: list[int],
+        shape: list[int] | None = None,
+        strides: list[int] | None = None,
+    ) -> None:
+        self.base, self.block_shape, self.padding = base, block_shape, "zero"
+        self.shape = base.shape if shape is None else shape
+        self.strides = base.stride() if strides is None else strides
+
+
 class Site:
     """A launch whose kernel, grid and compile-time arguments are settled."""
 

@@ -310,6 +310,8 @@ class RunTables:
         self.dropout = any(run.dropout > 0 for run in runs)
         self.sites: dict[Hashable, Any] = {}
         """Launches made on these tables, see launcher.py."""
+        self.bands: dict[tuple[tuple[int, ...], int], int] = {}
+        """Block sizes chosen for these tables, see launch.py."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
-from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -110,8 +109,8 @@ class Steps:
 
     def with_tokens(self, x_TK: torch.Tensor, keys_T2: torch.Tensor | None) -> Steps:
         """A copy for these tokens, which are the forward's."""
-        other = copy(self)
-        other.x_TK, other.keys_T2 = x_TK, keys_T2
+        other = object.__new__(Steps)
+        other.__dict__.update(self.__dict__, x_TK=x_TK, keys_T2=keys_T2)
         return other
 
     # --- parts -------------------------------------------------------------------------------------------------------
