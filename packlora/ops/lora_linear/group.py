@@ -1,4 +1,4 @@
-"""A group of frozen linear layers that read the same tokens, with the LoRA and DoRA adapters on them, as one autograd node.
+"""A group of frozen linear layers that read the same tokens, with the LoRA and DoRA adapters on them, for autograd.
 
     y_j = g_j (x W_j' + s_j drop(x) A_j' B_j') + bias_j         for every layer j of the group and the token's own adapter
 
@@ -6,13 +6,15 @@ x is read once for the S of all layers, saved once, and gets one gradient. Saved
 layers with a DoRA adapter z, the product that the magnitude's gradient needs (or nothing, where y can be read again). No mask
 and no dropped copy of x: all layers of a group share one mask, that of the tensor they read, recomputed from its counters.
 
+It is one autograd node, or two where saved tensors go through hooks, as under checkpointing: see `Outputs`.
+
 This file owns the operands, their checks and autograd; steps.py computes. Plans for one LoRA adapter that merge weights or
 associate otherwise are in products.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -99,6 +101,11 @@ class Prepared:
             factors = {(n, j): low.scaling for j, layer in enumerate(layers) for n, low in layer.adapters.items()}
             self.tables = make_group_tables(self.layout, factors, self.num_adapters, self.device)
 
+    def trains_magnitude(self) -> bool:
+        """Whether a backward may need products of the forward beside S."""
+        named = zip(self.slots, self.flat, strict=True)
+        return any(name == "magnitude" and operand.requires_grad for (_, _, name), operand in named)
+
     def refresh(self) -> None:
         """Bring packed operands and scales up to date with the parameters."""
         self.packed.refresh(self.layers)
@@ -150,7 +157,7 @@ def lora_group(
         salt: of the group (ops.dropout.layer_salt).
         plan: how to compute it.
         state: kept by the caller from call to call, so that unchanged layers are not checked and packed again.
-        recipe: how x is made again in the backward; it is then not kept.
+        recipe: how x is made again in the backward; it is then not kept. Of no use, and left aside, under checkpointing.
 
     Raises:
         ValueError: an operand does not fit; the message names it.
@@ -169,42 +176,100 @@ def lora_group(
     if plan.needs_triton and not HAS_TRITON:
         raise ValueError(f"plan {plan.name} needs triton, which is not installed")
     prepared.refresh()
-    outputs: tuple[torch.Tensor, ...] = _Group.apply(x_TK, recipe, prepared, runs, keys_T2, salt, plan, *prepared.flat)
-    return outputs
+    steps = Steps(prepared, x_TK, runs, keys_T2, salt, plan)
+    if is_checkpointed():  # makes x again anyway, which is then alive no longer than its block's backward
+        recipe = None
+    if not saving_is_hooked() or prepared.trains_magnitude():
+        outputs: tuple[torch.Tensor, ...] = _Group.apply(x_TK, recipe, steps, True, *prepared.flat)
+        return outputs
+    *stand_ins, S = _Group.apply(x_TK, recipe, steps, False, *prepared.flat)
+    steps = steps.with_tokens(x_TK, keys_T2)
+    return Outputs.of(lambda: steps.up(S)[0], stand_ins)
 
 
 class _Group(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_TK: torch.Tensor, recipe: Recipe | None, prepared: Prepared, runs: tuple[Run, ...],
-        keys_T2: torch.Tensor | None, salt: int, plan: Plan, *flat: torch.Tensor,
-    ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-        steps = Steps(prepared, x_TK, runs, keys_T2, salt, plan)
-        S = steps.down()
-        outputs, kept = steps.up(S)
+        ctx: Any, x_TK: torch.Tensor, recipe: Recipe | None, steps: Steps, whole: bool, *flat: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """The outputs; where not `whole`, their stand-ins and S."""
+        S, keys_T2 = steps.down(), steps.keys_T2
+        if whole:
+            outputs, kept = steps.up(S)
+        else:
+            outputs, kept = [stand_in(x_TK, layer.weight) for layer in steps.layers], [None] * len(steps.layers)
         ctx.set_materialize_grads(False)
         # A, B, magnitudes and biases for autograd's own check that nobody changes them before the backward
         source = (x_TK,) if recipe is None else recipe.operands
-        ctx.save_for_backward(keys_T2, S if plan.keep_s else None, *kept, *source, *flat)
+        ctx.save_for_backward(keys_T2, S if steps.plan.keep_s else None, *kept, *source, *flat)
         ctx.make = (
             None if recipe is None else recipe.function
         )  # not the operands, which autograd may drop and bring back
         ctx.source = slice(len(kept), len(kept) + len(source))
         ctx.steps = steps.without_tokens()
-        return tuple(outputs)
+        if whole:
+            return tuple(outputs)
+        ctx.mark_non_differentiable(S)
+        return (*outputs, S)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *d: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         keys_T2, S, *rest = ctx.saved_tensors
-        kept, source, need_flat = rest[: len(d)], tuple(rest[ctx.source]), ctx.needs_input_grad[7:]
+        d = d[: len(ctx.steps.layers)]
+        kept, source, need_flat = rest[: len(d)], tuple(rest[ctx.source]), ctx.needs_input_grad[4:]
         if all(grad is None for grad in d) or not any(ctx.needs_input_grad):
-            return (None,) * (7 + len(need_flat))
+            return (None,) * (4 + len(need_flat))
         K = ctx.steps.prepared.K
         x_TK = source[0] if ctx.make is None else made_again(ctx.make, source).reshape(-1, K)
         steps = ctx.steps.with_tokens(x_TK, keys_T2)
         dx, grads = group_backward(steps, S, kept, d, ctx.needs_input_grad[0], need_flat)
-        return (dx, None, None, None, None, None, None, *grads)
+        return (dx, None, None, None, *grads)
+
+
+_TOP_HOOKS = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+
+
+def saving_is_hooked() -> bool:
+    """Whether what autograd saves goes through hooks, as under torch.utils.checkpoint; False where torch does not tell."""
+    return _TOP_HOOKS is not None and _TOP_HOOKS(False) is not None
+
+
+def is_checkpointed() -> bool:
+    """Whether torch.utils.checkpoint keeps or remakes what autograd saves (use_reentrant=False)."""
+    hooks = _TOP_HOOKS(False) if _TOP_HOOKS is not None else None
+    return hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
+
+
+def stand_in(x_TK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
+    """What autograd takes for the output [T, N] of a node that does not make it. Holds one element of memory, not set."""
+    return x_TK.new_empty_strided((len(x_TK), len(weight_NK)), (0, 0))
+
+
+class Outputs(torch.autograd.Function):
+    """Outputs in the place of stand-ins: the second of two nodes, of which the first has saved all that its backward needs.
+
+    Autograd packs what a node saves after the node's whole forward, and checkpointing's recomputation stops when it has the
+    last tensor of its block. Were the outputs made by the node that saves, the recomputation would make those of its last
+    layer, base product and all, for nobody: down_proj's of every block of a Llama.
+    """
+
+    @staticmethod
+    def of(make: Callable[[], Sequence[torch.Tensor]], stand_ins: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """What `make` gives, with the history of the stand-ins."""
+        outputs: tuple[torch.Tensor, ...] = Outputs.apply(make, *stand_ins)
+        return outputs
+
+    @staticmethod
+    def forward(
+        ctx: Any, make: Callable[[], Sequence[torch.Tensor]], *stand_ins: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return tuple(make())
+
+    @staticmethod
+    def backward(ctx: Any, *d: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        return (None, *d)
 
 
 def group_backward(

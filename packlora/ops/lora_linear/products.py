@@ -20,6 +20,7 @@ import torch
 from torch.nn.functional import linear
 
 from packlora.ops.dropout import dropout
+from packlora.ops.lora_linear.group import Outputs, saving_is_hooked, stand_in
 from packlora.ops.lora_linear.layout import Layer, LowRank
 from packlora.ops.lora_linear.plan import CHAIN, Plan
 
@@ -50,7 +51,8 @@ def lora_group_products(
     salt: int = 0,
     plan: Plan = CHAIN,
 ) -> tuple[torch.Tensor, ...]:
-    """y [T, N] of every layer in the dtype of x, as one autograd node: differentiable in x, A's, B's and biases.
+    """y [T, N] of every layer in the dtype of x, as one autograd node (or two: group.Outputs): differentiable in x, A's, B's
+    and biases.
 
     A, B and bias may be of a wider dtype than x: they are cast to x's for the products and their gradients come back in
     their own dtype.
@@ -73,8 +75,12 @@ def lora_group_products(
     for layer in layers:
         low = layer.adapters.get(adapter)
         flat += (layer.weight, layer.bias, *((low.A, low.B, low.scaling) if low else (None, None, 0.0)))
-    outputs: tuple[torch.Tensor, ...] = _Products.apply(x_TK, keys_T2, p, salt, plan, *flat)
-    return outputs
+    if not saving_is_hooked():
+        outputs: tuple[torch.Tensor, ...] = _Products.apply(x_TK, keys_T2, p, salt, plan, True, *flat)
+        return outputs
+    made = _Products.apply(x_TK, keys_T2, p, salt, plan, False, *flat)
+    stand_ins, S = made[: len(layers)], made[len(layers) :]
+    return Outputs.of(lambda: _up(x_TK, S, plan, flat), stand_ins)
 
 
 def check_plan(plan: Plan, p: float) -> None:
@@ -89,38 +95,46 @@ def check_plan(plan: Plan, p: float) -> None:
 
 OPERANDS = 5
 """Of each layer, in the order in which they are passed to autograd: weight, bias, A, B, scaling."""
+OWN = 6
+"""Arguments of the node before those of the layers."""
 
 
 class _Products(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_TK: torch.Tensor, keys_T2: torch.Tensor | None, p: float, salt: int, plan: Plan, *flat: Any
-    ) -> tuple[torch.Tensor, ...]:
-        tokens, outputs, saved, ctx.layers = _Tokens(x_TK, keys_T2, p, salt), [], [], []
+        ctx: Any, x_TK: torch.Tensor, keys_T2: torch.Tensor | None, p: float, salt: int, plan: Plan, whole: bool, *flat: Any
+    ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
+        """The outputs; where not `whole`, their stand-ins and the S of every layer."""
+        tokens, S, saved, ctx.layers = _Tokens(x_TK, keys_T2, p, salt), [], [], []
         for first in range(0, len(flat), OPERANDS):
             weight_NK, bias_N, A_rK, B_Nr, scaling = flat[first : first + OPERANDS]
-            y_TN, S_Tr = _forward(tokens, weight_NK, bias_N, A_rK, B_Nr, scaling, plan)
-            outputs.append(y_TN)
-            keep = plan.keep_s and plan.dB == "S" and ctx.needs_input_grad[5 + first + 3]
+            S_Tr = None if A_rK is None or plan.up == "merged" else tokens.xd_TK @ A_rK.to(x_TK.dtype).T
+            S.append(S_Tr)
+            keep = plan.keep_s and plan.dB == "S" and ctx.needs_input_grad[OWN + first + 3]
             saved += [weight_NK, A_rK, B_Nr, S_Tr if keep else None]
             ctx.layers.append((scaling, None if bias_N is None else bias_N.dtype))
+        outputs = _up(x_TK, S, plan, flat) if whole else [stand_in(x_TK, weight) for weight in flat[::OPERANDS]]
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x_TK, keys_T2, *saved)
         ctx.p, ctx.salt, ctx.plan = p, salt, plan
-        return tuple(outputs)
+        if whole:
+            return tuple(outputs)
+        ctx.mark_non_differentiable(*(S_Tr for S_Tr in S if S_Tr is not None))
+        return (*outputs, *S)
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *d: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         x_TK, keys_T2, *saved = ctx.saved_tensors
+        d = d[: len(ctx.layers)]
         tokens, need_x = _Tokens(x_TK, keys_T2, ctx.p, ctx.salt), ctx.needs_input_grad[0]
         dx_TK: torch.Tensor | None = None
         grads: list[torch.Tensor | None] = []
-        for index, (d_TN, (scaling, bias_dtype)) in enumerate(zip(grad_outputs, ctx.layers, strict=True)):
+        for index, (d_TN, (scaling, bias_dtype)) in enumerate(zip(d, ctx.layers, strict=True)):
             if d_TN is None:
                 grads += [None] * OPERANDS
                 continue
             weight_NK, A_rK, B_Nr, S_Tr = saved[4 * index : 4 * index + 4]
-            first = 5 + OPERANDS * index
+            first = OWN + OPERANDS * index
             _, need_bias, need_A, need_B, _ = ctx.needs_input_grad[first : first + OPERANDS]
             dA_rK, dB_Nr, dS_Tr = None, None, None
             if A_rK is not None:
@@ -134,7 +148,7 @@ class _Products(torch.autograd.Function):
             if need_x:
                 dx_TK = _plus_dx(dx_TK, tokens, d_TN, dS_Tr, weight_NK, A_rK, B_Nr, scaling, ctx.plan)
             grads += [None, d_TN.to(bias_dtype).sum(0) if need_bias else None, dA_rK, dB_Nr, None]
-        return (dx_TK, None, None, None, None, *grads)
+        return (dx_TK, *(None,) * (OWN - 1), *grads)
 
 
 class _Tokens:
@@ -158,31 +172,25 @@ class _Tokens:
         return self._xd_TK
 
 
-def _forward(
-    tokens: _Tokens,
-    weight_NK: torch.Tensor,
-    bias_N: torch.Tensor | None,
-    A_rK: torch.Tensor | None,
-    B_Nr: torch.Tensor | None,
-    scaling: float,
-    plan: Plan,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """y [T, N], and S [T, r] where the plan makes it."""
-    x_TK = tokens.x_TK
-    bias_N = None if bias_N is None else bias_N.to(x_TK.dtype)
-    if A_rK is None or B_Nr is None:
-        return linear(x_TK, weight_NK, bias_N), None
-    A_rK, B_Nr = A_rK.to(x_TK.dtype), B_Nr.to(x_TK.dtype)
-    if plan.up == "merged":
-        return linear(x_TK, _merged(weight_NK, A_rK, B_Nr, scaling), bias_N), None
-    S_Tr = tokens.xd_TK @ A_rK.T
-    if plan.up == "after":
-        return linear(x_TK, weight_NK, bias_N).addmm_(S_Tr, B_Nr.T, alpha=scaling), S_Tr
-    if bias_N is None:
-        y_TN = _scaled_mm(S_Tr, B_Nr.T, scaling)
-    else:
-        y_TN = torch.addmm(bias_N, S_Tr, B_Nr.T, alpha=scaling)
-    return y_TN.addmm_(x_TK, weight_NK.T), S_Tr
+def _up(x_TK: torch.Tensor, S: Sequence[torch.Tensor | None], plan: Plan, flat: Sequence[Any]) -> list[torch.Tensor]:
+    """y [T, N] of every layer. S [T, r] is None for layers without an adapter and where the plan makes none."""
+    outputs = []
+    for index, S_Tr in enumerate(S):
+        weight_NK, bias_N, A_rK, B_Nr, scaling = flat[OPERANDS * index : OPERANDS * (index + 1)]
+        bias_N = None if bias_N is None else bias_N.to(x_TK.dtype)
+        if A_rK is None:
+            outputs.append(linear(x_TK, weight_NK, bias_N))
+            continue
+        A_rK, B_Nr = A_rK.to(x_TK.dtype), B_Nr.to(x_TK.dtype)
+        if S_Tr is None:
+            outputs.append(linear(x_TK, _merged(weight_NK, A_rK, B_Nr, scaling), bias_N))
+        elif plan.up == "after":
+            outputs.append(linear(x_TK, weight_NK, bias_N).addmm_(S_Tr, B_Nr.T, alpha=scaling))
+        elif bias_N is None:
+            outputs.append(_scaled_mm(S_Tr, B_Nr.T, scaling).addmm_(x_TK, weight_NK.T))
+        else:
+            outputs.append(torch.addmm(bias_N, S_Tr, B_Nr.T, alpha=scaling).addmm_(x_TK, weight_NK.T))
+    return outputs
 
 
 def _low_rank_grads(

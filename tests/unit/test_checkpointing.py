@@ -1,0 +1,402 @@
+"""Groups of layers under checkpointing and other hooks on saved tensors: the same bits, and no product is made for nobody."""
+
+from __future__ import annotations
+
+import random
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import TINY, tiny_model
+from group_cases import KINDS, GroupCase, cast, make_case
+from peft import LoraConfig, get_peft_model
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+import packlora
+from packlora.adapters.attach import attach
+from packlora.adapters.spec import resolve
+from packlora.data.collate import PackedBatch, PackedSample, collate
+from packlora.data.encode import Sample
+from packlora.loss import token_losses
+from packlora.model import prepare_model
+from packlora.ops.lora_linear import group
+from packlora.ops.lora_linear.group import GroupState, Layer, LowRank, Run, lora_group
+from packlora.ops.lora_linear.plan import CHAIN, ROUTED, Plan
+from packlora.ops.lora_linear.steps import Steps
+from packlora.ops.recipe import Recipe
+
+SEED = random.SystemRandom().randrange(2**31)
+BEFORE, AGAIN = Plan(up="before", dx="before"), Plan(keep_s=False)
+MERGED = Plan(up="merged", dx="merged", keep_s=False)
+PRODUCTS = [MERGED, Plan(dx="merged"), Plan(dA="xd", dB="xd"), Plan(up="before", dx="before", dA="xd", keep_s=False)]
+Block = Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
+
+
+class Products(TorchDispatchMode):
+    """Counts products [T, K] x [K, N] by (K, N)."""
+
+    def __init__(self, T: int) -> None:
+        super().__init__()
+        self.T, self.counts = T, Counter[tuple[int, int]]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in ("mm", "addmm", "addmm_"):
+            left, right = args[-2:]
+            if left.shape[0] == self.T:
+                self.counts[left.shape[1], right.shape[1]] += 1
+        return func(*args, **(kwargs or {}))
+
+    def taken(self) -> Counter[tuple[int, int]]:
+        """Those since it was last asked."""
+        counts, self.counts = self.counts, Counter()
+        return counts
+
+
+# --- what a recomputation makes ----------------------------------------------------------------------------------------
+
+T, K, M, N, R = 24, 20, 36, 28, 3
+
+
+def two_layers(plan: Plan, dora: bool = False) -> tuple[Block, list[torch.Tensor]]:
+    """A block [T, K] -> [T, N] that ends in an adapted layer [N, M], and its parameters."""
+    g = torch.Generator().manual_seed(SEED)
+    layers, parameters = [], []
+    for inputs, outputs in ((K, M), (M, N)):
+        A, B = torch.randn(R, inputs, generator=g), torch.randn(outputs, R, generator=g)
+        norm = magnitude = None
+        if dora:
+            norm, magnitude = torch.rand(outputs, generator=g) + 1, torch.rand(outputs, generator=g) + 1
+        parameters += [each.requires_grad_() for each in (A, B, magnitude) if each is not None]
+        low = LowRank(A, B, 0.7, magnitude, norm)
+        layers.append(Layer(torch.randn(outputs, inputs, generator=g), torch.randn(outputs, generator=g), {0: low}))
+
+    def block(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        (h,) = lora_group(x, layers[:1], [Run(0, 0, T)], plan=plan)
+        (y,) = lora_group(h.sigmoid(), layers[1:], [Run(0, 0, T)], plan=plan)
+        return (y + 1,)
+
+    return block, parameters
+
+
+@pytest.mark.parametrize("plan", [CHAIN, BEFORE, AGAIN, *PRODUCTS], ids=lambda plan: plan.name)
+def test_a_recomputation_makes_no_base_product_of_the_layer_that_ends_its_block(plan: Plan) -> None:
+    block, _ = two_layers(plan)
+    x = torch.randn(T, K, requires_grad=True)
+    for early_stop in (True, False):
+        with Products(T) as products, set_checkpoint_early_stop(early_stop):
+            (y,) = checkpoint(block, x, use_reentrant=False)
+            made = products.taken()
+            y.sum().backward()
+            again = products.taken()
+        assert (made[K, M], made[M, N]) == (1, 1)
+        assert (again[K, M], again[M, N]) == (1, 0 if early_stop else 1)
+
+
+def test_trained_magnitudes_need_the_product_again_and_frozen_ones_do_not() -> None:
+    """Also where a caller's state saw the layers before they were frozen."""
+    case, leaves = cast(make_case(T, K, [N], [[R]], [0.0], False, SEED, dora=[True]), torch.float32)
+    state = GroupState(trusted=True)
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        return lora_group(x, case.layers, case.runs, case.keys, state=state)[0]
+
+    for trained in (True, False, True):
+        leaves["magnitude0.0"].requires_grad_(trained)
+        with Products(T) as products:
+            y = checkpoint(block, leaves["x"], use_reentrant=False)
+            products.taken()
+            y.backward(case.dy[0])
+        assert products.taken()[K, N] == int(trained)
+
+
+def test_nothing_of_a_checkpointed_group_outlives_its_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[weakref.ref[torch.Tensor]] = []
+    down, up = Steps.down, Steps.up
+
+    def watched_down(self: Steps) -> torch.Tensor:
+        made.append(weakref.ref(self.x_TK))
+        S = down(self)
+        made.append(weakref.ref(S))
+        return S
+
+    def watched_up(self: Steps, S: torch.Tensor) -> Any:
+        outputs, kept = up(self, S)
+        made.extend(map(weakref.ref, outputs))
+        return outputs, kept
+
+    monkeypatch.setattr(Steps, "down", watched_down)
+    monkeypatch.setattr(Steps, "up", watched_up)
+    block, _ = two_layers(CHAIN)
+    x = torch.randn(T, K, requires_grad=True)
+    (y,) = checkpoint(block, x, use_reentrant=False)
+    assert len(made) == 6
+    assert [each() is None for each in made] == [False] + [True] * 5  # x itself is the caller's
+    y.sum().backward()
+
+
+# --- the same bits -----------------------------------------------------------------------------------------------------
+
+
+def plainly(block: Block, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return block(x)
+
+
+def checkpointed(block: Block, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return checkpoint(block, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+def to_its_end(block: Block, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    with set_checkpoint_early_stop(False):
+        return checkpointed(block, x)
+
+
+def reentrant(block: Block, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return checkpoint(block, x, use_reentrant=True)  # type: ignore[no-any-return]
+
+
+def nested(block: Block, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return checkpointed(lambda x: checkpointed(block, x), x)
+
+
+def offloaded(block: Block, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    with torch.autograd.graph.save_on_cpu():
+        return block(x)
+
+
+def anomaly(block: Block, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    with pytest.warns(UserWarning, match="Anomaly"), torch.autograd.detect_anomaly():
+        return checkpointed(block, x)
+
+
+HOOKED = [checkpointed, to_its_end, reentrant, nested, offloaded, anomaly]
+
+
+def outcome(
+    case: GroupCase, plan: Plan, how: Callable[[Block, torch.Tensor], tuple[torch.Tensor, ...]], recipe: bool = False,
+    frozen: str | tuple[str, ...] = (), used: Callable[[tuple[torch.Tensor, ...]], torch.Tensor] | None = None,
+) -> dict[str, torch.Tensor | None]:  # fmt: skip
+    """Outputs and gradients by name; frozen: first letters of leaves without gradient; used: what the backward starts at,
+    all outputs where it is not given."""
+    own, leaves = cast(case, torch.float32)
+    for name, leaf in leaves.items():
+        leaf.requires_grad_(not name.startswith(frozen))
+
+    def block(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        tokens = x.tanh()  # who made x is inside too
+        made = Recipe(torch.tanh, (x,)) if recipe else None
+        return lora_group(tokens, own.layers, own.runs, own.keys, own.salt, plan, recipe=made)
+
+    outputs = how(block, own.x)
+    if used is not None:
+        used(outputs).backward()
+    else:
+        torch.autograd.backward(outputs, own.dy)
+    return {f"y{index}": y.detach() for index, y in enumerate(outputs)} | {f"d{k}": t.grad for k, t in leaves.items()}
+
+
+def assert_same_bits(
+    got: dict[str, torch.Tensor | None], want: dict[str, torch.Tensor | None], zeros: bool = False
+) -> None:
+    """zeros: what has no gradient may have one of zeros, which torch's reentrant checkpointing gives unused outputs."""
+    assert got.keys() == want.keys()
+    for name, value in want.items():
+        other = got[name]
+        if zeros and value is None and other is not None:
+            assert not other.any(), name
+            continue
+        assert (other is None) == (value is None), name
+        assert value is None or (other is not None and torch.equal(other, value)), name
+
+
+def some_case(kind: str, **kwargs: Any) -> GroupCase:
+    arguments = {**KINDS[kind], **kwargs}
+    sizes = [29, 12, 40][: len(arguments["ranks"][0]) if arguments["ranks"] else 1]
+    return make_case(37, 33, sizes, with_bias=bool(SEED % 2), seed=SEED, **arguments)
+
+
+@pytest.mark.parametrize("how", HOOKED, ids=lambda how: how.__name__)
+@pytest.mark.parametrize("kind", KINDS)
+def test_outputs_and_gradients_are_those_without_hooks(
+    kind: str, how: Callable[[Block, torch.Tensor], tuple[torch.Tensor, ...]]
+) -> None:
+    case = some_case(kind)
+    for plan in (CHAIN, BEFORE, AGAIN):
+        for recipe in (False, True):
+            assert_same_bits(outcome(case, plan, how, recipe), outcome(case, plan, plainly, recipe))
+    kept = some_case(kind, keep_output=True)
+    assert_same_bits(outcome(kept, CHAIN, how), outcome(kept, CHAIN, plainly))
+
+
+@pytest.mark.parametrize("how", HOOKED, ids=lambda how: how.__name__)
+@pytest.mark.parametrize("plan", PRODUCTS, ids=lambda plan: plan.name)
+def test_so_are_those_of_plans_that_merge_or_associate_otherwise(
+    plan: Plan, how: Callable[[Block, torch.Tensor], tuple[torch.Tensor, ...]]
+) -> None:
+    case = some_case("siblings", ranks=[[4, 0, 7]], dropouts=[0.0 if plan.lossy else 0.2])
+    case = replace(case, runs=(replace(case.runs[0], start=0, stop=len(case.x)),))
+    assert_same_bits(outcome(case, plan, how), outcome(case, plan, plainly))
+    last = lambda outputs: outputs[2].sin().sum()  # noqa: E731
+    assert_same_bits(
+        outcome(case, plan, how, used=last), outcome(case, plan, plainly, used=last), zeros=how is reentrant
+    )
+
+
+@pytest.mark.parametrize("how", [checkpointed, offloaded], ids=lambda how: how.__name__)
+@pytest.mark.parametrize("kind", ["dropout", "siblings", "four adapters"])
+def test_so_are_those_of_the_kernels(kind: str, how: Callable[[Block, torch.Tensor], tuple[torch.Tensor, ...]]) -> None:
+    case = some_case(kind)
+    assert_same_bits(outcome(case, ROUTED, how), outcome(case, ROUTED, plainly))
+
+
+FROZEN: list[str | tuple[str, ...]] = ["A", "B", ("A", "B"), "x", "magnitude", "bias", ("A", "B", "magnitude", "bias")]
+
+
+# torch's reentrant checkpointing makes no gradients at all where no input needs one
+@pytest.mark.parametrize(
+    ("frozen", "how"),
+    [(frozen, how) for frozen in FROZEN for how in HOOKED if frozen != "x" or how is not reentrant],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_so_are_those_where_not_everything_is_trained(
+    frozen: Any, how: Callable[[Block, torch.Tensor], tuple[torch.Tensor, ...]]
+) -> None:
+    for kind in ("siblings", "DoRA and LoRA, siblings, some absent, biases"):
+        case = some_case(kind)
+        got, want = outcome(case, CHAIN, how, frozen=frozen), outcome(case, CHAIN, plainly, frozen=frozen)
+        assert_same_bits(got, want)
+        assert any(value is None for value in want.values()) or kind == "siblings"
+
+
+USES: dict[str, Callable[[tuple[torch.Tensor, ...]], torch.Tensor]] = {
+    "some outputs are not used": lambda outputs: outputs[1].square().sum(),
+    "gradients of stride 0": lambda outputs: outputs[0].sum() + 2 * outputs[2].sum(),
+    "transposed gradients": lambda outputs: sum((y.T.contiguous().sin().sum() for y in outputs), torch.zeros(())),
+    "an output is written into": lambda outputs: outputs[0].mul_(2).square().sum() + outputs[1].add_(1).square().sum(),
+    "one is used twice": lambda outputs: (outputs[2] * outputs[2]).sum() + outputs[2].exp().sum(),
+}
+
+
+@pytest.mark.parametrize("how", HOOKED, ids=lambda how: how.__name__)
+@pytest.mark.parametrize("use", USES)
+def test_so_are_those_of_any_use_of_the_outputs(
+    use: str, how: Callable[[Block, torch.Tensor], tuple[torch.Tensor, ...]]
+) -> None:
+    for kind in ("siblings", "DoRA and LoRA, siblings, some absent, biases"):
+        case = some_case(kind)
+        got, want = (outcome(case, CHAIN, each, used=USES[use]) for each in (how, plainly))
+        assert_same_bits(got, want, zeros=how is reentrant)
+
+
+def test_a_retained_graph_gives_the_same_gradients_again_and_a_freed_one_none() -> None:
+    block, parameters = two_layers(CHAIN)
+    x = torch.randn(T, K, requires_grad=True)
+    for how in (plainly, checkpointed, offloaded):
+        (y,) = how(block, x)
+        first = torch.autograd.grad(y.sum(), parameters, retain_graph=True)
+        second = torch.autograd.grad(y.sum(), parameters)
+        assert all(torch.equal(one, two) for one, two in zip(first, second, strict=True))
+        with pytest.raises(RuntimeError, match="second time"):
+            torch.autograd.grad(y.sum(), parameters)
+
+
+def test_gradients_that_come_in_are_not_written_into() -> None:
+    block, _ = two_layers(CHAIN)
+    d = torch.randn(T, N)
+    before = d.clone()
+    (y,) = checkpointed(block, torch.randn(T, K, requires_grad=True))
+    y.backward(d)
+    assert torch.equal(d, before)
+
+
+def test_without_torchs_word_on_hooks_the_bits_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = some_case("siblings")
+    want = outcome(case, CHAIN, checkpointed)
+    monkeypatch.setattr(group, "_TOP_HOOKS", None)
+    assert_same_bits(outcome(case, CHAIN, checkpointed), want)
+
+
+# --- whole models ------------------------------------------------------------------------------------------------------
+
+WIDTH, GATED = TINY["hidden_size"], TINY["intermediate_size"]
+DOWN, UP = (GATED, WIDTH), (WIDTH, GATED)
+
+
+def packed_batch() -> PackedBatch:
+    """Samples of two adapters, the first under dropout."""
+    generator, packed = np.random.default_rng(SEED), []
+    for number, (owner, length) in enumerate([(0, 13), (0, 20), (1, 17)]):
+        ids = generator.integers(3, TINY["vocab_size"], length).astype(np.int32)
+        sample = Sample(ids, np.arange(length) > 2)
+        packed.append(PackedSample(owner, sample, number, 0, None if owner else SEED))
+    return collate(packed, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["", "recipes"])
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+@pytest.mark.parametrize("dora", [False, True], ids=["LoRA", "DoRA"])
+def test_peft_models_make_down_proj_once_and_give_the_same_bits(dora: bool, dropout: float, recompute: bool) -> None:
+    ids = torch.randint(3, TINY["vocab_size"], (2, 20))
+    config = LoraConfig(r=5, target_modules="all-linear", lora_dropout=dropout, use_dora=dora)
+    model = get_peft_model(tiny_model("llama"), config).train()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+    packlora.accelerate(model, recompute=recompute)
+    model.enable_input_require_grads()
+    got: list[list[torch.Tensor]] = []
+    for on in (False, True):
+        model.zero_grad()
+        torch.manual_seed(SEED)
+        if on:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        with Products(ids.numel()) as products:
+            loss = model(input_ids=ids, labels=ids).loss
+            made = products.taken()
+            loss.backward()
+            again = products.taken()
+        got.append([loss.detach(), *(p.grad for p in model.parameters() if p.requires_grad)])
+        layers, base = TINY["num_hidden_layers"], 2 if dora and dropout else 1  # PEFT's DoRA drops its base product's x
+        assert made[DOWN] == base * layers
+        # gate's and up's dx are products of down_proj's shape: dx = d W, for every base product one
+        assert again[DOWN] == 2 * base * layers + (base * layers if on and dora else 0)
+        assert again[UP] == base * layers + (2 * base * layers if on else 0)
+    assert all(torch.equal(one, two) for one, two in zip(*got, strict=True))
+
+
+def test_packed_training_makes_down_proj_once_and_gives_the_same_bits() -> None:
+    """Two adapters with dropout."""
+    got: list[list[torch.Tensor]] = []
+    for on in (False, True):
+        model = tiny_model("llama")
+        prepare_model(model, on)
+        specs = {
+            name: resolve(
+                LoraConfig(r=r, lora_dropout=p, target_modules="all-linear", task_type="CAUSAL_LM"), model, name
+            )
+            for name, r, p in (("one", 4, 0.2), ("two", 3, 0.0))
+        }
+        router, adapters = attach(model, specs, 0)
+        parameters = [p for adapter in adapters for p in adapter.named_parameters().values()]
+        with torch.no_grad():
+            for index, parameter in enumerate(parameters):
+                parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(index)) / 8)
+        batch = packed_batch()
+        with router.route(batch.tokens), Products(batch.tokens.total) as products:
+            _, loss = token_losses(model, batch, torch.ones(len(batch.labels_L), dtype=torch.float64), False)
+            made = products.taken()
+            gradients = torch.autograd.grad(loss, parameters)
+            again = products.taken()
+        got.append([loss.detach(), *gradients])
+        layers = TINY["num_hidden_layers"]
+        assert made[DOWN] == layers
+        assert again[DOWN] == 2 * layers
+        assert again[UP] == layers + (2 * layers if on else 0)
+    assert all(torch.equal(one, two) for one, two in zip(*got, strict=True))
