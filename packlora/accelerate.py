@@ -11,30 +11,35 @@ place, takes it out and reports.
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import sys
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from peft import PeftModel
 from peft.tuners.lora import Linear as PeftLinear
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 
 from packlora.adapters import peft_dora
 from packlora.adapters.norms import RowNorms
+from packlora.adapters.outputs import KeptOutputs, padded, untouched_outputs
 from packlora.adapters.peft_dora import DoraForward
 from packlora.adapters.peft_live import LITTLE_WORK, LayerCall, LayerForward, choose_plan, compute, without_kernels
 from packlora.adapters.recipes import add_recipes
 from packlora.adapters.siblings import SiblingGroup, sibling_groups
-from packlora.ops.lora_linear.plan import Plan
+from packlora.ops.lora_linear.plan import CHAIN, Plan
 
 RECIPES = "_packlora_recipes"
 NOMINAL_TOKENS = 4096
 """For which the report names the plan."""
+WATCHED = 40
+"""Tokens of the longer run that watches outputs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +95,7 @@ def accelerate(
     plan: Plan | None = None,
     example: Mapping[str, Any] | None = None,
     recompute: bool = False,
+    keep_outputs: bool = False,
 ) -> Report:
     """Run the LoRA layers of a PEFT model on packlora's operator, in place.
 
@@ -108,6 +114,13 @@ def accelerate(
         example: keyword arguments for the run that finds siblings; by default two random token ids.
         recompute: outputs of RMS norms and the products inside gated feed-forwards, which LoRA layers read, are computed
             again in the backward instead of being kept. Saves a fifth of the memory of an 8B model, costs 2 % of its time.
+        keep_outputs: DoRA layers whose outputs nobody writes into keep nothing beside them for the gradient of the magnitude;
+            otherwise, and where this is off, a tensor as large as the output. Which ones is found by running the example
+            forward and backward, in train mode; by default twice, on 2 and on 40 tokens. It is not assumed for ever: where
+            another device or dtype, or code that was replaced since (liger applied by a Trainer), tells that the run stands
+            for nothing any more, the layers keep the tensor again. What it cannot know is a kernel that writes into a layer's
+            output, behind autograd's back, only on inputs unlike the example's: there magnitudes would get wrong gradients.
+            With an operation of torch that works in place, autograd refuses the backward.
 
     Raises:
         ValueError: the model has no PEFT layers, or is compiled already.
@@ -137,7 +150,7 @@ def accelerate(
             forwards[path] = LayerForward(layer, path, text, norms)
         else:
             foreign[path] = peft_dora.NOT_DORA
-    notes = []
+    notes: list[str] = []
     groups: list[tuple[str, ...]] = []
     if forwards:
         try:
@@ -145,7 +158,7 @@ def accelerate(
         except Exception as error:  # any model, any error: layers are computed one by one then, and the report says so
             notes.append(
                 "sibling groups: none, the run that finds them failed "
-                f"({type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}); "
+                f"({_named(error)}); "
                 "pass example={...}, keyword arguments of the model's forward"
             )
     for paths in groups:
@@ -157,6 +170,11 @@ def accelerate(
         forward.install()
     for other in others.values():
         other.install()
+    if any(getattr(layer, "lora_magnitude_vector", None) for layer in layers.values()):
+        entries = _entries(model, [*forwards, *others])
+        for entry in entries:
+            norms.attach(entry)
+        notes += _keep_outputs(model, forwards, example, entries) if keep_outputs else []
     if recompute:
         model.__dict__[RECIPES], found = add_recipes(model)
         notes.append(found)
@@ -170,19 +188,95 @@ def restore(model: torch.nn.Module) -> None:
     for module in model.modules():
         LayerForward.remove(module)
         SiblingGroup.detach(module)
+        RowNorms.detach(module)
+        KeptOutputs.detach(module)
 
 
-def _example(model: torch.nn.Module) -> dict[str, Any]:
-    """Two token ids for a language model, on the device of its embedding."""
+def _entries(model: torch.nn.Module, paths: Sequence[str]) -> list[torch.nn.Module]:
+    """The modules through which all of these layers are called: the model and, for methods such as generate() that call one
+    inside of it, those that have all of the layers."""
+    entries, prefix = [model], ""
+    parts = [path.split(".")[:-1] for path in paths]
+    for names in zip(*parts, strict=False):
+        if len(set(names)) > 1:
+            break
+        prefix = f"{prefix}.{names[0]}" if prefix else names[0]
+        entries.append(model.get_submodule(prefix))
+    return entries
+
+
+def _keep_outputs(
+    model: torch.nn.Module,
+    forwards: Mapping[str, LayerForward],
+    example: Mapping[str, Any] | None,
+    entries: Sequence[torch.nn.Module],
+) -> list[str]:
+    """Find the DoRA layers that may keep their outputs, and let them; notes for the report."""
+    could = {path: forward.could_keep_output() for path, forward in forwards.items()}
+    wanted = [path for path, possible in could.items() if possible]
+    others = sum(possible is False for possible in could.values())
+    because = f"; {others} with a frozen bias or dropout keep it" if others else ""
+    if not wanted:
+        return [f"DoRA: a product is kept for the gradient of every magnitude{because}"] if others else []
+    plans = {path: forward.plan for path, forward in forwards.items()}
+    chain = json.dumps(CHAIN.to_dict())
+    try:
+        for forward in forwards.values():  # nothing is compiled or packed for these few tokens
+            forward.plan = forward.plan or chain
+        found = untouched_outputs(model, wanted, _examples(model) if example is None else [example])
+    except Exception as error:  # any model, any error: products are kept then, and the report says so
+        return [f"DoRA: outputs are not kept, the run that watches them failed ({_named(error)})"]
+    finally:
+        for path, forward in forwards.items():
+            forward.plan = plans[path]
+            forward.states.clear()
+    outputs = KeptOutputs(model, found, (LayerForward, DoraForward))
+    for path in found:
+        forwards[path].outputs = outputs
+    if found:
+        for entry in entries:
+            outputs.attach(entry)
+    written = ", ".join(_grouped([path for path in wanted if path not in found]))
+    return [
+        f"DoRA: {len(found)} of {len(wanted)} layers keep their output for the gradient of the magnitude"
+        + (
+            f", not a product beside it; written into, returned or not run: {written}"
+            if written
+            else ", not a product beside it"
+        )
+        + because
+    ]
+
+
+def _examples(model: torch.nn.Module) -> list[dict[str, Any]]:
+    """Two token ids, and WATCHED of two sequences with padding, as in training, where nothing is cached."""
+    text = _text_config(model)
+    length = min(WATCHED, getattr(text, "max_position_embeddings", None) or WATCHED)
+    longer = _example(model, length)
+    longer.update(padded(longer["input_ids"]))
+    if "decoder_input_ids" in longer:
+        longer["decoder_input_ids"] = longer["input_ids"]
+    base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+    training = {"use_cache": False} if "use_cache" in inspect.signature(base.forward).parameters else {}
+    return [{**_example(model), **training}, {**longer, **training}]
+
+
+def _text_config(model: torch.nn.Module) -> Any:
     config: Any = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def _example(model: torch.nn.Module, length: int = 2) -> dict[str, Any]:
+    """Token ids for a language model, on the device of its embedding."""
+    config: Any = getattr(model, "config", None)
+    text = _text_config(model)
     vocab = getattr(text, "vocab_size", None)
     if not isinstance(vocab, int):
         raise ValueError("the model's config names no vocab_size")
     find: Any = getattr(model, "get_input_embeddings", None)
     embedding = find() if find is not None else None
     device = next((embedding if isinstance(embedding, torch.nn.Module) else model).parameters()).device
-    ids = torch.randint(0, vocab, (1, 2), generator=torch.Generator().manual_seed(0)).to(device)
+    ids = torch.randint(0, vocab, (1, length), generator=torch.Generator().manual_seed(0)).to(device)
     example: dict[str, Any] = {"input_ids": ids}
     if getattr(config, "is_encoder_decoder", False):
         example["decoder_input_ids"] = ids
@@ -244,6 +338,19 @@ def _plan(calls: list[LayerCall]) -> Plan:
     weight = first.weight
     dora = any(call.magnitude is not None for call in calls)
     return choose_plan(weight.device, weight.dtype, NOMINAL_TOKENS, weight.shape[1], sizes, ranks, first.p, dora)
+
+
+def _named(error: Exception) -> str:
+    """Type and first line."""
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+
+
+def _grouped(paths: list[str]) -> list[str]:
+    """Names of paths, one for those that differ in numbers alone."""
+    like: dict[str, list[str]] = {}
+    for path in paths:
+        like.setdefault(re.sub(r"\d+", "{}", path), []).append(path)
+    return [_ranges(own) for own in like.values()]
 
 
 def _ranges(paths: list[str]) -> str:

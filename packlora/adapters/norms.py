@@ -10,6 +10,11 @@ computes those of all modules that changed, in few launches. What counts as a ch
                                           On a CPU A and B are compared with copies; on a GPU 64-bit sums over their bits are
                                           compared on the device, and kernels compute where they differ: nothing waits
 
+A window (RowNorms.open and close; packlora.accelerate puts them around a model's forward) is a time in which nobody writes to A
+or B unseen: the data of all handles are checked together, at its first get(), and not again. Outside of windows every get()
+checks those of its own handle. A CUDA graph that is captured contains the check and the computation, of the window or of the
+handle: what is kept has no part in it.
+
 A trusted handle is for owners who change A and B only by torch's optimizers and in-place operations; it costs the host under
 3 us a get(). Of W, which is frozen, the data check looks at 8 elements of every row: it sees a merge, an unmerge, another
 quantisation, a row set to zero. A write through .data to a few other elements of W it does not see: then call invalidate().
@@ -21,7 +26,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +35,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from packlora.adapters.siblings import remove_hooks
 from packlora.ops.row_norm import NormProblem, RowChunks, row_norms, squared_row_norm, takes_kernels
 
 _NUMBERS = itertools.count()
@@ -59,6 +65,8 @@ class NormHandle:
     def _register(self) -> None:
         self.number = next(_NUMBERS)
         self._epoch = self._steps = 0
+        self._asked = self.norms._window
+        """The last window in which get() was called, or when it was made."""
         self._kept: _Kept | None = None
         self._base: tuple[Any, tuple[StorageWeakRef, ...], torch.Tensor] | None = None
         self._watched: _Watched | None = None
@@ -96,13 +104,16 @@ class NormHandle:
         """The next get() computes, also ||W||^2."""
         self._epoch += 1
 
-    def _key(self) -> tuple[Any, ...]:
-        """All that the host can see of the operands. `_kept` and `_base` hold weak references to the storages, so no other
-        storage can have their address."""
-        return (self._steps, float(self.scaling), _stamp(self.A), _stamp(self.B), *self._frozen_key())
+    def _key(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """All that the host can see of the operands: what they are, with W's version; and what tells of writes to A and B.
+        `_kept` and `_base` hold weak references to the storages, so no other storage can have their address."""
+        A, B = self.A, self.B
+        return (float(self.scaling), _place(A), _place(B), self._frozen_key()), (self._steps, _version(A), _version(B))
 
     def _frozen_key(self) -> tuple[Any, ...]:
-        return (self._epoch, *map(_stamp, self._sources()))
+        if isinstance(self.weight, torch.Tensor):
+            return (self._epoch, _place(self.weight), _version(self.weight))
+        return (self._epoch, *((_place(source), _version(source)) for source in self._sources()))
 
     def _sources(self) -> tuple[torch.Tensor, ...]:
         return self.weight.tensors if isinstance(self.weight, RowChunks) else (self.weight,)
@@ -136,11 +147,15 @@ class RowNorms:
 
     def __init__(self) -> None:
         self._handles: weakref.WeakValueDictionary[int, NormHandle] = weakref.WeakValueDictionary()
-        self._depth = 0
-        self._window = 0
+        self._open = False
+        self._window = self._checked = 0
+        """Number of the last window that was opened, and of the last one in which the data were checked."""
         self._together: dict[tuple[torch.device, int], _Watched] = {}
         self._captured: list[_Watched] = []
-        self._opened: tuple[list[Any], list[tuple[_Watched, list[int]]]] | None = None
+        self._in_window: dict[int, torch.Tensor] = {}
+        """By handle, what this window's check gave while a graph was being captured."""
+        self._batches: tuple[list[Any], list[_Watched]] | None = None
+        """What the last check of a window was of, and by which batches, where batches on a device did all of it."""
         _LIVE.add(self)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -161,8 +176,7 @@ class RowNorms:
 
     @contextmanager
     def checked(self) -> Iterator[None]:
-        """Check the data of all handles now, together, and not again inside: around a forward, in which nobody writes to A
-        or B. What the host sees is still looked at by every get()."""
+        """A window around something, such as a forward. What the host sees is still looked at by every get()."""
         self.open()
         try:
             yield
@@ -170,15 +184,32 @@ class RowNorms:
             self.close()
 
     def open(self) -> None:
-        """Begin of checked(), for hooks: every open() must be followed by a close(), whatever happens in between."""
-        if not self._depth:
-            self._window += 1
-            if not _capturing():
-                self._check_all()
-        self._depth += 1
+        """Begin of a window, whether or not the last one was closed: an interrupted forward closes nothing."""
+        self._open = True
+        self._window += 1
+        self._in_window = {}
 
     def close(self) -> None:
-        self._depth -= 1
+        self._open = False
+        self._in_window = {}
+
+    def attach(self, module: torch.nn.Module) -> None:
+        """A window around every forward of a module; `detach` undoes it."""
+        module.register_forward_pre_hook(self._before)
+        module.register_forward_hook(self._after, always_call=True)
+
+    @staticmethod
+    def detach(module: torch.nn.Module) -> None:
+        """Remove the hooks of every RowNorms from a module."""
+        remove_hooks(module, RowNorms)
+
+    def _before(self, module: torch.nn.Module, args: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self.open()
+
+    def _after(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self.close()
 
     def prepare_graphs(self) -> None:
         """Make the tables that get() needs in CUDA graphs captured from now on; without them a graph computes norms without
@@ -187,20 +218,30 @@ class RowNorms:
             if handle._missing() is None and _watchable(handle):
                 handle._watched = _Watched([handle])
 
-    def _check_all(self) -> None:
-        handles = [handle for handle in self._handles.values() if not handle.trusted]
-        keys = [(handle.number, handle._key()) for handle in handles]
-        if self._opened is not None and self._opened[0] == keys:  # the host saw nothing: straight to the device
-            for watched, numbers in self._opened[1]:
-                self._keep([self._handles[number] for number in numbers], watched.norms())
+    def _check_all(self, since: int) -> None:
+        """Check the data of handles that are in use: get() was called since the window with this number."""
+        handles = [handle for handle in self._handles.values() if not handle.trusted and handle._asked >= since]
+        keys = {handle.number: handle._key() for handle in handles}
+        places = [(number, key[0]) for number, key in keys.items()]
+        capturing = _capturing()
+        if self._batches is not None and self._batches[0] == places:  # nothing moved: straight to the device
+            for own in self._batches[1]:
+                if capturing:
+                    self._captured.append(own)  # the graph has its addresses
+                    self._in_window.update(zip(own.numbers, own.norms(), strict=True))
+                else:
+                    own.window = self._window
+                    self._keep([self._handles[number] for number in own.numbers], own.norms(), keys)
+            return
+        if capturing:  # new tables cannot be captured
             return
         whole = [handle for handle in handles if handle._missing() is None]
-        self._opened = None
+        self._batches = None
         self._update(whole)
         if whole and len(whole) == len(handles) and all(map(_watchable, whole)):
             used = [own for own in self._together.values() if own.window == self._window]
             if sum(len(own.numbers) for own in used) == len(whole):
-                self._opened = (keys, [(own, own.numbers) for own in used])
+                self._batches = (places, used)
 
     def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -209,33 +250,48 @@ class RowNorms:
                 handle._steps += 1
 
     def _get(self, handle: NormHandle) -> torch.Tensor:
-        if handle.A.is_cuda and torch.cuda.is_current_stream_capturing():
+        handle._asked = self._window
+        if self._open and self._checked != self._window:
+            since, self._checked = self._checked, self._window
+            self._check_all(since)
+        if _capturing():
             return self._in_graph(handle)
         kept = handle._kept
         if kept is None or kept.key != handle._key():
             if missing := handle._missing():
                 raise RuntimeError(f"the norm of W + s B A needs its operands whole: {missing}")
-            self._update([h for h in self._handles.values() if h is handle or _like(h, handle)])
-        elif not (handle.trusted or (self._depth and kept.window == self._window)):
+            self._update([h for h in self._handles.values() if h is handle or self._like(h, handle)])
+        elif not (handle.trusted or self._checked_now(kept)):
             self._update([handle])
         assert handle._kept is not None
         return handle._kept.norm_on_this_stream()
 
+    def _checked_now(self, kept: _Kept) -> bool:
+        return self._open and kept.window == self._window
+
+    def _like(self, other: NormHandle, handle: NormHandle) -> bool:
+        """Whether another handle is brought up to date with this one."""
+        if other.trusted != handle.trusted or other.A.device != handle.A.device or other._missing() is not None:
+            return False
+        if other._kept is None or other._kept.key != other._key():
+            return True
+        return _watchable(other) and not self._checked_now(other._kept)
+
     def _update(self, handles: Sequence[NormHandle]) -> None:
         """Bring the handles up to date, in one batch for each device and kind of operands."""
-        by_device: dict[torch.device, list[NormHandle]] = {}
-        stale = []
+        watched: dict[torch.device, list[NormHandle]] = {}
+        stale: dict[torch.device, list[NormHandle]] = {}
         for handle in handles:
             kept = handle._kept
             if not handle.trusted and _watchable(handle):
-                by_device.setdefault(handle.A.device, []).append(handle)
+                watched.setdefault(handle.A.device, []).append(handle)
             elif kept is not None and kept.key == handle._key() and kept.is_of(handle):
                 kept.window = self._window
             else:
-                stale.append(handle)
-        if stale:
-            self._keep(stale, row_norms([handle._problem() for handle in stale]))
-        for device, members in by_device.items():
+                stale.setdefault(handle.A.device, []).append(handle)
+        for members in stale.values():
+            self._keep(members, row_norms([handle._problem() for handle in members]))
+        for device, members in watched.items():
             self._watch(device, members)
 
     def _watch(self, device: torch.device, handles: list[NormHandle]) -> None:
@@ -255,24 +311,30 @@ class RowNorms:
             own.window = self._window
             self._keep(members, own.norms())
 
-    def _keep(self, handles: Sequence[NormHandle], norms: Sequence[torch.Tensor]) -> None:
+    def _keep(
+        self, handles: Sequence[NormHandle], norms: Sequence[torch.Tensor], keys: Mapping[int, Any] | None = None
+    ) -> None:
+        """Of handles on one device; keys: by number, where they are known."""
         event = None
         if norms[0].is_cuda:
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(norms[0].device))
-        stream = _stream(norms[0])
+        stream, window = _stream(norms[0]), self._window
         for handle, norm_N in zip(handles, norms, strict=True):
-            key, kept = handle._key(), handle._kept
-            if kept is not None and kept.key == key and kept.copies is None:
-                kept.norm_N, kept.window, kept.stream, kept.event = norm_N, self._window, stream, event
+            key, kept = handle._key() if keys is None else keys[handle.number], handle._kept
+            if kept is not None and kept.copies is None and kept.key[0] == key[0]:  # the references serve on
+                kept.key, kept.norm_N, kept.window, kept.stream, kept.event = key, norm_N, window, stream, event
             else:
-                handle._kept = _Kept.of(handle, norm_N, key, self._window, stream, event)
+                handle._kept = _Kept.of(handle, norm_N, key, window, stream, event)
 
     def _in_graph(self, handle: NormHandle) -> torch.Tensor:
         """Part of the graph: nothing of it is kept, since a replay changes it behind the host's back. Where tables for the
         check were not made before the capture, the graph computes the norm at each replay, without kernels."""
-        watched = handle._watched
-        if watched is not None and watched.serves([handle]):
+        if (norm_N := self._in_window.get(handle.number)) is not None:
+            return norm_N
+        watched, base = handle._watched, handle._base
+        # a ||W||^2 that is not up to date would be computed in the graph, and be kept
+        if watched is not None and base is not None and base[0] == handle._frozen_key() and watched.serves([handle]):
             if not any(own is watched for own in self._captured):
                 self._captured.append(watched)  # the graph has its addresses
             return watched.norms()[0]
@@ -298,7 +360,7 @@ class _Kept:
         operands = (handle.A, handle.B, *handle._sources())
         refs = tuple(StorageWeakRef(operand.untyped_storage()) for operand in operands)
         copies = None
-        if not handle.trusted and not handle.A.is_cuda:
+        if not (handle.trusted or handle.A.is_cuda or _watchable(handle)):
             copies = tuple(tensor.clone() for tensor in _data(handle))
         return cls(norm_N, key, refs, window, copies, stream, event)
 
@@ -353,13 +415,14 @@ class _Watched:
         return self.batch.split(self.batch.run(self.batch.stale(self.seen), self.kept))
 
 
-def _stamp(tensor: torch.Tensor) -> tuple[Any, ...]:
-    version = None if tensor.is_inference() else tensor._version
+def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
     if type(tensor) not in _PLAIN:
-        return id(tensor), version
-    return (
-        tensor.data_ptr(), tensor.untyped_storage()._cdata, version, tensor.dtype, tuple(tensor.shape), tensor.stride(),
-    )  # fmt: skip
+        return (id(tensor),)
+    return tensor.data_ptr(), tensor.untyped_storage()._cdata, tensor.dtype, tensor.shape, tensor.stride()
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
 
 
 def _data(handle: NormHandle) -> tuple[torch.Tensor, ...]:
@@ -381,16 +444,8 @@ def _watchable(handle: NormHandle) -> bool:
     )  # fmt: skip
 
 
-def _like(other: NormHandle, handle: NormHandle) -> bool:
-    """Whether another handle is brought up to date with this one."""
-    return (
-        other.trusted == handle.trusted and other.A.device == handle.A.device and other._missing() is None
-        and (other._kept is None or other._kept.key != other._key() or _watchable(other))
-    )  # fmt: skip
-
-
 def _capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def _stream(tensor: torch.Tensor) -> int:
@@ -408,7 +463,7 @@ def row_norm_op(
     handle = _HANDLES.get(number)
     if handle is not None and isinstance(handle.weight, torch.Tensor) and handle.scaling == scaling:
         own = (handle.weight, handle.A, handle.B)
-        if all(_place(a) == _place(b) for a, b in zip(own, (weight_NK, A_rK, B_Nr), strict=True)):
+        if all(_view(a) == _view(b) for a, b in zip(own, (weight_NK, A_rK, B_Nr), strict=True)):
             return handle.get().clone()  # the graph may write to what it is given
     return row_norms([NormProblem(weight_NK, A_rK, B_Nr, scaling)])[0]
 
@@ -419,5 +474,5 @@ def _(weight_NK: torch.Tensor, A_rK: torch.Tensor, B_Nr: torch.Tensor, scaling: 
     return weight_NK.new_empty(weight_NK.shape[0], dtype=torch.float64 if wide else torch.float32)
 
 
-def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+def _view(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()

@@ -21,6 +21,7 @@ from torch import nn
 
 from packlora.adapters import compiled
 from packlora.adapters.norms import RowNorms, row_norm_op
+from packlora.adapters.outputs import KeptOutputs
 from packlora.adapters.siblings import SiblingGroup
 from packlora.ops.lora_linear.group import HAS_TRITON, GroupState, Layer, LowRank, Run, lora_group
 from packlora.ops.lora_linear.plan import CHAIN, Plan
@@ -30,7 +31,7 @@ from packlora.plans.select import Planner
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 COMPILED_TOKENS = 4096
-LITTLE_WORK = 420e-6
+LITTLE_WORK = 600e-6
 """Seconds that the GPU of left_to_peft's figures needs for a layer."""
 AUTOCAST = ("cpu", "cuda")
 """Devices whose autocast is known here; asking torch which ones have it breaks a compiled graph."""
@@ -247,10 +248,11 @@ def _compute(x: torch.Tensor, calls: Sequence[LayerCall], dtype: torch.dtype) ->
             )
         else:
             chosen = compiled.plan_of(plan)
-        layers = [
-            Layer(weight, bias, {0: LowRank(call.A, call.B, call.scaling, call.magnitude, call.owner.norm(call))})
-            for call, weight, bias in zip(calls, weights, biases, strict=True)
-        ]
+        layers = []
+        for call, weight, bias in zip(calls, weights, biases, strict=True):
+            low = LowRank(call.A, call.B, call.scaling, call.magnitude, call.owner.norm(call))
+            keep = call.magnitude is not None and call.owner.keeps_output(x.device, dtype)
+            layers.append(Layer(weight, bias, {0: low}, keep))
         # a state would keep a copy of a weight that was cast just now
         state = None if weights[0] is not first.weight else first.owner.states.setdefault(len(calls), GroupState())
         recipe = recipe_of(x) if x.dtype == dtype else None
@@ -296,6 +298,8 @@ class LayerForward:
         self.on = True
         self.states: dict[int, GroupState] = {}
         """Of the operator, by the number of layers that are computed together with this one first."""
+        self.outputs: KeptOutputs | None = None
+        """Of the model, where it was watched."""
 
         self._norms: dict[str, tuple[Hashable, Callable[[], torch.Tensor]]] = {}
 
@@ -314,6 +318,19 @@ class LayerForward:
             self._norms = {name: value for name, value in self._norms.items() if name not in gone}
             kept = self._norms[call.name] = (key, self.norms.add(*own, call.scaling).get)
         return kept[1]
+
+    def keeps_output(self, device: torch.device, dtype: torch.dtype) -> bool:
+        """Whether nobody writes into its output, so that the backward may read it there."""
+        return self.outputs is not None and self.outputs.keeps(self.path, device, dtype)
+
+    def could_keep_output(self) -> bool | None:
+        """Whether its backward, in training, could do with its output where it keeps a product now; None where it keeps
+        nothing as large."""
+        call = self.ready()
+        if isinstance(call, str) or call.magnitude is None or not call.magnitude.requires_grad:
+            return None
+        drop: Any = self.layer.lora_dropout[call.name]
+        return call.bias is None and not (isinstance(drop, nn.Dropout) and drop.p)
 
     def install(self) -> None:
         self.layer.forward = self

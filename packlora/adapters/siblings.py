@@ -11,6 +11,8 @@ Whatever is not called for is dropped at the end of the parent's forward, also w
 
 from __future__ import annotations
 
+import random
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -90,17 +92,32 @@ def _conditional(
 
 
 @contextmanager
-def undisturbed(model: torch.nn.Module) -> Iterator[None]:
-    """No gradients, eval mode; afterwards each module is in its own mode again and random generators are as before."""
+def undisturbed(model: torch.nn.Module, training: bool = False) -> Iterator[None]:
+    """No gradients and eval mode, or with `training` gradients and train mode; afterwards each module is in its own mode again
+    and the random generators (torch's, Python's, NumPy's) are as before."""
     modes = [(module, module.training) for module in model.modules()]
     devices = {tensor.device.index for tensor in model.parameters() if tensor.device.type == "cuda"}
-    model.eval()
+    numpy: Any = sys.modules.get("numpy")
+    state, numpy_state = random.getstate(), None if numpy is None else numpy.random.get_state()
+    model.train(training)
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=sorted(devices), device_type="cuda"):
+        with torch.set_grad_enabled(training), torch.random.fork_rng(devices=sorted(devices), device_type="cuda"):
             yield
     finally:
-        for module, training in modes:
-            module.training = training
+        random.setstate(state)
+        if numpy is not None:
+            numpy.random.set_state(numpy_state)
+        for module, was_training in modes:
+            module.training = was_training
+
+
+def remove_hooks(module: torch.nn.Module, owner: type) -> None:
+    """Take off the forward hooks that are methods of an `owner`; copies of a module have copies of its hooks."""
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for number, hook in list(hooks.items()):
+            if isinstance(getattr(hook, "__self__", None), owner):
+                del hooks[number]
+                module._forward_hooks_always_called.pop(number, None)
 
 
 # --- running them ------------------------------------------------------------------------------------------------------
@@ -167,11 +184,7 @@ class SiblingGroup:
     @staticmethod
     def detach(module: torch.nn.Module) -> None:
         """Remove the hooks of every group from a module."""
-        for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            for number, hook in list(hooks.items()):
-                if isinstance(getattr(hook, "__self__", None), SiblingGroup):
-                    del hooks[number]
-                    module._forward_hooks_always_called.pop(number, None)
+        remove_hooks(module, SiblingGroup)
 
     def _opened(self, module: torch.nn.Module, args: Any) -> None:
         if not torch.compiler.is_compiling():

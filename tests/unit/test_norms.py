@@ -318,17 +318,212 @@ def test_a_change_inside_a_window_that_the_host_sees_is_not_missed(way: str) -> 
         assert right(layer)
 
 
-def test_a_window_that_fails_to_open_is_not_open(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_that_fails_is_not_taken_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
     norms = RowNorms()
     layer = Layer(norms, False)
-    with monkeypatch.context() as broken:
-        broken.setattr(module, "row_norms", lambda problems: 1 / 0)
-        with pytest.raises(ZeroDivisionError), norms.checked():
-            pass
     assert right(layer)
+    data_copy(layer)
+    with norms.checked():
+        with monkeypatch.context() as broken:
+            broken.setattr(module, "row_norms", lambda problems: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                layer.norm()
+        assert right(layer)
     with pytest.raises(KeyError), norms.checked():
         raise KeyError
     data_copy(layer)
+    assert right(layer)
+
+
+def test_what_is_written_before_the_first_get_of_a_window_is_seen(way: str) -> None:
+    """By hooks that run after the one that opens it."""
+    norms = RowNorms()
+    layers = [Layer(norms, False) for _ in range(2)]
+    for _ in range(2):
+        with norms.checked():
+            assert all(map(right, layers))
+    with norms.checked():
+        data_copy(layers[1])
+        assert all(map(right, layers))
+
+
+def test_the_next_window_checks_although_the_last_was_not_closed(way: str) -> None:
+    norms = RowNorms()
+    layers = [Layer(norms, False) for _ in range(2)]
+    for _ in range(3):
+        norms.open()
+        assert all(map(right, layers))
+        data_copy(layers[0])
+
+
+def test_around_the_forward_of_a_module_whatever_way_it_ends(way: str) -> None:
+    norms = RowNorms()
+    inner = Layer(norms, False)
+    outer = nn.Sequential(nn.Identity(), inner)
+    norms.attach(outer)
+
+    def interrupted(*_: Any) -> None:
+        raise end
+
+    x = torch.randn(2, 24)
+    for end in (None, ValueError("forward"), KeyboardInterrupt()):
+        outer(x)
+        if end is not None:
+            hook = inner.register_forward_hook(interrupted)
+            with pytest.raises(type(end)):
+                outer(x)
+            hook.remove()
+            assert norms._open == isinstance(end, KeyboardInterrupt)  # torch calls no hook then
+        data_copy(inner)
+        assert torch.allclose(outer(x), Layer.forward(inner, x))
+        assert not norms._open
+        assert right(inner)
+    RowNorms.detach(outer)
+    assert not outer._forward_hooks
+    assert not outer._forward_pre_hooks
+
+
+def test_handles_that_nobody_asks_for_any_more_are_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of adapters that are not active; they are checked when they are asked for again."""
+    pytest.importorskip("triton")
+    from packlora.ops.row_norm_batch import Batch
+
+    monkeypatch.setattr(ops, "KERNELS_ON_CPU", True)
+    looks: list[int] = []
+    original = Batch.stale
+    monkeypatch.setattr(Batch, "stale", lambda self, seen: looks.append(len(seen)) or original(self, seen))
+    norms = RowNorms()
+    layers = [Layer(norms, False) for _ in range(3)]
+    for active, checks in (([0, 1, 2], [3]), ([0, 1], [3]), ([0, 1], [2]), ([2], [3]), ([2], [1])):
+        looks.clear()
+        data_copy(layers[2])
+        with norms.checked():
+            assert all(right(layers[index]) for index in active)
+        assert looks == checks
+
+
+def test_a_handle_that_a_window_did_not_check_at_its_begin_is_checked_when_it_is_asked(way: str) -> None:
+    """Of an adapter that was not active for a while, and of a layer whose operands are gathered just before it runs."""
+    norms = RowNorms()
+    layers = [Layer(norms, False) for _ in range(3)]
+    for _ in range(2):
+        with norms.checked():
+            assert all(map(right, layers))
+    for _ in range(2):
+        with norms.checked():
+            assert right(layers[0])
+            assert right(layers[1])
+    data_copy(layers[2])
+    storage, data = layers[1].A.untyped_storage(), torch.randn_like(layers[1].A)
+    size = storage.size()
+    storage.resize_(0)
+    with norms.checked():
+        assert right(layers[0])
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(layers[1].A):
+            storage.resize_(size)
+            layers[1].A.copy_(data)
+        assert right(layers[1])
+        assert right(layers[2])
+
+
+def test_a_step_moves_no_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After an optimizer step a window goes straight to the device: tables of addresses are not looked at again."""
+    pytest.importorskip("triton")
+    from packlora.ops import row_norm_batch
+
+    monkeypatch.setattr(ops, "KERNELS_ON_CPU", True)
+    norms = RowNorms()
+    layers = [Layer(norms, False) for _ in range(2)]
+    with norms.checked():
+        assert all(map(right, layers))
+    monkeypatch.setattr(row_norm_batch, "addresses", lambda problems: 1 / 0)
+    for change in ("adamw fused", "add_", "one element"):
+        SEEN_ON_THE_HOST[change](layers[1])
+        with norms.checked():
+            assert all(map(right, layers))
+
+
+# --- in a graph that is being captured --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("window", [False, True])
+@pytest.mark.parametrize("trusted", [False, True])
+def test_nothing_kept_is_used_in_a_graph_and_nothing_of_a_graph_is_kept(
+    trusted: bool, window: bool, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A norm that was computed before would be the same at every replay. Kept ones are spoiled, so that they would show."""
+    norms = RowNorms()
+    layers = [Layer(norms, trusted) for _ in range(2)]
+    for _ in range(2):
+        with norms.checked():
+            assert all(map(right, layers))
+    for change in (None, data_copy, SEEN_ON_THE_HOST["adamw fused"], weight_in_place):
+        if change is not None:
+            change(layers[1])
+        kept = [layer.handle._kept.norm_N for layer in layers]
+        values = [norm_N.clone() for norm_N in kept]
+        for norm_N in kept:
+            norm_N.fill_(5.0)
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "_capturing", lambda: True)
+            if window:
+                norms.open()
+            captured = [layer.norm() for layer in layers]
+            assert all(map(right, layers))
+            if window:
+                norms.close()
+        for norm_N, value, layer in zip(kept, values, layers, strict=True):
+            assert layer.handle._kept.norm_N is norm_N, "what a graph computes is not kept"
+            norm_N.copy_(value)
+        for norm_N in captured:
+            norm_N.fill_(7.0)
+        if trusted and change is data_copy:
+            norms.invalidate()
+        assert all(map(right, layers))
+        with norms.checked():
+            assert all(map(right, layers))
+
+
+def test_the_check_of_a_window_is_in_the_graph_once_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    from packlora.ops.row_norm_batch import Batch
+
+    monkeypatch.setattr(ops, "KERNELS_ON_CPU", True)
+    looks: list[int] = []
+    original = Batch.stale
+    monkeypatch.setattr(Batch, "stale", lambda self, seen: looks.append(len(seen)) or original(self, seen))
+    norms = RowNorms()
+    layers = [Layer(norms, False) for _ in range(3)]
+    with norms.checked():
+        assert all(map(right, layers))
+    SEEN_ON_THE_HOST["adamw fused"](layers[1])
+    looks.clear()
+    monkeypatch.setattr(module, "_capturing", lambda: True)
+    for forward in range(1, 3):
+        with norms.checked():
+            assert all(map(right, layers))
+        assert looks == [3] * forward
+        data_copy(layers[0])
+    assert right(layers[0]), "outside of a window a handle computes its own"
+    (batch,) = norms._together.values()
+    assert any(own is batch for own in norms._captured), "the graph's buffers live on"
+
+
+def test_a_frozen_weight_that_changed_before_the_capture_is_not_measured_in_the_graph(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """||W||^2 computed in a capture would be kept, and is not there before the first replay."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(ops, "KERNELS_ON_CPU", True)
+    norms = RowNorms()
+    layer = Layer(norms, False)
+    assert right(layer)
+    assert right(layer)
+    weight_in_place(layer)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_capturing", lambda: True)
+        patch.setattr(module, "squared_row_norm", lambda weight: 1 / 0)
+        assert right(layer)
     assert right(layer)
 
 

@@ -1,0 +1,132 @@
+"""DoRA under packlora.accelerate on a GPU: norms in a captured training step, no waiting, outputs that are written into.
+
+make gpu
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import packlora
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
+]
+
+
+class Gated(nn.Module):
+    """down(silu(gate(x)) * up(x)); `write` gets gate and up after the product."""
+
+    def __init__(self, K: int, N: int) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(K, N, bias=False), nn.Linear(K, N, bias=False)
+        self.down = nn.Linear(N, K, bias=False)
+        self.write: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gate(x), self.up(x)
+        product = nn.functional.silu(gate.clone()) * up.clone()
+        if self.write is not None:
+            self.write(gate)
+        y: torch.Tensor = self.down(product)
+        return y * 2
+
+
+def gated(K: int = 256, N: int = 384) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    settings = LoraConfig(r=24, lora_alpha=24, use_dora=True, target_modules=["gate", "up", "down"])
+    model = get_peft_model(Gated(K, N).bfloat16(), settings).cuda().train()
+    for name, parameter in model.named_parameters():
+        if "lora_A" in name or "lora_B" in name:
+            parameter.data.normal_(std=0.05)
+    return model
+
+
+def x_of(T: int, K: int = 256) -> torch.Tensor:
+    return torch.randn(T, K, device="cuda", dtype=torch.bfloat16)
+
+
+def worst(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got.double() - want.double()).norm() / want.double().norm())
+
+
+def test_a_captured_training_step_uses_the_norms_of_the_values_that_the_last_replay_left() -> None:
+    model = gated()
+    packlora.accelerate(model, example={"x": x_of(40)})
+    x = x_of(512)
+
+    def step(model: Any, optimizer: Any) -> torch.Tensor:
+        optimizer.zero_grad(set_to_none=True)
+        y: torch.Tensor = model(x)
+        y.float().square().mean().backward()
+        optimizer.step()
+        return y
+
+    def optimizer_of(model: Any) -> Any:
+        trained = [p for p in model.parameters() if p.requires_grad]
+        return torch.optim.AdamW(trained, lr=0.02, capturable=True, fused=True)
+
+    optimizer, side = optimizer_of(model), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step(model, optimizer)
+    torch.cuda.current_stream().wait_stream(side)
+    eager = copy.deepcopy(model)
+    own = optimizer_of(eager)
+    own.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = step(model, optimizer)
+    norms = model.base_model.model.gate.forward.norms
+    assert norms._captured, "the check of the window is in the graph"
+    for number in range(5):
+        want = step(eager, own)
+        graph.replay()
+        assert worst(y, want) <= 0.02, number
+    for p, q in zip(model.parameters(), eager.parameters(), strict=True):
+        assert worst(p, q) <= 0.02
+    handle = model.base_model.model.gate.forward
+    A, B = handle.layer.lora_A["default"].weight, handle.layer.lora_B["default"].weight
+    exact = (handle.layer.base_layer.weight.double() + B.double() @ A.double()).norm(dim=1)
+    assert worst(handle.norm(handle.ready())(), exact) <= 1e-5, "eager after the replays"
+
+
+def test_forward_and_backward_wait_for_nothing() -> None:
+    model = gated()
+    packlora.accelerate(model, example={"x": x_of(40)})
+    x = x_of(512)
+    for _ in range(2):
+        model(x).sum().backward()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(2):
+            for p in model.parameters():
+                p.data.mul_(1.01)
+            model(x).sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("written", [False, True])
+def test_magnitudes_gradients_where_an_output_is_written_into_and_where_not(written: bool) -> None:
+    model = gated()
+    if written:
+        model.base_model.model.write = lambda gate: gate.data.fill_(3.0)
+    x = x_of(700)
+    dy = torch.randn_like(x)
+    magnitudes = [p for name, p in model.named_parameters() if "magnitude" in name]
+    want = torch.autograd.grad(model(x), magnitudes, dy)
+    report = packlora.accelerate(model, example={"x": x_of(40)}, keep_outputs=True)
+    assert any(note.startswith(f"DoRA: {2 if written else 3} of 3 layers keep") for note in report.notes), str(report)
+    got = torch.autograd.grad(model(x), magnitudes, dy)
+    for one, other in zip(got, want, strict=True):
+        assert worst(one, other) <= 0.02

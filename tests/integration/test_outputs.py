@@ -1,0 +1,433 @@
+"""Outputs that DoRA layers keep in place of a product of their own: only where nobody writes into them, and then never wrong.
+
+Writers here go behind autograd's back, through .data, as kernels that work in place do. The oracle is PEFT under the same
+writer: it keeps nothing that the writer writes into.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from test_accelerate import IDS, assert_same, fill, lora, outcome
+from torch import nn
+from transformers.models.llama import modeling_llama
+
+import packlora
+from packlora import accelerate as module
+from packlora.adapters import outputs
+from packlora.adapters.peft_live import LayerForward
+
+ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def kept(model: Any) -> set[str]:
+    """Last parts of the paths of the layers that keep their outputs, in every block."""
+    forwards = [f for m in model.modules() if isinstance(f := m.__dict__.get("forward"), LayerForward)]
+    assert forwards
+    own = {f.path for f in forwards if f.keeps_output(torch.device("cpu"), f.layer.base_layer.weight.dtype)}
+    names = {path.rpartition(".")[2] for path in own}
+    assert own == {f.path for f in forwards if f.path.rpartition(".")[2] in names}
+    return names
+
+
+def line(report: Any) -> str:
+    (found,) = [note for note in report.notes if note.startswith("DoRA")]
+    return str(found)
+
+
+# --- writers -----------------------------------------------------------------------------------------------------------
+
+
+def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    half = x.shape[-1] // 2
+    return x * cos + torch.cat((-x[..., half:], x[..., :half]), -1) * sin
+
+
+class RotaryInPlace(torch.autograd.Function):
+    """Writes into q and k in the forward."""
+
+    @staticmethod
+    def forward(ctx: Any, cos: torch.Tensor, sin: torch.Tensor, *qk: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.save_for_backward(cos, sin)
+        for x in qk:
+            x.data.copy_(rotated(x, cos, sin))
+        return tuple(x.data for x in qk)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        return None, None, *(rotated(grad, cos, -sin) for grad in grads)
+
+
+def rotary_in_place(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> Any:
+    return RotaryInPlace.apply(cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim), q, k)
+
+
+class GatedInPlace(torch.autograd.Function):
+    """silu(gate) * up, whose backward writes the gradients where gate and up lie."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(gate, up)
+        return nn.functional.silu(gate) * up
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        gate, up = ctx.saved_tensors
+        sig = gate.sigmoid()
+        d_up = grad * gate * sig
+        gate.data.copy_(grad * up * (sig + gate * sig * (1 - sig)))
+        up.data.copy_(d_up)
+        return gate.data, up.data
+
+
+def gated_in_place(self: Any, x: torch.Tensor) -> torch.Tensor:
+    y: torch.Tensor = self.down_proj(GatedInPlace.apply(self.gate_proj(x), self.up_proj(x)))
+    return y
+
+
+def forward_writer(patch: pytest.MonkeyPatch) -> set[str]:
+    patch.setattr(modeling_llama, "apply_rotary_pos_emb", rotary_in_place)
+    return {"q_proj", "k_proj"}
+
+
+def backward_writer(patch: pytest.MonkeyPatch) -> set[str]:
+    patch.setattr(modeling_llama.LlamaMLP, "forward", gated_in_place)
+    return {"gate_proj", "up_proj"}
+
+
+WRITERS = [forward_writer, backward_writer]
+
+
+def wraps(names: list[str], write: Callable[[torch.Tensor], None]) -> Any:
+    """A forward of LlamaMLP in which `write` gets the named layers' outputs."""
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        made = {}
+        for name in ("gate_proj", "up_proj"):
+            made[name] = getattr(self, name)(x)
+            if name in names:
+                write(made[name])
+        y: torch.Tensor = self.down_proj(self.act_fn(made["gate_proj"]) * made["up_proj"])
+        return y
+
+    return forward
+
+
+# --- found, and right -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
+def test_where_nobody_writes_all_outputs_are_kept_and_gradients_are_peft_s(family: str) -> None:
+    model = lora(family, use_dora=True)
+    want = outcome(model)
+    report = packlora.accelerate(model, keep_outputs=True)
+    assert kept(model) == set(ALL)
+    assert line(report) == (
+        "DoRA: 14 of 14 layers keep their output for the gradient of the magnitude, not a product beside it"
+    )
+    assert_same(outcome(model), want)
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_outputs_that_are_written_into_are_not_kept_and_gradients_are_peft_s(
+    writer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = lora(use_dora=True)
+    plain = outcome(model)
+    written = writer(monkeypatch)
+    want = outcome(model)
+    assert_same(want, plain)  # the writers compute what they should
+    report = packlora.accelerate(model, keep_outputs=True)
+    assert kept(model) == set(ALL) - written
+    assert f"DoRA: {14 - 2 * len(written)} of 14 layers" in line(report)
+    assert all(f"{{0-1}}.{path}" in line(report) for path in (
+        [f"self_attn.{name}" for name in written] if writer is forward_writer else [f"mlp.{name}" for name in written]
+    ))  # fmt: skip
+    assert_same(outcome(model), want)
+
+    monkeypatch.setattr(LayerForward, "keeps_output", lambda *_: True)
+    wrong = outcome(model)
+    differ = {name for name in want if float((wrong[name] - want[name]).abs().max()) > 1e-6}
+    assert {name.split(".")[-4] for name in differ if "magnitude" in name} == written, "the writer would matter"
+
+
+def test_nothing_of_an_output_s_size_is_kept_beside_the_outputs() -> None:
+    """silu keeps gate and the product keeps up; the layer's own z are gone."""
+
+    def saved(keep: bool) -> tuple[int, int]:
+        model = lora(use_dora=True)
+        packlora.accelerate(model, keep_outputs=keep)
+        parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        found: dict[int, int] = {}
+        alive = []
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in parameters:
+                alive.append(tensor)
+                found[storage.data_ptr()] = storage.size()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            model(input_ids=IDS, labels=IDS)
+        width = IDS.numel() * 96 * 8
+        return sum(found.values()), sum(size == width for size in found.values())
+
+    (with_z, wide_with_z), (with_y, wide_with_y) = saved(False), saved(True)
+    # 2 blocks, gate and up of width 96
+    assert wide_with_z - wide_with_y == 4
+    assert with_z - with_y >= 4 * IDS.numel() * 96 * 8
+
+
+@pytest.mark.parametrize("when", ["longer", "padding", "training"])
+def test_a_write_in_some_cases_only_is_seen(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        cases = {"longer": x.shape[-2] > 8, "padding": x.shape[0] > 1, "training": self.training}
+        if cases[when]:
+            up.data.mul_(1.5)
+        y: torch.Tensor = self.down_proj(self.act_fn(gate) * up)
+        return y
+
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", forward)
+    model = lora(use_dora=True)
+    want = outcome(model)
+    packlora.accelerate(model.eval(), keep_outputs=True)
+    assert kept(model) == set(ALL) - {"up_proj"}
+    assert_same(outcome(model.train()), want)
+
+
+def test_torch_s_own_operations_in_place_are_seen_even_where_they_change_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Autograd would refuse the backward that PEFT's layers can do."""
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", wraps(["gate_proj"], lambda y: y.mul_(1.0)))
+    model = lora(use_dora=True)
+    want = outcome(model)
+    packlora.accelerate(model, keep_outputs=True)
+    assert kept(model) == set(ALL) - {"gate_proj"}
+    assert_same(outcome(model), want)
+
+
+def test_outputs_that_leave_the_model_are_the_caller_s() -> None:
+    """A loss may write where the logits lie."""
+    model = lora(use_dora=True, target_modules=["lm_head", "down_proj"])
+
+    def step() -> dict[str, torch.Tensor]:
+        model.zero_grad()
+        logits = model(input_ids=IDS).logits
+        loss = logits.sin().sum()
+        logits.data.fill_(7.0)
+        loss.backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    packlora.accelerate(model, keep_outputs=True)
+    assert kept(model) == {"down_proj"}
+    got = step()
+    packlora.restore(model)
+    assert_same(got, step())
+
+
+def test_what_cannot_be_told_from_written_is_not_kept() -> None:
+    """A fresh layer that gives zeros, and one that gives NaN."""
+    for value in (0.0, torch.nan):
+        model = lora(use_dora=True)
+        layer = model.base_model.model.model.layers[1].mlp.down_proj
+        layer.base_layer.weight.data.fill_(value)
+        layer.lora_B["default"].weight.data.zero_()
+        report = packlora.accelerate(model, keep_outputs=True)
+        assert "13 of 14" in line(report)
+        assert not layer.forward.keeps_output(torch.device("cpu"), torch.float64)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_under_checkpointing(reentrant: bool) -> None:
+    model = lora(use_dora=True)
+    want = outcome(model)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    report = packlora.accelerate(model, keep_outputs=True)
+    if reentrant:
+        assert "the run that watches them failed" in line(report)
+    assert kept(model) == (set() if reentrant else set(ALL))
+    assert_same(outcome(model), want)
+
+
+# --- not assumed for ever ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["a class", "a module", "a function", "a child"])
+def test_code_that_is_replaced_afterwards_ends_it_with_a_warning(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a Trainer does that applies liger to the model it gets."""
+    model = lora(use_dora=True)
+    packlora.accelerate(model, keep_outputs=True)
+    assert_same(outcome(model), plain := outcome(model))
+    layers = model.base_model.model.model.layers
+    with monkeypatch.context() as patch:
+        if how == "a class":
+            backward_writer(patch)
+        elif how == "a module":
+            patch.setattr(layers[1].mlp, "forward", gated_in_place.__get__(layers[1].mlp), raising=False)
+        elif how == "a function":
+            forward_writer(patch)
+        else:
+
+            class Other(type(layers[0].mlp)):  # type: ignore[misc]
+                forward = gated_in_place
+
+            other = Other.__new__(Other)
+            other.__dict__.update(layers[0].mlp.__dict__)
+            patch.setitem(layers[0]._modules, "mlp", other)
+        with pytest.warns(UserWarning, match=r"was replaced after packlora.accelerate\(model\)"):
+            got = outcome(model)
+        assert kept(model) == set()
+        assert_same(got, plain)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert_same(outcome(model), plain)
+    layers[1].mlp.__dict__.pop("forward", None)
+    outcome(model)
+    assert kept(model) == set(ALL)
+
+
+def test_kept_only_of_the_kind_that_was_watched() -> None:
+    model = lora(dtype=torch.float32, use_dora=True)
+    packlora.accelerate(model, keep_outputs=True)
+    forward = model.base_model.model.model.layers[0].mlp.up_proj.forward
+    assert forward.keeps_output(torch.device("cpu"), torch.float32)
+    assert not forward.keeps_output(torch.device("cpu"), torch.bfloat16)
+    assert not forward.keeps_output(torch.device("cuda", 0), torch.float32)
+
+
+def test_copies_know_nothing_and_restore_takes_all_of_it_off() -> None:
+    model = lora(use_dora=True)
+    want = outcome(model)
+    packlora.accelerate(model, keep_outputs=True)
+    other = copy.deepcopy(model)
+    assert kept(other) == set()
+    assert_same(outcome(other), want)
+    assert kept(model) == set(ALL)
+    packlora.restore(model)
+    for part in model.modules():
+        assert not part._forward_pre_hooks
+        assert not part._forward_hooks
+        assert not part._forward_hooks_always_called
+    assert_same(outcome(model), want, 0.0)
+
+
+# --- the run that watches leaves no trace -----------------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    """Everything that a run in train mode may move."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 5, bias=False)
+        self.norm = nn.BatchNorm1d(5)
+        self.last = nn.Linear(5, 3, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(self.linear(x)) * random.random() * np.random.rand()
+        return self.last(torch.dropout(y, 0.5, self.training)) * 2  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def small() -> Any:
+    settings = LoraConfig(r=2, use_dora=True, target_modules=["linear", "last"], modules_to_save=["norm"])
+    return fill(get_peft_model(Net(), settings))
+
+
+def test_modes_buffers_random_states_and_gradients_are_as_before(small: Any) -> None:
+    small.train()
+    small.base_model.model.last.eval()
+    parameters = dict(small.named_parameters())
+    trained = [p for p in parameters.values() if p.requires_grad]
+    trained[0].grad = torch.randn_like(trained[0])
+    old = trained[0].grad, trained[0].grad.clone()
+    called: list[int] = []
+    for p in trained:
+        p.register_hook(lambda grad: called.append(1))
+        p.register_post_accumulate_grad_hook(lambda p: called.append(2))
+    x, modes = torch.randn(4, 6), [part.training for part in small.modules()]
+    state = {name: tensor.clone() for name, tensor in small.state_dict().items()}
+    generators = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
+
+    report = packlora.accelerate(small, example={"x": x}, keep_outputs=True)
+
+    assert "DoRA: 2 of 2 layers keep" in line(report)
+    assert any(True for _ in small.buffers())
+    assert [part.training for part in small.modules()] == modes
+    assert all(torch.equal(tensor, state[name]) for name, tensor in small.state_dict().items())
+    assert trained[0].grad is old[0]
+    assert torch.equal(*old)
+    assert all(p.grad is None for p in trained[1:])
+    assert not called
+    assert torch.equal(torch.get_rng_state(), generators[0])
+    assert random.getstate() == generators[1]
+    assert np.array_equal(np.random.get_state()[1], generators[2])
+    assert all(
+        not own.states for part in small.modules() if isinstance(own := part.__dict__.get("forward"), LayerForward)
+    )
+
+
+def test_an_example_that_fails_in_training_keeps_products_and_says_so(
+    small: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forward(self: Any, x: torch.Tensor) -> Any:
+        return self.linear(x) if not self.training else 1 / 0
+
+    monkeypatch.setattr(Net, "forward", forward)
+    small.train()
+    report = packlora.accelerate(small, example={"x": torch.randn(4, 6)}, keep_outputs=True)
+    assert "failed (ZeroDivisionError: division by zero)" in line(report)
+    assert kept(small) == set()
+    assert all(part.training for part in small.modules())
+
+
+def test_who_pays_for_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[int] = []
+    monkeypatch.setattr(module, "untouched_outputs", lambda model, paths, examples: runs.append(len(paths)) or {})
+    packlora.accelerate(lora(), keep_outputs=True)
+    packlora.accelerate(lora(use_dora=True), keep_outputs=False)
+    report = packlora.accelerate(lora(use_dora=True, lora_dropout=0.1), keep_outputs=True)
+    assert runs == []
+    assert line(report).endswith("14 with a frozen bias or dropout keep it")
+    report = packlora.accelerate(lora("qwen2", use_dora=True), keep_outputs=True)
+    assert runs == [8]
+    assert line(report).endswith("; 6 with a frozen bias or dropout keep it")
+
+
+@pytest.mark.parametrize("changes", [{"lora_dropout": 0.3}, {"bias": "all"}, {"bias": "lora_only"}])
+def test_with_dropout_and_biases_gradients_are_peft_s(changes: dict[str, Any]) -> None:
+    model = lora("qwen2", use_dora=True, **changes).eval()
+    want = outcome(model)
+    packlora.accelerate(model, keep_outputs=True)
+    assert_same(outcome(model), want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_every_write_shows_and_looking_is_no_write(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outputs, "CHUNK", 100)
+    for trial in range(200):
+        y = torch.randn(3, 5, 33).to(dtype)
+        was, bits = y.clone(), outputs._bits(y)
+        assert torch.equal(y, was)
+        assert torch.equal(outputs._bits(y.transpose(0, 1).contiguous().transpose(0, 1)), bits)
+        i, j = random.sample(range(33), 2)
+        if trial % 3 == 0:
+            y[2, 1, i] *= -1
+        elif trial % 3 == 1:
+            y[1, 4, [i, j]] = y[1, 4, [j, i]]
+        else:
+            y[[0, 2]] = y[[2, 0]]
+        assert torch.equal(outputs._bits(y), bits) == torch.equal(y, was)
