@@ -1,22 +1,27 @@
 """Does DoRA train under packlora as it does under PEFT? Loss by loss over a thousand steps and several seeds.
 
-    python -m benchmarks.dora_convergence --out benchmarks/results/dora-convergence-h200.json --random-weights
+    python -m benchmarks.dora_convergence --out benchmarks/results/dora-convergence-h200.json --exact --seconds 480
     python -m benchmarks.dora_convergence --out benchmarks/results/dora-convergence-cpu.json --device cpu --steps 60 --seeds 1
 
-The same loop runs twice per seed over a PEFT model, once as it is and once after packlora.accelerate: same base, same initial
-adapter, same samples in the same order. On a GPU every run is a process of its own, all at once: SmolLM2-135M keeps the host
-busy and the GPU idle.
+The same loop runs over a PEFT model as it is and after packlora.accelerate: same base, same initial adapter, same samples in
+the same order. On a GPU a whole training step is one CUDA graph, for both alike: SmolLM2-135M keeps the host busy and the GPU
+idle, and PEFT's step takes the host 100 ms. Where a capture fails, or a graph does not compute what the same step does without
+it, that way is run again step by step, and the results say so.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
+import functools
 import json
+import math
 import os
 import subprocess
 import sys
-import tempfile
 import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +30,7 @@ import torch
 from benchmarks.dora_fidelity import RANK, load_base, padded, samples, with_dora
 from packlora.accelerate import accelerate
 from packlora.bench.results import check_writable, device_slug, write_results
+from packlora.files import write_json
 from packlora.model import choose_device
 
 ROOT = Path(__file__).parent.parent
@@ -33,120 +39,353 @@ EXACT = "peft_fp32"
 """PEFT again, all in float32."""
 LR, CLIP = 2e-4, 1.0
 EVAL_SAMPLES = 24
+CHUNK = 10
+"""Steps between two looks at the clock."""
+WARM_UP = 4
+CHECKED = (0, 1, 3, 10, 30, 100, 300, 600)
+"""Steps, beside the last, at which a graph's loss is compared with the loss without it."""
+GRAPH_GAP = 2e-2
+"""Largest difference there. None is expected; were other kernels at work, bfloat16's roundings would make one with a deviation
+of 2.7e-3 (of PEFT's loss to packlora's on 8 samples and the same parameters, on a CPU)."""
 PROTOCOL = (
     "{model}; DoRA r {rank}, alpha {alpha} on all linear layers, no dropout; {precision}; AdamW, lr {lr}, clipping at {clip}, "
     "{steps} steps of {batch} samples of debian_synopsis/train (prompt and completion, cut at {length} tokens, padded to it), "
     "order drawn by seed; {seeds} seeds. Two runs per seed of one loop over a PEFT model, as it is and after "
     "packlora.accelerate, from the same initial adapter. mean_abs, max_abs: of the difference of the losses per step; eval: "
-    "mean loss on {eval} held-out samples after the last step; to_fp32: to a third run, PEFT's all in float32. {device}."
+    "mean loss on {eval} held-out samples after the last step; to_fp32: to a third run, PEFT's all in float32 from the same "
+    "numbers, over the steps_to_fp32 that it did. {device}."
+)
+SIDE_BY_SIDE = (
+    "One GPU; a process for each way, peft and packlora at once, their seeds in turn. As CUDA graphs: {graphs}; a whole step, "
+    "from the forward to the optimizer, is captured once and replayed, after warm-up steps that are undone. graph_gap: largest "
+    "difference of a graph's loss to that of the same parameters without the graph, at up to {checks} of the steps"
 )
 
 
-def train_one(way: str, seed: int, device: torch.device, args: argparse.Namespace) -> dict[str, Any]:
-    """Losses of one run.
+# --- one model in training -----------------------------------------------------------------------------------------------
+
+
+class Trainee:
+    """A model in training on its samples, and its losses so far.
+
+    Args:
+        way: one of WAYS, or EXACT.
+        base: in float32; used up.
+        rows: token ids of the training samples.
 
     Raises:
         AssertionError: a module was left to PEFT.
     """
-    base, tokenizer, words = load_base(args.random_weights, args.tiny)
-    mixed = device.type == "cuda" and way != EXACT
-    torch.manual_seed(seed)
-    model = with_dora(base.to(torch.bfloat16) if mixed else base, args.rank, wide=True).to(device)
-    if way == "packlora":
-        report = accelerate(model)
-        assert report.accelerated == len(report.modules), f"not all modules were accelerated: {report}"
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=LR, weight_decay=0.0)
-    rows = samples("train.jsonl", args.rows, args.length, tokenizer)
-    order = torch.Generator().manual_seed(seed)
-    queue: list[int] = []
-    losses = []
-    start = time.perf_counter()
-    model.train()
 
-    def loss_of(chosen: list[list[int]]) -> torch.Tensor:
-        with torch.autocast(device.type, torch.bfloat16, enabled=mixed):
-            loss: torch.Tensor = model(**padded(chosen, device, args.length), use_cache=False).loss
+    def __init__(
+        self, way: str, seed: int, base: Any, rows: list[list[int]], device: torch.device, args: argparse.Namespace
+    ) -> None:
+        self.device, on_gpu = device, device.type == "cuda"
+        self.mixed = on_gpu and way != EXACT
+        torch.manual_seed(seed)
+        if on_gpu:
+            cast(base, torch.bfloat16)
+        self.model = with_dora(base.to(device), args.rank, wide=True)
+        if way == EXACT:
+            cast(self.model, torch.float32)
+        if way == "packlora":
+            report = accelerate(self.model)
+            assert report.accelerated == len(report.modules), f"not all modules were accelerated: {report}"
+        self.model.train()
+        self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.optimizer = torch.optim.AdamW(self.parameters, lr=LR, weight_decay=0.0, capturable=on_gpu)
+        self.batches = batches(rows, seed, args, device)
+        self.inputs = {name: every[0].clone() for name, every in self.batches.items()}
+        self.losses = torch.zeros(args.steps, device=device)
+        self.done, self.steps = 0, args.steps
+        self.seconds = 0.0
+        self.graph_gap = 0.0
+        self._replay: Callable[[], None] | None = None
+        self._graph_loss: torch.Tensor | None = None
+
+    def loss(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.mixed):
+            loss: torch.Tensor = self.model(**inputs, use_cache=False).loss
         return loss
 
+    def step(self) -> torch.Tensor:
+        """One step on `inputs`; the loss before it."""
+        loss = self.loss(self.inputs)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.parameters, CLIP)
+        self.optimizer.step()
+        self.optimizer.zero_grad()  # no gradients: a graph makes them anew at each replay
+        return loss.detach()
+
+    def capture(self) -> None:
+        """Steps are replays of a CUDA graph from now on."""
+        self._replay, self._graph_loss = captured(self.step, self._warm_up, self.device)
+
+    def _warm_up(self) -> None:
+        """Some steps, which are undone: what is made at first calls, such as tables, is there before the capture."""
+        before = [parameter.detach().clone() for parameter in self.parameters]
+        for _ in range(WARM_UP):
+            self.step()
+        with torch.no_grad():
+            torch._foreach_copy_(self.parameters, before)
+            for state in self.optimizer.state.values():
+                for value in state.values():
+                    value.zero_()
+
+    def advance(self, until: int) -> None:
+        """Train up to this number of steps.
+
+        Raises:
+            RuntimeError: a graph's loss is not that of its parameters.
+        """
+        start = time.perf_counter()
+        for number in range(self.done, until):
+            for name, into in self.inputs.items():
+                into.copy_(self.batches[name][number])
+            if self._replay is None:
+                self.losses[number] = self.step()
+                continue
+            plain = self._loss_without_graph() if number in CHECKED or number == self.steps - 1 else None
+            self._replay()
+            assert self._graph_loss is not None
+            self.losses[number] = self._graph_loss
+            if plain is not None:
+                self._check(number, plain)
+        self.done = until
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.seconds += time.perf_counter() - start
+
+    def _loss_without_graph(self) -> torch.Tensor:
+        torch.autograd.graph.increment_version(self.parameters)  # replays move no version counters
+        return self.loss(self.inputs).detach()  # with gradients, as in a step, so by the same kernels
+
+    def _check(self, number: int, plain: torch.Tensor) -> None:
+        gap = abs(float(self.losses[number]) - float(plain))
+        if not gap <= GRAPH_GAP:
+            raise RuntimeError(
+                f"step {number}: the graph's loss is {float(self.losses[number])}, without the graph {float(plain)}; "
+                f"accepted is a difference of {GRAPH_GAP}"
+            )
+        self.graph_gap = max(self.graph_gap, gap)
+
+    def evaluate(self, held_out: list[list[int]], length: int) -> float:
+        if self._replay is not None:
+            torch.autograd.graph.increment_version(self.parameters)
+        with torch.no_grad():
+            parts = [self.loss(padded(held_out[at : at + 8], self.device, length)) for at in range(0, len(held_out), 8)]
+        return float(torch.stack(parts).mean())
+
+    def record(self) -> dict[str, Any]:
+        graph = {} if self._replay is None else {"graph_gap": self.graph_gap}
+        return {"losses": self.losses[: self.done].tolist(), "eval": None, "seconds": self.seconds, **graph}
+
+
+def cast(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Parameters alone, as from_pretrained(dtype=...) does: the rotary embeddings' frequencies are buffers and stay float32."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+
+
+def batches(
+    rows: list[list[int]], seed: int, args: argparse.Namespace, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """Of all steps: input_ids, attention_mask and labels, [steps, batch, length]."""
+    order = torch.Generator().manual_seed(seed)
+    queue: list[int] = []
+    every = []
     for _ in range(args.steps):
         while len(queue) < args.batch:
             queue += torch.randperm(len(rows), generator=order).tolist()
         chosen, queue = queue[: args.batch], queue[args.batch :]
-        loss = loss_of([rows[number] for number in chosen])
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(parameters, CLIP)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-    values = torch.stack(losses).tolist()
-    seconds = time.perf_counter() - start
+        every.append(padded([rows[number] for number in chosen], torch.device("cpu"), args.length))
+    return {name: torch.stack([batch[name] for batch in every]).to(device) for name in every[0]}
+
+
+def captured(
+    step: Callable[[], torch.Tensor], warm_up: Callable[[], None], device: torch.device
+) -> tuple[Callable[[], None], torch.Tensor]:
+    """Replays `step` as a CUDA graph, and the loss that a replay writes. warm_up runs first, on the stream of the capture."""
+    side, pool = capture_place(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        warm_up()
+    torch.cuda.current_stream(device).wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool, stream=side):
+        loss = step()
+    torch.cuda.synchronize(device)
+    return graph.replay, loss
+
+
+@functools.cache
+def capture_place(device: torch.device) -> tuple[torch.cuda.Stream, Any]:
+    """Stream and memory that all graphs of a process share: they are replayed one after the other, and leave a loss alone."""
+    return torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+
+
+# --- all seeds of one way ------------------------------------------------------------------------------------------------
+
+
+def train(way: str, device: torch.device, args: argparse.Namespace) -> dict[str, Any]:
+    """Every seed's run with one of WAYS or EXACT, a few steps of each in turn, until the steps or the seconds are over;
+    CHUNK steps at least.
+
+    What there is so far is in the file part(args.out, way) all the time, for whoever has to end this.
+    """
+    end = time.monotonic() + (args.seconds or math.inf)
+    base, tokenizer, words = load_base(args.random_weights, args.tiny)
+    rows = samples("train.jsonl", args.rows, args.length, tokenizer)
+    as_graph = device.type == "cuda" and not args.eager
+    trainees = []
+    for seed in range(args.seeds):
+        trainees.append(Trainee(way, seed, copy.deepcopy(base), rows, device, args))
+        if as_graph:
+            trainees[-1].capture()
+    print(f"{way}: {len(trainees)} models ready, {'as CUDA graphs' if as_graph else 'step by step'}", flush=True)
+    record: dict[str, Any] = {"model": words, "graph": as_graph, "runs": []}
+    done = 0
+    while done < args.steps and (not done or time.monotonic() < end):
+        done = min(done + CHUNK, args.steps)
+        for trainee in trainees:
+            trainee.advance(done)
+        record["runs"] = [trainee.record() for trainee in trainees]
+        write_json(part(args.out, way), record)
+        if done % 100 == 0 or done == args.steps:
+            spent = sum(trainee.seconds for trainee in trainees)
+            print(f"{way}: {done} steps, {1e3 * spent / done / len(trainees):.1f} ms a step", flush=True)
     held_out = samples("eval.jsonl", EVAL_SAMPLES, args.length, tokenizer)
-    with torch.no_grad():
-        parts = [loss_of(held_out[at : at + 8]) for at in range(0, len(held_out), 8)]
-    return {"losses": values, "eval": float(torch.stack(parts).mean()), "seconds": seconds, "model": words}
+    for run, trainee in zip(record["runs"], trainees, strict=True):
+        run["eval"] = trainee.evaluate(held_out, args.length)
+    write_json(part(args.out, way), record)
+    return record
 
 
-def all_runs(device: torch.device, args: argparse.Namespace) -> dict[tuple[int, str], dict[str, Any]]:
-    """Every seed both ways; processes side by side on a GPU, one after the other on a CPU."""
-    keys = [(seed, way) for seed in range(args.seeds) for way in (*WAYS, *([EXACT] if args.exact else []))]
-    if device.type == "cpu":
-        return {(seed, way): train_one(way, seed, device, args) for seed, way in keys}
-    with tempfile.TemporaryDirectory() as name:
-        started = []
-        for seed, way in keys:
-            out = Path(name) / f"{way}-{seed}.json"
-            own = [sys.executable, "-m", "benchmarks.dora_convergence", "--one", f"{way}:{seed}", "--out", str(out)]
-            process = subprocess.Popen(own + settings(args), cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "2"})
-            started.append((seed, way, out, process))
-        out_of = {}
-        for seed, way, out, process in started:
-            if process.wait():
-                for *_, other in started:
-                    other.kill()
-                raise RuntimeError(f"the run of seed {seed} with {way} failed with exit code {process.returncode}")
-            out_of[seed, way] = json.loads(out.read_text())
-    return out_of
+def part(out: Path, way: str) -> Path:
+    """Where one way's losses are while the whole is not done."""
+    return out.with_name(f"{out.stem}.{way}.json")
+
+
+def train_all(ways: Sequence[str], device: torch.device, args: argparse.Namespace, end: float) -> dict[str, Any]:
+    """By way what train() gives; processes side by side on a GPU, one after the other in this one on a CPU."""
+    if device.type == "cuda":
+        with ThreadPoolExecutor() as pool:
+            return dict(zip(ways, pool.map(lambda way: in_own_process(way, args, end), ways), strict=True))
+    records = {}
+    for number, way in enumerate(ways):
+        share = (end - time.monotonic()) / (len(ways) - number)
+        seconds = None if math.isinf(share) else max(share, 1e-3)
+        records[way] = train(way, device, argparse.Namespace(**{**vars(args), "seconds": seconds}))
+    return records
+
+
+def in_own_process(way: str, args: argparse.Namespace, end: float) -> dict[str, Any]:
+    """train() in a process of its own, step by step where it fails as a graph.
+
+    Raises:
+        RuntimeError: it failed both ways, or gave nothing in its time.
+    """
+    own, found = part(args.out, way), "no time was left"
+    for eager in [True] if args.eager else [False, True]:
+        left = end - time.monotonic()
+        if left < 1:
+            break
+        command = [sys.executable, "-m", "benchmarks.dora_convergence", "--one", way, "--out", str(args.out)]
+        command += settings(args) + ["--eager"] * eager + ([] if math.isinf(left) else [f"--seconds={left}"])
+        own.unlink(missing_ok=True)
+        try:  # a minute more for what is under way, and the held-out samples
+            limit = None if math.isinf(left) else left + 60
+            environment = {**os.environ, "OMP_NUM_THREADS": "2"}
+            code: int | None = subprocess.run(command, cwd=ROOT, env=environment, timeout=limit).returncode
+        except subprocess.TimeoutExpired:
+            code = None
+        if code in (0, None) and own.exists():
+            record: dict[str, Any] = json.loads(own.read_text())
+            return record
+        found = "it was ended, it had no results in its time" if code is None else f"exit code {code}"
+        print(f"{way}, {'step by step' if eager else 'as a CUDA graph'}: failed, {found}", flush=True)
+    raise RuntimeError(f"the runs with {way} failed: {found}")
 
 
 def settings(args: argparse.Namespace) -> list[str]:
-    """The options that a run in a process of its own needs."""
-    words = [f"--{name}={getattr(args, name)}" for name in ("device", "steps", "batch", "length", "rows", "rank")]
+    """The options that a process of one way needs."""
+    words = [
+        f"--{name}={getattr(args, name)}" for name in ("device", "steps", "seeds", "batch", "length", "rows", "rank")
+    ]
     return words + [f"--{name.replace('_', '-')}" for name in ("random_weights", "tiny") if getattr(args, name)]
 
 
+# --- the comparison ------------------------------------------------------------------------------------------------------
+
+
 def differences(a: dict[str, Any], b: dict[str, Any]) -> list[float]:
-    return [abs(one - other) for one, other in zip(a["losses"], b["losses"], strict=True)]
+    """Of losses, of the steps that both did."""
+    return [abs(one - other) for one, other in zip(a["losses"], b["losses"], strict=False)]
 
 
 def compared(seed: int, peft: dict[str, Any], ours: dict[str, Any], exact: dict[str, Any] | None) -> dict[str, Any]:
-    """One seed's row."""
+    """One seed's row, over the steps that both did; no figures of eval where one did more."""
     gaps = differences(ours, peft)
-    worst = max(range(len(gaps)), key=gaps.__getitem__)
-    tenth = max(len(gaps) // 10, 1)
-    to_exact = {} if exact is None else {
-        f"mean_abs_{way}_to_fp32": sum(differences(run, exact)) / len(gaps) for way, run in (("peft", peft), ("packlora", ours))
+    steps = len(gaps)
+    worst = max(range(steps), key=gaps.__getitem__)
+    tenth = max(steps // 10, 1)
+    row = {
+        "case": f"seed {seed}", "steps": steps, "mean_abs": sum(gaps) / steps, "max_abs": gaps[worst],
+        "max_abs_step": worst, "first_loss": peft["losses"][0],
+        "last_tenth_loss": sum(peft["losses"][steps - tenth : steps]) / tenth,
+        "eval_peft": peft["eval"], "eval_packlora": ours["eval"], "eval_abs": None,
+        "seconds": {"peft": peft["seconds"], "packlora": ours["seconds"]},
+        "graph_gap": {"peft": peft.get("graph_gap"), "packlora": ours.get("graph_gap")},
+        "losses_peft": peft["losses"], "losses_packlora": ours["losses"],
     }  # fmt: skip
-    return {
-        "case": f"seed {seed}", "steps": len(gaps), "mean_abs": sum(gaps) / len(gaps), "max_abs": gaps[worst],
-        "max_abs_step": worst, "first_loss": peft["losses"][0], "last_tenth_loss": sum(peft["losses"][-tenth:]) / tenth,
-        "eval_peft": peft["eval"], "eval_packlora": ours["eval"], "eval_abs": abs(ours["eval"] - peft["eval"]),
-        "seconds": {"peft": peft["seconds"], "packlora": ours["seconds"]}, "losses_peft": peft["losses"],
-        "losses_packlora": ours["losses"], **to_exact,
-    }  # fmt: skip
+    if len(peft["losses"]) == len(ours["losses"]) and None not in (peft["eval"], ours["eval"]):
+        row["eval_abs"] = abs(ours["eval"] - peft["eval"])
+    if exact is not None:
+        both = min(steps, len(exact["losses"]))
+        row["steps_to_fp32"] = both
+        for way, run in (("peft", peft), ("packlora", ours)):
+            row[f"mean_abs_{way}_to_fp32"] = sum(differences(run, exact)[:both]) / both
+    return row
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Over all seeds: mean and largest loss difference per step, largest difference on held-out samples."""
+    """Over all seeds: the fewest steps of one, mean and largest loss difference per step, largest difference on held-out
+    samples."""
+    evals = [row["eval_abs"] for row in rows]
     out = {
+        "convergence_steps": min(row["steps"] for row in rows),
         "convergence_mean_abs": sum(row["mean_abs"] for row in rows) / len(rows),
         "convergence_max_abs": max(row["max_abs"] for row in rows),
-        "convergence_eval_abs": max(row["eval_abs"] for row in rows),
+        "convergence_eval_abs": None if None in evals else max(evals),
     }
     for key in ("mean_abs_peft_to_fp32", "mean_abs_packlora_to_fp32"):
-        if key in rows[0]:
+        if all(key in row for row in rows):
             out[f"convergence_{key}"] = sum(row[key] for row in rows) / len(rows)
     return out
+
+
+def write(records: dict[str, Any], device: torch.device, args: argparse.Namespace) -> None:
+    """The results file, out of what there is of each way."""
+    peft, ours = (records[way]["runs"] for way in WAYS)
+    exact = records[EXACT]["runs"] if EXACT in records else [None] * args.seeds
+    rows = [compared(seed, peft[seed], ours[seed], exact[seed]) for seed in range(args.seeds)]
+    for row in rows:
+        row["random_weights"] = args.random_weights or args.tiny
+        print({key: value for key, value in row.items() if not key.startswith("losses")}, flush=True)
+    figures = summary(rows)
+    precision, where = "float32", "CPU, one run after the other"
+    if device.type == "cuda":
+        precision = "bfloat16 base, float32 adapters under torch.autocast"
+        graphs = ", ".join(way for way, record in records.items() if record["graph"]) or "none"
+        where = SIDE_BY_SIDE.format(graphs=graphs, checks=len(CHECKED) + 1)
+    done = f"{figures['convergence_steps']}"
+    if figures["convergence_steps"] < args.steps:
+        done += f" (of {args.steps} that were asked for, until the time was over)"
+    protocol = PROTOCOL.format(
+        model=records["peft"]["model"], rank=args.rank, alpha=2 * args.rank, precision=precision, lr=LR, clip=CLIP,
+        steps=done, batch=args.batch, length=args.length, seeds=args.seeds, eval=EVAL_SAMPLES, device=where,
+    )  # fmt: skip
+    write_results(args.out, f"dora-convergence-{device_slug(device)}", protocol, rows, figures, str(device))
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -160,33 +399,31 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rows", type=int, default=400, help="of the training set")
     parser.add_argument("--rank", type=int, default=RANK)
     parser.add_argument("--exact", action="store_true", help="also PEFT in float32, to measure both against")
+    parser.add_argument("--seconds", type=float, help="training ends then, at the steps that were done")
+    parser.add_argument("--eager", action="store_true", help="step by step on a GPU too")
     parser.add_argument(
         "--random-weights", action="store_true", help="SmolLM2-135M's shape where its weights are not at hand"
     )
     parser.add_argument("--tiny", action="store_true", help="a toy, to try the script")
-    parser.add_argument("--one", help=argparse.SUPPRESS)  # WAY:SEED, a run in a process of its own
+    parser.add_argument("--one", help=argparse.SUPPRESS)  # a way, in a process of its own
     args = parser.parse_args(arguments)
     check_writable(args.out)
     device = choose_device(args.device)
     if args.one:
-        way, _, seed = args.one.partition(":")
-        args.out.write_text(json.dumps(train_one(way, int(seed), device, args)))
+        train(args.one, device, args)
         return
-    runs = all_runs(device, args)
-    rows = [
-        compared(seed, runs[seed, "peft"], runs[seed, "packlora"], runs.get((seed, EXACT)))
-        for seed in range(args.seeds)
-    ]
-    for row in rows:
-        row["random_weights"] = args.random_weights or args.tiny
-        print({key: value for key, value in row.items() if not key.startswith("losses")}, flush=True)
-    precision = "bfloat16 base, float32 adapters under torch.autocast" if device.type == "cuda" else "float32"
-    protocol = PROTOCOL.format(
-        model=runs[0, "peft"]["model"], rank=args.rank, alpha=2 * args.rank, precision=precision, lr=LR, clip=CLIP,
-        steps=args.steps, batch=args.batch, length=args.length, seeds=args.seeds, eval=EVAL_SAMPLES,
-        device="All runs at once on one GPU" if device.type == "cuda" else "CPU",
-    )  # fmt: skip
-    write_results(args.out, f"dora-convergence-{device_slug(device)}", protocol, rows, summary(rows), str(device))
+    end = time.monotonic() + (args.seconds or math.inf)
+    records = train_all(WAYS, device, args, end)
+    write(records, device, args)
+    if args.exact:
+        try:
+            records |= train_all((EXACT,), device, args, end)
+        except RuntimeError as error:
+            print(f"without the comparison to float32: {error}", flush=True)
+        else:
+            write(records, device, args)
+    for way in (*WAYS, EXACT):
+        part(args.out, way).unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

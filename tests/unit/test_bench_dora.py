@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
+import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -416,14 +419,130 @@ def test_convergence_run_of_its_own_takes_all_settings(tmp_path: Path) -> None:
     out = tmp_path / "one.json"
     seen: dict[str, Any] = {}
 
-    def remember(way: str, seed: int, device: torch.device, args: Any) -> dict[str, Any]:
-        seen.update(way=way, seed=seed, args=args)
-        return {"losses": []}
+    def remember(way: str, device: torch.device, args: Any) -> None:
+        seen.update(way=way, args=args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dora_convergence, "train_one", remember)
-        dora_convergence.main(["--out", str(out), *SMALL, "--steps=3", "--one", "packlora:1"])
+        patch.setattr(dora_convergence, "train", remember)
+        dora_convergence.main(["--out", str(out), *SMALL, "--steps=3", "--one", "packlora"])
+        assert seen["way"] == "packlora"
         again = dora_convergence.settings(seen["args"])
-        dora_convergence.main(["--out", str(out), *again, "--one", "peft:2"])
-    assert seen["way"] == "peft" and seen["seed"] == 2
-    assert (seen["args"].steps, seen["args"].length, seen["args"].rank, seen["args"].tiny) == (3, 40, 4, True)
+        dora_convergence.main(["--out", str(out), *again, "--one", "peft"])
+    args = seen["args"]
+    assert seen["way"] == "peft"
+    assert (args.steps, args.seeds, args.batch, args.length, args.rows, args.rank, args.tiny) == (
+        3,
+        2,
+        2,
+        40,
+        6,
+        4,
+        True,
+    )
+
+
+def convergence_args(out: Path, *words: str) -> Any:
+    """What the parser makes of a toy run's options."""
+    seen: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dora_convergence, "train", lambda way, device, args: seen.append(args))
+        dora_convergence.main(["--out", str(out), *SMALL, "--steps=5", "--one=peft", *words])
+    return seen[0]
+
+
+def trainee(way: str, args: Any, seed: int = 0) -> dora_convergence.Trainee:
+    base, tokenizer, _ = dora_fidelity.load_base(True, tiny=True)
+    rows = dora_fidelity.samples("train.jsonl", args.rows, args.length, tokenizer)
+    return dora_convergence.Trainee(way, seed, base, rows, CPU, args)
+
+
+def played_back(change: float = 0.0) -> Any:
+    """In the place of captured() where there is no GPU: a replay is the step once more."""
+
+    def captured(step: Any, warm_up: Any, device: torch.device) -> Any:
+        warm_up()
+        loss = torch.zeros(())
+        return lambda: loss.copy_(step() + change), loss
+
+    return captured
+
+
+@pytest.mark.parametrize("way", dora_convergence.WAYS)
+def test_convergence_graph_starts_where_the_plain_run_does(way: str, tmp_path: Path, monkeypatch: Any) -> None:
+    args = convergence_args(tmp_path / "x.json")
+    plain, graph = trainee(way, args), trainee(way, args)
+    monkeypatch.setattr(dora_convergence, "captured", played_back())
+    graph.capture()
+    for one in (plain, graph):
+        one.advance(2)
+        one.advance(5)
+    assert graph.record()["losses"] == plain.record()["losses"]
+    assert graph.record()["graph_gap"] == 0.0 and "graph_gap" not in plain.record()
+    held_out = dora_fidelity.samples("eval.jsonl", 3, 40, None)
+    assert graph.evaluate(held_out, 40) == plain.evaluate(held_out, 40)
+
+
+@pytest.mark.parametrize("change", [0.03, float("nan")])
+def test_convergence_graph_that_computes_something_else_is_seen(
+    change: float, tmp_path: Path, monkeypatch: Any
+) -> None:
+    one = trainee("packlora", convergence_args(tmp_path / "x.json"))
+    monkeypatch.setattr(dora_convergence, "captured", played_back(change))
+    one.capture()
+    with pytest.raises(RuntimeError, match="step 0: the graph's loss is"):
+        one.advance(1)
+
+
+def test_convergence_way_that_fails_as_a_graph_is_run_step_by_step(tmp_path: Path, monkeypatch: Any) -> None:
+    args, calls = convergence_args(tmp_path / "x.json"), []
+    part = dora_convergence.part(args.out, "peft")
+
+    def run(command: list[str], **options: Any) -> Any:
+        calls.append(command)
+        part.write_text(json.dumps({"graph": "--eager" not in command}))
+        return subprocess.CompletedProcess(command, 0 if "--eager" in command else 1)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert dora_convergence.in_own_process("peft", args, math.inf) == {"graph": False}
+    assert ["--eager" in command for command in calls] == [False, True]
+
+    def ended(command: list[str], **options: Any) -> Any:
+        part.write_text(json.dumps({"graph": True}))
+        raise subprocess.TimeoutExpired(command, 1)
+
+    monkeypatch.setattr(subprocess, "run", ended)
+    assert dora_convergence.in_own_process("peft", args, math.inf) == {"graph": True}, "what there was is kept"
+    monkeypatch.setattr(subprocess, "run", lambda command, **options: subprocess.CompletedProcess(command, 1))
+    with pytest.raises(RuntimeError, match="the runs with peft failed: exit code 1"):
+        dora_convergence.in_own_process("peft", args, math.inf)
+    with pytest.raises(RuntimeError, match="no time was left"):
+        dora_convergence.in_own_process("peft", args, time.monotonic())
+
+
+def test_convergence_process_of_its_own_gives_the_same_losses(tmp_path: Path) -> None:
+    args = convergence_args(tmp_path / "x.json")
+    record = dora_convergence.in_own_process("packlora", args, math.inf)
+    here = trainee("packlora", args, seed=1)
+    here.advance(5)
+    assert record["runs"][1]["losses"] == here.record()["losses"]
+    assert record["runs"][1]["eval"] > 0 and not record["graph"]
+
+
+def test_convergence_ends_when_its_time_is_over(tmp_path: Path) -> None:
+    out = tmp_path / "short.json"
+    dora_convergence.main(["--out", str(out), *SMALL, "--steps=1000", "--seconds=0.01"])
+    content = json.loads(out.read_text())
+    assert content["summary"]["convergence_steps"] == dora_convergence.CHUNK
+    assert "10 (of 1000 that were asked for" in content["protocol"]
+    assert [path.name for path in tmp_path.iterdir()] == ["short.json"], "parts are gone"
+
+
+def test_convergence_compares_the_steps_that_both_did() -> None:
+    run = {"seconds": 1.0, "eval": 2.0}
+    peft, ours = {**run, "losses": [3.0, 2.0, 1.0]}, {**run, "losses": [3.5, 2.0]}
+    row = dora_convergence.compared(0, peft, ours, {**run, "losses": [2.0]})
+    assert (row["steps"], row["mean_abs"], row["max_abs_step"], row["last_tenth_loss"]) == (2, 0.25, 0, 2.0)
+    assert (row["steps_to_fp32"], row["mean_abs_peft_to_fp32"], row["mean_abs_packlora_to_fp32"]) == (1, 1.0, 1.5)
+    assert row["eval_abs"] is None, "after other numbers of steps"
+    assert dora_convergence.summary([row])["convergence_eval_abs"] is None
+    assert dora_convergence.compared(0, peft, {**peft, "eval": 2.5}, None)["eval_abs"] == 0.5
