@@ -21,7 +21,7 @@ import packlora
 from packlora.callbacks import ThroughputCallback
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> SFTTrainer:
     parser = argparse.ArgumentParser(description="LoRA fine-tuning with TRL, with and without packlora.")
     parser.add_argument("model", help="folder or hub id of a causal language model")
     parser.add_argument("data", help="jsonl file")
@@ -32,17 +32,21 @@ def main() -> None:
     parser.add_argument("--max-length", type=int, default=512)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--dropout", type=float, default=0.0)
+    parser.add_argument("--learning-rate", type=float, default=2e-4)
     parser.add_argument("--gradient-checkpointing", action="store_true")
-    args = parser.parse_args()
+    parser.add_argument("--cpu", action="store_true", help="on the CPU even if there is a GPU")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="bfloat16 on a GPU, float32 on the CPU")
+    args = parser.parse_args(arguments)
 
-    on_gpu = torch.cuda.is_available()
+    on_gpu = torch.cuda.is_available() and not args.cpu
+    dtype = args.dtype or ("bfloat16" if on_gpu else "float32")
     trainer = SFTTrainer(
         args.model,
         SFTConfig(
             args.output, max_steps=args.max_steps, per_device_train_batch_size=args.batch_size, max_length=args.max_length,
-            learning_rate=2e-4, lr_scheduler_type="constant", logging_steps=1, save_strategy="no", report_to=[], seed=0,
-            gradient_checkpointing=args.gradient_checkpointing, bf16=on_gpu, use_cpu=not on_gpu,
-            model_init_kwargs={"dtype": "bfloat16" if on_gpu else "float32"},
+            learning_rate=args.learning_rate, lr_scheduler_type="constant", logging_steps=1, save_strategy="no", report_to=[],
+            seed=0, gradient_checkpointing=args.gradient_checkpointing, bf16=dtype == "bfloat16", use_cpu=not on_gpu,
+            model_init_kwargs={"dtype": dtype},
         ),
         train_dataset=load_dataset("json", data_files=args.data, split="train"),
         peft_config=LoraConfig(
@@ -61,6 +65,7 @@ def main() -> None:
                 f"step {entry['step']:>4}  loss {entry['loss']:.6f}  {entry['tokens_per_second']:.0f} tokens/s  "
                 f"peak {entry['peak_memory_gib']:.2f} GiB"
             )
+    return trainer
 
 
 if __name__ == "__main__":
