@@ -37,6 +37,33 @@ def parity() -> list[str]:
     return lines
 
 
+def trl() -> list[str]:
+    """TRL's losses with the one line and without it."""
+    files = {name: file for name in ("trl-cpu", "trl-h200") if (file := measured(name)) is not None}
+    if not files:
+        return []
+    links = ", ".join(f"[{name}.json](benchmarks/results/{name}.json)" for name in files)
+    steps = min(row["steps"] for file in files.values() for row in file["rows"])
+    titles = {"tiny": "tiny", "wide": "two layers of Llama-3.1-8B's shape", "smollm2-135m": "SmolLM2-135M"}
+    lines = [
+        f"`examples/trl_sft.py`, TRL's `SFTTrainer` with `packlora.accelerate` and without it, losses of {steps} steps without "
+        f"dropout ({links}); for bfloat16 also how far each is from PEFT in float32, on average:",
+        "",
+        "| model | device | dtype | first loss | mean difference | largest | PEFT to float32 | packlora to float32 |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for file in files.values():
+        device = "CPU" if file["device"].startswith("cpu") else file["device"]
+        for row in file["rows"]:
+            title = titles[row["case"]] + (", random weights" if row["random_weights"] else "")
+            exact = [f"{row['to_fp32'][way]:.1e}" if "to_fp32" in row else "" for way in ("peft", "packlora")]
+            lines.append(
+                f"| {title} | {device} | {row['dtype']} | {row['losses_peft'][0]:.4f} | {row['mean_abs']:.1e} "
+                f"| {row['max_abs']:.1e} | {exact[0]} | {exact[1]} |"
+            )
+    return lines
+
+
 def speed() -> list[str]:
     """Tokens per second against PEFT."""
     file = results("speed-cpu")
@@ -191,6 +218,17 @@ def model() -> list[str]:
                 lines.append(f"| {title}{tail} | {row['ms'][name]:.0f} | {over} | {row['gib'][name]:.1f} |")
             elif name in row["failed"]:
                 lines.append(f"| {title}{tail} | failed | | |")
+    if (profiled := measured("model-profile-h200")) is not None:
+        figures = profiled["summary"]
+        plain, ckpt = (
+            f"{figures[f'packlora_{kind}_wall_ms']:.0f} ms where the frozen model takes {figures[f'frozen_{kind}_wall_ms']:.0f}"
+            for kind in ("plain", "ckpt")
+        )
+        lines += [
+            "",
+            f"With newer kernels, LoRA alone, one contender after the other: {plain}, and with checkpointing {ckpt}; by "
+            "kernel in [model-profile-h200.json](benchmarks/results/model-profile-h200.json).",
+        ]
     lines += [
         "",
         "One decoder layer, time over that of the frozen layer:",
@@ -236,6 +274,31 @@ def dora() -> list[str]:
             if summary.get(key) is not None
         )  # fmt: skip
         lines += ["", f"The norm of a 4096 x 4096 layer at r 384: {summary['norm_refresh_us']:.0f} us ({peers})."]
+    protocol_rows = [row for row in file["rows"] if row["part"] == "paper-model"]
+    if protocol_rows:
+        lines += [
+            "",
+            "Qwen3-8B's shape in the protocol of Scaling-DoRA (4096 tokens, checkpointing, loss on the last 1024), ms:",
+            "",
+            "| rank | frozen | packlora | PEFT | packlora, fp32 adapters | PEFT, fp32 adapters |",
+            "|---|---|---|---|---|---|",
+        ]
+    for row in protocol_rows:
+        cells = [
+            f"{row['ms'][name]:.0f}"
+            for name in ("frozen", "packlora", "peft_bf16", "packlora_fp32", "peft_fp32_autocast")
+        ]
+        lines.append(f"| {row['r']} | {' | '.join(cells)} |")
+    for device in ("cpu", "h200"):
+        if (run := measured(f"dora-convergence-{device}")) is not None:
+            figures, where = run["summary"], "CPU, float32" if device == "cpu" else f"{run['device']}, bfloat16"
+            steps = min(len(row["losses_peft"]) for row in run["rows"])
+            lines += [
+                "",
+                f"Losses beside PEFT's, SmolLM2-135M, {steps} steps of {len(run['rows'])} seed(s) on "
+                f"{where}: mean difference {figures['convergence_mean_abs']:.1e}, largest {figures['convergence_max_abs']:.1e} "
+                f"([dora-convergence-{device}.json](benchmarks/results/dora-convergence-{device}.json)).",
+            ]
     return lines
 
 
@@ -283,7 +346,7 @@ def schedule() -> list[str]:
     ]
 
 
-SECTIONS = (parity, speed, layer, multi, graphs, model, dora, short_jobs, schedule)
+SECTIONS = (parity, trl, speed, layer, multi, graphs, model, dora, short_jobs, schedule)
 
 
 def filled(readme: str) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import readme
+from benchmarks import model_profile, readme
 from packlora import timing
 from packlora.bench import graphs, layer, model, multi, run_bench, traffic
 from packlora.bench.options import Options, choose, plan_from_name
@@ -497,4 +497,11 @@ def test_ncu_prints_the_commands_and_measures_nothing(tmp_path: Path, capsys: An
     assert capsys.readouterr().out.splitlines() == traffic.commands(tmp_path / "layer-ncu")
     with pytest.raises(InputError, match="ncu is for layer"):
         run_bench("multi", tmp_path / "multi.json", ncu=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_profile_of_a_model_needs_a_gpu_and_says_so(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="found no GPU"):
+        model_profile.main(["--out", str(tmp_path / "profile.json")])
     assert list(tmp_path.iterdir()) == []
