@@ -78,7 +78,7 @@ def lora_linear(
     chosen, runs = plan_of(plan), (Run(0, 0, len(x_TK), p),)
     check_tokens(x_TK, runs, keys_T2)
     prepared = _prepare(x_TK, weight_NK, bias_N, A_rK, B_Nr, magnitude_N, norm_N, scaling, chosen)
-    steps = Steps(prepared, x_TK, runs, keys_T2, salt, chosen)
+    steps = Steps(prepared, x_TK, runs, salt, chosen).with_tokens(x_TK, keys_T2)
     S = steps.down()
     (y_TN,), (z_TN,) = steps.up(S)
     return y_TN, S if chosen.keep_s else S.new_empty(0, S.shape[1]), y_TN.new_empty(0) if z_TN is None else z_TN
@@ -125,7 +125,7 @@ def lora_linear_backward(
     need = {"A": need_A, "B": need_B, "magnitude": need_magnitude}
     needed = [need[name] for _, _, name in prepared.slots]
     dx, grads = group_backward(
-        Steps(prepared, x_TK, runs, keys_T2, salt, chosen), S if chosen.keep_s else None,
+        Steps(prepared, x_TK, runs, salt, chosen).with_tokens(x_TK, keys_T2), S if chosen.keep_s else None,
         (None if magnitude_N is None else z_TN,), (d_TN,), need_x, needed,
     )  # fmt: skip
     named = {name: grad for (_, _, name), grad in zip(prepared.slots, grads, strict=True)}

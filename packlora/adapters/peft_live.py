@@ -31,8 +31,9 @@ from packlora.plans.select import Planner
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 COMPILED_TOKENS = 4096
-LITTLE_WORK = 600e-6
-"""Seconds that the GPU of left_to_peft's figures needs for a layer."""
+LITTLE_WORK, LITTLE_WORK_WIDE = 600e-6, 420e-6
+"""Seconds that the GPU of left_to_peft's figures needs for a layer; the second where the adapter has another dtype than x,
+which PEFT then copies."""
 AUTOCAST = ("cpu", "cuda")
 """Devices whose autocast is known here; asking torch which ones have it breaks a compiled graph."""
 
@@ -52,12 +53,16 @@ def without_kernels(device: torch.device) -> str | None:
     return None if HAS_TRITON else "the triton package is not installed"
 
 
-def left_to_peft(device: torch.device, T: int, K: int, N: int) -> bool:
+def left_to_peft(device: torch.device, T: int, K: int, N: int, wide: bool = False) -> bool:
     """Whether a layer without siblings has so little work that the host decides its time: PEFT's own few calls then need
-    less of it than one call of the operator. H200: 4096 x 4096 at T = 2048 takes the GPU about 300 us, PEFT's calls take the
-    host 0.5 ms and the operator 0.65 ms. With siblings the operator needs less.
+    less of it than one call of the operator. H200, bfloat16: at 4096 x 4096, T = 4096, the GPU needs about 550 us and PEFT is
+    9 % ahead; at 8192 x 8192, T = 2048, it needs 900 and PEFT is 10 % behind. With siblings the operator needs less.
+
+    Args:
+        wide: the adapter's dtype is not x's.
     """
-    return device.type == "cuda" and 4 * T * K * N / 770e12 + 24 * T * (K + N) / 4.1e12 < LITTLE_WORK
+    seconds = 4 * T * K * N / 770e12 + 24 * T * (K + N) / 4.1e12
+    return device.type == "cuda" and seconds < (LITTLE_WORK_WIDE if wide else LITTLE_WORK)
 
 
 @lru_cache(maxsize=4096)
@@ -248,13 +253,13 @@ def _compute(x: torch.Tensor, calls: Sequence[LayerCall], dtype: torch.dtype) ->
             )
         else:
             chosen = compiled.plan_of(plan)
-        layers = []
-        for call, weight, bias in zip(calls, weights, biases, strict=True):
-            low = LowRank(call.A, call.B, call.scaling, call.magnitude, call.owner.norm(call))
-            keep = call.magnitude is not None and call.owner.keeps_output(x.device, dtype)
-            layers.append(Layer(weight, bias, {0: low}, keep))
         # a state would keep a copy of a weight that was cast just now
         state = None if weights[0] is not first.weight else first.owner.states.setdefault(len(calls), GroupState())
+        last = () if state is None else state.layers
+        layers = tuple(
+            _layer(call, weight, bias, last[index] if index < len(last) else None)
+            for index, (call, weight, bias) in enumerate(zip(calls, weights, biases, strict=True))
+        )
         recipe = recipe_of(x) if x.dtype == dtype else None
         outputs = lora_group(x_TK, layers, (Run(0, 0, T, p),), keys_T2, 0, chosen, state, recipe)
     out = []
@@ -262,6 +267,20 @@ def _compute(x: torch.Tensor, calls: Sequence[LayerCall], dtype: torch.dtype) ->
         y = y_TN.view(*lead, y_TN.shape[1])
         out.append(y if call.outer_bias is None else y + call.outer_bias.to(dtype))
     return out
+
+
+def _layer(call: LayerCall, weight: torch.Tensor, bias: torch.Tensor | None, last: Layer | None) -> Layer:
+    """As the operator takes it; `last`, the very object, where that still says the same."""
+    norm = call.owner.norm(call)
+    keep = call.magnitude is not None and call.owner.keeps_output(weight.device, weight.dtype)
+    if last is not None and last.weight is weight and last.bias is bias and last.keep_output == keep:
+        low = last.adapters[0]
+        if (
+            low.A is call.A and low.B is call.B and low.scaling == call.scaling and low.magnitude is call.magnitude
+            and low.norm is norm
+        ):  # fmt: skip
+            return last
+    return Layer(weight, bias, {0: LowRank(call.A, call.B, call.scaling, call.magnitude, norm)}, keep)
 
 
 def _to(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -357,9 +376,8 @@ class LayerForward:
         if self.group is None or torch.compiler.is_compiling():
             N, K = call.weight.shape
             if (
-                self.plan is None and call.A.dtype == x.dtype  # of other dtypes PEFT makes copies of x
-                and call.magnitude is None and left_to_peft(x.device, x.numel() // K, K, N)
-                and not torch.compiler.is_compiling()
+                self.plan is None and call.magnitude is None and not torch.compiler.is_compiling()
+                and left_to_peft(x.device, x.numel() // K, K, N, call.A.dtype != x.dtype)
             ):  # fmt: skip
                 return self._peft(x)
             return compute(x, (call,))[0]

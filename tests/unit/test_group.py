@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from group_cases import KINDS, compare, largest_errors, make_case, run_group, run_reference
 
+from packlora.ops.lora_linear.group import Layer, LowRank, Run, lora_group
 from packlora.ops.lora_linear.plan import CHAIN, ROUTED, Plan
 
 SEED = random.SystemRandom().randrange(2**31)
@@ -65,3 +67,30 @@ def test_kernels_are_as_exact_as_torch_in_the_same_dtype(kind: str, plan: Plan, 
         largest_errors(plain, run_reference(case, dtype), want)
     for name in ours:
         assert ours[name] <= 2 * plain[name] + 1e-6, f"{name}: {ours[name]:.3g} against {plain[name]:.3g}, seed {SEED}"
+
+
+@pytest.mark.parametrize("off", ["x", "d"])
+def test_tokens_that_are_not_aligned_go_around_tensor_descriptors(off: str) -> None:
+    """The bits of the routed way, where the fused one would need a descriptor that cannot be made."""
+    T, K, N, r = 71, 64, 32, 16
+    generator = torch.Generator().manual_seed(SEED)
+
+    def draw(*shape: int, shift: int = 0) -> torch.Tensor:
+        flat = torch.randn(math.prod(shape) + shift, generator=generator).half()
+        return flat[shift:].view(shape)
+
+    x, d = draw(T, K, shift=int(off == "x")), draw(T, N, shift=int(off == "d"))
+    assert (x if off == "x" else d).data_ptr() % 16
+    A, B, weight = draw(r, K).requires_grad_(), draw(N, r).requires_grad_(), draw(N, K)
+    keys = torch.randint(-(2**31), 2**31, (T, 2), dtype=torch.int32, generator=generator)
+    layers = [Layer(weight, None, {0: LowRank(A, B, 0.5)})]
+
+    def run(plan: Plan, aligned: bool) -> list[torch.Tensor]:
+        tokens = (x.clone() if aligned else x).detach().requires_grad_()
+        (y,) = lora_group(tokens, layers, [Run(0, 0, T, 0.25)], keys, 3, plan)
+        return [y, *torch.autograd.grad(y, [tokens, A, B], d.clone() if aligned else d)]
+
+    # up is fused or routed by x alone, dx by d as well
+    same = Plan("routed", "routed" if off == "x" else "fused", "one-pass", "routed")
+    for got, want in zip(run(FUSED, False), run(same, True), strict=True):
+        assert torch.equal(got, want)

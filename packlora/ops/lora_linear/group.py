@@ -49,9 +49,12 @@ class GroupState:
     def __init__(self, trusted: bool = False) -> None:
         self.trusted = trusted
         self._prepared: dict[bool, Prepared] = {}
+        self.layers: tuple[Layer, ...] = ()
+        """Those passed last; a caller that passes the same objects again is served faster."""
 
     def prepared(self, x_TK: torch.Tensor, layers: tuple[Layer, ...], plan: Plan) -> Prepared:
         kernels = plan.needs_triton
+        self.layers = layers
         found = self._prepared.get(kernels)
         if found is None or not found.fits(x_TK, layers):
             found = self._prepared[kernels] = Prepared(x_TK, layers, kernels, self.trusted)
@@ -97,9 +100,16 @@ class Prepared:
                     by_adapter.setdefault(number, set()).add(low.scaling)
         self.scalings = {number: own.pop() if len(own) == 1 else None for number, own in by_adapter.items()}
         """Of each adapter, None where its layers scale differently."""
+        self._steps: Recent[Steps] = Recent(4)
         if kernels:
             factors = {(n, j): low.scaling for j, layer in enumerate(layers) for n, low in layer.adapters.items()}
             self.tables = make_group_tables(self.layout, factors, self.num_adapters, self.device)
+
+    def steps(self, x_TK: torch.Tensor, runs: tuple[Run, ...], salt: int, plan: Plan) -> Steps:
+        """Those of such a call; kept for the next one like it."""
+        aligned = x_TK.is_contiguous() and x_TK.data_ptr() % 16 == 0
+        key = (runs, len(x_TK), salt, plan, aligned)
+        return self._steps.get(key, lambda: Steps(self, x_TK, runs, salt, plan))
 
     def trains_magnitude(self) -> bool:
         """Whether a backward may need products of the forward beside S."""
@@ -119,11 +129,16 @@ class Prepared:
         if layers is self.layers:
             return True
         return len(layers) == len(self.layers) and all(
-            new.weight is old.weight and new.bias is old.bias and new.adapters.keys() == old.adapters.keys()
-            and new.keep_output == old.keep_output
-            and all(_same(low, old.adapters[n]) for n, low in new.adapters.items())
-            for new, old in zip(layers, self.layers, strict=True)
-        )  # fmt: skip
+            new is old or _same_layer(new, old) for new, old in zip(layers, self.layers, strict=True)
+        )
+
+
+def _same_layer(new: Layer, old: Layer) -> bool:
+    """The very same operands."""
+    return (
+        new.weight is old.weight and new.bias is old.bias and new.adapters.keys() == old.adapters.keys()
+        and new.keep_output == old.keep_output and all(_same(low, old.adapters[n]) for n, low in new.adapters.items())
+    )  # fmt: skip
 
 
 def _same(new: LowRank, old: LowRank) -> bool:
@@ -176,23 +191,23 @@ def lora_group(
     if plan.needs_triton and not HAS_TRITON:
         raise ValueError(f"plan {plan.name} needs triton, which is not installed")
     prepared.refresh()
-    steps = Steps(prepared, x_TK, runs, keys_T2, salt, plan)
+    kept_steps = prepared.steps(x_TK, runs, salt, plan)
+    steps = kept_steps.with_tokens(x_TK, keys_T2)
     if is_checkpointed():  # makes x again anyway, which is then alive no longer than its block's backward
         recipe = None
     if not saving_is_hooked() or prepared.trains_magnitude():
-        outputs: tuple[torch.Tensor, ...] = _Group.apply(x_TK, recipe, steps, True, *prepared.flat)
+        outputs: tuple[torch.Tensor, ...] = _Group.apply(x_TK, recipe, steps, kept_steps, True, *prepared.flat)
         return outputs
-    *stand_ins, S = _Group.apply(x_TK, recipe, steps, False, *prepared.flat)
-    steps = steps.with_tokens(x_TK, keys_T2)
+    *stand_ins, S = _Group.apply(x_TK, recipe, steps, kept_steps, False, *prepared.flat)
     return Outputs.of(lambda: steps.up(S)[0], stand_ins)
 
 
 class _Group(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_TK: torch.Tensor, recipe: Recipe | None, steps: Steps, whole: bool, *flat: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        """The outputs; where not `whole`, their stand-ins and S."""
+        ctx: Any, x_TK: torch.Tensor, recipe: Recipe | None, steps: Steps, kept_steps: Steps, whole: bool, *flat: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:  # fmt: skip
+        """The outputs; where not `whole`, their stand-ins and S. kept_steps: without tokens, which are autograd's to keep."""
         S, keys_T2 = steps.down(), steps.keys_T2
         if whole:
             outputs, kept = steps.up(S)
@@ -206,7 +221,7 @@ class _Group(torch.autograd.Function):
             None if recipe is None else recipe.function
         )  # not the operands, which autograd may drop and bring back
         ctx.source = slice(len(kept), len(kept) + len(source))
-        ctx.steps = steps.without_tokens()
+        ctx.steps = kept_steps
         if whole:
             return tuple(outputs)
         ctx.mark_non_differentiable(S)
@@ -217,14 +232,14 @@ class _Group(torch.autograd.Function):
     def backward(ctx: Any, *d: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         keys_T2, S, *rest = ctx.saved_tensors
         d = d[: len(ctx.steps.layers)]
-        kept, source, need_flat = rest[: len(d)], tuple(rest[ctx.source]), ctx.needs_input_grad[4:]
+        kept, source, need_flat = rest[: len(d)], tuple(rest[ctx.source]), ctx.needs_input_grad[5:]
         if all(grad is None for grad in d) or not any(ctx.needs_input_grad):
-            return (None,) * (4 + len(need_flat))
+            return (None,) * (5 + len(need_flat))
         K = ctx.steps.prepared.K
         x_TK = source[0] if ctx.make is None else made_again(ctx.make, source).reshape(-1, K)
         steps = ctx.steps.with_tokens(x_TK, keys_T2)
         dx, grads = group_backward(steps, S, kept, d, ctx.needs_input_grad[0], need_flat)
-        return (dx, None, None, None, *grads)
+        return (dx, None, None, None, None, *grads)
 
 
 _TOP_HOOKS = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)

@@ -397,6 +397,7 @@ def fusable(x_TK: torch.Tensor, layers: Sequence[Layer], runs: Sequence[Run]) ->
     return (
         x_TK.element_size() == 2 and (not x_TK.is_cuda or _capability(x_TK.device) >= (9, 0))
         and len(runs) == 1 and runs[0].start == 0 and runs[0].stop == T and K % 16 == 0 and x_TK.is_contiguous()
+        and x_TK.data_ptr() % 16 == 0
         and all(
             layer.weight.shape[0] % 16 == 0 and layer.weight.is_contiguous() and layer.weight.data_ptr() % 16 == 0
             and runs[0].adapter in layer.adapters

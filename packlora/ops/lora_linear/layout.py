@@ -177,6 +177,8 @@ class Packed:
         self._owns_A, self._owns_B = False, [False] * len(layout.b_sizes)
         self._slots: dict[tuple[str, int, int], torch.Tensor] = {}
         self._seen: dict[tuple[int, int], tuple[int, int, int, int]] = {}
+        self._blocks: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+        """What b_block gave last, and of which flat B."""
 
     @property
     def A_RK(self) -> torch.Tensor:
@@ -196,16 +198,19 @@ class Packed:
                     continue
                 self._seen[number, index] = seen
             if self._in_place(place, low.A, len(self.layout.places) == 1):
-                self._A = low.A.detach()
-                self._owns_A = False
-                self._slots.pop(("A", number, index), None)
+                if self._A is None or self._owns_A or self._A.data_ptr() != low.A.data_ptr():
+                    self._A = low.A.detach()
+                    self._owns_A = False
+                    self._slots.pop(("A", number, index), None)
             else:
                 into.append(self._A_slot(number, index, place))
                 out_of.append(low.A)
             if self._in_place(place, low.B, self.layout.b_sizes[index] == low.B.shape[0] * place.padded):
-                self.B[index] = low.B.detach().view(-1)
-                self._owns_B[index] = False
-                self._slots.pop(("B", number, index), None)
+                known = self.B[index]
+                if known is None or self._owns_B[index] or known.data_ptr() != low.B.data_ptr():
+                    self.B[index] = low.B.detach().view(-1)
+                    self._owns_B[index] = False
+                    self._slots.pop(("B", number, index), None)
             else:
                 into.append(self._B_slot(number, index, place))
                 out_of.append(low.B)
@@ -248,7 +253,10 @@ class Packed:
         """B of one adapter on one layer, [N, padded]."""
         flat = self.B[index]
         assert flat is not None
-        return self.layout.b_block(flat, number, index)
+        known = self._blocks.get((number, index))
+        if known is None or known[0] is not flat:
+            known = self._blocks[number, index] = (flat, self.layout.b_block(flat, number, index))
+        return known[1]
 
 
 # --- tables on the device ----------------------------------------------------------------------------------------------

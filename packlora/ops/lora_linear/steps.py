@@ -47,19 +47,21 @@ class Sums:
 
 
 class Steps:
-    """One call: `runs` of the group's adapters over x [T, K].
+    """Calls over tokens x [T, K] that `runs` of the group's adapters own; `with_tokens` makes a call of it.
 
     Args:
+        x_TK: some such tokens.
         plan: the ways; where a base product of dropped tokens is needed, plain products take their place.
     """
 
-    def __init__(
-        self, prepared: Prepared, x_TK: torch.Tensor, runs: tuple[Run, ...], keys_T2: torch.Tensor | None, salt: int, plan: Plan
-    ) -> None:  # fmt: skip
+    x_TK: torch.Tensor
+    keys_T2: torch.Tensor | None
+
+    def __init__(self, prepared: Prepared, x_TK: torch.Tensor, runs: tuple[Run, ...], salt: int, plan: Plan) -> None:
         self.prepared, self.packed, self.layers, self.layout = (
             prepared, prepared.packed, prepared.layers, prepared.layout,
         )  # fmt: skip
-        self.x_TK, self.keys_T2, self.salt = x_TK, keys_T2, salt
+        self.T, self.dtype, self.device, self.salt = len(x_TK), x_TK.dtype, x_TK.device, salt
         self.every = runs
         self.runs = [run for run in runs if self.layout.rows.get(run.adapter, (0, 0))[1]]
         self.single = x_TK.dtype == torch.float32
@@ -95,20 +97,15 @@ class Steps:
         """Tables of the runs for the kernels' block sizes."""
         from packlora.ops.lora_linear import launch
 
-        T, dtype, device, number = len(self.x_TK), self.x_TK.dtype, self.x_TK.device, self.prepared.num_adapters
+        T, device, number = self.T, self.device, self.prepared.num_adapters
         known = tuple(run for run in self.every if run.adapter < number)  # others are of other layers
         return _RUN_TABLES.get(
             (known, T, device, self.single, number),
-            lambda: RunTables(known, T, device, launch.sizes_for(dtype).tokens, number),
+            lambda: RunTables(known, T, device, launch.sizes_for(self.dtype).tokens, number),
         )
 
-    def without_tokens(self) -> Steps:
-        """Itself, to be kept for the backward: x and the keys are autograd's to keep."""
-        self.x_TK = self.keys_T2 = None  # type: ignore[assignment]
-        return self
-
     def with_tokens(self, x_TK: torch.Tensor, keys_T2: torch.Tensor | None) -> Steps:
-        """A copy for these tokens, which are the forward's."""
+        """A call over these tokens, which are like those that it was made for."""
         other = object.__new__(Steps)
         other.__dict__.update(self.__dict__, x_TK=x_TK, keys_T2=keys_T2)
         return other
@@ -407,7 +404,7 @@ class Steps:
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """dx = e W + drop(dS A) and the stacked dA."""
         way = self.plan.dx
-        fused = way == "fused" and self.fused
+        fused = way == "fused" and self.fused and all(e_TN is None or e_TN.data_ptr() % 16 == 0 for e_TN in e)
         dx = dA = None
         if way == "routed" or (way == "fused" and (not fused or any(run.dropout for run in self.runs))):
             dx, dA = self.launch.inputs(
