@@ -38,8 +38,7 @@ LARGE: dict[str, dict[str, Any]] = KINDS | {
 @pytest.mark.parametrize("plan", [CHAIN, BEFORE, ROUTED, FUSED, EPILOGUE, WIDE], ids=lambda plan: plan.name)
 @pytest.mark.parametrize("kind", LARGE.values(), ids=LARGE.keys())
 def test_plans_are_as_exact_as_torch_in_the_same_dtype(kind: dict[str, Any], plan: Plan, dtype: torch.dtype) -> None:
-    """max|out - ref64| <= 2 max|plain torch - ref64| + 1e-6, over four draws (the largest of many is
-    steadier); poisoned buffers, odd sizes, ragged runs."""
+    """max|out - ref64| <= 2 max|plain torch - ref64| + 1e-6, over two draws; poisoned buffers, odd sizes, ragged runs."""
     if "before" in (plan.up, plan.dx) and dtype == torch.float32:
         pytest.skip("not a legal plan: see plans/space.py")
     drops = any(p and d for p, d in zip(kind["dropouts"], kind.get("dora", ()), strict=False))
@@ -47,18 +46,17 @@ def test_plans_are_as_exact_as_torch_in_the_same_dtype(kind: dict[str, Any], pla
         pytest.skip("not a legal plan: see plans/space.py")
     ours: dict[str, float] = {}
     plain: dict[str, float] = {}
-    for trial in range(4):
-        odd = trial % 2 == 0
-        sizes = ([770, 257, 515] if odd else [768, 256, 528])[: len(kind["ranks"][0]) if kind["ranks"] else 1]
+    for trial in range(2):
+        sizes = [[770, 257, 515], [768, 256, 528]][trial][: len(kind["ranks"][0]) if kind["ranks"] else 1]
         case = make_case(
             1003 + trial,
-            515 if odd else 528,
+            515 if trial == 0 else 528,
             sizes,
             with_bias=True,
             seed=SEED + trial,
             dtype=dtype,
             device="cuda",
-            keep_output=odd,
+            keep_output=trial == 0,
             **kind,
         )  # fmt: skip
         want = run_reference(case, torch.float64)

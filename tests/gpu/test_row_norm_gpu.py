@@ -13,7 +13,7 @@ from torch import nn
 
 from packlora.adapters.norms import NormHandle, RowNorms
 from packlora.ops import row_norm_batch as batch
-from packlora.ops.row_norm import NormProblem, row_norm, row_norms, squared_row_norm, takes_kernels
+from packlora.ops.row_norm import NARROW, NormProblem, row_norm, row_norms, squared_row_norm, takes_kernels
 
 pytestmark = [
     pytest.mark.gpu,
@@ -54,7 +54,7 @@ def as_exact_as_float32(W: Any, A: Any, B: Any, s: float, got: torch.Tensor) -> 
 )  # fmt: skip
 def test_as_exact_as_float32(N: int, K: int, r: int, low: float, dtype: torch.dtype) -> None:
     W, A, B = draw(N, K, r, dtype, low)
-    assert takes_kernels(NormProblem(W, A, B, 1.7)) == (K >= 64)
+    assert takes_kernels(NormProblem(W, A, B, 1.7)) == (K >= NARROW)
     as_exact_as_float32(W, A, B, 1.7, row_norm(W, A, B, 1.7))
     assert worst(squared_row_norm(W), W.double().square().sum(1)) <= 1e-6
 

@@ -337,8 +337,8 @@ def _band(bands: tuple[int, ...], columns: int, runs: RunTables, device: torch.d
 
 
 def described(t: torch.Tensor) -> bool:
-    """Whether kernels read it through a tensor descriptor: 16 bits, aligned rows, Hopper's copy engine, and enough of it: a
-    descriptor costs the host 10 us."""
+    """Whether kernels read it through a tensor descriptor: 16 bits, aligned rows, Hopper's copy engine, and enough of it to
+    be worth the host's time for a descriptor."""
     return (
         (t.numel() >= DESCRIBED or not t.is_cuda) and t.element_size() == 2 and t.stride(1) == 1 and t.stride(0) % 8 == 0
         and t.data_ptr() % 16 == 0
