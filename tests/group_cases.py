@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,6 +10,7 @@ from unittest import mock
 
 import numpy as np
 import torch
+from exactness import assert_as_exact
 
 from packlora.ops.dropout import token_keys
 from packlora.ops.lora_linear import reference
@@ -204,9 +205,12 @@ def compare(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], toleran
         )
 
 
-def largest_errors(errors: dict[str, float], got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
-    """By kind of result (y, dx, dA, dB), over adapters and layers. NaN counts as infinite."""
-    for full, value in want.items():
-        name = full.rstrip("0123456789.")
-        error = float((got[full] - value).abs().max().nan_to_num(nan=float("inf")))
-        errors[name] = max(errors.get(name, 0.0), error)
+def group_is_as_exact(case: Callable[[int], GroupCase], draws: int, dtype: torch.dtype, plan: Plan, seed: int) -> None:
+    """Errors by kind of result (y, dx, dA, dB), over adapters and layers; with poisoned buffers."""
+
+    def draw(number: int) -> tuple[dict[str, torch.Tensor], ...]:
+        own = case(number)
+        got = run_group(own, dtype, plan, poison=True)
+        return got, run_reference(own, dtype), run_reference(own, torch.float64)
+
+    assert_as_exact(draw, draws, seed, lambda name: name.rstrip("0123456789."))

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import FAMILIES, TINY, tiny_model
+from exactness import assert_as_exact
 from group_cases import by_group
 
 from packlora.ops.attention import packed_attention
@@ -36,17 +37,12 @@ def test_dropout_masks_are_those_of_the_cpu() -> None:
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
 @pytest.mark.parametrize("p", [0.0, 0.1])
 def test_chain_is_as_exact_as_plain_torch_in_the_same_dtype(dtype: torch.dtype, dora: bool, p: float) -> None:
-    """Three ragged segments with gaps; every gradient; bounded by twice plain torch's own error, over four draws."""
-    ours: dict[int, float] = {}
-    plain: dict[int, float] = {}
-    for _ in range(4):
-        _errors(dtype, dora, p, ours, plain)
-    for index in ours:
-        assert ours[index] <= 2 * plain[index] + 1e-6, f"{index}: {ours[index]:.3g} against {plain[index]:.3g}"
+    """Three ragged segments with gaps; every gradient."""
+    assert_as_exact(lambda _: _by_index(dtype, dora, p), 4, torch.initial_seed())
 
 
-def _errors(dtype: torch.dtype, dora: bool, p: float, ours: dict[int, float], plain: dict[int, float]) -> None:
-    """The largest error of the output and of each gradient of one draw, against float64 on the same rounded inputs."""
+def _by_index(dtype: torch.dtype, dora: bool, p: float) -> tuple[dict[str, torch.Tensor], ...]:
+    """The output and each gradient of one draw: ours, torch's and in float64, on the same rounded inputs."""
     generator = torch.Generator(device="cuda").manual_seed(torch.seed() % 2**31)
 
     def randn(*shape: int) -> torch.Tensor:
@@ -63,7 +59,7 @@ def _errors(dtype: torch.dtype, dora: bool, p: float, ours: dict[int, float], pl
         magnitude = (norm * (1 + 0.2 * randn(N))).to(dtype).double() if norm is not None else None
         segments.append(Segment(start, stop, 0.5, p, A, B, magnitude, norm))
 
-    def run(function: Callable[..., torch.Tensor], to: torch.dtype) -> list[torch.Tensor]:
+    def run(function: Callable[..., torch.Tensor], to: torch.dtype) -> dict[str, torch.Tensor]:
         leaves = [x.to(to, copy=True).requires_grad_()]
         cast = []
         for seg in segments:
@@ -72,12 +68,10 @@ def _errors(dtype: torch.dtype, dora: bool, p: float, ours: dict[int, float], pl
             norm = None if seg.norm is None else seg.norm.to(to)
             cast.append(Segment(seg.start, seg.stop, seg.scaling, seg.dropout, own[0], own[1], own[2], norm))
         y = function(leaves[0], weight.to(to), None, cast, keys, 7)
-        return [y.double(), *(g.double() for g in torch.autograd.grad(y, leaves, dy.to(to)))]
+        results = [y.detach(), *torch.autograd.grad(y, leaves, dy.to(to))]
+        return {str(index): value for index, value in enumerate(results)}
 
-    want = run(reference.lora_linear, torch.float64)
-    for errors, function in ((ours, by_group), (plain, reference.lora_linear)):
-        for index, (value, exact) in enumerate(zip(run(function, dtype), want, strict=True)):
-            errors[index] = max(errors.get(index, 0.0), float((value - exact).abs().max()))
+    return run(by_group, dtype), run(reference.lora_linear, dtype), run(reference.lora_linear, torch.float64)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
