@@ -1,4 +1,3 @@
-# mypy: allow-untyped-defs, allow-untyped-decorators, allow-incomplete-defs, no-check-untyped-defs
 """Kernels of row_norm_kernel.py for ranks over 64, where A A' and B G are a large part of the work.
 
     gram     G = A A' from the halves of A that the cross product reads as well, on 16-bit tensor cores

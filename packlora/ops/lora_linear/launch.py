@@ -1,4 +1,5 @@
-"""Launches of kernels.py and fused.py: block sizes, buffers and grids. Everything runs on the current stream, nothing waits.
+"""Launches of kernels.py, gradient_kernels.py and fused.py: block sizes, buffers and grids. Everything runs on the current
+stream, nothing waits.
 
 Block sizes come from `Sizes`, one set per dtype; benchmarks/LOG.md has what was measured.
 """
@@ -14,7 +15,7 @@ import torch
 import triton.language as tl
 
 from packlora.ops.dropout import dropout_threshold, signed
-from packlora.ops.lora_linear import fused, kernels
+from packlora.ops.lora_linear import fused, gradient_kernels, kernels
 from packlora.ops.lora_linear.launcher import Descriptor, launch
 from packlora.ops.lora_linear.layout import GroupTables, Layer, Packed, Run, RunTables
 
@@ -229,7 +230,7 @@ def scale(
     e = torch.empty(T, N, dtype=d_TN.dtype, device=d_TN.device)
     parts = torch.empty((bands.shape[0], 2, N) if need_dz or need_d else (1,), device=d_TN.device)
     launch(
-        kernels.scale_kernel, (_cdiv(N, size.scale_n), bands.shape[0]),
+        gradient_kernels.scale_kernel, (_cdiv(N, size.scale_n), bands.shape[0]),
         (d_TN, kept, e, parts, composition.g, bands, len(composition.g) - 1, N, d_TN.stride(0)),
         sites=runs.sites, key=("scale", d_TN.dtype, N, d_TN.data_ptr() % 16, need_dz, need_d),
         NEED_DZ=need_dz, NEED_D=need_d, BM=size.scale_m, BN=size.scale_n, STAGES=size.scale_stages,
@@ -244,7 +245,7 @@ def _sum_tokens(parts: torch.Tensor, runs: RunTables, composition: Composition, 
     rows = composition.sum_rows
     out = torch.empty(len(composition.g) - 1, 2, N, device=parts.device)
     launch(
-        kernels.sum_rows_kernel, (_cdiv(N, 128), rows.shape[0]),
+        gradient_kernels.sum_rows_kernel, (_cdiv(N, 128), rows.shape[0]),
         (parts, out, runs.blocks[size], runs.ranges[size], rows, N, 2),
         sites=runs.sites, key=("sum_tokens", N, size), BANDS=32, BK=128, num_warps=4, num_stages=1,
     )  # fmt: skip
@@ -293,7 +294,7 @@ def grad(
                 parts = torch.empty(bands.shape[0], 2, N, device=S.device)
         tma = described(d_TN) and (not need_dz or kept is None or described(kept))
         launch(
-            kernels.grad_kernel, (spans, bands.shape[0], _cdiv(part_width, BR)),
+            gradient_kernels.grad_kernel, (spans, bands.shape[0], _cdiv(part_width, BR)),
             (
                 Descriptor(d_TN, [BM, BN]) if tma else d_TN, S, packed.B[index], dS_parts, dB_parts,
                 Descriptor(kept, [BM, BN]) if tma and need_dz and kept is not None else kept, e_TN, parts, g,
@@ -312,7 +313,7 @@ def grad(
         tiles, ranks = runs.blocks[size.down_m], min(BR, 32)
         blocks = _cdiv(N, size.down_m) if need_dB else 0
         launch(
-            kernels.sum_grads_kernel,
+            gradient_kernels.sum_grads_kernel,
             (tiles.shape[0] + blocks * tables.rows.shape[0], _cdiv(part_width, ranks)),
             (
                 dS_parts, dS, dB_parts, dB, tiles, tiles.shape[0], bands, runs.ranges[band], tables.places[index], blocks, N,
@@ -367,7 +368,7 @@ def inputs(
         if with_dx or with_dA:
             tma = with_dA and described(x_TK)
             launch(
-                kernels.inputs_kernel, (_cdiv(K, BK), bands.shape[0], blocks if with_dA else 1),
+                gradient_kernels.inputs_kernel, (_cdiv(K, BK), bands.shape[0], blocks if with_dA else 1),
                 (
                     Descriptor(x_TK, [size.inputs_m, BK]) if tma else x_TK, dS, packed.A_RK, dx, parts, keys_T2, bands,
                     tables.rows, signed(salt), K, x_TK.stride(0), width,
@@ -380,7 +381,7 @@ def inputs(
     if parts is not None:
         dA = torch.empty(layout.num_rows, K, dtype=dtype, device=x_TK.device)
         launch(
-            kernels.sum_rows_kernel, (_cdiv(K, 512), layout.num_rows),
+            gradient_kernels.sum_rows_kernel, (_cdiv(K, 512), layout.num_rows),
             (parts, dA, bands, runs.ranges[band], tables.owners, K, width),
             sites=runs.sites, key=("sum_rows", packed.shape, dtype, band),
             BANDS=4, BK=512, num_warps=4, num_stages=1,

@@ -1,7 +1,8 @@
 """Plan: one way to compute the operator of reference.py, forward and backward, named by its parts.
 
 All plans compute the same function. They differ in which matrix products are formed, in what order, by which kernel, and in
-what is kept for the backward. `mm` is torch.mm (cuBLAS, MKL); `routed` and `one-pass` are the Triton kernels of kernels.py.
+what is kept for the backward. `mm` is torch.mm (cuBLAS, MKL); `routed` and `one-pass` are Triton kernels, of kernels.py and
+gradient_kernels.py.
 
 Shapes: T tokens, K inputs, N outputs, r rank; x [T, K], W [N, K], A [r, K], B [N, r], d = dY [T, N], xd = dropout(x).
 """

@@ -1,0 +1,378 @@
+"""Triton kernels of the backward of a group of layers with low-rank adapters, around the base product. See kernels.py, whose
+words hold here too.
+
+    scale    e = g d, sums of d z and d
+    grad     dS = s c (e B), dB = e' S                one read of d; e and the sums in the same pass
+    inputs   dx0 = drop(dS A), dA = dS' drop(x)       one read of x; d W accumulates onto dx0
+
+Sums over tokens are made in two stages in a fixed order: no atomics, the same bits every time.
+
+Shapes: T tokens, K inputs, N outputs, r padded rank of one layer, R padded rank over the layers of the group.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from packlora.ops.lora_linear.kernels import _add_dot, _drop, _drop_two, _keys
+
+
+@triton.jit
+def _sum_rows(tile, PARTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+    """Sum of a float32 tile over its rows; in PARTS first, where its error counts (float32 operands)."""
+    if PARTS == 1:
+        return tl.sum(tile, 0)
+    else:
+        return tl.sum(tl.sum(tl.reshape(tile, (PARTS, BM // PARTS, BN)), 1), 0)
+
+
+@triton.jit
+def _inside(rows, stop, TAIL: tl.constexpr):
+    """Which rows are before `stop`: all of them, known when it is compiled, where it is not the TAIL of a run."""
+    if TAIL:
+        return rows < stop
+    else:
+        return tl.full(rows.shape, 1, tl.int1)
+
+
+@triton.jit
+def scale_kernel(
+    d, kept, e, sums, g, bands, base_row, N, d_stride,
+    NEED_DZ: tl.constexpr, NEED_D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """e = g d, and sums float32 [bands, 2, N]: of d times what was kept, and of d. Grid (blocks of N, token bands)."""
+    band = bands + 4 * tl.program_id(1)
+    adapter, start, stop = tl.load(band), tl.load(band + 1), tl.load(band + 2)
+    row = tl.where(adapter >= 0, adapter, base_row).to(tl.int64)
+    cols = tl.program_id(0) * BN + tl.arange(0, BN)
+    fits = cols < N
+    factor = tl.load(g + row * N + cols, mask=fits, other=0.0)[None, :]
+    dz = tl.zeros((BM, BN), dtype=tl.float32)
+    d_sum = tl.zeros((BM, BN), dtype=tl.float32)
+    for t in tl.range(start, stop, BM, num_stages=STAGES):
+        rows = t + tl.arange(0, BM)
+        here = (rows < stop)[:, None] & fits[None, :]
+        rows_64 = rows.to(tl.int64)[:, None]
+        value = tl.load(d + rows_64 * d_stride + cols[None, :], mask=here, other=0.0).to(tl.float32)
+        if NEED_DZ:
+            dz += value * tl.load(kept + rows_64 * N + cols[None, :], mask=here, other=0.0).to(tl.float32)
+        if NEED_D:
+            d_sum += value
+        tl.store(e + rows_64 * N + cols[None, :], (value * factor).to(e.dtype.element_ty), mask=here)
+    at = sums + tl.program_id(1).to(tl.int64) * 2 * N + cols
+    PARTS: tl.constexpr = 8 if d.dtype.element_ty == tl.float32 else 1
+    if NEED_DZ:
+        tl.store(at, _sum_rows(dz, PARTS, BM, BN), mask=fits)
+    if NEED_D:
+        tl.store(at + N, _sum_rows(d_sum, PARTS, BM, BN), mask=fits)
+
+
+@triton.jit
+def _grad_block(
+    d, S, kept, e, parts, t, B_tile, factor, g_row, column, ranks, has, first, fits, stop, acc, lost, dz, d_sum, N, d_stride,
+    width, part_width,
+    TAIL: tl.constexpr, TMA: tl.constexpr, NEED_DB: tl.constexpr, COMPOSED: tl.constexpr, NEED_DZ: tl.constexpr,
+    NEED_D: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """One block of tokens from t on; TAIL: some of them may be past the run. Returns the sums over tokens so far."""
+    rows = t + tl.arange(0, BM)
+    rows_64 = rows.to(tl.int64)[:, None]
+    cols = first + tl.arange(0, BN)
+    inside = _inside(rows, stop, TAIL)
+    here = inside[:, None] & fits[None, :]
+    if TMA:
+        d_tile = d.load([t, first])
+        if TAIL:  # a product with 0 would let another run's NaN through
+            d_tile = tl.where(inside[:, None], d_tile, tl.zeros_like(d_tile))
+    else:
+        d_tile = tl.load(d + rows_64 * d_stride + cols[None, :], mask=here, other=0.0)
+    mine = inside[:, None] & has[None, :]
+    if COMPOSED:
+        wide = d_tile.to(tl.float32)
+        if NEED_DZ:
+            if TMA:
+                kept_tile = kept.load([t, first])
+                if TAIL:
+                    kept_tile = tl.where(inside[:, None], kept_tile, tl.zeros_like(kept_tile))
+            else:
+                kept_tile = tl.load(kept + rows_64 * N + cols[None, :], mask=here, other=0.0)
+            dz += tl.sum(tl.reshape(wide * kept_tile.to(tl.float32), (BM // 8, 8, BN)), 0)
+        if NEED_D:
+            d_sum += tl.sum(tl.reshape(wide, (BM // 8, 8, BN)), 0)
+        d_tile = (wide * g_row[None, :]).to(d_tile.dtype)
+        tl.store(e + rows_64 * N + cols[None, :], d_tile, mask=here)
+    dS = tl.dot(d_tile, B_tile, input_precision=PRECISION)
+    tl.store(parts + rows_64 * part_width + ranks[None, :], dS * factor, mask=mine)
+    if NEED_DB:
+        S_tile = tl.load(S + rows_64 * width + (column + ranks)[None, :], mask=mine, other=0.0)
+        acc, lost = _add_dot(tl.trans(d_tile), S_tile, acc, lost, PRECISION)
+    return acc, lost, dz, d_sum
+
+
+@triton.jit
+def _grad(
+    d, S, B, dS_parts, dB_parts, kept, e, sums, g, column, offset, rank, column_0, start, stop, row, factor, band, T, N,
+    d_stride, width, part_width,
+    TMA: tl.constexpr, NEED_DB: tl.constexpr, COMPOSED: tl.constexpr, NEED_DZ: tl.constexpr, NEED_D: tl.constexpr,
+    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    first = tl.program_id(0) * BN
+    cols = first + tl.arange(0, BN)
+    fits = cols < N
+    ranks = column_0 + tl.arange(0, BR)
+    has = ranks < rank
+    B_at = B + offset + cols.to(tl.int64)[:, None] * rank + ranks[None, :]
+    B_tile = tl.load(B_at, mask=fits[:, None] & has[None, :], other=0.0)
+    parts = dS_parts + tl.program_id(0).to(tl.int64) * T * part_width
+    acc = tl.zeros((BN, BR), dtype=tl.float32)
+    lost = tl.zeros((BN, BR), dtype=tl.float32)
+    dz = tl.zeros((8, BN), dtype=tl.float32)
+    d_sum = tl.zeros((8, BN), dtype=tl.float32)
+    g_row = None
+    if COMPOSED:
+        g_row = tl.load(g + row * N + cols, mask=fits, other=0.0)
+    whole = 0
+    if TMA:
+        whole = (stop - start) // BM
+        for block in tl.range(0, whole, num_stages=STAGES):
+            acc, lost, dz, d_sum = _grad_block(
+                d, S, kept, e, parts, start + block * BM, B_tile, factor, g_row, column, ranks, has, first, fits, stop, acc,
+                lost, dz, d_sum, N, d_stride, width, part_width, False, TMA, NEED_DB, COMPOSED, NEED_DZ, NEED_D, PRECISION,
+                BM, BN,
+            )  # fmt: skip
+        if start + whole * BM < stop:
+            acc, lost, dz, d_sum = _grad_block(
+                d, S, kept, e, parts, start + whole * BM, B_tile, factor, g_row, column, ranks, has, first, fits, stop, acc,
+                lost, dz, d_sum, N, d_stride, width, part_width, True, TMA, NEED_DB, COMPOSED, NEED_DZ, NEED_D, PRECISION,
+                BM, BN,
+            )  # fmt: skip
+    else:
+        for t in tl.range(start, stop, BM, num_stages=STAGES):
+            acc, lost, dz, d_sum = _grad_block(
+                d, S, kept, e, parts, t, B_tile, factor, g_row, column, ranks, has, first, fits, stop, acc, lost, dz, d_sum,
+                N, d_stride, width, part_width, True, TMA, NEED_DB, COMPOSED, NEED_DZ, NEED_D, PRECISION, BM, BN,
+            )  # fmt: skip
+    band_64 = band.to(tl.int64)
+    if NEED_DB:
+        part_at = dB_parts + (band_64 * N + cols[:, None]) * part_width + ranks[None, :]
+        tl.store(part_at, acc, mask=fits[:, None] & has[None, :])
+    if NEED_DZ:
+        tl.store(sums + band_64 * 2 * N + cols, tl.sum(dz, 0), mask=fits)
+    if NEED_D:
+        tl.store(sums + (band_64 * 2 + 1) * N + cols, tl.sum(d_sum, 0), mask=fits)
+
+
+@triton.jit
+def grad_kernel(
+    d, S, B, dS_parts, dB_parts, kept, e, sums, g, bands, places, scalings, base_row, T, N, d_stride, width, part_width,
+    TMA: tl.constexpr, NEED_DB: tl.constexpr, COMPOSED: tl.constexpr, NEED_DZ: tl.constexpr, NEED_D: tl.constexpr,
+    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Grid (column blocks of BN, token bands, rank blocks of BR; one rank block where COMPOSED).
+
+    A program keeps its columns of B and of dB and walks over the tokens of its band, BM at a time. dS_parts [column blocks, T,
+    part_width] float32: the columns' share of dS; dB_parts [bands, N, part_width] float32: the band's of dB. TMA: d, and kept,
+    are tensor descriptors of blocks [BM, BN]. COMPOSED: d is scaled by g first, e and sums are written as by scale_kernel.
+    """
+    band_index, column_0 = tl.program_id(1), tl.program_id(2) * BR
+    band = bands + 4 * band_index
+    adapter, start, stop = tl.load(band), tl.load(band + 1), tl.load(band + 2)
+    column, offset, rank = 0, 0, 0
+    factor = 0.0
+    if adapter >= 0:
+        place = places + 4 * adapter
+        column, offset, rank = tl.load(place), tl.load(place + 1), tl.load(place + 2)
+        factor = tl.load(scalings + adapter) * (65536.0 / (65536 - tl.load(band + 3)))
+    row = tl.where(adapter >= 0, adapter, base_row).to(tl.int64)
+    left = rank - column_0
+    if left > 0 or COMPOSED:
+        if BR == 16 or left > BR // 2:
+            _grad(d, S, B, dS_parts, dB_parts, kept, e, sums, g, column, offset, rank, column_0, start, stop, row, factor,
+                  band_index, T, N, d_stride, width, part_width, TMA, NEED_DB, COMPOSED, NEED_DZ, NEED_D, PRECISION, BM, BN,
+                  BR, STAGES)  # fmt: skip
+        elif BR == 32 or left <= 16:
+            _grad(d, S, B, dS_parts, dB_parts, kept, e, sums, g, column, offset, rank, column_0, start, stop, row, factor,
+                  band_index, T, N, d_stride, width, part_width, TMA, NEED_DB, COMPOSED, NEED_DZ, NEED_D, PRECISION, BM, BN,
+                  16, STAGES)  # fmt: skip
+        else:
+            _grad(d, S, B, dS_parts, dB_parts, kept, e, sums, g, column, offset, rank, column_0, start, stop, row, factor,
+                  band_index, T, N, d_stride, width, part_width, TMA, NEED_DB, COMPOSED, NEED_DZ, NEED_D, PRECISION, BM, BN,
+                  32, STAGES)  # fmt: skip
+
+
+@triton.jit
+def sum_grads_kernel(
+    dS_parts, dS, dB_parts, dB, tiles, num_tiles, bands, ranges, places, num_blocks, N, width, part_width, spans, step,
+    BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """What grad_kernel made parts of, for one layer: dS, the sum of dS_parts over the column blocks, and dB, flat as B is, the
+    sum of dB_parts over the adapter's bands; both in order. Grid (num_tiles + num_blocks * adapters, rank blocks of BR): first
+    the token blocks of BM, then for each adapter the blocks of N. step: elements from one share of dS to the next. AHEAD parts
+    are on their way at once."""
+    program = tl.program_id(0)
+    ranks = tl.program_id(1) * BR + tl.arange(0, BR)
+    if program < num_tiles:
+        tile = tiles + 4 * program
+        adapter, start, stop = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
+        if adapter >= 0:
+            column, rank = tl.load(places + 4 * adapter), tl.load(places + 4 * adapter + 2)
+            rows = (start + tl.arange(0, BM)).to(tl.int64)
+            mine = (rows < stop)[:, None] & (ranks < rank)[None, :]
+            at = dS_parts + rows[:, None] * part_width + ranks[None, :]
+            total = tl.zeros((BM, BR), dtype=tl.float32)
+            for first in range(0, spans, AHEAD):
+                for more in tl.static_range(AHEAD):
+                    total += tl.load(at, mask=mine & (first + more < spans), other=0.0)
+                    at += step
+            tl.store(dS + rows[:, None] * width + (column + ranks)[None, :], total.to(dS.dtype.element_ty), mask=mine)
+    else:
+        adapter = (program - num_tiles) // num_blocks
+        offset, rank = tl.load(places + 4 * adapter + 1), tl.load(places + 4 * adapter + 2)
+        cols = ((program - num_tiles) % num_blocks * BN + tl.arange(0, BN)).to(tl.int64)
+        if tl.program_id(1) * BR < rank:
+            inside = (cols < N)[:, None] & (ranks < rank)[None, :]
+            total_B = tl.zeros((BN, BR), dtype=tl.float32)
+            last = tl.load(ranges + 2 * adapter + 1)
+            for first in range(tl.load(ranges + 2 * adapter), last, AHEAD):
+                for more in tl.static_range(AHEAD):
+                    band = first + more
+                    own = tl.load(bands + 4 * band, mask=band < last, other=-1) == adapter
+                    at = dB_parts + (band.to(tl.int64) * N + cols[:, None]) * part_width + ranks[None, :]
+                    total_B += tl.load(at, mask=inside & own, other=0.0)
+            tl.store(dB + offset + cols[:, None] * rank + ranks[None, :], total_B.to(dB.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _inputs_block(
+    x, dS, A_at, A_tile, dx, keys, t, column_0, cols, fits, ranks, has, rank, stop, threshold, salt, acc, lost, K, x_stride,
+    width,
+    TAIL: tl.constexpr, TMA: tl.constexpr, DROP: tl.constexpr, ASM: tl.constexpr, NEED_DX: tl.constexpr, NEED_DA: tl.constexpr,
+    PRECISION: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr,
+):  # fmt: skip
+    """One block of tokens from t on; TAIL: some of them may be past the run. Returns dA' of the tokens so far."""
+    rows = t + tl.arange(0, BM)
+    inside = _inside(rows, stop, TAIL)
+    rows_64 = rows.to(tl.int64)[:, None]
+    dS_at = dS + rows_64 * width + ranks[None, :]
+    dS_tile = tl.load(dS_at, mask=inside[:, None] & has[None, :], other=0.0)
+    if DROP:
+        key_0, key_1 = _keys(keys, rows, inside, salt)
+    if NEED_DA:
+        if TMA:
+            x_tile = x.load([t, column_0])
+            if TAIL:  # a product with 0 would let another run's NaN through
+                x_tile = tl.where(inside[:, None], x_tile, tl.zeros_like(x_tile))
+        else:
+            x_at = x + rows_64 * x_stride + cols[None, :]
+            x_tile = tl.load(x_at, mask=inside[:, None] & fits[None, :], other=0.0)
+    if NEED_DX:
+        low = tl.dot(dS_tile, A_tile, input_precision=PRECISION)
+        if NEED_DA == 0:  # wider than one rank block: the others are added up here
+            low_lost = tl.zeros((BM, BK), dtype=tl.float32)
+            for r in range(BR, rank, BR):
+                more = (r + ranks < rank)[None, :]
+                dS_more = tl.load(dS_at + r, mask=inside[:, None] & more, other=0.0)
+                A_more = tl.load(A_at + r * K, mask=(r + ranks < rank)[:, None] & fits[None, :], other=0.0)
+                low, low_lost = _add_dot(dS_more, A_more, low, low_lost, PRECISION)
+        low_tile = low.to(dx.dtype.element_ty)
+    if DROP:
+        if NEED_DX and NEED_DA:
+            x_tile, low_tile = _drop_two(x_tile, low_tile, key_0, key_1, column_0, threshold, BK, ASM)
+        elif NEED_DX:
+            low_tile = _drop(low_tile, key_0, key_1, column_0, threshold, BK, ASM)
+        else:
+            x_tile = _drop(x_tile, key_0, key_1, column_0, threshold, BK, ASM)
+    if NEED_DX:
+        tl.store(dx + rows_64 * K + cols[None, :], low_tile, mask=inside[:, None] & fits[None, :])
+    if NEED_DA:
+        acc, lost = _add_dot(tl.trans(x_tile), dS_tile, acc, lost, PRECISION)
+    return acc, lost
+
+
+@triton.jit
+def _inputs(
+    x, dS, A, dx, dA_parts, keys, first, rank, column, band_index, start, stop, threshold, salt, K, x_stride, width,
+    TMA: tl.constexpr, DROP: tl.constexpr, ASM: tl.constexpr, NEED_DX: tl.constexpr, NEED_DA: tl.constexpr,
+    PRECISION: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    column_0 = tl.program_id(0) * BK
+    cols = column_0 + tl.arange(0, BK)
+    fits = cols < K
+    ranks = column + tl.arange(0, BR)
+    has = ranks < rank
+    A_at = A + (first + ranks).to(tl.int64)[:, None] * K + cols[None, :]
+    A_tile = tl.load(A_at, mask=has[:, None] & fits[None, :], other=0.0)
+    acc = tl.zeros((BK, BR), dtype=tl.float32)
+    lost = tl.zeros((BK, BR), dtype=tl.float32)
+    if TMA:
+        whole = (stop - start) // BM
+        for block in tl.range(0, whole, num_stages=STAGES):
+            acc, lost = _inputs_block(
+                x, dS, A_at, A_tile, dx, keys, start + block * BM, column_0, cols, fits, ranks, has, rank, stop, threshold,
+                salt, acc, lost, K, x_stride, width, False, TMA, DROP, ASM, NEED_DX, NEED_DA, PRECISION, BM, BK, BR,
+            )  # fmt: skip
+        if start + whole * BM < stop:
+            acc, lost = _inputs_block(
+                x, dS, A_at, A_tile, dx, keys, start + whole * BM, column_0, cols, fits, ranks, has, rank, stop, threshold,
+                salt, acc, lost, K, x_stride, width, True, TMA, DROP, ASM, NEED_DX, NEED_DA, PRECISION, BM, BK, BR,
+            )  # fmt: skip
+    else:
+        for t in tl.range(start, stop, BM, num_stages=STAGES):
+            acc, lost = _inputs_block(
+                x, dS, A_at, A_tile, dx, keys, t, column_0, cols, fits, ranks, has, rank, stop, threshold, salt, acc, lost, K,
+                x_stride, width, True, TMA, DROP, ASM, NEED_DX, NEED_DA, PRECISION, BM, BK, BR,
+            )  # fmt: skip
+    if NEED_DA:
+        part_at = dA_parts + (band_index.to(tl.int64) * width + ranks[None, :]) * K + cols[:, None]
+        tl.store(part_at, acc, mask=has[None, :] & fits[:, None])
+
+
+@triton.jit(do_not_specialize=["salt"])
+def inputs_kernel(
+    x, dS, A, dx, dA_parts, keys, bands, adapters, salt, K, x_stride, width,
+    TMA: tl.constexpr, DROP: tl.constexpr, ASM: tl.constexpr, NEED_DX: tl.constexpr, NEED_DA: tl.constexpr,
+    PRECISION: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Grid (column blocks of BK, token bands, rank blocks of BR; one rank block where dx is needed).
+
+    dA_parts [bands, width, K] float32. dx is written in every row: 0 where no adapter is. TMA: x is a tensor descriptor of
+    blocks [BM, BK].
+    """
+    band_index, column = tl.program_id(1), tl.program_id(2) * BR
+    band = bands + 4 * band_index
+    adapter, start, stop, threshold = tl.load(band), tl.load(band + 1), tl.load(band + 2), tl.load(band + 3)
+    first, rank = 0, 0
+    if adapter >= 0:
+        first, rank = tl.load(adapters + 2 * adapter), tl.load(adapters + 2 * adapter + 1)
+    left = rank - column
+    if left > 0 or NEED_DX:
+        if BR == 16 or left > BR // 2:
+            _inputs(x, dS, A, dx, dA_parts, keys, first, rank, column, band_index, start, stop, threshold, salt, K, x_stride,
+                    width, TMA, DROP, ASM, NEED_DX, NEED_DA, PRECISION, BM, BK, BR, STAGES)  # fmt: skip
+        elif BR == 32 or left <= 16:
+            _inputs(x, dS, A, dx, dA_parts, keys, first, rank, column, band_index, start, stop, threshold, salt, K, x_stride,
+                    width, TMA, DROP, ASM, NEED_DX, NEED_DA, PRECISION, BM, BK, 16, STAGES)  # fmt: skip
+        elif BR == 64 or left <= 32:
+            _inputs(x, dS, A, dx, dA_parts, keys, first, rank, column, band_index, start, stop, threshold, salt, K, x_stride,
+                    width, TMA, DROP, ASM, NEED_DX, NEED_DA, PRECISION, BM, BK, 32, STAGES)  # fmt: skip
+        else:
+            _inputs(x, dS, A, dx, dA_parts, keys, first, rank, column, band_index, start, stop, threshold, salt, K, x_stride,
+                    width, TMA, DROP, ASM, NEED_DX, NEED_DA, PRECISION, BM, BK, 64, STAGES)  # fmt: skip
+
+
+@triton.jit
+def sum_rows_kernel(parts, out, bands, ranges, rows, K, width, BANDS: tl.constexpr, BK: tl.constexpr):
+    """dA [rows, K] = sum of dA_parts over the bands of the row's adapter. `rows` int32 [rows, 2]: adapter, row in S.
+    Grid (blocks of K, rows). ranges: int32 [adapters, 2], first and last band that may be an adapter's."""
+    row = tl.program_id(1)
+    adapter, own = tl.load(rows + 2 * row), tl.load(rows + 2 * row + 1)
+    cols = tl.program_id(0) * BK + tl.arange(0, BK)
+    acc = tl.zeros((BANDS, BK), dtype=tl.float32)
+    last = tl.load(ranges + 2 * adapter + 1)
+    for first in range(tl.load(ranges + 2 * adapter), last, BANDS):
+        some = first + tl.arange(0, BANDS)
+        mine = tl.load(bands + 4 * some, mask=some < last, other=-1) == adapter
+        at = parts + (some * width + own).to(tl.int64)[:, None] * K + cols[None, :]
+        acc += tl.load(at, mask=mine[:, None] & (cols < K)[None, :], other=0.0)
+    tl.store(out + row.to(tl.int64) * K + cols, tl.sum(acc, 0).to(out.dtype.element_ty), mask=cols < K)
