@@ -110,10 +110,11 @@ def row_norms(
     out: list[torch.Tensor | None] = [None] * len(problems)
     batched: list[int] = []
     for index, problem in enumerate(problems):
+        if kernels and takes_kernels(problem):
+            batched.append(index)
+            continue
         with plainly(problem.weight.device):
-            if kernels and takes_kernels(problem):
-                batched.append(index)
-            elif isinstance(problem.weight, RowChunks):
+            if isinstance(problem.weight, RowChunks):
                 out[index] = _by_chunks(problem, problem.weight, budget_bytes, kernels)
             else:
                 out[index] = _plain(problem, budget_bytes)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,6 +82,9 @@ def squared_row_norm(weight_NK: torch.Tensor, out: torch.Tensor) -> None:
 def run(problems: Sequence[NormProblem], budget_bytes: int | None) -> list[torch.Tensor]:
     """Norms of problems that row_norm.takes_kernels, in as few batches as kinds of operands and the budget allow."""
     ready = [prepared(problem) for problem in problems]
+    if len(ready) == 1:
+        batch = batch_of(ready)
+        return batch.split(batch.run())
     out: list[torch.Tensor | None] = [None] * len(ready)
     for indices in batches(ready, budget_bytes):
         batch = batch_of([ready[index] for index in indices])
@@ -266,6 +269,8 @@ class Batch:
         self.problems = _put(table, torch.int64, self.device)
         self.scalings = _put([problem.scaling for problem in problems], torch.float32, self.device)
         self.likes = [torch.empty(1, dtype=dtype, device=self.device) for dtype in (self.dtype, A_dtype, B_dtype)]
+        self.sites: dict[Hashable, Any] = {}
+        """Its launches, see launcher.py."""
 
     def split(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Norms by problem, out of those of all."""
@@ -284,14 +289,17 @@ class Batch:
         with _on(self.device):
             launch(
                 kernels.fingerprint_kernel, (len(tables["bits"]),), (self.problems, tables["bits"], W, A, B, parts),
+                sites=self.sites, key="fingerprint",
                 BLOCK=FINGERPRINT, num_warps=8, num_stages=1,
             )  # fmt: skip
             launch(
                 kernels.compare_kernel, (len(self.sizes),), (tables["ranges"], parts, seen, out),
+                sites=self.sites, key=("compare", seen.data_ptr() % 16),
                 BLOCK=256, num_warps=1, num_stages=1,
             )  # fmt: skip
             launch(
                 kernels.squares_kernel, (len(tables["finish"]),), (self.problems, tables["finish"], out, W),
+                sites=self.sites, key="squares",
                 SPAN=SIZES[self.block].finish_m, BM=4, BK=1024, num_warps=4, num_stages=3,
             )  # fmt: skip
         return out
@@ -308,11 +316,13 @@ class Batch:
                 launch(
                     kernels.split_kernel, (len(tables["split"]),),
                     (self.problems, tables["split"], stale, A, halves, inverses),
+                    sites=self.sites, key=("split", gated),
                     GATED=gated, BK=1024, num_warps=4, num_stages=2,
                 )  # fmt: skip
             launch(
                 kernels.cross_kernel, (len(tables["cross"]),),
                 (self.problems, tables["cross"], stale, W, halves, B, inverses, parts),
+                sites=self.sites, key=("cross", gated),
                 SPLIT=self.split_A, PROMOTE=size.promote, GATED=gated, ALIGNED=self.aligned, ALIGNED_B=self.aligned_B,
                 BM=size.m, BR=size.r, BK=size.k, num_warps=size.warps, num_stages=size.stages,
             )  # fmt: skip
@@ -323,6 +333,7 @@ class Batch:
             launch(
                 kernels.finish_kernel, (len(tables["finish"]),),
                 (self.problems, tables["finish"], stale, W, A, B, parts, self.scalings, kept, out),
+                sites=self.sites, key=("finish", None if kept is None else kept.data_ptr() % 16),
                 EPS=NORM_EPS, GATED=gated, SLOTS=16, BM=size.finish_m, BR=16, BK=32, num_warps=4, num_stages=1,
             )  # fmt: skip
         return out
@@ -332,15 +343,18 @@ class Batch:
         gram, G, BG = self._buffer("gram"), self._buffer("G"), min(GRAM_R, self.block)
         launch(
             kernels.gram_kernel, (len(tables["gram"]),), (self.problems, tables["gram"], stale, A, gram),
+            sites=self.sites, key=("gram", gated),
             PRECISION="tf32x3" if A.dtype == torch.float32 else "ieee", GATED=gated, ALIGNED=self.aligned, BR=BG,
             BK=GRAM_K, num_warps=4, num_stages=3,
         )  # fmt: skip
         launch(
             kernels.fold_kernel, (len(tables["fold"]),), (self.problems, tables["fold"], stale, gram, G),
+            sites=self.sites, key=("fold", gated),
             GATED=gated, BR=BG, num_warps=4, num_stages=2,
         )  # fmt: skip
         launch(
             kernels.tail_kernel, (len(tables["tail"]),), (self.problems, tables["tail"], stale, B, G, parts),
+            sites=self.sites, key=("tail", gated),
             GATED=gated, BM=TAIL_M, BR=BG, num_warps=4, num_stages=2,
         )  # fmt: skip
 
@@ -352,14 +366,17 @@ class Batch:
         launch(
             wide.wide_gram_kernel, (len(tables["gram"]),),
             (self.problems, tables["gram"], stale, halves, inverses, gram),
+            sites=self.sites, key=("wide_gram", gated),
             SPLIT=self.split_A, GATED=gated, ALIGNED=self.aligned, BR=self.block, BK=GRAM_K, num_warps=8, num_stages=3,
         )  # fmt: skip
         launch(
             wide.wide_fold_kernel, (len(tables["fold"]),), (self.problems, tables["fold"], stale, gram, G),
+            sites=self.sites, key=("wide_fold", gated),
             GATED=gated, BLOCK=self.block, BR=WIDE_FOLD_R, num_warps=4, num_stages=2,
         )  # fmt: skip
         launch(
             wide.wide_tail_kernel, (len(tables["tail"]),), (self.problems, tables["tail"], stale, B, G, parts),
+            sites=self.sites, key=("wide_tail", gated),
             GATED=gated, ALIGNED_B=self.aligned_B, BM=WIDE_TAIL_M, BR=WIDE_TAIL_R, BK=32, num_warps=8, num_stages=3,
         )  # fmt: skip
 
