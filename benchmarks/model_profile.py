@@ -1,4 +1,5 @@
-"""What a training step of an 8B model is made of on a GPU: time of every kernel, by name, and what the host needs.
+"""What a training step of an 8B model is made of on a GPU: time of every kernel, by name, where the GPU waits, and for how long
+the host is busy.
 
     python -m benchmarks.model_profile --out benchmarks/results/model-profile-h200.json
 
@@ -29,11 +30,13 @@ from packlora.model import choose_device
 CONTENDERS = ("frozen", "packlora", "packlora_recompute")
 SHOWN = 12
 """Kernels of each contender in the table; the file has all that take a hundredth of a millisecond."""
+WAIT_US = 5.0
 PROTOCOL = (
     "{config}, random bfloat16 weights, {samples} x {length} random tokens, forward with labels and backward, LoRA r 16, "
     "dropout 0.1. {liger}. wall_ms: median of 5 steps, each waited for; host_ms: until the step's call returned, in the "
     "same steps; busy_ms: time with a kernel on the GPU in one further step under the profiler; kernels: of that step, "
-    "[name, calls, ms]. ckpt: gradient checkpointing (use_reentrant=False) of every decoder layer. Contenders one after "
+    "[name, calls, ms]; waits: of that step, time without a kernel before a kernel, where it is over 5 us, [name, times, ms]. "
+    "ckpt: gradient checkpointing (use_reentrant=False) of every decoder layer. Contenders one after "
     "the other, not paired."
 )
 
@@ -52,25 +55,38 @@ def step_times(step: Any, clear: Any, rounds: int = 5) -> tuple[float, float]:
     return 1e3 * statistics.median(walls), 1e3 * statistics.median(hosts)
 
 
-def kernels_of(step: Any) -> tuple[float, list[list[Any]]]:
-    """Milliseconds with a kernel on the GPU, and [name, calls, ms] of every kernel, the longest first."""
+def kernels_of(step: Any) -> dict[str, Any]:
+    """busy_ms, kernels and waits of a step, as PROTOCOL has them, the longest first."""
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
         step()
         torch.cuda.synchronize()
-    spans = sorted(
+    spans = [
         (event.time_range.start, event.time_range.end, event.name)
         for event in profiled.events()
         if event.device_type == DeviceType.CUDA
-    )
+    ]
+    return summed(spans)
+
+
+def summed(spans: list[tuple[float, float, str]]) -> dict[str, Any]:
+    """The same from (start, stop, name) of every kernel, us."""
     busy = end = 0.0
-    calls: collections.Counter[str] = collections.Counter()
-    spent: collections.Counter[str] = collections.Counter()
-    for start, stop, name in spans:
+    spent: dict[str, float] = collections.defaultdict(float)
+    idle: dict[str, float] = collections.defaultdict(float)
+    calls, waits = collections.Counter[str](), collections.Counter[str]()
+    for start, stop, name in sorted(spans):
+        if end and start - end > WAIT_US:
+            idle[name] += start - end
+            waits[name] += 1
         busy += max(0.0, stop - max(start, end))
         end = max(end, stop)
         calls[name] += 1
         spent[name] += stop - start
-    return busy / 1e3, [[name, calls[name], us / 1e3] for name, us in spent.most_common() if us >= 10]
+
+    def longest(us: dict[str, float], times: collections.Counter[str]) -> list[list[Any]]:
+        return [[name, times[name], us[name] / 1e3] for name in sorted(us, key=lambda n: -us[n]) if us[name] >= 10]
+
+    return {"busy_ms": busy / 1e3, "kernels": longest(spent, calls), "waits": longest(idle, waits)}
 
 
 def measured(name: str, base: Any, ids_BS: torch.Tensor, checkpointing: bool) -> dict[str, Any]:
@@ -79,9 +95,8 @@ def measured(name: str, base: Any, ids_BS: torch.Tensor, checkpointing: bool) ->
         work.step()
         work.clear()
     wall, host = step_times(work.step, work.clear)
-    busy, kernels = kernels_of(work.step)
     case = f"{name} {'ckpt' if checkpointing else 'plain'}"
-    return {"case": case, "wall_ms": wall, "host_ms": host, "busy_ms": busy, "kernels": kernels}
+    return {"case": case, "wall_ms": wall, "host_ms": host, **kernels_of(work.step)}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -102,7 +117,7 @@ def main(arguments: list[str] | None = None) -> None:
         for name in CONTENDERS:
             rows.append(measured(name, base, ids_BS, checkpointing))
             torch.cuda.empty_cache()
-            print({key: value for key, value in rows[-1].items() if key != "kernels"}, flush=True)
+            print({key: value for key, value in rows[-1].items() if not isinstance(value, list)}, flush=True)
     lines = [[row["case"], name[:60], str(n), f"{ms:.2f}"] for row in rows for name, n, ms in row["kernels"][:SHOWN]]
     print("\n".join(text_table(["contender", "kernel", "calls", "ms"], lines)))
     figures = {f"{row['case'].replace(' ', '_')}_{key}": row[key] for row in rows for key in ("wall_ms", "busy_ms")}

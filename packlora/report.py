@@ -1,17 +1,14 @@
 """The report of a run: one HTML page, made from the files the run has written, that needs nothing but a browser.
 
-Owns what the page says and how it looks; scales and marks are charts.py's. It reads run.json, metrics.jsonl, evals.jsonl,
-microbatches.jsonl and windows.jsonl, any of which may be missing, empty or still growing, so it can be written at any moment.
-The page loads nothing and runs nothing, and its Content-Security-Policy holds the browser to that.
+Owns what the page says and how it looks; scales and marks are charts.py's, the files run_files.py's. It can be written at any
+moment of a run. The page loads nothing and runs nothing, and its Content-Security-Policy holds the browser to that.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from html import escape
 from pathlib import Path
@@ -21,9 +18,8 @@ import yaml
 
 from packlora import charts
 from packlora.files import write_file
-from packlora.metrics import read_lines
+from packlora.run_files import JobFiles, Line, RunFiles, read_run
 
-Line = dict[str, Any]
 SHOWN_MICROBATCHES = 40
 """Microbatches drawn from the beginning of a run, and again from its end."""
 TIMED_MICROBATCHES = 500
@@ -32,80 +28,9 @@ UNKNOWN = "&ndash;"
 SYMBOLS = {"done": "✓", "failed": "✕", "interrupted": "◼", "stopped": "◼", "running": "▶", "waiting": "…"}
 
 
-@dataclass
-class Job:
-    """One job as the page sees it: what was asked for, what it consists of, what has happened."""
-
-    name: str
-    style: str
-    config: Line
-    info: Line
-    result: Line
-    metrics: list[Line]
-    evals: list[Line]
-
-    def series(self, key: str) -> list[charts.Point]:
-        return _series(self.metrics, key)
-
-    @property
-    def held_out(self) -> list[charts.Point]:
-        return _series(self.evals, "eval_loss")
-
-    @property
-    def kind(self) -> str:
-        adapter = self.config.get("adapter", {})
-        return ("rs" if adapter.get("use_rslora") else "") + ("DoRA" if adapter.get("use_dora") else "LoRA")
-
-    @property
-    def step(self) -> int:
-        return max([int(self.result.get("step") or 0), *(int(line["step"]) for line in self.metrics)])
-
-    @property
-    def tokens(self) -> int:
-        return sum(int(line.get("tokens") or 0) for line in self.metrics)
-
-
-@dataclass
-class Run:
-    """Everything read from an output folder."""
-
-    folder: Path
-    about: Line
-    jobs: list[Job]
-    metrics: list[Line]
-    microbatches: list[Line]
-    windows: list[Line]
-
-    @property
-    def config(self) -> Line:
-        return self.about.get("config") or {}
-
-    @property
-    def result(self) -> Line:
-        return self.about.get("result") or {}
-
-    @property
-    def elapsed(self) -> float:
-        return max((float(line.get("elapsed") or 0.0) for line in self.metrics), default=0.0)
-
-    @property
-    def status(self) -> str:
-        return str(self.result.get("status") or ("running" if self.metrics else "waiting"))
-
-    def status_of(self, job: Job) -> str:
-        status = str(job.result.get("status") or "")
-        if status in {"done", "failed"}:
-            return status
-        if self.result:
-            return "stopped"
-        if job.step and job.step >= (job.info.get("steps") or math.inf):
-            return "done"
-        return "running" if job.step else "waiting"
-
-
 def write_report(output_dir: Path) -> Path:
     """Write `report.html` into a run's output folder, from what the run has written so far, and return its path."""
-    page = _page(_read_run(output_dir))
+    page = _page(read_run(output_dir))
     path = output_dir / "report.html"
 
     def write(file: Path) -> None:
@@ -113,59 +38,6 @@ def write_report(output_dir: Path) -> Path:
 
     write_file(path, write)
     return path
-
-
-# --- reading -----------------------------------------------------------------------------------------------------------
-
-
-def _read_run(folder: Path) -> Run:
-    about = _parse(_read_text(folder / "run.json")) or {}
-    metrics = read_lines(folder / "metrics.jsonl", "job", "step")
-    evals = read_lines(folder / "evals.jsonl", "job", "step", "eval_loss")
-    configs = {str(job["name"]): job for job in (about.get("config") or {}).get("jobs", [])}
-    names = list(configs) or list(dict.fromkeys(str(line["job"]) for line in metrics))
-    information, results = about.get("jobs") or {}, (about.get("result") or {}).get("jobs") or {}
-    jobs = [
-        Job(
-            name,
-            style=f"job-{index}",
-            config=configs.get(name, {}),
-            info=information.get(name) or {},
-            result=results.get(name) or _ended(folder / name),
-            metrics=[line for line in metrics if line["job"] == name],
-            evals=[line for line in evals if line["job"] == name],
-        )
-        for index, name in enumerate(names)
-    ]
-    microbatches = read_lines(folder / "microbatches.jsonl", "capacity", "tokens")
-    # a window that was planned again, after memory ran out, stands there twice
-    windows = {line["window"]: line for line in read_lines(folder / "windows.jsonl", "window", "microbatches", "bound")}
-    return Run(folder, about, jobs, metrics, microbatches, list(windows.values()))
-
-
-def _ended(folder: Path) -> Line:
-    """How a job of a run in progress has ended already, if it has."""
-    state = _parse(_read_text(folder / "trainer_state.json")) or {}
-    return {key: state.get(key) for key in ("status", "failure")}
-
-
-def _read_text(path: Path) -> str:
-    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-
-
-def _parse(text: str) -> Line | None:
-    """A JSON object, or None where the text is not one, as a line that is still being written."""
-    try:
-        value = json.loads(text)
-    except ValueError:
-        return None
-    return value if isinstance(value, dict) else None
-
-
-def _series(lines: list[Line], key: str) -> list[charts.Point]:
-    """(step, value) of every line with a finite number at `key`."""
-    points = [(float(line["step"]), line.get(key)) for line in lines]
-    return [(step, float(value)) for step, value in points if isinstance(value, (int, float)) and math.isfinite(value)]
 
 
 # --- numbers as text ---------------------------------------------------------------------------------------------------
@@ -210,7 +82,7 @@ def _mean(values: Sequence[float]) -> float | None:
 # --- the parts of the page ---------------------------------------------------------------------------------------------
 
 
-def _page(run: Run) -> str:
+def _page(run: RunFiles) -> str:
     model = str(run.config.get("base_model") or run.folder.resolve().name)
     parts = [_header(run, model), _tiles(run), _warnings(run), _legend(run), _job_table(run)]
     if run.metrics:
@@ -239,7 +111,7 @@ def _badge(status: str) -> str:
     return f'<span class="badge {escape(status)}">{SYMBOLS.get(status, "")} {escape(status)}</span>'
 
 
-def _header(run: Run, model: str) -> str:
+def _header(run: RunFiles, model: str) -> str:
     about = run.about.get("model") or {}
     facts = [
         f"{_short(about['parameters'])} frozen parameters" if about.get("parameters") else "",
@@ -261,7 +133,7 @@ def _time(value: Any) -> str:
         return str(value)
 
 
-def _tiles(run: Run) -> str:
+def _tiles(run: RunFiles) -> str:
     # The result of a resumed run counts from where it was resumed, the metrics from the beginning.
     tokens = max(int(run.result.get("tokens") or 0), sum(job.tokens for job in run.jobs))
     seconds = max(float(run.result.get("seconds") or 0.0), run.elapsed)
@@ -286,7 +158,7 @@ def _tiles(run: Run) -> str:
     return f'<dl class="tiles">{"".join(cells)}</dl>'
 
 
-def _warnings(run: Run) -> str:
+def _warnings(run: RunFiles) -> str:
     """What a reader must not miss. What the run has recorded as a warning is not said twice."""
     recorded = [str(text) for text in run.about.get("warnings") or []]
     items = []
@@ -304,15 +176,15 @@ def _warnings(run: Run) -> str:
     return f'<ul class="warnings" aria-label="Warnings">{"".join(items)}</ul>' if items else ""
 
 
-def _legend(run: Run) -> str:
+def _legend(run: RunFiles) -> str:
     entries = (f'<a class="{job.style}" href="#{job.style}" tabindex="0">{escape(job.name)}</a>' for job in run.jobs)
     return f'<nav class="legend" aria-label="Jobs">{"".join(entries)}</nav>' if run.jobs else ""
 
 
-def _job_table(run: Run) -> str:
+def _job_table(run: RunFiles) -> str:
     if not run.jobs:
         return ""
-    columns = "Job,Kind,r,&alpha;,Dropout,Learning rate,Steps,Training loss,Held-out loss,Tokens,Trainable,Status"
+    columns = "JobFiles,Kind,r,&alpha;,Dropout,Learning rate,Steps,Training loss,Held-out loss,Tokens,Trainable,Status"
     head = "".join(f"<th scope='col'>{name}</th>" for name in columns.split(","))
     return (
         f"<section><h2>Jobs</h2><div class='scroll' tabindex='0'><table><thead><tr>{head}</tr></thead>"
@@ -322,7 +194,7 @@ def _job_table(run: Run) -> str:
     )
 
 
-def _job_row(run: Run, job: Job) -> str:
+def _job_row(run: RunFiles, job: JobFiles) -> str:
     adapter, train, info = job.config.get("adapter", {}), job.config.get("train", {}), job.info
     losses = [value for _, value in job.series("loss")]
     window = min(10, max(1, len(losses) // 4))
@@ -368,7 +240,7 @@ def _smooth(points: Sequence[charts.Point]) -> list[charts.Point]:
     return charts.running_mean(points, max(3, len(points) // 15))
 
 
-def _losses(run: Run) -> str:
+def _losses(run: RunFiles) -> str:
     light, bold, marked, crosses, shown = [], [], [], "", []
     curves = [(job, job.series("loss")) for job in run.jobs]
     smooth = {job.name: _smooth(points) for job, points in curves}
@@ -394,7 +266,7 @@ def _losses(run: Run) -> str:
     return f"<section><h2>Loss</h2>{figure}<p class='caption'>{caption}</p></section>"
 
 
-def _microbatches(run: Run) -> str:
+def _microbatches(run: RunFiles) -> str:
     rows = run.microbatches
     if not rows:
         return ""
@@ -422,7 +294,7 @@ def _microbatches(run: Run) -> str:
     )
 
 
-def _schedule(run: Run) -> str:
+def _schedule(run: RunFiles) -> str:
     """What the schedule is, how far from the best, and whether microbatches took the time that was predicted."""
     facts = _schedule_facts(run)
     timed = [
@@ -437,7 +309,7 @@ def _schedule(run: Run) -> str:
     return f"<section><h2>Schedule</h2><dl class='facts'>{cells}</dl>{_predicted(run, timed)}</section>"
 
 
-def _schedule_facts(run: Run) -> dict[str, str]:
+def _schedule_facts(run: RunFiles) -> dict[str, str]:
     rows, about = run.windows, run.about.get("schedule") or {}
     facts = {}
     if rows:
@@ -467,7 +339,7 @@ def _schedule_facts(run: Run) -> dict[str, str]:
     return {name: value for name, value in facts.items() if value}
 
 
-def _predicted(run: Run, timed: list[charts.Point]) -> str:
+def _predicted(run: RunFiles, timed: list[charts.Point]) -> str:
     """Measured against predicted times of microbatches, [ms], and both in the order of the run."""
     if not timed:
         return ""
@@ -501,7 +373,7 @@ def _predicted(run: Run, timed: list[charts.Point]) -> str:
     )
 
 
-def _microbatch_chart(run: Run, title: str, rows: list[Line], widest: float) -> str:
+def _microbatch_chart(run: RunFiles, title: str, rows: list[Line], widest: float) -> str:
     x = charts.linear_axis("tokens", [0, widest * 1.02], tight=True, whole=True, count=5)
     rounds, ticks, labelled = [row.get("round") for row in rows], [], -9
     for index, number in enumerate(rounds):
@@ -523,7 +395,7 @@ def _microbatch_chart(run: Run, title: str, rows: list[Line], widest: float) -> 
     return charts.chart(title, marks, x, y, height=max(60, 9 * len(rows)))
 
 
-def _throughput(run: Run) -> str:
+def _throughput(run: RunFiles) -> str:
     """Tokens per second in equal slices of time, a step's tokens spread over the time the step took."""
     end = run.elapsed
     if end <= 0:
@@ -554,7 +426,7 @@ def _throughput(run: Run) -> str:
     return f"<section><h2>Throughput</h2>{charts.chart('Tokens per second', marks, x, y, height=220)}</section>"
 
 
-def _optimization(run: Run) -> str:
+def _optimization(run: RunFiles) -> str:
     rates, norms = [job.series("lr") for job in run.jobs], [job.series("grad_norm") for job in run.jobs]
     last = max((points[-1][0] for points in rates + norms if points), default=1.0)
     x = charts.linear_axis("optimizer step of the job", [0, last], tight=True, whole=True)
@@ -577,7 +449,7 @@ def _optimization(run: Run) -> str:
     )
 
 
-def _lengths(run: Run) -> str:
+def _lengths(run: RunFiles) -> str:
     figures = []
     for job in run.jobs:
         histogram = job.info.get("length_histogram") or {}
@@ -601,7 +473,7 @@ def _lengths(run: Run) -> str:
     return f"<section><h2>Sample lengths</h2><div class='many'>{''.join(figures)}</div></section>" if figures else ""
 
 
-def _reproducibility(run: Run) -> str:
+def _reproducibility(run: RunFiles) -> str:
     versions = run.about.get("versions") or {}
     facts = {
         "packlora": run.about.get("packlora"),

@@ -500,6 +500,13 @@ def test_ncu_prints_the_commands_and_measures_nothing(tmp_path: Path, capsys: An
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_profile_sums_kernels_and_waits_by_name() -> None:
+    spans = [(100.0, 150.0, "a"), (120.0, 160.0, "b"), (162.0, 200.0, "a"), (230.0, 240.0, "b"), (260.0, 265.0, "a")]
+    assert model_profile.summed(spans[::-1]) == {
+        "busy_ms": 0.113, "kernels": [["a", 3, 0.093], ["b", 2, 0.05]], "waits": [["b", 1, 0.03], ["a", 1, 0.02]],
+    }  # fmt: skip
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_profile_of_a_model_needs_a_gpu_and_says_so(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="found no GPU"):
