@@ -6,12 +6,14 @@ make gpu
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from group_cases import KINDS, GroupCase, group_is_as_exact, make_case, run_group
 
+from packlora.ops.lora_linear.group import Run
 from packlora.ops.lora_linear.plan import CHAIN, ROUTED, Plan
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
@@ -61,6 +63,21 @@ def test_more_tokens_than_24576_and_unaligned_rows() -> None:
         return make_case(30011, 72, [136], [[16], [9]], [0.1, 0.0], False, SEED + trial, torch.bfloat16, "cuda")
 
     group_is_as_exact(case, 1, torch.bfloat16, ROUTED, SEED)
+
+
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+@pytest.mark.parametrize("plan", [ROUTED, FUSED, EPILOGUE], ids=lambda plan: plan.name)
+def test_remembered_launches_take_other_operands_at_other_places(plan: Plan, dora: bool) -> None:
+    """The same shapes and runs, so that all but the first draw find their launches remembered."""
+    held: list[GroupCase] = []
+
+    def case(trial: int) -> GroupCase:
+        kind = {"dora": [dora], "base_dropped": False, "keep_output": False}
+        made = make_case(1024, 512, [768, 256], [[16, 33]], [0.1], True, SEED + trial, torch.bfloat16, "cuda", **kind)
+        held.append(replace(made, runs=(Run(0, 0, 1024, 0.1, base_dropped=False),)))
+        return held[-1]
+
+    group_is_as_exact(case, 4, torch.bfloat16, plan, SEED)
 
 
 def test_the_kernels_give_the_same_bits_every_time() -> None:

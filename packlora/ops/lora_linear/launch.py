@@ -7,7 +7,7 @@ Block sizes come from `Sizes`, one set per dtype; benchmarks/LOG.md has what was
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -106,6 +106,11 @@ def packed_dropout(x_TK: torch.Tensor) -> bool:
     )  # fmt: skip
 
 
+def _like(t: torch.Tensor | None) -> Hashable:
+    """What a launch's key must say of an operand that may be absent, of any dtype, and lie anywhere."""
+    return None if t is None else (t.dtype, t.data_ptr() % 16)
+
+
 def _block(rank: int, largest: int) -> int:
     """Power of two that covers a rank, from 16 to `largest`."""
     block = 16
@@ -141,7 +146,8 @@ def down(
     launch(
         kernels.down_kernel, (blocks.shape[0], _cdiv(width, BR)),
         (x_TK, packed.A_RK, S, tables.row_scales, keys_T2, blocks, tables.rows, signed(salt), K, x_TK.stride(0), width),
-        sites=runs.sites, key=("down", packed.shape, x_TK.stride(0), x_TK.data_ptr() % 16, packed_mask),
+        sites=runs.sites,
+        key=("down", packed.shape, x_TK.stride(0), x_TK.data_ptr() % 16, _like(keys_T2), packed_mask),
         DROP=runs.dropout, ASM=packed_mask, PRECISION="ieee", BM=size.down_m, BK=size.down_k, BR=BR,
         num_warps=size.down_warps, num_stages=size.down_stages,
     )  # fmt: skip
@@ -183,7 +189,7 @@ def _up(
         ),
         sites=runs.sites,
         key=(
-            "up", packed.shape, index, 1 if bias is None else bias.data_ptr() % 16, composition is None, epilogue, keep,
+            "up", packed.shape, index, _like(bias), composition is None, epilogue, keep,
         ),
         HAS_BIAS=bias is not None, EPILOGUE=epilogue, COMPOSED=composition is not None, KEEP=keep, PRECISION="ieee",
         BM=size.up_m, BN=size.up_n, BR=_block(packed.layout.max_padded[index], 64), num_warps=size.up_warps,
@@ -374,7 +380,10 @@ def inputs(
                     tables.rows, signed(salt), K, x_TK.stride(0), width,
                 ),
                 sites=runs.sites,
-                key=("inputs", packed.shape, x_TK.stride(0), x_TK.data_ptr() % 16, packed_mask, tma, BK, with_dx, with_dA),
+                key=(
+                    "inputs", packed.shape, x_TK.stride(0), x_TK.data_ptr() % 16, _like(keys_T2), packed_mask, tma, BK,
+                    with_dx, with_dA,
+                ),
                 TMA=tma, DROP=runs.dropout, ASM=packed_mask, NEED_DX=with_dx, NEED_DA=with_dA, PRECISION="ieee",
                 BM=size.inputs_m, BK=BK, BR=BR, STAGES=stages, num_warps=size.inputs_warps, num_stages=1,
             )  # fmt: skip
@@ -408,10 +417,11 @@ def fusable(x_TK: torch.Tensor, layers: Sequence[Layer], runs: Sequence[Run]) ->
 
 
 def _fused(
-    X: torch.Tensor, V: torch.Tensor, Y: torch.Tensor, L: torch.Tensor, R: torch.Tensor, rank: int, forward: bool,
-    bias: torch.Tensor | None = None, keys_T2: torch.Tensor | None = None, salt: int = 0, p: float = 0.0,
-    g: torch.Tensor | None = None, Z: torch.Tensor | None = None,
+    runs: RunTables, of: Hashable, X: torch.Tensor, V: torch.Tensor, Y: torch.Tensor, L: torch.Tensor, R: torch.Tensor,
+    rank: int, forward: bool, bias: torch.Tensor | None = None, keys_T2: torch.Tensor | None = None, salt: int = 0,
+    p: float = 0.0, g: torch.Tensor | None = None, Z: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
+    """`of` stands for the sizes and dtypes of all operands."""
     (T, P), Q = X.shape, Y.shape[1]
     BM, BN, BK = FUSED_M, FUSED_N, FUSED_K
     programs = min(_processors(X.device), _cdiv(T, BM) * _cdiv(Q, BN))
@@ -429,6 +439,10 @@ def _fused(
         (Descriptor(X, [BM, BK]), Descriptor(V, [BN, BK] if forward else [BK, BN]),
         Descriptor(Y, [BM, BN]), None if Z is None else Descriptor(Z, [BM, BN]), low, high,
         bias, g, keys_T2, signed(salt), dropout_threshold(p), T, P, Q, L.stride(0), rank),
+        sites=runs.sites,
+        key=(
+            "fused", of, forward, L.data_ptr() % 16, _like(bias), _like(g), _like(keys_T2), Z is None,
+        ),
         FORWARD=forward, DROP=p > 0, ASM=packed_dropout(Y), HAS_BIAS=bias is not None, HAS_G=g is not None, KEEP=Z is not None,
         WIDE=wide, DTYPE=getattr(tl, str(Y.dtype).removeprefix("torch.")), BM=BM, BN=BN, BK=BK, BR=BR, GROUP=8,
         PROGRAMS=programs, num_warps=8, num_stages=3,
@@ -436,17 +450,20 @@ def _fused(
     return Y
 
 
-def up_fused(x_TK: torch.Tensor, S: torch.Tensor, packed: Packed, run: Run, index: int, layer: Layer) -> torch.Tensor:
+def up_fused(
+    x_TK: torch.Tensor, S: torch.Tensor, packed: Packed, runs: RunTables, run: Run, index: int, layer: Layer
+) -> torch.Tensor:
     """y [T, N] of one layer."""
     place = packed.layout.places[run.adapter, index]
     y = torch.empty(x_TK.shape[0], len(layer.weight), dtype=x_TK.dtype, device=x_TK.device)
     B = packed.b_block(run.adapter, index)
-    return _fused(x_TK, layer.weight, y, S[:, place.column :], B, place.padded, True, layer.bias)
+    of = (packed.shape, index)
+    return _fused(runs, of, x_TK, layer.weight, y, S[:, place.column :], B, place.padded, True, layer.bias)
 
 
 def up_fused_composed(
-    x_TK: torch.Tensor, S: torch.Tensor, packed: Packed, run: Run, index: int, layer: Layer, composition: Composition,
-    keep: bool,
+    x_TK: torch.Tensor, S: torch.Tensor, packed: Packed, runs: RunTables, run: Run, index: int, layer: Layer,
+    composition: Composition, keep: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """y [T, N] = g z + bias of one layer, and z where it is to be kept."""
     place = packed.layout.places[run.adapter, index]
@@ -454,15 +471,17 @@ def up_fused_composed(
     z = torch.empty_like(y) if keep else None
     bias = None if composition.bias is None else composition.bias[run.adapter]
     B, g = packed.b_block(run.adapter, index), composition.g[run.adapter]
-    return _fused(x_TK, layer.weight, y, S[:, place.column :], B, place.padded, True, bias, g=g, Z=z), z
+    of, own = (packed.shape, index), S[:, place.column :]
+    return _fused(runs, of, x_TK, layer.weight, y, own, B, place.padded, True, bias, g=g, Z=z), z
 
 
 def dx_fused(
-    d_TN: torch.Tensor, weight_NK: torch.Tensor, dS: torch.Tensor, packed: Packed, run: Run, keys_T2: torch.Tensor | None,
-    salt: int,
+    d_TN: torch.Tensor, weight_NK: torch.Tensor, dS: torch.Tensor, packed: Packed, runs: RunTables, run: Run,
+    keys_T2: torch.Tensor | None, salt: int,
 ) -> torch.Tensor:  # fmt: skip
     """d W + drop(dS A), [T, K]."""
     dx = torch.empty(d_TN.shape[0], weight_NK.shape[1], dtype=d_TN.dtype, device=d_TN.device)
     first, padded = packed.layout.rows[run.adapter]
     A_RK = packed.A_RK[first : first + padded]
-    return _fused(d_TN, weight_NK, dx, dS, A_RK, padded, False, None, keys_T2, salt, run.dropout)
+    of = (packed.shape, len(weight_NK))
+    return _fused(runs, of, d_TN, weight_NK, dx, dS, A_RK, padded, False, None, keys_T2, salt, run.dropout)

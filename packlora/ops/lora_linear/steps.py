@@ -183,7 +183,7 @@ class Steps:
         """x W' + S B' + bias of the layer alone."""
         way = self.plan.up
         if way == "fused" and self.fused:
-            return self.launch.up_fused(self.x_TK, S, self.packed, self.runs[0], index, layer)
+            return self.launch.up_fused(self.x_TK, S, self.packed, self.tables, self.runs[0], index, layer)
         if way == "epilogue":
             y_TN = self.x_TK @ layer.weight.T
             return self.launch.up(S, self.packed, self.prepared.tables, self.tables, index, layer.bias, y_TN)
@@ -215,7 +215,7 @@ class Steps:
         composition = self.prepared.compositions[index]
         if self.plan.up == "fused" and self.fused:
             return self.launch.up_fused_composed(
-                self.x_TK, S, self.packed, self.runs[0], index, layer, composition, keep_z
+                self.x_TK, S, self.packed, self.tables, self.runs[0], index, layer, composition, keep_z
             )
         if self.plan.up == "epilogue":
             z_TN = self.x_TK @ layer.weight.T
@@ -438,7 +438,9 @@ class Steps:
                 dx.addmm_(e_TN, layer.weight)
             elif fused:
                 run = self.runs[0]
-                dx = self.launch.dx_fused(e_TN, layer.weight, dS, self.packed, run, self.keys_T2, self.salt)
+                dx = self.launch.dx_fused(
+                    e_TN, layer.weight, dS, self.packed, self.tables, run, self.keys_T2, self.salt
+                )
             else:
                 dx = e_TN @ layer.weight
         assert dx is not None
