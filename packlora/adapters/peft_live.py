@@ -23,6 +23,7 @@ from packlora.adapters import compiled
 from packlora.adapters.norms import RowNorms, row_norm_op
 from packlora.adapters.outputs import KeptOutputs
 from packlora.adapters.siblings import SiblingGroup
+from packlora.ops.gpu import capability
 from packlora.ops.lora_linear.group import HAS_TRITON, GroupState, Layer, LowRank, Run, lora_group
 from packlora.ops.lora_linear.plan import CHAIN, Plan
 from packlora.ops.recipe import recipe_of
@@ -48,8 +49,8 @@ def without_kernels(device: torch.device) -> str | None:
         return f"{device.type} has no Triton kernels"
     if torch.version.hip is not None:
         return "the kernels have not been tried on AMD GPUs"
-    if (capability := torch.cuda.get_device_capability(device)) < (8, 0):
-        return f"the kernels need compute capability 8.0 or newer, this GPU has {capability[0]}.{capability[1]}"
+    if (found := capability(device)) < (8, 0):
+        return f"the kernels need compute capability 8.0 or newer, this GPU has {found[0]}.{found[1]}"
     return None if HAS_TRITON else "the triton package is not installed"
 
 

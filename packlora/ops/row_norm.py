@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 
+from packlora.ops.gpu import capability
 from packlora.ops.lora_linear.reference import NORM_EPS
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -156,7 +157,7 @@ def _has_kernels(weight: torch.Tensor) -> bool:
 def _capable(device: torch.device) -> bool:
     return (
         device.type == "cuda" and HAS_TRITON and torch.version.hip is None
-        and torch.cuda.get_device_capability(device) >= (8, 0)
+        and capability(device) >= (8, 0)
     )  # fmt: skip
 
 

@@ -16,6 +16,7 @@ import torch
 
 from packlora.ops import row_norm_kernel as kernels
 from packlora.ops import row_norm_wide_kernel as wide
+from packlora.ops.gpu import capability
 from packlora.ops.lora_linear.launcher import launch
 from packlora.ops.lora_linear.layout import Recent
 from packlora.ops.lora_linear.reference import NORM_EPS
@@ -290,7 +291,7 @@ class Batch:
             launch(
                 kernels.fingerprint_kernel, (len(tables["bits"]),), (self.problems, tables["bits"], W, A, B, parts),
                 sites=self.sites, key="fingerprint",
-                BLOCK=FINGERPRINT, num_warps=8, num_stages=1,
+                ALIGNED=self.aligned, ALIGNED_B=self.aligned_B, BLOCK=FINGERPRINT, num_warps=8, num_stages=1,
             )  # fmt: skip
             launch(
                 kernels.compare_kernel, (len(self.sizes),), (tables["ranges"], parts, seen, out),
@@ -300,7 +301,7 @@ class Batch:
             launch(
                 kernels.squares_kernel, (len(tables["finish"]),), (self.problems, tables["finish"], out, W),
                 sites=self.sites, key="squares",
-                SPAN=SIZES[self.block].finish_m, BM=4, BK=1024, num_warps=4, num_stages=3,
+                ALIGNED=self.aligned, SPAN=SIZES[self.block].finish_m, BM=4, BK=1024, num_warps=4, num_stages=3,
             )  # fmt: skip
         return out
 
@@ -317,14 +318,14 @@ class Batch:
                     kernels.split_kernel, (len(tables["split"]),),
                     (self.problems, tables["split"], stale, A, halves, inverses),
                     sites=self.sites, key=("split", gated),
-                    GATED=gated, BK=1024, num_warps=4, num_stages=2,
+                    GATED=gated, ALIGNED=self.aligned, BK=1024, num_warps=4, num_stages=2,
                 )  # fmt: skip
             launch(
                 kernels.cross_kernel, (len(tables["cross"]),),
                 (self.problems, tables["cross"], stale, W, halves, B, inverses, parts),
                 sites=self.sites, key=("cross", gated),
                 SPLIT=self.split_A, PROMOTE=size.promote, GATED=gated, ALIGNED=self.aligned, ALIGNED_B=self.aligned_B,
-                BM=size.m, BR=size.r, BK=size.k, num_warps=size.warps, num_stages=size.stages,
+                BM=size.m, BR=size.r, BK=size.k, num_warps=size.warps, num_stages=self._stages(size.stages),
             )  # fmt: skip
             if self.block > WIDE:
                 self._wide_tail(stale, halves, inverses, parts)
@@ -355,7 +356,7 @@ class Batch:
         launch(
             kernels.tail_kernel, (len(tables["tail"]),), (self.problems, tables["tail"], stale, B, G, parts),
             sites=self.sites, key=("tail", gated),
-            GATED=gated, BM=TAIL_M, BR=BG, num_warps=4, num_stages=2,
+            GATED=gated, ALIGNED_B=self.aligned_B, BM=TAIL_M, BR=BG, num_warps=4, num_stages=2,
         )  # fmt: skip
 
     def _wide_tail(
@@ -367,7 +368,8 @@ class Batch:
             wide.wide_gram_kernel, (len(tables["gram"]),),
             (self.problems, tables["gram"], stale, halves, inverses, gram),
             sites=self.sites, key=("wide_gram", gated),
-            SPLIT=self.split_A, GATED=gated, ALIGNED=self.aligned, BR=self.block, BK=GRAM_K, num_warps=8, num_stages=3,
+            SPLIT=self.split_A, GATED=gated, ALIGNED=self.aligned, BR=self.block, BK=GRAM_K, num_warps=8,
+            num_stages=self._stages(3),
         )  # fmt: skip
         launch(
             wide.wide_fold_kernel, (len(tables["fold"]),), (self.problems, tables["fold"], stale, gram, G),
@@ -379,6 +381,11 @@ class Batch:
             sites=self.sites, key=("wide_tail", gated),
             GATED=gated, ALIGNED_B=self.aligned_B, BM=WIDE_TAIL_M, BR=WIDE_TAIL_R, BK=32, num_warps=8, num_stages=3,
         )  # fmt: skip
+
+    def _stages(self, stages: int) -> int:
+        """Of kernels for ranks over WIDE: two where a program has less memory than on an A100 (cards of any generation), or
+        where more of it is taken for sums (Blackwell)."""
+        return stages if self.block <= WIDE or capability(self.device) in ((8, 0), (8, 7), (9, 0)) else min(stages, 2)
 
     def _buffer(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(self.items.lengths[name], dtype=dtype, device=self.device)

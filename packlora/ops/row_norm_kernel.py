@@ -13,6 +13,10 @@ number a row, and `finish` adds the shares in their order. No atomics, the same 
 Which module, rows, ranks and part of K a program has is in a table of items; where the module's operands lie is in a table of
 problems (columns: Batch in row_norm_batch.py). With GATED, programs of modules whose flag in `stale` is 0 do nothing.
 
+What is read from a table says nothing of its alignment, and without that every element is loaded by itself: so it is said where
+it is loaded. First ranks are multiples of their block; places in split, inverses, gram and G, R and Kp multiples of 16
+(row_norm_batch.make_items).
+
 Shapes: N outputs, K inputs, r rank, R rank padded to whole blocks.
 """
 
@@ -50,7 +54,9 @@ def _rows_of(start, rows, inside, stride):
 
 
 @triton.jit
-def split_kernel(problems, items, stale, A_like, split, inverses, GATED: tl.constexpr, BK: tl.constexpr):
+def split_kernel(
+    problems, items, stale, A_like, split, inverses, GATED: tl.constexpr, ALIGNED: tl.constexpr, BK: tl.constexpr
+):
     """hi and lo [R, Kp] of one row of A and its inverse scale; zeros past K and past r. Items: problem, row.
 
     The scale is a power of two that puts the row's largest element near 2^14: float16 then holds hi and lo without loss.
@@ -59,8 +65,12 @@ def split_kernel(problems, items, stale, A_like, split, inverses, GATED: tl.cons
     problem, row = tl.load(item), tl.load(item + 1)
     if _runs(stale, problem, GATED):
         own = problems + problem * _WIDTH
-        K, rank, Kp, R = _int(own + 3), _int(own + 6), _int(own + 10), _int(own + 11)
-        A = tl.load(own + 4).to(tl.pointer_type(A_like.dtype.element_ty)) + tl.minimum(row, rank - 1).to(tl.int64) * K
+        rank, R, Kp = _int(own + 6), _int(own + 11), tl.multiple_of(tl.load(own + 10), 16).to(tl.int32)
+        A, K = tl.load(own + 4).to(tl.pointer_type(A_like.dtype.element_ty)), tl.load(own + 3)
+        if ALIGNED:
+            A, K = tl.multiple_of(A, 16), tl.multiple_of(K, 16)
+        A += tl.minimum(row, rank - 1) * K
+        K = K.to(tl.int32)
         most = tl.zeros((BK,), dtype=tl.float32)
         for k in range(0, K, BK):
             cols = k + tl.arange(0, BK)
@@ -69,7 +79,7 @@ def split_kernel(problems, items, stale, A_like, split, inverses, GATED: tl.cons
         exponent = tl.max(most, 0).to(tl.int32, bitcast=True) >> 23
         scale = (tl.minimum(268 - exponent, 254) << 23).to(tl.float32, bitcast=True)
         tl.store(inverses + tl.load(own + 12) + row, 1.0 / scale)
-        hi_at = split + tl.load(own + 7) + row.to(tl.int64) * Kp
+        hi_at = split + tl.multiple_of(tl.load(own + 7), 16) + row.to(tl.int64) * Kp
         for k in range(0, Kp, BK):
             cols = k + tl.arange(0, BK)
             values = tl.load(A + cols, mask=(cols < K) & (row < rank), other=0.0).to(tl.float32) * scale
@@ -86,10 +96,11 @@ def gram_kernel(
 ):  # fmt: skip
     """One block of G over one chunk of K. Items: problem, first row, first column (not before the row), k, end, chunk."""
     item = items + 6 * tl.program_id(0)
-    problem, row, col = tl.load(item), tl.load(item + 1), tl.load(item + 2)
+    problem = tl.load(item)
+    row, col = tl.multiple_of(tl.load(item + 1), BR), tl.multiple_of(tl.load(item + 2), BR)
     if _runs(stale, problem, GATED):
         own = problems + problem * _WIDTH
-        rank, R = _int(own + 6), _int(own + 11)
+        rank, R = _int(own + 6), tl.multiple_of(tl.load(own + 11), 16).to(tl.int32)
         rows, cols = row + tl.arange(0, BR), col + tl.arange(0, BR)
         first, end = tl.multiple_of(tl.load(item + 3), BK), tl.load(item + 4)
         A = tl.load(own + 4).to(tl.pointer_type(A_like.dtype.element_ty))
@@ -104,7 +115,7 @@ def gram_kernel(
             one = tl.load(left + at[None, :], mask=(rows < rank)[:, None] & (at < end)[None, :], other=0.0)
             two = tl.load(right + at[None, :], mask=(cols < rank)[:, None] & (at < end)[None, :], other=0.0)
             acc += tl.dot(one, tl.trans(two), input_precision=PRECISION)
-        out = parts + tl.load(own + 9) + tl.load(item + 5) * R * R
+        out = parts + tl.multiple_of(tl.load(own + 9), 16) + tl.load(item + 5) * R * R
         tl.store(out + rows[:, None] * R + cols[None, :], acc)
 
 
@@ -115,16 +126,17 @@ def fold_kernel(problems, items, stale, parts, G, GATED: tl.constexpr, BR: tl.co
     problem = tl.load(item)
     if _runs(stale, problem, GATED):
         own = problems + problem * _WIDTH
-        R = _int(own + 11)
-        rows, cols = tl.load(item + 1) + tl.arange(0, BR), tl.load(item + 2) + tl.arange(0, BR)
+        R = tl.multiple_of(tl.load(own + 11), 16).to(tl.int32)
+        rows = tl.load(item + 1) + tl.arange(0, BR)
+        cols = tl.multiple_of(tl.load(item + 2), BR) + tl.arange(0, BR)
         at = rows[:, None] * R + cols[None, :]
         acc = tl.zeros((BR, BR), dtype=tl.float32)
-        chunk = parts + tl.load(own + 9)
+        chunk = parts + tl.multiple_of(tl.load(own + 9), 16)
         for _ in range(tl.load(item + 3)):
             acc += tl.load(chunk + at)
             chunk += R * R
         times = tl.where(rows[:, None] < cols[None, :], 2.0, tl.where(rows[:, None] == cols[None, :], 1.0, 0.0))
-        tl.store(G + tl.load(own + 13) + at, acc * times)
+        tl.store(G + tl.multiple_of(tl.load(own + 13), 16) + at, acc * times)
 
 
 @triton.jit
@@ -150,9 +162,10 @@ def cross_kernel(
     problem = tl.load(item)
     if _runs(stale, problem, GATED):
         own = problems + problem * _WIDTH
-        N, rank, R = _int(own + 2), _int(own + 6), _int(own + 11)
+        N, R, rank = _int(own + 2), _int(own + 11), tl.load(own + 6).to(tl.int32)
         rows = tl.load(item + 1) + tl.arange(0, BM)
-        ranks = tl.load(item + 2) + tl.arange(0, BR)
+        first_rank = tl.multiple_of(tl.load(item + 2), BR)
+        ranks = first_rank + tl.arange(0, BR)
         first, end = tl.multiple_of(tl.load(item + 3), BK), tl.load(item + 4)
         inside, has = rows < N, ranks < rank
         W, W_stride = tl.load(own).to(tl.pointer_type(W_like.dtype.element_ty)), tl.load(own + 1)
@@ -188,11 +201,11 @@ def cross_kernel(
         if ALIGNED_B:
             B, rank = tl.multiple_of(B, 16), tl.multiple_of(rank, 16)
         B = _rows_of(B, rows, inside, rank)
-        scales = inverses + tl.load(own + 12)
+        scales = inverses + tl.multiple_of(tl.load(own + 12), 16)
         if BM * BR > 128 * 128:  # all of B beside all of the sums would not fit the registers
             halves = tl.permute(tl.reshape(acc, (BM, 2, BR // 2)), (0, 2, 1))
             left, right = tl.split(halves)
-            half = tl.load(item + 2) + tl.arange(0, BR // 2)
+            half = first_rank + tl.arange(0, BR // 2)
             total = _reduced(left, B, scales, inside, half, rank, SPLIT)
             total += _reduced(right, B, scales, inside, half + BR // 2, rank, SPLIT)
         else:
@@ -202,18 +215,25 @@ def cross_kernel(
 
 
 @triton.jit
-def tail_kernel(problems, items, stale, B_like, G, parts, GATED: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr):
+def tail_kernel(
+    problems, items, stale, B_like, G, parts,
+    GATED: tl.constexpr, ALIGNED_B: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr,
+):  # fmt: skip
     """sum_l B_jl (B G)_jl over a block of l. Items: problem, first row, first l, slot."""
     item = items + 4 * tl.program_id(0)
     problem = tl.load(item)
     if _runs(stale, problem, GATED):
         own = problems + problem * _WIDTH
-        N, rank, R = _int(own + 2), _int(own + 6), _int(own + 11)
-        rows, col = tl.load(item + 1) + tl.arange(0, BM), tl.load(item + 2)
+        N, rank = _int(own + 2), tl.load(own + 6).to(tl.int32)
+        R = tl.multiple_of(tl.load(own + 11), 16).to(tl.int32)
+        rows, col = tl.load(item + 1) + tl.arange(0, BM), tl.multiple_of(tl.load(item + 2), BR)
         cols = col + tl.arange(0, BR)
         inside = rows < N
-        B = _rows_of(tl.load(own + 5).to(tl.pointer_type(B_like.dtype.element_ty)), rows, inside, rank)
-        G_own = G + tl.load(own + 13) + cols[None, :]
+        B = tl.load(own + 5).to(tl.pointer_type(B_like.dtype.element_ty))
+        if ALIGNED_B:
+            B, rank = tl.multiple_of(B, 16), tl.multiple_of(rank, 16)
+        B = _rows_of(B, rows, inside, rank)
+        G_own = G + tl.multiple_of(tl.load(own + 13), 16) + cols[None, :]
         acc = tl.zeros((BM, BR), dtype=tl.float32)
         for m in range(0, col + BR, BR):
             ranks = m + tl.arange(0, BR)
@@ -308,21 +328,23 @@ def square_kernel(W, out, N, K, stride, BM: tl.constexpr, BK: tl.constexpr):
 
 
 @triton.jit
-def squares_kernel(problems, items, stale, W_like, SPAN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr):
+def squares_kernel(
+    problems, items, stale, W_like, ALIGNED: tl.constexpr, SPAN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr
+):
     """||W||^2 of modules whose flag has bit 1, into their own base_N. Items of finish_kernel, SPAN rows each."""
     item = items + 4 * tl.program_id(0)
     problem = tl.load(item)
     if (tl.load(stale + problem) & 2) != 0:
         own = problems + problem * _WIDTH
-        N, K = _int(own + 2), _int(own + 3)
-        W, out = (
-            tl.load(own).to(tl.pointer_type(W_like.dtype.element_ty)),
-            tl.load(own + 15).to(tl.pointer_type(tl.float32)),
-        )
+        N, K, stride = _int(own + 2), tl.load(own + 3).to(tl.int32), tl.load(own + 1)
+        W = tl.load(own).to(tl.pointer_type(W_like.dtype.element_ty))
+        out = tl.load(own + 15).to(tl.pointer_type(tl.float32))
+        if ALIGNED:
+            W, K, stride = tl.multiple_of(W, 16), tl.multiple_of(K, 16), tl.multiple_of(stride, 16)
         for first in range(0, SPAN, BM):
             rows = tl.load(item + 1) + first + tl.arange(0, BM)
             inside = rows < N
-            squares = _squares(_rows_of(W, rows, inside, tl.load(own + 1)), inside, K, BM, BK)
+            squares = _squares(_rows_of(W, rows, inside, stride), inside, K, BM, BK)
             tl.store(out + rows, squares, mask=inside)
 
 
@@ -347,22 +369,28 @@ def _bits(values):
 
 
 @triton.jit
-def fingerprint_kernel(problems, items, W_like, A_like, B_like, parts, BLOCK: tl.constexpr):
+def fingerprint_kernel(
+    problems, items, W_like, A_like, B_like, parts, ALIGNED: tl.constexpr, ALIGNED_B: tl.constexpr, BLOCK: tl.constexpr
+):
     """Two sums of 32-bit numbers over the bits of a piece of A (kind 0), B (1), or 8 elements of each of some rows of W (2).
 
     Every element is mixed with its place, so that values which trade places count. Items: problem, kind, first element.
     """
     item = items + 3 * tl.program_id(0)
-    problem, kind, first = tl.load(item), tl.load(item + 1), tl.load(item + 2)
+    problem, kind, first = tl.load(item), tl.load(item + 1), tl.multiple_of(tl.load(item + 2), BLOCK)
     own = problems + problem * _WIDTH
     N, K, rank = tl.load(own + 2), tl.load(own + 3), tl.load(own + 6)
     at = first.to(tl.int64) + tl.arange(0, BLOCK)
     if kind == 0:
-        A = tl.load(own + 4).to(tl.pointer_type(A_like.dtype.element_ty))
-        word = _bits(tl.load(A + at, mask=at < rank * K, other=0.0))
+        A, count = tl.load(own + 4).to(tl.pointer_type(A_like.dtype.element_ty)), rank * K
+        if ALIGNED:
+            A, count = tl.multiple_of(A, 16), tl.multiple_of(count, 16)
+        word = _bits(tl.load(A + at, mask=at < count, other=0.0))
     elif kind == 1:
-        B = tl.load(own + 5).to(tl.pointer_type(B_like.dtype.element_ty))
-        word = _bits(tl.load(B + at, mask=at < N * rank, other=0.0))
+        B, count = tl.load(own + 5).to(tl.pointer_type(B_like.dtype.element_ty)), N * rank
+        if ALIGNED_B:
+            B, count = tl.multiple_of(B, 16), tl.multiple_of(count, 16)
+        word = _bits(tl.load(B + at, mask=at < count, other=0.0))
     else:
         row = at // 8
         col = ((row * 40503) % tl.maximum(K // 8, 1)) * 8 + at % 8

@@ -33,7 +33,8 @@ def wide_gram_kernel(
     if _runs(stale, problem, GATED):
         own = problems + problem * _WIDTH
         rank, R = _int(own + 6), _int(own + 11)
-        rows, cols = tl.load(item + 1) + tl.arange(0, BR), tl.load(item + 2) + tl.arange(0, BR)
+        rows = tl.multiple_of(tl.load(item + 1), BR) + tl.arange(0, BR)
+        cols = tl.multiple_of(tl.load(item + 2), BR) + tl.arange(0, BR)
         first, end = tl.multiple_of(tl.load(item + 3), BK), tl.load(item + 4)
         if SPLIT:
             start, stride = A_like + tl.multiple_of(tl.load(own + 7), 16), tl.multiple_of(tl.load(own + 10), 16)
@@ -62,9 +63,9 @@ def wide_gram_kernel(
                 part = tl.dot(one, two)
             acc += part
         if SPLIT:
-            scales = inverses + tl.load(own + 12)
+            scales = inverses + tl.multiple_of(tl.load(own + 12), 16)
             acc = acc * tl.load(scales + rows)[:, None] * tl.load(scales + cols)[None, :]
-        out = parts + tl.load(own + 9) + tl.load(item + 5) * (BR * BR)
+        out = parts + tl.multiple_of(tl.load(own + 9), 16) + tl.load(item + 5) * (BR * BR)
         within = tl.arange(0, BR)
         tl.store(out + within[:, None] * BR + within[None, :], acc)
 
@@ -85,18 +86,19 @@ def wide_fold_kernel(problems, items, stale, parts, G, GATED: tl.constexpr, BLOC
     problem = tl.load(item)
     if _runs(stale, problem, GATED):
         own = problems + problem * _WIDTH
-        R = _int(own + 11)
-        rows, cols = tl.load(item + 1) + tl.arange(0, BR), tl.load(item + 2) + tl.arange(0, BR)
+        R = tl.multiple_of(tl.load(own + 11), 16).to(tl.int32)
+        rows = tl.multiple_of(tl.load(item + 1), BR) + tl.arange(0, BR)
+        cols = tl.multiple_of(tl.load(item + 2), BR) + tl.arange(0, BR)
         acc = tl.zeros((BR, BR), dtype=tl.float32)
         at = (rows % BLOCK)[:, None] * BLOCK + (cols % BLOCK)[None, :]
-        chunk = parts + tl.load(own + 9) + tl.load(item + 4) * (BLOCK * BLOCK)
+        chunk = parts + tl.multiple_of(tl.load(own + 9), 16) + tl.load(item + 4) * (BLOCK * BLOCK)
         for _ in range(tl.load(item + 3)):
             acc += tl.load(chunk + at)
             chunk += BLOCK * BLOCK
         acc *= tl.where(rows[:, None] < cols[None, :], 2.0, tl.where(rows[:, None] == cols[None, :], 1.0, 0.0))
         acc = tl.trans(acc)
         hi = _high(acc)
-        out = G + tl.load(own + 13) + cols[:, None] * R + rows[None, :]
+        out = G + tl.multiple_of(tl.load(own + 13), 16) + cols[:, None] * R + rows[None, :]
         tl.store(out, hi)
         tl.store(out + R * R, acc - hi)
 
@@ -111,7 +113,8 @@ def wide_tail_kernel(
     problem = tl.load(item)
     if _runs(stale, problem, GATED):
         own = problems + problem * _WIDTH
-        N, rank, R = _int(own + 2), _int(own + 6), tl.multiple_of(_int(own + 11), 16)
+        N, rank = _int(own + 2), tl.load(own + 6).to(tl.int32)
+        R = tl.multiple_of(tl.load(own + 11), 16).to(tl.int32)
         rows, col = tl.load(item + 1) + tl.arange(0, BM), tl.multiple_of(tl.load(item + 2), BR)
         cols = col + tl.arange(0, BR)
         inside = rows < N

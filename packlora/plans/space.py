@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from packlora.ops.gpu import has_copy_engine
 from packlora.ops.lora_linear.group import HAS_TRITON
 from packlora.ops.lora_linear.plan import CHAIN, Plan
 from packlora.plans.case import Case
@@ -98,7 +99,7 @@ def _why_not_here(plan: Plan, case: Case, lossy: bool) -> str | None:
         if "fused" in (plan.up, plan.dx) and (
             case.dtype == "float32" or any(size % FUSED_MULTIPLE for size in (case.K, *case.Ns)) or not has_tma()
         ):
-            return f"fused kernels are for 16 bits and sizes that {FUSED_MULTIPLE} divides, on a GPU with TMA (Hopper or later)"
+            return f"fused kernels are for 16 bits and sizes that {FUSED_MULTIPLE} divides, on Hopper or a B200 (TMA)"
         if "fused" in (plan.up, plan.dx) and not case.single:
             return "fused kernels are for one adapter that owns all tokens"
         if plan.lossy or through_xd:
@@ -109,7 +110,7 @@ def _why_not_here(plan: Plan, case: Case, lossy: bool) -> str | None:
 @lru_cache
 def has_tma() -> bool:
     """Whether this machine's GPU has the copy engine that the fused kernels use."""
-    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+    return torch.cuda.is_available() and has_copy_engine(torch.device("cuda", torch.cuda.current_device()))
 
 
 def _why_pointless(plan: Plan, case: Case) -> str | None:

@@ -182,7 +182,8 @@ def grad_kernel(
     factor = 0.0
     if adapter >= 0:
         place = places + 4 * adapter
-        column, offset, rank = tl.load(place), tl.load(place + 1), tl.load(place + 2)
+        column, offset = tl.multiple_of(tl.load(place), 16), tl.multiple_of(tl.load(place + 1), 16)
+        rank = tl.multiple_of(tl.load(place + 2), 16)
         factor = tl.load(scalings + adapter) * (65536.0 / (65536 - tl.load(band + 3)))
     row = tl.where(adapter >= 0, adapter, base_row).to(tl.int64)
     left = rank - column_0
@@ -216,7 +217,8 @@ def sum_grads_kernel(
         tile = tiles + 4 * program
         adapter, start, stop = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
         if adapter >= 0:
-            column, rank = tl.load(places + 4 * adapter), tl.load(places + 4 * adapter + 2)
+            place = places + 4 * adapter
+            column, rank = tl.multiple_of(tl.load(place), 16), tl.multiple_of(tl.load(place + 2), 16)
             rows = (start + tl.arange(0, BM)).to(tl.int64)
             mine = (rows < stop)[:, None] & (ranks < rank)[None, :]
             at = dS_parts + rows[:, None] * part_width + ranks[None, :]
@@ -228,7 +230,8 @@ def sum_grads_kernel(
             tl.store(dS + rows[:, None] * width + (column + ranks)[None, :], total.to(dS.dtype.element_ty), mask=mine)
     else:
         adapter = (program - num_tiles) // num_blocks
-        offset, rank = tl.load(places + 4 * adapter + 1), tl.load(places + 4 * adapter + 2)
+        place = places + 4 * adapter
+        offset, rank = tl.multiple_of(tl.load(place + 1), 16), tl.multiple_of(tl.load(place + 2), 16)
         cols = ((program - num_tiles) % num_blocks * BN + tl.arange(0, BN)).to(tl.int64)
         if tl.program_id(1) * BR < rank:
             inside = (cols < N)[:, None] & (ranks < rank)[None, :]
@@ -344,7 +347,8 @@ def inputs_kernel(
     adapter, start, stop, threshold = tl.load(band), tl.load(band + 1), tl.load(band + 2), tl.load(band + 3)
     first, rank = 0, 0
     if adapter >= 0:
-        first, rank = tl.load(adapters + 2 * adapter), tl.load(adapters + 2 * adapter + 1)
+        own = adapters + 2 * adapter
+        first, rank = tl.multiple_of(tl.load(own), 16), tl.multiple_of(tl.load(own + 1), 16)
     left = rank - column
     if left > 0 or NEED_DX:
         if BR == 16 or left > BR // 2:

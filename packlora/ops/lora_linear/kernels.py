@@ -12,6 +12,9 @@ multiplied in while they are float32, and nowhere else.
 Each block of tokens belongs to one adapter (blocks never cross from one run into another), so what one adapter's tokens hold,
 be it NaN, reaches no other adapter, and rows past the end of a run are masked, not padded.
 
+What is read from a table says nothing of its alignment, and without that every element is loaded by itself: so it is said where
+it is loaded. All places and ranks in layout.GroupTables are multiples of 16.
+
 Shapes: T tokens, K inputs, N outputs, r padded rank of one layer, R padded rank over the layers of the group.
 """
 
@@ -200,7 +203,8 @@ def down_kernel(
     column = tl.program_id(1) * BR
     adapter, start, stop, threshold = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
     if adapter >= 0:
-        first, rank = tl.load(adapters + 2 * adapter), tl.load(adapters + 2 * adapter + 1)
+        own = adapters + 2 * adapter
+        first, rank = tl.multiple_of(tl.load(own), 16), tl.multiple_of(tl.load(own + 1), 16)
         left = rank - column
         if left > 0:
             if BR == 16 or left > BR // 2:
@@ -268,7 +272,8 @@ def up_kernel(
     column, offset, rank = 0, 0, 0
     if adapter >= 0:
         place = places + 4 * adapter
-        column, offset, rank = tl.load(place), tl.load(place + 1), tl.load(place + 2)
+        column, offset = tl.multiple_of(tl.load(place), 16), tl.multiple_of(tl.load(place + 1), 16)
+        rank = tl.multiple_of(tl.load(place + 2), 16)
     row = adapter * 0
     if COMPOSED:
         row = tl.where(adapter >= 0, adapter, base_row)

@@ -6,7 +6,6 @@ Block sizes come from `Sizes`, one set per dtype; benchmarks/LOG.md has what was
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -15,6 +14,7 @@ import torch
 import triton.language as tl
 
 from packlora.ops.dropout import dropout_threshold, signed
+from packlora.ops.gpu import capability, has_copy_engine, processors
 from packlora.ops.lora_linear import fused, gradient_kernels, kernels
 from packlora.ops.lora_linear.launcher import Descriptor, launch
 from packlora.ops.lora_linear.layout import GroupTables, Layer, Packed, Run, RunTables
@@ -85,16 +85,6 @@ def sizes_for(dtype: torch.dtype) -> Sizes:
     return SINGLE if dtype == torch.float32 else HALF
 
 
-@functools.cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
-
-
-@functools.cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
 def packed_dropout(x_TK: torch.Tensor) -> bool:
     """Whether the kernels may drop two elements at a time, by instructions that Hopper has and the interpreter has not.
 
@@ -102,7 +92,7 @@ def packed_dropout(x_TK: torch.Tensor) -> bool:
     """
     return (
         x_TK.is_cuda and x_TK.element_size() == 2 and x_TK.shape[1] % 16 == 0 and x_TK.stride(0) % 16 == 0
-        and x_TK.data_ptr() % 16 == 0 and _capability(x_TK.device) >= (9, 0)
+        and x_TK.data_ptr() % 16 == 0 and capability(x_TK.device) >= (9, 0)
     )  # fmt: skip
 
 
@@ -337,7 +327,7 @@ def _band(bands: tuple[int, ...], columns: int, runs: RunTables, device: torch.d
     processors, two programs on each; of equals the longest."""
     band = runs.bands.get((bands, columns))
     if band is None:
-        slots = 2 * _processors(device)
+        slots = 2 * processors(device)
         turns = {band: _cdiv(columns * runs.blocks[band].shape[0], slots) for band in bands}
         band = runs.bands[bands, columns] = min(bands, key=lambda band: (turns[band] * (band + BAND_START), -band))
     return band
@@ -349,7 +339,7 @@ def described(t: torch.Tensor) -> bool:
     return (
         (t.numel() >= DESCRIBED or not t.is_cuda) and t.element_size() == 2 and t.stride(1) == 1 and t.stride(0) % 8 == 0
         and t.data_ptr() % 16 == 0
-        and (not t.is_cuda or _capability(t.device) >= (9, 0))
+        and has_copy_engine(t.device)
     )  # fmt: skip
 
 
@@ -405,7 +395,7 @@ def fusable(x_TK: torch.Tensor, layers: Sequence[Layer], runs: Sequence[Run]) ->
     """Whether fused_kernel takes these: a GPU with Hopper's copy engine, 16 bits, aligned rows, one adapter on all tokens."""
     T, K = x_TK.shape
     return (
-        x_TK.element_size() == 2 and (not x_TK.is_cuda or _capability(x_TK.device) >= (9, 0))
+        x_TK.element_size() == 2 and has_copy_engine(x_TK.device)
         and len(runs) == 1 and runs[0].start == 0 and runs[0].stop == T and K % 16 == 0 and x_TK.is_contiguous()
         and x_TK.data_ptr() % 16 == 0
         and all(
@@ -424,7 +414,7 @@ def _fused(
     """`of` stands for the sizes and dtypes of all operands."""
     (T, P), Q = X.shape, Y.shape[1]
     BM, BN, BK = FUSED_M, FUSED_N, FUSED_K
-    programs = min(_processors(X.device), _cdiv(T, BM) * _cdiv(Q, BN))
+    programs = min(processors(X.device), _cdiv(T, BM) * _cdiv(Q, BN))
     BR = 16 if rank <= 16 else 32 if rank <= 32 else 64
     wide = BR > 16
     low = Descriptor(L, [BM, BR], [T, rank], [L.stride(0), 1]) if wide else L

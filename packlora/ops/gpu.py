@@ -1,0 +1,25 @@
+"""What kernels must know of the GPU that they run on. Of the CPU (Triton's interpreter) they know that it takes everything."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+
+@functools.cache
+def capability(device: torch.device) -> tuple[int, int]:
+    """Compute capability, as (9, 0) for Hopper."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """How many programs a GPU runs at the same time, if they are large."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def has_copy_engine(device: torch.device) -> bool:
+    """Whether kernels may read through tensor descriptors, and keep as much on their way as it takes for that to pay: Hopper,
+    and Blackwell in data centres. Blackwell's cards (12.x) have the engine, and less than half of the memory."""
+    return capability(device)[0] in (9, 10)

@@ -1,0 +1,133 @@
+"""Compiles, without a GPU, the kernels that real calls launch, and prints as JSON what became of them.
+
+    python tests/compiled_kernels.py [capability]
+
+The operator and the norms run on CPU tensors with a launch that compiles in place of launching, specialised as Triton would for
+these arguments; results mean nothing. Must be a process of its own: the tests' one has Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+os.environ.pop("TRITON_INTERPRET", None)
+
+import torch
+import triton
+from group_cases import cast, make_case
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from packlora.ops import gpu, row_norm, row_norm_batch
+from packlora.ops.lora_linear import launch
+from packlora.ops.lora_linear.group import lora_group
+from packlora.ops.lora_linear.plan import ROUTED, Plan
+
+TYPES = {
+    torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64",
+}  # fmt: skip
+FUSED = Plan("routed", "fused", "one-pass", "fused")
+EPILOGUE = Plan("mm", "epilogue", "one-pass", "fused")
+KINDS: dict[str, dict[str, Any]] = {
+    "one adapter": {"ranks": [[16]], "dropouts": [0.1]},
+    "rank 384": {"ranks": [[384]], "dropouts": [0.0]},
+    "four adapters, siblings": {"ranks": [[8, 16], [16, 0], [32, 40], [64, 8]], "dropouts": [0.0, 0.1, 0.1, 0.05]},
+    "DoRA": {"ranks": [[16]], "dropouts": [0.0], "dora": [True]},
+    "DoRA, rank 64": {"ranks": [[64]], "dropouts": [0.1], "dora": [True], "base_dropped": False},
+}
+Row = dict[str, Any]
+
+
+def compiled(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any], capability: int) -> Row:
+    """Registers are the assembler's; loads and stores of one element of 16 bits are PTX's."""
+    num_warps, num_stages = constants.pop("num_warps"), constants.pop("num_stages")
+    names, fixed = kernel.arg_names, set(kernel.do_not_specialize or ())
+    types, values, attributes = {}, {}, {}
+    for index, (name, value) in enumerate(zip(names, [*args, *constants.values()], strict=True)):
+        if name in constants or value is None or (type(value) is int and value == 1 and name not in fixed):
+            types[name], values[(index,)] = "constexpr", value
+        elif isinstance(value, TensorDescriptor):
+            types[name] = f"tensordesc<{TYPES[value.base.dtype]}{list(value.block_shape)}>".replace(" ", "")
+        elif isinstance(value, torch.Tensor):
+            types[name] = f"*{TYPES[value.dtype]}"
+            if value.data_ptr() % 16 == 0:
+                attributes[(index,)] = [["tt.divisibility", 16]]
+        else:
+            types[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
+            if value % 16 == 0 and name not in fixed:
+                attributes[(index,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, types, constexprs=values, attrs=attributes)
+    options = {"num_warps": num_warps, "num_stages": num_stages}
+    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    folder = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made.asm["cubin"])
+        file.flush()
+        usage = subprocess.run(
+            [folder / "cuobjdump", "-res-usage", file.name], capture_output=True, text=True, check=True
+        )
+    (registers, stack), *_ = re.findall(r"REG:(\d+) STACK:(\d+)", usage.stdout)
+    return {
+        "kernel": kernel.__name__, "constants": {key: str(value) for key, value in constants.items()},
+        "registers": int(registers), "stack": int(stack), "shared": made.metadata.shared,
+        "single": len(re.findall(r"(?:ld|st)\.global\.(?:b|u)16", made.asm["ptx"])),
+    }  # fmt: skip
+
+
+def captured(capability: int) -> list[Row]:
+    rows: dict[Any, Row] = {}
+    case = ""
+
+    def take(kernel: Any, grid: Any, args: Any, sites: Any = None, key: Any = None, **constants: Any) -> None:
+        kinds = [(t.dtype if isinstance(t, torch.Tensor) else type(t)) for t in args]
+        known = (kernel.__name__, *constants.values(), *map(str, kinds))
+        if known not in rows and 0 not in grid:
+            rows[known] = {"case": case, **compiled(kernel, args, dict(constants), capability)}
+
+    patches = [
+        mock.patch.object(launch, "launch", take), mock.patch.object(row_norm_batch, "launch", take),
+        mock.patch.object(launch, "packed_dropout", lambda x: capability >= 90 and x.element_size() == 2),
+        mock.patch.object(row_norm, "KERNELS_ON_CPU", True),
+        mock.patch.object(torch, "empty", torch.zeros),
+        mock.patch.object(gpu, "capability", return_value=divmod(capability, 10)),
+        mock.patch.object(row_norm_batch, "capability", return_value=divmod(capability, 10)),
+    ]  # fmt: skip
+    for patch in patches:
+        patch.start()
+    for kind, settings in KINDS.items():
+        for dtype in (torch.bfloat16, torch.float32):
+            if dtype == torch.float32 and len(settings["ranks"]) > 1:
+                continue
+            for plan in (ROUTED, EPILOGUE, FUSED) if dtype == torch.bfloat16 else (ROUTED,):
+                case = f"{kind}, {plan.name}, {dtype}"
+                sizes = [512, 256][: len(settings["ranks"][0])]
+                drawn = make_case(1024, 256, sizes, with_bias=True, seed=1, dtype=dtype, **settings)
+                if len(settings["ranks"]) == 1:  # fused products are for one adapter that owns all tokens
+                    drawn = replace(drawn, runs=(replace(drawn.runs[0], start=0, stop=1024),))
+                own, leaves = cast(drawn, dtype)
+                outputs = lora_group(own.x, own.layers, own.runs, own.keys, own.salt, plan)
+                torch.autograd.grad(outputs, list(leaves.values()), own.dy, allow_unused=True)
+    for rank in (16, 64, 384):
+        for dtype in (torch.bfloat16, torch.float32):
+            case = f"norm, rank {rank}, {dtype}"
+            weight, A, B = torch.zeros(512, 1024, dtype=torch.bfloat16), torch.zeros(rank, 1024), torch.zeros(512, rank)
+            problem = row_norm.NormProblem(weight, A.to(dtype), B.to(dtype), 0.5)
+            (ready,) = (row_norm_batch.prepared(problem),)
+            batch = row_norm_batch.batch_of([ready])
+            stale = batch.stale(torch.zeros(1, 5, dtype=torch.int64))
+            batch.run(stale, torch.zeros(512))
+    return list(rows.values())
+
+
+if __name__ == "__main__":
+    print(json.dumps(captured(int(sys.argv[1]) if len(sys.argv) > 1 else 90)))

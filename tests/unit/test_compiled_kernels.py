@@ -1,0 +1,93 @@
+"""What the compiler makes of the kernels, for GPUs that are not here: they fit, spill little, and load in whole vectors."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from group_cases import KINDS
+
+from packlora.ops import row_norm_batch
+from packlora.ops.lora_linear import launch
+from packlora.ops.lora_linear.layout import make_group_tables, make_layout
+
+SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
+"""What a program can have, by compute capability."""
+RARE = {"fingerprint_kernel", "finish_kernel"}
+"""With loads of one element: samples of W, and rows that are computed anew."""
+
+
+def compiled(capability: int, cache: Path) -> list[dict[str, Any]]:
+    script, root = Path(__file__).parent.parent / "compiled_kernels.py", Path(__file__).parent.parent.parent
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": os.pathsep.join([str(root), str(script.parent)])}
+    done = subprocess.run(
+        [sys.executable, script, str(capability)], capture_output=True, text=True, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    rows: list[dict[str, Any]] = json.loads(done.stdout)
+    return rows
+
+
+@pytest.mark.parametrize("capability", [90, 89])
+def test_kernels_fit_and_load_whole_vectors(capability: int, tmp_path: Path) -> None:
+    rows = compiled(capability, tmp_path)
+    found = {row["kernel"] for row in rows}
+    assert found >= {"down_kernel", "up_kernel", "grad_kernel", "inputs_kernel", "cross_kernel", "wide_tail_kernel"}
+    assert ("fused_kernel" in found) == (capability == 90)
+    for row in rows:
+        assert row["shared"] <= SHARED_KIB[capability] * 1024, row
+        if row["kernel"] not in RARE:
+            assert row["single"] <= 2, row
+        if capability == 90:
+            assert row["stack"] <= 64, row
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())
+def test_places_and_ranks_in_a_group_s_tables_are_multiples_of_16(kind: dict[str, Any]) -> None:
+    """As the kernels are told."""
+    layers = range(len(kind["ranks"][0]) if kind["ranks"] else 0)
+    ranks = [{number: own[layer] for number, own in enumerate(kind["ranks"]) if own[layer]} for layer in layers]
+    layout = make_layout(ranks, [37, 20, 66][: len(ranks)], 16)
+    factors = dict.fromkeys(layout.places, 1.0)
+    tables = make_group_tables(layout, factors, len(kind["ranks"]), torch.device("cpu"))
+    for table in (tables.rows, *tables.places):
+        assert (table % 16 == 0).all()
+    assert layout.width % 16 == 0
+
+
+@pytest.mark.parametrize("block", row_norm_batch.SIZES)
+def test_places_and_ranks_in_a_batch_of_norms_are_aligned(block: int) -> None:
+    """As the kernels are told: first ranks are multiples of their block, places in buffers of 16."""
+    shapes = [
+        (70, 515, block),
+        (33, 96, max(1, block - 3)),
+        (5, 40, 2 * block if block == 128 else 1),
+        (64, 4112, block),
+    ]
+    items = row_norm_batch.make_items(shapes, block, True, torch.device("cpu"))
+    for at in items.offsets:
+        assert all(at[name] % 16 == 0 for name in ("split", "inverses", "gram", "G", "R", "Kp")), at
+    wide = block > row_norm_batch.WIDE
+    gram = block if wide else min(row_norm_batch.GRAM_R, block)
+    tail = row_norm_batch.WIDE_TAIL_R if wide else gram
+    fold = row_norm_batch.WIDE_FOLD_R if wide else gram
+    tables = items.tables
+    assert (tables["gram"][:, 1:3] % gram == 0).all()
+    assert (tables["fold"][:, 1:3] % fold == 0).all()
+    assert (tables["cross"][:, 2] % row_norm_batch.SIZES[block].r == 0).all()
+    assert (tables["cross"][:, 3] % row_norm_batch.SIZES[block].k == 0).all()
+    assert (tables["tail"][:, 2] % tail == 0).all()
+    assert (tables["bits"][:, 2] % row_norm_batch.FINGERPRINT == 0).all()
+
+
+def test_tensor_descriptors_are_for_gpus_that_have_the_memory_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    for capability, expected in (((8, 0), False), ((8, 9), False), ((9, 0), True), ((10, 0), True), ((12, 0), False)):
+        monkeypatch.setattr("packlora.ops.gpu.capability", lambda device, found=capability: found)
+        assert launch.described(torch.zeros(64, 64, dtype=torch.float16)) == expected
