@@ -80,8 +80,9 @@ def _add_dot(a, b, acc, lost, PRECISION: tl.constexpr):
 @triton.jit
 def _keys(keys, rows, inside, salt):
     """Both key words of tokens, the first with the salt in it."""
-    key_0 = tl.load(keys + 2 * rows, mask=inside, other=0).to(tl.uint32, bitcast=True) ^ salt.to(tl.uint32)
-    return key_0, tl.load(keys + 2 * rows + 1, mask=inside, other=0).to(tl.uint32, bitcast=True)
+    pairs = tl.load(keys + 2 * rows[:, None] + tl.arange(0, 2)[None, :], mask=inside[:, None], other=0)
+    key_0, key_1 = tl.split(pairs.to(tl.uint32, bitcast=True))
+    return key_0 ^ salt.to(tl.uint32), key_1
 
 
 @triton.jit
