@@ -38,7 +38,8 @@ from packlora.profiler import profile
 from packlora.progress import Progress
 from packlora.record import run_record
 from packlora.schedule.planner import Planner
-from packlora.train import Trainer, _deterministic
+from packlora.train import deterministic
+from packlora.trainer import Trainer
 
 LR, CLIP, DROPOUT, BATCH = 1e-4, 1.0, 0.1, 8
 
@@ -217,7 +218,7 @@ def synchronize(device: torch.device) -> None:
 def timed_window(trainer: Trainer, planner: Planner, first_round: int) -> float:
     """Seconds of a window of the training loop; planning is not counted, for training has it done beside."""
     window = planner.window(first_round)
-    with _deterministic():  # as train() has it
+    with deterministic():  # as train() has it
         synchronize(trainer.base.device)
         start = time.perf_counter()
         if not trainer._window(window):

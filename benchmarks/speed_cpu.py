@@ -34,7 +34,7 @@ from packlora.profiler import profile
 from packlora.progress import Progress
 from packlora.record import run_record
 from packlora.schedule.planner import Planner
-from packlora.train import Trainer
+from packlora.trainer import Trainer
 
 LR, CLIP = 2e-4, 1.0
 JOBS: list[dict[str, Any]] = [

@@ -23,7 +23,8 @@ from packlora.data.readers import read_rows
 from packlora.errors import InputError
 from packlora.model import load_base, load_tokenizer
 from packlora.summary import print_summary
-from packlora.train import Result, train
+from packlora.train import train
+from packlora.trainer import Result
 
 RUN_FILE = Path(__file__).resolve().parent.parent / "examples" / "demo.yaml"
 NEW_TOKENS = 32

@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from packlora.progress import duration
-from packlora.train import Result
+from packlora.trainer import Result
 
 
 def print_summary(result: Result, resume_command: str) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from waits import no_waiting
 
 import packlora
 
@@ -105,15 +106,11 @@ def test_forward_and_backward_wait_for_nothing() -> None:
     x = x_of(512)
     for _ in range(2):
         model(x).sum().backward()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         for _ in range(2):
             for p in model.parameters():
                 p.data.mul_(1.01)
             model(x).sum().backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("written", [False, True])

@@ -138,7 +138,7 @@ def test_the_same_run_gives_the_same_bits_also_when_it_is_stopped_and_resumed(
 ) -> None:
     from test_training import config, same_bits, train
 
-    from packlora import train as module
+    from packlora import trainer as module
 
     tree = config(tiny_base(), tmp_path / "whole", write_rows, dtype=dtype, device="cuda")
     train(tree)

@@ -17,9 +17,10 @@ from test_training import JOBS, adapter, config, distance, same_bits, steps, tra
 
 import packlora
 from packlora import microbatch, profiler
-from packlora import train as module
+from packlora import trainer as module
 from packlora.config import Run
 from packlora.profiles import ProfileCache
+from packlora.train import _set_up
 
 Rows = Callable[..., str]
 Base = Callable[..., str]
@@ -294,7 +295,7 @@ def test_out_of_memory_in_an_evaluation_evaluates_in_smaller_parts(
 def trainer(tiny_base: Base, write_rows: Rows, tmp_path: Path) -> Any:
     tree = config(tiny_base(), tmp_path / "out", write_rows, LONG, max_tokens_per_microbatch="auto")
     (tmp_path / "out").mkdir()
-    return module._set_up(Run.model_validate(tree), None, None)
+    return _set_up(Run.model_validate(tree), None, None)
 
 
 def test_measuring_finds_where_memory_ends_and_leaves_the_jobs_as_they_were(

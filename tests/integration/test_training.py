@@ -308,7 +308,7 @@ def test_stopping_at_any_microbatch_and_resuming_gives_the_same_bits_and_the_sam
     uninterrupted: tuple[dict[str, Any], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The loop is broken off after every second microbatch in turn, by a signal or by a crash. Evaluations too are the same."""
-    from packlora import train as module
+    from packlora import trainer as module
 
     tree, whole = uninterrupted
     count = len((whole / "microbatches.jsonl").read_text().splitlines())
@@ -525,7 +525,7 @@ def test_a_job_that_is_interrupted_between_its_ruin_and_its_failure_still_keeps_
     }
     tree = config(tiny_base(), tmp_path / "whole", write_rows, [bad], save_every=1)
     train(tree)
-    from packlora import train as module
+    from packlora import trainer as module
 
     original = module.Trainer._after_steps
 
