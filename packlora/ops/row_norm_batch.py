@@ -7,6 +7,7 @@ device.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import itertools
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -16,8 +17,8 @@ import torch
 
 from packlora.ops import row_norm_kernel as kernels
 from packlora.ops import row_norm_wide_kernel as wide
-from packlora.ops.gpu import capability
-from packlora.ops.lora_linear.launcher import launch
+from packlora.ops.gpu import capability, has_copy_engine, processors
+from packlora.ops.lora_linear.launcher import Descriptor, launch
 from packlora.ops.lora_linear.layout import Recent
 from packlora.ops.lora_linear.reference import NORM_EPS
 from packlora.ops.row_norm import BUDGET_BYTES, NormProblem
@@ -166,6 +167,7 @@ def make_items(shapes: Sequence[tuple[int, int, int]], block: int, split: bool, 
     for p, (N, K, r) in enumerate(shapes):
         R, Kp = _cdiv(r, block) * block, _cdiv(K, 16) * 16
         offsets.append({**at, "R": R, "Kp": Kp})
+        own = offsets[-1]
         if split:
             for row in range(R):
                 rows["split"] += (p, row)
@@ -185,6 +187,7 @@ def make_items(shapes: Sequence[tuple[int, int, int]], block: int, split: bool, 
         chunk_k = _cdiv(_cdiv(K, min(wanted, _cdiv(K, SHORTEST_K))), size.k) * size.k
         chunk_k = min(chunk_k, size.most_k)
         blocks, chunks, tails = _cdiv(r, block), _cdiv(K, chunk_k), _cdiv(r, BT)
+        own |= {"blocks": blocks, "chunks": chunks, "steps": chunk_k // size.k}
         for row in range(0, N, size.m):
             for number in range(blocks):
                 for chunk in range(chunks):
@@ -241,6 +244,28 @@ def addresses(problems: Sequence[NormProblem]) -> tuple[Any, ...]:
     return tuple(out)
 
 
+@dataclass(frozen=True, slots=True)
+class At:
+    """A matrix by its address, for tensor descriptors: a Batch holds no operands."""
+
+    address: int
+    dtype: torch.dtype
+    device: torch.device
+    shape: tuple[int, int]
+    stride: int
+
+    def data_ptr(self) -> int:
+        return self.address
+
+    def described(self, *block: int) -> Descriptor:
+        base: Any = self
+        if self.device.type == "cpu":  # the interpreter takes tensors alone
+            length = (self.shape[0] - 1) * self.stride + self.shape[1]
+            bytes_ = (ctypes.c_char * (length * self.dtype.itemsize)).from_address(self.address)
+            base = torch.frombuffer(bytes_, dtype=self.dtype)
+        return Descriptor(base, list(block), list(self.shape), [self.stride, 1])
+
+
 class Batch:
     """Problems of one kind by their addresses: whoever runs it must hold their operands.
 
@@ -267,6 +292,13 @@ class Batch:
                 at["rows"], at["gram"], at["Kp"], at["R"], at["inverses"], at["G"], at["parts"], base.data_ptr(),
             )  # fmt: skip
         assert len(table) == kernels.WIDTH * len(problems)
+        width = kernels.WIDTH
+        self.places = [
+            (table[p], table[p + 1], table[p + 4], table[p + 2], table[p + 3], table[p + 6])
+            for p in range(0, len(table), width)
+        ]
+        """Of every problem: where W is, its stride, where A is; N, K, r."""
+        self.described = self.block > WIDE and self.aligned and has_copy_engine(self.device)
         self.problems = _put(table, torch.int64, self.device)
         self.scalings = _put([problem.scaling for problem in problems], torch.float32, self.device)
         self.likes = [torch.empty(1, dtype=dtype, device=self.device) for dtype in (self.dtype, A_dtype, B_dtype)]
@@ -320,13 +352,16 @@ class Batch:
                     sites=self.sites, key=("split", gated),
                     GATED=gated, ALIGNED=self.aligned, BK=1024, num_warps=4, num_stages=2,
                 )  # fmt: skip
-            launch(
-                kernels.cross_kernel, (len(tables["cross"]),),
-                (self.problems, tables["cross"], stale, W, halves, B, inverses, parts),
-                sites=self.sites, key=("cross", gated),
-                SPLIT=self.split_A, PROMOTE=size.promote, GATED=gated, ALIGNED=self.aligned, ALIGNED_B=self.aligned_B,
-                BM=size.m, BR=size.r, BK=size.k, num_warps=size.warps, num_stages=self._stages(size.stages),
-            )  # fmt: skip
+            if self.described:
+                self._wide_cross(stale, halves, inverses, parts)
+            else:
+                launch(
+                    kernels.cross_kernel, (len(tables["cross"]),),
+                    (self.problems, tables["cross"], stale, W, halves, B, inverses, parts),
+                    sites=self.sites, key=("cross", gated),
+                    SPLIT=self.split_A, PROMOTE=size.promote, GATED=gated, ALIGNED=self.aligned, ALIGNED_B=self.aligned_B,
+                    BM=size.m, BR=size.r, BK=size.k, num_warps=size.warps, num_stages=self._stages(size.stages),
+                )  # fmt: skip
             if self.block > WIDE:
                 self._wide_tail(stale, halves, inverses, parts)
             else:
@@ -338,6 +373,33 @@ class Batch:
                 EPS=NORM_EPS, GATED=gated, SLOTS=16, BM=size.finish_m, BR=16, BK=32, num_warps=4, num_stages=1,
             )  # fmt: skip
         return out
+
+    def _wide_cross(
+        self, stale: torch.Tensor | None, halves: torch.Tensor, inverses: torch.Tensor, parts: torch.Tensor
+    ) -> None:
+        size, B, gated = SIZES[self.block], self.likes[2], stale is not None
+        for number, ((weight, W_stride, A, N, K, rank), at) in enumerate(
+            zip(self.places, self.items.offsets, strict=True)
+        ):
+            W = At(weight, self.dtype, self.device, (N, K), W_stride)
+            if self.split_A:
+                first, size_A = halves.data_ptr() + 2 * at["split"], (at["R"], at["Kp"])
+                hi = At(first, self.dtype, self.device, size_A, at["Kp"])
+                lo = At(first + 2 * at["R"] * at["Kp"], self.dtype, self.device, size_A, at["Kp"])
+            else:
+                hi = lo = At(A, self.dtype, self.device, (rank, K), K)
+            total = _cdiv(N, size.m) * at["blocks"] * at["chunks"]
+            launch(
+                wide.wide_cross_kernel, (min(processors(self.device), total),),
+                (
+                    self.problems, number, stale, W.described(size.m, size.k), hi.described(size.r, size.k),
+                    lo.described(size.r, size.k), B, inverses, parts, at["blocks"], at["chunks"], total,
+                ),
+                sites=self.sites, key=("wide_cross", gated, number),
+                steps=at["steps"], SPLIT=self.split_A, GATED=gated, ALIGNED_B=self.aligned_B, BM=size.m, BR=size.r, BK=size.k,
+                PROGRAMS=min(processors(self.device), total), FLATTEN=not self.split_A, num_warps=size.warps,
+                num_stages=3 if self.split_A else 4,
+            )  # fmt: skip
 
     def _tail(self, stale: torch.Tensor | None, parts: torch.Tensor) -> None:
         tables, (_, A, B), gated = self.items.tables, self.likes, stale is not None

@@ -1,5 +1,6 @@
 """Kernels of row_norm_kernel.py for ranks over 64, where A A' and B G are a large part of the work.
 
+    cross    as cross_kernel, with Hopper's copy engine; one module a launch, programs that stay and take block after block
     gram     G = A A' from the halves of A that the cross product reads as well, on 16-bit tensor cores
     fold     sums the chunks, and cuts G in two numbers of 11 bits (TF32)
     tail     sum_l B_jl (B G)_jl: B is cut in registers, three products of TF32
@@ -15,7 +16,48 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from packlora.ops.row_norm_kernel import _WIDTH, _int, _rows_of, _runs
+from packlora.ops.row_norm_kernel import _WIDTH, _int, _reduced, _rows_of, _runs
+
+
+@triton.jit(do_not_specialize=["problem", "blocks", "chunks", "total"])
+def wide_cross_kernel(
+    problems, problem, stale, W, hi, lo, B_like, inverses, parts, blocks, chunks, total, steps: tl.constexpr,
+    SPLIT: tl.constexpr, GATED: tl.constexpr, ALIGNED_B: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr,
+    PROGRAMS: tl.constexpr, FLATTEN: tl.constexpr,
+):  # fmt: skip
+    """What cross_kernel computes, of one problem, into the same slots. W, hi and lo are tensor descriptors; without SPLIT hi is
+    A, and lo is not read.
+
+    Args:
+        blocks, chunks: of ranks, and of K, `steps` of BK each.
+        total: blocks of rows, times both. Neighbours in this order share rows of W.
+    """
+    if _runs(stale, problem, GATED):
+        own = problems + problem * _WIDTH
+        N, rank = _int(own + 2), tl.load(own + 6).to(tl.int32)
+        B_start = tl.load(own + 5).to(tl.pointer_type(B_like.dtype.element_ty))
+        if ALIGNED_B:
+            B_start, rank = tl.multiple_of(B_start, 16), tl.multiple_of(rank, 16)
+        scales, slots = inverses + tl.multiple_of(tl.load(own + 12), 16), parts + tl.load(own + 14)
+        for item in tl.range(tl.program_id(0), total, PROGRAMS, flatten=FLATTEN):
+            number, chunk = item % blocks, (item // blocks) % chunks
+            row = item // (blocks * chunks) * BM
+            acc = tl.zeros((BM, BR), dtype=tl.float32)
+            for step in range(steps):
+                k = (chunk * steps + step) * BK
+                W_tile = W.load([row, k])
+                acc = tl.dot(W_tile, hi.load([number * BR, k]).T, acc)
+                if SPLIT:
+                    acc = tl.dot(W_tile, lo.load([number * BR, k]).T, acc)
+            rows = row + tl.arange(0, BM)
+            inside = rows < N
+            B = _rows_of(B_start, rows, inside, rank)
+            halves = tl.permute(tl.reshape(acc, (BM, 2, BR // 2)), (0, 2, 1))
+            left, right = tl.split(halves)  # all of B beside all of the sums would not fit the registers
+            half = number * BR + tl.arange(0, BR // 2)
+            sums = _reduced(left, B, scales, inside, half, rank, SPLIT)
+            sums += _reduced(right, B, scales, inside, half + BR // 2, rank, SPLIT)
+            tl.store(slots + (number * chunks + chunk).to(tl.int64) * N + rows, sums, mask=inside)
 
 
 @triton.jit
