@@ -30,6 +30,8 @@ from packlora.model import choose_device
 CONTENDERS = ("frozen", "packlora", "packlora_recompute")
 SHOWN = 12
 """Kernels of each contender in the table; the file has all that take a hundredth of a millisecond."""
+NAME = 100
+"""Letters of a kernel's name that are kept."""
 WAIT_US = 5.0
 PROTOCOL = (
     "{config}, random bfloat16 weights, {samples} x {length} random tokens, forward with labels and backward, LoRA r 16, "
@@ -84,7 +86,9 @@ def summed(spans: list[tuple[float, float, str]]) -> dict[str, Any]:
         spent[name] += stop - start
 
     def longest(us: dict[str, float], times: collections.Counter[str]) -> list[list[Any]]:
-        return [[name, times[name], us[name] / 1e3] for name in sorted(us, key=lambda n: -us[n]) if us[name] >= 10]
+        return [
+            [name[:NAME], times[name], us[name] / 1e3] for name in sorted(us, key=lambda n: -us[n]) if us[name] >= 10
+        ]
 
     return {"busy_ms": busy / 1e3, "kernels": longest(spent, calls), "waits": longest(idle, waits)}
 

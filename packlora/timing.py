@@ -1,9 +1,13 @@
 """Paired timing: every contender runs in turn inside one loop, so that clocks, heat and neighbours fall on all alike.
 
 Before each run the L2 cache is flushed (256 MB written). On a GPU a run lies between two CUDA events and the host never waits
-inside the loop, so it launches ahead as in training; on a CPU the clock is perf_counter and nothing is flushed. A ratio
-is the median over rounds of the ratio within a round. The order within a round is drawn anew each time: nobody always
-follows the same neighbour. A contender that fails, wherever it does, is kept with its error.
+inside the loop; on a CPU the clock is perf_counter and nothing is flushed. A ratio is the median over rounds of the ratio
+within a round. The order within a round is drawn anew each time: nobody always follows the same neighbour. A contender that
+fails, wherever it does, is kept with its error.
+
+A single layer may take the host longer than the GPU, and then its time says how fast this host is. So rounds can be added
+where the GPU is kept waiting before each run until the host has launched all of it, as where many layers are queued: what is
+timed then is the GPU alone.
 """
 
 from __future__ import annotations
@@ -19,6 +23,9 @@ from typing import Any
 import torch
 
 FLUSH_BYTES = 256 * 2**20
+AHEAD_ROUNDS = 15
+AHEAD_FACTOR, AHEAD_CYCLES_A_US = 1.5, 2000
+"""The GPU waits so many times as long as the host usually takes to launch the run, at a clock of 2 GHz or less."""
 LONG = 0.05
 """Seconds of a round from which on garbage is collected after it: for a single layer there is little to collect, and a
 collection empties the processor's caches, which triples what the host needs for the next launches."""
@@ -47,7 +54,7 @@ class Timing:
 
     ms: of every counted round. host_us: until the host had launched the run. own_bytes: kept between runs since it was built.
     peak_bytes: of one run beyond what was allocated before it (None on a CPU). note: of its Work. error: why there are no
-    figures.
+    figures. ahead_ms: of the rounds in which the host was ahead.
     """
 
     name: str
@@ -57,6 +64,7 @@ class Timing:
     peak_bytes: int | None = None
     note: str = ""
     error: str | None = None
+    ahead_ms: list[float] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -65,12 +73,17 @@ class Timings:
 
     by_name: dict[str, Timing]
 
-    def ratio(self, name: str, to: str) -> float | None:
-        """Time of `name` over time of `to`, median over rounds; None where one of them failed or did not take part."""
+    def ratio(self, name: str, to: str, ahead: bool = False) -> float | None:
+        """Time of `name` over time of `to`, median over rounds; None where one of them failed or did not take part.
+
+        Args:
+            ahead: of the rounds in which the host was ahead.
+        """
         above, below = self.by_name.get(name), self.by_name.get(to)
         if above is None or below is None or above.error or below.error:
             return None
-        return statistics.median(a / b for a, b in zip(above.ms, below.ms, strict=True))
+        pairs = zip(above.ahead_ms, below.ahead_ms, strict=True) if ahead else zip(above.ms, below.ms, strict=True)
+        return statistics.median(a / b for a, b in pairs)
 
     def row(self) -> dict[str, Any]:
         """What a results file keeps of a case: medians by contender, and the errors."""
@@ -78,6 +91,11 @@ class Timings:
         out: dict[str, Any] = {"rounds": max((len(timing.ms) for timing in done.values()), default=0)}
         out["ms"] = {name: statistics.median(timing.ms) for name, timing in done.items()}
         out["over_frozen"] = {name: self.ratio(name, "frozen") for name in done if name != "frozen"}
+        if any(timing.ahead_ms for timing in done.values()):
+            out["ahead_ms"] = {name: statistics.median(timing.ahead_ms) for name, timing in done.items()}
+            out["ahead_over_frozen"] = {
+                name: self.ratio(name, "frozen", ahead=True) for name in done if name != "frozen"
+            }
         out["host_us"] = {name: statistics.median(timing.host_us) for name, timing in done.items()}
         out["peak_mib"] = {
             name: timing.peak_bytes / 2**20 for name, timing in done.items() if timing.peak_bytes is not None
@@ -102,6 +120,7 @@ def paired(
     rounds: tuple[int, int] = (15, 100),
     warmup: int = 3,
     flush: bool = True,
+    ahead: bool = False,
     seed: int = 0,
 ) -> Timings:
     """Build, warm up, then time the contenders in turn.
@@ -113,6 +132,7 @@ def paired(
         warmup: runs of each contender that are not counted (they compile and choose plans), before two whole rounds that
             are not counted either.
         flush: write 256 MB before each run; not done on a CPU.
+        ahead: add AHEAD_ROUNDS rounds in which the host is ahead of the GPU; not done on a CPU.
         seed: of the orders.
     """
     if len({contender.name for contender in contenders}) != len(contenders):
@@ -134,7 +154,14 @@ def paired(
         timing.ms, timing.host_us = [], []
     count = min(max(round(seconds / max(each, 1e-9)), rounds[0]), rounds[1])
     _rounds(works, timings, device, count, scratch, orders)
+    if ahead and device.type == "cuda":
+        waits = {name: _cycles(timings.by_name[name]) for name in works}
+        _rounds(works, timings, device, AHEAD_ROUNDS, scratch, orders, waits)
     return timings
+
+
+def _cycles(timing: Timing) -> int:
+    return int(AHEAD_FACTOR * AHEAD_CYCLES_A_US * statistics.median(timing.host_us))
 
 
 def _warmed_up(contender: Contender, timing: Timing, device: torch.device, warmup: int) -> Work:
@@ -165,8 +192,13 @@ def _rounds(
     count: int,
     scratch: torch.Tensor | None,
     orders: random.Random,
+    waits: dict[str, int] | None = None,
 ) -> float:
-    """Run `count` rounds and add their times. A contender that fails leaves the loop. Returns the seconds of all rounds."""
+    """Run `count` rounds and add their times. A contender that fails leaves the loop. Returns the seconds of all rounds.
+
+    Args:
+        waits: clock cycles that the GPU waits before each run, by contender: the times are ahead_ms.
+    """
     gpu = device.type == "cuda"
     events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in works}
     gc.collect()
@@ -185,6 +217,8 @@ def _rounds(
                     works[name].clear()
                     if scratch is not None:
                         scratch.fill_(number % 251)
+                    if waits is not None:
+                        torch.cuda._sleep(waits[name])
                     if gpu:
                         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
                         begin.record()
@@ -196,7 +230,8 @@ def _rounds(
                         events[name].append((begin, end))
                     else:
                         timing.ms.append(seconds * 1e3)
-                    timing.host_us.append(seconds * 1e6)
+                    if waits is None:
+                        timing.host_us.append(seconds * 1e6)
                     works[name].clear()
                 except Exception as error:
                     timing.error = _described(error)
@@ -204,7 +239,9 @@ def _rounds(
         if gpu:
             torch.cuda.synchronize(device)
             for name in works:
-                timings.by_name[name].ms += [begin.elapsed_time(end) for begin, end in events[name]]
+                timing = timings.by_name[name]
+                into = timing.ms if waits is None else timing.ahead_ms
+                into += [begin.elapsed_time(end) for begin, end in events[name]]
     finally:
         gc.enable()
         gc.unfreeze()

@@ -266,7 +266,7 @@ def run(options: Options) -> list[dict[str, Any]]:
             taking_part = list(dict.fromkeys([*taking_part, *listed]))
             taking_part.remove("plans")
         made = [contender(name, inputs) for name in taking_part]
-        timings = paired(made, options.device, seconds=0.5, rounds=(15, 25), warmup=2)
+        timings = paired(made, options.device, seconds=0.5, rounds=(15, 25), warmup=2, ahead=True)
         row = {
             "part": "layer", "case": case.label, "K": case.K, "N": case.N, "T": case.T, "r": case.rank,
             "dropout": case.dropout, "shape": case.shape, **timings.row(),
@@ -288,7 +288,10 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         for name in (*row["over_frozen"], *row["failed"]):
             if name != "norm_refresh" and ":" not in name:
                 key = f"layer_r{row['r']}_{row['shape']}_over_frozen"
-                out[key if name == "packlora" else f"{name}_{key}"] = row["over_frozen"].get(name)
+                key = key if name == "packlora" else f"{name}_{key}"
+                out[key] = row["over_frozen"].get(name)
+                if "ahead_over_frozen" in row:
+                    out[f"ahead_{key}"] = row["ahead_over_frozen"].get(name)
     return out
 
 
@@ -374,7 +377,7 @@ def run_multi(options: Options) -> list[dict[str, Any]]:
         inputs = multi.Inputs.random(case, options.device)
         factors = multi_factors(inputs)
         made = [multi_contender(name, inputs, factors) for name in names]
-        timings = paired(made, options.device, seconds=0.5, rounds=(15, 25), warmup=2)
+        timings = paired(made, options.device, seconds=0.5, rounds=(15, 25), warmup=2, ahead=True)
         row = {"part": "multi", "case": case.label, "K": case.K, "N": case.N, "T": case.T, **timings.row()}
         rows.append(row)
         print(progress_line(row), flush=True)

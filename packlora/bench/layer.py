@@ -27,6 +27,10 @@ SHAPES = [(4096, 4096), (5120, 5120), (8192, 8192), (4096, 14336), (14336, 4096)
 SWEEP_T = (2048, 4096, 6144, 8192, 12288, 16384)
 CONTENDERS = ["frozen", "packlora", "packlora_stepped", "packlora_fp32", "peft_bf16", "peft_fp32_autocast"]
 OPTIONAL = ["peft_compiled"]
+AHEAD = (
+    "ahead_ms: 15 more rounds in which the GPU waits before each run until the host has launched all of it, so that the GPU's "
+    "work alone is timed, as in a step of a large model."
+)
 PROTOCOL = (
     "Forward and backward of one linear layer in bfloat16, LoRA alpha = 2 r. frozen: forward and input gradient of the "
     "nn.Linear alone. packlora: packlora.accelerate on a real PEFT layer with bfloat16 adapters; _stepped: the adapters are "
@@ -36,7 +40,7 @@ PROTOCOL = (
     "a new random order each round; L2 flushed before each (256 MB written); CUDA events, no synchronisation inside the loop; "
     "warm-up, then 15 to 100 rounds; ms are medians, ratios medians of the ratios within a round. Inputs, weights, B and the "
     "upstream gradient are random and dense. peak_mib: of one forward and backward beyond what was allocated before. host_us: "
-    "until the host had launched everything."
+    "until the host had launched everything. " + AHEAD
 )
 LARGEST_DIFFERENCE = 0.02
 """Relative Frobenius distance to PEFT in bfloat16 (unit roundoff 0.004) beyond which a result is wrong, not rounded."""
@@ -204,7 +208,8 @@ def accelerated(name: str, model: Any, example: dict[str, Any] | None = None) ->
         AssertionError: a module was left to PEFT, so that the time would not be packlora's.
     """
     plan = plan_from_name(name.partition(":")[2]) if ":" in name else None
-    report = accelerate(model, plan=plan, example=example, recompute=name == "packlora_recompute")
+    little = name == "packlora_recompute"
+    report = accelerate(model, plan=plan, example=example, recompute=little, keep_outputs=little)
     if report.accelerated < len(report.modules):
         raise AssertionError(f"not all modules were accelerated: {report}")
     plans = sorted({str(module.plan) for module in report.modules})
@@ -256,7 +261,7 @@ def run(options: Options) -> Outcome:
         taking_part = list(names)
         if case.main and not options.quick and not options.only:
             taking_part += OPTIONAL
-        timings = paired([contender(name, inputs) for name in taking_part], options.device)
+        timings = paired([contender(name, inputs) for name in taking_part], options.device, seconds=0.6, ahead=True)
         row = {
             "case": case.label, "K": case.K, "N": case.N, "T": case.T, "r": case.rank, "dropout": case.dropout,
             "main": case.main, "sweep": case.sweep, **timings.row(),
@@ -271,10 +276,11 @@ def run(options: Options) -> Outcome:
 
 
 def progress_line(row: dict[str, Any]) -> str:
-    """One case: ms and the ratio to frozen of every contender, and what failed."""
-    ratios = row["over_frozen"]
+    """One case: ms and the ratio to frozen of every contender, behind it the one with the host ahead, and what failed."""
+    ratios, ahead = row["over_frozen"], row.get("ahead_over_frozen", {})
     parts = [
-        f"{name} {ms:.3f} ms" + (f" ({ratios[name]:.3f})" if ratios.get(name) is not None else "")
+        f"{name} {ms:.3f} ms"
+        + (f" ({ratios[name]:.3f}" + (f", {ahead[name]:.3f}" if name in ahead else "") + ")" if name in ratios else "")
         for name, ms in row["ms"].items()
     ]
     parts += [f"{name} FAILED: {error}" for name, error in row["failed"].items()]
@@ -296,6 +302,9 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         for name in dict.fromkeys(name for row in at for name in [*row["over_frozen"], *row["failed"]]):
             suffix = "" if name == "packlora" else f"_{name}"
             out[f"over_frozen_T{T}_geomean{suffix}"] = geomean(row["over_frozen"].get(name) for row in at)
+            if all("ahead_over_frozen" in row for row in at):
+                key = f"ahead_over_frozen_T{T}_geomean{suffix}"
+                out[key] = geomean(row["ahead_over_frozen"].get(name) for row in at)
     best = {row["case"]: best_peft(row) for row in rows}
     measured = {case: value for case, value in best.items() if value is not None}
     out["worst_vs_peft"] = min(measured.values()) if len(measured) == len(rows) else None

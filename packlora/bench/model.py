@@ -58,14 +58,13 @@ PROTOCOL = (
     "kind model: Llama-3.1-8B's shape ({layers} layers), random bfloat16 weights, 4 x 2048 random tokens, forward with "
     "labels and backward; frozen: no adapter, only the embeddings' output wants a gradient. kind layer: one decoder layer, "
     "samples of 512 tokens. LoRA r 16, alpha 32, dropout 0.1 on all linear layers, or DoRA r 384, alpha 768, no dropout, "
-    "magnitudes and B away from their initial values; packlora: packlora.accelerate on the PEFT model with bfloat16 adapters "
-    "(_recompute: with recompute=True; _fp32: PEFT's default float32; _stepped: the adapters are written to before each run, "
-    "so that norms are made anew in it, "
-    "an optimizer step for every microbatch); peft_bf16: the PEFT model as it is; peft_fp32_autocast: PEFT's default float32 "
-    "adapters under torch.autocast. {liger}. Contenders run in turn inside one loop over the same frozen weights, random order "
-    "each round, CUDA events, medians, ratios within a round. gib: peak of one step, with the frozen weights and what the "
-    "contender itself keeps, without what the others keep. ckpt: gradient checkpointing (use_reentrant=False) of every decoder "
-    "layer."
+    "magnitudes and B away from their initial values; packlora: packlora.accelerate on the PEFT model with bfloat16 "
+    "adapters (_recompute: with recompute=True and keep_outputs=True; _fp32: PEFT's default float32; _stepped: the adapters "
+    "are written to before each run, so that norms are made anew in it, an optimizer step for every microbatch); peft_bf16: "
+    "the PEFT model as it is; peft_fp32_autocast: PEFT's default float32 adapters under torch.autocast. {liger}. Contenders "
+    "run in turn inside one loop over the same frozen weights, random order each round, CUDA events, medians, ratios within "
+    "a round. gib: peak of one step, with the frozen weights and what the contender itself keeps, without what the others "
+    "keep. ckpt: gradient checkpointing (use_reentrant=False) of every decoder layer."
 )
 
 

@@ -34,7 +34,7 @@ PROTOCOL = (
     "the nn.Linear alone. packlora: its operator with float32 adapters (_bf16: bfloat16; _stepped: the adapters are written to "
     "before each run, as by an optimizer step, so that nothing derived from them is kept). peft_bf16, peft_fp32_autocast: four "
     "PEFT layers one after the other on their rows, outputs concatenated. Timing as in the layer benchmark: in turn inside "
-    "one loop, random order each round, L2 flushed, CUDA events, medians, ratios within a round."
+    "one loop, random order each round, L2 flushed, CUDA events, medians, ratios within a round, ahead_ms."
 )
 
 
@@ -156,7 +156,7 @@ def run(options: Options) -> Outcome:
     rows = []
     for case in chosen:
         inputs = Inputs.random(case, options.device)
-        timings = paired([contender(name, inputs) for name in names], options.device)
+        timings = paired([contender(name, inputs) for name in names], options.device, seconds=0.6, ahead=True)
         own = [name for name in names if name.startswith("packlora")]
         peers = [name for name in names if name.startswith("peft")]
         rows.append(

@@ -6,6 +6,8 @@ make gpu
 from __future__ import annotations
 
 import signal
+import statistics
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from packlora.ops.attention import packed_attention
 from packlora.ops.dropout import dropped, layer_salt, token_keys
 from packlora.ops.lora_linear import reference
 from packlora.ops.lora_linear.reference import Segment, weight_norm
+from packlora.timing import AHEAD_ROUNDS, Contender, Work, paired
 
 pytestmark = [
     pytest.mark.gpu,
@@ -168,3 +171,20 @@ def test_bfloat16_losses_follow_float32_losses(tiny_base: Any, write_rows: Any, 
         train(config(tiny_base(), tmp_path / dtype, write_rows, dtype=dtype, device="cuda"))
     for a, b in zip(steps(tmp_path / "float32"), steps(tmp_path / "bfloat16"), strict=True):
         assert abs(a["loss"] - b["loss"]) < 0.05 * a["loss"]
+
+
+def test_with_the_host_ahead_the_host_is_not_timed() -> None:
+    x = torch.zeros(1000, device="cuda")
+
+    def step() -> None:  # two kernels of microseconds, and 3 ms of the host between them
+        x.add_(1)
+        end = time.perf_counter() + 3e-3
+        while time.perf_counter() < end:
+            pass
+        x.add_(1)
+
+    contenders = [Contender("slow host", lambda: Work(step, lambda: None))]
+    timing = paired(contenders, x.device, seconds=0, rounds=(5, 5), ahead=True).by_name["slow host"]
+    assert timing.error is None and len(timing.ms) == 5 and len(timing.ahead_ms) == AHEAD_ROUNDS
+    assert statistics.median(timing.ms) > 2.9
+    assert statistics.median(timing.ahead_ms) < 0.2

@@ -131,6 +131,18 @@ def test_layer_summary_on_known_times() -> None:
     assert layer.table(rows)[-1] == f"worst case against the best PEFT: {rows[3]['case']}, 0.900x"
 
 
+def test_ratios_with_the_host_ahead_stand_beside_the_others_where_they_were_measured() -> None:
+    rows = timed_rows(layer, [c for c in layer.cases(on_gpu()) if c.main and c.T == 8192], MS)
+    assert not any(key.startswith("ahead") for key in layer.summary(rows))
+    for row in rows:
+        row["ahead_over_frozen"] = {name: 1.05 if name == "packlora" else 1.25 for name in row["over_frozen"]}
+    summary = layer.summary(rows)
+    assert summary["ahead_over_frozen_T8192_geomean"] == pytest.approx(1.05)
+    assert summary["ahead_over_frozen_T8192_geomean_peft_bf16"] == pytest.approx(1.25)
+    assert summary["over_frozen_T8192_geomean"] == pytest.approx(1.1 * (1 * 2 * 3 * 4 * 5) ** 0.2)
+    assert "(1.100, 1.050)" in layer.progress_line(rows[0])
+
+
 def test_figures_over_a_failed_case_are_missing_and_not_flattered() -> None:
     cases = [c for c in layer.cases(on_gpu()) if c.main]
     rows = timed_rows(layer, cases, MS, fail="packlora")
