@@ -26,7 +26,7 @@ from peft.tuners.lora import Linear as PeftLinear
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 
-from packlora.adapters import peft_dora
+from packlora.adapters import in_place, peft_dora
 from packlora.adapters.norms import RowNorms
 from packlora.adapters.outputs import KeptOutputs, padded, untouched_outputs
 from packlora.adapters.peft_dora import DoraForward
@@ -190,6 +190,7 @@ def restore(model: torch.nn.Module) -> None:
         SiblingGroup.detach(module)
         RowNorms.detach(module)
         KeptOutputs.detach(module)
+        in_place.undo(module)
 
 
 def _entries(model: torch.nn.Module, paths: Sequence[str]) -> list[torch.nn.Module]:
@@ -220,11 +221,14 @@ def _keep_outputs(
         return [f"DoRA: a product is kept for the gradient of every magnitude{because}"] if others else []
     plans = {path: forward.plan for path, forward in forwards.items()}
     chain = json.dumps(CHAIN.to_dict())
+    spared = in_place.spare_outputs(model, wanted)
     try:
         for forward in forwards.values():  # nothing is compiled or packed for these few tokens
             forward.plan = forward.plan or chain
         found = untouched_outputs(model, wanted, _examples(model) if example is None else [example])
     except Exception as error:  # any model, any error: products are kept then, and the report says so
+        for module in model.modules():
+            in_place.undo(module)
         return [f"DoRA: outputs are not kept, the run that watches them failed ({_named(error)})"]
     finally:
         for path, forward in forwards.items():
@@ -245,6 +249,7 @@ def _keep_outputs(
             else ", not a product beside it"
         )
         + because
+        + (f"; {spared} gated activations of liger's work on copies in the backward" if spared else "")
     ]
 
 

@@ -23,6 +23,7 @@ from transformers.models.llama import modeling_llama
 import packlora
 from packlora import accelerate as module
 from packlora.adapters import outputs
+from packlora.adapters.in_place import BEFORE
 from packlora.adapters.peft_live import LayerForward
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -158,6 +159,61 @@ def test_outputs_that_are_written_into_are_not_kept_and_gradients_are_peft_s(
     wrong = outcome(model)
     differ = {name for name in want if float((wrong[name] - want[name]).abs().max()) > 1e-6}
     assert {name.split(".")[-4] for name in differ if "magnitude" in name} == written, "the writer would matter"
+
+
+LigerSiLUMulFunction = type("LigerSiLUMulFunction", (GatedInPlace,), {})
+
+
+def dispatched(gate: Any, up: Any) -> Any:
+    return LigerSiLUMulFunction.apply(gate, up)
+
+
+def gated_by_name(self: Any, x: torch.Tensor) -> torch.Tensor:
+    y: torch.Tensor = self.down_proj(LigerSiLUMulFunction.apply(self.gate_proj(x), self.up_proj(x)))
+    return y
+
+
+def gated_by_dispatch(self: Any, x: torch.Tensor) -> torch.Tensor:
+    y: torch.Tensor = self.down_proj(dispatched(self.gate_proj(x), self.up_proj(x)))
+    return y
+
+
+@pytest.mark.parametrize("of", ["the class", "the instance"])
+@pytest.mark.parametrize("forward", [gated_by_name, gated_by_dispatch], ids=["named", "dispatched"])
+def test_liger_s_gated_activations_get_copies(forward: Any, of: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By an autograd function of liger's name that writes into gate and up."""
+    monkeypatch.setattr(dispatched, "__module__", "liger_kernel.transformers.swiglu")
+    model = lora(use_dora=True)
+    want = outcome(model)
+    blocks = [module for module in model.modules() if isinstance(module, modeling_llama.LlamaMLP)]
+    if of == "the class":
+        monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", forward)
+    else:
+        for block in blocks:
+            block.forward = forward.__get__(block)
+    before = [block.__dict__.get("forward") for block in blocks]
+    for _ in range(2):  # a second call must not take the first one's for liger's
+        report = packlora.accelerate(model, keep_outputs=True)
+        assert kept(model) == set(ALL), str(report)
+        assert "2 gated activations of liger's work on copies" in line(report)
+        assert_same(outcome(model), want)
+    packlora.restore(model)
+    assert [block.__dict__.get("forward") for block in blocks] == before
+    assert not any(BEFORE in module.__dict__ for module in model.modules())
+    packlora.accelerate(model)
+    assert [block.__dict__.get("forward") for block in blocks] == before, "only for the outputs' sake"
+    assert_same(outcome(model), want)
+
+
+def test_where_liger_s_gated_activations_are_not_between_such_layers_nothing_is_copied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", gated_by_name)
+    model = lora(use_dora=True, target_modules=["q_proj", "v_proj"])
+    report = packlora.accelerate(model, keep_outputs=True)
+    assert kept(model) == {"q_proj", "v_proj"}
+    assert "copies" not in line(report)
+    assert not any(BEFORE in module.__dict__ for module in model.modules())
 
 
 def test_nothing_of_an_output_s_size_is_kept_beside_the_outputs() -> None:
