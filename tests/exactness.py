@@ -11,12 +11,16 @@ import torch
 Results = Mapping[str, torch.Tensor]
 MORE = 4
 """Times as many draws again, at most, where a bound is missed."""
+SENSIBLE = 0.05
+"""Root mean square of torch's errors over that of the exact results, beyond which its result is none to be measured against:
+bfloat16 rounds to 0.002."""
 
 
 @dataclass
 class _Errors:
     largest: float = 0.0
     squares: float = 0.0
+    exact_squares: float = 0.0
     count: int = 0
 
     def add(self, got: torch.Tensor, want: torch.Tensor) -> None:
@@ -24,6 +28,7 @@ class _Errors:
         if error.numel():
             self.largest = max(self.largest, float(error.abs().max()))
             self.squares += float(error.square().sum())
+            self.exact_squares += float(want.double().square().sum())
             self.count += error.numel()
 
     @property
@@ -40,6 +45,8 @@ def assert_as_exact(
     The root mean square hardly varies from seed to seed. The largest error does: it hangs on a few unlucky roundings in the
     few results of largest scale, and even two equally exact ways miss the bound in one of some hundred tries of a dozen draws.
     So where a bound is missed more is drawn, and no error is ever dropped: whoever is more than twice as inexact stays so.
+
+    Torch's result must be one: an error of its own that is no rounding would let everything pass.
 
     Args:
         draw: from the number of a draw, results of ours, of torch in the same dtype, and in float64, by name.
@@ -68,4 +75,6 @@ def assert_as_exact(
         for full, exact in want.items():
             ours[name(full)].add(got[full], exact)
             torchs[name(full)].add(plain[full], exact)
+    for key, b in torchs.items():
+        assert b.squares <= SENSIBLE**2 * b.exact_squares, f"{key}: torch's own result is wrong; seed {seed}"
     assert not missed(), f"{'; '.join(missed())} of torch; seed {seed}"

@@ -109,7 +109,8 @@ def masked(x_TK: torch.Tensor, keys_T2: torch.Tensor, salt: int, p: float, scale
     """x with dropped elements zero; the others as they are, or scaled as dropout scales them."""
     if p == 0.0:
         return x_TK
-    if x_TK.is_cuda and x_TK.dtype != torch.float64 and _HAS_TRITON and x_TK.stride(-1) == 1:
+    by_hand = not (x_TK.requires_grad and torch.is_grad_enabled())  # the kernel is none of autograd's operations
+    if by_hand and x_TK.is_cuda and x_TK.dtype != torch.float64 and _HAS_TRITON and x_TK.stride(-1) == 1:
         from packlora.ops.lora_linear import launch
 
         return launch.masked(x_TK, keys_T2, salt, p, scaled)

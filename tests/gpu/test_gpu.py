@@ -188,3 +188,23 @@ def test_with_the_host_ahead_the_host_is_not_timed() -> None:
     assert timing.error is None and len(timing.ms) == 5 and len(timing.ahead_ms) == AHEAD_ROUNDS
     assert statistics.median(timing.ms) > 2.9
     assert statistics.median(timing.ahead_ms) < 0.2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_specification_has_all_of_its_gradient_under_dropout(dtype: torch.dtype) -> None:
+    """In narrow dtypes too, where masks have a kernel: it is none of autograd's operations."""
+    g = torch.Generator().manual_seed(0)
+    T, K, N, p = 70, 96, 64, 0.5
+    keys = torch.from_numpy(token_keys(1, 0, 0, T)).cuda()
+    x, weight, A, B = (
+        torch.randn(*s, generator=g, dtype=torch.float64).cuda() for s in ((T, K), (N, K), (4, K), (N, 4))
+    )
+
+    def gradient(dtype: torch.dtype) -> torch.Tensor:
+        own = x.to(dtype).requires_grad_()
+        segment = Segment(0, T, 1.5, p, A.to(dtype), B.to(dtype))
+        y = reference.lora_linear(own, weight.to(dtype), None, [segment], keys, 7)
+        return torch.autograd.grad(y.sum(), own)[0].double()
+
+    want = gradient(torch.float64)
+    assert float((gradient(dtype) - want).norm() / want.norm()) < 0.02

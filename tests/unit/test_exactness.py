@@ -42,3 +42,16 @@ def test_one_wrong_number_in_one_draw_is_never_forgotten(wrong: float) -> None:
 
     with pytest.raises(AssertionError, match="y: "):
         assert_as_exact(draw, 2, "none")
+
+
+@pytest.mark.parametrize("wrong", ["gone", "nan", "another"])
+def test_a_wrong_result_of_torch_s_is_no_measure(wrong: str) -> None:
+    """As where a part of a gradient is missing from it: every result of ours would be within twice its error."""
+
+    def draw(number: int) -> tuple[dict[str, torch.Tensor], ...]:
+        got, plain, want = dot(1.0)(number)
+        factor = {"gone": 0.0, "nan": float("nan"), "another": 0.9}[wrong]
+        return got, {"y": factor * plain["y"]}, want
+
+    with pytest.raises(AssertionError, match="torch's own result is wrong"):
+        assert_as_exact(draw, 2, "none")
