@@ -8,6 +8,7 @@ these arguments; results mean nothing. Must be a process of its own: the tests' 
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -117,11 +118,13 @@ def captured(capability: int) -> list[Row]:
                 own, leaves = cast(drawn, dtype)
                 outputs = lora_group(own.x, own.layers, own.runs, own.keys, own.salt, plan)
                 torch.autograd.grad(outputs, list(leaves.values()), own.dy, allow_unused=True)
-    for rank in (16, 64, 384):
-        for dtype in (torch.bfloat16, torch.float32):
-            case = f"norm, rank {rank}, {dtype}"
+    for rank in (16, 64, 200, 384):
+        for dtypes in itertools.product((torch.bfloat16, torch.float32), repeat=2):
+            if rank < 200 and dtypes[0] != dtypes[1]:
+                continue
+            case = f"norm, rank {rank}, A and B {dtypes}"
             weight, A, B = torch.zeros(512, 1024, dtype=torch.bfloat16), torch.zeros(rank, 1024), torch.zeros(512, rank)
-            problem = row_norm.NormProblem(weight, A.to(dtype), B.to(dtype), 0.5)
+            problem = row_norm.NormProblem(weight, A.to(dtypes[0]), B.to(dtypes[1]), 0.5)
             (ready,) = (row_norm_batch.prepared(problem),)
             batch = row_norm_batch.batch_of([ready])
             stale = batch.stale(torch.zeros(1, 5, dtype=torch.int64))

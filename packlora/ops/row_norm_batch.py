@@ -298,7 +298,7 @@ class Batch:
             for p in range(0, len(table), width)
         ]
         """Of every problem: where W is, its stride, where A is; N, K, r."""
-        self.described = self.block > WIDE and self.aligned and has_copy_engine(self.device)
+        self.described = self.block > WIDE and self.aligned and self.aligned_B and has_copy_engine(self.device)
         self.problems = _put(table, torch.int64, self.device)
         self.scalings = _put([problem.scaling for problem in problems], torch.float32, self.device)
         self.likes = [torch.empty(1, dtype=dtype, device=self.device) for dtype in (self.dtype, A_dtype, B_dtype)]
@@ -396,9 +396,9 @@ class Batch:
                     lo.described(size.r, size.k), B, inverses, parts, at["blocks"], at["chunks"], total,
                 ),
                 sites=self.sites, key=("wide_cross", gated, number),
-                steps=at["steps"], SPLIT=self.split_A, GATED=gated, ALIGNED_B=self.aligned_B, BM=size.m, BR=size.r, BK=size.k,
+                steps=at["steps"], SPLIT=self.split_A, GATED=gated, BM=size.m, BR=size.r, BK=size.k,
                 PROGRAMS=min(processors(self.device), total), FLATTEN=not self.split_A, num_warps=size.warps,
-                num_stages=3 if self.split_A else 4,
+                num_stages=3 if self.split_A or B.dtype == torch.float32 else 4,
             )  # fmt: skip
 
     def _tail(self, stale: torch.Tensor | None, parts: torch.Tensor) -> None:

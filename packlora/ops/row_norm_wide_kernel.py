@@ -22,11 +22,11 @@ from packlora.ops.row_norm_kernel import _WIDTH, _int, _reduced, _rows_of, _runs
 @triton.jit(do_not_specialize=["problem", "blocks", "chunks", "total"])
 def wide_cross_kernel(
     problems, problem, stale, W, hi, lo, B_like, inverses, parts, blocks, chunks, total, steps: tl.constexpr,
-    SPLIT: tl.constexpr, GATED: tl.constexpr, ALIGNED_B: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr,
+    SPLIT: tl.constexpr, GATED: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr,
     PROGRAMS: tl.constexpr, FLATTEN: tl.constexpr,
 ):  # fmt: skip
     """What cross_kernel computes, of one problem, into the same slots. W, hi and lo are tensor descriptors; without SPLIT hi is
-    A, and lo is not read.
+    A, and lo is not read. Where B lies and the rank are multiples of 16.
 
     Args:
         blocks, chunks: of ranks, and of K, `steps` of BK each.
@@ -35,9 +35,8 @@ def wide_cross_kernel(
     if _runs(stale, problem, GATED):
         own = problems + problem * _WIDTH
         N, rank = _int(own + 2), tl.load(own + 6).to(tl.int32)
-        B_start = tl.load(own + 5).to(tl.pointer_type(B_like.dtype.element_ty))
-        if ALIGNED_B:
-            B_start, rank = tl.multiple_of(B_start, 16), tl.multiple_of(rank, 16)
+        B_start = tl.multiple_of(tl.load(own + 5).to(tl.pointer_type(B_like.dtype.element_ty)), 16)
+        rank = tl.multiple_of(rank, 16)
         scales, slots = inverses + tl.multiple_of(tl.load(own + 12), 16), parts + tl.load(own + 14)
         for item in tl.range(tl.program_id(0), total, PROGRAMS, flatten=FLATTEN):
             number, chunk = item % blocks, (item // blocks) % chunks

@@ -414,6 +414,34 @@ def test_convergence_script(tmp_path: Path) -> None:
         assert abs(row["losses_peft"][-1] - row["losses_peft"][0]) > 1e-4, "it trains"
 
 
+def test_convergence_of_one_way_after_the_other_is_that_of_both(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*SMALL, "--steps=4", "--data=python"]
+    both, apart = tmp_path / "both.json", tmp_path / "apart.json"
+    dora_convergence.main(["--out", str(both), *words])
+    dora_convergence.main(["--out", str(apart), *words, "--ways=peft"])
+    assert "the results follow when packlora is run" in capsys.readouterr().out
+    assert not apart.exists()
+    with pytest.raises(InputError, match="--steps=3"):
+        dora_convergence.main(["--out", str(apart), *SMALL, "--steps=3", "--data=python", "--ways=packlora"])
+    dora_convergence.main(["--out", str(apart), *words, "--ways=packlora"])
+    rows = [[{**row, "seconds": None} for row in json.loads(out.read_text())["rows"]] for out in (both, apart)]
+    assert rows[0] == rows[1]
+    assert "standard library (6 samples of 40 tokens)" in json.loads(apart.read_text())["protocol"]
+    assert [path.name for path in sorted(tmp_path.glob("*.json"))] == ["apart.json", "both.json"]
+    with pytest.raises(InputError, match="accepted are peft and packlora"):
+        dora_convergence.main(["--out", str(apart), *words, "--ways=pefd"])
+
+
+def test_source_of_the_standard_library_is_cut_into_whole_samples() -> None:
+    rows = dora_convergence.source_rows(50, 300, None)
+    assert len(rows) == 50 and {len(row) for row in rows} == {300}
+    assert rows == dora_convergence.source_rows(50, 300, None)
+    assert b"import" in b"".join(map(bytes, rows))
+    assert len({tuple(row) for row in rows}) == 50
+
+
 def test_convergence_run_of_its_own_takes_all_settings(tmp_path: Path) -> None:
     """What the processes on a GPU are called with."""
     out = tmp_path / "one.json"
