@@ -1,6 +1,6 @@
 """Does DoRA train under packlora as it does under PEFT? Loss by loss over a thousand steps and several seeds.
 
-    python -m benchmarks.dora_convergence --out benchmarks/results/dora-convergence-h200.json --exact --seconds 480
+    python -m benchmarks.dora_convergence --out benchmarks/results/dora-convergence-h200.json --data python --batch 64
     python -m benchmarks.dora_convergence --out benchmarks/results/dora-convergence-cpu.json --device cpu --steps 60 --seeds 1
 
 The same loop runs over a PEFT model as it is and after packlora.accelerate: same base, same initial adapter, same samples in
@@ -17,8 +17,10 @@ import functools
 import json
 import math
 import os
+import platform
 import subprocess
 import sys
+import sysconfig
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +32,7 @@ import torch
 from benchmarks.dora_fidelity import RANK, load_base, padded, samples, with_dora
 from packlora.accelerate import accelerate
 from packlora.bench.results import check_writable, device_slug, write_results
+from packlora.errors import InputError
 from packlora.files import write_json
 from packlora.model import choose_device
 
@@ -49,14 +52,20 @@ GRAPH_GAP = 2e-2
 of 2.7e-3 (of PEFT's loss to packlora's on 8 samples and the same parameters, on a CPU)."""
 PROTOCOL = (
     "{model}; DoRA r {rank}, alpha {alpha} on all linear layers, no dropout; {precision}; AdamW, lr {lr}, clipping at {clip}, "
-    "{steps} steps of {batch} samples of debian_synopsis/train (prompt and completion, cut at {length} tokens, padded to it), "
-    "order drawn by seed; {seeds} seeds. Two runs per seed of one loop over a PEFT model, as it is and after "
-    "packlora.accelerate, from the same initial adapter. mean_abs, max_abs: of the difference of the losses per step; eval: "
-    "mean loss on {eval} held-out samples after the last step; to_fp32: to a third run, PEFT's all in float32 from the same "
+    "{steps} steps of {batch} samples of {data}, order drawn by seed; {seeds} seeds. Two runs per seed of one loop over a PEFT "
+    "model, as it is and after packlora.accelerate, from the same initial adapter. mean_abs, max_abs: of the difference of the "
+    "losses per step; eval: mean loss on {eval} held-out samples after the last step; to_fp32: to a third run, PEFT's all in "
+    "float32 from the same "
     "numbers, over the steps_to_fp32 that it did. {device}."
 )
+DATA = {
+    "synopses": "debian_synopsis/train, {rows} of them (prompt and completion, cut at {length} tokens, padded to it)",
+    "python": "the source of Python {version}'s standard library ({rows} samples of {length} tokens)",
+}
+NO_SOURCE = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}
+"""Folders of the standard library that are not of it, or not everywhere."""
 SIDE_BY_SIDE = (
-    "One GPU; a process for each way, peft and packlora at once, their seeds in turn. As CUDA graphs: {graphs}; a whole step, "
+    "One GPU; a process for each way, their seeds in turn. As CUDA graphs: {graphs}; a whole step, "
     "from the forward to the optimizer, is captured once and replayed, after warm-up steps that are undone. graph_gap: largest "
     "difference of a graph's loss to that of the same parameters without the graph, at up to {checks} of the steps"
 )
@@ -181,6 +190,32 @@ class Trainee:
         return {"losses": self.losses[: self.done].tolist(), "eval": None, "seconds": self.seconds, **graph}
 
 
+def training_rows(args: argparse.Namespace, tokenizer: Any) -> tuple[list[list[int]], list[list[int]]]:
+    """Token ids of the samples to train on, and of those held out."""
+    if args.data == "synopses":
+        return tuple(  # type: ignore[return-value]
+            samples(file, count, args.length, tokenizer)
+            for file, count in (("train.jsonl", args.rows), ("eval.jsonl", EVAL_SAMPLES))
+        )
+    rows = source_rows(args.rows + EVAL_SAMPLES, args.length, tokenizer)
+    return rows[:-EVAL_SAMPLES], rows[-EVAL_SAMPLES:]
+
+
+def source_rows(count: int, length: int, tokenizer: Any) -> list[list[int]]:
+    """Pieces of `length` tokens of the standard library's source, file after file, at most `count`: enough text for a thousand
+    steps that learn nothing by heart. Without a tokenizer, bytes."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = [path for path in sorted(root.rglob("*.py")) if not NO_SOURCE & set(path.relative_to(root).parts)]
+    rows: list[list[int]] = []
+    for path in files:
+        text = path.read_text(errors="replace")
+        ids = list(text.encode()) if tokenizer is None else tokenizer(text)["input_ids"]
+        rows += [ids[at : at + length] for at in range(0, len(ids) - length + 1, length)]
+        if len(rows) >= count:
+            break
+    return rows[:count]
+
+
 def cast(model: torch.nn.Module, dtype: torch.dtype) -> None:
     """Parameters alone, as from_pretrained(dtype=...) does: the rotary embeddings' frequencies are buffers and stay float32."""
     for parameter in model.parameters():
@@ -235,7 +270,7 @@ def train(way: str, device: torch.device, args: argparse.Namespace) -> dict[str,
     """
     end = time.monotonic() + (args.seconds or math.inf)
     base, tokenizer, words = load_base(args.random_weights, args.tiny)
-    rows = samples("train.jsonl", args.rows, args.length, tokenizer)
+    rows, held_out = training_rows(args, tokenizer)
     as_graph = device.type == "cuda" and not args.eager
     trainees = []
     for seed in range(args.seeds):
@@ -243,7 +278,13 @@ def train(way: str, device: torch.device, args: argparse.Namespace) -> dict[str,
         if as_graph:
             trainees[-1].capture()
     print(f"{way}: {len(trainees)} models ready, {'as CUDA graphs' if as_graph else 'step by step'}", flush=True)
-    record: dict[str, Any] = {"model": words, "graph": as_graph, "runs": []}
+    record: dict[str, Any] = {
+        "model": words,
+        "graph": as_graph,
+        "rows": len(rows),
+        "settings": settings(args),
+        "runs": [],
+    }
     done = 0
     while done < args.steps and (not done or time.monotonic() < end):
         done = min(done + CHUNK, args.steps)
@@ -254,7 +295,6 @@ def train(way: str, device: torch.device, args: argparse.Namespace) -> dict[str,
         if done % 100 == 0 or done == args.steps:
             spent = sum(trainee.seconds for trainee in trainees)
             print(f"{way}: {done} steps, {1e3 * spent / done / len(trainees):.1f} ms a step", flush=True)
-    held_out = samples("eval.jsonl", EVAL_SAMPLES, args.length, tokenizer)
     for run, trainee in zip(record["runs"], trainees, strict=True):
         run["eval"] = trainee.evaluate(held_out, args.length)
     write_json(part(args.out, way), record)
@@ -307,10 +347,21 @@ def in_own_process(way: str, args: argparse.Namespace, end: float) -> dict[str, 
     raise RuntimeError(f"the runs with {way} failed: {found}")
 
 
+def recorded(way: str, args: argparse.Namespace) -> dict[str, Any]:
+    """What an earlier run with this --out left of a way. Raises InputError where it ran with other settings."""
+    record: dict[str, Any] = json.loads(part(args.out, way).read_text())
+    if record["settings"] != settings(args):
+        raise InputError(
+            f"{part(args.out, way)} is of {' '.join(record['settings'])}, not of {' '.join(settings(args))}"
+        )
+    return record
+
+
 def settings(args: argparse.Namespace) -> list[str]:
     """The options that a process of one way needs."""
     words = [
-        f"--{name}={getattr(args, name)}" for name in ("device", "steps", "seeds", "batch", "length", "rows", "rank")
+        f"--{name}={getattr(args, name)}"
+        for name in ("device", "steps", "seeds", "batch", "length", "data", "rows", "rank")
     ]
     return words + [f"--{name.replace('_', '-')}" for name in ("random_weights", "tiny") if getattr(args, name)]
 
@@ -383,7 +434,8 @@ def write(records: dict[str, Any], device: torch.device, args: argparse.Namespac
         done += f" (of {args.steps} that were asked for, until the time was over)"
     protocol = PROTOCOL.format(
         model=records["peft"]["model"], rank=args.rank, alpha=2 * args.rank, precision=precision, lr=LR, clip=CLIP,
-        steps=done, batch=args.batch, length=args.length, seeds=args.seeds, eval=EVAL_SAMPLES, device=where,
+        steps=done, batch=args.batch, seeds=args.seeds, eval=EVAL_SAMPLES, device=where,
+        data=DATA[args.data].format(length=args.length, rows=records["peft"]["rows"], version=platform.python_version()),
     )  # fmt: skip
     write_results(args.out, f"dora-convergence-{device_slug(device)}", protocol, rows, figures, str(device))
 
@@ -396,7 +448,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--length", type=int, default=128, help="tokens of a sample")
-    parser.add_argument("--rows", type=int, default=400, help="of the training set")
+    parser.add_argument("--data", choices=DATA, default="synopses")
+    parser.add_argument("--rows", type=int, default=100000, help="of the training set, at most")
+    parser.add_argument("--ways", help="peft or packlora alone; the results are written when both have been run")
     parser.add_argument("--rank", type=int, default=RANK)
     parser.add_argument("--exact", action="store_true", help="also PEFT in float32, to measure both against")
     parser.add_argument("--seconds", type=float, help="training ends then, at the steps that were done")
@@ -413,7 +467,16 @@ def main(arguments: list[str] | None = None) -> None:
         train(args.one, device, args)
         return
     end = time.monotonic() + (args.seconds or math.inf)
-    records = train_all(WAYS, device, args, end)
+    wanted = tuple(args.ways.split(",")) if args.ways else WAYS
+    if not set(wanted) <= set(WAYS):
+        raise InputError(f"ways: {args.ways!r}; accepted are {' and '.join(WAYS)}, separated by a comma")
+    records = train_all(wanted, device, args, end)
+    for way in WAYS:
+        if way not in records:
+            if not part(args.out, way).exists():
+                print(f"{', '.join(wanted)}: done; the results follow when {way} is run with the same --out")
+                return
+            records[way] = recorded(way, args)
     write(records, device, args)
     if args.exact:
         try:

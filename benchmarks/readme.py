@@ -213,7 +213,8 @@ def model() -> list[str]:
         tail = ", checkpointing" if row["checkpointing"] else ""
         kind = "DoRA" if row.get("dora") else "LoRA"
         titles = {
-            "frozen": "frozen", "packlora": f"packlora, {kind}", "packlora_recompute": f"packlora, {kind}, for little memory",
+            "frozen": "frozen", "packlora": f"packlora, {kind}",
+            "packlora_recompute": f"packlora, {kind}, recompute=True, keep_outputs=True",
             "peft_bf16": f"PEFT, {kind}",
         }  # fmt: skip
         if row.get("dora"):
@@ -227,17 +228,8 @@ def model() -> list[str]:
                 lines.append(f"| {title}{tail} | {row['ms'][name]:.0f} | {over} | {row['gib'][name]:.1f} |")
             elif name in row["failed"]:
                 lines.append(f"| {title}{tail} | failed | | |")
-    if (profiled := measured("model-profile-h200")) is not None:
-        figures = profiled["summary"]
-        plain, ckpt = (
-            f"{figures[f'packlora_{kind}_wall_ms']:.0f} ms where the frozen model takes {figures[f'frozen_{kind}_wall_ms']:.0f}"
-            for kind in ("plain", "ckpt")
-        )
-        lines += [
-            "",
-            f"With newer kernels, LoRA alone, one contender after the other: {plain}, and with checkpointing {ckpt}; by "
-            "kernel in [model-profile-h200.json](benchmarks/results/model-profile-h200.json).",
-        ]
+    if measured("model-profile-h200") is not None:
+        lines += ["", "By kernel: [model-profile-h200.json](benchmarks/results/model-profile-h200.json)."]
     lines += [
         "",
         "One decoder layer, time over that of the frozen layer:",
@@ -313,6 +305,15 @@ def dora() -> list[str]:
                 f"{where}: mean difference {figures['convergence_mean_abs']:.1e}, largest {figures['convergence_max_abs']:.1e} "
                 f"([dora-convergence-{device}.json](benchmarks/results/dora-convergence-{device}.json)).",
             ]
+    if (file := measured("dora-fidelity-h200")) is not None:
+        figures = file["summary"]
+        lines += [
+            "",
+            "Logits with DoRA, B and magnitudes away from their first values, SmolLM2-135M, over all tokens the smallest "
+            f"cosine: in float32 1 - {1 - figures['fp32_packlora_peft_min']:.0e} to PEFT. In bfloat16, to the exact logits, "
+            f"{figures['bf16_packlora_exact_min']:.4f} where PEFT has {figures['bf16_peft_exact_min']:.4f} and the model alone "
+            f"{figures['bf16_base_exact_min']:.4f} ([dora-fidelity-h200.json](benchmarks/results/dora-fidelity-h200.json)).",
+        ]
     return lines
 
 
