@@ -135,6 +135,7 @@ def bench(
             "measured; rows of other parts stay in FILE."
         ),
     ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on where a run that was ended left off.")] = False,
     plots: Annotated[bool, typer.Option("--plots", help="Also write pictures beside FILE.")] = False,
     ncu: Annotated[bool, typer.Option("--ncu", help="layer: print the command lines that count DRAM traffic.")] = False,
 ) -> None:
@@ -143,7 +144,7 @@ def bench(
     def action() -> None:
         from packlora.bench import run_bench
 
-        raise typer.Exit(run_bench(name, out, quick, device, only, layers, plots, ncu, parts))
+        raise typer.Exit(run_bench(name, out, quick, device, only, layers, plots, ncu, parts, resume))
 
     _guarded(action)
 

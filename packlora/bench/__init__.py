@@ -31,6 +31,7 @@ def run_bench(
     plots: bool = False,
     ncu: bool = False,
     parts: str | None = None,
+    resume: bool = False,
 ) -> int:
     """Run a benchmark, write its results and print a table.
 
@@ -44,17 +45,19 @@ def run_bench(
         plots: also write pictures beside the file.
         parts: those to measure, of PARTS, separated by commas; rows of the others stay in the file as they are.
         ncu: measure nothing; print the command lines that count the DRAM traffic of `layer`.
+        resume: go on where a run that was ended left off.
 
     Returns:
         Exit code: 0, or 1 where a contender failed (the others' figures are written).
 
     Raises:
-        InputError: an unknown name, no GPU, words in `only` or `parts` that mean nothing here, or a file whose other parts
-            cannot be kept.
+        InputError: an unknown name, no GPU, words in `only` or `parts` that mean nothing here, a file whose other parts
+            cannot be kept, or a run to go on with that was asked for something else.
     """
     import torch
 
     from packlora.bench.options import Options
+    from packlora.bench.progress import Progress
     from packlora.bench.results import check_writable, device_slug, rows_of_other_parts, write_results
     from packlora.errors import InputError
     from packlora.model import choose_device
@@ -95,7 +98,9 @@ def run_bench(
             raise InputError(
                 f"bench {name}: {out} holds other parts in full; --quick, --only and --layers need a new file"
             )
-    options = Options(chosen, quick, words, layers, wanted, kept, out)
+    asked = {"name": label, "device": device_name(chosen), "quick": quick, "only": list(words), "layers": layers}
+    progress = Progress(out, asked, resume)
+    options = Options(chosen, quick, words, layers, wanted, kept, out, progress)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen.index or 0)
     outcome = bench.run(options)
@@ -103,6 +108,7 @@ def run_bench(
     for line in outcome.table:
         print(line)
     write_results(out, label, outcome.protocol, outcome.rows, outcome.summary, str(chosen))
+    progress.done()
     if plots:
         from packlora.bench.plots import write_plots
 

@@ -99,8 +99,8 @@ def run(options: Options) -> list[dict[str, Any]]:
     """Measure; prints a line per case."""
     torch.manual_seed(0)
     names, chosen = choose(options.only, CONTENDERS, [], cases(options), always="copy")
-    rows = []
-    for case in chosen:
+    rows: list[dict[str, Any]] = []
+    for case in options.each(chosen, rows):
         contenders = [contender(name, case, options.device) for name in names]
         timings = paired(contenders, options.device, seconds=0.2, rounds=(15, 40), warmup=2)
         row: dict[str, Any] = {"part": "compose", "case": case.label, "M": case.M, "N": case.N, **timings.row()}

@@ -256,8 +256,8 @@ def plans_of(inputs: Inputs) -> list[str]:
 def run(options: Options) -> list[dict[str, Any]]:
     """Measure; prints a line per case."""
     names, chosen = choose(options.only, CONTENDERS, OPTIONAL, cases(options))
-    rows = []
-    for case in chosen:
+    rows: list[dict[str, Any]] = []
+    for case in options.each(chosen, rows):
         inputs = Inputs.random(case, options.device)
         taking_part = contenders(case, names, options)
         if "plans" in taking_part:
@@ -372,8 +372,8 @@ def multi_contender(name: str, inputs: multi.Inputs, factors: Factors) -> Conten
 def run_multi(options: Options) -> list[dict[str, Any]]:
     """Measure; prints a line per case."""
     names, chosen = choose(options.only, MULTI_CONTENDERS, [], multi_cases(options))
-    rows = []
-    for case in chosen:
+    rows: list[dict[str, Any]] = []
+    for case in options.each(chosen, rows):
         inputs = multi.Inputs.random(case, options.device)
         factors = multi_factors(inputs)
         made = [multi_contender(name, inputs, factors) for name in names]

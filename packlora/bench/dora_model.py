@@ -60,9 +60,10 @@ def cases(options: Options) -> list[Case]:
 def run(options: Options) -> list[dict[str, Any]]:
     """The paper's protocol; prints a line per rank."""
     names, chosen = choose(options.only, CONTENDERS, [], cases(options))
-    base, rows = model.build(chosen[0].config, options.device, Qwen3ForCausalLM), []
+    rows: list[dict[str, Any]] = []
+    base = model.build(chosen[0].config, options.device, Qwen3ForCausalLM)
     weights = sum(parameter.numel() * parameter.element_size() for parameter in base.parameters())
-    for case in chosen:
+    for case in options.each(chosen, rows):
         ids_BS = torch.randint(0, case.config.vocab_size, (1, case.length), device=options.device)
         contenders = [
             model.causal_lm(name, name, base, ids_BS, case.rank, 0.0, True, dora=True, loss_tokens=case.loss_tokens)
@@ -99,10 +100,11 @@ def run_model(options: Options) -> list[dict[str, Any]]:
     """The DoRA rows of the model benchmark."""
     wanted = [case for case in model.cases(options) if case.dora]
     names, chosen = choose(options.only, model.CONTENDERS, model.OPTIONAL, wanted)
-    return [
-        {"part": "model", **model.measured_row(case, model.taking_part(case, names, options), options.device)}
-        for case in chosen
-    ]
+    rows: list[dict[str, Any]] = []
+    for case in options.each(chosen, rows):
+        row = model.measured_row(case, model.taking_part(case, names, options), options.device)
+        rows.append({"part": "model", **row})
+    return rows
 
 
 table = model.table

@@ -134,8 +134,8 @@ def run(options: Options) -> list[dict[str, Any]]:
     """Measure; prints a line per case."""
     torch.manual_seed(0)
     names, chosen = choose(options.only, CONTENDERS, [], cases(options), always="packlora")
-    rows = []
-    for case in chosen:
+    rows: list[dict[str, Any]] = []
+    for case in options.each(chosen, rows):
         row: dict[str, Any] = {"part": "norm", "case": case.label, "K": case.K, "N": case.N, "r": case.rank}
         if case.layers:
             timings, weights = whole_model(case, [name for name in names if name != "packlora_first"], options.device)

@@ -99,8 +99,8 @@ def contender(name: str, base: nn.Module, ids_BS: torch.Tensor, rank: int) -> Co
 def run(options: Options) -> Outcome:
     """Measure; prints a line per setting."""
     names, chosen = choose(options.only, CONTENDERS, OPTIONAL, cases(options))
-    rows = []
-    for case in chosen:
+    rows: list[dict[str, Any]] = []
+    for case in options.each(chosen, rows):
         config = LlamaConfig(**case.config, use_cache=False, attn_implementation="sdpa")
         base = build(config, options.device, LlamaForCausalLM)
         ids = torch.randint(0, config.vocab_size, (case.batch, case.length), device=options.device)

@@ -255,8 +255,8 @@ def check_close(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) ->
 def run(options: Options) -> Outcome:
     """Measure; prints a line per case."""
     names, chosen = choose(options.only, CONTENDERS, OPTIONAL, cases(options))
-    rows = []
-    for case in chosen:
+    rows: list[dict[str, Any]] = []
+    for case in options.each(chosen, rows):
         inputs = Inputs.random(case, options.device)
         taking_part = list(names)
         if case.main and not options.quick and not options.only:

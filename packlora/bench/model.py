@@ -317,7 +317,7 @@ def run(options: Options) -> Outcome:
     liger = use_liger(options.device)
     print(liger, flush=True)
     rows = list(options.kept)
-    for case in chosen:
+    for case in options.each(chosen, rows):
         rows.append(measured_row(case, taking_part(case, names, options), options.device))
     layers = next((row["layers"] for row in rows if row["kind"] == "model"), "no")
     protocol = PROTOCOL.format(layers=layers, liger=liger)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -153,8 +154,8 @@ def compare_with_peft(
 def run(options: Options) -> Outcome:
     """Measure; prints a line per case."""
     names, chosen = choose(options.only, CONTENDERS, [], cases(options))
-    rows = []
-    for case in chosen:
+    rows: list[dict[str, Any]] = []
+    for case in options.each(chosen, rows):
         inputs = Inputs.random(case, options.device)
         timings = paired([contender(name, inputs) for name in names], options.device, seconds=0.6, ahead=True)
         own = [name for name in names if name.startswith("packlora")]

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 
 from packlora.errors import InputError
 from packlora.ops.lora_linear.plan import Plan
 
+if TYPE_CHECKING:
+    from packlora.bench.progress import Progress
+
 
 @dataclass(frozen=True, slots=True)
 class Options:
     """only: words that choose contenders and cases, see `choose`; layers: of the model, None for all of them; parts: of the
     benchmark that are measured, none meaning all; kept: rows of the other parts, from the file that is written again; out: that
-    file."""
+    file; progress: where rows go as they are measured."""
 
     device: torch.device
     quick: bool = False
@@ -26,11 +29,16 @@ class Options:
     parts: tuple[str, ...] = ()
     kept: tuple[dict[str, Any], ...] = ()
     out: Path | None = None
+    progress: Progress | None = None
 
     @property
     def tiny(self) -> bool:
         """Sizes that a CPU runs in seconds: they test the benchmark and measure nothing."""
         return self.device.type == "cpu"
+
+    def each(self, cases: Sequence[Case], rows: list[dict[str, Any]]) -> Iterable[Case]:
+        """The cases to measure, each of which adds its row to `rows`; see progress.Progress."""
+        return cases if self.progress is None else self.progress.each(cases, rows)
 
     def wants(self, part: str) -> bool:
         return not self.parts or part in self.parts

@@ -16,6 +16,7 @@ from benchmarks import model_profile, readme
 from packlora import timing
 from packlora.bench import graphs, layer, model, multi, run_bench, traffic
 from packlora.bench.options import Options, choose, plan_from_name
+from packlora.bench.progress import Progress
 from packlora.errors import InputError
 from packlora.ops.lora_linear.plan import CHAIN, ROUTED, Plan
 from packlora.timing import Contender, Timing, Timings, Work, geomean, paired
@@ -156,6 +157,54 @@ def test_figures_over_a_failed_case_are_missing_and_not_flattered() -> None:
 def test_memory_of_a_contender_counts_its_own_and_the_weights() -> None:
     timings = Timings({"a": Timing("a", [1.0], [1.0], own_bytes=2**28, peak_bytes=2**30), "b": Timing("b", error="x")})
     assert model.peak_gib(timings, 2**31) == {"a": 3.25}
+
+
+# --- a run that is ended ----
+
+
+def test_a_run_that_was_ended_goes_on_at_the_case_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, measured = tmp_path / "layer-cpu.json", []
+    real = layer.paired
+
+    def paired_until(end: int) -> Any:
+        def paired(*args: Any, **kwargs: Any) -> Any:
+            if len(measured) == end:
+                raise KeyboardInterrupt
+            measured.append(1)
+            return real(*args, **kwargs)
+
+        return paired
+
+    monkeypatch.setattr(layer, "paired", paired_until(2))
+    with pytest.raises(KeyboardInterrupt):
+        run_bench("layer", out, quick=True, device="cpu")
+    assert not out.exists()
+    with pytest.raises(InputError, match="remove it to begin anew"):
+        run_bench("layer", out, quick=True, device="cpu", only="frozen,packlora", resume=True)
+
+    monkeypatch.setattr(layer, "paired", paired_until(99))
+    assert run_bench("layer", out, quick=True, device="cpu", resume=True) == 0
+    labels = [case.label for case in layer.cases(Options(CPU, quick=True))]
+    assert len(labels) == len(measured) == 3, "no case twice"
+    assert capsys.readouterr().out.count("measured already") == 2
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["case"] for row in rows] == labels
+    assert ["measured" in row for row in rows] == [True, True, False]
+    assert list(tmp_path.iterdir()) == [out]
+
+    assert run_bench("layer", out, quick=True, device="cpu") == 0
+    assert len(measured) == 6, "without --resume all of it is measured"
+
+
+def test_progress_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    out = tmp_path / "x.json"
+    for text in ("", "[]", '{"asked": {}}', '{"asked": {}, "commit": "c", "date": "d", "rows": [{}]}'):
+        (tmp_path / "x.part.json").write_text(text)
+        with pytest.raises(InputError, match="cannot go on with"):
+            Progress(out, {}, resume=True)
+        assert Progress(out, {}, resume=False).rows == {}
 
 
 # --- the paired loop ---------------------------------------------------------------------------------------------------

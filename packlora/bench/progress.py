@@ -1,0 +1,59 @@
+"""Rows of a benchmark that is under way, in a file beside its results: a run that is ended loses one case at most."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from packlora.bench.options import Case
+from packlora.errors import InputError
+from packlora.files import write_json
+from packlora.prepare import source_commit
+
+Row = dict[str, Any]
+
+
+class Progress:
+    """Args:
+    out: the results file.
+    asked: what must be the same for rows to belong together: name, device, options.
+    resume: go on with the rows that an earlier run left; otherwise they are written over.
+
+    Raises:
+        InputError: the file of the earlier run cannot be read, or it was asked for something else.
+    """
+
+    def __init__(self, out: Path, asked: Row, resume: bool) -> None:
+        self.path, self.asked = out.with_name(f"{out.stem}.part.json"), asked
+        self.rows: dict[str, Row] = self._earlier() if resume and self.path.exists() else {}
+
+    def _earlier(self) -> dict[str, Row]:
+        try:
+            file = json.loads(self.path.read_text())
+            asked, origin = file["asked"], {"commit": file["commit"], "date": file["date"]}
+            rows = {row["case"]: {"measured": origin, **row} for row in file["rows"]}
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise InputError(f"resume: cannot go on with {self.path}: {error!r}; remove it to begin anew") from None
+        if asked != self.asked:
+            raise InputError(f"resume: {self.path} is of {asked}, this is {self.asked}; remove it to begin anew")
+        return rows
+
+    def each(self, cases: Sequence[Case], rows: list[Row]) -> Iterator[Case]:
+        """The cases that are still to be measured. Whoever takes one adds its row to `rows` before taking the next; rows of the
+        others are added here."""
+        for case in cases:
+            if case.label in self.rows:
+                print(f"{case.label}: measured already", flush=True)
+                rows.append(self.rows[case.label])
+                continue
+            yield case
+            self.rows[case.label] = rows[-1]
+            content = {"asked": self.asked, "commit": source_commit(), "date": datetime.now(UTC).date().isoformat()}
+            write_json(self.path, {**content, "rows": list(self.rows.values())})
+
+    def done(self) -> None:
+        """The results are written: nothing is left to go on with."""
+        self.path.unlink(missing_ok=True)
