@@ -77,6 +77,8 @@ class Base:
     """Whether the logits are the output layer's alone, so that the loss need not hold them: see loss.py."""
     liger: list[str] = field(default_factory=list)
     """Parts of the model that liger-kernel runs."""
+    kept_outputs: str | None = None
+    """In words, which DoRA layers keep their outputs: adapters/attach.py."""
 
 
 def choose_device(name: str) -> torch.device:

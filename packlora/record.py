@@ -49,6 +49,7 @@ def run_record(prepared: Prepared, base: Base, jobs: list[Job], known: Profile) 
             "type": prepared.shape.model_type,
             "loss": "fused" if base.fused_loss else "logits",
             "liger": base.liger,
+            "kept_outputs": base.kept_outputs,
         },
         "jobs": described,
         "schedule": {"budget": prepared.budget, "layout": known.layout.name, "profile": known.describe()},

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from packlora import checkpoint, profiler
-from packlora.adapters.attach import attach
+from packlora.adapters.attach import attach, keep_outputs
 from packlora.adapters.linear import Router
 from packlora.adapters.peft_files import load_adapter
 from packlora.config import Run, load_run
@@ -76,6 +76,8 @@ def _set_up(run: Run, saved: dict[str, Any] | None, max_steps: int | None) -> Tr
     # 2. Load the base model once and put all adapters on it.
     base = load_base(run, prepared.tokenizer)
     router, adapters = attach(base.model, {job.config.name: job.spec for job in prepared.jobs}, run.seed)
+    if base.device.type == "cuda":  # where activations are what memory goes to
+        base.kept_outputs = keep_outputs(base.model, router, adapters)
     jobs = []
     for item, adapter in zip(prepared.jobs, adapters, strict=True):
         if item.config.adapter.init_from is not None:

@@ -5,18 +5,24 @@ Adapted linear layers are replaced in place by AdaptedLinear; everything else of
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from packlora.adapters.linear import AdaptedLinear, AdapterWeights, Call, Router, compute
+from packlora.adapters.in_place import spare_outputs, undo
+from packlora.adapters.linear import AdaptedLinear, AdapterWeights, Call, Router, Tokens, compute
 from packlora.adapters.norms import RowNorms
+from packlora.adapters.outputs import untouched_outputs
 from packlora.adapters.recipes import add_recipes
 from packlora.adapters.siblings import SiblingGroup, sibling_groups
 from packlora.adapters.spec import AdapterSpec
 from packlora.data.collate import MIN_ROWS
 from packlora.ops.dropout import layer_salt
+from packlora.ops.lora_linear.layout import Layer, Run
+from packlora.ops.lora_linear.plan import CHAIN, Plan
 from packlora.plans.select import Planner
 from packlora.seeding import stable_hash
 
@@ -80,6 +86,65 @@ def attach(
     if model.device.type == "cuda":  # where activations are what memory goes to
         add_recipes(model)
     return router, adapters
+
+
+class _Plain(Planner):
+    """For a few tokens nothing is compiled."""
+
+    def plan_of(self, x_TK: torch.Tensor, layers: Sequence[Layer], runs: Sequence[Run]) -> Plan:
+        return CHAIN
+
+
+WATCHED = ((MIN_ROWS,), (MIN_ROWS + 1, 2 * MIN_ROWS + 7))
+"""Lengths of the samples of each run that keep_outputs watches."""
+
+
+def keep_outputs(model: PreTrainedModel, router: Router, adapters: Sequence[Adapter]) -> str | None:
+    """Let DoRA layers whose outputs nobody writes into keep these for the gradient of the magnitude, in the place of a product
+    as large beside them. Found by running every DoRA adapter forward and backward on a few tokens.
+
+    Args:
+        model, router, adapters: of attach, ready to train.
+
+    Returns:
+        What was found, in words; None where no layer has DoRA.
+    """
+    layers = {path: module for path, module in model.named_modules() if isinstance(module, AdaptedLinear)}
+    with_dora = [
+        (adapter.number, [path for path, own in adapter.weights.items() if own.magnitude is not None])
+        for adapter in adapters
+    ]
+    wanted = dict.fromkeys(path for _, paths in with_dora for path in paths)
+    if not wanted:
+        return None
+    spare_outputs(model, wanted)
+    planner, router.planner = router.planner, _Plain(model.device)
+    kept = set(wanted)
+    try:
+        for lengths in WATCHED:
+            example = _packed(model, lengths)
+            for number, paths in with_dora:
+                if paths:
+                    with router.route(Tokens(sum(lengths), ((number, 0, sum(lengths)),))):
+                        kept -= set(paths) - untouched_outputs(model, paths, [example]).keys()
+    except Exception as error:  # any model, any error: products are kept then
+        for module in model.modules():
+            undo(module)
+        return f"DoRA: outputs are not kept, the run that watches them failed ({type(error).__name__}: {error})"
+    finally:
+        router.planner = planner
+        router.forget()
+    for path in kept:
+        layers[path].keep_output = True
+    return f"DoRA: {len(kept)} of {len(wanted)} layers keep their output for the gradient of the magnitude"
+
+
+def _packed(model: PreTrainedModel, lengths: Sequence[int]) -> dict[str, Any]:
+    """Keyword arguments for packed samples of these lengths."""
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    ids = torch.randint(vocabulary, (1, sum(lengths)), generator=torch.Generator().manual_seed(0)).to(model.device)
+    positions = torch.cat([torch.arange(length) for length in lengths])[None].to(model.device)
+    return {"input_ids": ids, "position_ids": positions, "use_cache": False, "sample_lengths": tuple(lengths)}
 
 
 def shared_inputs(model: PreTrainedModel) -> dict[str, tuple[str, ...]]:

@@ -8,11 +8,13 @@ copies of a layer's gate and up are alive for the time of its backward.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from types import FunctionType, MethodType
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import nn
+
+from packlora.adapters.outputs import filled
 
 WRITERS = ("LigerSiLUMulFunction", "LigerGELUMulFunction")
 """Names of autograd functions in liger_kernel that write into what they saved."""
@@ -52,21 +54,30 @@ def undo(module: nn.Module) -> None:
 
 def _with_copies(function: FunctionType) -> FunctionType:
     """The same code where one of WRITERS, that it or a function of liger's that it calls names, is one that takes copies."""
-    changed: dict[str, Any] = {}
-    for name in function.__code__.co_names:
-        value = function.__globals__.get(name)
-        if isinstance(value, type) and issubclass(value, torch.autograd.Function) and value.__name__ in WRITERS:
-            changed[name] = on_copies(value)
-        elif isinstance(value, FunctionType) and value.__module__.partition(".")[0] == "liger_kernel":
-            spared = _with_copies(value)
-            if spared is not value:
-                changed[name] = spared
-    if not changed:
+    names = {name: function.__globals__.get(name) for name in function.__code__.co_names}
+    changed = {name: spared for name, value in names.items() if (spared := _spared(value)) is not value}
+    cells = tuple(
+        cell if spared is value else CellType(spared)
+        for cell in function.__closure__ or ()
+        for value in (cell.cell_contents if filled(cell) else None,)
+        for spared in (_spared(value),)
+    )
+    if not changed and cells == (function.__closure__ or ()):
         return function
-    names = function.__globals__ | changed
-    made = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+    made = FunctionType(
+        function.__code__, function.__globals__ | changed, function.__name__, function.__defaults__, cells or None
+    )
     made.__kwdefaults__ = function.__kwdefaults__
     return made
+
+
+def _spared(value: Any) -> Any:
+    """What stands in for a value that a function names: the value itself, unless it is one of WRITERS or calls one."""
+    if isinstance(value, type) and issubclass(value, torch.autograd.Function) and value.__name__ in WRITERS:
+        return on_copies(value)
+    if isinstance(value, FunctionType) and (value.__module__ or "").partition(".")[0] == "liger_kernel":
+        return _with_copies(value)
+    return value
 
 
 def on_copies(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:

@@ -116,6 +116,10 @@ class Router:
             found = self._states[key] = (layers, GroupState(trusted=True))
         return found
 
+    def forget(self) -> None:
+        """Drop what is kept for layers from call to call."""
+        self._states.clear()
+
     def tokens(self, total: int) -> Tokens | None:
         """Of a forward over `total` tokens; None runs the base model alone."""
         if self._only is not None:
@@ -161,6 +165,8 @@ class AdaptedLinear(torch.nn.Module):
         self.salt = salt
         self.siblings = SiblingGroup([self], compute, Call)
         self.index = 0
+        self.keep_output = False
+        """Nobody writes into what this layer gives: it may stand in for DoRA's product (outputs.py)."""
         self._layer: Layer | None = None
 
     @property
@@ -187,10 +193,11 @@ class AdaptedLinear(torch.nn.Module):
 
     def layer(self) -> Layer:
         """The layer and all its adapters as the operator takes them."""
-        if self._layer is None or self._layer.weight is not self.base.weight:
+        known = self._layer
+        if known is None or known.weight is not self.base.weight or known.keep_output != self.keep_output:
             low_rank = {number: weights.low_rank() for number, weights in self.adapters.items()}
-            self._layer = Layer(self.base.weight, self.base.bias, low_rank)
-        return self._layer
+            known = self._layer = Layer(self.base.weight, self.base.bias, low_rank, self.keep_output)
+        return known
 
 
 def compute(x: torch.Tensor, calls: Sequence[Call]) -> tuple[torch.Tensor, ...]:

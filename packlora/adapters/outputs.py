@@ -238,7 +238,7 @@ class Program:
             if function.__module__ is not None and function.__module__.partition(".")[0] == "torch":
                 continue
             functions.append(getattr(function, "__wrapped__", None))
-            functions += [cell.cell_contents for cell in function.__closure__ or () if _filled(cell)]
+            functions += [cell.cell_contents for cell in function.__closure__ or () if filled(cell)]
             for name in _names(function.__code__):
                 value = function.__globals__.get(name)
                 if callable(value):
@@ -269,7 +269,8 @@ def _names(code: types.CodeType) -> set[str]:
     return names
 
 
-def _filled(cell: Any) -> bool:
+def filled(cell: Any) -> bool:
+    """Whether a cell of a closure has a value yet."""
     try:
         return cell.cell_contents is not None
     except ValueError:

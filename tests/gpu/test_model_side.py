@@ -236,13 +236,15 @@ def test_every_family_is_loaded_on_the_fast_path(family: str, dtype: str, tiny_b
     assert load_base(Run.model_validate(tree | {"liger": False}), None).liger == []
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_losses_and_adapter_gradients_with_liger_are_those_without(family: str) -> None:
-    """LoRA and DoRA, with and without dropout, in float32: liger's kernels overwrite what the layers gave them."""
+def test_losses_and_adapter_gradients_with_liger_are_those_without(family: str, dropout: float) -> None:
+    """LoRA and DoRA, with and without dropout, in float32: liger's kernels overwrite what the layers gave them. Layers may keep
+    outputs in DoRA's place all the same, those that are not overwritten or that get copies."""
     pytest.importorskip("liger_kernel")
     from peft import LoraConfig
 
-    from packlora.adapters.attach import attach
+    from packlora.adapters.attach import attach, keep_outputs
     from packlora.adapters.spec import resolve
     from packlora.data.collate import PackedSample, collate
     from packlora.data.encode import Sample
@@ -258,11 +260,11 @@ def test_losses_and_adapter_gradients_with_liger_are_those_without(family: str) 
         packed.append(PackedSample(owner, Sample(ids, is_label), number, 0, None if owner == 0 else 11 + owner))
     batch = collate(packed, torch.device("cuda"))
     results = []
-    for setting in (False, True):
+    for setting, keep in ((False, False), (True, False), (True, True)):
         model = tiny_model(family).cuda()
         prepare_model(model, False)
         assert bool(use_liger(model, setting)) == setting
-        kinds: list[dict[str, Any]] = [{}, {"use_dora": True}, {"use_dora": True, "lora_dropout": 0.2}]
+        kinds: list[dict[str, Any]] = [{}, {"use_dora": True}, {"use_dora": True, "lora_dropout": dropout}]
         specs = {
             str(index): resolve(
                 LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", **kind), model, str(index)
@@ -275,20 +277,28 @@ def test_losses_and_adapter_gradients_with_liger_are_those_without(family: str) 
             for index, parameter in enumerate(parameters):
                 noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(index)).cuda() / 16
                 parameter.add_(noise)
+        if keep:
+            found = keep_outputs(model, router, adapters)
+            kept = {path.rpartition(".")[2] for path, m in model.named_modules() if getattr(m, "keep_output", False)}
+            assert kept >= {"gate_proj", "up_proj", "down_proj"}, found
         with router.route(batch.tokens):
             losses, total = token_losses(model, batch, fused=family != "gemma2")
             results.append([losses, *torch.autograd.grad(total, parameters)])
-    for without, with_liger in zip(*results, strict=True):
+    for without, *with_liger in zip(*results, strict=True):
         scale = without.abs().max()
-        assert float((with_liger - without).abs().max() / scale) < 2e-4
+        for other in with_liger:
+            assert float((other - without).abs().max() / scale) < 2e-4
 
 
 def test_a_run_says_what_it_used(tiny_base: Any, write_rows: Any, tmp_path: Path) -> None:
     pytest.importorskip("liger_kernel")
     from test_training import config, train
 
-    train(config(tiny_base(), tmp_path / "out", write_rows, dtype="bfloat16", device="cuda", liger=True))
+    run = config(tiny_base(), tmp_path / "out", write_rows, dtype="bfloat16", device="cuda", liger=True)
+    run["jobs"][0].setdefault("adapter", {})["use_dora"] = True
+    train(run)
     record = json.loads((tmp_path / "out" / "run.json").read_text())
+    assert record["model"]["kept_outputs"].startswith("DoRA: ")
     assert record["model"]["loss"] == "fused"
     assert sorted(record["model"]["liger"]) == ["2 LlamaAttention", "2 LlamaMLP", "5 LlamaRMSNorm"]
     assert "liger-kernel" in record["versions"]

@@ -7,7 +7,9 @@ writer: it keeps nothing that the writer writes into.
 from __future__ import annotations
 
 import copy
+import itertools
 import random
+import types
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conftest import tiny_model
 from peft import LoraConfig, get_peft_model
 from test_accelerate import IDS, assert_same, fill, lora, outcome
 from torch import nn
@@ -23,8 +26,12 @@ from transformers.models.llama import modeling_llama
 import packlora
 from packlora import accelerate as module
 from packlora.adapters import outputs
-from packlora.adapters.in_place import BEFORE
+from packlora.adapters.attach import attach, keep_outputs
+from packlora.adapters.in_place import BEFORE, undo
+from packlora.adapters.linear import AdaptedLinear, Tokens
 from packlora.adapters.peft_live import LayerForward
+from packlora.adapters.spec import resolve
+from packlora.model import prepare_model
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -487,3 +494,99 @@ def test_every_write_shows_and_looking_is_no_write(dtype: torch.dtype, monkeypat
         else:
             y[[0, 2]] = y[[2, 0]]
         assert torch.equal(outputs._bits(y), bits) == torch.equal(y, was)
+
+
+# --- jobs of packlora train ------------------------------------------------------------------------------------------------
+
+
+JOBS = {
+    "one": {"use_dora": True},
+    "two": {},
+    "three": {"use_dora": True, "target_modules": ["q_proj", "v_proj", "up_proj"]},
+}
+
+
+def jobs_on(model: Any) -> tuple[Any, list[Any]]:
+    common = {"r": 3, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+    specs = {name: resolve(LoraConfig(**(common | own)), model, name) for name, own in JOBS.items()}
+    router, adapters = attach(model, specs, 0)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for adapter in adapters:
+            for name, parameter in adapter.named_parameters().items():
+                drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) / 8
+                parameter.mul_(1 + drawn) if name.endswith("magnitude") else parameter.copy_(drawn)
+    return router, adapters
+
+
+def packed_gradients(model: Any, router: Any, adapters: list[Any]) -> dict[str, torch.Tensor]:
+    """Of every job, on packed samples: two of the first, one of each other."""
+    owners, lengths = (0, 0, 1, 2), (9, 14, 11, 17)
+    cuts = [0, *itertools.accumulate(lengths)]
+    runs = tuple(zip(owners, cuts, cuts[1:], strict=False))
+    ids = torch.randint(3, 100, (1, cuts[-1]), generator=torch.Generator().manual_seed(1))
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    named = {f"{a.name}.{name}": p for a in adapters for name, p in a.named_parameters().items()}
+    with router.route(Tokens(cuts[-1], runs)):
+        logits = model(input_ids=ids, position_ids=positions, use_cache=False, sample_lengths=lengths).logits
+        grads = torch.autograd.grad(logits.sin().sum(), list(named.values()))
+    return {"logits": logits.detach(), **dict(zip(named, grads, strict=True))}
+
+
+def kept_by_jobs(model: Any) -> set[str]:
+    layers = {path: m for path, m in model.named_modules() if isinstance(m, AdaptedLinear)}
+    return {path.rpartition(".")[2] for path, layer in layers.items() if layer.keep_output}
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("writer", [None, "rotary", "gated", "liger"])
+def test_jobs_keep_outputs_that_nobody_writes_into(
+    writer: str | None, checkpointing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model: Any = tiny_model("llama", torch.float64)
+    prepare_model(model, checkpointing)
+    router, adapters = jobs_on(model)
+    want = packed_gradients(model, router, adapters)
+    modes = [module.training for module in model.modules()]
+    written: set[str] = set()
+    if writer == "rotary":
+        written = forward_writer(monkeypatch)
+    elif writer == "gated":
+        written = backward_writer(monkeypatch)
+    elif writer == "liger":
+        function = LigerSiLUMulFunction  # a name of the closure, as in packlora/liger.py
+        for block in (m for m in model.modules() if isinstance(m, modeling_llama.LlamaMLP)):
+            block.forward = types.MethodType(
+                lambda self, x: self.down_proj(function.apply(self.gate_proj(x), self.up_proj(x))), block
+            )
+    found = keep_outputs(model, router, adapters)
+    assert found is not None and f"DoRA: {14 - 2 * len(written)} of 14 layers keep" in found, found
+    assert kept_by_jobs(model) == set(ALL) - written
+    assert [module.training for module in model.modules()] == modes
+    assert all(parameter.grad is None for a in adapters for parameter in a.named_parameters().values())
+    assert_same(packed_gradients(model, router, adapters), want)
+
+    if writer is not None and not checkpointing:
+        for module in model.modules():
+            undo(module)  # liger's may write again
+            if isinstance(module, AdaptedLinear):
+                module.keep_output = True
+        wrong = packed_gradients(model, router, adapters)
+        assert any("magnitude" in name and float((wrong[name] - want[name]).abs().max()) > 1e-6 for name in want)
+
+
+def test_jobs_without_dora_and_models_that_cannot_be_watched_keep_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = tiny_model("llama", torch.float64)
+    prepare_model(model, False)
+    router, adapters = jobs_on(model)
+    want = packed_gradients(model, router, adapters)
+    assert keep_outputs(model, router, adapters[1:2]) is None
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", gated_by_name)
+    planner = router.planner
+    with monkeypatch.context() as patch:
+        patch.setattr("packlora.adapters.attach.untouched_outputs", lambda *_: 1 / 0)
+        found = keep_outputs(model, router, adapters)
+    assert found == "DoRA: outputs are not kept, the run that watches them failed (ZeroDivisionError: division by zero)"
+    assert kept_by_jobs(model) == set() and router.planner is planner
+    assert not any(BEFORE in module.__dict__ for module in model.modules())
+    assert_same(packed_gradients(model, router, adapters), want)
