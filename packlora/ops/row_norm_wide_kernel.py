@@ -3,7 +3,7 @@
     cross    as cross_kernel, with Hopper's copy engine; one module a launch, programs that stay and take block after block
     gram     G = A A' from the halves of A that the cross product reads as well, on 16-bit tensor cores
     fold     sums the chunks, and cuts G in two numbers of 11 bits (TF32)
-    tail     sum_l B_jl (B G)_jl: B is cut in registers, three products of TF32
+    tail     sum_l B_jl (B G)_jl: B is cut in registers, three products of TF32, two where B has 16 bits
 
 Of G the blocks on and above the diagonal are computed. What is left out of the other triangle is counted twice: fold writes the
 transpose of a triangle, [column, row], so that both operands of the tail's products lie along the sum.
@@ -169,10 +169,14 @@ def wide_tail_kernel(
         for m in range(0, col + BR, BK):
             ranks = (m + tl.arange(0, BK))[None, :]
             B_tile = tl.load(B + ranks, mask=inside[:, None] & (ranks < rank), other=0.0).to(tl.float32)
-            hi = _high(B_tile)
             G_tile = tl.trans(tl.load(G_hi + ranks))
-            part = tl.dot(B_tile - hi, G_tile, input_precision="tf32")
-            part = tl.dot(hi, tl.trans(tl.load(G_lo + ranks)), part, input_precision="tf32")
+            if B_like.dtype.element_ty.primitive_bitwidth == 32:
+                hi = _high(B_tile)
+                part = tl.dot(B_tile - hi, G_tile, input_precision="tf32")
+                part = tl.dot(hi, tl.trans(tl.load(G_lo + ranks)), part, input_precision="tf32")
+            else:  # 11 bits hold it
+                hi = B_tile
+                part = tl.dot(hi, tl.trans(tl.load(G_lo + ranks)), input_precision="tf32")
             acc += tl.dot(hi, G_tile, part, input_precision="tf32")
         B_tile = tl.load(B + cols[None, :], mask=inside[:, None] & (cols < rank)[None, :], other=0.0)
         out = parts + tl.load(own + 14) + tl.load(item + 3).to(tl.int64) * N
