@@ -1,6 +1,6 @@
 """Does DoRA train under packlora as it does under PEFT? Loss by loss over a thousand steps and several seeds.
 
-    python -m benchmarks.dora_convergence --out benchmarks/results/dora-convergence-h200.json --data python --batch 64
+    python -m benchmarks.dora_convergence --out dora-convergence-h200.json --data python --batch 64
     python -m benchmarks.dora_convergence --out benchmarks/results/dora-convergence-cpu.json --device cpu --steps 60 --seeds 1
 
 The same loop runs over a PEFT model as it is and after packlora.accelerate: same base, same initial adapter, same samples in
@@ -35,6 +35,7 @@ from packlora.bench.results import check_writable, device_slug, write_results
 from packlora.errors import InputError
 from packlora.files import write_json
 from packlora.model import choose_device
+from packlora.record import device_name
 
 ROOT = Path(__file__).parent.parent
 WAYS = ("peft", "packlora")
@@ -202,13 +203,13 @@ def training_rows(args: argparse.Namespace, tokenizer: Any) -> tuple[list[list[i
 
 
 def source_rows(count: int, length: int, tokenizer: Any) -> list[list[int]]:
-    """Pieces of `length` tokens of the standard library's source, file after file, at most `count`: enough text for a thousand
-    steps that learn nothing by heart. Without a tokenizer, bytes."""
+    """Pieces of `length` tokens of the standard library's source, file after file, at most `count`: 11 MB of text, which a
+    thousand steps see a few times, where they would learn the synopses by heart. Without a tokenizer, bytes."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = [path for path in sorted(root.rglob("*.py")) if not NO_SOURCE & set(path.relative_to(root).parts)]
     rows: list[list[int]] = []
     for path in files:
-        text = path.read_text(errors="replace")
+        text = path.read_text(encoding="utf-8", errors="replace")
         ids = list(text.encode()) if tokenizer is None else tokenizer(text)["input_ids"]
         rows += [ids[at : at + length] for at in range(0, len(ids) - length + 1, length)]
         if len(rows) >= count:
@@ -279,12 +280,8 @@ def train(way: str, device: torch.device, args: argparse.Namespace) -> dict[str,
             trainees[-1].capture()
     print(f"{way}: {len(trainees)} models ready, {'as CUDA graphs' if as_graph else 'step by step'}", flush=True)
     record: dict[str, Any] = {
-        "model": words,
-        "graph": as_graph,
-        "rows": len(rows),
-        "settings": settings(args),
-        "runs": [],
-    }
+        "model": words, "graph": as_graph, "rows": len(rows), "origin": origin(device, args), "done": False, "runs": [],
+    }  # fmt: skip
     done = 0
     while done < args.steps and (not done or time.monotonic() < end):
         done = min(done + CHUNK, args.steps)
@@ -297,6 +294,7 @@ def train(way: str, device: torch.device, args: argparse.Namespace) -> dict[str,
             print(f"{way}: {done} steps, {1e3 * spent / done / len(trainees):.1f} ms a step", flush=True)
     for run, trainee in zip(record["runs"], trainees, strict=True):
         run["eval"] = trainee.evaluate(held_out, args.length)
+    record["done"] = True
     write_json(part(args.out, way), record)
     return record
 
@@ -347,13 +345,19 @@ def in_own_process(way: str, args: argparse.Namespace, end: float) -> dict[str, 
     raise RuntimeError(f"the runs with {way} failed: {found}")
 
 
-def recorded(way: str, args: argparse.Namespace) -> dict[str, Any]:
-    """What an earlier run with this --out left of a way. Raises InputError where it ran with other settings."""
-    record: dict[str, Any] = json.loads(part(args.out, way).read_text())
-    if record["settings"] != settings(args):
-        raise InputError(
-            f"{part(args.out, way)} is of {' '.join(record['settings'])}, not of {' '.join(settings(args))}"
-        )
+def origin(device: torch.device, args: argparse.Namespace) -> dict[str, Any]:
+    """What two ways must have in common to be compared."""
+    return {"settings": settings(args), "device": device_name(device), "python": platform.python_version()}
+
+
+def recorded(way: str, device: torch.device, args: argparse.Namespace) -> dict[str, Any]:
+    """What an earlier run with this --out left of a way. Raises InputError where it was ended or belongs to something else."""
+    path, wanted = part(args.out, way), origin(device, args)
+    record: dict[str, Any] = json.loads(path.read_text())
+    if record.get("origin") != wanted:
+        raise InputError(f"{path} is of {record.get('origin')}, not of {wanted}; remove it, or run {way} again")
+    if not record["done"]:
+        raise InputError(f"{path} is of a run that was ended; remove it, or run {way} again")
     return record
 
 
@@ -467,7 +471,7 @@ def main(arguments: list[str] | None = None) -> None:
         train(args.one, device, args)
         return
     end = time.monotonic() + (args.seconds or math.inf)
-    wanted = tuple(args.ways.split(",")) if args.ways else WAYS
+    wanted = tuple(dict.fromkeys(args.ways.split(","))) if args.ways else WAYS
     if not set(wanted) <= set(WAYS):
         raise InputError(f"ways: {args.ways!r}; accepted are {' and '.join(WAYS)}, separated by a comma")
     records = train_all(wanted, device, args, end)
@@ -476,7 +480,7 @@ def main(arguments: list[str] | None = None) -> None:
             if not part(args.out, way).exists():
                 print(f"{', '.join(wanted)}: done; the results follow when {way} is run with the same --out")
                 return
-            records[way] = recorded(way, args)
+            records[way] = recorded(way, device, args)
     write(records, device, args)
     if args.exact:
         try:

@@ -190,7 +190,7 @@ def restore(model: torch.nn.Module) -> None:
         SiblingGroup.detach(module)
         RowNorms.detach(module)
         KeptOutputs.detach(module)
-        in_place.undo(module)
+    in_place.undo(model)
 
 
 def _entries(model: torch.nn.Module, paths: Sequence[str]) -> list[torch.nn.Module]:
@@ -216,19 +216,17 @@ def _keep_outputs(
     could = {path: forward.could_keep_output() for path, forward in forwards.items()}
     wanted = [path for path, possible in could.items() if possible]
     others = sum(possible is False for possible in could.values())
-    because = f"; {others} with a frozen bias or dropout keep it" if others else ""
+    because = f"; {others} with a frozen bias, dropout or a magnitude of 0 keep it" if others else ""
     if not wanted:
         return [f"DoRA: a product is kept for the gradient of every magnitude{because}"] if others else []
     plans = {path: forward.plan for path, forward in forwards.items()}
     chain = json.dumps(CHAIN.to_dict())
-    spared = in_place.spare_outputs(model, wanted)
+    examples = _examples(model) if example is None else [example]
     try:
         for forward in forwards.values():  # nothing is compiled or packed for these few tokens
             forward.plan = forward.plan or chain
-        found = untouched_outputs(model, wanted, _examples(model) if example is None else [example])
+        found, spared = in_place.watched(model, wanted, lambda: untouched_outputs(model, wanted, examples))
     except Exception as error:  # any model, any error: products are kept then, and the report says so
-        for module in model.modules():
-            in_place.undo(module)
         return [f"DoRA: outputs are not kept, the run that watches them failed ({_named(error)})"]
     finally:
         for path, forward in forwards.items():

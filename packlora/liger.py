@@ -5,7 +5,7 @@ what the module itself gives on random numbers. Only this model's modules change
 are looked up at every call, so adapters may be put on before or after. The loss is ops/linear_cross_entropy.py's.
 
 The kernels work in place: the rotary embedding overwrites its inputs in forward, the activation its inputs in backward. Both
-are outputs of linear layers, which therefore must not keep their outputs for their own backward.
+are outputs of linear layers, which may keep their outputs for their own backward only where adapters/in_place.py sees to it.
 """
 
 from __future__ import annotations

@@ -76,14 +76,14 @@ def _set_up(run: Run, saved: dict[str, Any] | None, max_steps: int | None) -> Tr
     # 2. Load the base model once and put all adapters on it.
     base = load_base(run, prepared.tokenizer)
     router, adapters = attach(base.model, {job.config.name: job.spec for job in prepared.jobs}, run.seed)
-    if base.device.type == "cuda":  # where activations are what memory goes to
-        base.kept_outputs = keep_outputs(base.model, router, adapters)
     jobs = []
     for item, adapter in zip(prepared.jobs, adapters, strict=True):
         if item.config.adapter.init_from is not None:
             load_adapter(item.config.adapter.init_from, adapter)
         scale = FLOAT16_SCALE if run.dtype == "float16" else 1.0
         jobs.append(Job(item.config, item.data, item.eval_encoded.samples, adapter, scale))
+    if base.device.type == "cuda":  # where activations are what memory goes to
+        base.kept_outputs = keep_outputs(base.model, router, adapters)
 
     # 3. Choose the size of microbatches where that is left to us.
     known = _choose_budget(run, prepared, base, router, jobs, saved)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from packlora.adapters.in_place import spare_outputs, undo
+from packlora.adapters.in_place import watched
 from packlora.adapters.linear import AdaptedLinear, AdapterWeights, Call, Router, Tokens, compute
 from packlora.adapters.norms import RowNorms
 from packlora.adapters.outputs import untouched_outputs
@@ -104,7 +104,7 @@ def keep_outputs(model: PreTrainedModel, router: Router, adapters: Sequence[Adap
     as large beside them. Found by running every DoRA adapter forward and backward on a few tokens.
 
     Args:
-        model, router, adapters: of attach, ready to train.
+        model, router, adapters: of attach, with their first values, ready to train.
 
     Returns:
         What was found, in words; None where no layer has DoRA.
@@ -114,29 +114,45 @@ def keep_outputs(model: PreTrainedModel, router: Router, adapters: Sequence[Adap
         (adapter.number, [path for path, own in adapter.weights.items() if own.magnitude is not None])
         for adapter in adapters
     ]
-    wanted = dict.fromkeys(path for _, paths in with_dora for path in paths)
-    if not wanted:
+    every = dict.fromkeys(path for _, paths in with_dora for path in paths)
+    if not every:
         return None
-    spare_outputs(model, wanted)
+    wanted = [path for path in every if _may_keep(layers[path])]
+    others = len(every) - len(wanted)
+    because = f"; {others} with a bias, dropout or a magnitude of 0 keep a product" if others else ""
     planner, router.planner = router.planner, _Plain(model.device)
-    kept = set(wanted)
-    try:
+
+    def watch() -> set[str]:
+        kept = set(wanted)
         for lengths in WATCHED:
             example = _packed(model, lengths)
             for number, paths in with_dora:
-                if paths:
+                if own := [path for path in paths if path in kept]:
                     with router.route(Tokens(sum(lengths), ((number, 0, sum(lengths)),))):
-                        kept -= set(paths) - untouched_outputs(model, paths, [example]).keys()
+                        kept -= set(own) - untouched_outputs(model, own, [example]).keys()
+        return kept
+
+    try:
+        kept, _ = watched(model, wanted, watch) if wanted else (set[str](), 0)
     except Exception as error:  # any model, any error: products are kept then
-        for module in model.modules():
-            undo(module)
         return f"DoRA: outputs are not kept, the run that watches them failed ({type(error).__name__}: {error})"
     finally:
         router.planner = planner
         router.forget()
     for path in kept:
         layers[path].keep_output = True
-    return f"DoRA: {len(kept)} of {len(wanted)} layers keep their output for the gradient of the magnitude"
+    return f"DoRA: {len(kept)} of {len(every)} layers keep their output for the gradient of the magnitude{because}"
+
+
+def _may_keep(layer: AdaptedLinear) -> bool:
+    """Whether an output can stand in for the product: with a bias the difference would cost digits, dropout on the base product
+    makes two products, and where a magnitude is 0 the output tells nothing."""
+    weights = list(layer.adapters.values())
+    return layer.bias is None and not any(
+        own.bias is not None
+        or (own.magnitude is not None and ((own.spec.dropout > 0 and own.spec.base_dropped) or not own.magnitude.all()))
+        for own in weights
+    )
 
 
 def _packed(model: PreTrainedModel, lengths: Sequence[int]) -> dict[str, Any]:

@@ -350,7 +350,9 @@ class LayerForward:
         if isinstance(call, str) or call.magnitude is None or not call.magnitude.requires_grad:
             return None
         drop: Any = self.layer.lora_dropout[call.name]
-        return call.bias is None and not (isinstance(drop, nn.Dropout) and drop.p)
+        if call.bias is not None or (isinstance(drop, nn.Dropout) and drop.p):
+            return False
+        return bool(call.magnitude.detach().all())  # where g is 0, y tells nothing of z
 
     def install(self) -> None:
         self.layer.forward = self

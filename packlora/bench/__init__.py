@@ -78,6 +78,8 @@ def run_bench(
     if name == "schedule":  # measures no device
         if only or device not in ("auto", "cpu"):
             raise InputError("bench schedule runs on the CPU and in full; --only and --device are not for it")
+        if resume:
+            raise InputError("bench schedule takes seconds; --resume is not for it")
         return int(importlib.import_module("packlora.bench.schedule").run_schedule(out, quick, plots))
     chosen = choose_device(device)
     if chosen.type == "cpu" and not (quick and device == "cpu"):
@@ -98,7 +100,14 @@ def run_bench(
             raise InputError(
                 f"bench {name}: {out} holds other parts in full; --quick, --only and --layers need a new file"
             )
-    asked = {"name": label, "device": device_name(chosen), "quick": quick, "only": list(words), "layers": layers}
+    asked = {
+        "name": label,
+        "device": device_name(chosen),
+        "quick": quick,
+        "only": list(words),
+        "layers": layers,
+        "parts": list(wanted),
+    }
     progress = Progress(out, asked, resume)
     options = Options(chosen, quick, words, layers, wanted, kept, out, progress)
     if chosen.type == "cuda":

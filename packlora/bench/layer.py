@@ -275,12 +275,16 @@ def run(options: Options) -> Outcome:
     return Outcome(PROTOCOL, rows, options.keys(summary(rows)), table(rows))
 
 
+def _given(name: str, *ratios: dict[str, float | None]) -> list[float]:
+    return [ratio for by_name in ratios if (ratio := by_name.get(name)) is not None]
+
+
 def progress_line(row: dict[str, Any]) -> str:
     """One case: ms and the ratio to frozen of every contender, behind it the one with the host ahead, and what failed."""
     ratios, ahead = row["over_frozen"], row.get("ahead_over_frozen", {})
     parts = [
         f"{name} {ms:.3f} ms"
-        + (f" ({ratios[name]:.3f}" + (f", {ahead[name]:.3f}" if name in ahead else "") + ")" if name in ratios else "")
+        + (f" ({', '.join(f'{ratio:.3f}' for ratio in found)})" if (found := _given(name, ratios, ahead)) else "")
         for name, ms in row["ms"].items()
     ]
     parts += [f"{name} FAILED: {error}" for name, error in row["failed"].items()]

@@ -20,7 +20,8 @@ class Progress:
     """Args:
     out: the results file.
     asked: what must be the same for rows to belong together: name, device, options.
-    resume: go on with the rows that an earlier run left; otherwise they are written over.
+    resume: go on with the rows that an earlier run left, but for those of cases where a contender failed; otherwise they are
+        written over.
 
     Raises:
         InputError: the file of the earlier run cannot be read, or it was asked for something else.
@@ -34,7 +35,7 @@ class Progress:
         try:
             file = json.loads(self.path.read_text())
             asked, origin = file["asked"], {"commit": file["commit"], "date": file["date"]}
-            rows = {row["case"]: {"measured": origin, **row} for row in file["rows"]}
+            rows = {row["case"]: {"measured": origin, **row} for row in file["rows"] if not row["failed"]}
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise InputError(f"resume: cannot go on with {self.path}: {error!r}; remove it to begin anew") from None
         if asked != self.asked:
@@ -55,5 +56,6 @@ class Progress:
             write_json(self.path, {**content, "rows": list(self.rows.values())})
 
     def done(self) -> None:
-        """The results are written: nothing is left to go on with."""
-        self.path.unlink(missing_ok=True)
+        """The results are written: nothing of this run is left to go on with."""
+        if self.rows:
+            self.path.unlink(missing_ok=True)

@@ -126,6 +126,7 @@ def _kind(problem: NormProblem) -> tuple[Any, ...]:
     assert isinstance(weight, torch.Tensor)
     aligned = (
         weight.data_ptr() % 16 == 0 and weight.stride(0) % 16 == 0 and weight.shape[1] % 16 == 0
+        and weight.stride(0) >= weight.shape[1]  # descriptors know no row that is read again
         and A.data_ptr() % 16 == 0
     )  # fmt: skip
     aligned_B = problem.B.data_ptr() % 16 == 0 and len(A) % 16 == 0

@@ -89,6 +89,16 @@ def test_ranks_over_64_where_the_low_rank_part_is_nearly_all(K: int, r: int, dty
     as_exact_as_float32(W, A.float(), B, 1.5, row_norm(W, A, B, 1.5))
 
 
+@pytest.mark.parametrize("a", ["float32", "bfloat16"])
+@pytest.mark.parametrize("b", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("N", "K", "r"), [(300, 416, 208), (4096, 4096, 384), (257, 14336, 96), (1024, 1040, 768)])
+def test_ranks_over_64_in_all_dtypes(N: int, K: int, r: int, a: str, b: str) -> None:
+    """Aligned, so by tensor descriptors."""
+    W, A, B = draw(N, K, r, low=0.02)
+    A, B = A.to(getattr(torch, a)), B.to(getattr(torch, b))
+    as_exact_as_float32(W, A.float(), B.float(), 0.7, row_norm(W, A, B, 0.7))
+
+
 def test_ranks_over_64_whose_operands_are_not_aligned() -> None:
     """B's address, a rank and a row of A that are no multiples of 16 bytes."""
     for K, r, skip in ((1024, 130, 0), (1024, 384, 1), (1030, 384, 0)):

@@ -7,7 +7,9 @@ writer: it keeps nothing that the writer writes into.
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
+import pickle
 import random
 import types
 import warnings
@@ -27,7 +29,7 @@ import packlora
 from packlora import accelerate as module
 from packlora.adapters import outputs
 from packlora.adapters.attach import attach, keep_outputs
-from packlora.adapters.in_place import BEFORE, undo
+from packlora.adapters.in_place import REPLACED, undo
 from packlora.adapters.linear import AdaptedLinear, Tokens
 from packlora.adapters.peft_live import LayerForward
 from packlora.adapters.spec import resolve
@@ -180,6 +182,15 @@ def gated_by_name(self: Any, x: torch.Tensor) -> torch.Tensor:
     return y
 
 
+def dispatched_for_ever(gate: Any, up: Any) -> Any:
+    return LigerSiLUMulFunction.apply(gate, up) if gate is not None else dispatched_for_ever(gate, up)
+
+
+def gated_by_a_circle(self: Any, x: torch.Tensor) -> torch.Tensor:
+    y: torch.Tensor = self.down_proj(dispatched_for_ever(self.gate_proj(x), self.up_proj(x)))
+    return y
+
+
 def gated_by_dispatch(self: Any, x: torch.Tensor) -> torch.Tensor:
     y: torch.Tensor = self.down_proj(dispatched(self.gate_proj(x), self.up_proj(x)))
     return y
@@ -206,9 +217,81 @@ def test_liger_s_gated_activations_get_copies(forward: Any, of: str, monkeypatch
         assert_same(outcome(model), want)
     packlora.restore(model)
     assert [block.__dict__.get("forward") for block in blocks] == before
-    assert not any(BEFORE in module.__dict__ for module in model.modules())
+    assert not any(REPLACED in module.__dict__ for module in model.modules())
     packlora.accelerate(model)
     assert [block.__dict__.get("forward") for block in blocks] == before, "only for the outputs' sake"
+    assert_same(outcome(model), want)
+
+
+def test_copies_are_for_outputs_that_are_kept_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", gated_by_name)
+    model = lora(use_dora=True, target_modules=["down_proj"])
+    report = packlora.accelerate(model, keep_outputs=True)
+    assert kept(model) == {"down_proj"}
+    assert "copies" not in line(report)
+    assert not any(REPLACED in module.__dict__ for module in model.modules())
+
+
+def test_what_others_put_in_a_spared_forward_s_place_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", gated_by_name)
+    model = lora(use_dora=True)
+    packlora.accelerate(model, keep_outputs=True)
+    first, second = (m for m in model.modules() if isinstance(m, modeling_llama.LlamaMLP))
+    first.forward = wrapper = functools.partial(first.forward)
+    del second.forward
+    packlora.restore(model)
+    assert first.__dict__["forward"] is wrapper and "forward" not in second.__dict__
+    assert not any(REPLACED in module.__dict__ for module in model.modules())
+
+
+def test_a_forward_of_another_object_and_functions_that_call_themselves_are_left_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(dispatched_for_ever, "__module__", "liger_kernel.x")
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", gated_by_a_circle)
+    model = lora(use_dora=True)
+    want = outcome(model)
+    first, second = (m for m in model.modules() if isinstance(m, modeling_llama.LlamaMLP))
+    helper = types.SimpleNamespace(down_proj=second.down_proj, gate_proj=second.gate_proj, up_proj=second.up_proj)
+    second.forward = types.MethodType(gated_by_name, helper)
+    report = packlora.accelerate(model, keep_outputs=True)
+    assert REPLACED in first.__dict__ and REPLACED not in second.__dict__, str(report)
+    assert_same(outcome(model), want)
+
+
+def test_a_pickled_copy_of_a_spared_model_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", gated_by_name)
+    model = lora(use_dora=True)
+    packlora.accelerate(model, keep_outputs=True)
+    want = outcome(model)
+    assert any(REPLACED in module.__dict__ for module in model.modules())
+    other = pickle.loads(pickle.dumps(model))
+    assert_same(outcome(other), want)
+    packlora.restore(other)
+    assert_same(outcome(other), want)
+
+
+def test_compiled_models_take_the_activation_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", gated_by_name)
+    model = lora(use_dora=True)
+    packlora.accelerate(model, keep_outputs=True)
+    assert kept(model) == set(ALL)
+    want = outcome(model)
+    model.compile(backend="aot_eager")
+    assert_same(outcome(model), want)
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+def test_layers_with_a_magnitude_of_0_keep_a_product(zeros: bool) -> None:
+    """There y = g z tells nothing of z."""
+    model = lora(use_dora=True)
+    down = model.base_model.model.model.layers[1].mlp.down_proj
+    if zeros:
+        down.lora_magnitude_vector["default"].weight.data[3] = 0.0
+    want = outcome(model)
+    report = packlora.accelerate(model, keep_outputs=True)
+    assert f"DoRA: {14 - zeros} of {14 - zeros} layers" in line(report)
+    assert ("1 with a frozen bias, dropout or a magnitude of 0 keep it" in line(report)) == zeros
     assert_same(outcome(model), want)
 
 
@@ -220,7 +303,7 @@ def test_where_liger_s_gated_activations_are_not_between_such_layers_nothing_is_
     report = packlora.accelerate(model, keep_outputs=True)
     assert kept(model) == {"q_proj", "v_proj"}
     assert "copies" not in line(report)
-    assert not any(BEFORE in module.__dict__ for module in model.modules())
+    assert not any(REPLACED in module.__dict__ for module in model.modules())
 
 
 def test_nothing_of_an_output_s_size_is_kept_beside_the_outputs() -> None:
@@ -464,10 +547,10 @@ def test_who_pays_for_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     packlora.accelerate(lora(use_dora=True), keep_outputs=False)
     report = packlora.accelerate(lora(use_dora=True, lora_dropout=0.1), keep_outputs=True)
     assert runs == []
-    assert line(report).endswith("14 with a frozen bias or dropout keep it")
+    assert line(report).endswith("14 with a frozen bias, dropout or a magnitude of 0 keep it")
     report = packlora.accelerate(lora("qwen2", use_dora=True), keep_outputs=True)
     assert runs == [8]
-    assert line(report).endswith("; 6 with a frozen bias or dropout keep it")
+    assert line(report).endswith("; 6 with a frozen bias, dropout or a magnitude of 0 keep it")
 
 
 @pytest.mark.parametrize("changes", [{"lora_dropout": 0.3}, {"bias": "all"}, {"bias": "lora_only"}])
@@ -567,12 +650,30 @@ def test_jobs_keep_outputs_that_nobody_writes_into(
     assert_same(packed_gradients(model, router, adapters), want)
 
     if writer is not None and not checkpointing:
+        undo(model)  # liger's may write again
         for module in model.modules():
-            undo(module)  # liger's may write again
             if isinstance(module, AdaptedLinear):
                 module.keep_output = True
         wrong = packed_gradients(model, router, adapters)
         assert any("magnitude" in name and float((wrong[name] - want[name]).abs().max()) > 1e-6 for name in want)
+
+
+@pytest.mark.parametrize("why", ["bias", "dropout", "a magnitude of 0"])
+def test_jobs_layers_that_cannot_do_without_a_product_say_so(why: str) -> None:
+    model: Any = tiny_model("qwen2" if why == "bias" else "llama", torch.float64)
+    prepare_model(model, False)
+    spec = LoraConfig(
+        r=3, target_modules="all-linear", task_type="CAUSAL_LM", use_dora=True, lora_dropout=0.1 * (why == "dropout")
+    )
+    router, adapters = attach(model, {"one": resolve(spec, model, "one")}, 0)
+    if why.endswith("0"):
+        next(p for name, p in adapters[0].named_parameters().items() if name.endswith("magnitude")).data[2] = 0
+    found = keep_outputs(model, router, adapters)
+    kept = {"bias": 8, "dropout": 0, "a magnitude of 0": 13}[why]
+    assert found == (
+        f"DoRA: {kept} of 14 layers keep their output for the gradient of the magnitude; "
+        f"{14 - kept} with a bias, dropout or a magnitude of 0 keep a product"
+    )
 
 
 def test_jobs_without_dora_and_models_that_cannot_be_watched_keep_products(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -588,5 +689,5 @@ def test_jobs_without_dora_and_models_that_cannot_be_watched_keep_products(monke
         found = keep_outputs(model, router, adapters)
     assert found == "DoRA: outputs are not kept, the run that watches them failed (ZeroDivisionError: division by zero)"
     assert kept_by_jobs(model) == set() and router.planner is planner
-    assert not any(BEFORE in module.__dict__ for module in model.modules())
+    assert not any(REPLACED in module.__dict__ for module in model.modules())
     assert_same(packed_gradients(model, router, adapters), want)

@@ -152,6 +152,10 @@ def test_figures_over_a_failed_case_are_missing_and_not_flattered() -> None:
     assert summary["over_frozen_T8192_geomean"] is None
     assert summary["worst_vs_peft"] is None
     assert "FAILED: broke" in layer.progress_line(rows[-1])
+    without = timed_rows(layer, cases, MS, fail="frozen")[0]
+    without["over_frozen"] = {"packlora": None}
+    without["ahead_over_frozen"] = {"packlora": None}
+    assert "packlora 2.200 ms |" in layer.progress_line(without)
 
 
 def test_memory_of_a_contender_counts_its_own_and_the_weights() -> None:
@@ -196,6 +200,25 @@ def test_a_run_that_was_ended_goes_on_at_the_case_where_it_was(
 
     assert run_bench("layer", out, quick=True, device="cpu") == 0
     assert len(measured) == 6, "without --resume all of it is measured"
+
+
+def test_cases_in_which_something_failed_are_measured_again(tmp_path: Path) -> None:
+    out, asked = tmp_path / "x.json", {"name": "x"}
+    cases = layer.cases(Options(CPU, quick=True))
+    rows: list[dict[str, Any]] = []
+    for case in Progress(out, asked, resume=False).each(cases, rows):
+        rows.append({"case": case.label, "failed": {"packlora": "broke"} if case is cases[1] else {}})
+    rows = []
+    again = Progress(out, asked, resume=True)
+    todo = []
+    for case in again.each(cases, rows):
+        todo.append(case)
+        rows.append({"case": case.label, "failed": {}})
+    assert todo == [cases[1]] and [row["case"] for row in rows] == [case.label for case in cases]
+    Progress(out, asked, resume=False).done()
+    assert again.path.exists(), "another run's"
+    again.done()
+    assert not again.path.exists()
 
 
 def test_progress_that_cannot_be_read_is_refused(tmp_path: Path) -> None:

@@ -425,6 +425,12 @@ def test_convergence_of_one_way_after_the_other_is_that_of_both(
     assert not apart.exists()
     with pytest.raises(InputError, match="--steps=3"):
         dora_convergence.main(["--out", str(apart), *SMALL, "--steps=3", "--data=python", "--ways=packlora"])
+    left = tmp_path / "apart.peft.json"
+    whole = left.read_text()
+    left.write_text(json.dumps(json.loads(whole) | {"done": False}))
+    with pytest.raises(InputError, match="was ended"):
+        dora_convergence.main(["--out", str(apart), *words, "--ways=packlora"])
+    left.write_text(whole)
     dora_convergence.main(["--out", str(apart), *words, "--ways=packlora"])
     rows = [[{**row, "seconds": None} for row in json.loads(out.read_text())["rows"]] for out in (both, apart)]
     assert rows[0] == rows[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -55,6 +56,28 @@ SHAPES = [(1, 1, 1), (3, 5, 2), (70, 515, 24), (64, 128, 16), (129, 96, 33), (40
 def test_as_exact_as_float32_at_any_shape(N: int, K: int, r: int, low: float, way: str) -> None:
     W, A, B = draw(N, K, r, low=low)
     as_exact_as_float32(W, A, B, 1.7, row_norm(W, A, B, 1.7))
+
+
+@pytest.mark.parametrize("strided", [False, True])
+@pytest.mark.parametrize(("a", "b"), itertools.product(("float16", "float32"), repeat=2))
+@pytest.mark.parametrize(("N", "K", "r"), [(300, 416, 208), (70, 64, 80), (257, 1040, 96)])
+def test_wide_ranks_by_tensor_descriptors(
+    N: int, K: int, r: int, a: str, b: str, strided: bool, monkeypatch: Any
+) -> None:
+    """Everything a multiple of 16; several blocks of rows, of ranks and of K, and parts of them."""
+    pytest.importorskip("triton")
+    launched: list[str] = []
+    launch = batch.launch
+    monkeypatch.setattr(
+        batch, "launch", lambda kernel, *args, **kw: (launched.append(kernel.__name__), launch(kernel, *args, **kw))
+    )
+    monkeypatch.setattr(module, "KERNELS_ON_CPU", True)
+    W, A, B = draw(N, K, r)
+    if strided:
+        W = torch.cat([W, torch.full((N, 32), 9.0, dtype=W.dtype)], 1)[:, :K]
+    A, B = A.to(getattr(torch, a)), B.to(getattr(torch, b))
+    as_exact_as_float32(W, A, B, 0.7, row_norm(W, A, B, 0.7))
+    assert "wide_cross_kernel" in launched and "wide_tail_kernel" in launched
 
 
 @pytest.mark.parametrize(("a", "b"), [("float16", "float16"), ("float32", "float16"), ("float32", "bfloat16")])
