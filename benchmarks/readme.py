@@ -265,21 +265,19 @@ def dora() -> list[str]:
         if row["part"] == "layer" and row["T"] == 8192 and not row["dropout"]:
             cells = [ratio(row["over_frozen"].get(name)) for name in names]
             lines.append(f"| {row['K']} x {row['N']}, r {row['r']} | {row['ms']['frozen']:.3f} | {' | '.join(cells)} |")
-    if summary.get("norm_refresh_us") is not None:
-        peers = ", ".join(
-            f"{title} {summary[key]:.0f}"
-            for title, key in (
-                ("PEFT", "norm_refresh_peft_identity_us"), ("dense", "norm_refresh_dense_us"),
-                ("factored in fp32", "norm_refresh_factored_fp32_us"),
+    for start, words in (("", "with the host's launches"), ("ahead_", "of the GPU alone")):
+        if summary.get(f"{start}norm_refresh_us") is not None:
+            peers = ", ".join(
+                f"{title} {summary[key]:.0f}"
+                for title, name in (
+                    ("PEFT", "peft_identity"),
+                    ("dense", "dense"),
+                    ("factored in fp32", "factored_fp32"),
+                )
+                if summary.get(key := f"{start}norm_refresh_{name}_us") is not None
             )
-            if summary.get(key) is not None
-        )  # fmt: skip
-        ahead = summary.get("ahead_norm_refresh_us")
-        lines += [
-            "",
-            f"The norm of a 4096 x 4096 layer at r 384: {summary['norm_refresh_us']:.0f} us ({peers})"
-            + (f"; of the GPU alone {ahead:.0f}." if ahead is not None else "."),
-        ]
+            own = f"{summary[f'{start}norm_refresh_us']:.0f} us"
+            lines += ["", f"The norm of a 4096 x 4096 layer at r 384, {words}: {own} ({peers})."]
     protocol_rows = [row for row in file["rows"] if row["part"] == "paper-model"]
     if protocol_rows:
         lines += [

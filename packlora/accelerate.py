@@ -115,7 +115,8 @@ def accelerate(
         recompute: outputs of RMS norms and the products inside gated feed-forwards, which LoRA layers read, are computed
             again in the backward instead of being kept. Saves a fifth of the memory of an 8B model, costs 2 % of its time.
         keep_outputs: DoRA layers whose outputs nobody writes into keep nothing beside them for the gradient of the magnitude;
-            otherwise, and where this is off, a tensor as large as the output. Which ones is found by running the example
+            otherwise, and where this is off, a tensor as large as the output. liger's gated activations, which overwrite
+            outputs in the backward, get copies where that lets more layers do so. Which ones is found by running the example
             forward and backward, in train mode; by default twice, on 2 and on 40 tokens. It is not assumed for ever: where
             another device or dtype, or code that was replaced since (liger applied by a Trainer), tells that the run stands
             for nothing any more, the layers keep the tensor again. What it cannot know is a kernel that writes into a layer's

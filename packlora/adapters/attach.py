@@ -147,11 +147,10 @@ def keep_outputs(model: PreTrainedModel, router: Router, adapters: Sequence[Adap
 def _may_keep(layer: AdaptedLinear) -> bool:
     """Whether an output can stand in for the product: with a bias the difference would cost digits, dropout on the base product
     makes two products, and where a magnitude is 0 the output tells nothing."""
-    weights = list(layer.adapters.values())
     return layer.bias is None and not any(
         own.bias is not None
         or (own.magnitude is not None and ((own.spec.dropout > 0 and own.spec.base_dropped) or not own.magnitude.all()))
-        for own in weights
+        for own in layer.adapters.values()
     )
 
 

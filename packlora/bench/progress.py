@@ -17,11 +17,13 @@ Row = dict[str, Any]
 
 
 class Progress:
-    """Args:
-    out: the results file.
-    asked: what must be the same for rows to belong together: name, device, options.
-    resume: go on with the rows that an earlier run left, but for those of cases where a contender failed; otherwise they are
-        written over.
+    """Of one run.
+
+    Args:
+        out: the results file.
+        asked: what must be the same for rows to belong together: name, device, options.
+        resume: go on with the rows that an earlier run left, but for those of cases where a contender failed; otherwise they
+            are written over.
 
     Raises:
         InputError: the file of the earlier run cannot be read, or it was asked for something else.
