@@ -79,7 +79,7 @@ def run_bench(
         if only or device not in ("auto", "cpu"):
             raise InputError("bench schedule runs on the CPU and in full; --only and --device are not for it")
         if resume:
-            raise InputError("bench schedule takes seconds; --resume is not for it")
+            raise InputError("bench schedule runs in one piece; --resume is not for it")
         return int(importlib.import_module("packlora.bench.schedule").run_schedule(out, quick, plots))
     chosen = choose_device(device)
     if chosen.type == "cpu" and not (quick and device == "cpu"):

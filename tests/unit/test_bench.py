@@ -221,6 +221,12 @@ def test_cases_in_which_something_failed_are_measured_again(tmp_path: Path) -> N
     assert not again.path.exists()
 
 
+def test_the_scheduler_s_benchmark_cannot_be_resumed(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="--resume is not for it"):
+        run_bench("schedule", tmp_path / "s.json", quick=True, resume=True)
+    assert not list(tmp_path.iterdir())
+
+
 def test_progress_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     out = tmp_path / "x.json"
     for text in ("", "[]", '{"asked": {}}', '{"asked": {}, "commit": "c", "date": "d", "rows": [{}]}'):
