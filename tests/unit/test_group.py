@@ -65,6 +65,19 @@ def test_kernels_are_as_exact_as_torch_in_the_same_dtype(kind: str, plan: Plan, 
     group_is_as_exact(case, 12 if dtype == FLOAT else 4, dtype, plan, SEED)
 
 
+@pytest.mark.parametrize("kind", ["dropout", "DoRA, dropout on the low-rank branch", "four adapters"])
+def test_programs_that_walk_over_several_blocks_are_as_exact(kind: str) -> None:
+    """Runs of many blocks of tokens, by tensor descriptors, with a last block that is not whole."""
+    layers = len(KINDS[kind]["ranks"][0])
+
+    def case(trial: int) -> GroupCase:
+        return make_case(
+            700 + 31 * trial, 32, [16, 32][:layers], with_bias=False, seed=SEED + trial, dtype=HALF, **KINDS[kind]
+        )
+
+    group_is_as_exact(case, 3, HALF, ROUTED, SEED)
+
+
 @pytest.mark.parametrize("off", ["x", "d"])
 def test_tokens_that_are_not_aligned_go_around_tensor_descriptors(off: str) -> None:
     """The bits of the routed way, where the fused one would need a descriptor that cannot be made."""

@@ -70,8 +70,8 @@ def scale_kernel(
 
 @triton.jit
 def _grad_block(
-    d, S, kept, e, parts, t, B_tile, factor, g_row, column, ranks, has, first, fits, stop, acc, lost, dz, d_sum, N, d_stride,
-    width, part_width,
+    d, S_tile, kept, e, parts, t, B_tile, factor, g_row, ranks, has, first, fits, stop, acc, lost, dz, d_sum, N, d_stride,
+    part_width,
     TAIL: tl.constexpr, TMA: tl.constexpr, NEED_DB: tl.constexpr, COMPOSED: tl.constexpr, NEED_DZ: tl.constexpr,
     NEED_D: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
@@ -105,9 +105,19 @@ def _grad_block(
     dS = tl.dot(d_tile, B_tile, input_precision=PRECISION)
     tl.store(parts + rows_64 * part_width + ranks[None, :], dS * factor, mask=mine)
     if NEED_DB:
-        S_tile = tl.load(S + rows_64 * width + (column + ranks)[None, :], mask=mine, other=0.0)
         acc, lost = _add_dot(tl.trans(d_tile), S_tile, acc, lost, PRECISION)
     return acc, lost, dz, d_sum
+
+
+@triton.jit
+def _S_of(S, t, column, ranks, has, stop, width, NEED_DB: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr):
+    """S of a block of tokens from t on; anything where no dB is needed."""
+    if NEED_DB:
+        rows = t + tl.arange(0, BM)
+        at = S + rows.to(tl.int64)[:, None] * width + (column + ranks)[None, :]
+        return tl.load(at, mask=(rows < stop)[:, None] & has[None, :], other=0.0)
+    else:
+        return tl.zeros((BM, BR), dtype=S.dtype.element_ty)
 
 
 @triton.jit
@@ -135,23 +145,29 @@ def _grad(
     whole = 0
     if TMA:
         whole = (stop - start) // BM
+        # S comes a block ahead through registers: in the ring of d's blocks it would take the memory of a second program
+        S_tile = _S_of(S, start, column, ranks, has, stop, width, NEED_DB, BM, BR)
         for block in tl.range(0, whole, num_stages=STAGES):
+            t = start + block * BM
+            S_next = _S_of(S, t + BM, column, ranks, has, stop, width, NEED_DB, BM, BR)
             acc, lost, dz, d_sum = _grad_block(
-                d, S, kept, e, parts, start + block * BM, B_tile, factor, g_row, column, ranks, has, first, fits, stop, acc,
-                lost, dz, d_sum, N, d_stride, width, part_width, False, TMA, NEED_DB, COMPOSED, NEED_DZ, NEED_D, PRECISION,
+                d, S_tile, kept, e, parts, t, B_tile, factor, g_row, ranks, has, first, fits, stop, acc,
+                lost, dz, d_sum, N, d_stride, part_width, False, TMA, NEED_DB, COMPOSED, NEED_DZ, NEED_D, PRECISION,
                 BM, BN,
             )  # fmt: skip
+            S_tile = S_next
         if start + whole * BM < stop:
             acc, lost, dz, d_sum = _grad_block(
-                d, S, kept, e, parts, start + whole * BM, B_tile, factor, g_row, column, ranks, has, first, fits, stop, acc,
-                lost, dz, d_sum, N, d_stride, width, part_width, True, TMA, NEED_DB, COMPOSED, NEED_DZ, NEED_D, PRECISION,
+                d, S_tile, kept, e, parts, start + whole * BM, B_tile, factor, g_row, ranks, has, first, fits, stop, acc,
+                lost, dz, d_sum, N, d_stride, part_width, True, TMA, NEED_DB, COMPOSED, NEED_DZ, NEED_D, PRECISION,
                 BM, BN,
             )  # fmt: skip
     else:
         for t in tl.range(start, stop, BM, num_stages=STAGES):
+            S_tile = _S_of(S, t, column, ranks, has, stop, width, NEED_DB, BM, BR)
             acc, lost, dz, d_sum = _grad_block(
-                d, S, kept, e, parts, t, B_tile, factor, g_row, column, ranks, has, first, fits, stop, acc, lost, dz, d_sum,
-                N, d_stride, width, part_width, True, TMA, NEED_DB, COMPOSED, NEED_DZ, NEED_D, PRECISION, BM, BN,
+                d, S_tile, kept, e, parts, t, B_tile, factor, g_row, ranks, has, first, fits, stop, acc, lost, dz, d_sum,
+                N, d_stride, part_width, True, TMA, NEED_DB, COMPOSED, NEED_DZ, NEED_D, PRECISION, BM, BN,
             )  # fmt: skip
     band_64 = band.to(tl.int64)
     if NEED_DB:
