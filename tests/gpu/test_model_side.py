@@ -240,7 +240,7 @@ def test_every_family_is_loaded_on_the_fast_path(family: str, dtype: str, tiny_b
 @pytest.mark.parametrize("family", FAMILIES)
 def test_losses_and_adapter_gradients_with_liger_are_those_without(family: str, dropout: float) -> None:
     """LoRA and DoRA, with and without dropout, in float32: liger's kernels overwrite what the layers gave them. Layers may keep
-    outputs in DoRA's place all the same, those that are not overwritten or that get copies."""
+    outputs in DoRA's place all the same, those that are not overwritten or that get copies; with dropout none can."""
     pytest.importorskip("liger_kernel")
     from peft import LoraConfig
 
@@ -280,7 +280,7 @@ def test_losses_and_adapter_gradients_with_liger_are_those_without(family: str, 
         if keep:
             found = keep_outputs(model, router, adapters)
             kept = {path.rpartition(".")[2] for path, m in model.named_modules() if getattr(m, "keep_output", False)}
-            assert kept >= {"gate_proj", "up_proj", "down_proj"}, found
+            assert kept >= {"gate_proj", "up_proj", "down_proj"} if dropout == 0 else not kept, found
         with router.route(batch.tokens):
             losses, total = token_losses(model, batch, fused=family != "gemma2")
             results.append([losses, *torch.autograd.grad(total, parameters)])
