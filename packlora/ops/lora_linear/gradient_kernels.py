@@ -382,9 +382,16 @@ def inputs_kernel(
 
 
 @triton.jit
-def sum_rows_kernel(parts, out, bands, ranges, rows, K, width, BANDS: tl.constexpr, BK: tl.constexpr):
-    """dA [rows, K] = sum of dA_parts over the bands of the row's adapter. `rows` int32 [rows, 2]: adapter, row in S.
-    Grid (blocks of K, rows). ranges: int32 [adapters, 2], first and last band that may be an adapter's."""
+def sum_rows_kernel(
+    parts, out, bands, ranges, rows, g, w, K, width,
+    MAGNITUDE: tl.constexpr, OF_Y: tl.constexpr, BANDS: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """out [rows, K] = sum of `parts` over the bands of the row's adapter. `rows` int32 [rows, 2]: adapter, row in a part.
+    Grid (blocks of K, rows). ranges: int32 [adapters, 2], first and last band that may be an adapter's.
+
+    MAGNITUDE: row 0 of a part is of d z and becomes the gradient of the magnitude, over w; OF_Y: it is of d y, and goes over
+    g w, 0 where that is 0. g, w: float32 [adapters + 1, K].
+    """
     row = tl.program_id(1)
     adapter, own = tl.load(rows + 2 * row), tl.load(rows + 2 * row + 1)
     cols = tl.program_id(0) * BK + tl.arange(0, BK)
@@ -395,4 +402,11 @@ def sum_rows_kernel(parts, out, bands, ranges, rows, K, width, BANDS: tl.constex
         mine = tl.load(bands + 4 * some, mask=some < last, other=-1) == adapter
         at = parts + (some * width + own).to(tl.int64)[:, None] * K + cols[None, :]
         acc += tl.load(at, mask=mine[:, None] & (cols < K)[None, :], other=0.0)
-    tl.store(out + row.to(tl.int64) * K + cols, tl.sum(acc, 0).to(out.dtype.element_ty), mask=cols < K)
+    total = tl.sum(acc, 0)
+    if MAGNITUDE:
+        at_adapter = adapter.to(tl.int64) * K + cols
+        over = tl.load(w + at_adapter, mask=cols < K, other=1.0)
+        if OF_Y:
+            over *= tl.load(g + at_adapter, mask=cols < K, other=1.0)
+        total = tl.where(own == 0, tl.where(over == 0, 0.0, tl.div_rn(total, over)), total)
+    tl.store(out + row.to(tl.int64) * K + cols, total.to(out.dtype.element_ty), mask=cols < K)

@@ -88,7 +88,7 @@ class Prepared:
         """What kernels write gradients in: the parameters' dtype where all agree."""
         self.num_adapters = 1 + max(self.layout.rows, default=-1)
         self.compositions = {
-            index: Composition(layer, self.num_adapters, x_TK.dtype)
+            index: Composition(layer, self.num_adapters, x_TK.dtype, kernels)
             for index, layer in enumerate(layers)
             if not all(low.plain for low in layer.adapters.values())
         }
@@ -307,8 +307,8 @@ def group_backward(
                 own = dA[first : first + place.rank]
             elif name == "B" and (flat_B := dB[index]) is not None and place is not None:
                 own = layout.b_block(flat_B, number, index)[:, : place.rank]
-            elif name == "magnitude" and (dz := sums[index][number].dz) is not None:
-                own = dz / prepared.compositions[index].norms[number]
+            elif name == "magnitude":
+                own = sums[index][number].dm
             elif name == "bias":
                 own = sums[index][number].d
         out.append(None if own is None else own.to(operand.dtype))

@@ -292,6 +292,16 @@ def up_kernel(
 
 
 @triton.jit
+def ratio_kernel(magnitude, norm, g, w, N, BN: tl.constexpr):
+    """g = magnitude / norm and w = norm, float32 [N]. Grid (blocks of N)."""
+    cols = tl.program_id(0) * BN + tl.arange(0, BN)
+    fits = cols < N
+    own = tl.load(norm + cols, mask=fits, other=1.0).to(tl.float32)
+    tl.store(w + cols, own, mask=fits)
+    tl.store(g + cols, tl.div_rn(tl.load(magnitude + cols, mask=fits, other=0.0).to(tl.float32), own), mask=fits)
+
+
+@triton.jit
 def compose_kernel(z, y, g, bias, tiles, base_row, N, HAS_BIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
     """y = g z + bias; y may be z. g, bias: float32 [adapters + 1, N]. Grid (blocks of N, token blocks of 4 BM)."""
     tile = tiles + 4 * tl.program_id(1)

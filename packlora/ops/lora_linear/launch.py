@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton.language as tl
@@ -216,40 +216,55 @@ def scale(
     kept: torch.Tensor | None,
     runs: RunTables,
     composition: Composition,
-    need_dz: bool,
+    need_dm: bool,
     need_d: bool,
+    of_y: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """e = g d [T, N], and the sums over the tokens of every adapter, float32 [adapters, 2, N]: of d times what was kept, and of
-    d. Those that are not needed hold anything."""
+    """e = g d [T, N], and by adapter, float32 [adapters, 2, N]: the gradient of the magnitude, from the sum of d times what was
+    kept (z, or y where `of_y`), and the sum of d. Those that are not needed hold anything."""
     size, (T, N) = sizes_for(d_TN.dtype), d_TN.shape
     bands = runs.blocks[size.scale_band]
     e = torch.empty(T, N, dtype=d_TN.dtype, device=d_TN.device)
-    parts = torch.empty((bands.shape[0], 2, N) if need_dz or need_d else (1,), device=d_TN.device)
+    parts = torch.empty((bands.shape[0], 2, N) if need_dm or need_d else (1,), device=d_TN.device)
     launch(
         gradient_kernels.scale_kernel, (_cdiv(N, size.scale_n), bands.shape[0]),
         (d_TN, kept, e, parts, composition.g, bands, len(composition.g) - 1, N, d_TN.stride(0)),
-        sites=runs.sites, key=("scale", d_TN.dtype, N, d_TN.data_ptr() % 16, need_dz, need_d),
-        NEED_DZ=need_dz, NEED_D=need_d, BM=size.scale_m, BN=size.scale_n, STAGES=size.scale_stages,
+        sites=runs.sites, key=("scale", d_TN.dtype, N, d_TN.data_ptr() % 16, need_dm, need_d),
+        NEED_DZ=need_dm, NEED_D=need_d, BM=size.scale_m, BN=size.scale_n, STAGES=size.scale_stages,
         num_warps=size.scale_warps, num_stages=2,
     )  # fmt: skip
-    return e, _sum_tokens(parts, runs, composition, size.scale_band) if need_dz or need_d else None
+    return e, _sum_tokens(parts, runs, composition, size.scale_band, of_y) if need_dm or need_d else None
 
 
-def _sum_tokens(parts: torch.Tensor, runs: RunTables, composition: Composition, band: int) -> torch.Tensor:
-    """Sums of bands [bands, 2, N] added up by adapter, [adapters, 2, N]."""
+def _sum_tokens(parts: torch.Tensor, runs: RunTables, composition: Composition, band: int, of_y: bool) -> torch.Tensor:
+    """What `scale` gives by adapter [adapters, 2, N], from the sums of bands [bands, 2, N]."""
     N, size = parts.shape[2], band
     rows = composition.sum_rows
     out = torch.empty(len(composition.g) - 1, 2, N, device=parts.device)
     launch(
         gradient_kernels.sum_rows_kernel, (_cdiv(N, 128), rows.shape[0]),
-        (parts, out, runs.blocks[size], runs.ranges[size], rows, N, 2),
-        sites=runs.sites, key=("sum_tokens", N, size), BANDS=32, BK=128, num_warps=4, num_stages=1,
+        (parts, out, runs.blocks[size], runs.ranges[size], rows, composition.g, composition.w, N, 2),
+        sites=runs.sites, key=("sum_tokens", N, size, of_y),
+        MAGNITUDE=True, OF_Y=of_y, BANDS=32, BK=128, num_warps=4, num_stages=1,
     )  # fmt: skip
     return out
 
 
-Scaled = tuple["Composition", "torch.Tensor | None", bool, bool]
-"""Of one layer: its composition, what was kept for the backward, whether the sums of d times that and of d are needed."""
+def ratio(
+    magnitude_N: torch.Tensor, norm_N: torch.Tensor, g_N: torch.Tensor, w_N: torch.Tensor, sites: dict[Hashable, Any]
+) -> None:  # fmt: skip
+    """g = magnitude / norm and w = norm. sites: of launches with this N."""
+    N = len(g_N)
+    launch(
+        kernels.ratio_kernel, (_cdiv(N, 512),), (magnitude_N, norm_N, g_N, w_N, N),
+        sites=sites, key=(_like(magnitude_N), _like(norm_N), g_N.data_ptr() % 16),
+        BN=512, num_warps=4, num_stages=1,
+    )  # fmt: skip
+
+
+Scaled = tuple["Composition", "torch.Tensor | None", bool, bool, bool]
+"""Of one layer: what `scale` takes of it: its composition, what was kept for the backward, whether the magnitude's gradient and
+the sum of d are needed, and whether y was kept."""
 
 
 def grad(
@@ -269,7 +284,8 @@ def grad(
         part_width = layout.max_padded[index]
         own = scaled.get(index)
         if own is not None and d_TN is not None and part_width > size.grad_r:  # one block of ranks must cover all
-            e[index], sums[index] = scale(d_TN, own[1], runs, own[0], own[2], own[3])
+            composition, kept, *wanted = own
+            e[index], sums[index] = scale(d_TN, kept, runs, composition, *wanted)
             d_TN, own = e[index], None
         if d_TN is None or not part_width:
             out.append(None)
@@ -281,9 +297,9 @@ def grad(
         bands = runs.blocks[band]
         dS_parts = torch.empty(spans, T, part_width, device=S.device)
         dB_parts = torch.empty(bands.shape[0], N, part_width, device=S.device) if need_dB else None
-        e_TN, kept, g, parts, need_dz, need_d = None, None, None, None, False, False
+        e_TN, kept, g, parts, need_dz, need_d, of_y = None, None, None, None, False, False, False
         if own is not None:
-            composition, kept, need_dz, need_d = own
+            composition, kept, need_dz, need_d, of_y = own
             g = composition.g
             e_TN = e[index] = torch.empty(T, N, dtype=S.dtype, device=S.device)
             if need_dz or need_d:
@@ -304,7 +320,7 @@ def grad(
             num_warps=size.grad_warps if own is None else size.joint_warps, num_stages=1,
         )  # fmt: skip
         if own is not None:
-            sums[index] = None if parts is None else _sum_tokens(parts, runs, own[0], band)
+            sums[index] = None if parts is None else _sum_tokens(parts, runs, own[0], band, of_y)
         dB = torch.empty(layout.b_sizes[index], dtype=dtype, device=S.device) if need_dB else None
         tiles, ranks = runs.blocks[size.down_m], min(BR, 32)
         blocks = _cdiv(N, size.down_m) if need_dB else 0
@@ -381,9 +397,9 @@ def inputs(
         dA = torch.empty(layout.num_rows, K, dtype=dtype, device=x_TK.device)
         launch(
             gradient_kernels.sum_rows_kernel, (_cdiv(K, 512), layout.num_rows),
-            (parts, dA, bands, runs.ranges[band], tables.owners, K, width),
+            (parts, dA, bands, runs.ranges[band], tables.owners, None, None, K, width),
             sites=runs.sites, key=("sum_rows", packed.shape, dtype, band),
-            BANDS=4, BK=512, num_warps=4, num_stages=1,
+            MAGNITUDE=False, OF_Y=False, BANDS=4, BK=512, num_warps=4, num_stages=1,
         )  # fmt: skip
     return dx, dA
 

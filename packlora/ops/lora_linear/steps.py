@@ -20,9 +20,9 @@ added to it: two base products. (g - 1) is formed in g's dtype; the difference o
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.functional import linear
@@ -40,9 +40,10 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 @dataclass(slots=True)
 class Sums:
-    """Sums over the tokens of one adapter on one layer, in a wide dtype, [N] each: of d z and of d. None where not wanted."""
+    """Over the tokens of one adapter on one layer, in a wide dtype, [N] each: the gradient of the magnitude, the sum of d z
+    over w, and the sum of d. None where not wanted."""
 
-    dz: torch.Tensor | None = None
+    dm: torch.Tensor | None = None
     d: torch.Tensor | None = None
 
 
@@ -317,13 +318,17 @@ class Steps:
         layer, composition = self.layers[index], self.prepared.compositions[index]
         need_m, need_bias = self._wants(index)
         if self.kernels:
-            e_TN, parts = self.launch.scale(d_TN, kept, self.tables, composition, need_m, need_bias)
+            e_TN, parts = self.launch.scale(
+                d_TN, kept, self.tables, composition, need_m, need_bias, self._from_y(index)
+            )
             self._put(index, parts, sums)
             return e_TN
         if self.dropped and HAS_TRITON and d_TN.is_cuda and d_TN.dtype != torch.float64:
             from packlora.ops.lora_linear import launch
 
-            e_TN, parts = launch.scale(d_TN, kept, self.run_tables(), composition, need_m, need_bias)
+            e_TN, parts = launch.scale(
+                d_TN, kept, self.run_tables(), composition, need_m, need_bias, self._from_y(index)
+            )
             self._put(index, parts, sums)
             return e_TN
         e_TN = d_TN
@@ -337,25 +342,22 @@ class Steps:
                 e_TN[run.rows] = composition.g[run.adapter] * wide
                 if need_m:
                     assert kept is not None
-                    own.dz = _plus(own.dz, (wide * kept[run.rows]).sum(0))
+                    own.dm = _plus(own.dm, (wide * kept[run.rows]).sum(0))
             if low.bias is not None and need_bias:
                 own.d = _plus(own.d, wide.sum(0))
-        if self._from_y(index):
-            for number, own in sums.items():
-                own.dz = None if own.dz is None else composition.over_g(own.dz, number)
+        for number, own in sums.items():
+            own.dm = None if own.dm is None else composition.magnitude_grad(own.dm, number, self._from_y(index))
         return e_TN
 
     def _put(self, index: int, parts: torch.Tensor | None, sums: dict[int, Sums]) -> None:
-        """Sums from a kernel's, [adapters, 2, N]: of d times what was kept, and of d."""
+        """Sums from what launch.scale gives, [adapters, 2, N]."""
         if parts is None:
             return
-        composition, need_m = self.prepared.compositions[index], self._wants(index)[0]
+        need_m = self._wants(index)[0]
         for number in {run.adapter for run in self.composed[index]}:
             low = self.layers[index].adapters[number]
-            dz = parts[number, 0] if need_m and low.magnitude is not None else None
-            if dz is not None and self._from_y(index):
-                dz = composition.over_g(dz, number)
-            sums[number] = Sums(dz, parts[number, 1] if low.bias is not None else None)
+            dm = parts[number, 0] if need_m and low.magnitude is not None else None
+            sums[number] = Sums(dm, parts[number, 1] if low.bias is not None else None)
 
     def _one_pass(
         self, d: Sequence[torch.Tensor | None], kept: Sequence[torch.Tensor | None], S: torch.Tensor, need_B: bool,
@@ -364,7 +366,9 @@ class Steps:
         scales = {}
         for index in self.composed:
             need_m, need_bias = self._wants(index)
-            scales[index] = (self.prepared.compositions[index], kept[index], need_m, need_bias)
+            scales[index] = (
+                self.prepared.compositions[index], kept[index], need_m, need_bias, self._from_y(index),
+            )  # fmt: skip
         e, dS, dB, parts = self.launch.grad(
             d, S, self.packed, self.prepared.tables, self.tables, self.prepared.wide, need_B, scales
         )
@@ -480,13 +484,18 @@ class Steps:
 
 
 class Composition:
-    """Of one layer: by adapter (and last, for tokens without one) the scale g [N] and the bias [N] of its outputs, in float32
-    (float64 for float64); refreshed when a magnitude, a norm or a bias has changed."""
+    """Of one layer: by adapter (and last, for tokens without one) the norm w [N], the scale g [N] and the bias [N] of its
+    outputs, in float32 (float64 for float64); refreshed when a magnitude, a norm or a bias has changed."""
 
-    def __init__(self, layer: Layer, num_adapters: int, dtype: torch.dtype) -> None:
+    def __init__(self, layer: Layer, num_adapters: int, dtype: torch.dtype, kernels: bool) -> None:
         N, device = len(layer.weight), layer.weight.device
         wide = torch.float64 if dtype == torch.float64 else torch.float32
+        self.kernels = HAS_TRITON and wide == torch.float32 and (kernels or device.type == "cuda")
         self.g = torch.ones(num_adapters + 1, N, dtype=wide, device=device)
+        self.w = torch.ones_like(self.g)
+        self._rows = list(zip(self.g.unbind(), self.w.unbind(), strict=True))
+        self._sites: dict[Hashable, Any] = {}
+        """Launches that fill in rows, see launcher.py."""
         self.bias: torch.Tensor | None = None
         if layer.bias is not None or any(low.bias is not None for low in layer.adapters.values()):
             self.bias = torch.zeros(num_adapters + 1, N, dtype=wide, device=device)
@@ -495,7 +504,6 @@ class Composition:
         rows = [[number, which] for number in range(num_adapters) for which in (0, 1)]
         self.sum_rows = torch.tensor(rows, dtype=torch.int32).to(device)
         """Adapter and row of every pair of sums, as sum_rows_kernel takes them."""
-        self.norms: dict[int, torch.Tensor] = {}
         self.adapters: dict[int, LowRank] = dict(layer.adapters)
         self._seen: dict[int, tuple[int, ...]] = {}
 
@@ -512,14 +520,27 @@ class Composition:
                 self._seen[number] = seen
                 if low.magnitude is not None:
                     assert norm is not None
-                    self.norms[number] = norm
-                    torch.div(low.magnitude, norm, out=self.g[number])
+                    self._divide(number, low.magnitude, norm)
                 if low.bias is not None and self.bias is not None:
                     self.bias[number].copy_(low.bias)
 
-    def over_g(self, dy_N: torch.Tensor, number: int) -> torch.Tensor:
-        """The sum of d z from that of d y, where y = g z; 0 where g is 0, which z cannot be told from."""
-        return torch.where(self.g[number] == 0, 0, dy_N / self.g[number])
+    def _divide(self, number: int, magnitude_N: torch.Tensor, norm_N: torch.Tensor) -> None:
+        g_N, w_N = self._rows[number]
+        if self.kernels:
+            from packlora.ops.lora_linear import launch
+
+            launch.ratio(magnitude_N.contiguous(), norm_N.contiguous(), g_N, w_N, self._sites)
+            return
+        torch.div(magnitude_N, norm_N, out=g_N)
+        w_N.copy_(norm_N)
+
+    def magnitude_grad(self, sum_N: torch.Tensor, number: int, of_y: bool) -> torch.Tensor:
+        """From the sum of d z, or of d y, where y = g z; 0 where g is 0, which z cannot be told from."""
+        g_N, w_N = self._rows[number]
+        if not of_y:
+            return sum_N / w_N
+        m_N = g_N * w_N
+        return torch.where(m_N == 0, 0, sum_N / m_N)
 
 
 def _plus(total: torch.Tensor | None, more: torch.Tensor) -> torch.Tensor:
