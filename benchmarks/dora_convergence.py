@@ -55,9 +55,8 @@ PROTOCOL = (
     "{model}; DoRA r {rank}, alpha {alpha} on all linear layers, no dropout; {precision}; AdamW, lr {lr}, clipping at {clip}, "
     "{steps} steps of {batch} samples of {data}, order drawn by seed; {seeds} seeds. Two runs per seed of one loop over a PEFT "
     "model, as it is and after packlora.accelerate, from the same initial adapter. mean_abs, max_abs: of the difference of the "
-    "losses per step; eval: mean loss on {eval} held-out samples after the last step; to_fp32: to a third run, PEFT's all in "
-    "float32 from the same "
-    "numbers, over the steps_to_fp32 that it did. {device}."
+    "losses per step; mean_signed: packlora's less PEFT's; eval: mean loss on {eval} held-out samples after the last step; "
+    "to_fp32: to a third run, PEFT's all in float32 from the same numbers, over the steps_to_fp32 that it did. {device}."
 )
 DATA = {
     "synopses": "debian_synopsis/train, {rows} of them (prompt and completion, cut at {length} tokens, padded to it)",
@@ -386,7 +385,8 @@ def compared(seed: int, peft: dict[str, Any], ours: dict[str, Any], exact: dict[
     tenth = max(steps // 10, 1)
     row = {
         "case": f"seed {seed}", "steps": steps, "mean_abs": sum(gaps) / steps, "max_abs": gaps[worst],
-        "max_abs_step": worst, "first_loss": peft["losses"][0],
+        "max_abs_step": worst, "mean_signed": sum(ours["losses"][:steps]) / steps - sum(peft["losses"][:steps]) / steps,
+        "first_loss": peft["losses"][0],
         "last_tenth_loss": sum(peft["losses"][steps - tenth : steps]) / tenth,
         "eval_peft": peft["eval"], "eval_packlora": ours["eval"], "eval_abs": None,
         "seconds": {"peft": peft["seconds"], "packlora": ours["seconds"]},
@@ -397,9 +397,10 @@ def compared(seed: int, peft: dict[str, Any], ours: dict[str, Any], exact: dict[
         row["eval_abs"] = abs(ours["eval"] - peft["eval"])
     if exact is not None:
         both = min(steps, len(exact["losses"]))
-        row["steps_to_fp32"] = both
+        row["steps_to_fp32"], row["losses_fp32"] = both, exact["losses"]
         for way, run in (("peft", peft), ("packlora", ours)):
             row[f"mean_abs_{way}_to_fp32"] = sum(differences(run, exact)[:both]) / both
+            row[f"mean_signed_{way}_to_fp32"] = (sum(run["losses"][:both]) - sum(exact["losses"][:both])) / both
     return row
 
 
