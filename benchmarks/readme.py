@@ -255,15 +255,19 @@ def dora() -> list[str]:
         "peft_fp32_autocast": "PEFT, fp32 adapters", "paper": "Scaling-DoRA's formulas",
     }  # fmt: skip
     lines = [
-        f"One linear layer with DoRA on one {file['device']}, bfloat16, 8192 tokens, time over that of the frozen layer "
-        "([dora-h200.json](benchmarks/results/dora-h200.json)):",
+        f"One linear layer with DoRA on one {file['device']}, bfloat16, 8192 tokens, time over that of the frozen layer; in "
+        "brackets of the GPU alone, with the host ahead of it ([dora-h200.json](benchmarks/results/dora-h200.json)):",
         "",
         f"| inputs x outputs, rank | frozen, ms | {' | '.join(names.values())} |",
         f"|---|---|{'---|' * len(names)}",
     ]
     for row in file["rows"]:
         if row["part"] == "layer" and row["T"] == 8192 and not row["dropout"]:
-            cells = [ratio(row["over_frozen"].get(name)) for name in names]
+            alone = row.get("ahead_over_frozen", {})
+            cells = [
+                ratio(row["over_frozen"].get(name)) + (f" ({ratio(alone[name])})" if name in alone else "")
+                for name in names
+            ]
             lines.append(f"| {row['K']} x {row['N']}, r {row['r']} | {row['ms']['frozen']:.3f} | {' | '.join(cells)} |")
     for start, words in (("", "with the host's launches"), ("ahead_", "of the GPU alone")):
         if summary.get(f"{start}norm_refresh_us") is not None:
@@ -282,14 +286,15 @@ def dora() -> list[str]:
     if protocol_rows:
         lines += [
             "",
-            "Qwen3-8B's shape in the protocol of Scaling-DoRA (4096 tokens, checkpointing, loss on the last 1024), ms:",
+            "Qwen3-8B's shape in the protocol of Scaling-DoRA (4096 tokens, checkpointing, loss on the last 1024), ms "
+            "(peak GiB):",
             "",
             "| rank | frozen | packlora | PEFT | packlora, fp32 adapters | PEFT, fp32 adapters |",
             "|---|---|---|---|---|---|",
         ]
     for row in protocol_rows:
         cells = [
-            f"{row['ms'][name]:.0f}"
+            f"{row['ms'][name]:.0f}" + (f" ({row['gib'][name]:.1f})" if name in row["gib"] else "")
             for name in ("frozen", "packlora", "peft_bf16", "packlora_fp32", "peft_fp32_autocast")
         ]
         lines.append(f"| {row['r']} | {' | '.join(cells)} |")
