@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.dora_fidelity import RANK, load_base, padded, samples, with_dora
+from benchmarks.dora_fidelity import RANK, load_base, padded, samples, with_adapter
 from packlora.accelerate import accelerate
 from packlora.bench.results import check_writable, device_slug, write_results
 from packlora.errors import InputError
@@ -81,20 +81,24 @@ class Trainee:
         way: one of WAYS, or EXACT.
         base: in float32; used up.
         rows: token ids of the training samples.
+        narrow: the base is rounded to bfloat16, and all but EXACT run under autocast; by default on a GPU.
+        dora: else LoRA.
 
     Raises:
         AssertionError: a module was left to PEFT.
     """
 
     def __init__(
-        self, way: str, seed: int, base: Any, rows: list[list[int]], device: torch.device, args: argparse.Namespace
-    ) -> None:
+        self, way: str, seed: int, base: Any, rows: list[list[int]], device: torch.device, args: argparse.Namespace,
+        narrow: bool | None = None, dora: bool = True,
+    ) -> None:  # fmt: skip
         self.device, on_gpu = device, device.type == "cuda"
-        self.mixed = on_gpu and way != EXACT
+        narrow = on_gpu if narrow is None else narrow
+        self.mixed = narrow and way != EXACT
         torch.manual_seed(seed)
-        if on_gpu:
+        if narrow:
             cast(base, torch.bfloat16)
-        self.model = with_dora(base.to(device), args.rank, wide=True)
+        self.model = with_adapter(base.to(device), args.rank, wide=True, dora=dora)
         if way == EXACT:
             cast(self.model, torch.float32)
         if way == "packlora":

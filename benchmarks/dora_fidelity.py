@@ -93,9 +93,9 @@ def padded(every: list[list[int]], device: torch.device, length: int | None = No
     return {name: value.to(device) for name, value in batch.items()}
 
 
-def with_dora(base: Any, rank: int, wide: bool) -> Any:
-    """The model under PEFT, DoRA on all linear layers, no dropout. wide: float32 adapters on a narrower base."""
-    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM", use_dora=True)
+def with_adapter(base: Any, rank: int, wide: bool, dora: bool = True) -> Any:
+    """The model under PEFT, DoRA or LoRA on all linear layers, no dropout. wide: float32 adapters on a narrower base."""
+    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM", use_dora=dora)
     return get_peft_model(base, config, autocast_adapter_dtype=wide)
 
 
@@ -137,7 +137,7 @@ def compare(base: Any, regime: str, batch: dict[str, torch.Tensor], rank: int) -
     torch.manual_seed(0)
     bare = copy.deepcopy(base).to(device, dtype)
     floor = cosines(logits(bare, batch, False), logits(copy.deepcopy(bare).double(), batch, False))
-    model = with_dora(bare, rank, wide=autocast)
+    model = with_adapter(bare, rank, wide=autocast)
     trained_looking(model)
     exact = logits(copy.deepcopy(model).double(), batch, False)
     peft = logits(model, batch, autocast)

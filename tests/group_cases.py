@@ -215,3 +215,27 @@ def group_is_as_exact(case: Callable[[int], GroupCase], draws: int, dtype: torch
         return got, run_reference(own, dtype), run_reference(own, torch.float64)
 
     assert_as_exact(draw, draws, seed, lambda name: name.rstrip("0123456789."))
+
+
+def share_of_small(
+    dtype: torch.dtype, plan: Plan, device: str = "cpu", dora: bool = False, seed: int = 0
+) -> dict[str, float]:
+    """How much of a low-rank part that is a tenth of the last bit of the rest reaches y and dx, on average: 1 where nothing of
+    it is lost but by chance (projection of what is there beyond the float64 rest onto the float64 part)."""
+    case = make_case(600, 64, [96], [[16]], [0.0], False, seed, dtype, device, dora=[dora], base_dropped=False)
+    (layer,) = case.layers
+    low = layer.adapters[0]
+    assert low.B is not None
+
+    def with_B(factor: float) -> GroupCase:
+        own = replace(layer, adapters={0: replace(low, B=low.B * factor)})
+        return replace(case, runs=(Run(0, 0, 600),), layers=(own,))
+
+    rest, full = (run_reference(with_B(factor), torch.float64) for factor in (0.0, 1.0))
+    factor = 0.1 * torch.finfo(dtype).eps * float(rest["y0"].norm() / (full["y0"] - rest["y0"]).norm())
+    got, want = run_group(with_B(factor), dtype, plan), run_reference(with_B(factor), torch.float64)
+    out = {}
+    for name in ("y0", "dx"):
+        part = want[name] - rest[name]
+        out[name] = float(((got[name] - rest[name]) * part).sum() / part.square().sum())
+    return out

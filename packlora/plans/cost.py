@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 
 from packlora.ops.lora_linear.group import HAS_TRITON
-from packlora.ops.lora_linear.plan import Plan
+from packlora.ops.lora_linear.plan import Plan, ordered
 from packlora.plans.case import Case
 
 Phase = Literal["forward", "backward"]
@@ -87,7 +87,9 @@ def seconds(plan: Plan, case: Case, machine: Machine, phase: Phase | None = None
 
 def steps(plan: Plan, case: Case) -> tuple[Step, ...]:
     """Everything that the plan runs for the case, forward first."""
-    return (*_forward(plan, _Sizes.of(case)), *_backward(plan, _Sizes.of(case)))
+    sizes = _Sizes.of(case)
+    plan = ordered(plan, sizes.e)
+    return (*_forward(plan, sizes), *_backward(plan, sizes))
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,6 +91,8 @@ def _why_not_here(plan: Plan, case: Case, lossy: bool) -> str | None:
         return "a merged weight has no place for dropout"
     if (plan.lossy or through_xd or not plan.keep_s) and not case.single:
         return "merged weights, products through d' xd and S computed again are for one adapter that owns all tokens"
+    if plan.up == "epilogue" and case.torch_dtype.itemsize == 2:
+        return "in 16 bits what is added to a rounded product is lost where it is small"
     if "before" in (plan.up, plan.dx) and case.device == "cuda" and case.dtype == "float32":
         return "float32 products on a GPU round more when they accumulate onto another product"
     if plan.needs_triton:
@@ -129,4 +131,6 @@ def _why_pointless(plan: Plan, case: Case) -> str | None:
         return "S is not computed in the forward, or not used in the backward"
     if not plan.keep_s and could_keep and not need_B:
         return "S is not used in the backward"
+    if case.torch_dtype.itemsize == 2 and (plan.up == "after" or (plan.dx == "after" and need_x)):
+        return "in 16 bits `after` is carried out as `before`"
     return None

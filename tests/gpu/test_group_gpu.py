@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from group_cases import KINDS, GroupCase, group_is_as_exact, make_case, run_group
+from group_cases import KINDS, GroupCase, group_is_as_exact, make_case, run_group, share_of_small
 
 from packlora.ops.lora_linear.group import Run
 from packlora.ops.lora_linear.plan import CHAIN, ROUTED, Plan
@@ -56,6 +56,14 @@ def test_plans_are_as_exact_as_torch_in_the_same_dtype(kind: dict[str, Any], pla
         )  # fmt: skip
 
     group_is_as_exact(case, 2, dtype, plan, SEED)
+
+
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("plan", [CHAIN, BEFORE, ROUTED, FUSED, WIDE], ids=lambda plan: plan.name)
+def test_low_rank_parts_under_the_last_bit_are_not_lost(plan: Plan, dtype: torch.dtype, dora: bool) -> None:
+    share = share_of_small(dtype, plan, "cuda", dora, SEED)
+    assert all(0.7 < value < 1.3 for value in share.values()), (share, SEED)
 
 
 def test_more_tokens_than_24576_and_unaligned_rows() -> None:

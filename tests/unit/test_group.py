@@ -8,7 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from group_cases import KINDS, GroupCase, compare, group_is_as_exact, make_case, run_group, run_reference
+from group_cases import (
+    KINDS,
+    GroupCase,
+    compare,
+    group_is_as_exact,
+    make_case,
+    run_group,
+    run_reference,
+    share_of_small,
+)
 
 from packlora.ops.lora_linear.group import Layer, LowRank, Run, lora_group
 from packlora.ops.lora_linear.plan import CHAIN, ROUTED, Plan
@@ -63,6 +72,24 @@ def test_kernels_are_as_exact_as_torch_in_the_same_dtype(kind: str, plan: Plan, 
         )  # fmt: skip
 
     group_is_as_exact(case, 12 if dtype == FLOAT else 4, dtype, plan, SEED)
+
+
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+@pytest.mark.parametrize(
+    ("plan", "dtype"),
+    [
+        (CHAIN, torch.bfloat16),
+        (CHAIN, HALF),
+        (Plan(up="before", dx="before"), torch.bfloat16),
+        (ROUTED, HALF),
+        (FUSED, HALF),
+    ],
+    ids=lambda value: value.name if isinstance(value, Plan) else str(value),
+)
+def test_low_rank_parts_under_the_last_bit_are_not_lost(plan: Plan, dtype: torch.dtype, dora: bool) -> None:
+    """Such are those of an adapter in its first steps. Errors do not show it: they are within half of the last bit."""
+    share = share_of_small(dtype, plan, dora=dora, seed=SEED)
+    assert all(0.7 < value < 1.3 for value in share.values()), (share, SEED)
 
 
 @pytest.mark.parametrize("kind", ["dropout", "DoRA, dropout on the low-rank branch", "four adapters"])

@@ -172,6 +172,15 @@ def test_the_roofline_takes_the_longer_of_arithmetic_and_traffic_and_adds_launch
 # --- which are legal ---------------------------------------------------------------------------------------------------
 
 
+def test_in_16_bits_nothing_is_added_to_a_rounded_product() -> None:
+    for dtype, other in (("bfloat16", "before"), ("float16", "before"), ("float32", "after")):
+        case = one(8, 8, 8, 2, "cpu", dtype)
+        assert {(plan.up, plan.dx) for plan in legal_plans(case) if plan != CHAIN} >= {(other, other)}
+        assert steps(CHAIN, case) == steps(Plan(up=other, dx=other), case)  # type: ignore[arg-type]
+        ways = {way for plan in legal_plans(case)[1:] for way in (plan.up, plan.dx)}
+        assert ("after" in ways) == (other == "after")
+
+
 def test_the_chain_is_first_for_every_case_and_names_are_unique() -> None:
     for device, drop, covered, composed in itertools.product(("cpu", "cuda"), *[(False, True)] * 3):
         case = one(8, 8, 8, 2, device, drops=(drop,), covered=covered, composed=composed)
@@ -203,6 +212,9 @@ def test_the_chain_is_first_for_every_case_and_names_are_unique() -> None:
         (Plan(dx="before"), {"needs": (False, True, True)}, False, "not wanted"),
         (ROUTED, {"needs": (True, True, False)}, False, "not wanted"),
         (Plan(up="merged"), {}, True, "not computed"),
+        (Plan(dx="before"), {}, False, "as `before`"),
+        (Plan(up="before"), {}, False, "as `before`"),
+        (Plan("routed", "epilogue", dx="before"), {}, False, "in 16 bits"),
     ],
 )
 def test_illegal_plans_say_why(plan: Plan, changes: dict[str, Any], lossy: bool, word: str) -> None:

@@ -9,7 +9,7 @@ Shapes: T tokens, K inputs, N outputs, r rank; x [T, K], W [N, K], A [r, K], B [
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Literal
 
@@ -17,9 +17,10 @@ Down = Literal["mm", "routed"]
 """S = xd A'. mm: per run of tokens, on a dropped copy of x. routed: one kernel, dropout in registers, own adapter only."""
 
 Up = Literal["after", "before", "routed", "epilogue", "fused", "merged"]
-"""y = g (x W' + S B') + bias. after: base product, then S B' added. before: S B' written first, the base product accumulates.
-routed: the same with one kernel for all adapters and the bias. epilogue: base product, then one kernel over it for all the
-rest. fused: one GEMM kernel. merged: x (W + s B A)', lossy. g is DoRA's; the first three give it a pass of its own."""
+"""y = g (x W' + S B') + bias. after: base product, then S B' added (see `ordered`). before: S B' written first, the base
+product accumulates. routed: the same with one kernel for all adapters and the bias. epilogue: base product, then one kernel
+over it for all the rest. fused: one GEMM kernel. merged: x (W + s B A)', lossy. g is DoRA's; the first three give it a pass
+of its own."""
 
 Grad = Literal["mm", "one-pass"]
 """dS = s e B and dB = e' S, e = g d. mm: two products per run. one-pass: one kernel, d is read once."""
@@ -87,12 +88,25 @@ class Plan:
 
 
 @lru_cache(maxsize=1024)
+def ordered(plan: Plan, itemsize: int) -> Plan:
+    """The plan as it is carried out in a dtype of `itemsize` bytes: in 16 bits `before` stands in for `after`.
+
+    What is added to a product that was rounded already is lost where it is under half of the last bit, always towards nothing,
+    and all that an adapter adds in its first steps is as small as that. Where the base product is added to the small one, the
+    sum is rounded once, and what is lost averages out.
+    """
+    if itemsize != 2:
+        return plan
+    return replace(plan, up="before" if plan.up == "after" else plan.up, dx="before" if plan.dx == "after" else plan.dx)
+
+
+@lru_cache(maxsize=1024)
 def _needs_triton(plan: Plan) -> bool:
     kernels = ("routed", "epilogue", "fused", "one-pass")
     return any(part in kernels for part in (plan.down, plan.up, plan.grad, plan.dx))
 
 
 CHAIN = Plan()
-"""Plain products, always legal."""
+"""Plain products, always legal; see `ordered` for 16 bits."""
 ROUTED = Plan("routed", "routed", "one-pass", "routed")
 """The Triton kernels around two cuBLAS products; the usual choice on a GPU."""

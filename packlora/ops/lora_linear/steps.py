@@ -29,7 +29,7 @@ from torch.nn.functional import linear
 
 from packlora.ops.dropout import dropout_factor, masked
 from packlora.ops.lora_linear.layout import Layer, LowRank, Recent, Run, RunTables, gaps
-from packlora.ops.lora_linear.plan import Plan
+from packlora.ops.lora_linear.plan import Plan, ordered
 
 if TYPE_CHECKING:
     from packlora.ops.lora_linear.group import Prepared
@@ -75,9 +75,8 @@ class Steps:
                 self.composed[index] = own
         self.dropped = any(self._base_dropped(run, index) for index, own in self.composed.items() for run in own)
         if (plan.needs_triton and not self.runs) or self.dropped:
-            way = "before" if x_TK.is_cuda and not self.single else "after"
-            plan = Plan(up=way, dx=way, keep_s=plan.keep_s)  # type: ignore[arg-type]
-        self.plan = plan
+            plan = Plan(keep_s=plan.keep_s)
+        self.plan = plan = ordered(plan, x_TK.element_size())
         self.sums_dtype = prepared.wide if x_TK.is_cuda and prepared.wide == torch.float32 else x_TK.dtype
         """What products that sum over the tokens, dA and dB, are written in."""
         self.kernels = plan.needs_triton or bool(
