@@ -64,6 +64,24 @@ def trl() -> list[str]:
     return lines
 
 
+def small_updates() -> list[str]:
+    """What is left of an adapter's first steps in bfloat16."""
+    file = results("small-updates-cpu")
+    lines = [
+        "What is left in bfloat16 of what an adapter has learnt in its first steps (SmolLM2-135M on a CPU, float32 adapters "
+        "under autocast, PEFT's default): loss of the same parameters less their loss in float32, and by how much training had "
+        "lowered that ([small-updates-cpu.json](benchmarks/results/small-updates-cpu.json)):",
+        "",
+        "| adapter, steps | lowered by | PEFT: too high by | packlora: too high by |",
+        "|---|---|---|---|",
+    ]
+    for row in file["rows"]:
+        if row["steps"]:
+            cells = [f"{value:.4f}" for value in (row["gained"], row["excess"]["peft"], row["excess"]["packlora"])]
+            lines.append(f"| {row['kind']}, {row['steps']} | {' | '.join(cells)} |")
+    return lines
+
+
 def speed() -> list[str]:
     """Tokens per second against PEFT."""
     file = results("speed-cpu")
@@ -364,7 +382,7 @@ def schedule() -> list[str]:
     ]
 
 
-SECTIONS = (parity, trl, speed, layer, multi, graphs, model, dora, short_jobs, schedule)
+SECTIONS = (parity, small_updates, trl, speed, layer, multi, graphs, model, dora, short_jobs, schedule)
 
 
 def filled(readme: str) -> str:

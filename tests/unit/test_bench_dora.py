@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import dora_convergence, dora_fidelity, readme
+from benchmarks import dora_convergence, dora_fidelity, readme, small_updates
 from packlora.adapters import norms
 from packlora.bench import PARTS, dora, dora_compose, dora_layer, dora_model, dora_norm, dora_peers, model, run_bench
 from packlora.bench.options import Options
@@ -580,3 +580,19 @@ def test_convergence_compares_the_steps_that_both_did() -> None:
     assert row["eval_abs"] is None, "after other numbers of steps"
     assert dora_convergence.summary([row])["convergence_eval_abs"] is None
     assert dora_convergence.compared(0, peft, {**peft, "eval": 2.5}, None)["eval_abs"] == 0.5
+
+
+def test_small_updates_compares_losses_at_the_same_parameters(tmp_path: Path) -> None:
+    out = tmp_path / "results.json"
+    small_updates.main(["--tiny", "--device=cpu", "--out", str(out), "--rows=100", "--length=16"])
+    content = json.loads(out.read_text())
+    assert [row["case"] for row in content["rows"][:4]] == [f"LoRA, {steps} steps" for steps in (0, 1, 3, 10)]
+    for row in content["rows"]:
+        exact = row["losses"]["peft_fp32"]
+        assert abs(row["loss_fp32"] - sum(exact) / len(exact)) < 1e-9
+        for way, excess in row["excess"].items():
+            assert abs(excess - (sum(row["losses"][way]) / len(exact) - row["loss_fp32"])) < 1e-9
+            assert abs(excess) < 0.01, "the same parameters"
+    last = content["rows"][3]
+    assert last["gained"] == content["rows"][0]["loss_fp32"] - last["loss_fp32"] > 0.01, "it trained"
+    assert content["summary"]["lora_10_excess_peft"] == last["excess"]["peft"]
