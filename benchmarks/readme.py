@@ -382,7 +382,7 @@ def schedule() -> list[str]:
     ]
 
 
-SECTIONS = (parity, small_updates, trl, speed, layer, multi, graphs, model, dora, short_jobs, schedule)
+SECTIONS = (parity, trl, small_updates, speed, layer, multi, graphs, model, dora, short_jobs, schedule)
 
 
 def filled(readme: str) -> str:
