@@ -48,7 +48,7 @@ PROTOCOL = (
     " adapter: relative Frobenius distance of all final adapter parameters together. to_fp32: mean difference of the losses to "
     "those of peft in float32, which starts from the same numbers. ms_per_step, tokens_per_second: medians without the first "
     "{warm_up} steps, one run after the other, so no measure of which is faster. grouped: modules computed together with "
-    "siblings; on a GPU the others are left to PEFT at calls with little work. {device}."
+    "siblings; on a GPU the others are made of a few operations of torch at calls with little work. {device}."
 )
 
 
@@ -72,7 +72,7 @@ class Case:
 
 TINY = Case("tiny", "a toy Llama with RANDOM weights", 4, 512, 1e-3, layers=2, hidden=64, ffn=96)
 WIDE = Case("wide", "two layers of Llama-3.1-8B's shape with RANDOM weights", 16, 512, layers=2, hidden=4096, ffn=14336)
-"""So much work that no layer is left to PEFT on a GPU."""
+"""So much work that the operator serves every layer on a GPU."""
 SMOLLM2 = "smollm2-135m"
 
 

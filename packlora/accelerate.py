@@ -328,8 +328,8 @@ def _report(
             notes.append(f"{device}: plain matrix products, {reason}")
     if any(device.type == "cuda" for device in devices) and any(m.reason is None and not m.group for m in modules):
         notes.append(
-            f"layers without siblings are left to PEFT at calls with under about {LITTLE_WORK * 1e3:.1f} ms of work for the "
-            "GPU: there the host decides the time"
+            "layers without siblings are made of a few operations of torch at calls with under about "
+            f"{LITTLE_WORK * 1e3:.1f} ms of work for the GPU: there the host decides the time"
         )
     return Report(tuple(modules), tuple(groups), tuple(notes))
 

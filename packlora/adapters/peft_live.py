@@ -33,7 +33,7 @@ from packlora.plans.select import Planner
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 COMPILED_TOKENS = 4096
 LITTLE_WORK, LITTLE_WORK_WIDE = 600e-6, 420e-6
-"""Seconds that the GPU of left_to_peft's figures needs for a layer; the second where the adapter has another dtype than x,
+"""Seconds that the GPU of has_little_work's figures needs for a layer; the second where the adapter has another dtype than x,
 which PEFT then copies."""
 AUTOCAST = ("cpu", "cuda")
 """Devices whose autocast is known here; asking torch which ones have it breaks a compiled graph."""
@@ -54,10 +54,11 @@ def without_kernels(device: torch.device) -> str | None:
     return None if HAS_TRITON else "the triton package is not installed"
 
 
-def left_to_peft(device: torch.device, T: int, K: int, N: int, wide: bool = False) -> bool:
-    """Whether a layer without siblings has so little work that the host decides its time: PEFT's own few calls then need
-    less of it than one call of the operator. H200, bfloat16: at 4096 x 4096, T = 4096, the GPU needs about 550 us and PEFT is
-    9 % ahead; at 8192 x 8192, T = 2048, it needs 900 and PEFT is 10 % behind. With siblings the operator needs less.
+def has_little_work(device: torch.device, T: int, K: int, N: int, wide: bool = False) -> bool:
+    """Whether a layer without siblings has so little work that the host decides its time: a few calls of torch then need less
+    of it than one call of the operator. H200, bfloat16: at 4096 x 4096, T = 4096, the GPU needs about 550 us and PEFT's forward
+    is 9 % ahead of the operator; at 8192 x 8192, T = 2048, it needs 900 and PEFT is 10 % behind. With siblings the operator
+    needs less.
 
     Args:
         wide: the adapter's dtype is not x's.
@@ -211,14 +212,11 @@ def compute(x: torch.Tensor, calls: Sequence[LayerCall]) -> list[torch.Tensor]:
     Raises:
         ValueError: x does not fit a layer; the message names the layer and what it takes.
     """
-    kind, dtype = x.device.type, x.dtype
-    autocast = kind in AUTOCAST and torch.is_autocast_enabled(kind)
-    if autocast and x.is_floating_point() and dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(kind)
+    dtype, autocast = _product_dtype(x)
     for call in calls:
         _check(x, call, dtype, autocast)
     if autocast:
-        with torch.autocast(kind, enabled=False):
+        with torch.autocast(x.device.type, enabled=False):
             return _compute(x, calls, dtype)
     return _compute(x, calls, dtype)
 
@@ -268,6 +266,29 @@ def _compute(x: torch.Tensor, calls: Sequence[LayerCall], dtype: torch.dtype) ->
         y = y_TN.view(*lead, y_TN.shape[1])
         out.append(y if call.outer_bias is None else y + call.outer_bias.to(dtype))
     return out
+
+
+def few_operations(x: torch.Tensor, call: LayerCall) -> torch.Tensor:
+    """What `compute` gives for one layer with plain LoRA, in a few operations of torch, no more than PEFT's forward takes. In
+    16 bits the low-rank part is in y before it is rounded. Dropout is torch's own."""
+    dtype, autocast = _product_dtype(x)
+    _check(x, call, dtype, autocast)
+    x_TK = _to(x, dtype).reshape(-1, x.shape[-1])
+    xd = nn.functional.dropout(x_TK, call.p) if call.p else x_TK
+    weight, bias = _to(call.weight, dtype), call.bias if call.outer_bias is None else call.outer_bias
+    S = nn.functional.linear(xd, _to(call.A, dtype)) * call.scaling
+    low = nn.functional.linear(S, _to(call.B, dtype), None if bias is None else _to(bias, dtype))
+    y_TN = low.addmm_(x_TK, weight.t()) if dtype.itemsize == 2 else low + x_TK @ weight.t()
+    return y_TN.view(*x.shape[:-1], len(weight))
+
+
+def _product_dtype(x: torch.Tensor) -> tuple[torch.dtype, bool]:
+    """What torch.nn.functional.linear would multiply in, and whether autocast is on."""
+    kind = x.device.type
+    autocast = kind in AUTOCAST and torch.is_autocast_enabled(kind)
+    if autocast and x.is_floating_point() and x.dtype != torch.float64:
+        return torch.get_autocast_dtype(kind), True
+    return x.dtype, autocast
 
 
 def _layer(call: LayerCall, weight: torch.Tensor, bias: torch.Tensor | None, last: Layer | None) -> Layer:
@@ -380,9 +401,9 @@ class LayerForward:
             N, K = call.weight.shape
             if (
                 self.plan is None and call.magnitude is None and not torch.compiler.is_compiling()
-                and left_to_peft(x.device, x.numel() // K, K, N, call.A.dtype != x.dtype)
+                and has_little_work(x.device, x.numel() // K, K, N, call.A.dtype != x.dtype)
             ):  # fmt: skip
-                return self._peft(x)
+                return few_operations(x, call)
             return compute(x, (call,))[0]
         return self.group.serve(self.index, x, call)
 

@@ -168,6 +168,62 @@ def test_a_whole_model_is_as_exact_as_peft(base: torch.dtype, adapters: torch.dt
     assert sum(ours) <= 2 * sum(theirs) + 1e-6, f"{sum(ours):.3g} against {sum(theirs):.3g}, seed {SEED}"
 
 
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch, used: list[int]) -> list[int]:
+    """Layers without siblings have little work, as small ones on a GPU. How often that was asked."""
+    asked: list[int] = []
+    monkeypatch.setattr(peft_live, "has_little_work", lambda *args, **kwargs: not asked.append(1))
+    return asked
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("bias", ["none", "all"])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 0.05)]
+)
+def test_a_few_operations_give_what_peft_gives(
+    dtype: torch.dtype, tolerance: float, bias: str, dropout: float, few: list[int], used: list[int]
+) -> None:
+    """Masks too: they are torch's own."""
+    model = lora("qwen2", dtype, target_modules=["q_proj", "down_proj"], bias=bias, lora_dropout=dropout)
+    results = []
+    for accelerated in (False, True):
+        if accelerated:
+            packlora.accelerate(model)
+            used.clear()
+        torch.manual_seed(SEED)
+        results.append(outcome(model))
+    assert len(few) == 4 and not used
+    assert_same(results[1], results[0], tolerance)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_few_operations_keep_what_is_under_the_last_bit_of_bfloat16(autocast: bool, few: list[int]) -> None:
+    """PEFT adds it to a product that was rounded, where most of it is gone."""
+    generator = torch.Generator().manual_seed(SEED)
+    x = torch.randn(500, 64, generator=generator).bfloat16()
+    base = nn.Sequential(nn.Linear(64, 96, bias=False, dtype=torch.bfloat16))
+    config = LoraConfig(r=8, lora_alpha=8, target_modules=["0"])
+    model = get_peft_model(base, config, autocast_adapter_dtype=autocast)
+    layer: Any = model.base_model.model[0]
+    rest = x.double() @ layer.base_layer.weight.detach().double().T
+    with torch.no_grad():
+        layer.lora_B["default"].weight.normal_(generator=generator)
+        low = (x.double() @ layer.lora_A["default"].weight.double().T) @ layer.lora_B["default"].weight.double().T
+        layer.lora_B["default"].weight.mul_(2**-10 * float(rest.norm() / low.norm()))
+        low = (x.double() @ layer.lora_A["default"].weight.double().T) @ layer.lora_B["default"].weight.double().T
+
+    def share() -> float:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            y = model(x)
+        assert y.dtype == torch.bfloat16
+        return float(((y.detach().double() - rest) * low).sum() / low.square().sum())
+
+    assert share() < 0.6
+    packlora.accelerate(model)
+    assert 0.7 < share() < 1.3 and few, SEED
+
+
 def test_siblings_run_in_one_call_and_x_is_kept_once(used: list[int]) -> None:
     model = lora()
     report = packlora.accelerate(model)
