@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 Results = Mapping[str, torch.Tensor]
-MORE = 12
+MORE = 4
 """Times as many draws again, at most, where a bound is missed."""
 SENSIBLE = 0.05
 """Root mean square of torch's errors over that of the exact results, beyond which its result is none to be measured against:
