@@ -43,6 +43,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "one adapter": {"ranks": [[16]], "dropouts": [0.1]},
     "rank 384": {"ranks": [[384]], "dropouts": [0.0]},
     "four adapters, siblings": {"ranks": [[8, 16], [16, 0], [32, 40], [64, 8]], "dropouts": [0.0, 0.1, 0.1, 0.05]},
+    "DoRA, beside LoRA": {"ranks": [[16], [8]], "dropouts": [0.0, 0.0], "dora": [True, False]},
     "DoRA": {"ranks": [[16]], "dropouts": [0.0], "dora": [True]},
     "DoRA, rank 64": {"ranks": [[64]], "dropouts": [0.1], "dora": [True], "base_dropped": False},
 }
@@ -113,7 +114,7 @@ def captured(capability: int) -> list[Row]:
                 case = f"{kind}, {plan.name}, {dtype}"
                 sizes = [512, 256][: len(settings["ranks"][0])]
                 drawn = make_case(1024, 256, sizes, with_bias=True, seed=1, dtype=dtype, **settings)
-                if len(settings["ranks"]) == 1:  # fused products are for one adapter that owns all tokens
+                if len(settings["ranks"]) == 1:  # all tokens, which fused products take in a way of its own
                     drawn = replace(drawn, runs=(replace(drawn.runs[0], start=0, stop=1024),))
                 own, leaves = cast(drawn, dtype)
                 outputs = lora_group(own.x, own.layers, own.runs, own.keys, own.salt, plan)

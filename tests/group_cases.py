@@ -239,3 +239,27 @@ def share_of_small(
         part = want[name] - rest[name]
         out[name] = float(((got[name] - rest[name]) * part).sum() / part.square().sum())
     return out
+
+
+def others_keep_their_bits(
+    case: GroupCase, dtype: torch.dtype, bad: int, factor: str, value: float, plan: Plan
+) -> None:
+    """A or B of one adapter holds a value that is not finite: its own tokens are not finite, those of others what they were."""
+    (own, _), (run,) = cast(case, dtype), [run for run in case.runs if run.adapter == bad]
+    spoilt = []
+    for layer in own.layers:
+        operand = layer.adapters[bad].operands()[factor].detach().clone()
+        operand[1, 2] = value
+        low = replace(layer.adapters[bad], **{factor: operand.requires_grad_()})
+        spoilt.append(replace(layer, adapters={**layer.adapters, bad: low}))
+
+    def results(layers: Sequence[Layer]) -> list[torch.Tensor]:
+        x = own.x.detach().clone().requires_grad_()
+        outputs = lora_group(x, layers, own.runs, own.keys, own.salt, plan)
+        return [*outputs, *torch.autograd.grad(outputs, [x], own.dy)]
+
+    others = torch.ones(len(own.x), dtype=torch.bool, device=own.x.device)
+    others[run.rows] = False
+    for got, want in zip(results(spoilt), results(own.layers), strict=True):
+        assert not got[run.rows].isfinite().all()
+        assert torch.equal(got[others], want[others])

@@ -9,6 +9,7 @@ Shapes: T tokens, t tokens of one adapter, K inputs, N outputs, r rank, R ranks 
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -32,8 +33,8 @@ WASTE_RANK = {"down": 0.010, "up": 0.03, "one-pass": 0.08, "inputs": 0.014}
 """What each rank past 16 adds (at rank 64 down, up and inputs took 37, 50 and 69 us; one-pass 34 at rank 16 and 59 at rank 32,
 the two library products in its place 45 at any rank)."""
 SKINNY = 256
-TRITON_GEMM = 1.04
-"""A fused GEMM's time over cuBLAS: geometric mean of five shapes on an H200 at rank 16, T = 8192 (1.01 to 1.07)."""
+TRITON_GEMM = {"forward": 1.022, "backward": 1.040}
+"""A fused GEMM's time over cuBLAS: geometric mean of five shapes on an H200 at rank 16, T = 8192; the backward with dropout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +130,8 @@ class _Sizes:
 
 
 def _waste(kernel: str, ranks: Iterable[int]) -> float:
-    return WASTE[kernel] + WASTE_RANK[kernel] * max(0, max(ranks) - 16)
+    """Of an adapter on average: each has as many tokens."""
+    return WASTE[kernel] + WASTE_RANK[kernel] * statistics.fmean(max(0, rank - 16) for rank in ranks)
 
 
 def _kernel(phase: Phase, name: str, parts: Iterable[tuple[int, int]], e: int, waste: float, launches: int = 1) -> Step:
@@ -141,7 +143,9 @@ def _kernel(phase: Phase, name: str, parts: Iterable[tuple[int, int]], e: int, w
 def _fused(phase: Phase, name: str, m: int, k: int, n: int, low_rank: Iterable[tuple[int, int]], e: int) -> Step:
     """[m, k] @ [k, n] with the low-rank products (FLOPs, elements) in the same kernel."""
     every = [(2 * m * k * n, m * k + k * n + m * n), *low_rank]
-    return Step(phase, name, sum(f for f, _ in every), e * sum(n for _, n in every), FUSED_LAUNCHES, slower=TRITON_GEMM)
+    return Step(
+        phase, name, sum(f for f, _ in every), e * sum(n for _, n in every), FUSED_LAUNCHES, slower=TRITON_GEMM[phase]
+    )
 
 
 def _down(plan: Plan, s: _Sizes, phase: Phase) -> Iterator[Step]:

@@ -91,7 +91,9 @@ def _why_not_here(plan: Plan, case: Case, lossy: bool) -> str | None:
         return "a merged weight has no place for dropout"
     if (plan.lossy or through_xd or not plan.keep_s) and not case.single:
         return "merged weights, products through d' xd and S computed again are for one adapter that owns all tokens"
-    if plan.up == "epilogue" and case.torch_dtype.itemsize == 2:
+    if (
+        plan.up == "epilogue" and case.torch_dtype.itemsize == 2 and not case.composed
+    ):  # which scale what was rounded anyway
         return "in 16 bits what is added to a rounded product is lost where it is small"
     if "before" in (plan.up, plan.dx) and case.device == "cuda" and case.dtype == "float32":
         return "float32 products on a GPU round more when they accumulate onto another product"
@@ -102,8 +104,6 @@ def _why_not_here(plan: Plan, case: Case, lossy: bool) -> str | None:
             case.dtype == "float32" or any(size % FUSED_MULTIPLE for size in (case.K, *case.Ns)) or not has_tma()
         ):
             return f"fused kernels are for 16 bits and sizes that {FUSED_MULTIPLE} divides, on Hopper or a B200 (TMA)"
-        if "fused" in (plan.up, plan.dx) and not case.single:
-            return "fused kernels are for one adapter that owns all tokens"
         if plan.lossy or through_xd:
             return "merged weights and products through d' xd are made of plain products"
     return None

@@ -5,13 +5,22 @@ make gpu
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from group_cases import KINDS, GroupCase, group_is_as_exact, make_case, run_group, share_of_small
+from group_cases import (
+    KINDS,
+    GroupCase,
+    group_is_as_exact,
+    make_case,
+    others_keep_their_bits,
+    run_group,
+    share_of_small,
+)
 
 from packlora.ops.lora_linear.group import Run
 from packlora.ops.lora_linear.plan import CHAIN, ROUTED, Plan
@@ -62,8 +71,35 @@ def test_plans_are_as_exact_as_torch_in_the_same_dtype(kind: dict[str, Any], pla
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("plan", [CHAIN, BEFORE, ROUTED, FUSED, WIDE], ids=lambda plan: plan.name)
 def test_low_rank_parts_under_the_last_bit_are_not_lost(plan: Plan, dtype: torch.dtype, dora: bool) -> None:
-    share = share_of_small(dtype, plan, "cuda", dora, SEED)
-    assert all(0.7 < value < 1.3 for value in share.values()), (share, SEED)
+    """None of it in a fused product; elsewhere no more than the library loses of what its products accumulate onto (cuBLAS
+    rounds a product before it adds, on Hopper, and more than half is gone)."""
+    least = min(share_of_library(dtype) - 0.1, 0.7)
+    for name, value in share_of_small(dtype, plan, "cuda", dora, SEED).items():
+        way = plan.up if name == "y0" else plan.dx
+        assert (0.7 if way == "fused" else least) < value < 1.3, (name, value, least, SEED)
+
+
+def share_of_library(dtype: torch.dtype) -> float:
+    """How much of what is a tenth of the last bit of a product arrives where the product is added to it."""
+    g = torch.Generator("cuda").manual_seed(SEED)
+    x, weight, small = (
+        torch.randn(*shape, generator=g, device="cuda").to(dtype) for shape in [(600, 64), (64, 96), (600, 96)]
+    )
+    rest = x.double() @ weight.double()
+    small = (small * (0.1 * torch.finfo(dtype).eps * float(rest.norm() / small.double().norm()))).to(dtype)
+    part = small.double()
+    return float(((torch.addmm(small, x, weight) - rest) * part).sum() / part.square().sum())
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("factor", ["A", "B"])
+@pytest.mark.parametrize("plan", [ROUTED, FUSED], ids=lambda plan: plan.name)
+def test_an_adapter_that_is_not_finite_leaves_others_their_bits(value: float, factor: str, plan: Plan) -> None:
+    kind = {"dora": [False, True, False], "base_dropped": False}
+    case = make_case(
+        1000, 512, [768, 256], [[0, 8], [20, 3], [9, 40]], [0.0, 0.2, 0.1], True, SEED, torch.bfloat16, "cuda", **kind
+    )
+    others_keep_their_bits(case, torch.bfloat16, 1, factor, value, plan)
 
 
 def test_more_tokens_than_24576_and_unaligned_rows() -> None:

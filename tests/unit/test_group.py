@@ -14,6 +14,7 @@ from group_cases import (
     compare,
     group_is_as_exact,
     make_case,
+    others_keep_their_bits,
     run_group,
     run_reference,
     share_of_small,
@@ -48,7 +49,7 @@ MANY = ["six adapters, siblings, some absent", "DoRA and LoRA, siblings, some ab
 KERNELS = [
     *((kind, ROUTED, FLOAT) for kind in KINDS),
     *((kind, ROUTED, HALF) for kind in ("dropout", "siblings", "DoRA", *MANY)),
-    *((kind, FUSED, HALF) for kind in (*ONE, "DoRA, dropout on the low-rank branch", MANY[1])),
+    *((kind, FUSED, HALF) for kind in (*ONE, "DoRA, dropout on the low-rank branch", "four adapters", *MANY)),
     *((kind, LIBRARY, FLOAT) for kind in ("DoRA", *MANY)),
     *((kind, EPILOGUE, HALF) for kind in ("dropout", "siblings", "DoRA, rank 40", *MANY)),
     *((kind, WIDE, HALF) for kind in ("rank over K", "DoRA, rank 40", "DoRA, dropout on the low-rank branch")),
@@ -92,9 +93,10 @@ def test_low_rank_parts_under_the_last_bit_are_not_lost(plan: Plan, dtype: torch
     assert all(0.7 < value < 1.3 for value in share.values()), (share, SEED)
 
 
+@pytest.mark.parametrize("plan", [ROUTED, FUSED], ids=lambda plan: plan.name)
 @pytest.mark.parametrize("kind", ["dropout", "DoRA, dropout on the low-rank branch", "four adapters"])
-def test_programs_that_walk_over_several_blocks_are_as_exact(kind: str) -> None:
-    """Runs of many blocks of tokens, by tensor descriptors, with a last block that is not whole."""
+def test_programs_that_walk_over_several_blocks_are_as_exact(kind: str, plan: Plan) -> None:
+    """Runs of many blocks of tokens, by tensor descriptors, with a last block that is not whole; tiles that two runs share."""
     layers = len(KINDS[kind]["ranks"][0])
 
     def case(trial: int) -> GroupCase:
@@ -102,7 +104,17 @@ def test_programs_that_walk_over_several_blocks_are_as_exact(kind: str) -> None:
             700 + 31 * trial, 32, [16, 32][:layers], with_bias=False, seed=SEED + trial, dtype=HALF, **KINDS[kind]
         )
 
-    group_is_as_exact(case, 3, HALF, ROUTED, SEED)
+    group_is_as_exact(case, 3, HALF, plan, SEED)
+
+
+@pytest.mark.parametrize("plan", [ROUTED, FUSED], ids=lambda plan: plan.name)
+@pytest.mark.parametrize("factor", ["A", "B"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_an_adapter_that_is_not_finite_leaves_others_their_bits(value: float, factor: str, plan: Plan) -> None:
+    """Also in blocks and tiles that it shares with them."""
+    kind = {"dora": [False, True, False], "base_dropped": False}
+    case = make_case(300, 64, [32, 48], [[0, 8], [20, 3], [9, 40]], [0.0, 0.2, 0.1], True, SEED, HALF, **kind)
+    others_keep_their_bits(case, HALF, 1, factor, value, plan)
 
 
 @pytest.mark.parametrize("off", ["x", "d"])

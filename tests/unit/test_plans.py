@@ -229,11 +229,18 @@ def test_fused_plans_are_for_16_bits_and_divisible_sizes_on_a_gpu_with_tma(monke
     assert "TMA" in (why_illegal(plan, case) or "")
     monkeypatch.setattr("packlora.plans.space.has_tma", lambda: True)
     assert why_illegal(plan, case) is None
+    assert why_illegal(plan, dataclasses.replace(case, ranks=((4,), (8,)), drops=(True, False), covered=False)) is None
     for changes in ({"dtype": "float32"}, {"K": 40}, {"Ns": (40,)}):
         assert "TMA" in (why_illegal(plan, dataclasses.replace(case, **changes)) or "")  # type: ignore[arg-type]
     case = dataclasses.replace(case, Ns=(48, 96), ranks=((4, 2),), biases=(False, False))
     assert flops(plan, case) == flops(CHAIN, case)
     assert bytes_moved(plan, case) < bytes_moved(ROUTED, case)
+
+
+def test_a_pass_over_a_rounded_product_is_for_composed_layers_in_16_bits() -> None:
+    plan, case = Plan("mm", "epilogue", dx="before"), one(64, 32, 48, 4, "cuda", "bfloat16")
+    assert why_illegal(plan, case) is not None
+    assert why_illegal(plan, dataclasses.replace(case, composed=True)) is None
 
 
 def test_everything_of_runlora_is_legal_where_runlora_applies() -> None:

@@ -407,87 +407,115 @@ def inputs(
 # --- the fused product -------------------------------------------------------------------------------------------------
 
 
-def fusable(x_TK: torch.Tensor, layers: Sequence[Layer], runs: Sequence[Run]) -> bool:
-    """Whether fused_kernel takes these: a GPU with Hopper's copy engine, 16 bits, aligned rows, one adapter on all tokens."""
-    T, K = x_TK.shape
+def fusable(x_TK: torch.Tensor, layers: Sequence[Layer]) -> bool:
+    """Whether fused_kernel takes these: a GPU with Hopper's copy engine, 16 bits, aligned rows."""
     return (
-        x_TK.element_size() == 2 and has_copy_engine(x_TK.device)
-        and len(runs) == 1 and runs[0].start == 0 and runs[0].stop == T and K % 16 == 0 and x_TK.is_contiguous()
+        x_TK.element_size() == 2 and has_copy_engine(x_TK.device) and x_TK.shape[1] % 16 == 0 and x_TK.is_contiguous()
         and x_TK.data_ptr() % 16 == 0
         and all(
             layer.weight.shape[0] % 16 == 0 and layer.weight.is_contiguous() and layer.weight.data_ptr() % 16 == 0
-            and runs[0].adapter in layer.adapters
             for layer in layers
         )
     )  # fmt: skip
 
 
+@dataclass(slots=True)
+class _LowRank:
+    """The low-rank part of a fused product. rank: of the one adapter that owns all tokens. Else places has those of all, of
+    which the largest is `largest`, and `last` is the row of g of tokens without an adapter."""
+
+    L: torch.Tensor
+    R: torch.Tensor
+    rank: int = 0
+    places: torch.Tensor | None = None
+    largest: int = 0
+    last: int = 0
+
+
 def _fused(
-    runs: RunTables, of: Hashable, X: torch.Tensor, V: torch.Tensor, Y: torch.Tensor, L: torch.Tensor, R: torch.Tensor,
-    rank: int, forward: bool, bias: torch.Tensor | None = None, keys_T2: torch.Tensor | None = None, salt: int = 0,
-    p: float = 0.0, g: torch.Tensor | None = None, Z: torch.Tensor | None = None,
+    runs: RunTables, of: Hashable, X: torch.Tensor, V: torch.Tensor, Y: torch.Tensor, low: _LowRank, forward: bool,
+    bias: torch.Tensor | None = None, keys_T2: torch.Tensor | None = None, salt: int = 0, p: float = 0.0,
+    g: torch.Tensor | None = None, Z: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """`of` stands for the sizes and dtypes of all operands."""
-    (T, P), Q = X.shape, Y.shape[1]
+    (T, P), Q, L = X.shape, Y.shape[1], low.L
     BM, BN, BK = FUSED_M, FUSED_N, FUSED_K
     programs = min(processors(X.device), _cdiv(T, BM) * _cdiv(Q, BN))
-    BR = 16 if rank <= 16 else 32 if rank <= 32 else 64
-    wide = BR > 16
-    low = Descriptor(L, [BM, BR], [T, rank], [L.stride(0), 1]) if wide else L
-    if not wide:
-        high: Descriptor | torch.Tensor = R
-    elif forward:
-        high = Descriptor(R, [BN, BR], [Q, rank], [rank, 1])
-    else:
-        high = Descriptor(R, [BR, BN], [rank, Q], [Q, 1])
+    several = low.places is not None
+    BR = 32 if several else _block(low.rank, 64)
+    wide = BR > 16 and not several
+    left: Descriptor | torch.Tensor = L
+    right: Descriptor | torch.Tensor = low.R
+    if wide:
+        rank = low.rank
+        left = Descriptor(L, [BM, BR], [T, rank], [L.stride(0), 1])
+        if forward:
+            right = Descriptor(low.R, [BN, BR], [Q, rank], [rank, 1])
+        else:
+            right = Descriptor(low.R, [BR, BN], [rank, Q], [Q, 1])
     launch(
         fused.fused_kernel, (programs,),
         (Descriptor(X, [BM, BK]), Descriptor(V, [BN, BK] if forward else [BK, BN]),
-        Descriptor(Y, [BM, BN]), None if Z is None else Descriptor(Z, [BM, BN]), low, high,
-        bias, g, keys_T2, signed(salt), dropout_threshold(p), T, P, Q, L.stride(0), rank),
+        Descriptor(Y, [BM, BN]), None if Z is None else Descriptor(Z, [BM, BN]), left, right,
+        bias, g, keys_T2, runs.whole if several else None, runs.spans if several else None, low.places, signed(salt),
+        dropout_threshold(p), T, P, Q, L.stride(0), low.last if several else low.rank),
         sites=runs.sites,
         key=(
-            "fused", of, forward, L.data_ptr() % 16, _like(bias), _like(g), _like(keys_T2), Z is None,
+            "fused", of, forward, several, L.data_ptr() % 16, _like(bias), _like(g), _like(keys_T2), Z is None,
         ),
-        FORWARD=forward, DROP=p > 0, ASM=packed_dropout(Y), HAS_BIAS=bias is not None, HAS_G=g is not None, KEEP=Z is not None,
-        WIDE=wide, DTYPE=getattr(tl, str(Y.dtype).removeprefix("torch.")), BM=BM, BN=BN, BK=BK, BR=BR, GROUP=8,
-        PROGRAMS=programs, num_warps=8, num_stages=3,
+        FORWARD=forward, DROP=keys_T2 is not None and (runs.dropout if several else p > 0), ASM=packed_dropout(Y),
+        HAS_BIAS=bias is not None, HAS_G=g is not None, KEEP=Z is not None, WIDE=wide, RUNS=several,
+        DTYPE=getattr(tl, str(Y.dtype).removeprefix("torch.")),
+        BM=BM, BN=BN, BK=BK, BR=BR, GROUP=8, PROGRAMS=programs, num_warps=8, num_stages=3,
     )  # fmt: skip
     return Y
 
 
+def _of_layer(
+    S: torch.Tensor, packed: Packed, tables: GroupTables, alone: Run | None, index: int, last: int = 0
+) -> _LowRank:
+    """S B' of one layer. alone: the run that has all tokens and an adapter on the layer, if one does."""
+    if alone is None:
+        flat = packed.B[index]  # None where adapters have no more than a bias there: nothing is read
+        return _LowRank(S, S if flat is None else flat, 0, tables.places[index], packed.layout.max_padded[index], last)
+    place = packed.layout.places[alone.adapter, index]
+    return _LowRank(S[:, place.column :], packed.b_block(alone.adapter, index), place.padded)
+
+
 def up_fused(
-    x_TK: torch.Tensor, S: torch.Tensor, packed: Packed, runs: RunTables, run: Run, index: int, layer: Layer
-) -> torch.Tensor:
+    x_TK: torch.Tensor, S: torch.Tensor, packed: Packed, tables: GroupTables, runs: RunTables, alone: Run | None, index: int,
+    layer: Layer,
+) -> torch.Tensor:  # fmt: skip
     """y [T, N] of one layer."""
-    place = packed.layout.places[run.adapter, index]
     y = torch.empty(x_TK.shape[0], len(layer.weight), dtype=x_TK.dtype, device=x_TK.device)
-    B = packed.b_block(run.adapter, index)
-    of = (packed.shape, index)
-    return _fused(runs, of, x_TK, layer.weight, y, S[:, place.column :], B, place.padded, True, layer.bias)
+    low = _of_layer(S, packed, tables, alone, index)
+    return _fused(runs, (packed.shape, index), x_TK, layer.weight, y, low, True, layer.bias)
 
 
 def up_fused_composed(
-    x_TK: torch.Tensor, S: torch.Tensor, packed: Packed, runs: RunTables, run: Run, index: int, layer: Layer,
-    composition: Composition, keep: bool,
+    x_TK: torch.Tensor, S: torch.Tensor, packed: Packed, tables: GroupTables, runs: RunTables, alone: Run | None, index: int,
+    layer: Layer, composition: Composition, keep: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """y [T, N] = g z + bias of one layer, and z where it is to be kept."""
-    place = packed.layout.places[run.adapter, index]
     y = torch.empty(x_TK.shape[0], len(layer.weight), dtype=x_TK.dtype, device=x_TK.device)
     z = torch.empty_like(y) if keep else None
-    bias = None if composition.bias is None else composition.bias[run.adapter]
-    B, g = packed.b_block(run.adapter, index), composition.g[run.adapter]
-    of, own = (packed.shape, index), S[:, place.column :]
-    return _fused(runs, of, x_TK, layer.weight, y, own, B, place.padded, True, bias, g=g, Z=z), z
+    low = _of_layer(S, packed, tables, alone, index, len(composition.g) - 1)
+    g, bias = composition.g, composition.bias
+    if alone is not None:
+        g, bias = g[alone.adapter], None if bias is None else bias[alone.adapter]
+    return _fused(runs, (packed.shape, index), x_TK, layer.weight, y, low, True, bias, g=g, Z=z), z
 
 
 def dx_fused(
-    d_TN: torch.Tensor, weight_NK: torch.Tensor, dS: torch.Tensor, packed: Packed, runs: RunTables, run: Run,
-    keys_T2: torch.Tensor | None, salt: int,
+    d_TN: torch.Tensor, weight_NK: torch.Tensor, dS: torch.Tensor, packed: Packed, tables: GroupTables, runs: RunTables,
+    alone: Run | None, keys_T2: torch.Tensor | None, salt: int,
 ) -> torch.Tensor:  # fmt: skip
     """d W + drop(dS A), [T, K]."""
     dx = torch.empty(d_TN.shape[0], weight_NK.shape[1], dtype=d_TN.dtype, device=d_TN.device)
-    first, padded = packed.layout.rows[run.adapter]
-    A_RK = packed.A_RK[first : first + padded]
-    of = (packed.shape, len(weight_NK))
-    return _fused(runs, of, d_TN, weight_NK, dx, dS, A_RK, padded, False, None, keys_T2, salt, run.dropout)
+    if alone is None:
+        low = _LowRank(dS, packed.A_RK, 0, tables.rows, packed.layout.width)
+    else:
+        first, padded = packed.layout.rows[alone.adapter]
+        low = _LowRank(dS, packed.A_RK[first : first + padded], padded)
+    p = 0.0 if alone is None else alone.dropout
+    return _fused(runs, (packed.shape, len(weight_NK)), d_TN, weight_NK, dx, low, False, None, keys_T2, salt, p)

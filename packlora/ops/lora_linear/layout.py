@@ -285,11 +285,19 @@ class RunTables:
     """Tokens cut into blocks that never cross from one run into another; one table per block size, one copy to the device.
 
     A row is (adapter or -1, start, stop, dropout threshold), int32. `ranges` has per block size and adapter the first row
-    that is the adapter's and one past its last; rows of others may lie between.
+    that is the adapter's and one past its last; rows of others may lie between. `whole` has a row for each run, and for the
+    tokens between runs, uncut; `spans` per tile of so many tokens, cut without regard to runs, the first of those rows that
+    the tile meets and one past its last.
     """
 
     def __init__(
-        self, runs: Sequence[Run], num_tokens: int, device: torch.device, sizes: Sequence[int], num_adapters: int
+        self,
+        runs: Sequence[Run],
+        num_tokens: int,
+        device: torch.device,
+        sizes: Sequence[int],
+        num_adapters: int,
+        tile: int,
     ) -> None:
         flat: list[int] = []
         ranges: dict[int, int] = {}
@@ -302,6 +310,9 @@ class RunTables:
                 for at in range(start, stop, size):
                     flat += (adapter, at, min(at + size, stop), threshold)
             bounds[size] = (first, len(flat) // 4)
+        whole = len(flat) // 4
+        for adapter, start, stop, p in parts:
+            flat += (adapter, start, stop, dropout_threshold(p))
         for size, (first, last) in bounds.items():
             ranges[size] = len(flat) // 2
             owners = [flat[4 * row] for row in range(first, last)]
@@ -309,12 +320,23 @@ class RunTables:
                 own = [row for row, owner in enumerate(owners) if owner == adapter]
                 flat += (own[0], own[-1] + 1) if own else (0, 0)
             flat += (0, 0) * (len(flat) % 4 // 2)
+        spans, number = len(flat) // 2, 0
+        for at in range(0, num_tokens, tile):
+            while parts[number][2] <= at:
+                number += 1
+            last = number
+            while last + 1 < len(parts) and parts[last + 1][1] < at + tile:
+                last += 1
+            flat += (number, last + 1)
+        tiles = len(flat) // 2 - spans
+        flat += (0, 0) * (len(flat) % 4 // 2)
         table = torch.tensor(flat, dtype=torch.int32)
         if device.type == "cuda":
             table = table.pin_memory().to(device, non_blocking=True)
         rows, pairs = table.view(-1, 4), table.view(-1, 2)
         self.blocks = {size: rows[first:last] for size, (first, last) in bounds.items()}
         self.ranges = {size: pairs[at : at + num_adapters] for size, at in ranges.items()}
+        self.whole, self.spans = rows[whole : whole + len(parts)], pairs[spans : spans + tiles]
         self.dropout = any(run.dropout > 0 for run in runs)
         self.sites: dict[Hashable, Any] = {}
         """Launches made on these tables, see launcher.py."""

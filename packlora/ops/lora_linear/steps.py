@@ -86,12 +86,16 @@ class Steps:
             from packlora.ops.lora_linear import launch
 
             self.launch = launch
-            self.fused = (
-                "fused" in (plan.up, plan.dx)
-                and all((run.adapter, index) in self.layout.places for run in runs for index in range(len(self.layers)))
-                and launch.fusable(x_TK, self.layers, runs)
-            )
+            self.fused = "fused" in (plan.up, plan.dx) and launch.fusable(x_TK, self.layers)
+            self.alone = self._alone()
             self.tables = self.run_tables()
+
+    def _alone(self) -> Run | None:
+        """The run that has all tokens and an adapter on every layer, if there is one."""
+        if len(self.every) != 1 or (self.every[0].start, self.every[0].stop) != (0, self.T):
+            return None
+        (run,) = self.every
+        return run if all((run.adapter, index) in self.layout.places for index in range(len(self.layers))) else None
 
     def run_tables(self) -> RunTables:
         """Tables of the runs for the kernels' block sizes."""
@@ -101,7 +105,7 @@ class Steps:
         known = tuple(run for run in self.every if run.adapter < number)  # others are of other layers
         return _RUN_TABLES.get(
             (known, T, device, self.single, number),
-            lambda: RunTables(known, T, device, launch.sizes_for(self.dtype).tokens, number),
+            lambda: RunTables(known, T, device, launch.sizes_for(self.dtype).tokens, number, launch.FUSED_M),
         )
 
     def with_tokens(self, x_TK: torch.Tensor, keys_T2: torch.Tensor | None) -> Steps:
@@ -183,7 +187,9 @@ class Steps:
         """x W' + S B' + bias of the layer alone."""
         way = self.plan.up
         if way == "fused" and self.fused:
-            return self.launch.up_fused(self.x_TK, S, self.packed, self.tables, self.runs[0], index, layer)
+            return self.launch.up_fused(
+                self.x_TK, S, self.packed, self.prepared.tables, self.tables, self.alone, index, layer
+            )
         if way == "epilogue":
             y_TN = self.x_TK @ layer.weight.T
             return self.launch.up(S, self.packed, self.prepared.tables, self.tables, index, layer.bias, y_TN)
@@ -215,8 +221,8 @@ class Steps:
         composition = self.prepared.compositions[index]
         if self.plan.up == "fused" and self.fused:
             return self.launch.up_fused_composed(
-                self.x_TK, S, self.packed, self.tables, self.runs[0], index, layer, composition, keep_z
-            )
+                self.x_TK, S, self.packed, self.prepared.tables, self.tables, self.alone, index, layer, composition, keep_z
+            )  # fmt: skip
         if self.plan.up == "epilogue":
             z_TN = self.x_TK @ layer.weight.T
             return self.launch.up_composed(
@@ -440,10 +446,10 @@ class Steps:
             if dx is not None:
                 dx.addmm_(e_TN, layer.weight)
             elif fused:
-                run = self.runs[0]
                 dx = self.launch.dx_fused(
-                    e_TN, layer.weight, dS, self.packed, self.tables, run, self.keys_T2, self.salt
-                )
+                    e_TN, layer.weight, dS, self.packed, self.prepared.tables, self.tables, self.alone, self.keys_T2,
+                    self.salt,
+                )  # fmt: skip
             else:
                 dx = e_TN @ layer.weight
         assert dx is not None
