@@ -24,6 +24,7 @@ from packlora.adapters.norms import RowNorms, row_norm_op
 from packlora.adapters.outputs import KeptOutputs
 from packlora.adapters.siblings import SiblingGroup
 from packlora.ops.gpu import capability
+from packlora.ops.lora_linear.direct import direct_lora
 from packlora.ops.lora_linear.group import HAS_TRITON, GroupState, Layer, LowRank, Run, lora_group
 from packlora.ops.lora_linear.plan import CHAIN, Plan
 from packlora.ops.recipe import recipe_of
@@ -269,17 +270,14 @@ def _compute(x: torch.Tensor, calls: Sequence[LayerCall], dtype: torch.dtype) ->
 
 
 def few_operations(x: torch.Tensor, call: LayerCall) -> torch.Tensor:
-    """What `compute` gives for one layer with plain LoRA, in a few operations of torch, no more than PEFT's forward takes. In
-    16 bits the low-rank part is in y before it is rounded. Dropout is torch's own."""
+    """What `compute` gives for one layer with plain LoRA, in a few operations of torch. Dropout is torch's own."""
     dtype, autocast = _product_dtype(x)
     _check(x, call, dtype, autocast)
     x_TK = _to(x, dtype).reshape(-1, x.shape[-1])
-    xd = nn.functional.dropout(x_TK, call.p) if call.p else x_TK
-    weight, bias = _to(call.weight, dtype), call.bias if call.outer_bias is None else call.outer_bias
-    S = nn.functional.linear(xd, _to(call.A, dtype)) * call.scaling
-    low = nn.functional.linear(S, _to(call.B, dtype), None if bias is None else _to(bias, dtype))
-    y_TN = low.addmm_(x_TK, weight.t()) if dtype.itemsize == 2 else low + x_TK @ weight.t()
-    return y_TN.view(*x.shape[:-1], len(weight))
+    xd_TK = nn.functional.dropout(x_TK, call.p) if call.p else None
+    bias = call.bias if call.outer_bias is None else call.outer_bias
+    y_TN = direct_lora(x_TK, xd_TK, _to(call.weight, dtype), bias, call.A, call.B, call.scaling)
+    return y_TN.view(*x.shape[:-1], y_TN.shape[1])
 
 
 def _product_dtype(x: torch.Tensor) -> tuple[torch.dtype, bool]:

@@ -19,6 +19,12 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
+def rounds_before_adding(device: torch.device) -> bool:
+    """Whether torch.addmm in 16 bits rounds the product before it adds it: cuBLAS from Hopper on (measured there; newer ones
+    are taken to be the same). What is added is then lost where it is under half of the product's last bit."""
+    return device.type == "cuda" and capability(device) >= (9, 0)
+
+
 def has_copy_engine(device: torch.device) -> bool:
     """Whether kernels may read through tensor descriptors, and keep as much on their way as it takes for that to pay: Hopper,
     and Blackwell in data centres. Blackwell's cards (12.x) have the engine, and less than half of the memory."""

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
+from packlora.ops.gpu import rounds_before_adding
+
 
 def token_bucket(tokens: int) -> int:
     """The next of 1, 2, 3, 4, 6, 8, 12, 16, 24, ... (powers of two and 1.5 times them): at most half more than `tokens`.
@@ -94,6 +96,13 @@ class Case:
     def single(self) -> bool:
         """One adapter owns all tokens."""
         return self.covered and len(self.ranks) == 1
+
+    @property
+    def rounds_first(self) -> bool:
+        """Whether products of this machine's GPU are rounded to 16 bits before they are added to anything."""
+        if self.device != "cuda" or self.torch_dtype.itemsize != 2 or not torch.cuda.is_available():
+            return False
+        return rounds_before_adding(torch.device("cuda", torch.cuda.current_device()))
 
     @property
     def torch_dtype(self) -> torch.dtype:

@@ -189,10 +189,14 @@ def _forward(plan: Plan, s: _Sizes) -> Iterator[Step]:
             yield s.mm("forward", "y += x W'", T, K, N, extra=T * N)
         else:
             before = plan.up == "before"
+            wide = before and s.case.rounds_first and not s.case.composed  # float32 has twice as many bytes
             name = "y = s S B'" if before else "y += s S B'"
-            products = [s.mm("forward", name, t, r, N, extra=0 if before else t * N) for t, r in adapters]
-            base = s.mm("forward", "y += x W'" if before else "y = x W'", T, K, N, extra=T * N if before else 0)
+            products = [s.mm("forward", name, t, r, N, extra=t * N if wide or not before else 0) for t, r in adapters]
+            extra = 3 * T * N if wide else T * N if before else 0
+            base = s.mm("forward", "y += x W'" if before else "y = x W'", T, K, N, extra=extra)
             yield from (*products, base) if before else (base, *products)
+            if wide:
+                yield Step("forward", "y in 16 bits", 0, s.e * 3 * T * N, waste=WASTE["pass"])
         if adapters and s.case.composed and plan.up in ("after", "before", "routed"):
             yield Step("forward", "y = g z + bias", 0, s.e * 2 * T * N, waste=WASTE["pass"])
         if s.case.base_dropped:

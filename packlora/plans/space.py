@@ -91,9 +91,10 @@ def _why_not_here(plan: Plan, case: Case, lossy: bool) -> str | None:
         return "a merged weight has no place for dropout"
     if (plan.lossy or through_xd or not plan.keep_s) and not case.single:
         return "merged weights, products through d' xd and S computed again are for one adapter that owns all tokens"
+    adds_late = plan.up == "epilogue" or (plan.up == "routed" and case.rounds_first)
     if (
-        plan.up == "epilogue" and case.torch_dtype.itemsize == 2 and not case.composed
-    ):  # which scale what was rounded anyway
+        adds_late and case.torch_dtype.itemsize == 2 and not case.composed
+    ):  # which are rounded again when they are scaled
         return "in 16 bits what is added to a rounded product is lost where it is small"
     if "before" in (plan.up, plan.dx) and case.device == "cuda" and case.dtype == "float32":
         return "float32 products on a GPU round more when they accumulate onto another product"

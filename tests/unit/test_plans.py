@@ -243,6 +243,23 @@ def test_a_pass_over_a_rounded_product_is_for_composed_layers_in_16_bits() -> No
     assert why_illegal(plan, dataclasses.replace(case, composed=True)) is None
 
 
+def test_where_products_are_rounded_before_they_are_added_plain_outputs_are_fused_or_in_float32(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    case = one(64, 32, 48, 4, "cuda", "bfloat16")
+    before = bytes_moved(CHAIN, case)
+    assert why_illegal(ROUTED, case) is None
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    for found, first in (((8, 0), False), ((9, 0), True), ((10, 0), True)):
+        monkeypatch.setattr("packlora.ops.gpu.capability", lambda device, found=found: found)
+        monkeypatch.setattr("packlora.plans.space.has_tma", lambda: True)
+        assert (why_illegal(ROUTED, case) is None) != first
+        assert why_illegal(ROUTED, dataclasses.replace(case, composed=True)) is None
+        assert why_illegal(Plan("routed", "fused", "one-pass", "routed"), case) is None
+        assert (bytes_moved(CHAIN, case) > before) == first
+
+
 def test_everything_of_runlora_is_legal_where_runlora_applies() -> None:
     plans = legal_plans(one(8, 8, 8, 2), lossy=True)
     assert {runlora_plan(f, b) for f, b in itertools.product(RUNLORA_FORWARD, RUNLORA_BACKWARD)} <= set(plans)

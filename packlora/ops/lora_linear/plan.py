@@ -93,8 +93,8 @@ def ordered(plan: Plan, itemsize: int) -> Plan:
 
     What is added to a product that was rounded already is lost where it is under half of the last bit, always towards nothing,
     and all that an adapter adds in its first steps is as small as that. Where the base product is added to the small one, the
-    sum is rounded once, and what is lost averages out; unless the library rounds a product before it adds it to what is there,
-    as cuBLAS does on Hopper (measured), where both lose the same and only `fused` loses nothing.
+    sum is rounded once, and what is lost averages out. Some libraries round the product even then (gpu.rounds_before_adding):
+    `before` makes a plain layer's output in float32 there.
     """
     if itemsize != 2:
         return plan

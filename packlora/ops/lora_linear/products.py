@@ -20,6 +20,7 @@ import torch
 from torch.nn.functional import linear
 
 from packlora.ops.dropout import dropout
+from packlora.ops.lora_linear.dense import base_onto, low_dtype, mm_in, scaled_mm
 from packlora.ops.lora_linear.group import Outputs, saving_is_hooked, stand_in
 from packlora.ops.lora_linear.layout import Layer, LowRank
 from packlora.ops.lora_linear.plan import CHAIN, Plan
@@ -141,7 +142,7 @@ class _Products(torch.autograd.Function):
                 A_wide, B_wide = A_rK, B_Nr
                 A_rK, B_Nr = A_rK.to(x_TK.dtype), B_Nr.to(x_TK.dtype)
                 if (need_A and ctx.plan.dA == "dS") or (need_x and ctx.plan.dx != "merged"):
-                    dS_Tr = _scaled_mm(d_TN, B_Nr, scaling)
+                    dS_Tr = scaled_mm(d_TN, B_Nr, scaling)
                 dA_rK, dB_Nr = _low_rank_grads(tokens, d_TN, dS_Tr, S_Tr, A_rK, B_Nr, scaling, ctx.plan, need_A, need_B)
                 dA_rK = None if dA_rK is None else dA_rK.to(A_wide.dtype)
                 dB_Nr = None if dB_Nr is None else dB_Nr.to(B_wide.dtype)
@@ -186,10 +187,13 @@ def _up(x_TK: torch.Tensor, S: Sequence[torch.Tensor | None], plan: Plan, flat: 
             outputs.append(linear(x_TK, _merged(weight_NK, A_rK, B_Nr, scaling), bias_N))
         elif plan.up == "after":
             outputs.append(linear(x_TK, weight_NK, bias_N).addmm_(S_Tr, B_Nr.T, alpha=scaling))
+        elif (wide := low_dtype(x_TK)) != x_TK.dtype:
+            low_TN = mm_in(S_Tr, B_Nr.T, wide).mul_(scaling)
+            outputs.append(base_onto(low_TN if bias_N is None else low_TN.add_(bias_N), x_TK, weight_NK))
         elif bias_N is None:
-            outputs.append(_scaled_mm(S_Tr, B_Nr.T, scaling).addmm_(x_TK, weight_NK.T))
+            outputs.append(base_onto(scaled_mm(S_Tr, B_Nr.T, scaling), x_TK, weight_NK))
         else:
-            outputs.append(torch.addmm(bias_N, S_Tr, B_Nr.T, alpha=scaling).addmm_(x_TK, weight_NK.T))
+            outputs.append(base_onto(torch.addmm(bias_N, S_Tr, B_Nr.T, alpha=scaling), x_TK, weight_NK))
     return outputs
 
 
@@ -211,15 +215,15 @@ def _low_rank_grads(
         through_NK = d_TN.T @ tokens.xd_TK
     if need_A:
         if through_NK is not None and plan.dA == "xd":
-            dA_rK = _scaled_mm(B_Nr.T, through_NK, scaling)
+            dA_rK = scaled_mm(B_Nr.T, through_NK, scaling)
         else:
             assert dS_Tr is not None
             dA_rK = dS_Tr.T @ tokens.xd_TK
     if need_B:
         if through_NK is not None and plan.dB == "xd":
-            dB_Nr = _scaled_mm(through_NK, A_rK.T, scaling)
+            dB_Nr = scaled_mm(through_NK, A_rK.T, scaling)
         else:
-            dB_Nr = _scaled_mm(d_TN.T, tokens.xd_TK @ A_rK.T if S_Tr is None else S_Tr, scaling)
+            dB_Nr = scaled_mm(d_TN.T, tokens.xd_TK @ A_rK.T if S_Tr is None else S_Tr, scaling)
     return dA_rK, dB_Nr
 
 
@@ -258,11 +262,6 @@ def _plus_low_rank(
 def _plus_mm(out: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """out + a @ b, in place where out is given."""
     return a @ b if out is None else out.addmm_(a, b)
-
-
-def _scaled_mm(a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
-    """scale * a @ b, rounded once."""
-    return torch.addmm(a.new_empty(()), a, b, beta=0, alpha=scale)
 
 
 def _merged(weight_NK: torch.Tensor, A_rK: torch.Tensor, B_Nr: torch.Tensor, scaling: float) -> torch.Tensor:

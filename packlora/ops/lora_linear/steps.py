@@ -28,6 +28,7 @@ import torch
 from torch.nn.functional import linear
 
 from packlora.ops.dropout import dropout_factor, masked
+from packlora.ops.lora_linear.dense import base_onto, low_dtype, sum_mm, write_mm
 from packlora.ops.lora_linear.layout import Layer, LowRank, Recent, Run, RunTables, gaps
 from packlora.ops.lora_linear.plan import Plan, ordered
 
@@ -201,14 +202,19 @@ class Steps:
             y_TN = self.launch.up(S, self.packed, self.prepared.tables, self.tables, index, layer.bias)
             return y_TN.addmm_(self.x_TK, layer.weight.T)
         if way == "before":
-            y_TN = self.x_TK.new_empty(len(self.x_TK), len(layer.weight))
-            owned = []
-            for run, columns, B, _ in self._of_layer(index):
-                owned.append(run)
-                write_mm(y_TN[run.rows], S[run.rows, columns], B.T, 1.0, layer.bias)
-            for start, stop in gaps(owned, len(y_TN)):
+            own = self._of_layer(index)
+            dtype = self.dtype if index in self.composed else low_dtype(self.x_TK)
+            y_TN = self.x_TK.new_empty(len(self.x_TK), len(layer.weight), dtype=dtype)
+            for run, columns, B, _ in own:
+                if dtype == self.dtype:
+                    write_mm(y_TN[run.rows], S[run.rows, columns], B.T, 1.0, layer.bias)
+                else:
+                    sum_mm(y_TN[run.rows], S[run.rows, columns], B.T, False)
+                    if layer.bias is not None:
+                        y_TN[run.rows] += layer.bias
+            for start, stop in gaps([run for run, *_ in own], len(y_TN)):
                 y_TN[start:stop] = 0 if layer.bias is None else layer.bias
-            return y_TN.addmm_(self.x_TK, layer.weight.T)
+            return base_onto(y_TN, self.x_TK, layer.weight)
         y_TN = linear(self.x_TK, layer.weight, layer.bias)
         for run, columns, B, _ in self._of_layer(index):
             y_TN[run.rows].addmm_(S[run.rows, columns], B.T)
@@ -550,28 +556,3 @@ class Composition:
 
 def _plus(total: torch.Tensor | None, more: torch.Tensor) -> torch.Tensor:
     return more if total is None else total + more
-
-
-def sum_mm(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, add: bool) -> None:
-    """out = a b, or out += a b; out may be float32 where a and b have 16 bits (CUDA)."""
-    if out.dtype == a.dtype:
-        if add:
-            out.addmm_(a, b)
-        else:
-            torch.mm(a, b, out=out)
-    elif add:
-        out += torch.mm(a, b, out_dtype=out.dtype)
-    else:
-        torch.mm(a, b, out_dtype=out.dtype, out=out)
-
-
-def write_mm(
-    out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float = 1.0, bias: torch.Tensor | None = None
-) -> None:
-    """out = scale a b + bias, written and not read."""
-    if bias is not None:
-        torch.addmm(bias, a, b, alpha=scale, out=out)
-    elif scale == 1.0:
-        torch.mm(a, b, out=out)
-    else:
-        torch.addmm(out, a, b, beta=0, alpha=scale, out=out)
