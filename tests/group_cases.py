@@ -220,12 +220,14 @@ def group_is_as_exact(case: Callable[[int], GroupCase], draws: int, dtype: torch
 
 
 def share_of_small(
-    dtype: torch.dtype, plan: Plan, device: str = "cpu", dora: bool = False, seed: int = 0
+    dtype: torch.dtype, plan: Plan, device: str = "cpu", dora: bool = False, seed: int = 0, bias: float = 0.0
 ) -> dict[str, float]:
     """How much of a low-rank part that is a tenth of the last bit of the rest reaches y and dx, on average: 1 where nothing of
     it is lost but by chance (projection of what is there beyond the float64 rest onto the float64 part)."""
-    case = make_case(600, 64, [96], [[16]], [0.0], False, seed, dtype, device, dora=[dora], base_dropped=False)
+    case = make_case(600, 64, [96], [[16]], [0.0], bool(bias), seed, dtype, device, dora=[dora], base_dropped=False)
     (layer,) = case.layers
+    if layer.bias is not None:
+        layer = replace(layer, bias=(layer.bias * bias).to(dtype).double())
     low = layer.adapters[0]
     assert low.B is not None
 

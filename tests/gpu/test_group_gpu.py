@@ -69,17 +69,18 @@ def test_plans_are_as_exact_as_torch_in_the_same_dtype(kind: dict[str, Any], pla
     group_is_as_exact(case, 2, dtype, plan, SEED)
 
 
-@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+@pytest.mark.parametrize("case", ["lora", "dora", "bias"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("plan", [CHAIN, BEFORE, ROUTED, FUSED, WIDE], ids=lambda plan: plan.name)
-def test_low_rank_parts_under_the_last_bit_are_not_lost(plan: Plan, dtype: torch.dtype, dora: bool) -> None:
+def test_low_rank_parts_under_the_last_bit_are_not_lost(plan: Plan, dtype: torch.dtype, case: str) -> None:
     """None of it in fused products and in outputs of LoRA; elsewhere no more than the library loses of what its products
     accumulate onto (cuBLAS rounds a product before it adds, on Hopper, and more than half is gone)."""
     library = share_of_library(dtype)
     assert rounds_before_adding(torch.device("cuda", 0)) == (library < 0.7), library
-    for name, value in share_of_small(dtype, plan, "cuda", dora, SEED).items():
+    shares = share_of_small(dtype, plan, "cuda", case == "dora", SEED, 5.0 if case == "bias" else 0.0)
+    for name, value in shares.items():
         way = plan.up if name == "y0" else plan.dx
-        kept = way == "fused" or (name == "y0" and not dora and way != "routed")
+        kept = way == "fused" or (name == "y0" and case != "dora" and way != "routed")
         assert (0.7 if kept else min(library - 0.1, 0.7)) < value < 1.3, (name, value, library, SEED)
 
 

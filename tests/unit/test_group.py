@@ -76,7 +76,7 @@ def test_kernels_are_as_exact_as_torch_in_the_same_dtype(kind: str, plan: Plan, 
     group_is_as_exact(case, 12 if dtype == FLOAT else 4, dtype, plan, SEED)
 
 
-@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+@pytest.mark.parametrize("kind", ["lora", "dora", "bias"])
 @pytest.mark.parametrize(
     ("plan", "dtype"),
     [
@@ -88,9 +88,9 @@ def test_kernels_are_as_exact_as_torch_in_the_same_dtype(kind: str, plan: Plan, 
     ],
     ids=lambda value: value.name if isinstance(value, Plan) else str(value),
 )
-def test_low_rank_parts_under_the_last_bit_are_not_lost(plan: Plan, dtype: torch.dtype, dora: bool) -> None:
+def test_low_rank_parts_under_the_last_bit_are_not_lost(plan: Plan, dtype: torch.dtype, kind: str) -> None:
     """Such are those of an adapter in its first steps. Errors do not show it: they are within half of the last bit."""
-    share = share_of_small(dtype, plan, dora=dora, seed=SEED)
+    share = share_of_small(dtype, plan, dora=kind == "dora", seed=SEED, bias=5.0 if kind == "bias" else 0.0)
     assert all(0.7 < value < 1.3 for value in share.values()), (share, SEED)
 
 

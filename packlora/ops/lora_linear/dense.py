@@ -15,7 +15,7 @@ def scaled_mm(a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
 def mm_in(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """a @ b in another dtype; where that is not float32 on CUDA, rounded to theirs first."""
     if dtype == a.dtype:
-        return a @ b
+        return torch.mm(a, b)
     return torch.mm(a, b, out_dtype=dtype) if a.is_cuda and dtype == torch.float32 else (a @ b).to(dtype)
 
 
@@ -32,13 +32,9 @@ def sum_mm(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, add: bool) -> No
         torch.mm(a, b, out_dtype=out.dtype, out=out)
 
 
-def write_mm(
-    out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float = 1.0, bias: torch.Tensor | None = None
-) -> None:
-    """out = scale a b + bias, written and not read."""
-    if bias is not None:
-        torch.addmm(bias, a, b, alpha=scale, out=out)
-    elif scale == 1.0:
+def write_mm(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float = 1.0) -> None:
+    """out = scale a b, written and not read."""
+    if scale == 1.0:
         torch.mm(a, b, out=out)
     else:
         torch.addmm(out, a, b, beta=0, alpha=scale, out=out)
@@ -49,8 +45,15 @@ def low_dtype(x_TK: torch.Tensor) -> torch.dtype:
     return torch.float32 if x_TK.element_size() == 2 and rounds_before_adding(x_TK.device) else x_TK.dtype
 
 
-def base_onto(low_TN: torch.Tensor, x_TK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
-    """low + x W' in x's dtype, [T, N]. low, of low_dtype or x's dtype, is written over."""
+def base_onto(
+    low_TN: torch.Tensor, x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None
+) -> torch.Tensor:
+    """low + x W' + bias in x's dtype, [T, N]. low, of low_dtype or x's dtype, is written over. The bias comes last: beside a
+    large one a small low would be lost."""
     if low_TN.dtype == x_TK.dtype:
-        return low_TN.addmm_(x_TK, weight_NK.T)
-    return torch.addmm(low_TN, x_TK, weight_NK.T, out_dtype=low_TN.dtype, out=low_TN).to(x_TK.dtype)
+        y_TN = low_TN.addmm_(x_TK, weight_NK.t())
+    else:
+        y_TN = torch.addmm(low_TN, x_TK, weight_NK.t(), out_dtype=low_TN.dtype, out=low_TN)
+    if bias_N is not None:
+        y_TN.add_(bias_N)
+    return y_TN if y_TN.dtype == x_TK.dtype else y_TN.to(x_TK.dtype)

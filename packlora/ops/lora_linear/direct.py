@@ -13,7 +13,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
-from packlora.ops.lora_linear.dense import base_onto, low_dtype, mm_in, scaled_mm
+from packlora.ops.lora_linear.dense import base_onto, low_dtype, mm_in
 
 
 def direct_lora(
@@ -38,17 +38,16 @@ class _Direct(torch.autograd.Function):
     ) -> torch.Tensor:  # fmt: skip
         dtype = x_TK.dtype
         read = x_TK if xd_TK is None else xd_TK
-        A, B = A_rK.to(dtype), B_Nr.to(dtype)
-        bias = None if bias_N is None else bias_N.to(dtype)
-        S_Tr = scaled_mm(read, A.T, scaling)
+        A = A_rK if A_rK.dtype == dtype else A_rK.to(dtype)
+        B = B_Nr if B_Nr.dtype == dtype else B_Nr.to(dtype)
+        S_Tr = torch.mm(read, A.t()).mul_(scaling)
         if dtype.itemsize == 2:
-            low_TN = mm_in(S_Tr, B.T, low_dtype(x_TK))
-            y_TN = base_onto(low_TN if bias is None else low_TN.add_(bias), x_TK, weight_NK)
+            low_TN = mm_in(S_Tr, B.t(), low_dtype(x_TK))
+            y_TN = base_onto(low_TN, x_TK, weight_NK, bias_N)
         else:  # a product rounds more when it accumulates onto something
-            y_TN = linear(x_TK, weight_NK, bias).add_(S_Tr @ B.T)
+            y_TN = linear(x_TK, weight_NK, None if bias_N is None else bias_N.to(dtype)).add_(torch.mm(S_Tr, B.t()))
         ctx.save_for_backward(read, weight_NK, A, B, S_Tr)
-        ctx.dropped, ctx.scaling = xd_TK is not None, scaling
-        ctx.dtypes = None if bias_N is None else bias_N.dtype, A_rK.dtype, B_Nr.dtype
+        ctx.more = xd_TK is not None, scaling, None if bias_N is None else bias_N.dtype, A_rK.dtype, B_Nr.dtype
         return y_TN
 
     @staticmethod
@@ -56,21 +55,20 @@ class _Direct(torch.autograd.Function):
     def backward(ctx: Any, d_TN: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         read, weight_NK, A, B, S_Tr = ctx.saved_tensors
         need_x, need_xd, _, need_bias, need_A, need_B, _ = ctx.needs_input_grad
-        bias_dtype, A_dtype, B_dtype = ctx.dtypes
-        need_low = need_xd if ctx.dropped else need_x
+        dropped, scaling, bias_dtype, A_dtype, B_dtype = ctx.more
         dx = dxd = dbias = dA = dB = None
-        if need_low or need_A:
-            dS = scaled_mm(d_TN, B, ctx.scaling)
+        if need_x or need_xd or need_A:
+            dS_Tr = torch.mm(d_TN, B).mul_(scaling)
             if need_A:
-                dA = mm_in(dS.T, read, A_dtype)
-            if need_low and ctx.dropped:
-                dxd = dS @ A
+                dA = mm_in(dS_Tr.t(), read, A_dtype)
+            if need_xd:
+                dxd = torch.mm(dS_Tr, A)
         if need_x:
-            dx = d_TN @ weight_NK
-            if not ctx.dropped:
-                dx = dx.addmm_(dS, A) if dx.element_size() == 2 else dx.add_(dS @ A)
+            dx = torch.mm(d_TN, weight_NK)
+            if not dropped:
+                dx = dx.addmm_(dS_Tr, A) if dx.element_size() == 2 else dx.add_(torch.mm(dS_Tr, A))
         if need_B:
-            dB = mm_in(d_TN.T, S_Tr, B_dtype)
+            dB = mm_in(d_TN.t(), S_Tr, B_dtype)
         if need_bias:
             dbias = d_TN.sum(0, dtype=bias_dtype)
         return dx, dxd, None, dbias, dA, dB, None

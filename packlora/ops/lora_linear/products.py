@@ -187,13 +187,10 @@ def _up(x_TK: torch.Tensor, S: Sequence[torch.Tensor | None], plan: Plan, flat: 
             outputs.append(linear(x_TK, _merged(weight_NK, A_rK, B_Nr, scaling), bias_N))
         elif plan.up == "after":
             outputs.append(linear(x_TK, weight_NK, bias_N).addmm_(S_Tr, B_Nr.T, alpha=scaling))
-        elif (wide := low_dtype(x_TK)) != x_TK.dtype:
-            low_TN = mm_in(S_Tr, B_Nr.T, wide).mul_(scaling)
-            outputs.append(base_onto(low_TN if bias_N is None else low_TN.add_(bias_N), x_TK, weight_NK))
-        elif bias_N is None:
-            outputs.append(base_onto(scaled_mm(S_Tr, B_Nr.T, scaling), x_TK, weight_NK))
         else:
-            outputs.append(base_onto(torch.addmm(bias_N, S_Tr, B_Nr.T, alpha=scaling), x_TK, weight_NK))
+            wide = low_dtype(x_TK) != x_TK.dtype
+            low_TN = mm_in(S_Tr, B_Nr.T, torch.float32).mul_(scaling) if wide else scaled_mm(S_Tr, B_Nr.T, scaling)
+            outputs.append(base_onto(low_TN, x_TK, weight_NK, bias_N))
     return outputs
 
 

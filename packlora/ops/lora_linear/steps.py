@@ -199,22 +199,17 @@ class Steps:
                 y_TN = linear(self.x_TK, layer.weight, layer.bias)
                 y_TN += self.launch.up(S, self.packed, self.prepared.tables, self.tables, index, None)
                 return y_TN
-            y_TN = self.launch.up(S, self.packed, self.prepared.tables, self.tables, index, layer.bias)
-            return y_TN.addmm_(self.x_TK, layer.weight.T)
+            y_TN = self.launch.up(S, self.packed, self.prepared.tables, self.tables, index, None)
+            return base_onto(y_TN, self.x_TK, layer.weight, layer.bias)
         if way == "before":
             own = self._of_layer(index)
             dtype = self.dtype if index in self.composed else low_dtype(self.x_TK)
             y_TN = self.x_TK.new_empty(len(self.x_TK), len(layer.weight), dtype=dtype)
             for run, columns, B, _ in own:
-                if dtype == self.dtype:
-                    write_mm(y_TN[run.rows], S[run.rows, columns], B.T, 1.0, layer.bias)
-                else:
-                    sum_mm(y_TN[run.rows], S[run.rows, columns], B.T, False)
-                    if layer.bias is not None:
-                        y_TN[run.rows] += layer.bias
+                sum_mm(y_TN[run.rows], S[run.rows, columns], B.T, False)
             for start, stop in gaps([run for run, *_ in own], len(y_TN)):
-                y_TN[start:stop] = 0 if layer.bias is None else layer.bias
-            return base_onto(y_TN, self.x_TK, layer.weight)
+                y_TN[start:stop] = 0
+            return base_onto(y_TN, self.x_TK, layer.weight, layer.bias)
         y_TN = linear(self.x_TK, layer.weight, layer.bias)
         for run, columns, B, _ in self._of_layer(index):
             y_TN[run.rows].addmm_(S[run.rows, columns], B.T)
