@@ -66,19 +66,22 @@ def trl() -> list[str]:
 
 def small_updates() -> list[str]:
     """What is left of an adapter's first steps in bfloat16."""
-    file = results("small-updates-cpu")
+    files = {name: file for name in ("small-updates-cpu", "small-updates-h200") if (file := measured(name)) is not None}
+    links = ", ".join(f"[{name}.json](benchmarks/results/{name}.json)" for name in files)
     lines = [
-        "What is left in bfloat16 of what an adapter has learnt in its first steps (SmolLM2-135M on a CPU, float32 adapters "
-        "under autocast, PEFT's default): loss of the same parameters less their loss in float32, and by how much training had "
-        "lowered that ([small-updates-cpu.json](benchmarks/results/small-updates-cpu.json)):",
+        "What is left in bfloat16 of what an adapter has learnt in its first steps (SmolLM2-135M, float32 adapters under autocast, "
+        "PEFT's default): loss of the same parameters less their loss in float32, and by how much training had lowered that "
+        f"({links}):",
         "",
-        "| adapter, steps | lowered by | PEFT: too high by | packlora: too high by |",
-        "|---|---|---|---|",
+        "| device | adapter, steps | lowered by | PEFT: too high by | packlora: too high by |",
+        "|---|---|---|---|---|",
     ]
-    for row in file["rows"]:
-        if row["steps"]:
-            cells = [f"{value:.4f}" for value in (row["gained"], row["excess"]["peft"], row["excess"]["packlora"])]
-            lines.append(f"| {row['kind']}, {row['steps']} | {' | '.join(cells)} |")
+    for file in files.values():
+        device = "CPU" if file["device"].startswith("cpu") else file["device"]
+        for row in file["rows"]:
+            if row["steps"]:
+                cells = [f"{value:.4f}" for value in (row["gained"], row["excess"]["peft"], row["excess"]["packlora"])]
+                lines.append(f"| {device} | {row['kind']}, {row['steps']} | {' | '.join(cells)} |")
     return lines
 
 
@@ -164,6 +167,29 @@ def layer() -> list[str]:
             f"packlora is at least {summary['worst_vs_peft']:.2f}x as fast as the fastest way of PEFT "
             f"(least at {summary['worst_vs_peft_case']}).",
         ]
+    return lines
+
+
+LORAFUSION_TRAFFIC = {4096: 0.626, 5120: 0.663, 8192: 0.765}
+"""Bytes that LoRAFusion moves over those of eager PEFT, as published (arXiv 2510.00206), by K = N."""
+
+
+def traffic() -> list[str]:
+    """Bytes moved, over those of PEFT."""
+    file = measured("traffic-h200")
+    if file is None:
+        return []
+    summary = file["summary"]
+    lines = [
+        f"Bytes that one forward and backward of a layer moves between the GPU and its memory, over those of PEFT, counted by ncu on "
+        f"one {file['device']} (8192 tokens, r 16, dropout 0.1; [traffic-h200.json](benchmarks/results/traffic-h200.json)):",
+        "",
+        "| inputs x outputs | frozen layer | packlora | LoRAFusion, published |",
+        "|---|---|---|---|",
+    ]
+    for width, published in LORAFUSION_TRAFFIC.items():
+        own = [f"{summary[f'{name}_of_eager_{width}']:.2f}" for name in ("frozen", "packlora")]
+        lines.append(f"| {width} x {width} | {' | '.join(own)} | {published:.2f} |")
     return lines
 
 
@@ -382,7 +408,7 @@ def schedule() -> list[str]:
     ]
 
 
-SECTIONS = (parity, trl, small_updates, speed, layer, multi, graphs, model, dora, short_jobs, schedule)
+SECTIONS = (parity, trl, small_updates, speed, layer, traffic, multi, graphs, model, dora, short_jobs, schedule)
 
 
 def filled(readme: str) -> str:
