@@ -70,8 +70,8 @@ def small_updates() -> list[str]:
     links = ", ".join(f"[{name}.json](benchmarks/results/{name}.json)" for name in files)
     lines = [
         "What is left in bfloat16 of what an adapter has learnt in its first steps (SmolLM2-135M, float32 adapters under "
-        "autocast, PEFT's default): loss of the same parameters less their loss in float32, and by how much training had lowered that "
-        f"({links}):",
+        "autocast, PEFT's default): loss of the same parameters less their loss in float32, and by how much training had "
+        f"lowered that ({links}):",
         "",
         "| device | adapter, steps | lowered by | PEFT: too high by | packlora: too high by |",
         "|---|---|---|---|---|",
@@ -182,7 +182,8 @@ def traffic() -> list[str]:
     summary = file["summary"]
     lines = [
         f"Bytes that one forward and backward of a layer moves between the GPU and its memory, over those of PEFT, counted by "
-        f"ncu on one {file['device']} (8192 tokens, r 16, dropout 0.1; [traffic-h200.json](benchmarks/results/traffic-h200.json)):",
+        f"ncu on one {file['device']} (8192 tokens, r 16, dropout 0.1; "
+        "[traffic-h200.json](benchmarks/results/traffic-h200.json)):",
         "",
         "| inputs x outputs | frozen layer | packlora | LoRAFusion, published |",
         "|---|---|---|---|",
