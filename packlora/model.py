@@ -82,7 +82,8 @@ class Base:
 
 
 def choose_device(name: str) -> torch.device:
-    """auto is the first GPU if there is one. Raises InputError for a device that is not there."""
+    """auto is the current GPU if there is one; a numbered one becomes the current one, where kernels of anybody start. Raises
+    InputError for a device that is not there."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -93,6 +94,8 @@ def choose_device(name: str) -> torch.device:
         raise InputError(f"device: {name!r} is not supported; use auto, cpu, cuda or cuda:<number>")
     if device.type == "cuda" and (not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()):
         raise InputError(f"device: {name!r} is not there; this machine has {torch.cuda.device_count()} usable GPUs")
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)
     return device
 
 

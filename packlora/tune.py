@@ -19,7 +19,7 @@ from packlora.config import Run
 from packlora.demo_model import base_path
 from packlora.errors import InputError
 from packlora.model import ATTENTION, choose_device, load_skeleton
-from packlora.ops.lora_linear.plan import CHAIN, Plan
+from packlora.ops.lora_linear.plan import CHAIN, Plan, ordered
 from packlora.plans.cache import PlanCache, Record, fastest
 from packlora.plans.case import Case, token_bucket
 from packlora.plans.measure import Measured, candidates, measure
@@ -235,7 +235,7 @@ def _table(tuned: Iterable[Tuned]) -> Table:
         ms = item.measured.ms
         table.add_row(
             Text(item.case.key),
-            item.plan.name,
+            ordered(item.plan, item.case.torch_dtype.itemsize).name,
             f"{ms[item.plan.name]:.3f}",
             f"{ms[CHAIN.name]:.3f}",
             f"{item.speedup:.2f}",

@@ -54,8 +54,6 @@ def run_bench(
         InputError: an unknown name, no GPU, words in `only` or `parts` that mean nothing here, a file whose other parts
             cannot be kept, or a run to go on with that was asked for something else.
     """
-    import torch
-
     from packlora.bench.options import Options
     from packlora.bench.progress import Progress
     from packlora.bench.results import check_writable, device_slug, rows_of_other_parts, write_results
@@ -110,8 +108,6 @@ def run_bench(
     }
     progress = Progress(out, asked, resume)
     options = Options(chosen, quick, words, layers, wanted, kept, out, progress)
-    if chosen.type == "cuda":
-        torch.cuda.set_device(chosen.index or 0)
     outcome = bench.run(options)
     print()
     for line in outcome.table:

@@ -21,6 +21,8 @@ import importlib.util
 import numpy as np
 import torch
 
+from packlora.ops.gpu import on_device
+
 STRIDE, MIX_1, MIX_2 = 0x9E3779B1, 0x21F0AAAD, 0xD35A2D97
 LANE = 1 << 16
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -113,6 +115,7 @@ def masked(x_TK: torch.Tensor, keys_T2: torch.Tensor, salt: int, p: float, scale
     if by_hand and x_TK.is_cuda and x_TK.dtype != torch.float64 and _HAS_TRITON and x_TK.stride(-1) == 1:
         from packlora.ops.lora_linear import launch
 
-        return launch.masked(x_TK, keys_T2, salt, p, scaled)
+        with on_device(x_TK.device):
+            return launch.masked(x_TK, keys_T2, salt, p, scaled)
     gone = dropped(keys_T2, salt, x_TK.shape[-1], p)
     return (x_TK * dropout_factor(p)).masked_fill_(gone, 0.0) if scaled else x_TK.masked_fill(gone, 0.0)

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from typing import Any
 
 import torch
+
+_NOTHING = contextlib.nullcontext()
+
+
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Makes a GPU the current one: kernels start there, whatever their operands are on. In backwards autograd has done so."""
+    if device.type != "cuda" or device.index in (None, torch.cuda.current_device()):
+        return _NOTHING
+    return torch.cuda.device(device)
 
 
 @functools.cache

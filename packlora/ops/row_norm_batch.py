@@ -6,7 +6,6 @@ device.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import itertools
 from collections.abc import Hashable, Sequence
@@ -17,7 +16,7 @@ import torch
 
 from packlora.ops import row_norm_kernel as kernels
 from packlora.ops import row_norm_wide_kernel as wide
-from packlora.ops.gpu import capability, has_copy_engine, processors
+from packlora.ops.gpu import capability, has_copy_engine, on_device, processors
 from packlora.ops.lora_linear.launcher import Descriptor, launch
 from packlora.ops.lora_linear.layout import Recent
 from packlora.ops.lora_linear.reference import NORM_EPS
@@ -74,7 +73,7 @@ def rank_block(rank: int) -> int:
 
 def squared_row_norm(weight_NK: torch.Tensor, out: torch.Tensor) -> None:
     N, K = weight_NK.shape
-    with _on(weight_NK.device):
+    with on_device(weight_NK.device):
         launch(
             kernels.square_kernel, (_cdiv(N, 4),), (weight_NK, out, N, K, weight_NK.stride(0)),
             BM=4, BK=1024, num_warps=4, num_stages=4,
@@ -320,7 +319,7 @@ class Batch:
         tables, (W, A, B) = self.items.tables, self.likes
         parts = torch.empty(len(tables["bits"]), 2, dtype=torch.int64, device=self.device)
         out = torch.empty(len(self.sizes), dtype=torch.int32, device=self.device)
-        with _on(self.device):
+        with on_device(self.device):
             launch(
                 kernels.fingerprint_kernel, (len(tables["bits"]),), (self.problems, tables["bits"], W, A, B, parts),
                 sites=self.sites, key="fingerprint",
@@ -344,7 +343,7 @@ class Batch:
         size, gated = SIZES[self.block], stale is not None
         out, parts = self._buffer("rows"), self._buffer("parts")
         halves, inverses = A, self._buffer("inverses")
-        with _on(self.device):
+        with on_device(self.device):
             if self.split_A:
                 halves = self._buffer("split", self.dtype)
                 launch(
@@ -452,10 +451,3 @@ class Batch:
 
     def _buffer(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(self.items.lengths[name], dtype=dtype, device=self.device)
-
-
-def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Kernels start on the current device."""
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return contextlib.nullcontext()
-    return torch.cuda.device(device)

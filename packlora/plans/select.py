@@ -7,13 +7,13 @@ slower than the plain chain is not chosen.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import torch
 
 from packlora.ops.lora_linear.layout import Layer, Run
-from packlora.ops.lora_linear.plan import CHAIN, Plan
+from packlora.ops.lora_linear.plan import CHAIN, Plan, ordered
 from packlora.plans.cache import PlanCache, Record, fastest
 from packlora.plans.case import Case
 from packlora.plans.cost import Machine, flops, machine, seconds
@@ -64,8 +64,9 @@ class Planner:
         """The plan. Known cases cost one dict lookup."""
         plan = self._plans.get(case)
         if plan is None:
-            self.choices[case] = choice = self._choose(case)
-            plan = self._plans[case] = choice.plan
+            choice = self._choose(case)
+            plan = self._plans[case] = ordered(choice.plan, case.torch_dtype.itemsize)
+            self.choices[case] = replace(choice, plan=plan)
         return plan
 
     def plan_of(self, x_TK: torch.Tensor, layers: Sequence[Layer], runs: Sequence[Run]) -> Plan:

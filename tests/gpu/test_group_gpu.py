@@ -143,3 +143,16 @@ def test_the_kernels_give_the_same_bits_every_time() -> None:
     first, second = (run_group(case, torch.bfloat16, ROUTED, torch.float32) for _ in range(2))
     for name in first:
         assert torch.equal(first[name], second[name]), name
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
+@pytest.mark.parametrize("plan", [CHAIN, ROUTED, FUSED], ids=lambda plan: plan.name)
+def test_layers_on_a_gpu_that_is_not_the_current_one(plan: Plan) -> None:
+    kind = {"ranks": [[16], [9]], "dropouts": [0.1, 0.0], "dora": [False, True], "base_dropped": False}
+    first, second = (
+        run_group(make_case(700, 512, [768], with_bias=True, seed=SEED, dtype=torch.bfloat16, device=f"cuda:{number}", **kind),
+                  torch.bfloat16, plan)
+        for number in (0, 1)
+    )  # fmt: skip
+    for name in first:
+        assert torch.equal(first[name].cpu(), second[name].cpu()), name

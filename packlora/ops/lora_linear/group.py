@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from packlora.ops.gpu import on_device
 from packlora.ops.lora_linear.layout import (
     Layer,
     Layout,
@@ -177,7 +178,14 @@ def lora_group(
     Raises:
         ValueError: an operand does not fit; the message names it.
     """
-    layers, runs = tuple(layers), tuple(runs)
+    with on_device(x_TK.device):
+        return _lora_group(x_TK, tuple(layers), tuple(runs), keys_T2, salt, plan, state, recipe)
+
+
+def _lora_group(
+    x_TK: torch.Tensor, layers: tuple[Layer, ...], runs: tuple[Run, ...], keys_T2: torch.Tensor | None, salt: int, plan: Plan,
+    state: GroupState | None, recipe: Recipe | None,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
     check_tokens(x_TK, runs, keys_T2)
     prepared = (state or GroupState()).prepared(x_TK, layers, plan)
     if "merged" in (plan.up, plan.dx) or "xd" in (plan.dA, plan.dB):

@@ -1,0 +1,57 @@
+"""Which GPU kernels start on, told by stand-ins for torch.cuda."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from packlora.errors import InputError
+from packlora.model import choose_device
+from packlora.ops import gpu
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Of which the first is current; what is current now."""
+    current = {"number": 0}
+
+    class OnDevice:
+        def __init__(self, device: torch.device) -> None:
+            self.device = device
+
+        def __enter__(self) -> None:
+            self.before, current["number"] = current["number"], self.device.index or 0
+
+        def __exit__(self, *of: Any) -> None:
+            current["number"] = self.before
+
+    def set_device(device: torch.device) -> None:
+        current["number"] = device.index
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current["number"])
+    monkeypatch.setattr(torch.cuda, "set_device", set_device)
+    monkeypatch.setattr(torch.cuda, "device", OnDevice)
+    return current
+
+
+@pytest.mark.parametrize(("device", "there"), [("cpu", 0), ("cuda", 0), ("cuda:0", 0), ("cuda:1", 1)])
+def test_kernels_start_where_their_operands_are(device: str, there: int, two_gpus: dict[str, int]) -> None:
+    with gpu.on_device(torch.device(device)):
+        assert two_gpus["number"] == there
+    assert two_gpus["number"] == 0
+
+
+@pytest.mark.parametrize(("name", "there"), [("auto", 0), ("cpu", 0), ("cpu:0", 0), ("cuda", 0), ("cuda:1", 1)])
+def test_a_numbered_gpu_becomes_the_current_one(name: str, there: int, two_gpus: dict[str, int]) -> None:
+    choose_device(name)
+    assert two_gpus["number"] == there
+
+
+def test_a_gpu_that_is_not_there_leaves_the_current_one(two_gpus: dict[str, int]) -> None:
+    with pytest.raises(InputError, match="'cuda:2' is not there; this machine has 2 usable GPUs"):
+        choose_device("cuda:2")
+    assert two_gpus["number"] == 0
