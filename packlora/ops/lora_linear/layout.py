@@ -291,14 +291,8 @@ class RunTables:
     """
 
     def __init__(
-        self,
-        runs: Sequence[Run],
-        num_tokens: int,
-        device: torch.device,
-        sizes: Sequence[int],
-        num_adapters: int,
-        tile: int,
-    ) -> None:
+        self, runs: Sequence[Run], num_tokens: int, device: torch.device, sizes: Sequence[int], num_adapters: int, tile: int
+    ) -> None:  # fmt: skip
         flat: list[int] = []
         ranges: dict[int, int] = {}
         bounds: dict[int, tuple[int, int]] = {}
