@@ -48,7 +48,7 @@ PROTOCOL = (
     " adapter: relative Frobenius distance of all final adapter parameters together. to_fp32: mean difference of the losses to "
     "those of peft in float32, which starts from the same numbers. ms_per_step, tokens_per_second: medians without the first "
     "{warm_up} steps, one run after the other, so no measure of which is faster. grouped: modules computed together with "
-    "siblings; on a GPU the others are made of a few operations of torch at calls with little work. {device}."
+    "siblings. {device}."
 )
 
 

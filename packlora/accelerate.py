@@ -30,7 +30,7 @@ from packlora.adapters import in_place, peft_dora
 from packlora.adapters.norms import RowNorms
 from packlora.adapters.outputs import KeptOutputs, padded, untouched_outputs
 from packlora.adapters.peft_dora import DoraForward
-from packlora.adapters.peft_live import LITTLE_WORK, LayerCall, LayerForward, choose_plan, compute, without_kernels
+from packlora.adapters.peft_live import LayerCall, LayerForward, choose_plan, compute, without_kernels
 from packlora.adapters.recipes import add_recipes
 from packlora.adapters.siblings import SiblingGroup, sibling_groups
 from packlora.ops.lora_linear.plan import CHAIN, Plan
@@ -326,11 +326,6 @@ def _report(
     for device in devices:
         if reason := without_kernels(device):
             notes.append(f"{device}: plain matrix products, {reason}")
-    if any(device.type == "cuda" for device in devices) and any(m.reason is None and not m.group for m in modules):
-        notes.append(
-            "layers without siblings are made of a few operations of torch at calls with under about "
-            f"{LITTLE_WORK * 1e3:.1f} ms of work for the GPU: there the host decides the time"
-        )
     return Report(tuple(modules), tuple(groups), tuple(notes))
 
 

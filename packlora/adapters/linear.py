@@ -210,8 +210,6 @@ def compute(x: torch.Tensor, calls: Sequence[Call]) -> tuple[torch.Tensor, ...]:
         if specs:
             dropout = max(spec.dropout for spec in specs) if tokens.keys_T2 is not None else 0.0
             runs.append(Run(number, start, stop, dropout, all(spec.base_dropped for spec in specs)))
-    x_TK = x.reshape(-1, x.shape[-1])
     layers, state = first.router.layers_of(members)
-    plan = first.router.planner.plan_of(x_TK, layers, runs)
-    outputs = lora_group(x_TK, layers, runs, tokens.keys_T2, first.salt, plan, state, recipe_of(x))
-    return tuple(y_TN.view(*x.shape[:-1], -1) for y_TN in outputs)
+    plan = first.router.planner.plan_of(x, layers, runs)
+    return lora_group(x, layers, runs, tokens.keys_T2, first.salt, plan, state, recipe_of(x))

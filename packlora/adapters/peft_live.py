@@ -24,7 +24,6 @@ from packlora.adapters.norms import RowNorms, row_norm_op
 from packlora.adapters.outputs import KeptOutputs
 from packlora.adapters.siblings import SiblingGroup
 from packlora.ops.gpu import capability
-from packlora.ops.lora_linear.direct import direct_lora
 from packlora.ops.lora_linear.group import HAS_TRITON, GroupState, Layer, LowRank, Run, lora_group
 from packlora.ops.lora_linear.plan import CHAIN, Plan
 from packlora.ops.recipe import recipe_of
@@ -33,9 +32,6 @@ from packlora.plans.select import Planner
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 COMPILED_TOKENS = 4096
-LITTLE_WORK, LITTLE_WORK_WIDE = 600e-6, 420e-6
-"""Seconds that the GPU of has_little_work's figures needs for a layer; the second where the adapter has another dtype than x,
-which PEFT then copies."""
 AUTOCAST = ("cpu", "cuda")
 """Devices whose autocast is known here; asking torch which ones have it breaks a compiled graph."""
 
@@ -53,19 +49,6 @@ def without_kernels(device: torch.device) -> str | None:
     if (found := capability(device)) < (8, 0):
         return f"the kernels need compute capability 8.0 or newer, this GPU has {found[0]}.{found[1]}"
     return None if HAS_TRITON else "the triton package is not installed"
-
-
-def has_little_work(device: torch.device, T: int, K: int, N: int, wide: bool = False) -> bool:
-    """Whether a layer without siblings has so little work that the host decides its time: a few calls of torch then need less
-    of it than one call of the operator. H200, bfloat16: at 4096 x 4096, T = 4096, the GPU needs about 550 us and PEFT's forward
-    is 9 % ahead of the operator; at 8192 x 8192, T = 2048, it needs 900 and PEFT is 10 % behind. With siblings the operator
-    needs less.
-
-    Args:
-        wide: the adapter's dtype is not x's.
-    """
-    seconds = 4 * T * K * N / 770e12 + 24 * T * (K + N) / 4.1e12
-    return device.type == "cuda" and seconds < (LITTLE_WORK_WIDE if wide else LITTLE_WORK)
 
 
 @lru_cache(maxsize=4096)
@@ -224,9 +207,10 @@ def compute(x: torch.Tensor, calls: Sequence[LayerCall]) -> list[torch.Tensor]:
 
 def _compute(x: torch.Tensor, calls: Sequence[LayerCall], dtype: torch.dtype) -> list[torch.Tensor]:
     first = calls[0]
-    lead, K, p = x.shape[:-1], x.shape[-1], first.p
-    x_TK = _to(x, dtype).reshape(-1, K).contiguous()
-    T = x_TK.shape[0]
+    K, p = x.shape[-1], first.p
+    recipe = recipe_of(x) if x.dtype == dtype else None
+    x = _to(x, dtype)
+    x, T = x if x.is_contiguous() else x.contiguous(), x.numel() // K
     keys_T2 = None
     if p:
         keys_T2 = torch.randint(-(2**31), 2**31, (T, 2), dtype=torch.int32, device=x.device)
@@ -242,8 +226,20 @@ def _compute(x: torch.Tensor, calls: Sequence[LayerCall], dtype: torch.dtype) ->
             operands = (call.weight.detach(), call.A.detach(), call.B.detach())
             norm_N = row_norm_op(*operands, call.scaling, -1)
         outputs: Sequence[torch.Tensor] = compiled.lora_linear(
-            x_TK, weights[0], biases[0], call.A, call.B, call.magnitude, norm_N, call.scaling, p, keys_T2, 0, plan
+            x.reshape(-1, K),
+            weights[0],
+            biases[0],
+            call.A,
+            call.B,
+            call.magnitude,
+            norm_N,
+            call.scaling,
+            p,
+            keys_T2,
+            0,
+            plan,
         )[:1]
+        outputs = [y_TN.view(*x.shape[:-1], y_TN.shape[1]) for y_TN in outputs]
     else:
         if plan is None:
             sizes = tuple(weight.shape[0] for weight in weights)
@@ -260,24 +256,16 @@ def _compute(x: torch.Tensor, calls: Sequence[LayerCall], dtype: torch.dtype) ->
             _layer(call, weight, bias, last[index] if index < len(last) else None)
             for index, (call, weight, bias) in enumerate(zip(calls, weights, biases, strict=True))
         )
-        recipe = recipe_of(x) if x.dtype == dtype else None
-        outputs = lora_group(x_TK, layers, (Run(0, 0, T, p),), keys_T2, 0, chosen, state, recipe)
-    out = []
-    for call, y_TN in zip(calls, outputs, strict=True):
-        y = y_TN.view(*lead, y_TN.shape[1])
-        out.append(y if call.outer_bias is None else y + call.outer_bias.to(dtype))
-    return out
+        outputs = lora_group(x, layers, _whole(T, p), keys_T2, 0, chosen, state, recipe)
+    return [
+        y if call.outer_bias is None else y + call.outer_bias.to(dtype) for call, y in zip(calls, outputs, strict=True)
+    ]
 
 
-def few_operations(x: torch.Tensor, call: LayerCall) -> torch.Tensor:
-    """What `compute` gives for one layer with plain LoRA, in a few operations of torch. Dropout is torch's own."""
-    dtype, autocast = _product_dtype(x)
-    _check(x, call, dtype, autocast)
-    x_TK = _to(x, dtype).reshape(-1, x.shape[-1])
-    xd_TK = nn.functional.dropout(x_TK, call.p) if call.p else None
-    bias = call.bias if call.outer_bias is None else call.outer_bias
-    y_TN = direct_lora(x_TK, xd_TK, _to(call.weight, dtype), bias, call.A, call.B, call.scaling)
-    return y_TN.view(*x.shape[:-1], y_TN.shape[1])
+@lru_cache(maxsize=1024)
+def _whole(T: int, p: float) -> tuple[Run, ...]:
+    """One adapter that has all tokens; the same object for the same tokens."""
+    return (Run(0, 0, T, p),)
 
 
 def _product_dtype(x: torch.Tensor) -> tuple[torch.dtype, bool]:
@@ -396,12 +384,6 @@ class LayerForward:
         if isinstance(call, str):
             return self._peft(x)
         if self.group is None or torch.compiler.is_compiling():
-            N, K = call.weight.shape
-            if (
-                self.plan is None and call.magnitude is None and not torch.compiler.is_compiling()
-                and has_little_work(x.device, x.numel() // K, K, N, call.A.dtype != x.dtype)
-            ):  # fmt: skip
-                return few_operations(x, call)
             return compute(x, (call,))[0]
         return self.group.serve(self.index, x, call)
 

@@ -203,8 +203,7 @@ class Operator:
         state = GroupState(trusted=True)  # as in training: an optimizer moves version counters
 
         def call(x: torch.Tensor) -> torch.Tensor:
-            y_TN = lora_group(x.reshape(-1, x.shape[-1]), self.layers, self.runs, keys_T2, 1, plan, state)[0]
-            return y_TN.view(*x.shape[:-1], -1)
+            return lora_group(x, self.layers, self.runs, keys_T2, 1, plan, state)[0]
 
         return call, plan.name
 

@@ -69,19 +69,20 @@ class Planner:
             self.choices[case] = replace(choice, plan=plan)
         return plan
 
-    def plan_of(self, x_TK: torch.Tensor, layers: Sequence[Layer], runs: Sequence[Run]) -> Plan:
+    def plan_of(self, x: torch.Tensor, layers: Sequence[Layer], runs: Sequence[Run]) -> Plan:
         """The plan for a call of ops.lora_linear.group.lora_group with these operands."""
-        T = len(x_TK)
+        K = x.shape[-1]
+        T = x.numel() // K
         who = tuple([(run.adapter, run.dropout > 0, run.base_dropped) for run in runs])
         covered = sum([run.stop - run.start for run in runs]) == T
-        key = (x_TK.dtype, T, covered, x_TK.requires_grad, who, *map(id, layers))
+        key = (x.dtype, T, covered, x.requires_grad, who, *map(id, layers))
         found = self._calls.get(key)
         if found is None or any(new is not old for new, old in zip(layers, found[0], strict=True)):
             case = Case.of(
-                x_TK.device, x_TK.dtype, T, x_TK.shape[1], [len(layer.weight) for layer in layers],
+                x.device, x.dtype, T, K, [len(layer.weight) for layer in layers],
                 [[low.rank if (low := layer.adapters.get(number)) else 0 for layer in layers] for number, _, _ in who],
                 [drop for _, drop, _ in who], [layer.bias is not None for layer in layers], covered,
-                (x_TK.requires_grad, True, True), *composition(layers, who),
+                (x.requires_grad, True, True), *composition(layers, who),
             )  # fmt: skip
             if len(self._calls) > 100_000:  # token counts differ from microbatch to microbatch
                 self._calls.clear()

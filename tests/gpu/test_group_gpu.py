@@ -15,7 +15,6 @@ import torch
 from group_cases import (
     KINDS,
     GroupCase,
-    direct_is_as_exact,
     group_is_as_exact,
     make_case,
     others_keep_their_bits,
@@ -94,15 +93,6 @@ def share_of_library(dtype: torch.dtype) -> float:
     small = (small * (0.1 * torch.finfo(dtype).eps * float(rest.norm() / small.double().norm()))).to(dtype)
     part = small.double()
     return float(((torch.addmm(small, x, weight) - rest) * part).sum() / part.square().sum())
-
-
-@pytest.mark.parametrize("wide", [False, True], ids=["", "float32 adapters"])
-@pytest.mark.parametrize("dropped", [False, True], ids=["", "dropout"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_a_layer_in_few_operations_is_as_exact_as_torch_and_loses_nothing(
-    dtype: torch.dtype, dropped: bool, wide: bool
-) -> None:
-    direct_is_as_exact(dtype, dropped, wide, SEED, "cuda")
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

@@ -168,61 +168,8 @@ def test_a_whole_model_is_as_exact_as_peft(base: torch.dtype, adapters: torch.dt
     assert sum(ours) <= 2 * sum(theirs) + 1e-6, f"{sum(ours):.3g} against {sum(theirs):.3g}, seed {SEED}"
 
 
-@pytest.fixture
-def few(monkeypatch: pytest.MonkeyPatch, used: list[int]) -> list[int]:
-    """Layers without siblings have little work, as small ones on a GPU. How often that was asked."""
-    asked: list[int] = []
-    monkeypatch.setattr(peft_live, "has_little_work", lambda *args, **kwargs: not asked.append(1))
-    return asked
-
-
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-@pytest.mark.parametrize("bias", ["none", "all"])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
-def test_a_few_operations_give_what_peft_gives(
-    dtype: torch.dtype, tolerance: float, bias: str, dropout: float, few: list[int], used: list[int]
-) -> None:
-    """Masks too: they are torch's own."""
-    model = lora("qwen2", dtype, target_modules=["q_proj", "down_proj"], bias=bias, lora_dropout=dropout)
-    results = []
-    for accelerated in (False, True):
-        if accelerated:
-            packlora.accelerate(model)
-            used.clear()
-        torch.manual_seed(SEED)
-        results.append(outcome(model))
-    assert len(few) == 4 and not used
-    assert_same(results[1], results[0], tolerance)
-
-
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-@pytest.mark.parametrize("bias", ["none", "all"])
-def test_a_few_operations_are_as_exact_as_peft_in_bfloat16(bias: str, dropout: float, few: list[int]) -> None:
-    """The mean over logits and gradients of the relative error, over four draws. PEFT computes its adapters in float32."""
-    ours, theirs = [], []
-    for draw in range(4):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            config = LoraConfig(
-                r=4, lora_alpha=6, target_modules=["q_proj", "down_proj"], bias=bias, lora_dropout=dropout
-            )
-            model = get_peft_model(tiny_model("qwen2", torch.bfloat16, seed=SEED + draw), config)
-        fill(model, SEED + draw).train()
-        results = []
-        for one in (copy.deepcopy(model).double(), copy.deepcopy(model), model):
-            if one is model:
-                packlora.accelerate(one)
-            torch.manual_seed(SEED)
-            results.append(outcome(one))
-        exact, plain, got = results
-        for errors, found in ((theirs, plain), (ours, got)):
-            errors += [float((found[name].double() - exact[name]).norm() / exact[name].norm()) for name in exact]
-    assert few
-    assert sum(ours) <= 2 * sum(theirs) + 1e-6, f"{sum(ours):.3g} against {sum(theirs):.3g}, seed {SEED}"
-
-
 @pytest.mark.parametrize("autocast", [False, True])
-def test_a_few_operations_keep_what_is_under_the_last_bit_of_bfloat16(autocast: bool, few: list[int]) -> None:
+def test_a_layer_keeps_what_is_under_the_last_bit_of_bfloat16(autocast: bool) -> None:
     """PEFT adds it to a product that was rounded, where most of it is gone."""
     generator = torch.Generator().manual_seed(SEED)
     x = torch.randn(500, 64, generator=generator).bfloat16()
@@ -245,7 +192,7 @@ def test_a_few_operations_keep_what_is_under_the_last_bit_of_bfloat16(autocast: 
 
     assert share() < 0.6
     packlora.accelerate(model)
-    assert 0.7 < share() < 1.3 and few, SEED
+    assert 0.7 < share() < 1.3, SEED
 
 
 def test_siblings_run_in_one_call_and_x_is_kept_once(used: list[int]) -> None:

@@ -12,7 +12,6 @@ from group_cases import (
     KINDS,
     GroupCase,
     compare,
-    direct_is_as_exact,
     group_is_as_exact,
     make_case,
     others_keep_their_bits,
@@ -116,15 +115,6 @@ def test_an_adapter_that_is_not_finite_leaves_others_their_bits(value: float, fa
     kind = {"dora": [False, True, False], "base_dropped": False}
     case = make_case(300, 64, [32, 48], [[0, 8], [20, 3], [9, 40]], [0.0, 0.2, 0.1], True, SEED, HALF, **kind)
     others_keep_their_bits(case, HALF, 1, factor, value, plan)
-
-
-@pytest.mark.parametrize("wide", [False, True], ids=["", "float32 adapters"])
-@pytest.mark.parametrize("dropped", [False, True], ids=["", "dropout"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_layer_in_few_operations_is_as_exact_as_torch_and_loses_nothing(
-    dtype: torch.dtype, dropped: bool, wide: bool
-) -> None:
-    direct_is_as_exact(dtype, dropped, wide, SEED)
 
 
 @pytest.mark.parametrize("off", ["x", "d"])

@@ -102,6 +102,8 @@ class Prepared:
         self.scalings = {number: own.pop() if len(own) == 1 else None for number, own in by_adapter.items()}
         """Of each adapter, None where its layers scale differently."""
         self._steps: Recent[Steps] = Recent(4)
+        self._last: tuple[tuple[Any, ...], Steps] | None = None
+        """Key and value of the last call, which the next one is mostly like."""
         if kernels:
             factors = {(n, j): low.scaling for j, layer in enumerate(layers) for n, low in layer.adapters.items()}
             self.tables = make_group_tables(self.layout, factors, self.num_adapters, self.device)
@@ -109,8 +111,13 @@ class Prepared:
     def steps(self, x_TK: torch.Tensor, runs: tuple[Run, ...], salt: int, plan: Plan) -> Steps:
         """Those of such a call; kept for the next one like it."""
         aligned = x_TK.is_contiguous() and x_TK.data_ptr() % 16 == 0
-        key = (runs, len(x_TK), salt, plan, aligned)
-        return self._steps.get(key, lambda: Steps(self, x_TK, runs, salt, plan))
+        key = (runs, x_TK.shape[0], salt, plan, aligned)
+        last = self._last
+        if last is not None and last[0][0] is runs and last[0][3] is plan and last[0] == key:
+            return last[1]
+        steps = self._steps.get(key, lambda: Steps(self, x_TK, runs, salt, plan))
+        self._last = key, steps
+        return steps
 
     def trains_magnitude(self) -> bool:
         """Whether a backward may need products of the forward beside S."""
@@ -151,7 +158,7 @@ def _same(new: LowRank, old: LowRank) -> bool:
 
 
 def lora_group(
-    x_TK: torch.Tensor,
+    x: torch.Tensor,
     layers: Sequence[Layer],
     runs: Sequence[Run],
     keys_T2: torch.Tensor | None = None,
@@ -160,13 +167,13 @@ def lora_group(
     state: GroupState | None = None,
     recipe: Recipe | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """Outputs y [T, N] of every layer, in the dtype of x.
+    """Outputs y [..., N] of every layer, in the dtype of x.
 
     A and B may be of a wider dtype than x: they are cast to x's for the products, x is never cast, and their gradients come
     back in their own dtype.
 
     Args:
-        x_TK: tokens.
+        x: tokens, [..., K]; T of them over all leading dimensions.
         layers: those that read them.
         runs: who owns which tokens; disjoint.
         keys_T2: dropout keys (ops.dropout.token_keys), needed where a run has dropout.
@@ -178,14 +185,15 @@ def lora_group(
     Raises:
         ValueError: an operand does not fit; the message names it.
     """
-    with on_device(x_TK.device):
-        return _lora_group(x_TK, tuple(layers), tuple(runs), keys_T2, salt, plan, state, recipe)
+    with on_device(x.device):
+        return _lora_group(x, tuple(layers), tuple(runs), keys_T2, salt, plan, state, recipe)
 
 
 def _lora_group(
-    x_TK: torch.Tensor, layers: tuple[Layer, ...], runs: tuple[Run, ...], keys_T2: torch.Tensor | None, salt: int, plan: Plan,
+    x: torch.Tensor, layers: tuple[Layer, ...], runs: tuple[Run, ...], keys_T2: torch.Tensor | None, salt: int, plan: Plan,
     state: GroupState | None, recipe: Recipe | None,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    x_TK = x if x.ndim == 2 else _tokens(x.detach())
     check_tokens(x_TK, runs, keys_T2)
     prepared = (state or GroupState()).prepared(x_TK, layers, plan)
     if "merged" in (plan.up, plan.dx) or "xd" in (plan.dA, plan.dB):
@@ -195,7 +203,8 @@ def _lora_group(
 
         if len(runs) != 1 or runs[0].start or runs[0].stop != x_TK.shape[0]:
             raise ValueError(f"plan {plan.name} is for one adapter that owns all tokens; got runs {runs}")
-        return lora_group_products(x_TK, layers, runs[0].adapter, keys_T2, runs[0].dropout, salt, plan)
+        made = lora_group_products(_tokens(x), layers, runs[0].adapter, keys_T2, runs[0].dropout, salt, plan)
+        return tuple(y_TN.view(*x.shape[:-1], y_TN.shape[1]) for y_TN in made)
     if plan.needs_triton and not HAS_TRITON:
         raise ValueError(f"plan {plan.name} needs triton, which is not installed")
     prepared.refresh()
@@ -204,32 +213,43 @@ def _lora_group(
     if is_checkpointed():  # makes x again anyway, which is then alive no longer than its block's backward
         recipe = None
     if not saving_is_hooked() or prepared.trains_magnitude():
-        outputs: tuple[torch.Tensor, ...] = _Group.apply(x_TK, recipe, steps, kept_steps, True, *prepared.flat)
+        outputs: tuple[torch.Tensor, ...] = _Group.apply(x, recipe, steps, kept_steps, True, *prepared.flat)
         return outputs
-    *stand_ins, S = _Group.apply(x_TK, recipe, steps, kept_steps, False, *prepared.flat)
-    return Outputs.of(lambda: steps.up(S)[0], stand_ins)
+    *stand_ins, S = _Group.apply(x, recipe, steps, kept_steps, False, *prepared.flat)
+    return Outputs.of(lambda: [_shaped(y_TN, x) for y_TN in steps.up(S)[0]], stand_ins)
+
+
+def _tokens(x: torch.Tensor) -> torch.Tensor:
+    """[T, K]."""
+    return x if x.ndim == 2 or not x.ndim else x.reshape(-1, x.shape[-1])
+
+
+def _shaped(y_TN: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """y with the leading dimensions of x. No view: autograd lets nobody write into views that a node of ours made."""
+    return y_TN if x.ndim == 2 else y_TN.resize_(*x.shape[:-1], y_TN.shape[1])
 
 
 class _Group(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_TK: torch.Tensor, recipe: Recipe | None, steps: Steps, kept_steps: Steps, whole: bool, *flat: torch.Tensor
+        ctx: Any, x: torch.Tensor, recipe: Recipe | None, steps: Steps, kept_steps: Steps, whole: bool, *flat: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:  # fmt: skip
         """The outputs; where not `whole`, their stand-ins and S. kept_steps: without tokens, which are autograd's to keep."""
         S, keys_T2 = steps.down(), steps.keys_T2
         if whole:
             outputs, kept = steps.up(S)
+            outputs = [_shaped(y_TN, x) for y_TN in outputs]
         else:
-            outputs, kept = [stand_in(x_TK, layer.weight) for layer in steps.layers], [None] * len(steps.layers)
+            outputs, kept = [stand_in(x, layer.weight) for layer in steps.layers], [None] * len(steps.layers)
         ctx.set_materialize_grads(False)
         # A, B, magnitudes and biases for autograd's own check that nobody changes them before the backward
-        source = (x_TK,) if recipe is None else recipe.operands
+        source = (x,) if recipe is None else recipe.operands
         ctx.save_for_backward(keys_T2, S if steps.plan.keep_s else None, *kept, *source, *flat)
         ctx.make = (
             None if recipe is None else recipe.function
         )  # not the operands, which autograd may drop and bring back
         ctx.source = slice(len(kept), len(kept) + len(source))
-        ctx.steps = kept_steps
+        ctx.steps, ctx.shape = kept_steps, x.shape
         if whole:
             return tuple(outputs)
         ctx.mark_non_differentiable(S)
@@ -243,10 +263,12 @@ class _Group(torch.autograd.Function):
         kept, source, need_flat = rest[: len(d)], tuple(rest[ctx.source]), ctx.needs_input_grad[5:]
         if all(grad is None for grad in d) or not any(ctx.needs_input_grad):
             return (None,) * (5 + len(need_flat))
-        K = ctx.steps.prepared.K
-        x_TK = source[0] if ctx.make is None else made_again(ctx.make, source).reshape(-1, K)
+        x_TK = _tokens(source[0] if ctx.make is None else made_again(ctx.make, source))
         steps = ctx.steps.with_tokens(x_TK, keys_T2)
+        if len(ctx.shape) != 2:
+            kept, d = (tuple(None if t is None else _tokens(t) for t in own) for own in (kept, d))
         dx, grads = group_backward(steps, S, kept, d, ctx.needs_input_grad[0], need_flat)
+        dx = dx if dx is None or len(ctx.shape) == 2 else dx.view(ctx.shape)
         return (dx, None, None, None, None, *grads)
 
 
@@ -264,9 +286,9 @@ def is_checkpointed() -> bool:
     return hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
 
 
-def stand_in(x_TK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
-    """What autograd takes for the output [T, N] of a node that does not make it. Holds one element of memory, not set."""
-    return x_TK.new_empty_strided((len(x_TK), len(weight_NK)), (0, 0))
+def stand_in(x: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
+    """What autograd takes for the output [..., N] of a node that does not make it. Holds one element of memory, not set."""
+    return x.new_empty_strided((*x.shape[:-1], len(weight_NK)), (0,) * x.ndim)
 
 
 class Outputs(torch.autograd.Function):
@@ -312,14 +334,15 @@ def group_backward(
             place = layout.places.get((number, index))
             if name == "A" and dA is not None and place is not None:
                 first = layout.rows[number][0] + place.column
-                own = dA[first : first + place.rank]
+                own = dA if place.rank == layout.num_rows else dA[first : first + place.rank]
             elif name == "B" and (flat_B := dB[index]) is not None and place is not None:
-                own = layout.b_block(flat_B, number, index)[:, : place.rank]
+                own = layout.b_block(flat_B, number, index)
+                own = own if place.rank == place.padded else own[:, : place.rank]
             elif name == "magnitude":
                 own = sums[index][number].dm
             elif name == "bias":
                 own = sums[index][number].d
-        out.append(None if own is None else own.to(operand.dtype))
+        out.append(own if own is None or own.dtype == operand.dtype else own.to(operand.dtype))
     return dx, out
 
 
@@ -337,7 +360,7 @@ def check_tokens(x_TK: torch.Tensor, runs: Sequence[Run], keys_T2: torch.Tensor 
                 f"run {run.start}:{run.stop} of adapter {run.adapter} overlaps another, is empty or leaves the {T} tokens"
             )
         end = run.stop
-        if run.dropout and (keys_T2 is None or tuple(keys_T2.shape) != (T, 2) or keys_T2.dtype != torch.int32):
+        if run.dropout and (keys_T2 is None or keys_T2.shape != (T, 2) or keys_T2.dtype != torch.int32):
             found = None if keys_T2 is None else f"{tuple(keys_T2.shape)} {keys_T2.dtype}"
             raise ValueError(f"dropout needs keys [{T}, 2] int32, got {found}")
 

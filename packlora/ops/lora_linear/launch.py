@@ -1,7 +1,8 @@
 """Launches of kernels.py, gradient_kernels.py and fused.py: block sizes, buffers and grids. Everything runs on the current
 stream, nothing waits.
 
-Block sizes come from `Sizes`, one set per dtype; benchmarks/LOG.md has what was measured.
+Block sizes come from `Sizes`, one set per dtype; benchmarks/LOG.md has what was measured. What a launch needs beside its
+operands is settled when it is made for the first time: `launched` makes it again.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import triton.language as tl
 from packlora.ops.dropout import dropout_threshold, signed
 from packlora.ops.gpu import capability, has_copy_engine, processors
 from packlora.ops.lora_linear import fused, gradient_kernels, kernels
-from packlora.ops.lora_linear.launcher import Descriptor, launch
+from packlora.ops.lora_linear.launcher import Descriptor, launch, launched
 from packlora.ops.lora_linear.layout import GroupTables, Layer, Packed, Run, RunTables
 
 if TYPE_CHECKING:
@@ -96,9 +97,9 @@ def packed_dropout(x_TK: torch.Tensor) -> bool:
     )  # fmt: skip
 
 
-def _like(t: torch.Tensor | None) -> Hashable:
-    """What a launch's key must say of an operand that may be absent, of any dtype, and lie anywhere."""
-    return None if t is None else (t.dtype, t.data_ptr() % 16)
+def _dtype(t: torch.Tensor | None) -> torch.dtype | None:
+    """What a launch's key must say of an operand that may be absent or of any dtype."""
+    return None if t is None else t.dtype
 
 
 def _block(rank: int, largest: int) -> int:
@@ -129,18 +130,18 @@ def down(
     x_TK: torch.Tensor, packed: Packed, tables: GroupTables, runs: RunTables, keys_T2: torch.Tensor | None, salt: int
 ) -> torch.Tensor:
     """S [T, width]; rows of tokens without an adapter and columns past an adapter's rank are not written."""
-    size, width, (T, K) = sizes_for(x_TK.dtype), packed.layout.width, x_TK.shape
+    size, width, (T, K), stride = sizes_for(x_TK.dtype), packed.layout.width, x_TK.shape, x_TK.stride(0)
     S = torch.empty(T, width, dtype=x_TK.dtype, device=x_TK.device)
-    blocks, BR = runs.blocks[size.down_m], _block(width, size.down_r)
-    packed_mask = packed_dropout(x_TK)
-    launch(
-        kernels.down_kernel, (blocks.shape[0], _cdiv(width, BR)),
-        (x_TK, packed.A_RK, S, tables.row_scales, keys_T2, blocks, tables.rows, signed(salt), K, x_TK.stride(0), width),
-        sites=runs.sites,
-        key=("down", packed.shape, x_TK.stride(0), x_TK.data_ptr() % 16, _like(keys_T2), packed_mask),
-        DROP=runs.dropout, ASM=packed_mask, PRECISION="ieee", BM=size.down_m, BK=size.down_k, BR=BR,
-        num_warps=size.down_warps, num_stages=size.down_stages,
-    )  # fmt: skip
+    blocks = runs.blocks[size.down_m]
+    args = (x_TK, packed.A_RK, S, tables.row_scales, keys_T2, blocks, tables.rows, signed(salt), K, stride, width)
+    key = ("down", packed.shape, stride, keys_T2 is None)
+    if not launched(runs.sites, key, args):
+        BR = _block(width, size.down_r)
+        launch(
+            kernels.down_kernel, (runs.counts[size.down_m], _cdiv(width, BR)), args, runs.sites, key,
+            DROP=runs.dropout, ASM=packed_dropout(x_TK), PRECISION="ieee", BM=size.down_m, BK=size.down_k, BR=BR,
+            num_warps=size.down_warps, num_stages=size.down_stages,
+        )  # fmt: skip
     return S
 
 
@@ -150,7 +151,8 @@ def up(
 ) -> torch.Tensor:  # fmt: skip
     """S B' + bias of one layer, [T, N], onto which the base product is to be accumulated; or added to the base product, in
     place."""
-    y = torch.empty(len(S), packed.layout.sizes[index], dtype=S.dtype, device=S.device) if base is None else base
+    N = packed.layout.sizes[index]
+    y = torch.empty(S.shape[0], N, dtype=S.dtype, device=S.device) if base is None else base
     _up(S, packed, tables, runs, index, y, y, None, bias, base is not None, False)
     return y
 
@@ -171,20 +173,18 @@ def _up(
 ) -> None:  # fmt: skip
     size, N = sizes_for(S.dtype), packed.layout.sizes[index]
     blocks, span = runs.blocks[size.up_m], size.up_n * size.up_loop
-    launch(
-        kernels.up_kernel, (_cdiv(N, span), blocks.shape[0]),
-        (
-            S, packed.B[index], bias, None if composition is None else composition.g, z, y, blocks, tables.places[index],
-            tables.rows.shape[0], N, packed.layout.width, span,
-        ),
-        sites=runs.sites,
-        key=(
-            "up", packed.shape, index, _like(bias), composition is None, epilogue, keep,
-        ),
-        HAS_BIAS=bias is not None, EPILOGUE=epilogue, COMPOSED=composition is not None, KEEP=keep, PRECISION="ieee",
-        BM=size.up_m, BN=size.up_n, BR=_block(packed.layout.max_padded[index], 64), num_warps=size.up_warps,
-        num_stages=size.up_stages,
+    args = (
+        S, packed.B[index], bias, None if composition is None else composition.g, z, y, blocks, tables.places[index],
+        tables.adapters, N, packed.layout.width, span,
     )  # fmt: skip
+    key = ("up", packed.shape, index, _dtype(bias), composition is None, epilogue, keep)
+    if not launched(runs.sites, key, args):
+        launch(
+            kernels.up_kernel, (_cdiv(N, span), runs.counts[size.up_m]), args, runs.sites, key,
+            HAS_BIAS=bias is not None, EPILOGUE=epilogue, COMPOSED=composition is not None, KEEP=keep, PRECISION="ieee",
+            BM=size.up_m, BN=size.up_n, BR=_block(packed.layout.max_padded[index], 64), num_warps=size.up_warps,
+            num_stages=size.up_stages,
+        )  # fmt: skip
 
 
 def compose(z: torch.Tensor, y: torch.Tensor, runs: RunTables, composition: Composition) -> None:
@@ -192,8 +192,8 @@ def compose(z: torch.Tensor, y: torch.Tensor, runs: RunTables, composition: Comp
     size, N, bias = sizes_for(z.dtype), z.shape[1], composition.bias
     blocks = runs.blocks[size.up_m]
     launch(
-        kernels.compose_kernel, (_cdiv(N, 256), blocks.shape[0]),
-        (z, y, composition.g, bias, blocks, len(composition.g) - 1, N),
+        kernels.compose_kernel, (_cdiv(N, 256), runs.counts[size.up_m]),
+        (z, y, composition.g, bias, blocks, composition.adapters, N),
         sites=runs.sites, key=("compose", z.dtype, N, bias is None),
         HAS_BIAS=bias is not None, BM=16, BN=256, num_warps=4, num_stages=2,
     )  # fmt: skip
@@ -225,11 +225,12 @@ def scale(
     size, (T, N) = sizes_for(d_TN.dtype), d_TN.shape
     bands = runs.blocks[size.scale_band]
     e = torch.empty(T, N, dtype=d_TN.dtype, device=d_TN.device)
-    parts = torch.empty((bands.shape[0], 2, N) if need_dm or need_d else (1,), device=d_TN.device)
+    num_bands = runs.counts[size.scale_band]
+    parts = torch.empty((num_bands, 2, N) if need_dm or need_d else (1,), device=d_TN.device)
     launch(
-        gradient_kernels.scale_kernel, (_cdiv(N, size.scale_n), bands.shape[0]),
-        (d_TN, kept, e, parts, composition.g, bands, len(composition.g) - 1, N, d_TN.stride(0)),
-        sites=runs.sites, key=("scale", d_TN.dtype, N, d_TN.data_ptr() % 16, need_dm, need_d),
+        gradient_kernels.scale_kernel, (_cdiv(N, size.scale_n), num_bands),
+        (d_TN, kept, e, parts, composition.g, bands, composition.adapters, N, d_TN.stride(0)),
+        sites=runs.sites, key=("scale", d_TN.dtype, N, d_TN.stride(0), need_dm, need_d),
         NEED_DZ=need_dm, NEED_D=need_d, BM=size.scale_m, BN=size.scale_n, STAGES=size.scale_stages,
         num_warps=size.scale_warps, num_stages=2,
     )  # fmt: skip
@@ -240,7 +241,7 @@ def _sum_tokens(parts: torch.Tensor, runs: RunTables, composition: Composition, 
     """What `scale` gives by adapter [adapters, 2, N], from the sums of bands [bands, 2, N]."""
     N, size = parts.shape[2], band
     rows = composition.sum_rows
-    out = torch.empty(len(composition.g) - 1, 2, N, device=parts.device)
+    out = torch.empty(composition.adapters, 2, N, device=parts.device)
     launch(
         gradient_kernels.sum_rows_kernel, (_cdiv(N, 128), rows.shape[0]),
         (parts, out, runs.blocks[size], runs.ranges[size], rows, composition.g, composition.w, N, 2),
@@ -257,7 +258,7 @@ def ratio(
     N = len(g_N)
     launch(
         kernels.ratio_kernel, (_cdiv(N, 512),), (magnitude_N, norm_N, g_N, w_N, N),
-        sites=sites, key=(_like(magnitude_N), _like(norm_N), g_N.data_ptr() % 16),
+        sites=sites, key=(magnitude_N.dtype, norm_N.dtype, g_N.data_ptr() % 16),
         BN=512, num_warps=4, num_stages=1,
     )  # fmt: skip
 
@@ -273,8 +274,8 @@ def grad(
 ) -> tuple[list[torch.Tensor | None], torch.Tensor, list[torch.Tensor | None], dict[int, torch.Tensor | None]]:  # fmt: skip
     """e per layer (d itself where it is not scaled), dS [T, width], per layer dB, flat as B is, in `dtype`, and the sums of
     scaled layers, as `scale` gives them. d: per layer [T, N] or None where nothing came back."""
-    size, layout, (T, width) = sizes_for(S.dtype), packed.layout, S.shape
-    dS = torch.empty_like(S)
+    size, layout, (T, width), device = sizes_for(S.dtype), packed.layout, S.shape, S.device
+    dS = torch.empty(T, width, dtype=S.dtype, device=device)
     if any(t is None for t in d):
         dS.zero_()
     e: list[torch.Tensor | None] = list(d)
@@ -293,47 +294,48 @@ def grad(
         BM, BN = (size.grad_m, size.grad_n) if own is None else (size.joint_m, size.joint_n)
         N, BR = d_TN.shape[1], _block(part_width, size.grad_r)
         spans = _cdiv(N, BN)
-        band = _band(size.grad_bands, spans, runs, S.device)
+        band = _band(size.grad_bands, spans, runs, device)
         bands = runs.blocks[band]
-        dS_parts = torch.empty(spans, T, part_width, device=S.device)
-        dB_parts = torch.empty(bands.shape[0], N, part_width, device=S.device) if need_dB else None
+        dS_parts = torch.empty(spans, T, part_width, device=device)
+        dB_parts = torch.empty(runs.counts[band], N, part_width, device=device) if need_dB else None
         e_TN, kept, g, parts, need_dz, need_d, of_y = None, None, None, None, False, False, False
         if own is not None:
             composition, kept, need_dz, need_d, of_y = own
             g = composition.g
-            e_TN = e[index] = torch.empty(T, N, dtype=S.dtype, device=S.device)
+            e_TN = e[index] = torch.empty(T, N, dtype=S.dtype, device=device)
             if need_dz or need_d:
-                parts = torch.empty(bands.shape[0], 2, N, device=S.device)
+                parts = torch.empty(runs.counts[band], 2, N, device=device)
         tma = described(d_TN) and (not need_dz or kept is None or described(kept))
-        launch(
-            gradient_kernels.grad_kernel, (spans, bands.shape[0], _cdiv(part_width, BR)),
-            (
-                Descriptor(d_TN, [BM, BN]) if tma else d_TN, S, packed.B[index], dS_parts, dB_parts,
-                Descriptor(kept, [BM, BN]) if tma and need_dz and kept is not None else kept, e_TN, parts, g,
-                bands, tables.places[index], tables.scalings[index], tables.rows.shape[0], T, N, d_TN.stride(0), width,
-                part_width,
-            ),
-            sites=runs.sites,
-            key=("grad", packed.shape, index, tma, d_TN.data_ptr() % 16, need_dB, own is None, need_dz, need_d),
-            TMA=tma, NEED_DB=need_dB, COMPOSED=own is not None, NEED_DZ=need_dz, NEED_D=need_d, PRECISION="ieee", BM=BM, BN=BN,
-            BR=BR, STAGES=size.grad_stages if own is None else size.joint_stages,
-            num_warps=size.grad_warps if own is None else size.joint_warps, num_stages=1,
+        args = (
+            Descriptor(d_TN, [BM, BN]) if tma else d_TN, S, packed.B[index], dS_parts, dB_parts,
+            Descriptor(kept, [BM, BN]) if tma and need_dz and kept is not None else kept, e_TN, parts, g,
+            bands, tables.places[index], tables.scalings[index], tables.adapters, T, N, d_TN.stride(0), width,
+            part_width,
         )  # fmt: skip
+        key = ("grad", packed.shape, index, tma, d_TN.stride(0), need_dB, own is None, kept is None, need_dz, need_d)
+        if not launched(runs.sites, key, args):
+            launch(
+                gradient_kernels.grad_kernel, (spans, runs.counts[band], _cdiv(part_width, BR)), args, runs.sites, key,
+                TMA=tma, NEED_DB=need_dB, COMPOSED=own is not None, NEED_DZ=need_dz, NEED_D=need_d, PRECISION="ieee", BM=BM,
+                BN=BN, BR=BR, STAGES=size.grad_stages if own is None else size.joint_stages,
+                num_warps=size.grad_warps if own is None else size.joint_warps, num_stages=1,
+            )  # fmt: skip
         if own is not None:
             sums[index] = None if parts is None else _sum_tokens(parts, runs, own[0], band, of_y)
-        dB = torch.empty(layout.b_sizes[index], dtype=dtype, device=S.device) if need_dB else None
-        tiles, ranks = runs.blocks[size.down_m], min(BR, 32)
+        dB = torch.empty(layout.b_sizes[index], dtype=dtype, device=device) if need_dB else None
+        tiles, num_tiles, ranks = runs.blocks[size.down_m], runs.counts[size.down_m], min(BR, 32)
         blocks = _cdiv(N, size.down_m) if need_dB else 0
-        launch(
-            gradient_kernels.sum_grads_kernel,
-            (tiles.shape[0] + blocks * tables.rows.shape[0], _cdiv(part_width, ranks)),
-            (
-                dS_parts, dS, dB_parts, dB, tiles, tiles.shape[0], bands, runs.ranges[band], tables.places[index], blocks, N,
-                width, part_width, spans, T * part_width,
-            ),
-            sites=runs.sites, key=("sum_grads", packed.shape, index, dtype, spans, band, need_dB),
-            BM=size.down_m, BN=size.down_m, BR=ranks, AHEAD=8, num_warps=4, num_stages=1,
+        sum_args = (
+            dS_parts, dS, dB_parts, dB, tiles, num_tiles, bands, runs.ranges[band], tables.places[index], blocks, N,
+            width, part_width, spans, T * part_width,
         )  # fmt: skip
+        sum_key = ("sum_grads", packed.shape, index, dtype, spans, band, need_dB)
+        if not launched(runs.sites, sum_key, sum_args):
+            launch(
+                gradient_kernels.sum_grads_kernel,
+                (num_tiles + blocks * tables.adapters, _cdiv(part_width, ranks)), sum_args, runs.sites, sum_key,
+                BM=size.down_m, BN=size.down_m, BR=ranks, AHEAD=8, num_warps=4, num_stages=1,
+            )  # fmt: skip
         out.append(dB)
     return e, dS, out, sums
 
@@ -344,7 +346,7 @@ def _band(bands: tuple[int, ...], columns: int, runs: RunTables, device: torch.d
     band = runs.bands.get((bands, columns))
     if band is None:
         slots = 2 * processors(device)
-        turns = {band: _cdiv(columns * runs.blocks[band].shape[0], slots) for band in bands}
+        turns = {band: _cdiv(columns * runs.counts[band], slots) for band in bands}
         band = runs.bands[bands, columns] = min(bands, key=lambda band: (turns[band] * (band + BAND_START), -band))
     return band
 
@@ -364,43 +366,43 @@ def inputs(
     keys_T2: torch.Tensor | None, salt: int, dtype: torch.dtype, need_dx: bool, need_dA: bool,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
     """drop(dS A) [T, K], onto which the base products are to be accumulated, and the stacked dA [rows, K] in `dtype`."""
-    size, layout, (T, K) = sizes_for(x_TK.dtype), packed.layout, x_TK.shape
+    size, layout, (T, K), device = sizes_for(x_TK.dtype), packed.layout, x_TK.shape, x_TK.device
     width = layout.width
     BR = _block(width, size.inputs_r)
     BK, stages = (size.narrow_k, size.narrow_stages) if BR == 16 and need_dx else (size.inputs_k, size.inputs_stages)
-    band = _band(size.inputs_bands, _cdiv(K, BK), runs, x_TK.device)
+    band = _band(size.inputs_bands, _cdiv(K, BK), runs, device)
     bands = runs.blocks[band]
-    blocks, packed_mask = _cdiv(width, BR), packed_dropout(x_TK)
-    dx = torch.empty(T, K, dtype=x_TK.dtype, device=x_TK.device) if need_dx else None
+    blocks, stride = _cdiv(width, BR), x_TK.stride(0)
+    dx = torch.empty(T, K, dtype=x_TK.dtype, device=device) if need_dx else None
     parts = dA = None
     if need_dA:
-        parts = torch.empty(bands.shape[0], width, K, dtype=torch.float32, device=x_TK.device)
+        parts = torch.empty(runs.counts[band], width, K, dtype=torch.float32, device=device)
     # one pass where a single block of ranks covers all; else dx in a pass of its own, and dA by blocks of ranks
     for with_dx, with_dA in [(need_dx, need_dA)] if blocks == 1 else [(need_dx, False), (False, need_dA)]:
-        if with_dx or with_dA:
-            tma = with_dA and described(x_TK)
+        if not (with_dx or with_dA):
+            continue
+        tma = with_dA and described(x_TK)
+        args = (
+            Descriptor(x_TK, [size.inputs_m, BK]) if tma else x_TK, dS, packed.A_RK, dx, parts, keys_T2, bands, tables.rows,
+            signed(salt), K, stride, width,
+        )  # fmt: skip
+        key = ("inputs", packed.shape, stride, keys_T2 is None, tma, with_dx, with_dA, dx is None, parts is None)
+        if not launched(runs.sites, key, args):
             launch(
-                gradient_kernels.inputs_kernel, (_cdiv(K, BK), bands.shape[0], blocks if with_dA else 1),
-                (
-                    Descriptor(x_TK, [size.inputs_m, BK]) if tma else x_TK, dS, packed.A_RK, dx, parts, keys_T2, bands,
-                    tables.rows, signed(salt), K, x_TK.stride(0), width,
-                ),
-                sites=runs.sites,
-                key=(
-                    "inputs", packed.shape, x_TK.stride(0), x_TK.data_ptr() % 16, _like(keys_T2), packed_mask, tma, BK,
-                    with_dx, with_dA,
-                ),
-                TMA=tma, DROP=runs.dropout, ASM=packed_mask, NEED_DX=with_dx, NEED_DA=with_dA, PRECISION="ieee",
+                gradient_kernels.inputs_kernel, (_cdiv(K, BK), runs.counts[band], blocks if with_dA else 1), args, runs.sites,
+                key,
+                TMA=tma, DROP=runs.dropout, ASM=packed_dropout(x_TK), NEED_DX=with_dx, NEED_DA=with_dA, PRECISION="ieee",
                 BM=size.inputs_m, BK=BK, BR=BR, STAGES=stages, num_warps=size.inputs_warps, num_stages=1,
             )  # fmt: skip
     if parts is not None:
-        dA = torch.empty(layout.num_rows, K, dtype=dtype, device=x_TK.device)
-        launch(
-            gradient_kernels.sum_rows_kernel, (_cdiv(K, 512), layout.num_rows),
-            (parts, dA, bands, runs.ranges[band], tables.owners, None, None, K, width),
-            sites=runs.sites, key=("sum_rows", packed.shape, dtype, band),
-            MAGNITUDE=False, OF_Y=False, BANDS=4, BK=512, num_warps=4, num_stages=1,
-        )  # fmt: skip
+        dA = torch.empty(layout.num_rows, K, dtype=dtype, device=device)
+        sum_args = (parts, dA, bands, runs.ranges[band], tables.owners, None, None, K, width)
+        sum_key = ("sum_rows", packed.shape, dtype, band)
+        if not launched(runs.sites, sum_key, sum_args):
+            launch(
+                gradient_kernels.sum_rows_kernel, (_cdiv(K, 512), layout.num_rows), sum_args, runs.sites, sum_key,
+                MAGNITUDE=False, OF_Y=False, BANDS=4, BK=512, num_warps=4, num_stages=1,
+            )  # fmt: skip
     return dx, dA
 
 
@@ -440,7 +442,6 @@ def _fused(
     """`of` stands for the sizes and dtypes of all operands."""
     (T, P), Q, L = X.shape, Y.shape[1], low.L
     BM, BN, BK = FUSED_M, FUSED_N, FUSED_K
-    programs = min(processors(X.device), _cdiv(T, BM) * _cdiv(Q, BN))
     several = low.places is not None
     BR = 32 if several else _block(low.rank, 64)
     wide = BR > 16 and not several
@@ -453,21 +454,22 @@ def _fused(
             right = Descriptor(low.R, [BN, BR], [Q, rank], [rank, 1])
         else:
             right = Descriptor(low.R, [BR, BN], [rank, Q], [Q, 1])
-    launch(
-        fused.fused_kernel, (programs,),
-        (Descriptor(X, [BM, BK]), Descriptor(V, [BN, BK] if forward else [BK, BN]),
-        Descriptor(Y, [BM, BN]), None if Z is None else Descriptor(Z, [BM, BN]), left, right,
-        bias, g, keys_T2, runs.whole if several else None, runs.spans if several else None, low.places, signed(salt),
-        dropout_threshold(p), T, P, Q, L.stride(0), low.last if several else low.rank),
-        sites=runs.sites,
-        key=(
-            "fused", of, forward, several, L.data_ptr() % 16, _like(bias), _like(g), _like(keys_T2), Z is None,
-        ),
-        FORWARD=forward, DROP=keys_T2 is not None and (runs.dropout if several else p > 0), ASM=packed_dropout(Y),
-        HAS_BIAS=bias is not None, HAS_G=g is not None, KEEP=Z is not None, WIDE=wide, RUNS=several,
-        DTYPE=getattr(tl, str(Y.dtype).removeprefix("torch.")),
-        BM=BM, BN=BN, BK=BK, BR=BR, GROUP=8, PROGRAMS=programs, num_warps=8, num_stages=3,
+    args = (
+        Descriptor(X, [BM, BK]), Descriptor(V, [BN, BK] if forward else [BK, BN]), Descriptor(Y, [BM, BN]),
+        None if Z is None else Descriptor(Z, [BM, BN]), left, right, bias, g, keys_T2, runs.whole if several else None,
+        runs.spans if several else None, low.places, signed(salt), dropout_threshold(p), T, P, Q, L.stride(0),
+        low.last if several else low.rank,
     )  # fmt: skip
+    key = ("fused", of, forward, several, _dtype(bias), g is None, keys_T2 is None, Z is None)
+    if not launched(runs.sites, key, args):
+        programs = min(processors(X.device), _cdiv(T, BM) * _cdiv(Q, BN))
+        launch(
+            fused.fused_kernel, (programs,), args, runs.sites, key,
+            FORWARD=forward, DROP=keys_T2 is not None and (runs.dropout if several else p > 0), ASM=packed_dropout(Y),
+            HAS_BIAS=bias is not None, HAS_G=g is not None, KEEP=Z is not None, WIDE=wide, RUNS=several,
+            DTYPE=getattr(tl, str(Y.dtype).removeprefix("torch.")),
+            BM=BM, BN=BN, BK=BK, BR=BR, GROUP=8, PROGRAMS=programs, num_warps=8, num_stages=3,
+        )  # fmt: skip
     return Y
 
 
@@ -487,7 +489,7 @@ def up_fused(
     layer: Layer,
 ) -> torch.Tensor:  # fmt: skip
     """y [T, N] of one layer."""
-    y = torch.empty(x_TK.shape[0], len(layer.weight), dtype=x_TK.dtype, device=x_TK.device)
+    y = torch.empty(x_TK.shape[0], packed.layout.sizes[index], dtype=x_TK.dtype, device=x_TK.device)
     low = _of_layer(S, packed, tables, alone, index)
     return _fused(runs, (packed.shape, index), x_TK, layer.weight, y, low, True, layer.bias)
 
@@ -497,9 +499,9 @@ def up_fused_composed(
     layer: Layer, composition: Composition, keep: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """y [T, N] = g z + bias of one layer, and z where it is to be kept."""
-    y = torch.empty(x_TK.shape[0], len(layer.weight), dtype=x_TK.dtype, device=x_TK.device)
+    y = torch.empty(x_TK.shape[0], packed.layout.sizes[index], dtype=x_TK.dtype, device=x_TK.device)
     z = torch.empty_like(y) if keep else None
-    low = _of_layer(S, packed, tables, alone, index, len(composition.g) - 1)
+    low = _of_layer(S, packed, tables, alone, index, composition.adapters)
     g, bias = composition.g, composition.bias
     if alone is not None:
         g, bias = g[alone.adapter], None if bias is None else bias[alone.adapter]
@@ -518,4 +520,4 @@ def dx_fused(
         first, padded = packed.layout.rows[alone.adapter]
         low = _LowRank(dS, packed.A_RK[first : first + padded], padded)
     p = 0.0 if alone is None else alone.dropout
-    return _fused(runs, (packed.shape, len(weight_NK)), d_TN, weight_NK, dx, low, False, None, keys_T2, salt, p)
+    return _fused(runs, (packed.shape, weight_NK.shape[0]), d_TN, weight_NK, dx, low, False, None, keys_T2, salt, p)

@@ -130,6 +130,8 @@ class Layout:
     def b_block(self, flat: torch.Tensor, number: int, index: int) -> torch.Tensor:
         """B, or dB, of one adapter on one layer in the layer's flat one: [N, padded]."""
         place, N = self.places[number, index], self.sizes[index]
+        if self.b_sizes[index] == N * place.padded:  # nobody else's
+            return flat.view(N, place.padded)
         return flat[place.b_offset : place.b_offset + N * place.padded].view(N, place.padded)
 
 
@@ -170,7 +172,7 @@ class Packed:
 
     def __init__(self, layout: Layout, K: int, dtype: torch.dtype, device: torch.device, trusted: bool = False) -> None:
         self.layout, self.trusted = layout, trusted
-        self.shape = (layout, K, dtype, device)
+        self.shape = (layout, K, dtype)
         self._make = (K, dtype, device)
         self._A: torch.Tensor | None = None
         self.B: list[torch.Tensor | None] = [None] * len(layout.b_sizes)
@@ -329,6 +331,8 @@ class RunTables:
             table = table.pin_memory().to(device, non_blocking=True)
         rows, pairs = table.view(-1, 4), table.view(-1, 2)
         self.blocks = {size: rows[first:last] for size, (first, last) in bounds.items()}
+        self.counts = {size: last - first for size, (first, last) in bounds.items()}
+        """How many blocks there are."""
         self.ranges = {size: pairs[at : at + num_adapters] for size, at in ranges.items()}
         self.whole, self.spans = rows[whole : whole + len(parts)], pairs[spans : spans + tiles]
         self.dropout = any(run.dropout > 0 for run in runs)
@@ -347,6 +351,7 @@ class GroupTables:
     scalings: per layer float32 [adapters].
     row_scales: float32 [rows of the stacked A], the scaling of each row.
     owners: int32 [rows of the stacked A, 2], adapter and column in S of each row.
+    adapters: how many.
     """
 
     rows: torch.Tensor
@@ -354,6 +359,7 @@ class GroupTables:
     scalings: list[torch.Tensor]
     row_scales: torch.Tensor
     owners: torch.Tensor
+    adapters: int
 
 
 def make_group_tables(layout: Layout, scalings: Mapping[tuple[int, int], float], num: int, device: Any) -> GroupTables:
@@ -383,4 +389,5 @@ def make_group_tables(layout: Layout, scalings: Mapping[tuple[int, int], float],
         [put(table, torch.float32) for table in factors],
         put(by_row, torch.float32),
         put(owners, torch.int32).view(-1, 2),
+        num,
     )

@@ -494,7 +494,7 @@ class Composition:
     outputs, in float32 (float64 for float64); refreshed when a magnitude, a norm or a bias has changed."""
 
     def __init__(self, layer: Layer, num_adapters: int, dtype: torch.dtype, kernels: bool) -> None:
-        N, device = len(layer.weight), layer.weight.device
+        N, device, self.adapters = len(layer.weight), layer.weight.device, num_adapters
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         self.kernels = HAS_TRITON and wide == torch.float32 and (kernels or device.type == "cuda")
         self.g = torch.ones(num_adapters + 1, N, dtype=wide, device=device)
@@ -510,12 +510,12 @@ class Composition:
         rows = [[number, which] for number in range(num_adapters) for which in (0, 1)]
         self.sum_rows = torch.tensor(rows, dtype=torch.int32).to(device)
         """Adapter and row of every pair of sums, as sum_rows_kernel takes them."""
-        self.adapters: dict[int, LowRank] = dict(layer.adapters)
+        self.low_ranks: dict[int, LowRank] = dict(layer.adapters)
         self._seen: dict[int, tuple[int, ...]] = {}
 
     def refresh(self, trusted: bool) -> None:
         with torch.no_grad():
-            for number, low in self.adapters.items():
+            for number, low in self.low_ranks.items():
                 if low.plain:
                     continue
                 norm = low.norm() if callable(low.norm) else low.norm
