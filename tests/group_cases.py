@@ -50,6 +50,11 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     "an adapter on none": {"ranks": [[0], [4]], "dropouts": [0.1, 0.1]},
     "no adapters": {"ranks": [], "dropouts": []},
+    "all tokens": {"ranks": [[5]], "dropouts": [0.0], "whole": 0},
+    "all tokens, dropout, siblings, beside idle adapters": {
+        "ranks": [[7, 2, 16], [4, 1, 40], [3, 0, 50]], "dropouts": [0.1, 0.25, 0.0], "whole": 1,
+    },
+    "all tokens, DoRA": {"ranks": [[3], [20]], "dropouts": [0.2, 0.2], "dora": [True, True], "base_dropped": False, "whole": 1},
     "DoRA": {"ranks": [[5]], "dropouts": [0.0], "dora": [True]},
     "DoRA, rank 40": {"ranks": [[40]], "dropouts": [0.0], "dora": [True]},
     "DoRA, dropout on the low-rank branch": {"ranks": [[5, 7]], "dropouts": [0.3], "dora": [True], "base_dropped": False},
@@ -71,11 +76,12 @@ KINDS: dict[str, dict[str, Any]] = {
 def make_case(
     T: int, K: int, sizes: Sequence[int], ranks: Sequence[Sequence[int]], dropouts: Sequence[float], with_bias: bool,
     seed: int, dtype: torch.dtype = torch.float64, device: str = "cpu", dora: Sequence[bool] = (), biases: Sequence[bool] = (),
-    base_dropped: bool = True, keep_output: bool = False,
+    base_dropped: bool = True, keep_output: bool = False, whole: int | None = None,
 ) -> GroupCase:  # fmt: skip
     """ranks: per adapter, per layer (0: absent). Adapters own ragged runs in a random order, with gaps between some.
 
     dora, biases: per adapter, whether it has a magnitude and whether it trains the bias (where it has no rank as well).
+    whole: the adapter that has all tokens, where one has.
     """
     rng = np.random.default_rng(seed)
     g = torch.Generator().manual_seed(seed)
@@ -92,6 +98,8 @@ def make_case(
         Run(int(adapter), cuts[2 * i], cuts[2 * i + 1], dropouts[adapter], base_dropped)
         for i, adapter in enumerate(rng.permutation(n))
     )
+    if whole is not None:
+        runs = (Run(whole, 0, T, dropouts[whole], base_dropped),)
     layers = []
     for index, N in enumerate(sizes):
         weight, adapters = scaled(N, K), {}

@@ -45,11 +45,12 @@ EPILOGUE = Plan("mm", "epilogue", "one-pass", "fused")
 WIDE = Plan("mm", "fused", "mm", "before")
 MIXED = Plan("mm", "routed", "mm", "after")
 ONE = ["one adapter", "dropout", "rank 24", "rank over K", "siblings", "DoRA", "DoRA, rank 40"]
+WHOLE = [kind for kind in KINDS if "whole" in KINDS[kind]]
 MANY = ["six adapters, siblings, some absent", "DoRA and LoRA, siblings, some absent, biases"]
 KERNELS = [
     *((kind, ROUTED, FLOAT) for kind in KINDS),
-    *((kind, ROUTED, HALF) for kind in ("dropout", "siblings", "DoRA", *MANY)),
-    *((kind, FUSED, HALF) for kind in (*ONE, "DoRA, dropout on the low-rank branch", "four adapters", *MANY)),
+    *((kind, ROUTED, HALF) for kind in ("dropout", "siblings", "DoRA", *MANY, *WHOLE)),
+    *((kind, FUSED, HALF) for kind in (*ONE, *WHOLE, "DoRA, dropout on the low-rank branch", "four adapters", *MANY)),
     *((kind, LIBRARY, FLOAT) for kind in ("DoRA", *MANY)),
     *((kind, EPILOGUE, HALF) for kind in ("dropout", "siblings", "DoRA, rank 40", *MANY)),
     *((kind, WIDE, HALF) for kind in ("rank over K", "DoRA, rank 40", "DoRA, dropout on the low-rank branch")),
@@ -94,7 +95,7 @@ def test_low_rank_parts_under_the_last_bit_are_not_lost(plan: Plan, dtype: torch
 
 
 @pytest.mark.parametrize("plan", [ROUTED, FUSED], ids=lambda plan: plan.name)
-@pytest.mark.parametrize("kind", ["dropout", "DoRA, dropout on the low-rank branch", "four adapters"])
+@pytest.mark.parametrize("kind", ["dropout", "DoRA, dropout on the low-rank branch", "four adapters", *WHOLE])
 def test_programs_that_walk_over_several_blocks_are_as_exact(kind: str, plan: Plan) -> None:
     """Runs of many blocks of tokens, by tensor descriptors, with a last block that is not whole; tiles that two runs share."""
     layers = len(KINDS[kind]["ranks"][0])

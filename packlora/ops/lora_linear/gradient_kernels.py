@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from packlora.ops.lora_linear.kernels import _add_dot, _drop, _drop_two, _keys
+from packlora.ops.lora_linear.kernels import _add_dot, _block_of, _drop, _drop_two, _keys, _rows_of
 
 
 @triton.jit
@@ -180,27 +180,40 @@ def _grad(
 
 
 @triton.jit
+def _place_of(places, adapter, column, offset, rank, ALONE: tl.constexpr):
+    """Column in S, offset in the flat B, and padded rank; see layout.GroupTables.places."""
+    if ALONE:
+        return column, offset, rank
+    else:
+        at = places + 4 * adapter
+        return (
+            tl.multiple_of(tl.load(at), 16), tl.multiple_of(tl.load(at + 1), 16), tl.multiple_of(tl.load(at + 2), 16),
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["alone"])
 def grad_kernel(
     d, S, B, dS_parts, dB_parts, kept, e, sums, g, bands, places, scalings, base_row, T, N, d_stride, width, part_width,
-    TMA: tl.constexpr, NEED_DB: tl.constexpr, COMPOSED: tl.constexpr, NEED_DZ: tl.constexpr, NEED_D: tl.constexpr,
-    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr, STAGES: tl.constexpr,
+    alone, alone_band, alone_threshold, alone_column, alone_offset, alone_rank,
+    ALONE: tl.constexpr, TMA: tl.constexpr, NEED_DB: tl.constexpr, COMPOSED: tl.constexpr, NEED_DZ: tl.constexpr,
+    NEED_D: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Grid (column blocks of BN, token bands, rank blocks of BR; one rank block where COMPOSED).
 
     A program keeps its columns of B and of dB and walks over the tokens of its band, BM at a time. dS_parts [column blocks, T,
     part_width] float32: the columns' share of dS; dB_parts [bands, N, part_width] float32: the band's of dB. TMA: d, and kept,
     are tensor descriptors of blocks [BM, BN]. COMPOSED: d is scaled by g first, e and sums are written as by scale_kernel.
+    alone: the one adapter, where ALONE.
     """
     band_index, column_0 = tl.program_id(1), tl.program_id(2) * BR
-    band = bands + 4 * band_index
-    adapter, start, stop = tl.load(band), tl.load(band + 1), tl.load(band + 2)
+    adapter, start, stop, threshold = _block_of(bands, band_index, alone_band, T, alone_threshold, ALONE)
+    if ALONE:
+        adapter = alone
     column, offset, rank = 0, 0, 0
     factor = 0.0
     if adapter >= 0:
-        place = places + 4 * adapter
-        column, offset = tl.multiple_of(tl.load(place), 16), tl.multiple_of(tl.load(place + 1), 16)
-        rank = tl.multiple_of(tl.load(place + 2), 16)
-        factor = tl.load(scalings + adapter) * (65536.0 / (65536 - tl.load(band + 3)))
+        column, offset, rank = _place_of(places, adapter, alone_column, alone_offset, alone_rank, ALONE)
+        factor = tl.load(scalings + adapter) * (65536.0 / (65536 - threshold))
     row = tl.where(adapter >= 0, adapter, base_row).to(tl.int64)
     left = rank - column_0
     if left > 0 or COMPOSED:
@@ -220,8 +233,9 @@ def grad_kernel(
 
 @triton.jit
 def sum_grads_kernel(
-    dS_parts, dS, dB_parts, dB, tiles, num_tiles, bands, ranges, places, num_blocks, N, width, part_width, spans, step,
-    BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr, AHEAD: tl.constexpr,
+    dS_parts, dS, dB_parts, dB, tiles, num_tiles, bands, ranges, places, num_blocks, N, width, part_width, spans, step, T,
+    num_bands, alone_column, alone_offset, alone_rank,
+    ALONE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """What grad_kernel made parts of, for one layer: dS, the sum of dS_parts over the column blocks, and dB, flat as B is, the
     sum of dB_parts over the adapter's bands; both in order. Grid (num_tiles + num_blocks * adapters, rank blocks of BR): first
@@ -230,11 +244,9 @@ def sum_grads_kernel(
     program = tl.program_id(0)
     ranks = tl.program_id(1) * BR + tl.arange(0, BR)
     if program < num_tiles:
-        tile = tiles + 4 * program
-        adapter, start, stop = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
+        adapter, start, stop, _ = _block_of(tiles, program, BM, T, 0, ALONE)
         if adapter >= 0:
-            place = places + 4 * adapter
-            column, rank = tl.multiple_of(tl.load(place), 16), tl.multiple_of(tl.load(place + 2), 16)
+            column, _, rank = _place_of(places, adapter, alone_column, alone_offset, alone_rank, ALONE)
             rows = (start + tl.arange(0, BM)).to(tl.int64)
             mine = (rows < stop)[:, None] & (ranks < rank)[None, :]
             at = dS_parts + rows[:, None] * part_width + ranks[None, :]
@@ -246,17 +258,20 @@ def sum_grads_kernel(
             tl.store(dS + rows[:, None] * width + (column + ranks)[None, :], total.to(dS.dtype.element_ty), mask=mine)
     else:
         adapter = (program - num_tiles) // num_blocks
-        place = places + 4 * adapter
-        offset, rank = tl.multiple_of(tl.load(place + 1), 16), tl.multiple_of(tl.load(place + 2), 16)
+        _, offset, rank = _place_of(places, adapter, alone_column, alone_offset, alone_rank, ALONE)
         cols = ((program - num_tiles) % num_blocks * BN + tl.arange(0, BN)).to(tl.int64)
         if tl.program_id(1) * BR < rank:
             inside = (cols < N)[:, None] & (ranks < rank)[None, :]
             total_B = tl.zeros((BN, BR), dtype=tl.float32)
-            last = tl.load(ranges + 2 * adapter + 1)
-            for first in range(tl.load(ranges + 2 * adapter), last, AHEAD):
+            start_band, last = 0, num_bands
+            if ALONE == 0:
+                start_band, last = tl.load(ranges + 2 * adapter), tl.load(ranges + 2 * adapter + 1)
+            for first in range(start_band, last, AHEAD):
                 for more in tl.static_range(AHEAD):
                     band = first + more
-                    own = tl.load(bands + 4 * band, mask=band < last, other=-1) == adapter
+                    own = band < last
+                    if ALONE == 0:
+                        own = tl.load(bands + 4 * band, mask=own, other=-1) == adapter
                     at = dB_parts + (band.to(tl.int64) * N + cols[:, None]) * part_width + ranks[None, :]
                     total_B += tl.load(at, mask=inside & own, other=0.0)
             tl.store(dB + offset + cols[:, None] * rank + ranks[None, :], total_B.to(dB.dtype.element_ty), mask=inside)
@@ -349,9 +364,10 @@ def _inputs(
 
 @triton.jit(do_not_specialize=["salt"])
 def inputs_kernel(
-    x, dS, A, dx, dA_parts, keys, bands, adapters, salt, K, x_stride, width,
-    TMA: tl.constexpr, DROP: tl.constexpr, ASM: tl.constexpr, NEED_DX: tl.constexpr, NEED_DA: tl.constexpr,
-    PRECISION: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr, STAGES: tl.constexpr,
+    x, dS, A, dx, dA_parts, keys, bands, adapters, salt, K, x_stride, width, T, alone_band, alone_threshold, alone_first,
+    alone_rank,
+    ALONE: tl.constexpr, TMA: tl.constexpr, DROP: tl.constexpr, ASM: tl.constexpr, NEED_DX: tl.constexpr,
+    NEED_DA: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Grid (column blocks of BK, token bands, rank blocks of BR; one rank block where dx is needed).
 
@@ -359,12 +375,10 @@ def inputs_kernel(
     blocks [BM, BK].
     """
     band_index, column = tl.program_id(1), tl.program_id(2) * BR
-    band = bands + 4 * band_index
-    adapter, start, stop, threshold = tl.load(band), tl.load(band + 1), tl.load(band + 2), tl.load(band + 3)
+    adapter, start, stop, threshold = _block_of(bands, band_index, alone_band, T, alone_threshold, ALONE)
     first, rank = 0, 0
     if adapter >= 0:
-        own = adapters + 2 * adapter
-        first, rank = tl.multiple_of(tl.load(own), 16), tl.multiple_of(tl.load(own + 1), 16)
+        first, rank = _rows_of(adapters, adapter, alone_first, alone_rank, ALONE)
     left = rank - column
     if left > 0 or NEED_DX:
         if BR == 16 or left > BR // 2:
@@ -383,23 +397,30 @@ def inputs_kernel(
 
 @triton.jit
 def sum_rows_kernel(
-    parts, out, bands, ranges, rows, g, w, K, width,
-    MAGNITUDE: tl.constexpr, OF_Y: tl.constexpr, BANDS: tl.constexpr, BK: tl.constexpr,
+    parts, out, bands, ranges, rows, g, w, K, width, num_bands, alone_first,
+    ALONE: tl.constexpr, MAGNITUDE: tl.constexpr, OF_Y: tl.constexpr, BANDS: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """out [rows, K] = sum of `parts` over the bands of the row's adapter. `rows` int32 [rows, 2]: adapter, row in a part.
-    Grid (blocks of K, rows). ranges: int32 [adapters, 2], first and last band that may be an adapter's.
+    Grid (blocks of K, rows). ranges: int32 [adapters, 2], first and last band that may be an adapter's. ALONE: the rows are
+    those of one adapter that has all bands, from alone_first on.
 
     MAGNITUDE: row 0 of a part is of d z and becomes the gradient of the magnitude, over w; OF_Y: it is of d y, and goes over
     g w, 0 where that is 0. g, w: float32 [adapters + 1, K].
     """
     row = tl.program_id(1)
-    adapter, own = tl.load(rows + 2 * row), tl.load(rows + 2 * row + 1)
     cols = tl.program_id(0) * BK + tl.arange(0, BK)
     acc = tl.zeros((BANDS, BK), dtype=tl.float32)
-    last = tl.load(ranges + 2 * adapter + 1)
-    for first in range(tl.load(ranges + 2 * adapter), last, BANDS):
+    adapter, own, start_band, last = row, row, 0, num_bands
+    if ALONE:
+        row += alone_first
+    else:
+        adapter, own = tl.load(rows + 2 * row), tl.load(rows + 2 * row + 1)
+        start_band, last = tl.load(ranges + 2 * adapter), tl.load(ranges + 2 * adapter + 1)
+    for first in range(start_band, last, BANDS):
         some = first + tl.arange(0, BANDS)
-        mine = tl.load(bands + 4 * some, mask=some < last, other=-1) == adapter
+        mine = some < last
+        if ALONE == 0:
+            mine = tl.load(bands + 4 * some, mask=mine, other=-1) == adapter
         at = parts + (some * width + own).to(tl.int64)[:, None] * K + cols[None, :]
         acc += tl.load(at, mask=mine[:, None] & (cols < K)[None, :], other=0.0)
     total = tl.sum(acc, 0)

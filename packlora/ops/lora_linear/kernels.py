@@ -10,7 +10,8 @@ drop() puts dropped elements to 0 and does not scale; the scaling s and the surv
 multiplied in while they are float32, and nowhere else.
 
 Each block of tokens belongs to one adapter (blocks never cross from one run into another), so what one adapter's tokens hold,
-be it NaN, reaches no other adapter, and rows past the end of a run are masked, not padded.
+be it NaN, reaches no other adapter, and rows past the end of a run are masked, not padded. Where one run has all tokens
+(ALONE), blocks, places and ranks come as arguments: a table would have to be read before anything else can start.
 
 What is read from a table says nothing of its alignment, and without that every element is loaded by itself: so it is said where
 it is loaded. All places and ranks in layout.GroupTables are multiples of 16.
@@ -168,6 +169,26 @@ def masked_kernel(
 
 
 @triton.jit
+def _block_of(blocks, index, size, T, threshold, ALONE: tl.constexpr):
+    """Adapter (0 where ALONE), start, stop and dropout threshold of a block of tokens; see layout.RunTables."""
+    if ALONE:
+        return index * 0, index * size, tl.minimum((index + 1) * size, T), threshold
+    else:
+        at = blocks + 4 * index
+        return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
+
+
+@triton.jit
+def _rows_of(adapters, adapter, first, rank, ALONE: tl.constexpr):
+    """First row in the stacked A, and padded rank; see layout.GroupTables.rows."""
+    if ALONE:
+        return first, rank
+    else:
+        at = adapters + 2 * adapter
+        return tl.multiple_of(tl.load(at), 16), tl.multiple_of(tl.load(at + 1), 16)
+
+
+@triton.jit
 def _down(
     x, A, S, scales, keys, first, rank, column, start, stop, threshold, salt, K, x_stride, width,
     DROP: tl.constexpr, ASM: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr,
@@ -196,16 +217,15 @@ def _down(
 
 @triton.jit(do_not_specialize=["salt"])
 def down_kernel(
-    x, A, S, scales, keys, tiles, adapters, salt, K, x_stride, width,
-    DROP: tl.constexpr, ASM: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr,
+    x, A, S, scales, keys, tiles, adapters, salt, K, x_stride, width, T, alone_threshold, alone_first, alone_rank,
+    ALONE: tl.constexpr, DROP: tl.constexpr, ASM: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+    BR: tl.constexpr,
 ):  # fmt: skip
     """Grid (token blocks of BM, column blocks of BR)."""
-    tile = tiles + 4 * tl.program_id(0)
     column = tl.program_id(1) * BR
-    adapter, start, stop, threshold = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
+    adapter, start, stop, threshold = _block_of(tiles, tl.program_id(0), BM, T, alone_threshold, ALONE)
     if adapter >= 0:
-        own = adapters + 2 * adapter
-        first, rank = tl.multiple_of(tl.load(own), 16), tl.multiple_of(tl.load(own + 1), 16)
+        first, rank = _rows_of(adapters, adapter, alone_first, alone_rank, ALONE)
         left = rank - column
         if left > 0:
             if BR == 16 or left > BR // 2:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,13 +28,16 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class Sizes:
     """Block sizes, warps and stages. *_m: tokens, *_n and *_k: columns, *_r: ranks, *_band: tokens that one program sums, or
-    *_bands, of which the launch chooses. narrow_*: of inputs_kernel where it writes dx and there are no more than 16 ranks."""
+    *_bands, of which the launch chooses. few_*: where there would be fewer programs than the processors can take. narrow_*: of
+    inputs_kernel where it writes dx and there are no more than 16 ranks."""
 
     down_m: int = 32
     down_k: int = 128
     down_r: int = 64
     down_warps: int = 4
     down_stages: int = 4
+    few_down_m: int = 16
+    few_down_k: int = 256
     up_m: int = 64
     up_n: int = 64
     up_loop: int = 8
@@ -41,6 +45,7 @@ class Sizes:
     up_stages: int = 2
     grad_m: int = 64
     grad_n: int = 256
+    few_grad_n: int = 128
     grad_r: int = 32
     grad_warps: int = 4
     grad_stages: int = 3
@@ -56,6 +61,7 @@ class Sizes:
     scale_stages: int = 3
     inputs_m: int = 64
     inputs_k: int = 128
+    few_inputs_k: int = 64
     inputs_r: int = 64
     inputs_bands: tuple[int, ...] = (512, 1024)
     inputs_warps: int = 4
@@ -66,17 +72,19 @@ class Sizes:
     @property
     def tokens(self) -> tuple[int, ...]:
         """Block sizes for which RunTables must have a table."""
-        return (self.down_m, self.up_m, *self.grad_bands, self.scale_band, *self.inputs_bands)
+        return (self.down_m, self.few_down_m, self.up_m, *self.grad_bands, self.scale_band, *self.inputs_bands)
 
 
 HALF = Sizes()
 SINGLE = Sizes(
-    down_m=32, down_k=32, down_r=32, down_stages=2, up_m=32, grad_m=32, grad_n=64, grad_stages=2, grad_bands=(128,), joint_m=32,
-    joint_n=64, joint_stages=2, scale_band=64,
-    inputs_m=32, inputs_k=64, inputs_r=32, inputs_bands=(128,), inputs_stages=2, narrow_k=64,
+    down_m=32, down_k=32, down_r=32, down_stages=2, few_down_m=32, few_down_k=32, up_m=32, grad_m=32, grad_n=64, few_grad_n=64,
+    grad_stages=2, grad_bands=(128,), joint_m=32, joint_n=64, joint_stages=2, scale_band=64,
+    inputs_m=32, inputs_k=64, few_inputs_k=64, inputs_r=32, inputs_bands=(128,), inputs_stages=2, narrow_k=64,
     narrow_stages=2,
 )  # fmt: skip
-FUSED_M, FUSED_N, FUSED_K = 128, 256, 64
+FUSED_M, FUSED_K = 128, 64
+FUSED_TILES = ((256, 8, 3, 1.0), (128, 8, 5, 0.54))
+"""Columns of the fused product's tiles with their warps and stages, and what a tile takes, of the first one's time."""
 DESCRIBED = 1 << 24
 BAND_START = 128
 """What a program that walks over a band takes to start, in tokens of its walk."""
@@ -126,20 +134,41 @@ def masked(x_TK: torch.Tensor, keys_T2: torch.Tensor, salt: int, p: float, scale
     return y
 
 
+def _rows_of(packed: Packed, alone: Run | None) -> tuple[int, int, int]:
+    """Of the run that has all tokens, zeros if there is none: dropout threshold, first row in the stacked A, padded rank."""
+    return (0, 0, 0) if alone is None else (dropout_threshold(alone.dropout), *packed.layout.rows[alone.adapter])
+
+
+def _place_of(packed: Packed, alone: Run | None, index: int) -> tuple[int, int, int]:
+    """Of its adapter on a layer: column in S, offset in the flat B, and padded rank."""
+    if alone is None:
+        return 0, 0, 0
+    place = packed.layout.places[alone.adapter, index]
+    return place.column, place.b_offset, place.padded
+
+
 def down(
-    x_TK: torch.Tensor, packed: Packed, tables: GroupTables, runs: RunTables, keys_T2: torch.Tensor | None, salt: int
-) -> torch.Tensor:
+    x_TK: torch.Tensor, packed: Packed, tables: GroupTables, runs: RunTables, keys_T2: torch.Tensor | None, salt: int,
+    alone: Run | None,
+) -> torch.Tensor:  # fmt: skip
     """S [T, width]; rows of tokens without an adapter and columns past an adapter's rank are not written."""
     size, width, (T, K), stride = sizes_for(x_TK.dtype), packed.layout.width, x_TK.shape, x_TK.stride(0)
     S = torch.empty(T, width, dtype=x_TK.dtype, device=x_TK.device)
-    blocks = runs.blocks[size.down_m]
-    args = (x_TK, packed.A_RK, S, tables.row_scales, keys_T2, blocks, tables.rows, signed(salt), K, stride, width)
+    BM, BK = size.down_m, size.down_k
+    if runs.counts[BM] < processors(x_TK.device):
+        BM, BK = size.few_down_m, size.few_down_k
+    blocks = runs.blocks[BM]
+    threshold, first, rank = _rows_of(packed, alone)
+    args = (
+        x_TK, packed.A_RK, S, tables.row_scales, keys_T2, blocks, tables.rows, signed(salt), K, stride, width, T, threshold,
+        first, rank,
+    )  # fmt: skip
     key = ("down", packed.shape, stride, keys_T2 is None)
     if not launched(runs.sites, key, args):
         BR = _block(width, size.down_r)
         launch(
-            kernels.down_kernel, (runs.counts[size.down_m], _cdiv(width, BR)), args, runs.sites, key,
-            DROP=runs.dropout, ASM=packed_dropout(x_TK), PRECISION="ieee", BM=size.down_m, BK=size.down_k, BR=BR,
+            kernels.down_kernel, (runs.counts[BM], _cdiv(width, BR)), args, runs.sites, key,
+            ALONE=alone is not None, DROP=runs.dropout, ASM=packed_dropout(x_TK), PRECISION="ieee", BM=BM, BK=BK, BR=BR,
             num_warps=size.down_warps, num_stages=size.down_stages,
         )  # fmt: skip
     return S
@@ -244,9 +273,9 @@ def _sum_tokens(parts: torch.Tensor, runs: RunTables, composition: Composition, 
     out = torch.empty(composition.adapters, 2, N, device=parts.device)
     launch(
         gradient_kernels.sum_rows_kernel, (_cdiv(N, 128), rows.shape[0]),
-        (parts, out, runs.blocks[size], runs.ranges[size], rows, composition.g, composition.w, N, 2),
+        (parts, out, runs.blocks[size], runs.ranges[size], rows, composition.g, composition.w, N, 2, 0, 0),
         sites=runs.sites, key=("sum_tokens", N, size, of_y),
-        MAGNITUDE=True, OF_Y=of_y, BANDS=32, BK=128, num_warps=4, num_stages=1,
+        ALONE=False, MAGNITUDE=True, OF_Y=of_y, BANDS=32, BK=128, num_warps=4, num_stages=1,
     )  # fmt: skip
     return out
 
@@ -270,7 +299,7 @@ the sum of d are needed, and whether y was kept."""
 
 def grad(
     d: Sequence[torch.Tensor | None], S: torch.Tensor, packed: Packed, tables: GroupTables, runs: RunTables, dtype: torch.dtype,
-    need_dB: bool, scaled: Mapping[int, Scaled],
+    need_dB: bool, scaled: Mapping[int, Scaled], alone: Run | None,
 ) -> tuple[list[torch.Tensor | None], torch.Tensor, list[torch.Tensor | None], dict[int, torch.Tensor | None]]:  # fmt: skip
     """e per layer (d itself where it is not scaled), dS [T, width], per layer dB, flat as B is, in `dtype`, and the sums of
     scaled layers, as `scale` gives them. d: per layer [T, N] or None where nothing came back."""
@@ -278,6 +307,7 @@ def grad(
     dS = torch.empty(T, width, dtype=S.dtype, device=device)
     if any(t is None for t in d):
         dS.zero_()
+    adapter, threshold = (0, 0) if alone is None else (alone.adapter, dropout_threshold(alone.dropout))
     e: list[torch.Tensor | None] = list(d)
     out: list[torch.Tensor | None] = []
     sums: dict[int, torch.Tensor | None] = {}
@@ -293,8 +323,10 @@ def grad(
             continue
         BM, BN = (size.grad_m, size.grad_n) if own is None else (size.joint_m, size.joint_n)
         N, BR = d_TN.shape[1], _block(part_width, size.grad_r)
+        if few := own is None and _few(_cdiv(N, BN), size.grad_bands, runs, device):
+            BN = size.few_grad_n
         spans = _cdiv(N, BN)
-        band = _band(size.grad_bands, spans, runs, device)
+        band = size.grad_bands[0] if few else _band(size.grad_bands, spans, runs, device)
         bands = runs.blocks[band]
         dS_parts = torch.empty(spans, T, part_width, device=device)
         dB_parts = torch.empty(runs.counts[band], N, part_width, device=device) if need_dB else None
@@ -305,19 +337,20 @@ def grad(
             e_TN = e[index] = torch.empty(T, N, dtype=S.dtype, device=device)
             if need_dz or need_d:
                 parts = torch.empty(runs.counts[band], 2, N, device=device)
+        place = _place_of(packed, alone, index)
         tma = described(d_TN) and (not need_dz or kept is None or described(kept))
         args = (
             Descriptor(d_TN, [BM, BN]) if tma else d_TN, S, packed.B[index], dS_parts, dB_parts,
             Descriptor(kept, [BM, BN]) if tma and need_dz and kept is not None else kept, e_TN, parts, g,
             bands, tables.places[index], tables.scalings[index], tables.adapters, T, N, d_TN.stride(0), width,
-            part_width,
+            part_width, adapter, band, threshold, *place,
         )  # fmt: skip
         key = ("grad", packed.shape, index, tma, d_TN.stride(0), need_dB, own is None, kept is None, need_dz, need_d)
         if not launched(runs.sites, key, args):
             launch(
                 gradient_kernels.grad_kernel, (spans, runs.counts[band], _cdiv(part_width, BR)), args, runs.sites, key,
-                TMA=tma, NEED_DB=need_dB, COMPOSED=own is not None, NEED_DZ=need_dz, NEED_D=need_d, PRECISION="ieee", BM=BM,
-                BN=BN, BR=BR, STAGES=size.grad_stages if own is None else size.joint_stages,
+                ALONE=alone is not None, TMA=tma, NEED_DB=need_dB, COMPOSED=own is not None, NEED_DZ=need_dz, NEED_D=need_d,
+                PRECISION="ieee", BM=BM, BN=BN, BR=BR, STAGES=size.grad_stages if own is None else size.joint_stages,
                 num_warps=size.grad_warps if own is None else size.joint_warps, num_stages=1,
             )  # fmt: skip
         if own is not None:
@@ -327,14 +360,15 @@ def grad(
         blocks = _cdiv(N, size.down_m) if need_dB else 0
         sum_args = (
             dS_parts, dS, dB_parts, dB, tiles, num_tiles, bands, runs.ranges[band], tables.places[index], blocks, N,
-            width, part_width, spans, T * part_width,
+            width, part_width, spans, T * part_width, T, runs.counts[band], *place,
         )  # fmt: skip
         sum_key = ("sum_grads", packed.shape, index, dtype, spans, band, need_dB)
         if not launched(runs.sites, sum_key, sum_args):
             launch(
                 gradient_kernels.sum_grads_kernel,
-                (num_tiles + blocks * tables.adapters, _cdiv(part_width, ranks)), sum_args, runs.sites, sum_key,
-                BM=size.down_m, BN=size.down_m, BR=ranks, AHEAD=8, num_warps=4, num_stages=1,
+                (num_tiles + blocks * (tables.adapters if alone is None else 1), _cdiv(part_width, ranks)), sum_args,
+                runs.sites, sum_key,
+                ALONE=alone is not None, BM=size.down_m, BN=size.down_m, BR=ranks, AHEAD=8, num_warps=4, num_stages=1,
             )  # fmt: skip
         out.append(dB)
     return e, dS, out, sums
@@ -351,6 +385,11 @@ def _band(bands: tuple[int, ...], columns: int, runs: RunTables, device: torch.d
     return band
 
 
+def _few(columns: int, bands: tuple[int, ...], runs: RunTables, device: torch.device) -> bool:
+    """Whether a program for each of the shortest bands and block of columns makes fewer than two for each processor."""
+    return columns * runs.counts[bands[0]] < 2 * processors(device)
+
+
 def described(t: torch.Tensor) -> bool:
     """Whether kernels read it through a tensor descriptor: 16 bits, aligned rows, Hopper's copy engine, and enough of it to
     be worth the host's time for a descriptor."""
@@ -363,16 +402,19 @@ def described(t: torch.Tensor) -> bool:
 
 def inputs(
     x_TK: torch.Tensor, dS: torch.Tensor, packed: Packed, tables: GroupTables, runs: RunTables,
-    keys_T2: torch.Tensor | None, salt: int, dtype: torch.dtype, need_dx: bool, need_dA: bool,
+    keys_T2: torch.Tensor | None, salt: int, dtype: torch.dtype, need_dx: bool, need_dA: bool, alone: Run | None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
     """drop(dS A) [T, K], onto which the base products are to be accumulated, and the stacked dA [rows, K] in `dtype`."""
     size, layout, (T, K), device = sizes_for(x_TK.dtype), packed.layout, x_TK.shape, x_TK.device
     width = layout.width
     BR = _block(width, size.inputs_r)
     BK, stages = (size.narrow_k, size.narrow_stages) if BR == 16 and need_dx else (size.inputs_k, size.inputs_stages)
-    band = _band(size.inputs_bands, _cdiv(K, BK), runs, device)
+    if few := not need_dx and _few(_cdiv(K, BK), size.inputs_bands, runs, device):
+        BK = size.few_inputs_k
+    band = size.inputs_bands[0] if few else _band(size.inputs_bands, _cdiv(K, BK), runs, device)
     bands = runs.blocks[band]
     blocks, stride = _cdiv(width, BR), x_TK.stride(0)
+    threshold, first, rank = _rows_of(packed, alone)
     dx = torch.empty(T, K, dtype=x_TK.dtype, device=device) if need_dx else None
     parts = dA = None
     if need_dA:
@@ -384,24 +426,26 @@ def inputs(
         tma = with_dA and described(x_TK)
         args = (
             Descriptor(x_TK, [size.inputs_m, BK]) if tma else x_TK, dS, packed.A_RK, dx, parts, keys_T2, bands, tables.rows,
-            signed(salt), K, stride, width,
+            signed(salt), K, stride, width, T, band, threshold, first, rank,
         )  # fmt: skip
         key = ("inputs", packed.shape, stride, keys_T2 is None, tma, with_dx, with_dA, dx is None, parts is None)
         if not launched(runs.sites, key, args):
             launch(
                 gradient_kernels.inputs_kernel, (_cdiv(K, BK), runs.counts[band], blocks if with_dA else 1), args, runs.sites,
                 key,
-                TMA=tma, DROP=runs.dropout, ASM=packed_dropout(x_TK), NEED_DX=with_dx, NEED_DA=with_dA, PRECISION="ieee",
-                BM=size.inputs_m, BK=BK, BR=BR, STAGES=stages, num_warps=size.inputs_warps, num_stages=1,
+                ALONE=alone is not None, TMA=tma, DROP=runs.dropout, ASM=packed_dropout(x_TK), NEED_DX=with_dx,
+                NEED_DA=with_dA, PRECISION="ieee", BM=size.inputs_m, BK=BK, BR=BR, STAGES=stages,
+                num_warps=size.inputs_warps, num_stages=1,
             )  # fmt: skip
     if parts is not None:
         dA = torch.empty(layout.num_rows, K, dtype=dtype, device=device)
-        sum_args = (parts, dA, bands, runs.ranges[band], tables.owners, None, None, K, width)
+        sum_args = (parts, dA, bands, runs.ranges[band], tables.owners, None, None, K, width, runs.counts[band], first)
         sum_key = ("sum_rows", packed.shape, dtype, band)
         if not launched(runs.sites, sum_key, sum_args):
             launch(
-                gradient_kernels.sum_rows_kernel, (_cdiv(K, 512), layout.num_rows), sum_args, runs.sites, sum_key,
-                MAGNITUDE=False, OF_Y=False, BANDS=4, BK=512, num_warps=4, num_stages=1,
+                gradient_kernels.sum_rows_kernel, (_cdiv(K, 512), layout.num_rows if alone is None else rank), sum_args,
+                runs.sites, sum_key,
+                ALONE=alone is not None, MAGNITUDE=False, OF_Y=False, BANDS=4, BK=512, num_warps=4, num_stages=1,
             )  # fmt: skip
     return dx, dA
 
@@ -434,6 +478,17 @@ class _LowRank:
     last: int = 0
 
 
+@lru_cache(maxsize=4096)
+def _tile(T: int, Q: int, slots: int) -> tuple[int, int, int]:
+    """Columns, warps and stages of the tiles that take the least time in all turns of the processors."""
+
+    def turns(columns: int) -> int:
+        return _cdiv(_cdiv(T, FUSED_M) * _cdiv(Q, columns), slots)
+
+    columns, warps, stages, _ = min(FUSED_TILES, key=lambda tile: turns(tile[0]) * tile[3])
+    return columns, warps, stages
+
+
 def _fused(
     runs: RunTables, of: Hashable, X: torch.Tensor, V: torch.Tensor, Y: torch.Tensor, low: _LowRank, forward: bool,
     bias: torch.Tensor | None = None, keys_T2: torch.Tensor | None = None, salt: int = 0, p: float = 0.0,
@@ -441,7 +496,8 @@ def _fused(
 ) -> torch.Tensor:  # fmt: skip
     """`of` stands for the sizes and dtypes of all operands."""
     (T, P), Q, L = X.shape, Y.shape[1], low.L
-    BM, BN, BK = FUSED_M, FUSED_N, FUSED_K
+    BM, BK = FUSED_M, FUSED_K
+    BN, warps, stages = _tile(T, Q, processors(X.device))
     several = low.places is not None
     BR = 32 if several else _block(low.rank, 64)
     wide = BR > 16 and not several
@@ -468,7 +524,7 @@ def _fused(
             FORWARD=forward, DROP=keys_T2 is not None and (runs.dropout if several else p > 0), ASM=packed_dropout(Y),
             HAS_BIAS=bias is not None, HAS_G=g is not None, KEEP=Z is not None, WIDE=wide, RUNS=several,
             DTYPE=getattr(tl, str(Y.dtype).removeprefix("torch.")),
-            BM=BM, BN=BN, BK=BK, BR=BR, GROUP=8, PROGRAMS=programs, num_warps=8, num_stages=3,
+            BM=BM, BN=BN, BK=BK, BR=BR, GROUP=8, PROGRAMS=programs, num_warps=warps, num_stages=stages,
         )  # fmt: skip
     return Y
 

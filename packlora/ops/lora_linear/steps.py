@@ -148,7 +148,9 @@ class Steps:
     def down(self) -> torch.Tensor:
         """S [T, width]; rows without an adapter and columns past an adapter's rank are not written."""
         if self.plan.down == "routed":
-            return self.launch.down(self.x_TK, self.packed, self.prepared.tables, self.tables, self.keys_T2, self.salt)
+            return self.launch.down(
+                self.x_TK, self.packed, self.prepared.tables, self.tables, self.keys_T2, self.salt, self.alone
+            )
         S = self.x_TK.new_empty(len(self.x_TK), self.layout.width)
         for run in self.runs:
             A_RK, xd, factor = self._A(run), self._drop(self.x_TK[run.rows], run), dropout_factor(run.dropout)
@@ -376,7 +378,7 @@ class Steps:
                 self.prepared.compositions[index], kept[index], need_m, need_bias, self._from_y(index),
             )  # fmt: skip
         e, dS, dB, parts = self.launch.grad(
-            d, S, self.packed, self.prepared.tables, self.tables, self.prepared.wide, need_B, scales
+            d, S, self.packed, self.prepared.tables, self.tables, self.prepared.wide, need_B, scales, self.alone
         )
         for index, part in parts.items():
             self._put(index, part, sums[index])
@@ -419,7 +421,7 @@ class Steps:
         if way == "routed" or (way == "fused" and (not fused or any(run.dropout for run in self.runs))):
             dx, dA = self.launch.inputs(
                 self.x_TK, dS, self.packed, self.prepared.tables, self.tables, self.keys_T2, self.salt, self.prepared.wide,
-                need_x and not fused, need_A,
+                need_x and not fused, need_A, self.alone,
             )  # fmt: skip
         elif need_A:
             dA, done = torch.empty_like(self.packed.A_RK, dtype=self.sums_dtype), set()
