@@ -143,9 +143,7 @@ def _kernel(phase: Phase, name: str, parts: Iterable[tuple[int, int]], e: int, w
 def _fused(phase: Phase, name: str, m: int, k: int, n: int, low_rank: Iterable[tuple[int, int]], e: int) -> Step:
     """[m, k] @ [k, n] with the low-rank products (FLOPs, elements) in the same kernel."""
     every = [(2 * m * k * n, m * k + k * n + m * n), *low_rank]
-    return Step(
-        phase, name, sum(f for f, _ in every), e * sum(n for _, n in every), FUSED_LAUNCHES, slower=TRITON_GEMM[phase]
-    )
+    return Step(phase, name, sum(f for f, _ in every), e * sum(n for _, n in every), slower=TRITON_GEMM[phase])
 
 
 def _down(plan: Plan, s: _Sizes, phase: Phase) -> Iterator[Step]:
@@ -296,8 +294,6 @@ HOST, GAP = 40e-6, 1.5e-6
 """Of a forward or a backward on a GPU: what the host does beside launches, and what the GPU waits between kernels."""
 HIDDEN = 0.1
 """Share of the smaller of arithmetic and traffic that is not hidden behind the larger."""
-FUSED_LAUNCHES = 3
-"""What the host needs for a kernel with tensor descriptors, in launches."""
 CPU_PER_CYCLE = {"AVX512": 64, "AVX2": 32}
 """float32 FLOPs of a core in a cycle, by torch's name for the instructions; 8 for others."""
 CPU_CLOCK, CPU_BANDWIDTH = 2.5e9, 10e9

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from group_cases import (
     KINDS,
     GroupCase,
+    cast,
     compare,
     group_is_as_exact,
     make_case,
@@ -116,6 +118,33 @@ def test_an_adapter_that_is_not_finite_leaves_others_their_bits(value: float, fa
     kind = {"dora": [False, True, False], "base_dropped": False}
     case = make_case(300, 64, [32, 48], [[0, 8], [20, 3], [9, 40]], [0.0, 0.2, 0.1], True, SEED, HALF, **kind)
     others_keep_their_bits(case, HALF, 1, factor, value, plan)
+
+
+@pytest.mark.parametrize("hooked", [False, True], ids=["", "hooked"])
+@pytest.mark.parametrize("kind", ["siblings", "all tokens, DoRA"])
+@pytest.mark.parametrize("plan", [CHAIN, ROUTED], ids=lambda plan: plan.name)
+def test_leading_dimensions_are_those_of_x(plan: Plan, kind: str, hooked: bool) -> None:
+    """The bits of [T, K], also where rows of x are not next to each other; and outputs may be written into, as linear's may."""
+    layers = len(KINDS[kind]["ranks"][0])
+    case = make_case(24, 16, [16, 32, 48][:layers], with_bias=True, seed=SEED, dtype=FLOAT, **KINDS[kind])
+    results = []
+    for lead, strided in (((24,), False), ((2, 3, 4), False), ((4, 6), True)):
+        own, leaves = cast(case, FLOAT)
+        x = leaves["x"] = own.x.detach().view(*lead, 16).clone().requires_grad_()
+        tokens = torch.stack([x, x], 1)[:, 0] if strided else x
+        assert tokens.is_contiguous() != strided
+        # hooks that change nothing, as of checkpointing: outputs are then made by a second node
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t) if hooked else nullcontext():
+            outputs = lora_group(tokens, own.layers, own.runs, own.keys, own.salt, plan)
+        assert [y.shape for y in outputs] == [(*lead, len(layer.weight)) for layer in own.layers]
+        written = [y.mul_(2) for y in outputs]
+        dy = [d.view(y.shape) for d, y in zip(own.dy, written, strict=True)]
+        grads = torch.autograd.grad(written, list(leaves.values()), dy, allow_unused=True)
+        results.append([*written, *grads])
+    for other in results[1:]:
+        for got, want in zip(other, results[0], strict=True):
+            assert (got is None) == (want is None)
+            assert want is None or torch.equal(got.reshape(want.shape), want), SEED
 
 
 @pytest.mark.parametrize("off", ["x", "d"])
