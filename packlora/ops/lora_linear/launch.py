@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class Sizes:
     """Block sizes, warps and stages. *_m: tokens, *_n and *_k: columns, *_r: ranks, *_band: tokens that one program sums, or
-    *_bands, of which the launch chooses. few_*: where there would be fewer programs than the processors can take. narrow_*: of
-    inputs_kernel where it writes dx and there are no more than 16 ranks."""
+    *_bands, of which the launch chooses. few_*: where there would be fewer programs than processors take. several_*: where
+    no run has all tokens. narrow_*: of inputs_kernel where it writes dx and there are no more than 16 ranks."""
 
     down_m: int = 32
     down_k: int = 128
@@ -44,6 +44,7 @@ class Sizes:
     up_warps: int = 4
     up_stages: int = 2
     grad_m: int = 64
+    several_grad_m: int = 32
     grad_n: int = 256
     few_grad_n: int = 128
     grad_r: int = 32
@@ -62,6 +63,7 @@ class Sizes:
     inputs_m: int = 64
     inputs_k: int = 128
     few_inputs_k: int = 64
+    several_inputs_k: int = 64
     inputs_r: int = 64
     inputs_bands: tuple[int, ...] = (512, 1024)
     inputs_warps: int = 4
@@ -322,6 +324,8 @@ def grad(
             out.append(None)
             continue
         BM, BN = (size.grad_m, size.grad_n) if own is None else (size.joint_m, size.joint_n)
+        if own is None and alone is None:
+            BM = size.several_grad_m
         N, BR = d_TN.shape[1], _block(part_width, size.grad_r)
         if few := own is None and _few(_cdiv(N, BN), size.grad_bands, runs, device):
             BN = size.few_grad_n
@@ -411,6 +415,8 @@ def inputs(
     BK, stages = (size.narrow_k, size.narrow_stages) if BR == 16 and need_dx else (size.inputs_k, size.inputs_stages)
     if few := not need_dx and _few(_cdiv(K, BK), size.inputs_bands, runs, device):
         BK = size.few_inputs_k
+    elif not need_dx and alone is None:
+        BK = size.several_inputs_k
     band = size.inputs_bands[0] if few else _band(size.inputs_bands, _cdiv(K, BK), runs, device)
     bands = runs.blocks[band]
     blocks, stride = _cdiv(width, BR), x_TK.stride(0)
