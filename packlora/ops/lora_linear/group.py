@@ -50,11 +50,15 @@ class GroupState:
     def __init__(self, trusted: bool = False) -> None:
         self.trusted = trusted
         self._prepared: dict[bool, Prepared] = {}
+        self._plan: Plan | None = None
+        self._kernels = False
         self.layers: tuple[Layer, ...] = ()
         """Those passed last; a caller that passes the same objects again is served faster."""
 
     def prepared(self, x_TK: torch.Tensor, layers: tuple[Layer, ...], plan: Plan) -> Prepared:
-        kernels = plan.needs_triton
+        if plan is not self._plan:
+            self._plan, self._kernels = plan, plan.needs_triton
+        kernels = self._kernels
         self.layers = layers
         found = self._prepared.get(kernels)
         if found is None or not found.fits(x_TK, layers):

@@ -177,6 +177,8 @@ class Packed:
         self._A: torch.Tensor | None = None
         self.B: list[torch.Tensor | None] = [None] * len(layout.b_sizes)
         self._owns_A, self._owns_B = False, [False] * len(layout.b_sizes)
+        self._used: tuple[int, int, torch.Tensor, int, torch.Tensor, int] | None = None
+        """Adapter, layer, and A and B with their addresses, where there are no others and both are used where they are."""
         self._slots: dict[tuple[str, int, int], torch.Tensor] = {}
         self._seen: dict[tuple[int, int], tuple[int, int, int, int]] = {}
         self._blocks: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
@@ -189,6 +191,8 @@ class Packed:
 
     def refresh(self, layers: Sequence[Layer]) -> None:
         """Copy the parameters in, by one call for all that have to be copied."""
+        if self._as_they_were(layers):
+            return
         into: list[torch.Tensor] = []
         out_of: list[torch.Tensor] = []
         for (number, index), place in self.layout.places.items():
@@ -219,6 +223,23 @@ class Packed:
         if into:
             with torch.no_grad():
                 torch._foreach_copy_(into, out_of)
+        self._used = None
+        if len(self.layout.places) == 1 and not self._slots:
+            (((number, index), _),) = self.layout.places.items()
+            A, B = layers[index].adapters[number].A, layers[index].adapters[number].B
+            assert A is not None and B is not None
+            self._used = number, index, A, A.data_ptr(), B, B.data_ptr()
+
+    def _as_they_were(self, layers: Sequence[Layer]) -> bool:
+        """Whether all operands are used where they are, and still lie there."""
+        if self._used is None:
+            return False
+        number, index, A, A_at, B, B_at = self._used
+        low, dtype = layers[index].adapters[number], self._make[1]
+        return (
+            low.A is A and low.B is B and A.data_ptr() == A_at and B.data_ptr() == B_at and A.dtype == dtype
+            and B.dtype == dtype
+        )  # fmt: skip
 
     def _in_place(self, place: Place, operand: torch.Tensor, alone: bool) -> bool:
         """Whether the operand can be used where it is."""

@@ -66,6 +66,8 @@ class Steps:
         self.T, self.dtype, self.device, self.salt = len(x_TK), x_TK.dtype, x_TK.device, salt
         self.every = runs
         self.runs = [run for run in runs if self.layout.rows.get(run.adapter, (0, 0))[1]]
+        self.whole = len(runs) == 1 and (runs[0].start, runs[0].stop) == (0, self.T)
+        """Whether one run has all tokens."""
         self.single = x_TK.dtype == torch.float32
         self.composed: dict[int, list[Run]] = {}
         """Layers where a run has a magnitude or a bias of its own, and those runs."""
@@ -93,7 +95,7 @@ class Steps:
 
     def _alone(self) -> Run | None:
         """The run that has all tokens and an adapter on every layer, if there is one."""
-        if len(self.every) != 1 or (self.every[0].start, self.every[0].stop) != (0, self.T):
+        if not self.whole:
             return None
         (run,) = self.every
         return run if all((run.adapter, index) in self.layout.places for index in range(len(self.layers))) else None
@@ -124,7 +126,13 @@ class Steps:
     def _A(self, run: Run) -> torch.Tensor:
         """The adapter's stacked A, [R, K]."""
         first, padded = self.layout.rows[run.adapter]
-        return self.packed.A_RK[first : first + padded]
+        return self.packed.A_RK if padded == self.layout.num_rows else self.packed.A_RK[first : first + padded]
+
+    def _own(self, tensor: torch.Tensor, run: Run, columns: slice | None = None) -> torch.Tensor:
+        """The run's rows of a tensor [T, ...], and their columns where not all are meant. Views cost the host time."""
+        if columns is not None and columns.stop - columns.start < tensor.shape[1]:
+            return tensor[run.rows, columns]
+        return tensor if self.whole else tensor[run.rows]
 
     def _drop(self, tokens: torch.Tensor, run: Run) -> torch.Tensor:
         if not run.dropout:
@@ -151,12 +159,12 @@ class Steps:
             return self.launch.down(
                 self.x_TK, self.packed, self.prepared.tables, self.tables, self.keys_T2, self.salt, self.alone
             )
-        S = self.x_TK.new_empty(len(self.x_TK), self.layout.width)
+        S = self.x_TK.new_empty(self.T, self.layout.width)
         for run in self.runs:
-            A_RK, xd, factor = self._A(run), self._drop(self.x_TK[run.rows], run), dropout_factor(run.dropout)
+            A_RK, xd, factor = self._A(run), self._drop(self._own(self.x_TK, run), run), dropout_factor(run.dropout)
             scaling = self.prepared.scalings[run.adapter]
             if scaling is not None:
-                write_mm(S[run.rows, : len(A_RK)], xd, A_RK.T, scaling * factor)
+                write_mm(self._own(S, run, slice(0, A_RK.shape[0])), xd, A_RK.T, scaling * factor)
                 continue
             for index, layer in enumerate(self.layers):  # layers of one adapter that scale differently
                 place = self.layout.places.get((run.adapter, index))
@@ -206,10 +214,10 @@ class Steps:
         if way == "before":
             own = self._of_layer(index)
             dtype = self.dtype if index in self.composed else low_dtype(self.x_TK)
-            y_TN = self.x_TK.new_empty(len(self.x_TK), len(layer.weight), dtype=dtype)
+            y_TN = self.x_TK.new_empty(self.T, self.layout.sizes[index], dtype=dtype)
             for run, columns, B, _ in own:
-                sum_mm(y_TN[run.rows], S[run.rows, columns], B.T, False)
-            for start, stop in gaps([run for run, *_ in own], len(y_TN)):
+                sum_mm(self._own(y_TN, run), self._own(S, run, columns), B.T, False)
+            for start, stop in () if self.whole and own else gaps([run for run, *_ in own], self.T):
                 y_TN[start:stop] = 0
             return base_onto(y_TN, self.x_TK, layer.weight, layer.bias)
         y_TN = linear(self.x_TK, layer.weight, layer.bias)
@@ -387,21 +395,22 @@ class Steps:
     def _grad_products(
         self, e: Sequence[torch.Tensor | None], S: torch.Tensor, need_B: bool
     ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-        dS, done = torch.empty_like(S), set()
+        dS, done = torch.empty(S.shape, dtype=S.dtype, device=S.device), set()
         out: list[torch.Tensor | None] = []
         for index, e_TN in enumerate(e):
             dB = None
             if e_TN is not None and need_B:
                 dB = torch.empty(self.layout.b_sizes[index], dtype=self.sums_dtype, device=S.device)
             for run, columns, B, factor in self._of_layer(index):
-                own = dS[run.rows, columns]
+                own = self._own(dS, run, columns)
                 if e_TN is None:
                     own.zero_()
                     continue
-                torch.addmm(own, e_TN[run.rows], B, beta=0, alpha=factor, out=own)
+                e_tN = self._own(e_TN, run)
+                torch.addmm(own, e_tN, B, beta=0, alpha=factor, out=own)
                 if dB is not None:
                     block = self.layout.b_block(dB, run.adapter, index)
-                    sum_mm(block, e_TN[run.rows].T, S[run.rows, columns], (run.adapter, index) in done)
+                    sum_mm(block, e_tN.T, self._own(S, run, columns), (run.adapter, index) in done)
                     done.add((run.adapter, index))
             out.append(dB)
         return dS, out
@@ -424,11 +433,12 @@ class Steps:
                 need_x and not fused, need_A, self.alone,
             )  # fmt: skip
         elif need_A:
-            dA, done = torch.empty_like(self.packed.A_RK, dtype=self.sums_dtype), set()
+            rows, done = self.layout.num_rows, set()
+            dA = torch.empty(rows, self.prepared.K, dtype=self.sums_dtype, device=self.device)
             for run in self.runs:
                 at, padded = self.layout.rows[run.adapter]
-                xd = self._drop(self.x_TK[run.rows], run)
-                sum_mm(dA[at : at + padded], dS[run.rows, :padded].T, xd, run.adapter in done)
+                xd, dS_tR = self._drop(self._own(self.x_TK, run), run), self._own(dS, run, slice(0, padded))
+                sum_mm(dA if padded == rows else dA[at : at + padded], dS_tR.T, xd, run.adapter in done)
                 done.add(run.adapter)
         if not need_x:
             return None, dA
@@ -436,12 +446,12 @@ class Steps:
             dx = torch.empty_like(self.x_TK)
             for run in self.runs:
                 A_RK = self._A(run)
-                low_rank = dS[run.rows, : len(A_RK)]
+                low_rank = self._own(dS, run, slice(0, A_RK.shape[0]))
                 if run.dropout:
                     dx[run.rows] = self._drop(self._plus_dropped(low_rank @ A_RK, run, d), run)
                 else:
-                    torch.mm(low_rank, A_RK, out=dx[run.rows])
-            for start, stop in gaps(self.runs, len(dx)):
+                    torch.mm(low_rank, A_RK, out=self._own(dx, run))
+            for start, stop in () if self.whole and self.runs else gaps(self.runs, self.T):
                 dx[start:stop] = 0
         for layer, e_TN in zip(self.layers, e, strict=True):
             if e_TN is None:
@@ -459,7 +469,7 @@ class Steps:
         if way == "after":
             for run in self.runs:
                 A_RK = self._A(run)
-                low_rank = dS[run.rows, : len(A_RK)]
+                low_rank = self._own(dS, run, slice(0, A_RK.shape[0]))
                 if run.dropout:
                     dx[run.rows] += self._drop(self._plus_dropped(low_rank @ A_RK, run, d), run)
                 else:
