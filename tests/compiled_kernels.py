@@ -47,6 +47,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "DoRA": {"ranks": [[16]], "dropouts": [0.0], "dora": [True]},
     "DoRA, rank 64": {"ranks": [[64]], "dropouts": [0.1], "dora": [True], "base_dropped": False},
 }
+SLOTS = {"one adapter": (1, 132), "four adapters, siblings": (1, 132)}
+"""Processors that the launches choose their blocks for, where not 1: with many, 1024 tokens are few."""
 Row = dict[str, Any]
 
 
@@ -110,15 +112,17 @@ def captured(capability: int) -> list[Row]:
         for dtype in (torch.bfloat16, torch.float32):
             if dtype == torch.float32 and len(settings["ranks"]) > 1:
                 continue
-            for plan in (ROUTED, EPILOGUE, FUSED) if dtype == torch.bfloat16 else (ROUTED,):
-                case = f"{kind}, {plan.name}, {dtype}"
+            plans = (ROUTED, EPILOGUE, FUSED) if dtype == torch.bfloat16 else (ROUTED,)
+            for slots, plan in itertools.product(SLOTS.get(kind, (1,)), plans):
+                case = f"{kind}, {plan.name}, {dtype}, {slots} processors"
                 sizes = [512, 256][: len(settings["ranks"][0])]
                 drawn = make_case(1024, 256, sizes, with_bias=True, seed=1, dtype=dtype, **settings)
                 if len(settings["ranks"]) == 1:  # all tokens, which fused products take in a way of its own
                     drawn = replace(drawn, runs=(replace(drawn.runs[0], start=0, stop=1024),))
                 own, leaves = cast(drawn, dtype)
-                outputs = lora_group(own.x, own.layers, own.runs, own.keys, own.salt, plan)
-                torch.autograd.grad(outputs, list(leaves.values()), own.dy, allow_unused=True)
+                with mock.patch.object(launch, "processors", return_value=slots):
+                    outputs = lora_group(own.x, own.layers, own.runs, own.keys, own.salt, plan)
+                    torch.autograd.grad(outputs, list(leaves.values()), own.dy, allow_unused=True)
     for rank in (16, 64, 200, 384):
         for dtypes in itertools.product((torch.bfloat16, torch.float32), repeat=2):
             if rank < 200 and dtypes[0] != dtypes[1]:

@@ -41,6 +41,8 @@ def test_kernels_fit_and_load_whole_vectors(capability: int, tmp_path: Path) -> 
     found = {row["kernel"] for row in rows}
     assert found >= {"down_kernel", "up_kernel", "grad_kernel", "inputs_kernel", "cross_kernel", "wide_tail_kernel"}
     assert ("fused_kernel" in found) == ("wide_cross_kernel" in found) == (capability in (90, 100))
+    columns = {row["constants"]["BN"] for row in rows if row["kernel"] == "fused_kernel"}
+    assert columns == ({"128", "256"} if capability in (90, 100) else set())
     for row in rows:
         assert row["shared"] <= SHARED_KIB[capability] * 1024, row
         if row["kernel"] not in RARE and row["constants"].get("ALIGNED_B") != "False":
@@ -85,6 +87,15 @@ def test_places_and_ranks_in_a_batch_of_norms_are_aligned(block: int) -> None:
     assert (tables["cross"][:, 3] % row_norm_batch.SIZES[block].k == 0).all()
     assert (tables["tail"][:, 2] % tail == 0).all()
     assert (tables["bits"][:, 2] % row_norm_batch.FINGERPRINT == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("T", "N", "columns"),
+    [(8192, 4096, 256), (2048, 4096, 256), (2048, 5120, 128), (2048, 8192, 256), (2048, 3072, 128), (100, 64, 128)],
+)
+def test_tiles_of_the_fused_product_take_the_fewest_turns(T: int, N: int, columns: int) -> None:
+    """Of the 132 processors of an H200: 320 wide tiles of 5120 columns would take three."""
+    assert launch._tile(T, N, 132)[0] == columns
 
 
 def test_tensor_descriptors_are_for_gpus_that_have_the_memory_for_them(monkeypatch: pytest.MonkeyPatch) -> None:

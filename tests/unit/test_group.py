@@ -22,6 +22,7 @@ from group_cases import (
     share_of_small,
 )
 
+from packlora.ops.lora_linear import launch
 from packlora.ops.lora_linear.group import Layer, LowRank, Run, lora_group
 from packlora.ops.lora_linear.plan import CHAIN, ROUTED, Plan
 
@@ -94,6 +95,23 @@ def test_low_rank_parts_under_the_last_bit_are_not_lost(plan: Plan, dtype: torch
     """Such are those of an adapter in its first steps. Errors do not show it: they are within half of the last bit."""
     share = share_of_small(dtype, plan, dora=kind == "dora", seed=SEED, bias=5.0 if kind == "bias" else 0.0)
     assert all(0.7 < value < 1.3 for value in share.values()), (share, SEED)
+
+
+@pytest.mark.parametrize("plan", [ROUTED, FUSED], ids=lambda plan: plan.name)
+@pytest.mark.parametrize("kind", ["dropout", "rank over K", "four adapters", *WHOLE])
+def test_blocks_for_many_processors_are_as_exact(kind: str, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of launches with few programs, and narrow tiles of the fused product."""
+    asked: list[int] = []
+    monkeypatch.setattr(launch, "processors", lambda device: asked.append(1) or 132)
+    layers = len(KINDS[kind]["ranks"][0])
+
+    def case(trial: int) -> GroupCase:
+        return make_case(
+            300 + 31 * trial, 64, [272, 32, 16][:layers], with_bias=False, seed=SEED + trial, dtype=HALF, **KINDS[kind]
+        )
+
+    group_is_as_exact(case, 3, HALF, plan, SEED)
+    assert asked
 
 
 @pytest.mark.parametrize("plan", [ROUTED, FUSED], ids=lambda plan: plan.name)

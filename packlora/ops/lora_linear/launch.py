@@ -156,9 +156,10 @@ def down(
     """S [T, width]; rows of tokens without an adapter and columns past an adapter's rank are not written."""
     size, width, (T, K), stride = sizes_for(x_TK.dtype), packed.layout.width, x_TK.shape, x_TK.stride(0)
     S = torch.empty(T, width, dtype=x_TK.dtype, device=x_TK.device)
-    BM, BK = size.down_m, size.down_k
+    BM, BK, BR = size.down_m, size.down_k, _block(width, size.down_r)
     if runs.counts[BM] < processors(x_TK.device):
-        BM, BK = size.few_down_m, size.few_down_k
+        BM = size.few_down_m
+        BK = size.few_down_k if BR <= 32 else BK  # cards of any generation have 99 KiB
     blocks = runs.blocks[BM]
     threshold, first, rank = _rows_of(packed, alone)
     args = (
@@ -167,7 +168,6 @@ def down(
     )  # fmt: skip
     key = ("down", packed.shape, stride, keys_T2 is None)
     if not launched(runs.sites, key, args):
-        BR = _block(width, size.down_r)
         launch(
             kernels.down_kernel, (runs.counts[BM], _cdiv(width, BR)), args, runs.sites, key,
             ALONE=alone is not None, DROP=runs.dropout, ASM=packed_dropout(x_TK), PRECISION="ieee", BM=BM, BK=BK, BR=BR,
