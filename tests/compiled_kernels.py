@@ -47,8 +47,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "DoRA": {"ranks": [[16]], "dropouts": [0.0], "dora": [True]},
     "DoRA, rank 64": {"ranks": [[64]], "dropouts": [0.1], "dora": [True], "base_dropped": False},
 }
-SLOTS = {"one adapter": (1, 132), "four adapters, siblings": (1, 132)}
-"""Processors that the launches choose their blocks for, where not 1: with many, 1024 tokens are few."""
+MANY, FEW = 132, ("one adapter", "four adapters, siblings")
+"""Processors, and kinds that are also compiled with the blocks that launches choose for so many, for whom 1024 tokens are few."""
 Row = dict[str, Any]
 
 
@@ -112,8 +112,8 @@ def captured(capability: int) -> list[Row]:
         for dtype in (torch.bfloat16, torch.float32):
             if dtype == torch.float32 and len(settings["ranks"]) > 1:
                 continue
-            plans = (ROUTED, EPILOGUE, FUSED) if dtype == torch.bfloat16 else (ROUTED,)
-            for slots, plan in itertools.product(SLOTS.get(kind, (1,)), plans):
+            plans = [(1, plan) for plan in ((ROUTED, EPILOGUE, FUSED) if dtype == torch.bfloat16 else (ROUTED,))]
+            for slots, plan in plans + [(MANY, FUSED)] * (kind in FEW and dtype == torch.bfloat16):
                 case = f"{kind}, {plan.name}, {dtype}, {slots} processors"
                 sizes = [512, 256][: len(settings["ranks"][0])]
                 drawn = make_case(1024, 256, sizes, with_bias=True, seed=1, dtype=dtype, **settings)
