@@ -48,7 +48,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "DoRA, rank 64": {"ranks": [[64]], "dropouts": [0.1], "dora": [True], "base_dropped": False},
 }
 MANY, FEW = 132, ("one adapter", "four adapters, siblings")
-"""Processors, and kinds that are also compiled with the blocks that launches choose for so many, for whom 1024 tokens are few."""
+"""Processors, and kinds that are also compiled with the blocks that launches choose for so many: 1024 tokens are few then."""
 Row = dict[str, Any]
 
 
