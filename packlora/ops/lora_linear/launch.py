@@ -261,7 +261,7 @@ def scale(
     launch(
         gradient_kernels.scale_kernel, (_cdiv(N, size.scale_n), num_bands),
         (d_TN, kept, e, parts, composition.g, bands, composition.adapters, N, d_TN.stride(0)),
-        sites=runs.sites, key=("scale", d_TN.dtype, N, d_TN.stride(0), need_dm, need_d),
+        sites=runs.sites, key=("scale", d_TN.dtype, N, d_TN.stride(0), kept is None, need_dm, need_d),
         NEED_DZ=need_dm, NEED_D=need_d, BM=size.scale_m, BN=size.scale_n, STAGES=size.scale_stages,
         num_warps=size.scale_warps, num_stages=2,
     )  # fmt: skip
