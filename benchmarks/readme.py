@@ -296,21 +296,24 @@ def dora() -> list[str]:
         return []
     summary = file["summary"]
     names = {
-        "packlora": "packlora", "packlora_stepped": "packlora, norm in every pass", "peft_bf16": "PEFT",
+        "packlora_accelerate": "`packlora.accelerate`", "packlora": "the operator by itself",
+        "packlora_stepped": "the operator, norm in every pass", "peft_bf16": "PEFT",
         "peft_fp32_autocast": "PEFT, fp32 adapters", "paper": "Scaling-DoRA's formulas",
     }  # fmt: skip
     lines = [
         f"One linear layer with DoRA on one {file['device']}, bfloat16, 8192 tokens, time over that of the frozen layer; in "
-        "brackets of the GPU alone, with the host ahead of it ([dora-h200.json](benchmarks/results/dora-h200.json)):",
+        "brackets of the GPU alone, with the host ahead of it, and on the wall "
+        "([dora-h200.json](benchmarks/results/dora-h200.json)):",
         "",
         f"| inputs x outputs, rank | frozen, ms | {' | '.join(names.values())} |",
         f"|---|---|{'---|' * len(names)}",
     ]
     for row in file["rows"]:
         if row["part"] == "layer" and row["T"] == 8192 and not row["dropout"]:
-            alone = row.get("ahead_over_frozen", {})
+            others = [row[key] for key in ("ahead_over_frozen", "wall_over_frozen") if key in row]
             cells = [
-                ratio(row["over_frozen"].get(name)) + (f" ({ratio(alone[name])})" if name in alone else "")
+                ratio(row["over_frozen"].get(name))
+                + (f" ({', '.join(found)})" if (found := [ratio(of[name]) for of in others if name in of]) else "")
                 for name in names
             ]
             lines.append(f"| {row['K']} x {row['N']}, r {row['r']} | {row['ms']['frozen']:.3f} | {' | '.join(cells)} |")
@@ -412,10 +415,19 @@ def schedule() -> list[str]:
 SECTIONS = (parity, trl, small_updates, speed, layer, traffic, multi, graphs, model, dora, short_jobs, schedule)
 
 
+LINKS = re.compile(r"\[([\w-]+)\.json\]\(benchmarks/results/\1\.json\)")
+
+
+def _dated(link: re.Match[str]) -> str:
+    """Behind a link to results, the commit and the day they were measured at: the code may have changed since."""
+    file = results(link[1])
+    return f"{link[0]}, commit {file['commit'][:7]}, {file['date'][:10]}"
+
+
 def filled(readme: str) -> str:
     """The README with its figures brought up to date; a section without a results file is left out."""
     parts = [lines for section in SECTIONS if (lines := section())]
-    text = "\n".join(line for lines in parts for line in (*lines, ""))
+    text = LINKS.sub(_dated, "\n".join(line for lines in parts for line in (*lines, "")))
     return MARKS.sub(lambda match: match[1] + "\n" + text + "\n" + match[2], readme)
 
 

@@ -7,7 +7,8 @@ fails, wherever it does, is kept with its error.
 
 A single layer may take the host longer than the GPU, and then its time says how fast this host is. So rounds can be added
 where the GPU is kept waiting before each run until the host has launched all of it, as where many layers are queued: what is
-timed then is the GPU alone.
+timed then is the GPU alone. And rounds can be added where each run is waited for: the time on the wall of one run by itself,
+host and GPU one after the other where they cannot overlap.
 """
 
 from __future__ import annotations
@@ -23,12 +24,20 @@ from typing import Any
 import torch
 
 FLUSH_BYTES = 256 * 2**20
-AHEAD_ROUNDS = 15
+MORE_ROUNDS = 15
+"""Of each kind that is added."""
 AHEAD_FACTOR, AHEAD_CYCLES_A_US = 1.5, 2000
 """The GPU waits so many times as long as the host usually takes to launch the run, at a clock of 2 GHz or less."""
 LONG = 0.05
 """Seconds of a round from which on garbage is collected after it: for a single layer there is little to collect, and a
 collection empties the processor's caches, which triples what the host needs for the next launches."""
+
+
+def write_to(parameters: Iterable[torch.Tensor]) -> None:
+    """Other values in their place, as an optimizer step leaves them: what is kept of the old ones, by version or by value, is
+    stale. Matrices change sign, so that nothing drifts and A and B have the product that they had."""
+    with torch.no_grad():
+        torch._foreach_neg_([parameter for parameter in parameters if parameter.ndim > 1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +63,7 @@ class Timing:
 
     ms: of every counted round. host_us: until the host had launched the run. own_bytes: kept between runs since it was built.
     peak_bytes: of one run beyond what was allocated before it (None on a CPU). note: of its Work. error: why there are no
-    figures. ahead_ms: of the rounds in which the host was ahead.
+    figures. ahead_ms: of the rounds in which the host was ahead. wall_ms: of those in which each run was waited for.
     """
 
     name: str
@@ -65,6 +74,7 @@ class Timing:
     note: str = ""
     error: str | None = None
     ahead_ms: list[float] = field(default_factory=list)
+    wall_ms: list[float] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -73,16 +83,16 @@ class Timings:
 
     by_name: dict[str, Timing]
 
-    def ratio(self, name: str, to: str, ahead: bool = False) -> float | None:
+    def ratio(self, name: str, to: str, kind: str = "ms") -> float | None:
         """Time of `name` over time of `to`, median over rounds; None where one of them failed or did not take part.
 
         Args:
-            ahead: of the rounds in which the host was ahead.
+            kind: of rounds: ms, ahead_ms or wall_ms.
         """
         above, below = self.by_name.get(name), self.by_name.get(to)
         if above is None or below is None or above.error or below.error:
             return None
-        pairs = zip(above.ahead_ms, below.ahead_ms, strict=True) if ahead else zip(above.ms, below.ms, strict=True)
+        pairs = zip(getattr(above, kind), getattr(below, kind), strict=True)
         return statistics.median(a / b for a, b in pairs)
 
     def row(self) -> dict[str, Any]:
@@ -91,11 +101,11 @@ class Timings:
         out: dict[str, Any] = {"rounds": max((len(timing.ms) for timing in done.values()), default=0)}
         out["ms"] = {name: statistics.median(timing.ms) for name, timing in done.items()}
         out["over_frozen"] = {name: self.ratio(name, "frozen") for name in done if name != "frozen"}
-        if any(timing.ahead_ms for timing in done.values()):
-            out["ahead_ms"] = {name: statistics.median(timing.ahead_ms) for name, timing in done.items()}
-            out["ahead_over_frozen"] = {
-                name: self.ratio(name, "frozen", ahead=True) for name in done if name != "frozen"
-            }
+        for kind in ("ahead_ms", "wall_ms"):
+            if any(getattr(timing, kind) for timing in done.values()):
+                out[kind] = {name: statistics.median(getattr(timing, kind)) for name, timing in done.items()}
+                ratios = {name: self.ratio(name, "frozen", kind) for name in done if name != "frozen"}
+                out[kind.replace("_ms", "_over_frozen")] = ratios
         out["host_us"] = {name: statistics.median(timing.host_us) for name, timing in done.items()}
         out["peak_mib"] = {
             name: timing.peak_bytes / 2**20 for name, timing in done.items() if timing.peak_bytes is not None
@@ -121,6 +131,7 @@ def paired(
     warmup: int = 3,
     flush: bool = True,
     ahead: bool = False,
+    wall: bool = False,
     seed: int = 0,
 ) -> Timings:
     """Build, warm up, then time the contenders in turn.
@@ -132,7 +143,8 @@ def paired(
         warmup: runs of each contender that are not counted (they compile and choose plans), before two whole rounds that
             are not counted either.
         flush: write 256 MB before each run; not done on a CPU.
-        ahead: add AHEAD_ROUNDS rounds in which the host is ahead of the GPU; not done on a CPU.
+        ahead: add MORE_ROUNDS rounds in which the host is ahead of the GPU; not done on a CPU.
+        wall: add MORE_ROUNDS rounds in which each run is waited for; not done on a CPU.
         seed: of the orders.
     """
     if len({contender.name for contender in contenders}) != len(contenders):
@@ -156,7 +168,9 @@ def paired(
     _rounds(works, timings, device, count, scratch, orders)
     if ahead and device.type == "cuda":
         waits = {name: _cycles(timings.by_name[name]) for name in works}
-        _rounds(works, timings, device, AHEAD_ROUNDS, scratch, orders, waits)
+        _rounds(works, timings, device, MORE_ROUNDS, scratch, orders, waits=waits)
+    if wall and device.type == "cuda":
+        _rounds(works, timings, device, MORE_ROUNDS, scratch, orders, wall=True)
     return timings
 
 
@@ -193,11 +207,13 @@ def _rounds(
     scratch: torch.Tensor | None,
     orders: random.Random,
     waits: dict[str, int] | None = None,
+    wall: bool = False,
 ) -> float:
     """Run `count` rounds and add their times. A contender that fails leaves the loop. Returns the seconds of all rounds.
 
     Args:
         waits: clock cycles that the GPU waits before each run, by contender: the times are ahead_ms.
+        wall: wait for the GPU before and after each run: the times are wall_ms.
     """
     gpu = device.type == "cuda"
     events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in works}
@@ -222,21 +238,27 @@ def _rounds(
                     if gpu:
                         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
                         begin.record()
+                    if wall:
+                        torch.cuda.synchronize(device)
                     start = time.perf_counter()
                     works[name].step()
+                    if wall:
+                        torch.cuda.synchronize(device)
                     seconds = time.perf_counter() - start
-                    if gpu:
+                    if wall:
+                        timing.wall_ms.append(seconds * 1e3)
+                    elif gpu:
                         end.record()
                         events[name].append((begin, end))
                     else:
                         timing.ms.append(seconds * 1e3)
-                    if waits is None:
+                    if waits is None and not wall:
                         timing.host_us.append(seconds * 1e6)
                     works[name].clear()
                 except Exception as error:
                     timing.error = _described(error)
                     del works[name]
-        if gpu:
+        if gpu and not wall:
             torch.cuda.synchronize(device)
             for name in works:
                 timing = timings.by_name[name]

@@ -46,8 +46,8 @@ PROTOCOL = (
     "default float32 ones under torch.autocast; the same without; all in float32. peft_compiled: torch.compile of the "
     "first. paper: the formulas of Scaling-DoRA, own code (factored float32 norm in every forward, one composing kernel "
     "each way). multi: four adapters in one batch, ranks 8, 16, 32, 64, the second and the fourth with DoRA, ragged runs, "
-    "no dropout; PEFT: four layers on their own rows. Timing as in the layer benchmark, 15 to 25 rounds; without dropout "
-    "packlora's results are compared with PEFT's first."
+    "no dropout; PEFT: four layers on their own rows. Timing as in the layer benchmark, 15 to 25 rounds; wall_ms of layers: 15 "
+    "more rounds in which each run is waited for; without dropout packlora's results are compared with PEFT's first."
 )
 
 
@@ -265,7 +265,7 @@ def run(options: Options) -> list[dict[str, Any]]:
             taking_part = list(dict.fromkeys([*taking_part, *listed]))
             taking_part.remove("plans")
         made = [contender(name, inputs) for name in taking_part]
-        timings = paired(made, options.device, seconds=0.5, rounds=(15, 25), warmup=2, ahead=True)
+        timings = paired(made, options.device, seconds=0.5, rounds=(15, 25), warmup=2, ahead=True, wall=True)
         row = {
             "part": "layer", "case": case.label, "K": case.K, "N": case.N, "T": case.T, "r": case.rank,
             "dropout": case.dropout, "shape": case.shape, **timings.row(),
@@ -278,19 +278,27 @@ def run(options: Options) -> list[dict[str, Any]]:
     return rows
 
 
+KEYS = {"packlora": "layer", "packlora_accelerate": "accelerate"}
+"""First words of the summary's keys for these contenders; of others their name and layer."""
+
+
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Ratios to the frozen layer at T = 8192 without dropout: layer_r16_4096_over_frozen, and peers with their names before."""
+    """Ratios to the frozen layer at T = 8192 without dropout: layer_r16_4096_over_frozen of the operator,
+    accelerate_r16_4096_over_frozen of what accelerate() gives, and peers with their names before; ahead_ before them with the
+    host ahead, _wall behind them on the wall."""
     out: dict[str, Any] = {}
     for row in rows:
         if row["T"] != 8192 or row["dropout"]:
             continue
         for name in (*row["over_frozen"], *row["failed"]):
             if name != "norm_refresh" and ":" not in name:
-                key = f"layer_r{row['r']}_{row['shape']}_over_frozen"
-                key = key if name == "packlora" else f"{name}_{key}"
+                case = f"r{row['r']}_{row['shape']}_over_frozen"
+                key = f"{KEYS.get(name, f'{name}_layer')}_{case}"
                 out[key] = row["over_frozen"].get(name)
                 if "ahead_over_frozen" in row:
                     out[f"ahead_{key}"] = row["ahead_over_frozen"].get(name)
+                if "wall_over_frozen" in row:
+                    out[f"{key}_wall"] = row["wall_over_frozen"].get(name)
     return out
 
 

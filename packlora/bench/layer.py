@@ -20,7 +20,7 @@ from torch import nn
 from packlora.accelerate import accelerate
 from packlora.bench.options import Options, Outcome, choose, plan_from_name
 from packlora.bench.results import text_table
-from packlora.timing import Contender, Work, geomean, paired
+from packlora.timing import Contender, Work, geomean, paired, write_to
 
 SHAPES = [(4096, 4096), (5120, 5120), (8192, 8192), (4096, 14336), (14336, 4096)]
 """K x N: square ones of LoRAFusion's kernel benchmark, and gate/up and down of Llama-3.1-8B."""
@@ -154,8 +154,8 @@ def work(
     """One forward, and the backward from dy.
 
     Args:
-        stepped: write to the parameters before each run, outside the clock, as an optimizer step does: copies of them that
-            were kept are then stale.
+        stepped: write other values to the parameters before each run, outside the clock: copies of them that were kept are
+            then stale.
     """
 
     def step() -> None:
@@ -166,9 +166,7 @@ def work(
         for parameter in parameters:
             parameter.grad = None
         if stepped:
-            with torch.no_grad():
-                for parameter in parameters:
-                    parameter.mul_(1.0)
+            write_to(parameters)
 
     return Work(step, clear, note)
 
