@@ -10,6 +10,7 @@ if not os.path.exists("/dev/nvidiactl"):
     os.environ["TRITON_INTERPRET"] = "1"  # kernels run on the CPU; read when they are defined
 
 import json
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,32 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from seeds import SOAK
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 torch.set_num_threads(1)  # the models are tiny; threads that wait for each other on a busy machine cost minutes
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--tenth", action="store_true", help="a tenth of the cases, always the same, without slow ones")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What `make quick`, `make test` and `make soak` choose: cases marked `soak` are for the last alone."""
+    tenth = config.getoption("--tenth")
+
+    def chosen(item: pytest.Item) -> bool:
+        if item.get_closest_marker("soak") is not None and not SOAK:
+            return False
+        return not tenth or (zlib.crc32(item.nodeid.encode()) % 10 == 0 and item.get_closest_marker("slow") is None)
+
+    kept = [item for item in items if chosen(item)]
+    config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+    items[:] = kept
+
 
 TINY: dict[str, Any] = {
     "vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -6,7 +6,6 @@ make gpu
 from __future__ import annotations
 
 import math
-import random
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +20,7 @@ from group_cases import (
     run_group,
     share_of_small,
 )
+from seeds import SEED
 
 from packlora.ops.gpu import rounds_before_adding
 from packlora.ops.lora_linear.group import Run
@@ -28,7 +28,6 @@ from packlora.ops.lora_linear.plan import CHAIN, ROUTED, Plan
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
-SEED = random.SystemRandom().randrange(2**31)
 BEFORE = Plan(up="before", dx="before")
 FUSED = Plan("routed", "fused", "one-pass", "fused")
 EPILOGUE = Plan("mm", "epilogue", "one-pass", "fused")

@@ -21,6 +21,7 @@ import transformers
 from conftest import tiny_model
 from exactness import assert_as_exact
 from peft import LoraConfig, PeftModel, get_peft_model
+from seeds import SEED
 from torch import nn
 
 import packlora
@@ -28,7 +29,6 @@ from packlora.accelerate import Report
 from packlora.adapters import peft_live
 from packlora.ops.lora_linear.plan import Plan
 
-SEED = random.SystemRandom().randrange(2**31)
 """Of the inputs, new in every run; pytest prints it where a test names it."""
 IDS = torch.randint(3, 320, (2, 9), generator=torch.Generator().manual_seed(SEED))
 

@@ -21,6 +21,7 @@ import transformers
 from conftest import tiny_model
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
+from seeds import SEED
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -36,7 +37,6 @@ from packlora.adapters.spec import resolve
 from packlora.config import Run
 from packlora.ops import row_norm
 
-SEED = random.SystemRandom().randrange(2**31)
 LAYERS = ["table", "one", "turned", "two", "grouped", "three"]
 """Of Net; "linear" is peft_live.py's."""
 

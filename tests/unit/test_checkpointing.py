@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -15,6 +14,7 @@ import torch
 from conftest import TINY, tiny_model
 from group_cases import KINDS, GroupCase, cast, make_case
 from peft import LoraConfig, get_peft_model
+from seeds import SEED
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
@@ -31,7 +31,6 @@ from packlora.ops.lora_linear.plan import CHAIN, ROUTED, Plan
 from packlora.ops.lora_linear.steps import Steps
 from packlora.ops.recipe import Recipe
 
-SEED = random.SystemRandom().randrange(2**31)
 BEFORE, AGAIN = Plan(up="before", dx="before"), Plan(keep_s=False)
 MERGED = Plan(up="merged", dx="merged", keep_s=False)
 PRODUCTS = [MERGED, Plan(dx="merged"), Plan(dA="xd", dB="xd"), Plan(up="before", dx="before", dA="xd", keep_s=False)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 from contextlib import nullcontext
 from typing import Any
 
@@ -21,12 +20,12 @@ from group_cases import (
     run_reference,
     share_of_small,
 )
+from seeds import SEED, SOAK
 
 from packlora.ops.lora_linear import launch
 from packlora.ops.lora_linear.group import Layer, LowRank, Run, lora_group
 from packlora.ops.lora_linear.plan import CHAIN, ROUTED, Plan
 
-SEED = random.SystemRandom().randrange(2**31)
 BEFORE = Plan(up="before", dx="before")
 AGAIN = Plan(keep_s=False)
 
@@ -76,7 +75,7 @@ def test_kernels_are_as_exact_as_torch_in_the_same_dtype(kind: str, plan: Plan, 
             keep_output=trial % 4 > 1, **KINDS[kind],
         )  # fmt: skip
 
-    group_is_as_exact(case, 12 if dtype == FLOAT else 4, dtype, plan, SEED)
+    group_is_as_exact(case, 12 if dtype == FLOAT and SOAK else 4, dtype, plan, SEED)
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora", "bias"])

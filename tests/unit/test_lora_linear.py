@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,12 +11,12 @@ import pytest
 import torch
 from exactness import assert_as_exact
 from group_cases import by_group
+from seeds import SEED
 
 from packlora.ops.dropout import token_keys
 from packlora.ops.lora_linear import reference
 from packlora.ops.lora_linear.reference import Segment, weight_norm
 
-SEED = random.SystemRandom().randrange(2**31)
 OPERANDS = ("A", "B", "magnitude", "bias")
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from seeds import SEED
 from torch.utils.flop_counter import FlopCounterMode
 
 from packlora.config import Run
@@ -30,7 +31,6 @@ from packlora.plans.select import Planner, runlora_select
 from packlora.plans.space import RUNLORA_BACKWARD, RUNLORA_FORWARD, legal_plans, runlora_plan, why_illegal
 from packlora.tune import cases_of_run, standard_cases, tune
 
-SEED = random.SystemRandom().randrange(2**31)
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 

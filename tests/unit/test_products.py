@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import random
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from exactness import assert_as_exact
+from seeds import SEED
 from torch.utils.flop_counter import FlopCounterMode
 
 from packlora.ops.dropout import token_keys
@@ -22,7 +22,6 @@ from packlora.plans.case import Case
 from packlora.plans.cost import flops
 from packlora.plans.space import RUNLORA_BACKWARD, RUNLORA_FORWARD, legal_plans, runlora_plan
 
-SEED = random.SystemRandom().randrange(2**31)
 NAMES = [f"{forward}-{backward}" for forward, backward in itertools.product(RUNLORA_FORWARD, RUNLORA_BACKWARD)]
 CPU = torch.device("cpu")
 
