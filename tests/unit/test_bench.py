@@ -177,7 +177,7 @@ def test_a_run_that_was_ended_goes_on_at_the_case_where_it_was(
             if len(measured) == end:
                 raise KeyboardInterrupt
             measured.append(1)
-            return real(*args, **kwargs)
+            return real(*args, **{**kwargs, "seconds": 0, "rounds": (2, 2), "warmup": 1})
 
         return paired
 
@@ -515,7 +515,10 @@ def test_readme_table_of_a_benchmark_shows_its_rows_and_failures(name: str, tmp_
     assert getattr(readme, name)() == [], "no file, no table"
     for row in rows:
         row["r"] = 8
-    content = {"device": "NVIDIA H200", "rows": rows, "summary": bench.summary(rows)}
+    content = {
+        "device": "NVIDIA H200", "commit": "0123456789abcdef", "date": "2026-01-02", "rows": rows,
+        "summary": bench.summary(rows),
+    }  # fmt: skip
     (results / f"{name}-h200.json").write_text(json.dumps(content))
     lines = getattr(readme, name)()
     table = [line for line in lines if line.startswith("|")]
@@ -526,9 +529,10 @@ def test_readme_table_of_a_benchmark_shows_its_rows_and_failures(name: str, tmp_
     assert f"{name}-h200.json" in lines[0] and "NVIDIA H200" in lines[0]
     monkeypatch.setattr(readme, "SECTIONS", (readme.layer, readme.multi, readme.graphs, readme.model))
     filled = readme.filled("a\n<!-- figures: here -->\nold\n<!-- /figures -->\nb")
-    assert (
-        "old" not in filled and all(line in filled for line in lines) and filled.startswith("a\n<!-- figures: here -->")
-    )
+    assert "old" not in filled and filled.startswith("a\n<!-- figures: here -->")
+    assert all(line in filled for line in lines if ".json" not in line)
+    link = f"[{name}-h200.json](benchmarks/results/{name}-h200.json)"
+    assert f"{link}, commit 0123456, 2026-01-02" in filled, "a figure says of which code it is"
     content["summary"] = on_gpu(quick=True).keys(content["summary"])
     (results / f"{name}-h200.json").write_text(json.dumps(content))
     with pytest.raises(ValueError, match="holds a part of the benchmark"):
