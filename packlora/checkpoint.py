@@ -109,6 +109,7 @@ def _is_own(path: Path, job: str, run: str) -> bool:
 def save_result(folder: Path, job: Job, run: str) -> None:
     """Write the job's ended adapter directly into <folder>, the manifest last."""
     make_folder(folder)
+    (folder / MANIFEST).unlink(missing_ok=True)  # that of an earlier end does not go with what follows
     save_adapter(folder, job.adapter)
     last = next((line["loss"] for line in reversed(job.log_history) if "loss" in line), float("nan"))
     lines = [f"{job.step} optimizer steps, {job.tokens_seen} tokens, last training loss {last:.4f}."]

@@ -219,7 +219,7 @@ class _SavedJob(BaseModel):
 
 
 class _SavedSchedule(BaseModel):
-    budget: int = Field(ge=1, strict=True)
+    budget: int = Field(ge=1, le=2**31, strict=True)
 
 
 class _SavedModel(BaseModel):
