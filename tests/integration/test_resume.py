@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -20,6 +21,7 @@ import packlora
 from packlora import checkpoint
 from packlora.cli import app
 from packlora.config import Run
+from packlora.files import remove_leftovers
 from packlora.prepare import check_output
 
 Base = Callable[..., str]
@@ -615,3 +617,107 @@ def test_a_lock_that_is_a_link_leaves_what_it_leads_to_alone(whole: dict[str, An
     with pytest.raises(packlora.InputError, match=r"\.lock is not a plain file"):
         train({**whole, "output_dir": str(out)})
     assert not (tmp_path / "nothing").exists()
+
+
+class Crash(Exception):
+    """The process ends here."""
+
+
+def test_broken_off_at_any_file_operation_a_save_leaves_a_whole_checkpoint_as_the_newest(
+    begun: Copy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a limit of one checkpoint, so that every save also removes."""
+    tree = begun(tmp_path)
+    folder, run = out_of(tree) / "a", run_id(out_of(tree))
+    (job,) = [job for job in trainer_of(tree).jobs if job.name == "a"]
+    assert job.step == 4
+    job.step, left = 5, 0
+
+    def counted(original: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                raise Crash
+            return original(*args, **kwargs)
+
+        return call
+
+    for module, name in (
+        (os, "replace"),
+        (os, "fsync"),
+        (os, "open"),
+        (shutil, "rmtree"),
+        (Path, "mkdir"),
+        (Path, "touch"),
+    ):
+        monkeypatch.setattr(module, name, counted(getattr(module, name)))
+    ran = 0
+    while True:
+        ran += 1
+        left = ran
+        with contextlib.suppress(Crash):
+            checkpoint.save_checkpoint(folder, job, run, keep=1)
+            break
+        left = 0  # what follows counts on, but nothing is broken off
+        newest = max(checkpoint.steps(folder))
+        assert checkpoint.check(folder / f"checkpoint-{newest}", "a", run, newest)
+    assert ran > 20
+    left = 0
+    remove_leftovers(folder)
+    assert [path.name for path in folder.iterdir() if path.is_dir()] == ["checkpoint-5"]
+
+
+def trainer_of(tree: dict[str, Any]) -> Any:
+    from packlora.train import _set_up
+
+    run = Run.model_validate(tree)
+    return _set_up(run, check_output(run, True), None)
+
+
+def test_a_job_whose_first_adapter_is_gone_is_left_out_too(whole: dict[str, Any], tmp_path: Path) -> None:
+    first = tmp_path / "first"
+    shutil.copytree(out_of(whole) / "a", first, ignore=shutil.ignore_patterns("checkpoint-*"))
+    jobs = json.loads(json.dumps(whole["jobs"]))
+    jobs[0]["adapter"] = {"init_from": str(first)}
+    tree = {**whole, "output_dir": str(tmp_path / "out"), "jobs": jobs}
+    train(tree, max_steps=2)
+    shutil.rmtree(first)
+    result = train(tree, resume=True)
+    assert (result.jobs["a"].status, result.jobs["a"].failure) == ("stopped", f"{first} does not exist")
+    assert (result.jobs["b"].status, result.exit_code) == ("done", 1)
+    for job in jobs:
+        Path(job["data"]["path"]).rename(tmp_path / f"{job['name']}.jsonl")
+    try:
+        with pytest.raises(packlora.InputError, match=r"not a PEFT adapter folder|does not exist"):  # none is left
+            train(tree, resume=True)
+    finally:
+        for job in jobs:
+            (tmp_path / f"{job['name']}.jsonl").rename(job["data"]["path"])
+
+
+def test_a_job_that_failed_stays_failed_and_can_be_sent_back(
+    begun: Copy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from packlora.job import Job
+
+    tree, original = begun(tmp_path), Job.optimizer_step
+    out = out_of(tree)
+
+    def spoilt(self: Job) -> Any:
+        if self.name == "a" and self.step == 5:
+            next(iter(self.parameters.values())).grad.fill_(float("inf"))  # type: ignore[union-attr]
+        return original(self)
+
+    monkeypatch.setattr(Job, "optimizer_step", spoilt)
+    assert train(tree, resume=True).jobs["a"].status == "failed"
+    monkeypatch.undo()
+    shutil.rmtree(out / "a" / "checkpoint-4")
+    shutil.rmtree(out / "a" / "checkpoint-2")
+    kept = content(out / "a")
+    again = train(tree, resume=True)  # it needs no checkpoint
+    assert (again.jobs["a"].status, again.jobs["a"].step, again.tokens) == ("failed", 5, 0)
+    assert content(out / "a") == kept
+    (out / "a" / "adapter_model.safetensors").write_bytes(b"")
+    assert "has no checkpoint, but it had a checkpoint at step 4" in refusal(tree)
+    assert train(tree, resume=True, resume_from=["a=0"]).jobs["a"].status == "done"
