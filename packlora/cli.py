@@ -44,6 +44,12 @@ def _guarded(action: Callable[[], Any]) -> Any:
         print(f"packlora: {error}", file=sys.stderr)
         raise typer.Exit(2) from None
     except MemoryError as error:
+        said = (
+            str(error) or "this machine's memory is used up; take a smaller model or less data, or end other programs"
+        )
+        print(f"packlora: {said}", file=sys.stderr)
+        raise typer.Exit(1) from None
+    except OSError as error:
         print(f"packlora: {error}", file=sys.stderr)
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
@@ -51,11 +57,29 @@ def _guarded(action: Callable[[], Any]) -> Any:
         raise typer.Exit(130) from None
 
 
+def _without_resume(words: list[str]) -> list[str]:
+    """A command line without --resume and --from."""
+    out, before = [], ""
+    for word in words:
+        if before != "--from" and word not in ("--resume", "--from") and not word.startswith("--from="):
+            out.append(word)
+        before = word
+    return out
+
+
 @app.command()
 def train(
     run: RunFile,
     overrides: Set = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in output_dir.")] = False,
+    resume_from: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--from",
+            metavar="[JOB=]STEP",
+            help="With --resume: go on from this checkpoint instead of the newest. May be repeated.",
+        ),
+    ] = None,
     max_steps: Annotated[
         int | None, typer.Option(min=1, help="Stop every job after this many optimizer steps.")
     ] = None,
@@ -66,9 +90,8 @@ def train(
         from packlora.summary import print_summary
         from packlora.train import train as train_run
 
-        result = train_run(run, overrides=overrides, resume=resume, max_steps=max_steps)
-        words = [word for word in sys.argv[1:] if word != "--resume"]
-        print_summary(result, shlex.join(["packlora", *words, "--resume"]))
+        result = train_run(run, overrides=overrides, resume=resume, max_steps=max_steps, resume_from=resume_from)
+        print_summary(result, shlex.join(["packlora", *_without_resume(sys.argv[1:]), "--resume"]))
         raise typer.Exit(result.exit_code)
 
     _guarded(action)

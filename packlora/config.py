@@ -183,6 +183,8 @@ class Run(_Strict):
     gradient_checkpointing: bool = False
     save_every: int = Field(50, ge=0)
     """Optimizer steps of a job between its checkpoints; 0 only at the end."""
+    save_total_limit: int | None = Field(2, ge=1)
+    """Checkpoints of a job to keep, the newest ones; null keeps all."""
     eval_every: int = Field(0, ge=0)
     """Optimizer steps of a job between evaluations of its eval_path; 0 only before and after training."""
     trust_remote_code: bool = False

@@ -53,10 +53,13 @@ def _place(output_dir: Path) -> tuple[Run, bool]:
         folder = output_dir if number == 1 else output_dir.with_name(f"{output_dir.name}-{number}")
         run = load_run(RUN_FILE, [f"output_dir={json.dumps(str(folder))}"])
         try:
-            record = json.loads((folder / "run.json").read_text())
-        except (OSError, ValueError):
+            record = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+            finished = bool(record["result"]) and record["result"]["status"] != "interrupted"
+        except FileNotFoundError:
             return run, False
-        if not record.get("result") or record["result"]["status"] == "interrupted":
+        except (OSError, ValueError, RecursionError, LookupError, TypeError):  # going on tells what is wrong with it
+            return run, True
+        if not finished:
             return run, True
     raise AssertionError("unreachable")
 

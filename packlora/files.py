@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import json
 import os
 import shutil
+import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,12 +24,19 @@ TEMPORARY = ".tmp-"
 
 
 def write_file(path: Path, write: Callable[[Path], None]) -> None:
-    """Let `write` fill a temporary file beside `path`, flush it to the disk, then rename it to `path`."""
+    """Let `write` fill a temporary file beside `path`, flush it to the disk, then rename it to `path`.
+
+    It may be read by whom the umask lets read it, also where `write` makes a file for its owner alone, as safetensors does.
+    """
     temporary = path.with_name(TEMPORARY + path.name)
+    temporary.unlink(missing_ok=True)  # what a crash left, or a link to somewhere else
+    temporary.touch(exist_ok=False)
+    mode = temporary.stat().st_mode
     write(temporary)
-    _sync(temporary)
+    temporary.chmod(stat.S_IMODE(mode))
+    sync(temporary)
     os.replace(temporary, path)
-    _sync(path.parent)
+    sync(path.parent)
 
 
 def write_folder(path: Path, write: Callable[[Path], None]) -> None:
@@ -35,9 +44,13 @@ def write_folder(path: Path, write: Callable[[Path], None]) -> None:
     temporary = path.with_name(TEMPORARY + path.name)
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
+    mode = stat.S_IMODE(temporary.stat().st_mode) & 0o666
     write(temporary)
     for file in temporary.iterdir():
-        _sync(file)
+        if file.is_file():
+            file.chmod(mode)
+        sync(file)
+    sync(temporary)
     if path.exists():  # a folder cannot be renamed onto a filled one
         old = path.with_name(TEMPORARY + "old-" + path.name)
         shutil.rmtree(old, ignore_errors=True)
@@ -46,7 +59,23 @@ def write_folder(path: Path, write: Callable[[Path], None]) -> None:
         shutil.rmtree(old, ignore_errors=True)
     else:
         os.replace(temporary, path)
-    _sync(path.parent)
+    sync(path.parent)
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder in an existing one, and wait until it is on the disk."""
+    if not path.exists():
+        path.mkdir()
+        sync(path.parent)
+
+
+def remove_folder(path: Path) -> None:
+    """Delete a folder; a crash in the middle leaves it whole or under a temporary name."""
+    old = path.with_name(TEMPORARY + "old-" + path.name)
+    shutil.rmtree(old, ignore_errors=True)
+    os.replace(path, old)
+    sync(path.parent)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -63,14 +92,28 @@ def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     write_file(path, lambda file: save_file(on_cpu, file, {"format": "pt"}))
 
 
+def digest(path: Path) -> str:
+    """SHA-256 of a file's content, in hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 @contextlib.contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Hold `folder` for this process. Raises InputError if another one has it; a killed process holds nothing."""
+    """Hold `folder` for this process. A killed process holds nothing.
+
+    Raises:
+        InputError: another process has it, or its lock is not a file of its own.
+    """
     path = folder / LOCK
-    with path.open("w") as file:
+    try:  # a link is not followed: what it leads to is not ours
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
+    except OSError as error:
+        raise InputError(f"cannot lock {folder}: {path} is not a plain file ({error.strerror}); remove it") from None
+    try:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            ours = path.stat().st_ino == os.fstat(file.fileno()).st_ino  # else its last holder has just removed it
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            ours = _same(handle, path.lstat)  # else its last holder has just removed it
         except OSError:
             ours = False
         if not ours:
@@ -78,19 +121,47 @@ def lock_folder(folder: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            path.unlink(missing_ok=True)
+            if _same(handle, path.lstat):  # else the folder was deleted, and another run may be in its place
+                path.unlink(missing_ok=True)
+    finally:
+        os.close(handle)
+
+
+class KeptFolder:
+    """A folder that must stay where it is while it is written to."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+    def check(self) -> None:
+        """Raises FileNotFoundError where the folder was deleted, moved away or replaced by another."""
+        if not _same(self._handle, self.path.stat):
+            raise FileNotFoundError(f"{self.path} was deleted, moved or replaced while the run was writing to it")
+
+    def __del__(self) -> None:
+        os.close(self._handle)
+
+
+def _same(handle: int, at_path: Callable[[], os.stat_result]) -> bool:
+    """Whether what is open is what a path leads to."""
+    try:
+        return os.path.samestat(os.fstat(handle), at_path())
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
 def remove_leftovers(folder: Path) -> None:
     """Delete what a crash left half-written directly in `folder`."""
     for path in folder.glob(f"{TEMPORARY}*"):
-        if path.is_dir():
+        if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Wait until a file's content, or a folder's names, are on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -155,7 +155,8 @@ class Job:
         self.discard()
         if revert and self.last_good is not None:
             self.step -= 1
-            self.tokens_seen -= self.log_history.pop()["tokens"]
+            self.tokens_seen -= sum(line.get("tokens", 0) for line in self.log_history if line["step"] > self.step)
+            self.log_history = [line for line in self.log_history if line["step"] <= self.step]
             with torch.no_grad():
                 for key, tensor in state_dict(self.adapter).items():
                     tensor.copy_(self.last_good[key])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -23,6 +24,10 @@ class JsonLines:
         self._file.write(json.dumps(finite, ensure_ascii=False, allow_nan=False) + "\n")
         self._file.flush()
 
+    def sync(self) -> None:
+        """Wait until all lines are on the disk."""
+        os.fsync(self._file.fileno())
+
     def close(self) -> None:
         self._file.close()
 
@@ -37,21 +42,56 @@ def read_lines(path: Path, *keys: str) -> list[dict[str, Any]]:
     for text in path.read_text(encoding="utf-8", errors="replace").split("\n"):
         try:
             line = json.loads(text)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):  # also a number of thousands of digits
             continue
         if isinstance(line, dict) and all(key in line for key in keys):
             out.append(line)
     return out
 
 
+def metric_lines(histories: Mapping[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """What metrics.jsonl holds of jobs with these log histories, in the order of time."""
+    steps = [(line["elapsed"], name, line) for name, own in histories.items() for line in own if "loss" in line]
+    return [
+        {
+            "job": name, "step": line["step"], "loss": line["loss"], "grad_norm": line["grad_norm"],
+            "lr": line["learning_rate"], "tokens": line["tokens"], "seconds": line["seconds"], "elapsed": elapsed,
+        }
+        for elapsed, name, line in sorted(steps, key=lambda step: step[0])
+    ]  # fmt: skip
+
+
+def eval_lines(histories: Mapping[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """The same of evals.jsonl."""
+    evals = [(line["elapsed"], name, line) for name, own in histories.items() for line in own if "eval_loss" in line]
+    return [
+        {"job": name, "step": line["step"], "eval_loss": line["eval_loss"]}
+        for _, name, line in sorted(evals, key=lambda found: found[0])
+    ]
+
+
 def keep_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
-    """Rewrite a jsonl file with the lines to keep: what came after the checkpoint that a run resumes from goes."""
-    lines = [line for line in read_lines(path) if keep(line)]
-    text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+    """Rewrite a jsonl file with the lines to keep: what came after the checkpoint that a run resumes from goes, and so do lines
+    that are not what a run writes there, on which `keep` raises KeyError, TypeError or AttributeError.
+    """
+
+    def kept(line: dict[str, Any]) -> bool:
+        try:
+            return keep(line)
+        except (KeyError, TypeError, AttributeError):
+            return False
+
+    lines = [line for line in read_lines(path) if kept(line)]
+    if path.exists():
+        write_lines(path, lines)
+    return lines
+
+
+def write_lines(path: Path, lines: Iterable[dict[str, Any]]) -> None:
+    """Replace a jsonl file."""
+    text = "".join(json.dumps(line) + "\n" for line in lines)
 
     def write(file: Path) -> None:
         file.write_text(text, encoding="utf-8")
 
-    if path.exists():
-        write_file(path, write)
-    return lines
+    write_file(path, write)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import subprocess
@@ -13,6 +12,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from transformers import PreTrainedModel
 
 import packlora
@@ -21,10 +21,11 @@ from packlora.adapters.spec import AdapterSpec, peft_config, resolve
 from packlora.config import JobConfig, Run
 from packlora.data.dataset import JobData
 from packlora.data.encode import Encoded, encode_rows
-from packlora.data.readers import read_rows
+from packlora.data.readers import is_file_name, read_rows
 from packlora.demo_model import base_path
 from packlora.errors import InputError
 from packlora.files import LOCK, TEMPORARY
+from packlora.fingerprint import Fingerprint
 from packlora.job import learning_rates
 from packlora.liger import check_liger
 from packlora.model import choose_device, load_skeleton, load_tokenizer
@@ -33,8 +34,8 @@ AUTO_BUDGET = {"cpu": 2048, "cuda": 8192}
 """Tokens of a microbatch for max_tokens_per_microbatch: auto, by device, where no sample is longer and nothing better is
 known (profiler.py)."""
 FREE_TO_CHANGE = {
-    "output_dir", "save_every", "eval_every", "gradient_checkpointing", "device", "max_tokens_per_microbatch", "schedule",
-    "liger",
+    "output_dir", "save_every", "save_total_limit", "eval_every", "gradient_checkpointing", "device",
+    "max_tokens_per_microbatch", "schedule", "liger",
 }  # fmt: skip
 """Keys of the run file that may differ when a run is resumed; of a job also how long it trains."""
 
@@ -92,7 +93,11 @@ class ModelShape:
 
 @dataclass(slots=True)
 class Prepared:
-    """A checked run. budget: tokens of a microbatch, for auto the usual one of the device."""
+    """A checked run.
+
+    budget: tokens of a microbatch, for auto the usual one of the device. left_out: jobs of a resumed run whose data is gone,
+    with the reason; `jobs` are the others.
+    """
 
     run: Run
     tokenizer: Any
@@ -100,6 +105,7 @@ class Prepared:
     shape: ModelShape
     jobs: list[PreparedJob]
     warnings: list[str] = field(default_factory=list)
+    left_out: dict[str, str] = field(default_factory=dict)
 
     @property
     def longest(self) -> int:
@@ -112,28 +118,35 @@ class Prepared:
         return sum(job.trainable for job in self.jobs)
 
 
-def prepare(run: Run, max_steps: int | None = None) -> Prepared:
+def prepare(run: Run, max_steps: int | None = None, resumed: bool = False) -> Prepared:
     """Read, encode and match everything. Raises InputError at the first thing that cannot work.
 
     Args:
         run: the checked run file.
         max_steps: train no job for more optimizer steps than this.
+        resumed: leave out jobs whose data is no longer there, as long as one is left.
     """
     device = choose_device(run.device)
     check_liger(run.liger, device, run.dtype)
-    configs = {job.name: _adapter_config(job, run) for job in run.jobs}
-    rows = {job.name: read_rows(job.data.path, job.name) for job in run.jobs}
-    eval_rows = {job.name: read_rows(job.data.eval_path, job.name) for job in run.jobs if job.data.eval_path}
+    left_out = _jobs_without_data(run) if resumed else {}
+    run_jobs = [job for job in run.jobs if job.name not in left_out]
+    configs = {job.name: _adapter_config(job, run) for job in run_jobs}
+    rows = {job.name: read_rows(job.data.path, job.name) for job in run_jobs}
+    eval_rows = {job.name: read_rows(job.data.eval_path, job.name) for job in run_jobs if job.data.eval_path}
     skeleton = load_skeleton(run)
     specs = {
-        job.name: resolve(configs[job.name], skeleton, job.name, job.adapter.dora_dropout == "peft") for job in run.jobs
+        job.name: resolve(configs[job.name], skeleton, job.name, job.adapter.dora_dropout == "peft") for job in run_jobs
     }
     tokenizer = load_tokenizer(run)
     auto = run.max_tokens_per_microbatch == "auto"
     budget = 2**31 if auto else int(run.max_tokens_per_microbatch)
     context = int(getattr(skeleton.config.get_text_config(), "max_position_embeddings", None) or 2**31)
-    jobs, warnings = [], []
-    for job in run.jobs:
+    jobs = []
+    warnings = [
+        f"job {name!r} is left out, the others go on: {why}; --resume takes it up again when that is back"
+        for name, why in left_out.items()
+    ]
+    for job in run_jobs:
         encoded = encode_rows(rows[job.name], tokenizer, job.data, budget, job.name, context)
         eval_encoded = Encoded([])
         if job.name in eval_rows:
@@ -158,10 +171,24 @@ def prepare(run: Run, max_steps: int | None = None) -> Prepared:
             ) from None
         trainable = trainable_parameters(specs[job.name], skeleton)
         jobs.append(PreparedJob(job, data, encoded, eval_encoded, specs[job.name], trainable))
-    prepared = Prepared(run, tokenizer, budget, ModelShape.of(skeleton), jobs, warnings)
+    prepared = Prepared(run, tokenizer, budget, ModelShape.of(skeleton), jobs, warnings, left_out)
     if auto:
         prepared.budget = max(AUTO_BUDGET[device.type], prepared.longest)
     return prepared
+
+
+def _jobs_without_data(run: Run) -> dict[str, str]:
+    """Jobs of which a file has gone since the run began, with the name of the file; none where it is so of all jobs.
+
+    What never was a file here, a data set of the hub, is not looked for.
+    """
+    gone = {}
+    for job in run.jobs:
+        files = [path for path in (job.data.path, job.data.eval_path) if path and is_file_name(path)]
+        for path in [*files, job.adapter.init_from]:
+            if path is not None and not Path(path).exists():
+                gone[job.name] = f"{path} does not exist"
+    return gone if len(gone) < len(run.jobs) else {}
 
 
 def trainable_parameters(spec: AdapterSpec, model: torch.nn.Module) -> int:
@@ -183,11 +210,43 @@ def _adapter_config(job: JobConfig, run: Run) -> LoraConfig:
 # --- output folder -----------------------------------------------------------------------------------------------------
 
 
-def check_output(run: Run, resume: bool) -> dict[str, Any] | None:
+class _SavedJob(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    data_hash: str
+    samples: int
+    eval_samples: int
+
+
+class _SavedSchedule(BaseModel):
+    budget: int = Field(ge=1, le=2**31, strict=True)
+
+
+class _SavedModel(BaseModel):
+    fingerprint: Fingerprint
+
+
+class SavedRun(BaseModel):
+    """What a run.json must say for its run to be continued. saved: step of each job's newest checkpoint."""
+
+    model_config = ConfigDict(strict=True)
+
+    id: str
+    created: str
+    config: Run
+    versions: dict[str, str]
+    warnings: list[str]
+    jobs: dict[str, _SavedJob]
+    schedule: _SavedSchedule
+    model: _SavedModel
+    saved: dict[str, int]
+
+
+def check_output(run: Run, resume: bool) -> SavedRun | None:
     """Make sure the output folder can be written and holds nothing that would be lost.
 
     Returns:
-        The run.json of the run to resume, or None for a fresh run.
+        What the run.json of the run to resume says, or None for a fresh run.
 
     Raises:
         InputError: the folder cannot be written, holds something else, or holds a run that differs from this one.
@@ -196,7 +255,8 @@ def check_output(run: Run, resume: bool) -> dict[str, Any] | None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f"{TEMPORARY}probe-{os.getpid()}"
-        probe.write_bytes(b"")
+        probe.unlink(missing_ok=True)
+        probe.touch(exist_ok=False)  # nor does it follow a link
         probe.unlink()
     except OSError as error:
         raise InputError(f"output_dir {folder}: cannot write there: {error}") from None
@@ -213,21 +273,35 @@ def check_output(run: Run, resume: bool) -> dict[str, Any] | None:
         raise InputError(
             f"output_dir {folder} already holds a run; continue it with --resume, or choose another folder"
         )
-    try:
-        saved: dict[str, Any] = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-        changed = _changes(saved["config"], run.model_dump(mode="json"))
-        _ = saved["created"], saved["jobs"], saved["warnings"], saved["versions"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise InputError(f"output_dir {folder}: run.json cannot be read: {error!r}") from None
+    saved = _read_saved(folder / "run.json")
+    changed = _changes(saved.config.model_dump(mode="json"), run.model_dump(mode="json"))
     if changed:
         raise InputError(
             f"output_dir {folder} holds a run with other settings, which cannot be continued: {', '.join(changed)} changed"
         )
+    if missing := sorted({job.name for job in run.jobs} - saved.jobs.keys()):
+        raise InputError(f"output_dir {folder}: run.json cannot be read: jobs: {missing[0]!r} is missing")
     return saved
 
 
+def _read_saved(file: Path) -> SavedRun:
+    kept = "the checkpoints beside it are as they were"
+    try:
+        return SavedRun.model_validate_json(file.read_bytes())
+    except OSError as error:
+        raise InputError(f"output_dir {file.parent}: run.json cannot be read: {error.strerror}; {kept}") from None
+    except ValidationError as error:
+        found = error.errors()[0]
+        where = ".".join(map(str, found["loc"]))
+        if found["type"] == "missing" and where == "id":
+            kept = "an earlier packlora wrote it, which kept no checksums; continue the run with that one"
+        raise InputError(
+            f"output_dir {file.parent}: run.json cannot be read: {where}{': ' * bool(where)}{found['msg']}; {kept}"
+        ) from None
+
+
 def _changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    changed = [key for key in now if key != "jobs" and key not in FREE_TO_CHANGE and before.get(key) != now[key]]
+    changed = [key for key in now if key != "jobs" and key not in FREE_TO_CHANGE and before[key] != now[key]]
     if [job["name"] for job in before["jobs"]] != [job["name"] for job in now["jobs"]]:
         return [*changed, "jobs (names or order)"]
     for old, new in zip(before["jobs"], now["jobs"], strict=True):
@@ -238,7 +312,7 @@ def _changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
             changed += [
                 f"job {new['name']!r} {section}.{key}"
                 for key in new[section]
-                if key not in free and old[section].get(key) != new[section][key]
+                if key not in free and old[section][key] != new[section][key]
             ]
     return changed
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import secrets
 import sys
 from datetime import UTC, datetime
 from typing import Any
@@ -13,12 +14,14 @@ import torch
 from packlora.data.encode import samples_hash
 from packlora.job import Job
 from packlora.model import Base
-from packlora.prepare import Prepared, processor_name, source_commit, versions
+from packlora.prepare import Prepared, SavedRun, processor_name, source_commit, versions
 from packlora.profiler import Profile
 
 
-def run_record(prepared: Prepared, base: Base, jobs: list[Job], known: Profile) -> dict[str, Any]:
-    """run.json: everything that is needed to repeat the run."""
+def run_record(
+    prepared: Prepared, base: Base, jobs: list[Job], known: Profile, saved: SavedRun | None = None
+) -> dict[str, Any]:
+    """run.json: everything that is needed to repeat the run, or to continue it. saved: what it has said until now."""
     described = {}
     for job, item in zip(jobs, prepared.jobs, strict=True):
         lengths = [sample.num_tokens for sample in job.data.samples]
@@ -36,9 +39,19 @@ def run_record(prepared: Prepared, base: Base, jobs: list[Job], known: Profile) 
             "dropped": item.encoded.dropped + item.eval_encoded.dropped,
             "length_histogram": {"edges": edges.tolist(), "counts": counts.tolist()},
         }
+    warnings, names = prepared.warnings + base.warnings, [job.name for job in prepared.run.jobs]
+    if saved is not None:
+        described |= {name: saved.jobs[name].model_dump() for name in prepared.left_out}
+        warnings += [text for text in saved.warnings if text not in warnings]
+        warnings += [
+            f"resumed with {name} {now}, begun with {saved.versions[name]}"
+            for name, now in versions().items()
+            if saved.versions.get(name, now) != now
+        ]
     return {
         "packlora": versions()["packlora"],
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "id": saved.id if saved else secrets.token_hex(8),
+        "created": saved.created if saved else datetime.now(UTC).isoformat(timespec="seconds"),
         "config": prepared.run.model_dump(mode="json"),
         "versions": versions(),
         "device": device_name(base.device),
@@ -51,9 +64,10 @@ def run_record(prepared: Prepared, base: Base, jobs: list[Job], known: Profile) 
             "liger": base.liger,
             "kept_outputs": base.kept_outputs,
         },
-        "jobs": described,
+        "jobs": {name: described[name] for name in names},
+        "saved": {name: saved.saved.get(name, 0) if saved else 0 for name in names},
         "schedule": {"budget": prepared.budget, "layout": known.layout.name, "profile": known.describe()},
-        "warnings": prepared.warnings + base.warnings,
+        "warnings": warnings,
         "result": None,
     }
 

@@ -128,7 +128,7 @@ def _parse(text: str) -> Line | None:
     """A JSON object, or None where the text is not one, as a line that is still being written."""
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
 

@@ -28,7 +28,8 @@ def print_summary(result: Result, resume_command: str) -> None:
     console.print(Text(f"adapters: {result.output_dir}/<job>"), soft_wrap=True)
     for name, job in result.jobs.items():
         if job.failure:
-            console.print(Text(f"job {name!r} failed {job.failure}"), soft_wrap=True)
+            how = "failed" if job.status == "failed" else "was left out:"
+            console.print(Text(f"job {name!r} {how} {job.failure}"), soft_wrap=True)
     rate = result.tokens / result.seconds if result.seconds else 0.0
     console.print(
         Text(f"{result.tokens} tokens in {duration(result.seconds)} ({rate:.0f} tokens/s); report: {result.report}"),

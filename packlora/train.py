@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 import types
 from collections.abc import Iterator
@@ -20,11 +21,13 @@ from packlora.adapters.attach import attach, keep_outputs
 from packlora.adapters.linear import Router
 from packlora.adapters.peft_files import load_adapter
 from packlora.config import Run, load_run
+from packlora.data.dataset import configured_steps
 from packlora.errors import InputError
 from packlora.files import lock_folder, remove_leftovers, write_json
+from packlora.fingerprint import Fingerprint, fingerprint
 from packlora.job import Job
 from packlora.model import Base, load_base
-from packlora.prepare import Prepared, check_output, prepare
+from packlora.prepare import Prepared, SavedRun, check_output, prepare
 from packlora.profiler import Profile
 from packlora.record import run_record
 from packlora.trainer import Result, Trainer
@@ -34,7 +37,12 @@ FLOAT16_SCALE = 4096.0
 
 
 def train(
-    run: Run | str | Path, *, overrides: list[str] | None = None, resume: bool = False, max_steps: int | None = None
+    run: Run | str | Path,
+    *,
+    overrides: list[str] | None = None,
+    resume: bool = False,
+    max_steps: int | None = None,
+    resume_from: list[str] | None = None,
 ) -> Result:
     """Train all jobs of a run.
 
@@ -43,6 +51,8 @@ def train(
         overrides: dotted.key=value changes to a run file.
         resume: continue the run in output_dir (a folder without one starts afresh).
         max_steps: stop every job after this many optimizer steps.
+        resume_from: go on from these checkpoints instead of the newest: "STEP" for all jobs, "JOB=STEP" for one; step 0 begins
+            a job again. What lies beyond is put aside.
 
     Raises:
         InputError: something is wrong with the input; nothing was trained.
@@ -51,6 +61,8 @@ def train(
         run = load_run(run, overrides)
     elif overrides:
         raise InputError("overrides change a run file; change the Run itself")
+    if resume_from and not resume:
+        raise InputError("--from says where to go on, so it needs --resume")
     if run.schedule.padding_multiple != 1:
         raise InputError(
             f"schedule: padding_multiple is {run.schedule.padding_multiple}, but training packs samples without padding, "
@@ -62,19 +74,23 @@ def train(
         saved = check_output(run, resume)
         held.enter_context(lock_folder(Path(run.output_dir)))
         held.enter_context(deterministic())
-        trainer = _set_up(run, saved, max_steps)
+        trainer = _set_up(run, saved, max_steps, resume_from)
         return trainer.fit()
 
 
-def _set_up(run: Run, saved: dict[str, Any] | None, max_steps: int | None) -> Trainer:
+def _set_up(run: Run, saved: SavedRun | None, max_steps: int | None, resume_from: list[str] | None = None) -> Trainer:
     """Everything before the first step; run.json is the first thing that is written. saved: that of the run to resume."""
     output_dir = Path(run.output_dir)
 
     # 1. Check everything that can be wrong.
-    prepared = prepare(run, max_steps)
+    starts = starting_steps(run, resume_from or [])
+    prepared = prepare(run, max_steps, resumed=saved is not None)
 
     # 2. Load the base model once and put all adapters on it.
     base = load_base(run, prepared.tokenizer)
+    found = fingerprint(base.model, base.path, run.revision)
+    if saved is not None:
+        _same_base(base.path, saved.model.fingerprint, found)
     router, adapters = attach(base.model, {job.config.name: job.spec for job in prepared.jobs}, run.seed)
     jobs = []
     for item, adapter in zip(prepared.jobs, adapters, strict=True):
@@ -89,28 +105,79 @@ def _set_up(run: Run, saved: dict[str, Any] | None, max_steps: int | None) -> Tr
     known = _choose_budget(run, prepared, base, router, jobs, saved)
 
     # 4. Continue where checkpoints say, or start.
-    record = run_record(prepared, base, jobs, known)
+    record = run_record(prepared, base, jobs, known, saved)
+    record["model"]["fingerprint"] = found.model_dump()
     if saved is not None:
+        for own in [own for own in run.jobs if own.name in prepared.left_out]:
+            wanted = configured_steps(own.train, saved.jobs[own.name].samples)
+            record["jobs"][own.name]["steps"] = min(wanted, max_steps or wanted)
         _same_data(saved, record)
-        record["created"] = saved["created"]
-        record["warnings"] += [text for text in saved["warnings"] if text not in record["warnings"]]
-        record["warnings"] += [
-            f"resumed with {name} {now}, begun with {saved['versions'][name]}"
-            for name, now in record["versions"].items()
-            if saved["versions"].get(name, now) != now
-        ]
-        for job in jobs:
-            folder = output_dir / job.name
-            if folder.exists():
-                remove_leftovers(folder)
-                checkpoint.restore(folder, job)
+        record["warnings"] += _restore(output_dir, jobs, saved, starts)
+        record["saved"] |= starts
     remove_leftovers(output_dir)
     write_json(output_dir / "run.json", record)
     return Trainer(run, prepared, base, router, jobs, record, known)
 
 
+def starting_steps(run: Run, words: list[str]) -> dict[str, int]:
+    """The checkpoints to go on from, by job; jobs that are not there go on from their newest.
+
+    Args:
+        run: its output_dir holds the checkpoints.
+        words: "STEP" goes for every job that has got so far, "JOB=STEP" for one; step 0 begins a job again.
+
+    Raises:
+        InputError: a word is neither, or there is no such checkpoint.
+    """
+    have = {job.name: checkpoint.steps(Path(run.output_dir) / job.name) for job in run.jobs}
+    starts: dict[str, int] = {}
+    for word in sorted(words, key=lambda word: "=" not in word):  # jobs that are named come first
+        name, _, number = word.rpartition("=")
+        if not re.fullmatch(r"\d{1,15}", number, re.ASCII):
+            raise InputError(f"--from {word!r}: give the step of a checkpoint, or JOB=STEP")
+        if name and name not in have:
+            raise InputError(f"--from {word!r}: there is no job {name!r}; there are {', '.join(have)}")
+        step = int(number)
+        asked = [name] if name else [other for other in have if other not in starts]
+        there = {other for other in asked if step == 0 or step in have[other]}
+        for other in asked:
+            if other not in there and (name or not there or max(have[other], default=0) > step):
+                listed = ", ".join(map(str, have[other])) or "none"
+                raise InputError(
+                    f"--from {word!r}: job {other!r} has no checkpoint of step {step}; its checkpoints: {listed}"
+                )
+        starts |= dict.fromkeys(there, step)
+    return starts
+
+
+def _restore(output_dir: Path, jobs: list[Job], saved: SavedRun, starts: dict[str, int]) -> list[str]:
+    """Bring every job to where it goes on from. Returns what the user should know.
+
+    Raises:
+        InputError: a checkpoint cannot be used; all of them are named, and nothing was changed.
+    """
+    notes, problems = [], []
+    for job in jobs:
+        folder, reached = output_dir / job.name, saved.saved.get(job.name, 0)
+        try:
+            note = checkpoint.restore(folder, job, saved.id, reached, starts.get(job.name))
+            notes += [note] if note else []
+        except InputError as error:
+            problems.append(str(error))
+    if problems:
+        raise InputError("\n".join(problems))
+    for job in jobs:
+        folder = output_dir / job.name
+        if job.name in starts and folder.exists():
+            aside = checkpoint.go_back(folder, starts[job.name])
+            became = f"; what lay beyond is now {', '.join(aside)}" if aside else ""
+            notes.append(f"job {job.name!r} goes on from step {starts[job.name]}, as --from says{became}")
+        remove_leftovers(folder)
+    return notes
+
+
 def _choose_budget(
-    run: Run, prepared: Prepared, base: Base, router: Router, jobs: list[Job], saved: dict[str, Any] | None
+    run: Run, prepared: Prepared, base: Base, router: Router, jobs: list[Job], saved: SavedRun | None
 ) -> Profile:
     """What is known of the model on this device; sets the budget where the run file leaves it to the profiler.
 
@@ -118,8 +185,8 @@ def _choose_budget(
     """
     if run.max_tokens_per_microbatch != "auto":
         return profiler.profile(run, prepared)
-    if saved is not None and saved["config"]["max_tokens_per_microbatch"] == "auto":
-        prepared.budget = max(int(saved["schedule"]["budget"]), prepared.longest)
+    if saved is not None and saved.config.max_tokens_per_microbatch == "auto":
+        prepared.budget = max(saved.schedule.budget, prepared.longest)
         return profiler.profile(run, prepared)
     known = profiler.profile(run, prepared, base, router, jobs)
     if base.device.type == "cuda":
@@ -127,14 +194,28 @@ def _choose_budget(
     return known
 
 
-def _same_data(saved: dict[str, Any], record: dict[str, Any]) -> None:
+def _same_base(path: str, before: Fingerprint, now: Fingerprint) -> None:
+    """A run goes on only on the base model that it began with."""
+    changed = [
+        name
+        for name, same in (("weights", before.weights == now.weights), ("config.json", before.config == now.config))
+        if not same
+    ]
+    if changed:
+        raise InputError(
+            f"base_model {path}: this is not the model that the run began with, its {' and '.join(changed)} changed; put that "
+            "model back, or start a new run in another output_dir"
+        )
+
+
+def _same_data(saved: SavedRun, record: dict[str, Any]) -> None:
     """A run goes on only with the samples that it began with."""
     for name, now in record["jobs"].items():
-        before = saved["jobs"].get(name, {})
-        if before.get("data_hash") != now["data_hash"]:
+        before = saved.jobs[name]
+        if before.data_hash != now["data_hash"]:
             raise InputError(
-                f"job {name!r}: its data has changed since the run began ({before.get('samples')} training and "
-                f"{before.get('eval_samples')} held-out samples then, {now['samples']} and {now['eval_samples']} now)"
+                f"job {name!r}: its data has changed since the run began ({before.samples} training and "
+                f"{before.eval_samples} held-out samples then, {now['samples']} and {now['eval_samples']} now)"
             )
 
 

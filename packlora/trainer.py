@@ -28,10 +28,10 @@ from packlora.config import Run
 from packlora.data.collate import PackedSample, collate
 from packlora.data.encode import Sample
 from packlora.data.order import SampleOrder
-from packlora.files import write_json
+from packlora.files import KeptFolder, write_json
 from packlora.job import Job
 from packlora.loss import sum_by_owner, token_losses
-from packlora.metrics import JsonLines, keep_lines
+from packlora.metrics import JsonLines, eval_lines, keep_lines, metric_lines, read_lines, write_lines
 from packlora.microbatch import run_microbatch
 from packlora.model import Base
 from packlora.prepare import Prepared
@@ -46,7 +46,10 @@ from packlora.schedule.types import Microbatch, Window
 
 @dataclass(slots=True)
 class JobResult:
-    """How one job ended. folder: its PEFT adapter; losses: held-out, None without eval_path; rate: tokens/s in this session."""
+    """How one job ended. folder: its PEFT adapter; losses: held-out, None without eval_path; rate: tokens/s in this session.
+
+    status: done, failed, running (interrupted) or stopped (left out of a resumed run: its data is gone).
+    """
 
     status: str
     step: int
@@ -61,7 +64,7 @@ class JobResult:
 class Result:
     """How a run ended; seconds and tokens are of this session.
 
-    status: done, failed (a job failed, the others finished) or interrupted (signal says by what).
+    status: done, failed (a job failed or was left out, the others finished) or interrupted (signal says by what).
     """
 
     status: str
@@ -107,22 +110,32 @@ class Trainer:
         self.stop: int | None = None
         self.tokens = 0
         self.start = time.perf_counter()
-        steps = {job.name: job.step for job in jobs}
-        kept = keep_lines(self.output_dir / "metrics.jsonl", lambda line: line["step"] <= steps.get(line["job"], 0))
-        evals = keep_lines(self.output_dir / "evals.jsonl", lambda line: line["step"] <= steps.get(line["job"], 0))
+        self.folder = KeptFolder(self.output_dir)
+        histories = {job.name: job.log_history for job in jobs}
+        self._rebuild("metrics.jsonl", metric_lines(histories))
+        evals = eval_lines(histories)
+        self._rebuild("evals.jsonl", evals)
         # by job and step; None where it was not finite
         self.evals: dict[tuple[str, int], float | None] = {
             (line["job"], line["step"]): line["eval_loss"] for line in evals
         }
         first_round = self._planner().window_start(self._slowest())
         keep_lines(self.output_dir / "windows.jsonl", lambda line: line["window"] < first_round)
-        batches = keep_lines(self.output_dir / "microbatches.jsonl", self._is_past)
+        path = self.output_dir / "microbatches.jsonl"
+        batches = keep_lines(path, lambda line: line["index"] >= 0 and self._is_past(line))
         self.num_microbatches = max((line["index"] + 1 for line in batches), default=0)
-        self.elapsed_before = max((line["elapsed"] for line in kept), default=0.0)
+        self.elapsed_before = max((line["elapsed"] for own in histories.values() for line in own), default=0.0)
         self.metrics = JsonLines(self.output_dir / "metrics.jsonl")
         self.eval_lines = JsonLines(self.output_dir / "evals.jsonl")
         self.microbatch_lines = JsonLines(self.output_dir / "microbatches.jsonl")
         self.window_lines = JsonLines(self.output_dir / "windows.jsonl")
+
+    def _rebuild(self, name: str, lines: list[dict[str, Any]]) -> None:
+        """Make a log hold what the jobs' states say, whatever a crash has left of it, and what it holds of jobs left out."""
+        path = self.output_dir / name
+        others = [line for line in read_lines(path, "job", "step") if str(line["job"]) in self.prepared.left_out]
+        if others or lines or path.exists():
+            write_lines(path, [*others, *lines])
 
     def fit(self) -> Result:
         """Windows until every job is done or has failed, or a signal asks to stop."""
@@ -216,11 +229,8 @@ class Trainer:
         if result is None:
             self._failed(job)
             return
-        elapsed = self.elapsed_before + now - self.start
-        self.metrics.write(
-            job=job.name, step=result.step, loss=result.loss, grad_norm=result.grad_norm, lr=result.lr, tokens=result.tokens,
-            seconds=now - began, elapsed=elapsed,
-        )  # fmt: skip
+        job.log_history[-1] |= {"seconds": now - began, "elapsed": self.elapsed_before + now - self.start}
+        self.metrics.write(**metric_lines({job.name: job.log_history[-1:]})[0])
         self.progress.stepped(job, result)
         self.stepped.append(job)
 
@@ -318,19 +328,20 @@ class Trainer:
     def _failed(self, job: Job) -> None:
         self.record["warnings"].append(f"job {job.name!r} was stopped: {job.failure}")
         self.progress.message(f"job {job.name!r} was stopped: {job.failure}; the other jobs go on")
-        checkpoint.save_result(self.output_dir / job.name, job)
+        self._save_result(job)
 
     # --- after steps ---------------------------------------------------------------------------------------------------
 
     def _after_steps(self) -> None:
         """Evaluations and checkpoints of the jobs that have stepped, together where they have done so together."""
+        self.folder.check()
         stepped, self.stepped = self.stepped, []
         due = [job for job in stepped if job.step >= job.data.num_steps or self._every(self.run.save_every, job)]
         if self.stop is None:
             self._evaluate([job for job in stepped if self._to_evaluate(job)])
         for job in due:
             if job.status == "running":
-                checkpoint.save_checkpoint(self.output_dir / job.name, job)
+                self._save(job)
         if self.stop is None:
             self._settle()
         if due:
@@ -343,7 +354,7 @@ class Trainer:
         for job in self.jobs:
             if job.status == "running" and job.step >= job.data.num_steps and self.stop is None:
                 job.status = "done"
-                checkpoint.save_result(self.output_dir / job.name, job)
+                self._save_result(job)
                 for name in sorted({name.rpartition("/")[0] for name in job.untrained}):
                     self._warn(f"job {job.name!r}: {name} took no part in training, its adapter is as it began")
 
@@ -367,12 +378,25 @@ class Trainer:
         self.record["warnings"].append(text)
         self.progress.message(f"note: {text}")
 
+    def _save(self, job: Job) -> None:
+        """A checkpoint; what the logs hold up to it is on the disk before it is there."""
+        for lines in (self.metrics, self.eval_lines, self.microbatch_lines, self.window_lines):
+            lines.sync()
+        limit = self.run.save_total_limit
+        checkpoint.save_checkpoint(self.output_dir / job.name, job, self.record["id"], limit)
+        self.record["saved"][job.name] = job.step
+
+    def _save_result(self, job: Job) -> None:
+        self.folder.check()
+        checkpoint.save_result(self.output_dir / job.name, job, self.record["id"])
+
     def _save_before_stop(self) -> None:
+        self.folder.check()
         for job in self.jobs:
             folder = self.output_dir / job.name
             if job.status == "running" and job.step > 0 and not (folder / f"checkpoint-{job.step}").exists():
                 job.discard()
-                checkpoint.save_checkpoint(folder, job)
+                self._save(job)
 
     @torch.no_grad()
     def _evaluate(self, jobs: Sequence[Job]) -> None:
@@ -393,6 +417,9 @@ class Trainer:
             loss = float(total[job.adapter.number]) / sum(sample.num_labels for sample in samples[job.name])
             self.evals[job.name, job.step] = loss
             if job.eval_samples:
+                elapsed = self.elapsed_before + time.perf_counter() - self.start
+                finite = loss if math.isfinite(loss) else None
+                job.log_history.append({"step": job.step, "epoch": job.epoch, "eval_loss": finite, "elapsed": elapsed})
                 self.eval_lines.write(job=job.name, step=job.step, eval_loss=loss)
                 self.progress.evaluated(job, loss)
             if not math.isfinite(loss) and job.step > 0:
@@ -432,10 +459,13 @@ class Trainer:
     # --- the end -------------------------------------------------------------------------------------------------------
 
     def _finish(self) -> Result:
+        self.folder.check()
         for lines in (self.metrics, self.eval_lines, self.microbatch_lines, self.window_lines):
             lines.close()
         seconds = time.perf_counter() - self.start
-        status = "failed" if any(job.status == "failed" for job in self.jobs) else "done"
+        left_out = self._left_out()
+        fates = [job.status for job in self.jobs] + [job.status for job in left_out.values()]
+        status = "done" if set(fates) == {"done"} else "failed"
         result = Result(
             "interrupted" if self.stop is not None else status,
             seconds,
@@ -459,6 +489,8 @@ class Trainer:
                 job.status, job.step, self.output_dir / job.name, job.failure, known.get(0), known[after] if after else None,
                 self.progress.average_rate(job),
             )  # fmt: skip
+        ends = result.jobs | left_out
+        result.jobs = {job.name: ends[job.name] for job in self.run.jobs}
         tokens = sum(job.tokens_seen for job in self.jobs)
         self.record["result"] = {
             "status": result.status,
@@ -477,6 +509,17 @@ class Trainer:
         self._write_record()
         write_report(self.output_dir)
         return result
+
+    def _left_out(self) -> dict[str, JobResult]:
+        """How the jobs stand whose data is gone."""
+        out = {}
+        for name, why in self.prepared.left_out.items():
+            folder = self.output_dir / name
+            status, step, failure = checkpoint.fate(folder, name, self.record["id"])
+            if status == "done" and step < self.record["jobs"][name]["steps"]:
+                status = "stopped"
+            out[name] = JobResult(status, step, folder, why if status == "stopped" else failure)
+        return out
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:

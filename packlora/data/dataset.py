@@ -48,9 +48,7 @@ class JobData:
     @property
     def configured_steps(self) -> int:
         """Optimizer steps that the run file asks for."""
-        if self.config.max_steps > 0:
-            return self.config.max_steps
-        return max(1, math.ceil(self.config.num_train_epochs * self.batches_per_epoch))
+        return configured_steps(self.config, len(self.samples))
 
     @property
     def num_steps(self) -> int:
@@ -75,3 +73,12 @@ class JobData:
         """Sample numbers of optimizer step `step`, counted from 0."""
         numbers: list[int] = self.planned.samples(step).tolist()
         return numbers
+
+
+def configured_steps(config: TrainConfig, samples: int) -> int:
+    """Optimizer steps that a job with so many samples is to take."""
+    if config.max_steps > 0:
+        return config.max_steps
+    return max(
+        1, math.ceil(config.num_train_epochs * count_batches(samples, config.global_batch_size, config.drop_last))
+    )

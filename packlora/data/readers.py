@@ -38,13 +38,18 @@ def read_rows(path: str, job: str) -> list[Row]:
     file = Path(path)
     if file.is_dir():
         raise InputError(f"job {job!r}: data path {path} is a folder; give a .jsonl, .json or .parquet file")
-    if file.exists() or file.suffix in {".jsonl", ".json", ".parquet", ".txt", ".csv"}:
+    if is_file_name(path):
         rows = [_check(value, where, job) for where, value in _read_file(file, job)]
     else:
         rows = [_check(value, where, job) for where, value in _read_hub(path, job)]
     if not rows:
         raise InputError(f"job {job!r}: {path} has no rows")
     return rows
+
+
+def is_file_name(path: str) -> bool:
+    """Whether a data path means a file here, which may be missing, and not a data set of the hub."""
+    return Path(path).exists() or Path(path).suffix in {".jsonl", ".json", ".parquet", ".txt", ".csv"}
 
 
 def _read_file(file: Path, job: str) -> Iterator[tuple[str, Any]]:

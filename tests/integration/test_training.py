@@ -357,7 +357,7 @@ def test_killed_with_sigkill_at_random_moments_and_resumed_gives_the_same_bits(
     tree, whole = uninterrupted
     out = tmp_path / "out"
     run_file = tmp_path / "run.yaml"
-    run_file.write_text(json.dumps({**tree, "output_dir": str(out), "save_every": 1}))
+    run_file.write_text(json.dumps({**tree, "output_dir": str(out), "save_every": 1, "save_total_limit": None}))
     command = [sys.executable, "-m", "packlora", "train", str(run_file), "--resume"]
     environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
     kills, generator = 0, random.Random()
@@ -426,13 +426,25 @@ def test_resuming_a_finished_run_trains_nothing_and_a_longer_one_goes_on(
 
 
 def test_a_held_out_loss_that_was_not_finite_does_not_keep_a_run_from_being_resumed(
-    uninterrupted: tuple[dict[str, Any], Path], tmp_path: Path
+    uninterrupted: tuple[dict[str, Any], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tree, whole = uninterrupted
-    out = tmp_path / "out"
-    shutil.copytree(whole, out)
-    (out / "evals.jsonl").write_text(json.dumps({"job": "lora", "step": 0, "eval_loss": None}) + "\n")
-    assert train({**tree, "output_dir": str(out)}, resume=True).jobs["lora"].eval_before is None
+    from packlora.trainer import Trainer
+
+    tree, _ = uninterrupted
+    tree = {**tree, "output_dir": str(tmp_path / "out")}
+    original = Trainer._held_out_losses
+
+    def spoilt(self: Any, samples: Any) -> Any:
+        first = all(job.step == 0 for job in self.jobs)
+        return original(self, samples) * (float("nan") if first else 1)
+
+    monkeypatch.setattr(Trainer, "_held_out_losses", spoilt)
+    train(tree, max_steps=2)
+    monkeypatch.undo()
+    result = train(tree, resume=True)
+    assert result.status == "done"
+    assert result.jobs["lora"].eval_before is None
+    assert result.jobs["lora"].eval_after is not None
 
 
 def test_a_run_with_other_settings_is_not_continued(uninterrupted: tuple[dict[str, Any], Path], tmp_path: Path) -> None:

@@ -61,6 +61,7 @@ def test_defaults_are_exactly_the_documented_ones() -> None:
         max_tokens_per_microbatch: 4096
         gradient_checkpointing: false
         save_every: 50
+        save_total_limit: 2
         eval_every: 0
         trust_remote_code: false
         liger: auto

@@ -1,0 +1,734 @@
+"""What a run leaves on the disk and how it goes on from there: damaged, deleted, exchanged, or simply old."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import WORDS, tiny_model
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+import packlora
+from packlora import checkpoint
+from packlora.cli import app
+from packlora.config import Run
+from packlora.files import remove_leftovers
+from packlora.prepare import check_output
+
+Base = Callable[..., str]
+Copy = Callable[[Path], dict[str, Any]]
+
+STEPS = 6
+FILES = ("adapter_config.json", "adapter_model.safetensors", "optimizer.safetensors", "last_good.safetensors",
+         "trainer_state.json", "manifest.json")  # fmt: skip
+
+
+def make_tree(base: str, folder: Path) -> dict[str, Any]:
+    """Two jobs of six steps; the first is evaluated at every second one."""
+    generator = random.Random(5)
+    jobs = []
+    for name, adapter in (("a", {"r": 4, "lora_dropout": 0.1}), ("b", {"r": 2, "use_dora": True})):
+        path = folder / f"{name}.jsonl"
+        picks = [[generator.choice(WORDS) for _ in range(generator.randrange(3, 8))] for _ in range(2 * STEPS)]
+        lines = [{"prompt": " ".join(words), "completion": words[0]} for words in picks]
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        data = {"path": str(path)} | ({"eval_path": str(path)} if name == "a" else {})
+        jobs.append(
+            {"name": name, "data": data, "adapter": adapter, "train": {"global_batch_size": 2, "learning_rate": 3e-3}}
+        )
+    return {
+        "base_model": base, "output_dir": str(folder / "out"), "max_tokens_per_microbatch": 96, "device": "cpu",
+        "save_every": 2, "save_total_limit": None, "eval_every": 2, "jobs": jobs,
+    }  # fmt: skip
+
+
+def train(tree: dict[str, Any], **kwargs: Any) -> Any:
+    return packlora.train(Run.model_validate(tree), **kwargs)
+
+
+def refusal(tree: dict[str, Any], **kwargs: Any) -> str:
+    """The message of a refused resume, which leaves every byte of the output folder as it is."""
+    out = Path(tree["output_dir"])
+    before = content(out)
+    with pytest.raises(packlora.InputError) as caught:
+        train(tree, resume=True, **kwargs)
+    assert content(out) == before
+    return str(caught.value)
+
+
+def content(folder: Path) -> dict[str, bytes | None]:
+    return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() else None for p in folder.rglob("*")}
+
+
+def adapter(out: Path, job: str) -> dict[str, torch.Tensor]:
+    return load_file(out / job / "adapter_model.safetensors")
+
+
+def same_bits(one: Path, two: Path, jobs: str = "ab") -> None:
+    for job in jobs:
+        a, b = adapter(one, job), adapter(two, job)
+        assert all(torch.equal(a[key], b[key]) for key in a), job
+
+
+def lines(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def numbers(out: Path) -> list[Any]:
+    """The metrics without the times, in the order of jobs and steps."""
+    keys = ("job", "step", "loss", "grad_norm", "lr", "tokens")
+    return sorted([line[key] for key in keys] for line in lines(out / "metrics.jsonl"))
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_base: Base, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A run that was never interrupted."""
+    tree = make_tree(tiny_base(), tmp_path_factory.mktemp("whole"))
+    assert train(tree).status == "done"
+    return tree
+
+
+@pytest.fixture(scope="module")
+def begun(whole: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Copy:
+    """-> a copy of the same run at step 4, with checkpoints of steps 2 and 4."""
+    first = tmp_path_factory.mktemp("begun") / "out"
+    train({**whole, "output_dir": str(first)}, max_steps=4)
+
+    def copy(folder: Path) -> dict[str, Any]:
+        shutil.copytree(first, folder / "out")
+        return json.loads(json.dumps({**whole, "output_dir": str(folder / "out")}))  # type: ignore[no-any-return]
+
+    return copy
+
+
+def out_of(tree: dict[str, Any]) -> Path:
+    return Path(tree["output_dir"])
+
+
+def run_id(out: Path) -> str:
+    return str(json.loads((out / "run.json").read_text())["id"])
+
+
+# --- old checkpoints ---------------------------------------------------------------------------------------------------
+
+
+def test_old_checkpoints_are_removed_and_folders_that_are_not_its_own_stay(begun: Copy, tmp_path: Path) -> None:
+    tree = begun(tmp_path)
+    out = out_of(tree)
+    (out / "a" / "checkpoint-1").mkdir()  # somebody's: it has no manifest
+    (out / "a" / "checkpoint-1" / "notes.txt").write_text("precious")
+    shutil.copytree(out / "a" / "checkpoint-2", out / "b" / "checkpoint-3")  # of the other job
+    (tmp_path / "elsewhere").mkdir()
+    shutil.copytree(out / "a" / "checkpoint-2", tmp_path / "elsewhere" / "checkpoint-2")
+    shutil.rmtree(out / "a" / "checkpoint-2")
+    (out / "a" / "checkpoint-2").symlink_to(tmp_path / "elsewhere" / "checkpoint-2")
+    del tree["save_total_limit"]  # 2, and save_every makes three
+    assert train({**tree, "save_every": 1}, resume=True).status == "done"
+    assert sorted(path.name for path in (out / "a").glob("checkpoint-*")) == [f"checkpoint-{n}" for n in (1, 2, 5, 6)]
+    assert sorted(path.name for path in (out / "b").glob("checkpoint-*")) == [f"checkpoint-{n}" for n in (3, 5, 6)]
+    assert (out / "a" / "checkpoint-1" / "notes.txt").read_text() == "precious"
+    assert len(list((tmp_path / "elsewhere" / "checkpoint-2").iterdir())) == len(FILES)
+    assert not list(out.glob("**/.tmp-*"))
+
+
+def test_all_checkpoints_are_kept_where_no_limit_is_set(whole: dict[str, Any]) -> None:
+    for job in "ab":
+        found = sorted(path.name for path in (out_of(whole) / job).glob("checkpoint-*"))
+        assert found == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
+
+
+def test_a_checkpoint_that_cannot_be_written_costs_no_older_one(
+    begun: Copy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree = {**begun(tmp_path), "save_total_limit": 1}
+    out = out_of(tree)
+    original = checkpoint.write_json
+
+    def full(path: Path, value: Any) -> None:
+        if path.name == "trainer_state.json" and "checkpoint-6" in str(path):
+            raise OSError(28, "No space left on device")
+        original(path, value)
+
+    monkeypatch.setattr(checkpoint, "write_json", full)
+    with pytest.raises(OSError, match="No space left"):
+        train(tree, resume=True)
+    monkeypatch.undo()
+    for job in "ab":
+        assert checkpoint.check(out / job / "checkpoint-4", job, run_id(out), 4)
+    assert train(tree, resume=True).status == "done"
+    assert [path.name for path in (out / "b").glob("checkpoint-*")] == ["checkpoint-6"]
+
+
+# --- damage ------------------------------------------------------------------------------------------------------------
+
+
+def damages(folder: Path, name: str, other: Path, generator: random.Random) -> dict[str, Callable[[], Any]]:
+    """Ways to spoil a file of a checkpoint; other: the same file of another step or job."""
+    file = folder / name
+    text = file.read_bytes()
+    place = generator.randrange(len(text))
+    flipped = bytearray(text)
+    flipped[place] ^= 1 << generator.randrange(8)
+    ways: dict[str, Callable[[], Any]] = {
+        "flipped": lambda: file.write_bytes(bytes(flipped)),
+        "cut": lambda: file.write_bytes(text[:place]),
+        "empty": lambda: file.write_bytes(b""),
+        "longer": lambda: file.write_bytes(text + b"\0"),
+        "zeros": lambda: file.write_bytes(bytes(len(text))),
+        "gone": file.unlink,
+        "a folder": lambda: (file.unlink(), file.mkdir()),
+        "a pipe": lambda: (file.unlink(), os.mkfifo(file)),
+        "dangling": lambda: (file.unlink(), file.symlink_to("nowhere")),
+    }
+    if other.read_bytes() != text:
+        ways["another's"] = lambda: shutil.copyfile(other, file)
+    return ways
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_damage_of_every_file_of_a_checkpoint_is_found_and_the_file_is_named(
+    name: str, begun: Copy, tmp_path: Path
+) -> None:
+    generator = random.Random(name)
+    out = out_of(begun(tmp_path))
+    good, place, run = out / "a" / "checkpoint-4", tmp_path / "checkpoint-4", run_id(out)
+    assert {path.name for path in good.iterdir()} == set(FILES)
+    for other in (out / "a" / "checkpoint-2", out / "b" / "checkpoint-4"):
+        for number in range(3):
+            for way in damages(good, name, other / name, random.Random(0)):
+                shutil.rmtree(place, ignore_errors=True)
+                shutil.copytree(good, place)
+                assert checkpoint.check(place, "a", run, 4).step == 4
+                damages(place, name, other / name, generator)[way]()
+                if way == "flipped" and name == "manifest.json" and says_the_same(place / name, good / name):
+                    continue
+                with pytest.raises(checkpoint.Damaged) as caught:
+                    checkpoint.check(place, "a", run, 4)
+                told = str(caught.value)
+                assert name in told or (name == "manifest.json" and str(place) in told), (way, number)
+
+
+def says_the_same(file: Path, other: Path) -> bool:
+    """Whether two JSON files differ in blanks at most."""
+    try:
+        return bool(json.loads(file.read_bytes()) == json.loads(other.read_bytes()))
+    except ValueError:
+        return False
+
+
+def test_a_folder_of_another_job_step_or_run_is_refused(whole: dict[str, Any], begun: Copy, tmp_path: Path) -> None:
+    tree = begun(tmp_path)
+    out = out_of(tree)
+    newest = out / "a" / "checkpoint-4"
+    for source, said in (
+        (out / "b" / "checkpoint-4", "is of job 'b'"),
+        (out / "a" / "checkpoint-2", "is of step 2"),
+        (out_of(whole) / "a" / "checkpoint-4", "is of another run"),
+    ):
+        shutil.rmtree(newest)
+        shutil.copytree(source, newest)
+        assert refusal(tree) == (
+            f"job 'a': {newest} {said}; checkpoint-2 is whole: go on from it with --resume --from a=2"
+        )
+
+
+def test_a_damaged_newest_checkpoint_is_named_with_the_older_one_from_which_the_same_bits_come(
+    whole: dict[str, Any], begun: Copy, tmp_path: Path
+) -> None:
+    tree = begun(tmp_path)
+    out = out_of(tree)
+    for job, name in (("a", "optimizer.safetensors"), ("b", "trainer_state.json")):
+        file = out / job / "checkpoint-4" / name
+        text = bytearray(file.read_bytes())
+        text[-20] ^= 4
+        file.write_bytes(text)
+    said = refusal(tree).splitlines()
+    for job, name, line in zip("ab", ("optimizer.safetensors", "trainer_state.json"), said, strict=True):
+        assert line == (
+            f"job {job!r}: {out / job / 'checkpoint-4' / name} does not hold what was written (its SHA-256 differs); "
+            f"checkpoint-2 is whole: go on from it with --resume --from {job}=2"
+        )
+    result = train(tree, resume=True, resume_from=["a=2", "b=2"])
+    assert result.status == "done"
+    same_bits(out_of(whole), out)
+    assert numbers(out) == numbers(out_of(whole))
+    assert (out / "a" / "discarded-checkpoint-4").is_dir()
+    notes = json.loads((out / "run.json").read_text())["warnings"]
+    assert "job 'a' goes on from step 2, as --from says; what lay beyond is now discarded-checkpoint-4" in notes
+
+
+def test_where_no_checkpoint_is_whole_the_job_can_be_begun_again(
+    whole: dict[str, Any], begun: Copy, tmp_path: Path
+) -> None:
+    tree = begun(tmp_path)
+    out = out_of(tree)
+    for step in (2, 4):
+        (out / "a" / f"checkpoint-{step}" / "manifest.json").unlink()
+    assert refusal(tree) == (
+        f"job 'a': {out / 'a' / 'checkpoint-4' / 'manifest.json'} is missing, so nothing tells whether checkpoint-4 is whole; "
+        "no older checkpoint is whole; begin this job again with --resume --from a=0"
+    )
+    assert train(tree, resume=True, resume_from=["a=0"]).status == "done"
+    same_bits(out_of(whole), out)
+    assert numbers(out) == numbers(out_of(whole))
+
+
+def test_from_goes_back_for_all_jobs_that_have_got_so_far_and_refuses_a_step_that_is_not_there(
+    whole: dict[str, Any], begun: Copy, tmp_path: Path
+) -> None:
+    tree = begun(tmp_path)
+    out = out_of(tree)
+    for word, said in (
+        ("3", "--from '3': job 'a' has no checkpoint of step 3; its checkpoints: 2, 4"),
+        ("a=6", "--from 'a=6': job 'a' has no checkpoint of step 6; its checkpoints: 2, 4"),
+        ("8", "--from '8': job 'a' has no checkpoint of step 8; its checkpoints: 2, 4"),
+        ("c=2", "--from 'c=2': there is no job 'c'; there are a, b"),
+        ("a=", "--from 'a=': give the step of a checkpoint, or JOB=STEP"),
+        ("-2", "--from '-2': give the step of a checkpoint, or JOB=STEP"),
+        ("²", "--from '²': give the step of a checkpoint, or JOB=STEP"),
+    ):
+        assert refusal(tree, resume_from=[word]) == said
+    with pytest.raises(packlora.InputError, match="needs --resume"):
+        train(tree, resume_from=["2"])
+    shutil.rmtree(out / "b" / "checkpoint-4")  # b has only got to step 2
+    (out / "b" / "manifest.json").unlink()
+    train(tree, resume=True, resume_from=["4"], max_steps=4)
+    assert not list(out.glob("*/discarded-*"))
+    train(tree, resume=True, resume_from=["2"], max_steps=4)
+    assert sorted(str(path.relative_to(out)) for path in out.glob("*/discarded-*")) == [
+        "a/discarded-checkpoint-4", "b/discarded-checkpoint-4",
+    ]  # fmt: skip
+    train(tree, resume=True)
+    same_bits(out_of(whole), out)
+    assert numbers(out) == numbers(out_of(whole))
+
+
+def test_the_command_takes_from_and_its_advice_to_go_on_does_not_repeat_it(
+    begun: Copy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from packlora import cli
+
+    tree = begun(tmp_path)
+    file = tmp_path / "run.yaml"
+    file.write_text(json.dumps(tree))
+    words = ["train", str(file), "--resume", "--from", "a=2", "--from=b=2", "--max-steps", "4"]
+    ran = CliRunner().invoke(app, words)
+    assert ran.exit_code == 0, ran.output
+    assert (out_of(tree) / "b" / "discarded-checkpoint-4").exists()
+    assert cli._without_resume(words) == ["train", str(file), "--max-steps", "4"]
+    refused = CliRunner().invoke(app, ["train", str(file), "--resume", "--from", "7"])
+    assert refused.exit_code == 2
+
+
+# --- what was deleted --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["model deleted", "model damaged", "all but checkpoints deleted", "state damaged"])
+def test_a_finished_adapter_is_restored_from_its_checkpoint(how: str, whole: dict[str, Any], tmp_path: Path) -> None:
+    tree = {**whole, "output_dir": str(tmp_path / "out")}
+    out, model = tmp_path / "out", tmp_path / "out" / "a" / "adapter_model.safetensors"
+    shutil.copytree(out_of(whole), out)
+    if how == "model deleted":
+        model.unlink()
+    elif how == "model damaged":
+        model.write_bytes(model.read_bytes()[:-1] + b"?")
+    elif how == "state damaged":
+        (out / "a" / "trainer_state.json").write_text("[[")
+    else:
+        for path in (out / "a").iterdir():
+            if path.is_file():
+                path.unlink()
+    result = train(tree, resume=True)
+    assert (result.status, result.tokens) == ("done", 0)
+    same_bits(out_of(whole), out)
+    assert checkpoint.check(out / "a", "a", run_id(out)).step == STEPS
+    if "all" not in how:
+        notes = json.loads((out / "run.json").read_text())["warnings"]
+        assert any("the finished adapter is written again from checkpoint-6" in note for note in notes)
+
+
+def test_without_any_checkpoint_a_job_is_not_begun_again_without_a_word(
+    whole: dict[str, Any], begun: Copy, tmp_path: Path
+) -> None:
+    tree = begun(tmp_path)
+    out = out_of(tree)
+    for folder in out.glob("*/checkpoint-*"):
+        shutil.rmtree(folder)
+    said = refusal(tree).splitlines()
+    assert said[0] == (
+        f"job 'a': {out / 'a'} has no checkpoint, but it had a checkpoint at step 4; going on would begin at step 1 and "
+        "overwrite its adapter. Put the checkpoints back, take another output_dir, or begin again with --resume --from a=0"
+    )
+    assert train(tree, resume=True, max_steps=4).tokens == 0  # nothing is left to do, and nothing is overwritten
+    shutil.rmtree(out / "b")  # not even the finished adapter
+    assert "job 'b'" in refusal(tree, max_steps=4)
+    assert train(tree, resume=True, resume_from=["0"]).status == "done"
+    same_bits(out_of(whole), out)
+
+
+def test_one_job_s_missing_data_does_not_stop_the_others(whole: dict[str, Any], begun: Copy, tmp_path: Path) -> None:
+    tree = begun(tmp_path)
+    out = out_of(tree)
+    data = Path(tree["jobs"][0]["data"]["path"])
+    aside = data.rename(tmp_path / "a.jsonl")
+    try:
+        before = content(out / "a")
+        result = train(tree, resume=True)
+        assert (result.status, result.exit_code) == ("failed", 1)
+        assert list(result.jobs) == ["a", "b"]
+        assert (result.jobs["a"].status, result.jobs["a"].step) == ("stopped", 4)
+        assert result.jobs["a"].failure == f"{data} does not exist"
+        assert result.jobs["b"].status == "done"
+        assert content(out / "a") == before
+        assert [line for line in numbers(out) if line[0] == "a"] == [
+            line for line in numbers(out_of(whole)) if line[0] == "a"
+        ][:4]
+        notes = json.loads((out / "run.json").read_text())["warnings"]
+        assert (
+            f"job 'a' is left out, the others go on: {data} does not exist; --resume takes it up again when that is back"
+            in notes
+        )
+    finally:
+        aside.rename(data)
+    assert train(tree, resume=True).status == "done"
+    same_bits(out_of(whole), out, "a")
+    assert [line[:2] for line in numbers(out)] == [line[:2] for line in numbers(out_of(whole))]
+    assert json.loads((out / "run.json").read_text())["jobs"].keys() == {"a", "b"}
+
+
+# --- logs --------------------------------------------------------------------------------------------------------------
+
+
+def spoil(file: Path, way: str) -> None:
+    text = file.read_text().splitlines(keepends=True)
+    if way == "deleted":
+        file.unlink()
+    elif way == "cut":
+        file.write_text("".join(text)[: len("".join(text)) // 3])
+    elif way == "hole":
+        file.write_text("".join(text[:1] + text[2:]))
+    elif way == "twice":
+        file.write_text("".join(text + text))
+    elif way == "changed":
+        file.write_text("".join(text).replace("0.", "1."))
+    elif way == "foreign":
+        odd = [
+            '{"job": [1], "step": {}}',
+            '{"job": "a", "step": "x"}',
+            "{}",
+            "[" * 20000,
+            "9" * 5000,
+            '{"job": "\\ud800"}',
+            "\0",
+        ]
+        file.write_text("".join(text) + "\n".join(odd))
+
+
+@pytest.mark.parametrize("way", ["deleted", "cut", "hole", "twice", "changed", "foreign"])
+def test_metrics_and_evaluations_are_what_the_checkpoints_say_whatever_became_of_the_files(
+    way: str, whole: dict[str, Any], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(out_of(whole), out)
+    for name in ("metrics", "evals", "microbatches", "windows"):
+        spoil(out / f"{name}.jsonl", way)
+    assert train({**whole, "output_dir": str(out)}, resume=True).tokens == 0
+    for name in ("metrics.jsonl", "evals.jsonl"):
+        assert (out / name).read_bytes() == (out_of(whole) / name).read_bytes()
+
+
+def test_logs_are_on_the_disk_before_the_checkpoint_is(whole: dict[str, Any], tmp_path: Path, monkeypatch: Any) -> None:
+    out, events, original, replace = tmp_path / "out", [], os.fsync, os.replace
+    named: dict[int, str] = {}
+
+    def fsync(handle: int) -> None:
+        named.update({path.stat().st_ino: path.name for path in out.glob("*.jsonl")})
+        events.append(named.get(os.fstat(handle).st_ino, ""))
+        original(handle)
+
+    def renamed(source: Any, target: Any) -> None:
+        events.append(Path(target).name)
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "replace", renamed)
+    train({**whole, "output_dir": str(out), "jobs": whole["jobs"][:1]}, max_steps=2)
+    upto = events[: events.index("checkpoint-2")]
+    assert {"metrics.jsonl", "evals.jsonl", "microbatches.jsonl", "windows.jsonl"} <= set(upto)
+
+
+# --- the base and run.json ---------------------------------------------------------------------------------------------
+
+
+def test_another_base_model_of_the_same_shapes_is_refused(
+    begun: Copy, whole: dict[str, Any], tiny_base: Base, tmp_path: Path
+) -> None:
+    tree = begun(tmp_path)
+    base = tmp_path / "base"
+    shutil.copytree(tiny_base(), base)
+    record = json.loads((out_of(tree) / "run.json").read_text())
+    record["config"]["base_model"] = tree["base_model"] = str(base)
+    (out_of(tree) / "run.json").write_text(json.dumps(record))
+    tuned = tiny_model("llama")
+    with torch.no_grad():
+        tuned.model.layers[1].mlp.up_proj.weight[7, 3] += 1e-3  # a single weight
+    tuned.save_pretrained(base)
+    said = refusal(tree)
+    assert said.startswith(f"base_model {base}: this is not the model that the run began with, its weights changed; ")
+    tiny_model("llama").save_pretrained(base)
+    settings = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**settings, "rms_norm_eps": 1e-3}))
+    assert "its config.json changed" in refusal(tree)
+    (base / "config.json").write_text(
+        json.dumps({**settings, "transformers_version": "4.0"})
+    )  # who wrote it is no matter
+    assert train(tree, resume=True).status == "done"
+    same_bits(out_of(whole), out_of(tree))
+
+
+ODD: list[Any] = [None, True, -1, 1.5, "x", [], ["x"], {}, {"x": 1}, [[[]]]]
+
+
+def sentence(run: Run) -> str | None:
+    """What is said against the output folder of a run, if anything is."""
+    try:
+        check_output(run, True)
+    except packlora.InputError as error:
+        return str(error)
+    return None
+
+
+def test_a_run_json_that_says_something_else_is_refused_with_a_sentence(begun: Copy, tmp_path: Path) -> None:
+    tree = begun(tmp_path)
+    file = out_of(tree) / "run.json"
+    good = json.loads(file.read_text())
+    texts = [b"", b"{", b"[]", b"null", b"7", b"\xff\xfe", b"[" * 100_000, b'{"a":' * 50_000, b"{}"]
+    for path in (
+        ("id",), ("created",), ("config",), ("config", "jobs"), ("config", "jobs", 0), ("config", "jobs", 0, "name"),
+        ("config", "jobs", 0, "train"), ("config", "seed"), ("config", "max_tokens_per_microbatch"), ("versions",),
+        ("versions", "torch"), ("warnings",), ("jobs",), ("jobs", "a"), ("jobs", "a", "data_hash"), ("schedule",),
+        ("schedule", "budget"), ("model",), ("model", "fingerprint"), ("model", "fingerprint", "weights"), ("saved",),
+        ("saved", "a"),
+    ):  # fmt: skip
+        for value in [*ODD, KeyError]:
+            spoilt = json.loads(json.dumps(good))
+            node = spoilt
+            for key in path[:-1]:
+                node = node[key]
+            if value is KeyError:
+                del node[path[-1]]
+            else:
+                node[path[-1]] = value
+            texts.append(json.dumps(spoilt).encode())
+    refused = 0
+    for text in texts:
+        file.write_bytes(text)
+        said = sentence(Run.model_validate(tree))
+        assert said is None or said.startswith(f"output_dir {file.parent}"), text[:200]
+        refused += said is not None
+    assert refused > 0.9 * len(texts)
+    file.unlink()
+    file.mkdir()
+    with pytest.raises(packlora.InputError, match=r"run.json cannot be read"):
+        train(tree, resume=True)
+
+
+def test_a_run_of_an_earlier_version_is_refused_with_what_to_do(begun: Copy, tmp_path: Path) -> None:
+    tree = begun(tmp_path)
+    file = out_of(tree) / "run.json"
+    record = json.loads(file.read_text())
+    del record["id"]
+    file.write_text(json.dumps(record))
+    assert "an earlier packlora wrote it, which kept no checksums; continue the run with that one" in refusal(tree)
+
+
+# --- the output folder -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["deleted", "replaced"])
+def test_an_output_folder_that_is_deleted_during_a_run_is_said_and_ends_with_1(
+    how: str, whole: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from packlora.job import Job
+
+    out, original = tmp_path / "out", Job.optimizer_step
+
+    def step(self: Job) -> Any:
+        if self.step == 2 and self.name == "a":
+            shutil.rmtree(out)
+            if how == "replaced":  # another run began there
+                out.mkdir()
+                (out / ".lock").write_text("")
+        return original(self)
+
+    monkeypatch.setattr(Job, "optimizer_step", step)
+    file = tmp_path / "run.yaml"
+    file.write_text(json.dumps({**whole, "output_dir": str(out)}))
+    ran = CliRunner().invoke(app, ["train", str(file)])
+    assert ran.exit_code == 1, ran.output
+    assert f"packlora: {out} was deleted, moved or replaced while the run was writing to it" in ran.stderr
+    assert [path.name for path in out.glob("*")] == ([".lock"] if how == "replaced" else [])
+
+
+def test_a_memory_error_without_words_is_told_in_words(whole: dict[str, Any], monkeypatch: Any, tmp_path: Path) -> None:
+    def lacking(*args: Any, **kwargs: Any) -> Any:
+        raise MemoryError
+
+    monkeypatch.setattr(packlora.train, "load_base", lacking)
+    file = tmp_path / "run.yaml"
+    file.write_text(json.dumps({**whole, "output_dir": str(tmp_path / "out")}))
+    ran = CliRunner().invoke(app, ["train", str(file)])
+    assert ran.exit_code == 1
+    assert "memory is used up" in ran.stderr
+
+
+def test_adapter_files_can_be_read_by_whom_the_umask_lets(whole: dict[str, Any], tmp_path: Path) -> None:
+    for umask, wanted in ((0o022, 0o644), (0o027, 0o640)):
+        before = os.umask(umask)
+        try:
+            out = tmp_path / f"out-{umask}"
+            train({**whole, "output_dir": str(out), "jobs": whole["jobs"][:1]}, max_steps=2)
+        finally:
+            os.umask(before)
+        modes = {path: path.stat().st_mode & 0o777 for path in out.rglob("*") if path.is_file()}
+        assert len(modes) >= 15
+        assert set(modes.values()) == {wanted}, modes
+
+
+def test_a_lock_that_is_a_link_leaves_what_it_leads_to_alone(whole: dict[str, Any], tmp_path: Path) -> None:
+    out, target = tmp_path / "out", tmp_path / "precious"
+    out.mkdir()
+    target.write_text("precious")
+    (out / ".lock").symlink_to(target)
+    with pytest.raises(packlora.InputError, match=r"\.lock is not a plain file"):
+        train({**whole, "output_dir": str(out)})
+    assert target.read_text() == "precious"
+    (out / ".lock").unlink()
+    (out / ".lock").symlink_to(tmp_path / "nothing")
+    with pytest.raises(packlora.InputError, match=r"\.lock is not a plain file"):
+        train({**whole, "output_dir": str(out)})
+    assert not (tmp_path / "nothing").exists()
+
+
+class Crash(Exception):
+    """The process ends here."""
+
+
+def test_broken_off_at_any_file_operation_a_save_leaves_a_whole_checkpoint_as_the_newest(
+    begun: Copy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a limit of one checkpoint, so that every save also removes."""
+    tree = begun(tmp_path)
+    folder, run = out_of(tree) / "a", run_id(out_of(tree))
+    (job,) = [job for job in trainer_of(tree).jobs if job.name == "a"]
+    assert job.step == 4
+    job.step, left = 5, 0
+
+    def counted(original: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                raise Crash
+            return original(*args, **kwargs)
+
+        return call
+
+    for module, name in (
+        (os, "replace"),
+        (os, "fsync"),
+        (os, "open"),
+        (shutil, "rmtree"),
+        (Path, "mkdir"),
+        (Path, "touch"),
+    ):
+        monkeypatch.setattr(module, name, counted(getattr(module, name)))
+    ran = 0
+    while True:
+        ran += 1
+        left = ran
+        with contextlib.suppress(Crash):
+            checkpoint.save_checkpoint(folder, job, run, keep=1)
+            break
+        left = 0  # what follows counts on, but nothing is broken off
+        newest = max(checkpoint.steps(folder))
+        assert checkpoint.check(folder / f"checkpoint-{newest}", "a", run, newest)
+    assert ran > 20
+    left = 0
+    remove_leftovers(folder)
+    assert [path.name for path in folder.iterdir() if path.is_dir()] == ["checkpoint-5"]
+
+
+def trainer_of(tree: dict[str, Any]) -> Any:
+    from packlora.train import _set_up
+
+    run = Run.model_validate(tree)
+    return _set_up(run, check_output(run, True), None)
+
+
+def test_a_job_whose_first_adapter_is_gone_is_left_out_too(whole: dict[str, Any], tmp_path: Path) -> None:
+    first = tmp_path / "first"
+    shutil.copytree(out_of(whole) / "a", first, ignore=shutil.ignore_patterns("checkpoint-*"))
+    jobs = json.loads(json.dumps(whole["jobs"]))
+    jobs[0]["adapter"] = {"init_from": str(first)}
+    tree = {**whole, "output_dir": str(tmp_path / "out"), "jobs": jobs}
+    train(tree, max_steps=2)
+    shutil.rmtree(first)
+    result = train(tree, resume=True)
+    assert (result.jobs["a"].status, result.jobs["a"].failure) == ("stopped", f"{first} does not exist")
+    assert (result.jobs["b"].status, result.exit_code) == ("done", 1)
+    for job in jobs:
+        Path(job["data"]["path"]).rename(tmp_path / f"{job['name']}.jsonl")
+    try:
+        with pytest.raises(packlora.InputError, match=r"not a PEFT adapter folder|does not exist"):  # none is left
+            train(tree, resume=True)
+    finally:
+        for job in jobs:
+            (tmp_path / f"{job['name']}.jsonl").rename(job["data"]["path"])
+
+
+def test_a_job_that_failed_stays_failed_and_can_be_sent_back(
+    begun: Copy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from packlora.job import Job
+
+    tree, original = begun(tmp_path), Job.optimizer_step
+    out = out_of(tree)
+
+    def spoilt(self: Job) -> Any:
+        if self.name == "a" and self.step == 5:
+            next(iter(self.parameters.values())).grad.fill_(float("inf"))  # type: ignore[union-attr]
+        return original(self)
+
+    monkeypatch.setattr(Job, "optimizer_step", spoilt)
+    assert train(tree, resume=True).jobs["a"].status == "failed"
+    monkeypatch.undo()
+    shutil.rmtree(out / "a" / "checkpoint-4")
+    shutil.rmtree(out / "a" / "checkpoint-2")
+    kept = content(out / "a")
+    again = train(tree, resume=True)  # it needs no checkpoint
+    assert (again.jobs["a"].status, again.jobs["a"].step, again.tokens) == ("failed", 5, 0)
+    assert content(out / "a") == kept
+    (out / "a" / "adapter_model.safetensors").write_bytes(b"")
+    assert "has no checkpoint, but it had a checkpoint at step 4" in refusal(tree)
+    assert train(tree, resume=True, resume_from=["a=0"]).jobs["a"].status == "done"
+
+
+@pytest.mark.parametrize("text", ["", "[]", "7", "[" * 100_000, '{"result": 3}', "{}", '{"result": {}}'])
+def test_the_demo_goes_on_to_the_sentence_about_a_run_json_that_is_broken(text: str, tmp_path: Path) -> None:
+    from packlora.demo import _place
+
+    (tmp_path / "demo").mkdir()
+    (tmp_path / "demo" / "run.json").write_text(text)
+    run, resume = _place(tmp_path / "demo")
+    assert resume
+    assert "run.json cannot be read" in str(sentence(run))
