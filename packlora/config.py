@@ -129,6 +129,8 @@ class JobConfig(_Strict):
     data: DataConfig
     adapter: AdapterConfig = Field(default_factory=AdapterConfig)
     train: TrainConfig = Field(default_factory=TrainConfig)
+    seed: int | None = Field(None, ge=0, lt=2**63)
+    """Of its initial adapter, sample order and dropout; null: the run's. Equal seeds draw equally, whatever the names."""
 
     @field_validator("name")
     @classmethod
@@ -191,6 +193,10 @@ class Run(_Strict):
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
     schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
     jobs: list[JobConfig] = Field(min_length=1)
+
+    def seed_of(self, job: JobConfig) -> int:
+        """The seed that a job draws from: its own or the run's."""
+        return self.seed if job.seed is None else job.seed
 
     @field_validator("max_tokens_per_microbatch")
     @classmethod

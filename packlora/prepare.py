@@ -149,7 +149,7 @@ def prepare(run: Run, max_steps: int | None = None) -> Prepared:
             raise InputError(
                 f"job {job.name!r}: the tokenizer gives token {largest}, the model has embeddings for {vocabulary}"
             )
-        data = JobData(job.name, encoded.samples, job.train, run.seed, max_steps)
+        data = JobData(job.name, encoded.samples, job.train, run.seed_of(job), max_steps)
         try:
             learning_rates(job.train, data.configured_steps)
         except ValueError as error:
@@ -215,7 +215,7 @@ def check_output(run: Run, resume: bool) -> dict[str, Any] | None:
         )
     try:
         saved: dict[str, Any] = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-        changed = _changes(saved["config"], run.model_dump(mode="json"))
+        changed = _changes(saved["config"], run.model_dump(mode="json")) + _other_seeds(saved["jobs"], run)
         _ = saved["created"], saved["jobs"], saved["warnings"], saved["versions"]
     except (ValueError, KeyError, TypeError) as error:
         raise InputError(f"output_dir {folder}: run.json cannot be read: {error!r}") from None
@@ -224,6 +224,22 @@ def check_output(run: Run, resume: bool) -> dict[str, Any] | None:
             f"output_dir {folder} holds a run with other settings, which cannot be continued: {', '.join(changed)} changed"
         )
     return saved
+
+
+def _other_seeds(before: dict[str, Any], run: Run) -> list[str]:
+    """Jobs whose seed, their own or the run's, is not the one that was recorded."""
+    for name, job in before.items():
+        if "seed" not in job:
+            raise InputError(
+                f"output_dir {run.output_dir}: job {name!r}: run.json records no seed of the job, so an older version began "
+                "this run, in which order and dropout depended on the job's name; finish it with that version, or train "
+                "it anew in another folder"
+            )
+    return [
+        f"job {job.name!r} seed"
+        for job in run.jobs
+        if job.name in before and before[job.name]["seed"] != run.seed_of(job)
+    ]
 
 
 def _changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:

@@ -75,7 +75,11 @@ def _set_up(run: Run, saved: dict[str, Any] | None, max_steps: int | None) -> Tr
 
     # 2. Load the base model once and put all adapters on it.
     base = load_base(run, prepared.tokenizer)
-    router, adapters = attach(base.model, {job.config.name: job.spec for job in prepared.jobs}, run.seed)
+    router, adapters = attach(
+        base.model,
+        {job.config.name: job.spec for job in prepared.jobs},
+        {job.config.name: job.data.seed for job in prepared.jobs},
+    )
     jobs = []
     for item, adapter in zip(prepared.jobs, adapters, strict=True):
         if item.config.adapter.init_from is not None:

@@ -71,6 +71,7 @@ def test_defaults_are_exactly_the_documented_ones() -> None:
             data: {path: a.jsonl, eval_path: null, max_length: 2048, truncate: error}
             adapter: {r: 16, lora_alpha: 32, lora_dropout: 0.05, target_modules: all-linear, use_rslora: false,
                       use_dora: false, dora_dropout: peft, bias: none, rank_pattern: {}, alpha_pattern: {}, init_from: null}
+            seed: null
             train: {global_batch_size: 8, num_train_epochs: 1, max_steps: -1, learning_rate: 2.0e-4,
                     lr_scheduler_type: constant, warmup_steps: 0, weight_decay: 0.0, max_grad_norm: 1.0,
                     adam_beta1: 0.9, adam_beta2: 0.999, adam_epsilon: 1.0e-8, shuffle: true, drop_last: false}
