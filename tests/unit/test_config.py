@@ -153,7 +153,7 @@ def test_a_value_of_the_wrong_type_is_refused_with_its_place_and_what_was_found(
     [
         (tree({"adapter": {"r": 0}}), "job 'first': adapter.r: input should be greater than or equal to 1; found 0"),
         (tree({"adapter": {"r": -4}}), "job 'first': adapter.r: input should be greater than or equal to 1; found -4"),
-        (tree({"adapter": {"lora_alpha": 0}}), "adapter.lora_alpha: input should be greater than 0"),
+        (tree({"adapter": {"lora_alpha": 0}}), "adapter.lora_alpha: input should be greater than or equal to 0.000001"),
         (tree({"adapter": {"lora_dropout": 1.0}}), "adapter.lora_dropout: input should be less than 1"),
         (tree({"adapter": {"lora_dropout": -0.1}}), "adapter.lora_dropout: input should be greater than or equal to 0"),
         (tree({"adapter": {"target_modules": []}}), "adapter.target_modules: is empty"),
