@@ -16,6 +16,7 @@ from peft import LoraConfig
 from transformers import PreTrainedModel
 
 import packlora
+from packlora.activity import Told, silent
 from packlora.adapters.peft_files import continued_config
 from packlora.adapters.spec import AdapterSpec, peft_config, resolve
 from packlora.config import JobConfig, Run
@@ -112,18 +113,20 @@ class Prepared:
         return sum(job.trainable for job in self.jobs)
 
 
-def prepare(run: Run, max_steps: int | None = None) -> Prepared:
+def prepare(run: Run, max_steps: int | None = None, told: Told = silent) -> Prepared:
     """Read, encode and match everything. Raises InputError at the first thing that cannot work.
 
     Args:
         run: the checked run file.
         max_steps: train no job for more optimizer steps than this.
+        told: hears what is being done.
     """
     device = choose_device(run.device)
     check_liger(run.liger, device, run.dtype)
     configs = {job.name: _adapter_config(job, run) for job in run.jobs}
-    rows = {job.name: read_rows(job.data.path, job.name) for job in run.jobs}
-    eval_rows = {job.name: read_rows(job.data.eval_path, job.name) for job in run.jobs if job.data.eval_path}
+    rows = {job.name: read_rows(job.data.path, job.name, told) for job in run.jobs}
+    eval_rows = {job.name: read_rows(job.data.eval_path, job.name, told) for job in run.jobs if job.data.eval_path}
+    told(f"laying out {run.base_model}")
     skeleton = load_skeleton(run)
     specs = {
         job.name: resolve(configs[job.name], skeleton, job.name, job.adapter.dora_dropout == "peft") for job in run.jobs
@@ -134,10 +137,10 @@ def prepare(run: Run, max_steps: int | None = None) -> Prepared:
     context = int(getattr(skeleton.config.get_text_config(), "max_position_embeddings", None) or 2**31)
     jobs, warnings = [], []
     for job in run.jobs:
-        encoded = encode_rows(rows[job.name], tokenizer, job.data, budget, job.name, context)
+        encoded = encode_rows(rows[job.name], tokenizer, job.data, budget, job.name, context, told)
         eval_encoded = Encoded([])
         if job.name in eval_rows:
-            eval_encoded = encode_rows(eval_rows[job.name], tokenizer, job.data, budget, job.name, context)
+            eval_encoded = encode_rows(eval_rows[job.name], tokenizer, job.data, budget, job.name, context, told)
         for what, part in (("training", encoded), ("held-out", eval_encoded)):
             if part.truncated:
                 warnings.append(f"job {job.name!r}: {part.truncated} {what} samples were cut to max_length")
@@ -156,12 +159,31 @@ def prepare(run: Run, max_steps: int | None = None) -> Prepared:
             raise InputError(
                 f"job {job.name!r}: train.lr_scheduler_type {job.train.lr_scheduler_type}: {error}"
             ) from None
+        warnings += _doubts(job, data)
         trainable = trainable_parameters(specs[job.name], skeleton)
         jobs.append(PreparedJob(job, data, encoded, eval_encoded, specs[job.name], trainable))
     prepared = Prepared(run, tokenizer, budget, ModelShape.of(skeleton), jobs, warnings)
     if auto:
         prepared.budget = max(AUTO_BUDGET[device.type], prepared.longest)
     return prepared
+
+
+def _doubts(job: JobConfig, data: JobData) -> list[str]:
+    """What can be trained, but is hardly meant."""
+    train, out = job.train, []
+    if train.warmup_steps >= data.configured_steps:
+        out.append(
+            f"warmup_steps {train.warmup_steps} is no less than its {data.configured_steps} optimizer steps, so the learning "
+            f"rate never comes to {train.learning_rate:g}"
+        )
+    if train.global_batch_size > len(data.samples):
+        out.append(
+            f"global_batch_size {train.global_batch_size} is more than its {len(data.samples)} samples, so every optimizer "
+            "step takes all of them"
+        )
+    if job.data.eval_path is not None and os.path.realpath(job.data.eval_path) == os.path.realpath(job.data.path):
+        out.append("eval_path is the training data itself, so the held-out loss does not tell what was learnt")
+    return [f"job {job.name!r}: {text}" for text in out]
 
 
 def trainable_parameters(spec: AdapterSpec, model: torch.nn.Module) -> int:

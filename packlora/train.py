@@ -145,7 +145,7 @@ def _same_data(saved: dict[str, Any], record: dict[str, Any]) -> None:
 @contextlib.contextmanager
 def _unmake_folder(folder: Path) -> Iterator[None]:
     """Bad input leaves no trace: an output folder that was made for this run goes again if nothing was written to it."""
-    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    made = [path for path in (folder, *folder.parents) if not os.path.exists(path)]
     try:
         yield
     except InputError:
