@@ -11,7 +11,7 @@ import os
 import re
 import unicodedata
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import (
@@ -274,8 +274,6 @@ class _RunFileLoader(yaml.SafeLoader):
     2026-01-01 are texts. So is 010, which is 8 in YAML 1.1 and 10 in YAML 1.2: a number that is no number to all is refused.
     """
 
-    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}
-
     def fetch_flow_collection_start(self, token: Any) -> None:
         if self.flow_level >= MOST_NESTED:  # PyYAML looks back over all open brackets at each one
             raise RecursionError
@@ -296,6 +294,7 @@ class _RunFileLoader(yaml.SafeLoader):
         return node
 
 
+_RunFileLoader.yaml_implicit_resolvers = {}
 for _tag, _words, _first in (
     ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
     ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),

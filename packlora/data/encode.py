@@ -102,7 +102,8 @@ def encode_rows(
     limit_name = f"{min(limits, key=lambda name: limits[name])} {limit}"
     out = Encoded([])
     for start in range(0, len(rows), ENCODE_BATCH):
-        batch, marked = rows[start : start + ENCODE_BATCH], []
+        batch = rows[start : start + ENCODE_BATCH]
+        marked: list[_Marked] = []
         for row in batch:
             told(f"job {job}: encoding samples", start + len(marked), len(rows))
             marked.append(_mark(row, tokenizer, special, job))

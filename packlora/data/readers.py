@@ -125,7 +125,12 @@ def _read_jsonl(file: Path, job: str) -> Iterator[tuple[str, Any]]:
             except UnicodeDecodeError as error:
                 raise InputError(f"job {job!r}: {where}: not UTF-8 text: {error}") from None
             if line:
-                yield where, _parse(line, lambda text, _, where=where: InputError(f"job {job!r}: {where}: {text}"))
+                yield where, _parse(line, _at(job, where))
+
+
+def _at(job: str, where: str) -> Callable[[str, int | None], InputError]:
+    """Makes the errors of one line of a file."""
+    return lambda text, _: InputError(f"job {job!r}: {where}: {text}")
 
 
 def _read_json(file: Path, job: str) -> Iterator[tuple[str, Any]]:
