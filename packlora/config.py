@@ -44,7 +44,7 @@ MOST_PATTERNS, MOST_CHARACTERS = 10_000, 10_000
 MOST_BYTES = 8 * 2**20
 """Of a run file; PyYAML reads about 100 kB a second."""
 MOST_NESTED = 100
-"""Brackets in brackets of a run file."""
+"""Brackets in brackets of a run file, and folders in folders of a path."""
 MOST_PROBLEMS = 20
 """Lines of a refusal."""
 
@@ -58,6 +58,10 @@ def _path_text(path: str) -> str:
     path = os.path.expanduser(path)
     if len(path.encode()) > 4095 or max(len(part.encode()) for part in path.split("/")) > 255:
         raise ValueError(f"is {shown(repr(path), 40)}, {len(path)} characters long; no file system has such a path")
+    if path.count("/") > MOST_NESTED:
+        raise ValueError(
+            f"is {shown(repr(path), 40)}, {path.count('/')} folders in one another; at most {MOST_NESTED} are taken"
+        )
     return path
 
 
@@ -225,7 +229,7 @@ class Run(_Strict):
     revision: PathText | None = None
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
     """Of the base model and the activations; adapters and optimizer state are float32 (float64 is for verification)."""
-    device: str = "auto"
+    device: str = Field("auto", max_length=100)
     """auto takes the GPU if there is one; cpu, cuda or cuda:1 insist."""
     output_dir: PathText
     seed: int = Field(0, ge=0, lt=2**63)

@@ -93,7 +93,9 @@ def resolve(peft: LoraConfig, model: PreTrainedModel, job: str, base_dropped: bo
     for pattern_key, patterns in (("rank_pattern", peft.rank_pattern), ("alpha_pattern", peft.alpha_pattern)):
         for pattern in patterns:
             if not any(get_pattern_key([pattern], name) == pattern for name in chosen):
-                raise InputError(f"job {job!r}: adapter.{pattern_key} has {pattern!r}, which matches no adapted module")
+                raise InputError(
+                    f"job {job!r}: adapter.{pattern_key} has {_quoted(pattern)}, which matches no adapted module"
+                )
     biased = _biased(peft, model, linears, chosen, job)
     spec = AdapterSpec(peft)
     for name in linears:
@@ -130,7 +132,7 @@ def _targets(
         if not any(name == target or name.endswith(f".{target}") for name in names):
             near = difflib.get_close_matches(target, leaves.split(", "), 1)
             raise InputError(
-                f"job {job!r}: target_modules names {target!r}, which matches nothing in the model; "
+                f"job {job!r}: target_modules names {_quoted(target)}, which matches nothing in the model; "
                 + (f"did you mean {near[0]!r}?" if near else f"linear layers are {leaves}")
             )
     for name in sorted(matched):

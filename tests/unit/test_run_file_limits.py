@@ -100,6 +100,7 @@ def test_any_value_at_any_key_is_taken_or_refused_in_few_short_printable_lines(o
         ("train.num_train_epochs", 1e308, "or equal to 1000000000"), ("data.max_length", 10**12, "equal to 2147483647"),
         ("data.path", "a\0b", r"has the character '\x00'"), ("data.path", "x" * 5000, "5000 characters long"),
         ("data.path", "x" * 256 + "/a.jsonl", "no file system has such a path"), ("data.path", "a/" * 2100, "no file system"),
+        ("data.path", "a/" * 101, "101 folders in one another; at most 100"),
         ("data.eval_path", "a\x1b[2Jb", r"has the character '\x1b'"), ("adapter.init_from", " ", "is empty"),
         ("name", ".lock", "which packlora itself uses"), ("name", ".LOCK", "which packlora itself uses"),
         ("train.shuffle", "yes", "should be true or false; found 'yes'"),
