@@ -21,7 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from packlora.config import Run
 from packlora.demo_model import base_path
-from packlora.errors import InputError
+from packlora.errors import InputError, shown
 from packlora.liger import use_liger
 from packlora.ops.attention import packed_attention
 
@@ -110,13 +110,18 @@ def _load(what: str, path: str, load: Any) -> Any:
 
 
 def load_tokenizer(run: Run) -> Any:
-    """The tokenizer of the base model. Raises InputError when there is none."""
+    """The tokenizer of the base model. Raises InputError when there is none, or none that can be used."""
     path = base_path(run.base_model)
-    return _load(
+    tokenizer = _load(
         "tokenizer",
         path,
         lambda: AutoTokenizer.from_pretrained(path, revision=run.revision, trust_remote_code=run.trust_remote_code),
     )
+    if not isinstance(tokenizer.model_max_length, int | float):
+        raise InputError(
+            f"base_model {path!r}: the tokenizer's model_max_length is {shown(repr(tokenizer.model_max_length))}, not a number"
+        )
+    return tokenizer
 
 
 MOST_LAYERS = 10_000

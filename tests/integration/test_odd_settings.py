@@ -119,6 +119,15 @@ def test_a_configuration_of_a_million_layers_is_refused_at_once(make: Make, tmp_
     assert time.monotonic() - start < 20
 
 
+@pytest.mark.parametrize("value", ["x", [1], {"a": 1}])
+def test_a_tokenizer_whose_longest_length_is_no_number_is_refused(make: Make, tmp_path: Path, value: Any) -> None:
+    shutil.copytree(make().base_model, tmp_path / "odd")
+    file = tmp_path / "odd" / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"model_max_length": value}))
+    with pytest.raises(InputError, match="the tokenizer's model_max_length is .*, not a number"):
+        prepare(make(base_model=str(tmp_path / "odd")))
+
+
 # --- a plan says how far it is -----------------------------------------------------------------------------------------
 
 
