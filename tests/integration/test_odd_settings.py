@@ -124,7 +124,7 @@ def test_a_tokenizer_whose_longest_length_is_no_number_is_refused(make: Make, tm
     shutil.copytree(make().base_model, tmp_path / "odd")
     file = tmp_path / "odd" / "tokenizer_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"model_max_length": value}))
-    with pytest.raises(InputError, match="the tokenizer's model_max_length is .*, not a number"):
+    with pytest.raises(InputError, match=r"the tokenizer's model_max_length is .*, not a number"):
         prepare(make(base_model=str(tmp_path / "odd")))
 
 
