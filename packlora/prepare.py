@@ -237,9 +237,10 @@ def check_output(run: Run, resume: bool) -> dict[str, Any] | None:
         )
     try:
         saved: dict[str, Any] = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-        changed = _changes(saved["config"], run.model_dump(mode="json")) + _other_seeds(saved["jobs"], run)
+        changed, seeds = _changes(saved["config"], run.model_dump(mode="json")), _other_seeds(saved["jobs"], run)
+        changed += [] if "seed" in changed else seeds
         _ = saved["created"], saved["jobs"], saved["warnings"], saved["versions"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(f"output_dir {folder}: run.json cannot be read: {error!r}") from None
     if changed:
         raise InputError(
