@@ -110,8 +110,12 @@ def plan(
     """Show what a run would do, without training: samples, microbatches, predicted time and memory."""
 
     def action() -> None:
-        from packlora.config import load_run
-        from packlora.plan import print_plan
+        from packlora.activity import Activity
+
+        with Activity() as told:
+            told("loading PyTorch and transformers")
+            from packlora.config import load_run
+            from packlora.plan import print_plan
 
         print_plan(load_run(run, overrides), stages, json_file, plot)
 

@@ -7,21 +7,65 @@ the model, the tokenizer or the data to be checked is checked by whoever loads t
 from __future__ import annotations
 
 import difflib
+import os
 import re
+import unicodedata
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
-from packlora.errors import InputError
+from packlora.errors import InputError, shown
 
 JOB_NAME = re.compile(r"[A-Za-z0-9._-]+")
 RESERVED_NAMES = {
-    ".", "..", "run.json", "metrics.jsonl", "evals.jsonl", "microbatches.jsonl", "windows.jsonl", "report.html"
+    ".", "..", ".lock", "run.json", "metrics.jsonl", "evals.jsonl", "microbatches.jsonl", "windows.jsonl", "report.html"
 }  # fmt: skip
 """Not for jobs: a job's folder stands beside these files of the run."""
 TEMPORARY = ".tmp-"  # as in files.py, which needs torch
+
+MOST_TOKENS = 2**31 - 1
+MOST_STEPS = 10**9
+MOST_RANK = 2**16
+LEAST_ALPHA, MOST_ALPHA = 1e-6, 1e6
+"""Far beyond what is of use; so no scaling leaves float32, where it would end the run of the other jobs as well."""
+MOST_PATTERNS, MOST_CHARACTERS = 10_000, 10_000
+"""Names or patterns of an adapter, and characters of a regular expression."""
+MOST_BYTES = 8 * 2**20
+"""Of a run file; PyYAML reads about 100 kB a second."""
+MOST_NESTED = 100
+"""Brackets in brackets of a run file, and folders in folders of a path."""
+MOST_PROBLEMS = 20
+"""Lines of a refusal."""
+
+
+def _path_text(path: str) -> str:
+    """A path or a hub id, with ~ as the home folder; what no file system can have as a name is refused."""
+    if not path.strip():
+        raise ValueError("is empty")
+    if odd := next((char for char in path if unicodedata.category(char) in {"Cc", "Cs"}), None):
+        raise ValueError(f"has the character {odd!r}, which is taken neither in paths nor in names")
+    path = os.path.expanduser(path)
+    if len(path.encode()) > 4095 or max(len(part.encode()) for part in path.split("/")) > 255:
+        raise ValueError(f"is {shown(repr(path), 40)}, {len(path)} characters long; no file system has such a path")
+    if path.count("/") > MOST_NESTED:
+        raise ValueError(
+            f"is {shown(repr(path), 40)}, {path.count('/')} folders in one another; at most {MOST_NESTED} are taken"
+        )
+    return path
+
+
+PathText = Annotated[str, Field(min_length=1), AfterValidator(_path_text)]
 
 
 class _Strict(BaseModel):
@@ -31,11 +75,11 @@ class _Strict(BaseModel):
 class DataConfig(_Strict):
     """Where a job's samples come from and how long they may be."""
 
-    path: str = Field(min_length=1)
+    path: PathText
     """A .jsonl, .json or .parquet file, or a Hugging Face dataset id."""
-    eval_path: str | None = Field(None, min_length=1)
+    eval_path: PathText | None = None
     """Held-out samples in the same format; their loss is measured before and after training."""
-    max_length: int = Field(2048, ge=2)
+    max_length: int = Field(2048, ge=2, le=MOST_TOKENS)
     """Longest sample in tokens."""
     truncate: Literal["error", "drop", "right"] = "error"
     """What to do with a longer sample."""
@@ -44,8 +88,8 @@ class DataConfig(_Strict):
 class AdapterConfig(_Strict):
     """The adapter of a job; the meaning of every key is PEFT's."""
 
-    r: int = Field(16, ge=1)
-    lora_alpha: float = Field(32, gt=0)
+    r: int = Field(16, ge=1, le=MOST_RANK)
+    lora_alpha: float = Field(32, ge=LEAST_ALPHA, le=MOST_ALPHA)
     lora_dropout: float = Field(0.05, ge=0.0, lt=1.0)
     target_modules: str | list[str] = "all-linear"
     use_rslora: bool = False
@@ -56,7 +100,7 @@ class AdapterConfig(_Strict):
     bias: Literal["none", "all", "lora_only"] = "none"
     rank_pattern: dict[str, int] = Field(default_factory=dict)
     alpha_pattern: dict[str, float] = Field(default_factory=dict)
-    init_from: str | None = None
+    init_from: PathText | None = None
     """A PEFT adapter folder to continue from; its adapter_config.json then gives the keys that are not set here."""
 
     @field_validator("target_modules")
@@ -65,24 +109,32 @@ class AdapterConfig(_Strict):
         if not value or (isinstance(value, list) and not all(value)):
             raise ValueError("is empty; give all-linear, a list of module names or a regular expression")
         if isinstance(value, str):
-            _check_regex(value)
+            _check_regex(value, value)
+        elif len(value) > MOST_PATTERNS:
+            raise ValueError(f"has {len(value)} names; at most {MOST_PATTERNS} are taken")
         return value
 
     @field_validator("rank_pattern", "alpha_pattern")
     @classmethod
-    def _positive_values(cls, value: dict[str, Any]) -> dict[str, Any]:
+    def _values_in_range(cls, value: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        least, most = (1, MOST_RANK) if info.field_name == "rank_pattern" else (LEAST_ALPHA, MOST_ALPHA)
+        if len(value) > MOST_PATTERNS:
+            raise ValueError(f"has {len(value)} patterns; at most {MOST_PATTERNS} are taken")
         for pattern, number in value.items():
-            _check_regex(pattern)
-            if number <= 0:
-                raise ValueError(f"has {number} for {pattern!r}; it must be greater than 0")
+            _check_regex(pattern, rf"(.*\.)?({pattern})$")  # as PEFT puts it together
+            if not least <= number <= most:
+                raise ValueError(f"has {number} for {shown(repr(pattern))}; it must be from {least:g} to {most:g}")
         return value
 
 
-def _check_regex(pattern: str) -> None:
+def _check_regex(pattern: str, used: str) -> None:
+    """used: what the pattern becomes part of."""
+    if len(pattern) > MOST_CHARACTERS:
+        raise ValueError(f"has a pattern of {len(pattern)} characters; at most {MOST_CHARACTERS} are taken")
     try:
-        re.compile(pattern)
-    except re.error as error:
-        raise ValueError(f"has {pattern!r}, which is not a valid regular expression: {error}") from None
+        re.compile(used)
+    except (re.error, OverflowError, RecursionError) as error:  # the last two: x{99999999999}, ten thousand brackets
+        raise ValueError(f"has {shown(repr(pattern))}, which is not a valid regular expression: {error}") from None
 
 
 Scheduler = Literal[
@@ -93,20 +145,20 @@ Scheduler = Literal[
 class TrainConfig(_Strict):
     """Optimization of one job (AdamW); the meaning of every key is that of transformers' TrainingArguments."""
 
-    global_batch_size: int = Field(8, ge=1)
+    global_batch_size: int = Field(8, ge=1, le=MOST_STEPS)
     """Samples per optimizer step."""
-    num_train_epochs: float = Field(1.0, gt=0)
-    max_steps: int = Field(-1, ge=-1)
+    num_train_epochs: float = Field(1.0, gt=0, le=MOST_STEPS)
+    max_steps: int = Field(-1, ge=-1, le=MOST_STEPS)
     """Optimizer steps; -1 lets num_train_epochs decide, a positive number overrides it."""
     learning_rate: float = Field(2e-4, gt=0, le=1e30)
     lr_scheduler_type: Scheduler = "constant"
-    warmup_steps: int = Field(0, ge=0)
-    weight_decay: float = Field(0.0, ge=0)
-    max_grad_norm: float = Field(1.0, ge=0)
+    warmup_steps: int = Field(0, ge=0, le=MOST_STEPS)
+    weight_decay: float = Field(0.0, ge=0, le=1e6)
+    max_grad_norm: float = Field(1.0, ge=0, le=1e30)
     """Gradient norm of the job to clip at; 0 does not clip."""
     adam_beta1: float = Field(0.9, ge=0, lt=1)
     adam_beta2: float = Field(0.999, ge=0, lt=1)
-    adam_epsilon: float = Field(1e-8, gt=0)
+    adam_epsilon: float = Field(1e-8, ge=1e-30, le=1)
     shuffle: bool = True
     drop_last: bool = False
 
@@ -129,13 +181,15 @@ class JobConfig(_Strict):
     data: DataConfig
     adapter: AdapterConfig = Field(default_factory=AdapterConfig)
     train: TrainConfig = Field(default_factory=TrainConfig)
+    seed: int | None = Field(None, ge=0, lt=2**63)
+    """Of its initial adapter, sample order and dropout; null: the run's. Equal seeds draw equally, whatever the names."""
 
     @field_validator("name")
     @classmethod
     def _safe_name(cls, name: str) -> str:
         if not JOB_NAME.fullmatch(name) or name in {".", ".."} or len(name) > 100:
             raise ValueError(
-                f"is {name!r}, which cannot be a folder name; use 1 to 100 of the characters A-Z a-z 0-9 . _ -"
+                f"is {shown(repr(name))}, which cannot be a folder name; use 1 to 100 of the characters A-Z a-z 0-9 . _ -"
             )
         if name.lower() in RESERVED_NAMES or name.lower().startswith(TEMPORARY):
             raise ValueError(f"is {name!r}, which packlora itself uses in output_dir; choose another name")
@@ -161,23 +215,23 @@ class ScheduleConfig(_Strict):
 
     method: Literal["auto", "greedy", "milp", "solo"] = "auto"
     """solo: jobs never share a microbatch. greedy: best fit. milp: integer programs. auto: these where greedy may be beaten."""
-    padding_multiple: int = Field(1, ge=1)
+    padding_multiple: int = Field(1, ge=1, le=MOST_TOKENS)
     """Of a job's tokens in a microbatch, as some kernels need it; only `packlora plan` takes another than 1, to compare."""
-    time_limit_s: float = Field(10, gt=0)
+    time_limit_s: float = Field(10, gt=0, le=1e6)
     """Emergency stop of an integer program; it normally ends earlier, at a number of nodes."""
 
 
 class Run(_Strict):
     """A whole run: one frozen base model and the jobs that share it."""
 
-    base_model: str = Field(min_length=1)
+    base_model: PathText
     """A local folder, a Hugging Face model id, or smollm2-135m for the packaged demo model."""
-    revision: str | None = None
+    revision: PathText | None = None
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
     """Of the base model and the activations; adapters and optimizer state are float32 (float64 is for verification)."""
-    device: str = "auto"
+    device: str = Field("auto", max_length=100)
     """auto takes the GPU if there is one; cpu, cuda or cuda:1 insist."""
-    output_dir: str = Field(min_length=1)
+    output_dir: PathText
     seed: int = Field(0, ge=0, lt=2**63)
     max_tokens_per_microbatch: int | Literal["auto"] = 4096
     gradient_checkpointing: bool = False
@@ -194,11 +248,15 @@ class Run(_Strict):
     schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
     jobs: list[JobConfig] = Field(min_length=1)
 
+    def seed_of(self, job: JobConfig) -> int:
+        """The seed that a job draws from: its own or the run's."""
+        return self.seed if job.seed is None else job.seed
+
     @field_validator("max_tokens_per_microbatch")
     @classmethod
     def _positive(cls, value: int | str) -> int | str:
-        if isinstance(value, int) and value < 2:
-            raise ValueError(f"is {value}; give auto or a number of tokens, at least 2")
+        if isinstance(value, int) and not 2 <= value <= MOST_TOKENS:
+            raise ValueError(f"is {value}; give auto or a number of tokens, at least 2 and at most {MOST_TOKENS}")
         return value
 
     @model_validator(mode="after")
@@ -218,7 +276,14 @@ class Run(_Strict):
 
 
 class _RunFileLoader(yaml.SafeLoader):
-    """SafeLoader that refuses duplicate keys and reads 2e-4 as a number (YAML 1.2; PyYAML alone makes it a string)."""
+    """SafeLoader that refuses duplicate keys and takes plain words as YAML 1.2 does: 2e-4 is a number; yes, 1:30, 1_000 and
+    2026-01-01 are texts. So is 010, which is 8 in YAML 1.1 and 10 in YAML 1.2: a number that is no number to all is refused.
+    """
+
+    def fetch_flow_collection_start(self, token: Any) -> None:
+        if self.flow_level >= MOST_NESTED:  # PyYAML looks back over all open brackets at each one
+            raise RecursionError
+        super().fetch_flow_collection_start(token)
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
@@ -235,9 +300,16 @@ class _RunFileLoader(yaml.SafeLoader):
         return node
 
 
-_RunFileLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+"), list("-+.0123456789")
-)
+_RunFileLoader.yaml_implicit_resolvers = {}
+for _tag, _words, _first in (
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    ("int", r"[-+]?(0|[1-9][0-9]*)|0x[0-9a-fA-F]+", list("-+0123456789")),
+    ("float", r"[-+]?(\.[0-9]+|[0-9]+\.[0-9]*|[0-9]+(?=[eE]))([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+     list("-+.0123456789")),
+    ("merge", r"<<", ["<"]),
+):  # fmt: skip
+    _RunFileLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"(?:{_words})\Z"), _first)
 
 
 def _parse_yaml(text: str, name: str) -> Any:
@@ -245,8 +317,10 @@ def _parse_yaml(text: str, name: str) -> Any:
         loader = _RunFileLoader(text)
         loader.name = name
         return loader.get_single_data()
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: e.g. a date that does not exist
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: e.g. a number of thousands of digits
         raise InputError(f"{name} is not valid YAML: {error}") from None
+    except RecursionError:
+        raise InputError(f"{name}: lists or mappings are nested too deep in one another to be read") from None
 
 
 def load_run(path: str | Path, overrides: list[str] | None = None) -> Run:
@@ -262,9 +336,13 @@ def load_run(path: str | Path, overrides: list[str] | None = None) -> Run:
     """
     path = Path(path)
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        with path.open("rb") as file:
+            raw = file.read(MOST_BYTES + 1)
+        text = raw.decode()
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a path that cannot be
         raise InputError(f"cannot read the run file {path}: {error}") from None
+    if len(raw) > MOST_BYTES:
+        raise InputError(f"the run file {path} is larger than {MOST_BYTES // 2**20} MiB; this is not a run file")
     tree = _parse_yaml(text, str(path))
     if not isinstance(tree, dict):
         raise InputError(f"{path}: a run file is a mapping with base_model, output_dir and jobs; found {_kind(tree)}")
@@ -282,7 +360,7 @@ def load_run(path: str | Path, overrides: list[str] | None = None) -> Run:
 
 def _beside(run_file: Path, path: str) -> str:
     beside = run_file.parent / path
-    return str(beside) if not Path(path).exists() and beside.exists() else path
+    return str(beside) if not os.path.exists(path) and os.path.exists(beside) else path
 
 
 def parse_run(tree: dict[str, Any], source: str) -> Run:
@@ -290,7 +368,10 @@ def parse_run(tree: dict[str, Any], source: str) -> Run:
     try:
         return Run.model_validate(tree)
     except ValidationError as error:
-        lines = [_explain(item, tree) for item in error.errors()]
+        errors = error.errors()
+        lines = [shown(_explain(item, tree), 1000) for item in errors[:MOST_PROBLEMS]]
+        if len(errors) > MOST_PROBLEMS:
+            lines.append(f"and {len(errors) - MOST_PROBLEMS} more")
         raise InputError(f"{source}:\n" + "\n".join(f"  {line}" for line in lines)) from None
 
 
@@ -340,7 +421,7 @@ def _explain(error: Any, tree: Any) -> str:
     kind, found = error["type"], error["input"]
     if kind == "extra_forbidden":
         known = _known_keys(loc[:-1])
-        near = difflib.get_close_matches(str(loc[-1]), known, 1, 0.5)
+        near = difflib.get_close_matches(str(loc[-1])[:100], known, 1, 0.5)
         hint = f"did you mean {near[0]!r}?" if near else f"known keys are {', '.join(known)}"
         return f"{where}: unknown key; {hint}"
     if kind == "missing":
@@ -351,8 +432,10 @@ def _explain(error: Any, tree: Any) -> str:
     message = error["msg"][0].lower() + error["msg"][1:]
     if kind in {"model_type", "dict_type"}:
         message = "input should be a mapping"
-    shown = _kind(found) if isinstance(found, (dict, list)) else repr(found)
-    return f"{where}: {message}; found {shown}"
+    if kind == "bool_type":
+        message = "input should be true or false"
+    what = _kind(found) if isinstance(found, (dict, list)) else shown(repr(found))
+    return f"{where}: {message}; found {what}"
 
 
 def _is_tag(loc: tuple[Any, ...], index: int) -> bool:
@@ -370,11 +453,11 @@ def _where(loc: list[Any], tree: Any) -> str:
             node = None
         if isinstance(part, int) and text == "jobs":
             name = node.get("name") if isinstance(node, dict) else None
-            text = f"job {name!r}: " if isinstance(name, str) else f"job number {part}: "
+            text = f"job {shown(repr(name))}: " if isinstance(name, str) else f"job number {part}: "
         elif isinstance(part, int):
             text += f"[{part}]"
         else:
-            text += part if not text or text.endswith(" ") else f".{part}"
+            text += shown(part) if not text or text.endswith(" ") else f".{shown(part)}"
     return text.removesuffix(": ")
 
 

@@ -20,7 +20,7 @@ from packlora.adapters.peft_files import load_adapter, read_config
 from packlora.adapters.spec import resolve
 from packlora.config import Run, load_run
 from packlora.data.readers import read_rows
-from packlora.errors import InputError
+from packlora.errors import InputError, printable
 from packlora.model import load_base, load_tokenizer
 from packlora.summary import print_summary
 from packlora.train import train
@@ -84,7 +84,9 @@ def show_samples(run: Run, result: Result) -> None:
         console.print(Text(f"\n{job.name}", style="bold"))
         question = textwrap.shorten(str(row.prompt), 160, placeholder=" ...")
         for label, text in (("prompt", question), ("wanted", row.completion), ("before", before), ("after", after)):
-            console.print(Text(f"  {label}: ", style="dim") + Text(textwrap.shorten(str(text), 200)), soft_wrap=True)
+            console.print(
+                Text(f"  {label}: ", style="dim") + Text(printable(textwrap.shorten(str(text), 200))), soft_wrap=True
+            )
 
 
 def _answer(model: Any, tokenizer: Any, prompt: str) -> str:

@@ -71,7 +71,7 @@ class Job:
         )
         self.lr_at = learning_rates(train, self.data.configured_steps)
         dropout = self.adapter.spec.peft.lora_dropout
-        self.dropout_key = stable_hash("dropout", self.data.seed, self.name) if dropout else None
+        self.dropout_key = stable_hash("dropout", self.data.seed) if dropout else None
         self.last_good: dict[str, torch.Tensor] | None = None
         """state_dict of the step before the last: the newest values that are known to give a finite loss."""
         self.untrained = set(self.parameters)

@@ -6,10 +6,11 @@ the device and the floating-point type. Adapters are put on by adapters/attach.p
 
 from __future__ import annotations
 
+import os
+import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from packlora.config import Run
 from packlora.demo_model import base_path
-from packlora.errors import InputError
+from packlora.errors import InputError, shown
 from packlora.liger import use_liger
 from packlora.ops.attention import packed_attention
 
@@ -103,24 +104,48 @@ def _load(what: str, path: str, load: Any) -> Any:
     try:
         return load()
     except Exception as error:  # transformers raises many types for a model that is not there
-        kind = "folder" if Path(path).is_dir() else "hub id, or folder that does not exist"
+        kind = "folder" if os.path.isdir(path) else "hub id, or folder that does not exist"
         first_line = str(error).strip().split("\n")[0]
         raise InputError(f"base_model {path!r} ({kind}): cannot load the {what}: {first_line}") from None
 
 
 def load_tokenizer(run: Run) -> Any:
-    """The tokenizer of the base model. Raises InputError when there is none."""
+    """The tokenizer of the base model. Raises InputError when there is none, or none that can be used."""
     path = base_path(run.base_model)
-    return _load(
+    tokenizer = _load(
         "tokenizer",
         path,
         lambda: AutoTokenizer.from_pretrained(path, revision=run.revision, trust_remote_code=run.trust_remote_code),
     )
+    if not isinstance(tokenizer.model_max_length, int | float):
+        raise InputError(
+            f"base_model {path!r}: the tokenizer's model_max_length is {shown(repr(tokenizer.model_max_length))}, not a number"
+        )
+    return tokenizer
+
+
+MOST_LAYERS = 10_000
+"""Layers or experts of a base model; many more would take all memory only to be laid out."""
+
+
+def _check_sizes(config: Any, path: str) -> None:
+    """Raises InputError for a number of layers or experts that no model has."""
+    pending = [config.to_dict()]
+    while pending:
+        for key, value in pending.pop().items():
+            if isinstance(value, dict):
+                pending.append(value)
+            elif isinstance(value, int) and value > MOST_LAYERS and re.search(r"layers|n_layer\b|experts", str(key)):
+                raise InputError(
+                    f"base_model {path!r}: its configuration has {key} {value}, more than {MOST_LAYERS}; this is no model"
+                )
 
 
 def load_skeleton(run: Run) -> PreTrainedModel:
     """The model without weights (meta device): enough to find layers and count parameters."""
     path = base_path(run.base_model)
+    if os.path.lexists(path) and not os.path.isdir(path):
+        raise InputError(f"base_model {path!r} is not a folder; give the folder of a model or a Hugging Face model id")
     config = _load(
         "configuration",
         path,
@@ -128,6 +153,7 @@ def load_skeleton(run: Run) -> PreTrainedModel:
     )
     if getattr(config, "quantization_config", None) is not None:
         raise InputError(f"base_model {path!r} is quantised; this version trains on float bases only")
+    _check_sizes(config, path)
     with torch.device("meta"):
         model = _load(
             "model", path, lambda: AutoModelForCausalLM.from_config(config, trust_remote_code=run.trust_remote_code)

@@ -19,6 +19,7 @@ from rich.text import Text
 
 import packlora
 from packlora import profiler
+from packlora.activity import Activity, Told, silent
 from packlora.config import Run
 from packlora.errors import InputError
 from packlora.files import write_json
@@ -88,14 +89,23 @@ class Figures:
 
 
 def figures(
-    prepared: Prepared, known: Profile, method: str, stages: int = 1, padding_multiple: int = 1
+    prepared: Prepared,
+    known: Profile,
+    method: str,
+    stages: int = 1,
+    padding_multiple: int = 1,
+    told: Told = silent,
 ) -> tuple[Figures, list[Microbatch]]:
     """Plan the run with a method, and the microbatches that were planned.
+
+    Args:
+        told: hears how far it is.
 
     Raises:
         InputError: the budget holds no sample of the run once it is padded.
     """
     orders = [job.data.planned for job in prepared.jobs]
+    ahead = sum(order.num_batches * min(order.global_batch_size, len(order.lengths)) for order in orders)
     planner = Planner(
         orders, prepared.budget, stages=stages, method=method, padding_multiple=padding_multiple,
         time_limit_s=prepared.run.schedule.time_limit_s, cost=known.cost if stages > 1 else None,
@@ -103,6 +113,7 @@ def figures(
     out, samples = Figures(method, prepared.budget), 0
     planned: list[Microbatch] = []
     try:
+        told(f"planning microbatches, {method}")
         for window in planner.windows():
             report = window.report
             out.bound += report.bound
@@ -111,6 +122,7 @@ def figures(
             out.groups = out.groups or report.groups
             planned += window.microbatches
             samples += sum(len(microbatch.samples) for microbatch in window.microbatches)
+            told(f"planning microbatches, {method}: samples", samples, max(samples, min(ahead, SAMPLES_SHOWN)))
             if samples >= SAMPLES_SHOWN:
                 break
     finally:
@@ -163,13 +175,13 @@ class Plan:
         return max(microbatch.num_tokens for microbatch in self.shown)
 
 
-def make_plan(run: Run, stages: int = 1) -> Plan:
+def make_plan(run: Run, stages: int = 1, told: Told = silent) -> Plan:
     """Check the run as training would, and plan it alone and as the run file says.
 
     Raises:
         InputError: as for training, or more stages than the model has layers.
     """
-    prepared = prepare(run)
+    prepared = prepare(run, told=told)
     if stages > prepared.shape.layers:
         raise InputError(f"stages: {stages} are more than the {prepared.shape.layers} layers of the model")
     known, budgets = profiler.profile(run, prepared), []
@@ -183,14 +195,15 @@ def make_plan(run: Run, stages: int = 1) -> Plan:
     other = "auto" if run.schedule.method == "solo" else run.schedule.method
     methods = []
     for method in ("solo", other):
-        made, shown = figures(prepared, known, method, stages, run.schedule.padding_multiple)
+        made, shown = figures(prepared, known, method, stages, run.schedule.padding_multiple, told)
         methods.append(made)
     return Plan(prepared, known, stages, methods, shown, budgets)
 
 
 def print_plan(run: Run, stages: int = 1, json_file: Path | None = None, plot: Path | None = None) -> None:
     """Print a plan, and write it as JSON and as a picture where files are given."""
-    plan = make_plan(run, stages)
+    with Activity() as told:
+        plan = make_plan(run, stages, told)
     console = Console()
     if not console.is_terminal:
         console = Console(width=160)

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from transformers import PreTrainedModel
 
 import packlora
+from packlora.activity import Told, silent
 from packlora.adapters.peft_files import continued_config
 from packlora.adapters.spec import AdapterSpec, peft_config, resolve
 from packlora.config import JobConfig, Run
@@ -118,21 +119,23 @@ class Prepared:
         return sum(job.trainable for job in self.jobs)
 
 
-def prepare(run: Run, max_steps: int | None = None, resumed: bool = False) -> Prepared:
+def prepare(run: Run, max_steps: int | None = None, resumed: bool = False, told: Told = silent) -> Prepared:
     """Read, encode and match everything. Raises InputError at the first thing that cannot work.
 
     Args:
         run: the checked run file.
         max_steps: train no job for more optimizer steps than this.
         resumed: leave out jobs whose data is no longer there, as long as one is left.
+        told: hears what is being done.
     """
     device = choose_device(run.device)
     check_liger(run.liger, device, run.dtype)
     left_out = _jobs_without_data(run) if resumed else {}
     run_jobs = [job for job in run.jobs if job.name not in left_out]
     configs = {job.name: _adapter_config(job, run) for job in run_jobs}
-    rows = {job.name: read_rows(job.data.path, job.name) for job in run_jobs}
-    eval_rows = {job.name: read_rows(job.data.eval_path, job.name) for job in run_jobs if job.data.eval_path}
+    rows = {job.name: read_rows(job.data.path, job.name, told) for job in run_jobs}
+    eval_rows = {job.name: read_rows(job.data.eval_path, job.name, told) for job in run_jobs if job.data.eval_path}
+    told(f"laying out {run.base_model}")
     skeleton = load_skeleton(run)
     specs = {
         job.name: resolve(configs[job.name], skeleton, job.name, job.adapter.dora_dropout == "peft") for job in run_jobs
@@ -147,10 +150,10 @@ def prepare(run: Run, max_steps: int | None = None, resumed: bool = False) -> Pr
         for name, why in left_out.items()
     ]
     for job in run_jobs:
-        encoded = encode_rows(rows[job.name], tokenizer, job.data, budget, job.name, context)
+        encoded = encode_rows(rows[job.name], tokenizer, job.data, budget, job.name, context, told)
         eval_encoded = Encoded([])
         if job.name in eval_rows:
-            eval_encoded = encode_rows(eval_rows[job.name], tokenizer, job.data, budget, job.name, context)
+            eval_encoded = encode_rows(eval_rows[job.name], tokenizer, job.data, budget, job.name, context, told)
         for what, part in (("training", encoded), ("held-out", eval_encoded)):
             if part.truncated:
                 warnings.append(f"job {job.name!r}: {part.truncated} {what} samples were cut to max_length")
@@ -162,13 +165,14 @@ def prepare(run: Run, max_steps: int | None = None, resumed: bool = False) -> Pr
             raise InputError(
                 f"job {job.name!r}: the tokenizer gives token {largest}, the model has embeddings for {vocabulary}"
             )
-        data = JobData(job.name, encoded.samples, job.train, run.seed, max_steps)
+        data = JobData(job.name, encoded.samples, job.train, run.seed_of(job), max_steps)
         try:
             learning_rates(job.train, data.configured_steps)
         except ValueError as error:
             raise InputError(
                 f"job {job.name!r}: train.lr_scheduler_type {job.train.lr_scheduler_type}: {error}"
             ) from None
+        warnings += _doubts(job, data)
         trainable = trainable_parameters(specs[job.name], skeleton)
         jobs.append(PreparedJob(job, data, encoded, eval_encoded, specs[job.name], trainable))
     prepared = Prepared(run, tokenizer, budget, ModelShape.of(skeleton), jobs, warnings, left_out)
@@ -189,6 +193,24 @@ def _jobs_without_data(run: Run) -> dict[str, str]:
             if path is not None and not Path(path).exists():
                 gone[job.name] = f"{path} does not exist"
     return gone if len(gone) < len(run.jobs) else {}
+
+
+def _doubts(job: JobConfig, data: JobData) -> list[str]:
+    """What can be trained, but is hardly meant."""
+    train, out = job.train, []
+    if train.warmup_steps >= data.configured_steps:
+        out.append(
+            f"warmup_steps {train.warmup_steps} is no less than its {data.configured_steps} optimizer steps, so the learning "
+            f"rate never comes to {train.learning_rate:g}"
+        )
+    if train.global_batch_size > len(data.samples):
+        out.append(
+            f"global_batch_size {train.global_batch_size} is more than its {len(data.samples)} samples, so every optimizer "
+            "step takes all of them"
+        )
+    if job.data.eval_path is not None and os.path.realpath(job.data.eval_path) == os.path.realpath(job.data.path):
+        out.append("eval_path is the training data itself, so the held-out loss does not tell what was learnt")
+    return [f"job {job.name!r}: {text}" for text in out]
 
 
 def trainable_parameters(spec: AdapterSpec, model: torch.nn.Module) -> int:
@@ -216,6 +238,7 @@ class _SavedJob(BaseModel):
     data_hash: str
     samples: int
     eval_samples: int
+    seed: int
 
 
 class _SavedSchedule(BaseModel):
@@ -275,6 +298,7 @@ def check_output(run: Run, resume: bool) -> SavedRun | None:
         )
     saved = _read_saved(folder / "run.json")
     changed = _changes(saved.config.model_dump(mode="json"), run.model_dump(mode="json"))
+    changed += [] if "seed" in changed else _other_seeds(saved, run)
     if changed:
         raise InputError(
             f"output_dir {folder} holds a run with other settings, which cannot be continued: {', '.join(changed)} changed"
@@ -293,11 +317,20 @@ def _read_saved(file: Path) -> SavedRun:
     except ValidationError as error:
         found = error.errors()[0]
         where = ".".join(map(str, found["loc"]))
-        if found["type"] == "missing" and where == "id":
-            kept = "an earlier packlora wrote it, which kept no checksums; continue the run with that one"
+        if found["type"] == "missing" and (where == "id" or where.endswith(".seed")):
+            kept = "an earlier packlora wrote it, without checksums and seeds of jobs; continue the run with that one"
         raise InputError(
             f"output_dir {file.parent}: run.json cannot be read: {where}{': ' * bool(where)}{found['msg']}; {kept}"
         ) from None
+
+
+def _other_seeds(saved: SavedRun, run: Run) -> list[str]:
+    """Jobs whose seed, their own or the run's, is not the one that was recorded."""
+    return [
+        f"job {job.name!r} seed"
+        for job in run.jobs
+        if job.name in saved.jobs and saved.jobs[job.name].seed != run.seed_of(job)
+    ]
 
 
 def _changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:

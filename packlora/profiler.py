@@ -277,7 +277,8 @@ def budgets(prepared: Prepared) -> tuple[int, ...]:
     """
     orders = [job.data.planned for job in prepared.jobs]
     per_round = sum(float(order.lengths.mean()) * min(order.global_batch_size, len(order.lengths)) for order in orders)
-    out = [budget for budget in BUDGETS if budget >= prepared.longest] or [prepared.longest]
+    longest = prepared.longest
+    out = [budget for budget in BUDGETS if budget >= longest] or [longest]
     enough = next((index for index, budget in enumerate(out) if budget >= 2 * per_round), len(out) - 1)
     return tuple(out[: enough + 1])
 

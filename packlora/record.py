@@ -27,6 +27,7 @@ def run_record(
         lengths = [sample.num_tokens for sample in job.data.samples]
         counts, edges = np.histogram(lengths, bins=min(24, max(1, max(lengths) - min(lengths))))
         described[job.name] = {
+            "seed": job.data.seed,
             "samples": len(lengths),
             "eval_samples": len(job.eval_samples),
             "tokens": sum(lengths),

@@ -1,4 +1,4 @@
-"""The one way numbers are drawn from names: stable across processes, machines and versions."""
+"""The one way numbers are drawn from seeds and places: stable across processes, machines and versions."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ import hashlib
 
 
 def stable_hash(*parts: object) -> int:
-    """64 bits that depend on the parts alone, e.g. (seed, job name, epoch)."""
+    """64 bits that depend on the parts alone, e.g. ("order", seed, epoch)."""
     text = "\x1f".join(map(str, parts)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")

@@ -93,7 +93,7 @@ class Timings:
         if above is None or below is None or above.error or below.error:
             return None
         pairs = zip(getattr(above, kind), getattr(below, kind), strict=True)
-        return statistics.median(a / b for a, b in pairs)
+        return float(statistics.median(a / b for a, b in pairs))
 
     def row(self) -> dict[str, Any]:
         """What a results file keeps of a case: medians by contender, and the errors."""

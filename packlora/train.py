@@ -91,7 +91,11 @@ def _set_up(run: Run, saved: SavedRun | None, max_steps: int | None, resume_from
     found = fingerprint(base.model, base.path, run.revision)
     if saved is not None:
         _same_base(base.path, saved.model.fingerprint, found)
-    router, adapters = attach(base.model, {job.config.name: job.spec for job in prepared.jobs}, run.seed)
+    router, adapters = attach(
+        base.model,
+        {job.config.name: job.spec for job in prepared.jobs},
+        {job.config.name: job.data.seed for job in prepared.jobs},
+    )
     jobs = []
     for item, adapter in zip(prepared.jobs, adapters, strict=True):
         if item.config.adapter.init_from is not None:
@@ -222,7 +226,7 @@ def _same_data(saved: SavedRun, record: dict[str, Any]) -> None:
 @contextlib.contextmanager
 def _unmake_folder(folder: Path) -> Iterator[None]:
     """Bad input leaves no trace: an output folder that was made for this run goes again if nothing was written to it."""
-    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    made = [path for path in (folder, *folder.parents) if not os.path.exists(path)]
     try:
         yield
     except InputError:

@@ -5,7 +5,7 @@ Adapted linear layers are replaced in place by AdaptedLinear; everything else of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,16 +50,16 @@ class Adapter:
 
 
 def attach(
-    model: PreTrainedModel, specs: dict[str, AdapterSpec], seed: int, planner: Planner | None = None
+    model: PreTrainedModel, specs: dict[str, AdapterSpec], seed: int | Mapping[str, int], planner: Planner | None = None
 ) -> tuple[Router, list[Adapter]]:
     """Freeze the model and attach one adapter per job.
 
-    Initial values depend on (seed, job, module path) alone: a job starts the same whatever is trained beside it.
+    Initial values depend on (seed, module path) alone: a job starts the same whatever it is called and is trained beside.
 
     Args:
         model: gets its adapted layers replaced, in place.
         specs: by job name, from spec.resolve on this model.
-        seed: of the run.
+        seed: of every adapter, or by job name.
         planner: chooses how layers are computed; by default from what is known of the device.
     """
     model.requires_grad_(False)
@@ -67,13 +67,16 @@ def attach(
     layers: dict[str, AdaptedLinear] = {}
     norms = RowNorms()
     groups = shared_inputs(model)
+    seeds = dict.fromkeys(specs, seed) if isinstance(seed, int) else seed
     adapters = []
     for number, (job, spec) in enumerate(specs.items()):
         weights = {}
         for path, module_spec in spec.modules.items():
             if path not in layers:
                 layers[path] = _replace(model, path, groups.get(path, (path,))[0], router)
-            weights[path] = AdapterWeights(module_spec, layers[path].base, stable_hash(seed, job, path), norms)
+            weights[path] = AdapterWeights(
+                module_spec, layers[path].base, stable_hash("start", seeds[job], path), norms
+            )
             layers[path].adapters[number] = weights[path]
         adapters.append(Adapter(job, number, spec, weights))
     for paths in set(groups.values()):

@@ -6,7 +6,12 @@ Matching of names and patterns is PEFT's own, so that a run file means here what
 from __future__ import annotations
 
 import difflib
+import functools
+import json
 import math
+import re
+import subprocess
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +23,10 @@ from peft.utils.other import get_pattern_key
 from transformers import PreTrainedModel
 
 from packlora.config import AdapterConfig
-from packlora.errors import InputError
+from packlora.errors import InputError, shown
+
+MATCH_SECONDS = 10.0
+"""For all patterns of an adapter against all names of a model; usual ones take milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +82,10 @@ def resolve(peft: LoraConfig, model: PreTrainedModel, job: str, base_dropped: bo
 
     Raises:
         InputError: nothing matches, a named module matches nothing, a match is not a linear layer or is the output or
-            embedding layer, a pattern matches no adapted module, or bias: all meets a bias that no linear layer has.
+            embedding layer, a pattern matches no adapted module or takes too long to, or bias: all meets a bias that no
+            linear layer has.
     """
+    _try_patterns(peft, [name for name, _ in model.named_modules()], job)
     linears = {name: module for name, module in model.named_modules() if type(module) is torch.nn.Linear}
     head = model.get_output_embeddings()
     head_names = {name for name, module in linears.items() if module is head}
@@ -83,7 +93,9 @@ def resolve(peft: LoraConfig, model: PreTrainedModel, job: str, base_dropped: bo
     for pattern_key, patterns in (("rank_pattern", peft.rank_pattern), ("alpha_pattern", peft.alpha_pattern)):
         for pattern in patterns:
             if not any(get_pattern_key([pattern], name) == pattern for name in chosen):
-                raise InputError(f"job {job!r}: adapter.{pattern_key} has {pattern!r}, which matches no adapted module")
+                raise InputError(
+                    f"job {job!r}: adapter.{pattern_key} has {_quoted(pattern)}, which matches no adapted module"
+                )
     biased = _biased(peft, model, linears, chosen, job)
     spec = AdapterSpec(peft)
     for name in linears:
@@ -113,13 +125,14 @@ def _targets(
     leaves = ", ".join(sorted({name.rpartition(".")[2] for name in set(linears) - head_names}))
     if not matched:
         raise InputError(
-            f"job {job!r}: target_modules {targets!r} matches nothing in the model; linear layers are {leaves}"
+            f"job {job!r}: target_modules {_quoted(targets)} matches nothing in the model; linear layers are {leaves}"
+            + _meant(targets, leaves)
         )
     for target in [] if isinstance(targets, str) else sorted(targets or ()):
         if not any(name == target or name.endswith(f".{target}") for name in names):
             near = difflib.get_close_matches(target, leaves.split(", "), 1)
             raise InputError(
-                f"job {job!r}: target_modules names {target!r}, which matches nothing in the model; "
+                f"job {job!r}: target_modules names {_quoted(target)}, which matches nothing in the model; "
                 + (f"did you mean {near[0]!r}?" if near else f"linear layers are {leaves}")
             )
     for name in sorted(matched):
@@ -133,6 +146,60 @@ def _targets(
                 f"job {job!r}: target_modules matches {name}, of type {kind}; only linear layers can be adapted"
             )
     return matched
+
+
+def _quoted(targets: Any) -> str:
+    return shown(repr(targets), 300)
+
+
+def _meant(targets: Any, leaves: str) -> str:
+    """What to say of a text that holds names of layers: as a pattern it must match a whole path."""
+    words = re.split(r"[\s,|()]+", targets.strip("()")) if isinstance(targets, str) else [""]
+    if not set(words) <= set(leaves.split(", ")):
+        return ""
+    return f". A text is a regular expression for whole module paths, as in PEFT; for these layers write [{', '.join(words)}]"
+
+
+# The patterns as PEFT uses them. A process of its own, as nothing ends a match that backtracks for hours in this one.
+_MATCH = """
+import json, re, sys
+uses, names = json.load(sys.stdin)
+for whole, pattern in uses:
+    match = (re.fullmatch if whole else re.match)
+    for name in names:
+        match(pattern, name)
+"""
+
+
+def _try_patterns(peft: LoraConfig, names: list[str], job: str) -> None:
+    """Raises InputError where the patterns of a configuration take too long to be compared with the names, or are none."""
+
+    def regular(*texts: Any) -> list[str]:
+        return [text for text in texts if isinstance(text, str) and not re.fullmatch(r"[\w.-]+", text)]
+
+    layers = [peft.layers_pattern] if isinstance(peft.layers_pattern, str) else peft.layers_pattern or []
+    uses = [(True, text) for text in regular(peft.target_modules, peft.exclude_modules)]
+    uses += [(False, rf"(?:^|.*?\.){text}\.(?P<idx>\d+)\.") for text in regular(*layers)]
+    uses += [(False, rf"(.*\.)?({text})$") for text in regular(*peft.rank_pattern, *peft.alpha_pattern)]
+    if not uses:
+        return
+    try:
+        _match(json.dumps([uses, names]), MATCH_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise InputError(
+            f"job {job!r}: the regular expressions of its adapter ({', '.join(shown(repr(text), 60) for _, text in uses[:3])}) "
+            f"take more than {MATCH_SECONDS:g} s to be compared with {len(names)} module names; write them without repeated "
+            "repetitions, such as (a+)+, or name the modules"
+        ) from None
+    except subprocess.CalledProcessError as error:
+        last = error.stderr.strip().rpartition("\n")[2]
+        raise InputError(f"job {job!r}: a regular expression of its adapter cannot be used: {last}") from None
+
+
+@functools.cache
+def _match(task: str, seconds: float) -> None:
+    command = [sys.executable, "-I", "-S", "-W", "ignore", "-c", _MATCH]
+    subprocess.run(command, input=task, capture_output=True, text=True, timeout=seconds, check=True)
 
 
 def _matches(peft: LoraConfig, name: str) -> bool:

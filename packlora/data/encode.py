@@ -16,9 +16,10 @@ from typing import Any
 
 import numpy as np
 
+from packlora.activity import Told, silent
 from packlora.config import DataConfig
 from packlora.data.readers import Row
-from packlora.errors import InputError
+from packlora.errors import InputError, shown
 
 ENCODE_BATCH = 1000
 """Rows tokenized in one call: enough to use the tokenizer's threads, little enough to keep memory flat."""
@@ -69,7 +70,13 @@ class _Marked:
 
 
 def encode_rows(
-    rows: Sequence[Row], tokenizer: Any, data: DataConfig, budget: int, job: str, context: int = 2**31
+    rows: Sequence[Row],
+    tokenizer: Any,
+    data: DataConfig,
+    budget: int,
+    job: str,
+    context: int = 2**31,
+    told: Told = silent,
 ) -> Encoded:
     """Tokenize rows and apply `max_length`, the microbatch budget and `truncate`.
 
@@ -80,6 +87,7 @@ def encode_rows(
         budget: max_tokens_per_microbatch; no sample may be longer, since a sample is never split.
         job: name for messages.
         context: most positions that the model knows.
+        told: hears how far it is.
 
     Raises:
         InputError: a row has no label tokens, its template cannot be followed, or it is too long and truncate is error.
@@ -95,10 +103,13 @@ def encode_rows(
     out = Encoded([])
     for start in range(0, len(rows), ENCODE_BATCH):
         batch = rows[start : start + ENCODE_BATCH]
-        marked = [_mark(row, tokenizer, special, job) for row in batch]
+        marked: list[_Marked] = []
+        for row in batch:
+            told(f"job {job}: encoding samples", start + len(marked), len(rows))
+            marked.append(_mark(row, tokenizer, special, job))
         for row, sample in zip(batch, _tokenize(marked, tokenizer), strict=True):
             if sample.num_labels == 0:
-                raise InputError(f"job {job!r}: {row.where}: the sample has no label tokens, so nothing to learn from")
+                raise InputError(f"job {job!r}: {row.where}: the sample has no label tokens, {_why_no_labels(row)}")
             if sample.num_tokens > limit:
                 if data.truncate == "error":
                     raise InputError(
@@ -117,6 +128,16 @@ def encode_rows(
     if not out.samples:
         raise InputError(f"job {job!r}: truncate: {data.truncate} left no sample of {len(rows)} within {limit_name}")
     return out
+
+
+def _why_no_labels(row: Row) -> str:
+    turns = [message for message in row.messages or () if message["role"] == "assistant"]
+    if row.messages and not turns:
+        roles = ", ".join(dict.fromkeys(shown(repr(message["role"])) for message in row.messages[:9]))
+        return f"so nothing to learn from: no message has the role assistant (roles are {roles})"
+    if turns and not any(map(_is_learnt, turns)):
+        return "so nothing to learn from: every turn of the assistant has the weight 0"
+    return "so nothing to learn from"
 
 
 def _tokenize(marked: list[_Marked], tokenizer: Any) -> list[Sample]:
@@ -179,20 +200,26 @@ def _mark(row: Row, tokenizer: Any, special: re.Pattern[str], job: str) -> _Mark
             raise InputError(
                 f"job {job!r}: {row.where}: a messages row needs a chat template and the tokenizer has none"
             )
-    return _mark_conversation(messages, tokenizer, special, f"job {job!r}: {row.where}")
+    return _mark_conversation(messages, row.tools, tokenizer, special, f"job {job!r}: {row.where}")
 
 
-def _mark_conversation(messages: list[dict[str, Any]], tokenizer: Any, special: re.Pattern[str], where: str) -> _Marked:
-    """Render a conversation and find its assistant turns.
+def _mark_conversation(
+    given: list[dict[str, Any]], tools: list[Any] | None, tokenizer: Any, special: re.Pattern[str], where: str
+) -> _Marked:
+    """Render a conversation and find its assistant turns, but for those of weight 0.
 
     A turn begins where the conversation before it, rendered with a generation prompt, ends: what follows is what the
     model will have to write. Its content is found by rendering a placeholder in its place, so it does not matter what
-    the content looks like. It ends with the first special token after that (<|im_end|>, <|eot_id|>, </s>, ...).
+    the content looks like. It ends with the first special token after that (<|im_end|>, <|eot_id|>, </s>, ...); where the
+    turn calls tools, and the calls may hold special tokens, with the first that is the one after a turn without calls.
     """
+    messages = [{key: value for key, value in message.items() if key != "weight"} for message in given]
 
-    def render(part: list[dict[str, Any]], generation: bool) -> str:
+    def render(part: list[dict[str, Any]], generation: bool, shown_tools: list[Any] | None = tools) -> str:
         try:
-            return str(tokenizer.apply_chat_template(part, tokenize=False, add_generation_prompt=generation))
+            return str(
+                tokenizer.apply_chat_template(part, tools=shown_tools, tokenize=False, add_generation_prompt=generation)
+            )
         except Exception as error:  # templates raise their own complaints, e.g. about the order of roles
             raise InputError(f"{where}: the chat template refuses the messages: {error}") from None
 
@@ -210,9 +237,25 @@ def _mark_conversation(messages: list[dict[str, Any]], tokenizer: Any, special: 
             raise lost(index)
         return head, len(text) - len(tail)
 
+    def ends_turn(index: int) -> re.Pattern[str]:
+        """Matches what may end a turn."""
+        if not messages[index].get("tool_calls"):
+            return special
+        plain = {"role": "assistant", "content": PLACEHOLDER}
+        token = special.search(render([*messages[:index], plain], False).partition(PLACEHOLDER)[2])
+        return re.compile(re.escape(token[0])) if token is not None else special
+
     text = render(messages, False)
+    if tools and text == render(messages, False, None):
+        raise InputError(
+            f"{where}: the chat template does not show the tools, so the model would not see them; leave 'tools' out, or use a "
+            "model whose template knows tools"
+        )
     spans = []
-    turns = [n for n, message in enumerate(messages) if message["role"] == "assistant" and _says_something(message)]
+    turns = [
+        n for n, message in enumerate(given)
+        if message["role"] == "assistant" and _says_something(message) and _is_learnt(message)
+    ]  # fmt: skip
     for index in turns:
         head, end = around(index)
         before = render(messages[:index], True) if index else head
@@ -224,13 +267,17 @@ def _mark_conversation(messages: list[dict[str, Any]], tokenizer: Any, special: 
         if content not in shown and (index == turns[-1] or not shown or shown not in content):
             raise lost(index)  # of earlier turns, templates may leave out the thinking
         limit = around(index + 1)[1] if index + 1 < len(messages) else len(text)
-        token = special.search(text, end)
+        token = ends_turn(index).search(text, end)
         spans.append((len(before), token.end() if token is not None and token.end() <= limit else end))
     return _Marked(text, spans, True)
 
 
 def _common_prefix(a: str, b: str) -> str:
     return next((a[:n] for n, (left, right) in enumerate(zip(a, b, strict=False)) if left != right), min(a, b, key=len))
+
+
+def _is_learnt(message: dict[str, Any]) -> bool:
+    return message.get("weight") != 0
 
 
 def _says_something(message: dict[str, Any]) -> bool:

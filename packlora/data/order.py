@@ -1,7 +1,8 @@
 """In which optimizer step a job takes which samples; all that a scheduler needs to know of a job.
 
-The order of an epoch is a pure function of (seed, job name, epoch), so it is the same whatever else is trained beside the
-job and however often the run is interrupted. Light enough to be sent to another process: lengths, and no torch.
+The order of an epoch is a pure function of (the job's seed, epoch), so it is the same whatever the job is called, whatever
+else is trained beside it and however often the run is interrupted. Light enough to be sent to another process: lengths, and
+no torch.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class SampleOrder:
         if not self.shuffle:
             return np.arange(len(self.lengths))
         if self._last is None or self._last[0] != number:
-            generator = np.random.Generator(np.random.Philox(stable_hash(self.seed, self.name, number)))
+            generator = np.random.Generator(np.random.Philox(stable_hash("order", self.seed, number)))
             self._last = (number, generator.permutation(len(self.lengths)))
         return self._last[1]
 

@@ -1,6 +1,6 @@
 """Counter-based dropout: a mask is a pure function of what is dropped, never of what ran before.
 
-    keys_T2   two 32-bit words per token, made from (seed, job, step, sample, position)       -> token_keys
+    keys_T2   two 32-bit words per token, made from (seed, step, sample, position)            -> token_keys
     salt      one 32-bit word per layer                                                       -> layer_salt
     mask[t,k] = lane(hash(keys_T2[t], salt, k // 2), k % 2) < threshold
 
@@ -61,7 +61,7 @@ def token_keys(job_key: int, step: int, sample: int, num_tokens: int) -> np.ndar
     """Keys of the tokens of one sample, [num_tokens, 2] int32.
 
     Args:
-        job_key: 64 bits made from the run's seed and the job's name.
+        job_key: 64 bits made from the job's seed.
         step: optimizer step of the job, so that a sample seen again gets another mask.
         sample: number of the sample in the job's data.
         num_tokens: positions 0 .. num_tokens - 1.

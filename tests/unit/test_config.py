@@ -72,6 +72,7 @@ def test_defaults_are_exactly_the_documented_ones() -> None:
             data: {path: a.jsonl, eval_path: null, max_length: 2048, truncate: error}
             adapter: {r: 16, lora_alpha: 32, lora_dropout: 0.05, target_modules: all-linear, use_rslora: false,
                       use_dora: false, dora_dropout: peft, bias: none, rank_pattern: {}, alpha_pattern: {}, init_from: null}
+            seed: null
             train: {global_batch_size: 8, num_train_epochs: 1, max_steps: -1, learning_rate: 2.0e-4,
                     lr_scheduler_type: constant, warmup_steps: 0, weight_decay: 0.0, max_grad_norm: 1.0,
                     adam_beta1: 0.9, adam_beta2: 0.999, adam_epsilon: 1.0e-8, shuffle: true, drop_last: false}
@@ -153,7 +154,7 @@ def test_a_value_of_the_wrong_type_is_refused_with_its_place_and_what_was_found(
     [
         (tree({"adapter": {"r": 0}}), "job 'first': adapter.r: input should be greater than or equal to 1; found 0"),
         (tree({"adapter": {"r": -4}}), "job 'first': adapter.r: input should be greater than or equal to 1; found -4"),
-        (tree({"adapter": {"lora_alpha": 0}}), "adapter.lora_alpha: input should be greater than 0"),
+        (tree({"adapter": {"lora_alpha": 0}}), "adapter.lora_alpha: input should be greater than or equal to 0.000001"),
         (tree({"adapter": {"lora_dropout": 1.0}}), "adapter.lora_dropout: input should be less than 1"),
         (tree({"adapter": {"lora_dropout": -0.1}}), "adapter.lora_dropout: input should be greater than or equal to 0"),
         (tree({"adapter": {"target_modules": []}}), "adapter.target_modules: is empty"),

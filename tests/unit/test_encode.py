@@ -317,7 +317,9 @@ def test_rows_of_all_kinds_in_one_file_keep_their_order(make: Any) -> None:
 )  # fmt: skip
 def test_a_row_without_label_tokens_is_refused_with_its_line(make: Any, row: Row) -> None:
     message = refusal(make(CHATML), Row("rows.jsonl, line 0", text="good"), row)
-    assert message == "job 'first': rows.jsonl, line 1: the sample has no label tokens, so nothing to learn from"
+    assert message.startswith(
+        "job 'first': rows.jsonl, line 1: the sample has no label tokens, so nothing to learn from"
+    )
 
 
 def test_an_empty_completion_is_refused_without_a_chat_template_too(make: Any) -> None:
