@@ -74,7 +74,7 @@ def _set_up(run: Run, saved: dict[str, Any] | None, max_steps: int | None) -> Tr
     prepared = prepare(run, max_steps)
 
     # 2. Load the base model once and put all adapters on it.
-    base = load_base(run, prepared.tokenizer)
+    base = load_base(run, prepared.tokenizer, prepared.longest_by_job)
     router, adapters = attach(base.model, {job.config.name: job.spec for job in prepared.jobs}, run.seed)
     jobs = []
     for item, adapter in zip(prepared.jobs, adapters, strict=True):
