@@ -44,9 +44,8 @@ def _by_sample(own: Callable[..., Any], limit: int) -> Callable[..., Any]:
         if position_ids.ndim > 1 and position_ids.shape[-2] != 1:  # generation: a batch, not a packed row
             return own(self, x, position_ids, *args, **kwargs)
         parts = _by_length(position_ids.reshape(-1, position_ids.shape[-1])[0].tolist(), limit)
-        own(
-            self, x, torch.zeros_like(position_ids[..., :1]), *args, **kwargs
-        )  # dynamic: forget the longest sample so far
+        first = torch.zeros_like(position_ids[..., :1])
+        own(self, x, first, *args, **kwargs)  # dynamic: forgets the longest sample so far
         if len(parts) == 1:
             return own(self, x, position_ids, *args, **kwargs)
         rows = [torch.tensor(parts[key], device=position_ids.device) for key in sorted(parts)]

@@ -104,10 +104,12 @@ def test_experts_whose_rounding_depends_on_all_tokens_are_not_taken_for_samples_
     checkpointing: bool, tmp_path: Path
 ) -> None:
     """The rows of an expert's product are all samples' tokens that are routed to it."""
-    extra = {"num_experts": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
+    extra = {"num_experts": 60, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
     random_model("Qwen2MoeConfig", **extra).save_pretrained(tmp_path)
     for dtype in ("float32", "bfloat16"):
-        load(tmp_path, dtype=dtype, gradient_checkpointing=checkpointing)
+        base = load(tmp_path, dtype=dtype, gradient_checkpointing=checkpointing)
+        if dtype == "float32":
+            assert any("rounding of the model's experts" in note for note in base.warnings)
 
 
 def test_a_folder_with_pickled_weights_alone_is_told_what_to_do(copied: Path) -> None:
