@@ -5,6 +5,7 @@ The oracle is transformers' own eager model on each sample alone; a sample that 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,13 @@ import pytest
 import torch
 import transformers
 from conftest import TINY
+from safetensors.torch import load_file
+from transformers import PreTrainedTokenizerFast
 
 from packlora.config import Run
 from packlora.errors import InputError
 from packlora.model import Base, load_base, packed_logits
+from packlora.train import train
 
 LIMIT = 32
 """Of the models here, in tokens."""
@@ -147,3 +151,55 @@ def test_samples_beyond_a_limit_that_packed_attention_is_not_told_of_are_refused
     samples = parts((30, limit, 7, limit - 1))
     base = load(model_of(name, extra), tmp_path, limit)
     torch.testing.assert_close(packed(base.model, samples), alone(name, extra, samples), rtol=1e-3, atol=1e-4)
+
+
+def run_tree(folder: Path, out: Path, jobs: Mapping[str, str]) -> dict[str, Any]:
+    settings = {
+        "adapter": {"r": 4, "target_modules": ["q_proj", "v_proj"], "lora_dropout": 0.0},
+        "train": {"global_batch_size": 2, "num_train_epochs": 1, "learning_rate": 0.01},
+    }
+    return {
+        "base_model": str(folder), "output_dir": str(out), "device": "cpu", "dtype": "float32",
+        "max_tokens_per_microbatch": 512,
+        "jobs": [{"name": name, "data": {"path": path}, **settings} for name, path in jobs.items()],
+    }  # fmt: skip
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> dict[str, str]:
+    """A job of short samples and one that has long ones beside short ones."""
+    paths = {}
+    for name, lengths in (("short", (4, 6, 3, 5)), ("long", (70, 4, 80, 5))):
+        rows = [{"prompt": "the quick brown", "completion": " ".join(["fox jumps"] * length)} for length in lengths]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        paths[name] = str(tmp_path / f"{name}.jsonl")
+    return paths
+
+
+def test_a_job_beside_one_of_long_samples_trains_as_it_does_alone(
+    data: dict[str, str], tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    name, extra = ROPES["llama-longrope"]
+    model_of(name, extra).float().save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    adapters = []
+    for jobs in ({"short": data["short"]}, data):
+        out = tmp_path / f"out{len(jobs)}"
+        assert train(Run.model_validate(run_tree(tmp_path / "base", out, jobs))).status == "done"
+        adapters.append(load_file(out / "short" / "adapter_model.safetensors"))
+    for key, tensor in adapters[0].items():
+        torch.testing.assert_close(adapters[1][key], tensor, rtol=1e-5, atol=1e-7)
+
+
+def test_samples_beyond_a_limit_end_the_run_before_it_begins_with_the_name_of_their_job(
+    data: dict[str, str], tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    name, extra, limit, _ = NOT_PASSED_ON["chunks"]
+    model_of(name, extra).float().save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    with pytest.raises(InputError, match=f"Job 'long' has samples of up to [0-9]+; set data.max_length to {limit}"):
+        train(Run.model_validate(run_tree(tmp_path / "base", tmp_path / "out", data)))
+    assert not (tmp_path / "out").exists()
+    tree = run_tree(tmp_path / "base", tmp_path / "out", data)
+    tree["jobs"][1]["data"] |= {"max_length": limit, "truncate": "right"}
+    assert train(Run.model_validate(tree)).status == "done"
