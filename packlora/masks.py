@@ -32,7 +32,7 @@ class Seen:
     limits: dict[str, int] = field(default_factory=dict)
 
 
-def _describe(**kwargs: Any) -> torch.Tensor:
+def describe(**kwargs: Any) -> torch.Tensor:
     """A mask in one number: n > 0 for causal attention in a window of n; else -n, where row n is the first that is not
     causal attention without a window."""
     length, device = int(kwargs["kv_length"]), kwargs["device"]
@@ -87,4 +87,4 @@ def _attention(
 
 
 ALL_ATTENTION_FUNCTIONS.register(OWN_MASKS, _attention)
-ALL_MASK_ATTENTION_FUNCTIONS.register(OWN_MASKS, _describe)
+ALL_MASK_ATTENTION_FUNCTIONS.register(OWN_MASKS, describe)

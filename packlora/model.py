@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,6 +37,8 @@ LISTED = 8
 """Names of weights that a message lists."""
 TOKENIZER_FILES = ("tokenizer", "vocab", "merges", "spiece", "sentencepiece", "tekken")
 """How names of a tokenizer's files begin."""
+OLD_BUFFERS = re.compile(r"\.(attn|attention|self_attn)\.(bias|masked_bias|causal_mask)$|\.inv_freq$")
+"""Masks and frequencies that files of older versions hold and models now make themselves."""
 PROBE_TOKENS = 48
 PROBE_ERROR = {torch.float64: 1e-4, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 """Relative difference of logits, packed against alone, by type: many times what rounding does, far less than a mistake."""
@@ -214,7 +217,10 @@ def _check_weights(path: str, found: Mapping[str, Any]) -> None:
     odd = {f"{name} is {list(saved)}, not {list(wanted)}" for name, saved, wanted in found.get("mismatched_keys", ())}
     faults = [
         (found.get("missing_keys", ()), "lack {} weights of the model that config.json describes"),
-        (found.get("unexpected_keys", ()), "hold {} weights that the model has no place for"),
+        (
+            [name for name in found.get("unexpected_keys", ()) if not OLD_BUFFERS.search(name)],
+            "hold {} weights that the model has no place for",
+        ),
         (odd, "hold {} weights of another shape than config.json says"),
     ]
     said = [f"{what.format(len(keys))}: {_some(sorted(keys))}" for keys, what in faults if keys]

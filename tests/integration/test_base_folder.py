@@ -151,3 +151,21 @@ def test_numbers_of_a_configuration_may_be_lists_by_layer(tmp_path: Path) -> Non
     skeleton = random_model("Gemma3nTextConfig", **extra, **more, activation_sparsity_pattern=[0.0] * 3)
     shape = ModelShape.of(skeleton)
     assert (shape.inner, shape.attention, shape.key_value) == (128, 64, 32)
+
+
+def test_masks_and_frequencies_that_older_files_hold_are_not_in_the_way(copied: Path) -> None:
+    def add(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.layers.0.self_attn.masked_bias"] = torch.tensor(-1e9)
+        tensors["model.layers.0.self_attn.bias"] = torch.ones(1, 1, 8, 8)
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+
+    change_weights(copied, add)
+    load(copied)
+
+
+def test_layers_that_a_base_model_drops_at_random_are_kept(tmp_path: Path) -> None:
+    """Checkpointing needs decoders in training mode, where OPT would leave layers out."""
+    extra = {"ffn_dim": 96, "word_embed_proj_dim": 64, "dropout": 0.0, "layerdrop": 0.5}
+    random_model("OPTConfig", **extra).save_pretrained(tmp_path)
+    base = load(tmp_path, gradient_checkpointing=True)
+    assert any("dropout is off" in note for note in base.warnings)
