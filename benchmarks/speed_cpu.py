@@ -72,7 +72,7 @@ def trainer_for(jobs: list[dict[str, Any]], scratch: Path) -> Trainer:
     )  # fmt: skip
     scratch.mkdir(parents=True)
     prepared = prepare(run)
-    base = load_base(run, prepared.tokenizer)
+    base = load_base(run, prepared.tokenizer, prepared.longest_by_job)
     router, adapters = attach(base.model, {job.config.name: job.spec for job in prepared.jobs}, 0)
     made = [Job(item.config, item.data, [], adapter) for item, adapter in zip(prepared.jobs, adapters, strict=True)]
     known = profile(run, prepared)

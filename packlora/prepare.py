@@ -75,21 +75,29 @@ class ModelShape:
     @staticmethod
     def of(model: PreTrainedModel) -> ModelShape:
         config = model.config.get_text_config()
-        hidden, heads = config.hidden_size, config.num_attention_heads
-        head_dim = getattr(config, "head_dim", None) or hidden // heads
+        hidden = _number(config, "hidden_size", 1)
+        heads = _number(config, "num_attention_heads", 1)
+        head_dim = _number(config, "head_dim", hidden // heads)
         head = model.get_output_embeddings()
         linear = [module for module in model.modules() if isinstance(module, torch.nn.Linear) and module is not head]
         return ModelShape(
             model.config.model_type,
             sum(parameter.numel() for parameter in model.parameters()),
             sum(module.weight.numel() for module in linear),
-            config.num_hidden_layers,
+            _number(config, "num_hidden_layers", 1),
             hidden,
             heads * head_dim,
-            (getattr(config, "num_key_value_heads", None) or heads) * head_dim,
-            getattr(config, "intermediate_size", None) or getattr(config, "ffn_dim", None) or 4 * hidden,
-            config.vocab_size,
+            _number(config, "num_key_value_heads", heads) * head_dim,
+            _number(config, "intermediate_size", _number(config, "ffn_dim", 4 * hidden)),
+            model.get_input_embeddings().weight.shape[0],
         )
+
+
+def _number(config: Any, name: str, otherwise: int) -> int:
+    """Of a configuration; the mean where layers differ: as a list (Gemma 3n), or in configurations of their own (Gemma 4)."""
+    values = [getattr(layer, name, None) for layer in getattr(config, "per_layer_config", None) or [config]]
+    numbers = [n for value in values for n in (value if isinstance(value, list | tuple) else [value]) if n]
+    return round(sum(numbers) / len(numbers)) if numbers else otherwise
 
 
 @dataclass(slots=True)
@@ -111,7 +119,15 @@ class Prepared:
     @property
     def longest(self) -> int:
         """Tokens of the longest sample, also of those held out."""
-        return max(s.num_tokens for job in self.jobs for s in job.encoded.samples + job.eval_encoded.samples)
+        return max(self.longest_by_job.values())
+
+    @property
+    def longest_by_job(self) -> dict[str, int]:
+        """Tokens of the longest sample of each job."""
+        return {
+            job.config.name: max(s.num_tokens for s in job.encoded.samples + job.eval_encoded.samples)
+            for job in self.jobs
+        }
 
     @property
     def trainable(self) -> int:

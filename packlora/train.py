@@ -87,7 +87,7 @@ def _set_up(run: Run, saved: SavedRun | None, max_steps: int | None, resume_from
     prepared = prepare(run, max_steps, resumed=saved is not None)
 
     # 2. Load the base model once and put all adapters on it.
-    base = load_base(run, prepared.tokenizer)
+    base = load_base(run, prepared.tokenizer, prepared.longest_by_job)
     found = fingerprint(base.model, base.path, run.revision)
     if saved is not None:
         _same_base(base.path, saved.model.fingerprint, found)

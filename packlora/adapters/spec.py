@@ -5,6 +5,8 @@ Matching of names and patterns is PEFT's own, so that a run file means here what
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import difflib
 import functools
 import json
@@ -20,6 +22,7 @@ import torch
 from peft import LoraConfig
 from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils.other import get_pattern_key
+from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from transformers import PreTrainedModel
 
 from packlora.config import AdapterConfig
@@ -82,8 +85,8 @@ def resolve(peft: LoraConfig, model: PreTrainedModel, job: str, base_dropped: bo
 
     Raises:
         InputError: nothing matches, a named module matches nothing, a match is not a linear layer or is the output or
-            embedding layer, a pattern matches no adapted module or takes too long to, or bias: all meets a bias that no
-            linear layer has.
+            embedding layer, PEFT would also adapt experts or routers, which are no linear layers, a pattern matches no adapted
+            module or takes too long to, or bias: all meets a bias that no linear layer has.
     """
     _try_patterns(peft, [name for name, _ in model.named_modules()], job)
     linears = {name: module for name, module in model.named_modules() if type(module) is torch.nn.Linear}
@@ -119,7 +122,21 @@ def _targets(
         chosen = set(linears) - head_names
         if not chosen:
             raise InputError(f"job {job!r}: target_modules all-linear matches nothing: the model has no linear layers")
+        if left_out := _other_matrices(model, linears):
+            others, _ = _converted(peft, {name.rpartition(".")[2] for name in chosen}, model)
+            raise InputError(
+                f"job {job!r}: target_modules all-linear would leave out {', '.join(left_out)}: experts and routers, which "
+                "this version cannot adapt. If the other layers alone are meant, name them: "
+                f"target_modules: [{', '.join(sorted(others))}]"
+            )
         return chosen
+    kept, experts = _converted(peft, peft.target_modules, model)
+    if experts:
+        raise InputError(
+            f"job {job!r}: target_modules {targets!r} also means experts or routers of this model to PEFT "
+            f"({', '.join(sorted(experts))}), which this version cannot adapt; name other layers alone"
+            + (f": target_modules: [{', '.join(sorted(kept))}]" if kept else "")
+        )
     names = [name for name, _ in model.named_modules() if name]
     matched = {name for name in names if _matches(peft, name)}
     leaves = ", ".join(sorted({name.rpartition(".")[2] for name in set(linears) - head_names}))
@@ -200,6 +217,33 @@ def _try_patterns(peft: LoraConfig, names: list[str], job: str) -> None:
 def _match(task: str, seconds: float) -> None:
     command = [sys.executable, "-I", "-S", "-W", "ignore", "-c", _MATCH]
     subprocess.run(command, input=task, capture_output=True, text=True, timeout=seconds, check=True)
+
+
+def _other_matrices(model: PreTrainedModel, linears: Iterable[str]) -> list[str]:
+    """Weights that are matrices of no plain linear layer, as experts and routers are, a * in place of each number."""
+    known, head, found = set(linears), model.get_output_embeddings(), dict[str, None]()
+    for name, parameter in model.named_parameters():
+        owner, _, leaf = name.rpartition(".")
+        module = model.get_submodule(owner)
+        apart = (
+            owner in known or module is head or isinstance(module, torch.nn.Embedding | torch.nn.modules.conv._ConvNd)
+        )
+        if not apart and (parameter.ndim == 3 or (parameter.ndim == 2 and leaf == "weight")):
+            found[re.sub(r"\.\d+(?=\.)", ".*", name)] = None
+    return list(found)
+
+
+def _converted(
+    peft: LoraConfig, targets: str | Iterable[str] | None, model: PreTrainedModel
+) -> tuple[set[str], set[str]]:
+    """Targets as PEFT takes them on a model whose experts were linear layers once: (names of modules, of parameters)."""
+    config = copy.deepcopy(peft)
+    config.target_modules = targets if isinstance(targets, str) or targets is None else set(targets)
+    with contextlib.suppress(ValueError):  # only one half of what is one parameter now: nothing is named then
+        convert_peft_config_for_transformers(config, model, None)
+        left = config.target_modules
+        return set() if isinstance(left, str) or left is None else set(left), set(config.target_parameters or ())
+    return set(), {"experts"}
 
 
 def _matches(peft: LoraConfig, name: str) -> bool:

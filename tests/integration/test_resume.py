@@ -548,7 +548,10 @@ def test_a_run_of_an_earlier_version_is_refused_with_what_to_do(begun: Copy, tmp
     record = json.loads(file.read_text())
     del record["id"]
     file.write_text(json.dumps(record))
-    assert "an earlier packlora wrote it, without checksums and seeds of jobs; continue the run with that one" in refusal(tree)
+    assert (
+        "an earlier packlora wrote it, without checksums and seeds of jobs; continue the run with that one"
+        in refusal(tree)
+    )
 
 
 # --- the output folder -------------------------------------------------------------------------------------------------
