@@ -166,7 +166,9 @@ def merge(
     def action() -> None:
         from packlora.adapters.merge import merge_adapter
 
-        merge_adapter(adapter, out, base_model, dtype)
+        note = merge_adapter(adapter, out, base_model, dtype)
+        if note:
+            print(f"packlora: note: {note}", file=sys.stderr)
         print(f"merged model: {out}")
 
     _guarded(action)

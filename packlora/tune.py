@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedModel
 
-from packlora.adapters.peft_files import continued_config
+from packlora.adapters.peft_files import check_start, continued_config
 from packlora.adapters.siblings import sibling_groups
 from packlora.adapters.spec import AdapterSpec, peft_config, resolve
 from packlora.config import Run
@@ -87,6 +87,8 @@ def cases_of_run(run: Run, device: torch.device) -> tuple[list[Case], list[str]]
         else:
             config = peft_config(job.adapter, path, run.revision)
         specs[job.name] = resolve(config, skeleton, job.name, job.adapter.dora_dropout == "peft")
+        if job.adapter.init_from is not None:
+            check_start(job.adapter, specs[job.name], skeleton, job.name)
     adapted = [
         name for name, _ in skeleton.named_modules() if any(_rank(spec, name) for spec in specs.values())
     ]  # in model order
