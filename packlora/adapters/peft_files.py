@@ -2,7 +2,7 @@
 
 The tensors of an adapted layer, each under base_model.model.<path of the layer>:
 
-    .lora_A.weight [r, K]      .lora_B.weight [N, r]      .lora_magnitude_vector [N]
+    .lora_A.weight [r, K]      .lora_B.weight [N, r]      .lora_magnitude_vector.weight [N]
     .base_layer.bias [N]       its trained bias, or .bias where the layer has no low-rank part
 
 Any float dtype is read, float32 is written. Magnitudes of older adapters are bfloat16, or were rounded to it when PEFT made
@@ -36,6 +36,9 @@ from packlora.files import write_file, write_json, write_tensors
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 ATTRIBUTE = {"lora_A.weight": "A", "lora_B.weight": "B", "lora_magnitude_vector": "magnitude"}
+MAGNITUDE = ".lora_magnitude_vector"
+"""PEFT reads magnitudes with and without .weight after it, and writes them without. transformers' own loader reads only those
+with it, and begins with others where it finds none; so they are written with it."""
 UNSUPPORTED = {
     "lora_bias": False, "modules_to_save": None, "layer_replication": None, "target_parameters": None,
     "trainable_token_indices": None, "fan_in_fan_out": False, "megatron_config": None, "use_qalora": False,
@@ -124,7 +127,8 @@ def save_adapter(folder: Path, adapter: Adapter) -> None:
     config = adapter.spec.peft.to_dict()
     config["inference_mode"] = True
     config = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
-    write_tensors(folder / WEIGHTS, state_dict(adapter))
+    tensors = state_dict(adapter)
+    write_tensors(folder / WEIGHTS, {key + ".weight" * key.endswith(MAGNITUDE): tensors[key] for key in tensors})
     write_json(folder / CONFIG, config)
 
 
@@ -302,8 +306,7 @@ def read_tensors(folder: str | Path, shapes: Mapping[str, torch.Size], job: str)
     """
     file = Path(folder) / WEIGHTS
     tensors = _stored_tensors(file, job)
-    # PEFT reads magnitudes with and without .weight, and writes them without
-    suffix = ".lora_magnitude_vector.weight"
+    suffix = MAGNITUDE + ".weight"
     tensors = {key.removesuffix(".weight") if key.endswith(suffix) else key: value for key, value in tensors.items()}
     missing, extra = sorted(shapes.keys() - tensors.keys()), sorted(tensors.keys() - shapes.keys())
     if missing or extra:

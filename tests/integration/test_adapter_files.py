@@ -290,6 +290,40 @@ def test_module_names_are_written_and_peft_adapts_exactly_the_same_modules(case:
     assert config.target_modules == (set(targets) if isinstance(targets, list) else targets)  # the caller's is its own
 
 
+KINDS: dict[str, dict[str, Any]] = {
+    "lora": {}, "rslora": {"use_rslora": True}, "dora": {"use_dora": True}, "regex": {"target_modules": r".*layers\.1.*_proj"},
+    "patterns": {"rank_pattern": {"v_proj": 2}, "alpha_pattern": {"q_proj": 32}}, "bias": {"bias": "lora_only"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_peft_and_transformers_load_what_is_written_and_give_the_same_logits(
+    kind: str, tiny_base: Base, tmp_path: Path
+) -> None:
+    ids, base = torch.arange(3, 40)[None], tiny_base("qwen2")
+    config = LoraConfig(**{"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **KINDS[kind]})
+
+    def fresh() -> Any:
+        return AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+
+    model = fresh()
+    router, (adapter,) = attach(model, {"job": resolve(config, model, "job")}, 0)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in adapter.named_parameters().values():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    save_adapter(tmp_path, adapter)
+    with router.only(0), torch.no_grad():
+        want = model(ids).logits
+    theirs = fresh()
+    theirs.load_adapter(str(tmp_path))
+    for loaded in (PeftModel.from_pretrained(fresh(), tmp_path), theirs):
+        with torch.no_grad():
+            torch.testing.assert_close(loaded(ids).logits, want, rtol=2e-5, atol=2e-5)
+    with torch.no_grad():
+        assert (want - fresh()(ids).logits).abs().max() > 1e-2
+
+
 def test_an_adapter_is_continued_by_the_regex_that_made_it_and_not_by_another(
     train_from: Any, tiny_base: Base, tmp_path: Path
 ) -> None:
