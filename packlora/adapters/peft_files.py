@@ -168,10 +168,9 @@ def read_config(folder: str, job: str) -> LoraConfig:
     for note in config_notes(raw):
         warnings.warn(f"job {job!r}: {file}: {note}", stacklevel=2)
     try:
-        stored = _Stored.model_validate(
-            {key: raw[key] for key in _Stored.model_fields.keys() - OURS_ALONE if key in raw}
-        )
-        config = LoraConfig(**stored.model_dump(exclude_unset=True))
+        found = {key: raw[key] for key in _Stored.model_fields.keys() - OURS_ALONE if key in raw}
+        _Stored.model_validate(found)
+        config = LoraConfig(**found)
     except ValidationError as error:
         raise InputError(f"job {job!r}: {file}: {_wrong_value(error, raw)}") from None
     except (TypeError, ValueError) as error:  # PEFT's own checks, of keys that exclude each other

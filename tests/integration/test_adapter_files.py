@@ -287,6 +287,8 @@ def test_module_names_are_written_and_peft_adapts_exactly_the_same_modules(case:
         assert torch.equal(layer.lora_A["default"].weight, weights.A)
         assert torch.equal(layer.lora_B["default"].weight, weights.B)
         assert layer.scaling["default"] == weights.spec.scaling
+    written_alpha = json.loads((tmp_path / "adapter_config.json").read_text())["lora_alpha"]
+    assert repr(written_alpha) == repr(read_config(str(tmp_path), "job").lora_alpha) == "8"  # whole, as PEFT has it
     assert config.target_modules == (set(targets) if isinstance(targets, list) else targets)  # the caller's is its own
 
 
