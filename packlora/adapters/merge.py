@@ -20,6 +20,7 @@ from packlora.adapters.peft_files import (
     base_note,
     load_adapter,
     model_type,
+    quoted,
     read_config,
     read_tensors,
     tensor_shapes,
@@ -104,7 +105,8 @@ def merge_adapter(adapter_dir: Path, out: Path, base_model: str | None = None, d
 
 
 def _unusable(base: str, error: Exception) -> InputError:
-    return InputError(f"cannot load the base model {base!r} (give --base-model): {str(error).strip().splitlines()[0]}")
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return InputError(f"cannot load the base model {quoted(base)} (give --base-model): {reason}")
 
 
 def _check_finite(model: PreTrainedModel, adapter: Adapter, adapter_dir: Path) -> None:

@@ -59,6 +59,15 @@ OURS_ALONE = {"init_from", "dora_dropout"}
 """Keys of a job's adapter in the run file that a LoraConfig does not have."""
 
 
+_QUOTES = reprlib.Repr()
+_QUOTES.maxstring = _QUOTES.maxother = 300
+
+
+def quoted(value: object) -> str:
+    """A piece of somebody's file in a message: on one line and not long."""
+    return _QUOTES.repr(value)
+
+
 class _Stored(AdapterConfig):
     """What is read of an adapter_config.json: types and ranges of the run file, and what only PEFT has."""
 
@@ -154,7 +163,7 @@ def read_config(folder: str, job: str) -> LoraConfig:
     raw = _read_json(file, folder, job)
     if raw.get("peft_type") != "LORA":
         raise InputError(
-            f"job {job!r}: {file} describes {reprlib.repr(raw.get('peft_type'))}; only LORA adapters can be continued"
+            f"job {job!r}: {file} describes {quoted(raw.get('peft_type'))}; only LORA adapters can be continued"
         )
     for key, unused in UNSUPPORTED.items():
         value = raw.get(key, unused)
@@ -162,7 +171,7 @@ def read_config(folder: str, job: str) -> LoraConfig:
             raise InputError(f"job {job!r}: {file} uses {key}, which packlora does not support")
     if (start := raw.get("init_lora_weights")) not in PLAIN_STARTS:
         raise InputError(
-            f"job {job!r}: {file} has init_lora_weights {reprlib.repr(start)}, which goes with other base weights; convert it "
+            f"job {job!r}: {file} has init_lora_weights {quoted(start)}, which goes with other base weights; convert it "
             "with PEFT's save_pretrained(path_initial_model_for_weight_conversion=...)"
         )
     for note in config_notes(raw):
@@ -202,7 +211,7 @@ def _wrong_value(error: ValidationError, raw: dict[str, Any]) -> str:
         for item in items
         if item["loc"][0] == key
     ]
-    found = f"; found {reprlib.repr(raw[str(key)])}" if key in raw else ""
+    found = f"; found {quoted(raw[str(key)])}" if key in raw else ""
     return f"{key}: {', or '.join(dict.fromkeys(accepted))}{found}"
 
 
@@ -223,7 +232,7 @@ def _same_folder(one: str, other: str) -> bool:
 
 def _with_type(base: str) -> str:
     kind = model_type(base)
-    return repr(base) + (f" ({kind})" if kind else "")
+    return quoted(base) + (f" ({kind})" if kind else "")
 
 
 def model_type(base: str) -> str | None:

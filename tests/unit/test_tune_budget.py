@@ -20,7 +20,7 @@ from packlora.errors import InputError
 from packlora.plans.cache import PlanCache
 from packlora.plans.case import Case
 from packlora.plans.measure import Measured
-from packlora.tune import cases_of_run, standard_cases, tune
+from packlora.tune import MINUTES, cases_of_run, standard_cases, tune
 
 CPU = torch.device("cpu")
 
@@ -146,4 +146,6 @@ def test_the_command_gives_minutes_on_and_promises_no_plans_that_nothing_uses(mo
     monkeypatch.setattr("packlora.tune.tune", lambda run, **options: given.update(options) or [])
     assert CliRunner().invoke(app, ["tune", "--minutes", "1.5"]).exit_code == 0
     assert given == {"minutes": 1.5}
+    assert CliRunner().invoke(app, ["tune"]).exit_code == 0
+    assert given == {"minutes": MINUTES}
     assert CliRunner().invoke(app, ["tune", "--lossy"]).exit_code == 2
