@@ -123,6 +123,9 @@ def packlora_losses(run: Run) -> dict[str, list[float]]:
 def distance(ours: Path, theirs: Path) -> float:
     """Relative Frobenius distance of two adapter files."""
     a, b = (load_file(folder / "adapter_model.safetensors") for folder in (ours, theirs))
+    a = {
+        key.replace("magnitude_vector.weight", "magnitude_vector"): value for key, value in a.items()
+    }  # as PEFT writes
     assert a.keys() == b.keys()
     difference = sum(float((a[key].double() - b[key].double()).square().sum()) for key in b)
     return float((difference / sum(float(value.double().square().sum()) for value in b.values())) ** 0.5)

@@ -16,6 +16,11 @@ Point = tuple[float, float]
 LIGHT = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#6b6b6b")
 """Colours of the jobs: Okabe and Ito's palette, distinguishable with any colour vision (Color Universal Design, 2008)."""
 DARK = ("#3b9bdb", "#e8711a", "#1dbf92", "#dd92bc", "#f0b429", "#8ccff7", "#a0a0a0")
+SHADES = {"light": (26, 40, 54), "dark": (78, 66, 54)}
+"""Lightness, in percent, of the colours of further jobs, on light and on dark paper."""
+FIRST_HUE, GOLDEN_ANGLE = 96, 137.508
+"""In degrees: hues so far apart never come back, and are never near the last ones; from this one on they are farthest from the
+palette's."""
 SIZE = 1000
 """Height and width of every chart in SVG units, whatever its size on the screen."""
 
@@ -181,17 +186,29 @@ def note(text: str, point: Point, x: Axis, y: Axis, style: str, tip: str) -> str
 # --- style -------------------------------------------------------------------------------------------------------------
 
 
+def colour(index: int, paper: str) -> str:
+    """Of a job, by its number; no two jobs have the same. paper: light or dark."""
+    palette = {"light": LIGHT, "dark": DARK}[paper]
+    if index < len(palette):
+        return palette[index]
+    lightness = SHADES[paper][index % len(SHADES[paper])]
+    return f"hsl({(FIRST_HUE + GOLDEN_ANGLE * index) % 360:.1f} 60% {lightness}%)"
+
+
 def job_style(count: int) -> str:
-    """CSS: per job its colour; its dashes, from the eighth job on; and that its legend entry, pointed at, dims the others."""
+    """CSS: per job its colour; its dashes, from the eighth job on, shown in the legend too; and that its legend entry dims the
+    other jobs when it is pointed at."""
     rules, dark = [], []
     for index in range(count):
-        dash = f"--dash:{4 + 3 * (index // len(LIGHT))} 3;" if index >= len(LIGHT) else ""
-        rules.append(f".job-{index}{{--ink:{LIGHT[index % len(LIGHT)]};{dash}}}")
+        long = 4 + 3 * (index // len(LIGHT))
+        dash = f"--dash:{long} 3;--swatch:{STRIPES};" if index >= len(LIGHT) else ""
+        rules.append(f".job-{index}{{--ink:{colour(index, 'light')};{dash}}}")
         rules.append(f"body:has(.legend .job-{index}:is(:hover,:focus)) .mark:not(.job-{index}){{opacity:.1}}")
-        dark.append(f".job-{index}{{--ink:{DARK[index % len(DARK)]}}}")
+        dark.append(f".job-{index}{{--ink:{colour(index, 'dark')}}}")
     return f"{''.join(rules)}@media(prefers-color-scheme:dark){{{''.join(dark)}}}"
 
 
+STRIPES = "repeating-linear-gradient(90deg,var(--ink) 0 4px,transparent 4px 6px)"
 STYLE = """
 :root{color-scheme:light dark;--paper:#fcfcfa;--text:#1c1d1f;--soft:#63666b;--rule:#e3e3de;--panel:#f4f4f0;
 --bad:#b3261e;--badbg:#fbeae8;--warn:#7a5200;--warnbg:#fbf3df;--good:#1c7a45}
@@ -217,14 +234,13 @@ dd{margin:0}.tiles dd{font-size:23px;font-weight:600;letter-spacing:-.01em;white
 .warnings li{background:var(--warnbg);border-left:3px solid var(--warn);padding:7px 12px;border-radius:4px;
 overflow-wrap:anywhere;white-space:pre-line}
 .warnings .bad{background:var(--badbg);border-color:var(--bad)}
-.legend{position:sticky;top:0;z-index:3;display:flex;gap:4px 20px;margin:26px -28px -20px;padding:10px 28px;overflow-x:auto;
-background:var(--paper);border-bottom:1px solid var(--rule);scrollbar-width:none}
-.legend a{color:inherit;text-decoration:none;white-space:nowrap;font-weight:550;flex:none;max-width:24ch;overflow:hidden;
-text-overflow:ellipsis}
+.legend{position:sticky;top:0;z-index:3;display:flex;flex-wrap:wrap;gap:4px 20px;margin:26px -28px -20px;padding:10px 28px;
+max-height:30vh;overflow-y:auto;background:var(--paper);border-bottom:1px solid var(--rule)}
+.legend a{color:inherit;text-decoration:none;font-weight:550;overflow-wrap:anywhere}
 .name{display:block;padding-left:18px;width:max-content;max-width:200px;white-space:normal;overflow-wrap:anywhere}
 .legend a::before,.name::before{content:"";display:inline-block;width:11px;height:11px;border-radius:3px;margin-right:7px;
-background:var(--ink)}.name::before{margin-left:-18px}
-[id]{scroll-margin-top:60px}
+background:var(--swatch,var(--ink))}.name::before{margin-left:-18px}
+[id]{scroll-margin-top:31vh}
 .scroll{overflow-x:auto}
 table{border-collapse:collapse;width:100%;font-size:14px;font-variant-numeric:tabular-nums}
 th,td{padding:9px 10px;text-align:right;vertical-align:top;white-space:nowrap;border-bottom:1px solid var(--rule)}
@@ -266,7 +282,15 @@ svg .capacity{stroke:var(--text);stroke-width:1.5}
 summary{cursor:pointer;font-weight:550}
 pre{background:var(--panel);border-radius:8px;padding:14px 16px;overflow-x:auto;
 font:13px/1.5 ui-monospace,SFMono-Regular,Menlo,monospace}
-@media(max-width:600px){main{padding:22px 16px 36px}h1{font-size:24px}.legend{margin-inline:-16px;padding-inline:16px}
-.tiles{grid-template-columns:1fr 1fr}.plot{margin-left:42px}th small,.name{max-width:118px}}
+@media(max-width:900px){table,tbody{display:block}thead{display:none}
+tr{display:grid;grid-template-columns:repeat(auto-fill,minmax(128px,1fr));gap:8px 16px;padding:14px 0;
+border-bottom:1px solid var(--rule)}
+th,td,td:nth-child(2){padding:0;border:0;text-align:left;white-space:normal}
+tbody th{grid-column:1/-1;position:static}th small,.name{width:auto;max-width:none}
+td::before{content:attr(data-label);display:block;font-size:12.5px;color:var(--soft)}}
+@media(max-width:600px){main{padding:22px 16px 36px}h1{font-size:24px}
+tr{grid-template-columns:repeat(auto-fill,minmax(100px,1fr))}
+.legend{position:static;max-height:none;margin-inline:-16px;padding-inline:16px}[id]{scroll-margin-top:8px}
+.tiles{grid-template-columns:1fr 1fr}.plot{margin-left:42px}}
 @media(prefers-reduced-motion:reduce){.mark{transition:none}}
 """

@@ -128,10 +128,9 @@ def tune(
         Path | None, typer.Argument(metavar="RUN.yaml", help="The run file; without one, usual layers.")
     ] = None,
     overrides: Set = None,
-    lossy: Annotated[
-        bool,
-        typer.Option("--lossy", help="Also measure plans that round more than the plain products (merged weights)."),
-    ] = False,
+    minutes: Annotated[
+        float, typer.Option(min=0, help="Measure for so long at most; another call goes on with what is left.")
+    ] = 5.0,
 ) -> None:
     """Measure the ways to compute a layer on this device now, and remember the fastest."""
 
@@ -141,7 +140,7 @@ def tune(
 
         if run is None and overrides:
             raise InputError("--set changes keys of a run file, and none was given")
-        tuned = measure_plans(load_run(run, overrides) if run else None, lossy=lossy)
+        tuned = measure_plans(load_run(run, overrides) if run else None, minutes=minutes)
         raise typer.Exit(0 if all(item.plan for item in tuned) else 1)
 
     _guarded(action)
@@ -193,7 +192,9 @@ def merge(
     def action() -> None:
         from packlora.adapters.merge import merge_adapter
 
-        merge_adapter(adapter, out, base_model, dtype)
+        note = merge_adapter(adapter, out, base_model, dtype)
+        if note:
+            print(f"packlora: note: {note}", file=sys.stderr)
         print(f"merged model: {out}")
 
     _guarded(action)

@@ -80,10 +80,11 @@ def _convert(source: Path, out: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     transformers.utils.logging.disable_progress_bar()
-    tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=GGUF)
+    tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=GGUF, trust_remote_code=False)
     model = AutoModelForCausalLM.from_pretrained(
         source,
         gguf_file=GGUF,
+        trust_remote_code=False,
         dtype=torch.float32,
         quantization_config=GgufConfig(dequantize=True),  # else the copy is marked as quantised and cannot be saved
     )

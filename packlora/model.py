@@ -171,7 +171,13 @@ def load_skeleton(run: Run) -> PreTrainedModel:
     _check_sizes(config, path)
     with torch.device("meta"):
         model = _load(
-            "model", path, lambda: AutoModelForCausalLM.from_config(config, trust_remote_code=run.trust_remote_code)
+            "model",
+            path,
+            lambda: AutoModelForCausalLM.from_config(
+                config,
+                trust_remote_code=run.trust_remote_code,
+                attn_implementation="eager",  # a configuration may name one that is code on the hub
+            ),
         )
     assert isinstance(model, PreTrainedModel)
     return model

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 import packlora
 from packlora.activity import Told, silent
-from packlora.adapters.peft_files import continued_config
+from packlora.adapters.peft_files import base_note, check_start, continued_config
 from packlora.adapters.spec import AdapterSpec, peft_config, resolve
 from packlora.config import JobConfig, Run
 from packlora.data.dataset import JobData
@@ -156,12 +156,18 @@ def prepare(run: Run, max_steps: int | None = None, resumed: bool = False, told:
     specs = {
         job.name: resolve(configs[job.name], skeleton, job.name, job.adapter.dora_dropout == "peft") for job in run_jobs
     }
+    warnings = []
+    for job in run_jobs:
+        if job.adapter.init_from is not None:
+            check_start(job.adapter, specs[job.name], skeleton, job.name)
+            note = base_note(job.adapter.init_from, base_path(run.base_model))
+            warnings += [f"job {job.name!r}: {note}"] if note else []
     tokenizer = load_tokenizer(run)
     auto = run.max_tokens_per_microbatch == "auto"
     budget = 2**31 if auto else int(run.max_tokens_per_microbatch)
     context = int(getattr(skeleton.config.get_text_config(), "max_position_embeddings", None) or 2**31)
     jobs = []
-    warnings = [
+    warnings += [
         f"job {name!r} is left out, the others go on: {why}; --resume takes it up again when that is back"
         for name, why in left_out.items()
     ]

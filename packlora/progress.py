@@ -15,6 +15,11 @@ from packlora.job import Job, StepResult
 RATE_WINDOW = 20
 """Steps over which the rate of tokens is averaged."""
 
+GAP, NAME, BAR = 2, 20, 20
+"""Of the live table, in characters: between columns, of a name that must be cut, of the bar at its longest."""
+LEAST_NEEDED = ("lr", "grad norm", "progress", "held-out")
+"""Columns that are left out of it on a narrow terminal, the first one first."""
+
 
 def duration(seconds: float) -> str:
     """1:05 or 2:03:04."""
@@ -106,23 +111,60 @@ class Progress:
         return max(left, default=0.0)
 
     def _table(self) -> Group:
+        rows = [self._row(job) for job in self.jobs]
+        widths = _fitting(rows, self.console.width)
         table = Table(box=None, pad_edge=False, header_style="bold")
-        for name in ("job", "step", "progress", "loss", "held-out", "lr", "grad norm", "tokens/s"):
+        for name in widths:
             table.add_column(name, justify="left" if name in ("job", "progress") else "right", no_wrap=True)
-        for job in self.jobs:
-            last = self._steps[job.name][-1][1] if self._steps[job.name] else None
-            share = job.step / job.data.num_steps
+        for job, row in zip(self.jobs, rows, strict=True):
             colour = {"failed": "red", "done": "green"}.get(job.status, "cyan")
-            bar = Text("━" * round(20 * share), style=colour) + Text("━" * (20 - round(20 * share)), style="dim")
-            held_out = f"{self._evals[job.name]:.4f}" if job.name in self._evals else ""
-            cells = (
-                (f"{last.loss:.4f}", held_out, f"{last.lr:.3g}", f"{last.grad_norm:.3g}")
-                if last
-                else ("", held_out, "", "")
-            )
-            note = "failed" if job.status == "failed" else f"{self.rate(job):.0f}"
-            table.add_row(Text(job.name, style=colour), f"{job.step}/{job.data.num_steps}", bar, *cells, note)
+            cells = {name: Text(_cut(text, widths.get(name, 0))) for name, text in row.items()}
+            cells["job"].stylize(colour)
+            bar = widths.get("progress", 0)
+            done = round(bar * job.step / job.data.num_steps)
+            cells["progress"] = Text.assemble(("━" * done, colour), ("━" * (bar - done), "dim"))
+            table.add_row(*(cells[name] for name in widths))
         left = self.time_left()
         total = sum(self.rate(job) for job in self.jobs if job.status == "running")
         foot = f"{duration(time.perf_counter() - self._start)} elapsed, {total:.0f} tokens/s"
         return Group(table, Text(foot + (f", {duration(left)} left" if left is not None else ""), style="dim"))
+
+    def _row(self, job: Job) -> dict[str, str]:
+        """A job's cells by heading; the bar is drawn where its width is known."""
+        last = self._steps[job.name][-1][1] if self._steps[job.name] else None
+        return {
+            "job": job.name,
+            "step": f"{job.step}/{job.data.num_steps}",
+            "progress": "",
+            "loss": f"{last.loss:.4f}" if last else "",
+            "held-out": f"{self._evals[job.name]:.4f}" if job.name in self._evals else "",
+            "lr": f"{last.lr:.3g}" if last else "",
+            "grad norm": f"{last.grad_norm:.3g}" if last else "",
+            "tokens/s": "failed" if job.status == "failed" else f"{self.rate(job):.0f}",
+        }
+
+
+def _fitting(rows: Sequence[dict[str, str]], room: int) -> dict[str, int]:
+    """Columns that fit into a line of `room` characters, with their widths: what is needed least is left out first, then names
+    are cut; what is left over goes to names and to the bar."""
+    widths = {name: max(len(name), *(len(row[name]) for row in rows)) for name in rows[0]}
+    longest = widths["job"]
+    widths["job"] = min(longest, NAME)
+
+    def over() -> int:
+        return sum(widths.values()) + GAP * (len(widths) - 1) - room
+
+    for name in LEAST_NEEDED:
+        if over() > 0:
+            del widths[name]
+    widths["job"] = max(4, min(longest, widths["job"] - over()))
+    if "progress" in widths:
+        widths["progress"] = min(BAR, widths["progress"] - over())
+    return widths
+
+
+def _cut(text: str, width: int) -> str:
+    """Without its middle where it is too long: names differ at their ends."""
+    if len(text) <= width:
+        return text
+    return text[: width // 2] + "…" + text[len(text) - (width - 1 - width // 2) :]

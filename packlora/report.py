@@ -25,6 +25,11 @@ SHOWN_MICROBATCHES = 40
 TIMED_MICROBATCHES = 500
 """Microbatches whose time is drawn against the predicted one."""
 UNKNOWN = "&ndash;"
+COLUMNS = (
+    "Kind", "r", "&alpha;", "Dropout", "Learning rate", "Steps", "Training loss", "Held-out loss", "Tokens", "Trainable",
+    "Status",
+)  # fmt: skip
+"""Of the table of jobs, after the name. On a narrow screen a job is a card, where every value stands under its heading."""
 SYMBOLS = {"done": "✓", "failed": "✕", "interrupted": "◼", "stopped": "◼", "running": "▶", "waiting": "…"}
 
 
@@ -184,8 +189,7 @@ def _legend(run: RunFiles) -> str:
 def _job_table(run: RunFiles) -> str:
     if not run.jobs:
         return ""
-    columns = "JobFiles,Kind,r,&alpha;,Dropout,Learning rate,Steps,Training loss,Held-out loss,Tokens,Trainable,Status"
-    head = "".join(f"<th scope='col'>{name}</th>" for name in columns.split(","))
+    head = "".join(f"<th scope='col'>{name}</th>" for name in ("Job", *COLUMNS))
     return (
         f"<section><h2>Jobs</h2><div class='scroll' tabindex='0'><table><thead><tr>{head}</tr></thead>"
         f"<tbody>{''.join(_job_row(run, job) for job in run.jobs)}</tbody></table></div>"
@@ -222,7 +226,8 @@ def _job_row(run: RunFiles, job: JobFiles) -> str:
     targets = adapter.get("target_modules", "")
     targets = targets if isinstance(targets, str) else ", ".join(targets)
     name = f"<th scope='row'><span class='name'>{escape(job.name)}</span>{_sub(targets)}</th>"
-    return f'<tr id="{job.style}" class="{job.style}">{name}{"".join(f"<td>{cell}</td>" for cell in cells)}</tr>'
+    values = "".join(f'<td data-label="{label}">{cell}</td>' for label, cell in zip(COLUMNS, cells, strict=True))
+    return f'<tr id="{job.style}" class="{job.style}">{name}{values}</tr>'
 
 
 def _sub(text: str) -> str:

@@ -16,16 +16,26 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from packlora.adapters.attach import Adapter, attach
 from packlora.adapters.linear import AdaptedLinear
-from packlora.adapters.peft_files import load_adapter, read_config
+from packlora.adapters.peft_files import (
+    base_note,
+    load_adapter,
+    model_type,
+    quoted,
+    read_config,
+    read_tensors,
+    tensor_shapes,
+)
 from packlora.adapters.spec import resolve
 from packlora.demo_model import base_path
 from packlora.errors import InputError
 from packlora.files import write_folder
 
+ATTENTION = "eager"
+"""Not what the base's configuration says, which may be the name of code on the hub."""
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
-def merge_adapter(adapter_dir: Path, out: Path, base_model: str | None = None, dtype: str = "auto") -> None:
+def merge_adapter(adapter_dir: Path, out: Path, base_model: str | None = None, dtype: str = "auto") -> str | None:
     """Write the merged model and its tokenizer to `out`, as a plain Hugging Face folder.
 
     Args:
@@ -34,8 +44,13 @@ def merge_adapter(adapter_dir: Path, out: Path, base_model: str | None = None, d
         base_model: where to load the base from; default is the adapter's base_model_name_or_path.
         dtype: of the result; auto keeps the base's.
 
+    Returns:
+        What the user should know: the adapter names another base model, one that is not on this machine or of the same
+        architecture.
+
     Raises:
-        InputError: the adapter, the base or the output folder cannot be used.
+        InputError: the adapter, the base or the output folder cannot be used, the adapter was made for another architecture,
+            or the result would not be finite.
     """
     if dtype not in DTYPES:
         raise InputError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
@@ -44,19 +59,38 @@ def merge_adapter(adapter_dir: Path, out: Path, base_model: str | None = None, d
     name = adapter_dir.name
     transformers.utils.logging.disable_progress_bar()
     config = read_config(str(adapter_dir), name)
+    if base_model is None and config.base_model_name_or_path is None:
+        raise InputError(f"{adapter_dir} names no base model; give one with --base-model")
     base = base_path(base_model or str(config.base_model_name_or_path))
+    note = base_note(str(adapter_dir), base)
+    kinds = [model_type(where) for where in (str(config.base_model_name_or_path), base)]
+    if note and all(kinds) and kinds[0] != kinds[1]:
+        raise InputError(f"{note}: the architectures differ; merge into a base model of the first kind")
     try:
-        stored = AutoConfig.from_pretrained(base, revision=config.revision).dtype or torch.float32
-        model = AutoModelForCausalLM.from_pretrained(
-            base, revision=config.revision, dtype=torch.float32, use_safetensors=True
-        )
-        tokenizer = AutoTokenizer.from_pretrained(base, revision=config.revision)
+        architecture = AutoConfig.from_pretrained(base, revision=config.revision, trust_remote_code=False)
+        with torch.device("meta"):
+            skeleton = AutoModelForCausalLM.from_config(
+                architecture, trust_remote_code=False, attn_implementation=ATTENTION
+            )
+        tokenizer = AutoTokenizer.from_pretrained(base, revision=config.revision, trust_remote_code=False)
     except Exception as error:  # transformers raises many types for a model that does not load
-        raise InputError(f"cannot load the base model {base!r} (give --base-model): {error}") from None
-    _, (adapter,) = attach(model, {name: resolve(config, model, name)}, seed=0)
+        raise _unusable(base, error) from None
+    spec = resolve(config, skeleton, name)
+    read_tensors(adapter_dir, tensor_shapes(spec, skeleton), name)
+    try:
+        model, found = AutoModelForCausalLM.from_pretrained(
+            base, revision=config.revision, trust_remote_code=False, dtype=torch.float32, use_safetensors=True,
+            attn_implementation=ATTENTION, output_loading_info=True,
+        )  # fmt: skip
+    except Exception as error:  # as above
+        raise _unusable(base, error) from None
+    if missing := sorted(found["missing_keys"]):
+        raise InputError(f"the base model {base!r} lacks weights: {missing[0]} (and {len(missing) - 1} more)")
+    _, (adapter,) = attach(model, {name: spec}, seed=0)
     load_adapter(adapter_dir, adapter)
     fold(model, adapter)
-    model.to(stored if dtype == "auto" else getattr(torch, dtype))
+    model.to(architecture.dtype or torch.float32 if dtype == "auto" else getattr(torch, dtype))
+    _check_finite(model, adapter, adapter_dir)
 
     def write(folder: Path) -> None:
         model.save_pretrained(folder)
@@ -67,6 +101,19 @@ def merge_adapter(adapter_dir: Path, out: Path, base_model: str | None = None, d
         write_folder(out, write)
     except OSError as error:
         raise InputError(f"cannot write {out}: {error}") from None
+    return note
+
+
+def _unusable(base: str, error: Exception) -> InputError:
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return InputError(f"cannot load the base model {quoted(base)} (give --base-model): {reason}")
+
+
+def _check_finite(model: PreTrainedModel, adapter: Adapter, adapter_dir: Path) -> None:
+    for path in adapter.weights:
+        for name, parameter in model.get_submodule(path).named_parameters():
+            if not parameter.isfinite().all():
+                raise InputError(f"{adapter_dir}: merged, {path}.{name} is not finite in {parameter.dtype}")
 
 
 def fold(model: PreTrainedModel, adapter: Adapter) -> None:

@@ -2,7 +2,7 @@
 
 The tensors of an adapted layer, each under base_model.model.<path of the layer>:
 
-    .lora_A.weight [r, K]      .lora_B.weight [N, r]      .lora_magnitude_vector [N]
+    .lora_A.weight [r, K]      .lora_B.weight [N, r]      .lora_magnitude_vector.weight [N]
     .base_layer.bias [N]       its trained bias, or .bias where the layer has no low-rank part
 
 Any float dtype is read, float32 is written. Magnitudes of older adapters are bfloat16, or were rounded to it when PEFT made
@@ -12,19 +12,23 @@ them from a bfloat16 base. They are taken as they are: g = m / ||W + s B A|| of 
 
 from __future__ import annotations
 
+import copy
 import json
+import re
+import reprlib
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import LoraConfig
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+from pydantic import Field, ValidationError, field_validator
+from safetensors import SafetensorError, safe_open
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from packlora.adapters.attach import Adapter
-from packlora.adapters.linear import AdapterWeights
-from packlora.adapters.spec import peft_config
+from packlora.adapters.spec import AdapterSpec, ModuleSpec, peft_config, resolve
 from packlora.config import AdapterConfig
 from packlora.errors import InputError
 from packlora.files import write_file, write_json, write_tensors
@@ -32,6 +36,9 @@ from packlora.files import write_file, write_json, write_tensors
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 ATTRIBUTE = {"lora_A.weight": "A", "lora_B.weight": "B", "lora_magnitude_vector": "magnitude"}
+MAGNITUDE = ".lora_magnitude_vector"
+"""PEFT reads magnitudes with and without .weight after it, and writes them without. transformers' own loader reads only those
+with it, and begins with others where it finds none; so they are written with it."""
 UNSUPPORTED = {
     "lora_bias": False, "modules_to_save": None, "layer_replication": None, "target_parameters": None,
     "trainable_token_indices": None, "fan_in_fan_out": False, "megatron_config": None, "use_qalora": False,
@@ -43,23 +50,84 @@ FORKED = {
     "_dora_composition_version": "written by a fork of PEFT with other DoRA code; what a linear layer computes is the same"
 }
 """Keys that are not PEFT's and change nothing here, with what they are."""
+MAY_BE_EMPTY = ("modules_to_save", "target_parameters")
+"""Of these, what PEFT writes as an empty list where a model could have had them, as one with experts."""
 PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 """Values of init_lora_weights that leave the base weights alone; pissa, olora, corda, loftq, lora_ga change them."""
+LARGEST_RANK = 2**16
+OURS_ALONE = {"init_from", "dora_dropout"}
+"""Keys of a job's adapter in the run file that a LoraConfig does not have."""
+
+
+_QUOTES = reprlib.Repr()
+_QUOTES.maxstring = _QUOTES.maxother = 300
+
+
+def quoted(value: object) -> str:
+    """A piece of somebody's file in a message: on one line and not long."""
+    return _QUOTES.repr(value)
+
+
+class _Stored(AdapterConfig):
+    """What is read of an adapter_config.json: types and ranges of the run file, and what only PEFT has."""
+
+    target_modules: str | list[str] = Field()
+    exclude_modules: str | list[str] | None = None
+    layers_to_transform: int | list[int] | None = None
+    layers_pattern: str | list[str] | None = None
+    task_type: str | None = None
+    base_model_name_or_path: str | None = None
+    revision: str | None = None
+
+    @field_validator("exclude_modules", "layers_pattern")
+    @classmethod
+    def _expressions(cls, value: str | list[str] | None) -> str | list[str] | None:
+        for pattern in [value] if isinstance(value, str) else value or []:
+            try:
+                re.compile(pattern)
+            except (re.error, OverflowError, RecursionError) as error:
+                raise ValueError(f"has what is not a valid regular expression: {error}") from None
+        return value
+
+    @field_validator("r", "rank_pattern")
+    @classmethod
+    def _possible_rank(cls, value: int | dict[str, int]) -> int | dict[str, int]:
+        if max(value.values() if isinstance(value, dict) else [value], default=0) > LARGEST_RANK:
+            raise ValueError(f"a rank is at most {LARGEST_RANK}")
+        return value
 
 
 def state_dict(adapter: Adapter) -> dict[str, torch.Tensor]:
     """The adapter's tensors by PEFT's keys."""
     return {
-        PREFIX + f"{path}.{_suffix(name, weights)}": parameter.detach()
+        _key(path, name, weights.spec): parameter.detach()
         for path, weights in adapter.weights.items()
         for name, parameter in weights.named_parameters().items()
     }
 
 
-def _suffix(attribute: str, weights: AdapterWeights) -> str:
+def tensor_shapes(spec: AdapterSpec, model: PreTrainedModel) -> dict[str, torch.Size]:
+    """Those of `state_dict` for an adapter of the model, which may be without weights."""
+    shapes: dict[str, torch.Size] = {}
+    for path, module in spec.modules.items():
+        linear = model.get_submodule(path)
+        assert isinstance(linear, torch.nn.Linear)
+        if module.rank:
+            shapes[_key(path, "A", module)] = torch.Size((module.rank, linear.in_features))
+            shapes[_key(path, "B", module)] = torch.Size((linear.out_features, module.rank))
+            if module.use_dora:
+                shapes[_key(path, "magnitude", module)] = torch.Size((linear.out_features,))
+        if module.train_bias:
+            shapes[_key(path, "bias", module)] = torch.Size((linear.out_features,))
+    return shapes
+
+
+def _key(path: str, attribute: str, spec: ModuleSpec) -> str:
     if attribute == "bias":
-        return "base_layer.bias" if weights.spec.rank else "bias"
-    return {value: key for key, value in ATTRIBUTE.items()}[attribute]
+        suffix = "base_layer.bias" if spec.rank else "bias"
+    else:
+        suffix = {value: key for key, value in ATTRIBUTE.items()}[attribute]
+    return f"{PREFIX}{path}.{suffix}"
 
 
 def save_adapter(folder: Path, adapter: Adapter) -> None:
@@ -67,13 +135,9 @@ def save_adapter(folder: Path, adapter: Adapter) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     config = adapter.spec.peft.to_dict()
     config["inference_mode"] = True
-    if isinstance(config["target_modules"], str) and config["target_modules"].lower() == "all-linear":
-        # named, as PEFT does, so that the file means the same to tools that do not know the shorthand
-        config["target_modules"] = sorted(
-            {path.rpartition(".")[2] for path, weights in adapter.weights.items() if weights.spec.rank}
-        )
     config = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
-    write_tensors(folder / WEIGHTS, state_dict(adapter))
+    tensors = state_dict(adapter)
+    write_tensors(folder / WEIGHTS, {key + ".weight" * key.endswith(MAGNITUDE): tensors[key] for key in tensors})
     write_json(folder / CONFIG, config)
 
 
@@ -92,57 +156,140 @@ def read_config(folder: str, job: str) -> LoraConfig:
     """The LoraConfig of an adapter folder. Keys without effect are named in a warning.
 
     Raises:
-        InputError: no such folder, not a LoRA adapter, or it uses a feature that packlora does not have.
+        InputError: no such folder, not a LoRA adapter, a value is of the wrong type or out of range, or it uses a feature that
+            packlora does not have.
     """
     file = Path(folder) / CONFIG
-    try:
-        raw: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"job {job!r}: {folder} is not a PEFT adapter folder: {error}") from None
-    if not isinstance(raw, dict) or raw.get("peft_type") != "LORA":
-        kind = raw.get("peft_type") if isinstance(raw, dict) else type(raw).__name__
-        raise InputError(f"job {job!r}: {file} describes {kind!r}; only LORA adapters can be continued")
+    raw = _read_json(file, folder, job)
+    if raw.get("peft_type") != "LORA":
+        raise InputError(
+            f"job {job!r}: {file} describes {quoted(raw.get('peft_type'))}; only LORA adapters can be continued"
+        )
     for key, unused in UNSUPPORTED.items():
-        if raw.get(key, unused) not in (unused, None, False):
+        value = raw.get(key, unused)
+        if value not in (unused, None, False) and not (key in MAY_BE_EMPTY and value == []):
             raise InputError(f"job {job!r}: {file} uses {key}, which packlora does not support")
     if (start := raw.get("init_lora_weights")) not in PLAIN_STARTS:
         raise InputError(
-            f"job {job!r}: {file} has init_lora_weights {start!r}, which goes with other base weights; convert it with "
-            "PEFT's save_pretrained(path_initial_model_for_weight_conversion=...)"
+            f"job {job!r}: {file} has init_lora_weights {quoted(start)}, which goes with other base weights; convert it "
+            "with PEFT's save_pretrained(path_initial_model_for_weight_conversion=...)"
         )
     for note in config_notes(raw):
         warnings.warn(f"job {job!r}: {file}: {note}", stacklevel=2)
     try:
-        config = LoraConfig(**{key: value for key, value in raw.items() if key in LoraConfig.__dataclass_fields__})
-    except (TypeError, ValueError) as error:
+        found = {key: raw[key] for key in _Stored.model_fields.keys() - OURS_ALONE if key in raw}
+        _Stored.model_validate(found)
+        config = LoraConfig(**found)
+    except ValidationError as error:
+        raise InputError(f"job {job!r}: {file}: {_wrong_value(error, raw)}") from None
+    except (TypeError, ValueError) as error:  # PEFT's own checks, of keys that exclude each other
         raise InputError(f"job {job!r}: {file}: {error}") from None
-    config.init_lora_weights = True
-    config.inference_mode = False
     return config
+
+
+def _read_json(file: Path, folder: str | Path, job: str) -> dict[str, Any]:
+    """An object of a file that anybody may have written."""
+    try:
+        if file.exists() and not file.is_file():
+            raise OSError(f"{file} is not a file")  # a pipe would be waited for
+        raw = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(raw, dict):
+            raise ValueError(f"{CONFIG} holds no object, but {type(raw).__name__}")
+    except RecursionError:
+        raise InputError(f"job {job!r}: {folder} is not a PEFT adapter folder: {CONFIG} is nested too deeply") from None
+    except (OSError, ValueError) as error:
+        raise InputError(f"job {job!r}: {folder} is not a PEFT adapter folder: {error}") from None
+    return raw
+
+
+def _wrong_value(error: ValidationError, raw: dict[str, Any]) -> str:
+    """The first wrong key: what is accepted, what was found."""
+    items = error.errors()
+    key = items[0]["loc"][0]
+    accepted = [
+        str(item["ctx"]["error"]) if item["type"] == "value_error" else item["msg"][0].lower() + item["msg"][1:]
+        for item in items
+        if item["loc"][0] == key
+    ]
+    found = f"; found {quoted(raw[str(key)])}" if key in raw else ""
+    return f"{key}: {', or '.join(dict.fromkeys(accepted))}{found}"
+
+
+def base_note(folder: str, used: str) -> str | None:
+    """What to say where an adapter folder, which read_config takes, names another base model than `used`."""
+    named = json.loads((Path(folder) / CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")
+    if not named or named == used or _same_folder(named, used):
+        return None
+    return f"{folder} was made for the base model {_with_type(named)}, not for {_with_type(used)}"
+
+
+def _same_folder(one: str, other: str) -> bool:
+    try:
+        return Path(one).samefile(other)
+    except (OSError, ValueError):
+        return False
+
+
+def _with_type(base: str) -> str:
+    kind = model_type(base)
+    return quoted(base) + (f" ({kind})" if kind else "")
+
+
+def model_type(base: str) -> str | None:
+    """The architecture of a base model that is on this machine, without running anything of it."""
+    try:
+        kind = PreTrainedConfig.get_config_dict(base, local_files_only=True)[0].get("model_type")
+    except (OSError, ValueError, RecursionError):
+        return None
+    return kind if isinstance(kind, str) else None
 
 
 def continued_config(adapter: AdapterConfig, base_model: str, revision: str | None, job: str) -> LoraConfig:
     """The configuration of a job with `init_from`: that of the file, and no disagreement with the run file.
 
-    lora_dropout may be changed by the run file; everything else that is set in both must agree.
+    lora_dropout may be changed by the run file; everything else that is set in both must agree. Modules that are a shorthand or
+    an expression in one of them are held against each other on the model, in check_start.
     """
     assert adapter.init_from is not None
     found = read_config(adapter.init_from, job)
     wanted = peft_config(adapter, base_model, revision)
-    for key in sorted(adapter.model_fields_set - {"init_from", "lora_dropout"}):
+    for key in sorted(adapter.model_fields_set - OURS_ALONE - {"lora_dropout"}):
         in_file, in_run = getattr(found, key), getattr(wanted, key)
-        if key == "target_modules" and (in_run == "all-linear" or in_file == "all-linear"):
-            continue  # the shorthand against names: the tensors decide, in load_adapter
+        if key == "target_modules" and (isinstance(in_file, str) or isinstance(in_run, str)):
+            continue
         if in_file != in_run:
-            shown = sorted(in_file) if isinstance(in_file, set) else in_file
-            raise InputError(
-                f"job {job!r}: adapter.{key} is {getattr(adapter, key)!r}, but {adapter.init_from} was made with "
-                f"{shown!r}; leave the key out to take the file's"
-            )
+            raise _disagreement(adapter, key, in_file, job)
     if "lora_dropout" in adapter.model_fields_set:
         found.lora_dropout = adapter.lora_dropout
     found.base_model_name_or_path, found.revision = base_model, revision
     return found
+
+
+def _disagreement(adapter: AdapterConfig, key: str, in_file: Any, job: str) -> InputError:
+    shown = sorted(in_file) if isinstance(in_file, set) else in_file
+    return InputError(
+        f"job {job!r}: adapter.{key} is {getattr(adapter, key)!r}, but {adapter.init_from} was made with {shown!r}; "
+        "leave the key out to take the file's"
+    )
+
+
+def check_start(adapter: AdapterConfig, spec: AdapterSpec, model: PreTrainedModel, job: str) -> None:
+    """Hold the folder that a job begins with against the model, which may be without weights.
+
+    Args:
+        adapter: of the run file, with init_from.
+        spec: of its continued_config.
+
+    Raises:
+        InputError: the run file names other modules, or the tensors are not those of the adapter.
+    """
+    assert adapter.init_from is not None
+    if "target_modules" in adapter.model_fields_set:
+        asked = copy.copy(spec.peft)
+        asked.target_modules = adapter.target_modules
+        if resolve(asked, model, job).modules.keys() != spec.modules.keys():
+            raise _disagreement(adapter, "target_modules", spec.peft.target_modules, job)
+    read_tensors(adapter.init_from, tensor_shapes(spec, model), job)
 
 
 def load_adapter(folder: str | Path, adapter: Adapter) -> None:
@@ -151,29 +298,54 @@ def load_adapter(folder: str | Path, adapter: Adapter) -> None:
     Raises:
         InputError: the file is missing or broken, or its tensors are not exactly those of the adapter.
     """
-    file = Path(folder) / WEIGHTS
-    try:
-        tensors = load_file(file)
-    except (OSError, SafetensorError) as error:
-        raise InputError(f"job {adapter.name!r}: cannot read {file}: {error}") from None
-    # PEFT reads magnitudes with and without .weight, and writes them without
-    suffix = ".lora_magnitude_vector.weight"
-    tensors = {key.removesuffix(".weight") if key.endswith(suffix) else key: value for key, value in tensors.items()}
     wanted = state_dict(adapter)
-    missing, extra = sorted(wanted.keys() - tensors.keys()), sorted(tensors.keys() - wanted.keys())
-    if missing or extra:
-        problem = f"lacks {missing[0]} (and {len(missing) - 1} more)" if missing else ""
-        problem += " and " if missing and extra else ""
-        problem += f"has {extra[0]} (and {len(extra) - 1} more), which is not of this adapter" if extra else ""
-        raise InputError(f"job {adapter.name!r}: {file} {problem}")
-    for key, target in wanted.items():
-        if tensors[key].shape != target.shape:
-            raise InputError(
-                f"job {adapter.name!r}: {file}: {key} is {tuple(tensors[key].shape)}, the model needs {tuple(target.shape)}"
-            )
+    tensors = read_tensors(folder, {key: target.shape for key, target in wanted.items()}, adapter.name)
     with torch.no_grad():
         for key, target in wanted.items():
             target.copy_(tensors[key])
+
+
+def read_tensors(folder: str | Path, shapes: Mapping[str, torch.Size], job: str) -> dict[str, torch.Tensor]:
+    """The tensors of a PEFT adapter folder by state_dict's keys, float32 or float64.
+
+    Raises:
+        InputError: the file is missing or broken, its tensors are not exactly those named in `shapes`, or they are not finite
+            floating-point numbers.
+    """
+    file = Path(folder) / WEIGHTS
+    tensors = _stored_tensors(file, job)
+    suffix = MAGNITUDE + ".weight"
+    tensors = {key.removesuffix(".weight") if key.endswith(suffix) else key: value for key, value in tensors.items()}
+    missing, extra = sorted(shapes.keys() - tensors.keys()), sorted(tensors.keys() - shapes.keys())
+    if missing or extra:
+        problem = f"lacks {missing[0]} (and {len(missing) - 1} more)" if missing else ""
+        problem += " and " if missing and extra else ""
+        problem += f"has {extra[0]!r} (and {len(extra) - 1} more), which is not of this adapter" if extra else ""
+        raise InputError(f"job {job!r}: {file} {problem}")
+    for key, shape in shapes.items():
+        found = tensors[key]
+        problem = ""
+        if found.shape != shape:
+            problem = f"is {tuple(found.shape)}, the model needs {tuple(shape)}"
+        elif not found.is_floating_point():
+            problem = f"holds {str(found.dtype).removeprefix('torch.')}, not floating-point numbers"
+        else:
+            wide = tensors[key] = found if found.dtype == torch.float64 else found.float()
+            if not wide.float().isfinite().all():
+                problem = "holds numbers that are not finite in float32"
+        if problem:
+            raise InputError(f"job {job!r}: {file}: {key!r} {problem}")
+    return tensors
+
+
+def _stored_tensors(file: Path, job: str) -> dict[str, torch.Tensor]:
+    try:
+        if file.exists() and not file.is_file():
+            raise OSError("it is not a file")  # a pipe would be waited for
+        with safe_open(file, "pt") as stored:
+            return {key: stored.get_tensor(key) for key in stored.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"job {job!r}: cannot read {file}: {error}") from None
 
 
 def write_card(folder: Path, adapter: Adapter, lines: list[str]) -> None:

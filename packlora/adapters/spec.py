@@ -49,6 +49,7 @@ class AdapterSpec:
     """An adapter of a model: its configuration in PEFT's terms and the layers that it adapts."""
 
     peft: LoraConfig
+    """With names of modules as its target_modules, see `resolve`."""
     modules: dict[str, ModuleSpec] = field(default_factory=dict)
     """By module path in the model, in model order."""
 
@@ -80,6 +81,9 @@ def _whole(number: float) -> Any:
 def resolve(peft: LoraConfig, model: PreTrainedModel, job: str, base_dropped: bool = True) -> AdapterSpec:
     """Find the layers of the model that the configuration adapts.
 
+    The configuration of the result names them: not every program that loads an adapter knows the shorthand all-linear or
+    regular expressions.
+
     Args:
         base_dropped: DoRA under dropout scales the base product of the dropped inputs, as PEFT does.
 
@@ -100,7 +104,7 @@ def resolve(peft: LoraConfig, model: PreTrainedModel, job: str, base_dropped: bo
                     f"job {job!r}: adapter.{pattern_key} has {_quoted(pattern)}, which matches no adapted module"
                 )
     biased = _biased(peft, model, linears, chosen, job)
-    spec = AdapterSpec(peft)
+    spec = AdapterSpec(_named(peft, model, chosen))
     for name in linears:
         if name in chosen:
             rank = peft.rank_pattern.get(get_pattern_key(peft.rank_pattern.keys(), name), peft.r)
@@ -244,6 +248,19 @@ def _converted(
         left = config.target_modules
         return set() if isinstance(left, str) or left is None else set(left), set(config.target_parameters or ())
     return set(), {"experts"}
+
+
+def _named(peft: LoraConfig, model: PreTrainedModel, chosen: set[str]) -> LoraConfig:
+    """The configuration with names in the place of a shorthand or an expression: last parts of names where these match the
+    chosen modules alone, else whole paths. As it is where neither does: a chosen path is then the end of another module's."""
+    if not isinstance(peft.target_modules, str):
+        return peft
+    named = copy.copy(peft)
+    for names in ({path.rpartition(".")[2] for path in chosen}, chosen):
+        named.target_modules = set(names)
+        if {name for name, _ in model.named_modules() if name and _matches(named, name)} == chosen:
+            return named
+    return peft
 
 
 def _matches(peft: LoraConfig, name: str) -> bool:

@@ -335,11 +335,11 @@ def test_an_adapter_with_other_tensors_than_the_model_needs_is_refused(make: Any
         ),
         "more": (
             whole | {"base_model.model.x": torch.zeros(1)},
-            "has base_model.model.x (and 0 more), which is not of",
+            "has 'base_model.model.x' (and 0 more), which is not of",
         ),
         "shape": (
             whole | {name.format(1, "A"): torch.zeros(4, 32)},
-            "lora_A.weight is (4, 32), the model needs (4, 64)",
+            "lora_A.weight' is (4, 32), the model needs (4, 64)",
         ),
         "none": (None, "cannot read "),
     }

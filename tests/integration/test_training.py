@@ -68,7 +68,9 @@ def train(tree: dict[str, Any], **kwargs: Any) -> Any:
 
 
 def adapter(out: Path, job: str) -> dict[str, torch.Tensor]:
-    return load_file(out / job / "adapter_model.safetensors")
+    """By the keys that PEFT writes."""
+    tensors = load_file(out / job / "adapter_model.safetensors")
+    return {key.replace("magnitude_vector.weight", "magnitude_vector"): tensor for key, tensor in tensors.items()}
 
 
 def steps(out: Path) -> list[dict[str, Any]]:

@@ -675,7 +675,7 @@ def test_tune_measures_stores_and_prints_and_a_planner_then_uses_it(
     cache = PlanCache(CPU, tmp_path / "plans.json")
     tuned = tune(run, CPU, progress=False, budget_s=0.02, cache=cache)
     assert [item.case.key for item in tuned] == [
-        f"cpu float32 T{tokens} K64 N64 r4 drop1 grads:{grads}" for grads in ("AB", "xAB") for tokens in (2, 1)
+        f"cpu float32 T{tokens} K64 N64 r4 drop1 grads:{grads}" for tokens in (2, 1) for grads in ("xAB", "AB")
     ]  # nothing trained is before the first block's o_proj
     printed = capsys.readouterr().out
     assert "8 cases have one plan, the plain chain (DoRA)" in printed

@@ -37,17 +37,17 @@ def make_run(tmp_path: Path) -> MakeRun:
 def write_run(folder: Path, steps: int, ending: str | None, names: tuple[str, ...], **changes: Any) -> None:
     """Write run.json and the three jsonl files of an invented run; the job manpages fails at its step 41."""
     draw = random.Random(7)
-    total = {name: max(1, steps * (10 - 2 * number) // 10) for number, name in enumerate(names)}
+    total = {name: max(1, steps * (10 - 2 * (number % 5)) // 10) for number, name in enumerate(names)}
     made = dict(total) if ending else {name: count * 2 // 5 for name, count in total.items()}
     failed = "manpages" if ending == "failed" else None
     if failed:
         made[failed] = min(40, made[failed])
     lengths = {
-        name: [min(511, int(draw.lognormvariate(3.2 + 0.45 * number, 0.6)) + 3) for _ in range(8 * 60)]
+        name: [min(511, int(draw.lognormvariate(3.2 + 0.45 * (number % 5), 0.6)) + 3) for _ in range(8 * 60)]
         for number, name in enumerate(names)
     }
     metrics, evals, microbatches, elapsed = [], [], [], 0.0
-    evals += [{"job": name, "step": 0, "eval_loss": 3.1 - 0.2 * number} for number, name in enumerate(names)]
+    evals += [{"job": name, "step": 0, "eval_loss": 3.1 - 0.2 * (number % 5)} for number, name in enumerate(names)]
     for step in range(1, max(made.values(), default=0) + 1):
         batches = {name: [draw.choice(lengths[name]) for _ in range(8)] for name in names if step <= made[name]}
         samples = sorted(((n, name) for name, batch in batches.items() for n in batch), reverse=True)
@@ -70,7 +70,7 @@ def write_run(folder: Path, steps: int, ending: str | None, names: tuple[str, ..
             elapsed += seconds
         for name, batch in batches.items():
             number = names.index(name)
-            floor = 1.4 + 0.25 * number
+            floor = 1.4 + 0.25 * (number % 5)
             metrics.append(
                 {
                     "job": name, "step": step, "tokens": sum(batch), "seconds": elapsed - began, "elapsed": elapsed,
@@ -115,7 +115,7 @@ def write_run(folder: Path, steps: int, ending: str | None, names: tuple[str, ..
                 name: {
                     "status": "failed" if name == failed else "done" if made[name] == total[name] else "running",
                     "step": made[name], "failure": FAILURE if name == failed else None,
-                    "eval_before": 3.1 - 0.2 * number, "eval_after": None if name == failed else after.get(name),
+                    "eval_before": 3.1 - 0.2 * (number % 5), "eval_after": None if name == failed else after.get(name),
                 }
                 for number, name in enumerate(names)
             },

@@ -1,0 +1,108 @@
+"""Many jobs and narrow screens: the live table in 80 columns, the report on a telephone and with more jobs than a palette."""
+
+from __future__ import annotations
+
+import io
+import re
+
+import pytest
+from rich.console import Console
+from test_progress import job
+from test_report import write_run
+
+from packlora import charts
+from packlora.job import StepResult
+from packlora.progress import Progress
+from packlora.report import write_report
+
+
+def table(width: int, *names: str) -> list[str]:
+    """Lines of the live table in the middle of long runs, the first job evaluated, the last one failed."""
+    out = io.StringIO()
+    jobs = [job(name, 9000) for name in names]
+    console = Console(file=out, force_terminal=True, width=width, no_color=True)
+    progress = Progress(jobs, console)
+    progress._start -= 1000
+    for item in jobs:
+        item.step = 1234
+        progress.stepped(item, StepResult(1234, 2.34567, 0.512345, 2e-4, 20_000_000))
+    progress.evaluated(jobs[0], 3.2)
+    jobs[-1].status = "failed"
+    console.print(progress._table())
+    return re.sub(r"\x1b\[[\d;]*m", "", out.getvalue()).splitlines()
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 140])
+@pytest.mark.parametrize(
+    "names", [("colours", "greetings"), tuple(f"an-adapter-of-r-16-and-lr-{n}e-4" for n in (1, 2))]
+)
+def test_the_live_table_fits_its_terminal_and_no_number_is_cut(width: int, names: tuple[str, ...]) -> None:
+    head, first, last, foot = table(width, *names)
+    assert max(map(len, (head, first, last))) <= width
+    for word in ("1234/4500", "2.3457"):
+        assert word in first and word in last
+    assert re.search(r" \d{5}$", first) and last.endswith(" failed")
+    assert {"job", "step", "loss", "tokens/s"} <= set(head.split())
+    assert "elapsed" in foot
+    assert first.split()[0] != last.split()[0]  # a name that is cut keeps both its ends
+    if "…" not in first:
+        assert first.startswith(names[0])
+
+
+def test_in_80_columns_short_names_leave_room_for_every_column() -> None:
+    head, first, *_ = table(80, "colours", "greetings")
+    assert head.split() == ["job", "step", "progress", "loss", "held-out", "lr", "grad", "norm", "tokens/s"]
+    assert first.split()[-5:-1] == ["2.3457", "3.2000", "0.0002", "0.512"]
+    assert first.count("━") >= 8
+
+
+def test_on_a_wide_terminal_a_long_name_is_whole() -> None:
+    assert table(240, "x" * 100, "y")[1].startswith("x" * 100)
+
+
+# --- the report --------------------------------------------------------------------------------------------------------
+
+MANY = tuple(f"job-{number}-of-a-sweep-over-learning-rates" for number in range(12))
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("run")
+    write_run(folder, 20, "done", MANY)
+    return write_report(folder).read_text(encoding="utf-8")
+
+
+def test_the_first_column_is_headed_job(page: str) -> None:
+    assert re.findall("<th scope='col'>(.*?)</th>", page)[:2] == ["Job", "Kind"]
+
+
+@pytest.mark.parametrize("paper", ["light", "dark"])
+def test_no_two_of_forty_jobs_have_the_same_colour(paper: str) -> None:
+    assert len({charts.colour(index, paper) for index in range(40)}) == 40
+
+
+def test_from_the_eighth_job_on_lines_are_dashed_and_the_legend_shows_it(page: str) -> None:
+    for index in range(len(MANY)):
+        (rule,) = re.findall(rf"(?<!legend )\.job-{index}{{(--ink:[^}}]*;[^}}]*)}}", page)
+        assert ("--dash" in rule) == ("--swatch" in rule) == (index >= 7)
+    assert "background:var(--swatch,var(--ink))" in page
+
+
+def test_the_legend_shows_every_name_whole(page: str) -> None:
+    (legend,) = re.findall('<nav class="legend".*?</nav>', page)
+    assert all(f">{name}</a>" in legend for name in MANY)
+    (rule,) = re.findall(r"\.legend{(.*?)}", charts.STYLE, re.DOTALL)[:1]
+    assert "flex-wrap:wrap" in rule
+    (entries,) = re.findall(r"\.legend a{(.*?)}", charts.STYLE, re.DOTALL)[:1]
+    assert "ellipsis" not in entries and "overflow:hidden" not in entries
+
+
+def test_on_a_narrow_screen_every_value_of_a_job_stands_under_its_own_heading(page: str) -> None:
+    headings = re.findall("<th scope='col'>(.*?)</th>", page)[1:]
+    rows = re.findall("<tr id=.*?</tr>", page)
+    assert len(rows) == len(MANY)
+    for row in rows:
+        assert re.findall('<td data-label="(.*?)">', row) == headings
+    narrow = charts.STYLE.partition("@media(max-width:900px){")[2]
+    assert "thead{display:none}" in narrow and "content:attr(data-label)" in narrow
+    assert "white-space:normal" in narrow and "display:grid" in narrow
