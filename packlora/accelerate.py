@@ -31,11 +31,10 @@ from packlora.adapters.norms import RowNorms
 from packlora.adapters.outputs import KeptOutputs, padded, untouched_outputs
 from packlora.adapters.peft_dora import DoraForward
 from packlora.adapters.peft_live import LayerCall, LayerForward, choose_plan, compute, without_kernels
-from packlora.adapters.recipes import add_recipes
+from packlora.adapters.recipes import add_recipes, remove_recipes
 from packlora.adapters.siblings import SiblingGroup, sibling_groups
 from packlora.ops.lora_linear.plan import CHAIN, Plan
 
-RECIPES = "_packlora_recipes"
 NOMINAL_TOKENS = 4096
 """For which the report names the plan."""
 WATCHED = 40
@@ -114,6 +113,7 @@ def accelerate(
         example: keyword arguments for the run that finds siblings; by default two random token ids.
         recompute: outputs of RMS norms and the products inside gated feed-forwards, which LoRA layers read, are computed
             again in the backward instead of being kept. Saves a fifth of the memory of an 8B model, costs 2 % of its time.
+            What is not surely the same then, such as a product under dropout, is kept.
         keep_outputs: DoRA layers whose outputs nobody writes into keep nothing beside them for the gradient of the magnitude;
             otherwise, and where this is off, a tensor as large as the output. liger's gated activations, which overwrite
             outputs in the backward, get copies where that lets more layers do so. Which ones is found by running the example
@@ -167,6 +167,12 @@ def accelerate(
         group.attach(model.get_submodule(paths[0].rpartition(".")[0]))
         for index, path in enumerate(paths):
             forwards[path].group, forwards[path].index = group, index
+    if recompute:  # before projections get other forwards
+        found, left = add_recipes(model)
+        alone: dict[str, list[str]] = {}
+        for path, reason in left.items():
+            alone.setdefault(reason, []).append(path)
+        notes += [found, *(f"kept: {', '.join(_grouped(paths))}: {reason}" for reason, paths in alone.items())]
     for forward in forwards.values():
         forward.install()
     for other in others.values():
@@ -176,17 +182,13 @@ def accelerate(
         for entry in entries:
             norms.attach(entry)
         notes += _keep_outputs(model, forwards, example, entries) if keep_outputs else []
-    if recompute:
-        model.__dict__[RECIPES], found = add_recipes(model)
-        notes.append(found)
     return _report(model, layers, forwards, others, foreign, groups, notes)
 
 
 def restore(model: torch.nn.Module) -> None:
     """Undo accelerate(model): every layer has PEFT's own forward again. Nothing to do is not an error."""
-    for handle in model.__dict__.pop(RECIPES, ()):
-        handle.remove()
     for module in model.modules():
+        remove_recipes(module)
         LayerForward.remove(module)
         SiblingGroup.detach(module)
         RowNorms.detach(module)
