@@ -9,7 +9,7 @@ import contextlib
 import os
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from packlora import checkpoint, profiler
 from packlora.adapters.attach import attach, keep_outputs
 from packlora.adapters.linear import Router
 from packlora.adapters.peft_files import load_adapter
-from packlora.config import Run, load_run
+from packlora.config import Run, load_run, run_from
 from packlora.errors import InputError
 from packlora.files import lock_folder, remove_leftovers, write_json
 from packlora.job import Job
@@ -34,23 +34,24 @@ FLOAT16_SCALE = 4096.0
 
 
 def train(
-    run: Run | str | Path, *, overrides: list[str] | None = None, resume: bool = False, max_steps: int | None = None
+    run: Run | Mapping[str, Any] | str | Path,
+    *,
+    overrides: list[str] | None = None,
+    resume: bool = False,
+    max_steps: int | None = None,
 ) -> Result:
     """Train all jobs of a run.
 
     Args:
-        run: a run file or a Run.
-        overrides: dotted.key=value changes to a run file.
+        run: a run file, a dict of the same keys, or a Run. Relative paths in the latter two start at the current folder.
+        overrides: dotted.key=value changes to a run file or a dict.
         resume: continue the run in output_dir (a folder without one starts afresh).
         max_steps: stop every job after this many optimizer steps.
 
     Raises:
         InputError: something is wrong with the input; nothing was trained.
     """
-    if not isinstance(run, Run):
-        run = load_run(run, overrides)
-    elif overrides:
-        raise InputError("overrides change a run file; change the Run itself")
+    run = _run_of(run, overrides)
     if run.schedule.padding_multiple != 1:
         raise InputError(
             f"schedule: padding_multiple is {run.schedule.padding_multiple}, but training packs samples without padding, "
@@ -64,6 +65,18 @@ def train(
         held.enter_context(deterministic())
         trainer = _set_up(run, saved, max_steps)
         return trainer.fit()
+
+
+def _run_of(run: Run | Mapping[str, Any] | str | Path, overrides: list[str] | None) -> Run:
+    if isinstance(run, str | Path):
+        return load_run(run, overrides)
+    if isinstance(run, Mapping):
+        return run_from(run, overrides)
+    if not isinstance(run, Run):
+        raise InputError(f"a run is the path of a run file, a dict or a packlora.Run; got {type(run).__name__}")
+    if overrides:
+        raise InputError("overrides change a run file or a dict; change the Run itself")
+    return run
 
 
 def _set_up(run: Run, saved: dict[str, Any] | None, max_steps: int | None) -> Trainer:

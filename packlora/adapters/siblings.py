@@ -119,11 +119,17 @@ def undisturbed(model: torch.nn.Module, training: bool = False) -> Iterator[None
 
 def remove_hooks(module: torch.nn.Module, owner: type) -> None:
     """Take off the forward hooks that are methods of an `owner`; copies of a module have copies of its hooks."""
+    flags = (
+        module._forward_hooks_always_called,
+        module._forward_hooks_with_kwargs,
+        module._forward_pre_hooks_with_kwargs,
+    )
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         for number, hook in list(hooks.items()):
             if isinstance(getattr(hook, "__self__", None), owner):
                 del hooks[number]
-                module._forward_hooks_always_called.pop(number, None)
+                for flag in flags:
+                    flag.pop(number, None)
 
 
 # --- running them ------------------------------------------------------------------------------------------------------
