@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import sys
+import types
 import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -19,6 +21,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 import packlora
+from packlora import liger
 from packlora.adapters.attach import attach
 from packlora.adapters.recipes import add_recipes
 from packlora.adapters.spec import resolve
@@ -95,6 +98,32 @@ def test_layers_of_one_class_that_compute_differently_do_not_share_a_verdict(pat
     left = pattern.index(0.9)
     assert "1 gated products" in report
     assert f"layers.{left}.mlp: down_proj reads something else than act(gate_proj) * up_proj" in report
+
+
+def test_liger_takes_over_those_layers_of_a_class_that_compute_what_it_computes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Stand-ins for its kernels, of which only the activation's is right."""
+
+    def activation(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return nn.functional.gelu(a, approximate="tanh") * b
+
+    def wrong(x: torch.Tensor, *_: Any) -> torch.Tensor:
+        return x + 1
+
+    ops = types.ModuleType("liger_kernel.ops")
+    for name in ("LigerRMSNormFunction", "LigerSiLUMulFunction", "LigerGELUMulFunction", "LigerRopeFunction"):
+        setattr(ops, name, SimpleNamespace(apply=activation if "GELU" in name else wrong))
+    monkeypatch.setitem(sys.modules, "liger_kernel", types.ModuleType("liger_kernel"))
+    monkeypatch.setitem(sys.modules, "liger_kernel.ops", ops)
+    monkeypatch.setattr(liger, "check_liger", lambda setting, device, dtype: True)
+    for pattern in ([0.0, 0.9], [0.9, 0.0]):
+        model = gemma3n(pattern).eval()
+        with torch.no_grad():
+            want = model(input_ids=IDS).logits
+            assert liger.use_liger(model, True) == ["1 Gemma3nTextMLP"]
+            assert "forward" in vars(model.model.layers[pattern.index(0.0)].mlp)
+            torch.testing.assert_close(model(input_ids=IDS).logits, want, rtol=1e-4, atol=1e-4)
 
 
 class Other(nn.Module):
