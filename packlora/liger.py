@@ -93,7 +93,7 @@ def _norm(module: Any, known: dict[Any, Any], ops: Any) -> Callable[..., Any] | 
 
 
 def _gated(module: Any, ops: Any) -> Callable[..., Any] | None:
-    """down(act(gate(x)) * up(x)) with SiLU, or with GELU in its tanh form. Each module is asked: those of one class may differ."""
+    """down(act(gate(x)) * up(x)) with SiLU, or with GELU in its tanh form. Each module is asked: a class has several kinds."""
     gate, up, down, act = (getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj", "act_fn"))
     if not all(isinstance(part, torch.nn.Linear) for part in (gate, up, down)) or act is None:
         return None
