@@ -67,18 +67,6 @@ def train(
         return trainer.fit()
 
 
-def _run_of(run: Run | Mapping[str, Any] | str | Path, overrides: list[str] | None) -> Run:
-    if isinstance(run, str | Path):
-        return load_run(run, overrides)
-    if isinstance(run, Mapping):
-        return run_from(run, overrides)
-    if not isinstance(run, Run):
-        raise InputError(f"a run is the path of a run file, a dict or a packlora.Run; got {type(run).__name__}")
-    if overrides:
-        raise InputError("overrides change a run file or a dict; change the Run itself")
-    return run
-
-
 def _set_up(run: Run, saved: dict[str, Any] | None, max_steps: int | None) -> Trainer:
     """Everything before the first step; run.json is the first thing that is written. saved: that of the run to resume."""
     output_dir = Path(run.output_dir)
@@ -178,6 +166,18 @@ def deterministic() -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
         memory.fill_uninitialized_memory = fill
+
+
+def _run_of(run: Run | Mapping[str, Any] | str | Path, overrides: list[str] | None) -> Run:
+    if isinstance(run, str | Path):
+        return load_run(run, overrides)
+    if isinstance(run, Mapping):
+        return run_from(run, overrides)
+    if not isinstance(run, Run):
+        raise InputError(f"a run is the path of a run file, a dict or a packlora.Run; got {type(run).__name__}")
+    if overrides:
+        raise InputError("overrides change a run file or a dict; change the Run itself")
+    return run
 
 
 class _CallableModule(types.ModuleType):
