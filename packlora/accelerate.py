@@ -23,19 +23,27 @@ from typing import Any
 import torch
 from peft import PeftModel
 from peft.tuners.lora import Linear as PeftLinear
-from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 
 from packlora.adapters import in_place, peft_dora
 from packlora.adapters.norms import RowNorms
 from packlora.adapters.outputs import KeptOutputs, padded, untouched_outputs
 from packlora.adapters.peft_dora import DoraForward
-from packlora.adapters.peft_live import LayerCall, LayerForward, choose_plan, compute, without_kernels
-from packlora.adapters.recipes import add_recipes
+from packlora.adapters.peft_live import (
+    Calls,
+    LayerCall,
+    LayerForward,
+    OwnForward,
+    Warned,
+    choose_plan,
+    compute,
+    without_kernels,
+)
+from packlora.adapters.recipes import add_recipes, remove_recipes
 from packlora.adapters.siblings import SiblingGroup, sibling_groups
 from packlora.ops.lora_linear.plan import CHAIN, Plan
 
-RECIPES = "_packlora_recipes"
 NOMINAL_TOKENS = 4096
 """For which the report names the plan."""
 WATCHED = 40
@@ -58,6 +66,14 @@ class ModuleReport:
 
 
 @dataclass(frozen=True, slots=True)
+class ModuleCalls:
+    """What became of the calls of one module: how many were computed by this package, and how many by PEFT, by reason."""
+
+    served: int
+    left: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """What accelerate() found, when it was called; call it again after a change of adapters. print() shows all of it."""
 
@@ -65,10 +81,16 @@ class Report:
     groups: tuple[tuple[str, ...], ...]
     """Paths of the modules that are computed together, in order of their calls."""
     notes: tuple[str, ...] = field(default=())
+    calls: tuple[Calls, ...] = field(default=(), repr=False, compare=False)
 
     @property
     def accelerated(self) -> int:
         return sum(module.accelerated for module in self.modules)
+
+    def served(self) -> dict[str, ModuleCalls]:
+        """What really happened since accelerate(), by path of the modules whose forward it replaced: calls in forwards, and in
+        recomputations of checkpointing; none of those inside of compiled graphs."""
+        return {calls.path: ModuleCalls(calls.served, dict(calls.left)) for calls in self.calls}
 
     def __str__(self) -> str:
         together = sum(len(group) for group in self.groups)
@@ -114,6 +136,7 @@ def accelerate(
         example: keyword arguments for the run that finds siblings; by default two random token ids.
         recompute: outputs of RMS norms and the products inside gated feed-forwards, which LoRA layers read, are computed
             again in the backward instead of being kept. Saves a fifth of the memory of an 8B model, costs 2 % of its time.
+            What is not surely the same then, such as a product under dropout, is kept.
         keep_outputs: DoRA layers whose outputs nobody writes into keep nothing beside them for the gradient of the magnitude;
             otherwise, and where this is off, a tensor as large as the output. liger's gated activations, which overwrite
             outputs in the backward, get copies where that lets more layers do so. Which ones is found by running the example
@@ -167,31 +190,58 @@ def accelerate(
         group.attach(model.get_submodule(paths[0].rpartition(".")[0]))
         for index, path in enumerate(paths):
             forwards[path].group, forwards[path].index = group, index
+    if recompute:  # before projections get other forwards
+        found, left = add_recipes(model)
+        alone: dict[str, list[str]] = {}
+        for path, reason in left.items():
+            alone.setdefault(reason, []).append(path)
+        notes += [found, *(f"kept: {', '.join(_grouped(paths))}: {reason}" for reason, paths in alone.items())]
     for forward in forwards.values():
         forward.install()
     for other in others.values():
         other.install()
+    for tuner in model.modules():
+        if isinstance(tuner, BaseTuner):
+            for name in _Unload.NAMES:
+                tuner.__dict__[name] = _Unload(model, tuner, name)
     if any(getattr(layer, "lora_magnitude_vector", None) for layer in layers.values()):
         entries = _entries(model, [*forwards, *others])
         for entry in entries:
             norms.attach(entry)
         notes += _keep_outputs(model, forwards, example, entries) if keep_outputs else []
-    if recompute:
-        model.__dict__[RECIPES], found = add_recipes(model)
-        notes.append(found)
     return _report(model, layers, forwards, others, foreign, groups, notes)
 
 
 def restore(model: torch.nn.Module) -> None:
-    """Undo accelerate(model): every layer has PEFT's own forward again. Nothing to do is not an error."""
-    for handle in model.__dict__.pop(RECIPES, ()):
-        handle.remove()
+    """Undo accelerate(model): every layer has PEFT's own forward again. Nothing to do is not an error. merge_and_unload() and
+    unload() of PEFT do it by themselves."""
     for module in model.modules():
-        LayerForward.remove(module)
+        remove_recipes(module)
+        OwnForward.remove(module)
+        _Unload.remove(module)
         SiblingGroup.detach(module)
         RowNorms.detach(module)
         KeptOutputs.detach(module)
     in_place.undo(model)
+
+
+class _Unload:
+    """In the place of a method of PEFT that makes a plain model of an adapted one, which is then not to have hooks of ours."""
+
+    NAMES = ("merge_and_unload", "unload")
+
+    def __init__(self, model: torch.nn.Module, tuner: BaseTuner, name: str) -> None:
+        self.model, self.tuner, self.name = model, tuner, name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        restore(self.model)
+        return getattr(self.tuner, self.name)(*args, **kwargs)
+
+    @staticmethod
+    def remove(module: torch.nn.Module) -> None:
+        for name in _Unload.NAMES:
+            if isinstance(module.__dict__.get(name), _Unload):
+                del module.__dict__[name]
 
 
 def _entries(model: torch.nn.Module, paths: Sequence[str]) -> list[torch.nn.Module]:
@@ -326,7 +376,13 @@ def _report(
     for device in devices:
         if reason := without_kernels(device):
             notes.append(f"{device}: plain matrix products, {reason}")
-    return Report(tuple(modules), tuple(groups), tuple(notes))
+    warned, counted = Warned(), []
+    for module_report in modules:
+        forward = forwards.get(module_report.path) or others.get(module_report.path)
+        if forward is not None:
+            forward.calls = Calls(module_report.path, module_report.accelerated, warned)
+            counted.append(forward.calls)
+    return Report(tuple(modules), tuple(groups), tuple(notes), tuple(counted))
 
 
 def _plan(calls: list[LayerCall]) -> Plan:

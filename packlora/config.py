@@ -6,10 +6,12 @@ the model, the tokenizer or the data to be checked is checked by whoever loads t
 
 from __future__ import annotations
 
+import copy
 import difflib
 import os
 import re
 import unicodedata
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -356,6 +358,14 @@ def load_run(path: str | Path, overrides: list[str] | None = None) -> Run:
         if job.adapter.init_from is not None:
             job.adapter.init_from = _beside(path, job.adapter.init_from)
     return run
+
+
+def run_from(tree: Mapping[str, Any], overrides: list[str] | None = None) -> Run:
+    """Check a run that is a mapping of the keys of a run file; it is not changed. Overrides and errors as in load_run."""
+    own = copy.deepcopy(dict(tree))
+    for override in overrides or []:
+        _apply_override(own, override)
+    return parse_run(own, "the run")
 
 
 def _beside(run_file: Path, path: str) -> str:

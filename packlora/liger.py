@@ -60,9 +60,9 @@ def use_liger(model: PreTrainedModel, setting: bool | Literal["auto"]) -> list[s
         return []
     counts: dict[str, int] = {}
     ops = importlib.import_module("liger_kernel.ops")
-    known: dict[Any, Any] = {}  # what was found for a class of modules
+    known: dict[Any, Any] = {}  # what was found for a class of norms or attentions
     for module in model.modules():
-        forward = _norm(module, known, ops) or _gated(module, known, ops) or _rotary(module, known, ops)
+        forward = _norm(module, known, ops) or _gated(module, ops) or _rotary(module, known, ops)
         if forward is not None:
             module.forward = MethodType(forward, module)
             counts[type(module).__name__] = counts.get(type(module).__name__, 0) + 1
@@ -92,25 +92,24 @@ def _norm(module: Any, known: dict[Any, Any], ops: Any) -> Callable[..., Any] | 
     return None if kind is None else lambda self, hidden_states: forward(self, hidden_states, *kind)
 
 
-def _gated(module: Any, known: dict[Any, Any], ops: Any) -> Callable[..., Any] | None:
-    """down(act(gate(x)) * up(x)) with SiLU, or with GELU in its tanh form."""
+def _gated(module: Any, ops: Any) -> Callable[..., Any] | None:
+    """down(act(gate(x)) * up(x)) with SiLU, or with GELU in its tanh form. Each module is asked: a class has several kinds."""
     gate, up, down, act = (getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj", "act_fn"))
     if not all(isinstance(part, torch.nn.Linear) for part in (gate, up, down)) or act is None:
         return None
     assert gate is not None and up is not None and down is not None
-    key = type(module), type(act)
-    if key not in known:
-        known[key] = None
-        x = _random(16, gate.in_features, like=gate.weight)
-        a, b = _random(2, 7, gate.out_features, like=gate.weight, scale=3)
-        if _error(partial(module, x), lambda: down(act(gate(x)) * up(x))) == 0:
-            for candidate in (ops.LigerSiLUMulFunction, ops.LigerGELUMulFunction):
-                if _error(partial(candidate.apply, a.clone(), b.clone()), lambda: act(a) * b) <= ERROR[a.dtype]:
-                    known[key] = candidate
-                    break
-    function = known[key]
-    if function is None:
+    x = _random(16, gate.in_features, like=gate.weight)
+    if _error(partial(module, x), lambda: down(act(gate(x)) * up(x))) != 0:
         return None
+    a, b = _random(2, 7, gate.out_features, like=gate.weight, scale=3)
+    for function in (ops.LigerSiLUMulFunction, ops.LigerGELUMulFunction):
+        if _error(partial(function.apply, a.clone(), b.clone()), lambda: act(a) * b) <= ERROR[a.dtype]:
+            return _product_by(function)
+    return None
+
+
+def _product_by(function: Any) -> Callable[..., Any]:
+    """A function of Python's with the kernel in its closure, where adapters/in_place.py looks for it."""
     return lambda self, x: self.down_proj(function.apply(self.gate_proj(x), self.up_proj(x)))
 
 

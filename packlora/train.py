@@ -10,7 +10,7 @@ import os
 import re
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from packlora import checkpoint, profiler
 from packlora.adapters.attach import attach, keep_outputs
 from packlora.adapters.linear import Router
 from packlora.adapters.peft_files import load_adapter
-from packlora.config import Run, load_run
+from packlora.config import Run, load_run, run_from
 from packlora.data.dataset import configured_steps
 from packlora.errors import InputError
 from packlora.files import lock_folder, remove_leftovers, write_json
@@ -37,7 +37,7 @@ FLOAT16_SCALE = 4096.0
 
 
 def train(
-    run: Run | str | Path,
+    run: Run | Mapping[str, Any] | str | Path,
     *,
     overrides: list[str] | None = None,
     resume: bool = False,
@@ -47,8 +47,8 @@ def train(
     """Train all jobs of a run.
 
     Args:
-        run: a run file or a Run.
-        overrides: dotted.key=value changes to a run file.
+        run: a run file, a dict of the same keys, or a Run. Relative paths in the latter two start at the current folder.
+        overrides: dotted.key=value changes to a run file or a dict.
         resume: continue the run in output_dir (a folder without one starts afresh).
         max_steps: stop every job after this many optimizer steps.
         resume_from: go on from these checkpoints instead of the newest: "STEP" for all jobs, "JOB=STEP" for one; step 0 begins
@@ -57,10 +57,7 @@ def train(
     Raises:
         InputError: something is wrong with the input; nothing was trained.
     """
-    if not isinstance(run, Run):
-        run = load_run(run, overrides)
-    elif overrides:
-        raise InputError("overrides change a run file; change the Run itself")
+    run = _run_of(run, overrides)
     if resume_from and not resume:
         raise InputError("--from says where to go on, so it needs --resume")
     if run.schedule.padding_multiple != 1:
@@ -250,6 +247,18 @@ def deterministic() -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
         memory.fill_uninitialized_memory = fill
+
+
+def _run_of(run: Run | Mapping[str, Any] | str | Path, overrides: list[str] | None) -> Run:
+    if isinstance(run, str | Path):
+        return load_run(run, overrides)
+    if isinstance(run, Mapping):
+        return run_from(run, overrides)
+    if not isinstance(run, Run):
+        raise InputError(f"a run is the path of a run file, a dict or a packlora.Run; got {type(run).__name__}")
+    if overrides:
+        raise InputError("overrides change a run file or a dict; change the Run itself")
+    return run
 
 
 class _CallableModule(types.ModuleType):

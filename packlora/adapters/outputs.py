@@ -119,7 +119,7 @@ def untouched_outputs(model: nn.Module, paths: Iterable[str], examples: Sequence
     layers = {path: model.get_submodule(path) for path in paths}
     found: dict[str, Kind] | None = None
     for example in examples:
-        with _in_training(model):
+        with in_training(model):
             own = _watch(model, layers, example)
         found = own if found is None else {path: kind for path, kind in found.items() if own.get(path) == kind}
     return found or {}
@@ -179,7 +179,7 @@ def _tensors(value: Any, known: set[int] | None = None) -> Iterator[torch.Tensor
 
 
 @contextmanager
-def _in_training(model: nn.Module) -> Iterator[None]:
+def in_training(model: nn.Module) -> Iterator[None]:
     """As in training, and without a trace: in train mode, some modules count in buffers."""
     buffers = [
         (module, name, buffer, buffer.clone())

@@ -33,7 +33,7 @@ from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 from packlora.adapters.norms import NormHandle, RowNorms, row_norm_op
-from packlora.adapters.peft_live import DTYPES, observed
+from packlora.adapters.peft_live import DISABLED, DTYPES, MERGED, NOT_ACTIVE, OwnForward, observed
 
 PLAN = "kept-norm"
 """How the report names what this file does."""
@@ -60,30 +60,28 @@ class DoraCall:
     """The dropout module, where it is at work now."""
 
 
-class DoraForward:
+class DoraForward(OwnForward):
     """In the place of `forward` of one PEFT layer: the above where its one active adapter is DoRA, else PEFT's own forward."""
 
     variant: type
     prefix = "lora_"
 
     def __init__(self, layer: Any, path: str, norms: RowNorms) -> None:
-        self.layer, self.path, self.norms = layer, path, norms
-        self.on = True
+        super().__init__(layer, path, norms)
         self._kept: dict[str, tuple[object, list[NormHandle]]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_kept": {}}
 
-    def install(self) -> None:
-        self.layer.forward = self
-        self.layer._packlora = self
-
     def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        plain = not args and not kwargs and self.on and type(x) in (torch.Tensor, nn.Parameter) and x.numel()
-        call = self.ready() if plain else ""
+        call: DoraCall | str = (self.why_peft(x, args, kwargs) or self.ready()) if self.on else ""
         if isinstance(call, str):
+            if self.on:
+                self.calls.leave(call)
             y: torch.Tensor = type(self.layer).forward(self.layer, x, *args, **kwargs)
             return y
+        if not torch.compiler.is_compiling():
+            self.calls.served += 1
         return self.compute(x, call)
 
     # --- what the layer computes now -----------------------------------------------------------------------------------
@@ -92,14 +90,14 @@ class DoraForward:
         """What the layer computes for an x without further arguments, or the reason why PEFT must compute it."""
         layer = self.layer
         if layer._disable_adapters:
-            return "its adapters are disabled"
+            return DISABLED
         if layer.merged_adapters:
-            return "its adapters are merged into the base weights"
+            return MERGED
         own_A = layer._modules[self.prefix + "A"]
         active = layer._active_adapter
         names = [name for name in ([active] if isinstance(active, str) else active) if name in own_A]
         if len(names) != 1:
-            return f"several adapters are active: {', '.join(names)}" if names else "no active adapter targets it"
+            return f"several adapters are active: {', '.join(names)}" if names else NOT_ACTIVE
         (name,) = names
         variant = layer.lora_variant.get(name)
         if variant is None:

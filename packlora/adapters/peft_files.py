@@ -54,7 +54,6 @@ MAY_BE_EMPTY = ("modules_to_save", "target_parameters")
 """Of these, what PEFT writes as an empty list where a model could have had them, as one with experts."""
 PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 """Values of init_lora_weights that leave the base weights alone; pissa, olora, corda, loftq, lora_ga change them."""
-LARGEST_RANK = 2**16
 OURS_ALONE = {"init_from", "dora_dropout"}
 """Keys of a job's adapter in the run file that a LoraConfig does not have."""
 
@@ -87,13 +86,6 @@ class _Stored(AdapterConfig):
                 re.compile(pattern)
             except (re.error, OverflowError, RecursionError) as error:
                 raise ValueError(f"has what is not a valid regular expression: {error}") from None
-        return value
-
-    @field_validator("r", "rank_pattern")
-    @classmethod
-    def _possible_rank(cls, value: int | dict[str, int]) -> int | dict[str, int]:
-        if max(value.values() if isinstance(value, dict) else [value], default=0) > LARGEST_RANK:
-            raise ValueError(f"a rank is at most {LARGEST_RANK}")
         return value
 
 

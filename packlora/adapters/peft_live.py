@@ -10,7 +10,9 @@ Shapes: T tokens, K inputs, N outputs, r rank.
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -18,6 +20,7 @@ import torch
 from peft.tuners.lora import Linear as PeftLinear
 from peft.tuners.lora.variants import DoraLinearVariant
 from torch import nn
+from torch.autograd import forward_ad
 
 from packlora.adapters import compiled
 from packlora.adapters.norms import RowNorms, row_norm_op
@@ -121,15 +124,15 @@ def look(owner: LayerForward) -> LayerCall | str:
     """What the owner's layer computes for an x without further arguments, or the reason why PEFT must compute it."""
     layer = owner.layer
     if layer._disable_adapters:
-        return "its adapters are disabled"
+        return DISABLED
     if layer.merged_adapters:
-        return "its adapters are merged into the base weights"
+        return MERGED
     modules: dict[str, Any] = layer._modules
     own_A = modules["lora_A"]._modules
     active = layer._active_adapter
     names = [name for name in ([active] if isinstance(active, str) else active) if name in own_A]
     if len(names) != 1:
-        return f"several adapters are active: {', '.join(names)}" if names else "no active adapter targets it"
+        return f"several adapters are active: {', '.join(names)}" if names else NOT_ACTIVE
     (name,) = names
     magnitude: Any = None
     if name in layer.lora_variant:
@@ -315,14 +318,101 @@ def _check(x: torch.Tensor, call: LayerCall, dtype: torch.dtype, autocast: bool)
             )
 
 
-class LayerForward:
-    """In the place of `forward` of one lora.Linear: the operator where it can, else PEFT's own forward."""
+# --- in the place of a layer's forward ---------------------------------------------------------------------------------
+
+DISABLED, MERGED = "its adapters are disabled", "its adapters are merged into the base weights"
+NOT_ACTIVE, EMPTY = "no active adapter targets it", "x is empty"
+ASKED_FOR = (DISABLED, MERGED, NOT_ACTIVE, EMPTY)
+"""Reasons for PEFT's own forward that are no loss: there is no adapter to compute."""
+REPLICA = "a replica of nn.DataParallel computes with tensors of its own"
+
+
+@dataclass(slots=True)
+class Warned:
+    """Whether the one warning of a model was given."""
+
+    yet: bool = False
+
+
+@dataclass(slots=True)
+class Calls:
+    """Of one layer: how often it was computed here, and how often by PEFT, by reason. Compiled graphs count nothing."""
+
+    path: str
+    promised: bool = False
+    """The report calls the layer accelerated, so a call that PEFT computes is worth a warning."""
+    warned: Warned = field(default_factory=Warned)
+    served: int = 0
+    left: dict[str, int] = field(default_factory=dict)
+
+    def leave(self, reason: str) -> None:
+        """Count a call that PEFT computes."""
+        if torch.compiler.is_compiling():
+            return
+        self.left[reason] = self.left.get(reason, 0) + 1
+        if self.promised and not self.warned.yet and reason not in ASKED_FOR:
+            self.warned.yet = True
+            warnings.warn(
+                f"packlora: {self.path} runs PEFT's own forward now, though the report of accelerate() calls it accelerated: "
+                f"{reason}. This is said once for a model; report.served() counts the calls of every layer",
+                stacklevel=2,
+            )
+
+
+class OwnForward:
+    """In the place of `forward` of one PEFT layer."""
+
+    def __init__(self, layer: Any, path: str, norms: RowNorms) -> None:
+        self.layer, self.path, self.norms = layer, path, norms
+        self.on = True
+        self.calls = Calls(path)
+
+    def install(self) -> None:
+        self.layer.forward = self
+        self.layer._packlora = self
+        self.layer._replicate_for_data_parallel = self.replica
+
+    @staticmethod
+    def remove(module: nn.Module) -> None:
+        """From a module that has one. Where other code has wrapped the forward since, the wrapper keeps it: it is only off."""
+        own = module.__dict__.pop("_packlora", None)
+        if own is not None:
+            own.on = False
+            module.__dict__.pop("_replicate_for_data_parallel", None)
+            if module.__dict__.get("forward") is own:
+                del module.__dict__["forward"]
+
+    def replica(self) -> nn.Module:
+        """What nn.DataParallel asks for: a copy of the layer that will have tensors of its own, and so PEFT's own forward."""
+        copy: nn.Module = type(self.layer)._replicate_for_data_parallel(self.layer)
+        for name in ("forward", "_packlora", "_replicate_for_data_parallel"):
+            copy.__dict__.pop(name, None)
+        self.calls.leave(REPLICA)
+        return copy
+
+    def why_peft(self, x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+        """Why a call is PEFT's, whatever the layer computes now."""
+        if args or kwargs:
+            return f"it is called with more than x ({', '.join(kwargs) or len(args)})"
+        if type(x) not in (torch.Tensor, nn.Parameter):
+            return f"x is a {type(x).__name__}, not a Tensor"
+        if not x.numel():
+            return EMPTY
+        if torch.compiler.is_compiling():
+            return None
+        if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+            return "a transform of torch.func or forward differentiation is at work"
+        return None
+
+
+class LayerForward(OwnForward):
+    """Of a lora.Linear: the operator where it can, else PEFT's own forward."""
 
     def __init__(self, layer: PeftLinear, path: str, plan: str | None, norms: RowNorms) -> None:
-        self.layer, self.path, self.plan, self.norms = layer, path, plan, norms
+        super().__init__(layer, path, norms)
+        self.plan = plan
         self.group: SiblingGroup | None = None
         self.index = 0
-        self.on = True
         self.states: dict[int, GroupState] = {}
         """Of the operator, by the number of layers that are computed together with this one first."""
         self.outputs: KeptOutputs | None = None
@@ -361,31 +451,20 @@ class LayerForward:
             return False
         return bool(call.magnitude.detach().all())  # where g is 0, y tells nothing of z
 
-    def install(self) -> None:
-        self.layer.forward = self
-        self.layer._packlora = self
-
-    @staticmethod
-    def remove(module: nn.Module) -> None:
-        """From a module that has one. Where other code has wrapped the forward since, the wrapper keeps it: it is only off."""
-        own = module.__dict__.pop("_packlora", None)
-        if own is not None:
-            own.on = False
-            if module.__dict__.get("forward") is own:
-                del module.__dict__["forward"]
-
     def ready(self) -> LayerCall | str:
         return look(self)
 
     def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if args or kwargs or not self.on or type(x) not in (torch.Tensor, nn.Parameter) or not x.numel():
+        if not self.on:
             return self._peft(x, *args, **kwargs)
-        call = look(self)
+        call: LayerCall | str = self.why_peft(x, args, kwargs) or look(self)
         if isinstance(call, str):
-            return self._peft(x)
-        if self.group is None or torch.compiler.is_compiling():
+            self.calls.leave(call)
+            return self._peft(x, *args, **kwargs)
+        if torch.compiler.is_compiling():
             return compute(x, (call,))[0]
-        return self.group.serve(self.index, x, call)
+        self.calls.served += 1
+        return compute(x, (call,))[0] if self.group is None else self.group.serve(self.index, x, call)
 
     def _peft(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         y: torch.Tensor = PeftLinear.forward(self.layer, x, *args, **kwargs)

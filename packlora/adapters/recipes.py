@@ -1,112 +1,232 @@
 """Recipes (ops/recipe.py) for what adapted layers read: outputs of RMS norms, and the product inside gated feed-forwards.
 
-Everything is done by hooks on the modules, which change nothing of what they compute. A function is taken for a gated
-feed-forward's product only if it gives the very bits of the module's own on random numbers.
+Everything is done by hooks on the modules, which change nothing of what they compute.
+
+    a product   is made again where autograd's record of the very forward that is running says that it is act(gate) * up, with
+                nothing between: no dropout, no sparsity, no cast, no hook that changed a projection. Never assumed of a class,
+                of another layer or of an earlier forward.
+    a norm      is called again. It must have given the same bits twice, in train mode, and train no parameter.
 """
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
-from packlora.adapters.siblings import undisturbed
-from packlora.ops.recipe import attach
+from packlora.adapters.in_place import WRITERS
+from packlora.adapters.outputs import in_training
+from packlora.adapters.siblings import remove_hooks
+from packlora.ops.recipe import attach, recipe_of
 
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 GATED = ("gate_proj", "up_proj", "down_proj")
+NOT_THE_PRODUCT = "down_proj reads something else than act(gate_proj) * up_proj, act being SiLU, GELU or ReLU"
 
 
-def add_recipes(model: nn.Module) -> tuple[list[Any], str]:
-    """Put hooks on the norms and gated feed-forwards of a model.
+def add_recipes(model: nn.Module) -> tuple[str, dict[str, str]]:
+    """Put hooks on the norms and gated feed-forwards of a model; `remove_recipes` takes them off again.
 
     Returns:
-        Handles whose remove() takes them off again, and in words what was found.
+        In words how many there are, and by path the reasons of those that are left alone.
     """
-    handles: list[Any] = []
-    known: dict[Any, Product | None] = {}
+    left: dict[str, str] = {}
     norms = products = 0
-    for module in list(model.modules()):
-        if type(module).__name__.endswith("RMSNorm"):
-            handles.append(module.register_forward_hook(_norm))
-            norms += 1
-        elif all(isinstance(getattr(module, name, None), nn.Module) for name in GATED):
-            key = type(module), type(getattr(module, "act_fn", None)), getattr(module.forward, "__func__", None)
-            if key not in known:
-                known[key] = _product(module)
-            if (function := known[key]) is not None:
-                handles += _gated(module, function)
-                products += 1
-    return handles, f"{norms} norms and {products} gated products are computed again in the backward, not kept"
+    with in_training(model):
+        for path, module in list(model.named_modules()):
+            if type(module).__name__.endswith("RMSNorm"):
+                if reason := _why_not_norm(module):
+                    left[path] = reason
+                else:
+                    NormRecipe().attach(module)
+                    norms += 1
+            elif all(isinstance(getattr(module, name, None), nn.Module) for name in GATED):
+                if reason := _why_not_product(module):
+                    left[path] = reason
+                else:
+                    ProductRecipe().attach(module)
+                    products += 1
+    return f"{norms} norms and {products} gated products are computed again in the backward, not kept", left
 
 
-def _norm(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    if len(args) == 1 and isinstance(output, torch.Tensor):
-        attach(output, module.forward, args[0])
+def remove_recipes(module: nn.Module) -> None:
+    """Remove the hooks of this file from a module."""
+    remove_hooks(module, NormRecipe)
+    remove_hooks(module, ProductRecipe)
 
 
-def _gated(module: Any, function: Product) -> list[Any]:
-    made: dict[str, torch.Tensor] = {}
-
-    def keep(name: str) -> Callable[..., None]:
-        def hook(_: nn.Module, args: Any, output: Any) -> None:
-            if torch.is_grad_enabled() and isinstance(output, torch.Tensor):
-                made[name] = output
-
-        return hook
-
-    def read(_: nn.Module, args: tuple[Any, ...]) -> None:
-        gate, up = made.pop("gate", None), made.pop("up", None)
-        if gate is not None and up is not None and len(args) == 1 and args[0].shape == gate.shape:
-            attach(args[0], function, gate, up)
-
-    return [
-        module.gate_proj.register_forward_hook(keep("gate")), module.up_proj.register_forward_hook(keep("up")),
-        module.down_proj.register_forward_pre_hook(read),
-    ]  # fmt: skip
+# --- norms -------------------------------------------------------------------------------------------------------------
 
 
-def _product(module: Any) -> Product | None:
-    """The function of gate and up whose bits are those that down_proj reads."""
-    seen: dict[str, torch.Tensor] = {}
-    handles = [
-        module.gate_proj.register_forward_hook(lambda _, args, output: seen.update(gate=output.clone())),
-        module.up_proj.register_forward_hook(lambda _, args, output: seen.update(up=output.clone())),
-        module.down_proj.register_forward_pre_hook(lambda _, args: seen.update(product=args[0].clone())),
-    ]
-    weight = next(module.parameters())
-    generator = torch.Generator().manual_seed(0)
-    width = getattr(module.gate_proj, "in_features", 0) or module.gate_proj.weight.shape[1]
+class NormRecipe:
+    """A hook on one norm, whose output it lets be made again."""
+
+    def attach(self, norm: nn.Module) -> None:
+        norm.register_forward_hook(self._made, with_kwargs=True)
+
+    def _made(self, norm: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if torch.compiler.is_compiling() or len(args) != 1 or kwargs or not isinstance(output, torch.Tensor):
+            return
+        weights = tuple(norm.parameters(recurse=False))
+        if any(weight.requires_grad for weight in weights):  # may have other values in the backward
+            return
+        # the weights are operands for autograd's check that nobody writes into them
+        attach(output, partial(_called_again, norm.forward, _autocast(output)), args[0], *weights)
+
+
+def _autocast(x: torch.Tensor) -> tuple[str, bool, torch.dtype]:
+    kind = x.device.type
+    return kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+
+
+def _called_again(
+    forward: Callable[[torch.Tensor], torch.Tensor], autocast: tuple[str, bool, torch.dtype], x: torch.Tensor, *_: Any
+) -> torch.Tensor:
+    if autocast == _autocast(x):
+        return forward(x)
+    kind, enabled, dtype = autocast
+    with torch.autocast(kind, dtype, enabled):
+        return forward(x)
+
+
+def _why_not_norm(norm: nn.Module) -> str | None:
+    """Why the output of a norm in train mode cannot be had by calling it again."""
+    if any(parameter.requires_grad for parameter in norm.parameters()):
+        return "it is trained itself"
+    weight = next(norm.parameters(), None)
+    shape = (3, 32) if weight is None else (3, weight.shape[-1])
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    x = x if weight is None else x.to(weight.device, weight.dtype)
     try:
-        with undisturbed(module):
-            module(torch.randn(16, width, generator=generator).to(weight.device, weight.dtype)[None])
-    except Exception:  # takes something else: no recipe
+        with torch.no_grad():
+            first, second = norm.forward(x.clone()), norm.forward(x.clone())
+            return None if torch.equal(first, second) else "gives other values when it is called again"
+    except Exception as error:  # any module, any error: nothing is made again then
+        return f"calling it failed ({type(error).__name__})"
+
+
+# --- products ----------------------------------------------------------------------------------------------------------
+
+
+class ProductRecipe:
+    """Hooks on the projections of one gated feed-forward: see to what down_proj reads."""
+
+    def __init__(self) -> None:
+        self._gate: torch.Tensor | None = None
+        self._up: torch.Tensor | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles keep no tensors."""
+        return {"_gate": None, "_up": None}
+
+    def attach(self, module: Any) -> None:
+        module.gate_proj.register_forward_hook(self._made_gate)
+        module.up_proj.register_forward_hook(self._made_up)
+        module.down_proj.register_forward_pre_hook(self._read)
+
+    def _made_gate(self, _: nn.Module, args: Any, output: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._gate = output
+
+    def _made_up(self, _: nn.Module, args: Any, output: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._up = output
+
+    def _read(self, _: nn.Module, args: tuple[Any, ...]) -> None:
+        if torch.compiler.is_compiling():
+            return
+        gate, up, self._gate, self._up = self._gate, self._up, None, None
+        if len(args) == 1 and all(isinstance(tensor, torch.Tensor) for tensor in (args[0], gate, up)):
+            assert gate is not None and up is not None
+            function = product_of(args[0], gate, up)
+            if function is not None:
+                attach(args[0], function, gate, up)
+
+
+def product_of(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> Product | None:
+    """The function of gate and up that made x, by autograd's record of how x was made; None where that does not say."""
+    node, gate_node, up_node = x.grad_fn, gate.grad_fn, up.grad_fn
+    if node is None or gate_node is None or up_node is None:
         return None
-    finally:
-        for handle in handles:
-            handle.remove()
-    if seen.keys() != {"gate", "up", "product"}:
+    gate_edge, up_edge = (gate_node, gate.output_nr), (up_node, up.output_nr)
+    edges = node.next_functions
+    if edges == (gate_edge, up_edge):
+        function: Any = getattr(type(node), "_forward_cls", object)  # of autograd functions in Python
+        return function.apply if any(base.__name__ in WRITERS for base in function.__mro__) else None
+    if type(node).__name__ != "MulBackward0" or len(edges) != 2:
         return None
-    candidates: list[Product] = []
-    if (
-        weight.is_cuda and importlib.util.find_spec("liger_kernel") is not None
-    ):  # first: one kernel where torch needs two
-        ops = importlib.import_module("liger_kernel.ops")
-        candidates += [ops.LigerSiLUMulFunction.apply, ops.LigerGELUMulFunction.apply]
-    act = getattr(module, "act_fn", None)
-    if isinstance(act, nn.Module) and not list(act.parameters()):
-        candidates.append(lambda gate, up: act(gate) * up)
-    candidates.append(lambda gate, up: nn.functional.silu(gate) * up)
-    for function in candidates:
-        try:
-            with torch.no_grad():
-                made = function(seen["gate"].clone(), seen["up"].clone())
-            if torch.equal(made, seen["product"]):
-                return function
-        except (RuntimeError, TypeError, ValueError):
-            continue
+    for (act, _), other in (edges, edges[::-1]):
+        if other == up_edge and act is not None and act.next_functions == (gate_edge,):
+            return _activated(act)
     return None
+
+
+def _activated(act: Any) -> Product | None:
+    """act(gate) * up, for a node of autograd that stands for one elementwise operation."""
+    name = type(act).__name__
+    if name == "SiluBackward0":
+        return _silu_mul
+    if name == "GeluBackward0":
+        return partial(_gelu_mul, act._saved_approximate)
+    return _relu_mul if name == "ReluBackward0" else None
+
+
+def _silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return _times(F.silu(gate), up)
+
+
+def _relu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return _times(F.relu(gate), up)
+
+
+def _gelu_mul(approximate: str, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return _times(F.gelu(gate, approximate=approximate), up)
+
+
+def _times(activated: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """Without a second tensor as large where nothing is broadcast or promoted."""
+    alike = activated.shape == up.shape and activated.dtype == up.dtype
+    return activated.mul_(up) if alike else activated * up
+
+
+def _why_not_product(module: Any) -> str | None:
+    """Why nothing can be made again in a forward of a gated feed-forward in train mode: one of four tokens is looked at, with
+    random numbers in the place of the projections, so that no weight is read."""
+    read: list[bool] = []
+    hooks = ProductRecipe()
+
+    def down(x: torch.Tensor) -> torch.Tensor:
+        hooks._read(module, (x,))
+        read.append(recipe_of(x) is not None)
+        return x.new_zeros(*x.shape[:-1], K)
+
+    def projection(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
+        def project(x: torch.Tensor) -> torch.Tensor:
+            y = x.new_empty(*x.shape[:-1], N).normal_().requires_grad_().clone()
+            setattr(hooks, name, y)
+            return y
+
+        return project
+
+    stand_ins = dict(zip(GATED, (projection("_gate"), projection("_up"), down), strict=True))
+    kept = {name: getattr(module, name).__dict__.get("forward") for name in GATED}
+    try:
+        weight = module.gate_proj.weight
+        N = getattr(module.gate_proj, "out_features", None) or weight.shape[0]
+        K = getattr(module.gate_proj, "in_features", None) or weight.shape[1]
+        dtype = weight.dtype if weight.is_floating_point() else torch.float32
+        for name, stand_in in stand_ins.items():
+            getattr(module, name).forward = stand_in
+        module(torch.zeros(1, 4, K, device=weight.device, dtype=dtype))
+    except Exception as error:  # any module, any error: nothing is made again then
+        return f"running it failed ({type(error).__name__})"
+    finally:
+        for name, forward in kept.items():
+            getattr(module, name).__dict__.pop("forward", None)
+            if forward is not None:
+                getattr(module, name).forward = forward
+    return None if read and all(read) else NOT_THE_PRODUCT

@@ -7,6 +7,10 @@ first of a group that is called computes all, and keeps the outputs of the other
 A kept output is handed out only to the call that would have computed the same: the same tensor object with the same version,
 under the same grad mode and autocast, inside the same forward of the parent, on a layer whose own state has not changed.
 Whatever is not called for is dropped at the end of the parent's forward, also when that ends in an exception.
+
+Layers are computed together only where the parent's forward itself calls them. A checkpoint inside of that forward will call
+its layers again without the parent, so they are computed one by one both times: else a recomputation would draw other dropout
+masks than its forward, and save other tensors.
 """
 
 from __future__ import annotations
@@ -17,9 +21,11 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
+import torch.utils.checkpoint
 
 # --- finding them ------------------------------------------------------------------------------------------------------
 
@@ -113,14 +119,22 @@ def undisturbed(model: torch.nn.Module, training: bool = False) -> Iterator[None
 
 def remove_hooks(module: torch.nn.Module, owner: type) -> None:
     """Take off the forward hooks that are methods of an `owner`; copies of a module have copies of its hooks."""
+    flags = (
+        module._forward_hooks_always_called,
+        module._forward_hooks_with_kwargs,
+        module._forward_pre_hooks_with_kwargs,
+    )
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         for number, hook in list(hooks.items()):
             if isinstance(getattr(hook, "__self__", None), owner):
                 del hooks[number]
-                module._forward_hooks_always_called.pop(number, None)
+                for flag in flags:
+                    flag.pop(number, None)
 
 
 # --- running them ------------------------------------------------------------------------------------------------------
+
+_CHECKPOINTS = vars(torch.utils.checkpoint)
 
 
 class Call(Protocol):
@@ -167,12 +181,17 @@ class SiblingGroup:
         self.members = tuple(members)
         self.compute = compute
         self.is_call = is_call
-        self._open = False
+        self._frame: FrameType | None = None
+        """That of the parent's call which is running."""
+        self._grad = False
+        """Grad mode at the begin of that call."""
+        self._alone: set[int] = set()
+        """Members that were computed alone in it."""
         self._pending: _Pending | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles of a group keep no outputs."""
-        return {**self.__dict__, "_open": False, "_pending": None}
+        return {**self.__dict__, "_frame": None, "_alone": set(), "_pending": None}
 
     # The two hooks on the parent. Outside its forward nothing is computed ahead, so nothing can be left over.
 
@@ -188,15 +207,28 @@ class SiblingGroup:
 
     def _opened(self, module: torch.nn.Module, args: Any) -> None:
         if not torch.compiler.is_compiling():
-            self._pending, self._open = None, True
+            self._pending, self._frame, self._grad = None, sys._getframe(1), torch.is_grad_enabled()
+            self._alone.clear()
 
     def _closed(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         if not torch.compiler.is_compiling():
-            self._pending, self._open = None, False
+            self._pending, self._frame = None, None
+
+    def _called_by_parent(self) -> bool:
+        """Whether the parent's forward is what calls now, with no checkpoint between."""
+        if self._frame is None or torch.is_grad_enabled() != self._grad:  # the latter: other libraries' checkpoints
+            return False
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None and frame is not self._frame:
+            if frame.f_globals is _CHECKPOINTS:
+                return False
+            frame = frame.f_back
+        return frame is not None
 
     def serve(self, index: int, x: torch.Tensor, call: Call) -> torch.Tensor:
         """The output of member `index` for x: kept from an earlier sibling's call, or computed now, with its siblings'."""
-        if not self._open or x.is_inference():  # inference tensors count no versions
+        if not self._called_by_parent() or x.is_inference():  # inference tensors count no versions
+            self._alone.add(index)
             return self.compute(x, (call,))[0]
         context = _context(x)
         pending = self._pending
@@ -210,6 +242,8 @@ class SiblingGroup:
         self._pending = None
         calls: dict[int, Any] = {}
         for number, member in enumerate(self.members):
+            if number in self._alone and number != index:
+                continue
             other: Any = call if number == index else member.ready()
             if isinstance(other, self.is_call) and other.together == call.together:  # type: ignore[attr-defined]
                 calls[number] = other
