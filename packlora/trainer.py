@@ -222,6 +222,8 @@ class Trainer:
             seconds=now - began, elapsed=elapsed,
         )  # fmt: skip
         self.progress.stepped(job, result)
+        if result.notice is not None:
+            self._warn(f"job {job.name!r}: {result.notice}")
         self.stepped.append(job)
 
     def _microbatch(self, microbatch: Microbatch, first_round: int, slot: int) -> bool:
