@@ -7,16 +7,19 @@ rule. It stands while the tensors are the same objects with the same stamps. Wri
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
-Stamp = tuple[int, int | None]
+Stamps = list[tuple[int, int]] | None
 
 
-def stamp(tensor: torch.Tensor) -> Stamp:
-    """Where its data lie, and its version; None where it counts none, as a tensor made in inference mode."""
-    return tensor.data_ptr(), None if tensor.is_inference() else tensor._version
-
-
-def counted(*stamps: Stamp) -> bool:
-    """Whether an in-place operation would show; where it would not, nobody can be trusted."""
-    return all(version is not None for _, version in stamps)
+def stamps(tensors: Iterable[torch.Tensor]) -> Stamps:
+    """Where their data lie, and their versions; None where one counts no versions, as a tensor made in inference mode: what is
+    made of it never stands."""
+    found = []
+    for tensor in tensors:
+        if tensor.is_inference():
+            return None
+        found.append((tensor.data_ptr(), tensor._version))
+    return found

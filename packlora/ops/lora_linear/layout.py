@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from packlora.ops.dropout import dropout_threshold
-from packlora.ops.stamp import Stamp, counted, stamp
+from packlora.ops.stamp import Stamps, stamps
 
 Value = TypeVar("Value")
 
@@ -182,8 +182,10 @@ class Packed:
         self._used: tuple[int, int, torch.Tensor, int, torch.Tensor, int] | None = None
         """Adapter, layer, and A and B with their addresses, where there are no others and both are used where they are."""
         self._slots: dict[tuple[str, int, int], torch.Tensor] = {}
-        self._seen: dict[tuple[int, int], tuple[Stamp, Stamp]] = {}
-        """Stamps of A and B when they were copied last."""
+        self._operands: list[torch.Tensor] = []
+        """A and B by place."""
+        self._seen: Stamps = None
+        """Theirs when they were copied last, where they are trusted."""
         self._blocks: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
         """What b_block gave last, and of which flat B."""
 
@@ -196,15 +198,21 @@ class Packed:
         """Copy the parameters in, by one call for all that have to be copied."""
         if self._as_they_were(layers):
             return
+        if not self._operands:
+            lows = [layers[index].adapters[number] for number, index in self.layout.places]
+            self._operands = [operand for low in lows for operand in (low.A, low.B) if operand is not None]
+        before, now = self._seen, stamps(self._operands) if self.trusted else None
+        if now is not None and now == before:
+            return
+        self._seen = now
         into: list[torch.Tensor] = []
         out_of: list[torch.Tensor] = []
-        for (number, index), place in self.layout.places.items():
+        for at, ((number, index), place) in enumerate(self.layout.places.items()):
+            own = slice(2 * at, 2 * at + 2)
+            if now is not None and before is not None and now[own] == before[own]:
+                continue
             low = layers[index].adapters[number]
             assert low.A is not None and low.B is not None
-            seen = stamp(low.A), stamp(low.B)
-            if self.trusted and counted(*seen) and self._seen.get((number, index)) == seen:
-                continue
-            self._seen[number, index] = seen
             if self._in_place(place, low.A, len(self.layout.places) == 1):
                 if self._A is None or self._owns_A or self._A.data_ptr() != low.A.data_ptr():
                     self._A = low.A.detach()

@@ -31,7 +31,7 @@ from packlora.ops.dropout import dropout_factor, masked
 from packlora.ops.lora_linear.dense import base_onto, low_dtype, sum_mm, write_mm
 from packlora.ops.lora_linear.layout import Layer, LowRank, Recent, Run, RunTables, gaps
 from packlora.ops.lora_linear.plan import Plan, ordered
-from packlora.ops.stamp import Stamp, counted, stamp
+from packlora.ops.stamp import Stamps, stamps
 
 if TYPE_CHECKING:
     from packlora.ops.lora_linear.group import Prepared
@@ -526,21 +526,23 @@ class Composition:
         self.sum_rows = torch.tensor(rows, dtype=torch.int32).to(device)
         """Adapter and row of every pair of sums, as sum_rows_kernel takes them."""
         self.low_ranks: dict[int, LowRank] = dict(layer.adapters)
-        self._seen: dict[int | None, tuple[list[torch.Tensor], list[Stamp]]] = {}
+        self._seen: dict[int | None, tuple[list[torch.Tensor], Stamps]] = {}
         """What rows were made from last, by adapter; under None the base's bias, which is in all rows of `bias`."""
 
     def refresh(self, trusted: bool) -> None:
         """Make anew what has changed, or all where parameters are not trusted to show it."""
         with torch.no_grad():
-            if self.bias is not None and self.base_bias is not None and self._changed(None, [self.base_bias], trusted):
-                self.bias.copy_(self.base_bias)
-                trusted = False  # to put adapters' own biases back
+            overwritten = False
+            if self.bias is not None and self.base_bias is not None:
+                overwritten = not trusted or self._changed(None, [self.base_bias])
+                if overwritten:
+                    self.bias.copy_(self.base_bias)
             for number, low in self.low_ranks.items():
                 if low.plain:
                     continue
                 norm = low.norm() if callable(low.norm) else low.norm
                 parts = [t for t in (low.magnitude, norm, low.bias) if t is not None]
-                if not self._changed(number, parts, trusted):
+                if trusted and not self._changed(number, parts) and not overwritten:
                     continue
                 if low.magnitude is not None:
                     assert norm is not None
@@ -548,14 +550,13 @@ class Composition:
                 if low.bias is not None and self.bias is not None:
                     self.bias[number].copy_(low.bias)
 
-    def _changed(self, key: int | None, parts: list[torch.Tensor], trusted: bool) -> bool:
-        """Whether these are not those of the last time, or cannot be trusted to be."""
-        stamps, seen = list(map(stamp, parts)), self._seen.get(key)
-        self._seen[key] = parts, stamps  # the tensors too: a new norm may lie where an older one lay
-        return (
-            not trusted or seen is None or seen[1] != stamps or not counted(*stamps)
-            or any(new is not old for new, old in zip(parts, seen[0], strict=True))
-        )  # fmt: skip
+    def _changed(self, key: int | None, parts: list[torch.Tensor]) -> bool:
+        """Whether these are not those of the last time."""
+        now, seen = stamps(parts), self._seen.get(key)
+        self._seen[key] = parts, now  # the tensors too: a new norm may lie where an older one lay
+        if now is None or seen is None or seen[1] != now:
+            return True
+        return any(new is not old for new, old in zip(parts, seen[0], strict=True))
 
     def _divide(self, number: int, magnitude_N: torch.Tensor, norm_N: torch.Tensor) -> None:
         g_N, w_N = self._rows[number]
