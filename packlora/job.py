@@ -7,7 +7,7 @@ complete.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -20,6 +20,11 @@ from packlora.data.dataset import JobData
 from packlora.data.encode import Sample
 from packlora.seeding import stable_hash
 
+IDLE_STEPS = 3
+"""Steps in a row that teach a job nothing, after which it is reported."""
+USUAL_RATE = 0.01
+"""Share of the configured learning rate over which a step must change something; under it are warmup and decay."""
+
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
@@ -31,6 +36,8 @@ class StepResult:
     grad_norm: float
     lr: float
     tokens: int
+    notice: str | None = None
+    """What a person should know about it."""
 
 
 def learning_rates(config: TrainConfig, num_steps: int) -> Any:
@@ -78,6 +85,8 @@ class Job:
         """Parameters that have never had a gradient."""
         self._loss_sum: torch.Tensor | None = None
         self._tokens = 0
+        self._idle = 0
+        """Steps in a row, up to the last one, that taught it nothing."""
 
     @property
     def name(self) -> str:
@@ -144,10 +153,33 @@ class Job:
                 "tokens": tokens,
             }
         )  # fmt: skip
-        if not math.isfinite(float(torch.nn.utils.get_total_norm(self.parameters.values(), math.inf))):
+        largest = float(torch.nn.utils.get_total_norm(self.parameters.values(), math.inf))
+        if not math.isfinite(largest):
             self.fail("the update made parameters infinite", revert=True)
             return None
-        return result
+        return replace(result, notice=self._notice(result, largest))
+
+    def _notice(self, result: StepResult, largest: float) -> str | None:
+        """That the job goes on without learning, said once; not of one that has nothing left to learn (loss 0)."""
+        no_gradient = result.grad_norm == 0
+        usual = result.lr > USUAL_RATE * self.config.train.learning_rate
+        if result.loss == 0 or not (no_gradient or (usual and self._is_unchanged())):
+            self._idle = 0
+            return None
+        self._idle += 1
+        if self._idle != IDLE_STEPS and not (self._idle < IDLE_STEPS and self.step == self.data.num_steps):
+            return None
+        what = "its gradient was exactly 0" if no_gradient else "its adapter did not change by one bit"
+        steps = "1 step" if self._idle == 1 else f"{self._idle} steps"
+        return (
+            f"{what} in {steps} up to step {self.step}: it learns nothing any more (loss {result.loss:.4g}, learning rate "
+            f"{result.lr:g}, largest parameter {largest:.3g}); a learning rate that is too high or too low does this"
+        )
+
+    def _is_unchanged(self) -> bool:
+        """Whether the last step left every parameter as it was; decided by the first one that differs."""
+        before = self.last_good or {}
+        return all(torch.equal(value, before[key]) for key, value in state_dict(self.adapter).items())
 
     def fail(self, reason: str, revert: bool) -> None:
         """Stop for good; with revert, take back the last step, whose values give no finite loss."""

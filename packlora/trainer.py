@@ -232,6 +232,8 @@ class Trainer:
         job.log_history[-1] |= {"seconds": now - began, "elapsed": self.elapsed_before + now - self.start}
         self.metrics.write(**metric_lines({job.name: job.log_history[-1:]})[0])
         self.progress.stepped(job, result)
+        if result.notice is not None:
+            self._warn(f"job {job.name!r}: {result.notice}")
         self.stepped.append(job)
 
     def _microbatch(self, microbatch: Microbatch, first_round: int, slot: int) -> bool:

@@ -193,8 +193,11 @@ class AdaptedLinear(torch.nn.Module):
 
     def layer(self) -> Layer:
         """The layer and all its adapters as the operator takes them."""
-        known = self._layer
-        if known is None or known.weight is not self.base.weight or known.keep_output != self.keep_output:
+        known, base = self._layer, self.base
+        if (
+            known is None or known.weight is not base.weight or known.bias is not base.bias
+            or known.keep_output != self.keep_output
+        ):  # fmt: skip
             low_rank = {number: weights.low_rank() for number, weights in self.adapters.items()}
             known = self._layer = Layer(self.base.weight, self.base.bias, low_rank, self.keep_output)
         return known

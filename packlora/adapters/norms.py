@@ -412,7 +412,8 @@ class _Watched:
 
     def norms(self) -> list[torch.Tensor]:
         """Of all of them, computed where the data changed; of the host's view, only addresses matter here."""
-        return self.batch.split(self.batch.run(self.batch.stale(self.seen), self.kept))
+        with torch.inference_mode(False):  # they are saved for backwards
+            return self.batch.split(self.batch.run(self.batch.stale(self.seen), self.kept))
 
 
 def _place(tensor: torch.Tensor) -> tuple[Any, ...]:

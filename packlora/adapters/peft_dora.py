@@ -34,6 +34,7 @@ from transformers.pytorch_utils import Conv1D
 
 from packlora.adapters.norms import NormHandle, RowNorms, row_norm_op
 from packlora.adapters.peft_live import DISABLED, DTYPES, MERGED, NOT_ACTIVE, OwnForward, observed
+from packlora.ops.first_order import first_order
 
 PLAN = "kept-norm"
 """How the report names what this file does."""
@@ -220,7 +221,7 @@ class _Compose(torch.autograd.Function):
         return y.addcmul_(low, g * s).to(base.dtype)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (d,) = grads
         base, low, g = ctx.saved_tensors

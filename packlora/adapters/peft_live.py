@@ -30,6 +30,7 @@ from packlora.ops.gpu import capability
 from packlora.ops.lora_linear.group import HAS_TRITON, GroupState, Layer, LowRank, Run, lora_group
 from packlora.ops.lora_linear.plan import CHAIN, Plan
 from packlora.ops.recipe import recipe_of
+from packlora.ops.stamp import stamps
 from packlora.plans.case import Case
 from packlora.plans.select import Planner
 
@@ -116,8 +117,8 @@ class LayerCall:
 
     def stamp(self) -> Hashable:
         operands = (self.weight, self.bias, self.outer_bias, self.A, self.B, self.magnitude)
-        versions = tuple(None if t is None else (id(t), t._version, t.requires_grad) for t in operands)
-        return (versions, self.scaling, self.p)
+        there = [t for t in operands if t is not None]
+        return (tuple((id(t), t.requires_grad) for t in there), tuple(stamps(there) or ()), self.scaling, self.p)
 
 
 def look(owner: LayerForward) -> LayerCall | str:

@@ -16,7 +16,8 @@ import importlib.util
 from typing import Any, Literal
 
 import torch
-from torch.autograd.function import once_differentiable
+
+from packlora.ops.first_order import first_order
 
 Tier = Literal["eager", "kernel"]
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -74,7 +75,7 @@ class _Compose(torch.autograd.Function):
         return forward(base_MN, lora_MN, g_N, scaling)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         from packlora.ops.compose_kernel import backward
 

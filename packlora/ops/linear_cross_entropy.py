@@ -25,6 +25,8 @@ from typing import Any
 
 import torch
 
+from packlora.ops.first_order import first_order
+
 IGNORE = -100
 """Label of rows that count nothing: loss 0, gradient 0. The value of torch's cross_entropy."""
 CHUNK_BYTES = {"cpu": 2**26, "cuda": 2**28}
@@ -116,7 +118,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return losses_L, (losses_L * weights_L).sum()
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (gradient_LD,) = ctx.saved_tensors
         return gradient_LD * grad_outputs[1], None, None, None, None, None

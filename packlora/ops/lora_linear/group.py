@@ -18,8 +18,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
+from packlora.ops.first_order import first_order
 from packlora.ops.gpu import on_device
 from packlora.ops.lora_linear.layout import (
     Layer,
@@ -43,8 +43,8 @@ _LAYOUTS: Recent[Layout] = Recent(4096)
 class GroupState:
     """What one caller keeps between its calls: packed operands and tables of the layers that it last passed.
 
-    trusted: parameters change only in ways that move their version counters (torch's optimizers, in-place operations), so
-    packed copies are refreshed only then. Otherwise they are refreshed at every call.
+    trusted: parameters change only in ways that the host can see (ops/stamp.py), so what is prepared from them is refreshed
+    only then. Otherwise it is refreshed at every call.
     """
 
     def __init__(self, trusted: bool = False) -> None:
@@ -62,12 +62,18 @@ class GroupState:
         self.layers = layers
         found = self._prepared.get(kernels)
         if found is None or not found.fits(x_TK, layers):
-            found = self._prepared[kernels] = Prepared(x_TK, layers, kernels, self.trusted)
+            with torch.inference_mode(False):  # what is kept is written to in training too
+                found = self._prepared[kernels] = Prepared(x_TK, layers, kernels, self.trusted)
         return found
 
 
 class Prepared:
-    """Checked layers with their layout, packed operands and tables."""
+    """Checked layers with their layout, packed operands and tables.
+
+    A backward takes the packed operands and scales of its own forward. Where another forward has made them anew since, it takes
+    those of the parameters as they are by then. So weights that are swapped through .data for another forward and swapped back,
+    as by a mean teacher, make no difference. (What is not swapped back is a mixture in any library, torch included.)
+    """
 
     def __init__(self, x_TK: torch.Tensor, layers: tuple[Layer, ...], kernels: bool, trusted: bool) -> None:
         check_layers(x_TK, layers)
@@ -108,6 +114,10 @@ class Prepared:
         self._steps: Recent[Steps] = Recent(4)
         self._last: tuple[tuple[Any, ...], Steps] | None = None
         """Key and value of the last call, which the next one is mostly like."""
+        self.turn = 0
+        """How often it was refreshed."""
+        self._pass = OUTSIDE
+        """The backward pass in which it was refreshed last."""
         if kernels:
             factors = {(n, j): low.scaling for j, layer in enumerate(layers) for n, low in layer.adapters.items()}
             self.tables = make_group_tables(self.layout, factors, self.num_adapters, self.device)
@@ -130,9 +140,15 @@ class Prepared:
 
     def refresh(self) -> None:
         """Bring packed operands and scales up to date with the parameters."""
+        self.turn, self._pass = self.turn + 1, _backward_pass()
         self.packed.refresh(self.layers)
         for composition in self.compositions.values():
             composition.refresh(self.trusted)
+
+    def serve(self, turn: int) -> None:
+        """Be ready for a backward whose forward was at this turn."""
+        if turn != self.turn and (self._pass == OUTSIDE or self._pass != _backward_pass()):
+            self.refresh()
 
     def fits(self, x_TK: torch.Tensor, layers: tuple[Layer, ...]) -> bool:
         """Whether these are the layers that it was made for, the very objects."""
@@ -246,21 +262,22 @@ class _Group(torch.autograd.Function):
         else:
             outputs, kept = [stand_in(x, layer.weight) for layer in steps.layers], [None] * len(steps.layers)
         ctx.set_materialize_grads(False)
-        # A, B, magnitudes and biases for autograd's own check that nobody changes them before the backward
+        # A, B, magnitudes and biases for autograd's own check that nobody changes them before the backward; of others' jobs
+        # may step by then
         source = (x,) if recipe is None else recipe.operands
-        ctx.save_for_backward(keys_T2, S if steps.plan.keep_s else None, *kept, *source, *flat)
+        ctx.save_for_backward(keys_T2, S if steps.plan.keep_s else None, *kept, *source, *steps.owned)
         ctx.make = (
             None if recipe is None else recipe.function
         )  # not the operands, which autograd may drop and bring back
         ctx.source = slice(len(kept), len(kept) + len(source))
-        ctx.steps, ctx.shape = kept_steps, x.shape
+        ctx.steps, ctx.turn, ctx.shape = kept_steps, steps.prepared.turn, x.shape
         if whole:
             return tuple(outputs)
         ctx.mark_non_differentiable(S)
         return (*outputs, S)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *d: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         keys_T2, S, *rest = ctx.saved_tensors
         d = d[: len(ctx.steps.layers)]
@@ -269,6 +286,7 @@ class _Group(torch.autograd.Function):
             return (None,) * (5 + len(need_flat))
         x_TK = _tokens(source[0] if ctx.make is None else made_again(ctx.make, source))
         steps = ctx.steps.with_tokens(x_TK, keys_T2)
+        steps.prepared.serve(ctx.turn)
         if len(ctx.shape) != 2:
             kept, d = (tuple(None if t is None else _tokens(t) for t in own) for own in (kept, d))
         dx, grads = group_backward(steps, S, kept, d, ctx.needs_input_grad[0], need_flat)
@@ -276,6 +294,10 @@ class _Group(torch.autograd.Function):
         return (dx, None, None, None, None, *grads)
 
 
+OUTSIDE = -1
+"""Instead of the number of a backward pass where none is running."""
+_backward_pass: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: OUTSIDE)
+"""Number of the backward pass that is running in this thread; what checkpointing recomputes belongs to it."""
 _TOP_HOOKS = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 
 
@@ -328,9 +350,15 @@ def group_backward(
     """dx, and the gradients of `prepared.flat`, None where not needed. S and kept: from the forward; S None: made again."""
     prepared, runs = steps.prepared, steps.every
     grads = [None if grad is None else grad.contiguous() for grad in d]
-    need = {name for (_, _, name), wanted in zip(prepared.slots, need_flat, strict=True) if wanted}
-    dx, dA, dB, sums = steps.backward(grads, kept, steps.down() if S is None else S, need_x, "A" in need, "B" in need)
     present, layout = {run.adapter for run in runs}, prepared.layout
+    # by what was trained in the forward: it may have been frozen, or another unfrozen, since
+    steps.wanted = {
+        (index, name)
+        for (index, number, name), wanted in zip(prepared.slots, need_flat, strict=True)
+        if wanted and number in present
+    }
+    need = {name for _, name in steps.wanted}
+    dx, dA, dB, sums = steps.backward(grads, kept, steps.down() if S is None else S, need_x, "A" in need, "B" in need)
     out: list[torch.Tensor | None] = []
     for (index, number, name), operand, wanted in zip(prepared.slots, prepared.flat, need_flat, strict=True):
         own: torch.Tensor | None = None

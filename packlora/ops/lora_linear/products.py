@@ -20,6 +20,7 @@ import torch
 from torch.nn.functional import linear
 
 from packlora.ops.dropout import dropout
+from packlora.ops.first_order import first_order
 from packlora.ops.lora_linear.dense import base_onto, low_dtype, mm_in, scaled_mm
 from packlora.ops.lora_linear.group import Outputs, saving_is_hooked, stand_in
 from packlora.ops.lora_linear.layout import Layer, LowRank
@@ -124,6 +125,7 @@ class _Products(torch.autograd.Function):
         return (*outputs, *S)
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, *d: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         x_TK, keys_T2, *saved = ctx.saved_tensors
         d = d[: len(ctx.layers)]

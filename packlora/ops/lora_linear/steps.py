@@ -31,6 +31,7 @@ from packlora.ops.dropout import dropout_factor, masked
 from packlora.ops.lora_linear.dense import base_onto, low_dtype, sum_mm, write_mm
 from packlora.ops.lora_linear.layout import Layer, LowRank, Recent, Run, RunTables, gaps
 from packlora.ops.lora_linear.plan import Plan, ordered
+from packlora.ops.stamp import Stamps, stamps
 
 if TYPE_CHECKING:
     from packlora.ops.lora_linear.group import Prepared
@@ -58,6 +59,8 @@ class Steps:
 
     x_TK: torch.Tensor
     keys_T2: torch.Tensor | None
+    wanted: set[tuple[int, str]]
+    """Layers and names of the operands whose gradients a backward is for; of magnitudes and biases it must be told."""
 
     def __init__(self, prepared: Prepared, x_TK: torch.Tensor, runs: tuple[Run, ...], salt: int, plan: Plan) -> None:
         self.prepared, self.packed, self.layers, self.layout = (
@@ -65,6 +68,11 @@ class Steps:
         )  # fmt: skip
         self.T, self.dtype, self.device, self.salt = len(x_TK), x_TK.dtype, x_TK.device, salt
         self.every = runs
+        present = {run.adapter for run in runs}
+        self.owned = tuple(
+            operand for (_, number, _), operand in zip(prepared.slots, prepared.flat, strict=True) if number in present
+        )
+        """Operands of the adapters that own tokens."""
         self.runs = [run for run in runs if self.layout.rows.get(run.adapter, (0, 0))[1]]
         self.whole = len(runs) == 1 and (runs[0].start, runs[0].stop) == (0, self.T)
         """Whether one run has all tokens."""
@@ -319,11 +327,7 @@ class Steps:
 
     def _wants(self, index: int) -> tuple[bool, bool]:
         """Whether a magnitude's and whether a bias's gradient is wanted of a layer."""
-        lows = [self.layers[index].adapters[run.adapter] for run in self.composed.get(index, ())]
-        return (
-            any(low.magnitude is not None and low.magnitude.requires_grad for low in lows),
-            any(low.bias is not None and low.bias.requires_grad for low in lows),
-        )
+        return (index, "magnitude") in self.wanted, (index, "bias") in self.wanted
 
     def _scale(
         self, index: int, d_TN: torch.Tensor | None, kept: torch.Tensor | None, sums: dict[int, Sums]
@@ -515,32 +519,44 @@ class Composition:
         self._sites: dict[Hashable, Any] = {}
         """Launches that fill in rows, see launcher.py."""
         self.bias: torch.Tensor | None = None
+        self.base_bias = layer.bias
         if layer.bias is not None or any(low.bias is not None for low in layer.adapters.values()):
             self.bias = torch.zeros(num_adapters + 1, N, dtype=wide, device=device)
-            if layer.bias is not None:
-                self.bias += layer.bias.detach()
         rows = [[number, which] for number in range(num_adapters) for which in (0, 1)]
         self.sum_rows = torch.tensor(rows, dtype=torch.int32).to(device)
         """Adapter and row of every pair of sums, as sum_rows_kernel takes them."""
         self.low_ranks: dict[int, LowRank] = dict(layer.adapters)
-        self._seen: dict[int, tuple[int, ...]] = {}
+        self._seen: dict[int | None, tuple[list[torch.Tensor], Stamps]] = {}
+        """What rows were made from last, by adapter; under None the base's bias, which is in all rows of `bias`."""
 
     def refresh(self, trusted: bool) -> None:
+        """Make anew what has changed, or all where parameters are not trusted to show it."""
         with torch.no_grad():
+            overwritten = False
+            if self.bias is not None and self.base_bias is not None:
+                overwritten = not trusted or self._changed(None, [self.base_bias])
+                if overwritten:
+                    self.bias.copy_(self.base_bias)
             for number, low in self.low_ranks.items():
                 if low.plain:
                     continue
                 norm = low.norm() if callable(low.norm) else low.norm
                 parts = [t for t in (low.magnitude, norm, low.bias) if t is not None]
-                seen = tuple(value for t in parts for value in (id(t), t._version))
-                if trusted and self._seen.get(number) == seen:
+                if trusted and not self._changed(number, parts) and not overwritten:
                     continue
-                self._seen[number] = seen
                 if low.magnitude is not None:
                     assert norm is not None
                     self._divide(number, low.magnitude, norm)
                 if low.bias is not None and self.bias is not None:
                     self.bias[number].copy_(low.bias)
+
+    def _changed(self, key: int | None, parts: list[torch.Tensor]) -> bool:
+        """Whether these are not those of the last time."""
+        now, seen = stamps(parts), self._seen.get(key)
+        self._seen[key] = parts, now  # the tensors too: a new norm may lie where an older one lay
+        if now is None or seen is None or seen[1] != now:
+            return True
+        return any(new is not old for new, old in zip(parts, seen[0], strict=True))
 
     def _divide(self, number: int, magnitude_N: torch.Tensor, norm_N: torch.Tensor) -> None:
         g_N, w_N = self._rows[number]

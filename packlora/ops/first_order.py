@@ -1,0 +1,30 @@
+"""Backwards whose gradients cannot be differentiated again."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+Gradients = tuple[torch.Tensor | None, ...]
+
+
+def first_order(backward: Callable[..., Gradients]) -> Callable[..., Gradients]:
+    """The backward of an autograd function, which raises RuntimeError where a graph of it is asked for.
+
+    torch's once_differentiable raises later, and not always: where the gradient that comes in has no history, as of y.sum(), or
+    where the second derivative is asked for with torch.autograd.grad, what goes through A, B and W is missing without a word.
+    """
+
+    @functools.wraps(backward)
+    def refusing(ctx: Any, *d: torch.Tensor | None) -> Gradients:
+        if torch.is_grad_enabled():  # in a backward: with create_graph=True
+            raise RuntimeError(
+                "gradients of packlora's operators cannot be differentiated again: create_graph=True is not accepted; "
+                "packlora.restore(model) gives PEFT's layers back, whose gradients can"
+            )
+        return backward(ctx, *d)
+
+    return refusing

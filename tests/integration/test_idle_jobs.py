@@ -1,0 +1,83 @@
+"""A job that goes on without learning anything is reported, and one that has nothing to learn is not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_training import Base, Rows, config, steps, train
+
+from packlora.adapters.peft_files import state_dict
+from packlora.job import Job, StepResult
+
+
+def job(name: str, rate: float, dora: bool = True, **changes: Any) -> dict[str, Any]:
+    settings = {"learning_rate": rate, "global_batch_size": 3, "max_steps": 4, "max_grad_norm": 0.0, **changes}
+    return {"name": name, "adapter": {"r": 4, "use_dora": dora}, "train": settings}
+
+
+def run(tiny_base: Base, rows: Rows, out: Path, *jobs: dict[str, Any]) -> tuple[Any, list[str]]:
+    """The result, and the warnings of run.json."""
+    result = train(config(tiny_base("llama"), out, rows, list(jobs)))
+    return result, json.loads((out / "run.json").read_text())["warnings"]
+
+
+def about(name: str, warnings: list[str]) -> list[str]:
+    return [text for text in warnings if f"job {name!r}" in text]
+
+
+def test_dora_at_an_absurd_learning_rate_is_reported_for_its_gradient_of_0(
+    tiny_base: Base, write_rows: Rows, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    _, warnings = run(tiny_base, write_rows, out, job("wild", 1e30), job("calm", 1e-3))
+    norms = [line["grad_norm"] for line in steps(out) if line["job"] == "wild"]
+    assert norms[0] > 0
+    assert norms[1:] == [0.0] * 3
+    (text,) = about("wild", warnings)
+    assert "its gradient was exactly 0 in 3 steps up to step 4" in text
+    assert "learning rate 1e+30, largest parameter" in text
+    assert text in capsys.readouterr().out.replace("\n", " ")
+    assert about("calm", warnings) == []
+
+
+def test_a_job_that_ends_before_that_is_reported_at_its_end(tiny_base: Base, write_rows: Rows, tmp_path: Path) -> None:
+    _, warnings = run(
+        tiny_base, write_rows, tmp_path / "out", job("wild", 1e30, max_steps=2), job("one", 1e-3, max_steps=1)
+    )
+    assert "its gradient was exactly 0 in 1 step up to step 2" in about("wild", warnings)[0]
+    assert about("one", warnings) == []
+
+
+def test_a_learning_rate_that_moves_no_bit_is_reported(tiny_base: Base, write_rows: Rows, tmp_path: Path) -> None:
+    _, warnings = run(tiny_base, write_rows, tmp_path / "out", job("still", 1e-60, False), job("small", 1e-9, False))
+    (text,) = warnings
+    assert "job 'still': its adapter did not change by one bit in 3 steps up to step 3" in text
+
+
+def result(loss: float, norm: float, lr: float = 1e-3) -> StepResult:
+    return StepResult(1, loss, norm, lr, 7)
+
+
+def notices(own: Job, *results: StepResult) -> list[bool]:
+    return [own._notice(one, 1.0) is not None for one in results]
+
+
+def test_it_is_said_once_and_again_after_learning_went_on_and_not_at_loss_0(
+    tiny_base: Base, write_rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Job] = []
+    original = Job.optimizer_step
+    monkeypatch.setattr(Job, "optimizer_step", lambda self: made.append(self) or original(self))
+    run(tiny_base, write_rows, tmp_path / "out", job("calm", 1e-3, max_steps=1))
+    own = made[0]
+    own.step = 0
+    zero, fine = result(2.0, 0.0), result(2.0, 0.5)
+    assert notices(own, zero, zero, zero, zero, zero) == [False, False, True, False, False]
+    assert notices(own, fine, zero, zero, fine, zero, zero, zero) == [False] * 6 + [True]
+    assert notices(own, fine, *[result(0.0, 0.0)] * 5) == [False] * 6
+    own.last_good = state_dict(own.adapter)  # as if the last step had moved no bit
+    assert notices(own, *[result(2.0, 0.5, lr=1e-6)] * 3) == [False] * 3, "in warmup or decay"
+    assert notices(own, fine, fine, fine) == [False, False, True]

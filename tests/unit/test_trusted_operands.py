@@ -1,0 +1,136 @@
+"""Operands whose changes the host can see are prepared once per change: every such change is seen, and one adapter's does not
+disturb another's backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from packlora.adapters.linear import AdaptedLinear
+from packlora.ops.lora_linear.group import GroupState, Layer, LowRank, Run, lora_group
+from packlora.ops.lora_linear.steps import Composition
+
+T, K, N = 12, 16, 20
+CPU = torch.device("cpu")
+
+
+def low_rank(seed: int, rank: int, dora: bool = False, bias: bool = False) -> LowRank:
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64))
+
+    norm = draw(N).detach().abs() + 0.5 if dora else None
+    return LowRank(draw(rank, K), draw(N, rank), 1.5, draw(N) if dora else None, norm, draw(N) if bias else None)
+
+
+def layer_of(*adapters: LowRank) -> Layer:
+    generator = torch.Generator().manual_seed(99)
+    weight, bias = torch.randn(N, K, generator=generator).double(), torch.randn(N, generator=generator).double()
+    return Layer(weight, bias, dict(enumerate(adapters)))
+
+
+X = torch.randn(T, K, generator=torch.Generator().manual_seed(7)).double()
+HALVES = (Run(0, 0, T // 2), Run(1, T // 2, T))
+
+
+def exact(layer: Layer, runs: tuple[Run, ...]) -> torch.Tensor:
+    """y by the formula, with a history."""
+    parts = []
+    for run in runs:
+        low, x = layer.adapters[run.adapter], X[run.rows]
+        assert low.A is not None and low.B is not None and layer.bias is not None
+        z = x @ layer.weight.T + low.scaling * (x @ low.A.T) @ low.B.T
+        g = 1 if low.magnitude is None else low.magnitude / low.norm
+        parts.append(g * z + (layer.bias if low.bias is None else low.bias))
+    return torch.cat(parts)
+
+
+def gradients(y: torch.Tensor, low: LowRank) -> tuple[torch.Tensor, ...]:
+    return torch.autograd.grad(y.square().sum(), list(low.operands().values()))
+
+
+def same(got: Any, want: Any) -> bool:
+    return all(torch.allclose(one, other, rtol=1e-12, atol=1e-12) for one, other in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+def test_another_adapter_may_step_between_a_forward_and_its_backward(dora: bool) -> None:
+    """Of an adapter without a token in the forward nothing is kept; autograd goes on refusing steps of those that have one."""
+    layer, state = layer_of(low_rank(0, 3, dora, dora), low_rank(1, 5, dora)), GroupState(trusted=True)
+    first, second = (Run(0, 0, T),), (Run(1, 0, T),)
+    (y,) = lora_group(X, [layer], first, state=state)
+    want = gradients(exact(layer, first), layer.adapters[0])
+    with torch.no_grad():
+        for p in layer.adapters[1].operands().values():
+            p.mul_(1.1)
+    (other,) = lora_group(X, [layer], second, state=state)
+    assert same(gradients(other, layer.adapters[1]), gradients(exact(layer, second), layer.adapters[1]))
+    assert same(gradients(y, layer.adapters[0]), want)
+
+    (both,) = lora_group(X, [layer], HALVES, state=state)
+    with torch.no_grad():
+        layer.adapters[1].A.mul_(1.1)  # type: ignore[union-attr]
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        both.sum().backward()
+
+
+def in_place(tensor: torch.Tensor) -> None:
+    with torch.no_grad():
+        tensor.mul_(1.5)
+
+
+def another_data(tensor: torch.Tensor) -> None:
+    tensor.data = tensor.data * 1.5
+
+
+@pytest.mark.parametrize("change", [in_place, another_data])
+@pytest.mark.parametrize("what", ["A", "B", "magnitude", "norm", "bias", "base bias"])
+def test_every_change_of_an_operand_is_seen(what: str, change: Callable[[torch.Tensor], None]) -> None:
+    layer, state = layer_of(low_rank(0, 3, True), low_rank(1, 5, True, True)), GroupState(trusted=True)
+    lora_group(X, [layer], HALVES, state=state)
+    for low in layer.adapters.values():
+        operand = layer.bias if what == "base bias" else getattr(low, what)
+        if operand is not None:
+            change(operand)
+        (y,) = lora_group(X, [layer], HALVES, state=state)
+        assert same([y], [exact(layer, HALVES)])
+        assert same(gradients(y, low), gradients(exact(layer, HALVES), low))
+
+
+def test_what_has_not_changed_is_not_prepared_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, state = layer_of(low_rank(0, 3, True), low_rank(1, 5, True, True)), GroupState(trusted=True)
+    lora_group(X, [layer], HALVES, state=state)
+    monkeypatch.setattr(torch, "_foreach_copy_", None)
+    monkeypatch.setattr(Composition, "_divide", None)
+    outputs = [lora_group(X, [layer], HALVES, state=state)[0] for _ in range(2)]
+    (outputs[0] + outputs[1]).sum().backward()
+    with torch.no_grad():
+        layer.adapters[0].operands()["A"].mul_(2)
+    with pytest.raises(TypeError, match="NoneType"):
+        lora_group(X, [layer], HALVES, state=state)
+
+
+def test_a_norm_that_lies_where_an_older_one_lay_is_another_norm() -> None:
+    norms: list[torch.Tensor] = []
+    low = replace(low_rank(0, 3, True), norm=lambda: norms[0])
+    layer, run, state = layer_of(low), (Run(0, 0, T),), GroupState(trusted=True)
+    for value in range(1, 30):
+        norms[:] = []  # the next one may get its memory, and be the same object as far as addresses tell
+        norms.append(torch.full((N,), float(value), dtype=torch.float64))
+        (y,) = lora_group(X, [layer], run, state=state)
+        fixed = layer_of(replace(low, norm=norms[0]))
+        assert same([y], [exact(fixed, run)]), value
+
+
+def test_a_layer_whose_base_bias_is_another_parameter_uses_that() -> None:
+    base = torch.nn.Linear(K, N).double().requires_grad_(False)
+    layer = AdaptedLinear(base, 0, None)  # type: ignore[arg-type]
+    before = layer.layer()
+    assert layer.layer() is before
+    base.bias = torch.nn.Parameter(base.bias * 2, requires_grad=False)
+    assert layer.layer().bias is base.bias
