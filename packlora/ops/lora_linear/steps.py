@@ -30,7 +30,7 @@ from torch.nn.functional import linear
 from packlora.ops.dropout import dropout_factor, masked
 from packlora.ops.lora_linear.dense import base_onto, low_dtype, sum_mm, write_mm
 from packlora.ops.lora_linear.layout import Layer, LowRank, Recent, Run, RunTables, gaps
-from packlora.ops.lora_linear.plan import Plan, ordered
+from packlora.ops.lora_linear.plan import Plan, legal, ordered, situation
 
 if TYPE_CHECKING:
     from packlora.ops.lora_linear.group import Prepared
@@ -53,7 +53,7 @@ class Steps:
 
     Args:
         x_TK: some such tokens.
-        plan: the ways; where a base product of dropped tokens is needed, plain products take their place.
+        plan: the ways; plain products take their place where it does not compute such calls (plan.legal).
     """
 
     x_TK: torch.Tensor
@@ -77,9 +77,7 @@ class Steps:
             if own:
                 self.composed[index] = own
         self.dropped = any(self._base_dropped(run, index) for index, own in self.composed.items() for run in own)
-        if (plan.needs_triton and not self.runs) or self.dropped:
-            plan = Plan(keep_s=plan.keep_s)
-        self.plan = plan = ordered(plan, x_TK.element_size())
+        self.plan = plan = ordered(legal(plan, situation(self.layers, runs, self.T)), x_TK.element_size())
         self.sums_dtype = prepared.wide if x_TK.is_cuda and prepared.wide == torch.float32 else x_TK.dtype
         """What products that sum over the tokens, dA and dB, are written in."""
         self.kernels = plan.needs_triton or bool(
