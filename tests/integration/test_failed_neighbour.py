@@ -19,16 +19,14 @@ QV = ["q_proj", "v_proj"]
 UP_DOWN = r".*\.(up|down)_proj"
 PAIRS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "all-linear beside q, v": ("llama", "float32", {"r": 4}, {"r": 4, "target_modules": QV}),
-    "float64": ("llama", "float64", {"r": 3}, {"r": 8, "target_modules": QV}),
-    "bfloat16": ("qwen2", "bfloat16", {"r": 8}, {"r": 4, "target_modules": ["k_proj", "up_proj"]}),
     "DoRA on up, down beside dropout": (
         "llama", "float32", {"r": 3, "use_dora": True, "target_modules": UP_DOWN}, {"r": 4, "lora_dropout": 0.1},
     ),
     "DoRA with dropout beside DoRA": (
-        "qwen2", "float32", {"r": 4, "use_dora": True, "lora_dropout": 0.2}, {"r": 2, "use_dora": True, "target_modules": QV},
+        "qwen2", "float64", {"r": 4, "use_dora": True, "lora_dropout": 0.2}, {"r": 2, "use_dora": True, "target_modules": QV},
     ),
     "biases": (
-        "qwen2", "float64", {"r": 4, "bias": "all", "target_modules": ["q_proj"]},
+        "qwen2", "bfloat16", {"r": 4, "bias": "all", "target_modules": ["q_proj"]},
         {"r": 4, "bias": "all", "target_modules": ["v_proj"]},
     ),
 }  # fmt: skip
@@ -52,11 +50,11 @@ def failing_at(step: int | None) -> Callable[[Job], Any]:
 def test_a_job_has_the_same_bits_beside_a_healthy_a_failing_and_a_failed_job(
     pair: str, tiny_base: Base, write_rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The neighbour fails at its second step, or never; the run that it fails in is also stopped, and resumed with it failed
-    from the start."""
+    """The neighbour fails at its second step, or never. The run that it fails in is stopped after the third and resumed: for
+    what is left the neighbour has failed from the start."""
     family, dtype, bad, good = PAIRS[pair]
     jobs: list[dict[str, Any]] = [
-        {"name": "bad", "adapter": bad, "train": {"global_batch_size": 3, "num_train_epochs": 2}},
+        {"name": "bad", "adapter": bad, "train": {"global_batch_size": 2}},
         {"name": "good", "adapter": good, "train": {"global_batch_size": 2, "learning_rate": 3e-3}},
     ]
     for job in jobs:
@@ -65,14 +63,12 @@ def test_a_job_has_the_same_bits_beside_a_healthy_a_failing_and_a_failed_job(
     tree = config(tiny_base(family), tmp_path / "healthy", write_rows, jobs, dtype=dtype, eval_every=2, save_every=1)
     assert train(tree).exit_code == 0
     monkeypatch.setattr(Job, "optimizer_step", failing_at(1))
-    assert train({**tree, "output_dir": str(tmp_path / "failing")}).jobs["bad"].failure
-    assert train({**tree, "output_dir": str(tmp_path / "resumed")}, max_steps=3).jobs["bad"].failure
-    assert train({**tree, "output_dir": str(tmp_path / "resumed")}, resume=True).jobs["good"].status == "done"
-    want = evaluations(tmp_path / "healthy")
-    for name in ("failing", "resumed"):
-        same_bits(tmp_path / "healthy", tmp_path / name, [{"name": "good"}])
-        found = evaluations(tmp_path / name)
-        assert want == {step: found[step] for step in want}
+    failing = {**tree, "output_dir": str(tmp_path / "failing")}
+    assert train(failing, max_steps=3).jobs["bad"].failure
+    assert train(failing, resume=True).jobs["good"].status == "done"
+    same_bits(tmp_path / "healthy", tmp_path / "failing", [{"name": "good"}])
+    want, found = evaluations(tmp_path / "healthy"), evaluations(tmp_path / "failing")
+    assert want == {step: found[step] for step in want}
 
 
 def evaluations(out: Path) -> dict[int, float]:
