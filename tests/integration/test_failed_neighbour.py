@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from test_training import config, same_bits, train
 
+from packlora import trainer
 from packlora.job import Job
 
 Rows = Callable[..., str]
@@ -75,3 +76,23 @@ def evaluations(out: Path) -> dict[int, float]:
     """Held-out losses of the healthy job by step."""
     lines = [json.loads(line) for line in (out / "evals.jsonl").read_text().splitlines()]
     return {line["step"]: line["eval_loss"] for line in lines if line["job"] == "good"}
+
+
+def test_a_held_out_loss_does_not_depend_on_which_other_jobs_are_evaluated(
+    tiny_base: Base, write_rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every microbatch of an evaluation is one job's."""
+    owners: list[set[int]] = []
+    original = trainer.collate
+
+    def noted(samples: Any, device: Any) -> Any:
+        owners.append({sample.owner for sample in samples})
+        return original(samples, device)
+
+    monkeypatch.setattr(trainer, "collate", noted)
+    jobs: list[dict[str, Any]] = [
+        {"name": name, "data": {"path": (rows := write_rows(name, 3)), "eval_path": rows}, "adapter": {"r": 2}}
+        for name in ("one", "two")
+    ]
+    train(config(tiny_base(), tmp_path / "out", write_rows, jobs, max_tokens_per_microbatch=2048), max_steps=1)
+    assert owners == [{0}, {1}] * 2  # before the first step and after the last
