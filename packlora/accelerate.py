@@ -42,7 +42,7 @@ from packlora.adapters.peft_live import (
 )
 from packlora.adapters.recipes import add_recipes, remove_recipes
 from packlora.adapters.siblings import SiblingGroup, sibling_groups
-from packlora.ops.lora_linear.plan import CHAIN, Plan
+from packlora.ops.lora_linear.plan import CHAIN, Plan, Situation, legal
 
 NOMINAL_TOKENS = 4096
 """For which the report names the plan."""
@@ -387,11 +387,12 @@ def _report(
 
 def _plan(calls: list[LayerCall]) -> Plan:
     first = calls[0]
+    dora = any(call.magnitude is not None for call in calls)
     if first.owner.plan is not None:
-        return Plan.from_dict(json.loads(first.owner.plan))
+        drops = first.p > 0
+        return legal(Plan.from_dict(json.loads(first.owner.plan)), Situation(True, True, drops, dora, dora and drops))
     sizes, ranks = tuple(len(call.weight) for call in calls), tuple(len(call.A) for call in calls)
     weight = first.weight
-    dora = any(call.magnitude is not None for call in calls)
     return choose_plan(weight.device, weight.dtype, NOMINAL_TOKENS, weight.shape[1], sizes, ranks, first.p, dora)
 
 

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from packlora.demo_model import DEMO_MODEL, PACKAGE, cache_folder
+from packlora.ops.lora_linear.steps import HAS_TRITON
 from packlora.prepare import processor_name, versions
 
 OPTIONAL = {
@@ -44,6 +45,7 @@ def print_doctor() -> bool:
     else:
         built = torch.version.cuda or "none"
         table.add_row("GPU", f"none usable (torch built for CUDA {built}); training runs on the CPU")
+    table.add_row("quick launches", quick_launches())
     cached = (cache_folder() / DEMO_MODEL / "config.json").exists()
     packaged = importlib.util.find_spec(PACKAGE) is not None
     state = (
@@ -62,6 +64,18 @@ def print_doctor() -> bool:
         where = "a GPU and the CPU" if torch.cuda.is_available() else "the CPU"
         console.print(Text(f"packlora can train on {where}", style="green"))
     return not problems
+
+
+def quick_launches() -> str:
+    """Whether kernels are launched again without Triton's own door, which takes the host longer; if not, why."""
+    if not torch.cuda.is_available():
+        return "off: no GPU is usable"
+    if not HAS_TRITON:
+        return "off: the triton package is not installed"
+    from packlora.ops.lora_linear import launcher
+
+    reason = launcher.why_usual()
+    return "on: what Triton passes to a kernel is known here" if reason is None else f"off: {reason}"
 
 
 def _problems() -> list[str]:

@@ -203,8 +203,8 @@ class Trainer:
 
         A job that a resumed run finds already past one of its global batches still takes part, and what it computes is
         discarded: the others then see exactly the microbatches that they would have seen without the interruption. So does a
-        job that --max-steps has stopped. Only microbatches that nobody needs are left out. A failed job keeps its place in the
-        plan for the same reason, but its samples are not run.
+        job that --max-steps has stopped, and one that has failed: matrix products of other shapes, other groups of layers and
+        other plans round differently. Only microbatches that nobody needs are left out.
         """
         self._write_window(window)
         for slot, microbatch in enumerate(window.microbatches):
@@ -249,21 +249,21 @@ class Trainer:
             MemoryError: out of memory, and there is no lower budget to go on with.
         """
         batches = {placed.job: placed.batch for placed in microbatch.samples}
-        live = [(job, batches[job.name]) for job in self.jobs if job.name in batches and job.status != "failed"]
-        if not any(self._is_due(job, batch) for job, batch in live):
+        present = [(job, batches[job.name]) for job in self.jobs if job.name in batches]
+        if not any(self._is_due(job, batch) for job, batch in present):
             return True
         start = time.perf_counter()
-        names = {job.adapter.number: job.name for job, _ in live}
+        names = {job.adapter.number: job.name for job, _ in present}
         samples = [
             PackedSample(
                 job.adapter.number, job.data.samples[placed.sample], placed.sample, placed.batch, job.dropout_key
             )
             for placed in microbatch.samples
-            if (job := self.by_name[placed.job]).adapter.number in names
+            for job in [self.by_name[placed.job]]
         ]
         samples.sort(key=lambda sample: sample.owner)
         weights = np.zeros(len(self.jobs))
-        for job, batch in live:
+        for job, batch in present:
             if self._is_due(job, batch):
                 self.began.setdefault(job.name, start)
             weights[job.adapter.number] = job.grad_scale / job.label_tokens(batch)
@@ -276,15 +276,15 @@ class Trainer:
         if ran is None:  # here the error, and what it held in memory, is gone
             self._lower_budget(tokens)
             return False
-        for job, batch in live:
+        for job, batch in present:
             if self._is_due(job, batch):
                 job.collect(ran.sums[job.adapter.number], ran.tokens[job.adapter.number])
             else:
                 job.discard()
         self.tokens += sum(ran.tokens.values())
         self.microbatch_lines.write(
-            index=self.num_microbatches, window=first_round, slot=slot, round=min(batch for _, batch in live),
-            batches={job.name: batch for job, batch in live}, capacity=self.budget,
+            index=self.num_microbatches, window=first_round, slot=slot, round=min(batch for _, batch in present),
+            batches={job.name: batch for job, batch in present}, capacity=self.budget,
             tokens={names[number]: count for number, count in ran.tokens.items()},
             samples={names[number]: count for number, count in ran.samples.items()},
             seconds=time.perf_counter() - start, predicted=self.profile.seconds(microbatch),
@@ -402,7 +402,8 @@ class Trainer:
 
     @torch.no_grad()
     def _evaluate(self, jobs: Sequence[Job]) -> None:
-        """Held-out loss of the jobs, without dropout, in shared microbatches like training.
+        """Held-out loss of the jobs, without dropout, each in microbatches of its own: which others are due at the same time
+        changes no bit of it.
 
         After its last step a job without held-out samples is tried on its last global batch instead: no later step would
         notice that the last one ruined it. That loss is not reported.
@@ -435,9 +436,9 @@ class Trainer:
             for name, own in samples.items()
         ]
         total = np.zeros(len(self.jobs))
-        for microbatch in (
-            Planner(orders, min(self.budget, self.held_out_budget), method="greedy").window(0).microbatches
-        ):
+        budget = min(self.budget, self.held_out_budget)
+        planners = [Planner([order], budget, method="greedy") for order in orders]
+        for microbatch in (microbatch for planner in planners for microbatch in planner.window(0).microbatches):
             if self.stop is not None:
                 break
             packed = [

@@ -1,6 +1,6 @@
 """Compiles, without a GPU, the kernels that real calls launch, and prints as JSON what became of them.
 
-    python tests/compiled_kernels.py [capability]
+    python tests/compiled_kernels.py [capability [one of MORE]]
 
 The operator and the norms run on CPU tensors with a launch that compiles in place of launching, specialised as Triton would for
 these arguments; results mean nothing. Must be a process of its own: the tests' one has Triton's interpreter.
@@ -47,6 +47,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "DoRA": {"ranks": [[16]], "dropouts": [0.0], "dora": [True]},
     "DoRA, rank 64": {"ranks": [[64]], "dropouts": [0.1], "dora": [True], "base_dropped": False},
 }
+MORE: dict[str, dict[str, Any]] = {
+    "biases alone on siblings": {"ranks": [[16, 0], [8, 0]], "dropouts": [0.0, 0.0], "biases": [True, True]},
+}
+"""Compiled by tests of their own, with the usual plan."""
 MANY, FEW = 132, ("one adapter", "four adapters, siblings")
 """Processors, and kinds that are also compiled with the blocks that launches choose for so many: 1024 tokens are few then."""
 Row = dict[str, Any]
@@ -88,7 +92,8 @@ def compiled(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any], capa
     }  # fmt: skip
 
 
-def captured(capability: int) -> list[Row]:
+def captured(capability: int, kinds: dict[str, dict[str, Any]] = KINDS) -> list[Row]:
+    """What the kinds launch; of KINDS also what norms launch."""
     rows: dict[Any, Row] = {}
     case = ""
 
@@ -108,11 +113,12 @@ def captured(capability: int) -> list[Row]:
     ]  # fmt: skip
     for patch in patches:
         patch.start()
-    for kind, settings in KINDS.items():
+    for kind, settings in kinds.items():
         for dtype in (torch.bfloat16, torch.float32):
             if dtype == torch.float32 and len(settings["ranks"]) > 1:
                 continue
-            plans = [(1, plan) for plan in ((ROUTED, EPILOGUE, FUSED) if dtype == torch.bfloat16 else (ROUTED,))]
+            more = dtype == torch.bfloat16 and kinds is KINDS
+            plans = [(1, plan) for plan in ((ROUTED, EPILOGUE, FUSED) if more else (ROUTED,))]
             for slots, plan in plans + [(MANY, FUSED)] * (kind in FEW and dtype == torch.bfloat16):
                 case = f"{kind}, {plan.name}, {dtype}, {slots} processors"
                 sizes = [512, 256][: len(settings["ranks"][0])]
@@ -123,7 +129,7 @@ def captured(capability: int) -> list[Row]:
                 with mock.patch.object(launch, "processors", return_value=slots):
                     outputs = lora_group(own.x, own.layers, own.runs, own.keys, own.salt, plan)
                     torch.autograd.grad(outputs, list(leaves.values()), own.dy, allow_unused=True)
-    for rank in (16, 64, 200, 384):
+    for rank in (16, 64, 200, 384) if kinds is KINDS else ():
         for dtypes in itertools.product((torch.bfloat16, torch.float32), repeat=2):
             if rank < 200 and dtypes[0] != dtypes[1]:
                 continue
@@ -138,4 +144,5 @@ def captured(capability: int) -> list[Row]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(captured(int(sys.argv[1]) if len(sys.argv) > 1 else 90)))
+    chosen = {name: MORE[name] for name in sys.argv[2:]} or KINDS
+    print(json.dumps(captured(int(sys.argv[1]) if len(sys.argv) > 1 else 90, chosen)))

@@ -43,7 +43,7 @@ def _width(plan: Plan, rank: int) -> int:
 
 def compilable(plan: Plan) -> bool:
     """Whether the plan can run as a registered operator: those that merge weights or associate otherwise cannot."""
-    return not plan.lossy and (plan.dA, plan.dB) == ("dS", "S")
+    return not plan.rearranged
 
 
 def _prepare(

@@ -85,10 +85,20 @@ def _planner(device: torch.device) -> Planner:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _constant_plan(
-    device: torch.device, dtype: torch.dtype, K: int, size: int, rank: int, dropout: float, dora: bool
+    asked: str | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    K: int,
+    size: int,
+    rank: int,
+    dropout: float,
+    dora: bool,
 ) -> str:
-    """The plan in a compiled graph, as JSON: the graph may serve any T, so that of COMPILED_TOKENS."""
-    plan = choose_plan(device, dtype, COMPILED_TOKENS, K, (size,), (rank,), dropout, dora)
+    """The plan in a compiled graph, as JSON; by default that of COMPILED_TOKENS, for the graph may serve any T."""
+    if asked is None:
+        plan = choose_plan(device, dtype, COMPILED_TOKENS, K, (size,), (rank,), dropout, dora)
+    else:
+        plan = compiled.plan_of(asked)
     return json.dumps((plan if compiled.compilable(plan) else CHAIN).to_dict())
 
 
@@ -224,7 +234,7 @@ def _compute(x: torch.Tensor, calls: Sequence[LayerCall], dtype: torch.dtype) ->
     if torch.compiler.is_compiling():
         (call,) = calls
         dora = call.magnitude is not None
-        plan = plan or _constant_plan(x.device, dtype, K, call.weight.shape[0], call.A.shape[0], p, dora)
+        plan = _constant_plan(plan, x.device, dtype, K, call.weight.shape[0], call.A.shape[0], p, dora)
         norm_N = None
         if call.magnitude is not None:
             operands = (call.weight.detach(), call.A.detach(), call.B.detach())

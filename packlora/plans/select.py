@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from packlora.ops.lora_linear.layout import Layer, Run
-from packlora.ops.lora_linear.plan import CHAIN, Plan, ordered
+from packlora.ops.lora_linear.plan import CHAIN, Plan, ordered, situation
 from packlora.plans.cache import PlanCache, Record, fastest
 from packlora.plans.case import Case
 from packlora.plans.cost import Machine, flops, machine, seconds
@@ -78,11 +78,12 @@ class Planner:
         key = (x.dtype, T, covered, x.requires_grad, who, *map(id, layers))
         found = self._calls.get(key)
         if found is None or any(new is not old for new, old in zip(layers, found[0], strict=True)):
+            call = situation(layers, runs, T)
             case = Case.of(
                 x.device, x.dtype, T, K, [len(layer.weight) for layer in layers],
                 [[low.rank if (low := layer.adapters.get(number)) else 0 for layer in layers] for number, _, _ in who],
                 [drop for _, drop, _ in who], [layer.bias is not None for layer in layers], covered,
-                (x.requires_grad, True, True), *composition(layers, who),
+                (x.requires_grad, True, True), call.composed, call.base_dropped,
             )  # fmt: skip
             if len(self._calls) > 100_000:  # token counts differ from microbatch to microbatch
                 self._calls.clear()
@@ -113,18 +114,6 @@ class Planner:
             {"case": case.key, "plan": choice.plan.name, "origin": choice.origin, "ms": choice.ms, "chain_ms": choice.chain_ms}
             for case, choice in self.choices.items()
         ]  # fmt: skip
-
-
-def composition(layers: Sequence[Layer], who: Iterable[tuple[int, bool, bool]]) -> tuple[bool, bool]:
-    """Case.composed and Case.base_dropped. who: (adapter, has dropout, base_dropped) of every run."""
-    composed = base_dropped = False
-    for number, drops, with_base in who:
-        for layer in layers:
-            low = layer.adapters.get(number)
-            if low is not None and not low.plain:
-                composed = True
-                base_dropped |= drops and with_base and low.magnitude is not None
-    return composed, base_dropped
 
 
 def _no_slower(plan: Plan, record: Record) -> bool:

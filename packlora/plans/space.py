@@ -15,7 +15,7 @@ import torch
 
 from packlora.ops.gpu import has_copy_engine
 from packlora.ops.lora_linear.group import HAS_TRITON
-from packlora.ops.lora_linear.plan import CHAIN, Plan
+from packlora.ops.lora_linear.plan import CHAIN, Plan, Situation, why_not
 from packlora.plans.case import Case
 
 TRITON_DTYPES = ("float16", "bfloat16", "float32")
@@ -70,27 +70,25 @@ def legal_plans(case: Case, lossy: bool = False) -> tuple[Plan, ...]:
 
 
 def why_illegal(plan: Plan, case: Case, lossy: bool = False) -> str | None:
-    """Why the plan may not be used for the case, or None where it may. The plain chain always may."""
+    """Why the plan may not be used for the case, or None where it may. The plain chain always may.
+
+    Besides plans that do not compute the case (plan.why_not) these are plans that could not run here, that round more than
+    was asked for, and that do what another one does.
+    """
     if plan == CHAIN:
         return None
-    if case.base_dropped:
-        return "DoRA that scales the base product of the dropped x has the plain chain alone"
-    if case.composed and (plan.lossy or "xd" in (plan.dA, plan.dB)):
-        return "merged weights and products through d' xd are for plain LoRA"
     if not case.ranks:
         return "no adapter is there: the frozen layer has one way to be computed"
-    return _why_not_here(plan, case, lossy) or _why_pointless(plan, case)
+    call = Situation(case.single, True, any(case.drops), case.composed, case.base_dropped)
+    return why_not(plan, call) or _why_not_here(plan, case, lossy) or _why_pointless(plan, case)
 
 
 def _why_not_here(plan: Plan, case: Case, lossy: bool) -> str | None:
-    """It would compute something else, or could not run."""
-    through_xd = "xd" in (plan.dA, plan.dB)
+    """It would round more, or could not run."""
     if plan.lossy and not lossy:
         return "a merged weight rounds more than the chain and was not asked for"
-    if plan.lossy and any(case.drops):
-        return "a merged weight has no place for dropout"
-    if (plan.lossy or through_xd or not plan.keep_s) and not case.single:
-        return "merged weights, products through d' xd and S computed again are for one adapter that owns all tokens"
+    if not plan.keep_s and not case.single:
+        return "S is computed again for one adapter that owns all tokens"
     adds_late = plan.up == "epilogue" or (plan.up == "routed" and case.rounds_first)
     if (
         adds_late and case.torch_dtype.itemsize == 2 and not case.composed
@@ -105,8 +103,6 @@ def _why_not_here(plan: Plan, case: Case, lossy: bool) -> str | None:
             case.dtype == "float32" or any(size % FUSED_MULTIPLE for size in (case.K, *case.Ns)) or not has_tma()
         ):
             return f"fused kernels are for 16 bits and sizes that {FUSED_MULTIPLE} divides, on Hopper or a B200 (TMA)"
-        if plan.lossy or through_xd:
-            return "merged weights and products through d' xd are made of plain products"
     return None
 
 
@@ -119,6 +115,8 @@ def has_tma() -> bool:
 def _why_pointless(plan: Plan, case: Case) -> str | None:
     """Another plan does exactly the same for this case."""
     need_x, need_A, need_B = case.needs
+    if case.base_dropped:
+        return "DoRA with two base products has the plain chain alone"
     if plan.dA == "xd" and not need_A:
         return "dA is not wanted"
     if plan.dB == "xd" and not need_B:
@@ -129,7 +127,7 @@ def _why_pointless(plan: Plan, case: Case) -> str | None:
         return "dx is not wanted"
     could_keep = plan.up != "merged" and plan.dB == "S"
     if plan.keep_s and not could_keep:
-        return "S is not computed in the forward, or not used in the backward"
+        return "S is not used in the backward"
     if not plan.keep_s and could_keep and not need_B:
         return "S is not used in the backward"
     if case.torch_dtype.itemsize == 2 and (plan.up == "after" or (plan.dx == "after" and need_x)):

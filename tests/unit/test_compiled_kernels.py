@@ -23,12 +23,12 @@ RARE = {"fingerprint_kernel", "finish_kernel"}
 """With loads of one element: samples of W, and rows that are computed anew."""
 
 
-def compiled(capability: int, cache: Path) -> list[dict[str, Any]]:
+def compiled(capability: int, cache: Path, *kinds: str) -> list[dict[str, Any]]:
     script, root = Path(__file__).parent.parent / "compiled_kernels.py", Path(__file__).parent.parent.parent
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": os.pathsep.join([str(root), str(script.parent)])}
     done = subprocess.run(
-        [sys.executable, script, str(capability)], capture_output=True, text=True, env=environment, check=False
+        [sys.executable, script, str(capability), *kinds], capture_output=True, text=True, env=environment, check=False
     )
     assert done.returncode == 0, done.stderr
     rows: list[dict[str, Any]] = json.loads(done.stdout)

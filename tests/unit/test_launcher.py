@@ -2,34 +2,62 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from packlora.doctor import quick_launches
 from packlora.ops.lora_linear import launcher
-from packlora.ops.lora_linear.launcher import Descriptor, Site, launch, launched
+from packlora.ops.lora_linear.launcher import Descriptor, Passage, Site, launch, launched
 
-BEFORE = (7, False, False, None, None, (4, 1, 0), None, None, None)
-"""What Triton's own function takes before the arguments, see Site.before."""
+
+class Door:
+    """Triton's launcher of a kernel. Releases from 3.7 on hand the arguments on as one sequence."""
+
+    nested = False
+    BEFORE = (7, False, False, None, None, (4, 1, 0), None, None, None)
+    """What the function that launches takes between the stream and the arguments."""
+
+    def __init__(self, launch: Callable[..., None]) -> None:
+        self.launch = launch
+
+    def __call__(self, x: int, y: int, z: int, stream: int, function: int, metadata: Any, *args: Any) -> None:
+        self.launch(x, y, z, stream, function, False, False, None, None, metadata, *args)
+
+
+class NestedDoor(Door):
+    nested = True
+    BEFORE = (7, False, False, (4, 1, 0), None, None, None, None, None, ["annotations"], b"signature")
+
+    def __call__(self, x: int, y: int, z: int, stream: int, function: int, metadata: Any, *args: Any) -> None:
+        own = (function, False, False, metadata, *args[:3], None, None, ["annotations"], b"signature")
+        self.launch(x, y, z, stream, *own, args[3:])
 
 
 class Kernel:
     """In the place of a triton.jit function: [grid](*args, **constants) compiles and launches."""
 
+    door: type[Door] = Door
+
     def __init__(self, metas: list[dict[str, Any]] | None = None) -> None:
         self.calls: list[tuple[Any, ...]] = []
         self.compiled = 0
         inner = self._wrapped(self._take, metas) if metas else self._take
-        run = SimpleNamespace(
-            launch=inner, global_scratch_size=0, profile_scratch_size=0, launch_cooperative_grid=False, launch_pdl=False
-        )
-        self.result = SimpleNamespace(run=run, function=7, packed_metadata=(4, 1, 0))
+        self.result = SimpleNamespace(run=self.door(inner), function=7, packed_metadata=(4, 1, 0))
 
     def _take(self, *args: Any) -> None:
-        self.calls.append(args)
+        before, rest = 4 + len(self.door.BEFORE), self.door.BEFORE
+        assert args[4:before] == rest
+        self.calls.append((*args[:4], *(args[before] if self.door.nested else args[before:])))
 
     @staticmethod
     def _wrapped(launcher: Callable[..., None], tensordesc_meta: list[dict[str, Any]]) -> Callable[..., None]:
@@ -48,11 +76,12 @@ class Kernel:
         return run
 
 
-@pytest.fixture(autouse=True)
-def _without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, params=[Door, NestedDoor])
+def _without_a_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Kernel, "door", request.param)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 99, raising=False)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(launcher, "_KNOWN", True)
+    monkeypatch.setattr(launcher, "is_quick", lambda: True)
     monkeypatch.setattr(launcher, "JITFunction", Kernel)
     monkeypatch.setattr(launcher, "_COMPILED", {})
     monkeypatch.setattr(Descriptor, "encoded", lambda self, meta: (meta["name"], self.base.data_ptr(), *self.shape))
@@ -73,9 +102,7 @@ def test_a_launch_made_again_has_the_addresses_of_its_own_operands() -> None:
     assert launched(sites, "key", other) and not launched(sites, "another key", other)
     launch(kernel, grid, first, sites, "key", BM=16, num_warps=4, num_stages=1)
     assert kernel.compiled == 1
-    assert kernel.calls == [
-        (5, 2, 1, 99, *BEFORE, a.data_ptr(), None, 3, b.data_ptr(), 16) for a, _, _, b in (other, first)
-    ]
+    assert kernel.calls == [(5, 2, 1, 99, a.data_ptr(), None, 3, b.data_ptr(), 16) for a, _, _, b in (other, first)]
 
 
 def test_an_operand_that_lies_elsewhere_is_not_launched_with() -> None:
@@ -111,24 +138,70 @@ def test_descriptors_are_encoded_once_for_an_address(monkeypatch: pytest.MonkeyP
     others = [tensor().view(4, 8) for _ in range(4)]
     for x in (X, others[0], X, others[0]):
         assert launched(sites, "key", args(x))
-        assert kernel.calls[-1][13:] == ("X", x.data_ptr(), 4, 8, p.data_ptr(), "Y", Y.data_ptr(), 8, 4, 11)
+        assert kernel.calls[-1][4:] == ("X", x.data_ptr(), 4, 8, p.data_ptr(), "Y", Y.data_ptr(), 8, 4, 11)
     assert sorted(encoded) == sorted([X.data_ptr(), others[0].data_ptr(), Y.data_ptr()])
     for x in (*others, X):  # more than are kept
         assert launched(sites, "key", args(x))
-        assert kernel.calls[-1][14] == x.data_ptr()
+        assert kernel.calls[-1][5] == x.data_ptr()
     assert not launched(sites, "key", args(tensor(2)[:28].view(4, 7)))
 
 
 def test_a_site_of_another_release_leaves_descriptors_to_triton() -> None:
     """Where the function around the one that launches is not the one that is known."""
-
-    def unknown(*args: Any) -> None:
-        calls.append(args)
-
-    calls: list[tuple[Any, ...]] = []
     kernel = Kernel()
-    kernel.result.run.launch = unknown
     X = Descriptor(tensor().view(4, 8), [4, 4])
-    site = Site(kernel.result, (1,), (X, 5), (), 0)
-    assert site((X, 5))
-    assert calls[0][13:] == (X, 5)
+    passage = Passage.recorded(kernel.result, (X, 5))
+    assert passage is not None and not kernel.calls
+    assert Site(passage, (1,), (X, 5), (), 0)((X, 5))
+    assert kernel.calls[0][4:] == (X, 5)
+
+
+def test_a_launch_that_is_not_understood_goes_through_tritons_door_every_time() -> None:
+    """A launcher that takes scratch memory for every launch, and one that passes something else."""
+
+    def scratch(self: Door, *args: Any) -> None:
+        self.launch(*args[:4], torch.zeros(3), *args[9:])
+
+    def other(self: Door, *args: Any) -> None:
+        self.launch(args[9:], *args[:9])
+
+    for odd in (scratch, other):
+        kernel, sites = Kernel(), {}
+        kernel.result.run = type("Odd", (Door,), {"__call__": odd})(kernel._take)
+        for launches in (1, 2, 3):
+            launch(kernel, (1,), (tensor(), 5), sites, "key", num_warps=4, num_stages=1)
+            assert kernel.compiled == launches
+        assert not sites and not kernel.calls
+
+
+# --- the check at the start --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("triton.backends.nvidia") is None, reason="a triton without NVIDIA's backend"
+)
+def test_the_check_at_the_start_knows_the_installed_triton_and_refuses_a_changed_one(tmp_path: Path) -> None:
+    """By Triton's own compiler and launcher, up to the driver's library."""
+    if Kernel.door is not Door:
+        return  # once will do
+    script, root = Path(__file__).parent.parent / "triton_launches.py", Path(__file__).parent.parent.parent
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    paths = [str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(paths)}
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["why"] is None
+    assert (found["launches"], found["doors"], found["sites"], found["alike"]) == (3, 1, 2, True)
+    assert found["numbered"] and found["turned"]
+
+
+def test_doctor_says_whether_launches_are_quick_and_if_not_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert quick_launches() == "off: no GPU is usable"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for reason, told in ((None, "on"), ("triton 9.9: it passes a moon", "off: triton 9.9: it passes a moon")):
+        monkeypatch.setattr(launcher, "why_usual", lambda reason=reason: reason)
+        assert quick_launches().startswith(told)
+    monkeypatch.setattr("packlora.doctor.HAS_TRITON", False)
+    assert quick_launches() == "off: the triton package is not installed"

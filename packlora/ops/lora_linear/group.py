@@ -31,7 +31,7 @@ from packlora.ops.lora_linear.layout import (
     make_group_tables,
     make_layout,
 )
-from packlora.ops.lora_linear.plan import CHAIN, Plan
+from packlora.ops.lora_linear.plan import CHAIN, Plan, legal, situation
 from packlora.ops.lora_linear.steps import HAS_TRITON, Composition, Steps
 from packlora.ops.recipe import Recipe, made_again
 
@@ -198,7 +198,7 @@ def lora_group(
         runs: who owns which tokens; disjoint.
         keys_T2: dropout keys (ops.dropout.token_keys), needed where a run has dropout.
         salt: of the group (ops.dropout.layer_salt).
-        plan: how to compute it.
+        plan: how to compute it; the plain chain takes its place where it does not compute this call (plan.legal).
         state: kept by the caller from call to call, so that unchanged layers are not checked and packed again.
         recipe: how x is made again in the backward; it is then not kept. Of no use, and left aside, under checkpointing.
 
@@ -215,14 +215,12 @@ def _lora_group(
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     x_TK = x if x.ndim == 2 else _tokens(x.detach())
     check_tokens(x_TK, runs, keys_T2)
+    if plan.rearranged:
+        plan = legal(plan, situation(layers, runs, x_TK.shape[0]))
     prepared = (state or GroupState()).prepared(x_TK, layers, plan)
-    if "merged" in (plan.up, plan.dx) or "xd" in (plan.dA, plan.dB):
-        if prepared.compositions:
-            raise ValueError(f"plan {plan.name} is for plain LoRA; an adapter has a magnitude or a bias of its own")
+    if plan.rearranged:
         from packlora.ops.lora_linear.products import lora_group_products
 
-        if len(runs) != 1 or runs[0].start or runs[0].stop != x_TK.shape[0]:
-            raise ValueError(f"plan {plan.name} is for one adapter that owns all tokens; got runs {runs}")
         made = lora_group_products(_tokens(x), layers, runs[0].adapter, keys_T2, runs[0].dropout, salt, plan)
         return tuple(y_TN.view(*x.shape[:-1], y_TN.shape[1]) for y_TN in made)
     if plan.needs_triton and not HAS_TRITON:

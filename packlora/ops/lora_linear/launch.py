@@ -316,7 +316,8 @@ def grad(
     for index, d_TN in enumerate(d):
         part_width = layout.max_padded[index]
         own = scaled.get(index)
-        if own is not None and d_TN is not None and part_width > size.grad_r:  # one block of ranks must cover all
+        # one block of ranks must cover all, and there must be one
+        if own is not None and d_TN is not None and not 0 < part_width <= size.grad_r:
             composition, kept, *wanted = own
             e[index], sums[index] = scale(d_TN, kept, runs, composition, *wanted)
             d_TN, own = e[index], None
@@ -540,8 +541,9 @@ def _of_layer(
 ) -> _LowRank:
     """S B' of one layer. alone: the run that has all tokens and an adapter on the layer, if one does."""
     if alone is None:
-        flat = packed.B[index]  # None where adapters have no more than a bias there: nothing is read
-        return _LowRank(S, S if flat is None else flat, 0, tables.places[index], packed.layout.max_padded[index], last)
+        flat = packed.B[index]
+        assert flat is not None
+        return _LowRank(S, flat, 0, tables.places[index], packed.layout.max_padded[index], last)
     place = packed.layout.places[alone.adapter, index]
     return _LowRank(S[:, place.column :], packed.b_block(alone.adapter, index), place.padded)
 

@@ -5,10 +5,15 @@ specialising every argument), which at 2048 tokens is more than the GPU needs. H
 what Triton specialises on (dtypes, alignment, and which integers are 1 or multiples of 16). A caller who knows that nothing
 of that changes but where operands lie gives the launch a key in a dict of its own: then their addresses are all that is read of
 them, and what a tensor descriptor needs is kept by address.
+
+How Triton passes arguments to the function that launches is its own affair and differs from release to release. It is therefore
+not written down here but recorded, from Triton's own launcher (`Passage`), and tried once in a process: `why_usual`.
 """
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -17,9 +22,10 @@ import triton
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-_COMPILED: dict[Any, Any] = {}
-_KNOWN = triton.__version__.startswith("3.6.")
-"""Releases whose compiled kernels were seen to take arguments this way; others go through the usual door."""
+from packlora.ops.gpu import has_copy_engine
+from packlora.ops.lora_linear.kernels import probe_kernel
+
+_COMPILED: dict[Any, tuple[Any, Passage | None]] = {}
 MAPS = 4096
 """How many encoded descriptors a site keeps of one argument."""
 
@@ -48,31 +54,58 @@ class Descriptor(TensorDescriptor):  # type: ignore[misc]
         return tuple(make_tensordesc_arg(self, meta))
 
 
+class Passage:
+    """How a compiled kernel is launched: the function, and what Triton's own launcher passes to it between the stream and the
+    arguments. `nested`: the arguments come as one sequence."""
+
+    __slots__ = ("launch", "metas", "nested", "rest")
+
+    def __init__(self, launch: Callable[..., Any], rest: tuple[Any, ...], nested: bool) -> None:
+        self.launch, self.metas = _innermost(launch)
+        self.rest, self.nested = rest, nested
+
+    @staticmethod
+    def recorded(compiled: Any, values: tuple[Any, ...]) -> Passage | None:
+        """From a copy of the kernel's own launcher, which launches nothing. None where it is not understood, or where what it
+        passes is made anew for every launch (scratch memory)."""
+        calls: list[tuple[Any, ...]] = []
+        launcher = copy.copy(compiled.run)
+        launcher.launch = lambda *args: calls.append(args)
+        before = (1009, 1013, 1019, 1021)  # a grid and a stream that are recognised
+        launcher(*before, compiled.function, compiled.packed_metadata, None, None, None, *values)
+        (call,) = calls
+        nested = isinstance(call[-1], tuple | list) and _same_objects(call[-1], values)
+        rest = call[4:-1] if nested else call[4 : len(call) - len(values)]
+        if call[:4] != before or not (nested or _same_objects(call[4 + len(rest) :], values)):
+            return None
+        if any(hasattr(value, "data_ptr") for value in rest):
+            return None
+        return Passage(compiled.run.launch, rest, nested)
+
+
+def _same_objects(found: Any, values: tuple[Any, ...]) -> bool:
+    return len(found) == len(values) and all(a is b for a, b in zip(found, values, strict=True))
+
+
 class Site:
     """A launch whose kernel, grid and compile-time arguments are settled. Operands that lay at multiples of 16 bytes when it
     was made must do so."""
 
-    __slots__ = ("before", "constants", "described", "device", "grid", "launch", "loose", "pointers")
+    __slots__ = ("constants", "described", "device", "grid", "launch", "loose", "nested", "pointers", "rest")
 
     def __init__(
-        self, compiled: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants: tuple[Any, ...], device: int
+        self, passage: Passage, grid: tuple[int, ...], args: tuple[Any, ...], constants: tuple[Any, ...], device: int
     ) -> None:
-        launcher = compiled.run
-        assert not launcher.global_scratch_size and not launcher.profile_scratch_size
-        self.launch, metas = _innermost(launcher.launch)
+        self.launch, self.rest, self.nested = passage.launch, passage.rest, passage.nested
         self.constants, self.device, self.grid = constants, device, (*grid, 1, 1)[:3]
-        self.before = (
-            compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl, None, None, compiled.packed_metadata,
-            None, None, None,
-        )  # fmt: skip
         tensors = [(at, value.data_ptr() % 16 == 0) for at, value in enumerate(args) if isinstance(value, torch.Tensor)]
         self.pointers = tuple(at for at, aligned in tensors if aligned)
         self.loose = tuple(at for at, aligned in tensors if not aligned)
         descriptors = [at for at, value in enumerate(args) if isinstance(value, TensorDescriptor)]
         # last first: what takes a descriptor's place has another length
         self.described: tuple[tuple[int, dict[str, Any], dict[int, tuple[Any, ...]]], ...] = ()
-        if metas is not None:
-            self.described = tuple((at, meta, {}) for at, meta in zip(descriptors, metas, strict=True))[::-1]
+        if passage.metas is not None:
+            self.described = tuple((at, meta, {}) for at, meta in zip(descriptors, passage.metas, strict=True))[::-1]
 
     def __call__(self, args: tuple[Any, ...]) -> bool:
         """Whether it could be launched: not where an operand does not lie as it must."""
@@ -97,7 +130,10 @@ class Site:
         if found & 15:
             return False
         stream = torch._C._cuda_getCurrentRawStream(self.device)
-        self.launch(*self.grid, stream, *self.before, *values, *self.constants)
+        if self.nested:
+            self.launch(*self.grid, stream, *self.rest, (*values, *self.constants))
+        else:
+            self.launch(*self.grid, stream, *self.rest, *values, *self.constants)
         return True
 
 
@@ -145,19 +181,108 @@ def launch(
         return
     if 0 in grid:
         return
-    if not (_KNOWN and isinstance(kernel, JITFunction)):  # the interpreter is no JITFunction
+    if not (isinstance(kernel, JITFunction) and is_quick()):  # the interpreter is no JITFunction
         kernel[grid](*args, **constants)
         return
     device = torch.cuda.current_device()
     full = (kernel, device, *constants.values(), *map(_kind, args))
-    compiled = _COMPILED.get(full)
     *own, _, _ = constants.values()
-    if compiled is None:
-        compiled = _COMPILED[full] = kernel[grid](*args, **constants)
-        made = Site(compiled, grid, args, tuple(own), device)
+    known = _COMPILED.get(full)
+    if known is None:
+        compiled = kernel[grid](*args, **constants)
+        known = _COMPILED[full] = compiled, Passage.recorded(compiled, (*args, *own))
+        made = None if known[1] is None else Site(known[1], grid, args, tuple(own), device)
     else:
-        made = Site(compiled, grid, args, tuple(own), device)
-        if not made(args):
+        made = None if known[1] is None else Site(known[1], grid, args, tuple(own), device)
+        if made is None or not made(args):
             kernel[grid](*args, **constants)
-    if sites is not None:
+    if sites is not None and made is not None:
         sites.setdefault(key, made)
+
+
+# --- is it the same launch? --------------------------------------------------------------------------------------------
+
+
+def is_quick() -> bool:
+    """Whether launches are made again without Triton's door. In a graph that is being captured nothing is tried."""
+    if not why_usual.cache_info().currsize and torch.cuda.is_current_stream_capturing():
+        return False
+    return why_usual() is None
+
+
+@functools.cache
+def why_usual() -> str | None:
+    """Why every launch goes through Triton's own door, or None where launches are made again.
+
+    Tried once in a process, on the current GPU: what a site passes to the function that launches must be what Triton passes
+    to it for the same arguments, with other operands than those that the site was made with.
+    """
+    if not isinstance(probe_kernel, JITFunction):
+        return "kernels are interpreted"
+    try:
+        mapped = has_copy_engine(torch.device("cuda", torch.cuda.current_device()))
+        differences = [_difference(MAPPED) for MAPPED in ((False, True) if mapped else (False,))]
+    except Exception as error:  # internals of any release of Triton, which may fail in any way
+        return f"triton {triton.__version__}: {type(error).__name__}: {error}"
+    found = next((text for text in differences if text), None)
+    return None if found is None else f"triton {triton.__version__}: {found}"
+
+
+def _difference(mapped: bool) -> str | None:
+    """Between a launch by a site and Triton's own, in words."""
+    BLOCK, device = 32, torch.cuda.current_device()
+    where = torch.device("cuda", device)
+
+    def drawn(rows: int) -> tuple[tuple[int, ...], tuple[Any, ...]]:
+        x, y = torch.zeros(rows, BLOCK, device=where), torch.zeros(rows, BLOCK, device=where)
+        return (rows,), (Descriptor(x, [1, BLOCK]) if mapped else x, None, y, 48, 1, 7)
+
+    constants = {"MAPPED": mapped, "HALF": 0.5, "BLOCK": BLOCK}
+    options = {"num_warps": 1, "num_stages": 1}
+    grid, args = drawn(2)
+    compiled = probe_kernel[grid](*args, **constants, **options)
+    passage = Passage.recorded(compiled, (*args, *constants.values()))
+    if passage is None:
+        return "its launcher passes arguments in a way that is not known here"
+    site = Site(passage, grid, args, tuple(constants.values()), device)
+    grid, args = drawn(3)
+    site.grid = (*grid, 1, 1)
+    ours: list[tuple[Any, ...]] = []
+    site.launch = lambda *passed: ours.append(passed)
+    site(args)
+    theirs = _passed(compiled.run, lambda: probe_kernel[grid](*args, **constants, **options))
+    if (passed := _plain(ours)) != (wanted := _plain(theirs)):
+        return f"where Triton passes {wanted}, a site would pass {passed}"
+    return None
+
+
+def _passed(launcher: Any, launch: Callable[[], Any]) -> list[tuple[Any, ...]]:
+    """What Triton, without anybody's hooks, would pass to the innermost function for this launch, which does not happen."""
+    calls: list[tuple[Any, ...]] = []
+    usual, runtime = launcher.launch, triton.knobs.runtime
+    hooks = runtime.launch_enter_hook, runtime.launch_exit_hook
+    runtime.launch_enter_hook = runtime.launch_exit_hook = None
+    inner, metas = _innermost(usual)
+    cell = None
+    if metas is not None:
+        cell = usual.__closure__[usual.__code__.co_freevars.index("launcher")]
+        cell.cell_contents = lambda *args: calls.append(args)
+    else:
+        launcher.launch = lambda *args: calls.append(args)
+    try:
+        launch()
+    finally:
+        if cell is not None:
+            cell.cell_contents = inner
+        launcher.launch = usual
+        runtime.launch_enter_hook, runtime.launch_exit_hook = hooks
+    return calls
+
+
+def _plain(value: Any) -> Any:
+    """For a comparison: tensors by their address, sequences as tuples, what has no equality of its own by its type."""
+    if isinstance(value, torch.Tensor):
+        return value.data_ptr()
+    if isinstance(value, tuple | list):
+        return tuple(map(_plain, value))
+    return value if value is None or isinstance(value, int | float | str | bytes) else type(value).__name__

@@ -4,14 +4,19 @@ All plans compute the same function. They differ in which matrix products are fo
 what is kept for the backward. `mm` is torch.mm (cuBLAS, MKL); `routed` and `one-pass` are Triton kernels, of kernels.py and
 gradient_kernels.py.
 
+Whether a plan computes a call is `why_not`'s to say, and nobody else's.
+
 Shapes: T tokens, K inputs, N outputs, r rank; x [T, K], W [N, K], A [r, K], B [N, r], d = dY [T, N], xd = dropout(x).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, NamedTuple
+
+from packlora.ops.lora_linear.layout import Layer, Run
 
 Down = Literal["mm", "routed"]
 """S = xd A'. mm: per run of tokens, on a dropped copy of x. routed: one kernel, dropout in registers, own adapter only."""
@@ -64,6 +69,11 @@ class Plan:
         return "merged" in (self.up, self.dx)
 
     @property
+    def rearranged(self) -> bool:
+        """Merges weights, or associates through d' xd: products.py computes it."""
+        return "merged" in (self.up, self.dx) or "xd" in (self.dA, self.dB)
+
+    @property
     def needs_triton(self) -> bool:
         return _needs_triton(self)
 
@@ -111,3 +121,65 @@ CHAIN = Plan()
 """Plain products, always legal; see `ordered` for 16 bits."""
 ROUTED = Plan("routed", "routed", "one-pass", "routed")
 """The Triton kernels around two cuBLAS products; the usual choice on a GPU."""
+
+
+# --- which plans compute a call ----------------------------------------------------------------------------------------
+
+
+class Situation(NamedTuple):
+    """What of a call decides which plans compute it. It is about the adapters that own tokens of the call: others may be
+    attached to its layers, and do not matter."""
+
+    single: bool
+    """One adapter owns all tokens."""
+    low_rank: bool
+    """One of them has A and B."""
+    dropped: bool
+    """One of them has dropout."""
+    composed: bool
+    """One of them has a magnitude (DoRA) or a bias of its own."""
+    base_dropped: bool
+    """One of them is DoRA under dropout that scales the base product of the dropped x: there are two base products."""
+
+
+def situation(layers: Sequence[Layer], runs: Sequence[Run], num_tokens: int) -> Situation:
+    """Of a call of group.lora_group."""
+    low_rank = dropped = composed = base_dropped = False
+    for run in runs:
+        for layer in layers:
+            low = layer.adapters.get(run.adapter)
+            if low is None:
+                continue
+            low_rank |= low.rank > 0
+            dropped |= low.rank > 0 and run.dropout > 0
+            composed |= not low.plain
+            base_dropped |= run.dropout > 0 and run.base_dropped and low.magnitude is not None
+    single = len(runs) == 1 and (runs[0].start, runs[0].stop) == (0, num_tokens)
+    return Situation(single, low_rank, dropped, composed, base_dropped)
+
+
+def why_not(plan: Plan, call: Situation) -> str | None:
+    """Why the plan does not compute the call, or None where it does. The plain chain, S kept or not, computes every call.
+
+    Whether this machine has what the plan needs, and whether the plan is worth it, is asked elsewhere (plans/space.py).
+    """
+    if call.base_dropped and (plan.rearranged or plan.needs_triton):
+        return "DoRA that scales the base product of the dropped x has two base products, which the plain chain makes"
+    if plan.lossy and call.dropped:
+        return "a merged weight has no place for dropout"
+    if plan.up == "merged" and plan.keep_s and plan.dB == "S":
+        return "S, which is to be kept, is not computed in a merged forward: keep_s must be False"
+    if plan.rearranged and plan.needs_triton:
+        return "merged weights and products through d' xd are made of plain products"
+    if plan.rearranged and call.composed:
+        return "merged weights and products through d' xd are for plain LoRA"
+    if plan.rearranged and not call.single:
+        return "merged weights and products through d' xd are for one adapter that owns all tokens"
+    if plan.needs_triton and not call.low_rank:
+        return "no adapter is there that the kernels could be for"
+    return None
+
+
+def legal(plan: Plan, call: Situation) -> Plan:
+    """The plan where it computes the call, else the plain chain."""
+    return plan if why_not(plan, call) is None else Plan(keep_s=plan.keep_s)

@@ -24,7 +24,7 @@ from packlora.ops.first_order import first_order
 from packlora.ops.lora_linear.dense import base_onto, low_dtype, mm_in, scaled_mm
 from packlora.ops.lora_linear.group import Outputs, saving_is_hooked, stand_in
 from packlora.ops.lora_linear.layout import Layer, LowRank
-from packlora.ops.lora_linear.plan import CHAIN, Plan
+from packlora.ops.lora_linear.plan import CHAIN, Plan, Situation, why_not
 
 
 def lora_linear_products(
@@ -89,10 +89,8 @@ def check_plan(plan: Plan, p: float) -> None:
     """Raises ValueError, naming the part, for a plan that cannot be computed here."""
     if plan.needs_triton:
         raise ValueError(f"plan {plan.name} has parts that are not plain matrix products (routed, fused or one-pass)")
-    if p and plan.lossy:
-        raise ValueError(f"plan {plan.name}: a merged weight has no place for dropout, and the rate is {p}")
-    if plan.up == "merged" and plan.keep_s and plan.dB == "S":
-        raise ValueError(f"plan {plan.name}: a merged forward makes no S that could be kept; keep_s must be False")
+    if reason := why_not(plan, Situation(True, True, p > 0, False, False)):
+        raise ValueError(f"plan {plan.name}, at a dropout of {p}: {reason}")
 
 
 OPERANDS = 5

@@ -30,7 +30,7 @@ from torch.nn.functional import linear
 from packlora.ops.dropout import dropout_factor, masked
 from packlora.ops.lora_linear.dense import base_onto, low_dtype, sum_mm, write_mm
 from packlora.ops.lora_linear.layout import Layer, LowRank, Recent, Run, RunTables, gaps
-from packlora.ops.lora_linear.plan import Plan, ordered
+from packlora.ops.lora_linear.plan import Plan, Up, legal, ordered, situation
 from packlora.ops.stamp import Stamps, stamps
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Steps:
 
     Args:
         x_TK: some such tokens.
-        plan: the ways; where a base product of dropped tokens is needed, plain products take their place.
+        plan: the ways; plain products take their place where it does not compute such calls (plan.legal).
     """
 
     x_TK: torch.Tensor
@@ -85,9 +85,7 @@ class Steps:
             if own:
                 self.composed[index] = own
         self.dropped = any(self._base_dropped(run, index) for index, own in self.composed.items() for run in own)
-        if (plan.needs_triton and not self.runs) or self.dropped:
-            plan = Plan(keep_s=plan.keep_s)
-        self.plan = plan = ordered(plan, x_TK.element_size())
+        self.plan = plan = ordered(legal(plan, situation(self.layers, runs, self.T)), x_TK.element_size())
         self.sums_dtype = prepared.wide if x_TK.is_cuda and prepared.wide == torch.float32 else x_TK.dtype
         """What products that sum over the tokens, dA and dB, are written in."""
         self.kernels = plan.needs_triton or bool(
@@ -202,9 +200,13 @@ class Steps:
             kept.append(None if not needs_z else y_TN if from_y else z_TN)
         return outputs, kept
 
+    def _way_up(self, index: int) -> Up:
+        """The plan's; where no adapter of the layer has more than a bias, S B' is nothing and no kernel has a B to read."""
+        return self.plan.up if self.layout.max_padded[index] else "after"
+
     def _plain_up(self, S: torch.Tensor, index: int, layer: Layer) -> torch.Tensor:
         """x W' + S B' + bias of the layer alone."""
-        way = self.plan.up
+        way = self._way_up(index)
         if way == "fused" and self.fused:
             return self.launch.up_fused(
                 self.x_TK, S, self.packed, self.prepared.tables, self.tables, self.alone, index, layer
@@ -237,12 +239,12 @@ class Steps:
         self, S: torch.Tensor, index: int, layer: Layer, keep_z: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """y, and z = x W' + S B' where it is to be kept (of base-dropped runs that of the dropped x)."""
-        composition = self.prepared.compositions[index]
-        if self.plan.up == "fused" and self.fused:
+        composition, way = self.prepared.compositions[index], self._way_up(index)
+        if way == "fused" and self.fused:
             return self.launch.up_fused_composed(
                 self.x_TK, S, self.packed, self.prepared.tables, self.tables, self.alone, index, layer, composition, keep_z
             )  # fmt: skip
-        if self.plan.up == "epilogue":
+        if way == "epilogue":
             z_TN = self.x_TK @ layer.weight.T
             return self.launch.up_composed(
                 S, self.packed, self.prepared.tables, self.tables, index, composition, z_TN, keep_z

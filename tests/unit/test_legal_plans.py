@@ -1,0 +1,104 @@
+"""Which plans compute a call is decided by one function, on the adapters that own its tokens."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from group_cases import GroupCase, cast, compare, make_case, run_group, run_reference
+
+from packlora.ops.lora_linear.group import Run
+from packlora.ops.lora_linear.plan import CHAIN, ROUTED, Plan, Situation, legal, ordered, situation, why_not
+from packlora.plans.cache import PlanCache
+from packlora.plans.case import Case
+from packlora.plans.select import Planner
+from packlora.plans.space import legal_plans
+
+CPU = torch.device("cpu")
+SEED = random.SystemRandom().randrange(2**31)
+EVERY = tuple(
+    Plan(*parts)  # type: ignore[arg-type]
+    for parts in itertools.product(
+        ("mm",), ("after", "before", "merged"), ("mm",), ("after", "before", "merged"), ("dS", "xd"), ("S", "xd"), (True, False)
+    )
+)  # fmt: skip
+"""All plans of plain products."""
+XD = Plan(dx="before", dB="xd", keep_s=False)
+MERGED = Plan(up="merged", dx="merged", keep_s=False)
+
+ATTACHED: dict[str, dict[str, Any]] = {
+    "DoRA": {"ranks": [[3, 2], [4, 5]], "dropouts": [0.0, 0.0], "dora": [False, True]},
+    "DoRA with dropout": {"ranks": [[3, 0], [4, 5]], "dropouts": [0.0, 0.3], "dora": [False, True]},
+    "a trained bias": {"ranks": [[3, 2], [0, 4]], "dropouts": [0.2, 0.0], "biases": [False, True]},
+}
+"""Adapter 0, a plain LoRA, has all tokens; the other one is attached and has none."""
+
+
+def beside(kind: str, seed: int = SEED, owner: int = 0) -> GroupCase:
+    return make_case(23, 9, [7, 12], with_bias=True, seed=seed, whole=owner, **ATTACHED[kind])
+
+
+@pytest.mark.parametrize("kind", ATTACHED)
+def test_an_attached_adapter_without_tokens_makes_no_plan_illegal(kind: str) -> None:
+    """Every plan that is legal for the plain LoRA alone is carried out beside the other one, and gives its numbers."""
+    case = beside(kind)
+    dropped = case.runs[0].dropout > 0
+    plans = [plan for plan in EVERY if why_not(plan, situation(case.layers, case.runs, 23)) is None]
+    alone = [plan for plan in EVERY if why_not(plan, Situation(True, True, dropped, False, False)) is None]
+    assert plans == alone
+    assert XD in plans
+    assert (MERGED in plans) != dropped
+    want = run_reference(case, torch.float64)
+    for plan in plans:
+        compare(run_group(case, torch.float64, plan), want, 1e-11)
+
+
+@pytest.mark.parametrize("plan", [XD, MERGED, ROUTED], ids=lambda plan: plan.name)
+@pytest.mark.parametrize("kind", ATTACHED)
+def test_a_plan_that_does_not_compute_a_call_gives_way_to_the_plain_chain(kind: str, plan: Plan) -> None:
+    """Now the other adapter has all tokens, or shares them, or nobody has any."""
+    case = beside(kind, owner=1)
+    for runs in (case.runs, (Run(0, 0, 9), Run(1, 9, 23)), (Run(1, 3, 23),), ()):
+        own = replace(case, runs=runs)
+        found = situation(own.layers, runs, 23)
+        if plan is not ROUTED or not runs:
+            assert why_not(plan, found)
+            assert replace(legal(plan, found), keep_s=True) == CHAIN
+            compare(run_group(own, torch.float64, plan), run_reference(own, torch.float64), 1e-11)
+
+
+def test_a_case_s_plans_are_those_that_compute_its_calls(tmp_path: Path) -> None:
+    """Random calls, among several attached adapters: what the planner may choose is never illegal where it is used, and
+    gives the specified numbers."""
+    rng = random.Random(SEED)
+    for trial in range(12):
+        kind = rng.choice([*ATTACHED])
+        case = beside(kind, SEED + trial, owner=rng.randrange(2))
+        if rng.random() < 0.4:
+            case = replace(case, runs=(Run(0, 0, 9, rng.choice([0.0, 0.2])), Run(1, 9, rng.choice([20, 23]))))
+        found = situation(case.layers, case.runs, 23)
+        asked: list[Case] = []
+
+        class Asking(Planner):
+            def plan_for(self, case: Case, asked: list[Case] = asked) -> Plan:
+                asked.append(case)
+                return CHAIN
+
+        own, _ = cast(case, torch.float64)
+        Asking(CPU, cache=PlanCache(CPU, tmp_path / "none.json")).plan_of(own.x, own.layers, own.runs)
+        plans = legal_plans(asked[0], lossy=True)
+        assert all(why_not(ordered(plan, size), found) is None for plan in plans for size in (2, 4))
+        if len(plans) > 1:
+            for plan in rng.sample(plans[1:], 2):
+                compare(run_group(case, torch.float64, plan), run_reference(case, torch.float64), 1e-11)
+
+
+def test_the_plain_chain_computes_every_call() -> None:
+    for flags in itertools.product((False, True), repeat=5):
+        assert why_not(CHAIN, Situation(*flags)) is None
+        assert why_not(Plan(keep_s=False), Situation(*flags)) is None
