@@ -1,7 +1,7 @@
 """Processes of the scheduler's own: started when first needed, asked one thing at a time, killed when they are late or silent.
 
-While a process starts or works it writes signs of life (see worker.py). One that is stopped, or hangs, writes none and is killed
-after some seconds; the next question starts another.
+While a process starts or works it writes signs of life (see worker.py). One that is stopped, or hangs, writes none, and is
+killed after some seconds; the next question starts another.
 """
 
 from __future__ import annotations
