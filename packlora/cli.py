@@ -1,6 +1,6 @@
 """The `packlora` command: argument handling and nothing else.
 
-Exit codes: 0 done, 1 a job failed (the others finished) or memory ran out, 2 bad input (before any training),
+Exit codes: 0 done, 1 a job failed (the others finished), memory ran out or a disk is full, 2 bad input (before any training),
 128 + n stopped by signal n.
 """
 
@@ -16,7 +16,8 @@ from typing import Annotated, Any
 import typer
 
 import packlora
-from packlora.errors import InputError
+from packlora.errors import InputError, WriteError, unwritten
+from packlora.terminal import say, settle
 
 app = typer.Typer(
     name="packlora",
@@ -36,19 +37,35 @@ Set = Annotated[
 
 
 def _guarded(action: Callable[[], Any]) -> Any:
-    """Run an action; bad input becomes a message on stderr and exit code 2."""
+    """Run an action. Bad input becomes a message on stderr and exit code 2, what cannot be written one and exit code 1."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    if _loads():
+        say("loading PyTorch and Transformers")
     try:
         return action()
     except InputError as error:
-        print(f"packlora: {error}", file=sys.stderr)
-        raise typer.Exit(2) from None
-    except MemoryError as error:
-        print(f"packlora: {error}", file=sys.stderr)
-        raise typer.Exit(1) from None
+        say(str(error))
+        code = 2
+    except (MemoryError, WriteError) as error:
+        say(str(error))
+        code = 1
     except KeyboardInterrupt:
-        print("packlora: stopped at once; --resume continues from the last checkpoints", file=sys.stderr)
-        raise typer.Exit(130) from None
+        say("stopped at once; --resume continues from the last checkpoints")
+        code = 130
+    except Exception as error:
+        if (reason := unwritten(error)) is None:
+            raise
+        if not isinstance(error, BrokenPipeError):  # the reader has seen enough
+            say(f"cannot write: {reason}")
+        code = 1
+    finally:
+        settle()
+    raise typer.Exit(code) from None
+
+
+def _loads() -> bool:
+    """Whether the libraries that take seconds to load are yet to come."""
+    return "torch" not in sys.modules
 
 
 @app.command()
@@ -63,9 +80,12 @@ def train(
     """Train all jobs of a run file together."""
 
     def action() -> None:
+        first = _loads()
         from packlora.summary import print_summary
         from packlora.train import train as train_run
 
+        if first:
+            say("checking the run, reading its data and loading the base model")
         result = train_run(run, overrides=overrides, resume=resume, max_steps=max_steps)
         words = [word for word in sys.argv[1:] if word != "--resume"]
         print_summary(result, shlex.join(["packlora", *words, "--resume"]))
@@ -167,7 +187,7 @@ def merge(
         from packlora.adapters.merge import merge_adapter
 
         merge_adapter(adapter, out, base_model, dtype)
-        print(f"merged model: {out}")
+        print(f"merged model: {out}", flush=True)
 
     _guarded(action)
 
