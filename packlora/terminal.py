@@ -16,25 +16,28 @@ def standard_output() -> TextIO:
     """Standard output that never fails: after the first thing that it does not take (the terminal is closed, the reader of
     `| head -1` has gone, the disk behind `>` is full) the rest is dropped, and standard error says so once.
     """
-    return cast(TextIO, _Output(sys.stdout))
+    global _output
+    if _output is None or _output.stream is not sys.stdout:
+        _output = _Output(sys.stdout)
+    return cast(TextIO, _output)
 
 
 class _Output(io.TextIOBase):
     def __init__(self, stream: Any) -> None:
-        self._stream = stream
+        self.stream = stream
         self._lost = stream is None  # a process without any terminal
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
-        return getattr(self._stream, "encoding", None) or "utf-8"
+        return getattr(self.stream, "encoding", None) or "utf-8"
 
     def isatty(self) -> bool:
-        return not self._lost and bool(self._stream.isatty())
+        return not self._lost and bool(self.stream.isatty())
 
     def write(self, text: str) -> int:
         if not self._lost:
             try:
-                self._stream.write(text)
+                self.stream.write(text)
             except (OSError, ValueError) as error:
                 self._lose(error)
         return len(text)
@@ -42,13 +45,16 @@ class _Output(io.TextIOBase):
     def flush(self) -> None:
         if not self._lost:
             try:
-                self._stream.flush()
+                self.stream.flush()
             except (OSError, ValueError) as error:
                 self._lose(error)
 
     def _lose(self, error: Exception) -> None:
         self._lost = True
         say(f"standard output takes no more ({getattr(error, 'strerror', None) or error}); the run goes on without it")
+
+
+_output: _Output | None = None
 
 
 def say(text: str) -> None:
