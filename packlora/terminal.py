@@ -60,7 +60,7 @@ _output: _Output | None = None
 def say(text: str) -> None:
     """A line on standard error, if anybody listens."""
     with contextlib.suppress(OSError, ValueError, AttributeError):  # closed in one of several ways, or there is none
-        print(f"packlora: {text}", file=sys.stderr, flush=True)
+        print(f"packlora: {text}\n", end="", file=sys.stderr, flush=True)  # in one write
 
 
 def settle() -> None:
