@@ -343,7 +343,7 @@ class Trainer:
     def _failed(self, job: Job) -> None:
         self.record["warnings"].append(f"job {job.name!r} was stopped: {job.failure}")
         self.progress.message(f"job {job.name!r} was stopped: {job.failure}; the other jobs go on")
-        self._save(job, checkpoint.save_result)
+        self._save_result(job)
 
     # --- after steps ---------------------------------------------------------------------------------------------------
 
@@ -355,7 +355,7 @@ class Trainer:
             self._evaluate([job for job in stepped if self._to_evaluate(job)])
         for job in due:
             if job.status == "running":
-                self._save(job, checkpoint.save_checkpoint)
+                self._save(job)
         if self.stop is None:
             self._settle()
         if due:
@@ -368,7 +368,7 @@ class Trainer:
         for job in self.jobs:
             if job.status == "running" and job.step >= job.data.num_steps and self.stop is None:
                 job.status = "done"
-                self._save(job, checkpoint.save_result)
+                self._save_result(job)
                 for name in sorted({name.rpartition("/")[0] for name in job.untrained}):
                     self._warn(f"job {job.name!r}: {name} took no part in training, its adapter is as it began")
 
@@ -386,7 +386,13 @@ class Trainer:
 
     # --- files ---------------------------------------------------------------------------------------------------------
 
-    def _save(self, job: Job, write: Callable[[Path, Job], object]) -> None:
+    def _save(self, job: Job) -> None:
+        self._written(job, lambda folder: checkpoint.save_checkpoint(folder, job))
+
+    def _save_result(self, job: Job) -> None:
+        self._written(job, lambda folder: checkpoint.save_result(folder, job))
+
+    def _written(self, job: Job, write: Callable[[Path], object]) -> None:
         """Write a job's checkpoint or adapter; what fails is tried once more, without the leftovers that take up space.
 
         Raises:
@@ -394,11 +400,11 @@ class Trainer:
         """
         folder = self.output_dir / job.name
         try:
-            write(folder, job)
+            write(folder)
         except (OSError, SafetensorError):
             try:
                 remove_leftovers(folder)
-                write(folder, job)
+                write(folder)
             except (OSError, SafetensorError) as error:
                 if job.status == "done":
                     job.status = "running"  # as its checkpoint says
@@ -409,7 +415,7 @@ class Trainer:
     def _save_before_stop(self) -> None:
         for job in self._unsaved():
             job.discard()
-            self._save(job, checkpoint.save_checkpoint)
+            self._save(job)
 
     def _unsaved(self) -> list[Job]:
         """Running jobs whose present step is in no checkpoint."""
@@ -427,7 +433,7 @@ class Trainer:
         for job in self._unsaved():
             job.discard()
             with contextlib.suppress(WriteError):
-                self._save(job, checkpoint.save_checkpoint)
+                self._save(job)
         kept = []
         for job in self.jobs:
             saved = max((step for step in range(1, job.step + 1) if self._checkpoint(job, step).exists()), default=0)
