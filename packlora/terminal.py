@@ -6,7 +6,6 @@ Imports nothing that takes time, so that a command can say at once what it is ab
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import sys
 from typing import Any, TextIO, cast
@@ -22,13 +21,15 @@ def standard_output() -> TextIO:
     return cast(TextIO, _output)
 
 
-class _Output(io.TextIOBase):
+class _Output:
+    """What rich needs of a file."""
+
     def __init__(self, stream: Any) -> None:
         self.stream = stream
         self._lost = stream is None  # a process without any terminal
 
     @property
-    def encoding(self) -> str:  # type: ignore[override]
+    def encoding(self) -> str:
         return getattr(self.stream, "encoding", None) or "utf-8"
 
     def isatty(self) -> bool:
