@@ -1,6 +1,6 @@
 """The `packlora` command: argument handling and nothing else.
 
-Exit codes: 0 done, 1 a job failed (the others finished) or memory ran out, 2 bad input (before any training),
+Exit codes: 0 done, 1 a job failed (the others finished), memory ran out or a disk is full, 2 bad input (before any training),
 128 + n stopped by signal n.
 """
 
@@ -16,7 +16,8 @@ from typing import Annotated, Any
 import typer
 
 import packlora
-from packlora.errors import InputError
+from packlora.errors import InputError, WriteError, unwritten
+from packlora.terminal import say, settle
 
 app = typer.Typer(
     name="packlora",
@@ -36,25 +37,36 @@ Set = Annotated[
 
 
 def _guarded(action: Callable[[], Any]) -> Any:
-    """Run an action; bad input becomes a message on stderr and exit code 2."""
+    """Run an action. Bad input becomes a message on stderr and exit code 2, what cannot be written one and exit code 1."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    if _loads():
+        say("loading PyTorch and Transformers")
     try:
         return action()
     except InputError as error:
-        print(f"packlora: {error}", file=sys.stderr)
-        raise typer.Exit(2) from None
-    except MemoryError as error:
-        said = (
-            str(error) or "this machine's memory is used up; take a smaller model or less data, or end other programs"
-        )
-        print(f"packlora: {said}", file=sys.stderr)
-        raise typer.Exit(1) from None
-    except OSError as error:
-        print(f"packlora: {error}", file=sys.stderr)
-        raise typer.Exit(1) from None
+        say(str(error))
+        code = 2
+    except (MemoryError, WriteError) as error:
+        say(str(error) or "this machine's memory is used up; take a smaller model or less data, or end other programs")
+        code = 1
     except KeyboardInterrupt:
-        print("packlora: stopped at once; --resume continues from the last checkpoints", file=sys.stderr)
-        raise typer.Exit(130) from None
+        say("stopped at once; --resume continues from the last checkpoints")
+        code = 130
+    except Exception as error:
+        reason = unwritten(error)
+        if reason is None and not isinstance(error, OSError):
+            raise
+        if not isinstance(error, BrokenPipeError):  # the reader has seen enough
+            say(f"cannot write: {reason}" if reason else str(error))
+        code = 1
+    finally:
+        settle()
+    raise typer.Exit(code) from None
+
+
+def _loads() -> bool:
+    """Whether the libraries that take seconds to load are yet to come."""
+    return "torch" not in sys.modules
 
 
 def _without_resume(words: list[str]) -> list[str]:
@@ -87,9 +99,12 @@ def train(
     """Train all jobs of a run file together."""
 
     def action() -> None:
+        first = _loads()
         from packlora.summary import print_summary
         from packlora.train import train as train_run
 
+        if first:
+            say("checking the run, reading its data and loading the base model")
         result = train_run(run, overrides=overrides, resume=resume, max_steps=max_steps, resume_from=resume_from)
         print_summary(result, shlex.join(["packlora", *_without_resume(sys.argv[1:]), "--resume"]))
         raise typer.Exit(result.exit_code)
@@ -192,10 +207,9 @@ def merge(
     def action() -> None:
         from packlora.adapters.merge import merge_adapter
 
-        note = merge_adapter(adapter, out, base_model, dtype)
-        if note:
-            print(f"packlora: note: {note}", file=sys.stderr)
-        print(f"merged model: {out}")
+        if note := merge_adapter(adapter, out, base_model, dtype):
+            say(f"note: {note}")
+        print(f"merged model: {out}", flush=True)
 
     _guarded(action)
 

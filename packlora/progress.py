@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from packlora.job import Job, StepResult
+from packlora.terminal import standard_output
 
 RATE_WINDOW = 20
 """Steps over which the rate of tokens is averaged."""
@@ -34,7 +35,7 @@ class Progress:
     def __init__(self, jobs: Sequence[Job], console: Console | None = None) -> None:
         self.jobs = jobs
         self._start = time.perf_counter()
-        self.console = console or Console()
+        self.console = console or Console(file=standard_output())
         self._steps: dict[str, list[tuple[float, StepResult]]] = {job.name: [] for job in jobs}
         self._tokens: dict[str, int] = {job.name: 0 for job in jobs}
         self._evals: dict[str, float] = {}

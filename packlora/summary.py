@@ -7,12 +7,13 @@ from rich.table import Table
 from rich.text import Text
 
 from packlora.progress import duration
+from packlora.terminal import standard_output
 from packlora.trainer import Result
 
 
 def print_summary(result: Result, resume_command: str) -> None:
     """How each job ended, and the next step: resume_command goes on with an interrupted run."""
-    console = Console()
+    console = Console(file=standard_output())
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("job", "status", "steps", "held-out loss", "tokens/s"):
         table.add_column(name, justify="right" if name in ("steps", "tokens/s") else "left", overflow="fold")
@@ -35,5 +36,8 @@ def print_summary(result: Result, resume_command: str) -> None:
         Text(f"{result.tokens} tokens in {duration(result.seconds)} ({rate:.0f} tokens/s); report: {result.report}"),
         soft_wrap=True,
     )
+    if result.incomplete:
+        lost = ", ".join(f"{name} ({reason})" for name, reason in result.incomplete.items())
+        console.print(Text(f"incomplete: {lost}; adapters and checkpoints are whole"), soft_wrap=True)
     if result.signal is not None:
         console.print(Text(f"stopped by a signal; continue with: {resume_command}"), soft_wrap=True)

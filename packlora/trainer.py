@@ -14,13 +14,14 @@ import signal
 import time
 import types
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 
 from packlora import checkpoint, profiler
 from packlora.adapters.linear import Router
@@ -28,7 +29,8 @@ from packlora.config import Run
 from packlora.data.collate import PackedSample, collate
 from packlora.data.encode import Sample
 from packlora.data.order import SampleOrder
-from packlora.files import KeptFolder, write_json
+from packlora.errors import WriteError, unwritten
+from packlora.files import KeptFolder, remove_leftovers, write_json
 from packlora.job import Job
 from packlora.loss import sum_by_owner, token_losses
 from packlora.metrics import JsonLines, eval_lines, keep_lines, metric_lines, read_lines, write_lines
@@ -74,6 +76,8 @@ class Result:
     report: Path
     jobs: dict[str, JobResult] = field(default_factory=dict)
     signal: int | None = None
+    incomplete: dict[str, str] = field(default_factory=dict)
+    """Logs that lack something because it could not be written, and why. Adapters are never among them."""
 
     @property
     def exit_code(self) -> int:
@@ -125,10 +129,12 @@ class Trainer:
         batches = keep_lines(path, lambda line: line["index"] >= 0 and self._is_past(line))
         self.num_microbatches = max((line["index"] + 1 for line in batches), default=0)
         self.elapsed_before = max((line["elapsed"] for own in histories.values() for line in own), default=0.0)
-        self.metrics = JsonLines(self.output_dir / "metrics.jsonl")
-        self.eval_lines = JsonLines(self.output_dir / "evals.jsonl")
-        self.microbatch_lines = JsonLines(self.output_dir / "microbatches.jsonl")
-        self.window_lines = JsonLines(self.output_dir / "windows.jsonl")
+        self.incomplete: dict[str, str] = {}
+        """Logs that lack something, and why it could not be written."""
+        self.metrics = JsonLines(self.output_dir / "metrics.jsonl", self._incomplete)
+        self.eval_lines = JsonLines(self.output_dir / "evals.jsonl", self._incomplete)
+        self.microbatch_lines = JsonLines(self.output_dir / "microbatches.jsonl", self._incomplete)
+        self.window_lines = JsonLines(self.output_dir / "windows.jsonl", self._incomplete)
 
     def _rebuild(self, name: str, lines: list[dict[str, Any]]) -> None:
         """Make a log hold what the jobs' states say, whatever a crash has left of it, and what it holds of jobs left out."""
@@ -138,19 +144,36 @@ class Trainer:
             write_lines(path, [*others, *lines])
 
     def fit(self) -> Result:
-        """Windows until every job is done or has failed, or a signal asks to stop."""
-        with Progress(self.jobs) as self.progress, self._signals():
-            for text in self.record["warnings"]:
-                self.progress.message(f"note: {text}")
-            self._settle()  # held-out losses before the first step, and what an interruption left undone
-            self.progress.training_starts()
-            while self.stop is None and any(job.status == "running" for job in self.jobs):
-                self._windows()
-            if self.stop is not None:
-                self._save_before_stop()
-        if not any(job.status == "running" for job in self.jobs):
-            self.stop = None  # too late to stop anything
-        return self._finish()
+        """Windows until every job is done or has failed, or a signal asks to stop.
+
+        Raises:
+            WriteError: a checkpoint or an adapter cannot be written; those of the other jobs were saved.
+        """
+        self.progress = Progress(self.jobs)
+        with self._signals():
+            with self.progress:
+                for text in self.record["warnings"]:
+                    self.progress.message(f"note: {text}")
+                try:
+                    self._train()
+                except WriteError as error:
+                    kept = self._rescue()
+                    self._finish()
+                    raise WriteError(f"{error}. Kept: {kept}. Then continue with --resume") from error
+            if not self._runs():
+                self.stop = None  # too late to stop anything
+            return self._finish()
+
+    def _train(self) -> None:
+        self._settle()  # held-out losses before the first step, and what an interruption left undone
+        self.progress.training_starts()
+        while self.stop is None and self._runs():
+            self._windows()
+        if self.stop is not None:
+            self._save_before_stop()
+
+    def _runs(self) -> bool:
+        return any(job.status == "running" for job in self.jobs)
 
     # --- windows -------------------------------------------------------------------------------------------------------
 
@@ -161,7 +184,7 @@ class Trainer:
             while (window := self._next(windows)) is not None:
                 if not self._window(window) or self.stop is not None:
                     return
-                if not any(job.status == "running" for job in self.jobs):
+                if not self._runs():
                     return
         raise AssertionError("the plan has ended, but a job has not")
 
@@ -210,6 +233,8 @@ class Trainer:
         for slot, microbatch in enumerate(window.microbatches):
             if {placed.job for placed in microbatch.samples} & {job.name for job in self.stepped}:
                 self._after_steps()  # before anything of these jobs' next global batches
+                if self.stop is not None:
+                    break  # evaluations that the signal cut short are made after --resume, at this step
             if not self._microbatch(microbatch, window.first_round, slot):
                 return False
             for name, batch in microbatch.completes:
@@ -348,7 +373,7 @@ class Trainer:
             self._settle()
         if due:
             self._write_record()
-            write_report(self.output_dir)
+            self._write_report()
 
     def _settle(self) -> None:
         """Make the evaluations that are due and write the results of jobs that have taken their last step."""
@@ -372,33 +397,94 @@ class Trainer:
             return True
         return bool(job.eval_samples) and (job.step == 0 or self._every(self.run.eval_every, job))
 
-    def _write_record(self) -> None:
-        self.record["plans"] = self.router.planner.record()
-        write_json(self.output_dir / "run.json", self.record)
-
-    def _warn(self, text: str) -> None:
-        self.record["warnings"].append(text)
-        self.progress.message(f"note: {text}")
+    # --- files ---------------------------------------------------------------------------------------------------------
 
     def _save(self, job: Job) -> None:
         """A checkpoint; what the logs hold up to it is on the disk before it is there."""
         for lines in (self.metrics, self.eval_lines, self.microbatch_lines, self.window_lines):
             lines.sync()
-        limit = self.run.save_total_limit
-        checkpoint.save_checkpoint(self.output_dir / job.name, job, self.record["id"], limit)
+        run, limit = self.record["id"], self.run.save_total_limit
+        self._written(job, lambda folder: checkpoint.save_checkpoint(folder, job, run, limit))
         self.record["saved"][job.name] = job.step
 
     def _save_result(self, job: Job) -> None:
         self.folder.check()
-        checkpoint.save_result(self.output_dir / job.name, job, self.record["id"])
+        self._written(job, lambda folder: checkpoint.save_result(folder, job, self.record["id"]))
+
+    def _written(self, job: Job, write: Callable[[Path], object]) -> None:
+        """Write a job's checkpoint or adapter; what fails is tried once more, without the leftovers that take up space.
+
+        Raises:
+            WriteError: it failed again.
+        """
+        folder = self.output_dir / job.name
+        try:
+            write(folder)
+        except (OSError, SafetensorError):
+            try:
+                remove_leftovers(folder)
+                write(folder)
+            except (OSError, SafetensorError) as error:
+                if job.status == "done":
+                    job.status = "running"  # as its checkpoint says
+                raise WriteError(
+                    f"job {job.name!r}: step {job.step} cannot be written to {folder}: {unwritten(error) or error}"
+                ) from error
 
     def _save_before_stop(self) -> None:
         self.folder.check()
-        for job in self.jobs:
-            folder = self.output_dir / job.name
-            if job.status == "running" and job.step > 0 and not (folder / f"checkpoint-{job.step}").exists():
-                job.discard()
+        for job in self._unsaved():
+            job.discard()
+            self._save(job)
+
+    def _unsaved(self) -> list[Job]:
+        """Running jobs whose present step is in no checkpoint."""
+        return [
+            job
+            for job in self.jobs
+            if job.status == "running" and job.step > 0 and not self._checkpoint(job, job.step).exists()
+        ]
+
+    def _checkpoint(self, job: Job, step: int) -> Path:
+        return self.output_dir / job.name / f"checkpoint-{step}"
+
+    def _rescue(self) -> str:
+        """After a job's checkpoint could not be written: save what can be saved, and say of each job what there is."""
+        for job in self._unsaved():
+            job.discard()
+            with contextlib.suppress(WriteError):
                 self._save(job)
+        kept = []
+        for job in self.jobs:
+            saved = max((step for step in range(1, job.step + 1) if self._checkpoint(job, step).exists()), default=0)
+            ended = job.status != "running" and (self.output_dir / job.name / checkpoint.STATE).exists()
+            kept.append(f"{job.name}: {'its adapter' if ended else f'step {saved} of {job.step}'}")
+        return ", ".join(kept)
+
+    def _write_record(self) -> None:
+        self.record["plans"] = self.router.planner.record()
+        self._write_log("run.json", lambda: write_json(self.output_dir / "run.json", self.record))
+
+    def _write_report(self) -> None:
+        self._write_log("report.html", lambda: write_report(self.output_dir))
+
+    def _write_log(self, name: str, write: Callable[[], object]) -> None:
+        """Write a file that training does not depend on."""
+        try:
+            write()
+            self.incomplete.pop(name, None)
+        except Exception as error:  # a defect of the report's own, too, must not cost the run
+            self._incomplete(name, error)
+
+    def _incomplete(self, name: str, error: Exception) -> None:
+        """A log lacks something from now on; said once."""
+        if name not in self.incomplete:
+            self.incomplete[name] = reason = unwritten(error) or f"{type(error).__name__}: {error}"
+            self._warn(f"{name} is incomplete: {reason}; training goes on")
+
+    def _warn(self, text: str) -> None:
+        self.record["warnings"].append(text)
+        self.progress.message(f"note: {text}")
 
     @torch.no_grad()
     def _evaluate(self, jobs: Sequence[Job]) -> None:
@@ -470,12 +556,13 @@ class Trainer:
         fates = [job.status for job in self.jobs] + [job.status for job in left_out.values()]
         status = "done" if set(fates) == {"done"} else "failed"
         result = Result(
-            "interrupted" if self.stop is not None else status,
+            "interrupted" if self._runs() else status,
             seconds,
             self.tokens,
             self.output_dir,
             self.output_dir / "report.html",
             signal=self.stop,
+            incomplete=self.incomplete,
         )
         for job in self.jobs:
             known = {
@@ -510,7 +597,7 @@ class Trainer:
             },
         }  # fmt: skip
         self._write_record()
-        write_report(self.output_dir)
+        self._write_report()
         return result
 
     def _left_out(self) -> dict[str, JobResult]:
@@ -526,20 +613,28 @@ class Trainer:
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        """SIGTERM and Ctrl-C ask to stop after the present microbatch; the second one stops at once."""
+        """SIGTERM, Ctrl-C and SIGHUP (the terminal is closed) ask to stop after the present microbatch. SIGTERM or Ctrl-C once
+        more stops at once. SIGHUP does not: a shell that ends passes on what the kernel has sent already.
+        """
 
         def ask(number: int, frame: types.FrameType | None) -> None:
             if self.stop is not None:
-                raise KeyboardInterrupt
+                if number != signal.SIGHUP and self.stop != signal.SIGHUP:
+                    raise KeyboardInterrupt
+                self.stop = number if self.stop == signal.SIGHUP else self.stop
+                return
             self.stop = number
             name = signal.Signals(number).name
-            self.progress.message(
-                f"{name}: finishing the present microbatch, then saving; once more stops without saving"
-            )
+            with contextlib.suppress(RuntimeError):  # it came in the middle of another message
+                self.progress.message(
+                    f"{name}: finishing the present microbatch, then saving; once more stops without saving"
+                )
 
         before = {}
         with contextlib.suppress(ValueError):  # only the main thread may set handlers
-            before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                if signal.getsignal(number) != signal.SIG_IGN:  # as nohup leaves SIGHUP
+                    before[number] = signal.signal(number, ask)
         try:
             yield
         finally:

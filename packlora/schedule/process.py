@@ -1,4 +1,8 @@
-"""Processes of the scheduler's own: started when first needed, asked one thing at a time, killed when they are late."""
+"""Processes of the scheduler's own: started when first needed, asked one thing at a time, killed when they are late or silent.
+
+While a process starts or works it writes signs of life (see worker.py). One that is stopped, or hangs, writes none, and is
+killed after some seconds; the next question starts another.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +21,12 @@ from packlora.schedule.types import ScheduleError
 
 START_S = 60.0
 """For a process to come up; importing scipy takes long on a busy machine."""
+SILENCE_S = 5
+"""Without a sign of life, after which a process is taken to be stopped or hung."""
+SILENT_START_S = 20
+"""The same for the first one, which Python has to start for."""
+ALIVE = {"alive": True}
+"""The sign of life."""
 GRACE_S = 2.0
 """After the solver's own time limit, before its process is killed."""
 MAX_FAILURES = 3
@@ -24,7 +34,9 @@ MAX_FAILURES = 3
 
 
 class WorkerError(Exception):
-    """The process did not answer: `late` (it was killed), `killed` (by another), `missing` (what it needs is not there)."""
+    """The process did not answer: `late` or `silent` (it was killed), `killed` (by another), `failed` (it says why), `missing`
+    (what it needs is not there), `closed` (nobody wants the answer any more).
+    """
 
     def __init__(self, kind: str, text: str) -> None:
         super().__init__(text)
@@ -43,6 +55,7 @@ class Worker:
         self.command = command or [sys.executable, "-P", "-m", "packlora.schedule.worker", kind]
         self.process: subprocess.Popen[bytes] | None = None
         self._buffer = b""
+        self._unwanted = False
 
     def ask(self, request: dict[str, Any], seconds: float | None) -> Any:
         """The answer to a request; the process is started if it is not running.
@@ -56,13 +69,7 @@ class Worker:
         """
         if self.process is None or self.process.poll() is not None:
             self._start()
-        assert self.process is not None and self.process.stdin is not None
-        try:
-            self.process.stdin.write(json.dumps(request, separators=(",", ":")).encode() + b"\n")
-            self.process.stdin.flush()
-        except OSError:
-            raise self._died() from None
-        reply = self._line(seconds)
+        reply = self._exchange(json.dumps(request, separators=(",", ":")).encode() + b"\n", seconds, SILENCE_S)
         if "input_error" in reply:
             raise ScheduleError(reply["input_error"])
         if "error" in reply:
@@ -70,7 +77,8 @@ class Worker:
         return reply["answer"]
 
     def kill(self) -> None:
-        """Kill the process from another thread than the one that asks it, which is then told so."""
+        """Kill the process for good, from another thread than the one that asks it, which is then told so."""
+        self._unwanted = True
         process = self.process
         if process is not None:
             process.kill()
@@ -94,34 +102,73 @@ class Worker:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
         try:
             self.process = subprocess.Popen(
-                self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, start_new_session=True
+                self.command,
+                bufsize=0,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=environment,
+                start_new_session=True,
             )
         except OSError as error:
             raise WorkerError("missing", f"cannot start {self.command[0]}: {error}") from None
-        reply = self._line(START_S)
+        assert self.process.stdin is not None
+        os.set_blocking(self.process.stdin.fileno(), False)  # a stopped process reads nothing, and a pipe holds little
+        reply = self._exchange(b"", START_S, SILENT_START_S)
         if "missing" in reply:
             self.close()
             raise WorkerError("missing", reply["missing"])
 
-    def _line(self, seconds: float | None) -> dict[str, Any]:
-        """The next line of its output."""
-        assert self.process is not None and self.process.stdout is not None
+    def _exchange(self, request: bytes, seconds: float | None, silence: int) -> dict[str, Any]:
+        """Write the request, and return the next line that is no sign of life.
+
+        silence: seconds without a word that are too many. They are counted one by one, so that the time in which this process
+        was stopped itself is not taken for silence of the other.
+        """
+        assert self.process is not None and self.process.stdin is not None and self.process.stdout is not None
         end = None if seconds is None else time.monotonic() + seconds
-        descriptor = self.process.stdout.fileno()
+        source, sink = self.process.stdout.fileno(), self.process.stdin.fileno()
+        quiet = 0
         with selectors.DefaultSelector() as selector:
-            selector.register(descriptor, selectors.EVENT_READ)
-            while b"\n" not in self._buffer:
-                left = None if end is None else end - time.monotonic()
-                if left is not None and (left <= 0 or not selector.select(left)):
+            selector.register(source, selectors.EVENT_READ)
+            if request:
+                selector.register(sink, selectors.EVENT_WRITE)
+            while True:
+                line, found, rest = self._buffer.partition(b"\n")
+                if found:
+                    self._buffer = rest
+                    reply: dict[str, Any] = json.loads(line)
+                    if reply != ALIVE:
+                        return reply
+                    continue
+                if self._unwanted:
+                    self.close()
+                    raise WorkerError("closed", "its answer is no longer wanted")
+                left = 1.0 if end is None else min(1.0, end - time.monotonic())
+                ready = {key.fd for key, _ in selector.select(max(left, 0.0))}
+                if source in ready:
+                    quiet = 0
+                elif not ready:
+                    quiet += 1
+                if not ready and left <= 0:  # it had its time before this last look
                     self.close()
                     raise WorkerError("late", f"no answer in {seconds:g} s; the process was killed")
-                block = os.read(descriptor, 1 << 20)
-                if not block:
-                    raise self._died()
-                self._buffer += block
-        line, _, self._buffer = self._buffer.partition(b"\n")
-        reply: dict[str, Any] = json.loads(line)
-        return reply
+                if quiet > silence:
+                    self.close()
+                    raise WorkerError(
+                        "silent", f"no sign of life for {silence} s, as if stopped; the process was killed"
+                    )
+                if sink in ready:
+                    try:
+                        request = request[os.write(sink, request) :]
+                    except OSError:
+                        raise self._died() from None
+                    if not request:
+                        selector.unregister(sink)
+                if source in ready:
+                    block = os.read(source, 1 << 20)
+                    if not block:
+                        raise self._died()
+                    self._buffer += block
 
     def _died(self) -> WorkerError:
         assert self.process is not None
@@ -151,9 +198,14 @@ class MilpSolver:
         """{"opened", "bins", "stopped", "note"}; bins is None where the greedy packing stays."""
         if self.gave_up is not None:
             return _keep(self.gave_up, "")
+        request = {"kind": "milp", "problem": problem, "time_limit_s": time_limit_s}
         try:
-            request = {"kind": "milp", "problem": problem, "time_limit_s": time_limit_s}
-            answer: dict[str, Any] = self.worker.ask(request, time_limit_s + self.grace_s)
+            try:
+                answer: dict[str, Any] = self.worker.ask(request, time_limit_s + self.grace_s)
+            except WorkerError as error:
+                if error.kind not in ("killed", "silent"):
+                    raise
+                answer = self.worker.ask(request, time_limit_s + self.grace_s)  # another process finds the same packing
         except WorkerError as error:
             self._failures += 1
             if error.kind == "missing" or self._failures >= MAX_FAILURES:

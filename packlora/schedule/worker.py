@@ -2,7 +2,8 @@
 
     python -m packlora.schedule.worker
 
-It answers on standard output and ends when its input does, so that it never outlives the process that started it.
+It answers on standard output, with signs of life between the answers while it is at work, and ends when its input does, so that
+it never outlives the process that started it.
 """
 
 from __future__ import annotations
@@ -10,15 +11,22 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
+import time
 from typing import Any
 
 from packlora.errors import InputError
+
+BEAT_S = 0.5
+ALIVE = json.dumps({"alive": True}) + "\n"
+"""See process.py, which is not imported here: it would cost the start."""
 
 
 def main() -> None:
     """Answer requests until the input ends."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what a library prints may not get between the answers
+    threading.Thread(target=_beat, args=[answers], daemon=True).start()
     if sys.argv[1:] == ["milp"]:
         try:
             import scipy.optimize  # noqa: F401
@@ -27,6 +35,7 @@ def main() -> None:
             return
     _say(answers, {"ready": True})
     for line in sys.stdin:
+        _at_work.set()
         request = json.loads(line)
         try:
             _say(answers, {"answer": _answer(request)})
@@ -52,11 +61,29 @@ def _answer(request: dict[str, Any]) -> Any:
 
 
 _solver: Any = None
+_at_work = threading.Event()
+_at_work.set()  # on the start
+_writing = threading.Lock()
+
+
+def _beat(answers: Any) -> None:
+    """Signs of life until the process ends. None while it waits for a request: nobody reads them then."""
+    try:
+        while _at_work.wait():
+            with _writing:
+                if _at_work.is_set():
+                    answers.write(ALIVE)
+                    answers.flush()
+            time.sleep(BEAT_S)
+    except OSError:
+        return  # nobody listens; the input ends as well
 
 
 def _say(answers: Any, tree: dict[str, Any]) -> None:
-    answers.write(json.dumps(tree, separators=(",", ":")) + "\n")
-    answers.flush()
+    with _writing:
+        _at_work.clear()
+        answers.write(json.dumps(tree, separators=(",", ":")) + "\n")
+        answers.flush()
 
 
 if __name__ == "__main__":

@@ -81,7 +81,7 @@ def test_a_malformed_data_line_ends_the_process_with_2_and_names_job_file_and_li
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(make({"data": {"path": str(data)}})))
     result = command("train", str(tmp_path / "run.yaml"))
     assert result.returncode == 2
-    assert result.stderr.strip() == (
+    assert result.stderr.splitlines()[-1] == (
         f"packlora: job 'first': {data}, line 2: not valid JSON: Expecting value (column 31)"
     )
     assert result.stdout == ""

@@ -1,0 +1,74 @@
+"""What is said on standard output and standard error, where it may come to nothing: a run outlives the terminal it began on.
+
+Imports nothing that takes time, so that a command can say at once what it is about to do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from typing import Any, TextIO, cast
+
+
+def standard_output() -> TextIO:
+    """Standard output that never fails: after the first thing that it does not take (the terminal is closed, the reader of
+    `| head -1` has gone, the disk behind `>` is full) the rest is dropped, and standard error says so once.
+    """
+    global _output
+    if _output is None or _output.stream is not sys.stdout:
+        _output = _Output(sys.stdout)
+    return cast(TextIO, _output)
+
+
+class _Output:
+    """What rich needs of a file."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+        self._lost = stream is None  # a process without any terminal
+
+    @property
+    def encoding(self) -> str:
+        return getattr(self.stream, "encoding", None) or "utf-8"
+
+    def isatty(self) -> bool:
+        return not self._lost and bool(self.stream.isatty())
+
+    def write(self, text: str) -> int:
+        if not self._lost:
+            try:
+                self.stream.write(text)
+            except (OSError, ValueError) as error:
+                self._lose(error)
+        return len(text)
+
+    def flush(self) -> None:
+        if not self._lost:
+            try:
+                self.stream.flush()
+            except (OSError, ValueError) as error:
+                self._lose(error)
+
+    def _lose(self, error: Exception) -> None:
+        self._lost = True
+        say(f"standard output takes no more ({getattr(error, 'strerror', None) or error}); the run goes on without it")
+
+
+_output: _Output | None = None
+
+
+def say(text: str) -> None:
+    """A line on standard error, if anybody listens."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # closed in one of several ways, or there is none
+        print(f"packlora: {text}\n", end="", file=sys.stderr, flush=True)  # in one write
+
+
+def settle() -> None:
+    """Before the process ends: what a standard stream still holds and cannot write is dropped, else Python complains of it."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError, AttributeError):
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
