@@ -54,3 +54,16 @@ def test_run_file_page_names_every_key_with_its_default() -> None:
                 assert shown == str(default) or float(shown) == float(default), row
     assert "`schedule.method`" in text
     assert ScheduleConfig().method == "auto"
+
+
+def test_every_test_that_the_promises_name_is_there() -> None:
+    """A line without a test promises nothing."""
+    text = (ROOT / "docs" / "promises.md").read_text()
+    rows = [line for line in text.splitlines() if line.startswith("| ") and not line.startswith("| promise")]
+    assert len(rows) > 60
+    for row in rows:
+        file, found = "", re.findall(r"`([\w/]*\.py)?::(\w+)`", row)
+        assert found, row
+        for named, test in found:
+            file = named or file
+            assert re.search(rf"^def {test}\(", (ROOT / "tests" / file).read_text(), re.M), (file, test)
