@@ -25,6 +25,7 @@ os.environ.pop("TRITON_INTERPRET", None)
 import torch
 import triton
 from group_cases import cast, make_case
+from seeds import SOAK
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -47,6 +48,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "DoRA": {"ranks": [[16]], "dropouts": [0.0], "dora": [True]},
     "DoRA, rank 64": {"ranks": [[64]], "dropouts": [0.1], "dora": [True], "base_dropped": False},
 }
+USUAL = KINDS if SOAK else {name: KINDS[name] for name in ("four adapters, siblings", "DoRA, beside LoRA")}
+NORMS = (16, 64, 200, 384) if SOAK else (16, 384)
+"""Ranks of norms that are compiled."""
 MORE: dict[str, dict[str, Any]] = {
     "biases alone on siblings": {"ranks": [[16, 0], [8, 0]], "dropouts": [0.0, 0.0], "biases": [True, True]},
 }
@@ -92,8 +96,8 @@ def compiled(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any], capa
     }  # fmt: skip
 
 
-def captured(capability: int, kinds: dict[str, dict[str, Any]] = KINDS) -> list[Row]:
-    """What the kinds launch; of KINDS also what norms launch."""
+def captured(capability: int, kinds: dict[str, dict[str, Any]] = USUAL) -> list[Row]:
+    """What the kinds launch; of the usual ones also what norms launch."""
     rows: dict[Any, Row] = {}
     case = ""
 
@@ -117,7 +121,7 @@ def captured(capability: int, kinds: dict[str, dict[str, Any]] = KINDS) -> list[
         for dtype in (torch.bfloat16, torch.float32):
             if dtype == torch.float32 and len(settings["ranks"]) > 1:
                 continue
-            more = dtype == torch.bfloat16 and kinds is KINDS
+            more = dtype == torch.bfloat16 and kinds is USUAL
             plans = [(1, plan) for plan in ((ROUTED, EPILOGUE, FUSED) if more else (ROUTED,))]
             for slots, plan in plans + [(MANY, FUSED)] * (kind in FEW and dtype == torch.bfloat16):
                 case = f"{kind}, {plan.name}, {dtype}, {slots} processors"
@@ -129,7 +133,7 @@ def captured(capability: int, kinds: dict[str, dict[str, Any]] = KINDS) -> list[
                 with mock.patch.object(launch, "processors", return_value=slots):
                     outputs = lora_group(own.x, own.layers, own.runs, own.keys, own.salt, plan)
                     torch.autograd.grad(outputs, list(leaves.values()), own.dy, allow_unused=True)
-    for rank in (16, 64, 200, 384) if kinds is KINDS else ():
+    for rank in NORMS if kinds is USUAL else ():
         for dtypes in itertools.product((torch.bfloat16, torch.float32), repeat=2):
             if rank < 200 and dtypes[0] != dtypes[1]:
                 continue
@@ -144,5 +148,5 @@ def captured(capability: int, kinds: dict[str, dict[str, Any]] = KINDS) -> list[
 
 
 if __name__ == "__main__":
-    chosen = {name: MORE[name] for name in sys.argv[2:]} or KINDS
+    chosen = {name: MORE[name] for name in sys.argv[2:]} or USUAL
     print(json.dumps(captured(int(sys.argv[1]) if len(sys.argv) > 1 else 90, chosen)))

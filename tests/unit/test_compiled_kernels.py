@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from group_cases import KINDS
+from seeds import SOAK
 
 from packlora.ops import row_norm_batch
 from packlora.ops.lora_linear import launch
@@ -35,7 +36,8 @@ def compiled(capability: int, cache: Path, *kinds: str) -> list[dict[str, Any]]:
     return rows
 
 
-@pytest.mark.parametrize("capability", SHARED_KIB)
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", SHARED_KIB if SOAK else (90,))
 def test_kernels_fit_and_load_whole_vectors(capability: int, tmp_path: Path) -> None:
     rows = compiled(capability, tmp_path)
     found = {row["kernel"] for row in rows}
