@@ -33,13 +33,6 @@ LONG = 0.05
 collection empties the processor's caches, which triples what the host needs for the next launches."""
 
 
-def write_to(parameters: Iterable[torch.Tensor]) -> None:
-    """Other values in their place, as an optimizer step leaves them: what is kept of the old ones, by version or by value, is
-    stale. Matrices change sign, so that nothing drifts and A and B have the product that they had."""
-    with torch.no_grad():
-        torch._foreach_neg_([parameter for parameter in parameters if parameter.ndim > 1])
-
-
 @dataclass(frozen=True, slots=True)
 class Work:
     """step: one forward and backward. clear: drop the gradients it left, outside the clock. note: on how it is computed."""
@@ -47,6 +40,28 @@ class Work:
     step: Callable[[], None]
     clear: Callable[[], None]
     note: str = ""
+
+
+def stepped(work: Work, parameters: Iterable[torch.Tensor]) -> Work:
+    """The work with other values in the parameters before each run, outside the clock, as an optimizer step leaves them: what
+    is kept of the old ones, by version or by value, is stale. Matrices change sign once between two runs, however often gradients
+    are dropped there, so that nothing drifts and A and B have the product that they had."""
+    matrices, ran = [parameter for parameter in parameters if parameter.ndim > 1], False
+
+    def step() -> None:
+        nonlocal ran
+        ran = True
+        work.step()
+
+    def clear() -> None:
+        nonlocal ran
+        work.clear()
+        if ran:
+            ran = False
+            with torch.no_grad():
+                torch._foreach_neg_(matrices)
+
+    return Work(step, clear, work.note)
 
 
 @dataclass(frozen=True, slots=True)

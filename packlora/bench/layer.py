@@ -20,7 +20,7 @@ from torch import nn
 from packlora.accelerate import accelerate
 from packlora.bench.options import Options, Outcome, choose, plan_from_name
 from packlora.bench.results import text_table
-from packlora.timing import Contender, Work, geomean, paired, write_to
+from packlora.timing import Contender, Work, geomean, paired, stepped
 
 SHAPES = [(4096, 4096), (5120, 5120), (8192, 8192), (4096, 14336), (14336, 4096)]
 """K x N: square ones of LoRAFusion's kernel benchmark, and gate/up and down of Llama-3.1-8B."""
@@ -148,14 +148,13 @@ def work(
     x: torch.Tensor,
     dy: torch.Tensor,
     parameters: Sequence[torch.Tensor],
-    stepped: bool = False,
+    steps: bool = False,
     note: str = "",
 ) -> Work:
     """One forward, and the backward from dy.
 
     Args:
-        stepped: write other values to the parameters before each run, outside the clock: copies of them that were kept are
-            then stale.
+        steps: see timing.stepped.
     """
 
     def step() -> None:
@@ -165,10 +164,9 @@ def work(
         x.grad = None
         for parameter in parameters:
             parameter.grad = None
-        if stepped:
-            write_to(parameters)
 
-    return Work(step, clear, note)
+    made = Work(step, clear, note)
+    return stepped(made, parameters) if steps else made
 
 
 def contender(name: str, inputs: Inputs) -> Contender:

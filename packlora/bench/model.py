@@ -24,7 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedConfig, Qwen2C
 from packlora.bench.layer import accelerated, progress_line, under_autocast
 from packlora.bench.options import Options, Outcome, choose
 from packlora.bench.results import text_table
-from packlora.timing import Contender, Timings, Work, paired, write_to
+from packlora.timing import Contender, Timings, Work, paired, stepped
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 CONTENDERS = ["frozen", "packlora", "packlora_recompute", "packlora_fp32", "peft_bf16"]
@@ -197,10 +197,9 @@ def causal_lm(
 
         def clear() -> None:
             model.zero_grad(set_to_none=True)
-            if name == "packlora_stepped":
-                write_to(p for p in model.parameters() if p.requires_grad)
 
-        return Work(step, clear, note)
+        work = Work(step, clear, note)
+        return stepped(work, [p for p in model.parameters() if p.requires_grad]) if name == "packlora_stepped" else work
 
     return Contender(label, make)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from transformers import LlamaForCausalLM
 from packlora.adapters import norms
 from packlora.bench import dora_layer, model
 from packlora.bench.options import Options
-from packlora.timing import Contender, write_to
+from packlora.timing import Contender, Work, paired, stepped
 
 CPU = torch.device("cpu")
 
@@ -46,23 +47,29 @@ def test_the_norms_of_a_stepped_contender_are_those_of_other_values_in_every_run
     made: Any, computed: list[torch.Tensor]
 ) -> None:
     """Of values that are as they were a GPU computes none, however often they were written."""
-    for name, stepped in (("packlora", False), ("packlora_stepped", True)):
+    for name, steps in (("packlora", False), ("packlora_stepped", True)):
         work = made(name).make()
-        work.step()
-        before: list[torch.Tensor] = []
-        for _ in range(2):
-            work.clear()
+        seen: list[list[torch.Tensor]] = []
+
+        def run(work: Work = work, seen: list[list[torch.Tensor]] = seen) -> None:
             computed.clear()
             work.step()
-            assert bool(computed) == stepped, name
-            assert all(not torch.equal(now, old) for now, old in zip(computed, before, strict=bool(before)))
-            before = list(computed)
+            seen.append(list(computed))
+
+        timings = paired([Contender(name, lambda: Work(run, work.clear))], CPU, seconds=0, rounds=(3, 3), warmup=2)  # noqa: B023
+        assert timings.by_name[name].error is None
+        for before, now in itertools.pairwise(seen):
+            assert bool(now) == steps, name
+            assert not any(torch.equal(a, b) for a, b in zip(before, now, strict=True))
 
 
-def test_a_write_changes_every_factor_and_returns_to_the_first_values() -> None:
+def test_values_change_once_between_two_runs_however_often_gradients_are_dropped() -> None:
     parameters = [torch.randn(3, 5), torch.randn(4, 3, dtype=torch.bfloat16), torch.randn(4)]
     before = [parameter.clone() for parameter in parameters]
-    write_to(parameters)
-    assert [torch.equal(now, old) for now, old in zip(parameters, before, strict=True)] == [False, False, True]
-    write_to(parameters)
-    assert all(torch.equal(now, old) for now, old in zip(parameters, before, strict=True))
+    work = stepped(Work(lambda: None, lambda: None), parameters)
+    for changed in (True, False):
+        work.step()
+        work.clear()
+        work.clear()
+        same = [torch.equal(now, old) for now, old in zip(parameters, before, strict=True)]
+        assert same == ([False, False, True] if changed else [True, True, True])

@@ -14,6 +14,7 @@ associate otherwise are in products.py.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -38,6 +39,10 @@ from packlora.ops.recipe import Recipe, made_again
 __all__ = ["HAS_TRITON", "GroupState", "Layer", "LowRank", "Run", "lora_group"]
 
 _LAYOUTS: Recent[Layout] = Recent(4096)
+
+
+_REFRESHING = threading.RLock()
+"""Two threads that first use one layer must not both make its buffers."""
 
 
 class GroupState:
@@ -140,10 +145,11 @@ class Prepared:
 
     def refresh(self) -> None:
         """Bring packed operands and scales up to date with the parameters."""
-        self.turn, self._pass = self.turn + 1, _backward_pass()
-        self.packed.refresh(self.layers)
-        for composition in self.compositions.values():
-            composition.refresh(self.trusted)
+        with _REFRESHING:
+            self.turn, self._pass = self.turn + 1, _backward_pass()
+            self.packed.refresh(self.layers)
+            for composition in self.compositions.values():
+                composition.refresh(self.trusted)
 
     def serve(self, turn: int) -> None:
         """Be ready for a backward whose forward was at this turn."""
