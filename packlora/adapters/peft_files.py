@@ -34,7 +34,7 @@ from packlora.files import write_file, write_json, write_tensors
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
-ATTRIBUTE = {"lora_A.weight": "A", "lora_B.weight": "B", "lora_magnitude_vector": "magnitude"}
+SUFFIX = {"A": "lora_A.weight", "B": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
 MAGNITUDE = ".lora_magnitude_vector"
 """PEFT reads magnitudes with and without .weight after it, and writes them without. transformers' own loader reads only those
 with it, and begins with others where it finds none; so they are written with it."""
@@ -108,7 +108,7 @@ def _key(path: str, attribute: str, spec: ModuleSpec) -> str:
     if attribute == "bias":
         suffix = "base_layer.bias" if spec.rank else "bias"
     else:
-        suffix = {value: key for key, value in ATTRIBUTE.items()}[attribute]
+        suffix = SUFFIX[attribute]
     return f"{PREFIX}{path}.{suffix}"
 
 
