@@ -31,7 +31,8 @@ from packlora.model import Base, load_base
 from packlora.prepare import Prepared, SavedRun, check_output, prepare
 from packlora.profiler import Profile
 from packlora.record import run_record
-from packlora.trainer import Result, Trainer
+from packlora.result import Result
+from packlora.trainer import Trainer
 
 FLOAT16_SCALE = 4096.0
 """Losses are multiplied with this before a float16 backward and gradients divided after it, so that small ones survive."""
