@@ -10,7 +10,6 @@ import os
 import sys
 from typing import Any, TextIO, cast
 
-
 UNHEARD = (OSError, ValueError, AttributeError)
 """What speaking raises where nobody listens: the stream is closed, in one of several ways, or there is none."""
 WIPE = "\r\x1b[2K"
