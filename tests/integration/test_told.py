@@ -42,9 +42,12 @@ def test_work_goes_on_in_a_process_without_standard_error(stream: str | None, mo
     if gone is not None:
         gone.close()
     monkeypatch.setattr(sys, "stderr", gone)
+    done = 0
     with Activity() as told:
-        told("reading", 1)
+        for done in range(3):
+            told("reading", done)
     terminal.say("done")
+    assert done == 2
 
 
 def test_what_is_said_takes_the_place_of_the_line_that_moves(monkeypatch: pytest.MonkeyPatch) -> None:
