@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import TextIO
 
 from packlora.errors import shown
+from packlora.terminal import UNHEARD, WIPE
 
 Told = Callable[..., None]
 """Hears what is being done as (text, how much is done, of how much), as often as one likes."""
@@ -31,8 +32,8 @@ class Activity:
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
-        self.stream = stream or sys.stderr
-        self._terminal = self.stream.isatty()
+        self.stream = stream or sys.stderr  # None in a process that was given none
+        self._terminal = self.stream is not None and not self.stream.closed and self.stream.isatty()
         self._last, self._text = time.monotonic(), ""
 
     def __call__(self, text: str, done: int = 0, total: int = 0) -> None:
@@ -42,18 +43,16 @@ class Activity:
             return
         self._last, self._text = now, text
         counted = f" {done:,} of {total:,}" if total else f" {done:,}" if done else ""
-        self._write(
-            f"\r\x1b[2K{shown(text + counted, 72)}" if self._terminal else f"packlora: {shown(text + counted)}\n"
-        )
+        self._write(f"{WIPE}{shown(text + counted, 72)}" if self._terminal else f"packlora: {shown(text + counted)}\n")
 
     def __enter__(self) -> Activity:
         return self
 
     def __exit__(self, *exc: object) -> None:
         if self._terminal:
-            self._write("\r\x1b[2K")
+            self._write(WIPE)
 
     def _write(self, text: str) -> None:
-        with contextlib.suppress(OSError):  # nobody reads it: the work goes on
+        with contextlib.suppress(*UNHEARD):
             self.stream.write(text)
             self.stream.flush()

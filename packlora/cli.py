@@ -36,8 +36,11 @@ Set = Annotated[
 ]
 
 
-def _guarded(action: Callable[[], Any]) -> Any:
-    """Run an action. Bad input becomes a message on stderr and exit code 2, what cannot be written one and exit code 1."""
+def _guarded(action: Callable[[], Any], stopped: str = "stopped") -> Any:
+    """Run an action. Bad input becomes a message on stderr and exit code 2, what cannot be written one and exit code 1.
+
+    stopped: what to say after Ctrl-C.
+    """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     if _loads():
         say("loading PyTorch and Transformers")
@@ -50,7 +53,7 @@ def _guarded(action: Callable[[], Any]) -> Any:
         say(str(error) or "this machine's memory is used up; take a smaller model or less data, or end other programs")
         code = 1
     except KeyboardInterrupt:
-        say("stopped at once; --resume continues from the last checkpoints")
+        say(stopped)
         code = 130
     except Exception as error:
         reason = unwritten(error)
@@ -109,7 +112,7 @@ def train(
         print_summary(result, shlex.join(["packlora", *_without_resume(sys.argv[1:]), "--resume"]))
         raise typer.Exit(result.exit_code)
 
-    _guarded(action)
+    _guarded(action, "stopped at once; --resume continues from the last checkpoints")
 
 
 @app.command()
@@ -125,12 +128,8 @@ def plan(
     """Show what a run would do, without training: samples, microbatches, predicted time and memory."""
 
     def action() -> None:
-        from packlora.activity import Activity
-
-        with Activity() as told:
-            told("loading PyTorch and transformers")
-            from packlora.config import load_run
-            from packlora.plan import print_plan
+        from packlora.config import load_run
+        from packlora.plan import print_plan
 
         print_plan(load_run(run, overrides), stages, json_file, plot)
 
@@ -158,7 +157,7 @@ def tune(
         tuned = measure_plans(load_run(run, overrides) if run else None, minutes=minutes)
         raise typer.Exit(0 if all(item.plan for item in tuned) else 1)
 
-    _guarded(action)
+    _guarded(action, "stopped; what was measured is remembered, and the same command goes on with the rest")
 
 
 @app.command()
@@ -187,7 +186,7 @@ def bench(
 
         raise typer.Exit(run_bench(name, out, quick, device, only, layers, plots, ncu, parts, resume))
 
-    _guarded(action)
+    _guarded(action, "stopped; --resume goes on where it was")
 
 
 @app.command()
@@ -242,7 +241,7 @@ def demo(
 
         raise typer.Exit(run_demo(output_dir, max_steps))
 
-    _guarded(action)
+    _guarded(action, "stopped at once; the same command continues from the last checkpoints")
 
 
 def _version(value: bool) -> None:

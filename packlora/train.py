@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from packlora import checkpoint, profiler
+from packlora.activity import Activity
 from packlora.adapters.attach import attach, keep_outputs
 from packlora.adapters.linear import Router
 from packlora.adapters.peft_files import load_adapter
@@ -30,7 +31,8 @@ from packlora.model import Base, load_base
 from packlora.prepare import Prepared, SavedRun, check_output, prepare
 from packlora.profiler import Profile
 from packlora.record import run_record
-from packlora.trainer import Result, Trainer
+from packlora.result import Result
+from packlora.trainer import Trainer
 
 FLOAT16_SCALE = 4096.0
 """Losses are multiplied with this before a float16 backward and gradients divided after it, so that small ones survive."""
@@ -81,11 +83,13 @@ def _set_up(run: Run, saved: SavedRun | None, max_steps: int | None, resume_from
 
     # 1. Check everything that can be wrong.
     starts = starting_steps(run, resume_from or [])
-    prepared = prepare(run, max_steps, resumed=saved is not None)
+    with Activity() as told:
+        prepared = prepare(run, max_steps, resumed=saved is not None, told=told)
 
-    # 2. Load the base model once and put all adapters on it.
-    base = load_base(run, prepared.tokenizer, prepared.longest_by_job)
-    found = fingerprint(base.model, base.path, run.revision)
+        # 2. Load the base model once and put all adapters on it.
+        told(f"loading {run.base_model}")
+        base = load_base(run, prepared.tokenizer, prepared.longest_by_job)
+        found = fingerprint(base.model, base.path, run.revision)
     if saved is not None:
         _same_base(base.path, saved.model.fingerprint, found)
     router, adapters = attach(

@@ -15,7 +15,6 @@ import time
 import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -41,49 +40,10 @@ from packlora.profiler import Profile, free_memory
 from packlora.progress import Progress
 from packlora.record import peak_memory
 from packlora.report import write_report
+from packlora.result import JobResult, Result
 from packlora.schedule.background import BackgroundPlanner
 from packlora.schedule.planner import Planner
 from packlora.schedule.types import Microbatch, Window
-
-
-@dataclass(slots=True)
-class JobResult:
-    """How one job ended. folder: its PEFT adapter; losses: held-out, None without eval_path; rate: tokens/s in this session.
-
-    status: done, failed, running (interrupted) or stopped (left out of a resumed run: its data is gone).
-    """
-
-    status: str
-    step: int
-    folder: Path
-    failure: str | None = None
-    eval_before: float | None = None
-    eval_after: float | None = None
-    tokens_per_second: float = 0.0
-
-
-@dataclass(slots=True)
-class Result:
-    """How a run ended; seconds and tokens are of this session.
-
-    status: done, failed (a job failed or was left out, the others finished) or interrupted (signal says by what).
-    """
-
-    status: str
-    seconds: float
-    tokens: int
-    output_dir: Path
-    report: Path
-    jobs: dict[str, JobResult] = field(default_factory=dict)
-    signal: int | None = None
-    incomplete: dict[str, str] = field(default_factory=dict)
-    """Logs that lack something because it could not be written, and why. Adapters are never among them."""
-
-    @property
-    def exit_code(self) -> int:
-        if self.signal is not None:
-            return 128 + self.signal
-        return 1 if self.status == "failed" else 0
 
 
 class Trainer:
@@ -135,6 +95,7 @@ class Trainer:
         self.eval_lines = JsonLines(self.output_dir / "evals.jsonl", self._incomplete)
         self.microbatch_lines = JsonLines(self.output_dir / "microbatches.jsonl", self._incomplete)
         self.window_lines = JsonLines(self.output_dir / "windows.jsonl", self._incomplete)
+        self.logs = (self.metrics, self.eval_lines, self.microbatch_lines, self.window_lines)
 
     def _rebuild(self, name: str, lines: list[dict[str, Any]]) -> None:
         """Make a log hold what the jobs' states say, whatever a crash has left of it, and what it holds of jobs left out."""
@@ -401,7 +362,7 @@ class Trainer:
 
     def _save(self, job: Job) -> None:
         """A checkpoint; what the logs hold up to it is on the disk before it is there."""
-        for lines in (self.metrics, self.eval_lines, self.microbatch_lines, self.window_lines):
+        for lines in self.logs:
             lines.sync()
         run, limit = self.record["id"], self.run.save_total_limit
         self._written(job, lambda folder: checkpoint.save_checkpoint(folder, job, run, limit))
@@ -549,21 +510,16 @@ class Trainer:
 
     def _finish(self) -> Result:
         self.folder.check()
-        for lines in (self.metrics, self.eval_lines, self.microbatch_lines, self.window_lines):
+        for lines in self.logs:
             lines.close()
         seconds = time.perf_counter() - self.start
         left_out = self._left_out()
         fates = [job.status for job in self.jobs] + [job.status for job in left_out.values()]
         status = "done" if set(fates) == {"done"} else "failed"
         result = Result(
-            "interrupted" if self._runs() else status,
-            seconds,
-            self.tokens,
-            self.output_dir,
-            self.output_dir / "report.html",
-            signal=self.stop,
-            incomplete=self.incomplete,
-        )
+            "interrupted" if self._runs() else status, seconds, self.tokens, self.output_dir, self.output_dir / "report.html",
+            signal=self.stop, incomplete=self.incomplete,
+        )  # fmt: skip
         for job in self.jobs:
             known = {
                 step: loss

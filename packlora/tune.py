@@ -15,11 +15,9 @@ from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedModel
 
-from packlora.adapters.peft_files import check_start, continued_config
 from packlora.adapters.siblings import sibling_groups
-from packlora.adapters.spec import AdapterSpec, peft_config, resolve
+from packlora.adapters.spec import AdapterSpec
 from packlora.config import Run
-from packlora.demo_model import base_path
 from packlora.errors import InputError
 from packlora.model import ATTENTION, choose_device, load_skeleton
 from packlora.ops.lora_linear.plan import CHAIN, Plan, ordered
@@ -28,7 +26,7 @@ from packlora.plans.case import Case, token_bucket
 from packlora.plans.cost import machine, seconds
 from packlora.plans.measure import Measured, candidates, group_maker, measure
 from packlora.plans.space import legal_plans
-from packlora.prepare import AUTO_BUDGET
+from packlora.prepare import AUTO_BUDGET, adapter_config, adapter_spec
 from packlora.progress import duration
 
 SMALLEST = 8
@@ -95,16 +93,7 @@ def cases_of_run(run: Run, device: torch.device) -> tuple[list[Case], list[str]]
         InputError: the model, an adapter or its targets are wrong.
     """
     skeleton = load_skeleton(run)
-    path = base_path(run.base_model)
-    specs = {}
-    for job in run.jobs:
-        if job.adapter.init_from is not None:
-            config = continued_config(job.adapter, path, run.revision, job.name)
-        else:
-            config = peft_config(job.adapter, path, run.revision)
-        specs[job.name] = resolve(config, skeleton, job.name, job.adapter.dora_dropout == "peft")
-        if job.adapter.init_from is not None:
-            check_start(job.adapter, specs[job.name], skeleton, job.name)
+    specs = {job.name: adapter_spec(job, adapter_config(job, run), skeleton) for job in run.jobs}
     adapted = [
         name for name, _ in skeleton.named_modules() if any(_rank(spec, name) for spec in specs.values())
     ]  # in model order

@@ -7,12 +7,13 @@ The sum is made in float32 whatever the base is stored in, and rounded once.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
 from packlora.adapters.attach import Adapter, attach
 from packlora.adapters.linear import AdaptedLinear
@@ -20,7 +21,6 @@ from packlora.adapters.peft_files import (
     base_note,
     load_adapter,
     model_type,
-    quoted,
     read_config,
     read_tensors,
     tensor_shapes,
@@ -29,9 +29,8 @@ from packlora.adapters.spec import resolve
 from packlora.demo_model import base_path
 from packlora.errors import InputError
 from packlora.files import write_folder
+from packlora.model import read_model, read_skeleton, read_tokenizer
 
-ATTENTION = "eager"
-"""Not what the base's configuration says, which may be the name of code on the hub."""
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -57,7 +56,6 @@ def merge_adapter(adapter_dir: Path, out: Path, base_model: str | None = None, d
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"{out} exists and is not empty; choose another folder")
     name = adapter_dir.name
-    transformers.utils.logging.disable_progress_bar()
     config = read_config(str(adapter_dir), name)
     if base_model is None and config.base_model_name_or_path is None:
         raise InputError(f"{adapter_dir} names no base model; give one with --base-model")
@@ -66,30 +64,17 @@ def merge_adapter(adapter_dir: Path, out: Path, base_model: str | None = None, d
     kinds = [model_type(where) for where in (str(config.base_model_name_or_path), base)]
     if note and all(kinds) and kinds[0] != kinds[1]:
         raise InputError(f"{note}: the architectures differ; merge into a base model of the first kind")
-    try:
-        architecture = AutoConfig.from_pretrained(base, revision=config.revision, trust_remote_code=False)
-        with torch.device("meta"):
-            skeleton = AutoModelForCausalLM.from_config(
-                architecture, trust_remote_code=False, attn_implementation=ATTENTION
-            )
-        tokenizer = AutoTokenizer.from_pretrained(base, revision=config.revision, trust_remote_code=False)
-    except Exception as error:  # transformers raises many types for a model that does not load
-        raise _unusable(base, error) from None
+    with _of_the_base():
+        skeleton = read_skeleton(base, config.revision)
+        tokenizer = read_tokenizer(base, config.revision)
     spec = resolve(config, skeleton, name)
     read_tensors(adapter_dir, tensor_shapes(spec, skeleton), name)
-    try:
-        model, found = AutoModelForCausalLM.from_pretrained(
-            base, revision=config.revision, trust_remote_code=False, dtype=torch.float32, use_safetensors=True,
-            attn_implementation=ATTENTION, output_loading_info=True,
-        )  # fmt: skip
-    except Exception as error:  # as above
-        raise _unusable(base, error) from None
-    if missing := sorted(found["missing_keys"]):
-        raise InputError(f"the base model {base!r} lacks weights: {missing[0]} (and {len(missing) - 1} more)")
+    with _of_the_base():
+        model = read_model(base, config.revision, torch.float32)
     _, (adapter,) = attach(model, {name: spec}, seed=0)
     load_adapter(adapter_dir, adapter)
     fold(model, adapter)
-    model.to(architecture.dtype or torch.float32 if dtype == "auto" else getattr(torch, dtype))
+    model.to(skeleton.config.dtype or torch.float32 if dtype == "auto" else getattr(torch, dtype))
     _check_finite(model, adapter, adapter_dir)
 
     def write(folder: Path) -> None:
@@ -104,9 +89,12 @@ def merge_adapter(adapter_dir: Path, out: Path, base_model: str | None = None, d
     return note
 
 
-def _unusable(base: str, error: Exception) -> InputError:
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return InputError(f"cannot load the base model {quoted(base)} (give --base-model): {reason}")
+@contextlib.contextmanager
+def _of_the_base() -> Iterator[None]:
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"{error}; --base-model names another one") from None
 
 
 def _check_finite(model: PreTrainedModel, adapter: Adapter, adapter_dir: Path) -> None:

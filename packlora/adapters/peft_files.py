@@ -15,7 +15,6 @@ from __future__ import annotations
 import copy
 import json
 import re
-import reprlib
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,12 +29,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from packlora.adapters.attach import Adapter
 from packlora.adapters.spec import AdapterSpec, ModuleSpec, peft_config, resolve
 from packlora.config import AdapterConfig
-from packlora.errors import InputError
+from packlora.errors import InputError, quoted
 from packlora.files import write_file, write_json, write_tensors
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
-ATTRIBUTE = {"lora_A.weight": "A", "lora_B.weight": "B", "lora_magnitude_vector": "magnitude"}
+SUFFIX = {"A": "lora_A.weight", "B": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
 MAGNITUDE = ".lora_magnitude_vector"
 """PEFT reads magnitudes with and without .weight after it, and writes them without. transformers' own loader reads only those
 with it, and begins with others where it finds none; so they are written with it."""
@@ -56,15 +55,6 @@ PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 """Values of init_lora_weights that leave the base weights alone; pissa, olora, corda, loftq, lora_ga change them."""
 OURS_ALONE = {"init_from", "dora_dropout"}
 """Keys of a job's adapter in the run file that a LoraConfig does not have."""
-
-
-_QUOTES = reprlib.Repr()
-_QUOTES.maxstring = _QUOTES.maxother = 300
-
-
-def quoted(value: object) -> str:
-    """A piece of somebody's file in a message: on one line and not long."""
-    return _QUOTES.repr(value)
 
 
 class _Stored(AdapterConfig):
@@ -118,7 +108,7 @@ def _key(path: str, attribute: str, spec: ModuleSpec) -> str:
     if attribute == "bias":
         suffix = "base_layer.bias" if spec.rank else "bias"
     else:
-        suffix = {value: key for key, value in ATTRIBUTE.items()}[attribute]
+        suffix = SUFFIX[attribute]
     return f"{PREFIX}{path}.{suffix}"
 
 
@@ -224,7 +214,7 @@ def _same_folder(one: str, other: str) -> bool:
 
 def _with_type(base: str) -> str:
     kind = model_type(base)
-    return quoted(base) + (f" ({kind})" if kind else "")
+    return quoted(base, 300) + (f" ({kind})" if kind else "")
 
 
 def model_type(base: str) -> str | None:

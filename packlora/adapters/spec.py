@@ -26,7 +26,7 @@ from peft.utils.transformers_weight_conversion import convert_peft_config_for_tr
 from transformers import PreTrainedModel
 
 from packlora.config import AdapterConfig
-from packlora.errors import InputError, shown
+from packlora.errors import InputError, quoted
 
 MATCH_SECONDS = 10.0
 """For all patterns of an adapter against all names of a model; usual ones take milliseconds."""
@@ -101,7 +101,7 @@ def resolve(peft: LoraConfig, model: PreTrainedModel, job: str, base_dropped: bo
         for pattern in patterns:
             if not any(get_pattern_key([pattern], name) == pattern for name in chosen):
                 raise InputError(
-                    f"job {job!r}: adapter.{pattern_key} has {_quoted(pattern)}, which matches no adapted module"
+                    f"job {job!r}: adapter.{pattern_key} has {quoted(pattern, 300)}, which matches no adapted module"
                 )
     biased = _biased(peft, model, linears, chosen, job)
     spec = AdapterSpec(_named(peft, model, chosen))
@@ -146,14 +146,14 @@ def _targets(
     leaves = ", ".join(sorted({name.rpartition(".")[2] for name in set(linears) - head_names}))
     if not matched:
         raise InputError(
-            f"job {job!r}: target_modules {_quoted(targets)} matches nothing in the model; linear layers are {leaves}"
+            f"job {job!r}: target_modules {quoted(targets, 300)} matches nothing in the model; linear layers are {leaves}"
             + _meant(targets, leaves)
         )
     for target in [] if isinstance(targets, str) else sorted(targets or ()):
         if not any(name == target or name.endswith(f".{target}") for name in names):
             near = difflib.get_close_matches(target, leaves.split(", "), 1)
             raise InputError(
-                f"job {job!r}: target_modules names {_quoted(target)}, which matches nothing in the model; "
+                f"job {job!r}: target_modules names {quoted(target, 300)}, which matches nothing in the model; "
                 + (f"did you mean {near[0]!r}?" if near else f"linear layers are {leaves}")
             )
     for name in sorted(matched):
@@ -167,10 +167,6 @@ def _targets(
                 f"job {job!r}: target_modules matches {name}, of type {kind}; only linear layers can be adapted"
             )
     return matched
-
-
-def _quoted(targets: Any) -> str:
-    return shown(repr(targets), 300)
 
 
 def _meant(targets: Any, leaves: str) -> str:
@@ -208,7 +204,7 @@ def _try_patterns(peft: LoraConfig, names: list[str], job: str) -> None:
         _match(json.dumps([uses, names]), MATCH_SECONDS)
     except subprocess.TimeoutExpired:
         raise InputError(
-            f"job {job!r}: the regular expressions of its adapter ({', '.join(shown(repr(text), 60) for _, text in uses[:3])}) "
+            f"job {job!r}: the regular expressions of its adapter ({', '.join(quoted(text, 60) for _, text in uses[:3])}) "
             f"take more than {MATCH_SECONDS:g} s to be compared with {len(names)} module names; write them without repeated "
             "repetitions, such as (a+)+, or name the modules"
         ) from None

@@ -19,7 +19,7 @@ import numpy as np
 from packlora.activity import Told, silent
 from packlora.config import DataConfig
 from packlora.data.readers import Row
-from packlora.errors import InputError, shown
+from packlora.errors import InputError, quoted
 
 ENCODE_BATCH = 1000
 """Rows tokenized in one call: enough to use the tokenizer's threads, little enough to keep memory flat."""
@@ -133,7 +133,7 @@ def encode_rows(
 def _why_no_labels(row: Row) -> str:
     turns = [message for message in row.messages or () if message["role"] == "assistant"]
     if row.messages and not turns:
-        roles = ", ".join(dict.fromkeys(shown(repr(message["role"])) for message in row.messages[:9]))
+        roles = ", ".join(dict.fromkeys(quoted(message["role"]) for message in row.messages[:9]))
         return f"so nothing to learn from: no message has the role assistant (roles are {roles})"
     if turns and not any(map(_is_learnt, turns)):
         return "so nothing to learn from: every turn of the assistant has the weight 0"

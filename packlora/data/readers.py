@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from packlora.activity import Told, silent
-from packlora.errors import InputError, shown
+from packlora.errors import InputError, quoted, shown
 
 FORMATS = "rows are {prompt, completion}, {messages} or {text}"
 ROLES = {
@@ -113,7 +113,7 @@ def _parse(text: str, bad: Callable[[str, int | None], InputError]) -> Any:
     except json.JSONDecodeError as error:
         raise bad(f"not valid JSON: {error.msg} (column {error.colno})", error.lineno) from None
     except _TwiceError as error:
-        raise bad(f"the key {shown(repr(error.args[0]))} stands twice in one mapping", None) from None
+        raise bad(f"the key {quoted(error.args[0])} stands twice in one mapping", None) from None
     except RecursionError:
         raise bad("lists or mappings are nested too deep in one another to be read", None) from None
     except ValueError as error:  # e.g. a number of thousands of digits
@@ -248,7 +248,7 @@ def _check_messages(messages: Any, bad: Any) -> list[dict[str, Any]]:
             raise bad(f"message {number} must be a mapping with a role and a content")
         role = message["role"]
         if role != (usual := ROLES.get(role.strip().lower(), role)):
-            raise bad(f"message {number} has the role {shown(repr(role))}; chat templates call it {usual}")
+            raise bad(f"message {number} has the role {quoted(role)}; chat templates call it {usual}")
         if message.get("content") is None and message.get("tool_calls"):  # as OpenAI writes a turn that only calls
             message = message | {"content": ""}
         _check_text(message.get("content"), f"the content of message {number} ({shown(role)})", bad)
@@ -263,7 +263,7 @@ def _check_weight(message: dict[str, Any], number: int, bad: Any) -> None:
         return
     if isinstance(weight, bool) or weight not in (0, 1):
         raise bad(
-            f"message {number} ({shown(role)}) has the weight {shown(repr(weight))}; only 0 (not learnt) and 1 are accepted"
+            f"message {number} ({shown(role)}) has the weight {quoted(weight)}; only 0 (not learnt) and 1 are accepted"
         )
     if weight == 1 and role != "assistant":
         raise bad(

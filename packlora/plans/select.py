@@ -12,8 +12,8 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from packlora.ops.lora_linear.layout import Layer, Run
-from packlora.ops.lora_linear.plan import CHAIN, Plan, ordered, situation
+from packlora.ops.lora_linear.layout import Layer, Run, situation
+from packlora.ops.lora_linear.plan import CHAIN, Plan, ordered
 from packlora.plans.cache import PlanCache, Record, fastest
 from packlora.plans.case import Case
 from packlora.plans.cost import Machine, flops, machine, seconds

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 import packlora
 from packlora.data.order import SampleOrder
 from packlora.errors import InputError
-from packlora.trainer import Result
+from packlora.result import Result
 
 Make = Callable[..., dict[str, Any]]
 

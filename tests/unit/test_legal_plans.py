@@ -13,7 +13,8 @@ import torch
 from group_cases import GroupCase, cast, compare, make_case, run_group, run_reference
 
 from packlora.ops.lora_linear.group import Run
-from packlora.ops.lora_linear.plan import CHAIN, ROUTED, Plan, Situation, legal, ordered, situation, why_not
+from packlora.ops.lora_linear.layout import situation
+from packlora.ops.lora_linear.plan import CHAIN, ROUTED, Plan, Situation, legal, ordered, why_not
 from packlora.plans.cache import PlanCache
 from packlora.plans.case import Case
 from packlora.plans.select import Planner

@@ -31,8 +31,9 @@ from packlora.ops.lora_linear.layout import (
     Run,
     make_group_tables,
     make_layout,
+    situation,
 )
-from packlora.ops.lora_linear.plan import CHAIN, Plan, legal, situation
+from packlora.ops.lora_linear.plan import CHAIN, Plan, legal
 from packlora.ops.lora_linear.steps import HAS_TRITON, Composition, Steps
 from packlora.ops.recipe import Recipe, made_again
 

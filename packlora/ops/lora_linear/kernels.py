@@ -361,14 +361,3 @@ def run_kernel(
     if ADD:
         value += tl.load(y + at, mask=here, other=0.0).to(tl.float32)
     tl.store(y + at, value.to(y.dtype.element_ty), mask=here)
-
-
-@triton.jit
-def probe_kernel(x, nothing, y, n, one, shift, MAPPED: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr):
-    """y = x + one shift, float32 [n], for launcher.why_usual: it has an argument of every kind that kernels here have."""
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    if MAPPED:
-        value = tl.reshape(x.load([tl.program_id(0), 0]), (BLOCK,))
-    else:
-        value = tl.load(x + at, mask=at < n, other=0.0)
-    tl.store(y + at, value + shift * one, mask=at < n)

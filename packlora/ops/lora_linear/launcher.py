@@ -23,7 +23,7 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from packlora.ops.gpu import has_copy_engine
-from packlora.ops.lora_linear.kernels import probe_kernel
+from packlora.ops.lora_linear.probe_kernel import probe_kernel
 
 _COMPILED: dict[Any, tuple[Any, Passage | None]] = {}
 MAPS = 4096

@@ -16,6 +16,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from packlora.ops.dropout import dropout_threshold
+from packlora.ops.lora_linear.plan import Situation
 from packlora.ops.stamp import Stamps, stamps
 
 Value = TypeVar("Value")
@@ -101,6 +102,22 @@ class Run:
     @property
     def rows(self) -> slice:
         return slice(self.start, self.stop)
+
+
+def situation(layers: Sequence[Layer], runs: Sequence[Run], num_tokens: int) -> Situation:
+    """What of a call of group.lora_group decides which plans compute it."""
+    low_rank = dropped = composed = base_dropped = False
+    for run in runs:
+        for layer in layers:
+            low = layer.adapters.get(run.adapter)
+            if low is None:
+                continue
+            low_rank |= low.rank > 0
+            dropped |= low.rank > 0 and run.dropout > 0
+            composed |= not low.plain
+            base_dropped |= run.dropout > 0 and run.base_dropped and low.magnitude is not None
+    single = len(runs) == 1 and (runs[0].start, runs[0].stop) == (0, num_tokens)
+    return Situation(single, low_rank, dropped, composed, base_dropped)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,12 +11,9 @@ Shapes: T tokens, K inputs, N outputs, r rank; x [T, K], W [N, K], A [r, K], B [
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Literal, NamedTuple
-
-from packlora.ops.lora_linear.layout import Layer, Run
 
 Down = Literal["mm", "routed"]
 """S = xd A'. mm: per run of tokens, on a dropped copy of x. routed: one kernel, dropout in registers, own adapter only."""
@@ -140,22 +137,6 @@ class Situation(NamedTuple):
     """One of them has a magnitude (DoRA) or a bias of its own."""
     base_dropped: bool
     """One of them is DoRA under dropout that scales the base product of the dropped x: there are two base products."""
-
-
-def situation(layers: Sequence[Layer], runs: Sequence[Run], num_tokens: int) -> Situation:
-    """Of a call of group.lora_group."""
-    low_rank = dropped = composed = base_dropped = False
-    for run in runs:
-        for layer in layers:
-            low = layer.adapters.get(run.adapter)
-            if low is None:
-                continue
-            low_rank |= low.rank > 0
-            dropped |= low.rank > 0 and run.dropout > 0
-            composed |= not low.plain
-            base_dropped |= run.dropout > 0 and run.base_dropped and low.magnitude is not None
-    single = len(runs) == 1 and (runs[0].start, runs[0].stop) == (0, num_tokens)
-    return Situation(single, low_rank, dropped, composed, base_dropped)
 
 
 def why_not(plan: Plan, call: Situation) -> str | None:

@@ -29,8 +29,8 @@ from torch.nn.functional import linear
 
 from packlora.ops.dropout import dropout_factor, masked
 from packlora.ops.lora_linear.dense import base_onto, low_dtype, sum_mm, write_mm
-from packlora.ops.lora_linear.layout import Layer, LowRank, Recent, Run, RunTables, gaps
-from packlora.ops.lora_linear.plan import Plan, Up, legal, ordered, situation
+from packlora.ops.lora_linear.layout import Layer, LowRank, Recent, Run, RunTables, gaps, situation
+from packlora.ops.lora_linear.plan import Plan, Up, legal, ordered
 from packlora.ops.stamp import Stamps, stamps
 
 if TYPE_CHECKING:

@@ -1,0 +1,81 @@
+"""What commands tell whoever waits for them, and what they say when they are ended."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import packlora
+from packlora import terminal
+from packlora.activity import Activity
+from packlora.cli import app
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_training_tells_on_a_terminal_what_it_does_before_the_first_step(
+    tiny_base: Callable[[str], str], write_rows: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stderr", screen)
+    base = tiny_base("llama")
+    job = {"name": "first", "data": {"path": write_rows("rows", 4)}, "train": {"max_steps": 1}}
+    packlora.train({"base_model": base, "output_dir": str(tmp_path / "out"), "jobs": [job]})
+    said = screen.getvalue().split(terminal.WIPE)
+    order = [next(n for n, line in enumerate(said) if part in line) for part in ("reading", "encoding", "loading")]
+    assert order == sorted(order)
+    assert said[-1] == ""  # the line is gone when the table comes
+
+
+@pytest.mark.parametrize("stream", [None, "closed"])
+def test_work_goes_on_in_a_process_without_standard_error(stream: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = None if stream is None else Terminal()
+    if gone is not None:
+        gone.close()
+    monkeypatch.setattr(sys, "stderr", gone)
+    done = 0
+    with Activity() as told:
+        for done in range(3):
+            told("reading", done)
+    terminal.say("done")
+    assert done == 2
+
+
+def test_what_is_said_takes_the_place_of_the_line_that_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stderr", screen)
+    with Activity() as told:
+        told("reading", 1)
+        terminal.say("a note")
+    assert screen.getvalue().split(terminal.WIPE) == ["", "reading 1", "packlora: a note\n", ""]
+
+
+@pytest.mark.parametrize(
+    ("command", "where", "said"),
+    [
+        (["train", "run.yaml"], "packlora.train.train", "--resume continues"),
+        (["tune"], "packlora.tune.tune", "the same command goes on"),
+        (["demo"], "packlora.demo.run_demo", "the same command continues"),
+        (["doctor"], "packlora.doctor.print_doctor", "stopped\n"),
+    ],
+)
+def test_a_command_that_is_ended_says_how_it_goes_on(
+    command: list[str], where: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def end(*args: Any, **kwargs: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(where, end)
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 130
+    assert said in result.stderr
+    assert ("--resume" in result.stderr) == (command[0] == "train")
