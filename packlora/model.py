@@ -143,8 +143,8 @@ def read_tokenizer(path: str, revision: str | None, trust_remote_code: bool = Fa
     return tokenizer
 
 
-MOST_LAYERS = 10_000
-"""Layers or experts of a base model; many more would take all memory only to be laid out."""
+MOST = {"layers": 10_000, "experts": 100_000}
+"""Of a base model; many more would take all memory only to be laid out. Doge names 16384 experts."""
 
 
 def _check_sizes(config: Any, path: str) -> None:
@@ -154,10 +154,12 @@ def _check_sizes(config: Any, path: str) -> None:
         for key, value in pending.pop().items():
             if isinstance(value, dict):
                 pending.append(value)
-            elif isinstance(value, int) and value > MOST_LAYERS and re.search(r"layers|n_layer\b|experts", str(key)):
-                raise InputError(
-                    f"base_model {path!r}: its configuration has {key} {value}, more than {MOST_LAYERS}; this is no model"
-                )
+            elif isinstance(value, int) and (found := re.search(r"layers|n_layer\b|experts", str(key))):
+                most = MOST["experts" if found.group() == "experts" else "layers"]
+                if value > most:
+                    raise InputError(
+                        f"base_model {path!r}: its configuration has {key} {value}, more than {most}; this is no model"
+                    )
 
 
 def load_skeleton(run: Run) -> PreTrainedModel:
@@ -203,6 +205,7 @@ def load_base(run: Run, tokenizer: Any, longest: Mapping[str, int] | None = None
     """
     path, device = base_path(run.base_model), choose_device(run.device)
     model = read_model(path, run.revision, getattr(torch, run.dtype), run.trust_remote_code)
+    _check_row(model, run.max_tokens_per_microbatch, path)
     model.to(device)
     own = _own_numbers(model, path, longest or {})
     notes = prepare_model(model, run.gradient_checkpointing)
@@ -277,6 +280,17 @@ def _check_weights(path: str, found: Mapping[str, Any]) -> None:
     said = [f"{what.format(len(keys))}: {_some(sorted(keys))}" for keys, what in faults if keys]
     if said:
         raise InputError(f"base_model {path!r}: the weight files {'; they '.join(said)}")
+
+
+def _check_row(model: PreTrainedModel, budget: int | str, path: str) -> None:
+    """Refuse microbatches longer than a causal mask [1, 1, N, N] that an attention layer keeps for itself (GPT-Neo)."""
+    for name, buffer in model.named_buffers():
+        N = buffer.shape[-1] if buffer.ndim else 0
+        if buffer.shape == (1, 1, N, N) and N > 1 and (isinstance(budget, str) or budget > N):
+            raise InputError(
+                f"base_model {path!r}: a {model.config.model_type} model keeps masks for {N} tokens ({name}), and so takes no "
+                f"more in one microbatch; max_tokens_per_microbatch is {budget}, set it to {N} or less"
+            )
 
 
 def _some(names: Sequence[str]) -> str:

@@ -90,7 +90,7 @@ def resolve(peft: LoraConfig, model: PreTrainedModel, job: str, base_dropped: bo
     Raises:
         InputError: nothing matches, a named module matches nothing, a match is not a linear layer or is the output or
             embedding layer, PEFT would also adapt experts or routers, which are no linear layers, a pattern matches no adapted
-            module or takes too long to, or bias: all meets a bias that no linear layer has.
+            module or takes too long to, or bias: all meets a bias that is the output layer's or that no linear layer has.
     """
     _try_patterns(peft, [name for name, _ in model.named_modules()], job)
     linears = {name: module for name, module in model.named_modules() if type(module) is torch.nn.Linear}
@@ -103,7 +103,7 @@ def resolve(peft: LoraConfig, model: PreTrainedModel, job: str, base_dropped: bo
                 raise InputError(
                     f"job {job!r}: adapter.{pattern_key} has {quoted(pattern, 300)}, which matches no adapted module"
                 )
-    biased = _biased(peft, model, linears, chosen, job)
+    biased = _biased(peft, model, linears, chosen, head_names, job)
     spec = AdapterSpec(_named(peft, model, chosen))
     for name in linears:
         if name in chosen:
@@ -125,7 +125,9 @@ def _targets(
     if isinstance(targets, str) and targets.lower() == "all-linear":
         chosen = set(linears) - head_names
         if not chosen:
-            raise InputError(f"job {job!r}: target_modules all-linear matches nothing: the model has no linear layers")
+            raise InputError(
+                f"job {job!r}: target_modules all-linear matches nothing: the model has no layers of type torch.nn.Linear"
+            )
         if left_out := _other_matrices(model, linears):
             others, _ = _converted(peft, {name.rpartition(".")[2] for name in chosen}, model)
             raise InputError(
@@ -265,9 +267,9 @@ def _matches(peft: LoraConfig, name: str) -> bool:
 
 
 def _biased(
-    peft: LoraConfig, model: PreTrainedModel, linears: dict[str, torch.nn.Linear], chosen: set[str], job: str
-) -> set[str]:
-    """Layers whose bias is trained."""
+    peft: LoraConfig, model: PreTrainedModel, linears: dict[str, torch.nn.Linear], chosen: set[str], heads: set[str], job: str
+) -> set[str]:  # fmt: skip
+    """Layers whose bias is trained. heads: output layers, which see other rows than the tokens."""
     if peft.bias == "none":
         return set()
     have = {name for name, module in linears.items() if module.bias is not None}
@@ -275,10 +277,9 @@ def _biased(
         return have & chosen
     for name, _ in model.named_parameters():
         owner, _, leaf = name.rpartition(".")
-        if leaf == "bias" and owner not in have:
-            raise InputError(
-                f"job {job!r}: bias: all would train {name}, which is not of a linear layer; use lora_only"
-            )
+        if leaf == "bias" and (owner not in have or owner in heads):
+            why = "of the output layer, which this version cannot adapt" if owner in heads else "not of a linear layer"
+            raise InputError(f"job {job!r}: bias: all would train {name}, which is {why}; use lora_only")
     if not have:
         raise InputError(f"job {job!r}: bias: all, but the model has no biases; use bias: none")
     return have

@@ -114,7 +114,7 @@ def test_a_configuration_of_a_million_layers_is_refused_at_once(make: Make, tmp_
     config = json.loads((tmp_path / "tall" / "config.json").read_text())
     (tmp_path / "tall" / "config.json").write_text(json.dumps(config | {key: 10**6}))
     start = time.monotonic()
-    with pytest.raises(InputError, match=f"its configuration has {key} 1000000, more than 10000; this is no model"):
+    with pytest.raises(InputError, match=f"its configuration has {key} 1000000, more than 10+; this is no model"):
         prepare(make(base_model=str(tmp_path / "tall")))
     assert time.monotonic() - start < 20
 

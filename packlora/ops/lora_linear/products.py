@@ -111,7 +111,12 @@ class _Products(torch.autograd.Function):
             S_Tr = None if A_rK is None or plan.up == "merged" else tokens.xd_TK @ A_rK.to(x_TK.dtype).T
             S.append(S_Tr)
             keep = plan.keep_s and plan.dB == "S" and ctx.needs_input_grad[OWN + first + 3]
-            saved += [weight_NK, A_rK, B_Nr, S_Tr if keep else None]
+            # detached: autograd would give a parameter itself back, with whatever `p.data = other` put there since
+            saved += [
+                weight_NK.detach(),
+                *(None if t is None else t.detach() for t in (A_rK, B_Nr)),
+                S_Tr if keep else None,
+            ]
             ctx.layers.append((scaling, None if bias_N is None else bias_N.dtype))
         outputs = _up(x_TK, S, plan, flat) if whole else [stand_in(x_TK, weight) for weight in flat[::OPERANDS]]
         ctx.set_materialize_grads(False)
