@@ -65,8 +65,8 @@ class Progress:
         self._start = time.perf_counter()
 
     def message(self, text: str) -> None:
-        """A line that stays above the table."""
-        self.console.print(Text(text), soft_wrap=True)
+        """A line that stays above the table; a terminal breaks it between words."""
+        self.console.print(Text(text), soft_wrap=not self.console.is_terminal)
 
     def evaluated(self, job: Job, loss: float) -> None:
         self._evals[job.name] = loss

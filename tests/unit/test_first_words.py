@@ -111,3 +111,13 @@ def test_the_time_left_runs_down_between_two_steps() -> None:
     assert progress.time_left() == pytest.approx(12, abs=1)
     progress._steps["a"] = [(then - 80, result) for then, result in progress._steps["a"]]
     assert progress.time_left() == 0
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_note_is_broken_between_words_on_a_terminal_and_nowhere_else(terminal: bool) -> None:
+    out = io.StringIO()
+    note = "note: " + "some words that go on " * 8 + "and end"
+    Progress([job("a")], Console(file=out, force_terminal=terminal, width=80)).message(note)
+    lines = [line.rstrip() for line in out.getvalue().splitlines()]
+    assert " ".join(lines) == note
+    assert len(lines) == (3 if terminal else 1)
