@@ -102,13 +102,16 @@ def train(
     """Train all jobs of a run file together."""
 
     def action() -> None:
+        from packlora.config import load_run
+
+        config = load_run(run, overrides)  # first: a slip is refused before what takes seconds is loaded
         first = _loads()
         from packlora.summary import print_summary
         from packlora.train import train as train_run
 
         if first:
             say("checking the run, reading its data and loading the base model")
-        result = train_run(run, overrides=overrides, resume=resume, max_steps=max_steps, resume_from=resume_from)
+        result = train_run(config, resume=resume, max_steps=max_steps, resume_from=resume_from)
         print_summary(result, shlex.join(["packlora", *_without_resume(sys.argv[1:]), "--resume"]))
         raise typer.Exit(result.exit_code)
 
@@ -129,9 +132,11 @@ def plan(
 
     def action() -> None:
         from packlora.config import load_run
+
+        config = load_run(run, overrides)
         from packlora.plan import print_plan
 
-        print_plan(load_run(run, overrides), stages, json_file, plot)
+        print_plan(config, stages, json_file, plot)
 
     _guarded(action)
 
@@ -150,11 +155,13 @@ def tune(
 
     def action() -> None:
         from packlora.config import load_run
-        from packlora.tune import tune as measure_plans
 
         if run is None and overrides:
             raise InputError("--set changes keys of a run file, and none was given")
-        tuned = measure_plans(load_run(run, overrides) if run else None, minutes=minutes)
+        config = load_run(run, overrides) if run else None
+        from packlora.tune import tune as measure_plans
+
+        tuned = measure_plans(config, minutes=minutes)
         raise typer.Exit(0 if all(item.plan for item in tuned) else 1)
 
     _guarded(action, "stopped; what was measured is remembered, and the same command goes on with the rest")

@@ -49,6 +49,28 @@ MOST_NESTED = 100
 """Brackets in brackets of a run file, and folders in folders of a path."""
 MOST_PROBLEMS = 20
 """Lines of a refusal."""
+_BATCH = "a job's train.global_batch_size is its samples per optimizer step; the run's max_tokens_per_microbatch decides memory"
+_RANK, _EPOCHS, _LENGTH = "see a job's adapter.r", "see a job's train.num_train_epochs", "see a job's data.max_length"
+_QUANTISED = "quantised base models are not there in this version"
+OTHER_TOOLS = {
+    "rank": _RANK, "lora_r": _RANK, "lora_rank": _RANK,
+    "alpha": "see a job's adapter.lora_alpha", "dropout": "see a job's adapter.lora_dropout",
+    "lora_target_modules": "see a job's adapter.target_modules",
+    "lr": "see a job's train.learning_rate", "epochs": _EPOCHS, "num_epochs": _EPOCHS,
+    "lr_scheduler": "see a job's train.lr_scheduler_type",
+    "batch_size": _BATCH, "micro_batch_size": _BATCH, "per_device_train_batch_size": _BATCH,
+    "gradient_accumulation_steps": _BATCH,
+    "warmup_ratio": "see a job's train.warmup_steps, in optimizer steps",
+    "optim": "the optimizer is AdamW", "optimizer": "the optimizer is AdamW",
+    "logging_steps": "every optimizer step is logged",
+    "packing": "samples are always packed", "sample_packing": "samples are always packed",
+    "sequence_len": _LENGTH, "max_seq_length": _LENGTH, "max_seq_len": _LENGTH,
+    "bf16": "see the run's dtype: bfloat16", "fp16": "see the run's dtype: float16",
+    "load_in_4bit": _QUANTISED, "load_in_8bit": _QUANTISED, "quantization_config": _QUANTISED,
+    "save_steps": "see the run's save_every", "eval_steps": "see the run's eval_every",
+    "datasets": "see a job's data.path", "dataset": "see a job's data.path", "model_name_or_path": "see the run's base_model",
+}  # fmt: skip
+"""Keys of other tools, with what stands for them here; the nearest known key would often mean something else."""
 
 
 def _path_text(path: str) -> str:
@@ -430,6 +452,8 @@ def _explain(error: Any, tree: Any) -> str:
     where = _where(loc, tree)
     kind, found = error["type"], error["input"]
     if kind == "extra_forbidden":
+        if instead := OTHER_TOOLS.get(str(loc[-1])):
+            return f"{where}: unknown key; {instead}"
         known = _known_keys(loc[:-1])
         near = difflib.get_close_matches(str(loc[-1])[:100], known, 1, 0.5)
         hint = f"did you mean {near[0]!r}?" if near else f"known keys are {', '.join(known)}"

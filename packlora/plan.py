@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
+from rich.console import Console, JustifyMethod
 from rich.table import Table
 from rich.text import Text
 
@@ -27,7 +27,7 @@ from packlora.gantt import draw
 from packlora.model import choose_device
 from packlora.prepare import Prepared, PreparedJob, prepare
 from packlora.profiler import Prediction, Profile
-from packlora.progress import duration
+from packlora.progress import GAP, NAME, duration
 from packlora.schedule.planner import Planner
 from packlora.schedule.simulate import simulate
 from packlora.schedule.types import Microbatch
@@ -40,6 +40,8 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 CELLS = 16
 NAMED = 12
 """Jobs whose groups are listed by name, and groups that are listed at all."""
+LEFT = ("job", "adapter", "method", "lengths", "")
+"""Headings of columns that stand on the left; numbers beside them do not count."""
 DRAWN = 48
 """Microbatches in the picture."""
 
@@ -266,27 +268,25 @@ def print_all(plan: Plan, console: Console) -> None:
     device = choose_device(run.device)
 
     def say(text: str) -> None:
-        console.print(Text(text), soft_wrap=True)
+        console.print(Text(text), soft_wrap=not console.is_terminal)
 
     say(
         f"{run.base_model}: {shape.parameters / 1e6:,.1f} M parameters, {shape.layers} layers, {run.dtype}, on {device.type}"
         + (f", a pipeline of {plan.stages} stages" if plan.stages > 1 else "")
     )
     console.print()
-    console.print(_job_table(prepared))
+    _print_jobs(prepared, console)
     console.print()
     used = plan.methods[-1]
     if len(prepared.jobs) > 1:
-        if len(prepared.jobs) <= NAMED:
-            say("packed together: " + " | ".join(" + ".join(group) for group in used.groups))
-        else:
-            say(
-                "packed together: "
-                + " | ".join(f"{group[0]} and {len(group) - 1} more" for group in used.groups[:NAMED])
-            )
-    origin = "as the run file says" if run.max_tokens_per_microbatch != "auto" else "auto"
-    say(f"microbatches of at most {prepared.budget} tokens ({origin}):")
-    console.print(_method_table(plan.methods))
+        listed = [" + ".join(group) for group in used.groups]
+        if len(prepared.jobs) > NAMED:
+            listed = [f"{group[0]} and {len(group) - 1} more" for group in used.groups[:NAMED]]
+        turns = "; what is left over of one turn shares a microbatch with the next" if len(listed) > 1 else ""
+        say("packed together: " + ", then ".join(listed) + turns)
+    origin = "" if run.max_tokens_per_microbatch != "auto" else ": auto"
+    say(f"microbatches of at most {prepared.budget} tokens (max_tokens_per_microbatch{origin}):")
+    _print_methods(plan.methods, console)
     say(
         f"{used.method} needs {used.microbatches} microbatches, solo {plan.methods[0].microbatches}; stopped: "
         + ", ".join(f"{why} ({count} of {used.stopped.total()} windows)" for why, count in used.stopped.most_common())
@@ -296,15 +296,15 @@ def print_all(plan: Plan, console: Console) -> None:
     console.print()
     say(f"times are {_origin(plan.known)}")
     if plan.budgets:
-        console.print(_budget_table(plan.budgets, prepared.budget))
+        _print_budgets(plan.budgets, prepared.budget, console)
     parts = profiler.memory_parts(run, prepared, plan.fullest)
-    listed = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in parts.items())
+    split = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in parts.items())
     total = f"{used.bytes / 2**30:.2f} of {plan.known.room / 2**30:.1f} GiB free"
     if plan.known.origin == "estimated" and plan.stages == 1:
-        say(f"memory on {device.type}, estimated: {total} ({listed})")
+        say(f"memory on {device.type}, estimated: {total} ({split})")
     else:
         say(
-            f"memory on each {device.type}, {plan.known.origin}: {total} (estimate of its parts on one device: {listed})"
+            f"memory on each {device.type}, {plan.known.origin}: {total} (estimate of its parts on one device: {split})"
         )
     if not plan.known.fits(plan.fullest):
         say("note: this does not fit; lower max_tokens_per_microbatch or set gradient_checkpointing: true")
@@ -320,57 +320,71 @@ def _origin(known: Profile) -> str:
     return "estimated from the model's shape and the speed of one matrix product on this machine"
 
 
-def _table(*headings: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in headings:
-        table.add_column(name, justify="left" if name in ("job", "adapter", "method") else "right", no_wrap=True)
-    return table
+def _print_table(console: Console, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A table; where the console is too narrow, several below each other, each with the first column."""
+    widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
+    parts = [[0]]
+    for index in range(1, len(headings)):
+        needed = min(widths[0], NAME) + sum(GAP + widths[column] for column in (*parts[-1][1:], index))
+        if needed > console.width and len(parts[-1]) > 1:
+            parts.append([0])
+        parts[-1].append(index)
+    for part in parts:
+        if part is not parts[0]:
+            console.print()
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        for column in part:
+            side: JustifyMethod = "left" if headings[column].strip("0123456789 ") in LEFT else "right"
+            table.add_column(headings[column], justify=side, no_wrap=column > 0, overflow="fold")
+        for row in rows:
+            table.add_row(*(Text(row[column]) for column in part))
+        console.print(table)
 
 
-def _job_table(prepared: Prepared) -> Table:
+def _print_jobs(prepared: Prepared, console: Console) -> None:
     low = min(int(job.data.planned.lengths.min()) for job in prepared.jobs)
     high = max(int(job.data.planned.lengths.max()) for job in prepared.jobs)
     scale = f"{low} lengths {high}"
-    table = _table(
-        "job", "adapter", "trainable", "samples", "mean", "p50", "p95", "max", "batch", "steps", "tokens", "labels"
-    )
-    table.add_column(scale if len(scale) <= CELLS else "lengths", no_wrap=True)
+    rows = []
     for job in prepared.jobs:
         own = job_figures(job)
         lengths = own["lengths"]
-        table.add_row(
-            Text(own["name"]), own["adapter"], f"{own['trainable_parameters'] / 1e6:.2f} M", str(own["samples"]),
-            f"{lengths['mean']:.0f}", f"{lengths['p50']:.0f}", f"{lengths['p95']:.0f}", str(lengths["max"]),
+        rows.append((
+            own["name"], own["adapter"], f"{own['trainable_parameters'] / 1e6:.2f} M", str(own["samples"]),
             str(own["global_batch_size"]), str(own["steps"]), f"{own['tokens']:,}", f"{own['label_share']:.0%}",
+            f"{lengths['mean']:.0f}", f"{lengths['p50']:.0f}", f"{lengths['p95']:.0f}", str(lengths["max"]),
             sparkline(job.data.planned.lengths, low, high),
-        )  # fmt: skip
-    return table
+        ))  # fmt: skip
+    headings = (
+        "job", "adapter", "trainable", "samples", "batch", "steps", "tokens", "labels", "mean", "p50", "p95", "max",
+        scale if len(scale) <= CELLS else "lengths",
+    )  # fmt: skip
+    _print_table(console, headings, rows)
 
 
-def _method_table(methods: Sequence[Figures]) -> Table:
-    table = _table(
+def _print_methods(methods: Sequence[Figures], console: Console) -> None:
+    headings = (
         "method", "microbatches", "full", "underfilled", "no-ops", "bound", "gap", "fill", "ms each", "bubble", "time",
         "tokens/s", "memory GiB",
     )  # fmt: skip
-    for own in methods:
-        table.add_row(
+    rows = [
+        (
             own.method, str(own.microbatches), str(own.full), str(own.microbatches - own.full), str(own.noops), str(own.bound),
             f"{own.gap:.1%}", f"{own.fill:.0%}", f"{1e3 * own.seconds / own.microbatches:.1f}", f"{own.bubble:.1%}",
             duration(own.seconds) if own.seconds >= 60 else f"{own.seconds:.1f} s", f"{own.tokens_per_second:,.0f}",
             f"{own.bytes / 2**30:.2f}",
-        )  # fmt: skip
-    return table
-
-
-def _budget_table(budgets: Sequence[Prediction], chosen: int) -> Table:
-    table = _table("tokens", "microbatches", "tokens/s", "memory GiB", "")
-    for each in budgets:
-        word = "taken" if each.budget == chosen else "" if each.fits else "does not fit"
-        table.add_row(
-            str(each.budget),
-            str(each.microbatches),
-            f"{each.tokens_per_second:,.0f}",
-            f"{each.bytes / 2**30:.1f}",
-            word,
         )
-    return table
+        for own in methods
+    ]  # fmt: skip
+    _print_table(console, headings, rows)
+
+
+def _print_budgets(budgets: Sequence[Prediction], chosen: int, console: Console) -> None:
+    rows = [
+        (
+            str(each.budget), str(each.microbatches), f"{each.tokens_per_second:,.0f}", f"{each.bytes / 2**30:.1f}",
+            "taken" if each.budget == chosen else "" if each.fits else "does not fit",
+        )
+        for each in budgets
+    ]  # fmt: skip
+    _print_table(console, ("tokens", "microbatches", "tokens/s", "memory GiB", ""), rows)

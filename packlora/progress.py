@@ -65,8 +65,8 @@ class Progress:
         self._start = time.perf_counter()
 
     def message(self, text: str) -> None:
-        """A line that stays above the table."""
-        self.console.print(Text(text), soft_wrap=True)
+        """A line that stays above the table; a terminal breaks it between words."""
+        self.console.print(Text(text), soft_wrap=not self.console.is_terminal)
 
     def evaluated(self, job: Job, loss: float) -> None:
         self._evals[job.name] = loss
@@ -102,13 +102,15 @@ class Progress:
         return self._tokens[job.name] / max(self._steps[job.name][-1][0] - self._start, 1e-9)
 
     def time_left(self) -> float | None:
-        """Seconds until the last job is done, if the jobs keep their rates; None before the first step of one."""
+        """Seconds from now until the last job is done, if the jobs keep their rates; None before the first step of one."""
+        now = time.perf_counter()
         left = []
         for job in self.jobs:
             if job.status == "running" and job.step < job.data.num_steps:
                 if not self.rate(job):
                     return None
-                left.append(self._total[job.name] * (1 - job.step / job.data.num_steps) / self.rate(job))
+                rest = self._total[job.name] * (1 - job.step / job.data.num_steps) / self.rate(job)
+                left.append(max(0.0, rest - (now - self._steps[job.name][-1][0])))
         return max(left, default=0.0)
 
     def _table(self) -> Group:
@@ -125,10 +127,12 @@ class Progress:
             done = round(bar * job.step / job.data.num_steps)
             cells["progress"] = Text.assemble(("━" * done, colour), ("━" * (bar - done), "dim"))
             table.add_row(*(cells[name] for name in widths))
-        left = self.time_left()
-        total = sum(self.rate(job) for job in self.jobs if job.status == "running")
-        foot = f"{duration(time.perf_counter() - self._start)} elapsed, {total:.0f} tokens/s"
-        return Group(table, Text(foot + (f", {duration(left)} left" if left is not None else ""), style="dim"))
+        foot = f"{duration(time.perf_counter() - self._start)} elapsed"
+        if running := [job for job in self.jobs if job.status == "running"]:
+            left = self.time_left()
+            foot += f", {sum(map(self.rate, running)):.0f} tokens/s"
+            foot += f", {duration(left)} left" if left is not None else ""
+        return Group(table, Text(foot, style="dim"))
 
     def _row(self, job: Job) -> dict[str, str]:
         """A job's cells by heading; the bar is drawn where its width is known."""

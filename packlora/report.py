@@ -329,11 +329,13 @@ def _schedule_facts(run: RunFiles) -> dict[str, str]:
             "windows": f"{len(rows):,} of {max(row.get('rounds') or 0 for row in rows)} rounds",
             "microbatches planned": f"{slots:,}, the lower bound is {bound:,}",
             "gap": f"{100 * (slots / bound - 1):.1f} %" if bound else UNKNOWN,
-            "no better one sought because": ", ".join(f"{why} ({count} windows)" for why, count in reasons.items()),
+            "no better one sought because": ", ".join(
+                f"{why} ({count} of {len(rows)} windows)" for why, count in reasons.items()
+            ),
             "planning took": _duration(sum(float(row.get("seconds") or 0.0) for row in rows)) + ", beside training",
         }
     if about.get("budget"):
-        how = "auto" if run.config.get("max_tokens_per_microbatch") == "auto" else "as the run file says"
+        how = "auto" if run.config.get("max_tokens_per_microbatch") == "auto" else "max_tokens_per_microbatch"
         facts["most tokens of a microbatch"] = f"{about['budget']:,}, {how}"
     if about.get("profile"):
         facts["times predicted from"] = {

@@ -26,16 +26,21 @@ def print_summary(result: Result, resume_command: str) -> None:
     console.print()
     console.print(table)
     console.print()
-    console.print(Text(f"adapters: {result.output_dir}/<job>"), soft_wrap=True)
+    going = [job.status in ("running", "stopped") for job in result.jobs.values()]
+    if not all(going):
+        which = ", of the jobs that have ended" if any(going) else ""
+        console.print(Text(f"adapters: {result.output_dir}/<job>{which}"), soft_wrap=True)
+    if any(going):
+        console.print(Text(f"checkpoints: {result.output_dir}/<job>/checkpoint-<step>"), soft_wrap=True)
     for name, job in result.jobs.items():
         if job.failure:
             how = "failed" if job.status == "failed" else "was left out:"
             console.print(Text(f"job {name!r} {how} {job.failure}"), soft_wrap=True)
     rate = result.tokens / result.seconds if result.seconds else 0.0
-    console.print(
-        Text(f"{result.tokens} tokens in {duration(result.seconds)} ({rate:.0f} tokens/s); report: {result.report}"),
-        soft_wrap=True,
-    )
+    trained = f"{result.tokens} tokens in {duration(result.seconds)} ({rate:.0f} tokens/s)"
+    if not result.tokens and all(job.status == "done" for job in result.jobs.values()):
+        trained = "every job was done already"
+    console.print(Text(f"{trained}; report: {result.report}"), soft_wrap=True)
     if result.incomplete:
         lost = ", ".join(f"{name} ({reason})" for name, reason in result.incomplete.items())
         console.print(Text(f"incomplete: {lost}; adapters and checkpoints are whole"), soft_wrap=True)

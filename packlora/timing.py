@@ -43,9 +43,11 @@ class Work:
 
 
 def stepped(work: Work, parameters: Iterable[torch.Tensor]) -> Work:
-    """The work with other values in the parameters before each run, outside the clock, as an optimizer step leaves them: what
-    is kept of the old ones, by version or by value, is stale. Matrices change sign once between two runs, however often gradients
-    are dropped there, so that nothing drifts and A and B have the product that they had."""
+    """The work with other values in the parameters before each run, outside the clock, as an optimizer step leaves them.
+
+    What is kept of the old values, by version or by value, is stale then. Matrices change sign once between two runs, however
+    often gradients are dropped there, so that nothing drifts and A and B have the product that they had.
+    """
     matrices, ran = [parameter for parameter in parameters if parameter.ndim > 1], False
 
     def step() -> None:

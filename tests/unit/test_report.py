@@ -320,8 +320,8 @@ def test_the_schedule_is_described_and_predicted_times_stand_against_measured_on
     slots, bound = sum(line["microbatches"] for line in windows), sum(line["bound"] for line in windows)
     assert f"{slots:,}, the lower bound is {bound:,}" in page.text
     assert f"{100 * (slots / bound - 1):.1f} %" in page.text
-    assert f"at the bound ({len(windows) - 1} windows)" in page.text
-    assert "node limit (1 windows)" in page.text
+    assert f"at the bound ({len(windows) - 1} of {len(windows)} windows)" in page.text
+    assert f"node limit (1 of {len(windows)} windows)" in page.text
     assert "microbatches measured in an earlier run" in page.text
     ratios = sorted(line["seconds"] / line["predicted"] for line in _lines(folder, "microbatches.jsonl"))
     assert f"median {ratios[round(0.5 * (len(ratios) - 1))]:.2f}" in page.text

@@ -1,0 +1,123 @@
+"""What a newcomer reads: a slip in the run file at once, a plan in 80 columns, last words that are true."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from test_progress import job
+
+from packlora import plan, summary
+from packlora.job import StepResult
+from packlora.progress import Progress
+from packlora.trainer import JobResult, Result
+
+WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; from packlora.cli import app; app()"
+"""Whatever imports torch fails."""
+
+
+@pytest.mark.parametrize("command", ["train", "plan", "tune"])
+def test_a_slip_in_the_run_file_is_refused_before_torch_is_loaded(command: str, tmp_path: Path) -> None:
+    run = tmp_path / "run.yaml"
+    run.write_text("base_model: m\noutput_dir: o\njobs: [{name: a, data: {path: d.jsonl}, train: {learningrate: 1}}]\n")
+    words = [sys.executable, "-c", WITHOUT_TORCH, command, str(run)]
+    process = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert process.returncode == 2, process.stderr
+    assert "train.learningrate: unknown key; did you mean 'learning_rate'?" in process.stderr
+    assert "Traceback" not in process.stderr
+
+
+HEADINGS = ("job", "samples", "tokens", "a longer heading", "lengths")
+ROWS = [("colours", "16", "2,388", "123456789", "▁▂▃▄▅▆▇█" * 2), ("an-adapter-of-r-16-and-lr-1e-4", "7", "9", "8", "█")]
+
+
+def printed(width: int) -> list[str]:
+    out = io.StringIO()
+    plan._print_table(Console(file=out, force_terminal=True, no_color=True, width=width), HEADINGS, ROWS)
+    return [line.rstrip() for line in out.getvalue().replace("\x1b[1m", "").replace("\x1b[0m", "").splitlines()]
+
+
+@pytest.mark.parametrize("width", [40, 60, 80])
+def test_a_table_of_a_plan_is_continued_below_itself_where_the_terminal_is_narrow(width: int) -> None:
+    lines = printed(width)
+    assert max(map(len, lines)) <= width
+    assert all(cell in "\n".join(lines) for cell in (*HEADINGS, *ROWS[0]))
+    assert not any("…" in line for line in lines)
+    heads = [line.split() for line in lines if line.startswith("job")]
+    assert len(heads) == {40: 3, 60: 2, 80: 1}[width]
+    assert sum(line.startswith("colours") for line in lines) == len(heads)
+
+
+def test_a_table_of_a_plan_is_one_table_where_it_fits() -> None:
+    lines = printed(120)
+    assert len(lines) == 3
+    assert lines[2].startswith(ROWS[1][0] + " ")
+
+
+def words(result: Result, monkeypatch: pytest.MonkeyPatch) -> str:
+    out = io.StringIO()
+    monkeypatch.setattr(summary, "standard_output", lambda: out)
+    summary.print_summary(result, "packlora train run.yaml --resume")
+    return out.getvalue()
+
+
+def ended(statuses: dict[str, str], tokens: int, signal: int | None = None) -> Result:
+    jobs = {name: JobResult(status, 3, Path("o") / name) for name, status in statuses.items()}
+    return Result("done", 5.0, tokens, Path("o"), Path("o/report.html"), jobs, signal)
+
+
+def test_last_words_name_only_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    done = words(ended({"a": "done", "b": "done"}, 10), monkeypatch)
+    assert "adapters: o/<job>\n" in done and "checkpoint" not in done
+    stopped = words(ended({"a": "running", "b": "running"}, 10, 2), monkeypatch)
+    assert "adapters:" not in stopped and "checkpoints: o/<job>/checkpoint-<step>\n" in stopped
+    mixed = words(ended({"a": "running", "b": "done"}, 10, 2), monkeypatch)
+    assert "adapters: o/<job>, of the jobs that have ended\n" in mixed
+    assert "checkpoints: o/<job>/checkpoint-<step>\n" in mixed
+
+
+def test_a_run_that_was_done_already_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    again = words(ended({"a": "done"}, 0), monkeypatch)
+    assert "every job was done already; report: o/report.html" in again
+    assert "tokens in" not in again
+    assert "0 tokens in" in words(ended({"a": "running"}, 0, 2), monkeypatch)
+
+
+def test_the_last_picture_of_the_live_table_has_no_rate_and_no_time_left() -> None:
+    item = job("a")
+    progress = Progress([item], Console(file=io.StringIO(), force_terminal=True, width=80))
+    item.step = 2
+    progress.stepped(item, StepResult(2, 1.0, 1.0, 1e-4, 20))
+    assert "tokens/s" in str(progress._table().renderables[1])
+    item.step, item.status = 4, "done"
+    foot = str(progress._table().renderables[1])
+    assert "elapsed" in foot
+    assert "tokens/s" not in foot and "left" not in foot
+
+
+def test_the_time_left_runs_down_between_two_steps() -> None:
+    item = job("a")
+    progress = Progress([item], Console(file=io.StringIO()))
+    now = time.perf_counter()
+    progress._steps["a"] = [(now - 10, StepResult(1, 1.0, 1.0, 1e-4, 20)), (now, StepResult(2, 1.0, 1.0, 1e-4, 20))]
+    item.step = 2
+    assert progress.time_left() == pytest.approx(20, abs=1)  # two steps of four are left, ten seconds each
+    progress._steps["a"] = [(then - 8, result) for then, result in progress._steps["a"]]
+    assert progress.time_left() == pytest.approx(12, abs=1)
+    progress._steps["a"] = [(then - 80, result) for then, result in progress._steps["a"]]
+    assert progress.time_left() == 0
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_note_is_broken_between_words_on_a_terminal_and_nowhere_else(terminal: bool) -> None:
+    out = io.StringIO()
+    note = "note: " + "some words that go on " * 8 + "and end"
+    Progress([job("a")], Console(file=out, force_terminal=terminal, width=80)).message(note)
+    lines = [line.rstrip() for line in out.getvalue().splitlines()]
+    assert " ".join(lines) == note
+    assert len(lines) == (3 if terminal else 1)

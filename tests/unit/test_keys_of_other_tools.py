@@ -1,0 +1,53 @@
+"""Keys as Axolotl, TRL, Unsloth and the Hugging Face Trainer call them are refused with what stands for them here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from packlora.config import OTHER_TOOLS, Run, run_from
+from packlora.errors import InputError
+
+
+def refusal(job: dict[str, Any], run: dict[str, Any]) -> str:
+    with pytest.raises(InputError) as caught:
+        run_from({"base_model": "m", "output_dir": "o", "jobs": [{"name": "a", "data": {"path": "d"}} | job]} | run)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("part", "key", "here"),
+    [
+        ("adapter", "rank", "adapter.r"),
+        ("adapter", "lora_r", "adapter.r"),
+        ("train", "lr", "train.learning_rate"),
+        ("train", "gradient_accumulation_steps", "train.global_batch_size"),
+        ("train", "logging_steps", "every optimizer step is logged"),
+        ("run", "sequence_len", "data.max_length"),
+        ("run", "bf16", "dtype: bfloat16"),
+        ("run", "load_in_4bit", "quantised base models are not there"),
+    ],
+)
+def test_a_key_of_another_tool_is_refused_with_what_stands_for_it_here(part: str, key: str, here: str) -> None:
+    said = refusal({}, {key: 1}) if part == "run" else refusal({part: {key: 1}}, {})
+    assert f"{key}: unknown key; " in said
+    assert here in said
+    assert "did you mean" not in said
+
+
+def keys(model: Any) -> set[str]:
+    return set(model.model_fields)
+
+
+def test_what_stands_for_them_exists_and_none_of_them_is_a_key_here() -> None:
+    from packlora.config import AdapterConfig, DataConfig, JobConfig, TrainConfig
+
+    parts = {"adapter": AdapterConfig, "train": TrainConfig, "data": DataConfig}
+    for key, instead in OTHER_TOOLS.items():
+        assert all(key not in keys(model) for model in (Run, JobConfig, *parts.values()))
+        for words in instead.split():
+            part, dot, name = words.rstrip(";,").partition(".")
+            assert not dot or name in keys(parts[part])
+        if instead.startswith("see the run's "):
+            assert instead.split()[3].rstrip(":") in keys(Run)
