@@ -21,6 +21,7 @@ import packlora
 from packlora import checkpoint
 from packlora.cli import app
 from packlora.config import Run
+from packlora.errors import WriteError
 from packlora.files import remove_leftovers
 from packlora.prepare import check_output
 
@@ -159,7 +160,7 @@ def test_a_checkpoint_that_cannot_be_written_costs_no_older_one(
         original(path, value)
 
     monkeypatch.setattr(checkpoint, "write_json", full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(WriteError, match="No space left"):
         train(tree, resume=True)
     monkeypatch.undo()
     for job in "ab":
