@@ -299,6 +299,8 @@ def go_back(folder: Path, step: int) -> list[str]:
     Returns:
         The new names.
     """
+    for name in (MANIFEST, STATE):
+        (folder / name).unlink(missing_ok=True)
     put = []
     for later in steps(folder):
         if later > step:
@@ -308,8 +310,6 @@ def go_back(folder: Path, step: int) -> list[str]:
                 remove_folder(aside)
             path.rename(aside)
             put.append(aside.name)
-    for name in (MANIFEST, STATE):
-        (folder / name).unlink(missing_ok=True)
     return put
 
 

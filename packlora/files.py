@@ -45,12 +45,16 @@ def write_file(path: Path, write: Callable[[Path], None]) -> None:
 
 
 def write_folder(path: Path, write: Callable[[Path], None]) -> None:
-    """As write_file for a whole folder. An existing folder of that name is replaced."""
+    """As write_file for a whole folder. An existing folder of that name is replaced. What fails leaves nothing behind."""
     temporary = path.with_name(TEMPORARY + path.name)
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     mode = stat.S_IMODE(temporary.stat().st_mode) & 0o666
-    write(temporary)
+    try:
+        write(temporary)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
     for file in temporary.iterdir():
         if file.is_file():
             file.chmod(mode)

@@ -121,6 +121,9 @@ def _set_up(run: Run, saved: SavedRun | None, max_steps: int | None, resume_from
         _same_data(saved, record)
         record["warnings"] += _restore(output_dir, jobs, saved, starts)
         record["saved"] |= starts
+        if starts:  # known before anything is put aside: broken off in between, --resume alone goes on all the same
+            write_json(output_dir / "run.json", record)
+        record["warnings"] += _put_aside(output_dir, jobs, starts)
     notes: list[str] = record["warnings"]
     record["warnings"] = earlier_warnings(saved, notes) + notes
     remove_leftovers(output_dir)
@@ -181,6 +184,12 @@ def _restore(output_dir: Path, jobs: list[Job], saved: SavedRun, starts: dict[st
             problems.append(str(error))
     if problems:
         raise InputError("\n".join(problems))
+    return notes
+
+
+def _put_aside(output_dir: Path, jobs: list[Job], starts: dict[str, int]) -> list[str]:
+    """What lies beyond the steps that jobs were sent back to, and what a crash has left. Returns what the user should know."""
+    notes = []
     for job in jobs:
         folder = output_dir / job.name
         if job.name in starts and folder.exists():

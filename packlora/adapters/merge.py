@@ -7,11 +7,13 @@ The sum is made in float32 whatever the base is stored in, and rounded once.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from packlora.adapters.attach import Adapter, attach
@@ -27,7 +29,7 @@ from packlora.adapters.peft_files import (
 )
 from packlora.adapters.spec import resolve
 from packlora.demo_model import base_path
-from packlora.errors import InputError
+from packlora.errors import InputError, WriteError, foreign, unwritten
 from packlora.files import write_folder
 
 ATTENTION = "eager"
@@ -51,6 +53,7 @@ def merge_adapter(adapter_dir: Path, out: Path, base_model: str | None = None, d
     Raises:
         InputError: the adapter, the base or the output folder cannot be used, the adapter was made for another architecture,
             or the result would not be finite.
+        WriteError: the disk is full or broken.
     """
     if dtype not in DTYPES:
         raise InputError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
@@ -97,16 +100,18 @@ def merge_adapter(adapter_dir: Path, out: Path, base_model: str | None = None, d
         tokenizer.save_pretrained(folder)
 
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        write_folder(out, write)
-    except OSError as error:
+        target = Path(os.path.realpath(out))  # a link stays, and what it leads to is written
+        target.parent.mkdir(parents=True, exist_ok=True)
+        write_folder(target, write)
+    except (OSError, SafetensorError) as error:
+        if reason := unwritten(error):
+            raise WriteError(f"cannot write {out}: {reason}") from None
         raise InputError(f"cannot write {out}: {error}") from None
     return note
 
 
 def _unusable(base: str, error: Exception) -> InputError:
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return InputError(f"cannot load the base model {quoted(base)} (give --base-model): {reason}")
+    return InputError(f"cannot load the base model {quoted(base)} (give --base-model): {foreign(error)}")
 
 
 def _check_finite(model: PreTrainedModel, adapter: Adapter, adapter_dir: Path) -> None:

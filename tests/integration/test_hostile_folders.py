@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 from conftest import WORDS
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
 from typer.testing import CliRunner
 
 import packlora
@@ -108,6 +110,37 @@ def test_a_job_that_is_left_out_is_not_sent_back_without_a_word(word: str, begun
     assert checkpoint.steps(Path(begun["output_dir"]) / "b") == [1, 2]
 
 
+@pytest.mark.parametrize("at", range(1, 7))
+def test_going_back_to_the_beginning_can_be_broken_off_anywhere(
+    at: int, begun: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After which --resume alone goes on."""
+    assert packlora.train(begun, resume=True).status == "done"
+    adapter = Path(begun["output_dir"]) / "a" / "adapter_model.safetensors"
+    wanted, calls = adapter.read_bytes(), 0
+
+    class BrokenOff(BaseException):
+        pass
+
+    def counted(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(self: Path, *args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += self.parent.name == "a"
+            if calls == at:
+                raise BrokenOff
+            return original(self, *args, **kwargs)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", counted(Path.rename))
+        patch.setattr(Path, "unlink", counted(Path.unlink))
+        with pytest.raises(BrokenOff):
+            packlora.train(begun, resume=True, resume_from=["a=0"])
+    assert packlora.train(begun, resume=True).status == "done"
+    assert adapter.read_bytes() == wanted
+
+
 def test_a_resumed_run_says_what_holds_now_and_nothing_that_held_once(
     begun: dict[str, Any], capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -184,3 +217,53 @@ def test_a_base_whose_configuration_is_no_object_is_refused_with_a_sentence(
 def test_keys_of_an_adapter_that_a_terminal_would_obey_are_spelt_out() -> None:
     (note,) = config_notes({"\x1b[2Jkey": "\x1b[31m" * 1000})
     assert note.isprintable() and len(note) < 600
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"hidden_size": "x"}, "cannot load the configuration: Validation error for field 'hidden_size': TypeError: "),
+        ({"hidden_act": "nope"}, "cannot load the model: KeyError: 'nope'"),
+    ],
+)
+def test_what_is_wrong_with_a_base_stands_in_the_message(
+    change: dict[str, Any], said: str, tiny_base: Base, tmp_path: Path
+) -> None:
+    base = tmp_path / "base"
+    shutil.copytree(tiny_base(), base)
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(packlora.InputError) as caught:
+        packlora.train(make_tree(str(base), tmp_path))
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_merge_writes_where_a_link_leads(there: bool, begun: dict[str, Any], tmp_path: Path) -> None:
+    """To another disk, perhaps."""
+    (tmp_path / "large").mkdir()
+    target, link = tmp_path / "large" / "merged", tmp_path / "link"
+    if there:
+        target.mkdir()
+    link.symlink_to(target)
+    result = CliRunner().invoke(app, ["merge", f"{begun['output_dir']}/a", str(link)])
+    assert result.exit_code == 0, result.output
+    assert link.is_symlink() and (target / "model.safetensors").exists()
+    assert not list(tmp_path.rglob(".tmp-*"))
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(28, "No space left on device"), SafetensorError("I/O error: x (os error 28)")]
+)
+def test_a_merge_that_does_not_fit_leaves_nothing_that_takes_up_space(
+    error: Exception, begun: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(model: object, folder: Path) -> None:
+        (folder / "half.safetensors").write_bytes(b"x")
+        raise error
+
+    monkeypatch.setattr(PreTrainedModel, "save_pretrained", full)
+    result = CliRunner().invoke(app, ["merge", f"{begun['output_dir']}/a", str(tmp_path / "merged")])
+    assert result.exit_code == 1, result.output
+    assert f"cannot write {tmp_path / 'merged'}: No space left on device" in result.stderr
+    assert not list(tmp_path.rglob(".tmp-*")) and not (tmp_path / "merged").exists()
