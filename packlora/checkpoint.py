@@ -32,7 +32,7 @@ STATE, OPTIMIZER, LAST_GOOD = "trainer_state.json", "optimizer.safetensors", "la
 MANIFEST = "manifest.json"
 RESULT = {CONFIG, WEIGHTS, STATE}
 """Files of a finished job that its manifest names; the card beside them is the user's to edit."""
-NAME = re.compile(r"checkpoint-(0|[1-9]\d{0,15})")
+NAME = re.compile(r"checkpoint-(0|[1-9]\d{0,15})", re.ASCII)
 DISCARDED = "discarded-"
 """Prefix of checkpoints that lie beyond the step that a job was sent back to."""
 
@@ -299,6 +299,8 @@ def go_back(folder: Path, step: int) -> list[str]:
     Returns:
         The new names.
     """
+    for name in (MANIFEST, STATE):
+        (folder / name).unlink(missing_ok=True)
     put = []
     for later in steps(folder):
         if later > step:
@@ -308,8 +310,6 @@ def go_back(folder: Path, step: int) -> list[str]:
                 remove_folder(aside)
             path.rename(aside)
             put.append(aside.name)
-    for name in (MANIFEST, STATE):
-        (folder / name).unlink(missing_ok=True)
     return put
 
 

@@ -49,6 +49,13 @@ def quoted(value: object, longest: int = SHOWN) -> str:
     return shown(_REPR.repr(value), longest)
 
 
+def foreign(error: Exception) -> str:
+    """What another library says is wrong, on one line: its first, and the next where that only announces it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no reason given"]
+    text = " ".join(lines[: 2 if lines[0].endswith(":") else 1])
+    return f"{type(error).__name__}: {text}" if isinstance(error, KeyError) or not str(error).strip() else text
+
+
 class WriteError(Exception):
     """A checkpoint or an adapter cannot be written. The message says what was kept and how to go on; the exit code is 1."""
 

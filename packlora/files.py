@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -32,20 +33,28 @@ def write_file(path: Path, write: Callable[[Path], None]) -> None:
     temporary.unlink(missing_ok=True)  # what a crash left, or a link to somewhere else
     temporary.touch(exist_ok=False)
     mode = temporary.stat().st_mode
-    write(temporary)
-    temporary.chmod(stat.S_IMODE(mode))
-    sync(temporary)
+    try:
+        write(temporary)
+        temporary.chmod(stat.S_IMODE(mode))
+        sync(temporary)
+    except OSError as error:
+        error.filename = error.filename or str(path)  # which the system does not say of a full disk
+        raise
     os.replace(temporary, path)
     sync(path.parent)
 
 
 def write_folder(path: Path, write: Callable[[Path], None]) -> None:
-    """As write_file for a whole folder. An existing folder of that name is replaced."""
+    """As write_file for a whole folder. An existing folder of that name is replaced. What fails leaves nothing behind."""
     temporary = path.with_name(TEMPORARY + path.name)
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     mode = stat.S_IMODE(temporary.stat().st_mode) & 0o666
-    write(temporary)
+    try:
+        write(temporary)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
     for file in temporary.iterdir():
         if file.is_file():
             file.chmod(mode)
@@ -109,6 +118,8 @@ def lock_folder(folder: Path) -> Iterator[None]:
     try:  # a link is not followed: what it leads to is not ours
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
     except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+            raise
         raise InputError(f"cannot lock {folder}: {path} is not a plain file ({error.strerror}); remove it") from None
     try:
         try:

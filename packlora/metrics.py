@@ -59,9 +59,9 @@ class JsonLines:
 
 def read_lines(path: Path, *keys: str) -> list[dict[str, Any]]:
     """Lines of a jsonl file that hold all the keys; one that is cut short, by a crash or while it is being written, is left
-    out. A missing file has none.
+    out. A missing file has none, nor has what is no file: a pipe would be waited for.
     """
-    if not path.exists():
+    if not path.is_file():
         return []
     out = []
     for text in path.read_text(encoding="utf-8", errors="replace").split("\n"):

@@ -24,7 +24,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from packlora.config import Run
 from packlora.demo_model import base_path
-from packlora.errors import InputError, quoted
+from packlora.errors import InputError, foreign, quoted
 from packlora.liger import use_liger
 from packlora.masks import OWN_MASKS, Seen
 from packlora.ops.attention import packed_attention
@@ -116,8 +116,7 @@ def _load(what: str, path: str, load: Any) -> Any:
         return load()
     except Exception as error:  # transformers raises many types for a model that is not there
         kind = "folder" if os.path.isdir(path) else "hub id, or folder that does not exist"
-        first_line = str(error).strip().split("\n")[0]
-        raise InputError(f"base_model {quoted(path, 300)} ({kind}): cannot load the {what}: {first_line}") from None
+        raise InputError(f"base_model {quoted(path, 300)} ({kind}): cannot load the {what}: {foreign(error)}") from None
 
 
 def load_tokenizer(run: Run) -> Any:

@@ -34,6 +34,7 @@ from packlora.model import choose_device, load_skeleton, load_tokenizer
 AUTO_BUDGET = {"cpu": 2048, "cuda": 8192}
 """Tokens of a microbatch for max_tokens_per_microbatch: auto, by device, where no sample is longer and nothing better is
 known (profiler.py)."""
+LEFT_OUT = "is left out, the others go on"
 FREE_TO_CHANGE = {
     "output_dir", "save_every", "save_total_limit", "eval_every", "gradient_checkpointing", "device",
     "max_tokens_per_microbatch", "schedule", "liger",
@@ -165,7 +166,7 @@ def prepare(run: Run, max_steps: int | None = None, resumed: bool = False, told:
     context = int(getattr(skeleton.config.get_text_config(), "max_position_embeddings", None) or 2**31)
     jobs = []
     warnings += [
-        f"job {name!r} is left out, the others go on: {why}; --resume takes it up again when that is back"
+        f"job {name!r} {LEFT_OUT}: {why}; --resume takes it up again when that is back"
         for name, why in left_out.items()
     ]
     for job in run_jobs:
@@ -267,6 +268,7 @@ class _SavedJob(BaseModel):
     samples: int
     eval_samples: int
     seed: int
+    start_hash: str | None = None
 
 
 class _SavedSchedule(BaseModel):
@@ -293,24 +295,28 @@ class SavedRun(BaseModel):
     saved: dict[str, int]
 
 
-def check_output(run: Run, resume: bool) -> SavedRun | None:
-    """Make sure the output folder can be written and holds nothing that would be lost.
-
-    Returns:
-        What the run.json of the run to resume says, or None for a fresh run.
-
-    Raises:
-        InputError: the folder cannot be written, holds something else, or holds a run that differs from this one.
-    """
-    folder = Path(run.output_dir)
+def make_output(folder: Path) -> None:
+    """Make the output folder, and sure that it can be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f"{TEMPORARY}probe-{os.getpid()}"
         probe.unlink(missing_ok=True)
         probe.touch(exist_ok=False)  # nor does it follow a link
-        probe.unlink()
+        probe.unlink(missing_ok=True)  # a run that holds the folder may have tidied up
     except OSError as error:
         raise InputError(f"output_dir {folder}: cannot write there: {error}") from None
+
+
+def check_output(run: Run, resume: bool) -> SavedRun | None:
+    """Make sure that the output folder holds nothing that would be lost.
+
+    Returns:
+        What the run.json of the run to resume says, or None for a fresh run.
+
+    Raises:
+        InputError: the folder holds something else, or holds a run that differs from this one.
+    """
+    folder = Path(run.output_dir)
     content = sorted(
         path.name for path in folder.iterdir() if not path.name.startswith(TEMPORARY) and path.name != LOCK
     )
@@ -339,6 +345,8 @@ def check_output(run: Run, resume: bool) -> SavedRun | None:
 def _read_saved(file: Path) -> SavedRun:
     kept = "the checkpoints beside it are as they were"
     try:
+        if file.exists() and not file.is_file():  # a pipe would be waited for
+            raise InputError(f"output_dir {file.parent}: run.json cannot be read: it is not a plain file; {kept}")
         return SavedRun.model_validate_json(file.read_bytes())
     except OSError as error:
         raise InputError(f"output_dir {file.parent}: run.json cannot be read: {error.strerror}; {kept}") from None

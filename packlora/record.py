@@ -6,28 +6,36 @@ import resource
 import secrets
 import sys
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from packlora.adapters.peft_files import WEIGHTS
+from packlora.config import JobConfig
 from packlora.data.encode import samples_hash
+from packlora.files import digest
 from packlora.job import Job
 from packlora.model import Base
-from packlora.prepare import Prepared, SavedRun, processor_name, source_commit, versions
+from packlora.prepare import LEFT_OUT, Prepared, SavedRun, processor_name, source_commit, versions
 from packlora.profiler import Profile
 
 
 def run_record(
     prepared: Prepared, base: Base, jobs: list[Job], known: Profile, saved: SavedRun | None = None
 ) -> dict[str, Any]:
-    """run.json: everything that is needed to repeat the run, or to continue it. saved: what it has said until now."""
+    """run.json: everything that is needed to repeat the run, or to continue it; the warnings are those of this session.
+
+    saved: what it has said until now.
+    """
     described = {}
     for job, item in zip(jobs, prepared.jobs, strict=True):
         lengths = [sample.num_tokens for sample in job.data.samples]
         counts, edges = np.histogram(lengths, bins=min(24, max(1, max(lengths) - min(lengths))))
         described[job.name] = {
             "seed": job.data.seed,
+            "start_hash": (saved and saved.jobs[job.name].start_hash) or start_hash(job.config),
             "samples": len(lengths),
             "eval_samples": len(job.eval_samples),
             "tokens": sum(lengths),
@@ -43,7 +51,6 @@ def run_record(
     warnings, names = prepared.warnings + base.warnings, [job.name for job in prepared.run.jobs]
     if saved is not None:
         described |= {name: saved.jobs[name].model_dump() for name in prepared.left_out}
-        warnings += [text for text in saved.warnings if text not in warnings]
         warnings += [
             f"resumed with {name} {now}, begun with {saved.versions[name]}"
             for name, now in versions().items()
@@ -71,6 +78,16 @@ def run_record(
         "warnings": warnings,
         "result": None,
     }
+
+
+def earlier_warnings(saved: SavedRun | None, now: list[str]) -> list[str]:
+    """What a run has warned of before, where it still holds: not of a job that was left out."""
+    return [text for text in saved.warnings if text not in now and LEFT_OUT not in text] if saved else []
+
+
+def start_hash(job: JobConfig) -> str | None:
+    """SHA-256 of the adapter that a job begins with, if it does not begin with one of its own."""
+    return digest(Path(job.adapter.init_from) / WEIGHTS) if job.adapter.init_from is not None else None
 
 
 def device_name(device: torch.device) -> str:

@@ -121,7 +121,7 @@ def _ended(folder: Path) -> Line:
 
 
 def _read_text(path: Path) -> str:
-    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
 
 
 def _parse(text: str) -> Line | None:

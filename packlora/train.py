@@ -28,9 +28,9 @@ from packlora.files import lock_folder, remove_leftovers, write_json
 from packlora.fingerprint import Fingerprint, fingerprint
 from packlora.job import Job
 from packlora.model import Base, load_base
-from packlora.prepare import Prepared, SavedRun, check_output, prepare
+from packlora.prepare import Prepared, SavedRun, check_output, make_output, prepare
 from packlora.profiler import Profile
-from packlora.record import run_record
+from packlora.record import earlier_warnings, run_record, start_hash
 from packlora.result import Result
 from packlora.trainer import Trainer
 
@@ -70,8 +70,9 @@ def train(
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise InputError("started on several processes, but this version trains on one device")
     with _unmake_folder(Path(run.output_dir)), contextlib.ExitStack() as held:
+        make_output(Path(run.output_dir))
+        held.enter_context(lock_folder(Path(run.output_dir)))  # then look: another run may have just ended there
         saved = check_output(run, resume)
-        held.enter_context(lock_folder(Path(run.output_dir)))
         held.enter_context(deterministic())
         trainer = _set_up(run, saved, max_steps, resume_from)
         return trainer.fit()
@@ -85,6 +86,11 @@ def _set_up(run: Run, saved: SavedRun | None, max_steps: int | None, resume_from
     starts = starting_steps(run, resume_from or [])
     with Activity() as told:
         prepared = prepare(run, max_steps, resumed=saved is not None, told=told)
+        if lost := sorted(starts.keys() & prepared.left_out.keys()):
+            raise InputError(
+                f"--from: job {lost[0]!r} cannot be sent back, since {prepared.left_out[lost[0]]}; put that back, or name the "
+                "jobs to send back with --from JOB=STEP"
+            )
 
         # 2. Load the base model once and put all adapters on it.
         told(f"loading {run.base_model}")
@@ -119,9 +125,14 @@ def _set_up(run: Run, saved: SavedRun | None, max_steps: int | None, resume_from
         _same_data(saved, record)
         record["warnings"] += _restore(output_dir, jobs, saved, starts)
         record["saved"] |= starts
+        if starts:  # known before anything is put aside: broken off in between, --resume alone goes on all the same
+            write_json(output_dir / "run.json", record)
+        record["warnings"] += _put_aside(output_dir, jobs, starts)
+    notes: list[str] = record["warnings"]
+    record["warnings"] = earlier_warnings(saved, notes) + notes
     remove_leftovers(output_dir)
     write_json(output_dir / "run.json", record)
-    return Trainer(run, prepared, base, router, jobs, record, known)
+    return Trainer(run, prepared, base, router, jobs, record, known, notes)
 
 
 def starting_steps(run: Run, words: list[str]) -> dict[str, int]:
@@ -167,10 +178,22 @@ def _restore(output_dir: Path, jobs: list[Job], saved: SavedRun, starts: dict[st
         try:
             note = checkpoint.restore(folder, job, saved.id, reached, starts.get(job.name))
             notes += [note] if note else []
+            before = saved.jobs[job.name].start_hash
+            if job.step == 0 and before is not None and start_hash(job.config) != before:
+                problems.append(
+                    f"job {job.name!r}: {job.config.adapter.init_from} is not the adapter that the run began with; put that "
+                    "one back, or start a new run in another output_dir"
+                )
         except InputError as error:
             problems.append(str(error))
     if problems:
         raise InputError("\n".join(problems))
+    return notes
+
+
+def _put_aside(output_dir: Path, jobs: list[Job], starts: dict[str, int]) -> list[str]:
+    """What lies beyond the steps that jobs were sent back to, and what a crash has left. Returns what the user should know."""
+    notes = []
     for job in jobs:
         folder = output_dir / job.name
         if job.name in starts and folder.exists():

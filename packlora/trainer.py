@@ -58,7 +58,10 @@ class Trainer:
         jobs: list[Job],
         record: dict[str, Any],
         profile: Profile,
+        notes: Sequence[str] = (),
     ) -> None:
+        """notes: what to say before training starts; of a resumed run not what it has said before."""
+        self.notes = notes
         self.run, self.prepared, self.base = run, prepared, base
         self.router, self.jobs, self.record, self.profile = router, jobs, record, profile
         self.by_name = {job.name: job for job in jobs}
@@ -113,7 +116,7 @@ class Trainer:
         self.progress = Progress(self.jobs)
         with self._signals():
             with self.progress:
-                for text in self.record["warnings"]:
+                for text in self.notes:
                     self.progress.message(f"note: {text}")
                 try:
                     self._train()

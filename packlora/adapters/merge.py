@@ -8,11 +8,13 @@ The sum is made in float32 whatever the base is stored in, and rounded once.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
 from packlora.adapters.attach import Adapter, attach
@@ -27,7 +29,7 @@ from packlora.adapters.peft_files import (
 )
 from packlora.adapters.spec import resolve
 from packlora.demo_model import base_path
-from packlora.errors import InputError
+from packlora.errors import InputError, WriteError, unwritten
 from packlora.files import write_folder
 from packlora.model import read_model, read_skeleton, read_tokenizer
 
@@ -50,6 +52,7 @@ def merge_adapter(adapter_dir: Path, out: Path, base_model: str | None = None, d
     Raises:
         InputError: the adapter, the base or the output folder cannot be used, the adapter was made for another architecture,
             or the result would not be finite.
+        WriteError: the disk is full or broken.
     """
     if dtype not in DTYPES:
         raise InputError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
@@ -82,9 +85,12 @@ def merge_adapter(adapter_dir: Path, out: Path, base_model: str | None = None, d
         tokenizer.save_pretrained(folder)
 
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        write_folder(out, write)
-    except OSError as error:
+        target = Path(os.path.realpath(out))  # a link stays, and what it leads to is written
+        target.parent.mkdir(parents=True, exist_ok=True)
+        write_folder(target, write)
+    except (OSError, SafetensorError) as error:
+        if reason := unwritten(error):
+            raise WriteError(f"cannot write {out}: {reason}") from None
         raise InputError(f"cannot write {out}: {error}") from None
     return note
 

@@ -29,7 +29,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from packlora.adapters.attach import Adapter
 from packlora.adapters.spec import AdapterSpec, ModuleSpec, peft_config, resolve
 from packlora.config import AdapterConfig
-from packlora.errors import InputError, quoted
+from packlora.errors import InputError, quoted, shown
 from packlora.files import write_file, write_json, write_tensors
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -128,9 +128,9 @@ def config_notes(raw: dict[str, Any]) -> list[str]:
     notes = []
     for key, value in raw.items():
         if key in FORKED:
-            notes.append(f"{key} = {value!r} has no effect: {FORKED[key]}")
+            notes.append(f"{key} = {quoted(value)} has no effect: {FORKED[key]}")
         elif value and key not in LoraConfig.__dataclass_fields__ and key not in UNSUPPORTED:
-            notes.append(f"{key} = {value!r} has no effect: this version of PEFT has no such key")
+            notes.append(f"{shown(key)} = {quoted(value)} has no effect: this version of PEFT has no such key")
     return notes
 
 
@@ -220,9 +220,10 @@ def _with_type(base: str) -> str:
 def model_type(base: str) -> str | None:
     """The architecture of a base model that is on this machine, without running anything of it."""
     try:
-        kind = PreTrainedConfig.get_config_dict(base, local_files_only=True)[0].get("model_type")
-    except (OSError, ValueError, RecursionError):
+        config: Any = PreTrainedConfig.get_config_dict(base, local_files_only=True)[0]
+    except Exception:  # transformers raises many types; whoever loads the model says what is wrong
         return None
+    kind = config.get("model_type") if isinstance(config, dict) else None
     return kind if isinstance(kind, str) else None
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
 import pytest
 
-from packlora.errors import InputError
+from packlora.errors import InputError, unwritten
 from packlora.files import KeptFolder, lock_folder, remove_leftovers, write_file, write_folder, write_json
 
 
@@ -88,3 +89,25 @@ def test_a_folder_that_is_no_longer_there_is_noticed(how: str, tmp_path: Path) -
     for each in (kept, through_a_link):
         with pytest.raises(FileNotFoundError, match="was deleted, moved or replaced"):
             each.check()
+
+
+def test_a_write_that_fails_names_its_file(tmp_path: Path) -> None:
+    def full(path: Path) -> None:
+        os.write(os.open("/dev/full", os.O_WRONLY), b"x")
+
+    with pytest.raises(OSError, match=r"run\.json") as caught:
+        write_file(tmp_path / "run.json", full)
+    assert unwritten(caught.value) == f"No space left on device: {tmp_path / 'run.json'}; free some space there"
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
+def test_a_lock_that_cannot_be_made_is_not_called_somebody_else_s(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: object) -> int:
+        raise OSError(number, os.strerror(number), str(tmp_path / ".lock"))
+
+    monkeypatch.setattr(os, "open", full)
+    with pytest.raises(OSError, match=r"\.lock") as caught, lock_folder(tmp_path):
+        pass
+    assert (unwritten(caught.value) or "").startswith(f"{os.strerror(number)}: {tmp_path}")
