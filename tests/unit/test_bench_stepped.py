@@ -58,7 +58,7 @@ def test_the_norms_of_a_stepped_contender_are_those_of_other_values_in_every_run
 
         timings = paired([Contender(name, lambda: Work(run, work.clear))], CPU, seconds=0, rounds=(3, 3), warmup=2)  # noqa: B023
         assert timings.by_name[name].error is None
-        for before, now in itertools.pairwise(seen):
+        for before, now in itertools.pairwise(seen[1:]):
             assert bool(now) == steps, name
             assert not any(torch.equal(a, b) for a, b in zip(before, now, strict=True))
 
