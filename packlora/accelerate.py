@@ -390,7 +390,9 @@ def _plan(calls: list[LayerCall]) -> Plan:
     dora = any(call.magnitude is not None for call in calls)
     if first.owner.plan is not None:
         drops = first.p > 0
-        return legal(Plan.from_dict(json.loads(first.owner.plan)), Situation(True, True, drops, dora, dora and drops))
+        double = first.weight.dtype == torch.float64
+        call = Situation(True, True, drops, dora, dora and drops, double)
+        return legal(Plan.from_dict(json.loads(first.owner.plan)), call)
     sizes, ranks = tuple(len(call.weight) for call in calls), tuple(len(call.A) for call in calls)
     weight = first.weight
     return choose_plan(weight.device, weight.dtype, NOMINAL_TOKENS, weight.shape[1], sizes, ranks, first.p, dora)

@@ -79,7 +79,8 @@ def why_illegal(plan: Plan, case: Case, lossy: bool = False) -> str | None:
         return None
     if not case.ranks:
         return "no adapter is there: the frozen layer has one way to be computed"
-    call = Situation(case.single, True, any(case.drops), case.composed, case.base_dropped)
+    double = case.dtype == "float64"
+    call = Situation(case.single, True, any(case.drops), case.composed, case.base_dropped, double)
     return why_not(plan, call) or _why_not_here(plan, case, lossy) or _why_pointless(plan, case)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from group_cases import GroupCase, cast, compare, make_case, run_group, run_reference
+from seeds import SEED
 
 from packlora.ops.lora_linear.group import Run
 from packlora.ops.lora_linear.layout import situation
@@ -21,7 +22,6 @@ from packlora.plans.select import Planner
 from packlora.plans.space import legal_plans
 
 CPU = torch.device("cpu")
-SEED = random.SystemRandom().randrange(2**31)
 EVERY = tuple(
     Plan(*parts)  # type: ignore[arg-type]
     for parts in itertools.product(
@@ -103,3 +103,9 @@ def test_the_plain_chain_computes_every_call() -> None:
     for flags in itertools.product((False, True), repeat=5):
         assert why_not(CHAIN, Situation(*flags)) is None
         assert why_not(Plan(keep_s=False), Situation(*flags)) is None
+
+
+def test_kernels_asked_for_in_float64_give_way_to_the_plain_chain() -> None:
+    """They have no float64: gradients would be NaN without a word."""
+    case = make_case(23, 32, [16], [[4]], [0.0], False, SEED, whole=0)
+    compare(run_group(case, torch.float64, ROUTED), run_reference(case, torch.float64), 1e-11)

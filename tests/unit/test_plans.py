@@ -203,7 +203,7 @@ def test_the_chain_is_first_for_every_case_and_names_are_unique() -> None:
         (Plan(dA="xd"), {"composed": True}, False, "plain LoRA"),
         (Plan(dx="before"), {"ranks": (), "drops": ()}, False, "no adapter"),
         (ROUTED, {"device": "cpu"}, False, "Triton"),
-        (ROUTED, {"dtype": "float64"}, False, "Triton"),
+        (ROUTED, {"dtype": "float64"}, False, "not for float64"),
         (Plan(up="fused"), {}, False, "TMA"),
         (Plan(dx="fused"), {"K": 64, "Ns": (64,)}, False, "TMA"),
         (Plan("routed", dx="merged"), {}, True, "plain products"),

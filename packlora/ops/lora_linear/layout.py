@@ -117,7 +117,8 @@ def situation(layers: Sequence[Layer], runs: Sequence[Run], num_tokens: int) -> 
             composed |= not low.plain
             base_dropped |= run.dropout > 0 and run.base_dropped and low.magnitude is not None
     single = len(runs) == 1 and (runs[0].start, runs[0].stop) == (0, num_tokens)
-    return Situation(single, low_rank, dropped, composed, base_dropped)
+    double = any(layer.weight.dtype == torch.float64 for layer in layers)
+    return Situation(single, low_rank, dropped, composed, base_dropped, double)
 
 
 @dataclass(frozen=True, slots=True)

@@ -137,6 +137,8 @@ class Situation(NamedTuple):
     """One of them has a magnitude (DoRA) or a bias of its own."""
     base_dropped: bool
     """One of them is DoRA under dropout that scales the base product of the dropped x: there are two base products."""
+    double: bool = False
+    """In float64, which the kernels do not compute."""
 
 
 def why_not(plan: Plan, call: Situation) -> str | None:
@@ -156,6 +158,8 @@ def why_not(plan: Plan, call: Situation) -> str | None:
         return "merged weights and products through d' xd are for plain LoRA"
     if plan.rearranged and not call.single:
         return "merged weights and products through d' xd are for one adapter that owns all tokens"
+    if plan.needs_triton and call.double:
+        return "the kernels are not for float64"
     if plan.needs_triton and not call.low_rank:
         return "no adapter is there that the kernels could be for"
     return None
