@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -157,3 +158,9 @@ def write_rows(tmp_path: Path) -> Callable[..., str]:
         return str(path)
 
     return write
+
+
+@pytest.fixture
+def no_collections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Timed loops collect no garbage: at toy sizes, in a process as large as that of all tests, they would do little else."""
+    monkeypatch.setattr("packlora.timing.gc", mock.Mock())

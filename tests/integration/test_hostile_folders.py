@@ -210,7 +210,7 @@ def test_a_base_whose_configuration_is_no_object_is_refused_with_a_sentence(
     merged = ["merge", f"{begun['output_dir']}/a", str(tmp_path / "merged"), "--base-model", str(other)]
     result = CliRunner().invoke(app, merged)
     assert result.exit_code == 2, result.output
-    assert f"cannot load the base model {str(other)!r}" in result.stderr
+    assert f"base_model {str(other)!r} (folder): cannot load the configuration" in result.stderr
     assert not (tmp_path / "merged").exists()
 
 

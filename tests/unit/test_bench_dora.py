@@ -20,6 +20,7 @@ from packlora.bench.options import Options
 from packlora.errors import InputError
 from packlora.timing import Timing, Timings, paired
 
+pytestmark = pytest.mark.usefixtures("no_collections")
 CPU = torch.device("cpu")
 REQUIRED = [
     *(f"layer_r{rank}_{shape}_over_frozen" for rank in (16, 384) for shape in ("4096", "4096x14336", "8192")),
@@ -134,6 +135,7 @@ def test_a_stepped_contender_is_written_to_before_every_run_and_others_are_not(m
     monkeypatch.setattr(dora_layer.Operator, "of", watched)
     for name, moves in (("packlora", False), ("packlora_stepped", True)):
         work = dora_layer.contender(name, inputs).make()
+        work.step()
         for _ in range(2):
             before = [parameter._version for parameter in made[-1].parameters]
             work.clear()
