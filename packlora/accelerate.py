@@ -145,6 +145,7 @@ def accelerate(
             for nothing any more, the layers keep the tensor again. What it cannot know is a kernel that writes into a layer's
             output, behind autograd's back, only on inputs unlike the example's: there magnitudes would get wrong gradients.
             With an operation of torch that works in place, autograd refuses the backward.
+            An element of a magnitude that becomes exactly 0 afterwards gets no gradient.
 
     Raises:
         ValueError: the model has no PEFT layers, or is compiled already.

@@ -78,7 +78,7 @@ class Prepared:
 
     A backward takes the packed operands and scales of its own forward. Where another forward has made them anew since, it takes
     those of the parameters as they are by then. So weights that are swapped through .data for another forward and swapped back,
-    as by a mean teacher, make no difference. (What is not swapped back is a mixture in any library, torch included.)
+    as by a mean teacher, make no difference. (What is not swapped back is a mixture, in PEFT of other parts.)
     """
 
     def __init__(self, x_TK: torch.Tensor, layers: tuple[Layer, ...], kernels: bool, trusted: bool) -> None:
