@@ -62,8 +62,8 @@ KERNELS = [
 
 @pytest.mark.parametrize(
     ("kind", "plan", "dtype"),
-    some(KERNELS, 2),
-    ids=[f"{kind}-{plan.name}-{dtype}"[:90] for kind, plan, dtype in some(KERNELS, 2)],
+    some(KERNELS, 3),
+    ids=[f"{kind}-{plan.name}-{dtype}"[:90] for kind, plan, dtype in some(KERNELS, 3)],
 )
 def test_kernels_are_as_exact_as_torch_in_the_same_dtype(kind: str, plan: Plan, dtype: torch.dtype) -> None:
     """Interpreted, with poisoned buffers."""
@@ -99,7 +99,7 @@ def test_low_rank_parts_under_the_last_bit_are_not_lost(plan: Plan, dtype: torch
 
 
 @pytest.mark.parametrize("plan", [ROUTED, FUSED], ids=lambda plan: plan.name)
-@pytest.mark.parametrize("kind", ["dropout", "rank over K", "four adapters", *WHOLE])
+@pytest.mark.parametrize("kind", some(["dropout", "rank over K", "four adapters", *WHOLE], 2))
 def test_blocks_for_many_processors_are_as_exact(kind: str, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of launches with few programs, and narrow tiles of the fused product."""
     asked: list[int] = []
@@ -116,7 +116,7 @@ def test_blocks_for_many_processors_are_as_exact(kind: str, plan: Plan, monkeypa
 
 
 @pytest.mark.parametrize("plan", [ROUTED, FUSED], ids=lambda plan: plan.name)
-@pytest.mark.parametrize("kind", ["dropout", "DoRA, dropout on the low-rank branch", "four adapters", *WHOLE])
+@pytest.mark.parametrize("kind", some(["four adapters", "dropout", "DoRA, dropout on the low-rank branch", *WHOLE], 2))
 def test_programs_that_walk_over_several_blocks_are_as_exact(kind: str, plan: Plan) -> None:
     """Runs of many blocks of tokens, by tensor descriptors, with a last block that is not whole; tiles that two runs share."""
     layers = len(KINDS[kind]["ranks"][0])
@@ -130,8 +130,9 @@ def test_programs_that_walk_over_several_blocks_are_as_exact(kind: str, plan: Pl
 
 
 @pytest.mark.parametrize("plan", [ROUTED, FUSED], ids=lambda plan: plan.name)
-@pytest.mark.parametrize("factor", ["A", "B"])
-@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize(
+    ("value", "factor"), some([(math.nan, "A"), (math.nan, "B"), (math.inf, "A"), (math.inf, "B")], 3)
+)
 def test_an_adapter_that_is_not_finite_leaves_others_their_bits(value: float, factor: str, plan: Plan) -> None:
     """Also in blocks and tiles that it shares with them."""
     kind = {"dora": [False, True, False], "base_dropped": False}

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from seeds import some
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from packlora.ops import row_norm as module
@@ -58,9 +59,18 @@ def test_as_exact_as_float32_at_any_shape(N: int, K: int, r: int, low: float, wa
     as_exact_as_float32(W, A, B, 1.7, row_norm(W, A, B, 1.7))
 
 
-@pytest.mark.parametrize("strided", [False, True])
-@pytest.mark.parametrize(("a", "b"), itertools.product(("float16", "float32"), repeat=2))
-@pytest.mark.parametrize(("N", "K", "r"), [(300, 416, 208), (70, 64, 80), (257, 1040, 96)])
+@pytest.mark.parametrize(
+    ("N", "K", "r", "a", "b", "strided"),
+    some(
+        [
+            (*shape, a, b, strided)
+            for shape in ((300, 416, 208), (70, 64, 80), (257, 1040, 96))
+            for a, b in itertools.product(("float16", "float32"), repeat=2)
+            for strided in (False, True)
+        ],
+        5,
+    ),
+)
 def test_wide_ranks_by_tensor_descriptors(
     N: int, K: int, r: int, a: str, b: str, strided: bool, monkeypatch: Any
 ) -> None:
