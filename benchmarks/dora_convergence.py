@@ -30,12 +30,12 @@ from typing import Any
 import torch
 
 from benchmarks.dora_fidelity import RANK, load_base, padded, samples, with_adapter
-from packlora.accelerate import accelerate
+from packlora.base.model import choose_device
 from packlora.bench.results import check_writable, device_slug, write_results
 from packlora.errors import InputError
 from packlora.files import write_json
-from packlora.model import choose_device
-from packlora.record import device_name
+from packlora.live.accelerate import accelerate
+from packlora.runtime.record import device_name
 
 ROOT = Path(__file__).parent.parent
 WAYS = ("peft", "packlora")

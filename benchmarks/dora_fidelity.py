@@ -19,10 +19,10 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from packlora.accelerate import accelerate
+from packlora.base.demo_model import demo_model_folder
+from packlora.base.model import choose_device
 from packlora.bench.results import check_writable, device_slug, write_results
-from packlora.demo_model import demo_model_folder
-from packlora.model import choose_device
+from packlora.live.accelerate import accelerate
 
 DATA = Path(__file__).parent.parent / "examples" / "data" / "debian_synopsis"
 RANK = 16

@@ -23,11 +23,11 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from packlora.base.demo_model import demo_model_folder
 from packlora.bench.results import write_results
 from packlora.config import Run
-from packlora.demo_model import demo_model_folder
-from packlora.prepare import prepare
-from packlora.train import train
+from packlora.runtime.prepare import prepare
+from packlora.runtime.run import train
 
 KINDS: dict[str, dict[str, Any]] = {
     "lora": {"r": 8, "lora_alpha": 16},

@@ -17,9 +17,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from packlora.adapters.norms import RowNorms
-from packlora.ops import row_norm_batch
-from packlora.ops.row_norm import NormProblem, row_norm, row_norms, squared_row_norm
-from packlora.timing import Contender, Work, paired
+from packlora.ops.row_norm import batch as row_norm_batch
+from packlora.ops.row_norm.row_norm import NormProblem, row_norm, row_norms, squared_row_norm
+from packlora.plans.timing import Contender, Work, paired
 
 SHAPES = ((4096, 4096), (8192, 28672))
 RANKS = (16, 64, 128, 384, 768)

@@ -26,20 +26,20 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from packlora.adapters.attach import attach
 from packlora.adapters.spec import peft_config, resolve
+from packlora.base.model import Base, plain_head, prepare_model
 from packlora.bench.model import LLAMA_8B, TARGETS, TINY, build, shared_copy, use_liger
 from packlora.bench.results import check_writable, write_results
 from packlora.config import Run
 from packlora.data.dataset import JobData
 from packlora.data.encode import Encoded, Sample
-from packlora.job import Job
-from packlora.model import Base, plain_head, prepare_model
-from packlora.prepare import ModelShape, Prepared, PreparedJob, trainable_parameters
-from packlora.profiler import profile
-from packlora.progress import Progress
-from packlora.record import run_record
+from packlora.report.progress import Progress
+from packlora.runtime.job import Job
+from packlora.runtime.prepare import ModelShape, Prepared, PreparedJob, trainable_parameters
+from packlora.runtime.profiler import profile
+from packlora.runtime.record import run_record
+from packlora.runtime.run import deterministic
+from packlora.runtime.trainer import Trainer
 from packlora.schedule.planner import Planner
-from packlora.train import deterministic
-from packlora.trainer import Trainer
 
 LR, CLIP, DROPOUT, BATCH = 1e-4, 1.0, 0.1, 8
 

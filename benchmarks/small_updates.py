@@ -20,8 +20,8 @@ import torch
 
 from benchmarks.dora_convergence import DATA, EXACT, LR, Trainee, training_rows
 from benchmarks.dora_fidelity import RANK, load_base
+from packlora.base.model import choose_device
 from packlora.bench.results import check_writable, device_slug, write_results
-from packlora.model import choose_device
 
 STEPS = (1, 3, 10)
 """After which the losses are compared."""

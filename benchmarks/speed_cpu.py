@@ -23,18 +23,18 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from packlora.adapters.attach import attach
+from packlora.base.demo_model import demo_model_folder
+from packlora.base.model import load_base
 from packlora.bench.results import write_results
 from packlora.config import Run
 from packlora.data.dataset import JobData
-from packlora.demo_model import demo_model_folder
-from packlora.job import Job
-from packlora.model import load_base
-from packlora.prepare import prepare
-from packlora.profiler import profile
-from packlora.progress import Progress
-from packlora.record import run_record
+from packlora.report.progress import Progress
+from packlora.runtime.job import Job
+from packlora.runtime.prepare import prepare
+from packlora.runtime.profiler import profile
+from packlora.runtime.record import run_record
+from packlora.runtime.trainer import Trainer
 from packlora.schedule.planner import Planner
-from packlora.trainer import Trainer
 
 LR, CLIP = 2e-4, 1.0
 JOBS: list[dict[str, Any]] = [

@@ -27,11 +27,11 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from packlora.accelerate import accelerate
+from packlora.base.demo_model import demo_model_folder
+from packlora.base.model import choose_device
 from packlora.bench.results import check_writable, device_slug, text_table, write_results
-from packlora.demo_model import demo_model_folder
 from packlora.errors import InputError
-from packlora.model import choose_device
+from packlora.live.accelerate import accelerate
 
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "examples" / "trl_sft.py"

@@ -10,22 +10,43 @@ Importing the package does not import torch, so that `packlora --help` answers a
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
-__all__ = ["InputError", "Run", "__version__", "accelerate", "callbacks", "restore", "train"]
+if TYPE_CHECKING:
+    from packlora.config import Run
+    from packlora.errors import InputError
+    from packlora.live import callbacks
+    from packlora.live.accelerate import Report, accelerate, restore
+    from packlora.ops.lora_linear.plan import Plan
+    from packlora.result import Result
+    from packlora.runtime.run import train
+
+__version__ = "0.2.0"
+__all__ = [
+    "InputError", "Plan", "Report", "Result", "Run", "__version__", "accelerate", "callbacks", "restore", "train",
+]  # fmt: skip
+
+_HOMES = {
+    "InputError": "packlora.errors",
+    "Plan": "packlora.ops.lora_linear.plan",
+    "Report": "packlora.live.accelerate",
+    "Result": "packlora.result",
+    "Run": "packlora.config",
+    "accelerate": "packlora.live.accelerate",
+    "callbacks": "packlora.live",
+    "restore": "packlora.live.accelerate",
+    "train": "packlora.runtime.run",
+}
+"""Where public names live; they are imported when they are first asked for."""
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("train", "accelerate", "callbacks"):  # the first two are modules that can be called: see their ends
-        return importlib.import_module(f"packlora.{name}")
-    if name == "Run":
-        return importlib.import_module("packlora.config").Run
-    if name == "InputError":
-        return importlib.import_module("packlora.errors").InputError
-    if name == "restore":
-        return importlib.import_module("packlora.accelerate").restore
-    raise AttributeError(f"module 'packlora' has no attribute {name!r}; it has {', '.join(__all__)}")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'packlora' has no attribute {name!r}; it has {', '.join(__all__)}")
+    if name == "callbacks":
+        return importlib.import_module("packlora.live.callbacks")
+    value = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
+    return value
 
 
 def __dir__() -> list[str]:

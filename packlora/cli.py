@@ -106,8 +106,8 @@ def train(
 
         config = load_run(run, overrides)  # first: a slip is refused before what takes seconds is loaded
         first = _loads()
-        from packlora.summary import print_summary
-        from packlora.train import train as train_run
+        from packlora.report.summary import print_summary
+        from packlora.runtime.run import train as train_run
 
         if first:
             say("checking the run, reading its data and loading the base model")
@@ -134,7 +134,7 @@ def plan(
         from packlora.config import load_run
 
         config = load_run(run, overrides)
-        from packlora.plan import print_plan
+        from packlora.commands.plan import print_plan
 
         print_plan(config, stages, json_file, plot)
 
@@ -159,7 +159,7 @@ def tune(
         if run is None and overrides:
             raise InputError("--set changes keys of a run file, and none was given")
         config = load_run(run, overrides) if run else None
-        from packlora.tune import tune as measure_plans
+        from packlora.commands.tune import tune as measure_plans
 
         tuned = measure_plans(config, minutes=minutes)
         raise typer.Exit(0 if all(item.plan for item in tuned) else 1)
@@ -211,7 +211,7 @@ def merge(
     """Fold an adapter into its base model's weights and save a plain Hugging Face model."""
 
     def action() -> None:
-        from packlora.adapters.merge import merge_adapter
+        from packlora.commands.merge import merge_adapter
 
         if note := merge_adapter(adapter, out, base_model, dtype):
             say(f"note: {note}")
@@ -225,7 +225,7 @@ def doctor() -> None:
     """Show versions and devices, and what of packlora is usable here and what is not, and why."""
 
     def action() -> None:
-        from packlora.doctor import print_doctor
+        from packlora.commands.doctor import print_doctor
 
         raise typer.Exit(0 if print_doctor() else 1)
 
@@ -244,7 +244,7 @@ def demo(
     """Train four adapters on three real data sets with a real small model, and show what they learnt."""
 
     def action() -> None:
-        from packlora.demo import run_demo
+        from packlora.commands.demo import run_demo
 
         raise typer.Exit(run_demo(output_dir, max_steps))
 

@@ -30,10 +30,12 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from packlora.ops import gpu, row_norm, row_norm_batch
+from packlora.ops import gpu
 from packlora.ops.lora_linear import launch
 from packlora.ops.lora_linear.group import lora_group
 from packlora.ops.lora_linear.plan import ROUTED, Plan
+from packlora.ops.row_norm import batch as row_norm_batch
+from packlora.ops.row_norm import row_norm
 
 TYPES = {
     torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64",

@@ -163,4 +163,4 @@ def write_rows(tmp_path: Path) -> Callable[..., str]:
 @pytest.fixture
 def no_collections(monkeypatch: pytest.MonkeyPatch) -> None:
     """Timed loops collect no garbage: at toy sizes, in a process as large as that of all tests, they would do little else."""
-    monkeypatch.setattr("packlora.timing.gc", mock.Mock())
+    monkeypatch.setattr("packlora.plans.timing.gc", mock.Mock())

@@ -79,8 +79,8 @@ def serve() -> None:
     os.dup2(2, 1)
     import torch
 
-    import packlora.summary
-    import packlora.train  # noqa: F401
+    import packlora.report.summary
+    import packlora.runtime.run  # noqa: F401
 
     torch.set_num_threads(1)
     with contextlib.suppress(

@@ -21,7 +21,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver
 
-from packlora.ops.lora_linear import launcher
+from packlora.ops import launcher
 
 PASSED: list[tuple[Any, ...]] = []
 STREAM = 99

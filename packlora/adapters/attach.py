@@ -19,11 +19,11 @@ from packlora.adapters.outputs import untouched_outputs
 from packlora.adapters.recipes import add_recipes
 from packlora.adapters.siblings import SiblingGroup, sibling_groups
 from packlora.adapters.spec import AdapterSpec
-from packlora.data.collate import MIN_ROWS
 from packlora.ops.dropout import layer_salt
 from packlora.ops.lora_linear.layout import Layer, Run
 from packlora.ops.lora_linear.plan import CHAIN, Plan
 from packlora.plans.select import Planner
+from packlora.runtime.collate import MIN_ROWS
 from packlora.seeding import stable_hash
 
 

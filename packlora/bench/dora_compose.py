@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
+from packlora.bench.compose import compose, near_unity_errors
 from packlora.bench.options import Options, choose
-from packlora.ops.compose import compose, near_unity_errors
-from packlora.timing import Contender, Timings, Work, geomean, paired
+from packlora.plans.timing import Contender, Timings, Work, geomean, paired
 
 SHAPES = [
     (1, 4096), (512, 4096), (2048, 4096), (4096, 4096), (2048, 8192), (8192, 8192), (16384, 8192), (32768, 8192), (1, 512),

@@ -22,10 +22,10 @@ from packlora.bench.dora_peers import PaperLayer, dense_norm
 from packlora.bench.layer import One, accelerated, check_close, peft_model, progress_line, under_autocast, work
 from packlora.bench.options import Options, choose, plan_from_name
 from packlora.ops.lora_linear.group import GroupState, Layer, LowRank, Run, lora_group
-from packlora.ops.row_norm import row_norm, squared_row_norm
+from packlora.ops.row_norm.row_norm import row_norm, squared_row_norm
 from packlora.plans.select import Planner
 from packlora.plans.space import legal_plans
-from packlora.timing import Contender, Work, paired
+from packlora.plans.timing import Contender, Work, paired
 
 SHAPES = [(4096, 4096), (4096, 14336), (8192, 8192)]
 """K x N."""

@@ -15,7 +15,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from packlora.bench import model
 from packlora.bench.layer import progress_line
 from packlora.bench.options import Options, choose
-from packlora.timing import paired
+from packlora.plans.timing import paired
 
 QWEN3_8B: dict[str, Any] = {
     "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,

@@ -16,7 +16,7 @@ from packlora.bench.layer import accelerated, peft_model, progress_line
 from packlora.bench.model import TINY, build, causal_lm, peak_gib, table
 from packlora.bench.options import Options, Outcome, choose
 from packlora.ops.lora_linear.plan import Plan
-from packlora.timing import Contender, Work, paired
+from packlora.plans.timing import Contender, Work, paired
 
 MERGED = Plan(up="merged", dx="merged", keep_s=False)
 """RunLoRA's forward2 with b5, which is where its FLOPs are fewest in these settings."""

@@ -17,10 +17,10 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from packlora.accelerate import accelerate
 from packlora.bench.options import Options, Outcome, choose, plan_from_name
 from packlora.bench.results import text_table
-from packlora.timing import Contender, Work, geomean, paired, stepped
+from packlora.live.accelerate import accelerate
+from packlora.plans.timing import Contender, Work, geomean, paired, stepped
 
 SHAPES = [(4096, 4096), (5120, 5120), (8192, 8192), (4096, 14336), (14336, 4096)]
 """K x N: square ones of LoRAFusion's kernel benchmark, and gate/up and down of Llama-3.1-8B."""

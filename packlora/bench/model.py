@@ -24,7 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedConfig, Qwen2C
 from packlora.bench.layer import accelerated, progress_line, under_autocast
 from packlora.bench.options import Options, Outcome, choose
 from packlora.bench.results import text_table
-from packlora.timing import Contender, Timings, Work, paired, stepped
+from packlora.plans.timing import Contender, Timings, Work, paired, stepped
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 CONTENDERS = ["frozen", "packlora", "packlora_recompute", "packlora_fp32", "peft_bf16"]

@@ -22,7 +22,7 @@ from packlora.bench.layer import table as layer_table
 from packlora.bench.options import Options, Outcome, choose, plan_from_name
 from packlora.ops.lora_linear.group import GroupState, Layer, LowRank, Run, lora_group
 from packlora.plans.select import Planner
-from packlora.timing import Contender, Work, paired
+from packlora.plans.timing import Contender, Work, paired
 
 ADAPTERS = [(8, 0.0), (16, 0.05), (32, 0.1), (64, 0.1)]
 """Rank and dropout of each."""

@@ -14,8 +14,8 @@ import torch
 
 from packlora.errors import InputError
 from packlora.files import write_json
-from packlora.prepare import source_commit, versions
-from packlora.record import device_name
+from packlora.runtime.prepare import source_commit, versions
+from packlora.runtime.record import device_name
 
 
 def write_results(

@@ -48,7 +48,7 @@ def run_counted(contender_name: str, width: int) -> None:
     import torch
 
     from packlora.bench.layer import Case, Inputs, contender
-    from packlora.timing import FLUSH_BYTES
+    from packlora.plans.timing import FLUSH_BYTES
 
     device = torch.device("cuda")
     work = contender(contender_name, Inputs.random(Case(width, width, TOKENS), device)).make()

@@ -21,7 +21,7 @@ from packlora.ops.lora_linear.plan import CHAIN, ROUTED, Plan
 from packlora.plans.case import Case
 from packlora.plans.cost import flops, machine, seconds
 from packlora.plans.space import legal_plans
-from packlora.timing import Contender, Work, paired
+from packlora.plans.timing import Contender, Work, paired
 
 RATE = 0.1
 """Of dropout, where a case has it; the rate does not matter to time."""

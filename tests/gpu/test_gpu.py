@@ -22,7 +22,7 @@ from packlora.ops.attention import packed_attention
 from packlora.ops.dropout import dropped, layer_salt, token_keys
 from packlora.ops.lora_linear import reference
 from packlora.ops.lora_linear.reference import Segment, weight_norm
-from packlora.timing import MORE_ROUNDS, Contender, Work, paired
+from packlora.plans.timing import MORE_ROUNDS, Contender, Work, paired
 
 pytestmark = [
     pytest.mark.gpu,
@@ -81,7 +81,7 @@ def _by_index(dtype: torch.dtype, dora: bool, p: float) -> tuple[dict[str, torch
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packed_samples_do_not_see_each_other(family: str, dtype: torch.dtype) -> None:
     """Changing every token of the other samples must not change a bit of a sample's logits at the same place."""
-    from packlora.model import packed_logits, prepare_model
+    from packlora.base.model import packed_logits, prepare_model
 
     model = tiny_model(family, dtype).cuda()
     prepare_model(model, False)
@@ -141,7 +141,7 @@ def test_the_same_run_gives_the_same_bits_also_when_it_is_stopped_and_resumed(
 ) -> None:
     from test_training import config, same_bits, train
 
-    from packlora import trainer as module
+    from packlora.runtime import trainer as module
 
     tree = config(tiny_base(), tmp_path / "whole", write_rows, dtype=dtype, device="cuda")
     train(tree)

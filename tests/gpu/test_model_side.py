@@ -19,7 +19,7 @@ from conftest import FAMILIES, TINY, tiny_model
 
 from packlora.ops import attention
 from packlora.ops.attention import packed_attention, uses_varlen, visible
-from packlora.ops.linear_cross_entropy import IGNORE, linear_cross_entropy, softmax_gradient
+from packlora.ops.cross_entropy.linear_cross_entropy import IGNORE, linear_cross_entropy, softmax_gradient
 
 pytestmark = [
     pytest.mark.gpu,
@@ -220,8 +220,8 @@ def test_the_fused_loss_needs_no_memory_for_the_logits_of_all_rows() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_is_loaded_on_the_fast_path(family: str, dtype: str, tiny_base: Any) -> None:
     pytest.importorskip("liger_kernel")
+    from packlora.base.model import load_base
     from packlora.config import Run
-    from packlora.model import load_base
 
     jobs = [{"name": "x", "data": {"path": "x"}}]
     tree = {"base_model": tiny_base(family), "output_dir": "x", "device": "cuda", "dtype": dtype, "jobs": jobs}
@@ -246,11 +246,11 @@ def test_losses_and_adapter_gradients_with_liger_are_those_without(family: str, 
 
     from packlora.adapters.attach import attach, keep_outputs
     from packlora.adapters.spec import resolve
-    from packlora.data.collate import PackedSample, collate
+    from packlora.base.liger import use_liger
+    from packlora.base.model import prepare_model
     from packlora.data.encode import Sample
-    from packlora.liger import use_liger
-    from packlora.loss import token_losses
-    from packlora.model import prepare_model
+    from packlora.runtime.collate import PackedSample, collate
+    from packlora.runtime.loss import token_losses
 
     packed = []
     for number, length in enumerate((30, 41, 80, 60, 7, 25)):

@@ -13,8 +13,8 @@ from torch import nn
 from waits import no_waiting
 
 from packlora.adapters.norms import NormHandle, RowNorms
-from packlora.ops import row_norm_batch as batch
-from packlora.ops.row_norm import NARROW, NormProblem, row_norm, row_norms, squared_row_norm, takes_kernels
+from packlora.ops.row_norm import batch
+from packlora.ops.row_norm.row_norm import NARROW, NormProblem, row_norm, row_norms, squared_row_norm, takes_kernels
 
 pytestmark = [
     pytest.mark.gpu,

@@ -25,8 +25,8 @@ from seeds import SEED
 from torch import nn
 
 import packlora
-from packlora.accelerate import Report
-from packlora.adapters import peft_live
+from packlora.live import layers as peft_live
+from packlora.live.accelerate import Report
 from packlora.ops.lora_linear.plan import Plan
 
 """Of the inputs, new in every run; pytest prints it where a test names it."""
@@ -830,8 +830,8 @@ def test_compiled_without_a_graph_break_it_gives_the_same(p: float) -> None:
 def test_the_registered_operators_agree_with_the_operator_they_stand_for(dora: bool, p: float, plan: Plan) -> None:
     import json
 
-    from packlora.adapters.compiled import lora_linear, lora_linear_backward
     from packlora.ops.lora_linear.group import Layer, LowRank, Run, lora_group
+    from packlora.ops.lora_linear.registered import lora_linear, lora_linear_backward
 
     def randn(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, dtype=torch.float64)
@@ -947,7 +947,7 @@ def test_importing_the_package_and_naming_accelerate_loads_no_torch() -> None:
 
 
 def trained(tmp_path: Path, accelerated: bool, **changes: Any) -> tuple[list[dict[str, float]], Any]:
-    from packlora.callbacks import ThroughputCallback
+    from packlora.live.callbacks import ThroughputCallback
 
     seen: list[float] = []
 

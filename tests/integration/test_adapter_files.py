@@ -26,7 +26,7 @@ from typer.testing import CliRunner
 
 import packlora
 from packlora.adapters.attach import attach
-from packlora.adapters.peft_files import base_note, read_config, save_adapter
+from packlora.adapters.files import base_note, read_config, save_adapter
 from packlora.adapters.spec import resolve
 from packlora.cli import app
 
@@ -76,8 +76,8 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("a base model was loaded")
 
-    monkeypatch.setattr("packlora.train.load_base", load)
-    monkeypatch.setattr("packlora.adapters.merge.read_model", load)
+    monkeypatch.setattr("packlora.runtime.run.load_base", load)
+    monkeypatch.setattr("packlora.commands.merge.read_model", load)
 
 
 def refused(result: Any, *said: str) -> None:

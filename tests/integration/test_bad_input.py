@@ -131,7 +131,7 @@ def test_python_m_packlora_is_the_command() -> None:
 def test_doctor_exits_with_1_exactly_when_something_is_missing(
     problems: list[str], code: int, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("packlora.doctor._problems", lambda: problems)
+    monkeypatch.setattr("packlora.commands.doctor._problems", lambda: problems)
     result = CliRunner().invoke(app, ["doctor"])
     assert result.exit_code == code
     assert said in result.stdout

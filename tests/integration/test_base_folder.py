@@ -14,10 +14,10 @@ import transformers
 from conftest import TINY
 from safetensors.torch import load_file, save_file
 
+from packlora.base.model import Base, load_base, load_tokenizer
 from packlora.config import Run
 from packlora.errors import InputError
-from packlora.model import Base, load_base, load_tokenizer
-from packlora.prepare import ModelShape
+from packlora.runtime.prepare import ModelShape
 
 
 def run_of(folder: Path | str, **changes: Any) -> Run:

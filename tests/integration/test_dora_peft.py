@@ -30,12 +30,12 @@ from transformers.pytorch_utils import Conv1D
 
 import packlora
 from packlora.adapters.attach import attach
-from packlora.adapters.merge import merge_adapter
-from packlora.adapters.peft_dora import PLAN
-from packlora.adapters.peft_files import config_notes, load_adapter, read_config, save_adapter
+from packlora.adapters.files import config_notes, load_adapter, read_config, save_adapter
 from packlora.adapters.spec import resolve
+from packlora.commands.merge import merge_adapter
 from packlora.config import Run
-from packlora.ops import row_norm
+from packlora.live.dora import PLAN
+from packlora.ops.row_norm import row_norm
 
 LAYERS = ["table", "one", "turned", "two", "grouped", "three"]
 """Of Net; "linear" is peft_live.py's."""

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from test_training import config, same_bits, train
 
-from packlora import trainer
-from packlora.job import Job
+from packlora.runtime import trainer
+from packlora.runtime.job import Job
 
 Rows = Callable[..., str]
 Base = Callable[..., str]

@@ -15,7 +15,7 @@ import pytest
 from conftest import tiny_model
 from fault_runs import KINDS, Ended, Runs
 
-from packlora.metrics import read_lines
+from packlora.report.metrics import read_lines
 
 LOGS = ("metrics.jsonl", "evals.jsonl", "microbatches.jsonl", "windows.jsonl")
 
@@ -292,14 +292,14 @@ def test_runs_killed_again_and_again_end_with_the_same_bits(case: Case, tmp_path
 
 # --- signals ---------------------------------------------------------------------------------------------------------------
 
-TRAINER = "packlora.trainer:"
+TRAINER = "packlora.runtime.trainer:"
 PHASES = {
     "evaluation before the first step": f"{TRAINER}collate#1",
     "planning": "packlora.schedule.background:BackgroundPlanner._take",
     "first step": f"{TRAINER}run_microbatch",
     "evaluation": f"{TRAINER}Trainer._held_out_losses#2",
     "inside an evaluation": f"{TRAINER}sum_by_owner#6",
-    "saving": "packlora.checkpoint:save_checkpoint",
+    "saving": "packlora.runtime.checkpoint:save_checkpoint",
     "report": f"{TRAINER}write_report",
 }
 RARE = ("planning", "first step", "evaluation")
@@ -329,7 +329,11 @@ def test_a_signal_at_any_moment_saves_and_loses_no_step_and_no_evaluation(
 @pytest.mark.parametrize(
     "where",
     [f"{TRAINER}{name}" for name in ("run_microbatch", "sum_by_owner", "collate", "write_report", "write_json")]
-    + ["packlora.checkpoint:save_checkpoint", "packlora.checkpoint:save_result", "packlora.job:Job.optimizer_step"],
+    + [
+        "packlora.runtime.checkpoint:save_checkpoint",
+        "packlora.runtime.checkpoint:save_result",
+        "packlora.runtime.job:Job.optimizer_step",
+    ],
 )
 def test_a_signal_at_every_call_saves_and_loses_no_step_and_no_evaluation(
     where: str, number: signal.Signals, case: Case, tmp_path: Path
@@ -366,7 +370,7 @@ def test_a_second_signal_stops_at_once_but_a_second_sighup_still_saves(
 
 
 def test_a_signal_while_a_run_is_checked_leaves_a_folder_that_can_be_used(case: Case, tmp_path: Path) -> None:
-    ended = signalled(case, tmp_path / "out", signal.SIGINT, "packlora.train:prepare")
+    ended = signalled(case, tmp_path / "out", signal.SIGINT, "packlora.runtime.run:prepare")
     assert ended.code == 130
     assert ended.err.splitlines()[-1].startswith("packlora: stopped at once")
     assert case.train(tmp_path / "out").code == 0

@@ -19,10 +19,10 @@ from transformers import PreTrainedModel
 from typer.testing import CliRunner
 
 import packlora
-import packlora.train as train_module
-from packlora import checkpoint
-from packlora.adapters.peft_files import config_notes
+import packlora.runtime.run as train_module
+from packlora.adapters.files import config_notes
 from packlora.cli import app
+from packlora.runtime import checkpoint
 
 Base = Callable[..., str]
 

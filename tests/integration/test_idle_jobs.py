@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from test_training import Base, Rows, config, steps, train
 
-from packlora.adapters.peft_files import state_dict
-from packlora.job import Job, StepResult
+from packlora.adapters.files import state_dict
+from packlora.runtime.job import Job, StepResult
 
 
 def job(name: str, rate: float, dora: bool = True, **changes: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from packlora.config import Run
 from packlora.errors import InputError
-from packlora.train import train
+from packlora.runtime.run import train
 
 KEPT = 256
 """Tokens of the mask."""

@@ -17,10 +17,10 @@ from conftest import TINY
 from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerFast
 
+from packlora.base.model import Base, load_base, packed_logits
 from packlora.config import Run
 from packlora.errors import InputError
-from packlora.model import Base, load_base, packed_logits
-from packlora.train import train
+from packlora.runtime.run import train
 
 LIMIT = 32
 """Of the models here, in tokens."""

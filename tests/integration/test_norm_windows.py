@@ -12,7 +12,7 @@ from torch import nn
 
 import packlora
 from packlora.adapters.norms import RowNorms
-from packlora.ops import row_norm as ops
+from packlora.ops.row_norm import row_norm as ops
 
 
 def norms_of(model: Any) -> RowNorms:
@@ -162,7 +162,7 @@ def test_a_layer_called_by_itself_checks_by_itself() -> None:
 def looks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Modules in every check of data on a device; kernels run in the interpreter."""
     pytest.importorskip("triton")
-    from packlora.ops.row_norm_batch import Batch
+    from packlora.ops.row_norm.batch import Batch
 
     monkeypatch.setattr(ops, "KERNELS_ON_CPU", True)
     calls: list[int] = []

@@ -17,10 +17,10 @@ from typer.testing import CliRunner
 import packlora
 from packlora.activity import Activity
 from packlora.cli import app
+from packlora.commands.plan import make_plan
 from packlora.config import Run
 from packlora.errors import InputError
-from packlora.plan import make_plan
-from packlora.prepare import prepare
+from packlora.runtime.prepare import prepare
 
 Make = Callable[..., Run]
 
@@ -146,7 +146,7 @@ def test_a_plan_says_what_is_read_encoded_and_planned_and_how_much_of_it(make: M
 
 
 def test_a_plan_of_a_million_epochs_is_made_of_its_first_windows(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("packlora.plan.SAMPLES_SHOWN", 500)
+    monkeypatch.setattr("packlora.commands.plan.SAMPLES_SHOWN", 500)
     heard: list[tuple[int, int]] = []
     plan = make_plan(
         make({"train": {"num_train_epochs": 1e6}}), told=lambda text, done=0, total=0: heard.append((done, total))

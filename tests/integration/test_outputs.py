@@ -26,14 +26,14 @@ from torch import nn
 from transformers.models.llama import modeling_llama
 
 import packlora
-from packlora import accelerate as module
 from packlora.adapters import outputs
 from packlora.adapters.attach import attach, keep_outputs
 from packlora.adapters.in_place import REPLACED, undo
 from packlora.adapters.linear import AdaptedLinear, Tokens
-from packlora.adapters.peft_live import LayerForward
 from packlora.adapters.spec import resolve
-from packlora.model import prepare_model
+from packlora.base.model import prepare_model
+from packlora.live import accelerate as module
+from packlora.live.layers import LayerForward
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 

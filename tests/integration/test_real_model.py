@@ -12,13 +12,13 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import packlora
+from packlora.base.demo_model import demo_model_folder
+from packlora.commands.plan import figures
 from packlora.config import DataConfig, Run, load_run
 from packlora.data.encode import encode_rows
 from packlora.data.readers import read_rows
-from packlora.demo_model import demo_model_folder
-from packlora.plan import figures
-from packlora.prepare import prepare
-from packlora.profiler import profile
+from packlora.runtime.prepare import prepare
+from packlora.runtime.profiler import profile
 
 pytestmark = pytest.mark.slow
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -18,12 +18,12 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 import packlora
-from packlora import checkpoint
 from packlora.cli import app
 from packlora.config import Run
 from packlora.errors import WriteError
 from packlora.files import remove_leftovers
-from packlora.prepare import check_output
+from packlora.runtime import checkpoint
+from packlora.runtime.prepare import check_output
 
 Base = Callable[..., str]
 Copy = Callable[[Path], dict[str, Any]]
@@ -562,7 +562,7 @@ def test_a_run_of_an_earlier_version_is_refused_with_what_to_do(begun: Copy, tmp
 def test_an_output_folder_that_is_deleted_during_a_run_is_said_and_ends_with_1(
     how: str, whole: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from packlora.job import Job
+    from packlora.runtime.job import Job
 
     out, original = tmp_path / "out", Job.optimizer_step
 
@@ -587,7 +587,7 @@ def test_a_memory_error_without_words_is_told_in_words(whole: dict[str, Any], mo
     def lacking(*args: Any, **kwargs: Any) -> Any:
         raise MemoryError
 
-    monkeypatch.setattr(packlora.train, "load_base", lacking)
+    monkeypatch.setattr("packlora.runtime.run.load_base", lacking)
     file = tmp_path / "run.yaml"
     file.write_text(json.dumps({**whole, "output_dir": str(tmp_path / "out")}))
     ran = CliRunner().invoke(app, ["train", str(file)])
@@ -673,7 +673,7 @@ def test_broken_off_at_any_file_operation_a_save_leaves_a_whole_checkpoint_as_th
 
 
 def trainer_of(tree: dict[str, Any]) -> Any:
-    from packlora.train import _set_up
+    from packlora.runtime.run import _set_up
 
     run = Run.model_validate(tree)
     return _set_up(run, check_output(run, True), None)
@@ -703,7 +703,7 @@ def test_a_job_whose_first_adapter_is_gone_is_left_out_too(whole: dict[str, Any]
 def test_a_job_that_failed_stays_failed_and_can_be_sent_back(
     begun: Copy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from packlora.job import Job
+    from packlora.runtime.job import Job
 
     tree, original = begun(tmp_path), Job.optimizer_step
     out = out_of(tree)
@@ -729,7 +729,7 @@ def test_a_job_that_failed_stays_failed_and_can_be_sent_back(
 
 @pytest.mark.parametrize("text", ["", "[]", "7", "[" * 100_000, '{"result": 3}', "{}", '{"result": {}}'])
 def test_the_demo_goes_on_to_the_sentence_about_a_run_json_that_is_broken(text: str, tmp_path: Path) -> None:
-    from packlora.demo import _place
+    from packlora.commands.demo import _place
 
     (tmp_path / "demo").mkdir()
     (tmp_path / "demo" / "run.json").write_text(text)

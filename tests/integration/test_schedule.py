@@ -16,11 +16,11 @@ import torch
 from test_training import JOBS, adapter, config, distance, same_bits, steps, train
 
 import packlora
-from packlora import microbatch, profiler
-from packlora import trainer as module
 from packlora.config import Run
-from packlora.profiles import ProfileCache
-from packlora.train import _set_up
+from packlora.runtime import microbatch, profiler
+from packlora.runtime import trainer as module
+from packlora.runtime.profiles import ProfileCache
+from packlora.runtime.run import _set_up
 
 Rows = Callable[..., str]
 Base = Callable[..., str]

@@ -63,9 +63,9 @@ def test_what_is_said_takes_the_place_of_the_line_that_moves(monkeypatch: pytest
     ("command", "where", "said"),
     [
         (["train", "run.yaml"], "packlora.config.load_run", "--resume continues"),
-        (["tune"], "packlora.tune.tune", "the same command goes on"),
-        (["demo"], "packlora.demo.run_demo", "the same command continues"),
-        (["doctor"], "packlora.doctor.print_doctor", "stopped\n"),
+        (["tune"], "packlora.commands.tune.tune", "the same command goes on"),
+        (["demo"], "packlora.commands.demo.run_demo", "the same command continues"),
+        (["doctor"], "packlora.commands.doctor.print_doctor", "stopped\n"),
     ],
 )
 def test_a_command_that_is_ended_says_how_it_goes_on(

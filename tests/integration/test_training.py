@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, get_scheduler
 
 import packlora
 from packlora.config import Run
-from packlora.prepare import prepare
+from packlora.runtime.prepare import prepare
 
 Rows = Callable[..., str]
 Base = Callable[..., str]
@@ -217,7 +217,7 @@ def test_peft_loads_what_packlora_writes_and_gives_the_same_logits(
     family: str, tiny_base: Base, write_rows: Rows, tmp_path: Path
 ) -> None:
     from packlora.adapters.attach import attach
-    from packlora.adapters.peft_files import load_adapter, read_config
+    from packlora.adapters.files import load_adapter, read_config
     from packlora.adapters.spec import resolve
 
     base, jobs = tiny_base(family), [*JOBS[:1], *JOBS[2:]]
@@ -262,7 +262,7 @@ def test_a_continued_adapter_keeps_the_files_settings_and_may_change_only_dropou
 def test_merged_model_gives_the_logits_of_the_adapter_and_equals_pefts_merge(
     kind: str, tiny_base: Base, tmp_path: Path
 ) -> None:
-    from packlora.adapters.merge import merge_adapter
+    from packlora.commands.merge import merge_adapter
 
     base = tiny_base("qwen2")
     model = perturbed_peft(base, kind, tmp_path / "start")
@@ -310,7 +310,7 @@ def test_stopping_at_any_microbatch_and_resuming_gives_the_same_bits_and_the_sam
     uninterrupted: tuple[dict[str, Any], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The loop is broken off after every second microbatch in turn, by a signal or by a crash. Evaluations too are the same."""
-    from packlora import trainer as module
+    from packlora.runtime import trainer as module
 
     tree, whole = uninterrupted
     count = len((whole / "microbatches.jsonl").read_text().splitlines())
@@ -430,7 +430,7 @@ def test_resuming_a_finished_run_trains_nothing_and_a_longer_one_goes_on(
 def test_a_held_out_loss_that_was_not_finite_does_not_keep_a_run_from_being_resumed(
     uninterrupted: tuple[dict[str, Any], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from packlora.trainer import Trainer
+    from packlora.runtime.trainer import Trainer
 
     tree, _ = uninterrupted
     tree = {**tree, "output_dir": str(tmp_path / "out")}
@@ -539,7 +539,7 @@ def test_a_job_that_is_interrupted_between_its_ruin_and_its_failure_still_keeps_
     }
     tree = config(tiny_base(), tmp_path / "whole", write_rows, [bad], save_every=1)
     train(tree)
-    from packlora import trainer as module
+    from packlora.runtime import trainer as module
 
     original = module.Trainer._after_steps
 
@@ -583,7 +583,7 @@ def test_a_job_that_its_very_last_step_ruins_has_failed(
 def test_a_gradient_that_is_not_finite_stops_the_job_and_keeps_the_adapter_whose_loss_was_finite(
     tiny_base: Base, write_rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from packlora.job import Job
+    from packlora.runtime.job import Job
 
     original = Job.optimizer_step
 

@@ -11,9 +11,9 @@ import torch
 import transformers
 from conftest import FAMILIES, TINY
 
+from packlora.base.model import load_base
 from packlora.config import Run
 from packlora.errors import InputError
-from packlora.model import load_base
 
 SMALL = {key: TINY[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")}
 OTHERS: dict[str, tuple[dict[str, Any], str]] = {

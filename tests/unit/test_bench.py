@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from benchmarks import model_profile, readme
-from packlora import timing
 from packlora.bench import graphs, layer, model, multi, run_bench, traffic
 from packlora.bench.options import Options, choose, plan_from_name
 from packlora.bench.progress import Progress
 from packlora.errors import InputError
 from packlora.ops.lora_linear.plan import CHAIN, ROUTED, Plan
-from packlora.timing import Contender, Timing, Timings, Work, geomean, paired
+from packlora.plans import timing
+from packlora.plans.timing import Contender, Timing, Timings, Work, geomean, paired
 
 CPU = torch.device("cpu")
 REQUIRED = {

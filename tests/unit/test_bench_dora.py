@@ -18,7 +18,7 @@ from packlora.adapters import norms
 from packlora.bench import PARTS, dora, dora_compose, dora_layer, dora_model, dora_norm, dora_peers, model, run_bench
 from packlora.bench.options import Options
 from packlora.errors import InputError
-from packlora.timing import Timing, Timings, paired
+from packlora.plans.timing import Timing, Timings, paired
 
 pytestmark = pytest.mark.usefixtures("no_collections")
 CPU = torch.device("cpu")

@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM
 from packlora.adapters import norms
 from packlora.bench import dora_layer, model
 from packlora.bench.options import Options
-from packlora.timing import Contender, Work, paired, stepped
+from packlora.plans.timing import Contender, Work, paired, stepped
 
 CPU = torch.device("cpu")
 

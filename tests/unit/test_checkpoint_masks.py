@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import packlora
-from packlora.adapters import peft_live
+from packlora.live import layers as peft_live
 
 Wrap = Callable[..., Any]
 

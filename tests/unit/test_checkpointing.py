@@ -21,15 +21,15 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 import packlora
 from packlora.adapters.attach import attach
 from packlora.adapters.spec import resolve
-from packlora.data.collate import PackedBatch, PackedSample, collate
+from packlora.base.model import prepare_model
 from packlora.data.encode import Sample
-from packlora.loss import token_losses
-from packlora.model import prepare_model
 from packlora.ops.lora_linear import group
 from packlora.ops.lora_linear.group import GroupState, Layer, LowRank, Run, lora_group
 from packlora.ops.lora_linear.plan import CHAIN, ROUTED, Plan
 from packlora.ops.lora_linear.steps import Steps
 from packlora.ops.recipe import Recipe
+from packlora.runtime.collate import PackedBatch, PackedSample, collate
+from packlora.runtime.loss import token_losses
 
 BEFORE, AGAIN = Plan(up="before", dx="before"), Plan(keep_s=False)
 MERGED = Plan(up="merged", dx="merged", keep_s=False)

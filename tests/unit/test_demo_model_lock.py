@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from packlora import demo_model
+from packlora.base import demo_model
 from packlora.errors import InputError
 
 CONVERT = """

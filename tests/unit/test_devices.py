@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from packlora.base.model import choose_device
 from packlora.errors import InputError
-from packlora.model import choose_device
 from packlora.ops import gpu
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import tiny_model
 
-from packlora.fingerprint import fingerprint, word_sum
+from packlora.base.fingerprint import fingerprint, word_sum
 
 
 def by_bytes(tensor: torch.Tensor) -> int:

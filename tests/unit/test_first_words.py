@@ -12,10 +12,11 @@ import pytest
 from rich.console import Console
 from test_progress import job
 
-from packlora import plan, summary
-from packlora.job import StepResult
-from packlora.progress import Progress
-from packlora.trainer import JobResult, Result
+from packlora.commands import plan
+from packlora.report import summary
+from packlora.report.progress import Progress
+from packlora.runtime.job import StepResult
+from packlora.runtime.trainer import JobResult, Result
 
 WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; from packlora.cli import app; app()"
 """Whatever imports torch fails."""

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from packlora.doctor import quick_launches
-from packlora.ops.lora_linear import launcher
-from packlora.ops.lora_linear.launcher import Descriptor, Passage, Site, launch, launched
+from packlora.commands.doctor import quick_launches
+from packlora.ops import launcher
+from packlora.ops.launcher import Descriptor, Passage, Site, launch, launched
 
 
 class Door:
@@ -203,5 +203,5 @@ def test_doctor_says_whether_launches_are_quick_and_if_not_why(monkeypatch: pyte
     for reason, told in ((None, "on"), ("triton 9.9: it passes a moon", "off: triton 9.9: it passes a moon")):
         monkeypatch.setattr(launcher, "why_usual", lambda reason=reason: reason)
         assert quick_launches().startswith(told)
-    monkeypatch.setattr("packlora.doctor.HAS_TRITON", False)
+    monkeypatch.setattr("packlora.commands.doctor.HAS_TRITON", False)
     assert quick_launches() == "off: the triton package is not installed"

@@ -13,11 +13,11 @@ from conftest import FAMILIES, tiny_model
 from peft import LoraConfig
 from transformers.models.llama import modeling_llama
 
-from packlora import liger
 from packlora.adapters.attach import attach
 from packlora.adapters.spec import resolve
+from packlora.base import liger
+from packlora.base.model import packed_logits, prepare_model
 from packlora.errors import InputError
-from packlora.model import packed_logits, prepare_model
 
 CALLS: list[str] = []
 

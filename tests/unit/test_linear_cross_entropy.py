@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from packlora.ops.linear_cross_entropy import (
+from packlora.ops.cross_entropy.linear_cross_entropy import (
     IGNORE,
     ROWS_WITH_EQUAL_BITS,
     chunk_rows,
@@ -161,7 +161,7 @@ def test_without_gradient_nothing_is_kept_and_the_losses_have_the_same_bits() ->
 
 
 def test_logits_of_all_rows_are_never_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    from packlora.ops import linear_cross_entropy as module
+    from packlora.ops.cross_entropy import linear_cross_entropy as module
 
     seen = []
     original = module.softmax_gradient

@@ -14,15 +14,15 @@ import transformers
 from conftest import FAMILIES, TINY, tiny_model
 from peft import LoraConfig
 
-from packlora import loss
 from packlora.adapters.attach import attach
 from packlora.adapters.spec import resolve
+from packlora.base.model import Base, load_base, prepare_model
 from packlora.config import Run
-from packlora.data.collate import IGNORE, PackedSample, collate
 from packlora.data.encode import Sample
-from packlora.loss import token_losses
-from packlora.model import Base, load_base, prepare_model
-from packlora.ops import linear_cross_entropy
+from packlora.ops.cross_entropy import linear_cross_entropy
+from packlora.runtime import loss
+from packlora.runtime.collate import IGNORE, PackedSample, collate
+from packlora.runtime.loss import token_losses
 
 CPU = torch.device("cpu")
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import transformers
 from conftest import TINY
 
+from packlora.base.model import load_skeleton
 from packlora.config import Run
-from packlora.model import load_skeleton
 
 
 def test_as_many_experts_as_doge_s_configuration_names_are_no_reason_to_refuse_it(tmp_path: Path) -> None:

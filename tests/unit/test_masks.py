@@ -14,7 +14,7 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
-from packlora.masks import ROWS, describe
+from packlora.base.masks import ROWS, describe
 from packlora.ops.attention import visible
 
 NO_PADDING = torch.zeros(1, dtype=torch.long)

@@ -10,10 +10,10 @@ from rich.console import Console
 from test_progress import job
 from test_report import write_run
 
-from packlora import charts
-from packlora.job import StepResult
-from packlora.progress import Progress
-from packlora.report import write_report
+from packlora.report import charts
+from packlora.report.progress import Progress
+from packlora.report.report import write_report
+from packlora.runtime.job import StepResult
 
 
 def table(width: int, *names: str) -> list[str]:

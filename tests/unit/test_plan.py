@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from packlora import plan
+from packlora.commands import plan
+from packlora.commands.plan import BLOCKS, figures, sparkline
 from packlora.config import TrainConfig
 from packlora.data.dataset import JobData
 from packlora.data.encode import Sample
-from packlora.gantt import draw
-from packlora.plan import BLOCKS, figures, sparkline
-from packlora.profiler import Layout, Profile
+from packlora.report.gantt import draw
+from packlora.runtime.profiler import Layout, Profile
 from packlora.schedule.cost import CostModel
 
 

@@ -20,6 +20,7 @@ import torch
 from seeds import SEED
 from torch.utils.flop_counter import FlopCounterMode
 
+from packlora.commands.tune import cases_of_run, standard_cases, tune
 from packlora.config import Run
 from packlora.ops.lora_linear.plan import CHAIN, ROUTED, Plan
 from packlora.plans import measure as measuring
@@ -29,7 +30,6 @@ from packlora.plans.cost import HIDDEN, Machine, bytes_moved, flops, machine, se
 from packlora.plans.measure import FAR, Measured, candidates, group_maker, measure, summarised
 from packlora.plans.select import Planner, runlora_select
 from packlora.plans.space import RUNLORA_BACKWARD, RUNLORA_FORWARD, legal_plans, runlora_plan, why_illegal
-from packlora.tune import cases_of_run, standard_cases, tune
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -698,7 +698,7 @@ def test_tune_keeps_going_where_plans_fail_and_says_so(
         return real(self, plan)
 
     monkeypatch.setattr(measuring._Operands, "work", work)
-    monkeypatch.setattr("packlora.tune.standard_cases", lambda device: [case])
+    monkeypatch.setattr("packlora.commands.tune.standard_cases", lambda device: [case])
     (item,) = tune(None, CPU, progress=False, budget_s=0.02, cache=PlanCache(CPU, tmp_path / "plans.json"))
     assert item.plan == CHAIN and item.speedup == 1
     assert len(item.measured.failed) == len(candidates(case, CPU)) - 1

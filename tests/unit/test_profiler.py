@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from packlora.profiler import CLOSE, ROOM_SHARE, Layout, Prediction, Profile, _seconds, choose, fitted
-from packlora.profiles import Point, ProfileCache
+from packlora.runtime.profiler import CLOSE, ROOM_SHARE, Layout, Prediction, Profile, _seconds, choose, fitted
+from packlora.runtime.profiles import Point, ProfileCache
 from packlora.schedule.cost import CostModel
 from packlora.schedule.types import Microbatch, Placed
 

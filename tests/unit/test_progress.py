@@ -14,8 +14,8 @@ from rich.console import Console
 from packlora.config import TrainConfig
 from packlora.data.dataset import JobData
 from packlora.data.encode import Sample
-from packlora.job import StepResult
-from packlora.progress import Progress, duration
+from packlora.report.progress import Progress, duration
+from packlora.runtime.job import StepResult
 
 
 def job(name: str, samples: int = 8) -> Any:

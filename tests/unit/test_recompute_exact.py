@@ -21,15 +21,15 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 import packlora
-from packlora import liger
 from packlora.adapters.attach import attach
 from packlora.adapters.recipes import add_recipes
 from packlora.adapters.spec import resolve
-from packlora.data.collate import PackedSample, collate
+from packlora.base import liger
+from packlora.base.model import prepare_model
 from packlora.data.encode import Sample
-from packlora.loss import token_losses
-from packlora.model import prepare_model
 from packlora.ops.recipe import recipe_of
+from packlora.runtime.collate import PackedSample, collate
+from packlora.runtime.loss import token_losses
 
 IDS = torch.randint(3, 320, (2, 9), generator=torch.Generator().manual_seed(0))
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from packlora import charts
-from packlora.report import write_report
+from packlora.report import charts
+from packlora.report.report import write_report
 
 NAMES = ("synopsis", "docstrings", "manpages", "dora-x", "a.b-c_d")
 CAPACITY = 2048

@@ -10,9 +10,9 @@ import torch
 from seeds import some
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from packlora.ops import row_norm as module
-from packlora.ops import row_norm_batch as batch
-from packlora.ops.row_norm import NormProblem, RowChunks, row_norm, row_norms, squared_row_norm
+from packlora.ops.row_norm import batch
+from packlora.ops.row_norm import row_norm as module
+from packlora.ops.row_norm.row_norm import NormProblem, RowChunks, row_norm, row_norms, squared_row_norm
 
 
 @pytest.fixture(params=["chunks", "kernels"])

@@ -9,8 +9,8 @@ import torch
 from test_products import plain_plans
 from torch.utils.checkpoint import checkpoint
 
-from packlora.adapters import compiled
-from packlora.ops.linear_cross_entropy import linear_cross_entropy
+from packlora.ops.cross_entropy.linear_cross_entropy import linear_cross_entropy
+from packlora.ops.lora_linear import registered as compiled
 from packlora.ops.lora_linear.group import HAS_TRITON, Layer, LowRank, Run, lora_group
 from packlora.ops.lora_linear.plan import ROUTED, Plan
 

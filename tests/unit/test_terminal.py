@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from packlora import terminal
 from packlora.cli import app
 from packlora.errors import unwritten
-from packlora.metrics import JsonLines, read_lines
+from packlora.report.metrics import JsonLines, read_lines
 
 
 def processor_seconds(process: subprocess.Popen[Any]) -> float:
@@ -41,7 +41,7 @@ def test_train_says_what_it_does_before_it_has_worked_for_half_a_second(tmp_path
 
 
 def test_a_process_that_has_loaded_everything_does_not_say_that_it_loads(tmp_path: Path) -> None:
-    import packlora.train  # noqa: F401
+    import packlora.runtime.run  # noqa: F401
 
     assert "loading" not in CliRunner().invoke(app, ["train", str(tmp_path / "run.yaml")]).stderr
 
@@ -89,7 +89,7 @@ def test_without_any_standard_streams_nothing_fails(monkeypatch: pytest.MonkeyPa
 
 PRINTS = """
 import sys, types
-doctor = sys.modules["packlora.doctor"] = types.ModuleType("doctor")
+doctor = sys.modules["packlora.commands.doctor"] = types.ModuleType("doctor")
 doctor.print_doctor = lambda: print("text", flush=True) or True
 from packlora.cli import app
 app(["doctor"])

@@ -17,8 +17,10 @@ import triton.language as tl
 
 from packlora.ops.dropout import dropout_threshold, signed
 from packlora.ops.gpu import capability, has_copy_engine, processors
-from packlora.ops.lora_linear import fused, gradient_kernels, kernels
-from packlora.ops.lora_linear.launcher import Descriptor, launch, launched
+from packlora.ops.launcher import Descriptor, launch, launched
+from packlora.ops.lora_linear.kernels import backward as gradient_kernels
+from packlora.ops.lora_linear.kernels import forward as kernels
+from packlora.ops.lora_linear.kernels import gemm as fused
 from packlora.ops.lora_linear.layout import GroupTables, Layer, Packed, Run, RunTables
 
 if TYPE_CHECKING:

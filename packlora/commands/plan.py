@@ -1,0 +1,390 @@
+"""`packlora plan`: what a run would do, found without training, without the model's weights and without a GPU.
+
+Owns the figures and how they are printed; the picture of the timeline is gantt.py's. Times and memory come from profiler.py:
+estimates, or what was measured on this device before. See `memory_parts` there for what an estimate leaves out.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console, JustifyMethod
+from rich.table import Table
+from rich.text import Text
+
+import packlora
+from packlora.activity import Activity, Told, silent
+from packlora.base.model import choose_device
+from packlora.config import Run
+from packlora.errors import InputError
+from packlora.files import write_json
+from packlora.report.gantt import draw
+from packlora.report.progress import GAP, NAME, duration
+from packlora.runtime import profiler
+from packlora.runtime.prepare import Prepared, PreparedJob, prepare
+from packlora.runtime.profiler import Prediction, Profile
+from packlora.schedule.planner import Planner
+from packlora.schedule.simulate import simulate
+from packlora.schedule.types import Microbatch
+
+SAMPLES_SHOWN = 200_000
+"""Samples that are planned for the figures; of a longer run the first windows, scaled up."""
+FULL = 0.95
+"""Fill from which on a microbatch counts as full."""
+BLOCKS = "▁▂▃▄▅▆▇█"
+CELLS = 16
+NAMED = 12
+"""Jobs whose groups are listed by name, and groups that are listed at all."""
+LEFT = ("job", "adapter", "method", "lengths", "")
+"""Headings of columns that stand on the left; numbers beside them do not count."""
+DRAWN = 48
+"""Microbatches in the picture."""
+
+
+@dataclass(slots=True)
+class Figures:
+    """A run under one method of scheduling.
+
+    microbatches: without no-ops; those with at least FULL of the capacity are full. bound: fewest slots that the lengths
+    allow. tokens: real ones, without padding. seconds: of all forwards and backwards, predicted. bubble: part of the stages'
+    time in which nothing runs. bytes: on one device at the fullest microbatch. stopped: windows by the reason why nothing
+    better was sought. planning_s: what planning took. part: of the run's tokens that was planned; the rest is scaled up.
+    """
+
+    method: str
+    capacity: int
+    microbatches: int = 0
+    full: int = 0
+    noops: int = 0
+    bound: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    bubble: float = 0.0
+    bytes: int = 0
+    stopped: Counter[str] = field(default_factory=Counter)
+    groups: tuple[tuple[str, ...], ...] = ()
+    planning_s: float = 0.0
+    part: float = 1.0
+
+    @property
+    def gap(self) -> float:
+        """Slots above the bound, as a part of it."""
+        return (self.microbatches + self.noops) / self.bound - 1 if self.bound else 0.0
+
+    @property
+    def fill(self) -> float:
+        return self.tokens / (self.microbatches * self.capacity)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+    def to_json(self) -> dict[str, Any]:
+        own = {"underfilled": self.microbatches - self.full, "gap": self.gap, "fill": self.fill}
+        own["tokens_per_second"] = self.tokens_per_second
+        return {**asdict(self), "stopped": dict(self.stopped), **own}
+
+
+def figures(
+    prepared: Prepared,
+    known: Profile,
+    method: str,
+    stages: int = 1,
+    padding_multiple: int = 1,
+    told: Told = silent,
+) -> tuple[Figures, list[Microbatch]]:
+    """Plan the run with a method, and the microbatches that were planned.
+
+    Args:
+        told: hears how far it is.
+
+    Raises:
+        InputError: the budget holds no sample of the run once it is padded.
+    """
+    orders = [job.data.planned for job in prepared.jobs]
+    ahead = sum(order.num_batches * min(order.global_batch_size, len(order.lengths)) for order in orders)
+    planner = Planner(
+        orders, prepared.budget, stages=stages, method=method, padding_multiple=padding_multiple,
+        time_limit_s=prepared.run.schedule.time_limit_s, cost=known.cost if stages > 1 else None,
+    )  # fmt: skip
+    out, samples = Figures(method, prepared.budget), 0
+    planned: list[Microbatch] = []
+    try:
+        told(f"planning microbatches, {method}")
+        for window in planner.windows():
+            report = window.report
+            out.bound += report.bound
+            out.stopped[report.stopped] += 1
+            out.planning_s += report.seconds
+            out.groups = out.groups or report.groups
+            planned += window.microbatches
+            samples += sum(len(microbatch.samples) for microbatch in window.microbatches)
+            told(f"planning microbatches, {method}: samples", samples, max(samples, min(ahead, SAMPLES_SHOWN)))
+            if samples >= SAMPLES_SHOWN:
+                break
+    finally:
+        planner.close()
+    timeline = simulate(planned, known.cost)
+    real = [microbatch for microbatch in planned if not microbatch.is_noop]
+    sizes = [microbatch.num_tokens for microbatch in real]
+    out.microbatches, out.noops, out.tokens = len(real), len(planned) - len(real), sum(sizes)
+    out.full = sum(size >= FULL * prepared.budget for size in sizes)
+    out.seconds, out.bubble, out.bytes = timeline.makespan, timeline.bubble, known.bytes(max(sizes))
+    whole = sum(job.data.tokens for job in prepared.jobs)
+    out.part = min(1.0, out.tokens / whole)
+    if samples >= SAMPLES_SHOWN and out.part < 1:
+        for name in ("microbatches", "full", "noops", "bound", "tokens"):
+            setattr(out, name, round(getattr(out, name) / out.part))
+        out.seconds /= out.part
+    return out, planned
+
+
+@dataclass(slots=True)
+class Plan:
+    """All that the command shows."""
+
+    prepared: Prepared
+    known: Profile
+    stages: int
+    methods: list[Figures]
+    shown: list[Microbatch]
+    budgets: list[Prediction]
+
+    def to_json(self) -> dict[str, Any]:
+        run, shape = self.prepared.run, self.prepared.shape
+        return {
+            "packlora": packlora.__version__,
+            "model": {"base_model": run.base_model, "dtype": run.dtype, **asdict(shape)},
+            "device": choose_device(run.device).type,
+            "max_tokens_per_microbatch": self.prepared.budget,
+            "stages": self.stages,
+            "jobs": [job_figures(job) for job in self.prepared.jobs],
+            "methods": {each.method: each.to_json() for each in self.methods},
+            "memory": profiler.memory_parts(run, self.prepared, self.fullest),
+            "profile": self.known.describe(),
+            "budgets": [{**asdict(each), "tokens_per_second": each.tokens_per_second} for each in self.budgets],
+            "notes": self.prepared.warnings,
+        }
+
+    @property
+    def fullest(self) -> int:
+        """Tokens of the fullest microbatch."""
+        return max(microbatch.num_tokens for microbatch in self.shown)
+
+
+def make_plan(run: Run, stages: int = 1, told: Told = silent) -> Plan:
+    """Check the run as training would, and plan it alone and as the run file says.
+
+    Raises:
+        InputError: as for training, or more stages than the model has layers.
+    """
+    prepared = prepare(run, told=told)
+    if stages > prepared.shape.layers:
+        raise InputError(f"stages: {stages} are more than the {prepared.shape.layers} layers of the model")
+    known, budgets = profiler.profile(run, prepared), []
+    if run.max_tokens_per_microbatch == "auto" and choose_device(run.device).type == "cuda":
+        budgets = profiler.predictions(prepared, [known])
+        prepared.budget = profiler.choose(budgets).budget
+    if stages > 1:
+        split = profiler.estimate(run, prepared, stages)
+        cost = replace(known.cost, stage_shares=split.cost.stage_shares)
+        known = replace(known, layout=split.layout, cost=cost, kept_bytes=known.kept_bytes / stages)
+    other = "auto" if run.schedule.method == "solo" else run.schedule.method
+    methods = []
+    for method in ("solo", other):
+        made, shown = figures(prepared, known, method, stages, run.schedule.padding_multiple, told)
+        methods.append(made)
+    return Plan(prepared, known, stages, methods, shown, budgets)
+
+
+def print_plan(run: Run, stages: int = 1, json_file: Path | None = None, plot: Path | None = None) -> None:
+    """Print a plan, and write it as JSON and as a picture where files are given."""
+    with Activity() as told:
+        plan = make_plan(run, stages, told)
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=160)
+    print_all(plan, console)
+    if json_file is not None:
+        _write(json_file, lambda: write_json(json_file, plan.to_json()))
+        console.print(Text(f"wrote {json_file}"), soft_wrap=True)
+    if plot is not None:
+        title = f"{plan.methods[-1].method}, {plan.stages} stage{'s' * (plan.stages > 1)}, first microbatches"
+        _write(plot, lambda: draw(plan.shown[:DRAWN], plan.known.cost, title, plot))
+        console.print(Text(f"wrote {plot}"), soft_wrap=True)
+
+
+def _write(path: Path, write: Any) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write()
+    except (OSError, ValueError) as error:  # ValueError: a kind of picture that matplotlib does not know
+        raise InputError(f"cannot write {path}: {error}") from None
+
+
+# --- jobs --------------------------------------------------------------------------------------------------------------
+
+
+def job_figures(job: PreparedJob) -> dict[str, Any]:
+    """What the table and the JSON say of a job."""
+    lengths, peft = job.data.planned.lengths, job.spec.peft
+    counts, edges = np.histogram(np.log2(lengths), bins=24)
+    return {
+        "name": job.config.name,
+        "adapter": ("DoRA" if peft.use_dora else "rsLoRA" if peft.use_rslora else "LoRA") + f" r {peft.r}",
+        "trainable_parameters": job.trainable,
+        "samples": len(lengths),
+        "lengths": {
+            "mean": float(lengths.mean()), "p50": float(np.percentile(lengths, 50)),
+            "p95": float(np.percentile(lengths, 95)), "max": int(lengths.max()), "min": int(lengths.min()),
+            "histogram": {"edges": np.exp2(edges).round(1).tolist(), "counts": counts.tolist()},
+        },
+        "global_batch_size": job.config.train.global_batch_size,
+        "steps": job.data.num_steps,
+        "tokens": job.data.tokens,
+        "label_share": job.data.label_share,
+    }  # fmt: skip
+
+
+def sparkline(lengths: Sequence[int] | np.ndarray, low: int, high: int, cells: int = CELLS) -> str:
+    """Blocks for the number of lengths between low and high, on a logarithmic scale; a cell with any shows a block."""
+    edges = np.log2([low, max(high, low + 1)])
+    counts, _ = np.histogram(np.log2(lengths), bins=cells, range=(float(edges[0]), float(edges[1])))
+    top = counts.max()
+    return "".join(" " if n == 0 else BLOCKS[round(n / top * (len(BLOCKS) - 1))] for n in counts.tolist())
+
+
+# --- printing ----------------------------------------------------------------------------------------------------------
+
+
+def print_all(plan: Plan, console: Console) -> None:
+    """Jobs, groups, microbatches, budgets, memory, notes."""
+    prepared, run, shape = plan.prepared, plan.prepared.run, plan.prepared.shape
+    device = choose_device(run.device)
+
+    def say(text: str) -> None:
+        console.print(Text(text), soft_wrap=not console.is_terminal)
+
+    say(
+        f"{run.base_model}: {shape.parameters / 1e6:,.1f} M parameters, {shape.layers} layers, {run.dtype}, on {device.type}"
+        + (f", a pipeline of {plan.stages} stages" if plan.stages > 1 else "")
+    )
+    console.print()
+    _print_jobs(prepared, console)
+    console.print()
+    used = plan.methods[-1]
+    if len(prepared.jobs) > 1:
+        listed = [" + ".join(group) for group in used.groups]
+        if len(prepared.jobs) > NAMED:
+            listed = [f"{group[0]} and {len(group) - 1} more" for group in used.groups[:NAMED]]
+        turns = "; what is left over of one turn shares a microbatch with the next" if len(listed) > 1 else ""
+        say("packed together: " + ", then ".join(listed) + turns)
+    origin = "" if run.max_tokens_per_microbatch != "auto" else ": auto"
+    say(f"microbatches of at most {prepared.budget} tokens (max_tokens_per_microbatch{origin}):")
+    _print_methods(plan.methods, console)
+    say(
+        f"{used.method} needs {used.microbatches} microbatches, solo {plan.methods[0].microbatches}; stopped: "
+        + ", ".join(f"{why} ({count} of {used.stopped.total()} windows)" for why, count in used.stopped.most_common())
+    )
+    if used.part < 1:
+        say(f"planned: the first {used.part:.0%} of the run's tokens; counts and times are scaled up from there")
+    console.print()
+    say(f"times are {_origin(plan.known)}")
+    if plan.budgets:
+        _print_budgets(plan.budgets, prepared.budget, console)
+    parts = profiler.memory_parts(run, prepared, plan.fullest)
+    split = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in parts.items())
+    total = f"{used.bytes / 2**30:.2f} of {plan.known.room / 2**30:.1f} GiB free"
+    if plan.known.origin == "estimated" and plan.stages == 1:
+        say(f"memory on {device.type}, estimated: {total} ({split})")
+    else:
+        say(
+            f"memory on each {device.type}, {plan.known.origin}: {total} (estimate of its parts on one device: {split})"
+        )
+    if not plan.known.fits(plan.fullest):
+        say("note: this does not fit; lower max_tokens_per_microbatch or set gradient_checkpointing: true")
+    for warning in prepared.warnings:
+        say(f"note: {warning}")
+
+
+def _origin(known: Profile) -> str:
+    if known.origin != "estimated":
+        return (
+            f"those of {sum(point.seconds is not None for point in known.points)} microbatches measured on this device"
+        )
+    return "estimated from the model's shape and the speed of one matrix product on this machine"
+
+
+def _print_table(console: Console, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A table; where the console is too narrow, several below each other, each with the first column."""
+    widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
+    parts = [[0]]
+    for index in range(1, len(headings)):
+        needed = min(widths[0], NAME) + sum(GAP + widths[column] for column in (*parts[-1][1:], index))
+        if needed > console.width and len(parts[-1]) > 1:
+            parts.append([0])
+        parts[-1].append(index)
+    for part in parts:
+        if part is not parts[0]:
+            console.print()
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        for column in part:
+            side: JustifyMethod = "left" if headings[column].strip("0123456789 ") in LEFT else "right"
+            table.add_column(headings[column], justify=side, no_wrap=column > 0, overflow="fold")
+        for row in rows:
+            table.add_row(*(Text(row[column]) for column in part))
+        console.print(table)
+
+
+def _print_jobs(prepared: Prepared, console: Console) -> None:
+    low = min(int(job.data.planned.lengths.min()) for job in prepared.jobs)
+    high = max(int(job.data.planned.lengths.max()) for job in prepared.jobs)
+    scale = f"{low} lengths {high}"
+    rows = []
+    for job in prepared.jobs:
+        own = job_figures(job)
+        lengths = own["lengths"]
+        rows.append((
+            own["name"], own["adapter"], f"{own['trainable_parameters'] / 1e6:.2f} M", str(own["samples"]),
+            str(own["global_batch_size"]), str(own["steps"]), f"{own['tokens']:,}", f"{own['label_share']:.0%}",
+            f"{lengths['mean']:.0f}", f"{lengths['p50']:.0f}", f"{lengths['p95']:.0f}", str(lengths["max"]),
+            sparkline(job.data.planned.lengths, low, high),
+        ))  # fmt: skip
+    headings = (
+        "job", "adapter", "trainable", "samples", "batch", "steps", "tokens", "labels", "mean", "p50", "p95", "max",
+        scale if len(scale) <= CELLS else "lengths",
+    )  # fmt: skip
+    _print_table(console, headings, rows)
+
+
+def _print_methods(methods: Sequence[Figures], console: Console) -> None:
+    headings = (
+        "method", "microbatches", "full", "underfilled", "no-ops", "bound", "gap", "fill", "ms each", "bubble", "time",
+        "tokens/s", "memory GiB",
+    )  # fmt: skip
+    rows = [
+        (
+            own.method, str(own.microbatches), str(own.full), str(own.microbatches - own.full), str(own.noops), str(own.bound),
+            f"{own.gap:.1%}", f"{own.fill:.0%}", f"{1e3 * own.seconds / own.microbatches:.1f}", f"{own.bubble:.1%}",
+            duration(own.seconds) if own.seconds >= 60 else f"{own.seconds:.1f} s", f"{own.tokens_per_second:,.0f}",
+            f"{own.bytes / 2**30:.2f}",
+        )
+        for own in methods
+    ]  # fmt: skip
+    _print_table(console, headings, rows)
+
+
+def _print_budgets(budgets: Sequence[Prediction], chosen: int, console: Console) -> None:
+    rows = [
+        (
+            str(each.budget), str(each.microbatches), f"{each.tokens_per_second:,.0f}", f"{each.bytes / 2**30:.1f}",
+            "taken" if each.budget == chosen else "" if each.fits else "does not fit",
+        )
+        for each in budgets
+    ]  # fmt: skip
+    _print_table(console, ("tokens", "microbatches", "tokens/s", "memory GiB", ""), rows)

@@ -1,0 +1,358 @@
+"""`packlora tune`: measure the plans for what a run will meet, or for usual shapes, and remember them for this device."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.table import Table
+from rich.text import Text
+from transformers import PreTrainedModel
+
+from packlora.adapters.siblings import sibling_groups
+from packlora.adapters.spec import AdapterSpec
+from packlora.base.model import ATTENTION, choose_device, load_skeleton
+from packlora.config import Run
+from packlora.errors import InputError
+from packlora.ops.lora_linear.plan import CHAIN, Plan, ordered
+from packlora.plans.cache import PlanCache, Record, fastest
+from packlora.plans.case import Case, token_bucket
+from packlora.plans.cost import machine, seconds
+from packlora.plans.measure import Measured, candidates, group_maker, measure
+from packlora.plans.space import legal_plans
+from packlora.report.progress import duration
+from packlora.runtime.prepare import AUTO_BUDGET, adapter_config, adapter_spec
+
+SMALLEST = 8
+"""Microbatches are measured from this part of the largest one upwards; of a full schedule few are smaller."""
+
+TRACED = 8
+"""Tokens of the forward by which groups are found; any number will do."""
+
+MINUTES = 5.0
+"""How long measuring takes at most where nothing is said."""
+
+UNCOUNTED, COUNTED = 5, (9, 100)
+"""Runs of every plan before the counted rounds, as timing.paired has them, and the fewest and most of these."""
+
+PART = 0.1
+"""Of the time, for one case at most: a slow one is measured with fewer plans."""
+
+GPU_SHAPES = ((4096, 4096), (5120, 5120), (8192, 8192), (4096, 14336), (14336, 4096))
+GPU_GROUPS = ((4096, (4096, 1024, 1024)), (4096, (14336, 14336)))
+CPU_GROUPS = ((576, (576, 192, 192)), (576, (576,)), (576, (1536, 1536)), (1536, (576,)))
+"""(K, Ns): single layers and groups of common models; on a CPU those of SmolLM2-135M."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tuned:
+    """What came of one case: the fastest plan, its time and the plain chain's in milliseconds; or why there is none."""
+
+    case: Case
+    measured: Measured
+    plan: Plan | None
+
+    @property
+    def speedup(self) -> float | None:
+        """Time of the plain chain over that of the plan."""
+        if self.plan is None:
+            return None
+        return self.measured.ms[CHAIN.name] / self.measured.ms[self.plan.name]
+
+
+# --- which cases -------------------------------------------------------------------------------------------------------
+
+
+def standard_cases(device: torch.device) -> list[Case]:
+    """Usual layers at rank 16 with and without dropout, and four adapters of ranks 8 to 64 at once, large batches first."""
+    gpu = device.type == "cuda"
+    dtype = torch.bfloat16 if gpu else torch.float32
+    groups = (*((K, (N,)) for K, N in GPU_SHAPES), *GPU_GROUPS) if gpu else CPU_GROUPS
+    out = []
+    for tokens in (8192, 2048) if gpu else (2048, 512):
+        for ranks, drops in (((16,), (True,)), ((16,), (False,)), ((8, 16, 32, 64), (False, True, True, True))):
+            for K, Ns in groups:
+                by_adapter = [[rank] * len(Ns) for rank in ranks]
+                out.append(Case.of(device, dtype, tokens, K, Ns, by_adapter, drops, [False] * len(Ns)))
+    return out
+
+
+def cases_of_run(run: Run, device: torch.device) -> tuple[list[Case], list[str]]:
+    """The cases of a run file, without its weights or data: every group of adapted layers, with each job alone and all jobs
+    together, in microbatches from an eighth of the largest up. The most useful ones first: the largest microbatches, as most
+    are; all jobs together; what most time goes to, by the number of layers and the estimate for one. Second: what the user
+    should know.
+
+    Raises:
+        InputError: the model, an adapter or its targets are wrong.
+    """
+    skeleton = load_skeleton(run)
+    specs = {job.name: adapter_spec(job, adapter_config(job, run), skeleton) for job in run.jobs}
+    adapted = [
+        name for name, _ in skeleton.named_modules() if any(_rank(spec, name) for spec in specs.values())
+    ]  # in model order
+    groups, first, notes = _groups(skeleton, adapted)
+    budget = run.max_tokens_per_microbatch
+    tokens = _buckets(AUTO_BUDGET[device.type] if budget == "auto" else int(budget))
+    mixes = [[name] for name in specs] + ([list(specs)] if len(specs) > 1 else [])
+    out: dict[Case, int] = {}
+    layers_of: Counter[Case] = Counter()
+    for group in groups:
+        layers = [skeleton.get_submodule(name) for name in group]
+        for mix in mixes:
+            chosen = [specs[name] for name in mix]
+            modules = [spec.modules[name] for spec in chosen for name in group if _rank(spec, name)]
+            if not modules:
+                continue
+            drops = [any(_rank(spec, name) and spec.modules[name].dropout for name in group) for spec in chosen]
+            for number in tokens:
+                case = Case.of(
+                    device,
+                    getattr(torch, run.dtype),
+                    number,
+                    int(layers[0].in_features),
+                    [int(layer.out_features) for layer in layers],
+                    [[_rank(spec, name) for name in group] for spec in chosen],
+                    [bool(drop) for drop in drops],
+                    [layer.bias is not None for layer in layers],
+                    needs=(not first.issuperset(group), True, True),
+                    composed=any(module.use_dora or module.train_bias for module in modules),
+                    base_dropped=any(module.use_dora and module.dropout and module.base_dropped for module in modules),
+                )
+                out[case] = max(out.get(case, 1), len(mix))
+                layers_of[case] += 1
+    roofline = machine(device, run.dtype, next(iter(out)).tf32) if out else None
+
+    def usefulness(case: Case) -> tuple[float, ...]:
+        assert roofline is not None
+        return case.tokens, out[case], layers_of[case] * seconds(CHAIN, case, roofline)
+
+    return sorted(out, key=usefulness, reverse=True), notes
+
+
+def _rank(spec: AdapterSpec, name: str) -> int:
+    return spec.modules[name].rank if name in spec.modules else 0
+
+
+def _buckets(largest: int) -> list[int]:
+    """Token buckets from largest / SMALLEST to that of `largest`, the largest first."""
+    every = {token_bucket(tokens) for power in range(largest.bit_length() + 1) for tokens in (1 << power, 3 << power)}
+    top = token_bucket(largest)
+    return sorted((tokens for tokens in every if top // SMALLEST <= tokens <= top), reverse=True)
+
+
+def _groups(skeleton: PreTrainedModel, adapted: Sequence[str]) -> tuple[list[tuple[str, ...]], set[str], list[str]]:
+    """Groups of the adapted layers in model order, those whose input needs no gradient (nothing trained is before them), and a
+    note where the model cannot be traced without its weights."""
+    ids, positions = (torch.zeros(1, TRACED, dtype=torch.long, device="meta") for _ in range(2))
+    example = {"input_ids": ids, "position_ids": positions, "use_cache": False, "sample_lengths": (TRACED,)}
+    skeleton.set_attn_implementation(ATTENTION)  # it makes no mask, which could not be made without numbers
+    first: set[str] = set()
+    handles = []
+    skeleton.requires_grad_(False)
+    for path in adapted:
+
+        def note(_: torch.nn.Module, args: tuple[torch.Tensor, ...], path: str = path) -> None:
+            if args and not args[0].requires_grad:
+                first.add(path)
+
+        module = skeleton.get_submodule(path)
+        module.weight.requires_grad_(True)
+        handles.append(module.register_forward_pre_hook(note))
+    try:
+        skeleton(**example)
+    except Exception as error:  # a model may do anything in its forward
+        reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
+        return [(path,) for path in adapted], set(), [f"layers are measured one by one, not in groups: {reason}"]
+    finally:
+        for handle in handles:
+            handle.remove()
+    found = sibling_groups(skeleton, adapted, example)
+    group_of = {path: group for group in found for path in group}
+    return list(dict.fromkeys(group_of.get(path, (path,)) for path in adapted)), first, []
+
+
+# --- measuring them ----------------------------------------------------------------------------------------------------
+
+
+def tune(
+    run: Run | None = None,
+    device: torch.device | None = None,
+    progress: bool = True,
+    minutes: float = MINUTES,
+    budget_s: float = 1.0,
+    cache: PlanCache | None = None,
+) -> list[Tuned]:
+    """Measure, store after every case, print a table. What was not measured before comes first.
+
+    Args:
+        run: whose cases; None for the standard ones.
+        device: by default the run's, or the first GPU, or the CPU.
+        progress: show a bar.
+        minutes: end after this time; at least one case is measured.
+        budget_s: seconds of counted rounds per case.
+        cache: where to store; by default the device's own file.
+
+    Raises:
+        InputError: bad input, or the cache cannot be written.
+    """
+    if not 0 <= minutes < math.inf:
+        raise InputError(f"minutes is {minutes:g}; give a number from 0 on")
+    device = device or choose_device(run.device if run else "auto")
+    cases, notes = cases_of_run(run, device) if run else (standard_cases(device), [])
+    cache = cache or PlanCache(device)
+    several = [case for case in cases if len(legal_plans(case)) > 1]
+    if len(several) < len(cases):
+        notes.append(f"{len(cases) - len(several)} cases have one plan, the plain chain (DoRA), and are not measured")
+    several.sort(key=lambda case: cache.get(case.key) is not None)
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=160)
+    console.print(
+        f"measuring plans for {len(several)} cases, the most useful first, in at most {minutes:g} minutes",
+        soft_wrap=True,
+    )
+    out = _measured(several, device, _Clock(several, device, 60 * minutes, budget_s), cache, console, progress)
+    console.print(_table(out))
+    for item in out:
+        for name, reason in item.measured.failed.items():
+            console.print(Text(f"left out: {item.case.key}: {name}: {reason}"), soft_wrap=True)
+    if len(out) < len(several):
+        notes.append(
+            f"the {minutes:g} minutes are over: {len(several) - len(out)} of {len(several)} cases are left, the same command "
+            "goes on with them, and --minutes gives more time; until then they are computed as if never measured"
+        )
+    for line in notes:
+        console.print(Text(f"note: {line}"), soft_wrap=True)
+    console.print(Text(f"remembered in {cache.path}"), soft_wrap=True)
+    return out
+
+
+def _measured(
+    cases: Sequence[Case], device: torch.device, clock: _Clock, cache: PlanCache, console: Console, progress: bool
+) -> list[Tuned]:
+    """The cases in their order until the time is over; the first one in any case."""
+    out: list[Tuned] = []
+    columns = (TextColumn("measuring plans"), BarColumn(), TextColumn("{task.fields[cases]}"), _Left(clock))
+    with Progress(*columns, console=console, transient=True, disable=not progress, refresh_per_second=2) as bar:
+        task = bar.add_task("", total=1.0, cases="", end=clock.limit_s)
+        for number, case in enumerate(cases):
+            clock.probe(case)
+            end = clock.end(cases[number:])
+            share = clock.spent / max(end, 1e-9)
+            bar.update(task, completed=share, cases=f"{number} of {len(cases)} cases", end=end)
+            count = clock.affordable(case)
+            if count < 2 and out:
+                break
+            began = time.perf_counter()
+            plans = candidates(case, device)[: max(count, 2)]
+            out.append(_tune_case(case, plans, device, clock, cache))
+            clock.took(case, len(plans), time.perf_counter() - began)
+    return out
+
+
+class _Clock:
+    """How long measuring takes: estimated by the cost model, and from how far off that was so far.
+
+    Args:
+        limit_s: of all cases together.
+        budget_s: of the counted rounds of a case.
+    """
+
+    def __init__(self, cases: Iterable[Case], device: torch.device, limit_s: float, budget_s: float) -> None:
+        self.limit_s, self.budget_s, self.device = limit_s, budget_s, device
+        self.make = group_maker(device)
+        self._start = time.perf_counter()
+        self._estimates = {
+            case: [seconds(plan, case, machine(device, case.dtype, case.tf32)) for plan in candidates(case, device)]
+            for case in cases
+        }
+        self._factor = self._extra = 1.0
+        """What the last probe took over its estimate; and the seconds by which a case took longer, compiling above all."""
+
+    @property
+    def spent(self) -> float:
+        return time.perf_counter() - self._start
+
+    def probe(self, case: Case) -> None:
+        """Run the plain chain of a case, which is measured next."""
+        try:
+            step = self.make(case, CHAIN)
+            step()
+            began = time.perf_counter()
+            step()
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            self._factor = (time.perf_counter() - began) / self._estimates[case][0]
+        except Exception:  # as where memory ends: measuring it says so
+            return
+
+    def end(self, cases: Iterable[Case]) -> float:
+        """`spent` when these are measured or the time is over."""
+        return min(max(self.limit_s, self.spent), self.spent + sum(self._seconds(case) for case in cases))
+
+    def affordable(self, case: Case) -> int:
+        """How many plans of a case its part of the time allows, two at most where only all that is left does."""
+        room = self.limit_s - self.spent
+        for count in range(len(self._estimates[case]), 2, -1):
+            if self._seconds(case, count) <= min(room, PART * self.limit_s):
+                return count
+        return 2 if self._seconds(case, 2) <= room else 0
+
+    def took(self, case: Case, count: int, measured_s: float) -> None:
+        """Learn from a case of which so many plans were measured."""
+        self._extra = (self._extra + max(0.0, measured_s - self._seconds(case, count) + self._extra)) / 2
+
+    def _seconds(self, case: Case, count: int | None = None) -> float:
+        a_round = self._factor * sum(self._estimates[case][:count])
+        fewest, most = (number * a_round for number in COUNTED)
+        return UNCOUNTED * a_round + max(fewest, min(self.budget_s, most)) + self._extra
+
+
+class _Left(ProgressColumn):
+    """Time left, also while a case is measured."""
+
+    def __init__(self, clock: _Clock) -> None:
+        super().__init__()
+        self._clock = clock
+
+    def render(self, task: Task) -> Text:
+        return Text(f"{duration(max(0.0, task.fields['end'] - self._clock.spent))} left")
+
+
+def _tune_case(case: Case, plans: Sequence[Plan], device: torch.device, clock: _Clock, cache: PlanCache) -> Tuned:
+    by_name = {plan.name: plan for plan in plans}
+    measured = measure(case, plans, device, clock.make, clock.budget_s, COUNTED)
+    if CHAIN.name not in measured.ms:
+        return Tuned(case, measured, None)
+    record = Record.of(by_name, measured)
+    try:
+        cache.put({case.key: record})
+    except OSError as error:
+        raise InputError(f"cannot write measured plans to {cache.path}: {error}") from None
+    return Tuned(case, measured, fastest(plans, measured.ms))
+
+
+def _table(tuned: Iterable[Tuned]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in ("case", "plan", "ms", "plain chain, ms", "speedup"):
+        table.add_column(heading, justify="left" if heading in ("case", "plan") else "right")
+    for item in tuned:
+        if item.plan is None or item.speedup is None:
+            table.add_row(Text(item.case.key), "none", "", "", "")
+            continue
+        ms = item.measured.ms
+        table.add_row(
+            Text(item.case.key),
+            ordered(item.plan, item.case.torch_dtype.itemsize).name,
+            f"{ms[item.plan.name]:.3f}",
+            f"{ms[CHAIN.name]:.3f}",
+            f"{item.speedup:.2f}",
+        )
+    return table

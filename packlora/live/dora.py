@@ -1,0 +1,360 @@
+"""DoRA on PEFT's other layers at run time: embeddings, convolutions and transformers' Conv1D, without PEFT's dense product.
+
+PEFT makes W + s B A, of the size of the weight (an embedding's is vocabulary x width), and its norm in every forward. Here the
+norm comes from adapters/norms.py, which keeps it until W, A or B change, and the forward is a few plain torch operations:
+
+    y = g * (base(x) + s low(x)) + bias                                   g = m / norm, in float32 (float64 on float64)
+    y = base(x) + bias + (g - 1) * base(drop(x)) + g * s low(drop(x))     with dropout, PEFT's semantics and PEFT's own mask
+
+base is the layer's product without its bias, low that of A and then B. DoRA on plain linear layers is peft_live.py's; plain
+LoRA on the layers here stays PEFT's own, which makes nothing of the weight's size for it.
+
+Shapes: N outputs (channels, or the width of an embedding), K inputs (the vocabulary of an embedding; channels times kernel
+of a convolution), r rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from peft.tuners.lora import Linear as PeftLinear
+from peft.tuners.lora.layer import Conv1d, Conv2d, Conv3d, Embedding, LoraLayer
+from peft.tuners.lora.variants import (
+    DoraConv1dVariant,
+    DoraConv2dVariant,
+    DoraConv3dVariant,
+    DoraEmbeddingVariant,
+    DoraLinearVariant,
+)
+from torch import nn
+from torch.nn import functional as F
+from transformers.pytorch_utils import Conv1D
+
+from packlora.adapters.norms import NormHandle, RowNorms, row_norm_op
+from packlora.live.layers import DISABLED, DTYPES, MERGED, NOT_ACTIVE, OwnForward, observed
+from packlora.ops.first_order import first_order
+
+PLAN = "kept-norm"
+"""How the report names what this file does."""
+NOT_DORA = "only LoRA on linear layers (peft.tuners.lora.Linear) is accelerated"
+CONVOLUTIONS: dict[type, tuple[type, type, Any]] = {
+    Conv1d: (nn.Conv1d, DoraConv1dVariant, F.conv1d),
+    Conv2d: (nn.Conv2d, DoraConv2dVariant, F.conv2d),
+    Conv3d: (nn.Conv3d, DoraConv3dVariant, F.conv3d),
+}
+"""By PEFT's layer: the base layer, PEFT's variant, the function."""
+
+
+@dataclass(frozen=True, slots=True)
+class DoraCall:
+    """The one active DoRA adapter of a layer. A and B as the layer multiplies them, base the module that they are for."""
+
+    name: str
+    base: Any
+    A: torch.Tensor
+    B: torch.Tensor
+    magnitude: torch.Tensor
+    scaling: float
+    drop: nn.Module | None
+    """The dropout module, where it is at work now."""
+
+
+class DoraForward(OwnForward):
+    """In the place of `forward` of one PEFT layer: the above where its one active adapter is DoRA, else PEFT's own forward."""
+
+    variant: type
+    prefix = "lora_"
+
+    def __init__(self, layer: Any, path: str, norms: RowNorms) -> None:
+        super().__init__(layer, path, norms)
+        self._kept: dict[str, tuple[object, list[NormHandle]]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_kept": {}}
+
+    def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        call: DoraCall | str = (self.why_peft(x, args, kwargs) or self.ready()) if self.on else ""
+        if isinstance(call, str):
+            if self.on:
+                self.calls.leave(call)
+            y: torch.Tensor = type(self.layer).forward(self.layer, x, *args, **kwargs)
+            return y
+        if not torch.compiler.is_compiling():
+            self.calls.served += 1
+        return self.compute(x, call)
+
+    # --- what the layer computes now -----------------------------------------------------------------------------------
+
+    def ready(self) -> DoraCall | str:
+        """What the layer computes for an x without further arguments, or the reason why PEFT must compute it."""
+        layer = self.layer
+        if layer._disable_adapters:
+            return DISABLED
+        if layer.merged_adapters:
+            return MERGED
+        own_A = layer._modules[self.prefix + "A"]
+        active = layer._active_adapter
+        names = [name for name in ([active] if isinstance(active, str) else active) if name in own_A]
+        if len(names) != 1:
+            return f"several adapters are active: {', '.join(names)}" if names else NOT_ACTIVE
+        (name,) = names
+        variant = layer.lora_variant.get(name)
+        if variant is None:
+            return self.why_not_lora()
+        if type(variant) is not self.variant:
+            return f"its adapter is a variant of LoRA: {type(variant).__name__}"
+        if layer.lora_bias.get(name):
+            return "lora_bias is set"
+        if not isinstance(scaling := layer.scaling[name], float | int):
+            return f"its scaling is a {type(scaling).__name__}, not a number"
+        A, B = own_A[name], layer._modules[self.prefix + "B"][name]
+        holder = layer._modules["lora_magnitude_vector"][name]
+        base = layer._modules["base_layer"]
+        reason = self.unfit(base, A, B)
+        if reason is not None:
+            return reason
+        if observed(holder):
+            return "its lora_magnitude_vector has hooks or a replaced forward"
+        drop: Any = layer._modules["lora_dropout"][name]
+        if type(drop) not in (nn.Identity, nn.Dropout) or observed(drop):
+            return (
+                f"its lora_dropout is a {type(drop).__name__} of its own or has hooks; known are Dropout and Identity"
+            )
+        dropping = self.drops and isinstance(drop, nn.Dropout) and layer.training and drop.training and drop.p > 0
+        call = DoraCall(
+            name, base, _parameter(A), _parameter(B), holder._parameters["weight"], float(scaling), drop if dropping else None
+        )  # fmt: skip
+        for role, tensor in (("base layer", base.weight), ("A", call.A), ("B", call.B), ("magnitude", call.magnitude)):
+            if type(tensor) not in (nn.Parameter, torch.Tensor):
+                return f"the weight of its {role} is a {type(tensor).__name__}, not a Parameter"
+            if tensor.dtype not in DTYPES:
+                return f"the weight of its {role} is {tensor.dtype}"
+            if tensor.device != base.weight.device:
+                return f"the weight of its {role} is on {tensor.device}, its base weight on {base.weight.device}"
+        return call
+
+    drops = True
+    """Whether lora_dropout has a meaning for the layer."""
+
+    def why_not_lora(self) -> str:
+        return NOT_DORA
+
+    def unfit(self, base: nn.Module, A: Any, B: Any) -> str | None:
+        """Why these operands cannot be computed here."""
+        raise NotImplementedError
+
+    # --- computing it --------------------------------------------------------------------------------------------------
+
+    def base_product(self, x: torch.Tensor, call: DoraCall, bias: torch.Tensor | None) -> torch.Tensor:
+        raise NotImplementedError
+
+    def low_rank(self, x: torch.Tensor, call: DoraCall, dtype: torch.dtype) -> torch.Tensor:
+        raise NotImplementedError
+
+    def problems(self, call: DoraCall) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """W [N, K], A [r, K] and B [N, r] whose rows' norms are wanted, as views; of each group, where there are groups."""
+        raise NotImplementedError
+
+    def column(self, vector_N: torch.Tensor) -> torch.Tensor:
+        """[N] in the shape that multiplies an output."""
+        return vector_N
+
+    def compute(self, x: torch.Tensor, call: DoraCall) -> torch.Tensor:
+        bias = self.bias(call)
+        if call.drop is None:
+            base = share = self.base_product(x, call, None)
+            xd, offset = x, None if bias is None else self.column(bias)
+        else:
+            base = offset = self.base_product(x, call, bias)
+            xd = call.drop(x)
+            share = self.base_product(xd, call, None)
+        norm_N = self.norm(call).detach()
+        # never in the activations' dtype: g is near 1, and bfloat16 has nothing between 1 and 1.0078
+        g = self.column(call.magnitude.flatten().to(norm_N.dtype) / norm_N)
+        low = self.low_rank(xd, call, base.dtype)
+        y: torch.Tensor = _Compose.apply(share, low, offset, g, call.scaling, call.drop is not None)
+        return y
+
+    def bias(self, call: DoraCall) -> torch.Tensor | None:
+        bias: torch.Tensor | None = call.base._parameters.get("bias")
+        return bias
+
+    def norm(self, call: DoraCall) -> torch.Tensor:
+        """Row norms [N] of W + s B A, for their present values."""
+        if torch.compiler.is_compiling():  # what is kept in Python would be frozen into a CUDA graph
+            return self.whole([row_norm_op(*problem, call.scaling, -1) for problem in self.problems(call)])
+        operands = (call.base.weight, call.A, call.B)
+        key = (call.scaling, *((t.data_ptr(), t.dtype, t.device, t.shape) for t in operands))
+        kept = self._kept.get(call.name)
+        if kept is None or kept[0] != key:  # new tensors, not new values in them: those are seen by the handles
+            gone = self._kept.keys() - self.layer.lora_magnitude_vector.keys()
+            self._kept = {name: value for name, value in self._kept.items() if name not in gone}
+            handles = [self.norms.add(*problem, call.scaling) for problem in self.problems(call)]
+            kept = self._kept[call.name] = (key, handles)
+        return self.whole([handle.get() for handle in kept[1]])
+
+    def whole(self, norms: list[torch.Tensor]) -> torch.Tensor:
+        """[N] from the norms of the problems."""
+        return norms[0] if len(norms) == 1 else torch.stack(norms, 1).flatten()
+
+
+class _Compose(torch.autograd.Function):
+    """offset + g * (base + s low), or with (g - 1) for base's g where less_one; offset may be None or a bias. In g's dtype, and
+    given in base's. Keeps base, low and g."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        base: torch.Tensor,
+        low: torch.Tensor,
+        offset: torch.Tensor | None,
+        g: torch.Tensor,
+        s: float,
+        less_one: bool,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(base, low, g)
+        ctx.s, ctx.less_one, ctx.offset = s, less_one, None if offset is None else (offset.shape, offset.dtype)
+        share = g - 1 if less_one else g
+        y = base * share if offset is None else torch.addcmul(offset, base, share)
+        return y.addcmul_(low, g * s).to(base.dtype)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (d,) = grads
+        base, low, g = ctx.saved_tensors
+        need_base, need_low, need_offset, need_g = ctx.needs_input_grad[:4]
+        d_base = (d * (g - 1 if ctx.less_one else g)).to(base.dtype) if need_base else None
+        d_low = (d * (g * ctx.s)).to(low.dtype) if need_low else None
+        d_offset = d_g = None
+        if need_offset:
+            shape, dtype = ctx.offset
+            d_offset = d if shape == d.shape else d.to(g.dtype).sum_to_size(shape).to(dtype)
+        if need_g:
+            z = torch.add(base.to(g.dtype), low, alpha=ctx.s)
+            d_g = z.mul_(d).sum_to_size(g.shape)
+        return d_base, d_low, d_offset, d_g, None, None
+
+
+def _parameter(operand: Any) -> Any:
+    """Of a module that holds one, or the parameter itself, as in embeddings."""
+    return operand._parameters["weight"] if isinstance(operand, nn.Module) else operand
+
+
+class TransposedForward(DoraForward):
+    """lora.Linear over transformers' Conv1D, whose weight is [K, N]."""
+
+    variant = DoraLinearVariant
+
+    def why_not_lora(self) -> str:
+        return "fan_in_fan_out is set"
+
+    def unfit(self, base: nn.Module, A: Any, B: Any) -> str | None:
+        return _plain_modules(("base layer", base, Conv1D), ("lora_A", A, nn.Linear), ("lora_B", B, nn.Linear))
+
+    def base_product(self, x: torch.Tensor, call: DoraCall, bias: torch.Tensor | None) -> torch.Tensor:
+        return F.linear(x, call.base.weight.T, bias)
+
+    def low_rank(self, x: torch.Tensor, call: DoraCall, dtype: torch.dtype) -> torch.Tensor:
+        x = x.to(dtype)
+        return F.linear(F.linear(x, call.A.to(dtype)), call.B.to(dtype))
+
+    def problems(self, call: DoraCall) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        return [(call.base.weight.detach().T, call.A.detach(), call.B.detach())]
+
+
+class EmbeddingForward(DoraForward):
+    """lora.Embedding: the norm is that of the weight's columns, and nothing is dropped, as in PEFT."""
+
+    variant = DoraEmbeddingVariant
+    prefix = "lora_embedding_"
+    drops = False
+
+    def unfit(self, base: nn.Module, A: Any, B: Any) -> str | None:
+        if not isinstance(base, nn.Embedding):
+            return f"its base layer is a {type(base).__module__}.{type(base).__qualname__}, not torch.nn.Embedding"
+        if base.max_norm is not None:
+            return "max_norm is set on its base layer"
+        if self.layer.tp_layer is not None:
+            return "its base layer is tensor parallel"
+        return None if "weight" in base._parameters else "the weight of its base layer is computed"
+
+    def bias(self, call: DoraCall) -> None:
+        return None
+
+    def base_product(self, x: torch.Tensor, call: DoraCall, bias: torch.Tensor | None) -> torch.Tensor:
+        rows: torch.Tensor = call.base(x)  # called, not read: some embeddings scale what they look up
+        return rows
+
+    def low_rank(self, x: torch.Tensor, call: DoraCall, dtype: torch.dtype) -> torch.Tensor:
+        low: torch.Tensor = self.layer._embed(x, call.A.T) @ call.B.T
+        scale = self.layer._get_embed_scale()
+        return low if scale is None else low * scale.to(low.dtype)
+
+    def problems(self, call: DoraCall) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        return [(call.base.weight.detach().T, call.A.detach(), call.B.detach())]
+
+
+class ConvolutionForward(DoraForward):
+    """lora.Conv1d, 2d and 3d. The norm is over a filter's channels and kernel.
+
+    With groups, PEFT's A is not grouped, and PEFT's norm is of W + s P where P is the product of B [N / groups, r] and
+    A [r, groups K] read in the shape of W. That is not the norm of what the layer multiplies with; it is kept, since the
+    magnitudes were trained with it.
+    """
+
+    def __init__(self, layer: Any, path: str, norms: RowNorms) -> None:
+        super().__init__(layer, path, norms)
+        self.kind, self.variant, _ = CONVOLUTIONS[type(layer)]
+
+    def unfit(self, base: Any, A: Any, B: Any) -> str | None:
+        reason = _plain_modules(("base layer", base, self.kind), ("lora_A", A, self.kind), ("lora_B", B, self.kind))
+        if reason is None and base.padding_mode != "zeros":
+            return f"its base layer pads with {base.padding_mode}, its lora_A with zeros"
+        if reason is None and base.dilation != A.dilation:
+            return f"its base layer has dilation {base.dilation}, its lora_A {A.dilation}"
+        return reason
+
+    def base_product(self, x: torch.Tensor, call: DoraCall, bias: torch.Tensor | None) -> torch.Tensor:
+        return self._convolve(x, call.base, call.base.weight, bias)
+
+    def low_rank(self, x: torch.Tensor, call: DoraCall, dtype: torch.dtype) -> torch.Tensor:
+        A, B = self.layer.lora_A[call.name], self.layer.lora_B[call.name]
+        return self._convolve(self._convolve(x.to(dtype), A, call.A.to(dtype), None), B, call.B.to(dtype), None)
+
+    def _convolve(self, x: torch.Tensor, like: Any, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        convolve = CONVOLUTIONS[type(self.layer)][2]
+        y: torch.Tensor = convolve(x, weight, bias, like.stride, like.padding, like.dilation, like.groups)
+        return y
+
+    def column(self, vector_N: torch.Tensor) -> torch.Tensor:
+        return vector_N.view(-1, *[1] * (self.layer._kernel_dim - 2))
+
+    def problems(self, call: DoraCall) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        W_NK, A, groups = call.base.weight.detach().flatten(1), call.A.detach().flatten(1), call.base.groups
+        B_nr = call.B.detach().view(-1, len(A))
+        return [(W_NK[n::groups], A_rK, B_nr) for n, A_rK in enumerate(A.split(W_NK.shape[1], 1))]
+
+
+def _plain_modules(*wanted: tuple[str, Any, type]) -> str | None:
+    """Why a module that is to be read instead of called cannot be."""
+    for role, module, kind in wanted:
+        found = type(module)
+        if found is not kind:
+            return f"its {role} is a {found.__module__}.{found.__qualname__}, not {kind.__name__}"
+        if observed(module):
+            return f"its {role} has hooks or a replaced forward"
+        if "weight" not in module._parameters:
+            return f"the weight of its {role} is computed"
+    return None
+
+
+def forward_for(layer: LoraLayer, path: str, norms: RowNorms) -> DoraForward | None:
+    """Of a PEFT layer that this file knows."""
+    if type(layer) is PeftLinear:
+        return TransposedForward(layer, path, norms) if layer.fan_in_fan_out else None
+    if type(layer) is Embedding:
+        return EmbeddingForward(layer, path, norms)
+    return ConvolutionForward(layer, path, norms) if type(layer) in CONVOLUTIONS else None

@@ -1,0 +1,68 @@
+"""Triton kernel of linear_cross_entropy.py: losses of a chunk of logits, and their gradient written over them.
+
+One program to a row, which is read twice and written once; the sum of the exponentials is kept relative to the largest
+logit so far (Milakov & Gimelshein 2018, Online normalizer calculation for softmax).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+BLOCK = 4096
+"""Columns at a time: 16 to a thread."""
+
+
+@triton.jit
+def softmax_gradient_kernel(
+    logits, labels, weights, losses, V, stride, IGNORE: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Grid (rows). The row of an ignored label becomes 0 without being read: a NaN there counts nothing either."""
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * stride
+    label = tl.load(labels + row)
+    columns = tl.arange(0, BLOCK)
+    if label == IGNORE:
+        tl.store(losses + row, 0.0)
+        if GRADIENT:
+            for start in range(0, V, BLOCK):
+                zero = tl.zeros((BLOCK,), dtype=logits.dtype.element_ty)
+                tl.store(logits + start + columns, zero, mask=start + columns < V)
+    else:
+        known = (label >= 0) & (label < V)
+        at_label = tl.load(logits + label, mask=known, other=float("nan")).to(tl.float32)
+        largest = tl.full((), float("-inf"), tl.float32)
+        total = tl.zeros((), tl.float32)
+        for start in range(0, V, BLOCK):
+            x = tl.load(logits + start + columns, mask=start + columns < V, other=float("-inf")).to(tl.float32)
+            higher = tl.maximum(largest, tl.max(x, 0))
+            # a row may begin with -inf alone, and -inf - -inf is no number
+            base = tl.where(higher == float("-inf"), 0.0, higher)
+            total = total * tl.exp(largest - base) + tl.sum(tl.exp(x - base), 0)
+            largest = higher
+        tl.store(losses + row, tl.log(total) + largest - at_label)
+        if GRADIENT:
+            weight = tl.where(known, tl.load(weights + row), float("nan"))
+            factor = weight / total
+            for start in range(0, V, BLOCK):
+                here = start + columns
+                x = tl.load(logits + here, mask=here < V, other=0.0).to(tl.float32)
+                d = tl.exp(x - largest) * factor - tl.where(here == label, weight, 0.0)
+                tl.store(logits + here, d.to(logits.dtype.element_ty), mask=here < V)
+
+
+def softmax_gradient(
+    logits_CV: torch.Tensor, labels_C: torch.Tensor, weights_C: torch.Tensor, gradient: bool
+) -> torch.Tensor:
+    """As softmax_gradient of linear_cross_entropy.py. The rows of the logits are contiguous; weights are float32."""
+    from packlora.ops.cross_entropy.linear_cross_entropy import IGNORE
+
+    losses_C = torch.empty_like(weights_C)
+    C, V = logits_CV.shape
+    with torch.cuda.device_of(logits_CV):
+        softmax_gradient_kernel[(C,)](
+            logits_CV, labels_C, weights_C, losses_C, V, logits_CV.stride(0),
+            IGNORE=IGNORE, GRADIENT=gradient, BLOCK=min(BLOCK, triton.next_power_of_2(V)), num_warps=8,
+        )  # fmt: skip
+    return losses_C

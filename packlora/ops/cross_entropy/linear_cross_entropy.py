@@ -1,0 +1,151 @@
+"""Cross entropy after a frozen output layer, without ever holding the logits of all rows.
+
+Rows are taken in chunks: their logits, their losses, and at once the gradient with respect to their hidden states, for which
+the weight of each loss in the total has to be known beforehand. What is kept for backward is that gradient [L, D] alone.
+
+    losses_L, total = linear_cross_entropy(hidden_LD, weight_VD, bias_V, labels_L, weights_L)
+    total.backward()
+
+The losses carry no gradient of their own; the total does, and it is the only way in. So no other weights than those given
+can be asked for by mistake, and whatever the total is multiplied with comes out multiplied, as it should.
+
+Rows never meet: a NaN in one stays in its loss and its gradient (and in the number `total`, which backward does not read).
+In float32 and bfloat16 on the CPU a row has the same bits whatever the other rows are, as long as there are
+ROWS_WITH_EQUAL_BITS of them; in float64 and on a GPU the rounding of a product depends on its size. No atomics: the same
+rows give the same bits every time.
+
+Shapes: L label rows, D hidden size, V vocabulary, C rows of a chunk.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from typing import Any
+
+import torch
+
+from packlora.ops.first_order import first_order
+
+IGNORE = -100
+"""Label of rows that count nothing: loss 0, gradient 0. The value of torch's cross_entropy."""
+CHUNK_BYTES = {"cpu": 2**26, "cuda": 2**28}
+"""Of the logits of a chunk, and of their float32 copy where one is made. A GPU needs about 1,000 rows to read a large weight
+at the speed of its products."""
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+ROWS_WITH_EQUAL_BITS = 16
+"""Products of fewer rows take other routines with other rounding; chunks are never smaller, unless L is."""
+
+
+def linear_cross_entropy(
+    hidden_LD: torch.Tensor,
+    weight_VD: torch.Tensor,
+    bias_V: torch.Tensor | None,
+    labels_L: torch.Tensor,
+    weights_L: torch.Tensor | None = None,
+    chunk_bytes: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Losses of logits = hidden weight' + bias, which are rounded to hidden's dtype; softmax in float32 at least.
+
+    Args:
+        hidden_LD: [L, D]; the only operand that gets a gradient.
+        weight_VD, bias_V: of the output layer, frozen, in hidden's dtype.
+        labels_L: int64; IGNORE counts nothing. A label outside the vocabulary gives NaN.
+        weights_L: of each loss in the total; None is 1 for each.
+        chunk_bytes: memory for the logits of a chunk; None is CHUNK_BYTES of the device.
+
+    Returns:
+        losses [L], without gradient, and their weighted sum, a number with one; float32 (float64 for float64 operands).
+
+    Raises:
+        ValueError: an operand's shape does not fit, or the output layer is not frozen.
+    """
+    (L, D), V = hidden_LD.shape, len(weight_VD)
+    if weight_VD.shape != (V, D) or (bias_V is not None and bias_V.shape != (V,)):
+        raise ValueError(
+            f"hidden states of {D} features do not fit an output layer {tuple(weight_VD.shape)} and its bias"
+        )
+    for name, tensor in (("labels", labels_L), ("weights", weights_L)):
+        if tensor is not None and tensor.shape != (L,):
+            raise ValueError(f"{name} of shape {tuple(tensor.shape)} for {L} rows; there must be one a row")
+    if torch.is_grad_enabled() and (weight_VD.requires_grad or (bias_V is not None and bias_V.requires_grad)):
+        raise ValueError("the output layer must be frozen: this loss gives it no gradient")
+    wide = torch.promote_types(hidden_LD.dtype, torch.float32)
+    if weights_L is None:
+        weights_L = torch.ones(L, device=hidden_LD.device)
+    rows = chunk_rows(L, V, hidden_LD.dtype, chunk_bytes or CHUNK_BYTES.get(hidden_LD.device.type, 2**26))
+    losses_L, total = _LinearCrossEntropy.apply(
+        hidden_LD, weight_VD, bias_V, labels_L, weights_L.detach().to(wide), rows
+    )
+    return losses_L, total
+
+
+def chunk_rows(L: int, V: int, dtype: torch.dtype, budget: int) -> list[int]:
+    """Rows of each chunk: as few chunks as the bytes allow, as equal as they can be, so that none is tiny."""
+    wide = torch.promote_types(dtype, torch.float32)
+    of_a_row = V * (dtype.itemsize if wide == dtype else dtype.itemsize + wide.itemsize)
+    most = max(2 * ROWS_WITH_EQUAL_BITS, budget // of_a_row)
+    number = math.ceil(L / most)
+    return [L // number + (index < L % number) for index in range(number)] if number else []
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_LD: torch.Tensor,
+        weight_VD: torch.Tensor,
+        bias_V: torch.Tensor | None,
+        labels_L: torch.Tensor,
+        weights_L: torch.Tensor,
+        rows: list[int],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        losses_L = torch.empty_like(weights_L)
+        gradient_LD = torch.empty_like(hidden_LD) if ctx.needs_input_grad[0] else None
+        start = 0
+        for count in rows:
+            part = slice(start, start + count)
+            logits_CV = hidden_LD[part] @ weight_VD.T
+            if bias_V is not None:
+                logits_CV += bias_V
+            losses_L[part] = softmax_gradient(logits_CV, labels_L[part], weights_L[part], gradient_LD is not None)
+            if gradient_LD is not None:
+                torch.mm(logits_CV, weight_VD, out=gradient_LD[part])
+            del logits_CV  # before the next chunk's are made
+            start += count
+        ctx.save_for_backward(gradient_LD)
+        ctx.mark_non_differentiable(losses_L)
+        return losses_L, (losses_L * weights_L).sum()
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (gradient_LD,) = ctx.saved_tensors
+        return gradient_LD * grad_outputs[1], None, None, None, None, None
+
+
+def softmax_gradient(
+    logits_CV: torch.Tensor, labels_C: torch.Tensor, weights_C: torch.Tensor, gradient: bool
+) -> torch.Tensor:
+    """Losses [C] in the dtype of the weights. With gradient, the logits are overwritten: weight * (softmax - one-hot)."""
+    if logits_CV.is_cuda and HAS_TRITON and logits_CV.dtype != torch.float64:
+        from packlora.ops.cross_entropy.kernel import softmax_gradient as kernel
+
+        return kernel(logits_CV, labels_C, weights_C, gradient)
+    V = logits_CV.shape[1]
+    ignored_C = labels_C == IGNORE
+    outside_C = ~ignored_C & ((labels_C < 0) | (labels_C >= V))
+    label_C1 = labels_C.masked_fill(ignored_C | outside_C, 0)[:, None]
+    wide_CV = logits_CV.to(weights_C.dtype)  # a copy, unless the logits are wide themselves
+    wide_CV -= wide_CV.amax(1, keepdim=True)
+    at_label_C = wide_CV.gather(1, label_C1)[:, 0]
+    sum_C = wide_CV.exp_().sum(1)
+    losses_C = (sum_C.log() - at_label_C).masked_fill_(ignored_C, 0).masked_fill_(outside_C, math.nan)
+    if gradient:
+        weights_C = weights_C.masked_fill(outside_C, math.nan)
+        wide_CV *= (weights_C / sum_C)[:, None]
+        wide_CV[torch.arange(len(labels_C), device=labels_C.device), label_C1[:, 0]] -= weights_C
+        wide_CV.masked_fill_(ignored_C[:, None], 0)
+        if wide_CV.data_ptr() != logits_CV.data_ptr():
+            logits_CV.copy_(wide_CV)
+    return losses_C

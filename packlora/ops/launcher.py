@@ -1,0 +1,288 @@
+"""Launch a Triton kernel with little work on the host.
+
+A layer's forward and backward are seven launches; through the usual door each costs the host 20 to 50 us (binding and
+specialising every argument), which at 2048 tokens is more than the GPU needs. Here a launch looks its compiled kernel up by
+what Triton specialises on (dtypes, alignment, and which integers are 1 or multiples of 16). A caller who knows that nothing
+of that changes but where operands lie gives the launch a key in a dict of its own: then their addresses are all that is read of
+them, and what a tensor descriptor needs is kept by address.
+
+How Triton passes arguments to the function that launches is its own affair and differs from release to release. It is therefore
+not written down here but recorded, from Triton's own launcher (`Passage`), and tried once in a process: `why_usual`.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+import triton
+from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from packlora.ops.gpu import has_copy_engine
+from packlora.ops.probe_kernel import probe_kernel
+
+_COMPILED: dict[Any, tuple[Any, Passage | None]] = {}
+MAPS = 4096
+"""How many encoded descriptors a site keeps of one argument."""
+
+
+class Descriptor(TensorDescriptor):  # type: ignore[misc]
+    """TensorDescriptor without its checks, which take the host longer than the launch; see launch.described.
+
+    Of a tensor, or of `shape` from the tensor's first element on, with `strides`.
+    """
+
+    def __init__(
+        self,
+        base: torch.Tensor,
+        block_shape: list[int],
+        shape: list[int] | None = None,
+        strides: list[int] | None = None,
+    ) -> None:
+        self.base, self.block_shape, self.padding = base, block_shape, "zero"
+        self.shape = base.shape if shape is None else shape
+        self.strides = base.stride() if strides is None else strides
+
+    def encoded(self, meta: dict[str, Any]) -> tuple[Any, ...]:
+        """What a compiled kernel takes in its place."""
+        from triton.backends.nvidia.driver import make_tensordesc_arg
+
+        return tuple(make_tensordesc_arg(self, meta))
+
+
+class Passage:
+    """How a compiled kernel is launched: the function, and what Triton's own launcher passes to it between the stream and the
+    arguments. `nested`: the arguments come as one sequence."""
+
+    __slots__ = ("launch", "metas", "nested", "rest")
+
+    def __init__(self, launch: Callable[..., Any], rest: tuple[Any, ...], nested: bool) -> None:
+        self.launch, self.metas = _innermost(launch)
+        self.rest, self.nested = rest, nested
+
+    @staticmethod
+    def recorded(compiled: Any, values: tuple[Any, ...]) -> Passage | None:
+        """From a copy of the kernel's own launcher, which launches nothing. None where it is not understood, or where what it
+        passes is made anew for every launch (scratch memory)."""
+        calls: list[tuple[Any, ...]] = []
+        launcher = copy.copy(compiled.run)
+        launcher.launch = lambda *args: calls.append(args)
+        before = (1009, 1013, 1019, 1021)  # a grid and a stream that are recognised
+        launcher(*before, compiled.function, compiled.packed_metadata, None, None, None, *values)
+        (call,) = calls
+        nested = isinstance(call[-1], tuple | list) and _same_objects(call[-1], values)
+        rest = call[4:-1] if nested else call[4 : len(call) - len(values)]
+        if call[:4] != before or not (nested or _same_objects(call[4 + len(rest) :], values)):
+            return None
+        if any(hasattr(value, "data_ptr") for value in rest):
+            return None
+        return Passage(compiled.run.launch, rest, nested)
+
+
+def _same_objects(found: Any, values: tuple[Any, ...]) -> bool:
+    return len(found) == len(values) and all(a is b for a, b in zip(found, values, strict=True))
+
+
+class Site:
+    """A launch whose kernel, grid and compile-time arguments are settled. Operands that lay at multiples of 16 bytes when it
+    was made must do so."""
+
+    __slots__ = ("constants", "described", "device", "grid", "launch", "loose", "nested", "pointers", "rest")
+
+    def __init__(
+        self, passage: Passage, grid: tuple[int, ...], args: tuple[Any, ...], constants: tuple[Any, ...], device: int
+    ) -> None:
+        self.launch, self.rest, self.nested = passage.launch, passage.rest, passage.nested
+        self.constants, self.device, self.grid = constants, device, (*grid, 1, 1)[:3]
+        tensors = [(at, value.data_ptr() % 16 == 0) for at, value in enumerate(args) if isinstance(value, torch.Tensor)]
+        self.pointers = tuple(at for at, aligned in tensors if aligned)
+        self.loose = tuple(at for at, aligned in tensors if not aligned)
+        descriptors = [at for at, value in enumerate(args) if isinstance(value, TensorDescriptor)]
+        # last first: what takes a descriptor's place has another length
+        self.described: tuple[tuple[int, dict[str, Any], dict[int, tuple[Any, ...]]], ...] = ()
+        if passage.metas is not None:
+            self.described = tuple((at, meta, {}) for at, meta in zip(descriptors, passage.metas, strict=True))[::-1]
+
+    def __call__(self, args: tuple[Any, ...]) -> bool:
+        """Whether it could be launched: not where an operand does not lie as it must."""
+        values, found = list(args), 0
+        for at in self.pointers:
+            values[at] = pointer = values[at].data_ptr()
+            found |= pointer
+        for at in self.loose:
+            values[at] = values[at].data_ptr()
+        for at, meta, maps in self.described:
+            descriptor = values[at]
+            pointer = descriptor.base.data_ptr()
+            found |= pointer
+            encoded = maps.get(pointer)
+            if encoded is None:
+                if pointer & 15:
+                    return False
+                if len(maps) >= MAPS:
+                    maps.clear()
+                encoded = maps[pointer] = descriptor.encoded(meta)
+            values[at : at + 1] = encoded
+        if found & 15:
+            return False
+        stream = torch._C._cuda_getCurrentRawStream(self.device)
+        if self.nested:
+            self.launch(*self.grid, stream, *self.rest, (*values, *self.constants))
+        else:
+            self.launch(*self.grid, stream, *self.rest, *values, *self.constants)
+        return True
+
+
+def _innermost(launch: Callable[..., Any]) -> tuple[Callable[..., Any], list[dict[str, Any]] | None]:
+    """The function that takes encoded descriptors, and what each is encoded with; or the one that encodes them itself."""
+    code = getattr(launch, "__code__", None)
+    if code is not None and "tensordesc_meta" in code.co_freevars:
+        own = dict(zip(code.co_freevars, (cell.cell_contents for cell in launch.__closure__ or ()), strict=True))
+        if "launcher" in own and None not in own["tensordesc_meta"]:
+            return own["launcher"], own["tensordesc_meta"]
+    return launch, None
+
+
+def _kind(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.data_ptr() % 16 == 0
+    if isinstance(value, int):
+        return value == 1, value % 16 == 0, -(2**31) <= value < 2**31
+    if isinstance(value, TensorDescriptor):
+        return value.base.dtype, tuple(value.block_shape)
+    return None
+
+
+def launched(sites: dict[Hashable, Site], key: Hashable, args: tuple[Any, ...]) -> bool:
+    """Whether this launch was made before and could be made again; `launch` is for those that could not."""
+    site = sites.get(key)
+    return site is not None and site(args)
+
+
+def launch(
+    kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], sites: dict[Hashable, Site] | None = None, key: Hashable = None,
+    **constants: Any,
+) -> None:  # fmt: skip
+    """kernel[grid](*args, **constants), with num_warps and num_stages last among the constants.
+
+    Args:
+        kernel: a triton.jit function whose compile-time arguments come last, in the order of `constants`.
+        grid: one to three sizes; nothing is launched where one is 0.
+        args: tensors, tensor descriptors, integers and None.
+        sites: where the launch is remembered under `key` with its grid; the same key must always mean the same grid and
+            constants, and arguments of the same kind, dtypes and (for integers) values, descriptors of the same sizes.
+            Constants may rest on an operand's lying at a multiple of 16 bytes: one that does not is launched anew.
+    """
+    if sites is not None and launched(sites, key, args):
+        return
+    if 0 in grid:
+        return
+    if not (isinstance(kernel, JITFunction) and is_quick()):  # the interpreter is no JITFunction
+        kernel[grid](*args, **constants)
+        return
+    device = torch.cuda.current_device()
+    full = (kernel, device, *constants.values(), *map(_kind, args))
+    *own, _, _ = constants.values()
+    known = _COMPILED.get(full)
+    if known is None:
+        compiled = kernel[grid](*args, **constants)
+        known = _COMPILED[full] = compiled, Passage.recorded(compiled, (*args, *own))
+        made = None if known[1] is None else Site(known[1], grid, args, tuple(own), device)
+    else:
+        made = None if known[1] is None else Site(known[1], grid, args, tuple(own), device)
+        if made is None or not made(args):
+            kernel[grid](*args, **constants)
+    if sites is not None and made is not None:
+        sites.setdefault(key, made)
+
+
+# --- is it the same launch? --------------------------------------------------------------------------------------------
+
+
+def is_quick() -> bool:
+    """Whether launches are made again without Triton's door. In a graph that is being captured nothing is tried."""
+    if not why_usual.cache_info().currsize and torch.cuda.is_current_stream_capturing():
+        return False
+    return why_usual() is None
+
+
+@functools.cache
+def why_usual() -> str | None:
+    """Why every launch goes through Triton's own door, or None where launches are made again.
+
+    Tried once in a process, on the current GPU: what a site passes to the function that launches must be what Triton passes
+    to it for the same arguments, with other operands than those that the site was made with.
+    """
+    if not isinstance(probe_kernel, JITFunction):
+        return "kernels are interpreted"
+    try:
+        mapped = has_copy_engine(torch.device("cuda", torch.cuda.current_device()))
+        differences = [_difference(MAPPED) for MAPPED in ((False, True) if mapped else (False,))]
+    except Exception as error:  # internals of any release of Triton, which may fail in any way
+        return f"triton {triton.__version__}: {type(error).__name__}: {error}"
+    found = next((text for text in differences if text), None)
+    return None if found is None else f"triton {triton.__version__}: {found}"
+
+
+def _difference(mapped: bool) -> str | None:
+    """Between a launch by a site and Triton's own, in words."""
+    BLOCK, device = 32, torch.cuda.current_device()
+    where = torch.device("cuda", device)
+
+    def drawn(rows: int) -> tuple[tuple[int, ...], tuple[Any, ...]]:
+        x, y = torch.zeros(rows, BLOCK, device=where), torch.zeros(rows, BLOCK, device=where)
+        return (rows,), (Descriptor(x, [1, BLOCK]) if mapped else x, None, y, 48, 1, 7)
+
+    constants = {"MAPPED": mapped, "HALF": 0.5, "BLOCK": BLOCK}
+    options = {"num_warps": 1, "num_stages": 1}
+    grid, args = drawn(2)
+    compiled = probe_kernel[grid](*args, **constants, **options)
+    passage = Passage.recorded(compiled, (*args, *constants.values()))
+    if passage is None:
+        return "its launcher passes arguments in a way that is not known here"
+    site = Site(passage, grid, args, tuple(constants.values()), device)
+    grid, args = drawn(3)
+    site.grid = (*grid, 1, 1)
+    ours: list[tuple[Any, ...]] = []
+    site.launch = lambda *passed: ours.append(passed)
+    site(args)
+    theirs = _passed(compiled.run, lambda: probe_kernel[grid](*args, **constants, **options))
+    if (passed := _plain(ours)) != (wanted := _plain(theirs)):
+        return f"where Triton passes {wanted}, a site would pass {passed}"
+    return None
+
+
+def _passed(launcher: Any, launch: Callable[[], Any]) -> list[tuple[Any, ...]]:
+    """What Triton, without anybody's hooks, would pass to the innermost function for this launch, which does not happen."""
+    calls: list[tuple[Any, ...]] = []
+    usual, runtime = launcher.launch, triton.knobs.runtime
+    hooks = runtime.launch_enter_hook, runtime.launch_exit_hook
+    runtime.launch_enter_hook = runtime.launch_exit_hook = None
+    inner, metas = _innermost(usual)
+    cell = None
+    if metas is not None:
+        cell = usual.__closure__[usual.__code__.co_freevars.index("launcher")]
+        cell.cell_contents = lambda *args: calls.append(args)
+    else:
+        launcher.launch = lambda *args: calls.append(args)
+    try:
+        launch()
+    finally:
+        if cell is not None:
+            cell.cell_contents = inner
+        launcher.launch = usual
+        runtime.launch_enter_hook, runtime.launch_exit_hook = hooks
+    return calls
+
+
+def _plain(value: Any) -> Any:
+    """For a comparison: tensors by their address, sequences as tuples, what has no equality of its own by its type."""
+    if isinstance(value, torch.Tensor):
+        return value.data_ptr()
+    if isinstance(value, tuple | list):
+        return tuple(map(_plain, value))
+    return value if value is None or isinstance(value, int | float | str | bytes) else type(value).__name__

@@ -1,0 +1,433 @@
+"""Triton kernels of the backward of a group of layers with low-rank adapters, around the base product. See kernels.py, whose
+words hold here too.
+
+    scale    e = g d, sums of d z and d
+    grad     dS = s c (e B), dB = e' S                one read of d; e and the sums in the same pass
+    inputs   dx0 = drop(dS A), dA = dS' drop(x)       one read of x; d W accumulates onto dx0
+
+Sums over tokens are made in two stages in a fixed order: no atomics, the same bits every time.
+
+Shapes: T tokens, K inputs, N outputs, r padded rank of one layer, R padded rank over the layers of the group.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from packlora.ops.lora_linear.kernels.forward import _add_dot, _block_of, _drop, _drop_two, _keys, _rows_of
+
+
+@triton.jit
+def _sum_rows(tile, PARTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+    """Sum of a float32 tile over its rows; in PARTS first, where its error counts (float32 operands)."""
+    if PARTS == 1:
+        return tl.sum(tile, 0)
+    else:
+        return tl.sum(tl.sum(tl.reshape(tile, (PARTS, BM // PARTS, BN)), 1), 0)
+
+
+@triton.jit
+def _inside(rows, stop, TAIL: tl.constexpr):
+    """Which rows are before `stop`: all of them, known when it is compiled, where it is not the TAIL of a run."""
+    if TAIL:
+        return rows < stop
+    else:
+        return tl.full(rows.shape, 1, tl.int1)
+
+
+@triton.jit
+def scale_kernel(
+    d, kept, e, sums, g, bands, base_row, N, d_stride,
+    NEED_DZ: tl.constexpr, NEED_D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """e = g d, and sums float32 [bands, 2, N]: of d times what was kept, and of d. Grid (blocks of N, token bands)."""
+    band = bands + 4 * tl.program_id(1)
+    adapter, start, stop = tl.load(band), tl.load(band + 1), tl.load(band + 2)
+    row = tl.where(adapter >= 0, adapter, base_row).to(tl.int64)
+    cols = tl.program_id(0) * BN + tl.arange(0, BN)
+    fits = cols < N
+    factor = tl.load(g + row * N + cols, mask=fits, other=0.0)[None, :]
+    dz = tl.zeros((BM, BN), dtype=tl.float32)
+    d_sum = tl.zeros((BM, BN), dtype=tl.float32)
+    for t in tl.range(start, stop, BM, num_stages=STAGES):
+        rows = t + tl.arange(0, BM)
+        here = (rows < stop)[:, None] & fits[None, :]
+        rows_64 = rows.to(tl.int64)[:, None]
+        value = tl.load(d + rows_64 * d_stride + cols[None, :], mask=here, other=0.0).to(tl.float32)
+        if NEED_DZ:
+            dz += value * tl.load(kept + rows_64 * N + cols[None, :], mask=here, other=0.0).to(tl.float32)
+        if NEED_D:
+            d_sum += value
+        tl.store(e + rows_64 * N + cols[None, :], (value * factor).to(e.dtype.element_ty), mask=here)
+    at = sums + tl.program_id(1).to(tl.int64) * 2 * N + cols
+    PARTS: tl.constexpr = 8 if d.dtype.element_ty == tl.float32 else 1
+    if NEED_DZ:
+        tl.store(at, _sum_rows(dz, PARTS, BM, BN), mask=fits)
+    if NEED_D:
+        tl.store(at + N, _sum_rows(d_sum, PARTS, BM, BN), mask=fits)
+
+
+@triton.jit
+def _grad_block(
+    d, S_tile, kept, e, parts, t, B_tile, factor, g_row, ranks, has, first, fits, stop, acc, lost, dz, d_sum, N, d_stride,
+    part_width,
+    TAIL: tl.constexpr, TMA: tl.constexpr, NEED_DB: tl.constexpr, COMPOSED: tl.constexpr, NEED_DZ: tl.constexpr,
+    NEED_D: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """One block of tokens from t on; TAIL: some of them may be past the run. Returns the sums over tokens so far."""
+    rows = t + tl.arange(0, BM)
+    rows_64 = rows.to(tl.int64)[:, None]
+    cols = first + tl.arange(0, BN)
+    inside = _inside(rows, stop, TAIL)
+    here = inside[:, None] & fits[None, :]
+    if TMA:
+        d_tile = d.load([t, first])
+        if TAIL:  # a product with 0 would let another run's NaN through
+            d_tile = tl.where(inside[:, None], d_tile, tl.zeros_like(d_tile))
+    else:
+        d_tile = tl.load(d + rows_64 * d_stride + cols[None, :], mask=here, other=0.0)
+    mine = inside[:, None] & has[None, :]
+    if COMPOSED:
+        wide = d_tile.to(tl.float32)
+        if NEED_DZ:
+            if TMA:
+                kept_tile = kept.load([t, first])
+                if TAIL:
+                    kept_tile = tl.where(inside[:, None], kept_tile, tl.zeros_like(kept_tile))
+            else:
+                kept_tile = tl.load(kept + rows_64 * N + cols[None, :], mask=here, other=0.0)
+            dz += tl.sum(tl.reshape(wide * kept_tile.to(tl.float32), (BM // 8, 8, BN)), 0)
+        if NEED_D:
+            d_sum += tl.sum(tl.reshape(wide, (BM // 8, 8, BN)), 0)
+        d_tile = (wide * g_row[None, :]).to(d_tile.dtype)
+        tl.store(e + rows_64 * N + cols[None, :], d_tile, mask=here)
+    dS = tl.dot(d_tile, B_tile, input_precision=PRECISION)
+    tl.store(parts + rows_64 * part_width + ranks[None, :], dS * factor, mask=mine)
+    if NEED_DB:
+        acc, lost = _add_dot(tl.trans(d_tile), S_tile, acc, lost, PRECISION)
+    return acc, lost, dz, d_sum
+
+
+@triton.jit
+def _S_of(S, t, column, ranks, has, stop, width, NEED_DB: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr):
+    """S of a block of tokens from t on; anything where no dB is needed."""
+    if NEED_DB:
+        rows = t + tl.arange(0, BM)
+        at = S + rows.to(tl.int64)[:, None] * width + (column + ranks)[None, :]
+        return tl.load(at, mask=(rows < stop)[:, None] & has[None, :], other=0.0)
+    else:
+        return tl.zeros((BM, BR), dtype=S.dtype.element_ty)
+
+
+@triton.jit
+def _grad(
+    d, S, B, dS_parts, dB_parts, kept, e, sums, g, column, offset, rank, column_0, start, stop, row, factor, band, T, N,
+    d_stride, width, part_width,
+    TMA: tl.constexpr, NEED_DB: tl.constexpr, COMPOSED: tl.constexpr, NEED_DZ: tl.constexpr, NEED_D: tl.constexpr,
+    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    first = tl.program_id(0) * BN
+    cols = first + tl.arange(0, BN)
+    fits = cols < N
+    ranks = column_0 + tl.arange(0, BR)
+    has = ranks < rank
+    B_at = B + offset + cols.to(tl.int64)[:, None] * rank + ranks[None, :]
+    B_tile = tl.load(B_at, mask=fits[:, None] & has[None, :], other=0.0)
+    parts = dS_parts + tl.program_id(0).to(tl.int64) * T * part_width
+    acc = tl.zeros((BN, BR), dtype=tl.float32)
+    lost = tl.zeros((BN, BR), dtype=tl.float32)
+    dz = tl.zeros((8, BN), dtype=tl.float32)
+    d_sum = tl.zeros((8, BN), dtype=tl.float32)
+    g_row = None
+    if COMPOSED:
+        g_row = tl.load(g + row * N + cols, mask=fits, other=0.0)
+    whole = 0
+    if TMA:
+        whole = (stop - start) // BM
+        # S comes a block ahead through registers: in the ring of d's blocks it would take the memory of a second program
+        S_tile = _S_of(S, start, column, ranks, has, stop, width, NEED_DB, BM, BR)
+        for block in tl.range(0, whole, num_stages=STAGES):
+            t = start + block * BM
+            S_next = _S_of(S, t + BM, column, ranks, has, stop, width, NEED_DB, BM, BR)
+            acc, lost, dz, d_sum = _grad_block(
+                d, S_tile, kept, e, parts, t, B_tile, factor, g_row, ranks, has, first, fits, stop, acc,
+                lost, dz, d_sum, N, d_stride, part_width, False, TMA, NEED_DB, COMPOSED, NEED_DZ, NEED_D, PRECISION,
+                BM, BN,
+            )  # fmt: skip
+            S_tile = S_next
+        if start + whole * BM < stop:
+            acc, lost, dz, d_sum = _grad_block(
+                d, S_tile, kept, e, parts, start + whole * BM, B_tile, factor, g_row, ranks, has, first, fits, stop, acc,
+                lost, dz, d_sum, N, d_stride, part_width, True, TMA, NEED_DB, COMPOSED, NEED_DZ, NEED_D, PRECISION,
+                BM, BN,
+            )  # fmt: skip
+    else:
+        for t in tl.range(start, stop, BM, num_stages=STAGES):
+            S_tile = _S_of(S, t, column, ranks, has, stop, width, NEED_DB, BM, BR)
+            acc, lost, dz, d_sum = _grad_block(
+                d, S_tile, kept, e, parts, t, B_tile, factor, g_row, ranks, has, first, fits, stop, acc, lost, dz, d_sum,
+                N, d_stride, part_width, True, TMA, NEED_DB, COMPOSED, NEED_DZ, NEED_D, PRECISION, BM, BN,
+            )  # fmt: skip
+    band_64 = band.to(tl.int64)
+    if NEED_DB:
+        part_at = dB_parts + (band_64 * N + cols[:, None]) * part_width + ranks[None, :]
+        tl.store(part_at, acc, mask=fits[:, None] & has[None, :])
+    if NEED_DZ:
+        tl.store(sums + band_64 * 2 * N + cols, tl.sum(dz, 0), mask=fits)
+    if NEED_D:
+        tl.store(sums + (band_64 * 2 + 1) * N + cols, tl.sum(d_sum, 0), mask=fits)
+
+
+@triton.jit
+def _place_of(places, adapter, column, offset, rank, ALONE: tl.constexpr):
+    """Column in S, offset in the flat B, and padded rank; see layout.GroupTables.places."""
+    if ALONE:
+        return column, offset, rank
+    else:
+        at = places + 4 * adapter
+        return (
+            tl.multiple_of(tl.load(at), 16), tl.multiple_of(tl.load(at + 1), 16), tl.multiple_of(tl.load(at + 2), 16),
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["alone"])
+def grad_kernel(
+    d, S, B, dS_parts, dB_parts, kept, e, sums, g, bands, places, scalings, base_row, T, N, d_stride, width, part_width,
+    alone, alone_band, alone_threshold, alone_column, alone_offset, alone_rank,
+    ALONE: tl.constexpr, TMA: tl.constexpr, NEED_DB: tl.constexpr, COMPOSED: tl.constexpr, NEED_DZ: tl.constexpr,
+    NEED_D: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Grid (column blocks of BN, token bands, rank blocks of BR; one rank block where COMPOSED).
+
+    A program keeps its columns of B and of dB and walks over the tokens of its band, BM at a time. dS_parts [column blocks, T,
+    part_width] float32: the columns' share of dS; dB_parts [bands, N, part_width] float32: the band's of dB. TMA: d, and kept,
+    are tensor descriptors of blocks [BM, BN]. COMPOSED: d is scaled by g first, e and sums are written as by scale_kernel.
+    alone: the one adapter, where ALONE.
+    """
+    band_index, column_0 = tl.program_id(1), tl.program_id(2) * BR
+    adapter, start, stop, threshold = _block_of(bands, band_index, alone_band, T, alone_threshold, ALONE)
+    if ALONE:
+        adapter = alone
+    column, offset, rank = 0, 0, 0
+    factor = 0.0
+    if adapter >= 0:
+        column, offset, rank = _place_of(places, adapter, alone_column, alone_offset, alone_rank, ALONE)
+        factor = tl.load(scalings + adapter) * (65536.0 / (65536 - threshold))
+    row = tl.where(adapter >= 0, adapter, base_row).to(tl.int64)
+    left = rank - column_0
+    if left > 0 or COMPOSED:
+        if BR == 16 or left > BR // 2:
+            _grad(d, S, B, dS_parts, dB_parts, kept, e, sums, g, column, offset, rank, column_0, start, stop, row, factor,
+                  band_index, T, N, d_stride, width, part_width, TMA, NEED_DB, COMPOSED, NEED_DZ, NEED_D, PRECISION, BM, BN,
+                  BR, STAGES)  # fmt: skip
+        elif BR == 32 or left <= 16:
+            _grad(d, S, B, dS_parts, dB_parts, kept, e, sums, g, column, offset, rank, column_0, start, stop, row, factor,
+                  band_index, T, N, d_stride, width, part_width, TMA, NEED_DB, COMPOSED, NEED_DZ, NEED_D, PRECISION, BM, BN,
+                  16, STAGES)  # fmt: skip
+        else:
+            _grad(d, S, B, dS_parts, dB_parts, kept, e, sums, g, column, offset, rank, column_0, start, stop, row, factor,
+                  band_index, T, N, d_stride, width, part_width, TMA, NEED_DB, COMPOSED, NEED_DZ, NEED_D, PRECISION, BM, BN,
+                  32, STAGES)  # fmt: skip
+
+
+@triton.jit
+def sum_grads_kernel(
+    dS_parts, dS, dB_parts, dB, tiles, num_tiles, bands, ranges, places, num_blocks, N, width, part_width, spans, step, T,
+    num_bands, alone_column, alone_offset, alone_rank,
+    ALONE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """What grad_kernel made parts of, for one layer: dS, the sum of dS_parts over the column blocks, and dB, flat as B is, the
+    sum of dB_parts over the adapter's bands; both in order. Grid (num_tiles + num_blocks * adapters, rank blocks of BR): first
+    the token blocks of BM, then for each adapter the blocks of N. step: elements from one share of dS to the next. AHEAD parts
+    are on their way at once."""
+    program = tl.program_id(0)
+    ranks = tl.program_id(1) * BR + tl.arange(0, BR)
+    if program < num_tiles:
+        adapter, start, stop, _ = _block_of(tiles, program, BM, T, 0, ALONE)
+        if adapter >= 0:
+            column, _, rank = _place_of(places, adapter, alone_column, alone_offset, alone_rank, ALONE)
+            rows = (start + tl.arange(0, BM)).to(tl.int64)
+            mine = (rows < stop)[:, None] & (ranks < rank)[None, :]
+            at = dS_parts + rows[:, None] * part_width + ranks[None, :]
+            total = tl.zeros((BM, BR), dtype=tl.float32)
+            for first in range(0, spans, AHEAD):
+                for more in tl.static_range(AHEAD):
+                    total += tl.load(at, mask=mine & (first + more < spans), other=0.0)
+                    at += step
+            tl.store(dS + rows[:, None] * width + (column + ranks)[None, :], total.to(dS.dtype.element_ty), mask=mine)
+    else:
+        adapter = (program - num_tiles) // num_blocks
+        _, offset, rank = _place_of(places, adapter, alone_column, alone_offset, alone_rank, ALONE)
+        cols = ((program - num_tiles) % num_blocks * BN + tl.arange(0, BN)).to(tl.int64)
+        if tl.program_id(1) * BR < rank:
+            inside = (cols < N)[:, None] & (ranks < rank)[None, :]
+            total_B = tl.zeros((BN, BR), dtype=tl.float32)
+            start_band, last = 0, num_bands
+            if ALONE == 0:
+                start_band, last = tl.load(ranges + 2 * adapter), tl.load(ranges + 2 * adapter + 1)
+            for first in range(start_band, last, AHEAD):
+                for more in tl.static_range(AHEAD):
+                    band = first + more
+                    own = band < last
+                    if ALONE == 0:
+                        own = tl.load(bands + 4 * band, mask=own, other=-1) == adapter
+                    at = dB_parts + (band.to(tl.int64) * N + cols[:, None]) * part_width + ranks[None, :]
+                    total_B += tl.load(at, mask=inside & own, other=0.0)
+            tl.store(dB + offset + cols[:, None] * rank + ranks[None, :], total_B.to(dB.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _inputs_block(
+    x, dS, A_at, A_tile, dx, keys, t, column_0, cols, fits, ranks, has, rank, stop, threshold, salt, acc, lost, K, x_stride,
+    width,
+    TAIL: tl.constexpr, TMA: tl.constexpr, DROP: tl.constexpr, ASM: tl.constexpr, NEED_DX: tl.constexpr, NEED_DA: tl.constexpr,
+    PRECISION: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr,
+):  # fmt: skip
+    """One block of tokens from t on; TAIL: some of them may be past the run. Returns dA' of the tokens so far."""
+    rows = t + tl.arange(0, BM)
+    inside = _inside(rows, stop, TAIL)
+    rows_64 = rows.to(tl.int64)[:, None]
+    dS_at = dS + rows_64 * width + ranks[None, :]
+    dS_tile = tl.load(dS_at, mask=inside[:, None] & has[None, :], other=0.0)
+    if DROP:
+        key_0, key_1 = _keys(keys, rows, inside, salt)
+    if NEED_DA:
+        if TMA:
+            x_tile = x.load([t, column_0])
+            if TAIL:  # a product with 0 would let another run's NaN through
+                x_tile = tl.where(inside[:, None], x_tile, tl.zeros_like(x_tile))
+        else:
+            x_at = x + rows_64 * x_stride + cols[None, :]
+            x_tile = tl.load(x_at, mask=inside[:, None] & fits[None, :], other=0.0)
+    if NEED_DX:
+        low = tl.dot(dS_tile, A_tile, input_precision=PRECISION)
+        if NEED_DA == 0:  # wider than one rank block: the others are added up here
+            low_lost = tl.zeros((BM, BK), dtype=tl.float32)
+            for r in range(BR, rank, BR):
+                more = (r + ranks < rank)[None, :]
+                dS_more = tl.load(dS_at + r, mask=inside[:, None] & more, other=0.0)
+                A_more = tl.load(A_at + r * K, mask=(r + ranks < rank)[:, None] & fits[None, :], other=0.0)
+                low, low_lost = _add_dot(dS_more, A_more, low, low_lost, PRECISION)
+        low_tile = low.to(dx.dtype.element_ty)
+    if DROP:
+        if NEED_DX and NEED_DA:
+            x_tile, low_tile = _drop_two(x_tile, low_tile, key_0, key_1, column_0, threshold, BK, ASM)
+        elif NEED_DX:
+            low_tile = _drop(low_tile, key_0, key_1, column_0, threshold, BK, ASM)
+        else:
+            x_tile = _drop(x_tile, key_0, key_1, column_0, threshold, BK, ASM)
+    if NEED_DX:
+        tl.store(dx + rows_64 * K + cols[None, :], low_tile, mask=inside[:, None] & fits[None, :])
+    if NEED_DA:
+        acc, lost = _add_dot(tl.trans(x_tile), dS_tile, acc, lost, PRECISION)
+    return acc, lost
+
+
+@triton.jit
+def _inputs(
+    x, dS, A, dx, dA_parts, keys, first, rank, column, band_index, start, stop, threshold, salt, K, x_stride, width,
+    TMA: tl.constexpr, DROP: tl.constexpr, ASM: tl.constexpr, NEED_DX: tl.constexpr, NEED_DA: tl.constexpr,
+    PRECISION: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    column_0 = tl.program_id(0) * BK
+    cols = column_0 + tl.arange(0, BK)
+    fits = cols < K
+    ranks = column + tl.arange(0, BR)
+    has = ranks < rank
+    A_at = A + (first + ranks).to(tl.int64)[:, None] * K + cols[None, :]
+    A_tile = tl.load(A_at, mask=has[:, None] & fits[None, :], other=0.0)
+    acc = tl.zeros((BK, BR), dtype=tl.float32)
+    lost = tl.zeros((BK, BR), dtype=tl.float32)
+    if TMA:
+        whole = (stop - start) // BM
+        for block in tl.range(0, whole, num_stages=STAGES):
+            acc, lost = _inputs_block(
+                x, dS, A_at, A_tile, dx, keys, start + block * BM, column_0, cols, fits, ranks, has, rank, stop, threshold,
+                salt, acc, lost, K, x_stride, width, False, TMA, DROP, ASM, NEED_DX, NEED_DA, PRECISION, BM, BK, BR,
+            )  # fmt: skip
+        if start + whole * BM < stop:
+            acc, lost = _inputs_block(
+                x, dS, A_at, A_tile, dx, keys, start + whole * BM, column_0, cols, fits, ranks, has, rank, stop, threshold,
+                salt, acc, lost, K, x_stride, width, True, TMA, DROP, ASM, NEED_DX, NEED_DA, PRECISION, BM, BK, BR,
+            )  # fmt: skip
+    else:
+        for t in tl.range(start, stop, BM, num_stages=STAGES):
+            acc, lost = _inputs_block(
+                x, dS, A_at, A_tile, dx, keys, t, column_0, cols, fits, ranks, has, rank, stop, threshold, salt, acc, lost, K,
+                x_stride, width, True, TMA, DROP, ASM, NEED_DX, NEED_DA, PRECISION, BM, BK, BR,
+            )  # fmt: skip
+    if NEED_DA:
+        part_at = dA_parts + (band_index.to(tl.int64) * width + ranks[None, :]) * K + cols[:, None]
+        tl.store(part_at, acc, mask=has[None, :] & fits[:, None])
+
+
+@triton.jit(do_not_specialize=["salt"])
+def inputs_kernel(
+    x, dS, A, dx, dA_parts, keys, bands, adapters, salt, K, x_stride, width, T, alone_band, alone_threshold, alone_first,
+    alone_rank,
+    ALONE: tl.constexpr, TMA: tl.constexpr, DROP: tl.constexpr, ASM: tl.constexpr, NEED_DX: tl.constexpr,
+    NEED_DA: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Grid (column blocks of BK, token bands, rank blocks of BR; one rank block where dx is needed).
+
+    dA_parts [bands, width, K] float32. dx is written in every row: 0 where no adapter is. TMA: x is a tensor descriptor of
+    blocks [BM, BK].
+    """
+    band_index, column = tl.program_id(1), tl.program_id(2) * BR
+    adapter, start, stop, threshold = _block_of(bands, band_index, alone_band, T, alone_threshold, ALONE)
+    first, rank = 0, 0
+    if adapter >= 0:
+        first, rank = _rows_of(adapters, adapter, alone_first, alone_rank, ALONE)
+    left = rank - column
+    if left > 0 or NEED_DX:
+        if BR == 16 or left > BR // 2:
+            _inputs(x, dS, A, dx, dA_parts, keys, first, rank, column, band_index, start, stop, threshold, salt, K, x_stride,
+                    width, TMA, DROP, ASM, NEED_DX, NEED_DA, PRECISION, BM, BK, BR, STAGES)  # fmt: skip
+        elif BR == 32 or left <= 16:
+            _inputs(x, dS, A, dx, dA_parts, keys, first, rank, column, band_index, start, stop, threshold, salt, K, x_stride,
+                    width, TMA, DROP, ASM, NEED_DX, NEED_DA, PRECISION, BM, BK, 16, STAGES)  # fmt: skip
+        elif BR == 64 or left <= 32:
+            _inputs(x, dS, A, dx, dA_parts, keys, first, rank, column, band_index, start, stop, threshold, salt, K, x_stride,
+                    width, TMA, DROP, ASM, NEED_DX, NEED_DA, PRECISION, BM, BK, 32, STAGES)  # fmt: skip
+        else:
+            _inputs(x, dS, A, dx, dA_parts, keys, first, rank, column, band_index, start, stop, threshold, salt, K, x_stride,
+                    width, TMA, DROP, ASM, NEED_DX, NEED_DA, PRECISION, BM, BK, 64, STAGES)  # fmt: skip
+
+
+@triton.jit
+def sum_rows_kernel(
+    parts, out, bands, ranges, rows, g, w, K, width, num_bands, alone_first,
+    ALONE: tl.constexpr, MAGNITUDE: tl.constexpr, OF_Y: tl.constexpr, BANDS: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """out [rows, K] = sum of `parts` over the bands of the row's adapter. `rows` int32 [rows, 2]: adapter, row in a part.
+    Grid (blocks of K, rows). ranges: int32 [adapters, 2], first and last band that may be an adapter's. ALONE: the rows are
+    those of one adapter that has all bands, from alone_first on.
+
+    MAGNITUDE: row 0 of a part is of d z and becomes the gradient of the magnitude, over w; OF_Y: it is of d y, and goes over
+    g w, 0 where that is 0. g, w: float32 [adapters + 1, K].
+    """
+    row = tl.program_id(1)
+    cols = tl.program_id(0) * BK + tl.arange(0, BK)
+    acc = tl.zeros((BANDS, BK), dtype=tl.float32)
+    adapter, own, start_band, last = row, row, 0, num_bands
+    if ALONE:
+        row += alone_first
+    else:
+        adapter, own = tl.load(rows + 2 * row), tl.load(rows + 2 * row + 1)
+        start_band, last = tl.load(ranges + 2 * adapter), tl.load(ranges + 2 * adapter + 1)
+    for first in range(start_band, last, BANDS):
+        some = first + tl.arange(0, BANDS)
+        mine = some < last
+        if ALONE == 0:
+            mine = tl.load(bands + 4 * some, mask=mine, other=-1) == adapter
+        at = parts + (some * width + own).to(tl.int64)[:, None] * K + cols[None, :]
+        acc += tl.load(at, mask=mine[:, None] & (cols < K)[None, :], other=0.0)
+    total = tl.sum(acc, 0)
+    if MAGNITUDE:
+        at_adapter = adapter.to(tl.int64) * K + cols
+        over = tl.load(w + at_adapter, mask=cols < K, other=1.0)
+        if OF_Y:
+            over *= tl.load(g + at_adapter, mask=cols < K, other=1.0)
+        total = tl.where(own == 0, tl.where(over == 0, 0.0, tl.div_rn(total, over)), total)
+    tl.store(out + row.to(tl.int64) * K + cols, total.to(out.dtype.element_ty), mask=cols < K)

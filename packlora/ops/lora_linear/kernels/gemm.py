@@ -1,0 +1,151 @@
+"""One GEMM kernel for a base product with the low-rank products in it: forward y = x W' + S B' + bias, backward
+dx = d W + mask (dS A). Persistent, with the copy engine of Hopper (tensor descriptors); 16-bit operands.
+
+The low-rank product of a tile is made first and is where the accumulator starts, so it costs no write and no read of the
+output, and nothing is rounded before the base product is there. There is one accumulator: a second one of 128 x 256 would not
+fit the registers, and spilling serialises the products (measured: 8 times slower).
+
+Where one adapter owns all tokens, its operands are given as they are. Else a tile goes through the runs that it meets, one
+after the other, with the rows of the others as zeros. An adapter that is not finite must not reach those, as 0 times infinity
+would: of R, what is not finite becomes 0, and the run's own rows of L become NaN.
+
+Shapes: T tokens, K inputs, N outputs. Here X [T, P] is x or d, V is W, and Y [T, Q] is y or dx.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from packlora.ops.lora_linear.kernels.forward import _drop, _keys
+
+
+@triton.jit
+def _low_rank_of_runs(
+    acc, L, R, runs, places, first, last, rows, cols, Q, width, FORWARD: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr
+):  # fmt: skip
+    """acc plus the low-rank products of the tile's runs, and the rows' rates of dropout, as thresholds."""
+    thresholds = tl.zeros((BM,), dtype=tl.int32)
+    fits = cols < Q
+    for number in range(first, last):
+        run = runs + 4 * number
+        adapter, start, stop, threshold = tl.load(run), tl.load(run + 1), tl.load(run + 2), tl.load(run + 3)
+        own = (rows >= start) & (rows < stop)
+        thresholds = tl.where(own, threshold, thresholds)
+        known = adapter >= 0
+        if FORWARD:
+            place = places + 4 * adapter
+            column = tl.multiple_of(tl.load(place, mask=known, other=0), 16)
+            offset = tl.multiple_of(tl.load(place + 1, mask=known, other=0), 16)
+            rank = tl.multiple_of(tl.load(place + 2, mask=known, other=0), 16)
+        else:
+            place = places + 2 * adapter
+            column = 0
+            offset = tl.load(place, mask=known, other=0).to(tl.int64) * Q
+            rank = tl.multiple_of(tl.load(place + 1, mask=known, other=0), 16)
+        for r in tl.range(0, rank, BR, num_stages=1):
+            ranks = r + tl.arange(0, BR)
+            has = ranks < rank
+            L_at = L + rows.to(tl.int64)[:, None] * width + (column + ranks)[None, :]
+            L_tile = tl.load(L_at, mask=own[:, None] & has[None, :], other=0.0)
+            if FORWARD:
+                R_at = R + offset + cols[None, :] * rank + ranks[:, None]
+            else:
+                R_at = R + offset + ranks[:, None] * Q + cols[None, :]
+            R_tile = tl.load(R_at, mask=has[:, None] & fits[None, :], other=0.0)
+            finite = R_tile * 0.0 == 0.0
+            worst = tl.min(tl.min(finite.to(tl.int32), 1), 0)
+            L_tile = tl.where(own[:, None] & (worst == 0), float("nan"), L_tile)
+            acc = tl.dot(L_tile, tl.where(finite, R_tile, tl.zeros_like(R_tile)), acc)
+    return acc, thresholds
+
+
+@triton.jit
+def _compose_runs(
+    acc, g, bias, runs, first, last, rows, cols, Q, base_row, HAS_BIAS: tl.constexpr
+):  # fmt: skip
+    """g acc + bias, by the adapter that owns a row."""
+    fits = cols < Q
+    for number in range(first, last):
+        run = runs + 4 * number
+        adapter, start, stop = tl.load(run), tl.load(run + 1), tl.load(run + 2)
+        at = tl.where(adapter >= 0, adapter, base_row).to(tl.int64) * Q + cols
+        value = acc * tl.load(g + at, mask=fits, other=0.0)[None, :]
+        if HAS_BIAS:
+            value += tl.load(bias + at, mask=fits, other=0.0).to(tl.float32)[None, :]
+        acc = tl.where(((rows >= start) & (rows < stop))[:, None], value, acc)
+    return acc
+
+
+@triton.jit(do_not_specialize=["salt"])
+def fused_kernel(
+    X, V, Y, Z, L, R, bias, g, keys, runs, spans, places, salt, threshold, T, P, Q, width, rank,
+    FORWARD: tl.constexpr, DROP: tl.constexpr, ASM: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_G: tl.constexpr,
+    KEEP: tl.constexpr, WIDE: tl.constexpr, RUNS: tl.constexpr, DTYPE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, BR: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
+):  # fmt: skip
+    """Forward: L is S [T, width], R is B [Q, rank]. Backward: L is dS, R the stacked A [rank, Q]. WIDE: L and R are tensor
+    descriptors of their first `rank` columns and rows. HAS_G: the product z is scaled before the bias; KEEP: z is stored.
+
+    RUNS: runs (layout.RunTables) have the low-rank products, of each tile those in spans [tiles, 2]. L is as before, R the
+    layer's flat B or the A's of all adapters, places theirs of the layer or of the stacked A (layout.GroupTables); g and bias
+    after g are float32 [rank + 1, Q], by adapter, the last row for tokens without one."""
+    num_m, num_n = tl.cdiv(T, BM), tl.cdiv(Q, BN)
+    steps = tl.cdiv(P, BK)
+    for tile in tl.range(tl.program_id(0), num_m * num_n, PROGRAMS, flatten=False):
+        group = tile // (GROUP * num_n)
+        size = min(num_m - group * GROUP, GROUP)
+        m = group * GROUP + (tile % (GROUP * num_n)) % size
+        n = (tile % (GROUP * num_n)) // size
+        rows = m * BM + tl.arange(0, BM)
+        cols = n * BN + tl.arange(0, BN)
+        inside = rows < T
+        acc = tl.zeros((BM, BN), dtype=tl.float32)
+        limit = threshold
+        if RUNS:
+            first, last = tl.load(spans + 2 * m), tl.load(spans + 2 * m + 1)
+            acc, thresholds = _low_rank_of_runs(
+                acc, L, R, runs, places, first, last, rows, cols, Q, width, FORWARD, BM, BR
+            )
+            limit = thresholds[:, None]
+            if not DROP and (HAS_G or not HAS_BIAS):
+                acc = tl.where(inside[:, None], acc, 0.0)
+        else:
+            for r in range(0, rank, BR):
+                if WIDE:
+                    if FORWARD:
+                        acc = tl.dot(L.load([m * BM, r]), R.load([n * BN, r]).T, acc)
+                    else:
+                        acc = tl.dot(L.load([m * BM, r]), R.load([r, n * BN]), acc)
+                else:
+                    ranks = r + tl.arange(0, BR)
+                    has = ranks < rank
+                    L_at = L + rows.to(tl.int64)[:, None] * width + ranks[None, :]
+                    L_tile = tl.load(L_at, mask=inside[:, None] & has[None, :], other=0.0)
+                    if FORWARD:
+                        R_at = R + cols[None, :] * rank + ranks[:, None]
+                    else:
+                        R_at = R + ranks[:, None] * Q + cols[None, :]
+                    R_tile = tl.load(R_at, mask=has[:, None] & (cols < Q)[None, :], other=0.0)
+                    acc = tl.dot(L_tile, R_tile, acc)
+        if DROP:
+            key_0, key_1 = _keys(keys, rows, inside, salt)
+            acc = _drop(acc.to(DTYPE), key_0, key_1, n * BN, limit, BN, ASM).to(tl.float32)
+        if HAS_BIAS and not HAS_G:
+            acc += tl.load(bias + cols, mask=cols < Q, other=0.0).to(tl.float32)[None, :]
+        for k in range(steps):
+            X_tile = X.load([m * BM, k * BK])
+            if FORWARD:
+                acc = tl.dot(X_tile, V.load([n * BN, k * BK]).T, acc)
+            else:
+                acc = tl.dot(X_tile, V.load([k * BK, n * BN]), acc)
+        if HAS_G:
+            if KEEP:
+                Z.store([m * BM, n * BN], acc.to(DTYPE))
+            if RUNS:
+                acc = _compose_runs(acc, g, bias, runs, first, last, rows, cols, Q, rank, HAS_BIAS)
+            else:
+                acc *= tl.load(g + cols, mask=cols < Q, other=0.0)[None, :]
+                if HAS_BIAS:
+                    acc += tl.load(bias + cols, mask=cols < Q, other=0.0).to(tl.float32)[None, :]
+        Y.store([m * BM, n * BN], acc.to(DTYPE))

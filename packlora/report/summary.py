@@ -1,0 +1,48 @@
+"""The last words of a run on the terminal: a table per job and where things lie."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from packlora.report.progress import duration
+from packlora.result import Result
+from packlora.terminal import standard_output
+
+
+def print_summary(result: Result, resume_command: str) -> None:
+    """How each job ended, and the next step: resume_command goes on with an interrupted run."""
+    console = Console(file=standard_output())
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("job", "status", "steps", "held-out loss", "tokens/s"):
+        table.add_column(name, justify="right" if name in ("steps", "tokens/s") else "left", overflow="fold")
+    for name, job in result.jobs.items():
+        loss = "" if job.eval_after is None else f"{job.eval_after:.4f}"
+        if job.eval_before is not None and loss:
+            loss = f"{job.eval_before:.4f} -> {loss}"
+        status = "stopped" if job.status == "running" else job.status
+        table.add_row(Text(name), status, str(job.step), loss, f"{job.tokens_per_second:.0f}")
+    console.print()
+    console.print(table)
+    console.print()
+    going = [job.status in ("running", "stopped") for job in result.jobs.values()]
+    if not all(going):
+        which = ", of the jobs that have ended" if any(going) else ""
+        console.print(Text(f"adapters: {result.output_dir}/<job>{which}"), soft_wrap=True)
+    if any(going):
+        console.print(Text(f"checkpoints: {result.output_dir}/<job>/checkpoint-<step>"), soft_wrap=True)
+    for name, job in result.jobs.items():
+        if job.failure:
+            how = "failed" if job.status == "failed" else "was left out:"
+            console.print(Text(f"job {name!r} {how} {job.failure}"), soft_wrap=True)
+    rate = result.tokens / result.seconds if result.seconds else 0.0
+    trained = f"{result.tokens} tokens in {duration(result.seconds)} ({rate:.0f} tokens/s)"
+    if not result.tokens and all(job.status == "done" for job in result.jobs.values()):
+        trained = "every job was done already"
+    console.print(Text(f"{trained}; report: {result.report}"), soft_wrap=True)
+    if result.incomplete:
+        lost = ", ".join(f"{name} ({reason})" for name, reason in result.incomplete.items())
+        console.print(Text(f"incomplete: {lost}; adapters and checkpoints are whole"), soft_wrap=True)
+    if result.signal is not None:
+        console.print(Text(f"stopped by a signal; continue with: {resume_command}"), soft_wrap=True)

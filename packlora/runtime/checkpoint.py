@@ -1,0 +1,356 @@
+"""Checkpoints of jobs: written whole or not at all, checked to the last bit when they are read, and removed when they are old.
+
+    <job>/checkpoint-<step>/   adapter_config.json, adapter_model.safetensors, optimizer.safetensors, last_good.safetensors,
+                               trainer_state.json, manifest.json
+    <job>/                     the finished adapter, its trainer_state.json and manifest.json (written last: it marks the job
+                               as ended)
+
+manifest.json names the run, the job, the step and the SHA-256 of every file. What does not fit it is not read, so a flipped
+bit, a file of another step and a folder of another job are errors, never other numbers. Everything else that a job needs to
+go on (sample order, dropout, learning rate) is a function of the run file and the step.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import stat
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ConfigDict, ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from packlora.adapters.files import CONFIG, WEIGHTS, load_adapter, save_adapter, state_dict, write_card
+from packlora.errors import InputError
+from packlora.files import digest, make_folder, remove_folder, write_folder, write_json, write_tensors
+from packlora.runtime.job import Job
+
+STATE, OPTIMIZER, LAST_GOOD = "trainer_state.json", "optimizer.safetensors", "last_good.safetensors"
+MANIFEST = "manifest.json"
+RESULT = {CONFIG, WEIGHTS, STATE}
+"""Files of a finished job that its manifest names; the card beside them is the user's to edit."""
+NAME = re.compile(r"checkpoint-(0|[1-9]\d{0,15})", re.ASCII)
+DISCARDED = "discarded-"
+"""Prefix of checkpoints that lie beyond the step that a job was sent back to."""
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+
+class _File(_Strict):
+    bytes: int
+    sha256: str
+
+
+class Manifest(_Strict):
+    """What a folder holds. run: the run's id; step: the optimizer steps that the job had done."""
+
+    run: str
+    job: str
+    step: int
+    files: dict[str, _File]
+
+
+class Damaged(Exception):
+    """A folder does not hold what was written. The message names the file and what is wrong with it."""
+
+
+# --- writing -----------------------------------------------------------------------------------------------------------
+
+
+def save_checkpoint(folder: Path, job: Job, run: str, keep: int | None = None) -> Path:
+    """Write <folder>/checkpoint-<step>; it appears under its name only when it is complete and on the disk.
+
+    Args:
+        folder: of the job, in an existing folder.
+        run: id of the run.
+        keep: then remove all but so many of the newest checkpoints, this one among them; None keeps all.
+    """
+    path = folder / f"checkpoint-{job.step}"
+    make_folder(folder)
+
+    def write(out: Path) -> None:
+        save_adapter(out, job.adapter)
+        write_tensors(out / OPTIMIZER, _optimizer_tensors(job))
+        if job.last_good is not None:
+            write_tensors(out / LAST_GOOD, job.last_good)
+        write_json(out / STATE, job.trainer_state())
+        _write_manifest(out, job, run, {file.name for file in out.iterdir()})
+
+    write_folder(path, write)
+    if keep is not None:
+        _rotate(folder, job.name, run, path, keep)
+    return path
+
+
+def _rotate(folder: Path, job: str, run: str, newest: Path, keep: int) -> None:
+    """Remove old checkpoints: only folders that this job of this run has written, never the newest."""
+    own = [
+        path for step in steps(folder) if (path := folder / f"checkpoint-{step}") != newest and _is_own(path, job, run)
+    ]
+    for path in own[: max(0, len(own) - (keep - 1))]:
+        remove_folder(path)
+
+
+def _is_own(path: Path, job: str, run: str) -> bool:
+    if path.is_symlink():
+        return False
+    try:
+        manifest = _read_manifest(path)
+    except Damaged:
+        return False
+    return (manifest.run, manifest.job) == (run, job)
+
+
+def save_result(folder: Path, job: Job, run: str) -> None:
+    """Write the job's ended adapter directly into <folder>, the manifest last."""
+    make_folder(folder)
+    (folder / MANIFEST).unlink(missing_ok=True)  # that of an earlier end does not go with what follows
+    save_adapter(folder, job.adapter)
+    last = next((line["loss"] for line in reversed(job.log_history) if "loss" in line), float("nan"))
+    lines = [f"{job.step} optimizer steps, {job.tokens_seen} tokens, last training loss {last:.4f}."]
+    if job.failure:
+        lines.append(f"Stopped early: {job.failure}.")
+    write_card(folder, job.adapter, lines)
+    write_json(folder / STATE, job.trainer_state())
+    _write_manifest(folder, job, run, RESULT)
+
+
+def _write_manifest(folder: Path, job: Job, run: str, names: set[str]) -> None:
+    files = {name: {"bytes": (folder / name).stat().st_size, "sha256": digest(folder / name)} for name in sorted(names)}
+    write_json(folder / MANIFEST, {"run": run, "job": job.name, "step": job.step, "files": files})
+
+
+def _optimizer_tensors(job: Job) -> dict[str, torch.Tensor]:
+    tensors = {}
+    for name, parameter in job.parameters.items():
+        for key, value in job.optimizer.state[parameter].items():
+            tensors[f"{name}/{key}"] = torch.as_tensor(value)
+    return tensors
+
+
+# --- checking ----------------------------------------------------------------------------------------------------------
+
+
+def steps(folder: Path) -> list[int]:
+    """Steps of the checkpoints in a job's folder, rising."""
+    return sorted(int(match[1]) for path in folder.glob("checkpoint-*") if (match := NAME.fullmatch(path.name)))
+
+
+def check(folder: Path, job: str, run: str, step: int | None = None) -> Manifest:
+    """Read every byte of a checkpoint, or with step None of a finished job's files.
+
+    Raises:
+        Damaged: a file is missing or is not what was written, or the folder is of another job, step or run.
+    """
+    manifest = _read_manifest(folder)
+    if manifest.run != run:
+        raise Damaged(f"{folder} is of another run")
+    if manifest.job != job:
+        raise Damaged(f"{folder} is of job {manifest.job!r}")
+    if step is not None and manifest.step != step:
+        raise Damaged(f"{folder} is of step {manifest.step}")
+    if lacking := sorted((RESULT if step is None else RESULT | {OPTIMIZER}) - manifest.files.keys()):
+        raise Damaged(f"{folder / MANIFEST} does not name {lacking[0]}")
+    if odd := sorted(manifest.files.keys() - RESULT - {OPTIMIZER, LAST_GOOD}):
+        raise Damaged(f"{folder / MANIFEST} names {odd[0]!r}, which is no file of a checkpoint")
+    for name, written in manifest.files.items():
+        _check_file(folder / name, written)
+    return manifest
+
+
+def _check_file(file: Path, written: _File) -> None:
+    try:
+        found = file.stat()
+        if not stat.S_ISREG(found.st_mode):
+            raise Damaged(f"{file} is not a plain file")
+        if found.st_size != written.bytes:
+            raise Damaged(f"{file} has {found.st_size} bytes instead of {written.bytes}")
+        if digest(file) != written.sha256:
+            raise Damaged(f"{file} does not hold what was written (its SHA-256 differs)")
+    except FileNotFoundError:
+        raise Damaged(f"{file} is missing") from None
+    except OSError as error:
+        raise Damaged(f"cannot read {file}: {error.strerror}") from None
+
+
+def _read_manifest(folder: Path) -> Manifest:
+    file = folder / MANIFEST
+    try:
+        if not stat.S_ISREG(file.stat().st_mode):
+            raise Damaged(f"{file} is not a plain file")
+        return Manifest.model_validate_json(file.read_bytes())
+    except FileNotFoundError:
+        raise Damaged(f"{file} is missing, so nothing tells whether {folder.name} is whole") from None
+    except OSError as error:
+        raise Damaged(f"cannot read {file}: {error.strerror}") from None
+    except ValidationError as error:
+        raise Damaged(f"{file} is damaged: {error.errors()[0]['msg']}") from None
+
+
+# --- reading -----------------------------------------------------------------------------------------------------------
+
+
+def restore(folder: Path, job: Job, run: str, reached: int, start: int | None = None) -> str | None:
+    """Continue a job from its newest checkpoint in <folder>, if there is one; recognise a job that has ended.
+
+    Args:
+        folder: of the job; need not exist.
+        job: fresh; takes the state.
+        run: id of the run.
+        reached: step of the newest checkpoint that the run has written of this job, 0 for none.
+        start: continue from the checkpoint of this step instead; 0 begins anew.
+
+    Returns:
+        What the user should know.
+
+    Raises:
+        InputError: the checkpoint is damaged or not of this job, or all are gone; the message says what is whole.
+    """
+    remedy = f"--resume --from {job.name}="
+    has_ended = (folder / MANIFEST).exists()
+    note = None
+    if start is None and has_ended:
+        try:
+            if _ended(folder, job, run):
+                return None
+        except Damaged as error:
+            note = str(error)
+    found = steps(folder)
+    step = start if start is not None else max(found, default=0)
+    if step == 0:
+        if start is None and (reached > 0 or has_ended):
+            was = f"it had a checkpoint at step {reached}" if reached else "it has ended"
+            raise InputError(
+                f"job {job.name!r}: {folder} has no checkpoint, but {was}; going on would begin at step 1 and overwrite its "
+                f"adapter. Put the checkpoints back, take another output_dir, or begin again with {remedy}0"
+                + (f" ({note})" if note else "")
+            )
+        return None
+    path = folder / f"checkpoint-{step}"
+    try:
+        manifest = check(path, job.name, run, step)
+    except Damaged as error:
+        whole = next(
+            (older for older in reversed(found) if older < step and _is_whole(folder, job.name, run, older)), 0
+        )
+        says = f"checkpoint-{whole} is whole: go on from it with {remedy}{whole}"
+        if not whole:
+            says = f"no older checkpoint is whole; begin this job again with {remedy}0"
+        raise InputError(f"job {job.name!r}: {error}; {says}") from None
+    _read_checkpoint(path, job, manifest)
+    if note is None:
+        return None
+    how = "is written again" if step >= job.data.num_steps else "is no longer used, and training goes on"
+    return f"job {job.name!r}: {note}; the finished adapter {how} from checkpoint-{step}"
+
+
+def fate(folder: Path, job: str, run: str) -> tuple[str, int, str | None]:
+    """How a job stands that is not trained now: (done, failed or stopped; its step; why it failed)."""
+    try:
+        check(folder, job, run)
+    except Damaged:
+        return "stopped", max(steps(folder), default=0), None
+    state = _read_state(folder / STATE)
+    return state["status"], state["global_step"], state["failure"]
+
+
+def _is_whole(folder: Path, job: str, run: str, step: int) -> bool:
+    try:
+        check(folder / f"checkpoint-{step}", job, run, step)
+    except Damaged:
+        return False
+    return True
+
+
+def _ended(folder: Path, job: Job, run: str) -> bool:
+    """Take the state of a job that has nothing left to do, from its finished files. False where it has.
+
+    Raises:
+        Damaged: they are not what was written.
+    """
+    check(folder, job.name, run)
+    state = _read_state(folder / STATE)
+    if state["status"] == "failed" or state["global_step"] >= job.data.num_steps:
+        load_adapter(folder, job.adapter)
+        _take_state(job, state)
+        return True
+    return False
+
+
+def _read_checkpoint(path: Path, job: Job, manifest: Manifest) -> None:
+    """Of files that have been checked."""
+    load_adapter(path, job.adapter)
+    _take_state(job, _read_state(path / STATE))
+    _restore_optimizer(path / OPTIMIZER, job)
+    if LAST_GOOD in manifest.files:
+        good = _load_tensors(path / LAST_GOOD, job)
+        job.last_good = {key: good[key].to(tensor) for key, tensor in state_dict(job.adapter).items()}
+    job.status = "running"
+
+
+def go_back(folder: Path, step: int) -> list[str]:
+    """Put checkpoints beyond `step` aside, under another name, and forget that the job has ended: it was sent back to `step`.
+
+    Returns:
+        The new names.
+    """
+    for name in (MANIFEST, STATE):
+        (folder / name).unlink(missing_ok=True)
+    put = []
+    for later in steps(folder):
+        if later > step:
+            path = folder / f"checkpoint-{later}"
+            aside = folder / f"{DISCARDED}{path.name}"
+            if aside.exists():
+                remove_folder(aside)
+            path.rename(aside)
+            put.append(aside.name)
+    return put
+
+
+def _load_tensors(file: Path, job: Job) -> dict[str, torch.Tensor]:
+    try:
+        tensors: dict[str, torch.Tensor] = load_file(file)
+        return tensors
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"job {job.name!r}: cannot read {file}: {error}") from None
+
+
+def _restore_optimizer(file: Path, job: Job) -> None:
+    """Every parameter must have its state, of its shape, and nothing else may be there."""
+    state: dict[str, dict[str, torch.Tensor]] = {}
+    for key, value in _load_tensors(file, job).items():
+        name, _, leaf = key.rpartition("/")
+        state.setdefault(name, {})[leaf] = value
+    if state.keys() != job.parameters.keys() - job.untrained:
+        odd = sorted(state.keys() ^ (job.parameters.keys() - job.untrained))[0]
+        raise InputError(f"job {job.name!r}: {file} does not fit the adapter: {odd} is in only one of them")
+    for name, moments in state.items():
+        parameter = job.parameters[name]
+        for leaf, value in moments.items():
+            if leaf != "step" and value.shape != parameter.shape:
+                raise InputError(
+                    f"job {job.name!r}: {file}: {name}/{leaf} is {tuple(value.shape)}, should be {tuple(parameter.shape)}"
+                )
+        job.optimizer.state[parameter] = {
+            leaf: value if leaf == "step" else value.to(parameter.device) for leaf, value in moments.items()
+        }
+
+
+def _take_state(job: Job, state: dict[str, Any]) -> None:
+    job.step, job.status, job.failure = state["global_step"], state["status"], state["failure"]
+    job.tokens_seen, job.log_history = state["num_input_tokens_seen"], state["log_history"]
+    job.untrained = set(state["untrained"])
+
+
+def _read_state(file: Path) -> dict[str, Any]:
+    try:
+        state: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"cannot read {file}: {error}") from None
+    return state

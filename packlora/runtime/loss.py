@@ -1,0 +1,53 @@
+"""Cross entropy of a packed microbatch, by job.
+
+A job's loss is the sum over its label tokens of a global batch divided by their number. Microbatches hold parts of global
+batches, so each label token's gradient is weighted with 1 / (label tokens of its job's global batch), and the sums are
+collected per job. Losses of different jobs are never added: a NaN of one job is no other job's.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from transformers import PreTrainedModel
+
+from packlora.base.model import packed_hidden, packed_logits, plain_head
+from packlora.ops.cross_entropy.linear_cross_entropy import linear_cross_entropy
+from packlora.runtime.collate import IGNORE, PackedBatch
+
+
+def token_losses(
+    model: PreTrainedModel, batch: PackedBatch, weights_L: torch.Tensor | None = None, fused: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cross entropy of the label tokens. The router must be set to the batch's tokens.
+
+    Args:
+        model: frozen, with adapters attached.
+        batch: on the model's device.
+        weights_L: of each label's loss in the total; None is 1 for each.
+        fused: the logits are the output layer's alone (Base.fused_loss), so they need not exist all at once.
+
+    Returns:
+        losses [L] without gradient, in float32 (float64 for a float64 model), 0 for padding rows; and the root for
+        backward, whose gradient is each label's own weight. Its value mixes jobs, and is for nothing.
+    """
+    head = plain_head(model) if fused else None
+    at = (batch.input_ids_T, batch.position_ids_T, batch.sample_lengths, batch.rows_L)
+    if head is not None:
+        return linear_cross_entropy(packed_hidden(model, *at), head.weight, head.bias, batch.labels_L, weights_L)
+    logits_LV = packed_logits(model, *at)
+    wide = logits_LV.to(torch.promote_types(logits_LV.dtype, torch.float32))
+    losses_L = F.cross_entropy(wide, batch.labels_L, reduction="none", ignore_index=IGNORE)
+    total = losses_L.sum() if weights_L is None else (losses_L * weights_L.to(losses_L)).sum()
+    return losses_L.detach(), total
+
+
+def sum_by_owner(losses_L: torch.Tensor, batch: PackedBatch, num_owners: int) -> torch.Tensor:
+    """Sums [num_owners] in float64, on the device.
+
+    One sum per owner over its own rows, in row order: index_add on a GPU would add in any order.
+    """
+    sums = torch.zeros(num_owners, dtype=torch.float64, device=losses_L.device)
+    for owner in batch.num_tokens:
+        sums[owner] = losses_L.detach()[batch.owners_L == owner].double().sum()
+    return sums

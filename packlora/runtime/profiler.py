@@ -1,0 +1,443 @@
+"""The parallelism profiler: what a microbatch costs in time and memory, and which token budget and layout suit a run best.
+
+Two sources of the same Profile. `estimate` counts products and bytes; it needs neither a GPU nor the weights, and one short
+matrix product tells it how fast the machine is. `measure` runs the model on microbatches of the run's own samples, up to the
+budget that memory does not hold; what it finds is remembered on disk (profiles.py). `choose` then plans the run's beginning at
+each budget and takes the best predicted throughput that fits in memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+from itertools import cycle
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from packlora.adapters.linear import Router
+from packlora.base.model import Base, choose_device
+from packlora.config import Run
+from packlora.runtime.collate import PackedSample
+from packlora.runtime.job import Job
+from packlora.runtime.microbatch import run_microbatch
+from packlora.runtime.prepare import Prepared
+from packlora.runtime.profiles import Point, ProfileCache
+from packlora.schedule.cost import CostModel, balance
+from packlora.schedule.planner import Planner
+from packlora.schedule.types import Microbatch
+
+BUDGETS = tuple(2**power * part // 2 for power in range(10, 17) for part in (2, 3))
+"""Token budgets that are tried: 1024, 1536, 2048, 3072, ... 98304."""
+ROOM_SHARE = 0.92
+"""Of a device's memory that is planned with; the allocator's rounding and other buffers take the rest."""
+CLOSE = 0.01
+"""Of budgets whose predicted throughput differs by less, the smallest is taken: it needs less memory."""
+MEASURED_SECONDS = 60.0
+"""After this time no larger budget is measured."""
+REPEATS = 2
+"""Timed runs of a microbatch after one to warm up."""
+PRODUCTS_SHARE = {"cuda": 0.68, "cpu": 0.55}
+"""Part of a step that its matrix products would take at full speed: Llama-3.1-8B's shape on an H200, SmolLM2-135M on two
+cores."""
+PRODUCTS_SECONDS = 0.1
+"""For finding out how fast the machine multiplies."""
+LAYER_SECONDS = {"cuda": 5e-5, "cpu": 3e-4}
+"""Of the forward of a decoder layer, however few its tokens are."""
+OPTIMIZER_BYTES = 12
+"""Per trainable parameter, of what training keeps beside parameter and gradient: two moments and the last good value."""
+ATTENTION_SLOWER = 2.5
+"""Attention's products against large plain ones, time per operation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a model lies on devices."""
+
+    pipeline: int = 1
+    tensor: int = 1
+
+    @property
+    def name(self) -> str:
+        parts = [f"{kind} {n}" for kind, n in (("pipeline", self.pipeline), ("tensor", self.tensor)) if n > 1]
+        return ", ".join(parts) or "one device"
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """What is known of a model, its jobs and a device.
+
+    origin: estimated, measured or remembered. cost: seconds of a microbatch. kept_bytes, bytes_per_token: of memory at its
+    peak. room: bytes of the device. failed: fewest tokens that memory did not hold.
+    """
+
+    layout: Layout
+    origin: Literal["estimated", "measured", "remembered"]
+    cost: CostModel
+    kept_bytes: float
+    bytes_per_token: float
+    room: int
+    points: tuple[Point, ...] = ()
+
+    @property
+    def failed(self) -> int | None:
+        return min((point.tokens for point in self.points if point.seconds is None), default=None)
+
+    def bytes(self, tokens: int) -> int:
+        """At the peak of a microbatch."""
+        return round(self.kept_bytes + self.bytes_per_token * tokens)
+
+    def fits(self, tokens: int) -> bool:
+        return self.bytes(tokens) <= ROOM_SHARE * self.room and (self.failed is None or tokens < self.failed)
+
+    def describe(self) -> dict[str, Any]:
+        """For run.json and the report."""
+        return {
+            "origin": self.origin, "cost": asdict(self.cost), "kept_bytes": round(self.kept_bytes),
+            "bytes_per_token": round(self.bytes_per_token), "room_bytes": self.room,
+            "points": [asdict(point) for point in self.points],
+        }  # fmt: skip
+
+    def seconds(self, microbatch: Microbatch) -> float:
+        """Of forward and backward, all stages together."""
+        return sum(sum(self.cost.both(microbatch, stage)) for stage in range(self.cost.stages))
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """A run's beginning under a token budget; seconds of its microbatches, bytes of the fullest one."""
+
+    budget: int
+    layout: Layout
+    microbatches: int
+    tokens: int
+    seconds: float
+    bytes: int
+    fits: bool
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+
+# --- estimated ---------------------------------------------------------------------------------------------------------
+
+
+def estimate(run: Run, prepared: Prepared, stages: int = 1) -> Profile:
+    """From shapes alone, and the speed of the machine at one matrix product.
+
+    Args:
+        stages: of a pipeline of such devices; memory is then that of one of them, with as many microbatches in flight.
+    """
+    device = choose_device(run.device)
+    parts = memory_parts(run, prepared, tokens=1)
+    kept = parts["frozen weights"] + parts["adapters and optimizer"]
+    per_token = parts["activations"] + parts["logits"]
+    cost = analytic_cost(run, prepared, machine_flops(device, run.dtype) * PRODUCTS_SHARE[device.type], stages)
+    return Profile(Layout(stages), "estimated", cost, kept / stages, per_token, memory_room(device))
+
+
+def analytic_cost(run: Run, prepared: Prepared, flops: float, stages: int = 1) -> CostModel:
+    """Seconds of a microbatch on machines of so many FLOP/s.
+
+    Forward: two operations per weight of the linear layers and of a token's own adapter, causal attention, and the output layer
+    at the label tokens. Backward: frozen weights take no gradient, adapters do; checkpointing runs the layers again.
+    """
+    shape, device = prepared.shape, choose_device(run.device)
+    lengths = [job.data.planned.lengths.astype(np.int64) for job in prepared.jobs]
+    tokens = [int(own.sum()) for own in lengths]
+    adapter = sum(t * job.trainable for t, job in zip(tokens, prepared.jobs, strict=True)) / sum(tokens)
+    labels = sum(t * job.data.label_share for t, job in zip(tokens, prepared.jobs, strict=True)) / sum(tokens)
+    forward = 2 * (shape.linear_parameters + adapter)
+    backward = 2 * shape.linear_parameters + 4 * adapter + (forward if run.gradient_checkpointing else 0)
+    head = 2 * shape.hidden * shape.vocabulary * labels
+    in_layers = 2 * head / ((forward + backward) / shape.layers)
+    counts = balance(stages, shape.layers, in_layers)
+    return CostModel(
+        per_token=forward / flops,
+        per_token_squared=shape.layers * 2 * shape.attention * ATTENTION_SLOWER / flops,
+        fixed=shape.layers * LAYER_SECONDS[device.type],
+        head_per_token=head / flops,
+        backward_ratio=backward / forward,
+        stage_shares=tuple(count / shape.layers for count in counts),
+        head_backward_ratio=1.0,
+    )
+
+
+@lru_cache
+def machine_flops(device: torch.device, dtype: str) -> float:
+    """FLOP/s that the machine reaches at a large matrix product: the best of some, within a fraction of a second."""
+    n = 8192 if device.type == "cuda" else 512
+    kind = getattr(torch, dtype)
+    a, b = (torch.ones(n, n, dtype=kind, device=device) for _ in range(2))
+    seconds: list[float] = []
+    while len(seconds) < 5 or sum(seconds) < PRODUCTS_SECONDS:
+        _synchronize(device)
+        start = time.perf_counter()
+        torch.mm(a, b)
+        _synchronize(device)
+        seconds.append(time.perf_counter() - start)
+    return 2 * n**3 / min(seconds)
+
+
+def memory_parts(run: Run, prepared: Prepared, tokens: int) -> dict[str, int]:
+    """Bytes by what holds them, in a microbatch of so many tokens.
+
+    Counted: frozen weights; per trainable parameter its value, gradient, two AdamW moments and the last good value (4 bytes
+    each); per token and layer the tensors that backward needs (or with checkpointing one per layer and one layer's worth);
+    logits of the label tokens, their softmax and gradient. Not counted: temporary buffers, the allocator's rounding, the
+    interpreter and its libraries (about 0.6 GiB of a CPU process).
+    """
+    shape, width = prepared.shape, getattr(torch, run.dtype).itemsize
+    # two norms keep input and float32 normalised copy, their outputs feed the projections; queries and keys before and
+    # after rotation, values, repeated keys and values, attention output; gate, up, activation and their product
+    per_layer = width * (
+        4 * shape.hidden + 3 * shape.attention + 2 * shape.key_value + 2 * shape.attention + 4 * shape.inner
+    )
+    per_layer += 4 * 4 * shape.hidden
+    kept = shape.layers * per_layer
+    if run.gradient_checkpointing:
+        kept = shape.layers * shape.hidden * width + per_layer
+    labels = max(job.data.label_share for job in prepared.jobs)
+    return {
+        "frozen weights": shape.parameters * width,
+        "adapters and optimizer": prepared.trainable * 4 * 5,
+        "activations": tokens * kept,
+        "logits": round(tokens * labels * shape.vocabulary * (4 * 2 + width)),
+    }
+
+
+def memory_room(device: torch.device) -> int:
+    """Bytes that the process may have on the device, what it has already included."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device)
+    try:
+        with open("/proc/meminfo") as file:
+            fields = dict(line.split(":", 1) for line in file)
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return 2**63
+
+
+# --- measured ----------------------------------------------------------------------------------------------------------
+
+
+def profile(
+    run: Run, prepared: Prepared, base: Base | None = None, router: Router | None = None, jobs: Sequence[Job] = ()
+) -> Profile:
+    """What is known of the run on its device: measured now where that decides the budget, else measured before, else estimated.
+
+    Args:
+        base, router, jobs: the loaded model; without it nothing is measured.
+    """
+    guess = estimate(run, prepared)
+    device = choose_device(run.device)
+    cache, key = ProfileCache(device), profile_key(run, prepared, base)
+    origin: Literal["measured", "remembered"] = "remembered"
+    points, tried = cache.get(key), budgets(prepared)
+    far_enough = any(point.seconds is None or 3 * point.tokens > 2 * tried[-1] for point in points)
+    decides = run.max_tokens_per_microbatch == "auto" and device.type == "cuda"
+    if decides and not far_enough and base is not None and router is not None:
+        points, origin = measure(base, router, jobs, tried), "measured"
+        try:
+            cache.put(key, points)
+        except OSError as error:
+            base.warnings.append(f"what was measured cannot be remembered in {cache.path}: {error}")
+    if not any(point.seconds is not None for point in points):
+        return replace(guess, points=tuple(points))
+    return fitted(guess, points, origin, OPTIMIZER_BYTES * prepared.trainable)
+
+
+def profile_key(run: Run, prepared: Prepared, base: Base | None) -> str:
+    """What a measurement depends on beside the device and versions, in words."""
+    shape = prepared.shape
+    adapters = sorted(
+        f"{'dora' if job.spec.peft.use_dora else 'lora'}{job.spec.peft.r}{'d' if job.spec.peft.lora_dropout else ''}"
+        for job in prepared.jobs
+    )
+    mean = np.mean([length for job in prepared.jobs for length in job.data.planned.lengths])
+    liger = run.liger if base is None or run.liger == "auto" else bool(base.liger)
+    words = (
+        shape.model_type, f"{shape.parameters / 1e9:.3g}B", f"{shape.layers}x{shape.hidden}", run.dtype,
+        "checkpointing" if run.gradient_checkpointing else "", f"liger-{liger}".lower(), "+".join(adapters),
+        f"{prepared.trainable / 1e6:.1f}M", f"samples~{2 ** round(np.log2(mean))}",
+    )  # fmt: skip
+    return " ".join(word for word in words if word)
+
+
+def budgets(prepared: Prepared) -> tuple[int, ...]:
+    """Token budgets worth trying: those that hold the longest sample, up to the first that holds the global batches of two
+    rounds, more than any microbatch has use for.
+    """
+    orders = [job.data.planned for job in prepared.jobs]
+    per_round = sum(float(order.lengths.mean()) * min(order.global_batch_size, len(order.lengths)) for order in orders)
+    longest = prepared.longest
+    out = [budget for budget in BUDGETS if budget >= longest] or [longest]
+    enough = next((index for index, budget in enumerate(out) if budget >= 2 * per_round), len(out) - 1)
+    return tuple(out[: enough + 1])
+
+
+def measure(base: Base, router: Router, jobs: Sequence[Job], tried: Sequence[int]) -> list[Point]:
+    """Run forward and backward of the jobs' own samples at the budgets, the smallest first, until memory does not hold one.
+
+    Leaves the jobs as they were: no step is taken, gradients are dropped.
+    """
+    points: list[Point] = []
+    start = time.perf_counter()
+    for budget in sorted(tried):
+        samples = sample_mix(jobs, budget)
+        tokens = sum(item.sample.num_tokens for item in samples)
+        squared = sum(item.sample.num_tokens**2 for item in samples)
+        figures = None
+        with contextlib.suppress(torch.OutOfMemoryError):  # and of what it holds in memory, before that is freed
+            figures = _measure_one(base, router, jobs, samples)
+        for job in jobs:
+            job.discard()
+        free_memory(base.device)
+        points.append(Point(tokens, squared, *(figures or (None, None))))
+        if figures is None or time.perf_counter() - start > MEASURED_SECONDS:
+            break
+    if base.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(base.device)
+    return points
+
+
+def sample_mix(jobs: Sequence[Job], budget: int) -> list[PackedSample]:
+    """Samples of all jobs in turn, up to the budget, ordered by job; at least one."""
+    sources = cycle([(job, cycle(range(len(job.data.samples)))) for job in jobs])
+    picked: list[PackedSample] = []
+    total = 0
+    for job, numbers in sources:
+        number = next(numbers)
+        sample = job.data.samples[number]
+        if picked and total + sample.num_tokens > budget:
+            break
+        picked.append(PackedSample(job.adapter.number, sample, number, 0, job.dropout_key))
+        total += sample.num_tokens
+    return sorted(picked, key=lambda item: item.owner)
+
+
+def _measure_one(
+    base: Base, router: Router, jobs: Sequence[Job], samples: Sequence[PackedSample]
+) -> tuple[float, int | None]:
+    """Seconds of the fastest of the timed runs, and the peak of memory on a GPU."""
+    weights = np.array([job.grad_scale / 1000 for job in jobs])
+    gpu = base.device.type == "cuda"
+    seconds = []
+    for number in range(1 + REPEATS):
+        if gpu:
+            torch.cuda.reset_peak_memory_stats(base.device)
+        _synchronize(base.device)
+        start = time.perf_counter()
+        run_microbatch(base, router, samples, weights)
+        _synchronize(base.device)
+        if number:
+            seconds.append(time.perf_counter() - start)
+    return min(seconds), torch.cuda.max_memory_allocated(base.device) if gpu else None
+
+
+def fitted(
+    guess: Profile, points: Sequence[Point], origin: Literal["measured", "remembered"], more_bytes: int = 0
+) -> Profile:
+    """The estimate, corrected to what was measured: a time per microbatch and a factor on everything else.
+
+    Args:
+        more_bytes: kept by training, but not there while it was measured: the optimizer's state.
+    """
+    timed = [point for point in points if point.seconds is not None]
+    linear = [_seconds(replace(guess.cost, fixed=0.0), point) for point in timed]
+    fixed = [
+        _seconds(replace(guess.cost, per_token=0.0, per_token_squared=0.0, head_per_token=0.0), point)
+        for point in timed
+    ]
+    goal = np.array([point.seconds for point in timed], np.float64)
+    a, b = _non_negative(np.array([fixed, linear]).T / goal[:, None])
+    cost = replace(
+        guess.cost,
+        per_token=guess.cost.per_token * b,
+        per_token_squared=guess.cost.per_token_squared * b,
+        head_per_token=guess.cost.head_per_token * b,
+        fixed=guess.cost.fixed * a,
+    )
+    kept, each = guess.kept_bytes, guess.bytes_per_token
+    peaks = [(point.tokens, point.bytes) for point in timed if point.bytes is not None]
+    if peaks:
+        tokens, peak = np.array(peaks, np.float64).T
+        if len(peaks) > 1:
+            each = float(
+                ((tokens - tokens.mean()) * (peak - peak.mean())).sum() / ((tokens - tokens.mean()) ** 2).sum()
+            )
+        kept = float((peak - each * tokens).max())  # no measured peak lies above what is predicted
+    return Profile(guess.layout, origin, cost, kept + more_bytes, each, guess.room, tuple(points))
+
+
+def _non_negative(matrix: np.ndarray) -> tuple[float, float]:
+    """Non-negative (a, b) with a least-squares error of a * column 0 + b * column 1 against 1; b is above 0."""
+    ones = np.ones(len(matrix))
+    if len(matrix) > 1:
+        a, b = np.linalg.lstsq(matrix, ones, rcond=None)[0]
+        if a >= 0 and b > 0:
+            return float(a), float(b)
+    only = matrix[:, 1]
+    return 0.0, float(only @ ones / (only @ only))
+
+
+def _seconds(cost: CostModel, point: Point) -> float:
+    body = cost.per_token * point.tokens + cost.per_token_squared * point.squared + cost.fixed
+    head = cost.head_per_token * point.tokens
+    return body * (1 + cost.backward_ratio) + head * (1 + cost.head_backward_ratio)
+
+
+def remember_failure(run: Run, prepared: Prepared, base: Base, tokens: int) -> None:
+    """A microbatch ran out of memory while training: the next run of this kind will not try as many tokens."""
+    cache, key = ProfileCache(base.device), profile_key(run, prepared, base)
+    points = [point for point in cache.get(key) if point.tokens < tokens]
+    if points:
+        with contextlib.suppress(OSError):
+            cache.put(key, [*points, Point(tokens, tokens, None, None)])
+
+
+# --- chosen ------------------------------------------------------------------------------------------------------------
+
+
+def predict(prepared: Prepared, known: Profile, budget: int, method: str = "greedy") -> Prediction:
+    """The run's first window at a budget."""
+    window = Planner([job.data.planned for job in prepared.jobs], budget, method=method).window(0)
+    fullest = max(microbatch.num_tokens for microbatch in window.microbatches)
+    return Prediction(
+        budget, known.layout, len(window.microbatches), sum(mb.num_tokens for mb in window.microbatches),
+        sum(known.seconds(microbatch) for microbatch in window.microbatches), known.bytes(fullest), known.fits(fullest),
+    )  # fmt: skip
+
+
+def choose(predictions: Sequence[Prediction]) -> Prediction:
+    """The smallest budget within CLOSE of the best throughput that fits in memory; if none fits, the smallest of all."""
+    fitting = [prediction for prediction in predictions if prediction.fits]
+    if not fitting:
+        return min(predictions, key=lambda prediction: prediction.budget)
+    best = max(prediction.tokens_per_second for prediction in fitting)
+    close = [prediction for prediction in fitting if prediction.tokens_per_second >= (1 - CLOSE) * best]
+    return min(close, key=lambda prediction: (prediction.budget, prediction.layout.pipeline * prediction.layout.tensor))
+
+
+def predictions(prepared: Prepared, profiles: Sequence[Profile]) -> list[Prediction]:
+    """Of every budget worth trying, in every layout that there is a profile of."""
+    return [predict(prepared, known, budget) for known in profiles for budget in budgets(prepared)]
+
+
+def free_memory(device: torch.device) -> None:
+    """Give back what nothing uses any more."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

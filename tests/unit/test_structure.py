@@ -1,0 +1,147 @@
+"""The rule of dependencies between the rooms of the package, read from its imports, and the sizes of classes and functions."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+GROUND = {"activity", "config", "errors", "files", "result", "seeding", "terminal"}
+"""Files beside the rooms that every room but ops may use; they use only one another."""
+MAY_USE: dict[str, set[str]] = {
+    "ops": set(),
+    "plans": {"ops"},
+    "adapters": {"plans", "ops"},
+    "base": {"ops"},
+    "live": {"adapters", "plans", "ops"},
+    "data": set(),
+    "schedule": set(),
+    "report": {"schedule"},
+    "runtime": {"ops", "plans", "adapters", "base", "data", "schedule", "report"},
+}
+MAY_USE["commands"] = MAY_USE["bench"] = {*MAY_USE, "commands", "bench"}
+OPTIONAL = {"triton", "matplotlib", "liger_kernel", "datasets"}
+"""Packages without which packlora works: a file that needs one may be imported where it is used."""
+MOST_LINES_OF_A_CLASS, MOST_LINES_OF_A_FUNCTION = 250, 60
+
+Arrows = dict[str, set[str]]
+
+
+@cache
+def modules() -> dict[str, ast.Module]:
+    out = {}
+    for path in sorted((ROOT / "packlora").rglob("*.py")):
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        out[name] = ast.parse(path.read_text())
+    return out
+
+
+def named(node: ast.stmt) -> list[str]:
+    """Modules, or names in modules, that an import statement names."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        assert node.level == 0 and node.module is not None, "imports are absolute"
+        return [f"{node.module}.{alias.name}" for alias in node.names]
+    return []
+
+
+@cache
+def arrows() -> tuple[Arrows, Arrows]:
+    """By module, those that it imports when it is imported itself (or for types alone), and those that its functions import."""
+    at_once, later = defaultdict(set), defaultdict(set)
+    for module, tree in modules().items():
+        inside = {
+            id(child)
+            for function in ast.walk(tree) if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+            for child in ast.walk(function)
+        }  # fmt: skip
+        for node in ast.walk(tree):
+            for name in named(node) if isinstance(node, ast.stmt) else ():
+                found = name if name in modules() else name.rpartition(".")[0]
+                if found in modules() and found != module:
+                    (later if id(node) in inside else at_once)[module].add(found)
+    return at_once, later
+
+
+def room(module: str) -> str:
+    return [*module.split("."), ""][1]
+
+
+def needs_optional(module: str) -> bool:
+    """Whether a module cannot be imported without an optional package."""
+    seen, todo = set(), [module]
+    while todo:
+        one = todo.pop()
+        if one in seen:
+            continue
+        seen.add(one)
+        for node in modules()[one].body:
+            if any(name.split(".")[0] in OPTIONAL for name in named(node)):
+                return True
+        todo += arrows()[0].get(one, ())
+    return False
+
+
+@pytest.mark.parametrize("module", modules())
+def test_no_arrow_goes_against_the_rule(module: str) -> None:
+    own = room(module)
+    used = {other for found in arrows() for other in found.get(module, ())}
+    for other in used:
+        into = room(other)
+        if own in MAY_USE:
+            allowed = MAY_USE[own] | {own} | (set() if own == "ops" else GROUND | {""})
+            assert into in allowed, f"{module} imports {other}: {own} may use {', '.join(sorted(allowed))}"
+        elif own in GROUND:
+            assert into in GROUND | {""}, f"{module} imports {other}: it is one of the files that everything stands on"
+        else:
+            assert own in ("", "cli", "__main__"), f"{module} is in no room: {', '.join([*MAY_USE, *GROUND])}"
+
+
+def test_no_files_import_one_another_in_a_circle() -> None:
+    at_once, later = arrows()
+    both = {module: at_once.get(module, set()) | later.get(module, set()) for module in modules()}
+    reach = {module: _reached(both, module) for module in modules() if module != "packlora"}
+    circles = {frozenset(n for n in reach[m] if m in reach.get(n, ())) for m in reach if m in reach[m]}
+    assert not circles, "\n".join(" <-> ".join(sorted(circle)) for circle in circles)
+
+
+def _reached(graph: Arrows, module: str) -> set[str]:
+    seen: set[str] = set()
+    todo = list(graph[module])
+    while todo:
+        one = todo.pop()
+        if one not in seen and one != "packlora":  # the package's own file names its public parts, and imports none
+            seen.add(one)
+            todo += graph[one]
+    return seen
+
+
+def test_inside_a_room_imports_stand_at_the_top_but_for_what_needs_an_optional_package() -> None:
+    late = {
+        f"{module} imports {other} in a function"
+        for module, others in arrows()[1].items() for other in others
+        if room(module) == room(other) and not needs_optional(other)
+    }  # fmt: skip
+    assert not late, "\n".join(sorted(late))
+
+
+@pytest.mark.parametrize("module", modules())
+def test_classes_and_functions_can_be_read_on_one_screen(module: str) -> None:
+    for node in ast.walk(modules()[module]):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            lines = (node.end_lineno or 0) - node.lineno + 1 - _lines_of_docstring(node)
+            most = MOST_LINES_OF_A_CLASS if isinstance(node, ast.ClassDef) else MOST_LINES_OF_A_FUNCTION
+            assert lines <= most, f"{module}.{node.name} has {lines} lines; at most {most}"
+
+
+def _lines_of_docstring(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    first = node.body[0]
+    if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
+        return (first.end_lineno or 0) - first.lineno + 1
+    return 0
