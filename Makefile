@@ -12,7 +12,7 @@ WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 8 ? n : 8)))
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test quick soak lint unit gpu clean
+.PHONY: demo test quick soak lint unit gpu docs clean
 
 demo: $(VENV)/ready
 	$(BIN)/packlora demo
@@ -37,6 +37,17 @@ soak: lint
 
 gpu: $(VENV)/ready
 	$(BIN)/python -m pytest -m gpu tests/gpu
+
+docs: $(VENV)/docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "site: build/site/index.html"
+
+# an environment with no torch will do: where there is none yet, only the extra's packages are installed
+$(VENV)/docs: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])' \
+		| xargs $(BIN)/python -m pip install --quiet --disable-pip-version-check
+	touch $@
 
 # torch first and by its exact release: a range could bring another build of it, gigabytes larger
 $(VENV)/ready: pyproject.toml constraints.txt

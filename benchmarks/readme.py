@@ -1,4 +1,7 @@
-"""Write the README's figures from the files in benchmarks/results, so that none stands there without its source.
+"""Write docs/benchmarks.md and the README's table from the files in benchmarks/results: no figure without its source.
+
+docs/benchmarks.md holds all tables, each with the commit and the day of its file; the README holds one table of ratios, whose
+rows lead there.
 
 python -m benchmarks.readme
 """
@@ -25,7 +28,7 @@ def parity() -> list[str]:
     summary = file["summary"]
     lines = [
         f"Against real PEFT, {file['rows'][0]['steps']} optimizer steps on SmolLM2-135M in float32, the same samples in the "
-        "same order, from the same initial adapter ([parity-cpu.json](benchmarks/results/parity-cpu.json)):",
+        "same order, from the same initial adapter ([parity-cpu.json](../benchmarks/results/parity-cpu.json)):",
         "",
         "| adapter | trained | mean loss difference | largest | final adapters differ by |",
         "|---|---|---|---|---|",
@@ -42,7 +45,7 @@ def trl() -> list[str]:
     files = {name: file for name in ("trl-cpu", "trl-h200") if (file := measured(name)) is not None}
     if not files:
         return []
-    links = ", ".join(f"[{name}.json](benchmarks/results/{name}.json)" for name in files)
+    links = ", ".join(f"[{name}.json](../benchmarks/results/{name}.json)" for name in files)
     steps = min(row["steps"] for file in files.values() for row in file["rows"])
     titles = {"tiny": "tiny", "wide": "two layers of Llama-3.1-8B's shape", "smollm2-135m": "SmolLM2-135M"}
     lines = [
@@ -67,7 +70,7 @@ def trl() -> list[str]:
 def small_updates() -> list[str]:
     """What is left of an adapter's first steps in bfloat16."""
     files = {name: file for name in ("small-updates-cpu", "small-updates-h200") if (file := measured(name)) is not None}
-    links = ", ".join(f"[{name}.json](benchmarks/results/{name}.json)" for name in files)
+    links = ", ".join(f"[{name}.json](../benchmarks/results/{name}.json)" for name in files)
     lines = [
         "What is left in bfloat16 of what an adapter has learnt in its first steps (SmolLM2-135M, float32 adapters under "
         "autocast, PEFT's default): loss of the same parameters less their loss in float32, and by how much training had "
@@ -91,7 +94,7 @@ def speed() -> list[str]:
     summary = file["summary"]
     lines = [
         f"Training speed on a CPU ({file['device']}), SmolLM2-135M in float32, real tokens per second, paired in one loop "
-        "([speed-cpu.json](benchmarks/results/speed-cpu.json)):",
+        "([speed-cpu.json](../benchmarks/results/speed-cpu.json)):",
         "",
         "| work | packlora | PEFT, packed batches | PEFT, padded batches |",
         "|---|---|---|---|",
@@ -147,7 +150,7 @@ def layer() -> list[str]:
     lines = [
         f"One linear layer with LoRA r 16, dropout 0.1, on one {file['device']}, bfloat16: time of forward and backward over "
         "that of the same frozen layer, forward and input gradient "
-        "([layer-h200.json](benchmarks/results/layer-h200.json)):",
+        "([layer-h200.json](../benchmarks/results/layer-h200.json)):",
         "",
         f"| inputs x outputs, tokens | frozen, ms | {' | '.join(names.values())} |",
         f"|---|---|{'---|' * len(names)}",
@@ -159,7 +162,7 @@ def layer() -> list[str]:
                 lines.append(f"| {row['K']} x {row['N']}, {T} | {row['ms']['frozen']:.3f} | {' | '.join(cells)} |")
         keys = [f"over_frozen_T{T}_geomean" + ("" if name == "packlora" else f"_{name}") for name in names]
         lines += means(T, keys, summary)
-    lines += ["", "![throughput over tokens](benchmarks/results/layer-h200-throughput.svg)"]
+    lines += ["", "![throughput over tokens](../benchmarks/results/layer-h200-throughput.svg)"]
     if summary["worst_vs_peft"] is not None:
         lines += [
             "",
@@ -183,7 +186,7 @@ def traffic() -> list[str]:
     lines = [
         f"Bytes that one forward and backward of a layer moves between the GPU and its memory, over those of PEFT, counted by "
         f"ncu on one {file['device']} (8192 tokens, r 16, dropout 0.1; "
-        "[traffic-h200.json](benchmarks/results/traffic-h200.json)):",
+        "[traffic-h200.json](../benchmarks/results/traffic-h200.json)):",
         "",
         "| inputs x outputs | frozen layer | packlora | LoRAFusion, published |",
         "|---|---|---|---|",
@@ -202,7 +205,7 @@ def multi() -> list[str]:
     names = {"packlora": "packlora", "peft_bf16": "PEFT", "peft_fp32_autocast": "PEFT, fp32 adapters"}
     lines = [
         f"Four adapters in one batch (ranks 8, 16, 32, 64) on one {file['device']}, time over that of the frozen layer; PEFT "
-        "runs one adapter after the other ([multi-h200.json](benchmarks/results/multi-h200.json)):",
+        "runs one adapter after the other ([multi-h200.json](../benchmarks/results/multi-h200.json)):",
         "",
         f"| inputs x outputs, tokens | frozen, ms | {' | '.join(names.values())} |",
         f"|---|---|{'---|' * len(names)}",
@@ -229,7 +232,7 @@ def graphs() -> list[str]:
     titles = {"llama60m": "Llama 60M", "llama250m": "Llama 250M", "llama1_3b": "Llama 1.3B"}
     lines = [
         f"Whole models in RunLoRA's settings on one {file['device']}, time of a step over that of the frozen model "
-        "([graphs-h200.json](benchmarks/results/graphs-h200.json)):",
+        "([graphs-h200.json](../benchmarks/results/graphs-h200.json)):",
         "",
         f"| model, rank | frozen, ms | {' | '.join(names.values())} |",
         f"|---|---|{'---|' * len(names)}",
@@ -247,7 +250,7 @@ def model() -> list[str]:
         return []
     lines = [
         f"Llama-3.1-8B's shape, 4 x 2048 tokens on one {file['device']}, forward and backward; LoRA r 16 with dropout 0.1, "
-        "DoRA r 384 ([model-h200.json](benchmarks/results/model-h200.json)):",
+        "DoRA r 384 ([model-h200.json](../benchmarks/results/model-h200.json)):",
         "",
         "| | ms | over frozen | peak GiB |",
         "|---|---|---|---|",
@@ -274,7 +277,7 @@ def model() -> list[str]:
             elif name in row["failed"]:
                 lines.append(f"| {title}{tail} | failed | | |")
     if measured("model-profile-h200") is not None:
-        lines += ["", "By kernel: [model-profile-h200.json](benchmarks/results/model-profile-h200.json)."]
+        lines += ["", "By kernel: [model-profile-h200.json](../benchmarks/results/model-profile-h200.json)."]
     lines += [
         "",
         "One decoder layer, time over that of the frozen layer:",
@@ -303,7 +306,7 @@ def dora() -> list[str]:
     lines = [
         f"One linear layer with DoRA on one {file['device']}, bfloat16, 8192 tokens, time over that of the frozen layer; in "
         "brackets of the GPU alone, with the host ahead of it, and on the wall "
-        "([dora-h200.json](benchmarks/results/dora-h200.json)):",
+        "([dora-h200.json](../benchmarks/results/dora-h200.json)):",
         "",
         f"| inputs x outputs, rank | frozen, ms | {' | '.join(names.values())} |",
         f"|---|---|{'---|' * len(names)}",
@@ -354,7 +357,7 @@ def dora() -> list[str]:
                 "",
                 f"Losses beside PEFT's, SmolLM2-135M, {steps} steps of {len(run['rows'])} seed(s) on "
                 f"{where}: mean difference {figures['convergence_mean_abs']:.1e}, largest {figures['convergence_max_abs']:.1e} "
-                f"([dora-convergence-{device}.json](benchmarks/results/dora-convergence-{device}.json)).",
+                f"([dora-convergence-{device}.json](../benchmarks/results/dora-convergence-{device}.json)).",
             ]
     if (file := measured("dora-fidelity-h200")) is not None:
         figures = file["summary"]
@@ -363,7 +366,7 @@ def dora() -> list[str]:
             "Logits with DoRA, B and magnitudes away from their first values, SmolLM2-135M, over all tokens the smallest "
             f"cosine: in float32 1 - {1 - figures['fp32_packlora_peft_min']:.0e} to PEFT. In bfloat16, to the exact logits, "
             f"{figures['bf16_packlora_exact_min']:.4f} where PEFT has {figures['bf16_peft_exact_min']:.4f} and the model alone "
-            f"{figures['bf16_base_exact_min']:.4f} ([dora-fidelity-h200.json](benchmarks/results/dora-fidelity-h200.json)).",
+            f"{figures['bf16_base_exact_min']:.4f} ([dora-fidelity-h200.json](../benchmarks/results/dora-fidelity-h200.json)).",
         ]
     return lines
 
@@ -376,7 +379,7 @@ def short_jobs() -> list[str]:
     summary = file["summary"]
     return [
         f"Training four jobs of short samples (ranks 8 to 64) at once, Llama-3.1-8B's shape on one {file['device']}, real "
-        "tokens per second, optimizer steps included ([short-jobs-h200.json](benchmarks/results/short-jobs-h200.json)):",
+        "tokens per second, optimizer steps included ([short-jobs-h200.json](../benchmarks/results/short-jobs-h200.json)):",
         "",
         "| packlora | PEFT, one job after the other, packed | PEFT, padded |",
         "|---|---|---|",
@@ -397,25 +400,40 @@ def schedule() -> list[str]:
         for key in ("bubble_1job_4stages", "bubble_2jobs_4stages", "bubble_3jobs_4stages", "bubble_4jobs_4stages")
     )
     return [
-        f"The scheduler on a CPU ({file['device']}; [schedule-cpu.json](benchmarks/results/schedule-cpu.json)): 25,600 samples "
-        f"of four jobs on four stages in {summary['solve_s_25600']:.1f} s, 10^6 samples in {summary['solve_s_1e6']:.0f} s with "
-        f"{summary['rss_mib_1e6']:.0f} MiB; {summary['at_bound_fraction']:.1%} of the batches at their lower bound. Idle share "
-        "of a simulated pipeline of four stages, Llama-3.1-70B's shape, estimated lengths (LoRAFusion publishes figures that "
-        "were measured, on other lengths):",
+        f"The scheduler on a CPU ({file['device']}; [schedule-cpu.json](../benchmarks/results/schedule-cpu.json)): "
+        f"25,600 samples of four jobs on four stages in {summary['solve_s_25600']:.1f} s, 10^6 samples in "
+        f"{summary['solve_s_1e6']:.0f} s with {summary['rss_mib_1e6']:.0f} MiB; {summary['at_bound_fraction']:.1%} of the "
+        "batches at their lower bound. Idle share of a simulated pipeline of four stages, Llama-3.1-70B's shape, estimated "
+        "lengths (LoRAFusion publishes figures that were measured, on other lengths):",
         "",
         "| | 1 job | 2 jobs | 3 jobs | 4 jobs |",
         "|---|---|---|---|---|",
         f"| packlora, simulated | {bubbles} |",
         "| LoRAFusion, published | 44.2% | 15.0% | 12.2% | 11.1% |",
         "",
-        "![bubble by number of jobs](benchmarks/results/schedule-cpu-bubble.svg)",
+        "![bubble by number of jobs](../benchmarks/results/schedule-cpu-bubble.svg)",
     ]
 
 
 SECTIONS = (parity, trl, small_updates, speed, layer, traffic, multi, graphs, model, dora, short_jobs, schedule)
+"""Of docs/benchmarks.md, in order."""
+TITLES = {
+    "parity": "Losses beside PEFT's",
+    "trl": "With TRL",
+    "small_updates": "First steps in bfloat16",
+    "speed": "Training on a CPU",
+    "layer": "One layer",
+    "traffic": "Memory traffic",
+    "multi": "Four adapters in one batch",
+    "graphs": "Small models",
+    "model": "An 8B model",
+    "dora": "DoRA",
+    "short_jobs": "Four jobs of short samples",
+    "schedule": "The scheduler",
+}
+"""Headings, by section."""
 
-
-LINKS = re.compile(r"\[([\w-]+)\.json\]\(benchmarks/results/\1\.json\)")
+LINKS = re.compile(r"\[([\w-]+)\.json\]\(\.\./benchmarks/results/\1\.json\)")
 
 
 def _dated(link: re.Match[str]) -> str:
@@ -424,13 +442,92 @@ def _dated(link: re.Match[str]) -> str:
     return f"{link[0]}, commit {file['commit'][:7]}, {file['date'][:10]}"
 
 
-def filled(readme: str) -> str:
-    """The README with its figures brought up to date; a section without a results file is left out."""
-    parts = [lines for section in SECTIONS if (lines := section())]
-    text = LINKS.sub(_dated, "\n".join(line for lines in parts for line in (*lines, "")))
-    return MARKS.sub(lambda match: match[1] + "\n" + text + "\n" + match[2], readme)
+def _between_marks(page: str, text: str) -> str:
+    return MARKS.sub(lambda match: match[1] + "\n" + text + "\n" + match[2], page)
+
+
+def filled(page: str) -> str:
+    """docs/benchmarks.md with its figures brought up to date; a section without a results file is left out."""
+    parts = [(section, lines) for section in SECTIONS if (lines := section())]
+    text = "\n".join(line for section, lines in parts for line in (f"## {TITLES[section.__name__]}", "", *lines, ""))
+    return _between_marks(page, LINKS.sub(_dated, text))
+
+
+# --- the README's table ------------------------------------------------------------------------------------------------
+
+
+def _compared(title: str, own: tuple[float, float | None], peer: tuple[float, float | None], section: str) -> str:
+    """A row of the overview. own, peer: time over that of the frozen model (with the host's launches, of the GPU alone)."""
+    cells = ["-" if value is None else ratio(value) for value in (*own, *peer)]
+    return f"| {title} | {' | '.join(cells)} | {peer[0] / own[0]:.2f}x | {_source(section)} |"
+
+
+def _source(section: str) -> str:
+    title = TITLES[section]
+    return f"[{title}](docs/benchmarks.md#{re.sub('[^a-z0-9-]', '', title.lower().replace(' ', '-'))})"
+
+
+def _overview_rows() -> list[str]:
+    """At most ten rows; those whose results are not there are left out."""
+    rows = []
+    for name, title in (("layer", "one layer, LoRA r 16"), ("multi", "one layer, four LoRA adapters")):
+        if (file := measured(f"{name}-h200")) is not None:
+            for T in (8192, 2048):
+                keys = (f"over_frozen_T{T}_geomean", f"ahead_over_frozen_T{T}_geomean")
+                own, peer = (tuple(file["summary"].get(f"{key}{tail}") for key in keys) for tail in ("", "_peft_bf16"))
+                rows.append(_compared(f"{title}, {T} tokens", (own[0], own[1]), (peer[0], peer[1]), name))
+    if (file := measured("dora-h200")) is not None:
+        start, summary = "r16_4096_over_frozen", file["summary"]
+        own, peer = (
+            (summary[f"{who}_{start}_wall"], summary[f"ahead_{who}_{start}"])
+            for who in ("accelerate", "peft_bf16_layer")
+        )
+        rows.append(_compared("one layer 4096 x 4096, DoRA r 16, 8192 tokens", own, peer, "dora"))
+    if (file := measured("graphs-h200")) is not None:
+        summary = file["summary"]
+        own, peer = (summary[f"llama60m_{key}over_frozen"] for key in ("", "peft_bf16_"))
+        tokens = next(row["T"] for row in file["rows"] if row["case"] == "llama60m")
+        rows.append(_compared(f"Llama 60M, LoRA r 8, {tokens} tokens", (own, None), (peer, None), "graphs"))
+    if (file := measured("model-h200")) is not None:
+        for key, title in (("lora_r16", "LoRA r 16"), ("dora_r384", "DoRA r 384")):
+            own, peer = (file["summary"][f"{start}{key}_over_frozen"] for start in ("", "peft_"))
+            rows.append(_compared(f"Llama-3.1-8B's shape, {title}, 8192 tokens", (own, None), (peer, None), "model"))
+    for name, key, title in (
+        (
+            "short-jobs-h200",
+            "throughput_vs_peft_packed",
+            "four jobs of short samples at once, 8B shape",
+        ),
+        ("speed-cpu", "one_job_vs_peft_packed", "one job, SmolLM2-135M on two CPU threads"),
+    ):
+        if (file := measured(name)) is not None:
+            section = "speed" if name == "speed-cpu" else "short_jobs"
+            rows.append(f"| {title} | | | | | {file['summary'][key]:.2f}x | {_source(section)} |")
+    return rows
+
+
+def overview() -> list[str]:
+    """One table of ratios, and the case in which packlora looks worst."""
+    lines = [
+        "| work | packlora over frozen | GPU alone | PEFT over frozen | GPU alone | PEFT over packlora | all figures |",
+        "|---|---|---|---|---|---|---|",
+        *_overview_rows(),
+    ]
+    if (file := measured("layer-h200")) is not None and file["summary"]["worst_vs_peft"] is not None:
+        summary = file["summary"]
+        lines += [
+            "",
+            f"The worst of {len(file['rows'])} single-layer cases is {summary['worst_vs_peft']:.2f}x as fast as PEFT's fastest "
+            f"way ({summary['worst_vs_peft_case']}): there the host, not the GPU, sets the time.",
+        ]
+    return lines
+
+
+def with_overview(readme: str) -> str:
+    """The README with its table brought up to date."""
+    return _between_marks(readme, "\n".join(overview()) + "\n")
 
 
 if __name__ == "__main__":
-    path = ROOT / "README.md"
-    path.write_text(filled(path.read_text()))
+    for path, fill in ((ROOT / "docs" / "benchmarks.md", filled), (ROOT / "README.md", with_overview)):
+        path.write_text(fill(path.read_text()))

@@ -533,7 +533,7 @@ def test_readme_table_of_a_benchmark_shows_its_rows_and_failures(name: str, tmp_
     filled = readme.filled("a\n<!-- figures: here -->\nold\n<!-- /figures -->\nb")
     assert "old" not in filled and filled.startswith("a\n<!-- figures: here -->")
     assert all(line in filled for line in lines if ".json" not in line)
-    link = f"[{name}-h200.json](benchmarks/results/{name}-h200.json)"
+    link = f"[{name}-h200.json](../benchmarks/results/{name}-h200.json)"
     assert f"{link}, commit 0123456, 2026-01-02" in filled, "a figure says of which code it is"
     content["summary"] = on_gpu(quick=True).keys(content["summary"])
     (results / f"{name}-h200.json").write_text(json.dumps(content))

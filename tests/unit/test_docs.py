@@ -1,4 +1,4 @@
-"""README and docs: figures come from result files, links lead somewhere, nothing is left to fill in."""
+"""README and docs: figures come from result files, links lead somewhere, nothing is left to fill in. No network."""
 
 from __future__ import annotations
 
@@ -9,24 +9,108 @@ from pathlib import Path
 import pytest
 
 from benchmarks import readme
+from docs import drawings, site_hooks
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    *sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "benchmarks").glob("*.md")),
+    *sorted((ROOT / "examples").rglob("*.md")),
+]  # fmt: skip
+HOW_TO = sorted((ROOT / "docs" / "how-to").glob("*.md"))
+LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
-def test_figures_in_the_readme_are_those_of_the_result_files() -> None:
-    text = (ROOT / "README.md").read_text()
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def without_code(text: str) -> str:
+    return re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def anchors(page: Path) -> set[str]:
+    """Those that headings have on GitHub and on the site alike."""
+    found = set()
+    for heading in re.findall(r"^#+ (.*)$", without_code(page.read_text()), re.MULTILINE):
+        words = re.sub(r"[^\w\s-]", "", re.sub(r"\]\([^)]*\)", "", heading).lower()).strip()
+        if words.replace(" ", "-") == re.sub(r"[-\s]+", "-", words):
+            found.add(words.replace(" ", "-"))
+    return found
+
+
+# --- figures -----------------------------------------------------------------------------------------------------------
+
+
+def test_figures_of_the_page_of_benchmarks_are_those_of_the_result_files() -> None:
+    text = (ROOT / "docs" / "benchmarks.md").read_text()
     assert readme.filled(text) == text, "run python -m benchmarks.readme"
     assert text.count("x)") >= 4
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_local_links_lead_to_files_and_nothing_is_left_to_fill_in(page: Path) -> None:
+def test_the_table_in_the_readme_is_that_of_the_result_files() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert readme.with_overview(text) == text, "run python -m benchmarks.readme"
+
+
+def test_every_row_of_the_readme_s_table_leads_to_its_figures_with_commit_and_day() -> None:
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    rows = [line for line in readme.overview() if line.startswith("| ")][1:]
+    assert len(rows) == 10
+    for row in rows:
+        (title,) = re.findall(r"\[([^\]]+)\]\(docs/benchmarks\.md#[a-z0-9-]+\) \|$", row)
+        section = page.split(f"## {title}\n")[1].split("\n## ")[0]
+        assert re.search(r"\.json\), commit [0-9a-f]{7}, \d{4}-\d\d-\d\d", section), title
+
+
+def test_the_readme_is_short_with_one_picture_and_one_table() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 120
+    assert len(re.findall(r"^!\[", text, re.MULTILINE)) == 1
+    assert len(re.findall(r"^\|---", text, re.MULTILINE)) == 1
+
+
+@pytest.mark.parametrize("name", drawings.DRAWINGS)
+def test_a_drawing_is_what_its_script_draws(name: str) -> None:
+    assert (ROOT / "docs" / name).read_text() == drawings.DRAWINGS[name](), "run python docs/drawings.py"
+
+
+# --- links -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_local_links_lead_to_files_and_headings_and_nothing_is_left_to_fill_in(page: Path) -> None:
     text = page.read_text()
-    for target in re.findall(r"\]\(([^)#]+)\)", text):
-        if not target.startswith("http"):
-            assert (page.parent / target).exists(), target
-    assert not re.search(r"\b[A-Z]+_[A-Z]+\b(?!=)", text.replace("PACKLORA_CACHE", "")), "a placeholder"
+    for target in LINK.findall(without_code(text)):
+        if target.startswith(("http://", "https://", "mailto:")):
+            continue
+        path, _, anchor = target.partition("#")
+        file = page.parent / path if path else page
+        assert file.exists(), f"{target} leads nowhere"
+        if anchor:
+            assert anchor in anchors(file), (
+                f"{target}: there is no such heading, or GitHub and the site name it differently"
+            )
+    if page.parent == ROOT or ROOT / "docs" in page.parents:
+        assert not re.search(r"\b[A-Z]+_[A-Z]+\b(?!=)", text.replace("PACKLORA_CACHE", "")), "a placeholder"
+
+
+def test_a_link_is_turned_into_that_of_the_same_file_on_the_site() -> None:
+    turned = site_hooks.link_on_site
+    assert turned("README.md", "docs/run-file.md") == "run-file.md"
+    assert turned("README.md", "CONTRIBUTING.md") == "contributing.md"
+    assert turned("CONTRIBUTING.md", "docs/how-to/add-a-test.md") == "how-to/add-a-test.md"
+    assert turned("docs/design.md", "../CONTRIBUTING.md") == "contributing.md"
+    assert turned("docs/how-to/add-a-test.md", "../promises.md") == "../promises.md"
+    assert turned("docs/benchmarks.md", "../benchmarks/results/layer-h200.json") == "benchmarks/results/layer-h200.json"
+
+
+@pytest.mark.parametrize("page", HOW_TO, ids=name_of)
+def test_pages_on_how_to_add_something_are_found_from_contributing_and_on_the_site(page: Path) -> None:
+    assert f"](docs/how-to/{page.name})" in (ROOT / "CONTRIBUTING.md").read_text()
+    assert f"how-to/{page.name}\n" in (ROOT / "mkdocs.yml").read_text()
+
+
+# --- what pages say ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "benchmarks" / "results").glob("*.json")), ids=lambda file: file.name)
