@@ -33,12 +33,12 @@ JOBS: list[dict[str, Any]] = [
 ]
 MICROBATCHES = [[(0, 13), (0, 4), (1, 19)], [(2, 21), (2, 9)], [(0, 20), (2, 10)], [(1, 17), (1, 6)]]
 """Owner and length of each sample. The second and the third have equally many tokens."""
-SEQUENTIAL = "F0 B0 S0 S1 F1 B1 F2 B2 S0 S2 F3 B3 S1"
-"""F and B of microbatches, S of jobs: two global batches of jobs 0 and 1, one of job 2."""
+SEQUENTIAL = "F0 B0 S0 S1 E0 F1 B1 F2 B2 S0 S2 F3 B3 S1"
+"""F, B and E (evaluation) of microbatches, S of jobs: two global batches of jobs 0 and 1, one of job 2."""
 ORDERS = {
-    "two in flight": "F0 F1 B0 S0 S1 B1 F2 F3 B2 S2 S0 B3 S1",
-    "as in a pipeline": "F0 F1 B0 S0 S1 F2 B1 F3 B2 S2 S0 B3 S1",
-    "all that may be": "F0 F1 B0 S1 S0 F2 F3 B1 B2 S0 S2 B3 S1",
+    "two in flight": "F0 F1 B0 S0 S1 E0 B1 F2 F3 B2 S2 S0 B3 S1",
+    "as in a pipeline": "F0 F1 B0 S0 S1 F2 E0 B1 F3 B2 S2 S0 B3 S1",
+    "all that may be": "F0 F1 B0 S1 S0 F2 F3 E0 B1 B2 S0 S2 B3 S1",
 }
 CHECKPOINTING = {"kept": None, "checkpointed": False, "reentrant": True}
 
@@ -78,16 +78,23 @@ class Trained:
         )
         self.pending: dict[int, Any] = {}
         self.results: dict[int, MicrobatchResult] = {}
+        self.evaluated: list[torch.Tensor] = []
 
     def parameters(self) -> list[torch.nn.Parameter]:
         return [parameter for adapter in self.adapters for parameter in adapter.named_parameters().values()]
 
-    def forward(self, number: int) -> None:
+    def samples(self, number: int, dropped: bool) -> list[PackedSample]:
         generator, packed = np.random.default_rng(number), []
         for index, (owner, length) in enumerate(MICROBATCHES[number]):
             sample = Sample(generator.integers(3, TINY["vocab_size"], length).astype(np.int32), np.arange(length) > 2)
-            packed.append(PackedSample(owner, sample, index, number, 11 + owner if owner < 2 else None))
-        self.pending[number] = self.executor.forward(packed, np.array([0.1, 0.2, 0.3]))
+            packed.append(PackedSample(owner, sample, index, number, 11 + owner if dropped and owner < 2 else None))
+        return packed
+
+    def forward(self, number: int) -> None:
+        self.pending[number] = self.executor.forward(self.samples(number, True), np.array([0.1, 0.2, 0.3]))
+
+    def evaluate(self, number: int) -> None:
+        self.evaluated.append(self.executor.evaluate(self.samples(number, False), len(JOBS)).sums)
 
     def backward(self, number: int) -> None:
         self.results[number] = self.executor.backward(self.pending.pop(number))
@@ -98,11 +105,13 @@ class Trained:
 
     def run(self, order: str) -> list[torch.Tensor]:
         """What the jobs have become, and the losses."""
-        calls: dict[str, Callable[[int], None]] = {"F": self.forward, "B": self.backward, "S": self.step}
+        calls: dict[str, Callable[[int], None]] = {
+            "F": self.forward, "B": self.backward, "S": self.step, "E": self.evaluate,
+        }  # fmt: skip
         for action in order.split():
             calls[action[0]](int(action[1:]))
         assert not self.pending
-        return [*self.parameters(), *(self.results[number].sums for number in sorted(self.results))]
+        return [*self.parameters(), *(self.results[number].sums for number in sorted(self.results)), *self.evaluated]
 
 
 def same_bits(got: list[torch.Tensor], want: list[torch.Tensor]) -> bool:
@@ -170,7 +179,7 @@ def test_the_owners_of_another_microbatch_would_give_something_else(how: str) ->
 
     trained.backward = with_others  # type: ignore[method-assign]
     try:
-        got = trained.run("F0 B0 S0 S1 F1 F2 B2 B1 S0 S2 F3 B3 S1")
+        got = trained.run("F0 B0 S0 S1 E0 F1 F2 B2 B1 S0 S2 F3 B3 S1")
     except CheckpointError:  # which sees other tensors saved
         return
     assert not same_bits(got, want)
