@@ -13,13 +13,14 @@ import torch
 from transformers import PreTrainedModel
 
 from packlora.adapters.in_place import watched
-from packlora.adapters.linear import AdaptedLinear, AdapterWeights, Attached, Call, compute
+from packlora.adapters.linear import AdaptedLinear, Attached, Call, compute
 from packlora.adapters.norms import RowNorms
 from packlora.adapters.outputs import untouched_outputs
 from packlora.adapters.owners import MIN_ROWS, TokenOwners
 from packlora.adapters.recipes import add_recipes
 from packlora.adapters.siblings import SiblingGroup, sibling_groups
 from packlora.adapters.spec import AdapterSpec
+from packlora.adapters.weights import AdapterWeights
 from packlora.ops.dropout import layer_salt
 from packlora.ops.lora_linear.layout import Layer, Run
 from packlora.ops.lora_linear.plan import CHAIN, Plan

@@ -57,8 +57,8 @@ class Fixed(Planner):
 class Trained:
     """A model with three jobs on it, and what their microbatches gave."""
 
-    def __init__(self, reentrant: bool | None, plan: Plan = CHAIN, layers: int = 2) -> None:
-        model = tiny_model("llama", num_hidden_layers=layers)
+    def __init__(self, reentrant: bool | None, plan: Plan = CHAIN, layers: int = 2, device: str = "cpu") -> None:
+        model = tiny_model("llama", num_hidden_layers=layers).to(device)
         prepare_model(model, reentrant is False)
         if reentrant:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
@@ -71,7 +71,9 @@ class Trained:
         self.attached, self.adapters = attach(model, specs, 0, Fixed(plan))
         with torch.no_grad():
             for index, parameter in enumerate(self.parameters()):
-                parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(index)) / 8)
+                parameter.add_(
+                    torch.randn(parameter.shape, generator=torch.Generator().manual_seed(index)).to(device) / 8
+                )
         self.optimizers = [torch.optim.AdamW(a.named_parameters().values(), lr=1e-2) for a in self.adapters]
         self.executor = SingleDevice(
             Base(model, Any, torch.device("cpu"), "random", [], fused_loss=True), self.attached
