@@ -34,6 +34,7 @@ from packlora.data.dataset import JobData
 from packlora.data.encode import Encoded, Sample
 from packlora.report.progress import Progress
 from packlora.runtime.job import Job
+from packlora.runtime.microbatch import SingleDevice
 from packlora.runtime.prepare import ModelShape, Prepared, PreparedJob, trainable_parameters
 from packlora.runtime.profiler import profile
 from packlora.runtime.record import run_record
@@ -118,10 +119,12 @@ def make_trainer(
         data = JobData(job.name, samples, job.train, run.seed)
         trainable = trainable_parameters(spec, model)
         prepared.jobs.append(PreparedJob(job, data, Encoded(samples), Encoded([]), spec, trainable))
-    router, adapters = attach(model, {item.config.name: item.spec for item in prepared.jobs}, run.seed)
+    attached, adapters = attach(model, {item.config.name: item.spec for item in prepared.jobs}, run.seed)
     made = [Job(item.config, item.data, [], adapter) for item, adapter in zip(prepared.jobs, adapters, strict=True)]
     known = profile(run, prepared)
-    trainer = Trainer(run, prepared, base, router, made, run_record(prepared, base, made, known), known)
+    trainer = Trainer(
+        run, prepared, base, SingleDevice(base, attached), made, run_record(prepared, base, made, known), known
+    )
     trainer.progress = Progress(made)
     trainer.progress.stepped = lambda job, result: None  # type: ignore[method-assign]
     return trainer

@@ -30,6 +30,7 @@ from packlora.config import Run
 from packlora.data.dataset import JobData
 from packlora.report.progress import Progress
 from packlora.runtime.job import Job
+from packlora.runtime.microbatch import SingleDevice
 from packlora.runtime.prepare import prepare
 from packlora.runtime.profiler import profile
 from packlora.runtime.record import run_record
@@ -73,10 +74,12 @@ def trainer_for(jobs: list[dict[str, Any]], scratch: Path) -> Trainer:
     scratch.mkdir(parents=True)
     prepared = prepare(run)
     base = load_base(run, prepared.tokenizer, prepared.longest_by_job)
-    router, adapters = attach(base.model, {job.config.name: job.spec for job in prepared.jobs}, 0)
+    attached, adapters = attach(base.model, {job.config.name: job.spec for job in prepared.jobs}, 0)
     made = [Job(item.config, item.data, [], adapter) for item, adapter in zip(prepared.jobs, adapters, strict=True)]
     known = profile(run, prepared)
-    trainer = Trainer(run, prepared, base, router, made, run_record(prepared, base, made, known), known)
+    trainer = Trainer(
+        run, prepared, base, SingleDevice(base, attached), made, run_record(prepared, base, made, known), known
+    )
     trainer.progress = Progress(made)
     trainer.progress.stepped = lambda job, result: None  # type: ignore[method-assign]
     return trainer

@@ -13,23 +13,24 @@ import torch
 from transformers import PreTrainedModel
 
 from packlora.adapters.in_place import watched
-from packlora.adapters.linear import AdaptedLinear, AdapterWeights, Call, Router, Tokens, compute
+from packlora.adapters.linear import AdaptedLinear, Attached, Call, compute
 from packlora.adapters.norms import RowNorms
 from packlora.adapters.outputs import untouched_outputs
+from packlora.adapters.owners import MIN_ROWS, TokenOwners
 from packlora.adapters.recipes import add_recipes
 from packlora.adapters.siblings import SiblingGroup, sibling_groups
 from packlora.adapters.spec import AdapterSpec
+from packlora.adapters.weights import AdapterWeights
 from packlora.ops.dropout import layer_salt
 from packlora.ops.lora_linear.layout import Layer, Run
 from packlora.ops.lora_linear.plan import CHAIN, Plan
 from packlora.plans.select import Planner
-from packlora.runtime.collate import MIN_ROWS
 from packlora.seeding import stable_hash
 
 
 @dataclass(slots=True)
 class Adapter:
-    """One job's adapter on the model: its number in the router and its weights by module path."""
+    """One job's adapter on the model: its number among the owners of tokens and its weights by module path."""
 
     name: str
     number: int
@@ -51,7 +52,7 @@ class Adapter:
 
 def attach(
     model: PreTrainedModel, specs: dict[str, AdapterSpec], seed: int | Mapping[str, int], planner: Planner | None = None
-) -> tuple[Router, list[Adapter]]:
+) -> tuple[Attached, list[Adapter]]:
     """Freeze the model and attach one adapter per job.
 
     Initial values depend on (seed, module path) alone: a job starts the same whatever it is called and is trained beside.
@@ -63,7 +64,7 @@ def attach(
         planner: chooses how layers are computed; by default from what is known of the device.
     """
     model.requires_grad_(False)
-    router = Router(planner or Planner(model.device))
+    attached = Attached(planner or Planner(model.device))
     layers: dict[str, AdaptedLinear] = {}
     norms = RowNorms()
     groups = shared_inputs(model)
@@ -73,7 +74,7 @@ def attach(
         weights = {}
         for path, module_spec in spec.modules.items():
             if path not in layers:
-                layers[path] = _replace(model, path, groups.get(path, (path,))[0], router)
+                layers[path] = _replace(model, path, groups.get(path, (path,))[0], attached)
             weights[path] = AdapterWeights(
                 module_spec, layers[path].base, stable_hash("start", seeds[job], path), norms
             )
@@ -88,7 +89,7 @@ def attach(
                 member.siblings, member.index = group, index
     if model.device.type == "cuda":  # where activations are what memory goes to
         add_recipes(model)
-    return router, adapters
+    return attached, adapters
 
 
 class _Plain(Planner):
@@ -102,12 +103,12 @@ WATCHED = ((MIN_ROWS,), (MIN_ROWS + 1, 2 * MIN_ROWS + 7))
 """Lengths of the samples of each run that keep_outputs watches."""
 
 
-def keep_outputs(model: PreTrainedModel, router: Router, adapters: Sequence[Adapter]) -> str | None:
+def keep_outputs(model: PreTrainedModel, attached: Attached, adapters: Sequence[Adapter]) -> str | None:
     """Let DoRA layers whose outputs nobody writes into keep these for the gradient of the magnitude, in the place of a product
     as large beside them. Found by running every DoRA adapter forward and backward on a few tokens.
 
     Args:
-        model, router, adapters: of attach, with their first values, ready to train.
+        model, attached, adapters: of attach, with their first values, ready to train.
 
     Returns:
         What was found, in words; None where no layer has DoRA.
@@ -123,7 +124,6 @@ def keep_outputs(model: PreTrainedModel, router: Router, adapters: Sequence[Adap
     wanted = [path for path in every if _may_keep(layers[path])]
     others = len(every) - len(wanted)
     because = f"; {others} with a bias, dropout or a magnitude of 0 keep a product" if others else ""
-    planner, router.planner = router.planner, _Plain(model.device)
 
     def watch() -> set[str]:
         kept = set(wanted)
@@ -131,17 +131,15 @@ def keep_outputs(model: PreTrainedModel, router: Router, adapters: Sequence[Adap
             example = _packed(model, lengths)
             for number, paths in with_dora:
                 if own := [path for path in paths if path in kept]:
-                    with router.route(Tokens(sum(lengths), ((number, 0, sum(lengths)),))):
+                    with attached.active(TokenOwners(sum(lengths), ((number, 0, sum(lengths)),))):
                         kept -= set(own) - untouched_outputs(model, own, [example]).keys()
         return kept
 
     try:
-        kept, _ = watched(model, wanted, watch) if wanted else (set[str](), 0)
+        with attached.trial(_Plain(model.device)):
+            kept, _ = watched(model, wanted, watch) if wanted else (set[str](), 0)
     except Exception as error:  # any model, any error: products are kept then
         return f"DoRA: outputs are not kept, the run that watches them failed ({type(error).__name__}: {error})"
-    finally:
-        router.planner = planner
-        router.forget()
     for path in kept:
         layers[path].keep_output = True
     return f"DoRA: {len(kept)} of {len(every)} layers keep their output for the gradient of the magnitude{because}"
@@ -177,11 +175,11 @@ def shared_inputs(model: PreTrainedModel) -> dict[str, tuple[str, ...]]:
     return {path: group for group in sibling_groups(model, paths, example) for path in group}
 
 
-def _replace(model: PreTrainedModel, path: str, salt: str, router: Router) -> AdaptedLinear:
+def _replace(model: PreTrainedModel, path: str, salt: str, attached: Attached) -> AdaptedLinear:
     parent_path, _, leaf = path.rpartition(".")
     parent = model.get_submodule(parent_path)
     base = getattr(parent, leaf)
     assert type(base) is torch.nn.Linear
-    layer = AdaptedLinear(base, layer_salt(salt), router)
+    layer = AdaptedLinear(base, layer_salt(salt), attached)
     setattr(parent, leaf, layer)
     return layer

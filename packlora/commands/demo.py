@@ -74,12 +74,12 @@ def show_samples(run: Run, result: Result) -> None:
     model.set_attn_implementation("sdpa")  # generation keeps a cache and does not pack
     folders = {name: job.folder for name, job in result.jobs.items()}
     specs = {name: resolve(read_config(str(folder), name), model, name) for name, folder in folders.items()}
-    router, adapters = attach(model, specs, run.seed)
+    attached, adapters = attach(model, specs, run.seed)
     for job, adapter in zip(run.jobs, adapters, strict=True):
         load_adapter(folders[job.name], adapter)
         row = read_rows(job.data.eval_path or job.data.path, job.name)[0]
         before = _answer(model, base.tokenizer, str(row.prompt))
-        with router.only(adapter.number):
+        with attached.only(adapter.number):
             after = _answer(model, base.tokenizer, str(row.prompt))
         console.print(Text(f"\n{job.name}", style="bold"))
         question = textwrap.shorten(str(row.prompt), 160, placeholder=" ...")

@@ -1,8 +1,7 @@
 """A planned microbatch to tensors: packed tokens, restarting positions, label rows, owners, dropout keys.
 
-Rows are padded to MIN_ROWS where a microbatch, or its labels, are tiny: matrix products of a handful of rows take other
-routines with other rounding (MKL on the CPU: fewer than 12 rows), and with the padding a token's numbers do not depend, to
-the bit, on what shares its microbatch. Anything larger is never padded.
+Rows are padded to MIN_ROWS where a microbatch, or its labels, are tiny: so a token's numbers do not depend, to the bit, on
+what shares its microbatch. Anything larger is never padded.
 """
 
 from __future__ import annotations
@@ -13,11 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from packlora.adapters.linear import Tokens
+from packlora.adapters.owners import MIN_ROWS, TokenOwners
 from packlora.data.encode import Sample
 from packlora.ops.dropout import token_keys
 
-MIN_ROWS = 16
 IGNORE = -100
 
 
@@ -44,7 +42,7 @@ class PackedBatch:
     labels_L: torch.Tensor
     owners_L: torch.Tensor
     """Owner of each label; padding rows are the last owner's, with the label IGNORE."""
-    tokens: Tokens
+    owners: TokenOwners
     num_tokens: Mapping[int, int]
     """By owner, without padding."""
     num_samples: Mapping[int, int]
@@ -53,7 +51,7 @@ class PackedBatch:
 def collate(samples: Sequence[PackedSample], device: torch.device) -> PackedBatch:
     """Pack samples, which come ordered by owner, into one row without padding between them."""
     ids, positions, lengths, rows, labels, owners, keys = [], [], [], [], [], [], []
-    runs: list[list[int]] = []
+    segments: list[list[int]] = []
     num_tokens: dict[int, int] = {}
     num_samples: dict[int, int] = {}
     start = 0
@@ -70,10 +68,10 @@ def collate(samples: Sequence[PackedSample], device: torch.device) -> PackedBatc
             keys.append(np.zeros((length, 2), np.int32))
         else:
             keys.append(token_keys(item.dropout_key, item.step, item.number, length))
-        if runs and runs[-1][0] == item.owner:
-            runs[-1][2] += length
+        if segments and segments[-1][0] == item.owner:
+            segments[-1][2] += length
         else:
-            runs.append([item.owner, start, start + length])
+            segments.append([item.owner, start, start + length])
         num_tokens[item.owner] = num_tokens.get(item.owner, 0) + length
         num_samples[item.owner] = num_samples.get(item.owner, 0) + 1
         start += length
@@ -100,9 +98,9 @@ def collate(samples: Sequence[PackedSample], device: torch.device) -> PackedBatc
         rows_L=tensor(rows, torch.int64),
         labels_L=tensor(labels, torch.int64),
         owners_L=tensor(owners, torch.int64),
-        tokens=Tokens(
+        owners=TokenOwners(
             sum(lengths),
-            tuple((owner, first, stop) for owner, first, stop in runs),
+            tuple((owner, first, stop) for owner, first, stop in segments),
             tensor(keys, torch.int32) if needs_keys else None,
         ),
         num_tokens=num_tokens,

@@ -19,7 +19,7 @@ from packlora.runtime.collate import IGNORE, PackedBatch
 def token_losses(
     model: PreTrainedModel, batch: PackedBatch, weights_L: torch.Tensor | None = None, fused: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cross entropy of the label tokens. The router must be set to the batch's tokens.
+    """Cross entropy of the label tokens. The owners of the batch must be active.
 
     Args:
         model: frozen, with adapters attached.

@@ -1,19 +1,23 @@
 """Forward and backward of one microbatch: what training repeats, the profiler measures and benchmarks time.
 
-Gradients are left in the parameters of the jobs, losses are handed back by job. What a job does with them is job.py's.
+An Executor runs them, as two calls: a pipeline runs other microbatches between the two, and steps of jobs that have no tokens
+in this one. Gradients are left in the parameters of the jobs, losses are handed back by job. What a job does with them is
+job.py's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from packlora.adapters.linear import Router
+from packlora.adapters.linear import Attached
 from packlora.base.model import Base
-from packlora.runtime.collate import PackedSample, collate
+from packlora.runtime.collate import PackedBatch, PackedSample, collate
 from packlora.runtime.loss import sum_by_owner, token_losses
 
 NO_MEMORY = ("out of memory", "ALLOC_FAILED", "can't allocate memory")
@@ -21,7 +25,7 @@ NO_MEMORY = ("out of memory", "ALLOC_FAILED", "can't allocate memory")
 
 
 @dataclass(frozen=True, slots=True)
-class Ran:
+class MicrobatchResult:
     """sums: of the label tokens' losses by owner, float64 on the device. tokens, samples: by owner that took part."""
 
     sums: torch.Tensor
@@ -29,34 +33,91 @@ class Ran:
     samples: Mapping[int, int]
 
 
-def run_microbatch(base: Base, router: Router, samples: Sequence[PackedSample], weights: np.ndarray) -> Ran:
-    """Run the samples through the model and back.
+class Executor(Protocol):
+    """Runs microbatches. All calls raise torch.OutOfMemoryError where memory runs out; owners' gradients may then hold a part.
 
-    Args:
-        base: the model, with the adapters attached.
-        router: of the adapters.
-        samples: ordered by owner.
-        weights: by owner, of each of its label tokens' losses in the gradient.
-
-    Raises:
-        torch.OutOfMemoryError: gradients of the owners may then hold a part of it.
+    samples: ordered by owner.
     """
+
+    def forward(self, samples: Sequence[PackedSample], weights: np.ndarray) -> Any:
+        """Run samples through the model; the result goes to `backward`, after any number of other calls.
+
+        Between the two no job with tokens here may step.
+
+        Args:
+            weights: by owner, of each of its label tokens' losses in the gradient.
+        """
+
+    def backward(self, pending: Any) -> MicrobatchResult:
+        """Add the gradients of what `forward` returned to the parameters of its owners."""
+
+    def evaluate(self, samples: Sequence[PackedSample], num_owners: int) -> MicrobatchResult:
+        """Losses alone, without gradients."""
+
+    def plans(self) -> list[dict[str, Any]]:
+        """How layers were computed, for run.json."""
+
+
+def run_microbatch(executor: Executor, samples: Sequence[PackedSample], weights: np.ndarray) -> MicrobatchResult:
+    """Forward and backward, one after the other."""
+    return executor.backward(executor.forward(samples, weights))
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """A forward that waits for its backward. losses_L, total: of token_losses."""
+
+    batch: PackedBatch
+    losses_L: torch.Tensor
+    total: torch.Tensor
+    num_owners: int
+
+    def result(self) -> MicrobatchResult:
+        sums = sum_by_owner(self.losses_L, self.batch, self.num_owners)
+        return MicrobatchResult(sums, self.batch.num_tokens, self.batch.num_samples)
+
+
+@dataclass(frozen=True, slots=True)
+class SingleDevice:
+    """The Executor of a model that is on one device. attached: what its adapted layers share."""
+
+    base: Base
+    attached: Attached
+
+    def forward(self, samples: Sequence[PackedSample], weights: np.ndarray) -> Pending:
+        with _one_error_for_memory():
+            batch = collate(samples, self.base.device)
+            # Each label's own weight is its gradient; the total is for backward alone, whatever NaN is in it.
+            weights_L = torch.from_numpy(weights).to(self.base.device)[batch.owners_L]
+            with self.attached.active(batch.owners):
+                losses_L, total = token_losses(self.base.model, batch, weights_L, self.base.fused_loss)
+            return Pending(batch, losses_L, total, len(weights))
+
+    def backward(self, pending: Pending) -> MicrobatchResult:
+        with _one_error_for_memory():
+            if pending.total.requires_grad:  # else no adapter takes part in the output, which its job will notice
+                with self.attached.active(pending.batch.owners):
+                    pending.total.backward()
+            return pending.result()
+
+    @torch.no_grad()
+    def evaluate(self, samples: Sequence[PackedSample], num_owners: int) -> MicrobatchResult:
+        with _one_error_for_memory():
+            batch = collate(samples, self.base.device)
+            with self.attached.active(batch.owners):
+                losses_L, total = token_losses(self.base.model, batch, fused=self.base.fused_loss)
+            return Pending(batch, losses_L, total, num_owners).result()
+
+    def plans(self) -> list[dict[str, Any]]:
+        return self.attached.planner.record()
+
+
+@contextmanager
+def _one_error_for_memory() -> Iterator[None]:
+    """Turns what other libraries raise where memory runs out into torch.OutOfMemoryError."""
     try:
-        return _run(base, router, samples, weights)
+        yield
     except RuntimeError as error:
         if isinstance(error, torch.OutOfMemoryError) or not any(words in str(error) for words in NO_MEMORY):
             raise
         raise torch.OutOfMemoryError(str(error)) from error
-
-
-def _run(base: Base, router: Router, samples: Sequence[PackedSample], weights: np.ndarray) -> Ran:
-    batch = collate(samples, base.device)
-    with router.route(batch.tokens):
-        # Each label's own weight is its gradient; the total is for backward alone, whatever NaN is in it.
-        weights_L = torch.from_numpy(weights).to(base.device)[batch.owners_L]
-        losses_L, total = token_losses(base.model, batch, weights_L, base.fused_loss)
-        if (
-            total.requires_grad
-        ):  # else no adapter of these samples takes part in the output, which their jobs will notice
-            total.backward()
-    return Ran(sum_by_owner(losses_L, batch, len(weights)), batch.num_tokens, batch.num_samples)

@@ -20,12 +20,11 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from packlora.adapters.linear import Router
 from packlora.base.model import Base, choose_device
 from packlora.config import Run
 from packlora.runtime.collate import PackedSample
 from packlora.runtime.job import Job
-from packlora.runtime.microbatch import run_microbatch
+from packlora.runtime.microbatch import Executor, run_microbatch
 from packlora.runtime.prepare import Prepared
 from packlora.runtime.profiles import Point, ProfileCache
 from packlora.schedule.cost import CostModel, balance
@@ -229,12 +228,12 @@ def memory_room(device: torch.device) -> int:
 
 
 def profile(
-    run: Run, prepared: Prepared, base: Base | None = None, router: Router | None = None, jobs: Sequence[Job] = ()
+    run: Run, prepared: Prepared, base: Base | None = None, executor: Executor | None = None, jobs: Sequence[Job] = ()
 ) -> Profile:
     """What is known of the run on its device: measured now where that decides the budget, else measured before, else estimated.
 
     Args:
-        base, router, jobs: the loaded model; without it nothing is measured.
+        base, executor, jobs: the loaded model; without it nothing is measured.
     """
     guess = estimate(run, prepared)
     device = choose_device(run.device)
@@ -243,8 +242,8 @@ def profile(
     points, tried = cache.get(key), budgets(prepared)
     far_enough = any(point.seconds is None or 3 * point.tokens > 2 * tried[-1] for point in points)
     decides = run.max_tokens_per_microbatch == "auto" and device.type == "cuda"
-    if decides and not far_enough and base is not None and router is not None:
-        points, origin = measure(base, router, jobs, tried), "measured"
+    if decides and not far_enough and base is not None and executor is not None:
+        points, origin = measure(base, executor, jobs, tried), "measured"
         try:
             cache.put(key, points)
         except OSError as error:
@@ -283,7 +282,7 @@ def budgets(prepared: Prepared) -> tuple[int, ...]:
     return tuple(out[: enough + 1])
 
 
-def measure(base: Base, router: Router, jobs: Sequence[Job], tried: Sequence[int]) -> list[Point]:
+def measure(base: Base, executor: Executor, jobs: Sequence[Job], tried: Sequence[int]) -> list[Point]:
     """Run forward and backward of the jobs' own samples at the budgets, the smallest first, until memory does not hold one.
 
     Leaves the jobs as they were: no step is taken, gradients are dropped.
@@ -296,7 +295,7 @@ def measure(base: Base, router: Router, jobs: Sequence[Job], tried: Sequence[int
         squared = sum(item.sample.num_tokens**2 for item in samples)
         figures = None
         with contextlib.suppress(torch.OutOfMemoryError):  # and of what it holds in memory, before that is freed
-            figures = _measure_one(base, router, jobs, samples)
+            figures = _measure_one(base, executor, jobs, samples)
         for job in jobs:
             job.discard()
         free_memory(base.device)
@@ -324,7 +323,7 @@ def sample_mix(jobs: Sequence[Job], budget: int) -> list[PackedSample]:
 
 
 def _measure_one(
-    base: Base, router: Router, jobs: Sequence[Job], samples: Sequence[PackedSample]
+    base: Base, executor: Executor, jobs: Sequence[Job], samples: Sequence[PackedSample]
 ) -> tuple[float, int | None]:
     """Seconds of the fastest of the timed runs, and the peak of memory on a GPU."""
     weights = np.array([job.grad_scale / 1000 for job in jobs])
@@ -335,7 +334,7 @@ def _measure_one(
             torch.cuda.reset_peak_memory_stats(base.device)
         _synchronize(base.device)
         start = time.perf_counter()
-        run_microbatch(base, router, samples, weights)
+        run_microbatch(executor, samples, weights)
         _synchronize(base.device)
         if number:
             seconds.append(time.perf_counter() - start)

@@ -17,7 +17,6 @@ import torch
 from packlora.activity import Activity
 from packlora.adapters.attach import attach, keep_outputs
 from packlora.adapters.files import load_adapter
-from packlora.adapters.linear import Router
 from packlora.base.fingerprint import Fingerprint, fingerprint
 from packlora.base.model import Base, load_base
 from packlora.config import Run, load_run, run_from
@@ -27,6 +26,7 @@ from packlora.files import lock_folder, remove_leftovers, write_json
 from packlora.result import Result
 from packlora.runtime import checkpoint, profiler
 from packlora.runtime.job import Job
+from packlora.runtime.microbatch import Executor, SingleDevice
 from packlora.runtime.prepare import Prepared, SavedRun, check_output, make_output, prepare
 from packlora.runtime.profiler import Profile
 from packlora.runtime.record import earlier_warnings, run_record, start_hash
@@ -96,7 +96,7 @@ def _set_up(run: Run, saved: SavedRun | None, max_steps: int | None, resume_from
         found = fingerprint(base.model, base.path, run.revision)
     if saved is not None:
         _same_base(base.path, saved.model.fingerprint, found)
-    router, adapters = attach(
+    attached, adapters = attach(
         base.model,
         {job.config.name: job.spec for job in prepared.jobs},
         {job.config.name: job.data.seed for job in prepared.jobs},
@@ -108,10 +108,11 @@ def _set_up(run: Run, saved: SavedRun | None, max_steps: int | None, resume_from
         scale = FLOAT16_SCALE if run.dtype == "float16" else 1.0
         jobs.append(Job(item.config, item.data, item.eval_encoded.samples, adapter, scale))
     if base.device.type == "cuda":  # where activations are what memory goes to
-        base.kept_outputs = keep_outputs(base.model, router, adapters)
+        base.kept_outputs = keep_outputs(base.model, attached, adapters)
+    executor = SingleDevice(base, attached)
 
     # 3. Choose the size of microbatches where that is left to us.
-    known = _choose_budget(run, prepared, base, router, jobs, saved)
+    known = _choose_budget(run, prepared, base, executor, jobs, saved)
 
     # 4. Continue where checkpoints say, or start.
     record = run_record(prepared, base, jobs, known, saved)
@@ -130,7 +131,7 @@ def _set_up(run: Run, saved: SavedRun | None, max_steps: int | None, resume_from
     record["warnings"] = earlier_warnings(saved, notes) + notes
     remove_leftovers(output_dir)
     write_json(output_dir / "run.json", record)
-    return Trainer(run, prepared, base, router, jobs, record, known, notes)
+    return Trainer(run, prepared, base, executor, jobs, record, known, notes)
 
 
 def starting_steps(run: Run, words: list[str]) -> dict[str, int]:
@@ -203,7 +204,7 @@ def _put_aside(output_dir: Path, jobs: list[Job], starts: dict[str, int]) -> lis
 
 
 def _choose_budget(
-    run: Run, prepared: Prepared, base: Base, router: Router, jobs: list[Job], saved: SavedRun | None
+    run: Run, prepared: Prepared, base: Base, executor: Executor, jobs: list[Job], saved: SavedRun | None
 ) -> Profile:
     """What is known of the model on this device; sets the budget where the run file leaves it to the profiler.
 
@@ -214,7 +215,7 @@ def _choose_budget(
     if saved is not None and saved.config.max_tokens_per_microbatch == "auto":
         prepared.budget = max(saved.schedule.budget, prepared.longest)
         return profiler.profile(run, prepared)
-    known = profiler.profile(run, prepared, base, router, jobs)
+    known = profiler.profile(run, prepared, base, executor, jobs)
     if base.device.type == "cuda":
         prepared.budget = profiler.choose(profiler.predictions(prepared, [known])).budget
     return known

@@ -22,7 +22,6 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 
-from packlora.adapters.linear import Router
 from packlora.base.model import Base
 from packlora.config import Run
 from packlora.data.encode import Sample
@@ -34,10 +33,9 @@ from packlora.report.progress import Progress
 from packlora.report.report import write_report
 from packlora.result import JobResult, Result
 from packlora.runtime import checkpoint, profiler
-from packlora.runtime.collate import PackedSample, collate
+from packlora.runtime.collate import PackedSample
 from packlora.runtime.job import Job
-from packlora.runtime.loss import sum_by_owner, token_losses
-from packlora.runtime.microbatch import run_microbatch
+from packlora.runtime.microbatch import Executor, run_microbatch
 from packlora.runtime.prepare import Prepared
 from packlora.runtime.profiler import Profile, free_memory
 from packlora.runtime.record import peak_memory
@@ -54,7 +52,7 @@ class Trainer:
         run: Run,
         prepared: Prepared,
         base: Base,
-        router: Router,
+        executor: Executor,
         jobs: list[Job],
         record: dict[str, Any],
         profile: Profile,
@@ -63,7 +61,7 @@ class Trainer:
         """notes: what to say before training starts; of a resumed run not what it has said before."""
         self.notes = notes
         self.run, self.prepared, self.base = run, prepared, base
-        self.router, self.jobs, self.record, self.profile = router, jobs, record, profile
+        self.executor, self.jobs, self.record, self.profile = executor, jobs, record, profile
         self.by_name = {job.name: job for job in jobs}
         self.output_dir = Path(run.output_dir)
         self.budget = prepared.budget
@@ -258,7 +256,7 @@ class Trainer:
             weights[job.adapter.number] = job.grad_scale / job.label_tokens(batch)
         tokens = sum(sample.sample.num_tokens for sample in samples)
         try:
-            ran = run_microbatch(self.base, self.router, samples, weights)
+            ran = run_microbatch(self.executor, samples, weights)
         except torch.OutOfMemoryError as error:
             self._check_lower(tokens, error)
             ran = None
@@ -426,7 +424,7 @@ class Trainer:
         return ", ".join(kept)
 
     def _write_record(self) -> None:
-        self.record["plans"] = self.router.planner.record()
+        self.record["plans"] = self.executor.plans()
         self._write_log("run.json", lambda: write_json(self.output_dir / "run.json", self.record))
 
     def _write_report(self) -> None:
@@ -495,18 +493,16 @@ class Trainer:
                 PackedSample(self.by_name[placed.job].adapter.number, samples[placed.job][placed.sample], 0, 0, None)
                 for placed in microbatch.samples
             ]
-            batch = collate(packed, self.base.device)
-            losses_L = None
+            ran = None
             try:
-                with self.router.route(batch.tokens):
-                    losses_L, _ = token_losses(self.base.model, batch, fused=self.base.fused_loss)
+                ran = self.executor.evaluate(packed, len(self.jobs))
             except torch.OutOfMemoryError as error:
                 self._check_lower(microbatch.num_tokens, error)
-            if losses_L is None:
+            if ran is None:
                 free_memory(self.base.device)
                 self.held_out_budget = self._lower(microbatch.num_tokens)
                 return None
-            total += sum_by_owner(losses_L, batch, len(self.jobs)).cpu().numpy()
+            total += ran.sums.cpu().numpy()
         return total
 
     # --- the end -------------------------------------------------------------------------------------------------------

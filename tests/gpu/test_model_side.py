@@ -271,17 +271,17 @@ def test_losses_and_adapter_gradients_with_liger_are_those_without(family: str, 
             )
             for index, kind in enumerate(kinds)
         }
-        router, adapters = attach(model, specs, 0)
+        attached, adapters = attach(model, specs, 0)
         parameters = [p for adapter in adapters for p in adapter.named_parameters().values()]
         with torch.no_grad():
             for index, parameter in enumerate(parameters):
                 noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(index)).cuda() / 16
                 parameter.add_(noise)
         if keep:
-            found = keep_outputs(model, router, adapters)
+            found = keep_outputs(model, attached, adapters)
             kept = {path.rpartition(".")[2] for path, m in model.named_modules() if getattr(m, "keep_output", False)}
             assert kept >= {"gate_proj", "up_proj", "down_proj"} if dropout == 0 else not kept, found
-        with router.route(batch.tokens):
+        with attached.active(batch.owners):
             losses, total = token_losses(model, batch, fused=family != "gemma2")
             results.append([losses, *torch.autograd.grad(total, parameters)])
     for without, *with_liger in zip(*results, strict=True):

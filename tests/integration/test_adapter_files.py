@@ -307,13 +307,13 @@ def test_peft_and_transformers_load_what_is_written_and_give_the_same_logits(
         return AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
 
     model = fresh()
-    router, (adapter,) = attach(model, {"job": resolve(config, model, "job")}, 0)
+    attached, (adapter,) = attach(model, {"job": resolve(config, model, "job")}, 0)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in adapter.named_parameters().values():
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
     save_adapter(tmp_path, adapter)
-    with router.only(0), torch.no_grad():
+    with attached.only(0), torch.no_grad():
         want = model(ids).logits
     theirs = fresh()
     theirs.load_adapter(str(tmp_path))

@@ -520,11 +520,11 @@ def peft_adapter(base: str, folder: Path, dtype: torch.dtype = torch.float32, **
     return model.eval()
 
 
-def attached(base: str, folder: Path | str) -> tuple[Any, Any, Any]:
+def attached_model(base: str, folder: Path | str) -> tuple[Any, Any, Any]:
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
-    router, (adapter,) = attach(model, {"job": resolve(read_config(str(folder), "job"), model, "job")}, SEED)
+    attached, (adapter,) = attach(model, {"job": resolve(read_config(str(folder), "job"), model, "job")}, SEED)
     load_adapter(folder, adapter)
-    return model, router, adapter
+    return model, attached, adapter
 
 
 TOKENS = torch.randint(3, 320, (1, 37), generator=torch.Generator().manual_seed(SEED))
@@ -536,8 +536,8 @@ def test_rank_and_alpha_patterns_and_rslora_with_dora_load_save_and_load_in_peft
 ) -> None:
     base = tiny_base("qwen2")
     want = peft_adapter(base, tmp_path / "peft", **KINDS[kind])(TOKENS).logits
-    model, router, adapter = attached(base, tmp_path / "peft")
-    with router.only(0):
+    model, attached, adapter = attached_model(base, tmp_path / "peft")
+    with attached.only(0):
         torch.testing.assert_close(model(TOKENS).logits, want, rtol=2e-5, atol=2e-5)
     save_adapter(tmp_path / "ours", adapter)
     one, other = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("peft", "ours"))
@@ -563,9 +563,9 @@ def test_an_adapter_stored_in_bfloat16_or_with_the_weight_suffix_gives_what_peft
     for suffix in ("", ".weight"):
         save_file({key + (suffix if "magnitude" in key else ""): value for key, value in tensors.items()}, file)
         theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), folder)
-        model, router, adapter = attached(base, folder)
+        model, attached, adapter = attached_model(base, folder)
         assert {p.dtype for p in adapter.named_parameters().values()} == {torch.float32}
-        with router.only(0):
+        with attached.only(0):
             torch.testing.assert_close(model(TOKENS).logits, theirs.eval()(TOKENS).logits, rtol=2e-5, atol=2e-5)
 
 
@@ -657,10 +657,10 @@ def test_a_fork_s_config_key_is_noted_and_the_adapter_loads(tiny_base: Callable[
     assert config_notes(config) == []
     file.write_text(json.dumps({**config, "_dora_composition_version": 2, "brand_new": "x", "unused": None}))
     with pytest.warns(UserWarning, match="_dora_composition_version = 2 has no effect") as seen:
-        model, router, adapter = attached(base, tmp_path)
+        model, attached, adapter = attached_model(base, tmp_path)
     assert any("brand_new = 'x' has no effect" in str(one.message) for one in seen)
     assert not any("unused" in str(one.message) for one in seen)
-    with router.only(0):
+    with attached.only(0):
         torch.testing.assert_close(model(TOKENS).logits, want, rtol=2e-5, atol=2e-5)
     save_adapter(tmp_path / "again", adapter)
     assert config_notes(json.loads((tmp_path / "again" / "adapter_config.json").read_text())) == []
@@ -891,6 +891,6 @@ def test_zero_rows_of_llama_s_o_proj_are_trained_and_merged(
     merge_adapter(tmp_path / "out/job", tmp_path / "merged", base)
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
     assert merged(TOKENS).logits.isfinite().all()
-    model, router, _ = attached(base, tmp_path / "out/job")
-    with router.only(0):
+    model, attached, _ = attached_model(base, tmp_path / "out/job")
+    with attached.only(0):
         torch.testing.assert_close(model(TOKENS).logits, merged(TOKENS).logits, rtol=2e-5, atol=2e-5)

@@ -293,12 +293,13 @@ def test_runs_killed_again_and_again_end_with_the_same_bits(case: Case, tmp_path
 # --- signals ---------------------------------------------------------------------------------------------------------------
 
 TRAINER = "packlora.runtime.trainer:"
+MICROBATCH = "packlora.runtime.microbatch:"
 PHASES = {
-    "evaluation before the first step": f"{TRAINER}collate#1",
+    "evaluation before the first step": f"{MICROBATCH}collate#1",
     "planning": "packlora.schedule.background:BackgroundPlanner._take",
     "first step": f"{TRAINER}run_microbatch",
     "evaluation": f"{TRAINER}Trainer._held_out_losses#2",
-    "inside an evaluation": f"{TRAINER}sum_by_owner#6",
+    "inside an evaluation": f"{MICROBATCH}SingleDevice.evaluate#6",
     "saving": "packlora.runtime.checkpoint:save_checkpoint",
     "report": f"{TRAINER}write_report",
 }
@@ -328,7 +329,8 @@ def test_a_signal_at_any_moment_saves_and_loses_no_step_and_no_evaluation(
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 @pytest.mark.parametrize(
     "where",
-    [f"{TRAINER}{name}" for name in ("run_microbatch", "sum_by_owner", "collate", "write_report", "write_json")]
+    [f"{TRAINER}{name}" for name in ("run_microbatch", "write_report", "write_json")]
+    + [f"{MICROBATCH}{name}" for name in ("sum_by_owner", "collate")]
     + [
         "packlora.runtime.checkpoint:save_checkpoint",
         "packlora.runtime.checkpoint:save_result",

@@ -29,7 +29,8 @@ import packlora
 from packlora.adapters import outputs
 from packlora.adapters.attach import attach, keep_outputs
 from packlora.adapters.in_place import REPLACED, undo
-from packlora.adapters.linear import AdaptedLinear, Tokens
+from packlora.adapters.linear import AdaptedLinear
+from packlora.adapters.owners import TokenOwners
 from packlora.adapters.spec import resolve
 from packlora.base.model import prepare_model
 from packlora.live import accelerate as module
@@ -592,17 +593,17 @@ JOBS = {
 def jobs_on(model: Any) -> tuple[Any, list[Any]]:
     common = {"r": 3, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
     specs = {name: resolve(LoraConfig(**(common | own)), model, name) for name, own in JOBS.items()}
-    router, adapters = attach(model, specs, 0)
+    attached, adapters = attach(model, specs, 0)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for adapter in adapters:
             for name, parameter in adapter.named_parameters().items():
                 drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) / 8
                 parameter.mul_(1 + drawn) if name.endswith("magnitude") else parameter.copy_(drawn)
-    return router, adapters
+    return attached, adapters
 
 
-def packed_gradients(model: Any, router: Any, adapters: list[Any]) -> dict[str, torch.Tensor]:
+def packed_gradients(model: Any, attached: Any, adapters: list[Any]) -> dict[str, torch.Tensor]:
     """Of every job, on packed samples: two of the first, one of each other."""
     owners, lengths = (0, 0, 1, 2), (9, 14, 11, 17)
     cuts = [0, *itertools.accumulate(lengths)]
@@ -610,7 +611,7 @@ def packed_gradients(model: Any, router: Any, adapters: list[Any]) -> dict[str, 
     ids = torch.randint(3, 100, (1, cuts[-1]), generator=torch.Generator().manual_seed(1))
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     named = {f"{a.name}.{name}": p for a in adapters for name, p in a.named_parameters().items()}
-    with router.route(Tokens(cuts[-1], runs)):
+    with attached.active(TokenOwners(cuts[-1], runs)):
         logits = model(input_ids=ids, position_ids=positions, use_cache=False, sample_lengths=lengths).logits
         grads = torch.autograd.grad(logits.sin().sum(), list(named.values()))
     return {"logits": logits.detach(), **dict(zip(named, grads, strict=True))}
@@ -628,8 +629,8 @@ def test_jobs_keep_outputs_that_nobody_writes_into(
 ) -> None:
     model: Any = tiny_model("llama", torch.float64)
     prepare_model(model, checkpointing)
-    router, adapters = jobs_on(model)
-    want = packed_gradients(model, router, adapters)
+    attached, adapters = jobs_on(model)
+    want = packed_gradients(model, attached, adapters)
     modes = [module.training for module in model.modules()]
     written: set[str] = set()
     if writer == "rotary":
@@ -642,19 +643,19 @@ def test_jobs_keep_outputs_that_nobody_writes_into(
             block.forward = types.MethodType(
                 lambda self, x: self.down_proj(function.apply(self.gate_proj(x), self.up_proj(x))), block
             )
-    found = keep_outputs(model, router, adapters)
+    found = keep_outputs(model, attached, adapters)
     assert found is not None and f"DoRA: {14 - 2 * len(written)} of 14 layers keep" in found, found
     assert kept_by_jobs(model) == set(ALL) - written
     assert [module.training for module in model.modules()] == modes
     assert all(parameter.grad is None for a in adapters for parameter in a.named_parameters().values())
-    assert_same(packed_gradients(model, router, adapters), want)
+    assert_same(packed_gradients(model, attached, adapters), want)
 
     if writer is not None and not checkpointing:
         undo(model)  # liger's may write again
         for module in model.modules():
             if isinstance(module, AdaptedLinear):
                 module.keep_output = True
-        wrong = packed_gradients(model, router, adapters)
+        wrong = packed_gradients(model, attached, adapters)
         assert any("magnitude" in name and float((wrong[name] - want[name]).abs().max()) > 1e-6 for name in want)
 
 
@@ -665,10 +666,10 @@ def test_jobs_layers_that_cannot_do_without_a_product_say_so(why: str) -> None:
     spec = LoraConfig(
         r=3, target_modules="all-linear", task_type="CAUSAL_LM", use_dora=True, lora_dropout=0.1 * (why == "dropout")
     )
-    router, adapters = attach(model, {"one": resolve(spec, model, "one")}, 0)
+    attached, adapters = attach(model, {"one": resolve(spec, model, "one")}, 0)
     if why.endswith("0"):
         next(p for name, p in adapters[0].named_parameters().items() if name.endswith("magnitude")).data[2] = 0
-    found = keep_outputs(model, router, adapters)
+    found = keep_outputs(model, attached, adapters)
     kept = {"bias": 8, "dropout": 0, "a magnitude of 0": 13}[why]
     assert found == (
         f"DoRA: {kept} of 14 layers keep their output for the gradient of the magnitude; "
@@ -679,15 +680,15 @@ def test_jobs_layers_that_cannot_do_without_a_product_say_so(why: str) -> None:
 def test_jobs_without_dora_and_models_that_cannot_be_watched_keep_products(monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = tiny_model("llama", torch.float64)
     prepare_model(model, False)
-    router, adapters = jobs_on(model)
-    want = packed_gradients(model, router, adapters)
-    assert keep_outputs(model, router, adapters[1:2]) is None
+    attached, adapters = jobs_on(model)
+    want = packed_gradients(model, attached, adapters)
+    assert keep_outputs(model, attached, adapters[1:2]) is None
     monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", gated_by_name)
-    planner = router.planner
+    planner = attached.planner
     with monkeypatch.context() as patch:
         patch.setattr("packlora.adapters.attach.untouched_outputs", lambda *_: 1 / 0)
-        found = keep_outputs(model, router, adapters)
+        found = keep_outputs(model, attached, adapters)
     assert found == "DoRA: outputs are not kept, the run that watches them failed (ZeroDivisionError: division by zero)"
-    assert kept_by_jobs(model) == set() and router.planner is planner
+    assert kept_by_jobs(model) == set() and attached.planner is planner
     assert not any(REPLACED in module.__dict__ for module in model.modules())
-    assert_same(packed_gradients(model, router, adapters), want)
+    assert_same(packed_gradients(model, attached, adapters), want)

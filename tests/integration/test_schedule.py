@@ -52,16 +52,16 @@ def out_of_memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[int]]
 
     def install(most: int) -> list[int]:
         tried: list[int] = []
-        original = microbatch._run
+        original = microbatch.SingleDevice.backward
 
-        def limited(base: Any, router: Any, samples: Any, weights: Any) -> Any:
-            tried.append(sum(item.sample.num_tokens for item in samples))
-            ran = original(base, router, samples, weights)
+        def limited(executor: Any, pending: Any) -> Any:
+            tried.append(sum(pending.batch.num_tokens.values()))
+            ran = original(executor, pending)
             if tried[-1] > most:
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")
             return ran
 
-        monkeypatch.setattr(microbatch, "_run", limited)
+        monkeypatch.setattr(microbatch.SingleDevice, "backward", limited)
         return tried
 
     return install
@@ -274,14 +274,14 @@ def test_out_of_memory_in_an_evaluation_evaluates_in_smaller_parts(
     tree = config(tiny_base(), tmp_path / "plenty", write_rows, JOBS[:1], max_tokens_per_microbatch="auto")
     tree["jobs"][0]["data"]["eval_path"] = tree["jobs"][0]["data"]["path"]
     train(tree)
-    original = module.token_losses
+    original = microbatch.token_losses
 
     def limited(model: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled() and batch.tokens.total > 100:
+        if not torch.is_grad_enabled() and batch.owners.total > 100:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return original(model, batch, *args, **kwargs)
 
-    monkeypatch.setattr(module, "token_losses", limited)
+    monkeypatch.setattr(microbatch, "token_losses", limited)
     train({**tree, "output_dir": str(tmp_path / "little")})
     for a, b in zip(lines(tmp_path / "plenty", "evals"), lines(tmp_path / "little", "evals"), strict=True):
         assert a["eval_loss"] == pytest.approx(b["eval_loss"], rel=1e-5)
@@ -303,7 +303,7 @@ def test_measuring_finds_where_memory_ends_and_leaves_the_jobs_as_they_were(
 ) -> None:
     before = [p.clone() for job in trainer.jobs for p in job.parameters.values()]
     tried = out_of_memory(200)
-    points = profiler.measure(trainer.base, trainer.router, trainer.jobs, (64, 128, 512, 1024))
+    points = profiler.measure(trainer.base, trainer.executor, trainer.jobs, (64, 128, 512, 1024))
     assert [point.seconds is None for point in points] == [False, False, True]
     assert points[0].tokens < points[1].tokens <= 128 < points[2].tokens
     assert tried == [point.tokens for point in points[:2] for _ in range(3)] + [points[2].tokens]
@@ -314,7 +314,7 @@ def test_measuring_finds_where_memory_ends_and_leaves_the_jobs_as_they_were(
 
 def test_what_was_measured_is_remembered_and_a_failure_in_training_is_added_to_it(trainer: Any) -> None:
     run, prepared, base = trainer.run, trainer.prepared, trainer.base
-    points = profiler.measure(base, trainer.router, trainer.jobs, (64, 128, 256))
+    points = profiler.measure(base, trainer.executor, trainer.jobs, (64, 128, 256))
     cache, key = ProfileCache(base.device), profiler.profile_key(run, prepared, base)
     cache.put(key, points)
     assert json.loads(cache.path.read_text())["profiles"][key][0]["tokens"] == points[0].tokens

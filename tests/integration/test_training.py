@@ -232,9 +232,9 @@ def test_peft_loads_what_packlora_writes_and_gives_the_same_logits(
         theirs = wrapped(ids).logits
         model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
         spec = resolve(read_config(str(folder), "job"), model, "job")
-        router, (ours,) = attach(model, {"job": spec}, 0)
+        attached, (ours,) = attach(model, {"job": spec}, 0)
         load_adapter(folder, ours)
-        with router.only(0):
+        with attached.only(0):
             got = model(ids).logits
         torch.testing.assert_close(got, theirs, rtol=2e-5, atol=2e-5)
         assert (theirs - plain).abs().max() > 1e-3, job["name"]

@@ -382,13 +382,13 @@ def test_packed_training_makes_down_proj_once_and_gives_the_same_bits() -> None:
             )
             for name, r, p in (("one", 4, 0.2), ("two", 3, 0.0))
         }
-        router, adapters = attach(model, specs, 0)
+        attached, adapters = attach(model, specs, 0)
         parameters = [p for adapter in adapters for p in adapter.named_parameters().values()]
         with torch.no_grad():
             for index, parameter in enumerate(parameters):
                 parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(index)) / 8)
         batch = packed_batch()
-        with router.route(batch.tokens), Products(batch.tokens.total) as products:
+        with attached.active(batch.owners), Products(batch.owners.total) as products:
             _, loss = token_losses(model, batch, torch.ones(len(batch.labels_L), dtype=torch.float64), False)
             made = products.taken()
             gradients = torch.autograd.grad(loss, parameters)

@@ -124,12 +124,12 @@ def test_adapters_put_on_afterwards_are_used() -> None:
         prepare_model(model, False)
         liger.use_liger(model, setting)
         spec = resolve(LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"), model, "job")
-        router, (adapter,) = attach(model, {"job": spec}, 0)
+        attached, (adapter,) = attach(model, {"job": spec}, 0)
         plain = logits(model)
         with torch.no_grad():
             for index, parameter in enumerate(adapter.named_parameters().values()):
                 parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(index)) / 8)
-        with router.only(0):
+        with attached.only(0):
             outputs.append(logits(model))
         assert (outputs[-1] - plain).abs().max() > 0.1
     torch.testing.assert_close(outputs[0], outputs[1], rtol=1e-4, atol=1e-4)

@@ -42,20 +42,20 @@ def adapted(family: str, dtype: torch.dtype, targets: Any = "all-linear") -> tup
     model = tiny_model(family, dtype)
     prepare_model(model, False)
     spec = resolve(LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM"), model, "job")
-    router, (adapter,) = attach(model, {"job": spec}, 0)
+    attached, (adapter,) = attach(model, {"job": spec}, 0)
     parameters = list(adapter.named_parameters().values())
     with torch.no_grad():
         for index, parameter in enumerate(parameters):
             parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(index)) / 8)
-    return model, router, parameters
+    return model, attached, parameters
 
 
 def losses_and_gradients(
-    model: Any, router: Any, parameters: list[torch.nn.Parameter], packed: list[PackedSample], fused: bool
+    model: Any, attached: Any, parameters: list[torch.nn.Parameter], packed: list[PackedSample], fused: bool
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     batch = collate(packed, CPU)
     weights = torch.linspace(0.5, 2, len(batch.labels_L), dtype=torch.float64)
-    with router.route(batch.tokens):
+    with attached.active(batch.owners):
         losses, total = token_losses(model, batch, weights, fused)
         return losses, list(torch.autograd.grad(total, parameters))
 
@@ -79,16 +79,16 @@ def test_losses_and_adapter_gradients_are_the_same_with_and_without_logits_in_fl
 
 
 def test_losses_are_torchs_cross_entropy_of_each_sample_alone() -> None:
-    model, router, _ = adapted("llama", torch.float64)
+    model, attached, _ = adapted("llama", torch.float64)
     packed = samples((30, 7, 41))
     batch = collate(packed, CPU)
-    with router.route(batch.tokens), torch.no_grad():
+    with attached.active(batch.owners), torch.no_grad():
         got, total = token_losses(model, batch, fused=True)
     want = []
     for item in packed:
         model.set_attn_implementation("eager")
         ids = torch.from_numpy(item.sample.ids).long()[None]
-        with router.only(0), torch.no_grad():
+        with attached.only(0), torch.no_grad():
             logits = model(input_ids=ids, use_cache=False).logits[0]
         at = torch.from_numpy(np.flatnonzero(item.sample.is_label))
         want.append(F.cross_entropy(logits[at - 1], ids[0, at], reduction="none"))
@@ -100,30 +100,30 @@ def test_losses_are_torchs_cross_entropy_of_each_sample_alone() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_sample_has_the_bits_that_it_has_alone(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where chunks of rows cut through it elsewhere."""
-    model, router, _ = adapted("llama", dtype)
+    model, attached, _ = adapted("llama", dtype)
     monkeypatch.setitem(linear_cross_entropy.CHUNK_BYTES, "cpu", 1)
     packed = samples((40, 55, 33, 90))
     batch = collate(packed, CPU)
-    with router.route(batch.tokens), torch.no_grad():
+    with attached.active(batch.owners), torch.no_grad():
         together, _ = token_losses(model, batch, fused=True)
     start = 0
     for item in packed:
         alone = collate([item], CPU)
-        with router.route(alone.tokens), torch.no_grad():
+        with attached.active(alone.owners), torch.no_grad():
             got, _ = token_losses(model, alone, fused=True)
         assert torch.equal(got, together[start : start + item.sample.num_labels])
         start += item.sample.num_labels
 
 
 def test_an_output_layer_with_an_adapter_or_a_gradient_is_run_by_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, router, _ = adapted("llama", torch.float32)
+    model, attached, _ = adapted("llama", torch.float32)
     batch = collate(samples((30, 7)), CPU)
     monkeypatch.setattr(loss, "linear_cross_entropy", None)
     model.lm_head.weight.requires_grad_(True)
-    with router.route(batch.tokens):
+    with attached.active(batch.owners):
         token_losses(model, batch, fused=True)
     model.lm_head.weight.requires_grad_(False)
-    with router.route(batch.tokens), pytest.raises(TypeError):
+    with attached.active(batch.owners), pytest.raises(TypeError):
         token_losses(model, batch, fused=True)
 
 

@@ -409,14 +409,14 @@ def test_packed_training_has_the_gradients_that_it_has_without_recipes(between: 
             layer.mlp = Other(layer.mlp, BETWEEN.get(between, lambda m, z: z)).train()
             layer.mlp.drop.p = 0.4
         config = LoraConfig(r=4, lora_dropout=0.2, target_modules="all-linear", task_type="CAUSAL_LM")
-        router, (adapter,) = attach(model, {"one": resolve(config, model, "one")}, 0)
+        attached, (adapter,) = attach(model, {"one": resolve(config, model, "one")}, 0)
         if recompute:
             add_recipes(model)
         with torch.no_grad():
             for index, parameter in enumerate(adapter.named_parameters().values()):
                 parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(index)) / 8)
         torch.manual_seed(11)
-        with router.route(batch.tokens):
+        with attached.active(batch.owners):
             _, loss = token_losses(model, batch, torch.ones(len(batch.labels_L), dtype=torch.float64), False)
             got.append(list(torch.autograd.grad(loss, list(adapter.named_parameters().values()))))
     assert_same_bits(*got)

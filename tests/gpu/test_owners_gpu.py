@@ -1,0 +1,25 @@
+"""Owners of tokens on a GPU, where autograd recomputes activations in a thread of its own.
+
+make gpu
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_owners import CHECKPOINTING, ORDERS, SEQUENTIAL, Trained, same_bits
+
+from packlora.runtime.run import deterministic
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
+]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("how", CHECKPOINTING)
+def test_any_order_of_forwards_backwards_and_steps_gives_the_bits_of_one_after_the_other(how: str, order: str) -> None:
+    with deterministic():
+        want = Trained(CHECKPOINTING[how], device="cuda").run(SEQUENTIAL)
+        assert same_bits(Trained(CHECKPOINTING[how], device="cuda").run(ORDERS[order]), want)
