@@ -18,7 +18,8 @@ from rich.text import Text
 from packlora.adapters.attach import attach
 from packlora.adapters.files import load_adapter, read_config
 from packlora.adapters.spec import resolve
-from packlora.base.model import load_base, load_tokenizer
+from packlora.base.load import load_tokenizer
+from packlora.base.model import load_base
 from packlora.config import Run, load_run
 from packlora.data.readers import read_rows
 from packlora.errors import InputError, printable
