@@ -1,4 +1,4 @@
-"""What the architecture of a base model is: its size, its output layer, and where its attention depends on the place in a row."""
+"""The architecture of a base model: its sizes, its output layer, and where its attention depends on the place in a row."""
 
 from __future__ import annotations
 

@@ -15,8 +15,9 @@ import transformers
 from conftest import tiny_model
 
 import packlora
-from packlora.config import Run, run_from
+from packlora.config import Run
 from packlora.errors import InputError
+from packlora.run_file import run_from
 
 ROOT = Path(__file__).parents[2]
 
