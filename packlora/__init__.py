@@ -37,7 +37,7 @@ _HOMES = {
     "restore": "packlora.live.accelerate",
     "train": "packlora.runtime.run",
 }
-"""Where public names live; they are imported when they are first asked for. callbacks is a module, also for `from ... import`."""
+"""Where public names live; they are imported when they are first asked for. callbacks is the module itself."""
 
 
 def __getattr__(name: str) -> Any:

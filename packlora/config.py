@@ -74,7 +74,7 @@ class DataConfig(_Strict):
     max_length: int = Field(2048, ge=2, le=MOST_TOKENS)
     """Longest sample in tokens."""
     truncate: Literal["error", "drop", "right"] = "error"
-    """What to do with a sample longer than max_length or than a microbatch: refuse the run, leave it out, or cut its end off."""
+    """What to do with a sample longer than max_length or a microbatch: refuse the run, leave it out, or cut off its end."""
 
 
 class AdapterConfig(_Strict):
