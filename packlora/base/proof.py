@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from packlora.base.masks import OWN_MASKS, Seen
+from packlora.base.masks import OWN_MASKS, MaskLimits
 from packlora.base.packing import packed_hidden, packed_logits
 from packlora.base.shape import plain_head, scaled_by_place
 from packlora.errors import InputError
@@ -28,14 +28,17 @@ PROBE_ERROR = {torch.float64: 1e-4, torch.float32: 1e-3, torch.bfloat16: 0.1, to
 class OwnLogits:
     """What the model gives as transformers runs it, which packing is held against.
 
-    second, late: logits of a probe alone, and of one at the last positions that samples reach. long: of the last tokens of a
-    sample as long as the longest, None where the probes are. limits: tokens up to which layers can be packed, by name.
+    Logits are float64 [T, V], T tokens of the probe.
     """
 
     second: torch.Tensor
+    """Of the second probe alone."""
     late: torch.Tensor
+    """Of the first probe at the last positions that samples reach."""
     long: torch.Tensor | None
+    """Of the last tokens of a sample as long as the longest; None where the probes are as long."""
     limits: dict[str, int]
+    """Tokens up to which layers can be packed, by name."""
 
 
 @torch.no_grad()
@@ -47,20 +50,20 @@ def own_logits(model: PreTrainedModel, path: str, longest: Mapping[str, int]) ->
     limits = {
         name: module.floor_scale - 1 for name, module in scaled_by_place(model).items() if module.floor_scale <= tokens
     }
-    seen, long = Seen({id(module): name for name, module in model.named_modules()}, limits), None
+    found, long = MaskLimits({id(module): name for name, module in model.named_modules()}, limits), None
     with _cannot_be_packed(model, path):
         alone = model(input_ids=second[None], use_cache=False).logits[0].double()
         _check_finite(model, alone, path)
         if tokens > len(first):
             model.set_attn_implementation(OWN_MASKS)
             long = model(
-                input_ids=_probe(model, 4, tokens)[None], use_cache=False, own_masks=seen,
+                input_ids=_probe(model, 4, tokens)[None], use_cache=False, own_masks=found,
                 logits_to_keep=torch.arange(tokens - len(first), tokens, device=model.device),
             ).logits[0].double()  # fmt: skip
             model.set_attn_implementation("eager")
         positions = start + torch.arange(len(first), device=model.device)
         late = model(input_ids=first[None], position_ids=positions[None], use_cache=False).logits[0].double()
-    return OwnLogits(alone, late, long, seen.limits)
+    return OwnLogits(alone, late, long, found.limits)
 
 
 @torch.no_grad()
