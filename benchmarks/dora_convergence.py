@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from benchmarks.dora_fidelity import RANK, load_base, padded, samples, with_adapter
-from packlora.base.model import choose_device
+from packlora.base.device import choose_device
 from packlora.bench.results import check_writable, device_slug, write_results
 from packlora.errors import InputError
 from packlora.files import write_json

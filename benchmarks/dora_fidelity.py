@@ -20,7 +20,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from packlora.base.demo_model import demo_model_folder
-from packlora.base.model import choose_device
+from packlora.base.device import choose_device
 from packlora.bench.results import check_writable, device_slug, write_results
 from packlora.live.accelerate import accelerate
 

@@ -21,7 +21,7 @@ from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaForCausalLM
 
-from packlora.base.model import choose_device
+from packlora.base.device import choose_device
 from packlora.bench import model
 from packlora.bench.options import Options
 from packlora.bench.results import check_writable, device_slug, text_table, write_results

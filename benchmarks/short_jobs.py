@@ -26,7 +26,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from packlora.adapters.attach import attach
 from packlora.adapters.spec import peft_config, resolve
-from packlora.base.model import Base, plain_head, prepare_model
+from packlora.base.model import Base
+from packlora.base.packing import prepare_model
+from packlora.base.shape import plain_head
 from packlora.bench.model import LLAMA_8B, TARGETS, TINY, build, shared_copy, use_liger
 from packlora.bench.results import check_writable, write_results
 from packlora.config import Run

@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.dora_convergence import DATA, EXACT, LR, Trainee, training_rows
 from benchmarks.dora_fidelity import RANK, load_base
-from packlora.base.model import choose_device
+from packlora.base.device import choose_device
 from packlora.bench.results import check_writable, device_slug, write_results
 
 STEPS = (1, 3, 10)

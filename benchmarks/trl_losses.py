@@ -28,7 +28,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from packlora.base.demo_model import demo_model_folder
-from packlora.base.model import choose_device
+from packlora.base.device import choose_device
 from packlora.bench.results import check_writable, device_slug, text_table, write_results
 from packlora.errors import InputError
 from packlora.live.accelerate import accelerate

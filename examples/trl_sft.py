@@ -18,7 +18,7 @@ from peft import LoraConfig
 from trl import SFTConfig, SFTTrainer
 
 import packlora
-from packlora.live.callbacks import ThroughputCallback
+from packlora.callbacks import ThroughputCallback
 
 
 def main(arguments: list[str] | None = None) -> SFTTrainer:

@@ -13,9 +13,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from packlora import callbacks
     from packlora.config import Run
     from packlora.errors import InputError
-    from packlora.live import callbacks
     from packlora.live.accelerate import Report, accelerate, restore
     from packlora.ops.lora_linear.plan import Plan
     from packlora.result import Result
@@ -33,19 +33,18 @@ _HOMES = {
     "Result": "packlora.result",
     "Run": "packlora.config",
     "accelerate": "packlora.live.accelerate",
-    "callbacks": "packlora.live",
+    "callbacks": "packlora.callbacks",
     "restore": "packlora.live.accelerate",
     "train": "packlora.runtime.run",
 }
-"""Where public names live; they are imported when they are first asked for."""
+"""Where public names live; they are imported when they are first asked for. callbacks is the module itself."""
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'packlora' has no attribute {name!r}; it has {', '.join(__all__)}")
-    if name == "callbacks":
-        return importlib.import_module("packlora.live.callbacks")
-    value = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
+    home = importlib.import_module(_HOMES[name])
+    value = globals()[name] = home if name == "callbacks" else getattr(home, name)
     return value
 
 

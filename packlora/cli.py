@@ -102,7 +102,7 @@ def train(
     """Train all jobs of a run file together."""
 
     def action() -> None:
-        from packlora.config import load_run
+        from packlora.run_file import load_run
 
         config = load_run(run, overrides)  # first: a slip is refused before what takes seconds is loaded
         first = _loads()
@@ -131,7 +131,7 @@ def plan(
     """Show what a run would do, without training: samples, microbatches, predicted time and memory."""
 
     def action() -> None:
-        from packlora.config import load_run
+        from packlora.run_file import load_run
 
         config = load_run(run, overrides)
         from packlora.commands.plan import print_plan
@@ -154,7 +154,7 @@ def tune(
     """Measure the ways to compute a layer on this device now, and remember the fastest."""
 
     def action() -> None:
-        from packlora.config import load_run
+        from packlora.run_file import load_run
 
         if run is None and overrides:
             raise InputError("--set changes keys of a run file, and none was given")

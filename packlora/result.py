@@ -8,39 +8,48 @@ from pathlib import Path
 
 @dataclass(slots=True)
 class JobResult:
-    """How one job ended. folder: its PEFT adapter; losses: held-out, None without eval_path; rate: tokens/s in this session.
-
-    status: done, failed, running (interrupted) or stopped (left out of a resumed run: its data is gone).
-    """
+    """How one job ended."""
 
     status: str
+    """done, failed, running (interrupted) or stopped (left out of a resumed run: its data is gone)."""
     step: int
+    """Optimizer steps that were taken, with those of earlier sessions."""
     folder: Path
+    """Of its PEFT adapter where it is done, and of its checkpoints."""
     failure: str | None = None
+    """In a sentence, why it failed or was left out."""
     eval_before: float | None = None
+    """Held-out loss before training: mean cross entropy, in nats, of a label token. None without eval_path."""
     eval_after: float | None = None
+    """The same at the last evaluation after a step; None also where there was none."""
     tokens_per_second: float = 0.0
+    """Its tokens by the seconds of this session."""
 
 
 @dataclass(slots=True)
 class Result:
-    """How a run ended; seconds and tokens are of this session.
-
-    status: done, failed (a job failed or was left out, the others finished) or interrupted (signal says by what).
-    """
+    """How a run ended."""
 
     status: str
+    """done, failed (a job failed or was left out, the others finished) or interrupted (signal says by what)."""
     seconds: float
+    """Of this session."""
     tokens: int
+    """That all jobs were trained on in this session."""
     output_dir: Path
+    """The folder of the run."""
     report: Path
+    """The page (HTML, in one file) that shows the run."""
     jobs: dict[str, JobResult] = field(default_factory=dict)
+    """How each job ended, by its name."""
     signal: int | None = None
+    """Number of the signal that stopped the run."""
     incomplete: dict[str, str] = field(default_factory=dict)
     """Logs that lack something because it could not be written, and why. Adapters are never among them."""
 
     @property
     def exit_code(self) -> int:
+        """Of the `packlora train` command: 0 done, 1 a job failed, 128 + n stopped by signal n."""
         if self.signal is not None:
             return 128 + self.signal
         return 1 if self.status == "failed" else 0

@@ -2,7 +2,7 @@
 
 Parts are found by what they compute, not by the names of model classes: a module is taken over only if liger's kernel gives
 what the module itself gives on random numbers. Only this model's modules change, never transformers' classes; linear layers
-are looked up at every call, so adapters may be put on before or after. The loss is ops/linear_cross_entropy.py's.
+are looked up at every call, so adapters may be put on before or after. The loss is ops/cross_entropy's.
 
 The kernels work in place: the rotary embedding overwrites its inputs in forward, the activation its inputs in backward. Both
 are outputs of linear layers, which may keep their outputs for their own backward only where adapters/in_place.py sees to it.

@@ -24,12 +24,14 @@ ROWS = 256
 
 
 @dataclass(slots=True)
-class Seen:
-    """limits: tokens up to which a layer's mask is what packed attention takes it for, by the layer's name, where it is not
-    so for the whole sample."""
+class MaskLimits:
+    """What is found while a model runs under OWN_MASKS."""
 
     names: dict[int, str]
+    """Of all modules, by their id."""
     limits: dict[str, int] = field(default_factory=dict)
+    """Tokens up to which a layer's mask is what packed attention takes it for, by the layer's name, where it is not so for the
+    whole sample."""
 
 
 def describe(**kwargs: Any) -> torch.Tensor:
@@ -71,7 +73,7 @@ def _attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     sample_lengths: Sequence[int] | None = None,
-    own_masks: Seen | None = None,
+    own_masks: MaskLimits | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     T = query.shape[2]

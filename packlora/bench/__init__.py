@@ -54,7 +54,7 @@ def run_bench(
         InputError: an unknown name, no GPU, words in `only` or `parts` that mean nothing here, a file whose other parts
             cannot be kept, or a run to go on with that was asked for something else.
     """
-    from packlora.base.model import choose_device
+    from packlora.base.device import choose_device
     from packlora.bench.options import Options
     from packlora.bench.progress import Progress
     from packlora.bench.results import check_writable, device_slug, rows_of_other_parts, write_results

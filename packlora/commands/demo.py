@@ -18,12 +18,14 @@ from rich.text import Text
 from packlora.adapters.attach import attach
 from packlora.adapters.files import load_adapter, read_config
 from packlora.adapters.spec import resolve
-from packlora.base.model import load_base, load_tokenizer
-from packlora.config import Run, load_run
+from packlora.base.load import load_tokenizer
+from packlora.base.model import load_base
+from packlora.config import Run
 from packlora.data.readers import read_rows
 from packlora.errors import InputError, printable
 from packlora.report.summary import print_summary
 from packlora.result import Result
+from packlora.run_file import load_run
 from packlora.runtime.run import train
 
 RUN_FILE = Path(__file__).resolve().parents[2] / "examples" / "demo.yaml"

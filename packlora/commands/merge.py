@@ -29,7 +29,7 @@ from packlora.adapters.files import (
 from packlora.adapters.linear import AdaptedLinear
 from packlora.adapters.spec import resolve
 from packlora.base.demo_model import base_path
-from packlora.base.model import read_model, read_skeleton, read_tokenizer
+from packlora.base.load import read_model, read_skeleton, read_tokenizer
 from packlora.errors import InputError, WriteError, unwritten
 from packlora.files import write_folder
 

@@ -19,7 +19,7 @@ from rich.text import Text
 
 import packlora
 from packlora.activity import Activity, Told, silent
-from packlora.base.model import choose_device
+from packlora.base.device import choose_device
 from packlora.config import Run
 from packlora.errors import InputError
 from packlora.files import write_json

@@ -17,7 +17,9 @@ from transformers import PreTrainedModel
 
 from packlora.adapters.siblings import sibling_groups
 from packlora.adapters.spec import AdapterSpec
-from packlora.base.model import ATTENTION, choose_device, load_skeleton
+from packlora.base.device import choose_device
+from packlora.base.load import load_skeleton
+from packlora.base.packing import ATTENTION
 from packlora.config import Run
 from packlora.errors import InputError
 from packlora.ops.lora_linear.plan import CHAIN, Plan, ordered

@@ -1,1 +1,1 @@
-"""From files to packed microbatch tensors: readers -> encode -> dataset -> collate."""
+"""From files to the samples of a job and their order: readers -> encode -> dataset -> order. runtime/collate.py packs them."""

@@ -51,7 +51,8 @@ WATCHED = 40
 
 @dataclass(frozen=True, slots=True)
 class ModuleReport:
-    """One adapted module. reason says why it is left to PEFT, as things stand; plan and group are of those that are not."""
+    """One adapted module: its path in the model, and its kind. reason says why it is left to PEFT, as things stand; plan (its
+    name) and group (its siblings' paths) are of those that are not."""
 
     path: str
     kind: str
@@ -61,6 +62,7 @@ class ModuleReport:
 
     @property
     def accelerated(self) -> bool:
+        """Whether packlora's operator computes it."""
         return self.reason is None
 
 
@@ -77,13 +79,16 @@ class Report:
     """What accelerate() found, when it was called; call it again after a change of adapters. print() shows all of it."""
 
     modules: tuple[ModuleReport, ...]
+    """All adapted modules, in the model's order."""
     groups: tuple[tuple[str, ...], ...]
     """Paths of the modules that are computed together, in order of their calls."""
     notes: tuple[str, ...] = field(default=())
+    """What else the user should know, in sentences."""
     calls: tuple[Calls, ...] = field(default=(), repr=False, compare=False)
 
     @property
     def accelerated(self) -> int:
+        """Modules that packlora's operator computes."""
         return sum(module.accelerated for module in self.modules)
 
     def served(self) -> dict[str, ModuleCalls]:

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
 
-from packlora.base.model import packed_hidden, packed_logits, plain_head
+from packlora.base.packing import packed_hidden, packed_logits
+from packlora.base.shape import plain_head
 from packlora.ops.cross_entropy.linear_cross_entropy import linear_cross_entropy
 from packlora.runtime.collate import IGNORE, PackedBatch
 

@@ -20,9 +20,10 @@ from packlora.activity import Told, silent
 from packlora.adapters.files import base_note, check_start, continued_config
 from packlora.adapters.spec import AdapterSpec, peft_config, resolve
 from packlora.base.demo_model import base_path
+from packlora.base.device import choose_device
 from packlora.base.fingerprint import Fingerprint
 from packlora.base.liger import check_liger
-from packlora.base.model import choose_device, load_skeleton, load_tokenizer
+from packlora.base.load import load_skeleton, load_tokenizer
 from packlora.config import JobConfig, Run
 from packlora.data.dataset import JobData
 from packlora.data.encode import Encoded, encode_rows

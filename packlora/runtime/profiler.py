@@ -20,7 +20,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from packlora.base.model import Base, choose_device
+from packlora.base.device import choose_device
+from packlora.base.model import Base
 from packlora.config import Run
 from packlora.runtime.collate import PackedSample
 from packlora.runtime.job import Job

@@ -19,11 +19,12 @@ from packlora.adapters.attach import attach, keep_outputs
 from packlora.adapters.files import load_adapter
 from packlora.base.fingerprint import Fingerprint, fingerprint
 from packlora.base.model import Base, load_base
-from packlora.config import Run, load_run, run_from
+from packlora.config import Run
 from packlora.data.dataset import configured_steps
 from packlora.errors import InputError
 from packlora.files import lock_folder, remove_leftovers, write_json
 from packlora.result import Result
+from packlora.run_file import load_run, run_from
 from packlora.runtime import checkpoint, profiler
 from packlora.runtime.job import Job
 from packlora.runtime.microbatch import Executor, SingleDevice

@@ -81,7 +81,7 @@ def _by_index(dtype: torch.dtype, dora: bool, p: float) -> tuple[dict[str, torch
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packed_samples_do_not_see_each_other(family: str, dtype: torch.dtype) -> None:
     """Changing every token of the other samples must not change a bit of a sample's logits at the same place."""
-    from packlora.base.model import packed_logits, prepare_model
+    from packlora.base.packing import packed_logits, prepare_model
 
     model = tiny_model(family, dtype).cuda()
     prepare_model(model, False)

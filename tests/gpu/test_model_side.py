@@ -247,7 +247,7 @@ def test_losses_and_adapter_gradients_with_liger_are_those_without(family: str, 
     from packlora.adapters.attach import attach, keep_outputs
     from packlora.adapters.spec import resolve
     from packlora.base.liger import use_liger
-    from packlora.base.model import prepare_model
+    from packlora.base.packing import prepare_model
     from packlora.data.encode import Sample
     from packlora.runtime.collate import PackedSample, collate
     from packlora.runtime.loss import token_losses

@@ -947,7 +947,7 @@ def test_importing_the_package_and_naming_accelerate_loads_no_torch() -> None:
 
 
 def trained(tmp_path: Path, accelerated: bool, **changes: Any) -> tuple[list[dict[str, float]], Any]:
-    from packlora.live.callbacks import ThroughputCallback
+    from packlora.callbacks import ThroughputCallback
 
     seen: list[float] = []
 

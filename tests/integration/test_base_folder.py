@@ -14,7 +14,8 @@ import transformers
 from conftest import TINY
 from safetensors.torch import load_file, save_file
 
-from packlora.base.model import Base, load_base, load_tokenizer
+from packlora.base.load import load_tokenizer
+from packlora.base.model import Base, load_base
 from packlora.config import Run
 from packlora.errors import InputError
 from packlora.runtime.prepare import ModelShape

@@ -17,7 +17,8 @@ from conftest import TINY
 from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerFast
 
-from packlora.base.model import Base, load_base, packed_logits
+from packlora.base.model import Base, load_base
+from packlora.base.packing import packed_logits
 from packlora.config import Run
 from packlora.errors import InputError
 from packlora.runtime.run import train

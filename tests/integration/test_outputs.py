@@ -32,7 +32,7 @@ from packlora.adapters.in_place import REPLACED, undo
 from packlora.adapters.linear import AdaptedLinear
 from packlora.adapters.owners import TokenOwners
 from packlora.adapters.spec import resolve
-from packlora.base.model import prepare_model
+from packlora.base.packing import prepare_model
 from packlora.live import accelerate as module
 from packlora.live.layers import LayerForward
 

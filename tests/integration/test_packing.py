@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import FAMILIES, TINY, tiny_model
 
-from packlora.base.model import packed_logits, prepare_model
+from packlora.base.packing import packed_logits, prepare_model
 from packlora.ops.attention import packed_attention, visible
 
 LENGTHS = (13, 1, 40, 7, 22)

@@ -14,9 +14,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import packlora
 from packlora.base.demo_model import demo_model_folder
 from packlora.commands.plan import figures
-from packlora.config import DataConfig, Run, load_run
+from packlora.config import DataConfig, Run
 from packlora.data.encode import encode_rows
 from packlora.data.readers import read_rows
+from packlora.run_file import load_run
 from packlora.runtime.prepare import prepare
 from packlora.runtime.profiler import profile
 

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 import packlora
 from packlora.adapters.attach import attach
 from packlora.adapters.spec import resolve
-from packlora.base.model import prepare_model
+from packlora.base.packing import prepare_model
 from packlora.data.encode import Sample
 from packlora.ops.lora_linear import group
 from packlora.ops.lora_linear.group import GroupState, Layer, LowRank, Run, lora_group

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
-from packlora.config import Run, load_run, parse_run
+from packlora.config import Run
 from packlora.errors import InputError
+from packlora.run_file import load_run, parse_run
 
 MINIMAL: dict[str, Any] = {
     "base_model": "m", "output_dir": "out", "jobs": [{"name": "first", "data": {"path": "a.jsonl"}}],

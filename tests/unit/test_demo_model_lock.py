@@ -13,9 +13,9 @@ from packlora.base import demo_model
 from packlora.errors import InputError
 
 CONVERT = """
-    import sys, time
+    import os, sys, time
     from pathlib import Path
-    from packlora import demo_model
+    from packlora.base import demo_model
 
     def convert(source, out):
         with (Path(sys.argv[1]) / "conversions").open("a") as log:
@@ -26,22 +26,26 @@ CONVERT = """
 
     demo_model._convert = convert
     demo_model._gguf_folder = lambda scratch: scratch
+    cache, together = Path(sys.argv[1]), int(sys.argv[2])
+    (cache / f"ready-{os.getpid()}").touch()
+    while len(list(cache.glob("ready-*"))) < together:  # to load what is imported takes one longer than another
+        time.sleep(0.01)
     folder = demo_model.demo_model_folder()
     assert all((folder / name).read_text() == name for name in demo_model.FILES)
     print(folder)
 """
 
 
-def start(cache: Path, monkeypatch: pytest.MonkeyPatch) -> subprocess.Popen[str]:
+def start(cache: Path, monkeypatch: pytest.MonkeyPatch, together: int = 1) -> subprocess.Popen[str]:
     monkeypatch.setenv("PACKLORA_CACHE", str(cache))
-    command = [sys.executable, "-c", textwrap.dedent(CONVERT), str(cache)]
+    command = [sys.executable, "-c", textwrap.dedent(CONVERT), str(cache), str(together)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def test_two_processes_at_once_convert_it_once_and_both_get_it_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    both = [start(tmp_path, monkeypatch) for _ in range(2)]
+    both = [start(tmp_path, monkeypatch, together=2) for _ in range(2)]
     said = [process.communicate(timeout=60) for process in both]
     assert [process.returncode for process in both] == [0, 0], said
     assert [out for out, _ in said] == [f"{tmp_path / demo_model.DEMO_MODEL}\n"] * 2

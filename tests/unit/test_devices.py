@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from packlora.base.model import choose_device
+from packlora.base.device import choose_device
 from packlora.errors import InputError
 from packlora.ops import gpu
 

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from packlora.config import OTHER_TOOLS, Run, run_from
+from packlora.config import Run
 from packlora.errors import InputError
+from packlora.run_file import OTHER_TOOLS, run_from
 
 
 def refusal(job: dict[str, Any], run: dict[str, Any]) -> str:

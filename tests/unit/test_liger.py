@@ -16,7 +16,7 @@ from transformers.models.llama import modeling_llama
 from packlora.adapters.attach import attach
 from packlora.adapters.spec import resolve
 from packlora.base import liger
-from packlora.base.model import packed_logits, prepare_model
+from packlora.base.packing import packed_logits, prepare_model
 from packlora.errors import InputError
 
 CALLS: list[str] = []

@@ -16,7 +16,8 @@ from peft import LoraConfig
 
 from packlora.adapters.attach import attach
 from packlora.adapters.spec import resolve
-from packlora.base.model import Base, load_base, prepare_model
+from packlora.base.model import Base, load_base
+from packlora.base.packing import prepare_model
 from packlora.config import Run
 from packlora.data.encode import Sample
 from packlora.ops.cross_entropy import linear_cross_entropy

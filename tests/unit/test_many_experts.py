@@ -7,7 +7,7 @@ from pathlib import Path
 import transformers
 from conftest import TINY
 
-from packlora.base.model import load_skeleton
+from packlora.base.load import load_skeleton
 from packlora.config import Run
 
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import ast
+import dataclasses
+import inspect
+import itertools
+import os
+import pydoc
 import re
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
@@ -15,10 +21,12 @@ import transformers
 from conftest import tiny_model
 
 import packlora
-from packlora.config import Run, run_from
+from packlora.config import Run
 from packlora.errors import InputError
+from packlora.run_file import run_from
 
 ROOT = Path(__file__).parents[2]
+PUBLIC = {"InputError", "Plan", "Report", "Result", "Run", "accelerate", "callbacks", "restore", "train"}
 
 
 def python(code: str) -> None:
@@ -30,17 +38,57 @@ def test_dir_shows_the_public_names_without_importing_torch() -> None:
     python(
         "import sys, packlora\n"
         "names = dir(packlora)\n"
-        "for name in ('accelerate', 'restore', 'train', 'Run', 'InputError', 'callbacks', '__version__'):\n"
-        "    assert name in names, (name, names)\n"
         "assert names == sorted(set(names))\n"
-        "assert {name for name in names if not name.startswith('_')} == set(packlora.__all__) - {'__version__'}\n"
+        "public = {name for name in names if not name.startswith('_')}\n"
+        f"assert public == {PUBLIC}, public\n"
+        "assert {*packlora.__all__} == public | {'__version__'}\n"
         "assert 'torch' not in sys.modules"
     )
 
 
+def test_dir_shows_names_that_are_there_and_the_same_ones_after_they_were_imported() -> None:
+    before = dir(packlora)
+    assert all(hasattr(packlora, name) for name in before)
+    assert dir(packlora) == before
+
+
+def test_nothing_of_ours_warns_when_it_is_imported() -> None:
+    """A warning that Python blames on another library's file is that library's."""
+    python(
+        "import warnings\n"
+        "with warnings.catch_warnings(record=True) as caught:\n"
+        "    warnings.simplefilter('always')\n"
+        "    import packlora\n"
+        "    for name in packlora.__all__:\n"
+        "        getattr(packlora, name)\n"
+        "ours = [str(w.message) for w in caught if w.filename.startswith(packlora.__path__[0])]\n"
+        "assert not ours, ours"
+    )
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "from packlora.callbacks import ThroughputCallback; import packlora",
+        "import packlora; packlora.callbacks; from packlora.callbacks import ThroughputCallback",
+        "import packlora; from packlora import callbacks; ThroughputCallback = callbacks.ThroughputCallback",
+        "import packlora.callbacks; ThroughputCallback = packlora.callbacks.ThroughputCallback",
+    ],
+)
+def test_the_callback_is_found_as_an_attribute_and_as_a_module(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("packlora", "packlora.callbacks"):  # as if they were not imported yet
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    names: dict[str, Any] = {}
+    exec(words, names)
+    assert names["packlora"] is not packlora
+    assert names["packlora"].callbacks.ThroughputCallback is names["ThroughputCallback"]
+
+
 def test_every_public_name_is_there_and_others_are_an_error_that_lists_them() -> None:
     assert all(getattr(packlora, name) is not None for name in packlora.__all__)
-    with pytest.raises(AttributeError, match=r"no attribute 'tarin'; it has InputError, Run, .* train"):
+    with pytest.raises(
+        AttributeError, match=r"no attribute 'tarin'; it has InputError, Plan, Report, Result, Run, .* train"
+    ):
         packlora.tarin  # noqa: B018
 
 
@@ -102,3 +150,128 @@ def test_a_dict_is_checked_as_a_run_file_is() -> None:
 def test_what_is_no_run_is_refused_by_name(wrong: Any, kind: str) -> None:
     with pytest.raises(InputError, match=f"a run is the path of a run file, a dict or a packlora.Run; got {kind}"):
         packlora.train(wrong)
+
+
+# --- what `help` says --------------------------------------------------------------------------------------------------
+
+
+def public_classes() -> list[type]:
+    """Exported classes, and those of the package that their fields hold: a Run's jobs, a Result's."""
+    out: list[type] = []
+    todo = [value for value in (getattr(packlora, name) for name in PUBLIC) if isinstance(value, type)]
+    todo.append(packlora.callbacks.ThroughputCallback)
+    while todo:
+        one = todo.pop(0)
+        if one not in out:
+            out.append(one)
+            held = [kind for name in public_fields(one) for kind in _kinds(get_type_hints(one)[name])]
+            todo += [kind for kind in held if kind.__module__.startswith("packlora.")]
+    return sorted(out, key=lambda one: one.__name__)
+
+
+def public_fields(one: type) -> list[str]:
+    """Those that a class declares itself, but for what repr hides."""
+    if dataclasses.is_dataclass(one):
+        return [field.name for field in dataclasses.fields(one) if field.repr]
+    return [name for name in inspect.get_annotations(one) if not name.startswith("_") and name != "model_config"]
+
+
+def _kinds(hint: Any) -> list[type]:
+    parts = get_args(hint)
+    return [kind for part in parts for kind in _kinds(part)] if parts else [hint] if isinstance(hint, type) else []
+
+
+def test_all_that_a_run_and_a_result_hold_is_public() -> None:
+    names = {one.__name__ for one in public_classes()}
+    assert {"JobConfig", "TrainConfig", "AdapterConfig", "DataConfig", "ScheduleConfig", "JobResult"} <= names
+
+
+@pytest.mark.parametrize("one", public_classes(), ids=lambda one: one.__name__)
+def test_a_public_class_its_fields_and_its_methods_say_what_they_are(one: type) -> None:
+    assert one.__doc__ and not one.__doc__.startswith(f"{one.__name__}("), "what dataclasses write is no docstring"
+    body = next(
+        node.body for node in ast.walk(ast.parse(Path(inspect.getfile(one)).read_text()))
+        if isinstance(node, ast.ClassDef) and node.name == one.__name__
+    )  # fmt: skip
+    for node in body:
+        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+            assert ast.get_docstring(node), node.name
+    explained = {
+        node.target.id for node, after in itertools.pairwise(body)
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+        and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) and isinstance(after.value.value, str)
+    }  # fmt: skip
+    silent = [name for name in public_fields(one) if name not in explained | set(re.findall(r"\w+", one.__doc__))]
+    assert not silent
+
+
+@pytest.mark.parametrize("name", ["train", "accelerate", "restore"])
+def test_help_shows_the_words_and_the_arguments_of_a_function(name: str) -> None:
+    function = getattr(packlora, name)
+    text = pydoc.render_doc(function, renderer=pydoc.plaintext)
+    assert f"\n{name}(" in text
+    for argument in inspect.signature(function).parameters:
+        assert argument in text.partition("\n\n")[2]
+        assert argument in inspect.getdoc(function), "each argument is explained"
+
+
+def test_help_of_the_package_names_what_is_public() -> None:
+    text = pydoc.render_doc(packlora, renderer=pydoc.plaintext)
+    assert packlora.__doc__.strip().splitlines()[0] in text
+    assert all(re.search(rf"\b{name}\b", text) for name in PUBLIC)
+
+
+# --- what a type checker says ------------------------------------------------------------------------------------------
+
+USER = """
+from pathlib import Path
+from typing import Any
+
+import packlora
+from packlora import InputError, Plan, Report, Result, Run, accelerate, callbacks, restore, train
+from packlora.callbacks import ThroughputCallback
+
+
+def use(model: Any, tree: dict[str, Any], run: Run, plan: Plan) -> tuple[Result, Report]:
+    try:
+        result: Result = train(run, resume=True, max_steps=3)
+        packlora.train(tree, overrides=["jobs.0.seed=1"])
+        packlora.train(Path("run.yaml"), resume_from=["one=4"])
+    except InputError as error:
+        print(str(error))
+        raise
+    for name, job in result.jobs.items():
+        print(name.upper(), job.status.upper(), job.step + 1, job.folder / "adapter_model.safetensors")
+    seed: int = run.seed_of(run.jobs[0])
+    code: int = result.exit_code
+    report: Report = accelerate(model, plan=plan)
+    restore(model)
+    listed: list[Any] = [ThroughputCallback(), callbacks.ThroughputCallback(), packlora.callbacks.ThroughputCallback()]
+    print(seed, code, report.accelerated, plan.name, listed, packlora.__version__.upper())
+    reveal_type(train)
+    reveal_type(accelerate)
+    return result, report
+"""
+SETTINGS = """
+[mypy]
+strict = true
+follow_imports = silent
+[mypy-torch.*,transformers.*,peft.*,numpy.*,scipy.*,pyarrow.*]
+follow_imports = skip
+"""
+"""The types of other libraries are left out: reading torch's takes a minute."""
+
+
+def test_a_users_file_with_every_public_name_passes_a_strict_type_checker(tmp_path: Path) -> None:
+    assert (ROOT / "packlora" / "py.typed").exists()
+    assert all(re.search(rf"\b{name}\b", USER) for name in PUBLIC)
+    (tmp_path / "user.py").write_text(USER)
+    (tmp_path / "mypy.ini").write_text(SETTINGS)
+    command = [sys.executable, "-m", "mypy", "--config-file", "mypy.ini", "--cache-dir", "cache", "user.py"]
+    process = subprocess.run(
+        command, cwd=tmp_path, env=os.environ | {"MYPYPATH": str(ROOT)}, capture_output=True, text=True
+    )
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert re.search(r'"def \(run: packlora.config.Run \| .*\) -> packlora.result.Result"', process.stdout), (
+        process.stdout
+    )

@@ -25,7 +25,7 @@ from packlora.adapters.attach import attach
 from packlora.adapters.recipes import add_recipes
 from packlora.adapters.spec import resolve
 from packlora.base import liger
-from packlora.base.model import prepare_model
+from packlora.base.packing import prepare_model
 from packlora.data.encode import Sample
 from packlora.ops.recipe import recipe_of
 from packlora.runtime.collate import PackedSample, collate

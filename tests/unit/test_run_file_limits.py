@@ -12,8 +12,9 @@ import pytest
 from typer.testing import CliRunner
 
 from packlora.cli import app
-from packlora.config import Run, load_run, parse_run
+from packlora.config import Run
 from packlora.errors import InputError
+from packlora.run_file import load_run, parse_run
 
 TREE: dict[str, Any] = {
     "base_model": "m", "output_dir": "out", "revision": "main", "max_tokens_per_microbatch": 64, "liger": "auto",

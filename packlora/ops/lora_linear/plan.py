@@ -41,15 +41,22 @@ ViaB = Literal["S", "xd"]
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The parts. `keep_s`: S is saved for the backward (T r numbers) or computed again."""
+    """The parts of a plan; the values of each are explained at its type."""
 
     down: Down = "mm"
+    """S = xd A', [T, r]."""
     up: Up = "after"
+    """The output y [T, N]."""
     grad: Grad = "mm"
+    """dS [T, r] and dB [N, r]."""
     dx: Dx = "after"
+    """The gradient of the input, [T, K]."""
     dA: ViaA = "dS"
+    """By which product dA [r, K] is formed."""
     dB: ViaB = "S"
+    """By which product dB [N, r] is formed."""
     keep_s: bool = True
+    """S is saved for the backward (T r numbers); otherwise it is computed again."""
 
     @property
     def name(self) -> str:
@@ -72,14 +79,17 @@ class Plan:
 
     @property
     def needs_triton(self) -> bool:
+        """A part of it is a Triton kernel."""
         return _needs_triton(self)
 
     def to_dict(self) -> dict[str, str | bool]:
+        """Its parts by name, as JSON can hold them; see from_dict."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @staticmethod
     def from_dict(values: dict[str, str | bool]) -> Plan:
-        """Raises ValueError, naming the part, where a value is not one of the accepted ones."""
+        """The plan with these parts and the defaults of the others. Raises ValueError, naming the part, where a value is not
+        one of the accepted ones."""
         accepted = {
             "down": ("mm", "routed"), "up": ("after", "before", "routed", "epilogue", "fused", "merged"),
             "grad": ("mm", "one-pass"),

@@ -1,6 +1,6 @@
 """ThroughputCallback: tokens per second and peak memory in the logs of a Hugging Face Trainer.
 
-    Trainer(..., callbacks=[ThroughputCallback()])
+    Trainer(..., callbacks=[packlora.callbacks.ThroughputCallback()])
 
 Works with any Trainer (TRL's too), accelerated model or not, so that the two can be compared.
 """
@@ -21,8 +21,10 @@ class ThroughputCallback(TrainerCallback):  # type: ignore[misc]
 
     tokens_per_second: tokens that the model of this process was trained on since the last log, padding not counted (by the
         attention mask, where there is one), by the time from the first step since then; evaluation and saving not counted.
-    peak_memory_gib: the most that tensors on this process's GPU have taken so far; without a GPU, the process's peak
-        resident set.
+    peak_memory_gib: the most that tensors on this process's GPU have taken so far, in GiB (2**30 bytes); without a GPU, the
+        process's peak resident set.
+
+    It takes no arguments. The Trainer calls its methods; between two logs nothing waits for the device.
     """
 
     def __init__(self) -> None:
@@ -31,19 +33,23 @@ class ThroughputCallback(TrainerCallback):  # type: ignore[misc]
         self._handle: Any = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Count the tokens of every forward of `model` from here on."""
         self._tokens, self._since = 0, None
         self._handle = model.register_forward_pre_hook(self._count, with_kwargs=True)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Leave the model as it was."""
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Start the clock at the first step after a log."""
         if self._since is None:
             self._tokens, self._since = 0, time.perf_counter()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Add the two figures to a training log, a dict; other logs are left as they are."""
         if logs is None or "loss" not in logs or self._since is None:  # an evaluation, or the summary at the end
             return
         tokens = int(self._tokens)  # waits for the device

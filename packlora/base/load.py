@@ -1,0 +1,174 @@
+"""Reading a base model from a folder or a hub id: its tokenizer, its architecture without weights, its weights.
+
+What is there is checked against what config.json says, and refused in a sentence that names the base model. Nothing here
+knows of packing: a model comes as transformers runs it, on the CPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from packlora.base.demo_model import base_path
+from packlora.base.shape import check_sizes
+from packlora.config import Run
+from packlora.errors import InputError, foreign, quoted
+
+LISTED = 8
+"""Names of weights that a message lists."""
+TOKENIZER_FILES = ("tokenizer", "vocab", "merges", "spiece", "sentencepiece", "tekken")
+"""How names of a tokenizer's files begin."""
+OLD_BUFFERS = re.compile(r"\.(attn|attention|self_attn)\.(bias|masked_bias|causal_mask)$|\.inv_freq$")
+"""Masks and frequencies that files of older versions hold and models now make themselves."""
+
+
+def load_tokenizer(run: Run) -> Any:
+    """The tokenizer of the base model. Raises InputError when there is none, or none that can be used."""
+    return read_tokenizer(base_path(run.base_model), run.revision, run.trust_remote_code)
+
+
+def read_tokenizer(path: str, revision: str | None, trust_remote_code: bool = False) -> Any:
+    """The same of a folder or a hub id."""
+    if os.path.isdir(path) and not any(file.name.startswith(TOKENIZER_FILES) for file in Path(path).iterdir()):
+        raise InputError(
+            f"base_model {path!r}: the folder holds no tokenizer (tokenizer.json); save it there beside the weights"
+        )
+    tokenizer = _load(
+        "tokenizer",
+        path,
+        lambda: AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code),
+    )
+    if not isinstance(tokenizer.model_max_length, int | float):
+        raise InputError(
+            f"base_model {path!r}: the tokenizer's model_max_length is {quoted(tokenizer.model_max_length)}, not a number"
+        )
+    return tokenizer
+
+
+def load_skeleton(run: Run) -> PreTrainedModel:
+    """The model without weights (meta device): enough to find layers and count parameters."""
+    return read_skeleton(base_path(run.base_model), run.revision, run.trust_remote_code)
+
+
+def read_skeleton(path: str, revision: str | None, trust_remote_code: bool = False) -> PreTrainedModel:
+    """The same of a folder or a hub id."""
+    if os.path.lexists(path) and not os.path.isdir(path):
+        raise InputError(f"base_model {path!r} is not a folder; give the folder of a model or a Hugging Face model id")
+    config = _load(
+        "configuration",
+        path,
+        lambda: AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code),
+    )
+    if getattr(config, "quantization_config", None) is not None:
+        raise InputError(f"base_model {path!r} is quantised; this version takes float bases only")
+    check_sizes(config, path)
+    with torch.device("meta"):
+        model = _load(
+            "model",
+            path,
+            lambda: AutoModelForCausalLM.from_config(
+                config,
+                trust_remote_code=trust_remote_code,
+                attn_implementation="eager",  # a configuration may name one that is code on the hub
+            ),
+        )
+    assert isinstance(model, PreTrainedModel)
+    return model
+
+
+def read_model(path: str, revision: str | None, dtype: torch.dtype, trust_remote_code: bool = False) -> PreTrainedModel:
+    """The model of a folder or a hub id, as transformers runs it, on the CPU.
+
+    Raises:
+        InputError: it cannot be loaded, or its weights are not those of its configuration.
+    """
+    _check_files(path)
+    transformers.utils.logging.disable_progress_bar()
+    with _quiet():  # its report of the weights is _check_weights' matter
+        model, found = _load(
+            "model",
+            path,
+            lambda: AutoModelForCausalLM.from_pretrained(
+                path,
+                revision=revision,
+                dtype=dtype,
+                trust_remote_code=trust_remote_code,
+                attn_implementation="eager",
+                use_safetensors=True,  # the other format is a pickle
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            ),
+        )
+    _check_weights(path, found)
+    assert isinstance(model, PreTrainedModel)
+    return model
+
+
+def _load(what: str, path: str, load: Any) -> Any:
+    try:
+        return load()
+    except Exception as error:  # transformers raises many types for a model that is not there
+        kind = "folder" if os.path.isdir(path) else "hub id, or folder that does not exist"
+        raise InputError(f"base_model {quoted(path, 300)} ({kind}): cannot load the {what}: {foreign(error)}") from None
+
+
+def _check_files(path: str) -> None:
+    """Refuse a folder whose weights cannot be what is wanted. A hub id is transformers' to find."""
+    if not os.path.isdir(path):
+        return
+    names = sorted(file.name for file in Path(path).iterdir())
+    if "adapter_config.json" in names:
+        raise InputError(
+            f"base_model {path!r}: the folder holds an adapter; give the base model, and init_from the adapter"
+        )
+    if any(name.endswith(".safetensors") for name in names):
+        return
+    pickles = [name for name in names if name.endswith((".bin", ".pt", ".pth"))]
+    if pickles:
+        raise InputError(
+            f"base_model {path!r}: the folder holds its weights only as {pickles[0]}, a pickle, which may run any code and is "
+            "not opened; load it where you trust it, and save_pretrained it as model.safetensors"
+        )
+    raise InputError(f"base_model {path!r}: the folder holds no weights (model.safetensors)")
+
+
+def _check_weights(path: str, found: Mapping[str, Any]) -> None:
+    """Refuse weights that are not those that the configuration asks for: what is missing would be random.
+
+    Args:
+        found: transformers' report on loading; its mismatched_keys are (name, shape in the files, shape in the model).
+    """
+    odd = {f"{name} is {list(saved)}, not {list(wanted)}" for name, saved, wanted in found.get("mismatched_keys", ())}
+    faults = [
+        (found.get("missing_keys", ()), "lack {} weights of the model that config.json describes"),
+        (
+            [name for name in found.get("unexpected_keys", ()) if not OLD_BUFFERS.search(name)],
+            "hold {} weights that the model has no place for",
+        ),
+        (odd, "hold {} weights of another shape than config.json says"),
+    ]
+    said = [f"{what.format(len(keys))}: {_some(sorted(keys))}" for keys, what in faults if keys]
+    if said:
+        raise InputError(f"base_model {path!r}: the weight files {'; they '.join(said)}")
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:LISTED]) + (f" and {len(names) - LISTED} more" if names[LISTED:] else "")
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    before = transformers.utils.logging.get_verbosity()
+    transformers.utils.logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers.utils.logging.set_verbosity(before)

@@ -1,0 +1,137 @@
+"""Running a base model on packed samples: several samples in one row, none of which sees another.
+
+Owns the attention that packed rows go through, what is changed in a model for it, and the two calls that run it. proof.py
+shows whether a model may be run so.
+
+Shapes: T tokens of the row, L rows of it that are kept, H heads of queries, h of keys and values, D width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from packlora.base.rotary import rotate_by_sample
+from packlora.base.shape import scaled_by_place
+from packlora.ops.attention import packed_attention
+
+ATTENTION = "packlora"
+"""Name under which packed attention is registered with transformers. It has no mask function, so no mask is built."""
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sample_lengths: Sequence[int] | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention interface: query [1, H, T, D], key and value [1, h, T, D] -> [1, T, H, D].
+
+    The base model is frozen, so its own attention dropout is not applied.
+    """
+    if sample_lengths is None:
+        raise RuntimeError(
+            f"{type(module).__name__} did not pass sample_lengths on to its attention, so packed samples would see each other"
+        )
+    if attention_mask is not None or query.shape[0] != 1 or not getattr(module, "is_causal", True):
+        raise RuntimeError(f"{type(module).__name__}: packed attention takes one causal row without a mask")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return packed_attention(query[0], key[0], value[0], sample_lengths, scale, sliding_window, softcap)[None], None
+
+
+ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _attention)
+
+
+def prepare_model(model: PreTrainedModel, gradient_checkpointing: bool) -> list[str]:
+    """Make a model run packed samples, frozen and without randomness of its own. Returns what the user should know."""
+    notes = []
+    model.requires_grad_(False)
+    model.set_attn_implementation(ATTENTION)
+    model.eval()
+    rotate_by_sample(model)
+    for module in scaled_by_place(model).values():
+        module.attn_temperature_tuning = False  # a factor of 1 up to the length that load_base allows
+    if _drop_dropout(model):
+        notes.append("the base model's own dropout is off: it is frozen, and only lora_dropout is applied")
+    if gradient_checkpointing:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        # these checkpoint only in training mode; everything else stays in evaluation mode
+        for module in model.modules():
+            if isinstance(module, GradientCheckpointingLayer) or getattr(module, "gradient_checkpointing", False):
+                module.training = True
+    return notes
+
+
+def _drop_dropout(model: PreTrainedModel) -> bool:
+    """Set every dropout rate that a module or a configuration holds to 0; True if there was one."""
+    found = False
+    for owner in [
+        *model.modules(),
+        *{id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values(),
+    ]:
+        for name, value in list(vars(owner).items()):
+            rate = isinstance(owner, torch.nn.Dropout) and name == "p"
+            if (rate or "drop" in name) and isinstance(value, float) and value > 0:
+                setattr(owner, name, 0.0)
+                found = True
+    return found
+
+
+def packed_logits(
+    model: PreTrainedModel,
+    input_ids_T: torch.Tensor,
+    position_ids_T: torch.Tensor,
+    sample_lengths: Sequence[int],
+    rows_L: torch.Tensor,
+) -> torch.Tensor:
+    """Logits [L, V] at the chosen rows of packed samples. Only those rows go through the output layer.
+
+    use_cache is off and no attention mask is given: either would let transformers build its own idea of the packing.
+
+    Args:
+        input_ids_T, position_ids_T: int64 [T]; positions begin at 0 in every sample.
+        sample_lengths: tokens of each sample, in the order of the row; their sum is T.
+        rows_L: int64 [L], places in the row.
+    """
+    output = model(
+        input_ids=input_ids_T[None],
+        position_ids=position_ids_T[None],
+        use_cache=False,
+        logits_to_keep=rows_L,
+        sample_lengths=tuple(sample_lengths),
+    )
+    logits: torch.Tensor = output.logits[0]
+    return logits
+
+
+def packed_hidden(
+    model: PreTrainedModel,
+    input_ids_T: torch.Tensor,
+    position_ids_T: torch.Tensor,
+    sample_lengths: Sequence[int],
+    rows_L: torch.Tensor,
+) -> torch.Tensor:
+    """What the output layer is given for packed_logits, [L, D]. Only for a model whose output layer comes last: fused_loss."""
+    output = model.base_model(
+        input_ids=input_ids_T[None],
+        position_ids=position_ids_T[None],
+        use_cache=False,
+        sample_lengths=tuple(sample_lengths),
+    )
+    hidden: torch.Tensor = output.last_hidden_state[0, rows_L]
+    return hidden

@@ -1,0 +1,223 @@
+"""The proof that a base model may be packed: packed probes must have the logits that the untouched model gives each one alone.
+
+It runs once, when a model is loaded: `own_logits` before the model is prepared for packing, `check_packing` after.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from packlora.base.masks import OWN_MASKS, MaskLimits
+from packlora.base.packing import packed_hidden, packed_logits
+from packlora.base.shape import plain_head, scaled_by_place
+from packlora.errors import InputError
+
+PROBE_TOKENS = 48
+PROBE_ERROR = {torch.float64: 1e-4, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
+"""Relative difference of logits, packed against alone, by type: many times what rounding does, far less than a mistake."""
+
+
+@dataclass(slots=True)
+class OwnLogits:
+    """What the model gives as transformers runs it, which packing is held against.
+
+    Logits are float64 [T, V], T tokens of the probe.
+    """
+
+    second: torch.Tensor
+    """Of the second probe alone."""
+    late: torch.Tensor
+    """Of the first probe at the last positions that samples reach."""
+    long: torch.Tensor | None
+    """Of the last tokens of a sample as long as the longest; None where the probes are as long."""
+    limits: dict[str, int]
+    """Tokens up to which layers can be packed, by name."""
+
+
+@torch.no_grad()
+def own_logits(model: PreTrainedModel, path: str, longest: Mapping[str, int]) -> OwnLogits:
+    """Run the untouched model on each probe alone. Raises InputError if it does not give numbers."""
+    model.eval()
+    second, first = _probe(model, 2), _probe(model, 1)
+    start, tokens = _late_start(longest, len(first)), max(longest.values(), default=0)
+    limits = {
+        name: module.floor_scale - 1 for name, module in scaled_by_place(model).items() if module.floor_scale <= tokens
+    }
+    found, long = MaskLimits({id(module): name for name, module in model.named_modules()}, limits), None
+    with _cannot_be_packed(model, path):
+        alone = model(input_ids=second[None], use_cache=False).logits[0].double()
+        _check_finite(model, alone, path)
+        if tokens > len(first):
+            model.set_attn_implementation(OWN_MASKS)
+            long = model(
+                input_ids=_probe(model, 4, tokens)[None], use_cache=False, own_masks=found,
+                logits_to_keep=torch.arange(tokens - len(first), tokens, device=model.device),
+            ).logits[0].double()  # fmt: skip
+            model.set_attn_implementation("eager")
+        positions = start + torch.arange(len(first), device=model.device)
+        late = model(input_ids=first[None], position_ids=positions[None], use_cache=False).logits[0].double()
+    return OwnLogits(alone, late, long, found.limits)
+
+
+@torch.no_grad()
+def check_packing(
+    model: PreTrainedModel, own: OwnLogits, path: str, longest: Mapping[str, int], notes: list[str]
+) -> bool:
+    """Refuse a model that packed attention does not serve: most such models would run, and train something else.
+
+    Two samples are packed, three times; the first one, at late positions, is another one the third time. Then the second one
+    behind a sample as long as the longest of the run. Each must have the logits that the untouched model gives it alone.
+
+    Returns:
+        Whether the output layer on the decoder's hidden states gives these logits too, to the bit. It does not where a
+        model scales or caps its logits, or treats the hidden states first.
+
+    Raises:
+        InputError: the model mixes tokens outside its attention (convolutions, recurrences, position biases), its attention
+            is not causal softmax attention with an optional window or cap, also not so at the length of the run's samples,
+            or it draws random numbers.
+    """
+    second = _probe(model, 2)
+    n = len(second)
+    packs = [_Pack.of([_probe(model, seed), second], [_late_start(longest, n), 0]) for seed in (1, 1, 3)]
+    with _cannot_be_packed(model, path):
+        outputs = [pack.logits(model) for pack in packs]
+        same_bits = torch.equal(outputs[0][n:], outputs[2][n:])
+        apart = same_bits or not _gradient_crosses(model, packs[2], n)
+    what = f"base_model {path!r}: packlora cannot train a {model.config.model_type} model: "
+    if not torch.equal(outputs[0], outputs[1]):
+        raise InputError(what + "it gives other numbers every time it is run, so it draws random numbers of its own")
+    if not apart or outputs[0][n:].shape != own.second.shape:
+        raise InputError(what + "samples that are packed together see each other")
+    if not same_bits:
+        notes.append("the rounding of the model's experts depends on all samples of a microbatch, and so on other jobs")
+    _check_limits(model, own.limits, path, longest)
+    pairs = [(outputs[0][:n], own.late), (outputs[0][n:], own.second), (outputs[2][n:], own.second)]
+    if own.long is not None:
+        long = _Pack.of([_probe(model, 4, max(longest.values())), second], [0, 0])
+        with _cannot_be_packed(model, path):
+            behind = long.logits(model)
+        pairs += [(behind[:n], own.long), (behind[n:], own.second)]
+    difference = max(_difference(got, want, model.dtype) for got, want in pairs)
+    if not difference < PROBE_ERROR[model.dtype]:
+        raise InputError(what + f"its attention is of another kind (its own logits differ by {difference:.1%})")
+    head = plain_head(model)
+    if head is None:
+        return False
+    try:
+        hidden = packed_hidden(model, *packs[2].inputs)
+        return torch.equal(torch.nn.functional.linear(hidden[None], head.weight, head.bias)[0].double(), outputs[2])
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
+        return False  # a model that cannot be run without its output layer
+
+
+@dataclass(frozen=True, slots=True)
+class _Pack:
+    """Probes in one row. inputs: of packed_logits; of each probe as many last tokens are kept as the last one has."""
+
+    inputs: tuple[torch.Tensor, torch.Tensor, tuple[int, ...], torch.Tensor]
+
+    @staticmethod
+    def of(samples: Sequence[torch.Tensor], starts: Sequence[int]) -> _Pack:
+        ids, lengths = torch.cat(list(samples)), tuple(len(sample) for sample in samples)
+        positions = torch.cat([start + torch.arange(n) for start, n in zip(starts, lengths, strict=True)])
+        ends = torch.tensor(lengths).cumsum(0)
+        rows = torch.cat([torch.arange(int(end) - lengths[-1], int(end)) for end in ends])
+        return _Pack((ids, positions.to(ids.device), lengths, rows.to(ids.device)))
+
+    def logits(self, model: PreTrainedModel) -> torch.Tensor:
+        return packed_logits(model, *self.inputs).double()
+
+
+def _probe(model: PreTrainedModel, seed: int, length: int | None = None) -> torch.Tensor:
+    """A sample of random tokens, long enough to leave a short attention window."""
+    config = model.config.get_text_config()
+    if length is None:
+        window = getattr(config, "sliding_window", None) or 0
+        length = PROBE_TOKENS + (window if window <= PROBE_TOKENS else 0)
+        length = min(length, getattr(config, "max_position_embeddings", None) or length)
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    return torch.randint(vocabulary, (length,), generator=torch.Generator().manual_seed(seed)).to(model.device)
+
+
+def _late_start(longest: Mapping[str, int], length: int) -> int:
+    """Position from which a probe of this length reaches the last one of the longest sample."""
+    return max(*longest.values(), length, 0) - length
+
+
+@contextlib.contextmanager
+def _cannot_be_packed(model: PreTrainedModel, path: str) -> Iterator[None]:
+    try:
+        yield
+    except (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        first_line = str(error).strip().split("\n")[0]
+        first_line = first_line if " " in first_line else repr(error)  # a key alone says nothing
+        raise InputError(
+            f"base_model {path!r}: a {model.config.model_type} model cannot be packed: {first_line}"
+        ) from None
+
+
+def _check_finite(model: PreTrainedModel, logits: torch.Tensor, path: str) -> None:
+    if bool(logits.isfinite().all()):
+        return
+    bad = [name for name, tensor in model.state_dict().items() if not bool(tensor.isfinite().all())]
+    if bad:
+        more = f" and {len(bad) - 1} more tensors" if bad[1:] else ""
+        raise InputError(f"base_model {path!r}: the weights hold NaN or infinity: {bad[0]}{more}; load a sound copy")
+    dtype = str(model.dtype).removeprefix("torch.")
+    raise InputError(
+        f"base_model {path!r}: its logits are not finite in {dtype}, though its weights are; try another dtype"
+    )
+
+
+def _difference(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> float:
+    """Relative; in 16 bits of the middle token, because rounding there sends some tokens to another expert."""
+    if got.shape != want.shape:
+        return math.inf
+    if dtype.itemsize < 4:
+        return float(((got - want).norm(dim=-1) / want.norm(dim=-1)).median())
+    return float((got - want).norm() / want.norm())
+
+
+def _gradient_crosses(model: PreTrainedModel, pack: _Pack, n: int) -> bool:
+    """Whether the logits of the last n tokens depend on other samples' embeddings. Rounding does not count: where tokens are
+    sorted by expert, the size of a matrix product, and so its rounding, depends on all of them."""
+    embedded: list[torch.Tensor] = []
+
+    def keep(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        embedded.append(output.detach().requires_grad_())
+        return embedded[-1]
+
+    hook = model.get_input_embeddings().register_forward_hook(keep)
+    try:
+        with torch.enable_grad():
+            logits = packed_logits(model, *pack.inputs)[-n:]
+            grads = torch.autograd.grad(logits.float().square().sum(), embedded, allow_unused=True)
+    finally:
+        hook.remove()
+    return any(grad is None or bool(grad[:, :-n].any()) for grad in grads)
+
+
+def _check_limits(model: PreTrainedModel, limits: Mapping[str, int], path: str, longest: Mapping[str, int]) -> None:
+    """Refuse samples that are longer than what a layer can be packed for."""
+    if not limits:
+        return
+    name, limit = min(limits.items(), key=lambda item: item[1])
+    config = model.config.get_text_config().to_dict()
+    known = [f"{key} {value}" for key, value in config.items() if type(value) is int and value in (limit, limit + 1)]
+    jobs = [f"{job!r} has samples of up to {tokens}" for job, tokens in longest.items() if tokens > limit]
+    raise InputError(
+        f"base_model {path!r}: packlora cannot train a {model.config.model_type} model on samples of more than {limit} tokens: "
+        f"beyond that {name} does not attend as packed attention does"
+        + (f" ({', '.join(known)} in its config)" if known else "")
+        + f". Job {', '.join(jobs)}; set data.max_length to {limit} or less, and data.truncate to drop or right"
+    )

@@ -1,0 +1,58 @@
+"""The architecture of a base model: its sizes, its output layer, and where its attention depends on the place in a row."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from packlora.errors import InputError
+
+MOST = {"layers": 10_000, "experts": 100_000}
+"""Of a base model; many more would take all memory only to be laid out. Doge names 16384 experts."""
+
+
+def check_sizes(config: Any, path: str) -> None:
+    """Raises InputError for a number of layers or experts that no model has."""
+    pending = [config.to_dict()]
+    while pending:
+        for key, value in pending.pop().items():
+            if isinstance(value, dict):
+                pending.append(value)
+            elif isinstance(value, int) and (found := re.search(r"layers|n_layer\b|experts", str(key))):
+                most = MOST["experts" if found.group() == "experts" else "layers"]
+                if value > most:
+                    raise InputError(
+                        f"base_model {path!r}: its configuration has {key} {value}, more than {most}; this is no model"
+                    )
+
+
+def check_row(model: PreTrainedModel, budget: int | str, path: str) -> None:
+    """Refuse microbatches longer than a causal mask [1, 1, N, N] that an attention layer keeps for itself (GPT-Neo)."""
+    for name, buffer in model.named_buffers():
+        N = buffer.shape[-1] if buffer.ndim else 0
+        if buffer.shape == (1, 1, N, N) and N > 1 and (isinstance(budget, str) or budget > N):
+            raise InputError(
+                f"base_model {path!r}: a {model.config.model_type} model keeps masks for {N} tokens ({name}), and so takes no "
+                f"more in one microbatch; max_tokens_per_microbatch is {budget}, set it to {N} or less"
+            )
+
+
+def scaled_by_place(model: PreTrainedModel) -> dict[str, Any]:
+    """Attention layers that scale a query by its place in the row, from the floor_scale-th on (Llama 4 without positions)."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if getattr(module, "attn_temperature_tuning", False)
+        and not getattr(module, "use_rope", False)
+        and isinstance(getattr(module, "floor_scale", None), int | float)
+    }
+
+
+def plain_head(model: PreTrainedModel) -> torch.nn.Linear | None:
+    """The output layer, if it is a frozen linear layer that carries no adapter."""
+    head = model.get_output_embeddings()
+    frozen = type(head) is torch.nn.Linear and not any(parameter.requires_grad for parameter in head.parameters())
+    return head if frozen else None

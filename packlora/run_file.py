@@ -1,0 +1,262 @@
+"""Reading a run file: YAML, overrides, and a message for everything that is wrong in it.
+
+What a run holds, and which values are accepted, is config.py's. A message names the job, the key, what was found and what is
+accepted; it may be the nearest known key, or what stands here for a key of another tool.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from packlora.config import (
+    MOST_NESTED,
+    AdapterConfig,
+    DataConfig,
+    JobConfig,
+    ParallelConfig,
+    Run,
+    ScheduleConfig,
+    TrainConfig,
+)
+from packlora.errors import InputError, quoted, shown
+
+MOST_BYTES = 8 * 2**20
+"""Of a run file; PyYAML reads about 100 kB a second."""
+MOST_PROBLEMS = 20
+"""Lines of a refusal."""
+_BATCH = "a job's train.global_batch_size is its samples per optimizer step; the run's max_tokens_per_microbatch decides memory"
+_RANK, _EPOCHS, _LENGTH = "see a job's adapter.r", "see a job's train.num_train_epochs", "see a job's data.max_length"
+_QUANTISED = "quantised base models are not there in this version"
+OTHER_TOOLS = {
+    "rank": _RANK, "lora_r": _RANK, "lora_rank": _RANK,
+    "alpha": "see a job's adapter.lora_alpha", "dropout": "see a job's adapter.lora_dropout",
+    "lora_target_modules": "see a job's adapter.target_modules",
+    "lr": "see a job's train.learning_rate", "epochs": _EPOCHS, "num_epochs": _EPOCHS,
+    "lr_scheduler": "see a job's train.lr_scheduler_type",
+    "batch_size": _BATCH, "micro_batch_size": _BATCH, "per_device_train_batch_size": _BATCH,
+    "gradient_accumulation_steps": _BATCH,
+    "warmup_ratio": "see a job's train.warmup_steps, in optimizer steps",
+    "optim": "the optimizer is AdamW", "optimizer": "the optimizer is AdamW",
+    "logging_steps": "every optimizer step is logged",
+    "packing": "samples are always packed", "sample_packing": "samples are always packed",
+    "sequence_len": _LENGTH, "max_seq_length": _LENGTH, "max_seq_len": _LENGTH,
+    "bf16": "see the run's dtype: bfloat16", "fp16": "see the run's dtype: float16",
+    "load_in_4bit": _QUANTISED, "load_in_8bit": _QUANTISED, "quantization_config": _QUANTISED,
+    "save_steps": "see the run's save_every", "eval_steps": "see the run's eval_every",
+    "datasets": "see a job's data.path", "dataset": "see a job's data.path", "model_name_or_path": "see the run's base_model",
+}  # fmt: skip
+"""Keys of other tools, with what stands for them here; the nearest known key would often mean something else."""
+
+
+class _RunFileLoader(yaml.SafeLoader):
+    """SafeLoader that refuses duplicate keys and takes plain words as YAML 1.2 does: 2e-4 is a number; yes, 1:30, 1_000 and
+    2026-01-01 are texts. So is 010, which is 8 in YAML 1.1 and 10 in YAML 1.2: a number that is no number to all is refused.
+    """
+
+    def fetch_flow_collection_start(self, token: Any) -> None:
+        if self.flow_level >= MOST_NESTED:  # PyYAML looks back over all open brackets at each one
+            raise RecursionError
+        super().fetch_flow_collection_start(token)
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        seen = set()
+        for key_node, _ in node.value:  # as written: merge keys (<<) are not filled in yet
+            if not isinstance(key_node, yaml.ScalarNode):
+                continue
+            if key_node.value in seen:
+                raise InputError(
+                    f"{self.name}, line {key_node.start_mark.line + 1}: "
+                    f"the key {key_node.value!r} stands here a second time"
+                )
+            seen.add(key_node.value)
+        return node
+
+
+_RunFileLoader.yaml_implicit_resolvers = {}
+for _tag, _words, _first in (
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    ("int", r"[-+]?(0|[1-9][0-9]*)|0x[0-9a-fA-F]+", list("-+0123456789")),
+    ("float", r"[-+]?(\.[0-9]+|[0-9]+\.[0-9]*|[0-9]+(?=[eE]))([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+     list("-+.0123456789")),
+    ("merge", r"<<", ["<"]),
+):  # fmt: skip
+    _RunFileLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"(?:{_words})\Z"), _first)
+
+
+def _parse_yaml(text: str, name: str) -> Any:
+    try:
+        loader = _RunFileLoader(text)
+        loader.name = name
+        return loader.get_single_data()
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: e.g. a number of thousands of digits
+        raise InputError(f"{name} is not valid YAML: {error}") from None
+    except RecursionError:
+        raise InputError(f"{name}: lists or mappings are nested too deep in one another to be read") from None
+
+
+def load_run(path: str | Path, overrides: list[str] | None = None) -> Run:
+    """Read and check a run file.
+
+    Args:
+        path: the YAML file.
+        overrides: `dotted.key=value` strings, e.g. `jobs.0.train.learning_rate=1e-4`; a job may be named by its number
+            or its name.
+
+    Raises:
+        InputError: the file cannot be read, or anything in it is unknown, misspelt, of the wrong type or out of range.
+    """
+    path = Path(path)
+    try:
+        with path.open("rb") as file:
+            raw = file.read(MOST_BYTES + 1)
+        text = raw.decode()
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a path that cannot be
+        raise InputError(f"cannot read the run file {path}: {error}") from None
+    if len(raw) > MOST_BYTES:
+        raise InputError(f"the run file {path} is larger than {MOST_BYTES // 2**20} MiB; this is not a run file")
+    tree = _parse_yaml(text, str(path))
+    if not isinstance(tree, dict):
+        raise InputError(f"{path}: a run file is a mapping with base_model, output_dir and jobs; found {_kind(tree)}")
+    for override in overrides or []:
+        _apply_override(tree, override)
+    run = parse_run(tree, str(path))
+    for job in run.jobs:  # a relative data path is looked up from the current folder, then from the run file's
+        job.data.path = _beside(path, job.data.path)
+        if job.data.eval_path is not None:
+            job.data.eval_path = _beside(path, job.data.eval_path)
+        if job.adapter.init_from is not None:
+            job.adapter.init_from = _beside(path, job.adapter.init_from)
+    return run
+
+
+def run_from(tree: Mapping[str, Any], overrides: list[str] | None = None) -> Run:
+    """Check a run that is a mapping of the keys of a run file; it is not changed. Overrides and errors as in load_run."""
+    own = copy.deepcopy(dict(tree))
+    for override in overrides or []:
+        _apply_override(own, override)
+    return parse_run(own, "the run")
+
+
+def _beside(run_file: Path, path: str) -> str:
+    beside = run_file.parent / path
+    return str(beside) if not os.path.exists(path) and os.path.exists(beside) else path
+
+
+def parse_run(tree: dict[str, Any], source: str) -> Run:
+    """Validate a parsed run file. Raises InputError that lists every problem, one a line, with the job's name."""
+    try:
+        return Run.model_validate(tree)
+    except ValidationError as error:
+        errors = error.errors()
+        lines = [shown(_explain(item, tree), 1000) for item in errors[:MOST_PROBLEMS]]
+        if len(errors) > MOST_PROBLEMS:
+            lines.append(f"and {len(errors) - MOST_PROBLEMS} more")
+        raise InputError(f"{source}:\n" + "\n".join(f"  {line}" for line in lines)) from None
+
+
+def _apply_override(tree: dict[str, Any], override: str) -> None:
+    key, sign, value = override.partition("=")
+    parts = key.strip().split(".")
+    if not sign or not all(parts):
+        raise InputError(f"--set {override!r}: write it as dotted.key=value, e.g. jobs.0.train.learning_rate=1e-4")
+    node: Any = tree
+    for depth, part in enumerate(parts):
+        here = ".".join(parts[:depth]) or "the run file"
+        last = depth == len(parts) - 1
+        if isinstance(node, list):
+            node_key: Any = _job_index(node, part, override)
+        elif isinstance(node, dict):
+            node_key = part
+            if not last:
+                node.setdefault(part, {})
+        else:
+            raise InputError(f"--set {override!r}: {here} is {_kind(node)} and has no key {part!r}")
+        if last:
+            node[node_key] = _parse_yaml(value, f"--set {key}")
+        else:
+            node = node[node_key]
+
+
+def _job_index(jobs: list[Any], part: str, override: str) -> int:
+    names = [job.get("name") if isinstance(job, dict) else None for job in jobs]
+    if part in names:
+        return names.index(part)
+    if part.isdecimal() and int(part) < len(jobs):
+        return int(part)
+    raise InputError(f"--set {override!r}: there is no item {part!r}; there are {len(jobs)}, counted from 0")
+
+
+def _kind(value: Any) -> str:
+    if value is None:
+        return "nothing"
+    names = {dict: "a mapping", list: "a list", str: "a text", bool: "a yes/no", int: "a number", float: "a number"}
+    return names.get(type(value), type(value).__name__)
+
+
+def _explain(error: Any, tree: Any) -> str:
+    """One pydantic error as a sentence: where (job by name), what was found, what is accepted."""
+    loc = [part for index, part in enumerate(error["loc"]) if not _is_tag(error["loc"], index)]
+    where = _where(loc, tree)
+    kind, found = error["type"], error["input"]
+    if kind == "extra_forbidden":
+        if instead := OTHER_TOOLS.get(str(loc[-1])):
+            return f"{where}: unknown key; {instead}"
+        known = _known_keys(loc[:-1])
+        near = difflib.get_close_matches(str(loc[-1])[:100], known, 1, 0.5)
+        hint = f"did you mean {near[0]!r}?" if near else f"known keys are {', '.join(known)}"
+        return f"{where}: unknown key; {hint}"
+    if kind == "missing":
+        return f"{where}: is missing"
+    if kind == "value_error":
+        message = str(error["ctx"]["error"])
+        return f"{where}: {message}" if where else message
+    message = error["msg"][0].lower() + error["msg"][1:]
+    if kind in {"model_type", "dict_type"}:
+        message = "input should be a mapping"
+    if kind == "bool_type":
+        message = "input should be true or false"
+    what = _kind(found) if isinstance(found, (dict, list)) else quoted(found)
+    return f"{where}: {message}; found {what}"
+
+
+def _is_tag(loc: tuple[Any, ...], index: int) -> bool:
+    """Pydantic names the branch of a union in the location (str, list[str], literal['auto']), and marks bad keys."""
+    after_union = index > 0 and loc[index - 1] in {"target_modules", "max_tokens_per_microbatch", "liger"}
+    return loc[index] == "[key]" or (after_union and isinstance(loc[index], str))
+
+
+def _where(loc: list[Any], tree: Any) -> str:
+    text, node = "", tree
+    for part in loc:
+        try:
+            node = node[part]
+        except (KeyError, IndexError, TypeError):
+            node = None
+        if isinstance(part, int) and text == "jobs":
+            name = node.get("name") if isinstance(node, dict) else None
+            text = f"job {quoted(name)}: " if isinstance(name, str) else f"job number {part}: "
+        elif isinstance(part, int):
+            text += f"[{part}]"
+        else:
+            text += shown(part) if not text or text.endswith(" ") else f".{shown(part)}"
+    return text.removesuffix(": ")
+
+
+def _known_keys(loc: list[Any]) -> list[str]:
+    models: dict[str, type[BaseModel]] = {
+        "jobs": JobConfig, "data": DataConfig, "adapter": AdapterConfig, "train": TrainConfig,
+        "parallel": ParallelConfig, "schedule": ScheduleConfig,
+    }  # fmt: skip
+    names = [part for part in loc if isinstance(part, str)]
+    return list((models[names[-1]] if names else Run).model_fields)
