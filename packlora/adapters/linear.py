@@ -18,7 +18,7 @@ from packlora.adapters.siblings import SiblingGroup
 from packlora.adapters.spec import ModuleSpec
 from packlora.ops.lora_linear.group import GroupState, Layer, LowRank, Run, lora_group
 from packlora.ops.recipe import recipe_of
-from packlora.plans.select import Planner
+from packlora.plans.select import PlanChooser
 
 
 class AdapterWeights:
@@ -77,7 +77,7 @@ class Tokens:
 class Router:
     """Shared by all adapted layers of a model: the tokens of the forward that is running, and who chooses plans."""
 
-    def __init__(self, planner: Planner) -> None:
+    def __init__(self, planner: PlanChooser) -> None:
         self.planner = planner
         self._tokens: Tokens | None = None
         self._only: int | None = None

@@ -18,7 +18,7 @@ from packlora.ops.lora_linear.layout import situation
 from packlora.ops.lora_linear.plan import CHAIN, ROUTED, Plan, Situation, legal, ordered, why_not
 from packlora.plans.cache import PlanCache
 from packlora.plans.case import Case
-from packlora.plans.select import Planner
+from packlora.plans.select import PlanChooser
 from packlora.plans.space import legal_plans
 
 CPU = torch.device("cpu")
@@ -85,14 +85,17 @@ def test_a_case_s_plans_are_those_that_compute_its_calls(tmp_path: Path) -> None
         found = situation(case.layers, case.runs, 23)
         asked: list[Case] = []
 
-        class Asking(Planner):
+        class Asking(PlanChooser):
             def plan_for(self, case: Case, asked: list[Case] = asked) -> Plan:
                 asked.append(case)
                 return CHAIN
 
         own, _ = cast(case, torch.float64)
         Asking(CPU, cache=PlanCache(CPU, tmp_path / "none.json")).plan_of(own.x, own.layers, own.runs)
-        plans = legal_plans(asked[0], lossy=True)
+        made = asked[0]
+        assert made == Case.of_call(own.x, own.layers, own.runs)
+        assert made.situation._replace(target=None) == found
+        plans = legal_plans(made)
         assert all(why_not(ordered(plan, size), found) is None for plan in plans for size in (2, 4))
         if len(plans) > 1:
             for plan in rng.sample(plans[1:], 2):
