@@ -159,7 +159,7 @@ backwards 6 to 8 of RunLoRA's code never have the fewest FLOPs."""
 PLANS = (
     NamedPlan("chain", CHAIN, "every call; few tokens; large ranks; the CPU"),
     NamedPlan("base-added", Plan(up="before", dx="before"), "a CPU in float32: the base product comes last"),
-    NamedPlan("base-added-dx", Plan(dx="before"), "the same in the backward alone"),
+    NamedPlan("one-pass", Plan(grad="one-pass"), "one adapter without dropout on a GPU without the fused kernels"),
     NamedPlan("kernels", ROUTED, "several adapters, and dropout, where no fused kernel is to be had"),
     NamedPlan("kernels-mm-grad", Plan("routed", "routed", "mm", "routed"), "the same at ranks over 16"),
     NamedPlan("kernels-mm-dx", Plan("routed", "routed", "one-pass", "after"), "many adapters, no dropout"),
