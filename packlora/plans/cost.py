@@ -222,7 +222,7 @@ def _needs(plan: Plan, s: _Shapes) -> tuple[bool, bool, bool, bool]:
 def _dropped_again(plan: Plan, s: _Shapes) -> Iterator[Step]:
     """xd again, where a plain product reads it, and S again, where it was not kept."""
     need_A, need_B, A_via_xd, B_via_xd = _needs(plan, s)
-    if plan.down == "mm" and need_B and not B_via_xd and not plan.keep_s:
+    if plan.down != "routed" and need_B and not B_via_xd and not plan.keep_s:
         yield from _down(plan, s, "backward")
     elif A_via_xd or B_via_xd or (need_A and plan.dx not in ("routed", "fused")):
         yield from (s.drop("backward", t) for t, _, drops in s.adapters() if drops)
