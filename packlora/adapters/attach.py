@@ -24,7 +24,7 @@ from packlora.adapters.weights import AdapterWeights
 from packlora.ops.dropout import layer_salt
 from packlora.ops.lora_linear.layout import Layer, Run
 from packlora.ops.lora_linear.plan import CHAIN, Plan
-from packlora.plans.select import Planner
+from packlora.plans.select import PlanChooser
 from packlora.seeding import stable_hash
 
 
@@ -51,7 +51,10 @@ class Adapter:
 
 
 def attach(
-    model: PreTrainedModel, specs: dict[str, AdapterSpec], seed: int | Mapping[str, int], planner: Planner | None = None
+    model: PreTrainedModel,
+    specs: dict[str, AdapterSpec],
+    seed: int | Mapping[str, int],
+    planner: PlanChooser | None = None,
 ) -> tuple[Attached, list[Adapter]]:
     """Freeze the model and attach one adapter per job.
 
@@ -64,7 +67,7 @@ def attach(
         planner: chooses how layers are computed; by default from what is known of the device.
     """
     model.requires_grad_(False)
-    attached = Attached(planner or Planner(model.device))
+    attached = Attached(planner or PlanChooser(model.device))
     layers: dict[str, AdaptedLinear] = {}
     norms = RowNorms()
     groups = shared_inputs(model)
@@ -92,7 +95,7 @@ def attach(
     return attached, adapters
 
 
-class _Plain(Planner):
+class _Plain(PlanChooser):
     """For a few tokens nothing is compiled."""
 
     def plan_of(self, x_TK: torch.Tensor, layers: Sequence[Layer], runs: Sequence[Run]) -> Plan:

@@ -19,7 +19,7 @@ from packlora.adapters.siblings import SiblingGroup
 from packlora.adapters.weights import AdapterWeights
 from packlora.ops.lora_linear.group import GroupState, Layer, Run, lora_group
 from packlora.ops.recipe import recipe_of
-from packlora.plans.select import Planner
+from packlora.plans.select import PlanChooser
 
 _graph_task: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
 """Number of the backward that runs in this thread, -1 outside of any."""
@@ -34,7 +34,7 @@ class Attached:
     checkpointed activations are recomputed in autograd's own threads, which see no context of the thread that called backward.
     """
 
-    def __init__(self, planner: Planner) -> None:
+    def __init__(self, planner: PlanChooser) -> None:
         self.planner = planner
         self._active: TokenOwners | int | None = None
         self._kept: dict[tuple[int, ...], tuple[tuple[Layer, ...], GroupState]] = {}
@@ -94,7 +94,7 @@ class Attached:
         return found
 
     @contextmanager
-    def trial(self, planner: Planner) -> Iterator[None]:
+    def trial(self, planner: PlanChooser) -> Iterator[None]:
         """Run the model with plans of another planner; nothing is kept of it."""
         before = self.planner, self._kept
         self.planner, self._kept = planner, {}

@@ -23,7 +23,7 @@ from packlora.bench.layer import One, accelerated, check_close, peft_model, prog
 from packlora.bench.options import Options, choose, plan_from_name
 from packlora.ops.lora_linear.group import GroupState, Layer, LowRank, Run, lora_group
 from packlora.ops.row_norm.row_norm import row_norm, squared_row_norm
-from packlora.plans.select import Planner
+from packlora.plans.select import PlanChooser
 from packlora.plans.space import legal_plans
 from packlora.plans.timing import Contender, Work, paired
 
@@ -199,7 +199,7 @@ class Operator:
         if ":" in name:
             plan = plan_from_name(name.partition(":")[2])
         else:
-            plan = Planner(x_TK.device).plan_of(x_TK, self.layers, self.runs)
+            plan = PlanChooser(x_TK.device).plan_of(x_TK, self.layers, self.runs)
         state = GroupState(trusted=True)  # as in training: an optimizer moves version counters
 
         def call(x: torch.Tensor) -> torch.Tensor:
@@ -247,7 +247,7 @@ def compare_with_peft(
 
 def plans_of(inputs: Inputs) -> list[str]:
     """Every plan that is legal for the case, as names of contenders."""
-    made, planner = operator(inputs), Planner(inputs.lora.x.device)
+    made, planner = operator(inputs), PlanChooser(inputs.lora.x.device)
     planner.plan_of(flat(inputs.lora.x), made.layers, made.runs)
     return [f"packlora:{plan.name}" for case in planner.choices for plan in legal_plans(case)]
 

@@ -21,7 +21,7 @@ from packlora.bench.layer import summary as layer_summary
 from packlora.bench.layer import table as layer_table
 from packlora.bench.options import Options, Outcome, choose, plan_from_name
 from packlora.ops.lora_linear.group import GroupState, Layer, LowRank, Run, lora_group
-from packlora.plans.select import Planner
+from packlora.plans.select import PlanChooser
 from packlora.plans.timing import Contender, Work, paired
 
 ADAPTERS = [(8, 0.0), (16, 0.05), (32, 0.1), (64, 0.1)]
@@ -127,7 +127,7 @@ def packlora_work(name: str, inputs: Inputs) -> Work:
     if ":" in name:
         plan = plan_from_name(name.partition(":")[2])
     else:
-        plan = Planner(inputs.x_TK.device).plan_of(inputs.x_TK, layers, runs)
+        plan = PlanChooser(inputs.x_TK.device).plan_of(inputs.x_TK, layers, runs)
     state = GroupState(trusted=True)  # as in training: an optimizer moves version counters
 
     def call(x_TK: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import torch
 
 from packlora.errors import InputError
-from packlora.ops.lora_linear.plan import Plan
+from packlora.ops.lora_linear.plan import PLANS, Plan
 
 if TYPE_CHECKING:
     from packlora.bench.progress import Progress
@@ -123,7 +123,10 @@ def choose(
 
 
 def plan_from_name(name: str) -> Plan:
-    """The plan whose `name` this is. Raises InputError where there is none."""
+    """The plan with this name in plan.PLANS, or any whose parts it spells. Raises InputError where there is none."""
+    for named in PLANS:
+        if named.name == name:
+            return named.plan
     main, *extras = name.split("+")
     parts = [part for half in _halves(main) for part in half.split("/")]
     if len(parts) != 4:

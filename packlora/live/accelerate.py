@@ -39,8 +39,8 @@ from packlora.live.layers import (
     Warned,
     choose_plan,
     compute,
-    without_kernels,
 )
+from packlora.ops.gpu import why_no_kernels
 from packlora.ops.lora_linear.plan import CHAIN, Plan, Situation, legal
 
 NOMINAL_TOKENS = 4096
@@ -379,7 +379,7 @@ def _report(
             kind = type(module).__name__
             modules.append(ModuleReport(path, kind, reason="trained itself, not through LoRA"))
     for device in devices:
-        if reason := without_kernels(device):
+        if reason := why_no_kernels(device):
             notes.append(f"{device}: plain matrix products, {reason}")
     warned, counted = Warned(), []
     for module_report in modules:

@@ -25,14 +25,13 @@ from torch.autograd import forward_ad
 from packlora.adapters.norms import RowNorms, row_norm_op
 from packlora.adapters.outputs import KeptOutputs
 from packlora.adapters.siblings import SiblingGroup
-from packlora.ops.gpu import capability
 from packlora.ops.lora_linear import registered as compiled
-from packlora.ops.lora_linear.group import HAS_TRITON, GroupState, Layer, LowRank, Run, lora_group
-from packlora.ops.lora_linear.plan import CHAIN, Plan
+from packlora.ops.lora_linear.group import GroupState, Layer, LowRank, Run, lora_group
+from packlora.ops.lora_linear.plan import Plan, Situation, legal
 from packlora.ops.recipe import recipe_of
 from packlora.ops.stamp import stamps
 from packlora.plans.case import Case
-from packlora.plans.select import Planner
+from packlora.plans.select import PlanChooser
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 COMPILED_TOKENS = 4096
@@ -41,18 +40,6 @@ AUTOCAST = ("cpu", "cuda")
 
 
 # --- which plan --------------------------------------------------------------------------------------------------------
-
-
-@lru_cache
-def without_kernels(device: torch.device) -> str | None:
-    """Why the Triton kernels are not used on a device, or None where they are."""
-    if device.type != "cuda":
-        return f"{device.type} has no Triton kernels"
-    if torch.version.hip is not None:
-        return "the kernels have not been tried on AMD GPUs"
-    if (found := capability(device)) < (8, 0):
-        return f"the kernels need compute capability 8.0 or newer, this GPU has {found[0]}.{found[1]}"
-    return None if HAS_TRITON else "the triton package is not installed"
 
 
 @lru_cache(maxsize=4096)
@@ -69,18 +56,12 @@ def choose_plan(
         dropout: rate; 0 in evaluation.
         dora: one of the adapters has a magnitude.
     """
-    if device.type == "cuda" and without_kernels(device):
-        return CHAIN
-    drops, biases = dropout > 0, (False,) * len(sizes)
-    case = Case.of(
-        device, dtype, num_tokens, K, sizes, (ranks,), (drops,), biases, composed=dora, base_dropped=dora and drops
-    )
-    return _planner(device).plan_for(case)
+    return _chooser(device).plan_for(Case.of_adapter(device, dtype, num_tokens, K, sizes, ranks, dropout > 0, dora))
 
 
 @lru_cache
-def _planner(device: torch.device) -> Planner:
-    return Planner(device)
+def _chooser(device: torch.device) -> PlanChooser:
+    return PlanChooser(device)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -99,7 +80,9 @@ def _constant_plan(
         plan = choose_plan(device, dtype, COMPILED_TOKENS, K, (size,), (rank,), dropout, dora)
     else:
         plan = compiled.plan_of(asked)
-    return json.dumps((plan if compiled.compilable(plan) else CHAIN).to_dict())
+    drops = dropout > 0
+    call = Situation(True, True, drops, dora, dora and drops, dtype == torch.float64, compiled=True)
+    return json.dumps(legal(plan, call).to_dict())
 
 
 # --- what a layer computes ---------------------------------------------------------------------------------------------

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 from typing import Any
 
 import torch
 
 _NOTHING = contextlib.nullcontext()
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+OLDEST = (8, 0)
+"""Compute capability from which on the kernels run."""
 
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
@@ -28,6 +32,17 @@ def capability(device: torch.device) -> tuple[int, int]:
 def processors(device: torch.device) -> int:
     """How many programs a GPU runs at the same time, if they are large."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def why_no_kernels(device: torch.device) -> str | None:
+    """Why the Triton kernels are not used on a device, or None where they are."""
+    if device.type != "cuda":
+        return f"{device.type} has no Triton kernels"
+    if torch.version.hip is not None:
+        return "the kernels have not been tried on AMD GPUs"
+    if (found := capability(device)) < OLDEST:
+        return f"the kernels need compute capability 8.0 or newer, this GPU has {found[0]}.{found[1]}"
+    return None if HAS_TRITON else "the triton package is not installed"
 
 
 def rounds_before_adding(device: torch.device) -> bool:

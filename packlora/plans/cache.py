@@ -1,6 +1,6 @@
 """What was measured, on disk: one readable JSON file per device and version, by default in ~/.cache/packlora/plans.
 
-    {"schema": 1, "device": "NVIDIA H200", "versions": {...},
+    {"schema": 2, "device": "NVIDIA H200", "versions": {...},
      "cases": {"cuda bfloat16 T2048 ...": {"plan": {...}, "ms": {"mm/after-mm/after": 0.31, ...}, "failed": {}, "date": "..."}}}
 
 A file that is broken, or of another device or other versions, is ignored with one warning and replaced by the next write: its
@@ -30,7 +30,8 @@ from packlora.files import write_json
 from packlora.ops.lora_linear.plan import CHAIN, Plan
 from packlora.plans.measure import Measured
 
-SCHEMA = 1
+SCHEMA = 2
+"""Of the file. It changes where the list of plans does: a case that was measured among others is to be measured again."""
 MARGIN = 0.01
 """Less than this is within the noise of a measurement."""
 

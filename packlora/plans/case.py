@@ -10,7 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
-from packlora.ops.gpu import rounds_before_adding
+from packlora.ops import gpu
+from packlora.ops.lora_linear.layout import Layer, Run, situation
+from packlora.ops.lora_linear.plan import Situation, Target
 
 
 def token_bucket(tokens: int) -> int:
@@ -92,17 +94,76 @@ class Case:
             covered and len(adapters) == len(given), needs, composed, base_dropped, tf32,
         )  # fmt: skip
 
+    @staticmethod
+    def of_call(x: torch.Tensor, layers: Sequence[Layer], runs: Sequence[Run]) -> Case:
+        """Of a call of lora_group.
+
+        Args:
+            x: [..., K].
+            layers: those that read x.
+            runs: who owns which of its T tokens.
+        """
+        K = x.shape[-1]
+        T = x.numel() // K
+        call = situation(layers, runs, T)
+        return Case.of(
+            x.device, x.dtype, T, K, [len(layer.weight) for layer in layers],
+            [[low.rank if (low := layer.adapters.get(run.adapter)) else 0 for layer in layers] for run in runs],
+            [run.dropout > 0 for run in runs], [layer.bias is not None for layer in layers],
+            sum(run.stop - run.start for run in runs) == T, (x.requires_grad, True, True), call.composed, call.base_dropped,
+        )  # fmt: skip
+
+    @staticmethod
+    def of_adapter(
+        device: torch.device, dtype: torch.dtype, tokens: int, K: int, Ns: Sequence[int], ranks: Sequence[int],
+        dropped: bool, dora: bool = False,
+    ) -> Case:  # fmt: skip
+        """Of one adapter that owns all tokens.
+
+        Args:
+            dtype: of x as it is multiplied.
+            ranks: by layer.
+            dropped: it has dropout, which under DoRA reaches the base product as well.
+        """
+        return Case.of(
+            device,
+            dtype,
+            tokens,
+            K,
+            Ns,
+            [ranks],
+            [dropped],
+            [False] * len(Ns),
+            composed=dora,
+            base_dropped=dora and dropped,
+        )
+
     @property
     def single(self) -> bool:
         """One adapter owns all tokens."""
         return self.covered and len(self.ranks) == 1
 
     @property
-    def rounds_first(self) -> bool:
-        """Whether products of this machine's GPU are rounded to 16 bits before they are added to anything."""
-        if self.device != "cuda" or self.torch_dtype.itemsize != 2 or not torch.cuda.is_available():
-            return False
-        return rounds_before_adding(torch.device("cuda", torch.cuda.current_device()))
+    def situation(self) -> Situation:
+        """What of the case decides which plans compute it, here (plan.why_not)."""
+        low_rank, double = bool(self.ranks), self.dtype == "float64"
+        return Situation(
+            self.single, low_rank, any(self.drops), self.composed, self.base_dropped, double, target=self.target
+        )
+
+    @property
+    def target(self) -> Target:
+        """This machine's device and the sizes. A case of a GPU on a machine without one is taken for one of the oldest GPUs
+        that have the kernels."""
+        sizes = (self.K, *self.Ns)
+        if self.device != "cuda" or not torch.cuda.is_available():
+            missing = None if gpu.HAS_TRITON else "the triton package is not installed"
+            no_kernels = missing if self.device == "cuda" else gpu.why_no_kernels(torch.device(self.device))
+            return Target(self.device == "cuda", self.dtype, no_kernels, False, False, sizes)
+        device = torch.device("cuda", torch.cuda.current_device())
+        narrow = self.torch_dtype.itemsize == 2
+        rounds_first = narrow and gpu.rounds_before_adding(device)
+        return Target(True, self.dtype, gpu.why_no_kernels(device), gpu.has_copy_engine(device), rounds_first, sizes)
 
     @property
     def torch_dtype(self) -> torch.dtype:

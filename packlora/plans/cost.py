@@ -17,7 +17,7 @@ from typing import Literal
 
 import torch
 
-from packlora.ops.lora_linear.group import HAS_TRITON
+from packlora.ops import gpu
 from packlora.ops.lora_linear.plan import Plan, ordered
 from packlora.plans.case import Case
 
@@ -88,27 +88,29 @@ def seconds(plan: Plan, case: Case, machine: Machine, phase: Phase | None = None
 
 def steps(plan: Plan, case: Case) -> tuple[Step, ...]:
     """Everything that the plan runs for the case, forward first."""
-    sizes = _Sizes.of(case)
-    plan = ordered(plan, sizes.e)
-    return (*_forward(plan, sizes), *_backward(plan, sizes))
+    shapes = _Shapes.of(case)
+    plan = ordered(plan, shapes.e)
+    return (*_forward(plan, shapes), *_backward(plan, shapes))
 
 
 @dataclass(frozen=True, slots=True)
-class _Sizes:
-    """A case in numbers: e bytes of an element, `tokens` of each adapter, R_a ranks of each adapter over all layers."""
+class _Shapes:
+    """A case in numbers: e bytes of an element, `tokens` of each adapter, R_a ranks of each adapter over all layers,
+    rounds_first whether products are rounded before they are added to anything."""
 
     case: Case
     e: int
     tokens: tuple[int, ...]
     R_a: tuple[int, ...]
+    rounds_first: bool
 
     @staticmethod
-    @lru_cache(maxsize=256)
-    def of(case: Case) -> _Sizes:
+    def of(case: Case) -> _Shapes:
         shares = max(len(case.ranks) + (not case.covered), 1)
         part, rest = divmod(case.tokens, shares)
         tokens = tuple(part + (number < rest) for number in range(len(case.ranks)))
-        return _Sizes(case, case.torch_dtype.itemsize, tokens, tuple(sum(by_layer) for by_layer in case.ranks))
+        R_a = tuple(sum(by_layer) for by_layer in case.ranks)
+        return _Shapes(case, case.torch_dtype.itemsize, tokens, R_a, case.target.rounds_first)
 
     def adapters(self) -> Iterator[tuple[int, int, bool]]:
         """(t, R, has dropout) of each."""
@@ -124,7 +126,7 @@ class _Sizes:
         return Step(phase, name, 2 * m * k * n, self.e * (m * k + k * n + m * n + extra), slower=slower, waste=waste)
 
     def drop(self, phase: Phase, t: int) -> Step:
-        if self.case.device == "cuda" and self.case.dtype != "float64" and HAS_TRITON:
+        if self.case.device == "cuda" and self.case.dtype != "float64" and gpu.HAS_TRITON:
             return Step(phase, "dropout", 0, t * self.case.K * 2 * self.e)
         return Step(phase, "dropout", 0, t * self.case.K * (4 * self.e + DROPOUT_BYTES), DROPOUT_LAUNCHES)
 
@@ -146,7 +148,7 @@ def _fused(phase: Phase, name: str, m: int, k: int, n: int, low_rank: Iterable[t
     return Step(phase, name, sum(f for f, _ in every), e * sum(n for _, n in every), slower=TRITON_GEMM[phase])
 
 
-def _down(plan: Plan, s: _Sizes, phase: Phase) -> Iterator[Step]:
+def _down(plan: Plan, s: _Shapes, phase: Phase) -> Iterator[Step]:
     """S of every adapter: the A's of a group's layers are stacked, x is read once."""
     K = s.case.K
     if plan.down == "routed":
@@ -159,7 +161,7 @@ def _down(plan: Plan, s: _Sizes, phase: Phase) -> Iterator[Step]:
         yield s.mm(phase, "S = xd A'", t, K, R)
 
 
-def _forward(plan: Plan, s: _Sizes) -> Iterator[Step]:
+def _forward(plan: Plan, s: _Shapes) -> Iterator[Step]:
     T, K = s.case.tokens, s.case.K
     if plan.up != "merged" and s.case.ranks:
         yield from _down(plan, s, "forward")
@@ -187,7 +189,7 @@ def _forward(plan: Plan, s: _Sizes) -> Iterator[Step]:
             yield s.mm("forward", "y += x W'", T, K, N, extra=T * N)
         else:
             before = plan.up == "before"
-            wide = before and s.case.rounds_first and not s.case.composed  # float32 has twice as many bytes
+            wide = before and s.rounds_first and not s.case.composed  # float32 has twice as many bytes
             name = "y = s S B'" if before else "y += s S B'"
             products = [s.mm("forward", name, t, r, N, extra=t * N if wide or not before else 0) for t, r in adapters]
             extra = 3 * T * N if wide else T * N if before else 0
@@ -202,56 +204,74 @@ def _forward(plan: Plan, s: _Sizes) -> Iterator[Step]:
             yield Step("forward", "y += (g - 1) z", 0, s.e * 3 * T * N, waste=WASTE["pass"])
 
 
-def _backward(plan: Plan, s: _Sizes) -> Iterator[Step]:
-    T, K = s.case.tokens, s.case.K
-    need_x, need_A, need_B = s.case.needs
-    if not s.case.ranks:
-        need_A = need_B = False
-    via_xd_A, via_xd_B = need_A and plan.dA == "xd", need_B and plan.dB == "xd"
-    need_dS = bool(s.case.ranks) and ((need_A and not via_xd_A) or (need_x and plan.dx != "merged"))
+def _backward(plan: Plan, s: _Shapes) -> Iterator[Step]:
+    yield from _dropped_again(plan, s)
+    for layer in range(len(s.case.Ns)):
+        yield from _products_of_d(plan, s, layer)
+    yield from _dA(plan, s)
+    if s.case.needs[0]:
+        yield from _dx(plan, s)
 
-    # 1. xd again, where a plain product reads it, and S again, where it was not kept
-    again = need_B and not via_xd_B and not plan.keep_s
-    if plan.down == "mm" and again:
+
+def _needs(plan: Plan, s: _Shapes) -> tuple[bool, bool, bool, bool]:
+    """Whether dA and dB are wanted, and whether each of them goes through d' xd."""
+    _, need_A, need_B = s.case.needs if s.case.ranks else (False, False, False)
+    return need_A, need_B, need_A and plan.dA == "xd", need_B and plan.dB == "xd"
+
+
+def _dropped_again(plan: Plan, s: _Shapes) -> Iterator[Step]:
+    """xd again, where a plain product reads it, and S again, where it was not kept."""
+    need_A, need_B, A_via_xd, B_via_xd = _needs(plan, s)
+    if plan.down != "routed" and need_B and not B_via_xd and not plan.keep_s:
         yield from _down(plan, s, "backward")
-    elif via_xd_A or via_xd_B or (need_A and plan.dx not in ("routed", "fused")):
+    elif A_via_xd or B_via_xd or (need_A and plan.dx not in ("routed", "fused")):
         yield from (s.drop("backward", t) for t, _, drops in s.adapters() if drops)
 
-    # 2. what reads d, layer by layer
-    for layer, N in enumerate(s.case.Ns):
-        adapters = s.on_layer(layer)
-        composed = s.case.composed and bool(adapters)
-        if plan.grad == "one-pass" and adapters:
-            passes = 3 if composed else 1
-            pair = ((4 * t * N * r, passes * t * N + 2 * (N * r + t * r)) for t, r in adapters)
-            waste = _waste("one-pass", (r for _, r in adapters)) + (WASTE["joint"] if composed else 0.0)
-            yield _kernel("backward", "dS = s e B, dB = e' S", pair, s.e, waste, launches=3 + composed)
-        elif composed:
-            yield Step("backward", "e = g d", 0, s.e * 3 * T * N, 2, waste=WASTE["pass"])
-        for t, r in adapters:
-            if need_dS and plan.grad == "mm":
-                yield s.mm("backward", "dS = s d B", t, N, r)
-            if need_B and not via_xd_B and plan.grad == "mm":
-                yield s.mm("backward", "dB = s d' S", N, t, r)
-            if via_xd_A or via_xd_B:
-                yield s.mm("backward", "d' xd", N, t, K)
-            if via_xd_A:
-                yield s.mm("backward", "dA = s B' (d' xd)", r, N, K)
-            if via_xd_B:
-                yield s.mm("backward", "dB = s (d' xd) A'", N, K, r)
 
-    # 3. dA and dx
-    in_kernel = need_x and plan.dx == "routed"
-    dA_by_kernel = plan.dx == "routed" or (plan.dx == "fused" and any(s.case.drops))
-    if dA_by_kernel and s.case.ranks and (in_kernel or need_A):
-        n = in_kernel + need_A
+def _products_of_d(plan: Plan, s: _Shapes, layer: int) -> Iterator[Step]:
+    """What reads d of a layer, but for dx: e = g d, dS, dB, and d' xd with what is made of it."""
+    T, K, N = s.case.tokens, s.case.K, s.case.Ns[layer]
+    need_A, need_B, A_via_xd, B_via_xd = _needs(plan, s)
+    adapters = s.on_layer(layer)
+    need_dS = (need_A and not A_via_xd) or (s.case.needs[0] and plan.dx != "merged")
+    composed = s.case.composed and bool(adapters)
+    if plan.grad == "one-pass" and adapters:
+        passes = 3 if composed else 1
+        pair = ((4 * t * N * r, passes * t * N + 2 * (N * r + t * r)) for t, r in adapters)
+        waste = _waste("one-pass", (r for _, r in adapters)) + (WASTE["joint"] if composed else 0.0)
+        yield _kernel("backward", "dS = s e B, dB = e' S", pair, s.e, waste, launches=3 + composed)
+    elif composed:
+        yield Step("backward", "e = g d", 0, s.e * 3 * T * N, 2, waste=WASTE["pass"])
+    for t, r in adapters:
+        if need_dS and plan.grad == "mm":
+            yield s.mm("backward", "dS = s d B", t, N, r)
+        if need_B and not B_via_xd and plan.grad == "mm":
+            yield s.mm("backward", "dB = s d' S", N, t, r)
+        if A_via_xd or B_via_xd:
+            yield s.mm("backward", "d' xd", N, t, K)
+        if A_via_xd:
+            yield s.mm("backward", "dA = s B' (d' xd)", r, N, K)
+        if B_via_xd:
+            yield s.mm("backward", "dB = s (d' xd) A'", N, K, r)
+
+
+def _dA(plan: Plan, s: _Shapes) -> Iterator[Step]:
+    """dA = dS' xd, and dropout'(dS A) where the same kernel makes it."""
+    K = s.case.K
+    need_A, _, A_via_xd, _ = _needs(plan, s)
+    dx_too = s.case.needs[0] and plan.dx == "routed"
+    by_kernel = plan.dx == "routed" or (plan.dx == "fused" and any(s.case.drops))
+    if by_kernel and s.case.ranks and (dx_too or need_A):
+        n = dx_too + need_A
         parts = ((n * 2 * t * R * K, n * (t * K + R * K + t * R)) for t, R, _ in s.adapters())
-        name = ", ".join(["dx = dropout'(dS A)"] * in_kernel + ["dA = dS' xd"] * need_A)
+        name = ", ".join(["dx = dropout'(dS A)"] * dx_too + ["dA = dS' xd"] * need_A)
         yield _kernel("backward", name, parts, s.e, _waste("inputs", s.R_a), launches=1 + need_A)
-    elif need_A and not via_xd_A:
+    elif need_A and not A_via_xd:
         yield from (s.mm("backward", "dA = dS' xd", R, t, K) for t, R, _ in s.adapters())
-    if not need_x:
-        return
+
+
+def _dx(plan: Plan, s: _Shapes) -> Iterator[Step]:
+    T, K = s.case.tokens, s.case.K
     written = plan.dx in ("before", "routed") and bool(s.case.ranks)  # onto which the base products accumulate
     if plan.dx == "before":
         yield from _low_rank_dx(s, written=True)
@@ -271,7 +291,7 @@ def _backward(plan: Plan, s: _Sizes) -> Iterator[Step]:
         yield from _low_rank_dx(s, written=False)
 
 
-def _low_rank_dx(s: _Sizes, written: bool) -> Iterator[Step]:
+def _low_rank_dx(s: _Shapes, written: bool) -> Iterator[Step]:
     """dropout'(dS A) of every adapter, written into dx or added to it."""
     K = s.case.K
     for t, R, drops in s.adapters():

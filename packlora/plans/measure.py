@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -41,11 +41,10 @@ class Measured:
     failed: dict[str, str] = field(default_factory=dict)
 
 
-def candidates(case: Case, device: torch.device, lossy: bool = False, limit: int = 10) -> tuple[Plan, ...]:
+def candidates(case: Case, device: torch.device, limit: int = 10) -> tuple[Plan, ...]:
     """The plans worth measuring: the plain chain, the usual kernels, the plan with the fewest FLOPs, those within FAR of the
-    best by estimated time; `limit` at most. A plan that computes again what the same plan could keep is only slower."""
-    plans = legal_plans(case, lossy)
-    plans = tuple(plan for plan in plans if plan.keep_s or replace(plan, keep_s=True) not in plans)
+    best by estimated time; `limit` at most."""
+    plans = legal_plans(case)
     roofline = machine(device, case.dtype, case.tf32)
     estimated = {plan: seconds(plan, case, roofline) for plan in plans}
     best = min(estimated.values())

@@ -1,4 +1,4 @@
-"""Planner: the plan for a case, at once. It never measures; that is tune.py's work.
+"""PlanChooser: the plan for a case, at once. It never measures; that is tune.py's work.
 
 Order of the evidence: what was measured on this device, else the cost model. Whatever the mode, a plan that was measured
 slower than the plain chain is not chosen.
@@ -12,12 +12,12 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from packlora.ops.lora_linear.layout import Layer, Run, situation
+from packlora.ops.lora_linear.layout import Layer, Run
 from packlora.ops.lora_linear.plan import CHAIN, Plan, ordered
 from packlora.plans.cache import PlanCache, Record, fastest
 from packlora.plans.case import Case
 from packlora.plans.cost import Machine, flops, machine, seconds
-from packlora.plans.space import RUNLORA_BACKWARD, RUNLORA_FORWARD, legal_plans, runlora_plan
+from packlora.plans.space import legal_plans
 
 Mode = Literal["auto", "flops", "time"]
 """auto: the fastest one measured; where nothing was measured, the fastest one by the roofline estimate. flops: the fewest
@@ -36,24 +36,21 @@ class Choice:
     chain_ms: float | None = None
 
 
-class Planner:
+class PlanChooser:
     """Chooses one plan per case and remembers it.
 
     Args:
         device: of the layers.
         mode: see Mode; by default auto on a GPU. On a CPU, where the products are the library's in every plan and the
             estimate would decide on a few per cent, time.
-        lossy: also plans that round more than the plain chain.
         cache: of measurements; by default the device's own.
     """
 
-    def __init__(
-        self, device: torch.device, mode: Mode | None = None, lossy: bool = False, cache: PlanCache | None = None
-    ) -> None:
+    def __init__(self, device: torch.device, mode: Mode | None = None, cache: PlanCache | None = None) -> None:
         mode = mode or ("auto" if device.type == "cuda" else "time")
         if mode not in get_args(Mode):
-            raise ValueError(f"planner mode {mode!r} is not one of {', '.join(get_args(Mode))}")
-        self.device, self.mode, self.lossy = device, mode, lossy
+            raise ValueError(f"mode {mode!r} is not one of {', '.join(get_args(Mode))}")
+        self.device, self.mode = device, mode
         self.cache = cache or PlanCache(device)
         self.choices: dict[Case, Choice] = {}
         """By case, in the order in which they were first asked for."""
@@ -71,27 +68,19 @@ class Planner:
 
     def plan_of(self, x: torch.Tensor, layers: Sequence[Layer], runs: Sequence[Run]) -> Plan:
         """The plan for a call of ops.lora_linear.group.lora_group with these operands."""
-        K = x.shape[-1]
-        T = x.numel() // K
+        T = x.numel() // x.shape[-1]
         who = tuple([(run.adapter, run.dropout > 0, run.base_dropped) for run in runs])
         covered = sum([run.stop - run.start for run in runs]) == T
         key = (x.dtype, T, covered, x.requires_grad, who, *map(id, layers))
         found = self._calls.get(key)
         if found is None or any(new is not old for new, old in zip(layers, found[0], strict=True)):
-            call = situation(layers, runs, T)
-            case = Case.of(
-                x.device, x.dtype, T, K, [len(layer.weight) for layer in layers],
-                [[low.rank if (low := layer.adapters.get(number)) else 0 for layer in layers] for number, _, _ in who],
-                [drop for _, drop, _ in who], [layer.bias is not None for layer in layers], covered,
-                (x.requires_grad, True, True), call.composed, call.base_dropped,
-            )  # fmt: skip
             if len(self._calls) > 100_000:  # token counts differ from microbatch to microbatch
                 self._calls.clear()
-            found = self._calls[key] = (tuple(layers), self.plan_for(case))
+            found = self._calls[key] = (tuple(layers), self.plan_for(Case.of_call(x, layers, runs)))
         return found[1]
 
     def _choose(self, case: Case) -> Choice:
-        plans = legal_plans(case, self.lossy)
+        plans = legal_plans(case)
         if len(plans) == 1:
             return Choice(CHAIN, "only one")
         record = self.cache.get(case.key)
@@ -126,29 +115,3 @@ def cheapest(plans: Iterable[Plan], case: Case, criterion: Criterion, roofline: 
     if criterion == "flops":
         return min(plans, key=lambda plan: (flops(plan, case), seconds(plan, case, roofline)))
     return min(plans, key=lambda plan: seconds(plan, case, roofline))
-
-
-def runlora_select(
-    case: Case, criterion: Criterion = "flops", roofline: Machine | None = None
-) -> tuple[str, str, Plan]:
-    """RunLoRA's own choice: names of the forward and of the backward, and the plan. The first of equals, as there.
-
-    Args:
-        case: of one adapter without dropout that owns all tokens of one layer, for nothing else is in RunLoRA.
-        roofline: needed for the estimated time.
-
-    Raises:
-        ValueError: another kind of case.
-    """
-    if not case.single or len(case.Ns) != 1 or any(case.drops) or case.composed:
-        raise ValueError(f"RunLoRA knows one adapter without dropout on one layer, not {case.key}")
-
-    def cost(plan: Plan, phase: Literal["forward", "backward"]) -> float:
-        if criterion == "flops":
-            return flops(plan, case, phase)
-        assert roofline is not None
-        return seconds(plan, case, roofline, phase)
-
-    forward = min(RUNLORA_FORWARD, key=lambda name: cost(runlora_plan(name, "b1"), "forward"))
-    backward = min(RUNLORA_BACKWARD, key=lambda name: cost(runlora_plan("forward1", name), "backward"))
-    return forward, backward, runlora_plan(forward, backward)

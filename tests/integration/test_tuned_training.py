@@ -13,13 +13,13 @@ from peft import LoraConfig, get_peft_model
 from test_training import adapter, config, distance, train
 
 import packlora
-from packlora.ops.lora_linear.plan import CHAIN, Plan
+from packlora.ops.lora_linear.plan import CHAIN, Plan, named_plan
 from packlora.plans.cache import PlanCache, Record
 
 Rows = Callable[..., str]
 Base = Callable[..., str]
 
-FASTEST = (Plan(dx="before", dB="xd", keep_s=False), Plan(dA="xd"), Plan(up="before"))
+FASTEST = (named_plan("forward1-backward2"), named_plan("forward1-backward3"), named_plan("base-added"))
 """In this order, of those that are legal."""
 JOBS: list[dict[str, Any]] = [
     {"name": "plain", "adapter": {"r": 4}, "train": {"global_batch_size": 3, "num_train_epochs": 2}},

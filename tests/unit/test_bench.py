@@ -17,7 +17,7 @@ from packlora.bench import graphs, layer, model, multi, run_bench, traffic
 from packlora.bench.options import Options, choose, plan_from_name
 from packlora.bench.progress import Progress
 from packlora.errors import InputError
-from packlora.ops.lora_linear.plan import CHAIN, ROUTED, Plan
+from packlora.ops.lora_linear.plan import CHAIN, PLANS, ROUTED, Plan
 from packlora.plans import timing
 from packlora.plans.timing import Contender, Timing, Timings, Work, geomean, paired
 
@@ -438,6 +438,11 @@ def test_only_chooses_contenders_and_cases() -> None:
 )
 def test_a_plan_is_found_by_its_name(plan: Plan) -> None:
     assert plan_from_name(plan.name) == plan
+
+
+def test_a_plan_of_the_list_is_found_by_its_short_name_and_by_its_parts() -> None:
+    for named in PLANS:
+        assert plan_from_name(named.name) == plan_from_name(named.plan.name) == named.plan
 
 
 @pytest.mark.parametrize(

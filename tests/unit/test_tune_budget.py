@@ -59,7 +59,7 @@ class World:
 def test_measuring_ends_when_the_time_is_over_and_another_call_goes_on(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    world, cases = World(monkeypatch, 0.2), cases_of_run(run, CPU)[0]
+    world, cases = World(monkeypatch, 0.25), cases_of_run(run, CPU)[0]
     cache = PlanCache(CPU, tmp_path / "plans.json")
     tune(run, CPU, progress=False, minutes=2, cache=cache)
     assert 100 < world.now <= 120

@@ -1,10 +1,10 @@
-"""Plan: one way to compute the operator of reference.py, forward and backward, named by its parts.
+"""Plan: one way to compute the operator of reference.py, forward and backward, named by its parts; PLANS: the ones in use.
 
 All plans compute the same function. They differ in which matrix products are formed, in what order, by which kernel, and in
-what is kept for the backward. `mm` is torch.mm (cuBLAS, MKL); `routed` and `one-pass` are Triton kernels, of kernels.py and
-gradient_kernels.py.
+what is kept for the backward. `mm` is torch.mm (cuBLAS, MKL); `routed` and `one-pass` are Triton kernels, of kernels/.
 
-Whether a plan computes a call is `why_not`'s to say, and nobody else's.
+Whether a plan computes a call, and on this device, is `why_not`'s to say, and nobody else's. Which of the plans that do is the
+fastest is estimated and measured in the room plans.
 
 Shapes: T tokens, K inputs, N outputs, r rank; x [T, K], W [N, K], A [r, K], B [N, r], d = dY [T, N], xd = dropout(x).
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 Down = Literal["mm", "routed"]
 """S = xd A'. mm: per run of tokens, on a dropped copy of x. routed: one kernel, dropout in registers, own adapter only."""
@@ -90,11 +90,9 @@ class Plan:
     def from_dict(values: dict[str, str | bool]) -> Plan:
         """The plan with these parts and the defaults of the others. Raises ValueError, naming the part, where a value is not
         one of the accepted ones."""
-        accepted = {
-            "down": ("mm", "routed"), "up": ("after", "before", "routed", "epilogue", "fused", "merged"),
-            "grad": ("mm", "one-pass"),
-            "dx": ("after", "before", "routed", "fused", "merged"), "dA": ("dS", "xd"), "dB": ("S", "xd"),
-            "keep_s": (True, False),
+        accepted: dict[str, tuple[Any, ...]] = {
+            "down": get_args(Down), "up": get_args(Up), "grad": get_args(Grad), "dx": get_args(Dx), "dA": get_args(ViaA),
+            "dB": get_args(ViaB), "keep_s": (True, False),
         }  # fmt: skip
         for name, value in values.items():
             if name not in accepted:
@@ -125,12 +123,103 @@ def _needs_triton(plan: Plan) -> bool:
 
 
 CHAIN = Plan()
-"""Plain products, always legal; see `ordered` for 16 bits."""
+"""Plain products, which compute every call; see `ordered` for 16 bits."""
 ROUTED = Plan("routed", "routed", "one-pass", "routed")
-"""The Triton kernels around two cuBLAS products; the usual choice on a GPU."""
+"""The Triton kernels around two cuBLAS products."""
+
+
+# --- the plans in use --------------------------------------------------------------------------------------------------
+
+
+class NamedPlan(NamedTuple):
+    """name: short, for commands and tables. use: where it is the fastest, or what else it is for."""
+
+    name: str
+    plan: Plan
+    use: str
+
+
+RUNLORA = (
+    NamedPlan("forward1-backward1", Plan(keep_s=False), "the plain chain that computes S again: the least memory"),
+    NamedPlan("forward1-backward2", Plan(dB="xd", keep_s=False), "no case known: for comparison with the paper"),
+    NamedPlan("forward1-backward3", Plan(dA="xd", dB="xd", keep_s=False), "ranks near the width where no dx is wanted"),
+    NamedPlan("forward1-backward4", Plan(dx="merged", dA="xd", dB="xd", keep_s=False), "r over width / 4; lossy"),
+    NamedPlan("forward1-backward5", Plan(dx="merged", keep_s=False), "T over N; lossy"),
+    NamedPlan("forward2-backward1", Plan(up="merged", keep_s=False), "T over half the width; lossy"),
+    NamedPlan("forward2-backward2", Plan(up="merged", dB="xd", keep_s=False), "no case known; lossy"),
+    NamedPlan("forward2-backward3", Plan(up="merged", dA="xd", dB="xd", keep_s=False), "large r, no dx wanted; lossy"),
+    NamedPlan("forward2-backward4", Plan("mm", "merged", "mm", "merged", "xd", "xd", False), "r over width / 4; lossy"),
+    NamedPlan("forward2-backward5", Plan(up="merged", dx="merged", keep_s=False), "T over N and half the width; lossy"),
+)  # fmt: skip
+"""RunLoRA's (Cherniuk et al., arXiv 2312.03415) by the paper's names: one adapter without dropout, S never kept. Matrix
+products with their shapes, and FLOPs, multiply and add, with all three gradients:
+
+    forward1    x [T, K] W' + (x A') [T, r] B'                                       2 T (KN + Kr + rN)
+    forward2    x [T, K] (W + s B A)' [K, N], lossy                                  2 (KNr + TKN)
+    backward1   dA = (s d B)' [r, T] x      dB = s d' (x A')      dx = d W + (s d B) A    2 T (KN + 2rN + 3Kr)
+    backward2   dA = (s d B)' [r, T] x      dB = s (d' x) A'      dx = d W + (s d B) A    2 T (2KN + rN + 2Kr) + 2 KNr
+    backward3   dA = s B' (d' x) [N, K]     dB = s (d' x) A'      dx = d W + (s d B) A    2 T (2KN + rN + Kr) + 4 KNr
+    backward4   dA = s B' (d' x) [N, K]     dB = s (d' x) A'      dx = d (W + s B A)      4 TKN + 6 KNr
+    backward5   dA = (s d B)' [r, T] x      dB = s d' (x A')      dx = d (W + s B A)      2 T (KN + 2rN + 2Kr) + 2 KNr
+
+(backward3 and 4 are given as they are computed here, where d' x is formed once.) Those that merge a weight are lossy and are
+used only where they are asked for by name. forward3 and forward4 are forward1 and forward2 in another order of steps; the
+backwards 6 to 8 of RunLoRA's code never have the fewest FLOPs."""
+
+PLANS = (
+    NamedPlan("chain", CHAIN, "every call; few tokens; large ranks; the CPU"),
+    NamedPlan("base-added", Plan(up="before", dx="before"), "a CPU in float32: the base product comes last"),
+    NamedPlan("one-pass", Plan(grad="one-pass"), "one adapter without dropout on a GPU without the fused kernels"),
+    NamedPlan("kernels", ROUTED, "several adapters, and dropout, where no fused kernel is to be had"),
+    NamedPlan("kernels-mm-grad", Plan("routed", "routed", "mm", "routed"), "the same at ranks over 16"),
+    NamedPlan("kernels-mm-dx", Plan("routed", "routed", "one-pass", "after"), "many adapters, no dropout"),
+    NamedPlan("kernels-mm-up", Plan("routed", "after", "one-pass", "routed"), "many tokens of adapters with dropout"),
+    NamedPlan("kernels-mm-up-grad", Plan("routed", "after", "mm", "routed"), "one adapter with dropout at ranks over 16"),
+    NamedPlan("epilogue", Plan("routed", "epilogue", "one-pass", "routed"), "float32 and DoRA with many small adapters"),
+    NamedPlan("epilogue-mm-grad", Plan("routed", "epilogue", "mm", "routed"), "the same at ranks over 16"),
+    NamedPlan("epilogue-one-pass", Plan("mm", "epilogue", "one-pass", "after"), "DoRA of rank 16 without dropout"),
+    NamedPlan("epilogue-mm", Plan("mm", "epilogue", "mm", "after"), "DoRA without dropout at ranks over 16"),
+    NamedPlan("fused-up-products", Plan("mm", "fused", "mm", "after"), "16 bits on Hopper: ranks of hundreds"),
+    NamedPlan("fused-products", Plan("mm", "fused", "mm", "fused"), "16 bits on Hopper: DoRA at large ranks"),
+    NamedPlan("fused-up-mm-down", Plan("mm", "fused", "one-pass", "routed"), "16 bits on Hopper: several layers, no dropout"),
+    NamedPlan("fused-mm-down", Plan("mm", "fused", "one-pass", "fused"), "16 bits on Hopper: one adapter without dropout"),
+    NamedPlan("fused-up", Plan("routed", "fused", "one-pass", "routed"), "16 bits on Hopper: dropout, many adapters, small K"),
+    NamedPlan("fused", Plan("routed", "fused", "one-pass", "fused"), "16 bits on Hopper: wide layers of rank 16"),
+    NamedPlan("fused-mm-grad", Plan("routed", "fused", "mm", "fused"), "16 bits on Hopper: ranks over 16"),
+    *RUNLORA,
+)  # fmt: skip
+"""What is chosen among, the plain chain first. A plan is here because somewhere in a wide grid of cases the best of the others
+takes over 1 % longer by the cost model, because it was chosen in a recorded result, or because RunLoRA's paper names it."""
+
+
+def named_plan(name: str) -> Plan:
+    """Raises ValueError where no plan of the list has the name."""
+    for one in PLANS:
+        if one.name == name:
+            return one.plan
+    raise ValueError(f"no plan is named {name!r}; there are {', '.join(one.name for one in PLANS)}")
 
 
 # --- which plans compute a call ----------------------------------------------------------------------------------------
+
+FUSED_MULTIPLE = 16
+"""What K and every N must be a multiple of for a fused product."""
+
+
+class Target(NamedTuple):
+    """What of the device and the sizes decides which plans are carried out there as they are written, and as exactly."""
+
+    on_gpu: bool
+    dtype: str
+    """Of x and W, for example bfloat16."""
+    no_kernels: str | None
+    """Why the Triton kernels do not run there; None where they do."""
+    copy_engine: bool
+    """Kernels may read through tensor descriptors (gpu.has_copy_engine)."""
+    rounds_first: bool
+    """16-bit products are rounded before they are added to anything (gpu.rounds_before_adding)."""
+    sizes: tuple[int, ...]
+    """K and every N."""
 
 
 class Situation(NamedTuple):
@@ -149,13 +238,18 @@ class Situation(NamedTuple):
     """One of them is DoRA under dropout that scales the base product of the dropped x: there are two base products."""
     double: bool = False
     """In float64, which the kernels do not compute."""
+    compiled: bool = False
+    """In a graph of torch.compile, as a registered operator."""
+    target: Target | None = None
+    """Where the plan is to be chosen without being asked for. None for a plan that somebody named: it gives way only where it
+    would not compute the call at all."""
 
 
 def why_not(plan: Plan, call: Situation) -> str | None:
-    """Why the plan does not compute the call, or None where it does. The plain chain, S kept or not, computes every call.
-
-    Whether this machine has what the plan needs, and whether the plan is worth it, is asked elsewhere (plans/space.py).
-    """
+    """Why the plan does not compute the call, there, to the chain's exactness; None where it does. The plain chain, S kept or
+    not, computes every call."""
+    if (plan.up, plan.dx, plan.rearranged, plan.needs_triton) == ("after", "after", False, False):
+        return None
     if call.base_dropped and (plan.rearranged or plan.needs_triton):
         return "DoRA that scales the base product of the dropped x has two base products, which the plain chain makes"
     if plan.lossy and call.dropped:
@@ -168,10 +262,32 @@ def why_not(plan: Plan, call: Situation) -> str | None:
         return "merged weights and products through d' xd are for plain LoRA"
     if plan.rearranged and not call.single:
         return "merged weights and products through d' xd are for one adapter that owns all tokens"
+    if plan.rearranged and call.compiled:
+        return "merged weights and products through d' xd are not in the registered operator"
     if plan.needs_triton and call.double:
         return "the kernels are not for float64"
     if plan.needs_triton and not call.low_rank:
         return "no adapter is there that the kernels could be for"
+    return None if call.target is None else _why_not_there(plan, call, call.target)
+
+
+def _why_not_there(plan: Plan, call: Situation, target: Target) -> str | None:
+    """It would round more than the chain, or the device has not what it takes."""
+    if call.base_dropped:
+        return "DoRA with two base products has the plain chain alone"
+    narrow = target.dtype in ("bfloat16", "float16")
+    adds_late = plan.up == "epilogue" or (plan.up == "routed" and target.rounds_first)
+    if plan.lossy:
+        return "a merged weight rounds more than the chain and was not asked for"
+    if adds_late and narrow and not call.composed:  # composed outputs are scaled, and rounded again, anyway
+        return "in 16 bits what is added to a rounded product is lost where it is small"
+    if "before" in (plan.up, plan.dx) and target.on_gpu and target.dtype == "float32":
+        return "float32 products on a GPU round more when they accumulate onto another product"
+    if plan.needs_triton and target.no_kernels is not None:
+        return target.no_kernels
+    divides = not any(size % FUSED_MULTIPLE for size in target.sizes)
+    if "fused" in (plan.up, plan.dx) and not (narrow and divides and target.copy_engine):
+        return f"fused kernels are for 16 bits and sizes that {FUSED_MULTIPLE} divides, on Hopper or a B200 (TMA)"
     return None
 
 

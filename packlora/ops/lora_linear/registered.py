@@ -41,11 +41,6 @@ def _width(plan: Plan, rank: int) -> int:
     return -(-rank // 16) * 16 if plan.needs_triton else rank
 
 
-def compilable(plan: Plan) -> bool:
-    """Whether the plan can run as a registered operator: those that merge weights or associate otherwise cannot."""
-    return not plan.rearranged
-
-
 def _prepare(
     x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, A_rK: torch.Tensor, B_Nr: torch.Tensor,
     magnitude_N: torch.Tensor | None, norm_N: torch.Tensor | None, scaling: float, plan: Plan,
