@@ -22,7 +22,7 @@ from packlora.adapters.spec import resolve
 from packlora.base.model import Base, prepare_model
 from packlora.data.encode import Sample
 from packlora.ops.lora_linear.plan import CHAIN, ROUTED, Plan
-from packlora.plans.select import Planner
+from packlora.plans.select import PlanChooser
 from packlora.runtime.collate import PackedSample
 from packlora.runtime.microbatch import MicrobatchResult, SingleDevice
 
@@ -43,7 +43,7 @@ ORDERS = {
 CHECKPOINTING = {"kept": None, "checkpointed": False, "reentrant": True}
 
 
-class Fixed(Planner):
+class Fixed(PlanChooser):
     """Always the same plan."""
 
     def __init__(self, plan: Plan) -> None:
