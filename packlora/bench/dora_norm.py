@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from packlora.bench.dora_peers import dense_norm, factored_norm, identity_norm
 from packlora.bench.model import LLAMA_8B
 from packlora.bench.options import Options, choose
+from packlora.bench.peers.dora import dense_norm, factored_norm, identity_norm
 from packlora.ops.row_norm.row_norm import NormProblem, row_norm, row_norms, squared_row_norm
 from packlora.plans.timing import Contender, Timings, Work, paired
 

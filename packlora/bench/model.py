@@ -21,8 +21,9 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedConfig, Qwen2Config
 
-from packlora.bench.layer import accelerated, progress_line, under_autocast
+from packlora.bench.layer import accelerated, progress_line
 from packlora.bench.options import Options, Outcome, choose
+from packlora.bench.peers.peft import under_autocast
 from packlora.bench.results import text_table
 from packlora.plans.timing import Contender, Timings, Work, paired, stepped
 

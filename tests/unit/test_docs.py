@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import readme
+from packlora.bench.studies import readme
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -16,7 +16,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 
 def test_figures_in_the_readme_are_those_of_the_result_files() -> None:
     text = (ROOT / "README.md").read_text()
-    assert readme.filled(text) == text, "run python -m benchmarks.readme"
+    assert readme.filled(text) == text, "run python -m packlora.bench.studies.readme"
     assert text.count("x)") >= 4
 
 

@@ -1,6 +1,6 @@
 """Write the README's figures from the files in benchmarks/results, so that none stands there without its source.
 
-python -m benchmarks.readme
+python -m packlora.bench.studies.readme
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[3]
 MARKS = re.compile(r"(<!-- figures: .*? -->\n).*?(<!-- /figures -->)", re.DOTALL)
 
 

@@ -1,6 +1,8 @@
 """What DoRA's norm costs: the kernels against the ways of others, one module at a time and all modules of a model at once.
 
-python -m benchmarks.row_norm_probe [--sweep] [--seconds 1.0]; JSON goes to $OUT/row_norm.json, or the current folder.
+    python -m packlora.bench.studies.row_norm_probe [--sweep] [--seconds 1.0]
+
+JSON goes to $OUT/row_norm.json, or the current folder.
 """
 
 from __future__ import annotations
