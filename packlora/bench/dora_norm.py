@@ -16,7 +16,8 @@ from torch import nn
 from packlora.bench.model import LLAMA_8B
 from packlora.bench.options import Options, choose
 from packlora.bench.peers.dora import dense_norm, factored_norm, identity_norm
-from packlora.ops.row_norm.row_norm import NormProblem, row_norm, row_norms, squared_row_norm
+from packlora.ops.row_norm.row_norm import row_norm, row_norms, squared_row_norm
+from packlora.ops.row_norm.types import NormProblem
 from packlora.plans.timing import Contender, Timings, Work, paired
 
 SHAPES = [(4096, 4096), (28672, 8192)]

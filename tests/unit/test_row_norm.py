@@ -10,9 +10,10 @@ import torch
 from seeds import some
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from packlora.ops.row_norm import batch
 from packlora.ops.row_norm import row_norm as module
-from packlora.ops.row_norm.row_norm import NormProblem, RowChunks, row_norm, row_norms, squared_row_norm
+from packlora.ops.row_norm import tables
+from packlora.ops.row_norm.row_norm import row_norm, row_norms, squared_row_norm
+from packlora.ops.row_norm.types import NormProblem, RowChunks
 
 
 @pytest.fixture(params=["chunks", "kernels"])
@@ -76,10 +77,14 @@ def test_wide_ranks_by_tensor_descriptors(
 ) -> None:
     """Everything a multiple of 16; several blocks of rows, of ranks and of K, and parts of them."""
     pytest.importorskip("triton")
+    from packlora.ops.row_norm import triton_path
+
     launched: list[str] = []
-    launch = batch.launch
+    launch = triton_path.launch
     monkeypatch.setattr(
-        batch, "launch", lambda kernel, *args, **kw: (launched.append(kernel.__name__), launch(kernel, *args, **kw))
+        triton_path,
+        "launch",
+        lambda kernel, *args, **kw: (launched.append(kernel.__name__), launch(kernel, *args, **kw)),
     )
     monkeypatch.setattr(module, "KERNELS_ON_CPU", True)
     W, A, B = draw(N, K, r)
@@ -266,9 +271,9 @@ def test_how_a_module_s_sums_are_cut_is_its_own_affair() -> None:
     pytest.importorskip("triton")
     for block, ranks in ((16, (16, 16, 9)), (128, (384, 65, 200))):
         shapes = [(N, K, r) for (N, K), r in zip(((1024, 4096), (4096, 14336), (300, 2100)), ranks, strict=True)]
-        together = batch.make_items(shapes, block, True, torch.device("cpu")).tables
+        together = tables.make_items(shapes, block, True, torch.device("cpu")).tables
         for index, shape in enumerate(shapes):
-            alone = batch.make_items([shape], block, True, torch.device("cpu")).tables
+            alone = tables.make_items([shape], block, True, torch.device("cpu")).tables
             for name in ("gram", "fold", "cross", "tail", "finish"):
                 own = together[name][together[name][:, 0] == index]
                 assert torch.equal(own[:, 1:], alone[name][:, 1:]), name
@@ -286,10 +291,12 @@ def test_ranks_over_64_where_the_low_rank_part_is_nearly_all(r: int, a: str, way
 
 def test_a_small_budget_makes_more_batches_with_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
+    from packlora.ops.row_norm.triton_path import prepared
+
     monkeypatch.setattr(module, "KERNELS_ON_CPU", True)
     problems = [NormProblem(*draw(20, 64, 4), 1.0) for _ in range(5)]
-    assert [len(indices) for indices in batch.batches([batch.prepared(p) for p in problems])] == [5]
-    assert len(batch.batches([batch.prepared(p) for p in problems], 2000)) == 5
+    assert [len(indices) for indices in tables.batches([prepared(p) for p in problems])] == [5]
+    assert len(tables.batches([prepared(p) for p in problems], 2000)) == 5
     for one, two in zip(row_norms(problems), row_norms(problems, 2000), strict=True):
         assert torch.equal(one, two)
 
