@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-GROUND = {"activity", "config", "errors", "files", "result", "seeding", "terminal"}
+GROUND = {"config", "errors", "files", "result", "seeding", "terminal"}
 """Files beside the rooms that every room but ops may use; they use only one another."""
 MAY_USE: dict[str, set[str]] = {
     "ops": set(),
