@@ -49,6 +49,7 @@ class Case:
 
 
 def cases(options: Options) -> list[Case]:
+    """All cases, or the subset of `quick`; sizes of a toy on a CPU."""
     if options.tiny:
         return [Case(12, 40)]
     if options.quick:

@@ -71,6 +71,7 @@ class Case:
 
 
 def cases(options: Options) -> list[Case]:
+    """All cases, or the subset of `quick`; sizes of a toy on a CPU."""
     if options.tiny:
         return [Case(64, 96, 32, 16), Case(64, 64, 64, 8), Case(64, 96, 64, 16, 0.1)]
     if options.quick:

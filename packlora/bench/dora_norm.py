@@ -53,6 +53,7 @@ class Case:
 
 
 def cases(options: Options) -> list[Case]:
+    """All cases, or the subset of `quick`; sizes of a toy on a CPU."""
     if options.tiny:
         return [Case(96, 64, 8), Case(0, 0, 8, layers=1)]
     out = [Case(K, N, rank) for K, N in SHAPES for rank in RANKS]

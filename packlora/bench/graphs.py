@@ -59,6 +59,7 @@ SETTINGS = [
 
 
 def cases(options: Options) -> list[Case]:
+    """All cases, or the subset of `quick`; sizes of a toy on a CPU."""
     if options.tiny:
         return [Case("tiny", TINY, 2, 32, 24)]
     return SETTINGS[:1] if options.quick else SETTINGS

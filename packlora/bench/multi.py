@@ -52,6 +52,7 @@ class Case:
 
 
 def cases(options: Options) -> list[Case]:
+    """All cases, or the subset of `quick`; sizes of a toy on a CPU."""
     if options.tiny:
         return [Case(64, 96, 96), Case(64, 64, 96)]
     if options.quick:

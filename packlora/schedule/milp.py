@@ -60,9 +60,9 @@ def solve(tree: dict[str, Any], time_limit_s: float) -> dict[str, Any]:
     """
     problem = Problem(**tree)
     end = time.monotonic() + time_limit_s
-    alone = [content for content in problem.bins if problem.load(content) > problem.capacity]  # too long for the fill
+    too_long = [content for content in problem.bins if problem.load(content) > problem.capacity]
     others = [content for content in problem.bins if problem.load(content) <= problem.capacity]
-    problem.bound -= len(alone)
+    problem.bound -= len(too_long)
     opened, bins, better, stopped = problem.opened, others, False, "optimal"
     if len(others) > max(problem.bound, 0):
         if problem.multiple == 1:
@@ -89,10 +89,10 @@ def solve(tree: dict[str, Any], time_limit_s: float) -> dict[str, Any]:
         if found is not None and min(problem.load(content) for content in found[1:]) < tail:
             (opened, *bins), better = found, True
         stopped = why if stopped == "optimal" else stopped
-    bound = problem.bound + len(alone)
+    bound = problem.bound + len(too_long)
     if not better or stopped == "time limit":
         return {"opened": None, "bins": None, "stopped": stopped, "bound": bound}
-    bins = sorted(alone + bins, key=lambda content: -problem.load(content))
+    bins = sorted(too_long + bins, key=lambda content: -problem.load(content))
     return {"opened": opened, "bins": bins, "stopped": stopped, "bound": bound}
 
 

@@ -58,6 +58,8 @@ def peft_model(
 
 
 def under_autocast(call: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> Callable[..., torch.Tensor]:
+    """The call under torch.autocast to bfloat16."""
+
     def wrapped(x: torch.Tensor) -> torch.Tensor:
         with torch.autocast(device.type, torch.bfloat16):
             return call(x)
