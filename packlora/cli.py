@@ -189,7 +189,7 @@ def bench(
     """Measure packlora against the frozen model and PEFT."""
 
     def action() -> None:
-        from packlora.bench import run_bench
+        from packlora.bench.run import run_bench
 
         raise typer.Exit(run_bench(name, out, quick, device, only, layers, plots, ncu, parts, resume))
 

@@ -34,8 +34,9 @@ from packlora.ops import gpu
 from packlora.ops.lora_linear import launch
 from packlora.ops.lora_linear.group import lora_group
 from packlora.ops.lora_linear.plan import ROUTED, Plan
-from packlora.ops.row_norm import batch as row_norm_batch
 from packlora.ops.row_norm import row_norm
+from packlora.ops.row_norm import triton_path as row_norm_path
+from packlora.ops.row_norm.types import NormProblem
 
 TYPES = {
     torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64",
@@ -110,12 +111,12 @@ def captured(capability: int, kinds: dict[str, dict[str, Any]] = USUAL) -> list[
             rows[known] = {"case": case, **compiled(kernel, args, dict(constants), capability)}
 
     patches = [
-        mock.patch.object(launch, "launch", take), mock.patch.object(row_norm_batch, "launch", take),
+        mock.patch.object(launch, "launch", take), mock.patch.object(row_norm_path, "launch", take),
         mock.patch.object(launch, "packed_dropout", lambda x: capability >= 90 and x.element_size() == 2),
         mock.patch.object(row_norm, "KERNELS_ON_CPU", True),
         mock.patch.object(torch, "empty", torch.zeros),
         mock.patch.object(gpu, "capability", return_value=divmod(capability, 10)),
-        mock.patch.object(row_norm_batch, "capability", return_value=divmod(capability, 10)),
+        mock.patch.object(row_norm_path, "capability", return_value=divmod(capability, 10)),
     ]  # fmt: skip
     for patch in patches:
         patch.start()
@@ -141,9 +142,9 @@ def captured(capability: int, kinds: dict[str, dict[str, Any]] = USUAL) -> list[
                 continue
             case = f"norm, rank {rank}, A and B {dtypes}"
             weight, A, B = torch.zeros(512, 1024, dtype=torch.bfloat16), torch.zeros(rank, 1024), torch.zeros(512, rank)
-            problem = row_norm.NormProblem(weight, A.to(dtypes[0]), B.to(dtypes[1]), 0.5)
-            (ready,) = (row_norm_batch.prepared(problem),)
-            batch = row_norm_batch.batch_of([ready])
+            problem = NormProblem(weight, A.to(dtypes[0]), B.to(dtypes[1]), 0.5)
+            (ready,) = (row_norm_path.prepared(problem),)
+            batch = row_norm_path.batch_of([ready])
             stale = batch.stale(torch.zeros(1, 5, dtype=torch.int64))
             batch.run(stale, torch.zeros(512))
     return list(rows.values())

@@ -16,7 +16,8 @@ from packlora.ops.dropout import token_keys
 from packlora.ops.lora_linear import reference
 from packlora.ops.lora_linear.group import Layer, LowRank, Run, lora_group
 from packlora.ops.lora_linear.plan import CHAIN, Plan
-from packlora.ops.lora_linear.reference import Segment, weight_norm
+from packlora.ops.lora_linear.reference import Segment
+from packlora.ops.row_norm.reference import weight_norm
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

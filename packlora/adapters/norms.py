@@ -36,7 +36,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from packlora.adapters.siblings import remove_hooks
-from packlora.ops.row_norm.row_norm import NormProblem, RowChunks, row_norms, squared_row_norm, takes_kernels
+from packlora.ops.row_norm.row_norm import row_norms, squared_row_norm, takes_kernels
+from packlora.ops.row_norm.types import NormProblem, RowChunks
 
 _NUMBERS = itertools.count()
 _HANDLES: weakref.WeakValueDictionary[int, NormHandle] = weakref.WeakValueDictionary()
@@ -301,7 +302,7 @@ class RowNorms:
                 handle._watched = _Watched(handles)
             self._keep(handles, handle._watched.norms())
             return
-        from packlora.ops.row_norm.batch import batches
+        from packlora.ops.row_norm.tables import batches
 
         for place, indices in enumerate(batches([handle._problem() for handle in handles])):
             members = [handles[index] for index in indices]
@@ -388,7 +389,7 @@ class _Watched:
     """
 
     def __init__(self, handles: Sequence[NormHandle]) -> None:
-        from packlora.ops.row_norm.batch import addresses, batch_of
+        from packlora.ops.row_norm.triton_path import addresses, batch_of
 
         problems = [handle._problem() for handle in handles]
         self.addresses = addresses(problems)
@@ -404,7 +405,7 @@ class _Watched:
         ]
 
     def serves(self, handles: Sequence[NormHandle]) -> bool:
-        from packlora.ops.row_norm.batch import addresses
+        from packlora.ops.row_norm.triton_path import addresses
 
         return [handle.number for handle in handles] == self.numbers and addresses(
             [handle._problem() for handle in handles]

@@ -4,7 +4,7 @@
     packlora bench dora --out dora-h200.json --parts norm,compose        # these again; the file's other rows stay
 
 Each part is a file of its own (dora_*.py). The part quality measures nothing: it takes the figures of
-benchmarks/dora_fidelity.py and benchmarks/dora_convergence.py from their result files, which lie beside this one.
+studies/dora_fidelity.py and studies/dora_convergence.py from their result files, which lie beside this one.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from packlora.bench import PARTS, dora_compose, dora_layer, dora_model, dora_norm, model
-from packlora.bench.options import Options, Outcome
+from packlora.bench import dora_compose, dora_layer, dora_model, dora_norm, model
+from packlora.bench.options import PARTS, Options, Outcome
 from packlora.bench.results import device_slug, text_table
 from packlora.errors import InputError
 
@@ -62,7 +62,8 @@ def quality(options: Options) -> list[dict[str, Any]]:
     for name, keys in QUALITY.items():
         path = options.out.with_name(f"{name}-{device_slug(options.device)}.json")
         if not path.exists():
-            print(f"quality: {path} is not there; python -m benchmarks.{name.replace('-', '_')} writes it", flush=True)
+            study = f"packlora.bench.studies.{name.replace('-', '_')}"
+            print(f"quality: {path} is not there; python -m {study} writes it", flush=True)
             continue
         rows.append({"part": "quality", "case": name, **_taken(path, keys), "failed": {}})
     return rows

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from packlora.bench.compose import compose, near_unity_errors
 from packlora.bench.options import Options, choose
+from packlora.bench.peers.compose import compose, near_unity_errors
 from packlora.plans.timing import Contender, Timings, Work, geomean, paired
 
 SHAPES = [
@@ -34,7 +34,7 @@ PROTOCOL = (
     "eager, as in the paper's benchmark; out of place. _both: with the backward from a dense random gradient, dg too. copy: "
     "torch's copy of as many bytes as the forward moves. bandwidth: bytes that must be moved per second; of_copy: its share of "
     "the copy's in the same loop. near-unity: largest absolute error of base + delta and of delta against float64 for "
-    "g = 1 + spread * normal noise, base of unit variance, 2048 x 8192; see ops.compose.near_unity_errors for the forms."
+    "g = 1 + spread * normal noise, base of unit variance, 2048 x 8192; see peers.compose.near_unity_errors for the forms."
 )
 
 
@@ -49,6 +49,7 @@ class Case:
 
 
 def cases(options: Options) -> list[Case]:
+    """All cases, or the subset of `quick`; sizes of a toy on a CPU."""
     if options.tiny:
         return [Case(12, 40)]
     if options.quick:

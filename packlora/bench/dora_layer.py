@@ -18,9 +18,10 @@ from torch import nn
 
 from packlora.adapters.norms import RowNorms
 from packlora.bench import layer, multi
-from packlora.bench.dora_peers import PaperLayer, dense_norm
-from packlora.bench.layer import One, accelerated, check_close, peft_model, progress_line, under_autocast, work
+from packlora.bench.layer import accelerated, progress_line, work
 from packlora.bench.options import Options, choose, plan_from_name
+from packlora.bench.peers.dora import PaperLayer, dense_norm
+from packlora.bench.peers.peft import One, check_close, peft_model, under_autocast
 from packlora.ops.lora_linear.group import GroupState, Layer, LowRank, Run, lora_group
 from packlora.ops.row_norm.row_norm import row_norm, squared_row_norm
 from packlora.plans.select import PlanChooser
@@ -70,6 +71,7 @@ class Case:
 
 
 def cases(options: Options) -> list[Case]:
+    """All cases, or the subset of `quick`; sizes of a toy on a CPU."""
     if options.tiny:
         return [Case(64, 96, 32, 16), Case(64, 64, 64, 8), Case(64, 96, 64, 16, 0.1)]
     if options.quick:

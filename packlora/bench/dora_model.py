@@ -47,6 +47,8 @@ class Case:
 
 
 def cases(options: Options) -> list[Case]:
+    """All cases, or the subset of `quick`; sizes of a toy on a CPU."""
+
     def config(values: dict[str, Any], layers: int) -> Qwen3Config:
         changed = {**values, "num_hidden_layers": layers}
         return Qwen3Config(**changed, attn_implementation="sdpa", use_cache=False, tie_word_embeddings=False)

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from packlora.bench.dora_peers import dense_norm, factored_norm, identity_norm
 from packlora.bench.model import LLAMA_8B
 from packlora.bench.options import Options, choose
-from packlora.ops.row_norm.row_norm import NormProblem, row_norm, row_norms, squared_row_norm
+from packlora.bench.peers.dora import dense_norm, factored_norm, identity_norm
+from packlora.ops.row_norm.row_norm import row_norm, row_norms, squared_row_norm
+from packlora.ops.row_norm.types import NormProblem
 from packlora.plans.timing import Contender, Timings, Work, paired
 
 SHAPES = [(4096, 4096), (28672, 8192)]
@@ -52,6 +53,7 @@ class Case:
 
 
 def cases(options: Options) -> list[Case]:
+    """All cases, or the subset of `quick`; sizes of a toy on a CPU."""
     if options.tiny:
         return [Case(96, 64, 8), Case(0, 0, 8, layers=1)]
     out = [Case(K, N, rank) for K, N in SHAPES for rank in RANKS]

@@ -12,9 +12,10 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from packlora.bench.layer import accelerated, peft_model, progress_line
+from packlora.bench.layer import accelerated, progress_line
 from packlora.bench.model import TINY, build, causal_lm, peak_gib, table
 from packlora.bench.options import Options, Outcome, choose
+from packlora.bench.peers.peft import peft_model
 from packlora.ops.lora_linear.plan import Plan
 from packlora.plans.timing import Contender, Work, paired
 
@@ -58,6 +59,7 @@ SETTINGS = [
 
 
 def cases(options: Options) -> list[Case]:
+    """All cases, or the subset of `quick`; sizes of a toy on a CPU."""
     if options.tiny:
         return [Case("tiny", TINY, 2, 32, 24)]
     return SETTINGS[:1] if options.quick else SETTINGS

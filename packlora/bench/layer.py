@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from packlora.bench.options import Options, Outcome, choose, plan_from_name
+from packlora.bench.peers.peft import One, check_close, peft_model, under_autocast
 from packlora.bench.results import text_table
 from packlora.live.accelerate import accelerate
 from packlora.plans.timing import Contender, Work, geomean, paired, stepped
@@ -42,8 +42,6 @@ PROTOCOL = (
     "upstream gradient are random and dense. peak_mib: of one forward and backward beyond what was allocated before. host_us: "
     "until the host had launched everything. " + AHEAD
 )
-LARGEST_DIFFERENCE = 0.02
-"""Relative Frobenius distance to PEFT in bfloat16 (unit roundoff 0.004) beyond which a result is wrong, not rounded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,18 +76,6 @@ def cases(options: Options) -> list[Case]:
     return out + [Case(K, K, T, sweep=True) for K in (4096, 5120, 8192) for T in SWEEP_T if T not in (2048, 8192)]
 
 
-class One(nn.Module):
-    """A model of one linear layer, for PEFT to wrap."""
-
-    def __init__(self, weight_NK: nn.Parameter) -> None:
-        super().__init__()
-        self.linear = nn.Linear(weight_NK.shape[1], weight_NK.shape[0], bias=False, device="meta")
-        self.linear.weight = weight_NK
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x)  # type: ignore[no-any-return]
-
-
 @dataclass(frozen=True, slots=True)
 class Inputs:
     """What all contenders of a case share. x: [4, T / 4, K], a leaf that wants a gradient; dy: [4, T / 4, N]."""
@@ -112,35 +98,6 @@ class Inputs:
         weight = nn.Parameter(draw(case.N, case.K, scale=case.K**-0.5), requires_grad=False)
         A, B = draw(case.rank, case.K, scale=case.K**-0.5), draw(case.N, case.rank, scale=0.02)
         return Inputs(case, x, draw(4, case.T // 4, case.N), weight, A, B)
-
-
-def peft_model(
-    weight_NK: nn.Parameter,
-    A_rK: torch.Tensor,
-    B_Nr: torch.Tensor,
-    dropout: float,
-    wide: bool,
-    magnitude_N: torch.Tensor | None = None,
-) -> tuple[Any, One, list[nn.Parameter]]:
-    """A PEFT model of one layer with the given adapter values.
-
-    Args:
-        wide: float32 adapter parameters, PEFT's default; else the weight's type.
-        magnitude_N: makes it a DoRA adapter.
-
-    Returns:
-        The PEFT model, the module inside to call, and the parameters that train: A, B and the magnitude.
-    """
-    rank, dora = A_rK.shape[0], magnitude_N is not None
-    config = LoraConfig(r=rank, lora_alpha=2 * rank, lora_dropout=dropout, target_modules=["linear"], use_dora=dora)
-    model = get_peft_model(One(weight_NK), config, autocast_adapter_dtype=wide).train()
-    layer = model.base_model.model.linear
-    with torch.no_grad():
-        layer.lora_A["default"].weight.copy_(A_rK)
-        layer.lora_B["default"].weight.copy_(B_Nr)
-        if magnitude_N is not None:
-            layer.lora_magnitude_vector["default"].weight.copy_(magnitude_N)
-    return model, model.base_model.model, [p for p in model.parameters() if p.requires_grad]
 
 
 def work(
@@ -215,14 +172,6 @@ def accelerated(name: str, model: Any, example: dict[str, Any] | None = None) ->
     )
 
 
-def under_autocast(call: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> Callable[..., torch.Tensor]:
-    def wrapped(x: torch.Tensor) -> torch.Tensor:
-        with torch.autocast(device.type, torch.bfloat16):
-            return call(x)
-
-    return wrapped
-
-
 def compare_with_peft(model: Any, parameters: list[nn.Parameter], inputs: Inputs) -> None:
     """Results of an accelerated layer against the untouched PEFT layer. Raises AssertionError where they differ."""
     _, one, own = peft_model(inputs.weight_NK, inputs.A_rK, inputs.B_Nr, 0.0, wide=False)
@@ -231,21 +180,6 @@ def compare_with_peft(model: Any, parameters: list[nn.Parameter], inputs: Inputs
         y = call(inputs.x)
         results.append([y.detach(), *torch.autograd.grad(y, [inputs.x, *adapter], inputs.dy)])
     check_close(*results)
-
-
-def check_close(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> None:
-    """y, dx, dA, dB and the magnitude's gradient, where there is one, of two ways, by relative Frobenius distance.
-
-    Raises:
-        AssertionError: a distance is larger than rounding can make it, so the time of this contender means nothing.
-    """
-    names = ("y", "dx", "dA", "dB", "dm")[: len(ours)]
-    for name, own, other in zip(names, ours, theirs, strict=True):
-        distance = float((own.detach().float() - other.detach().float()).norm() / other.detach().float().norm())
-        if not distance <= LARGEST_DIFFERENCE:
-            raise AssertionError(
-                f"{name} differs from PEFT's by {distance:.2g}, at most {LARGEST_DIFFERENCE} is rounding"
-            )
 
 
 def run(options: Options) -> Outcome:

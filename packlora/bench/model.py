@@ -21,8 +21,9 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedConfig, Qwen2Config
 
-from packlora.bench.layer import accelerated, progress_line, under_autocast
+from packlora.bench.layer import accelerated, progress_line
 from packlora.bench.options import Options, Outcome, choose
+from packlora.bench.peers.peft import under_autocast
 from packlora.bench.results import text_table
 from packlora.plans.timing import Contender, Timings, Work, paired, stepped
 
@@ -240,6 +241,8 @@ class Case:
 
 
 def cases(options: Options) -> list[Case]:
+    """All cases, or the subset of `quick`; sizes of a toy on a CPU."""
+
     def config(kind: type[PreTrainedConfig], values: dict[str, Any], **changes: Any) -> PreTrainedConfig:
         made: PreTrainedConfig = kind(
             **{**values, **changes}, attn_implementation="sdpa", use_cache=False, tie_word_embeddings=False
@@ -264,6 +267,8 @@ def cases(options: Options) -> list[Case]:
 
 
 def layer_contender(name: str, base: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> Contender:
+    """One decoder layer by the names of adapted_copy, LoRA r 16; x and dy [samples, tokens, K]."""
+
     def make() -> Work:
         model, note = adapted_copy(name, base, 16, 0.1, example={"x": x.detach()[:1, :2]})
         inner = model if name == "frozen" else model.base_model.model

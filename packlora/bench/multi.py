@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from packlora.bench.layer import SHAPES, One, check_close, peft_model, progress_line, under_autocast, work
+from packlora.bench.layer import SHAPES, progress_line, work
 from packlora.bench.layer import summary as layer_summary
 from packlora.bench.layer import table as layer_table
 from packlora.bench.options import Options, Outcome, choose, plan_from_name
+from packlora.bench.peers.peft import One, check_close, peft_model, under_autocast
 from packlora.ops.lora_linear.group import GroupState, Layer, LowRank, Run, lora_group
 from packlora.plans.select import PlanChooser
 from packlora.plans.timing import Contender, Work, paired
@@ -51,6 +52,7 @@ class Case:
 
 
 def cases(options: Options) -> list[Case]:
+    """All cases, or the subset of `quick`; sizes of a toy on a CPU."""
     if options.tiny:
         return [Case(64, 96, 96), Case(64, 64, 96)]
     if options.quick:

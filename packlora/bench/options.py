@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 
+from packlora.bench.progress import Case, Progress
 from packlora.errors import InputError
 from packlora.ops.lora_linear.plan import PLANS, Plan
 
-if TYPE_CHECKING:
-    from packlora.bench.progress import Progress
+PARTS = {
+    "model": ("lora", "dora", "layers"),
+    "dora": ("norm", "compose", "layer", "multi", "model", "paper-model", "quality"),
+}
+"""Of benchmarks that can be measured in pieces; a piece replaces its rows in the file and leaves the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +62,6 @@ class Outcome:
     rows: list[dict[str, Any]]
     summary: dict[str, Any]
     table: list[str]
-
-
-class Labelled(Protocol):
-    @property
-    def label(self) -> str: ...
-
-
-Case = TypeVar("Case", bound=Labelled)
 
 
 def choose(

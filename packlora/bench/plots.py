@@ -22,7 +22,7 @@ FORMS = {
     "naive": ("g (s lora + base) - base", "#b5483a"), "rounded_g": ("(g - 1) base + g s lora, g rounded", "#d9822b"),
     "stable": ("the same, float32 g", "#53b3d1"), "direct": ("g (base + s lora), float32: packlora", "#0b6e99"),
 }  # fmt: skip
-"""Of ops.compose.near_unity_errors."""
+"""Of peers.compose.near_unity_errors."""
 
 
 def write_plots(name: str, rows: list[dict[str, Any]], out: Path) -> list[Path]:

@@ -6,14 +6,21 @@ import json
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
-from packlora.bench.options import Case
 from packlora.errors import InputError
 from packlora.files import write_json
 from packlora.runtime.prepare import source_commit
 
 Row = dict[str, Any]
+
+
+class Labelled(Protocol):
+    @property
+    def label(self) -> str: ...
+
+
+Case = TypeVar("Case", bound=Labelled)
 
 
 class Progress:

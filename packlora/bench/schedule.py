@@ -24,8 +24,8 @@ from packlora.bench.schedule_cases import (
     make_jobs,
     random_order,
 )
+from packlora.bench.schedule_plots import write_plots
 from packlora.bench.schedule_time import BATCH, CAPACITY, STAGES, measure
-from packlora.errors import InputError
 from packlora.schedule.bounds import padded
 from packlora.schedule.planner import Planner
 from packlora.schedule.simulate import check_causality, simulate
@@ -63,7 +63,7 @@ def run_schedule(out: Path, quick: bool = False, plots: bool = False) -> int:
         plots: also write pictures beside the file.
 
     Raises:
-        InputError: the file cannot be written, or matplotlib is wanted and missing.
+        InputError: the file cannot be written.
     """
     check_writable(out)
     rows = shape_rows(quick) + job_rows(quick) + padding_rows(quick) + time_rows(quick)
@@ -75,10 +75,6 @@ def run_schedule(out: Path, quick: bool = False, plots: bool = False) -> int:
         print(line)
     write_results(out, "schedule-cpu", PROTOCOL, rows, summary)
     if plots:
-        try:
-            from packlora.bench.schedule_plots import write_plots
-        except ImportError as error:
-            raise InputError(f"--plots needs matplotlib: {error}") from None
         for path in write_plots(rows, PUBLISHED, out):
             print(f"wrote {path}")
     return 0

@@ -13,11 +13,14 @@ import resource
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from packlora.bench.schedule_cases import SETS, make_cost, make_jobs
+from packlora.schedule.background import BackgroundPlanner
 from packlora.schedule.planner import Planner
+from packlora.schedule.types import Window
 
 CAPACITY, BATCH, STAGES = 4096, 16, 4
 
@@ -34,10 +37,10 @@ def main(samples: int, method: str, workers: int) -> None:
     """Plan everything once and print what it took."""
     before = _resident_mib("VmRSS")
     jobs = make_jobs(SETS["mix"], samples // 4, BATCH)
-    planner = Planner(jobs, CAPACITY, stages=STAGES, method=method, cost=make_cost("70b", STAGES), workers=workers)
+    planner = Planner(jobs, CAPACITY, stages=STAGES, method=method, cost=make_cost("70b", STAGES))
     begun, cpu = time.perf_counter(), _cpu_s()
     first, microbatches, noops, bound = 0.0, 0, 0, 0
-    for window in planner.windows():
+    for window in _windows(planner, workers):
         first = first or time.perf_counter() - begun
         microbatches += window.report.microbatches
         noops += window.report.noops
@@ -55,6 +58,15 @@ def main(samples: int, method: str, workers: int) -> None:
             }
         )
     )  # fmt: skip
+
+
+def _windows(planner: Planner, workers: int) -> Iterator[Window]:
+    """Made in this process, or ahead by `workers` others."""
+    if not workers:
+        yield from planner.windows()
+        return
+    with BackgroundPlanner(planner, workers) as background:
+        yield from background.windows()
 
 
 def _resident_mib(field: str) -> float:

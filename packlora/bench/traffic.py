@@ -16,7 +16,11 @@ from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
+import torch
+
+from packlora.bench.layer import Case, Inputs, contender
 from packlora.bench.results import text_table
+from packlora.plans.timing import FLUSH_BYTES
 
 METRICS = ("dram__bytes_read.sum", "dram__bytes_write.sum")
 CONTENDERS = ("frozen", "peft_bf16", "packlora")
@@ -33,23 +37,18 @@ def commands(folder: Path) -> list[str]:
     """
     lines = [f"mkdir -p {folder}"]
     for width in WIDTHS:
-        for contender in CONTENDERS:
+        for name in CONTENDERS:
             lines.append(
                 f"ncu --metrics {','.join(METRICS)} --csv --page raw --print-units base --profile-from-start off "
                 "--cache-control none --clock-control none --target-processes all "
-                f"--log-file {folder / f'{contender}-{width}.csv'} "
-                f"{sys.executable} -m packlora.bench.traffic run {contender} {width}"
+                f"--log-file {folder / f'{name}-{width}.csv'} "
+                f"{sys.executable} -m packlora.bench.traffic run {name} {width}"
             )
     return [*lines, f"{sys.executable} -m packlora.bench.traffic table {folder}/*.csv"]
 
 
 def run_counted(contender_name: str, width: int) -> None:
     """Warm up, then one forward and backward between the profiler's start and stop, with L2 flushed before it."""
-    import torch
-
-    from packlora.bench.layer import Case, Inputs, contender
-    from packlora.plans.timing import FLUSH_BYTES
-
     device = torch.device("cuda")
     work = contender(contender_name, Inputs.random(Case(width, width, TOKENS), device)).make()
     for _ in range(5):

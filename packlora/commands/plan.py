@@ -18,7 +18,6 @@ from rich.table import Table
 from rich.text import Text
 
 import packlora
-from packlora.activity import Activity, Told, silent
 from packlora.base.device import choose_device
 from packlora.config import Run
 from packlora.errors import InputError
@@ -31,6 +30,7 @@ from packlora.runtime.profiler import Prediction, Profile
 from packlora.schedule.planner import Planner
 from packlora.schedule.simulate import simulate
 from packlora.schedule.types import Microbatch
+from packlora.terminal import Activity, Told, silent
 
 SAMPLES_SHOWN = 200_000
 """Samples that are planned for the figures; of a longer run the first windows, scaled up."""

@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from packlora.activity import Told, silent
 from packlora.config import DataConfig
 from packlora.data.readers import Row
 from packlora.errors import InputError, quoted
+from packlora.terminal import Told, silent
 
 ENCODE_BATCH = 1000
 """Rows tokenized in one call: enough to use the tokenizer's threads, little enough to keep memory flat."""

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from packlora.activity import Told, silent
 from packlora.errors import InputError, quoted, shown
+from packlora.terminal import Told, silent
 
 FORMATS = "rows are {prompt, completion}, {messages} or {text}"
 ROLES = {

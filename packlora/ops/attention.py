@@ -1,6 +1,6 @@
 """Causal attention over packed samples, each isolated from the others; no mask of size T x T exists.
 
-Two ways, chosen by what is given:
+Two paths, chosen by what is given:
 
 - varlen: one call of torch's flash attention over all samples, which are told apart by where they begin. For bfloat16 and
   float16 on a GPU, without a softcap. Its backward is deterministic under torch.use_deterministic_algorithms(True).
@@ -180,11 +180,11 @@ def _by_sample(
     groups = q_HTD.shape[0] // k_hTD.shape[0]
     if groups > 1:
         k_hTD, v_hTD = k_hTD.repeat_interleave(groups, 0), v_hTD.repeat_interleave(groups, 0)
-    runs = list(_runs(lengths, batch=q_HTD.device.type == "cpu" and softcap is None))
+    stacks = list(_stacks(lengths, batch=q_HTD.device.type == "cpu" and softcap is None))
     out = []
     for (length, count), *parts in zip(
-        runs,
-        *(tensor.split([length * count for length, count in runs], 1) for tensor in (q_HTD, k_hTD, v_hTD)),
+        stacks,
+        *(tensor.split([length * count for length, count in stacks], 1) for tensor in (q_HTD, k_hTD, v_hTD)),
         strict=True,
     ):
         q, k, v = (part.unflatten(1, (count, length)).transpose(0, 1) for part in parts)  # [count, H, length, D]
@@ -199,7 +199,7 @@ def _by_sample(
     return torch.cat(out)
 
 
-def _runs(lengths: Sequence[int], batch: bool) -> Iterator[tuple[int, int]]:
+def _stacks(lengths: Sequence[int], batch: bool) -> Iterator[tuple[int, int]]:
     """(length, number) of the neighbours that are computed at once: if batch, those of equal length.
 
     On the CPU torch's fused attention gives each sample of a batch the bits that it has alone, at half the time for

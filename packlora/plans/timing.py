@@ -13,16 +13,19 @@ host and GPU one after the other where they cannot overlap.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+Events = tuple[torch.cuda.Event, torch.cuda.Event]
+"""Before a run and after it."""
 FLUSH_BYTES = 256 * 2**20
 MORE_ROUNDS = 15
 """Of each kind that is added."""
@@ -232,59 +235,75 @@ def _rounds(
         waits: clock cycles that the GPU waits before each run, by contender: the times are ahead_ms.
         wall: wait for the GPU before and after each run: the times are wall_ms.
     """
-    gpu = device.type == "cuda"
-    events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in works}
-    gc.collect()
-    gc.freeze()  # what is there already need not be looked at again: a collection then takes microseconds
-    gc.disable()  # one inside a run would be charged to whoever it hits
-    first = time.perf_counter()
-    try:
-        began = first
+    events: dict[str, list[Events]] = {name: [] for name in works}
+    with _no_collections():
+        first = began = time.perf_counter()
         for number in range(count):
             if number and time.perf_counter() - began > LONG:
                 gc.collect()  # a cycle that holds a model's activations must not outlive its round
             began = time.perf_counter()
             for name in orders.sample(list(works), len(works)):
-                timing = timings.by_name[name]
+                timing, wait = timings.by_name[name], None if waits is None else waits[name]
                 try:
                     works[name].clear()
                     if scratch is not None:
                         scratch.fill_(number % 251)
-                    if waits is not None:
-                        torch.cuda._sleep(waits[name])
-                    if gpu:
-                        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-                        begin.record()
-                    if wall:
-                        torch.cuda.synchronize(device)
-                    start = time.perf_counter()
-                    works[name].step()
-                    if wall:
-                        torch.cuda.synchronize(device)
-                    seconds = time.perf_counter() - start
-                    if wall:
-                        timing.wall_ms.append(seconds * 1e3)
-                    elif gpu:
-                        end.record()
-                        events[name].append((begin, end))
-                    else:
-                        timing.ms.append(seconds * 1e3)
-                    if waits is None and not wall:
-                        timing.host_us.append(seconds * 1e6)
+                    events[name] += _timed_run(works[name], timing, device, wait, wall)
                     works[name].clear()
                 except Exception as error:
                     timing.error = _described(error)
                     del works[name]
-        if gpu and not wall:
+        if device.type == "cuda" and not wall:
             torch.cuda.synchronize(device)
             for name in works:
-                timing = timings.by_name[name]
-                into = timing.ms if waits is None else timing.ahead_ms
+                into = timings.by_name[name].ms if waits is None else timings.by_name[name].ahead_ms
                 into += [begin.elapsed_time(end) for begin, end in events[name]]
+    return time.perf_counter() - first
+
+
+def _timed_run(work: Work, timing: Timing, device: torch.device, wait: int | None, wall: bool) -> list[Events]:
+    """One run. On a GPU its events are returned, to be read after the loop, unless it is waited for; else its time is added.
+
+    Args:
+        wait: clock cycles that the GPU waits before the run; None: none, and the host's time is added.
+        wall: wait for the GPU before and after the run.
+    """
+    events: list[Events] = []
+    if wait is not None:
+        torch.cuda._sleep(wait)
+    if device.type == "cuda" and not wall:
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        events = [(begin, end)]
+        begin.record()
+    if wall:
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    work.step()
+    if wall:
+        torch.cuda.synchronize(device)
+    seconds = time.perf_counter() - start
+    for _, end in events:
+        end.record()
+    if wall:
+        timing.wall_ms.append(seconds * 1e3)
+    elif device.type != "cuda":
+        timing.ms.append(seconds * 1e3)
+    if wait is None and not wall:
+        timing.host_us.append(seconds * 1e6)
+    return events
+
+
+@contextlib.contextmanager
+def _no_collections() -> Iterator[None]:
+    """No garbage is collected but where it is asked for: a collection inside a run would be charged to whoever it hits."""
+    gc.collect()
+    gc.freeze()  # what is there already need not be looked at again: a collection then takes microseconds
+    gc.disable()
+    try:
+        yield
     finally:
         gc.enable()
         gc.unfreeze()
-    return time.perf_counter() - first
 
 
 def _described(error: Exception) -> str:

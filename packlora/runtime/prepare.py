@@ -16,7 +16,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from transformers import PreTrainedModel
 
 import packlora
-from packlora.activity import Told, silent
 from packlora.adapters.files import base_note, check_start, continued_config
 from packlora.adapters.spec import AdapterSpec, peft_config, resolve
 from packlora.base.demo_model import base_path
@@ -31,6 +30,7 @@ from packlora.data.readers import is_file_name, read_rows
 from packlora.errors import InputError
 from packlora.files import LOCK, TEMPORARY
 from packlora.runtime.job import learning_rates
+from packlora.terminal import Told, silent
 
 AUTO_BUDGET = {"cpu": 2048, "cuda": 8192}
 """Tokens of a microbatch for max_tokens_per_microbatch: auto, by device, where no sample is longer and nothing better is

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from packlora.activity import Activity
 from packlora.adapters.attach import attach, keep_outputs
 from packlora.adapters.files import load_adapter
 from packlora.base.fingerprint import Fingerprint, fingerprint
@@ -32,6 +31,7 @@ from packlora.runtime.prepare import Prepared, SavedRun, check_output, make_outp
 from packlora.runtime.profiler import Profile
 from packlora.runtime.record import earlier_warnings, run_record, start_hash
 from packlora.runtime.trainer import Trainer
+from packlora.terminal import Activity
 
 FLOAT16_SCALE = 4096.0
 """Losses are multiplied with this before a float16 backward and gradients divided after it, so that small ones survive."""

@@ -20,7 +20,7 @@ from types import TracebackType
 from packlora.schedule.planner import Planner
 from packlora.schedule.process import Worker, WorkerError
 from packlora.schedule.solve import Task, finish, solve_window
-from packlora.schedule.types import Carry, Window
+from packlora.schedule.types import Carry, ScheduleError, Window
 from packlora.schedule.wire import task_to_json, window_from_json
 
 
@@ -35,16 +35,21 @@ class BackgroundPlanner:
 
     Args:
         planner: whose windows are wanted. Jobs may be added to it and removed from it on the way.
-        workers: processes, each of which has one window in work.
+        workers: processes, 1 or more, each of which has one window in work.
         seconds: after which a process is given up; None: never.
         command: of the processes; for tests.
+
+    Raises:
+        ScheduleError: fewer than one process.
     """
 
     def __init__(
         self, planner: Planner, workers: int = 1, seconds: float | None = 600.0, command: list[str] | None = None
     ) -> None:
+        if workers < 1:
+            raise ScheduleError(f"schedule: workers is {workers}, but must be 1 or more")
         self.planner, self.seconds = planner, seconds
-        self._workers = [Worker("window", command) for _ in range(max(workers, 1))]
+        self._workers = [Worker("window", command) for _ in range(workers)]
         self._idle: SimpleQueue[Worker] = SimpleQueue()
         for worker in self._workers:
             self._idle.put(worker)
@@ -114,6 +119,6 @@ class BackgroundPlanner:
         try:
             if self._closing:
                 raise WorkerError("closed", "the planner was closed")
-            return window_from_json(worker.ask({"kind": "window", "task": task_to_json(task)}, self.seconds))
+            return window_from_json(worker.ask({"task": task_to_json(task)}, self.seconds))
         finally:
             self._idle.put(worker)

@@ -13,6 +13,7 @@ def padded(tokens: int, multiple: int) -> int:
 
 
 def volume_bound(total: int, capacity: int) -> int:
+    """Bins of `capacity` tokens that hold `total` of them, if samples could be cut."""
     return -(-total // capacity)
 
 

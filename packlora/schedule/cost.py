@@ -43,9 +43,11 @@ class CostModel:
         return self.per_token * tokens + self.per_token_squared * squares + self.fixed
 
     def forward(self, microbatch: Microbatch, stage: int) -> float:
+        """Of a microbatch on a stage; see both."""
         return self.both(microbatch, stage)[0]
 
     def backward(self, microbatch: Microbatch, stage: int) -> float:
+        """Of a microbatch on a stage; see both."""
         return self.both(microbatch, stage)[1]
 
     def both(self, microbatch: Microbatch, stage: int) -> tuple[float, float]:

@@ -9,9 +9,12 @@ that the result does not depend on the machine; a time limit is for emergencies,
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from packlora.schedule.bounds import padded
 from packlora.schedule.columns import Class, choose_patterns, make_patterns
@@ -45,6 +48,11 @@ class Problem:
         return sum(padded(count, self.multiple) for count in tokens.values())
 
 
+def answer(request: dict[str, Any]) -> dict[str, Any]:
+    """Of the solver's process: see solve."""
+    return solve(request["problem"], request["time_limit_s"])
+
+
 def solve(tree: dict[str, Any], time_limit_s: float) -> dict[str, Any]:
     """Answer of a solver: opened, bins (None: keep what the heuristics found), a bound of new bins, and why it stopped.
 
@@ -52,9 +60,9 @@ def solve(tree: dict[str, Any], time_limit_s: float) -> dict[str, Any]:
     """
     problem = Problem(**tree)
     end = time.monotonic() + time_limit_s
-    alone = [content for content in problem.bins if problem.load(content) > problem.capacity]  # too long for the fill
+    too_long = [content for content in problem.bins if problem.load(content) > problem.capacity]
     others = [content for content in problem.bins if problem.load(content) <= problem.capacity]
-    problem.bound -= len(alone)
+    problem.bound -= len(too_long)
     opened, bins, better, stopped = problem.opened, others, False, "optimal"
     if len(others) > max(problem.bound, 0):
         if problem.multiple == 1:
@@ -81,10 +89,10 @@ def solve(tree: dict[str, Any], time_limit_s: float) -> dict[str, Any]:
         if found is not None and min(problem.load(content) for content in found[1:]) < tail:
             (opened, *bins), better = found, True
         stopped = why if stopped == "optimal" else stopped
-    bound = problem.bound + len(alone)
+    bound = problem.bound + len(too_long)
     if not better or stopped == "time limit":
         return {"opened": None, "bins": None, "stopped": stopped, "bound": bound}
-    bins = sorted(alone + bins, key=lambda content: -problem.load(content))
+    bins = sorted(too_long + bins, key=lambda content: -problem.load(content))
     return {"opened": opened, "bins": bins, "stopped": stopped, "bound": bound}
 
 
@@ -121,115 +129,154 @@ def _program(problem: Problem, bins: int, emptiest: bool, end: float) -> tuple[l
 
     emptiest: use all the bins and empty the last one; else use as few as can be.
     """
-    import numpy as np
-    from scipy.optimize import Bounds, LinearConstraint, milp
-    from scipy.sparse import coo_array
+    from scipy.optimize import Bounds, milp
 
-    # --- variables: y[class, bin] samples; u[bin] used (fewest bins); k[owner, bin] multiples (padding) ---
-    members: dict[tuple[int, int, bool], list[int]] = {}
-    for index in sorted(range(len(problem.lengths)), key=lambda i: (-problem.lengths[i], i)):
-        length = problem.lengths[index]
-        if length <= problem.capacity:
-            owner = problem.owners[index] if problem.multiple > 1 else 0
-            may = problem.room > 0 and (problem.allowed is None or problem.allowed[index])
-            members.setdefault((owner, length, may), []).append(index)
-    classes = sorted(members, key=lambda key: (-key[1], key[0], key[2]))
-    owners = sorted({owner for owner, _, _ in classes})
-    places = bins + 1  # the open bin is number 0
-    num_y = len(classes) * places
-    num_k = len(owners) * places if problem.multiple > 1 else 0
-    num_u = 0 if emptiest else bins
-    size = num_y + num_k + num_u
-    upper = np.zeros(size)
-    upper[num_y : num_y + num_k] = problem.capacity // problem.multiple
-    upper[num_y + num_k :] = 1
-    seen = 0
-    free = bins if not emptiest else bins - 1  # bins that are alike; the last one is not, where it is to be emptied
-    for c, key in enumerate(classes):
-        count = len(members[key])
-        seen += count
-        for b in range(places):
-            if b == 0:
-                ok = key[2] and key[1] <= problem.room
-            else:
-                ok = b <= seen or b > free
-            upper[c * places + b] = count if ok else 0
-
-    # --- rows ---
-    rows: list[int] = []
-    cols: list[int] = []
-    values: list[float] = []
-    low: list[float] = []
-    high: list[float] = []
-
-    def row(entries: list[tuple[int, float]], least: float, most: float) -> None:
-        for column, value in entries:
-            rows.append(len(low))
-            cols.append(column)
-            values.append(value)
-        low.append(least)
-        high.append(most)
-
-    for c, key in enumerate(classes):
-        row([(c * places + b, 1.0) for b in range(places)], len(members[key]), len(members[key]))
-    for b in range(places):
-        capacity = float(problem.room if b == 0 else problem.capacity)
-        if problem.multiple > 1:
-            for a, owner in enumerate(owners):
-                mine = [(c * places + b, float(key[1])) for c, key in enumerate(classes) if key[0] == owner]
-                row([*mine, (num_y + a * places + b, -float(problem.multiple))], -np.inf, 0.0)
-            load = [(num_y + a * places + b, float(problem.multiple)) for a in range(len(owners))]
-        else:
-            load = [(c * places + b, float(key[1])) for c, key in enumerate(classes)]
-        if b and not emptiest:
-            row([*load, (num_y + num_k + b - 1, -capacity)], -np.inf, 0.0)
-        else:
-            row(load, -np.inf, capacity)
-    if not emptiest:
-        for b in range(1, bins):
-            row([(num_y + num_k + b, 1.0), (num_y + num_k + b - 1, -1.0)], -np.inf, 0.0)
-        row([(num_y + num_k + b, 1.0) for b in range(bins)], max(problem.bound, 0), bins)
-
-    # --- objective ---
-    objective = np.zeros(size)
-    if not emptiest:
-        objective[num_y + num_k :] = 1
-    elif problem.multiple > 1:
-        objective[[num_y + a * places + bins for a in range(len(owners))]] = problem.multiple
-    else:
-        for c, key in enumerate(classes):
-            objective[c * places + bins] = key[1]
-
+    program = _Assignment(problem, bins, emptiest)
+    constraints = program.constraints()
     left = end - time.monotonic()
     if left <= 0:
         return None, "time limit"
     result = milp(
-        objective,
-        integrality=np.ones(size),
-        bounds=Bounds(np.zeros(size), upper),
-        constraints=LinearConstraint(coo_array((values, (rows, cols)), shape=(len(low), size)).tocsr(), low, high),
+        program.objective(),
+        integrality=np.ones(program.size),
+        bounds=Bounds(np.zeros(program.size), program.upper()),
+        constraints=constraints,
         options={"node_limit": problem.node_limit, "time_limit": left, "mip_rel_gap": 0.0},
     )
-    text = str(result.message).lower()
-    if result.status == 0:
-        stopped = "optimal"
-    elif "time limit" in text:
-        stopped = "time limit"
-    elif "limit" in text:
-        stopped = "node limit"
-    elif "infeasible" in text:
-        stopped = "optimal"  # there is no such packing
-    else:
-        stopped = "failed"
+    stopped = _stopped(result.status, str(result.message).lower())
     if result.x is None or stopped in ("time limit", "failed"):
         return None, stopped
-    contents: list[list[int]] = [[] for _ in range(places)]
-    for c, key in enumerate(classes):
-        waiting = iter(members[key])
-        for b in range(places):
-            contents[b] += [next(waiting) for _ in range(round(result.x[c * places + b]))]
-        if next(waiting, None) is not None:
-            return None, "failed"
-    if any(problem.load(content) > (problem.capacity if b else problem.room) for b, content in enumerate(contents)):
-        return None, "failed"  # within the solver's tolerances, but not in whole numbers
-    return contents, stopped
+    contents = program.contents(result.x)
+    return contents, "failed" if contents is None else stopped
+
+
+def _stopped(status: int, message: str) -> str:
+    if status == 0:
+        return "optimal"
+    if "time limit" in message:
+        return "time limit"
+    if "limit" in message:
+        return "node limit"
+    return "optimal" if "infeasible" in message else "failed"  # infeasible: there is no such packing
+
+
+class _Assignment:
+    """The integer program that puts every sample in a bin; the open bin is number 0.
+
+    Variables: y[class, bin], samples of a class (of one length, which may go into the same bins); with padding k[owner, bin],
+    multiples that an owner's tokens are padded to; for the fewest bins u[bin], 1 where a new bin is used.
+    """
+
+    def __init__(self, problem: Problem, bins: int, emptiest: bool) -> None:
+        self.problem, self.bins, self.emptiest = problem, bins, emptiest
+        self.members: dict[tuple[int, int, bool], list[int]] = {}
+        for index in sorted(range(len(problem.lengths)), key=lambda i: (-problem.lengths[i], i)):
+            length = problem.lengths[index]
+            if length <= problem.capacity:
+                owner = problem.owners[index] if problem.multiple > 1 else 0
+                may = problem.room > 0 and (problem.allowed is None or problem.allowed[index])
+                self.members.setdefault((owner, length, may), []).append(index)
+        self.classes = sorted(self.members, key=lambda key: (-key[1], key[0], key[2]))
+        self.owners = sorted({owner for owner, _, _ in self.classes})
+        self.places = bins + 1
+        self.first_k = len(self.classes) * self.places
+        self.first_u = self.first_k + (len(self.owners) * self.places if problem.multiple > 1 else 0)
+        self.size = self.first_u + (0 if emptiest else bins)
+
+    def y(self, c: int, b: int) -> int:
+        return c * self.places + b
+
+    def k(self, a: int, b: int) -> int:
+        return self.first_k + a * self.places + b
+
+    def u(self, b: int) -> int:
+        return self.first_u + b - 1
+
+    def upper(self) -> Any:
+        """Upper bounds of the variables: the i-th longest sample goes into one of the first i bins."""
+        upper = np.zeros(self.size)
+        upper[self.first_k : self.first_u] = self.problem.capacity // self.problem.multiple
+        upper[self.first_u :] = 1
+        seen = 0
+        alike = self.bins - 1 if self.emptiest else self.bins  # the last one is not, where it is to be emptied
+        for c, (_, length, may) in enumerate(self.classes):
+            count = len(self.members[self.classes[c]])
+            seen += count
+            for b in range(self.places):
+                fits = (may and length <= self.problem.room) if b == 0 else (b <= seen or b > alike)
+                upper[self.y(c, b)] = count if fits else 0
+        return upper
+
+    def constraints(self) -> Any:
+        """Every sample is in one bin, no bin holds too much, and used bins come first."""
+        from scipy.optimize import LinearConstraint
+        from scipy.sparse import coo_array
+
+        entries, least, most = zip(*self._rows(), strict=True)
+        at = [number for number, row in enumerate(entries) for _ in row]
+        columns = [column for row in entries for column, _ in row]
+        factors = [factor for row in entries for _, factor in row]
+        matrix = coo_array((factors, (at, columns)), shape=(len(entries), self.size)).tocsr()
+        return LinearConstraint(matrix, least, most)
+
+    def _rows(self) -> list[tuple[list[tuple[int, float]], float, float]]:
+        """(variable, factor) of each row, and the least and most of their sum."""
+        rows: list[tuple[list[tuple[int, float]], float, float]] = []
+        for c, key in enumerate(self.classes):
+            count = float(len(self.members[key]))
+            rows.append(([(self.y(c, b), 1.0) for b in range(self.places)], count, count))
+        for b in range(self.places):
+            load = self._load(b)
+            if self.problem.multiple > 1:
+                rows += self._padding(b)
+            capacity = float(self.problem.capacity if b else self.problem.room)
+            if b and not self.emptiest:
+                rows.append(([*load, (self.u(b), -capacity)], -math.inf, 0.0))
+            else:
+                rows.append((load, -math.inf, capacity))
+        if not self.emptiest:
+            rows += [([(self.u(b + 1), 1.0), (self.u(b), -1.0)], -math.inf, 0.0) for b in range(1, self.bins)]
+            used = [(self.u(b), 1.0) for b in range(1, self.places)]
+            rows.append((used, float(max(self.problem.bound, 0)), float(self.bins)))
+        return rows
+
+    def _load(self, b: int) -> list[tuple[int, float]]:
+        """Tokens in a bin."""
+        if self.problem.multiple > 1:
+            return [(self.k(a, b), float(self.problem.multiple)) for a in range(len(self.owners))]
+        return [(self.y(c, b), float(key[1])) for c, key in enumerate(self.classes)]
+
+    def _padding(self, b: int) -> list[tuple[list[tuple[int, float]], float, float]]:
+        """An owner's tokens in a bin are no more than its multiples."""
+        rows = []
+        for a, owner in enumerate(self.owners):
+            mine = [(self.y(c, b), float(key[1])) for c, key in enumerate(self.classes) if key[0] == owner]
+            rows.append(([*mine, (self.k(a, b), -float(self.problem.multiple))], -math.inf, 0.0))
+        return rows
+
+    def objective(self) -> Any:
+        """New bins, or tokens in the last one."""
+        objective = np.zeros(self.size)
+        if not self.emptiest:
+            objective[self.first_u :] = 1
+        else:
+            for column, tokens in self._load(self.bins):
+                objective[column] = tokens
+        return objective
+
+    def contents(self, values: Any) -> list[list[int]] | None:
+        """Samples of every bin; None where the values fit within the solver's tolerances, but not in whole numbers."""
+        contents: list[list[int]] = [[] for _ in range(self.places)]
+        for c, key in enumerate(self.classes):
+            waiting = list(self.members[key])
+            for b in range(self.places):
+                count = round(values[self.y(c, b)])
+                contents[b] += waiting[:count]
+                if count > len(waiting):
+                    return None
+                del waiting[:count]
+            if waiting:
+                return None
+        room = [self.problem.room] + [self.problem.capacity] * self.bins
+        fits = all(self.problem.load(content) <= most for content, most in zip(contents, room, strict=True))
+        return contents if fits else None

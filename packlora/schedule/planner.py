@@ -50,7 +50,6 @@ class Planner:
         cost: what a microbatch costs on each stage; with it, the schedule of a pipeline has the shortest simulated time, and
             microbatches may be filled less than they could be; without it, schedules have the fewest slots.
         window_rounds: rounds planned at once. Windows begin at its multiples.
-        workers: processes that plan ahead; 0: in this process, when a window is asked for.
         solver: of integer programs; None: HiGHS in a process of its own.
 
     Raises:
@@ -68,7 +67,6 @@ class Planner:
         time_limit_s: float = 10.0,
         cost: CostModel | None = None,
         window_rounds: int = WINDOW_ROUNDS,
-        workers: int = 0,
         solver: Solver | None = None,
     ) -> None:
         if method not in METHODS:
@@ -81,12 +79,10 @@ class Planner:
             raise ScheduleError(f"schedule: a microbatch of {capacity} tokens holds no multiple of {padding_multiple}")
         if time_limit_s <= 0:
             raise ScheduleError(f"schedule: time_limit_s is {time_limit_s:g}, but must be above 0")
-        if workers < 0:
-            raise ScheduleError(f"schedule: workers is {workers}, but must be 0 or more")
         if cost is not None and cost.stages != stages:
             raise ScheduleError(f"schedule: the cost model is of {cost.stages} stages, the pipeline has {stages}")
         self.capacity, self.stages, self.method, self.multiple = capacity, stages, method, padding_multiple
-        self.time_limit_s, self.cost, self.window_rounds, self.workers = time_limit_s, cost, window_rounds, workers
+        self.time_limit_s, self.cost, self.window_rounds = time_limit_s, cost, window_rounds
         self._solver = solver
         self._members: dict[str, _Member] = {}
         self._given = 0  # rounds below this are in windows that were handed out
@@ -142,13 +138,10 @@ class Planner:
         return finish(solve_window(task, self.solver_or_none()), task, carry)
 
     def windows(self, start_round: int = 0) -> Iterator[Window]:
-        """All windows from the one that holds start_round, whole; each with the no-ops that the one before it asks for."""
-        if self.workers:
-            from packlora.schedule.background import BackgroundPlanner
+        """All windows from the one that holds start_round, whole; each with the no-ops that the one before it asks for.
 
-            with BackgroundPlanner(self, self.workers) as background:
-                yield from background.windows(start_round)
-            return
+        Each is made when it is asked for; background.BackgroundPlanner makes them ahead.
+        """
         first, carry = self.window_start(start_round), Carry()
         while first < self.num_rounds:
             window = self.window(first, carry)

@@ -198,7 +198,7 @@ class MilpSolver:
         """{"opened", "bins", "stopped", "note"}; bins is None where the greedy packing stays."""
         if self.gave_up is not None:
             return _keep(self.gave_up, "")
-        request = {"kind": "milp", "problem": problem, "time_limit_s": time_limit_s}
+        request = {"problem": problem, "time_limit_s": time_limit_s}
         try:
             try:
                 answer: dict[str, Any] = self.worker.ask(request, time_limit_s + self.grace_s)

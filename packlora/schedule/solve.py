@@ -141,18 +141,18 @@ def _candidates(task: Task, capacity: int, lengths: list[list[list[int]]]) -> It
     if not present:
         return
     if task.method == "solo":
-        ways = [[[job] for job in present]]
+        grouped = [[[job] for job in present]]
     else:
-        ways = [
-            [[present[job] for job in group] for group in way]
-            for way in groupings([JobShape.of(lengths[job]) for job in present], capacity, task.stages)
+        grouped = [
+            [[present[job] for job in group] for group in groups]
+            for groups in groupings([JobShape.of(lengths[job]) for job in present], capacity, task.stages)
         ]
-    for way in ways:
-        queues = _queues(task, way)
+    for groups in grouped:
+        queues = _queues(task, groups)
         best, worse = None, 0
         for part in FILLS if task.stages > 1 and task.cost is not None else FILLS[:1]:
             fill = max(int(capacity * part) // task.multiple, 1) * task.multiple
-            candidate = _lay_out(task, way, queues, fill, partial(_greedy, task, fill))
+            candidate = _lay_out(task, groups, queues, fill, partial(_greedy, task, fill))
             yield candidate
             if best is None or candidate.score < best:
                 best, worse = candidate.score, 0

@@ -11,10 +11,12 @@ from packlora.schedule.types import Carry, Microbatch, PackReport, Placed, Windo
 
 
 def task_to_json(task: Task) -> dict[str, Any]:
+    """A tree of lists, mappings and numbers."""
     return asdict(task)
 
 
 def task_from_json(tree: dict[str, Any]) -> Task:
+    """The task, equal to the one that the tree was made from."""
     jobs = tuple(
         JobRounds(
             job["name"], job["first_batch"], job["first_round"],
@@ -29,6 +31,7 @@ def task_from_json(tree: dict[str, Any]) -> Task:
 
 
 def window_to_json(window: Window) -> dict[str, Any]:
+    """A tree of lists, mappings and numbers."""
     return {
         "first_round": window.first_round,
         "num_rounds": window.num_rounds,
@@ -42,6 +45,7 @@ def window_to_json(window: Window) -> dict[str, Any]:
 
 
 def window_from_json(tree: dict[str, Any]) -> Window:
+    """The window, equal to the one that the tree was made from."""
     report = tree["report"]
     return Window(
         tree["first_round"],

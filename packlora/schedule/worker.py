@@ -1,9 +1,10 @@
-"""What runs in the scheduler's own processes: integer programs and whole windows, one request a line on standard input.
+"""Entry point of the scheduler's own processes: one request a line on standard input.
 
-    python -m packlora.schedule.worker
+    python -m packlora.schedule.worker milp | window
 
 It answers on standard output, with signs of life between the answers while it is at work, and ends when its input does, so that
-it never outlives the process that started it.
+it never outlives the process that started it. What answers (milp.py, work.py) is imported late: the first sign of life must not
+wait for numpy or scipy on a busy machine, and a process imports what its own kind of request needs.
 """
 
 from __future__ import annotations
@@ -33,34 +34,21 @@ def main() -> None:
         except Exception as error:
             _say(answers, {"missing": f"scipy cannot be used ({error})"})
             return
+        from packlora.schedule.milp import answer
+    else:
+        from packlora.schedule.work import window as answer
     _say(answers, {"ready": True})
     for line in sys.stdin:
         _at_work.set()
         request = json.loads(line)
         try:
-            _say(answers, {"answer": _answer(request)})
+            _say(answers, {"answer": answer(request)})
         except InputError as error:
             _say(answers, {"input_error": str(error)})
         except Exception as error:
             _say(answers, {"error": f"{type(error).__name__}: {error}"})
 
 
-def _answer(request: dict[str, Any]) -> Any:
-    if request["kind"] == "milp":
-        from packlora.schedule.milp import solve
-
-        return solve(request["problem"], request["time_limit_s"])
-    from packlora.schedule.process import MilpSolver
-    from packlora.schedule.solve import solve_window
-    from packlora.schedule.wire import task_from_json, window_to_json
-
-    global _solver
-    if _solver is None:
-        _solver = MilpSolver()
-    return window_to_json(solve_window(task_from_json(request["task"]), _solver))
-
-
-_solver: Any = None
 _at_work = threading.Event()
 _at_work.set()  # on the start
 _writing = threading.Lock()

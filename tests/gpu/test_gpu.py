@@ -21,7 +21,8 @@ from group_cases import by_group
 from packlora.ops.attention import packed_attention
 from packlora.ops.dropout import dropped, layer_salt, token_keys
 from packlora.ops.lora_linear import reference
-from packlora.ops.lora_linear.reference import Segment, weight_norm
+from packlora.ops.lora_linear.reference import Segment
+from packlora.ops.row_norm.reference import weight_norm
 from packlora.plans.timing import MORE_ROUNDS, Contender, Work, paired
 
 pytestmark = [

@@ -19,7 +19,8 @@ from conftest import FAMILIES, TINY, tiny_model
 
 from packlora.ops import attention
 from packlora.ops.attention import packed_attention, uses_varlen, visible
-from packlora.ops.cross_entropy.linear_cross_entropy import IGNORE, linear_cross_entropy, softmax_gradient
+from packlora.ops.cross_entropy.linear_cross_entropy import linear_cross_entropy, softmax_gradient
+from packlora.ops.cross_entropy.reference import IGNORE
 
 pytestmark = [
     pytest.mark.gpu,

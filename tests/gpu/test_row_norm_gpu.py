@@ -13,8 +13,9 @@ from torch import nn
 from waits import no_waiting
 
 from packlora.adapters.norms import NormHandle, RowNorms
-from packlora.ops.row_norm import batch
-from packlora.ops.row_norm.row_norm import NARROW, NormProblem, row_norm, row_norms, squared_row_norm, takes_kernels
+from packlora.ops.row_norm import triton_path
+from packlora.ops.row_norm.row_norm import NARROW, row_norm, row_norms, squared_row_norm, takes_kernels
+from packlora.ops.row_norm.types import NormProblem
 
 pytestmark = [
     pytest.mark.gpu,
@@ -306,4 +307,4 @@ def test_tables_are_made_once() -> None:
         assert all(layer.right() for layer in layers)
     assert norms._together == made
     assert not any(torch.equal(layer.handle.get(), old) for layer, old in zip(layers, first, strict=True))
-    assert len(batch._BATCHES._values) < 65
+    assert len(triton_path._BATCHES._values) < 65

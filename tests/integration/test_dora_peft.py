@@ -35,7 +35,7 @@ from packlora.adapters.spec import resolve
 from packlora.commands.merge import merge_adapter
 from packlora.config import Run
 from packlora.live.dora import PLAN
-from packlora.ops.row_norm import row_norm
+from packlora.ops.row_norm import torch_path
 
 LAYERS = ["table", "one", "turned", "two", "grouped", "three"]
 """Of Net; "linear" is peft_live.py's."""
@@ -233,7 +233,7 @@ WIDE: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {
 def test_a_forward_makes_nothing_of_the_weight_s_size(
     make: Callable[[], tuple[nn.Module, torch.Tensor]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(row_norm.CHUNK_BYTES, "cpu", 4096)
+    monkeypatch.setitem(torch_path.CHUNK_BYTES, "cpu", 4096)
     torch.manual_seed(SEED)
     layer, x = make()
     size = layer.weight.numel()  # type: ignore[union-attr, operator]

@@ -162,7 +162,7 @@ def test_a_layer_called_by_itself_checks_by_itself() -> None:
 def looks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Modules in every check of data on a device; kernels run in the interpreter."""
     pytest.importorskip("triton")
-    from packlora.ops.row_norm.batch import Batch
+    from packlora.ops.row_norm.triton_path import Batch
 
     monkeypatch.setattr(ops, "KERNELS_ON_CPU", True)
     calls: list[int] = []

@@ -15,12 +15,12 @@ import pytest
 from typer.testing import CliRunner
 
 import packlora
-from packlora.activity import Activity
 from packlora.cli import app
 from packlora.commands.plan import make_plan
 from packlora.config import Run
 from packlora.errors import InputError
 from packlora.runtime.prepare import prepare
+from packlora.terminal import Activity
 
 Make = Callable[..., Run]
 
@@ -179,7 +179,7 @@ def test_on_a_terminal_one_line_moves_and_is_wiped_at_the_end() -> None:
 
 def test_elsewhere_only_what_takes_long_is_spoken_of(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("packlora.activity.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("packlora.terminal.time.monotonic", lambda: now[0])
     stream = io.StringIO()
     with Activity(stream) as told:
         for number in range(25):

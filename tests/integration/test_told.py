@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 import packlora
 from packlora import terminal
-from packlora.activity import Activity
 from packlora.cli import app
+from packlora.terminal import Activity
 
 
 class Terminal(io.StringIO):

@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import model_profile, readme
-from packlora.bench import graphs, layer, model, multi, run_bench, traffic
+from packlora.bench import graphs, layer, model, multi, traffic
 from packlora.bench.options import Options, choose, plan_from_name
+from packlora.bench.peers.peft import peft_model
 from packlora.bench.progress import Progress
+from packlora.bench.run import run_bench
+from packlora.bench.studies import model_profile, readme
 from packlora.errors import InputError
 from packlora.ops.lora_linear.plan import CHAIN, PLANS, ROUTED, Plan
 from packlora.plans import timing
@@ -369,7 +371,7 @@ def test_layer_inputs_are_random_and_dense() -> None:
 def test_peft_layer_holds_the_given_adapter_in_the_asked_type() -> None:
     inputs = layer.Inputs.random(layer.Case(64, 96, 32, rank=4, dropout=0.0), CPU)
     for wide in (False, True):
-        _, one, parameters = layer.peft_model(inputs.weight_NK, inputs.A_rK, inputs.B_Nr, 0.0, wide)
+        _, one, parameters = peft_model(inputs.weight_NK, inputs.A_rK, inputs.B_Nr, 0.0, wide)
         assert [p.dtype for p in parameters] == [torch.float32 if wide else torch.bfloat16] * 2
         W, A, B = (t.detach().double() for t in (inputs.weight_NK, inputs.A_rK, inputs.B_Nr))
         expected = inputs.x.detach().double() @ (W + 2.0 * B @ A).T
@@ -378,10 +380,10 @@ def test_peft_layer_holds_the_given_adapter_in_the_asked_type() -> None:
 
 def test_a_wrong_result_is_not_timed(monkeypatch: Any) -> None:
     inputs = layer.Inputs.random(layer.Case(64, 96, 32, dropout=0.0), CPU)
-    wrong, _, parameters = layer.peft_model(inputs.weight_NK, inputs.A_rK, inputs.B_Nr * 1.5, 0.0, wide=False)
+    wrong, _, parameters = peft_model(inputs.weight_NK, inputs.A_rK, inputs.B_Nr * 1.5, 0.0, wide=False)
     with pytest.raises(AssertionError, match=r"y differs from PEFT's by"):
         layer.compare_with_peft(wrong, parameters, inputs)
-    right, _, parameters = layer.peft_model(inputs.weight_NK, inputs.A_rK, inputs.B_Nr, 0.0, wide=False)
+    right, _, parameters = peft_model(inputs.weight_NK, inputs.A_rK, inputs.B_Nr, 0.0, wide=False)
     layer.compare_with_peft(right, parameters, inputs)
 
 
@@ -407,11 +409,11 @@ def test_models_of_a_case_share_their_frozen_weights_and_nothing_else() -> None:
 
 def test_a_module_that_packlora_leaves_to_peft_is_not_timed_as_packlora() -> None:
     inputs = layer.Inputs.random(layer.Case(64, 96, 32), CPU)
-    made, _, _ = layer.peft_model(inputs.weight_NK, inputs.A_rK, inputs.B_Nr, 0.0, wide=False)
+    made, _, _ = peft_model(inputs.weight_NK, inputs.A_rK, inputs.B_Nr, 0.0, wide=False)
     assert layer.accelerated("packlora:mm/before-mm/before", made, {"x": inputs.x}).startswith(
         "plan mm/before-mm/before,"
     )
-    made, _, _ = layer.peft_model(inputs.weight_NK, inputs.A_rK, inputs.B_Nr, 0.0, wide=False)
+    made, _, _ = peft_model(inputs.weight_NK, inputs.A_rK, inputs.B_Nr, 0.0, wide=False)
     made.base_model.model.linear.forward = made.base_model.model.linear.forward  # other code's
     with pytest.raises(AssertionError, match=r"(?s)not all modules were accelerated.*replaced by other code"):
         layer.accelerated("packlora", made, {"x": inputs.x})

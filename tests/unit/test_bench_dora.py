@@ -13,10 +13,13 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import dora_convergence, dora_fidelity, readme, small_updates
 from packlora.adapters import norms
-from packlora.bench import PARTS, dora, dora_compose, dora_layer, dora_model, dora_norm, dora_peers, model, run_bench
-from packlora.bench.options import Options
+from packlora.bench import dora, dora_compose, dora_layer, dora_model, dora_norm, model
+from packlora.bench.options import PARTS, Options
+from packlora.bench.peers import dora as dora_peers
+from packlora.bench.peers.peft import peft_model
+from packlora.bench.run import run_bench
+from packlora.bench.studies import dora_convergence, dora_fidelity, readme, small_updates
 from packlora.errors import InputError
 from packlora.plans.timing import Timing, Timings, paired
 
@@ -78,7 +81,7 @@ def test_paper_layer_is_the_layer_of_peft() -> None:
     lora = inputs.lora
     weight = nn.Parameter(lora.weight_NK.float(), requires_grad=False)
     paper = dora_peers.PaperLayer(weight, lora.A_rK, lora.B_Nr, inputs.magnitude_N, dora_layer.SCALING)
-    _, one, parameters = dora_layer.peft_model(weight, lora.A_rK, lora.B_Nr, 0.0, True, inputs.magnitude_N)
+    _, one, parameters = peft_model(weight, lora.A_rK, lora.B_Nr, 0.0, True, inputs.magnitude_N)
     results = []
     for call, own in ((paper, [paper.A, paper.B, paper.magnitude]), (one, parameters)):
         x = lora.x.detach().float().requires_grad_()
@@ -349,7 +352,7 @@ def test_rows_of_the_model_benchmark_know_their_part() -> None:
 def test_a_missing_or_broken_quality_file_is_said(tmp_path: Path, capsys: Any) -> None:
     options = Options(CPU, out=tmp_path / "dora-cpu.json")
     assert dora.quality(options) == []
-    assert "python -m benchmarks.dora_convergence writes it" in capsys.readouterr().out
+    assert "python -m packlora.bench.studies.dora_convergence writes it" in capsys.readouterr().out
     (tmp_path / "dora-fidelity-cpu.json").write_text(json.dumps({"summary": {}}))
     with pytest.raises(InputError, match="is not a result file with logit_cosine_min"):
         dora.quality(options)

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from packlora.bench import run_bench, schedule
+from packlora.bench import schedule
+from packlora.bench.run import run_bench
 from packlora.bench.schedule_cases import LENGTHS, SETS, are_estimates, draw_lengths, efficiency, make_cost, make_jobs
 from packlora.bench.schedule_cases import random_order as no_scheduler
 from packlora.errors import InputError

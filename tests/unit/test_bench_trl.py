@@ -1,4 +1,4 @@
-"""benchmarks/trl_losses.py and examples/trl_sft.py: what is compared, and, where TRL is installed, the example itself."""
+"""bench/studies/trl_losses.py and examples/trl_sft.py: what is compared, and, where TRL is installed, the example itself."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import packlora
-from benchmarks import readme, trl_losses
+from packlora.bench.studies import readme, trl_losses
 from packlora.errors import InputError
 
 

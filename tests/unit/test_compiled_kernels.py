@@ -16,7 +16,7 @@ from seeds import SOAK
 
 from packlora.ops.lora_linear import launch
 from packlora.ops.lora_linear.layout import make_group_tables, make_layout
-from packlora.ops.row_norm import batch as row_norm_batch
+from packlora.ops.row_norm import tables as row_norm_tables
 
 SHARED_KIB = {80: 163, 89: 99, 90: 227, 100: 227, 120: 99}
 """What a program can have, by compute capability."""
@@ -66,7 +66,7 @@ def test_places_and_ranks_in_a_group_s_tables_are_multiples_of_16(kind: dict[str
     assert layout.width % 16 == 0
 
 
-@pytest.mark.parametrize("block", row_norm_batch.SIZES)
+@pytest.mark.parametrize("block", row_norm_tables.SIZES)
 def test_places_and_ranks_in_a_batch_of_norms_are_aligned(block: int) -> None:
     """As the kernels are told: first ranks are multiples of their block, places in buffers of 16."""
     shapes = [
@@ -75,20 +75,20 @@ def test_places_and_ranks_in_a_batch_of_norms_are_aligned(block: int) -> None:
         (5, 40, 2 * block if block == 128 else 1),
         (64, 4112, block),
     ]
-    items = row_norm_batch.make_items(shapes, block, True, torch.device("cpu"))
+    items = row_norm_tables.make_items(shapes, block, True, torch.device("cpu"))
     for at in items.offsets:
         assert all(at[name] % 16 == 0 for name in ("split", "inverses", "gram", "G", "R", "Kp")), at
-    wide = block > row_norm_batch.WIDE
-    gram = block if wide else min(row_norm_batch.GRAM_R, block)
-    tail = row_norm_batch.WIDE_TAIL_R if wide else gram
-    fold = row_norm_batch.WIDE_FOLD_R if wide else gram
+    wide = block > row_norm_tables.WIDE
+    gram = block if wide else min(row_norm_tables.GRAM_R, block)
+    tail = row_norm_tables.WIDE_TAIL_R if wide else gram
+    fold = row_norm_tables.WIDE_FOLD_R if wide else gram
     tables = items.tables
     assert (tables["gram"][:, 1:3] % gram == 0).all()
     assert (tables["fold"][:, 1:3] % fold == 0).all()
-    assert (tables["cross"][:, 2] % row_norm_batch.SIZES[block].r == 0).all()
-    assert (tables["cross"][:, 3] % row_norm_batch.SIZES[block].k == 0).all()
+    assert (tables["cross"][:, 2] % row_norm_tables.SIZES[block].r == 0).all()
+    assert (tables["cross"][:, 3] % row_norm_tables.SIZES[block].k == 0).all()
     assert (tables["tail"][:, 2] % tail == 0).all()
-    assert (tables["bits"][:, 2] % row_norm_batch.FINGERPRINT == 0).all()
+    assert (tables["bits"][:, 2] % row_norm_tables.FINGERPRINT == 0).all()
 
 
 @pytest.mark.parametrize(

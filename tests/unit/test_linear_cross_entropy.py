@@ -1,4 +1,4 @@
-"""The fused output layer and loss against logits and torch's cross_entropy, written out."""
+"""The fused output layer and loss against its reference: logits and torch's cross_entropy."""
 
 from __future__ import annotations
 
@@ -11,14 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 
-from packlora.ops.cross_entropy.linear_cross_entropy import (
-    IGNORE,
-    ROWS_WITH_EQUAL_BITS,
-    chunk_rows,
-    linear_cross_entropy,
-)
+from packlora.ops.cross_entropy.linear_cross_entropy import ROWS_WITH_EQUAL_BITS, chunk_rows, linear_cross_entropy
+from packlora.ops.cross_entropy.reference import IGNORE
+from packlora.ops.cross_entropy.reference import cross_entropy as plain
 
 SHAPES = [(16, 8, 10), (77, 33, 131), (200, 40, 1), (65, 7, 4099), (1, 5, 3)]
 Case = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]
@@ -32,12 +28,6 @@ def case(L: int, D: int, V: int, dtype: torch.dtype = torch.float64, bias: bool 
     weights = torch.rand(L, dtype=torch.float64) + 0.1
     weights[L // 2] = 0
     return hidden, weight, torch.randn(V, dtype=dtype) if bias else None, labels, weights
-
-
-def plain(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor) -> torch.Tensor:
-    logits = F.linear(hidden, weight, bias)
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(wide, labels, reduction="none", ignore_index=IGNORE)
 
 
 @pytest.mark.parametrize("chunk_bytes", [None, 1, 100_000])
@@ -198,8 +188,9 @@ def test_operands_that_do_not_fit_are_refused() -> None:
 
 KERNEL = """
 import math, torch
-from packlora.ops.cross_entropy_kernel import softmax_gradient as kernel
-from packlora.ops.linear_cross_entropy import IGNORE, softmax_gradient
+from packlora.ops.cross_entropy.triton_path import softmax_gradient as kernel
+from packlora.ops.cross_entropy.reference import IGNORE
+from packlora.ops.cross_entropy.torch_path import softmax_gradient
 for C, V, dtype in ((3, 1, torch.float32), (6, 4096, torch.float32), (6, 9001, torch.float32), (7, 131, torch.float16)):
     logits = (3 * torch.randn(C, V)).to(dtype)
     labels, weights = torch.randint(V, (C,)), torch.rand(C)

@@ -15,7 +15,8 @@ from seeds import SEED
 
 from packlora.ops.dropout import token_keys
 from packlora.ops.lora_linear import reference
-from packlora.ops.lora_linear.reference import Segment, weight_norm
+from packlora.ops.lora_linear.reference import Segment
+from packlora.ops.row_norm.reference import weight_norm
 
 OPERANDS = ("A", "B", "magnitude", "bias")
 

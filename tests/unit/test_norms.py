@@ -17,7 +17,7 @@ from torch import nn
 from packlora.adapters import norms as module
 from packlora.adapters.norms import NormHandle, RowNorms
 from packlora.ops.row_norm import row_norm as ops
-from packlora.ops.row_norm.row_norm import RowChunks
+from packlora.ops.row_norm.types import RowChunks
 
 
 class Layer(nn.Module):
@@ -386,7 +386,7 @@ def test_around_the_forward_of_a_module_whatever_way_it_ends(way: str) -> None:
 def test_handles_that_nobody_asks_for_any_more_are_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of adapters that are not active; they are checked when they are asked for again."""
     pytest.importorskip("triton")
-    from packlora.ops.row_norm.batch import Batch
+    from packlora.ops.row_norm.triton_path import Batch
 
     monkeypatch.setattr(ops, "KERNELS_ON_CPU", True)
     looks: list[int] = []
@@ -429,14 +429,14 @@ def test_a_handle_that_a_window_did_not_check_at_its_begin_is_checked_when_it_is
 def test_a_step_moves_no_table(monkeypatch: pytest.MonkeyPatch) -> None:
     """After an optimizer step a window goes straight to the device: tables of addresses are not looked at again."""
     pytest.importorskip("triton")
-    from packlora.ops.row_norm import batch as row_norm_batch
+    from packlora.ops.row_norm import triton_path
 
     monkeypatch.setattr(ops, "KERNELS_ON_CPU", True)
     norms = RowNorms()
     layers = [Layer(norms, False) for _ in range(2)]
     with norms.checked():
         assert all(map(right, layers))
-    monkeypatch.setattr(row_norm_batch, "addresses", lambda problems: 1 / 0)
+    monkeypatch.setattr(triton_path, "addresses", lambda problems: 1 / 0)
     for change in ("adamw fused", "add_", "one element"):
         SEEN_ON_THE_HOST[change](layers[1])
         with norms.checked():
@@ -486,7 +486,7 @@ def test_nothing_kept_is_used_in_a_graph_and_nothing_of_a_graph_is_kept(
 
 def test_the_check_of_a_window_is_in_the_graph_once_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
-    from packlora.ops.row_norm.batch import Batch
+    from packlora.ops.row_norm.triton_path import Batch
 
     monkeypatch.setattr(ops, "KERNELS_ON_CPU", True)
     looks: list[int] = []
@@ -630,7 +630,7 @@ def test_on_the_device_only_modules_that_changed_are_computed(monkeypatch: pytes
 
 def test_a_window_looks_at_the_data_once(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
-    from packlora.ops.row_norm.batch import Batch
+    from packlora.ops.row_norm.triton_path import Batch
 
     monkeypatch.setattr(ops, "KERNELS_ON_CPU", True)
     looks = []

@@ -10,13 +10,14 @@ import torch
 from seeds import some
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from packlora.ops.row_norm import batch
 from packlora.ops.row_norm import row_norm as module
-from packlora.ops.row_norm.row_norm import NormProblem, RowChunks, row_norm, row_norms, squared_row_norm
+from packlora.ops.row_norm import tables
+from packlora.ops.row_norm.row_norm import row_norm, row_norms, squared_row_norm
+from packlora.ops.row_norm.types import NormProblem, RowChunks
 
 
 @pytest.fixture(params=["chunks", "kernels"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "kernels":
         pytest.importorskip("triton")
         monkeypatch.setattr(module, "KERNELS_ON_CPU", True)
@@ -54,7 +55,7 @@ SHAPES = [(1, 1, 1), (3, 5, 2), (70, 515, 24), (64, 128, 16), (129, 96, 33), (40
 
 @pytest.mark.parametrize(("N", "K", "r"), SHAPES)
 @pytest.mark.parametrize("low", [1e-3, 1.0])
-def test_as_exact_as_float32_at_any_shape(N: int, K: int, r: int, low: float, way: str) -> None:
+def test_as_exact_as_float32_at_any_shape(N: int, K: int, r: int, low: float, path: str) -> None:
     W, A, B = draw(N, K, r, low=low)
     as_exact_as_float32(W, A, B, 1.7, row_norm(W, A, B, 1.7))
 
@@ -76,10 +77,14 @@ def test_wide_ranks_by_tensor_descriptors(
 ) -> None:
     """Everything a multiple of 16; several blocks of rows, of ranks and of K, and parts of them."""
     pytest.importorskip("triton")
+    from packlora.ops.row_norm import triton_path
+
     launched: list[str] = []
-    launch = batch.launch
+    launch = triton_path.launch
     monkeypatch.setattr(
-        batch, "launch", lambda kernel, *args, **kw: (launched.append(kernel.__name__), launch(kernel, *args, **kw))
+        triton_path,
+        "launch",
+        lambda kernel, *args, **kw: (launched.append(kernel.__name__), launch(kernel, *args, **kw)),
     )
     monkeypatch.setattr(module, "KERNELS_ON_CPU", True)
     W, A, B = draw(N, K, r)
@@ -91,13 +96,13 @@ def test_wide_ranks_by_tensor_descriptors(
 
 
 @pytest.mark.parametrize(("a", "b"), [("float16", "float16"), ("float32", "float16"), ("float32", "bfloat16")])
-def test_adapters_in_other_dtypes(a: str, b: str, way: str) -> None:
+def test_adapters_in_other_dtypes(a: str, b: str, path: str) -> None:
     W, A, B = draw(50, 130, 20)
     A, B = A.to(getattr(torch, a)), B.to(getattr(torch, b))
     as_exact_as_float32(W, A, B, 0.5, row_norm(W, A, B, 0.5))
 
 
-def test_no_bit_of_float32_adapters_is_lost_where_rounding_them_would_show(way: str) -> None:
+def test_no_bit_of_float32_adapters_is_lost_where_rounding_them_would_show(path: str) -> None:
     """All of A is rounded down by float16, and W lies along B A: what is rounded off does not average out over K."""
     A, B = (1 + (0.3 + 0.6 * torch.rand(8, 512)) * 2**-11) * 2**-9, torch.rand(30, 8) + 0.5
     W = (B @ A).half()
@@ -106,7 +111,7 @@ def test_no_bit_of_float32_adapters_is_lost_where_rounding_them_would_show(way: 
     assert worst(got, want) < 1e-6
 
 
-def test_tiny_and_huge_rows_of_A_keep_their_bits_in_float16(way: str) -> None:
+def test_tiny_and_huge_rows_of_A_keep_their_bits_in_float16(path: str) -> None:
     W, A, B = draw(30, 200, 4)
     A *= torch.tensor([1e-12, 1e-3, 1e3, 1e8])[:, None]
     B *= torch.tensor([1e10, 1.0, 1e-4, 1e-9])
@@ -114,7 +119,7 @@ def test_tiny_and_huge_rows_of_A_keep_their_bits_in_float16(way: str) -> None:
 
 
 @pytest.mark.parametrize("left", [1e-1, 1e-3, 1e-5])
-def test_rows_that_cancel_are_as_exact_as_their_elements_in_float32(left: float, way: str) -> None:
+def test_rows_that_cancel_are_as_exact_as_their_elements_in_float32(left: float, path: str) -> None:
     """W + s B A is `left` times W in every third row. The sum of the three terms alone would be off by float32's rounding of
     ||W||^2, so the norm by its root: 3e-4 of ||W||. Element by element the error is that of one rounding of W + s B A in
     float32, about 6e-8 of ||W||, which is 6e-8 / left of the norm."""
@@ -131,7 +136,7 @@ def test_rows_that_cancel_are_as_exact_as_their_elements_in_float32(left: float,
     assert float((error[::3] * of_W[::3] / want[::3]).max()) <= 1.2e-7 / left
 
 
-def test_rows_that_vanish_give_eps_and_not_nan(way: str) -> None:
+def test_rows_that_vanish_give_eps_and_not_nan(path: str) -> None:
     W, A, B = draw(40, 64, 3)
     W[7] = 0
     B[7] = 0
@@ -143,7 +148,7 @@ def test_rows_that_vanish_give_eps_and_not_nan(way: str) -> None:
     as_exact_as_float32(W[[8, 9, 10]], A, B[[8, 9, 10]], 1.0, got[[8, 9, 10]])
 
 
-def test_nan_and_inf_stay_in_their_rows(way: str) -> None:
+def test_nan_and_inf_stay_in_their_rows(path: str) -> None:
     W, A, B = draw(40, 64, 3)
     W[3, 5], B[20, 1] = float("nan"), float("inf")
     got = row_norm(W, A, B, 1.0)
@@ -153,18 +158,18 @@ def test_nan_and_inf_stay_in_their_rows(way: str) -> None:
 
 
 @pytest.mark.parametrize("s", [0.0, -2.0])
-def test_scalings_of_zero_and_below(s: float, way: str) -> None:
+def test_scalings_of_zero_and_below(s: float, path: str) -> None:
     W, A, B = draw(33, 50, 4)
     as_exact_as_float32(W, A, B, s, row_norm(W, A, B, s))
 
 
-def test_rank_zero(way: str) -> None:
+def test_rank_zero(path: str) -> None:
     W, A, B = draw(8, 16, 0)
     assert worst(row_norm(W, A, B, 1.0), W.double().norm(dim=1)) < 1e-6
 
 
 @pytest.mark.parametrize("layout", ["transposed", "strided", "offset"])
-def test_weights_that_are_not_contiguous(layout: str, way: str) -> None:
+def test_weights_that_are_not_contiguous(layout: str, path: str) -> None:
     _, A, B = draw(33, 50, 4)
     whole = torch.randn(120, 120).mul(0.05).half()
     W = {"transposed": whole[:50, :33].T, "strided": whole[::2][:33, 1:51], "offset": whole[3:36, 7:57]}[layout]
@@ -180,18 +185,18 @@ def test_float64_stays_float64() -> None:
     assert row_norm(W.half(), A, B, 1.0).dtype == torch.float64
 
 
-def test_not_rounded_to_the_weight_s_dtype(way: str) -> None:
+def test_not_rounded_to_the_weight_s_dtype(path: str) -> None:
     W, A, B = draw(64, 64, 4)
     got = row_norm(W, A, B, 1.0)
     assert got.dtype == torch.float32
     assert not torch.equal(got, got.half().float())
 
 
-def test_base_norm_that_the_caller_kept_is_used(way: str) -> None:
+def test_base_norm_that_the_caller_kept_is_used(path: str) -> None:
     W, A, B = draw(40, 70, 5)
     base = squared_row_norm(W)
     assert torch.equal(row_norm(W, A, B, 1.0, base), row_norm(W, A, B, 1.0))
-    if way == "kernels":
+    if path == "kernels":
         assert worst(row_norm(W, A, B, 1.0, 4 * base), exact(W, A, B, 1.0)) > 0.1
 
 
@@ -214,7 +219,7 @@ class Largest(TorchDispatchMode):
         return self
 
 
-def test_nothing_of_the_size_of_the_weight_is_made_and_no_identity_matrix(way: str) -> None:
+def test_nothing_of_the_size_of_the_weight_is_made_and_no_identity_matrix(path: str) -> None:
     """Neither a float32 copy of W nor B A as a whole."""
     W, A, B = draw(512, 256, 4)
     with Largest().watching(W, A, B) as largest:
@@ -229,7 +234,7 @@ def test_budget_does_not_change_the_result_beyond_rounding() -> None:
         as_exact_as_float32(W, A, B, 1.0, row_norm(W, A, B, 1.0, budget_bytes=budget))
 
 
-def test_no_gradient_no_autocast_and_usable_after_inference_mode(way: str) -> None:
+def test_no_gradient_no_autocast_and_usable_after_inference_mode(path: str) -> None:
     W, A, B = draw(20, 40, 4)
     A.requires_grad_()
     with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
@@ -253,7 +258,7 @@ def mixture() -> list[NormProblem]:
     return [*out, NormProblem(W, A, B, 1.0), NormProblem(W.half(), A.half(), B, 2.0), NormProblem(W.half(), A, B, 0.0)]
 
 
-def test_a_batch_of_any_mixture_has_the_bits_of_each_alone(way: str) -> None:
+def test_a_batch_of_any_mixture_has_the_bits_of_each_alone(path: str) -> None:
     problems = mixture()
     for problem, got in zip(problems, row_norms(problems), strict=True):
         want = row_norm(problem.weight, problem.A, problem.B, problem.scaling)
@@ -266,9 +271,9 @@ def test_how_a_module_s_sums_are_cut_is_its_own_affair() -> None:
     pytest.importorskip("triton")
     for block, ranks in ((16, (16, 16, 9)), (128, (384, 65, 200))):
         shapes = [(N, K, r) for (N, K), r in zip(((1024, 4096), (4096, 14336), (300, 2100)), ranks, strict=True)]
-        together = batch.make_items(shapes, block, True, torch.device("cpu")).tables
+        together = tables.make_items(shapes, block, True, torch.device("cpu")).tables
         for index, shape in enumerate(shapes):
-            alone = batch.make_items([shape], block, True, torch.device("cpu")).tables
+            alone = tables.make_items([shape], block, True, torch.device("cpu")).tables
             for name in ("gram", "fold", "cross", "tail", "finish"):
                 own = together[name][together[name][:, 0] == index]
                 assert torch.equal(own[:, 1:], alone[name][:, 1:]), name
@@ -276,7 +281,7 @@ def test_how_a_module_s_sums_are_cut_is_its_own_affair() -> None:
 
 @pytest.mark.parametrize("r", [65, 128, 150, 300])
 @pytest.mark.parametrize("a", ["float32", "float16"])
-def test_ranks_over_64_where_the_low_rank_part_is_nearly_all(r: int, a: str, way: str) -> None:
+def test_ranks_over_64_where_the_low_rank_part_is_nearly_all(r: int, a: str, path: str) -> None:
     """All of the norm is B A A' B': blocks of A A' off the diagonal, several chunks of K, halves of A and of B. A and B have
     one sign, and A's second halves too, so that what was left out would add up."""
     A = ((1 + (0.3 + 0.6 * torch.rand(r, 1100)) * 2**-11) * 2**-4).to(getattr(torch, a))
@@ -286,22 +291,24 @@ def test_ranks_over_64_where_the_low_rank_part_is_nearly_all(r: int, a: str, way
 
 def test_a_small_budget_makes_more_batches_with_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
+    from packlora.ops.row_norm.triton_path import prepared
+
     monkeypatch.setattr(module, "KERNELS_ON_CPU", True)
     problems = [NormProblem(*draw(20, 64, 4), 1.0) for _ in range(5)]
-    assert [len(indices) for indices in batch.batches([batch.prepared(p) for p in problems])] == [5]
-    assert len(batch.batches([batch.prepared(p) for p in problems], 2000)) == 5
+    assert [len(indices) for indices in tables.batches([prepared(p) for p in problems])] == [5]
+    assert len(tables.batches([prepared(p) for p in problems], 2000)) == 5
     for one, two in zip(row_norms(problems), row_norms(problems, 2000), strict=True):
         assert torch.equal(one, two)
 
 
-def test_the_same_bits_every_time(way: str) -> None:
+def test_the_same_bits_every_time(path: str) -> None:
     W, A, B = draw(70, 2200, 40)
     first = row_norm(W, A, B, 1.0)
     assert all(torch.equal(first, row_norm(W.clone(), A.clone(), B.clone(), 1.0)) for _ in range(2))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
-def test_quantised_weights_are_read_in_chunks_of_rows(dtype: torch.dtype, way: str) -> None:
+def test_quantised_weights_are_read_in_chunks_of_rows(dtype: torch.dtype, path: str) -> None:
     _, A, B = draw(70, 64, 4)
     codes = torch.randint(-127, 128, (70, 64), dtype=torch.int8)
     asked: list[tuple[int, int]] = []

@@ -79,11 +79,11 @@ def test_a_request_larger_than_a_pipe_does_not_wait_for_a_stopped_process(short_
 def test_a_process_at_work_for_longer_than_the_silence_gives_signs_of_life(short_silence: None) -> None:
     code = """
         import time
-        import packlora.schedule.worker as worker
+        from packlora.schedule import work, worker
         def answer(request):
             time.sleep(request["seconds"])
             return "done"
-        worker._answer = answer
+        work.window = answer
         worker.main()
     """
     worker = Worker("window", [sys.executable, "-c", textwrap.dedent(code)])

@@ -12,6 +12,7 @@ import threading
 import time
 import warnings
 from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -69,13 +70,18 @@ def test_a_global_batch_without_samples_and_a_sample_without_tokens_are_refused(
         ({"padding_multiple": 128}, "a microbatch of 100 tokens holds no multiple of 128"),
         ({"window_rounds": 0}, "window_rounds is 0"),
         ({"time_limit_s": 0}, "time_limit_s is 0"),
-        ({"workers": -1}, "workers is -1"),
         ({"stages": 2, "cost": CostModel()}, "the cost model is of 1 stages, the pipeline has 2"),
     ],
 )
 def test_settings_out_of_range_are_refused(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ScheduleError, match=words):
         Planner([Lengths("a", [[3]])], 100, **settings)
+
+
+@pytest.mark.parametrize("workers", [-1, 0])
+def test_planning_ahead_needs_a_process(workers: int) -> None:
+    with pytest.raises(ScheduleError, match=f"workers is {workers}, but must be 1 or more"):
+        BackgroundPlanner(Planner([Lengths("a", [[3]])], 100), workers)
 
 
 def test_names_are_unique_and_only_jobs_that_are_there_leave() -> None:
@@ -167,12 +173,21 @@ def test_a_job_joins_and_another_leaves_a_running_plan() -> None:
 # --- planning ahead --------------------------------------------------------------------------------------------------------
 
 
+def windows_of(planner: Planner, workers: int) -> Iterator[Window]:
+    """Made in this process, or ahead by `workers` others."""
+    if not workers:
+        yield from planner.windows()
+        return
+    with BackgroundPlanner(planner, workers) as background:
+        yield from background.windows()
+
+
 def test_plans_are_the_same_whatever_the_number_of_workers() -> None:
     jobs = random_jobs(3, 500, batches=13, size=9)
     plans = []
     for workers in (0, 1, 3):
-        planner = Planner(jobs, 500, stages=3, window_rounds=4, workers=workers, method="auto")
-        plans.append(list(planner.windows()))
+        planner = Planner(jobs, 500, stages=3, window_rounds=4, method="auto")
+        plans.append(list(windows_of(planner, workers)))
         planner.close()
     assert len(plans[0]) == 4
     assert same(plans[0], plans[1]) and same(plans[0], plans[2])
@@ -181,9 +196,9 @@ def test_plans_are_the_same_whatever_the_number_of_workers() -> None:
 def test_jobs_join_and_leave_while_windows_are_planned_ahead() -> None:
     plans = []
     for workers in (0, 2):
-        planner = Planner(random_jobs(4, 300), 300, stages=2, window_rounds=3, workers=workers, method="greedy")
+        planner = Planner(random_jobs(4, 300), 300, stages=2, window_rounds=3, method="greedy")
         windows = []
-        for window in planner.windows():
+        for window in windows_of(planner, workers):
             windows.append(window)
             if window.first_round == 3:
                 planner.add(random_jobs(5, 300, 5)[-1], 7)
@@ -251,8 +266,8 @@ def test_a_planning_process_that_never_answers_or_cannot_start_is_given_up() -> 
 
 
 def test_an_input_error_of_a_window_planned_ahead_is_the_same_error() -> None:
-    planner = Planner([Lengths("a", [[3], [11]])], 10, workers=1, window_rounds=1)
-    windows = planner.windows()
+    planner = Planner([Lengths("a", [[3], [11]])], 10, window_rounds=1)
+    windows = windows_of(planner, 1)
     with pytest.raises(ScheduleError, match="job 'a': sample 1 has 11 tokens"), warnings.catch_warnings():
         list(windows)
 
@@ -272,8 +287,8 @@ def test_no_module_of_the_scheduler_imports_torch() -> None:
 def test_random_plans_of_one_process_prove_themselves() -> None:
     draw = random.Random(8)
     jobs = some_jobs(draw, 50, 4, 6, 8)
-    planner = Planner(jobs, 50, stages=3, workers=1, window_rounds=2, method="greedy")
-    plan = [mb for window in planner.windows() for mb in window.microbatches]
+    planner = Planner(jobs, 50, stages=3, window_rounds=2, method="greedy")
+    plan = [mb for window in windows_of(planner, 1) for mb in window.microbatches]
     assert wrong_contents(plan, jobs, 50) is None
     assert broken_rule(plan, 3) is None
 

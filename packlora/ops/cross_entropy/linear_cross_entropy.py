@@ -25,10 +25,9 @@ from typing import Any
 
 import torch
 
+from packlora.ops.cross_entropy import torch_path
 from packlora.ops.first_order import first_order
 
-IGNORE = -100
-"""Label of rows that count nothing: loss 0, gradient 0. The value of torch's cross_entropy."""
 CHUNK_BYTES = {"cpu": 2**26, "cuda": 2**28}
 """Of the logits of a chunk, and of their float32 copy where one is made. A GPU needs about 1,000 rows to read a large weight
 at the speed of its products."""
@@ -50,7 +49,7 @@ def linear_cross_entropy(
     Args:
         hidden_LD: [L, D]; the only operand that gets a gradient.
         weight_VD, bias_V: of the output layer, frozen, in hidden's dtype.
-        labels_L: int64; IGNORE counts nothing. A label outside the vocabulary gives NaN.
+        labels_L: int64; reference.IGNORE counts nothing. A label outside the vocabulary gives NaN.
         weights_L: of each loss in the total; None is 1 for each.
         chunk_bytes: memory for the logits of a chunk; None is CHUNK_BYTES of the device.
 
@@ -129,23 +128,7 @@ def softmax_gradient(
 ) -> torch.Tensor:
     """Losses [C] in the dtype of the weights. With gradient, the logits are overwritten: weight * (softmax - one-hot)."""
     if logits_CV.is_cuda and HAS_TRITON and logits_CV.dtype != torch.float64:
-        from packlora.ops.cross_entropy.kernel import softmax_gradient as kernel
+        from packlora.ops.cross_entropy import triton_path
 
-        return kernel(logits_CV, labels_C, weights_C, gradient)
-    V = logits_CV.shape[1]
-    ignored_C = labels_C == IGNORE
-    outside_C = ~ignored_C & ((labels_C < 0) | (labels_C >= V))
-    label_C1 = labels_C.masked_fill(ignored_C | outside_C, 0)[:, None]
-    wide_CV = logits_CV.to(weights_C.dtype)  # a copy, unless the logits are wide themselves
-    wide_CV -= wide_CV.amax(1, keepdim=True)
-    at_label_C = wide_CV.gather(1, label_C1)[:, 0]
-    sum_C = wide_CV.exp_().sum(1)
-    losses_C = (sum_C.log() - at_label_C).masked_fill_(ignored_C, 0).masked_fill_(outside_C, math.nan)
-    if gradient:
-        weights_C = weights_C.masked_fill(outside_C, math.nan)
-        wide_CV *= (weights_C / sum_C)[:, None]
-        wide_CV[torch.arange(len(labels_C), device=labels_C.device), label_C1[:, 0]] -= weights_C
-        wide_CV.masked_fill_(ignored_C[:, None], 0)
-        if wide_CV.data_ptr() != logits_CV.data_ptr():
-            logits_CV.copy_(wide_CV)
-    return losses_C
+        return triton_path.softmax_gradient(logits_CV, labels_C, weights_C, gradient)
+    return torch_path.softmax_gradient(logits_CV, labels_C, weights_C, gradient)

@@ -21,8 +21,6 @@ import torch
 
 from packlora.ops.dropout import dropout
 
-NORM_EPS = 1e-12
-
 
 @dataclass(frozen=True, slots=True)
 class Segment:
@@ -42,29 +40,11 @@ class Segment:
     magnitude: torch.Tensor | None = None
     """[N], DoRA's m."""
     norm: torch.Tensor | None = None
-    """[N], ||W + s B A|| by row, from weight_norm; needed with magnitude."""
+    """[N], ||W + s B A|| by row, see ops.row_norm; needed with magnitude."""
     bias: torch.Tensor | None = None
     """[N], replaces the base layer's bias for these tokens."""
     base_dropped: bool = True
     """DoRA under dropout: the base product that g scales is that of the dropped x (PEFT), else that of x."""
-
-
-def weight_norm(
-    weight_NK: torch.Tensor, A_rK: torch.Tensor, B_Nr: torch.Tensor, scaling: float, chunk_bytes: int = 64 << 20
-) -> torch.Tensor:
-    """Row norms of W + s B A, [N], in the dtype of A; no gradient. Rows are taken in chunks, so nothing of W's size is made.
-
-    The result is clamped at 1e-12: a zero row divides nothing by zero.
-    """
-    with torch.no_grad():
-        dtype, (rows, cols) = A_rK.dtype, weight_NK.shape
-        norm_N = torch.empty(rows, dtype=dtype, device=weight_NK.device)
-        step = max(1, chunk_bytes // (cols * dtype.itemsize))
-        for start in range(0, rows, step):
-            part = slice(start, start + step)
-            merged = torch.addmm(weight_NK[part].to(dtype), B_Nr[part], A_rK, alpha=scaling)
-            torch.linalg.vector_norm(merged, dim=1, out=norm_N[part])
-        return norm_N.clamp_(min=NORM_EPS)
 
 
 def lora_linear(

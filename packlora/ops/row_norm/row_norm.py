@@ -1,6 +1,6 @@
 """Norms of the rows of W + s B A, DoRA's divisor, without anything of the size of W.
 
-On a GPU with W in 16 bits (kernels of row_norm_kernel.py, any number of modules by the same six launches):
+On a GPU with W in 16 bits (triton_path.py, any number of modules by the same six launches):
 
     w^2 = ||W||^2 + 2 s sum(B * (W A')) + s^2 sum((B G) * B),      G = A A'
 
@@ -8,7 +8,7 @@ by rows. Products run on tensor cores and add up in float32; where A has more bi
 type, so that nothing of A is rounded away. Rows in which the three terms cancel (w^2 under a quarter of what they add up to)
 are computed anew, as the norm of their elements: their error is that of W + s B A in float32, not the root of it.
 
-Everywhere else: rows of W + s B A in chunks that fit a budget, in float32 (float64 where an operand is). As many operations as
+Everywhere else (torch_path.py): rows of W + s B A in chunks, in float32 (float64 where an operand is). As many operations as
 the sum above, no cancellation; on a CPU up to twice as fast (2048 x 2048, r 384: 42 ms against 103 ms).
 
 Scaling DoRA (arXiv 2603.22276) computes the same sum from float32 copies of W, at every forward. PEFT multiplies an identity
@@ -22,63 +22,30 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from packlora.ops.gpu import capability
-from packlora.ops.lora_linear.reference import NORM_EPS
+from packlora.ops.row_norm import torch_path
+from packlora.ops.row_norm.types import NormProblem, RowChunks
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
-CHUNK_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
-"""Of a chunk of rows in float32, on the way without kernels. A CPU's should stay in its cache."""
-BUDGET_BYTES = 1 << 30
-"""Of what kernels keep between them for one batch of modules: mostly A in two halves."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class RowChunks:
-    """A frozen weight that is not there as a matrix, such as a quantised one.
-
-    shape: (N, K). read: (start, stop) -> those rows, [stop - start, K], in any floating dtype. tensors: what the rows are
-    made from; whoever keeps a norm watches them for changes.
-    """
-
-    shape: tuple[int, int]
-    dtype: torch.dtype
-    device: torch.device
-    read: Callable[[int, int], torch.Tensor]
-    tensors: tuple[torch.Tensor, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class NormProblem:
-    """weight [N, K], A [r, K], B [N, r]; base_N is squared_row_norm(weight) where the caller has kept it."""
-
-    weight: torch.Tensor | RowChunks
-    A: torch.Tensor
-    B: torch.Tensor
-    scaling: float
-    base_N: torch.Tensor | None = None
 
 
 def squared_row_norm(weight_NK: torch.Tensor | RowChunks, chunk_bytes: int | None = None) -> torch.Tensor:
     """||W||^2 by row, [N], float32 (float64 of float64); W is read once and never copied as a whole."""
-    dtype = _compute_dtype(weight_NK.dtype)
-    N, K = weight_NK.shape
-    out = torch.empty(N, dtype=dtype, device=weight_NK.device)
+    N = weight_NK.shape[0]
+    out_N = torch.empty(N, dtype=torch_path.compute_dtype(weight_NK.dtype), device=weight_NK.device)
     with plainly(weight_NK.device):
         if isinstance(weight_NK, torch.Tensor) and _has_kernels(weight_NK) and N:
-            from packlora.ops.row_norm import batch as row_norm_batch
+            from packlora.ops.row_norm import triton_path
 
-            row_norm_batch.squared_row_norm(weight_NK, out)
-            return out
-        for start, stop in _chunks(N, K, dtype, weight_NK.device, chunk_bytes):
-            rows = _rows(weight_NK, start, stop).to(dtype)
-            torch.linalg.vecdot(rows, rows, out=out[start:stop])
-    return out
+            triton_path.squared_row_norm(weight_NK, out_N)
+        else:
+            torch_path.squared_row_norm(weight_NK, out_N, chunk_bytes)
+    return out_N
 
 
 def row_norm(
@@ -107,7 +74,7 @@ def row_norms(
         ValueError: shapes or devices of a problem do not fit; the message has its index.
     """
     for index, problem in enumerate(problems):
-        _check(index, problem)
+        problem.check(index)
     out: list[torch.Tensor | None] = [None] * len(problems)
     batched: list[int] = []
     for index, problem in enumerate(problems):
@@ -118,12 +85,13 @@ def row_norms(
             if isinstance(problem.weight, RowChunks):
                 out[index] = _by_chunks(problem, problem.weight, budget_bytes, kernels)
             else:
-                out[index] = _plain(problem, budget_bytes)
+                out[index] = torch_path.row_norm(problem, budget_bytes)
     if batched:
-        from packlora.ops.row_norm.batch import run
+        from packlora.ops.row_norm import triton_path
 
         with plainly(problems[batched[0]].weight.device):
-            for index, norm_N in zip(batched, run([problems[i] for i in batched], budget_bytes), strict=True):
+            norms = triton_path.run([problems[i] for i in batched], budget_bytes)
+            for index, norm_N in zip(batched, norms, strict=True):
                 out[index] = norm_N
     return [norm_N for norm_N in out if norm_N is not None]
 
@@ -161,58 +129,16 @@ def _capable(device: torch.device) -> bool:
     )  # fmt: skip
 
 
-# --- without kernels ---------------------------------------------------------------------------------------------------
-
-
-def _plain(problem: NormProblem, budget_bytes: int | None) -> torch.Tensor:
-    weight, A, B = problem.weight, problem.A, problem.B
-    assert isinstance(weight, torch.Tensor)
-    dtype = _compute_dtype(weight.dtype, A.dtype, B.dtype)
-    (N, K), low_rank = weight.shape, A.shape[0] > 0 and problem.scaling != 0
-    A_rK = A.to(dtype)
-    norm_N = torch.empty(N, dtype=dtype, device=weight.device)
-    for start, stop in _chunks(N, K, dtype, weight.device, budget_bytes):
-        rows = weight[start:stop].to(dtype)
-        if low_rank:
-            rows = torch.addmm(rows, B[start:stop].to(dtype), A_rK, alpha=problem.scaling)
-        torch.linalg.vector_norm(rows, dim=1, out=norm_N[start:stop])
-    return norm_N.clamp_(min=NORM_EPS)
-
-
 def _by_chunks(problem: NormProblem, weight: RowChunks, budget_bytes: int | None, kernels: bool) -> torch.Tensor:
     """Rows are asked for chunk by chunk; each chunk is a module of its own, by kernels where they take it."""
-    dtype = _compute_dtype(weight.dtype, problem.A.dtype, problem.B.dtype)
+    dtype = torch_path.compute_dtype(weight.dtype, problem.A.dtype, problem.B.dtype)
     norm_N = torch.empty(weight.shape[0], dtype=dtype, device=weight.device)
-    for start, stop in _chunks(*weight.shape, dtype, weight.device, budget_bytes):
+    for start, stop in torch_path.chunks(*weight.shape, dtype, weight.device, budget_bytes):
         base = None if problem.base_N is None else problem.base_N[start:stop]
-        rows = _rows(weight, start, stop)
+        rows = torch_path.read_rows(weight, start, stop)
         own = NormProblem(rows, problem.A, problem.B[start:stop], problem.scaling, base)
         norm_N[start:stop] = row_norms([own], budget_bytes, kernels)[0]
     return norm_N
-
-
-def _rows(weight: torch.Tensor | RowChunks, start: int, stop: int) -> torch.Tensor:
-    if isinstance(weight, torch.Tensor):
-        return weight[start:stop]
-    rows = weight.read(start, stop)
-    if rows.shape != (stop - start, weight.shape[1]):
-        raise ValueError(
-            f"RowChunks.read({start}, {stop}) gave {list(rows.shape)}; expected is {[stop - start, weight.shape[1]]}"
-        )
-    return rows
-
-
-def _chunks(
-    N: int, K: int, dtype: torch.dtype, device: torch.device, budget_bytes: int | None
-) -> list[tuple[int, int]]:
-    if budget_bytes is None:
-        budget_bytes = CHUNK_BYTES.get(device.type, CHUNK_BYTES["cpu"])
-    step = max(1, budget_bytes // max(1, K * dtype.itemsize))
-    return [(start, min(start + step, N)) for start in range(0, N, step)]
-
-
-def _compute_dtype(*dtypes: torch.dtype) -> torch.dtype:
-    return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
 @contextlib.contextmanager
@@ -220,22 +146,3 @@ def plainly(device: torch.device) -> Any:
     """No gradient, no autocast, and tensors that autograd can save afterwards though inference mode is on outside."""
     with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
         yield
-
-
-def _check(index: int, problem: NormProblem) -> None:
-    weight, A, B = problem.weight, problem.A, problem.B
-    N, K = weight.shape
-    if A.ndim != 2 or B.shape != (N, A.shape[0]) or A.shape[1] != K:
-        raise ValueError(
-            f"problem {index}: A must be [r, {K}] and B [{N}, r] for a weight of {[N, K]}, "
-            f"got {list(A.shape)} and {list(B.shape)}"
-        )
-    if not (A.device == B.device == weight.device):
-        raise ValueError(
-            f"problem {index}: weight is on {weight.device}, A on {A.device}, B on {B.device}; one device is accepted"
-        )
-    base = problem.base_N
-    if base is not None and (base.shape != (N,) or base.device != weight.device):
-        raise ValueError(
-            f"problem {index}: base_N must be [{N}] on {weight.device}, got {list(base.shape)} on {base.device}"
-        )

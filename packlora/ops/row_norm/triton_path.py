@@ -1,4 +1,4 @@
-"""Launches of row_norm_kernel.py: tables of what each program does, block sizes, buffers. Nothing here waits for the device.
+"""Row norms by the kernels: batches of problems, their buffers and launches. Nothing here waits for the device.
 
 Tables depend on shapes and addresses alone; both kinds are kept, so that from the second time on nothing is copied to the
 device.
@@ -7,7 +7,6 @@ device.
 from __future__ import annotations
 
 import ctypes
-import itertools
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,65 +16,35 @@ import torch
 from packlora.ops.gpu import capability, has_copy_engine, on_device, processors
 from packlora.ops.launcher import Descriptor, launch
 from packlora.ops.lora_linear.layout import Recent
-from packlora.ops.lora_linear.reference import NORM_EPS
-from packlora.ops.row_norm import kernel as kernels
-from packlora.ops.row_norm import wide_kernel as wide
-from packlora.ops.row_norm.row_norm import BUDGET_BYTES, NormProblem
-from packlora.ops.row_norm.row_norm import squared_row_norm as any_squared_row_norm
-
-
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """Of cross_kernel: rows, ranks and inputs of a block, warps, stages, and whether sums are promoted.
-
-    most_k: longest sum in one accumulator. Of finish_kernel: rows.
-    """
-
-    m: int
-    r: int
-    k: int
-    warps: int
-    stages: int
-    promote: bool = True
-    most_k: int = 1 << 30
-    finish_m: int = 32
-
-
-SIZES = {
-    16: Sizes(64, 16, 128, 4, 4),
-    32: Sizes(64, 32, 128, 4, 3),
-    64: Sizes(128, 64, 64, 4, 4),
-    128: Sizes(256, 128, 64, 8, 3, promote=False, most_k=384),
-}
-"""By block of ranks; the largest serves all larger ranks, and reads less from L2 for a product than square blocks would.
-
-A sum that is not promoted loses about 6e-8 of itself for each 8 of K, where its terms have one sign; most_k keeps the norm's
-error under 1e-6.
-"""
-WIDE = 64
-"""Ranks over this take the kernels of row_norm_wide_kernel.py."""
-GRAM_R, GRAM_K, GRAM_CHUNKS = 32, 64, 16
-TAIL_M = 64
-WIDE_TAIL_M, WIDE_TAIL_R, WIDE_FOLD_R = 128, 64, 32
-FINGERPRINT = 4096
-PROGRAMS, SHORTEST_K, GRAM_CHUNK, WIDE_GRAM_CHUNK = 264, 1024, 512, 256
-"""K is cut until a module by itself fills a large GPU, in parts no shorter than this. How it is cut depends on nothing but the
-module's own shape, so that a norm has the same bits alone and in any batch."""
-
-
-def _cdiv(a: int, b: int) -> int:
-    return -(-a // b)
-
-
-def rank_block(rank: int) -> int:
-    return next((block for block in SIZES if rank <= block), 128)
+from packlora.ops.row_norm.kernels import fingerprint, norm, wide
+from packlora.ops.row_norm.kernels.common import COLUMNS
+from packlora.ops.row_norm.reference import NORM_EPS
+from packlora.ops.row_norm.tables import (
+    FINGERPRINT,
+    GRAM_K,
+    GRAM_R,
+    SIZES,
+    TAIL_M,
+    WIDE,
+    WIDE_FOLD_R,
+    WIDE_TAIL_M,
+    WIDE_TAIL_R,
+    Items,
+    batches,
+    cdiv,
+    device_table,
+    kind_of,
+    make_items,
+)
+from packlora.ops.row_norm.types import NormProblem
 
 
 def squared_row_norm(weight_NK: torch.Tensor, out: torch.Tensor) -> None:
+    """||W||^2 by row into out, [N] float32; W in 16 bits, its rows contiguous."""
     N, K = weight_NK.shape
     with on_device(weight_NK.device):
         launch(
-            kernels.square_kernel, (_cdiv(N, 4),), (weight_NK, out, N, K, weight_NK.stride(0)),
+            norm.square_kernel, (cdiv(N, 4),), (weight_NK, out, N, K, weight_NK.stride(0)),
             BM=4, BK=1024, num_warps=4, num_stages=4,
         )  # fmt: skip
 
@@ -98,128 +67,12 @@ def prepared(problem: NormProblem) -> NormProblem:
     """With A, B and base_N as kernels read them; the same object where nothing has to be done."""
     A, B, base = problem.A, problem.B, problem.base_N
     if base is None:
-        base = any_squared_row_norm(problem.weight)
+        assert isinstance(problem.weight, torch.Tensor)
+        base = torch.empty(len(problem.weight), dtype=torch.float32, device=problem.weight.device)
+        squared_row_norm(problem.weight, base)
     if base is problem.base_N and A.is_contiguous() and B.is_contiguous() and base.is_contiguous():
         return problem
     return NormProblem(problem.weight, A.contiguous(), B.contiguous(), problem.scaling, base.float().contiguous())
-
-
-def batches(problems: Sequence[NormProblem], budget_bytes: int | None = None) -> list[list[int]]:
-    """Indices of problems that can be computed together."""
-    budget = BUDGET_BYTES if budget_bytes is None else budget_bytes
-    kinds: dict[Any, list[list[int]]] = {}
-    used: dict[Any, int] = {}
-    for index, problem in enumerate(problems):
-        kind = _kind(problem)
-        own = _scratch(problem)
-        if kind not in kinds or used[kind] + own > budget:
-            kinds.setdefault(kind, []).append([])
-            used[kind] = 0
-        kinds[kind][-1].append(index)
-        used[kind] += own
-    return [indices for lists in kinds.values() for indices in lists]
-
-
-def _kind(problem: NormProblem) -> tuple[Any, ...]:
-    weight, A = problem.weight, problem.A
-    assert isinstance(weight, torch.Tensor)
-    aligned = (
-        weight.data_ptr() % 16 == 0 and weight.stride(0) % 16 == 0 and weight.shape[1] % 16 == 0
-        and weight.stride(0) >= weight.shape[1]  # descriptors know no row that is read again
-        and A.data_ptr() % 16 == 0
-    )  # fmt: skip
-    aligned_B = problem.B.data_ptr() % 16 == 0 and len(A) % 16 == 0
-    return weight.device, weight.dtype, A.dtype, problem.B.dtype, rank_block(len(A)), aligned, aligned_B
-
-
-def _scratch(problem: NormProblem) -> int:
-    rank, K = problem.A.shape
-    return 4 * rank * K + 4 * rank * rank * (2 + _cdiv(K, _gram_chunk(K, rank)))
-
-
-def _gram_chunk(K: int, rank: int) -> int:
-    shortest = WIDE_GRAM_CHUNK if rank > WIDE else GRAM_CHUNK
-    return max(shortest, _cdiv(_cdiv(K, GRAM_CHUNKS), GRAM_K) * GRAM_K)
-
-
-# --- tables ------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Items:
-    """By shapes alone. offsets: the columns of a problem that are places in buffers; lengths: of those buffers."""
-
-    tables: dict[str, torch.Tensor]
-    offsets: list[dict[str, int]]
-    lengths: dict[str, int]
-
-
-def make_items(shapes: Sequence[tuple[int, int, int]], block: int, split: bool, device: torch.device) -> Items:
-    """shapes: (N, K, r) by problem."""
-    size, is_wide = SIZES[block], block > WIDE
-    BG, BT, TM = min(GRAM_R, block), min(GRAM_R, block), TAIL_M
-    if is_wide:
-        BG, BT, TM = block, WIDE_TAIL_R, WIDE_TAIL_M
-    rows: dict[str, list[int]] = {name: [] for name in ("split", "gram", "fold", "cross", "tail", "finish", "bits")}
-    ranges: list[int] = []
-    at = dict.fromkeys(("rows", "split", "inverses", "gram", "G", "parts"), 0)
-    offsets = []
-    for p, (N, K, r) in enumerate(shapes):
-        R, Kp = _cdiv(r, block) * block, _cdiv(K, 16) * 16
-        offsets.append({**at, "R": R, "Kp": Kp})
-        own = offsets[-1]
-        if split:
-            for row in range(R):
-                rows["split"] += (p, row)
-        gram = _gram_chunk(K, r)
-        pieces, place = _cdiv(K, gram), 0
-        for first in range(0, r, BG):
-            for col in range(first, r, BG):
-                for chunk, k in enumerate(range(0, K, gram)):
-                    rows["gram"] += (p, first, col, k, min(k + gram, K), place + chunk)
-                if is_wide:
-                    for i, j in itertools.product(range(0, BG, WIDE_FOLD_R), repeat=2):
-                        rows["fold"] += (p, first + i, col + j, pieces, place)
-                    place += pieces  # blocks lie one after the other
-                else:
-                    rows["fold"] += (p, first, col, pieces)
-        wanted = _cdiv(PROGRAMS, _cdiv(N, size.m) * _cdiv(r, block))
-        chunk_k = _cdiv(_cdiv(K, min(wanted, _cdiv(K, SHORTEST_K))), size.k) * size.k
-        chunk_k = min(chunk_k, size.most_k)
-        blocks, chunks, tails = _cdiv(r, block), _cdiv(K, chunk_k), _cdiv(r, BT)
-        own |= {"blocks": blocks, "chunks": chunks, "steps": chunk_k // size.k}
-        for row in range(0, N, size.m):
-            for number in range(blocks):
-                for chunk in range(chunks):
-                    end = min((chunk + 1) * chunk_k, K)
-                    rows["cross"] += (p, row, number * block, chunk * chunk_k, end, number * chunks + chunk)
-        for row in range(0, N, TM):
-            for number in reversed(range(tails)):  # the longest first
-                rows["tail"] += (p, row, number * BT, blocks * chunks + number)
-        for row in range(0, N, size.finish_m):
-            rows["finish"] += (p, row, blocks * chunks, blocks * chunks + tails)
-        ranges.append(len(rows["bits"]) // 3)
-        for kind, count in enumerate((r * K, N * r, 8 * N)):
-            if kind == 2:
-                ranges.append(len(rows["bits"]) // 3)
-            for first in range(0, count, FINGERPRINT):
-                rows["bits"] += (p, kind, first)
-        ranges.append(len(rows["bits"]) // 3)
-        at["rows"] += N
-        at["split"] += 2 * R * Kp if split else 0
-        at["inverses"] += R
-        at["gram"] += place * BG * BG if is_wide else pieces * R * R
-        at["G"] += 2 * R * R if is_wide else R * R
-        at["parts"] += (blocks * chunks + tails) * N
-    widths = {"split": 2, "gram": 6, "fold": 5 if is_wide else 4, "cross": 6, "tail": 4, "finish": 4, "bits": 3}
-    tables = {name: _put(rows[name], torch.int32, device).view(-1, width) for name, width in widths.items()}
-    tables["ranges"] = _put(ranges, torch.int32, device).view(-1, 3)
-    return Items(tables, offsets, at)
-
-
-def _put(values: list[Any], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    table = torch.tensor(values, dtype=dtype)
-    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
 
 
 _ITEMS: Recent[Items] = Recent(64)
@@ -233,7 +86,7 @@ def batch_of(problems: Sequence[NormProblem]) -> Batch:
 
 def addresses(problems: Sequence[NormProblem]) -> tuple[Any, ...]:
     """All that a Batch depends on."""
-    out: list[Any] = [_kind(problems[0])]
+    out: list[Any] = [kind_of(problems[0])]
     for problem in problems:
         weight, base = problem.weight, problem.base_N
         assert isinstance(weight, torch.Tensor) and base is not None
@@ -269,12 +122,11 @@ class At:
 class Batch:
     """Problems of one kind by their addresses: whoever runs it must hold their operands.
 
-    A problem's row in the table: addresses of W, A, B and base_N; W's stride; N, K, r; R, Kp (padded r and K); and where its
-    own begins in the flat norms, the split A, its scales, the chunks of G, G, and the parts.
+    The columns of a problem's row in the table are those of kernels/common.py.
     """
 
     def __init__(self, problems: Sequence[NormProblem]) -> None:
-        kind = _kind(problems[0])
+        kind = kind_of(problems[0])
         self.device, self.dtype, A_dtype, B_dtype, self.block, self.aligned, self.aligned_B = kind
         self.split_A = A_dtype != self.dtype
         self.sizes = [len(problem.B) for problem in problems]
@@ -291,16 +143,15 @@ class Batch:
                 weight.data_ptr(), weight.stride(0), N, K, problem.A.data_ptr(), problem.B.data_ptr(), r, at["split"],
                 at["rows"], at["gram"], at["Kp"], at["R"], at["inverses"], at["G"], at["parts"], base.data_ptr(),
             )  # fmt: skip
-        assert len(table) == kernels.WIDTH * len(problems)
-        width = kernels.WIDTH
+        assert len(table) == COLUMNS * len(problems)
         self.places = [
             (table[p], table[p + 1], table[p + 4], table[p + 2], table[p + 3], table[p + 6])
-            for p in range(0, len(table), width)
+            for p in range(0, len(table), COLUMNS)
         ]
         """Of every problem: where W is, its stride, where A is; N, K, r."""
         self.described = self.block > WIDE and self.aligned and self.aligned_B and has_copy_engine(self.device)
-        self.problems = _put(table, torch.int64, self.device)
-        self.scalings = _put([problem.scaling for problem in problems], torch.float32, self.device)
+        self.problems = device_table(table, torch.int64, self.device)
+        self.scalings = device_table([problem.scaling for problem in problems], torch.float32, self.device)
         self.likes = [torch.empty(1, dtype=dtype, device=self.device) for dtype in (self.dtype, A_dtype, B_dtype)]
         self.sites: dict[Hashable, Any] = {}
         """Its launches, see launcher.py."""
@@ -321,17 +172,17 @@ class Batch:
         out = torch.empty(len(self.sizes), dtype=torch.int32, device=self.device)
         with on_device(self.device):
             launch(
-                kernels.fingerprint_kernel, (len(tables["bits"]),), (self.problems, tables["bits"], W, A, B, parts),
+                fingerprint.fingerprint_kernel, (len(tables["bits"]),), (self.problems, tables["bits"], W, A, B, parts),
                 sites=self.sites, key="fingerprint",
                 ALIGNED=self.aligned, ALIGNED_B=self.aligned_B, BLOCK=FINGERPRINT, num_warps=8, num_stages=1,
             )  # fmt: skip
             launch(
-                kernels.compare_kernel, (len(self.sizes),), (tables["ranges"], parts, seen, out),
+                fingerprint.compare_kernel, (len(self.sizes),), (tables["ranges"], parts, seen, out),
                 sites=self.sites, key=("compare", seen.data_ptr() % 16),
                 BLOCK=256, num_warps=1, num_stages=1,
             )  # fmt: skip
             launch(
-                kernels.squares_kernel, (len(tables["finish"]),), (self.problems, tables["finish"], out, W),
+                norm.squares_kernel, (len(tables["finish"]),), (self.problems, tables["finish"], out, W),
                 sites=self.sites, key="squares",
                 ALIGNED=self.aligned, SPAN=SIZES[self.block].finish_m, BM=4, BK=1024, num_warps=4, num_stages=3,
             )  # fmt: skip
@@ -347,7 +198,7 @@ class Batch:
             if self.split_A:
                 halves = self._buffer("split", self.dtype)
                 launch(
-                    kernels.split_kernel, (len(tables["split"]),),
+                    norm.split_kernel, (len(tables["split"]),),
                     (self.problems, tables["split"], stale, A, halves, inverses),
                     sites=self.sites, key=("split", gated),
                     GATED=gated, ALIGNED=self.aligned, BK=1024, num_warps=4, num_stages=2,
@@ -356,7 +207,7 @@ class Batch:
                 self._wide_cross(stale, halves, inverses, parts)
             else:
                 launch(
-                    kernels.cross_kernel, (len(tables["cross"]),),
+                    norm.cross_kernel, (len(tables["cross"]),),
                     (self.problems, tables["cross"], stale, W, halves, B, inverses, parts),
                     sites=self.sites, key=("cross", gated),
                     SPLIT=self.split_A, PROMOTE=size.promote, GATED=gated, ALIGNED=self.aligned, ALIGNED_B=self.aligned_B,
@@ -367,7 +218,7 @@ class Batch:
             else:
                 self._tail(stale, parts)
             launch(
-                kernels.finish_kernel, (len(tables["finish"]),),
+                norm.finish_kernel, (len(tables["finish"]),),
                 (self.problems, tables["finish"], stale, W, A, B, parts, self.scalings, kept, out),
                 sites=self.sites, key=("finish", None if kept is None else kept.data_ptr() % 16),
                 EPS=NORM_EPS, GATED=gated, SLOTS=16, BM=size.finish_m, BR=16, BK=32, num_warps=4, num_stages=1,
@@ -388,7 +239,7 @@ class Batch:
                 lo = At(first + 2 * at["R"] * at["Kp"], self.dtype, self.device, size_A, at["Kp"])
             else:
                 hi = lo = At(A, self.dtype, self.device, (rank, K), K)
-            total = _cdiv(N, size.m) * at["blocks"] * at["chunks"]
+            total = cdiv(N, size.m) * at["blocks"] * at["chunks"]
             launch(
                 wide.wide_cross_kernel, (min(processors(self.device), total),),
                 (
@@ -405,18 +256,18 @@ class Batch:
         tables, (_, A, B), gated = self.items.tables, self.likes, stale is not None
         gram, G, BG = self._buffer("gram"), self._buffer("G"), min(GRAM_R, self.block)
         launch(
-            kernels.gram_kernel, (len(tables["gram"]),), (self.problems, tables["gram"], stale, A, gram),
+            norm.gram_kernel, (len(tables["gram"]),), (self.problems, tables["gram"], stale, A, gram),
             sites=self.sites, key=("gram", gated),
             PRECISION="tf32x3" if A.dtype == torch.float32 else "ieee", GATED=gated, ALIGNED=self.aligned, BR=BG,
             BK=GRAM_K, num_warps=4, num_stages=3,
         )  # fmt: skip
         launch(
-            kernels.fold_kernel, (len(tables["fold"]),), (self.problems, tables["fold"], stale, gram, G),
+            norm.fold_kernel, (len(tables["fold"]),), (self.problems, tables["fold"], stale, gram, G),
             sites=self.sites, key=("fold", gated),
             GATED=gated, BR=BG, num_warps=4, num_stages=2,
         )  # fmt: skip
         launch(
-            kernels.tail_kernel, (len(tables["tail"]),), (self.problems, tables["tail"], stale, B, G, parts),
+            norm.tail_kernel, (len(tables["tail"]),), (self.problems, tables["tail"], stale, B, G, parts),
             sites=self.sites, key=("tail", gated),
             GATED=gated, ALIGNED_B=self.aligned_B, BM=TAIL_M, BR=BG, num_warps=4, num_stages=2,
         )  # fmt: skip

@@ -13,7 +13,7 @@ import torch
 from peft.tuners.lora.dora import DoraLinearLayer
 from torch import nn
 
-from packlora.bench.compose import HAS_TRITON, compose
+from packlora.bench.peers.compose import HAS_TRITON, compose
 
 CHUNK_BYTES = 256 * 2**20
 """The paper's budget of float32 copies."""

@@ -1,7 +1,9 @@
-"""Triton kernel of linear_cross_entropy.py: losses of a chunk of logits, and their gradient written over them.
+"""Losses of a chunk of logits, and their gradient written over them, by one Triton kernel.
 
 One program to a row, which is read twice and written once; the sum of the exponentials is kept relative to the largest
 logit so far (Milakov & Gimelshein 2018, Online normalizer calculation for softmax).
+
+Shapes: C rows of a chunk, V vocabulary.
 """
 
 from __future__ import annotations
@@ -9,6 +11,8 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+
+from packlora.ops.cross_entropy.reference import IGNORE
 
 BLOCK = 4096
 """Columns at a time: 16 to a thread."""
@@ -18,7 +22,17 @@ BLOCK = 4096
 def softmax_gradient_kernel(
     logits, labels, weights, losses, V, stride, IGNORE: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Grid (rows). The row of an ignored label becomes 0 without being read: a NaN there counts nothing either."""
+    """Grid (rows). The row of an ignored label becomes 0 without being read: a NaN there counts nothing either.
+
+    Args:
+        logits: [C, V]; GRADIENT writes weight * (softmax - one-hot) over them.
+        labels: [C] int64; one outside the vocabulary gives NaN.
+        weights: [C] float32, of each loss in the total.
+        losses: [C] float32, written.
+        V, stride: columns, and elements from one row to the next.
+        IGNORE: label of rows that count nothing.
+        BLOCK: columns read at a time.
+    """
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     label = tl.load(labels + row)
@@ -55,9 +69,7 @@ def softmax_gradient_kernel(
 def softmax_gradient(
     logits_CV: torch.Tensor, labels_C: torch.Tensor, weights_C: torch.Tensor, gradient: bool
 ) -> torch.Tensor:
-    """As softmax_gradient of linear_cross_entropy.py. The rows of the logits are contiguous; weights are float32."""
-    from packlora.ops.cross_entropy.linear_cross_entropy import IGNORE
-
+    """As torch_path.softmax_gradient. The rows of the logits are contiguous; weights are float32."""
     losses_C = torch.empty_like(weights_C)
     C, V = logits_CV.shape
     with torch.cuda.device_of(logits_CV):

@@ -1,6 +1,6 @@
 """Does what an adapter has learnt in its first steps reach the output in bfloat16? Losses at the same parameters, three ways.
 
-    python -m benchmarks.small_updates --out benchmarks/results/small-updates-cpu.json
+    python -m packlora.bench.studies.small_updates --out benchmarks/results/small-updates-cpu.json
 
 PEFT trains; after some steps its adapter is copied into a model under packlora.accelerate and into one that is all in float32,
 and all three compute the loss of the same other batches. What an adapter adds to a layer's output in its first steps is under
@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.dora_convergence import DATA, EXACT, LR, Trainee, training_rows
-from benchmarks.dora_fidelity import RANK, load_base
 from packlora.base.device import choose_device
 from packlora.bench.results import check_writable, device_slug, write_results
+from packlora.bench.studies.dora_convergence import DATA, EXACT, LR, Trainee, training_rows
+from packlora.bench.studies.dora_fidelity import RANK, load_base
 
 STEPS = (1, 3, 10)
 """After which the losses are compared."""

@@ -1,6 +1,6 @@
 """Does packlora train what PEFT trains? Loss by loss, against a plain script with real PEFT.
 
-    python -m benchmarks.parity_cpu --out benchmarks/results/parity-cpu.json
+    python -m packlora.bench.studies.parity_cpu --out benchmarks/results/parity-cpu.json
 
 Three adapters (LoRA, rsLoRA, DoRA) are trained three times on SmolLM2-135M in float32: with peft.get_peft_model and
 torch.optim.AdamW on padded batches, as anybody would write it; with packlora alone; and with packlora in microbatches
@@ -136,7 +136,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/parity-cpu.json"))
     parser.add_argument("--steps", type=int, default=200)
     args = parser.parse_args()
-    data = Path(__file__).parent.parent / "examples" / "data"
+    data = Path(__file__).parents[3] / "examples" / "data"
     rows: list[dict[str, Any]] = []
     summary: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as name:

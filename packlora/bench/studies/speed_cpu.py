@@ -1,6 +1,6 @@
 """How fast is packlora on a CPU, against PEFT as its users run it?
 
-    python -m benchmarks.speed_cpu --out benchmarks/results/speed-cpu.json
+    python -m packlora.bench.studies.speed_cpu --out benchmarks/results/speed-cpu.json
 
 The same optimizer steps (same samples, forward, backward, clipping, AdamW) on SmolLM2-135M in float32, on one CPU, by three
 ways in turn inside one loop: packlora; PEFT with padded batches (attention mask, labels, the loss of transformers); PEFT with
@@ -58,7 +58,7 @@ PROTOCOL = (
 
 def trainer_for(jobs: list[dict[str, Any]], scratch: Path) -> Trainer:
     """A packlora training loop, ready to run rounds."""
-    data = Path(__file__).parent.parent / "examples" / "data"
+    data = Path(__file__).parents[3] / "examples" / "data"
     run = Run.model_validate(
         {
             "base_model": "smollm2-135m", "output_dir": str(scratch), "device": "cpu", "max_tokens_per_microbatch": 2048,

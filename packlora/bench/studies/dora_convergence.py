@@ -1,7 +1,8 @@
 """Does DoRA train under packlora as it does under PEFT? Loss by loss over a thousand steps and several seeds.
 
-    python -m benchmarks.dora_convergence --out dora-convergence-h200.json --data python --batch 64
-    python -m benchmarks.dora_convergence --out benchmarks/results/dora-convergence-cpu.json --device cpu --steps 60 --seeds 1
+    python -m packlora.bench.studies.dora_convergence --out dora-convergence-h200.json --data python --batch 64
+    python -m packlora.bench.studies.dora_convergence --out benchmarks/results/dora-convergence-cpu.json --device cpu \\
+        --steps 60 --seeds 1
 
 The same loop runs over a PEFT model as it is and after packlora.accelerate: same base, same initial adapter, same samples in
 the same order. On a GPU a whole training step is one CUDA graph, for both alike: SmolLM2-135M keeps the host busy and the GPU
@@ -29,15 +30,15 @@ from typing import Any
 
 import torch
 
-from benchmarks.dora_fidelity import RANK, load_base, padded, samples, with_adapter
 from packlora.base.device import choose_device
 from packlora.bench.results import check_writable, device_slug, write_results
+from packlora.bench.studies.dora_fidelity import RANK, load_base, padded, samples, with_adapter
 from packlora.errors import InputError
 from packlora.files import write_json
 from packlora.live.accelerate import accelerate
 from packlora.runtime.record import device_name
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[3]
 WAYS = ("peft", "packlora")
 EXACT = "peft_fp32"
 """PEFT again, all in float32."""
@@ -331,7 +332,15 @@ def in_own_process(way: str, args: argparse.Namespace, end: float) -> dict[str, 
         left = end - time.monotonic()
         if left < 1:
             break
-        command = [sys.executable, "-m", "benchmarks.dora_convergence", "--one", way, "--out", str(args.out)]
+        command = [
+            sys.executable,
+            "-m",
+            "packlora.bench.studies.dora_convergence",
+            "--one",
+            way,
+            "--out",
+            str(args.out),
+        ]
         command += settings(args) + ["--eager"] * eager + ([] if math.isinf(left) else [f"--seconds={left}"])
         own.unlink(missing_ok=True)
         try:  # a minute more for what is under way, and the held-out samples

@@ -1,8 +1,8 @@
 """Does one line change what TRL trains? The losses of examples/trl_sft.py with packlora.accelerate and without it.
 
     pip install trl
-    python -m benchmarks.trl_losses --out benchmarks/results/trl-cpu.json --device cpu
-    python -m benchmarks.trl_losses --out benchmarks/results/trl-h200.json
+    python -m packlora.bench.studies.trl_losses --out benchmarks/results/trl-cpu.json --device cpu
+    python -m packlora.bench.studies.trl_losses --out benchmarks/results/trl-h200.json
 
 The example itself is run, as it stands: TRL's SFTTrainer, PEFT's LoRA on all linear layers, no dropout, one seed. In float32,
 without TF32, the losses are the same up to the order of sums. In bfloat16 both ways round, each otherwise; how far each is
@@ -33,7 +33,7 @@ from packlora.bench.results import check_writable, device_slug, text_table, writ
 from packlora.errors import InputError
 from packlora.live.accelerate import accelerate
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[3]
 EXAMPLE = ROOT / "examples" / "trl_sft.py"
 DATA = ROOT / "examples" / "data" / "debian_synopsis" / "train.jsonl"
 DTYPES = ("float32", "bfloat16")

@@ -1,4 +1,4 @@
-"""Kernels of row_norm_kernel.py for ranks over 64, where A A' and B G are a large part of the work.
+"""The kernels of norm.py for ranks over 64, where A A' and B G are a large part of the work.
 
     cross    as cross_kernel, with Hopper's copy engine; one module a launch, programs that stay and take block after block
     gram     G = A A' from the halves of A that the cross product reads as well, on 16-bit tensor cores
@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from packlora.ops.row_norm.kernel import _WIDTH, _int, _reduced, _rows_of, _runs
+from packlora.ops.row_norm.kernels.common import WIDTH, is_stale, load_int, row_pointers, times_B
 
 
 @triton.jit(do_not_specialize=["problem", "blocks", "chunks", "total"])
@@ -25,16 +25,29 @@ def wide_cross_kernel(
     SPLIT: tl.constexpr, GATED: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr,
     PROGRAMS: tl.constexpr, FLATTEN: tl.constexpr,
 ):  # fmt: skip
-    """What cross_kernel computes, of one problem, into the same slots. W, hi and lo are tensor descriptors; without SPLIT hi is
-    A, and lo is not read. Where B lies and the rank are multiples of 16.
+    """What cross_kernel computes, of one problem, into the same slots. B's address and the rank are multiples of 16.
 
     Args:
+        problems: table of problems, see common.py.
+        problem: its number.
+        stale: flag of each problem, read if GATED: 0 computes nothing.
+        W: descriptor of W [N, K].
+        hi, lo: descriptors of the halves of A; without SPLIT hi is A, and lo is not read.
+        B_like: any tensor of B's dtype.
+        inverses: of split_kernel; read with SPLIT.
+        parts: float32 [slots, N] of each problem; written.
         blocks, chunks: of ranks, and of K, `steps` of BK each.
         total: blocks of rows, times both. Neighbours in this order share rows of W.
+        steps: of K in a chunk.
+        SPLIT: A is the sum of hi and lo.
+        GATED: `stale` counts.
+        BM, BR, BK: rows and ranks of a block, k at a time.
+        PROGRAMS: of the grid; each takes every PROGRAMS-th block.
+        FLATTEN: whether the loop over blocks and that over K become one.
     """
-    if _runs(stale, problem, GATED):
-        own = problems + problem * _WIDTH
-        N, rank = _int(own + 2), tl.load(own + 6).to(tl.int32)
+    if is_stale(stale, problem, GATED):
+        own = problems + problem * WIDTH
+        N, rank = load_int(own + 2), tl.load(own + 6).to(tl.int32)
         B_start = tl.multiple_of(tl.load(own + 5).to(tl.pointer_type(B_like.dtype.element_ty)), 16)
         rank = tl.multiple_of(rank, 16)
         scales, slots = inverses + tl.multiple_of(tl.load(own + 12), 16), parts + tl.load(own + 14)
@@ -50,12 +63,12 @@ def wide_cross_kernel(
                     acc = tl.dot(W_tile, lo.load([number * BR, k]).T, acc)
             rows = row + tl.arange(0, BM)
             inside = rows < N
-            B = _rows_of(B_start, rows, inside, rank)
+            B = row_pointers(B_start, rows, inside, rank)
             halves = tl.permute(tl.reshape(acc, (BM, 2, BR // 2)), (0, 2, 1))
             left, right = tl.split(halves)  # all of B beside all of the sums would not fit the registers
             half = number * BR + tl.arange(0, BR // 2)
-            sums = _reduced(left, B, scales, inside, half, rank, SPLIT)
-            sums += _reduced(right, B, scales, inside, half + BR // 2, rank, SPLIT)
+            sums = times_B(left, B, scales, inside, half, rank, SPLIT)
+            sums += times_B(right, B, scales, inside, half + BR // 2, rank, SPLIT)
             tl.store(slots + (number * chunks + chunk).to(tl.int64) * N + rows, sums, mask=inside)
 
 
@@ -64,16 +77,28 @@ def wide_gram_kernel(
     problems, items, stale, A_like, inverses, parts,
     SPLIT: tl.constexpr, GATED: tl.constexpr, ALIGNED: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """One block of G over one chunk of K. Items: problem, first row, first column (not before the row), k, end, place.
+    """One block of G over one chunk of K.
 
-    SPLIT: A is hi + lo in A_like, the buffer of split_kernel; all four products count, since lo need not average out. They
-    are added up from the smallest on, and rounded to nearest in a second accumulator once a step.
+    With SPLIT all four products count, since lo need not average out. They are added up from the smallest on, and rounded to
+    nearest in a second accumulator once a step.
+
+    Args:
+        problems: table of problems, see common.py.
+        items: [programs, 6]: problem, first row, first column (not before the row), first k, end of k, place of the block.
+        stale: flag of each problem, read if GATED: 0 computes nothing.
+        A_like: with SPLIT the buffer of split_kernel; else any tensor of A's dtype.
+        inverses: of split_kernel; read with SPLIT.
+        parts: float32 [BR, BR] for each chunk of each block; written.
+        SPLIT: A is the sum of hi and lo.
+        GATED: `stale` counts.
+        ALIGNED: the address of A and K are multiples of 16.
+        BR, BK: rows and columns of the block, k at a time.
     """
     item = items + 6 * tl.program_id(0)
     problem = tl.load(item)
-    if _runs(stale, problem, GATED):
-        own = problems + problem * _WIDTH
-        rank, R = _int(own + 6), _int(own + 11)
+    if is_stale(stale, problem, GATED):
+        own = problems + problem * WIDTH
+        rank, R = load_int(own + 6), load_int(own + 11)
         rows = tl.multiple_of(tl.load(item + 1), BR) + tl.arange(0, BR)
         cols = tl.multiple_of(tl.load(item + 2), BR) + tl.arange(0, BR)
         first, end = tl.multiple_of(tl.load(item + 3), BK), tl.load(item + 4)
@@ -85,7 +110,7 @@ def wide_gram_kernel(
             end = tl.multiple_of(end, 16)
             if not SPLIT:
                 start, stride = tl.multiple_of(start, 16), tl.multiple_of(stride, 16)
-        left, right = _rows_of(start, rows, rows < rank, stride), _rows_of(start, cols, cols < rank, stride)
+        left, right = row_pointers(start, rows, rows < rank, stride), row_pointers(start, cols, cols < rank, stride)
         to_lo = tl.multiple_of(R * stride, 16)
         acc = tl.zeros((BR, BR), dtype=tl.float32)
         for k in range(first, end, BK):
@@ -119,14 +144,22 @@ def _high(values):
 
 @triton.jit
 def wide_fold_kernel(problems, items, stale, parts, G, GATED: tl.constexpr, BLOCK: tl.constexpr, BR: tl.constexpr):
-    """Sum over the chunks of a piece of a block of G: twice above the diagonal, once on it, 0 below; hi, then lo [R, R].
+    """A piece of a block of G: the sum over the chunks, twice above the diagonal, once on it, 0 below.
 
-    Items: problem, first row, first column, chunks, place of the block's first chunk.
+    Args:
+        problems: table of problems, see common.py.
+        items: [programs, 5]: problem, first row, first column, chunks, place of the block's first chunk.
+        stale: flag of each problem, read if GATED: 0 computes nothing.
+        parts: what wide_gram_kernel wrote.
+        G: float32, hi [R, R] and then lo of each problem; the piece is written.
+        GATED: `stale` counts.
+        BLOCK: rows and columns of a block of G.
+        BR: rows and columns of the piece.
     """
     item = items + 5 * tl.program_id(0)
     problem = tl.load(item)
-    if _runs(stale, problem, GATED):
-        own = problems + problem * _WIDTH
+    if is_stale(stale, problem, GATED):
+        own = problems + problem * WIDTH
         R = tl.multiple_of(tl.load(own + 11), 16).to(tl.int32)
         rows = tl.multiple_of(tl.load(item + 1), BR) + tl.arange(0, BR)
         cols = tl.multiple_of(tl.load(item + 2), BR) + tl.arange(0, BR)
@@ -149,12 +182,24 @@ def wide_tail_kernel(
     problems, items, stale, B_like, G, parts,
     GATED: tl.constexpr, ALIGNED_B: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """sum_l B_jl (B G)_jl over a block of l. Items: problem, first row, first l, slot."""
+    """sum_l B_jl (B G)_jl over a block of l.
+
+    Args:
+        problems: table of problems, see common.py.
+        items: [programs, 4]: problem, first row, first l, slot in `parts`.
+        stale: flag of each problem, read if GATED: 0 computes nothing.
+        B_like: any tensor of B's dtype.
+        G: of wide_fold_kernel.
+        parts: float32 [slots, N] of each problem; the rows of a slot are written.
+        GATED: `stale` counts.
+        ALIGNED_B: the address of B and the rank are multiples of 16.
+        BM, BR, BK: rows and l of the block, ranks at a time.
+    """
     item = items + 4 * tl.program_id(0)
     problem = tl.load(item)
-    if _runs(stale, problem, GATED):
-        own = problems + problem * _WIDTH
-        N, rank = _int(own + 2), tl.load(own + 6).to(tl.int32)
+    if is_stale(stale, problem, GATED):
+        own = problems + problem * WIDTH
+        N, rank = load_int(own + 2), tl.load(own + 6).to(tl.int32)
         R = tl.multiple_of(tl.load(own + 11), 16).to(tl.int32)
         rows, col = tl.load(item + 1) + tl.arange(0, BM), tl.multiple_of(tl.load(item + 2), BR)
         cols = col + tl.arange(0, BR)
@@ -162,7 +207,7 @@ def wide_tail_kernel(
         B = tl.load(own + 5).to(tl.pointer_type(B_like.dtype.element_ty))
         if ALIGNED_B:
             B, rank = tl.multiple_of(B, 16), tl.multiple_of(rank, 16)
-        B = _rows_of(B, rows, inside, rank)
+        B = row_pointers(B, rows, inside, rank)
         G_hi = G + tl.multiple_of(tl.load(own + 13), 16) + cols[:, None] * R
         G_lo = G_hi + R * R
         acc = tl.zeros((BM, BR), dtype=tl.float32)

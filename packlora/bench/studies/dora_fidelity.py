@@ -1,7 +1,7 @@
 """How near are DoRA's logits to the exact ones, and to PEFT's? With trained-looking adapters on a real model.
 
-    python -m benchmarks.dora_fidelity --out benchmarks/results/dora-fidelity-cpu.json --device cpu
-    python -m benchmarks.dora_fidelity --out benchmarks/results/dora-fidelity-h200.json --random-weights   # no model at hand
+    python -m packlora.bench.studies.dora_fidelity --out benchmarks/results/dora-fidelity-cpu.json --device cpu
+    python -m packlora.bench.studies.dora_fidelity --out benchmarks/results/dora-fidelity-h200.json --random-weights
 
 B is not zero and the magnitudes are moved, so that g is away from 1: right after get_peft_model any composition gives the same
 logits. The exact logits are those of real PEFT in float64 on the very same (rounded) numbers.
@@ -24,7 +24,7 @@ from packlora.base.device import choose_device
 from packlora.bench.results import check_writable, device_slug, write_results
 from packlora.live.accelerate import accelerate
 
-DATA = Path(__file__).parent.parent / "examples" / "data" / "debian_synopsis"
+DATA = Path(__file__).parents[3] / "examples" / "data" / "debian_synopsis"
 RANK = 16
 REGIMES = {
     "fp32": (torch.float32, False), "bf16": (torch.bfloat16, False), "bf16_autocast": (torch.bfloat16, True),

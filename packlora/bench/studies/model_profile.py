@@ -1,7 +1,7 @@
 """What a training step of an 8B model is made of on a GPU: time of every kernel, by name, where the GPU waits, and for how long
 the host is busy.
 
-    python -m benchmarks.model_profile --out benchmarks/results/model-profile-h200.json
+    python -m packlora.bench.studies.model_profile --out benchmarks/results/model-profile-h200.json
 
 The model and the contenders are those of `packlora bench model` with LoRA; every one is measured alone, three steps to warm up
 and one under torch's profiler, which sees the GPU alone.

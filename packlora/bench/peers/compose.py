@@ -68,7 +68,7 @@ class _Compose(torch.autograd.Function):
     def forward(
         ctx: Any, base_MN: torch.Tensor, lora_MN: torch.Tensor, g_N: torch.Tensor, scaling: float
     ) -> torch.Tensor:
-        from packlora.bench.compose_kernel import forward
+        from packlora.bench.peers.compose_kernel import forward
 
         ctx.save_for_backward(base_MN, lora_MN, g_N)
         ctx.scaling = scaling
@@ -77,7 +77,7 @@ class _Compose(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        from packlora.bench.compose_kernel import backward
+        from packlora.bench.peers.compose_kernel import backward
 
         base_MN, lora_MN, g_N = ctx.saved_tensors
         d_base, d_lora, d_g = backward(

@@ -1,6 +1,8 @@
 """What DoRA's norm costs: the kernels against the ways of others, one module at a time and all modules of a model at once.
 
-python -m benchmarks.row_norm_probe [--sweep] [--seconds 1.0]; JSON goes to $OUT/row_norm.json, or the current folder.
+    python -m packlora.bench.studies.row_norm_probe [--sweep] [--seconds 1.0]
+
+JSON goes to $OUT/row_norm.json, or the current folder.
 """
 
 from __future__ import annotations
@@ -17,30 +19,31 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from packlora.adapters.norms import RowNorms
-from packlora.ops.row_norm import batch as row_norm_batch
-from packlora.ops.row_norm.row_norm import NormProblem, row_norm, row_norms, squared_row_norm
+from packlora.ops.row_norm import tables, triton_path
+from packlora.ops.row_norm.row_norm import row_norm, row_norms, squared_row_norm
+from packlora.ops.row_norm.types import NormProblem
 from packlora.plans.timing import Contender, Work, paired
 
 SHAPES = ((4096, 4096), (8192, 28672))
 RANKS = (16, 64, 128, 384, 768)
 MODEL = 32 * ((4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (14336, 4096), (14336, 4096), (4096, 14336))
 """N, K of the modules of an 8B model."""
-SWEEP: dict[int, tuple[row_norm_batch.Sizes, ...]] = {
+SWEEP: dict[int, tuple[tables.Sizes, ...]] = {
     16: (
-        row_norm_batch.Sizes(64, 16, 128, 4, 4), row_norm_batch.Sizes(64, 16, 256, 4, 3),
-        row_norm_batch.Sizes(128, 16, 128, 4, 3), row_norm_batch.Sizes(64, 16, 128, 4, 3),
-        row_norm_batch.Sizes(128, 16, 64, 4, 4),
+        tables.Sizes(64, 16, 128, 4, 4), tables.Sizes(64, 16, 256, 4, 3),
+        tables.Sizes(128, 16, 128, 4, 3), tables.Sizes(64, 16, 128, 4, 3),
+        tables.Sizes(128, 16, 64, 4, 4),
     ),
     384: (
-        row_norm_batch.Sizes(256, 128, 64, 8, 3, promote=False, most_k=384),
-        row_norm_batch.Sizes(256, 128, 64, 8, 3, promote=False, most_k=512),
-        row_norm_batch.Sizes(256, 128, 64, 8, 3, promote=False, most_k=256),
-        row_norm_batch.Sizes(256, 128, 64, 8, 2, promote=False, most_k=384),
-        row_norm_batch.Sizes(256, 128, 32, 8, 4, promote=False, most_k=384),
-        row_norm_batch.Sizes(128, 128, 64, 8, 3, promote=True),
-        row_norm_batch.Sizes(128, 128, 64, 8, 4, promote=True),
-        row_norm_batch.Sizes(128, 128, 128, 8, 2, promote=True),
-        row_norm_batch.Sizes(128, 128, 64, 8, 3, promote=False, most_k=512),
+        tables.Sizes(256, 128, 64, 8, 3, promote=False, most_k=384),
+        tables.Sizes(256, 128, 64, 8, 3, promote=False, most_k=512),
+        tables.Sizes(256, 128, 64, 8, 3, promote=False, most_k=256),
+        tables.Sizes(256, 128, 64, 8, 2, promote=False, most_k=384),
+        tables.Sizes(256, 128, 32, 8, 4, promote=False, most_k=384),
+        tables.Sizes(128, 128, 64, 8, 3, promote=True),
+        tables.Sizes(128, 128, 64, 8, 4, promote=True),
+        tables.Sizes(128, 128, 128, 8, 2, promote=True),
+        tables.Sizes(128, 128, 64, 8, 3, promote=False, most_k=512),
     ),
 }  # fmt: skip
 
@@ -145,20 +148,20 @@ def sweep(seconds: float) -> list[dict[str, Any]]:
     rows = []
     for r, options in SWEEP.items():
         W, A, B = draw(4096, 4096, r)
-        base, block = squared_row_norm(W), row_norm_batch.rank_block(r)
-        kept = row_norm_batch.SIZES[block]
+        base, block = squared_row_norm(W), tables.rank_block(r)
+        kept = tables.SIZES[block]
         want = (W.double() + 2.0 * B.double() @ A.double()).norm(dim=1)
         for sizes in options:
-            row_norm_batch.SIZES[block] = sizes
-            row_norm_batch._BATCHES._values.clear()
+            tables.SIZES[block] = sizes
+            triton_path._BATCHES._values.clear()
             try:
                 wrong = error(row_norm(W, A, B, 2.0, base), want)
                 parts = breakdown(functools.partial(row_norm, W, A, B, 2.0, base))
                 rows.append({"r": r, "sizes": repr(sizes), "error": wrong, "us": parts})
             except Exception as failure:  # sizes that do not fit this GPU
                 rows.append({"r": r, "sizes": repr(sizes), "failed": f"{type(failure).__name__}: {failure}"[:200]})
-        row_norm_batch.SIZES[block] = kept
-        row_norm_batch._BATCHES._values.clear()
+        tables.SIZES[block] = kept
+        triton_path._BATCHES._values.clear()
     return rows
 
 

@@ -1,7 +1,7 @@
 """What do shared microbatches bring to jobs of short samples, against PEFT as its users run it?
 
-    python -m benchmarks.short_jobs --out benchmarks/results/short-jobs-h200.json       # one GPU, under four minutes
-    python -m benchmarks.short_jobs --tiny --out short-jobs.json                        # a CPU, seconds; measures nothing
+    python -m packlora.bench.studies.short_jobs --out benchmarks/results/short-jobs-h200.json   # one GPU, under four minutes
+    python -m packlora.bench.studies.short_jobs --tiny --out short-jobs.json   # a CPU, seconds; measures nothing
 
 Four LoRA jobs of different ranks and lengths on Llama-3.1-8B's shape with random bfloat16 weights. packlora runs the training
 loop's own windows (train.Trainer over schedule.Planner); PEFT trains one job after the other, on padded batches and on packed

@@ -3,7 +3,7 @@
 docs/benchmarks.md holds all tables, each with the commit and the day of its file; the README holds one table of ratios, whose
 rows lead there.
 
-python -m benchmarks.readme
+python -m packlora.bench.studies.readme
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[3]
 MARKS = re.compile(r"(<!-- figures: .*? -->\n).*?(<!-- /figures -->)", re.DOTALL)
 
 
@@ -293,11 +293,10 @@ def model() -> list[str]:
 
 
 def dora() -> list[str]:
-    """DoRA layers over the frozen layer, and the norm."""
+    """DoRA layers over the frozen layer, the norm, the protocol of Scaling-DoRA, and how DoRA trains."""
     file = measured("dora-h200")
     if file is None:
         return []
-    summary = file["summary"]
     names = {
         "packlora_accelerate": "`packlora.accelerate`", "packlora": "the operator by itself",
         "packlora_stepped": "the operator, norm in every pass", "peft_bf16": "PEFT",
@@ -320,6 +319,11 @@ def dora() -> list[str]:
                 for name in names
             ]
             lines.append(f"| {row['K']} x {row['N']}, r {row['r']} | {row['ms']['frozen']:.3f} | {' | '.join(cells)} |")
+    return [*lines, *_dora_norm(file["summary"]), *_dora_models(file["rows"]), *_dora_quality()]
+
+
+def _dora_norm(summary: dict[str, Any]) -> list[str]:
+    lines: list[str] = []
     for start, words in (("", "with the host's launches"), ("ahead_", "of the GPU alone")):
         if summary.get(f"{start}norm_refresh_us") is not None:
             peers = ", ".join(
@@ -333,22 +337,32 @@ def dora() -> list[str]:
             )
             own = f"{summary[f'{start}norm_refresh_us']:.0f} us"
             lines += ["", f"The norm of a 4096 x 4096 layer at r 384, {words}: {own} ({peers})."]
-    protocol_rows = [row for row in file["rows"] if row["part"] == "paper-model"]
-    if protocol_rows:
-        lines += [
-            "",
-            "Qwen3-8B's shape in the protocol of Scaling-DoRA (4096 tokens, checkpointing, loss on the last 1024), ms "
-            "(peak GiB):",
-            "",
-            "| rank | frozen | packlora | PEFT | packlora, fp32 adapters | PEFT, fp32 adapters |",
-            "|---|---|---|---|---|---|",
-        ]
-    for row in protocol_rows:
+    return lines
+
+
+def _dora_models(rows: list[dict[str, Any]]) -> list[str]:
+    chosen = [row for row in rows if row["part"] == "paper-model"]
+    if not chosen:
+        return []
+    lines = [
+        "",
+        "Qwen3-8B's shape in the protocol of Scaling-DoRA (4096 tokens, checkpointing, loss on the last 1024), ms "
+        "(peak GiB):",
+        "",
+        "| rank | frozen | packlora | PEFT | packlora, fp32 adapters | PEFT, fp32 adapters |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in chosen:
         cells = [
             f"{row['ms'][name]:.0f}" + (f" ({row['gib'][name]:.1f})" if name in row["gib"] else "")
             for name in ("frozen", "packlora", "peft_bf16", "packlora_fp32", "peft_fp32_autocast")
         ]
         lines.append(f"| {row['r']} | {' | '.join(cells)} |")
+    return lines
+
+
+def _dora_quality() -> list[str]:
+    lines: list[str] = []
     for device in ("cpu", "h200"):
         if (run := measured(f"dora-convergence-{device}")) is not None:
             figures, where = run["summary"], "CPU, float32" if device == "cpu" else f"{run['device']}, bfloat16"

@@ -1,0 +1,1 @@
+"""What packlora is compared with: PEFT's layers, and the formulas of Scaling-DoRA."""

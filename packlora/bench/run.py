@@ -1,0 +1,159 @@
+"""`packlora bench NAME`: what was asked for is checked, the benchmark runs, its results are written and printed.
+
+    packlora bench layer --out layer-h200.json
+
+plans/timing.py holds the paired loop, options.py what can be asked for, results.py the file, plots.py the pictures.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from packlora.base.device import choose_device
+from packlora.bench import dora, graphs, layer, model, multi
+from packlora.bench.options import PARTS, Options
+from packlora.bench.plots import write_plots
+from packlora.bench.progress import Progress
+from packlora.bench.results import check_writable, device_slug, rows_of_other_parts, write_results
+from packlora.bench.schedule import run_schedule
+from packlora.bench.traffic import commands
+from packlora.errors import InputError
+from packlora.runtime.record import device_name
+
+ON_A_DEVICE: dict[str, Any] = {"layer": layer, "multi": multi, "graphs": graphs, "model": model, "dora": dora}
+NAMES = (*ON_A_DEVICE, "schedule")
+
+
+def run_bench(
+    name: str,
+    out: Path,
+    quick: bool = False,
+    device: str = "auto",
+    only: str | None = None,
+    layers: int | None = None,
+    plots: bool = False,
+    ncu: bool = False,
+    parts: str | None = None,
+    resume: bool = False,
+) -> int:
+    """Run a benchmark, write its results and print a table.
+
+    Args:
+        name: one of NAMES.
+        out: the JSON file to write.
+        quick: a subset in seconds; the only way on a CPU, with toy sizes.
+        device: auto, cpu, cuda or cuda:<number>.
+        only: contenders and words of cases, separated by commas; see options.choose.
+        layers: of the model in `model`, to shrink it.
+        plots: also write pictures beside the file.
+        parts: those to measure, of PARTS, separated by commas; rows of the others stay in the file as they are.
+        ncu: measure nothing; print the command lines that count the DRAM traffic of `layer`.
+        resume: go on where a run that was ended left off.
+
+    Returns:
+        Exit code: 0, or 1 where a contender failed (the others' figures are written).
+
+    Raises:
+        InputError: an unknown name, no GPU, words in `only` or `parts` that mean nothing here, a file whose other parts
+            cannot be kept, or a run to go on with that was asked for something else.
+    """
+    if name not in NAMES:
+        raise InputError(f"bench: {name!r} is not a benchmark; there are {', '.join(NAMES)}")
+    if layers is not None and name not in PARTS:
+        raise InputError(f"bench {name}: --layers is for {' and '.join(PARTS)}")
+    if ncu and name != "layer":
+        raise InputError(f"bench {name}: --ncu is for layer")
+    wanted = _parts(name, parts)
+    if plots and importlib.util.find_spec("matplotlib") is None:
+        raise InputError("--plots needs matplotlib, which is not installed (pip install matplotlib)")
+    if ncu:
+        print("\n".join(commands(out.with_suffix("").with_name(f"{out.stem}-ncu"))))
+        return 0
+    if name == "schedule":  # measures no device
+        if only or device not in ("auto", "cpu"):
+            raise InputError("bench schedule runs on the CPU and in full; --only and --device are not for it")
+        if resume:
+            raise InputError("bench schedule runs in one piece; --resume is not for it")
+        return run_schedule(out, quick, plots)
+    chosen = _device(name, device, quick)
+    check_writable(out)
+    return _measure(name, _options(name, out, chosen, quick, _words(only), layers, wanted, resume), plots)
+
+
+def _measure(name: str, options: Options, plots: bool) -> int:
+    assert options.out is not None and options.progress is not None
+    outcome = ON_A_DEVICE[name].run(options)
+    print()
+    for line in outcome.table:
+        print(line)
+    label = options.progress.asked["name"]
+    write_results(options.out, label, outcome.protocol, outcome.rows, outcome.summary, str(options.device))
+    options.progress.done()
+    if plots:
+        for path in write_plots(name, outcome.rows, options.out):
+            print(f"wrote {path}")
+    return report_failures(outcome.rows)
+
+
+def _device(name: str, device: str, quick: bool) -> torch.device:
+    chosen = choose_device(device)
+    if chosen.type == "cpu" and not (quick and device == "cpu"):
+        raise InputError(
+            f"bench {name} measures a GPU, and {'the CPU was asked for' if device == 'cpu' else 'there is none here'}; "
+            "--quick --device cpu tries it with toy sizes on the CPU"
+        )
+    return chosen
+
+
+def _options(
+    name: str,
+    out: Path,
+    device: torch.device,
+    quick: bool,
+    only: tuple[str, ...],
+    layers: int | None,
+    parts: tuple[str, ...],
+    resume: bool,
+) -> Options:
+    """With the rows of other parts that stay in the file, and with those that a run that was ended has left."""
+    label = f"{name}-{device_slug(device)}"
+    kept: tuple[dict[str, Any], ...] = ()
+    if parts:
+        kept = rows_of_other_parts(out, label, device_name(device), parts, ON_A_DEVICE[name].part_of)
+        if kept and (quick or only or layers is not None):
+            raise InputError(
+                f"bench {name}: {out} holds other parts in full; --quick, --only and --layers need a new file"
+            )
+    asked = {
+        "name": label, "device": device_name(device), "quick": quick, "only": list(only), "layers": layers,
+        "parts": list(parts),
+    }  # fmt: skip
+    return Options(device, quick, only, layers, parts, kept, out, Progress(out, asked, resume))
+
+
+def _words(text: str | None) -> tuple[str, ...]:
+    return tuple(word.strip() for word in (text or "").split(",") if word.strip())
+
+
+def _parts(name: str, words: str | None) -> tuple[str, ...]:
+    """The parts to measure; none for all. Raises InputError for one that the benchmark does not have."""
+    wanted = tuple(dict.fromkeys(_words(words)))
+    if wanted and name not in PARTS:
+        raise InputError(f"bench {name}: --parts is for {' and '.join(PARTS)}")
+    for word in wanted:
+        if word not in PARTS[name]:
+            raise InputError(f"parts: bench {name} has no part {word!r}; it has {', '.join(PARTS[name])}")
+    return () if wanted and set(wanted) == set(PARTS[name]) else wanted
+
+
+def report_failures(rows: list[dict[str, Any]]) -> int:
+    """Print every contender that failed; 1 if there is one."""
+    failed = [(row["case"], name, error) for row in rows for name, error in row["failed"].items()]
+    for case, name, error in failed:
+        print(f"failed: {case}: {name}: {error}", file=sys.stderr)
+    return 1 if failed else 0
