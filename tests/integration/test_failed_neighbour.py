@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from test_training import config, same_bits, train
 
-from packlora.runtime import trainer
 from packlora.runtime.job import Job
+from packlora.runtime.microbatch import SingleDevice
 
 Rows = Callable[..., str]
 Base = Callable[..., str]
@@ -83,13 +83,13 @@ def test_a_held_out_loss_does_not_depend_on_which_other_jobs_are_evaluated(
 ) -> None:
     """Every microbatch of an evaluation is one job's."""
     owners: list[set[int]] = []
-    original = trainer.collate
+    original = SingleDevice.evaluate
 
-    def noted(samples: Any, device: Any) -> Any:
+    def noted(executor: Any, samples: Any, num_owners: int) -> Any:
         owners.append({sample.owner for sample in samples})
-        return original(samples, device)
+        return original(executor, samples, num_owners)
 
-    monkeypatch.setattr(trainer, "collate", noted)
+    monkeypatch.setattr(SingleDevice, "evaluate", noted)
     jobs: list[dict[str, Any]] = [
         {"name": name, "data": {"path": (rows := write_rows(name, 3)), "eval_path": rows}, "adapter": {"r": 2}}
         for name in ("one", "two")
