@@ -11,7 +11,7 @@ from typing import Any
 from packlora.bench.options import Case
 from packlora.errors import InputError
 from packlora.files import write_json
-from packlora.runtime.prepare import source_commit
+from packlora.runtime.record import source_commit
 
 Row = dict[str, Any]
 
