@@ -78,7 +78,8 @@ class Emitter:
 
 def name_of(subscriber: Subscriber) -> str:
     """Of a function, or of the class of an object."""
-    return getattr(subscriber, "__qualname__", None) or type(subscriber).__qualname__
+    name: str = getattr(subscriber, "__qualname__", None) or type(subscriber).__qualname__
+    return name.rpartition("<locals>.")[2]
 
 
 def _failure(subscriber: Subscriber, event: Event, error: Exception) -> str:

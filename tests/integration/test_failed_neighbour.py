@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from test_training import config, same_bits, train
 
-from packlora.runtime import trainer
+from packlora.runtime import evaluate
 from packlora.runtime.job import Job
 
 Rows = Callable[..., str]
@@ -83,13 +83,13 @@ def test_a_held_out_loss_does_not_depend_on_which_other_jobs_are_evaluated(
 ) -> None:
     """Every microbatch of an evaluation is one job's."""
     owners: list[set[int]] = []
-    original = trainer.collate
+    original = evaluate.collate
 
     def noted(samples: Any, device: Any) -> Any:
         owners.append({sample.owner for sample in samples})
         return original(samples, device)
 
-    monkeypatch.setattr(trainer, "collate", noted)
+    monkeypatch.setattr(evaluate, "collate", noted)
     jobs: list[dict[str, Any]] = [
         {"name": name, "data": {"path": (rows := write_rows(name, 3)), "eval_path": rows}, "adapter": {"r": 2}}
         for name in ("one", "two")
