@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import random
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from test_training import adapter, config, same_bits
+from conftest import WORDS
+from test_training import adapter, same_bits
 
 import packlora
 from packlora.report.events import (
@@ -28,9 +30,7 @@ from packlora.report.events import (
     WindowPlanned,
 )
 
-Rows = Callable[..., str]
 Base = Callable[..., str]
-Tree = Callable[[str], dict[str, Any]]
 
 JOBS: list[dict[str, Any]] = [
     {"name": "a", "adapter": {"r": 4, "lora_dropout": 0.1}, "train": {"global_batch_size": 2, "learning_rate": 3e-3}},
@@ -39,32 +39,12 @@ JOBS: list[dict[str, Any]] = [
 """6 and 4 optimizer steps."""
 
 
-@pytest.fixture
-def tree(tiny_base: Base, write_rows: Rows, tmp_path: Path) -> Tree:
-    """A run of these jobs by the name of its output folder, with a checkpoint and an evaluation of "a" every second step."""
-    jobs = json.loads(json.dumps(JOBS))
-    for job in jobs:
-        job["data"] = {"path": write_rows(job["name"])}
-    jobs[0]["data"]["eval_path"] = jobs[0]["data"]["path"]
-    return lambda name: config(
-        tiny_base(), tmp_path / name, write_rows, jobs, save_every=2, eval_every=2, max_tokens_per_microbatch=64
-    )
-
-
-def lines(tree: dict[str, Any], log: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (Path(tree["output_dir"]) / f"{log}.jsonl").read_text().splitlines()]
-
-
-def warnings(tree: dict[str, Any]) -> list[str]:
-    found: list[str] = json.loads((Path(tree["output_dir"]) / "run.json").read_text())["warnings"]
-    return found
-
-
 class Counted:
     """Counts events by type, and looks at what is on the disk by then."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
+        self.result: Any = None
         self.logged: list[tuple[int, int]] = []
 
     def __call__(self, event: Event) -> None:
@@ -84,9 +64,49 @@ class Counted:
         return [event for event in self.events if isinstance(event, kind)]
 
 
-def test_a_subscriber_hears_what_the_logs_hold_and_the_files_are_there_by_then(tree: Tree) -> None:
-    whole, counted = tree("whole"), Counted()
-    result = packlora.train(whole, subscribers=[counted])
+@pytest.fixture(scope="module")
+def counted() -> Counted:
+    """Of the whole run."""
+    return Counted()
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_base: Base, tmp_path_factory: pytest.TempPathFactory, counted: Counted) -> dict[str, Any]:
+    """A finished run of these jobs, with a checkpoint and an evaluation of "a" every second step."""
+    folder = tmp_path_factory.mktemp("whole")
+    jobs, draw = json.loads(json.dumps(JOBS)), random.Random(0)
+    for job in jobs:
+        path = folder / f"{job['name']}.jsonl"
+        picks = [draw.choices(WORDS, k=draw.randrange(2, 12)) for _ in range(12)]
+        path.write_text("".join(json.dumps({"prompt": " ".join(p), "completion": p[0]}) + "\n" for p in picks))
+        job["data"] = {"path": str(path)}
+    jobs[0]["data"]["eval_path"] = jobs[0]["data"]["path"]
+    tree = {
+        "base_model": tiny_base(), "output_dir": str(folder / "out"), "max_tokens_per_microbatch": 64, "save_every": 2,
+        "eval_every": 2, "device": "cpu", "jobs": jobs,
+    }  # fmt: skip
+    counted.result = packlora.train(tree, subscribers=[counted])
+    return tree
+
+
+@pytest.fixture
+def out(whole: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
+    """The same run in a folder of its own."""
+    return {**whole, "output_dir": str(tmp_path / "out")}
+
+
+def lines(tree: dict[str, Any], log: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (Path(tree["output_dir"]) / f"{log}.jsonl").read_text().splitlines()]
+
+
+def warnings(tree: dict[str, Any]) -> list[str]:
+    found: list[str] = json.loads((Path(tree["output_dir"]) / "run.json").read_text())["warnings"]
+    return found
+
+
+def test_a_subscriber_hears_what_the_logs_hold_and_the_files_are_there_by_then(
+    whole: dict[str, Any], counted: Counted
+) -> None:
     number = Counter(type(event) for event in counted.events)
     for kind, log in (
         (Stepped, "metrics"), (Evaluated, "evals"), (MicrobatchDone, "microbatches"), (WindowPlanned, "windows"),
@@ -99,7 +119,7 @@ def test_a_subscriber_hears_what_the_logs_hold_and_the_files_are_there_by_then(t
     assert told == logged
     assert (number[RunBegan], number[TrainingBegan], number[RunEnded]) == (1, 1, 1)
     assert isinstance(counted.events[0], RunBegan) and isinstance(counted.events[-1], RunEnded)
-    assert counted.events[-1].result is result
+    assert counted.events[-1].result is counted.result
     assert [(job.name, job.step, job.num_steps) for job in counted.events[0].jobs] == [("a", 0, 6), ("b", 0, 4)]
     assert counted.events[0].config["jobs"][0]["name"] == "a"
     assert {(event.job, event.step) for event in counted.of(JobDone)} == {("a", 6), ("b", 4)}
@@ -110,10 +130,9 @@ def test_a_subscriber_hears_what_the_logs_hold_and_the_files_are_there_by_then(t
 
 
 def test_a_subscriber_that_raises_costs_a_warning_and_no_bit_and_the_next_one_hears_everything(
-    tree: Tree, capsys: pytest.CaptureFixture[str]
+    whole: dict[str, Any], out: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    whole, broken, counted, calls = tree("whole"), tree("broken"), Counted(), 0
-    packlora.train(whole)
+    counted, calls = Counted(), 0
 
     def raises(event: Event) -> None:
         nonlocal calls
@@ -122,18 +141,18 @@ def test_a_subscriber_that_raises_costs_a_warning_and_no_bit_and_the_next_one_he
             raise RuntimeError("no network")
 
     capsys.readouterr()
-    assert packlora.train(broken, subscribers=[raises, counted]).status == "done"
+    assert packlora.train(out, subscribers=[raises, counted]).status == "done"
     assert calls == 1
     assert len(counted.of(Stepped)) == 10
-    same_bits(Path(whole["output_dir"]), Path(broken["output_dir"]), JOBS)
-    (warning,) = [text for text in warnings(broken) if "RuntimeError: no network" in text]
+    same_bits(Path(whole["output_dir"]), Path(out["output_dir"]), JOBS)
+    (warning,) = [text for text in warnings(out) if "RuntimeError: no network" in text]
     assert "raises failed at Stepped" in warning
     assert capsys.readouterr().out.count("RuntimeError: no network") == 1
 
 
-def test_a_run_that_a_subscriber_interrupts_is_resumed_from_its_checkpoints(tree: Tree) -> None:
-    whole, out = tree("whole"), tree("out")
-    packlora.train(whole)
+def test_a_run_that_a_subscriber_interrupts_is_resumed_from_its_checkpoints(
+    whole: dict[str, Any], out: dict[str, Any]
+) -> None:
 
     def interrupts(event: Event) -> None:
         if isinstance(event, Stepped) and event.step == 3:
@@ -146,13 +165,16 @@ def test_a_run_that_a_subscriber_interrupts_is_resumed_from_its_checkpoints(tree
 
 
 def test_a_subscriber_stops_the_run_which_saves_and_goes_on_to_the_same_bits_and_each_step_is_told_once(
-    tree: Tree, capsys: pytest.CaptureFixture[str]
+    whole: dict[str, Any], out: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    whole, out, counted = tree("whole"), tree("out"), Counted()
-    packlora.train(whole)
+    counted = Counted()
 
     def enough(event: Event) -> Stop | None:
-        return Stop(reason="enough for today") if isinstance(event, Stepped) and event.step == 3 else None
+        return (
+            Stop(reason="enough for today")
+            if isinstance(event, Stepped) and (event.job, event.step) == ("a", 3)
+            else None
+        )
 
     result = packlora.train(out, subscribers=[counted, enough])
     assert (result.status, result.signal, result.exit_code) == ("interrupted", None, 0)
@@ -160,7 +182,7 @@ def test_a_subscriber_stops_the_run_which_saves_and_goes_on_to_the_same_bits_and
     steps = {name: job.step for name, job in result.jobs.items()}
     assert steps["a"] == 3
     for name, step in steps.items():
-        assert (Path(out["output_dir"]) / name / f"checkpoint-{step}").exists()
+        assert (Path(out["output_dir"]) / name / f"checkpoint-{step}" / "manifest.json").exists()
     again = packlora.train(out, resume=True, subscribers=[counted])
     assert again.status == "done"
     same_bits(Path(whole["output_dir"]), Path(out["output_dir"]), JOBS)
@@ -175,14 +197,17 @@ def test_a_subscriber_stops_the_run_which_saves_and_goes_on_to_the_same_bits_and
 
 
 @pytest.mark.parametrize("kind", [Stepped, Evaluated, MicrobatchDone])
-def test_a_subscriber_stops_one_job_with_its_adapter_and_no_bit_of_the_other_changes(kind: type, tree: Tree) -> None:
+def test_a_subscriber_stops_one_job_with_its_adapter_and_no_bit_of_the_other_changes(
+    kind: type, whole: dict[str, Any], out: dict[str, Any]
+) -> None:
     """Asked for at its second step, at the evaluation after it, or in the middle of it."""
-    whole, out, counted = tree("whole"), tree("out"), Counted()
-    packlora.train(whole)
+    counted = Counted()
 
     def rule(event: Any) -> Stop | None:
-        own = event.batches.get("a") == 1 if isinstance(event, MicrobatchDone) else getattr(event, "step", 0) == 2
-        return Stop("a", "it is good enough") if isinstance(event, kind) and own else None
+        if not isinstance(event, kind):
+            return None
+        own = event.batches.get("a") == 1 if isinstance(event, MicrobatchDone) else (event.job, event.step) == ("a", 2)
+        return Stop("a", "it is good enough") if own else None
 
     result = packlora.train(out, subscribers=[rule, counted])
     assert (result.status, result.jobs["a"].status, result.jobs["a"].step) == ("done", "done", 2)
@@ -202,9 +227,7 @@ def test_a_subscriber_stops_one_job_with_its_adapter_and_no_bit_of_the_other_cha
     same_bits(Path(whole["output_dir"]), Path(out["output_dir"]), JOBS)
 
 
-def test_a_job_that_was_stopped_while_the_run_was_stopped_stays_ended(tree: Tree) -> None:
-    out = tree("out")
-
+def test_a_job_that_was_stopped_while_the_run_was_stopped_stays_ended(out: dict[str, Any]) -> None:
     def both(event: Event) -> Stop | None:
         return Stop("a") if isinstance(event, Stepped) and (event.job, event.step) == ("a", 3) else None
 
@@ -216,7 +239,7 @@ def test_a_job_that_was_stopped_while_the_run_was_stopped_stays_ended(tree: Tree
     assert (result.status, result.jobs["a"].step, result.jobs["b"].step) == ("done", 3, 4)
 
 
-def test_a_subscriber_that_cannot_be_called_is_refused_before_anything_is_done(tree: Tree) -> None:
+def test_a_subscriber_that_cannot_be_called_is_refused_before_anything_is_done(out: dict[str, Any]) -> None:
     with pytest.raises(packlora.InputError, match="subscribers are functions of one event; got dict"):
-        packlora.train(tree("out"), subscribers=[{}])  # type: ignore[list-item]
-    assert not Path(tree("out")["output_dir"]).exists()
+        packlora.train(out, subscribers=[{}])  # type: ignore[list-item]
+    assert not Path(out["output_dir"]).exists()
