@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 
 from packlora.errors import InputError
 from packlora.files import write_json
-from packlora.runtime.prepare import source_commit
+from packlora.runtime.record import source_commit
 
 Row = dict[str, Any]
 

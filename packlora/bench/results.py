@@ -14,8 +14,7 @@ import torch
 
 from packlora.errors import InputError
 from packlora.files import write_json
-from packlora.runtime.prepare import source_commit, versions
-from packlora.runtime.record import device_name
+from packlora.runtime.record import device_name, source_commit, versions
 
 
 def write_results(

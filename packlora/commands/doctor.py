@@ -16,7 +16,7 @@ from rich.text import Text
 
 from packlora.base.demo_model import DEMO_MODEL, PACKAGE, cache_folder
 from packlora.ops.gpu import HAS_TRITON
-from packlora.runtime.prepare import processor_name, versions
+from packlora.runtime.record import processor_name, versions
 
 OPTIONAL = {
     "datasets": "Hugging Face data sets as data paths",

@@ -1,4 +1,7 @@
-"""What a run writes while it trains: metrics.jsonl, evals.jsonl, microbatches.jsonl."""
+"""What a run logs while it trains, from its events: metrics.jsonl, evals.jsonl, microbatches.jsonl and windows.jsonl.
+
+Training depends on none of these files: what cannot be written is lost, and said once.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,59 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from packlora.errors import unwritten
 from packlora.files import write_file
+from packlora.report.events import CheckpointBegins, Evaluated, Event, MicrobatchDone, RunEnded, Stepped, WindowPlanned
+
+METRICS, EVALS, MICROBATCHES, WINDOWS = "metrics.jsonl", "evals.jsonl", "microbatches.jsonl", "windows.jsonl"
+LINES = {Stepped: METRICS, Evaluated: EVALS, MicrobatchDone: MICROBATCHES, WindowPlanned: WINDOWS}
+"""Events that are a line each, and of which file; the keys are the names of their fields."""
+
+
+class BestEffort:
+    """Writes files that training does not depend on: what fails costs a note, once for each file."""
+
+    def __init__(self, note: Callable[[str], None]) -> None:
+        self._note = note
+        self.incomplete: dict[str, str] = {}
+        """Files that lack something, and why it could not be written."""
+
+    def write(self, name: str, write: Callable[[], object]) -> None:
+        """Write a whole file; it lacks nothing any more where that succeeds."""
+        try:
+            write()
+            self.incomplete.pop(name, None)
+        except Exception as error:  # a defect of the report's own, too, must not cost the run
+            self.failed(name, error)
+
+    def failed(self, name: str, error: Exception) -> None:
+        """A file lacks something from now on."""
+        if name not in self.incomplete:
+            self.incomplete[name] = reason = unwritten(error) or f"{type(error).__name__}: {error}"
+            self._note(f"{name} is incomplete: {reason}; training goes on")
+
+
+class Logs:
+    """The jsonl files of a run, a subscriber. A checkpoint waits until they are on the disk."""
+
+    def __init__(self, folder: Path, files: BestEffort) -> None:
+        self._files: dict[type, JsonLines] = {
+            kind: JsonLines(folder / name, files.failed) for kind, name in LINES.items()
+        }
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, CheckpointBegins):
+            for file in self._files.values():
+                file.sync()
+        elif isinstance(event, RunEnded):
+            for file in self._files.values():
+                file.close()
+        elif type(event) in LINES:
+            self._files[type(event)].write(**{field.name: getattr(event, field.name) for field in fields(event)})
 
 
 class JsonLines:

@@ -1,16 +1,33 @@
-"""What a person sees while a run trains: a live table per job on a terminal, plain lines otherwise."""
+"""What a person sees while a run trains: a live table of the jobs on a terminal, plain lines otherwise.
+
+Progress is a subscriber: all that it knows comes from the events of the run.
+"""
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from packlora.runtime.job import Job, StepResult
+from packlora.report.events import (
+    Evaluated,
+    Event,
+    JobDone,
+    JobFailed,
+    MemoryRanOut,
+    Note,
+    RunBegan,
+    RunEnded,
+    Stepped,
+    StopAsked,
+    TrainingBegan,
+)
 from packlora.terminal import standard_output
 
 RATE_WINDOW = 20
@@ -29,123 +46,147 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
+@dataclass(slots=True)
+class _Shown:
+    """What is shown of a job, from the events so far. recent: its last steps, each with the time it was told at."""
+
+    name: str
+    status: str
+    step: int
+    num_steps: int
+    tokens: int
+    recent: deque[tuple[float, Stepped]] = field(default_factory=lambda: deque(maxlen=RATE_WINDOW))
+    eval_loss: float | None = None
+
+    def rate(self, start: float) -> float:
+        """Tokens per second, over its last steps; start: of training."""
+        if not self.recent:
+            return 0.0
+        if len(self.recent) == 1:
+            return self.recent[0][1].tokens / max(self.recent[0][0] - start, 1e-9)
+        tokens = sum(event.tokens for _, event in list(self.recent)[1:])
+        return tokens / max(self.recent[-1][0] - self.recent[0][0], 1e-9)
+
+
 class Progress:
-    """The display of one run; use as a context manager."""
+    """The display of one run, a subscriber. As a context manager it takes the live table away also where a run breaks off."""
 
-    def __init__(self, jobs: Sequence[Job], console: Console | None = None) -> None:
-        self.jobs = jobs
-        self._start = time.perf_counter()
+    def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(file=standard_output())
-        self._steps: dict[str, list[tuple[float, StepResult]]] = {job.name: [] for job in jobs}
-        self._tokens: dict[str, int] = {job.name: 0 for job in jobs}
-        self._evals: dict[str, float] = {}
-        self._total = {job.name: self._all_tokens(job) for job in jobs}
-        self._live = (
-            Live(get_renderable=self._table, console=self.console, refresh_per_second=4)
-            if self.console.is_terminal
-            else None
-        )
-
-    @staticmethod
-    def _all_tokens(job: Job) -> int:
-        per_epoch = sum(sample.num_tokens for sample in job.data.samples)
-        return int(per_epoch * job.data.num_steps / job.data.batches_per_epoch)
+        self.jobs: dict[str, _Shown] = {}
+        self._start = time.perf_counter()
+        self._live: Live | None = None
 
     def __enter__(self) -> Progress:
-        if self._live:
-            self._live.start()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        if self._live:
-            self._live.stop()
+        self._stop()
 
-    def training_starts(self) -> None:
-        """Rates count from here: loading and the first evaluation are not training."""
+    def _stop(self) -> None:
+        live, self._live = self._live, None
+        if live is not None:
+            live.stop()
+
+    def __call__(self, event: Event) -> None:
+        match event:
+            case RunBegan():
+                self._begin(event)
+            case TrainingBegan():  # rates count from here: loading and the first evaluation are not training
+                self._start = time.perf_counter()
+            case Stepped():
+                self._stepped(event)
+            case Evaluated(job, step, loss):
+                self.jobs[job].eval_loss = loss
+                if self._live is None:
+                    self._print(f"{job}  step {step}  held-out loss {loss:.4f}")
+            case JobFailed(job, step):
+                self.jobs[job].status, self.jobs[job].step = "failed", step
+                self._print(f"{event.text}; the other jobs go on")
+            case JobDone(job):
+                self.jobs[job].status = "done"
+            case Note(text) | MemoryRanOut(text=text):
+                self._print(f"note: {text}")
+            case StopAsked():
+                self._print(event.text)
+            case RunEnded():
+                self._stop()
+
+    def _begin(self, event: RunBegan) -> None:
+        self.jobs = {job.name: _Shown(job.name, job.status, job.step, job.num_steps, job.tokens) for job in event.jobs}
         self._start = time.perf_counter()
+        if self.console.is_terminal:
+            self._live = Live(get_renderable=self._table, console=self.console, refresh_per_second=4)
+            self._live.start()
+        for text in event.notes:
+            self._print(f"note: {text}")
 
-    def message(self, text: str) -> None:
-        """A line that stays above the table; a terminal breaks it between words."""
-        self.console.print(Text(text), soft_wrap=not self.console.is_terminal)
-
-    def evaluated(self, job: Job, loss: float) -> None:
-        self._evals[job.name] = loss
-        if not self._live:
-            self.message(f"{job.name}  step {job.step}  held-out loss {loss:.4f}")
-
-    def stepped(self, job: Job, result: StepResult) -> None:
-        recent = self._steps[job.name]
-        recent.append((time.perf_counter(), result))
-        del recent[:-RATE_WINDOW]
-        self._tokens[job.name] += result.tokens
-        if not self._live:
+    def _stepped(self, event: Stepped) -> None:
+        job = self.jobs[event.job]
+        job.step = event.step
+        job.recent.append((time.perf_counter(), event))
+        if self._live is None:
             left = self.time_left()
-            self.message(
-                f"{job.name}  step {result.step}/{job.data.num_steps}  loss {result.loss:.4f}  "
-                f"grad norm {result.grad_norm:.3g}  lr {result.lr:.3g}  {self.rate(job):.0f} tokens/s"
+            self._print(
+                f"{job.name}  step {job.step}/{job.num_steps}  loss {event.loss:.4f}  "
+                f"grad norm {event.grad_norm:.3g}  lr {event.lr:.3g}  {self.rate(job.name):.0f} tokens/s"
                 + (f"  {duration(left)} left" if left is not None else "")
             )
 
-    def rate(self, job: Job) -> float:
-        """Tokens per second of a job, over its last steps."""
-        recent = self._steps[job.name]
-        if not recent:
-            return 0.0
-        if len(recent) == 1:
-            return recent[0][1].tokens / max(recent[0][0] - self._start, 1e-9)
-        return sum(result.tokens for _, result in recent[1:]) / max(recent[-1][0] - recent[0][0], 1e-9)
+    def _print(self, text: str) -> None:
+        """A line that stays above the table; a terminal breaks it between words."""
+        self.console.print(Text(text), soft_wrap=not self.console.is_terminal)
 
-    def average_rate(self, job: Job) -> float:
-        """Tokens per second of a job from the start of training to its last step, in this session."""
-        if not self._steps[job.name]:
-            return 0.0
-        return self._tokens[job.name] / max(self._steps[job.name][-1][0] - self._start, 1e-9)
+    def rate(self, job: str) -> float:
+        """Tokens per second of a job, over its last steps."""
+        return self.jobs[job].rate(self._start)
 
     def time_left(self) -> float | None:
         """Seconds from now until the last job is done, if the jobs keep their rates; None before the first step of one."""
         now = time.perf_counter()
         left = []
-        for job in self.jobs:
-            if job.status == "running" and job.step < job.data.num_steps:
-                if not self.rate(job):
+        for job in self.jobs.values():
+            if job.status == "running" and job.step < job.num_steps:
+                if not (rate := job.rate(self._start)):
                     return None
-                rest = self._total[job.name] * (1 - job.step / job.data.num_steps) / self.rate(job)
-                left.append(max(0.0, rest - (now - self._steps[job.name][-1][0])))
+                rest = job.tokens * (1 - job.step / job.num_steps) / rate
+                left.append(max(0.0, rest - (now - job.recent[-1][0])))
         return max(left, default=0.0)
 
     def _table(self) -> Group:
-        rows = [self._row(job) for job in self.jobs]
+        jobs = tuple(self.jobs.values())
+        rows = [self._row(job) for job in jobs]
         widths = _fitting(rows, self.console.width)
         table = Table(box=None, pad_edge=False, header_style="bold")
         for name in widths:
             table.add_column(name, justify="left" if name in ("job", "progress") else "right", no_wrap=True)
-        for job, row in zip(self.jobs, rows, strict=True):
+        for job, row in zip(jobs, rows, strict=True):
             colour = {"failed": "red", "done": "green"}.get(job.status, "cyan")
             cells = {name: Text(_cut(text, widths.get(name, 0))) for name, text in row.items()}
             cells["job"].stylize(colour)
             bar = widths.get("progress", 0)
-            done = round(bar * job.step / job.data.num_steps)
+            done = round(bar * job.step / job.num_steps)
             cells["progress"] = Text.assemble(("━" * done, colour), ("━" * (bar - done), "dim"))
             table.add_row(*(cells[name] for name in widths))
         foot = f"{duration(time.perf_counter() - self._start)} elapsed"
-        if running := [job for job in self.jobs if job.status == "running"]:
+        if running := [job for job in jobs if job.status == "running"]:
             left = self.time_left()
-            foot += f", {sum(map(self.rate, running)):.0f} tokens/s"
+            foot += f", {sum(job.rate(self._start) for job in running):.0f} tokens/s"
             foot += f", {duration(left)} left" if left is not None else ""
         return Group(table, Text(foot, style="dim"))
 
-    def _row(self, job: Job) -> dict[str, str]:
+    def _row(self, job: _Shown) -> dict[str, str]:
         """A job's cells by heading; the bar is drawn where its width is known."""
-        last = self._steps[job.name][-1][1] if self._steps[job.name] else None
+        last = job.recent[-1][1] if job.recent else None
         return {
             "job": job.name,
-            "step": f"{job.step}/{job.data.num_steps}",
+            "step": f"{job.step}/{job.num_steps}",
             "progress": "",
             "loss": f"{last.loss:.4f}" if last else "",
-            "held-out": f"{self._evals[job.name]:.4f}" if job.name in self._evals else "",
+            "held-out": f"{job.eval_loss:.4f}" if job.eval_loss is not None else "",
             "lr": f"{last.lr:.3g}" if last else "",
             "grad norm": f"{last.grad_norm:.3g}" if last else "",
-            "tokens/s": "failed" if job.status == "failed" else f"{self.rate(job):.0f}",
+            "tokens/s": "failed" if job.status == "failed" else f"{job.rate(self._start):.0f}",
         }
 
 

@@ -18,6 +18,8 @@ import yaml
 
 from packlora.files import write_file
 from packlora.report import charts
+from packlora.report.events import Event, RunEnded, SavePointReached
+from packlora.report.metrics import BestEffort
 from packlora.report.run_files import JobFiles, Line, RunFiles, read_run
 
 SHOWN_MICROBATCHES = 40
@@ -43,6 +45,17 @@ def write_report(output_dir: Path) -> Path:
 
     write_file(path, write)
     return path
+
+
+class ReportPage:
+    """Keeps a run's report.html up to date, a subscriber; it reads what the subscribers before it have written."""
+
+    def __init__(self, output_dir: Path, files: BestEffort) -> None:
+        self.output_dir, self._files = output_dir, files
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, SavePointReached | RunEnded):
+            self._files.write("report.html", lambda: write_report(self.output_dir))
 
 
 # --- numbers as text ---------------------------------------------------------------------------------------------------

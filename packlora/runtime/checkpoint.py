@@ -242,14 +242,14 @@ def restore(folder: Path, job: Job, run: str, reached: int, start: int | None = 
         if not whole:
             says = f"no older checkpoint is whole; begin this job again with {remedy}0"
         raise InputError(f"job {job.name!r}: {error}; {says}") from None
-    _read_checkpoint(path, job, manifest)
+    _read_checkpoint(path, job, manifest, sent_back=start is not None)
     if note is None:
         return None
     how = "is written again" if step >= job.data.num_steps else "is no longer used, and training goes on"
     return f"job {job.name!r}: {note}; the finished adapter {how} from checkpoint-{step}"
 
 
-def fate(folder: Path, job: str, run: str) -> tuple[str, int, str | None]:
+def standing(folder: Path, job: str, run: str) -> tuple[str, int, str | None]:
     """How a job stands that is not trained now: (done, failed or stopped; its step; why it failed)."""
     try:
         check(folder, job, run)
@@ -275,17 +275,18 @@ def _ended(folder: Path, job: Job, run: str) -> bool:
     """
     check(folder, job.name, run)
     state = _read_state(folder / STATE)
-    if state["status"] == "failed" or state["global_step"] >= job.data.num_steps:
+    if state["status"] == "failed" or state["global_step"] >= job.data.num_steps or state.get("stopped") is not None:
         load_adapter(folder, job.adapter)
         _take_state(job, state)
         return True
     return False
 
 
-def _read_checkpoint(path: Path, job: Job, manifest: Manifest) -> None:
-    """Of files that have been checked."""
+def _read_checkpoint(path: Path, job: Job, manifest: Manifest, sent_back: bool) -> None:
+    """Of files that have been checked. sent_back: a job that was asked to end goes on all the same."""
     load_adapter(path, job.adapter)
-    _take_state(job, _read_state(path / STATE))
+    state = _read_state(path / STATE)
+    _take_state(job, {**state, "stopped": None} if sent_back else state)
     _restore_optimizer(path / OPTIMIZER, job)
     if LAST_GOOD in manifest.files:
         good = _load_tensors(path / LAST_GOOD, job)
@@ -346,6 +347,8 @@ def _take_state(job: Job, state: dict[str, Any]) -> None:
     job.step, job.status, job.failure = state["global_step"], state["status"], state["failure"]
     job.tokens_seen, job.log_history = state["num_input_tokens_seen"], state["log_history"]
     job.untrained = set(state["untrained"])
+    if state.get("stopped") is not None:
+        job.stop(state["stopped"])
 
 
 def _read_state(file: Path) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""One job while it trains: its data, adapter, optimizer, learning rate, step and fate.
+"""One job while it trains: its data, adapter, optimizer, learning rate, step and status.
 
-A job knows nothing of the jobs beside it. train.py hands it the losses of its tokens and tells it when its global batch is
+A job knows nothing of the jobs beside it. trainer.py hands it the losses of its tokens and tells it when its global batch is
 complete.
 """
 
@@ -60,6 +60,8 @@ class Job:
     """Optimizer steps done."""
     status: Literal["running", "done", "failed"] = "running"
     failure: str | None = None
+    stopped: str | None = None
+    """Why it ends before the steps that it was to take, where it was asked to."""
     tokens_seen: int = 0
     log_history: list[dict[str, Any]] = field(default_factory=list)
 
@@ -181,6 +183,10 @@ class Job:
         before = self.last_good or {}
         return all(torch.equal(value, before[key]) for key, value in state_dict(self.adapter).items())
 
+    def stop(self, reason: str) -> None:
+        """Let the present step be the last one; learning rates stay those of the configured steps."""
+        self.stopped, self.data.step_limit = reason, self.step
+
     def fail(self, reason: str, revert: bool) -> None:
         """Stop for good; with revert, take back the last step, whose values give no finite loss."""
         self.status, self.failure = "failed", f"after step {self.step}: {reason}"
@@ -195,7 +201,7 @@ class Job:
         self.failure += f"; the adapter of step {self.step} is kept"
 
     def trainer_state(self) -> dict[str, Any]:
-        """HF-shaped trainer_state.json, with the job's fate beside it."""
+        """HF-shaped trainer_state.json, with the job's status beside it."""
         train = self.config.train
         return {
             "global_step": self.step,
@@ -208,4 +214,4 @@ class Job:
             "status": self.status,
             "failure": self.failure,
             "untrained": sorted(self.untrained),
-        }
+        } | ({} if self.stopped is None else {"stopped": self.stopped})

@@ -1,26 +1,20 @@
-"""Everything that can be wrong with a run is found here, before any training: data, tokenizer, targets, output folder."""
+"""Everything that can be wrong with a run is found here, before any training: data, tokenizer and targets."""
 
 from __future__ import annotations
 
 import os
-import platform
-import subprocess
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import LoraConfig
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from transformers import PreTrainedModel
 
-import packlora
 from packlora.adapters.files import base_note, check_start, continued_config
 from packlora.adapters.spec import AdapterSpec, peft_config, resolve
 from packlora.base.demo_model import base_path
 from packlora.base.device import choose_device
-from packlora.base.fingerprint import Fingerprint
 from packlora.base.liger import check_liger
 from packlora.base.load import load_skeleton, load_tokenizer
 from packlora.config import JobConfig, Run
@@ -28,7 +22,6 @@ from packlora.data.dataset import JobData
 from packlora.data.encode import Encoded, encode_rows
 from packlora.data.readers import is_file_name, read_rows
 from packlora.errors import InputError
-from packlora.files import LOCK, TEMPORARY
 from packlora.runtime.job import learning_rates
 from packlora.terminal import Told, silent
 
@@ -36,11 +29,6 @@ AUTO_BUDGET = {"cpu": 2048, "cuda": 8192}
 """Tokens of a microbatch for max_tokens_per_microbatch: auto, by device, where no sample is longer and nothing better is
 known (profiler.py)."""
 LEFT_OUT = "is left out, the others go on"
-FREE_TO_CHANGE = {
-    "output_dir", "save_every", "save_total_limit", "eval_every", "gradient_checkpointing", "device",
-    "max_tokens_per_microbatch", "schedule", "liger",
-}  # fmt: skip
-"""Keys of the run file that may differ when a run is resumed; of a job also how long it trains."""
 
 
 @dataclass(slots=True)
@@ -156,50 +144,65 @@ def prepare(run: Run, max_steps: int | None = None, resumed: bool = False, told:
     told(f"laying out {run.base_model}")
     skeleton = load_skeleton(run)
     specs = {job.name: adapter_spec(job, configs[job.name], skeleton) for job in run_jobs}
-    warnings = []
-    for job in run_jobs:
-        if job.adapter.init_from is not None:
-            note = base_note(job.adapter.init_from, base_path(run.base_model))
-            warnings += [f"job {job.name!r}: {note}"] if note else []
+    warnings = _doubts_of_starts(run, run_jobs) + [
+        f"job {name!r} {LEFT_OUT}: {why}; --resume takes it up again when that is back"
+        for name, why in left_out.items()
+    ]
     tokenizer = load_tokenizer(run)
     auto = run.max_tokens_per_microbatch == "auto"
     budget = 2**31 if auto else int(run.max_tokens_per_microbatch)
     context = int(getattr(skeleton.config.get_text_config(), "max_position_embeddings", None) or 2**31)
+    vocabulary = skeleton.get_input_embeddings().weight.shape[0]
     jobs = []
-    warnings += [
-        f"job {name!r} {LEFT_OUT}: {why}; --resume takes it up again when that is back"
-        for name, why in left_out.items()
-    ]
     for job in run_jobs:
         encoded = encode_rows(rows[job.name], tokenizer, job.data, budget, job.name, context, told)
         eval_encoded = Encoded([])
         if job.name in eval_rows:
             eval_encoded = encode_rows(eval_rows[job.name], tokenizer, job.data, budget, job.name, context, told)
-        for what, part in (("training", encoded), ("held-out", eval_encoded)):
-            if part.truncated:
-                warnings.append(f"job {job.name!r}: {part.truncated} {what} samples were cut to max_length")
-            if part.dropped:
-                warnings.append(f"job {job.name!r}: {part.dropped} {what} samples were dropped as too long")
-        vocabulary = skeleton.get_input_embeddings().weight.shape[0]
-        largest = max(int(sample.ids.max()) for sample in encoded.samples + eval_encoded.samples)
-        if largest >= vocabulary:
-            raise InputError(
-                f"job {job.name!r}: the tokenizer gives token {largest}, the model has embeddings for {vocabulary}"
-            )
+        _check_vocabulary(job.name, encoded, eval_encoded, vocabulary)
         data = JobData(job.name, encoded.samples, job.train, run.seed_of(job), max_steps)
-        try:
-            learning_rates(job.train, data.configured_steps)
-        except ValueError as error:
-            raise InputError(
-                f"job {job.name!r}: train.lr_scheduler_type {job.train.lr_scheduler_type}: {error}"
-            ) from None
-        warnings += _doubts(job, data)
+        _check_scheduler(job, data)
+        warnings += _cut_samples(job.name, encoded, eval_encoded) + _doubts(job, data)
         trainable = trainable_parameters(specs[job.name], skeleton)
         jobs.append(PreparedJob(job, data, encoded, eval_encoded, specs[job.name], trainable))
     prepared = Prepared(run, tokenizer, budget, ModelShape.of(skeleton), jobs, warnings, left_out)
     if auto:
         prepared.budget = max(AUTO_BUDGET[device.type], prepared.longest)
     return prepared
+
+
+def _doubts_of_starts(run: Run, jobs: list[JobConfig]) -> list[str]:
+    """Adapters that jobs begin with and that are of another base model, as far as one can tell."""
+    out = []
+    for job in jobs:
+        if job.adapter.init_from is not None:
+            note = base_note(job.adapter.init_from, base_path(run.base_model))
+            out += [f"job {job.name!r}: {note}"] if note else []
+    return out
+
+
+def _cut_samples(job: str, encoded: Encoded, eval_encoded: Encoded) -> list[str]:
+    """What was cut or left out of a job's data."""
+    out = []
+    for what, part in (("training", encoded), ("held-out", eval_encoded)):
+        if part.truncated:
+            out.append(f"job {job!r}: {part.truncated} {what} samples were cut to max_length")
+        if part.dropped:
+            out.append(f"job {job!r}: {part.dropped} {what} samples were dropped as too long")
+    return out
+
+
+def _check_vocabulary(job: str, encoded: Encoded, eval_encoded: Encoded, vocabulary: int) -> None:
+    largest = max(int(sample.ids.max()) for sample in encoded.samples + eval_encoded.samples)
+    if largest >= vocabulary:
+        raise InputError(f"job {job!r}: the tokenizer gives token {largest}, the model has embeddings for {vocabulary}")
+
+
+def _check_scheduler(job: JobConfig, data: JobData) -> None:
+    try:
+        learning_rates(job.train, data.configured_steps)
+    except ValueError as error:
+        raise InputError(f"job {job.name!r}: train.lr_scheduler_type {job.train.lr_scheduler_type}: {error}") from None
 
 
 def _jobs_without_data(run: Run) -> dict[str, str]:
@@ -257,165 +260,3 @@ def adapter_spec(job: JobConfig, config: LoraConfig, skeleton: PreTrainedModel) 
     if job.adapter.init_from is not None:
         check_start(job.adapter, spec, skeleton, job.name)
     return spec
-
-
-# --- output folder -----------------------------------------------------------------------------------------------------
-
-
-class _SavedJob(BaseModel):
-    model_config = ConfigDict(strict=True, extra="allow")
-
-    data_hash: str
-    samples: int
-    eval_samples: int
-    seed: int
-    start_hash: str | None = None
-
-
-class _SavedSchedule(BaseModel):
-    budget: int = Field(ge=1, le=2**31, strict=True)
-
-
-class _SavedModel(BaseModel):
-    fingerprint: Fingerprint
-
-
-class SavedRun(BaseModel):
-    """What a run.json must say for its run to be continued. saved: step of each job's newest checkpoint."""
-
-    model_config = ConfigDict(strict=True)
-
-    id: str
-    created: str
-    config: Run
-    versions: dict[str, str]
-    warnings: list[str]
-    jobs: dict[str, _SavedJob]
-    schedule: _SavedSchedule
-    model: _SavedModel
-    saved: dict[str, int]
-
-
-def make_output(folder: Path) -> None:
-    """Make the output folder, and sure that it can be written."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f"{TEMPORARY}probe-{os.getpid()}"
-        probe.unlink(missing_ok=True)
-        probe.touch(exist_ok=False)  # nor does it follow a link
-        probe.unlink(missing_ok=True)  # a run that holds the folder may have tidied up
-    except OSError as error:
-        raise InputError(f"output_dir {folder}: cannot write there: {error}") from None
-
-
-def check_output(run: Run, resume: bool) -> SavedRun | None:
-    """Make sure that the output folder holds nothing that would be lost.
-
-    Returns:
-        What the run.json of the run to resume says, or None for a fresh run.
-
-    Raises:
-        InputError: the folder holds something else, or holds a run that differs from this one.
-    """
-    folder = Path(run.output_dir)
-    content = sorted(
-        path.name for path in folder.iterdir() if not path.name.startswith(TEMPORARY) and path.name != LOCK
-    )
-    if not content:
-        return None
-    if "run.json" not in content:
-        raise InputError(
-            f"output_dir {folder} is not empty and holds no run (found {content[0]}); choose another folder"
-        )
-    if not resume:
-        raise InputError(
-            f"output_dir {folder} already holds a run; continue it with --resume, or choose another folder"
-        )
-    saved = _read_saved(folder / "run.json")
-    changed = _changes(saved.config.model_dump(mode="json"), run.model_dump(mode="json"))
-    changed += [] if "seed" in changed else _other_seeds(saved, run)
-    if changed:
-        raise InputError(
-            f"output_dir {folder} holds a run with other settings, which cannot be continued: {', '.join(changed)} changed"
-        )
-    if missing := sorted({job.name for job in run.jobs} - saved.jobs.keys()):
-        raise InputError(f"output_dir {folder}: run.json cannot be read: jobs: {missing[0]!r} is missing")
-    return saved
-
-
-def _read_saved(file: Path) -> SavedRun:
-    kept = "the checkpoints beside it are as they were"
-    try:
-        if file.exists() and not file.is_file():  # a pipe would be waited for
-            raise InputError(f"output_dir {file.parent}: run.json cannot be read: it is not a plain file; {kept}")
-        return SavedRun.model_validate_json(file.read_bytes())
-    except OSError as error:
-        raise InputError(f"output_dir {file.parent}: run.json cannot be read: {error.strerror}; {kept}") from None
-    except ValidationError as error:
-        found = error.errors()[0]
-        where = ".".join(map(str, found["loc"]))
-        if found["type"] == "missing" and (where == "id" or where.endswith(".seed")):
-            kept = "an earlier packlora wrote it, without checksums and seeds of jobs; continue the run with that one"
-        raise InputError(
-            f"output_dir {file.parent}: run.json cannot be read: {where}{': ' * bool(where)}{found['msg']}; {kept}"
-        ) from None
-
-
-def _other_seeds(saved: SavedRun, run: Run) -> list[str]:
-    """Jobs whose seed, their own or the run's, is not the one that was recorded."""
-    return [
-        f"job {job.name!r} seed"
-        for job in run.jobs
-        if job.name in saved.jobs and saved.jobs[job.name].seed != run.seed_of(job)
-    ]
-
-
-def _changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    changed = [key for key in now if key != "jobs" and key not in FREE_TO_CHANGE and before[key] != now[key]]
-    if [job["name"] for job in before["jobs"]] != [job["name"] for job in now["jobs"]]:
-        return [*changed, "jobs (names or order)"]
-    for old, new in zip(before["jobs"], now["jobs"], strict=True):
-        for section in ("data", "adapter", "train"):
-            free = {"num_train_epochs", "max_steps"} if section == "train" else set()
-            if section == "train" and new["train"]["lr_scheduler_type"] not in ("constant", "constant_with_warmup"):
-                free = set()  # the learning rate of every step depends on the number of steps
-            changed += [
-                f"job {new['name']!r} {section}.{key}"
-                for key in new[section]
-                if key not in free and old[section][key] != new[section][key]
-            ]
-    return changed
-
-
-# --- provenance --------------------------------------------------------------------------------------------------------
-
-
-def versions() -> dict[str, str]:
-    """Of Python and of the packages that can change a number."""
-    out = {"python": platform.python_version(), "packlora": packlora.__version__}
-    for package in ("torch", "triton", "transformers", "tokenizers", "peft", "safetensors", "numpy", "liger-kernel"):
-        try:
-            out[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return out
-
-
-def source_commit() -> str | None:
-    """The git commit of packlora's own source, when it runs from a checkout."""
-    here = Path(packlora.__file__).resolve().parent.parent
-    if not (here / ".git").exists():
-        return None
-    result = subprocess.run(["git", "-C", str(here), "rev-parse", "HEAD"], capture_output=True, text=True)
-    return result.stdout.strip() or None
-
-
-def processor_name() -> str:
-    """The CPU's model, as the system names it."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()

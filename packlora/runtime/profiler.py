@@ -9,7 +9,6 @@ each budget and takes the best predicted throughput that fits in memory.
 from __future__ import annotations
 
 import contextlib
-import gc
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -25,6 +24,7 @@ from packlora.base.model import Base
 from packlora.config import Run
 from packlora.runtime.collate import PackedSample
 from packlora.runtime.job import Job
+from packlora.runtime.memory import free_memory, memory_room
 from packlora.runtime.microbatch import Executor, run_microbatch
 from packlora.runtime.prepare import Prepared
 from packlora.runtime.profiles import Point, ProfileCache
@@ -210,19 +210,6 @@ def memory_parts(run: Run, prepared: Prepared, tokens: int) -> dict[str, int]:
         "activations": tokens * kept,
         "logits": round(tokens * labels * shape.vocabulary * (4 * 2 + width)),
     }
-
-
-def memory_room(device: torch.device) -> int:
-    """Bytes that the process may have on the device, what it has already included."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return free + torch.cuda.memory_reserved(device)
-    try:
-        with open("/proc/meminfo") as file:
-            fields = dict(line.split(":", 1) for line in file)
-        return int(fields["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        return 2**63
 
 
 # --- measured ----------------------------------------------------------------------------------------------------------
@@ -429,13 +416,6 @@ def choose(predictions: Sequence[Prediction]) -> Prediction:
 def predictions(prepared: Prepared, profiles: Sequence[Profile]) -> list[Prediction]:
     """Of every budget worth trying, in every layout that there is a profile of."""
     return [predict(prepared, known, budget) for known in profiles for budget in budgets(prepared)]
-
-
-def free_memory(device: torch.device) -> None:
-    """Give back what nothing uses any more."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 def _synchronize(device: torch.device) -> None:

@@ -1,25 +1,39 @@
-"""run.json: everything that is needed to repeat a run, and what is told of its device."""
+"""run.json: everything that is needed to repeat a run or to continue it, and how it ended."""
 
 from __future__ import annotations
 
-import resource
+import platform
 import secrets
-import sys
+import subprocess
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from packlora.adapters.files import WEIGHTS
+import packlora
 from packlora.base.model import Base
-from packlora.config import JobConfig
 from packlora.data.encode import samples_hash
-from packlora.files import digest
+from packlora.files import write_json
+from packlora.report.events import (
+    CheckpointSaved,
+    Event,
+    JobFailed,
+    MemoryRanOut,
+    Note,
+    RunEnded,
+    SavePointReached,
+)
+from packlora.report.metrics import BestEffort
+from packlora.result import JobResult
 from packlora.runtime.job import Job
-from packlora.runtime.prepare import LEFT_OUT, Prepared, SavedRun, processor_name, source_commit, versions
+from packlora.runtime.prepare import LEFT_OUT, Prepared
 from packlora.runtime.profiler import Profile
+from packlora.runtime.resume import SavedRun, start_hash
 
 
 def run_record(
@@ -85,9 +99,70 @@ def earlier_warnings(saved: SavedRun | None, now: list[str]) -> list[str]:
     return [text for text in saved.warnings if text not in now and LEFT_OUT not in text] if saved else []
 
 
-def start_hash(job: JobConfig) -> str | None:
-    """SHA-256 of the adapter that a job begins with, if it does not begin with one of its own."""
-    return digest(Path(job.adapter.init_from) / WEIGHTS) if job.adapter.init_from is not None else None
+class RunRecord:
+    """Keeps run.json up to date, a subscriber: warnings, checkpoints, the token budget, plans of layers, the result."""
+
+    def __init__(
+        self, output_dir: Path, record: dict[str, Any], plans: Callable[[], list[dict[str, Any]]], files: BestEffort
+    ) -> None:
+        """record: from run_record. plans: how layers are computed by now."""
+        self.output_dir, self.record, self._plans, self._files = output_dir, record, plans, files
+
+    def __call__(self, event: Event) -> None:
+        match event:
+            case Note() | JobFailed():
+                self.record["warnings"].append(event.text)
+            case CheckpointSaved(job, step):
+                self.record["saved"][job] = step
+            case MemoryRanOut():
+                self.record["warnings"].append(event.text)
+                self.record["schedule"]["budget"] = event.budget
+                self._write()
+            case SavePointReached():
+                self._write()
+            case RunEnded():
+                self.record["result"] = result_record(event)
+                self._write()
+
+    def _write(self) -> None:
+        self.record["plans"] = self._plans()
+        self._files.write("run.json", lambda: write_json(self.output_dir / "run.json", self.record))
+
+
+def result_record(event: RunEnded) -> dict[str, Any]:
+    """What run.json says of how a run ended; seconds and tokens are of all its sessions."""
+    return {
+        "status": event.result.status,
+        "seconds": event.seconds,
+        "tokens": event.tokens,
+        "tokens_per_second": event.tokens / event.seconds,
+        "peak_memory_bytes": event.peak_memory,
+        "jobs": {
+            name: {
+                "status": job.status, "step": job.step, "failure": job.failure,
+                "eval_before": job.eval_before, "eval_after": job.eval_after,
+            }
+            for name, job in event.result.jobs.items()
+        },
+    }  # fmt: skip
+
+
+def job_result(job: Job, folder: Path, losses: Mapping[int, float | None], began: float) -> JobResult:
+    """How a job stands at the end of a session.
+
+    Args:
+        losses: held-out losses by step, None where one was not finite.
+        began: when training began in this session, on the clock of its log history (`elapsed`).
+    """
+    told = losses if job.eval_samples else {}  # else they are of training samples
+    known = {step: loss for step, loss in told.items() if step <= job.step and loss is not None and isfinite(loss)}
+    after = max(known, default=0)
+    own = [line for line in job.log_history if "loss" in line and line["elapsed"] >= began]
+    rate = sum(line["tokens"] for line in own) / max(own[-1]["elapsed"] - began, 1e-9) if own else 0.0
+    return JobResult(job.status, job.step, folder, job.failure, known.get(0), known[after] if after else None, rate)
+
+
+# --- device and versions -----------------------------------------------------------------------------------------------
 
 
 def device_name(device: torch.device) -> str:
@@ -96,8 +171,32 @@ def device_name(device: torch.device) -> str:
     return f"cpu, {torch.get_num_threads()} threads ({processor_name()})"
 
 
-def peak_memory(device: torch.device) -> int:
-    """Bytes: allocated on the GPU, or resident in the process on the CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+def versions() -> dict[str, str]:
+    """Of Python and of the packages that can change a number."""
+    out = {"python": platform.python_version(), "packlora": packlora.__version__}
+    for package in ("torch", "triton", "transformers", "tokenizers", "peft", "safetensors", "numpy", "liger-kernel"):
+        try:
+            out[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return out
+
+
+def source_commit() -> str | None:
+    """The git commit of packlora's own source, when it runs from a checkout."""
+    here = Path(packlora.__file__).resolve().parent.parent
+    if not (here / ".git").exists():
+        return None
+    result = subprocess.run(["git", "-C", str(here), "rev-parse", "HEAD"], capture_output=True, text=True)
+    return result.stdout.strip() or None
+
+
+def processor_name() -> str:
+    """The CPU's model, as the system names it."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

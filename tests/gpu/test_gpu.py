@@ -148,19 +148,19 @@ def test_the_same_run_gives_the_same_bits_also_when_it_is_stopped_and_resumed(
     train(tree)
     train({**tree, "output_dir": str(tmp_path / "again")})
     same_bits(tmp_path / "whole", tmp_path / "again")
-    original, seen = module.Trainer._microbatch, 0
+    original, seen = module.Trainer._forward_backward, 0
 
     def broken(self: Any, *args: Any) -> bool:
         nonlocal seen
         done = original(self, *args)
         seen += 1
         if seen == 8:
-            self.stop = signal.SIGTERM
+            self.stop.ask(signal.SIGTERM)
         return done
 
-    monkeypatch.setattr(module.Trainer, "_microbatch", broken)
+    monkeypatch.setattr(module.Trainer, "_forward_backward", broken)
     assert train({**tree, "output_dir": str(tmp_path / "resumed")}).status == "interrupted"
-    monkeypatch.setattr(module.Trainer, "_microbatch", original)
+    monkeypatch.setattr(module.Trainer, "_forward_backward", original)
     train({**tree, "output_dir": str(tmp_path / "resumed")}, resume=True)
     same_bits(tmp_path / "whole", tmp_path / "resumed")
 

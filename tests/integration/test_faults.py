@@ -292,16 +292,16 @@ def test_runs_killed_again_and_again_end_with_the_same_bits(case: Case, tmp_path
 
 # --- signals ---------------------------------------------------------------------------------------------------------------
 
-TRAINER = "packlora.runtime.trainer:"
-MICROBATCH = "packlora.runtime.microbatch:"
+EVALUATE, PAGE = "packlora.runtime.evaluate:", "packlora.report.report:write_report"
+MICROBATCH, EXECUTOR = "packlora.runtime.trainer:run_microbatch", "packlora.runtime.microbatch:"
 PHASES = {
-    "evaluation before the first step": f"{MICROBATCH}collate#1",
+    "evaluation before the first step": f"{EXECUTOR}collate#1",
     "planning": "packlora.schedule.background:BackgroundPlanner._take",
-    "first step": f"{TRAINER}run_microbatch",
-    "evaluation": f"{TRAINER}Trainer._held_out_losses#2",
-    "inside an evaluation": f"{MICROBATCH}SingleDevice.evaluate#6",
+    "first step": MICROBATCH,
+    "evaluation": f"{EVALUATE}Evaluator._sums#2",
+    "inside an evaluation": f"{EXECUTOR}SingleDevice.evaluate#6",
     "saving": "packlora.runtime.checkpoint:save_checkpoint",
-    "report": f"{TRAINER}write_report",
+    "report": PAGE,
 }
 RARE = ("planning", "first step", "evaluation")
 
@@ -329,9 +329,12 @@ def test_a_signal_at_any_moment_saves_and_loses_no_step_and_no_evaluation(
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 @pytest.mark.parametrize(
     "where",
-    [f"{TRAINER}{name}" for name in ("run_microbatch", "write_report", "write_json")]
-    + [f"{MICROBATCH}{name}" for name in ("sum_by_owner", "collate")]
-    + [
+    [
+        MICROBATCH,
+        f"{EXECUTOR}sum_by_owner",
+        f"{EXECUTOR}collate",
+        PAGE,
+        "packlora.runtime.record:write_json",
         "packlora.runtime.checkpoint:save_checkpoint",
         "packlora.runtime.checkpoint:save_result",
         "packlora.runtime.job:Job.optimizer_step",
@@ -355,7 +358,7 @@ def test_a_signal_at_every_call_saves_and_loses_no_step_and_no_evaluation(
 
 
 def test_a_signal_after_the_last_step_lets_the_run_end(case: Case, tmp_path: Path) -> None:
-    ended = signalled(case, tmp_path / "out", signal.SIGTERM, f"{TRAINER}peak_memory")
+    ended = signalled(case, tmp_path / "out", signal.SIGTERM, "packlora.runtime.trainer:peak_memory")
     assert ended.code == 0, ended.err
     same_run(case, tmp_path / "out")
 
@@ -365,7 +368,7 @@ def test_a_second_signal_stops_at_once_but_a_second_sighup_still_saves(
     number: signal.Signals, code: int, case: Case, tmp_path: Path
 ) -> None:
     """A shell that ends sends its jobs the SIGHUP that they have had from the kernel."""
-    ended = signalled(case, tmp_path / "out", number, f"{TRAINER}run_microbatch#4", times=2)
+    ended = signalled(case, tmp_path / "out", number, f"{MICROBATCH}#4", times=2)
     assert ended.code == code, ended.err
     assert ("stopped at once" in ended.err) == (number != signal.SIGHUP)
     assert bool(list((tmp_path / "out").glob("*/checkpoint-1"))) == (number == signal.SIGHUP)

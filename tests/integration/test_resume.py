@@ -23,7 +23,7 @@ from packlora.config import Run
 from packlora.errors import WriteError
 from packlora.files import remove_leftovers
 from packlora.runtime import checkpoint
-from packlora.runtime.prepare import check_output
+from packlora.runtime.resume import check_output
 
 Base = Callable[..., str]
 Copy = Callable[[Path], dict[str, Any]]

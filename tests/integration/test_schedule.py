@@ -17,7 +17,7 @@ from test_training import JOBS, adapter, config, distance, same_bits, steps, tra
 
 import packlora
 from packlora.config import Run
-from packlora.runtime import microbatch, profiler
+from packlora.runtime import microbatch, profiler, windows
 from packlora.runtime import trainer as module
 from packlora.runtime.profiles import ProfileCache
 from packlora.runtime.run import _set_up
@@ -132,8 +132,8 @@ def test_a_planning_process_that_fails_is_reported_and_changes_no_bit(
 ) -> None:
     tree = config(tiny_base(), tmp_path / "whole", write_rows, LONG, max_tokens_per_microbatch=150)
     train(tree)
-    broken = functools.partial(module.BackgroundPlanner, command=[sys.executable, "-c", "raise SystemExit(3)"])
-    monkeypatch.setattr(module, "BackgroundPlanner", broken)
+    broken = functools.partial(windows.BackgroundPlanner, command=[sys.executable, "-c", "raise SystemExit(3)"])
+    monkeypatch.setattr(windows, "BackgroundPlanner", broken)
     train({**tree, "output_dir": str(tmp_path / "broken")})
     same_bits(tmp_path / "whole", tmp_path / "broken", LONG)
     warnings = json.loads((tmp_path / "broken" / "run.json").read_text())["warnings"]
@@ -157,7 +157,7 @@ def test_interrupted_inside_a_window_and_at_its_border_a_run_goes_on_to_the_same
     tree, reference = whole
     ran = lines(reference, "microbatches")
     border = next(number for number, line in enumerate(ran) if line["window"] == 16)
-    original = module.Trainer._microbatch
+    original = module.Trainer._forward_backward
     draw = random.Random()
     for stop_at in (
         border,
@@ -173,18 +173,18 @@ def test_interrupted_inside_a_window_and_at_its_border_a_run_goes_on_to_the_same
             done: bool = original(self, *args)
             seen += 1
             if seen == stop_at and stop_at % 2:
-                self.stop = signal.SIGTERM
+                self.stop.ask(signal.SIGTERM)
             elif seen == stop_at:
                 raise RuntimeError("crash")
             return done
 
-        monkeypatch.setattr(module.Trainer, "_microbatch", broken)
+        monkeypatch.setattr(module.Trainer, "_forward_backward", broken)
         if stop_at % 2:
             assert train({**tree, "output_dir": str(out)}).signal == signal.SIGTERM
         else:
             with pytest.raises(RuntimeError, match="crash"):
                 train({**tree, "output_dir": str(out)})
-        monkeypatch.setattr(module.Trainer, "_microbatch", original)
+        monkeypatch.setattr(module.Trainer, "_forward_backward", original)
         train({**tree, "output_dir": str(out)}, resume=True)
         same_bits(reference, out, LONG)
         assert (out / "evals.jsonl").read_text() == (reference / "evals.jsonl").read_text()

@@ -314,7 +314,7 @@ def test_stopping_at_any_microbatch_and_resuming_gives_the_same_bits_and_the_sam
 
     tree, whole = uninterrupted
     count = len((whole / "microbatches.jsonl").read_text().splitlines())
-    original = module.Trainer._microbatch
+    original = module.Trainer._forward_backward
 
     for stop_at in range(1, count, 2):
         out = tmp_path / f"stopped-{stop_at}"
@@ -326,18 +326,18 @@ def test_stopping_at_any_microbatch_and_resuming_gives_the_same_bits_and_the_sam
             seen += 1
             if seen == stop_at:
                 if stop_at % 4 == 1:
-                    self.stop = signal.SIGTERM  # what the handler does
+                    self.stop.ask(signal.SIGTERM)  # what the handler does
                 else:
                     raise RuntimeError("crash")
             return done
 
-        monkeypatch.setattr(module.Trainer, "_microbatch", broken)
+        monkeypatch.setattr(module.Trainer, "_forward_backward", broken)
         if stop_at % 4 == 1:
             assert train({**tree, "output_dir": str(out)}).exit_code == 128 + signal.SIGTERM
         else:
             with pytest.raises(RuntimeError, match="crash"):
                 train({**tree, "output_dir": str(out)})
-        monkeypatch.setattr(module.Trainer, "_microbatch", original)
+        monkeypatch.setattr(module.Trainer, "_forward_backward", original)
         result = train({**tree, "output_dir": str(out)}, resume=True)
         assert result.exit_code == 0
         same_bits(whole, out)
@@ -430,17 +430,17 @@ def test_resuming_a_finished_run_trains_nothing_and_a_longer_one_goes_on(
 def test_a_held_out_loss_that_was_not_finite_does_not_keep_a_run_from_being_resumed(
     uninterrupted: tuple[dict[str, Any], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from packlora.runtime.trainer import Trainer
+    from packlora.runtime.evaluate import Evaluator
 
     tree, _ = uninterrupted
     tree = {**tree, "output_dir": str(tmp_path / "out")}
-    original = Trainer._held_out_losses
+    original = Evaluator._sums
 
     def spoilt(self: Any, samples: Any) -> Any:
         first = all(job.step == 0 for job in self.jobs)
         return original(self, samples) * (float("nan") if first else 1)
 
-    monkeypatch.setattr(Trainer, "_held_out_losses", spoilt)
+    monkeypatch.setattr(Evaluator, "_sums", spoilt)
     train(tree, max_steps=2)
     monkeypatch.undo()
     result = train(tree, resume=True)
@@ -545,7 +545,7 @@ def test_a_job_that_is_interrupted_between_its_ruin_and_its_failure_still_keeps_
 
     def broken(self: Any) -> None:
         if how == "signal":
-            self.stop = signal.SIGTERM
+            self.stop.ask(signal.SIGTERM)
         original(self)
         if how == "crash":
             raise RuntimeError("crash")

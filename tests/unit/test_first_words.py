@@ -10,13 +10,12 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from test_progress import job
+from test_progress import job, shown, stepped
 
 from packlora.commands import plan
 from packlora.report import summary
-from packlora.report.progress import Progress
-from packlora.runtime.job import StepResult
-from packlora.runtime.trainer import JobResult, Result
+from packlora.report.events import JobDone, Note
+from packlora.result import JobResult, Result
 
 WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; from packlora.cli import app; app()"
 """Whatever imports torch fails."""
@@ -90,35 +89,40 @@ def test_a_run_that_was_done_already_says_so(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_last_picture_of_the_live_table_has_no_rate_and_no_time_left() -> None:
-    item = job("a")
-    progress = Progress([item], Console(file=io.StringIO(), force_terminal=True, width=80))
-    item.step = 2
-    progress.stepped(item, StepResult(2, 1.0, 1.0, 1e-4, 20))
-    assert "tokens/s" in str(progress._table().renderables[1])
-    item.step, item.status = 4, "done"
-    foot = str(progress._table().renderables[1])
+    with shown(job("a"), terminal=True) as progress:
+        progress(stepped("a", 2))
+        assert "tokens/s" in str(progress._table().renderables[1])
+        progress(stepped("a", 4))
+        progress(JobDone("a", 4, Path("o/a")))
+        foot = str(progress._table().renderables[1])
     assert "elapsed" in foot
     assert "tokens/s" not in foot and "left" not in foot
 
 
 def test_the_time_left_runs_down_between_two_steps() -> None:
-    item = job("a")
-    progress = Progress([item], Console(file=io.StringIO()))
-    now = time.perf_counter()
-    progress._steps["a"] = [(now - 10, StepResult(1, 1.0, 1.0, 1e-4, 20)), (now, StepResult(2, 1.0, 1.0, 1e-4, 20))]
-    item.step = 2
+    progress = shown(job("a"))
+    own, now = progress.jobs["a"], time.perf_counter()
+
+    def steps_ended(seconds_ago: float) -> None:
+        own.step = 2
+        own.recent.clear()
+        own.recent.extend([(now - seconds_ago - 10, stepped("a", 1)), (now - seconds_ago, stepped("a", 2))])
+
+    steps_ended(0)
     assert progress.time_left() == pytest.approx(20, abs=1)  # two steps of four are left, ten seconds each
-    progress._steps["a"] = [(then - 8, result) for then, result in progress._steps["a"]]
+    steps_ended(8)
     assert progress.time_left() == pytest.approx(12, abs=1)
-    progress._steps["a"] = [(then - 80, result) for then, result in progress._steps["a"]]
+    steps_ended(88)
     assert progress.time_left() == 0
 
 
 @pytest.mark.parametrize("terminal", [True, False])
 def test_a_note_is_broken_between_words_on_a_terminal_and_nowhere_else(terminal: bool) -> None:
-    out = io.StringIO()
-    note = "note: " + "some words that go on " * 8 + "and end"
-    Progress([job("a")], Console(file=out, force_terminal=terminal, width=80)).message(note)
+    note = "some words that go on " * 8 + "and end"
+    progress = shown(job("a"), terminal=terminal)
+    progress._stop()  # of the live table, which draws between the lines
+    out = progress.console.file = io.StringIO()
+    progress(Note(note))
     lines = [line.rstrip() for line in out.getvalue().splitlines()]
-    assert " ".join(lines) == note
+    assert " ".join(lines) == f"note: {note}"
     assert len(lines) == (3 if terminal else 1)

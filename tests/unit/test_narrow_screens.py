@@ -7,27 +7,29 @@ import re
 
 import pytest
 from rich.console import Console
-from test_progress import job
+from test_progress import began, job, stepped
 from test_report import write_run
 
 from packlora.report import charts
+from packlora.report.events import Evaluated, JobFailed
 from packlora.report.progress import Progress
 from packlora.report.report import write_report
-from packlora.runtime.job import StepResult
 
 
 def table(width: int, *names: str) -> list[str]:
     """Lines of the live table in the middle of long runs, the first job evaluated, the last one failed."""
     out = io.StringIO()
-    jobs = [job(name, 9000) for name in names]
     console = Console(file=out, force_terminal=True, width=width, no_color=True)
-    progress = Progress(jobs, console)
+    progress = Progress(console)
+    progress(began(*(job(name, 9000) for name in names)))
+    progress._stop()  # the table is drawn below, once
     progress._start -= 1000
-    for item in jobs:
-        item.step = 1234
-        progress.stepped(item, StepResult(1234, 2.34567, 0.512345, 2e-4, 20_000_000))
-    progress.evaluated(jobs[0], 3.2)
-    jobs[-1].status = "failed"
+    for name in names:
+        progress(stepped(name, 1234, 2.34567, 0.512345, 2e-4, 20_000_000))
+    progress(Evaluated(names[0], 1234, 3.2))
+    progress(JobFailed(names[-1], 1234, "loss nan"))
+    out.seek(0)
+    out.truncate()
     console.print(progress._table())
     return re.sub(r"\x1b\[[\d;]*m", "", out.getvalue()).splitlines()
 

@@ -34,12 +34,12 @@ from packlora.bench.results import check_writable, write_results
 from packlora.config import Run
 from packlora.data.dataset import JobData
 from packlora.data.encode import Encoded, Sample
-from packlora.report.progress import Progress
+from packlora.runtime.events import Emitter
+from packlora.runtime.folder import OutputFolder
 from packlora.runtime.job import Job
 from packlora.runtime.microbatch import SingleDevice
 from packlora.runtime.prepare import ModelShape, Prepared, PreparedJob, trainable_parameters
 from packlora.runtime.profiler import profile
-from packlora.runtime.record import run_record
 from packlora.runtime.run import deterministic
 from packlora.runtime.trainer import Trainer
 from packlora.schedule.planner import Planner
@@ -124,12 +124,9 @@ def make_trainer(
     attached, adapters = attach(model, {item.config.name: item.spec for item in prepared.jobs}, run.seed)
     made = [Job(item.config, item.data, [], adapter) for item, adapter in zip(prepared.jobs, adapters, strict=True)]
     known = profile(run, prepared)
-    trainer = Trainer(
-        run, prepared, base, SingleDevice(base, attached), made, run_record(prepared, base, made, known), known
-    )
-    trainer.progress = Progress(made)
-    trainer.progress.stepped = lambda job, result: None  # type: ignore[method-assign]
-    return trainer
+    events = Emitter()
+    folder, executor = OutputFolder(scratch, "benchmark", None, events), SingleDevice(base, attached)
+    return Trainer(run, prepared, base, executor, made, known, folder, events)
 
 
 # --- PEFT --------------------------------------------------------------------------------------------------------------
@@ -226,7 +223,7 @@ def timed_window(trainer: Trainer, planner: Planner, first_round: int) -> float:
     with deterministic():  # as train() has it
         synchronize(trainer.base.device)
         start = time.perf_counter()
-        if not trainer._window(window):
+        if not trainer._train_window(window):
             raise MemoryError("out of memory; lower --budget")
         synchronize(trainer.base.device)
         return time.perf_counter() - start
@@ -235,7 +232,7 @@ def timed_window(trainer: Trainer, planner: Planner, first_round: int) -> float:
 def measure(trainer: Trainer, peft: Peft, rounds: int, warmup: int, units: int) -> list[dict[str, Any]]:
     """Rows: seconds of every unit by way."""
     data = {job.name: job.data for job in trainer.jobs}
-    planner = Planner([job.data.planned for job in trainer.jobs], trainer.budget, window_rounds=rounds)
+    planner = Planner([job.data.planned for job in trainer.jobs], trainer.budget.tokens, window_rounds=rounds)
     ways: dict[str, Callable[[range], float]] = {
         "packlora": lambda steps: timed_window(trainer, planner, steps.start),
         "peft_padded": lambda steps: peft.unit(steps, peft.padded),

@@ -28,12 +28,12 @@ from packlora.base.model import load_base
 from packlora.bench.results import write_results
 from packlora.config import Run
 from packlora.data.dataset import JobData
-from packlora.report.progress import Progress
+from packlora.runtime.events import Emitter
+from packlora.runtime.folder import OutputFolder
 from packlora.runtime.job import Job
 from packlora.runtime.microbatch import SingleDevice
 from packlora.runtime.prepare import prepare
 from packlora.runtime.profiler import profile
-from packlora.runtime.record import run_record
 from packlora.runtime.trainer import Trainer
 from packlora.schedule.planner import Planner
 
@@ -77,12 +77,9 @@ def trainer_for(jobs: list[dict[str, Any]], scratch: Path) -> Trainer:
     attached, adapters = attach(base.model, {job.config.name: job.spec for job in prepared.jobs}, 0)
     made = [Job(item.config, item.data, [], adapter) for item, adapter in zip(prepared.jobs, adapters, strict=True)]
     known = profile(run, prepared)
-    trainer = Trainer(
-        run, prepared, base, SingleDevice(base, attached), made, run_record(prepared, base, made, known), known
-    )
-    trainer.progress = Progress(made)
-    trainer.progress.stepped = lambda job, result: None  # type: ignore[method-assign]
-    return trainer
+    events = Emitter()
+    folder, executor = OutputFolder(scratch, "benchmark", None, events), SingleDevice(base, attached)
+    return Trainer(run, prepared, base, executor, made, known, folder, events)
 
 
 class Peft:
@@ -145,9 +142,9 @@ def compare(label: str, jobs: list[dict[str, Any]], scratch: Path, warmup: int, 
     trainer = trainer_for(jobs, scratch / label)
     data = {job.name: job.data for job in trainer.jobs}
     peft = Peft(jobs, data, trainer.base.tokenizer.pad_token_id)
-    planner = Planner([job.data.planned for job in trainer.jobs], trainer.budget, window_rounds=1)
+    planner = Planner([job.data.planned for job in trainer.jobs], trainer.budget.tokens, window_rounds=1)
     ways: dict[str, Callable[[int], float]] = {
-        "packlora": lambda number: timed(lambda: trainer._window(planner.window(number))),
+        "packlora": lambda number: timed(lambda: trainer._train_window(planner.window(number))),
         "peft_padded": lambda number: peft.step(number, peft.padded),
         "peft_packed": lambda number: peft.step(number, peft.packed),
     }

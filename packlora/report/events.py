@@ -1,0 +1,240 @@
+"""What a run tells while it trains: events, the type of who hears them, and how a subscriber asks for an end.
+
+    def patience(event):                                  # a stopping rule
+        if isinstance(event, Evaluated) and event.eval_loss > 3.0 and event.step > 100:
+            return Stop(event.job, "its held-out loss stays high")
+
+    packlora.train("run.yaml", subscribers=[patience])
+
+The types live in report/ and not in runtime/, which emits them (runtime/events.py), because progress, logs and the page listen
+to them and report/ imports nothing of runtime/. Events hold plain values; steps count from 1, and step 0 is before the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from packlora.result import Result
+
+
+@dataclass(frozen=True, slots=True)
+class JobAtStart:
+    """A job when a session begins. num_steps, tokens: of all its optimizer steps, those of earlier sessions included."""
+
+    name: str
+    status: Literal["running", "done", "failed"]
+    step: int
+    num_steps: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class RunBegan:
+    """A session begins, with a fresh run or a resumed one.
+
+    run: the run's id, the same in every session. config: the run file with every default. notes: what to tell before training;
+    they are in run.json already.
+    """
+
+    run: str
+    output_dir: Path
+    config: Mapping[str, Any]
+    jobs: tuple[JobAtStart, ...]
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingBegan:
+    """The held-out losses before the first step are known; from here on time is training."""
+
+
+@dataclass(frozen=True, slots=True)
+class WindowPlanned:
+    """A window is about to be trained on: a line of windows.jsonl.
+
+    window: its first round. bound: no schedule has fewer microbatches; gap: share above it. stopped: why the solver ended.
+    seconds: of planning; predicted: seconds of its microbatches.
+    """
+
+    window: int
+    rounds: int
+    method: str
+    capacity: int
+    microbatches: int
+    noops: int
+    bound: int
+    gap: float
+    stopped: str
+    seconds: float
+    predicted: float
+
+
+@dataclass(frozen=True, slots=True)
+class MicrobatchDone:
+    """Forward and backward of a microbatch are done: a line of microbatches.jsonl.
+
+    batches: global batch by job. capacity: the token budget. tokens, samples: by job. seconds, predicted: of the microbatch.
+    """
+
+    index: int
+    window: int
+    slot: int
+    round: int
+    batches: Mapping[str, int]
+    capacity: int
+    tokens: Mapping[str, int]
+    samples: Mapping[str, int]
+    seconds: float
+    predicted: float
+
+
+@dataclass(frozen=True, slots=True)
+class Stepped:
+    """A job took an optimizer step: a line of metrics.jsonl.
+
+    loss: mean over the label tokens of its global batch. grad_norm: before clipping. tokens: of the global batch. seconds: of
+    the step; elapsed: since the run began, over all sessions.
+    """
+
+    job: str
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens: int
+    seconds: float
+    elapsed: float
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """The held-out loss of a job, mean over label tokens: a line of evals.jsonl. It may be NaN or infinite."""
+
+    job: str
+    step: int
+    eval_loss: float
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointBegins:
+    """A checkpoint of a job is about to be written; what is logged up to it must be on the disk before it."""
+
+    job: str
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointSaved:
+    """A checkpoint is complete and on the disk."""
+
+    job: str
+    step: int
+    folder: Path
+
+
+@dataclass(frozen=True, slots=True)
+class SavePointReached:
+    """All checkpoints that were due together are on the disk, and the adapters of jobs that have ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryRanOut:
+    """A microbatch of so many tokens did not fit; the rest is planned with another token budget."""
+
+    tokens: int
+    budget_before: int
+    budget: int
+
+    @property
+    def text(self) -> str:
+        return (
+            f"out of memory in a microbatch of {self.tokens} tokens: max_tokens_per_microbatch, which is auto, goes from "
+            f"{self.budget_before} to {self.budget}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class JobFailed:
+    """A job ends with the adapter of `step`; the others go on."""
+
+    job: str
+    step: int
+    reason: str
+
+    @property
+    def text(self) -> str:
+        return f"job {self.job!r} was stopped: {self.reason}"
+
+
+@dataclass(frozen=True, slots=True)
+class JobDone:
+    """A job's finished adapter is in `folder`. stopped: why it ended before its last step, None where it did not."""
+
+    job: str
+    step: int
+    folder: Path
+    stopped: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """What a person should know; run.json keeps it among its warnings."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class StopAsked:
+    """The run ends after the present microbatch, and saves. by: a signal or a subscriber. hint: what else can be done."""
+
+    by: str
+    hint: str = ""
+
+    @property
+    def text(self) -> str:
+        return f"{self.by}: finishing the present microbatch, then saving{self.hint}"
+
+
+@dataclass(frozen=True, slots=True)
+class RunEnded:
+    """The session has ended; not told where an error or a second Ctrl-C broke it off.
+
+    result: what packlora.train returns. seconds, tokens: of all sessions. peak_memory: bytes, on the GPU or of the process.
+    """
+
+    result: Result
+    seconds: float
+    tokens: int
+    peak_memory: int
+
+
+Event = (
+    RunBegan | TrainingBegan | WindowPlanned | MicrobatchDone | Stepped | Evaluated | CheckpointBegins | CheckpointSaved
+    | SavePointReached | MemoryRanOut | JobFailed | JobDone | Note | StopAsked | RunEnded
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """What a subscriber returns to end the run, which --resume continues, or one job of it, with its adapter as it is.
+
+    A job ends after the optimizer step that it is in, or the one that the event tells of: it is evaluated and saved as after
+    its last step, and it stays ended when the run is resumed. The numbers of the other jobs do not change. A run ends after
+    the present microbatch, as after SIGTERM.
+    """
+
+    job: str | None = None
+    reason: str = ""
+
+
+class Subscriber(Protocol):
+    """Hears every event of a run, one after the other and in the same order as all others.
+
+    It runs in the training loop, so it must be quick; an event that comes while another is told waits. What it raises costs
+    the run nothing: the run says so once, and tells it nothing more. KeyboardInterrupt and SystemExit end the run.
+    """
+
+    def __call__(self, event: Event, /) -> Stop | None: ...

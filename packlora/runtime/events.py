@@ -1,0 +1,90 @@
+"""How events reach subscribers. The types of events are in report/events.py, where report/ may import them.
+
+Order: every subscriber hears all events, in the order in which they were emitted, and never one inside another. What is
+emitted while an event is being told, by a subscriber or by a signal's handler, is told after it.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections import deque
+from collections.abc import Iterable
+from pathlib import Path
+
+from packlora.report.events import Event, Note, Stop, StopAsked, Subscriber
+
+
+class StopRequest:
+    """Whether the run is to end after the present microbatch, and which jobs at their present step."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self.signal: int | None = None
+        """What asked for it; None where a subscriber did."""
+        self.jobs: dict[str, str] = {}
+        """Jobs that are to end, with who asks for it and why; whoever sees to one takes it out."""
+
+    def ask(self, number: int | None = None) -> None:
+        self.asked, self.signal = True, number
+
+    def withdraw(self) -> None:
+        """It came too late to stop the run."""
+        self.asked, self.signal = False, None
+
+
+class Emitter:
+    """Tells events to subscribers, and keeps what they ask for in `stop`."""
+
+    def __init__(self, subscribers: Iterable[Subscriber] = ()) -> None:
+        self.subscribers, self.stop = list(subscribers), StopRequest()
+        self._waiting: deque[Event] = deque()
+        self._telling = False
+
+    def subscribe(self, *subscribers: Subscriber) -> None:
+        self.subscribers += subscribers
+
+    def emit(self, event: Event) -> None:
+        """Tell all subscribers, in their order. One that raises is told nothing more; the others get a Note of it."""
+        self._waiting.append(event)
+        if self._telling:  # whoever does so goes on with this one
+            return
+        self._telling = True
+        try:
+            while self._waiting:
+                event = self._waiting.popleft()
+                for subscriber in tuple(self.subscribers):
+                    self._tell(subscriber, event)
+        finally:
+            self._telling = False
+
+    def _tell(self, subscriber: Subscriber, event: Event) -> None:
+        try:
+            answer = subscriber(event)
+        except Exception as error:
+            self.subscribers.remove(subscriber)
+            self._waiting.append(Note(_failure(subscriber, event, error)))
+            return
+        if isinstance(answer, Stop):
+            self._ask(answer, name_of(subscriber))
+
+    def _ask(self, stop: Stop, by: str) -> None:
+        reason = f"{by}: {stop.reason}" if stop.reason else by
+        if stop.job is not None:
+            self.stop.jobs.setdefault(stop.job, reason)
+        elif not self.stop.asked:
+            self.stop.ask()
+            self._waiting.append(StopAsked(reason))
+
+
+def name_of(subscriber: Subscriber) -> str:
+    """Of a function, or of the class of an object."""
+    name: str = getattr(subscriber, "__qualname__", None) or type(subscriber).__qualname__
+    return name.rpartition("<locals>.")[2]
+
+
+def _failure(subscriber: Subscriber, event: Event, error: Exception) -> str:
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return (
+        f"subscriber {name_of(subscriber)} failed at {type(event).__name__} ({Path(last.filename).name}, line {last.lineno}: "
+        f"{type(error).__name__}: {error}); it is told nothing more, training goes on"
+    )

@@ -1,0 +1,185 @@
+"""A run's output folder while it trains: that it stays where it is, what jobs write there, and its logs after an interruption.
+
+What a checkpoint and an adapter hold is checkpoint.py's; run.json is record.py's, lines of logs are report/metrics.py's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from safetensors import SafetensorError
+
+from packlora.errors import InputError, WriteError, unwritten
+from packlora.files import TEMPORARY, KeptFolder, remove_leftovers
+from packlora.report.events import CheckpointBegins, CheckpointSaved, Note
+from packlora.report.metrics import (
+    EVALS,
+    METRICS,
+    MICROBATCHES,
+    WINDOWS,
+    BestEffort,
+    eval_lines,
+    keep_lines,
+    metric_lines,
+    read_lines,
+    write_lines,
+)
+from packlora.runtime import checkpoint
+from packlora.runtime.events import Emitter
+from packlora.runtime.job import Job
+
+T = TypeVar("T")
+
+
+def make_output(folder: Path) -> None:
+    """Make the output folder, and sure that it can be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f"{TEMPORARY}probe-{os.getpid()}"
+        probe.unlink(missing_ok=True)
+        probe.touch(exist_ok=False)  # nor does it follow a link
+        probe.unlink(missing_ok=True)  # a run that holds the folder may have tidied up
+    except OSError as error:
+        raise InputError(f"output_dir {folder}: cannot write there: {error}") from None
+
+
+@contextlib.contextmanager
+def unmake_folder(folder: Path) -> Iterator[None]:
+    """Bad input leaves no trace: an output folder that was made for this run goes again if nothing was written to it."""
+    made = [path for path in (folder, *folder.parents) if not os.path.exists(path)]
+    try:
+        yield
+    except InputError:
+        for parent in made:
+            with contextlib.suppress(OSError):
+                parent.rmdir()
+        raise
+
+
+class OutputFolder:
+    """The folder of a run in progress.
+
+    Args:
+        run: the run's id.
+        keep: so many of the newest checkpoints of each job; None keeps all.
+        events: hear of checkpoints.
+    """
+
+    def __init__(self, path: Path, run: str, keep: int | None, events: Emitter) -> None:
+        self.path, self.run, self.keep, self.events = path, run, keep, events
+        self.files = BestEffort(lambda text: events.emit(Note(text)))
+        self._kept = KeptFolder(path)
+
+    def check(self) -> None:
+        """Raises FileNotFoundError where the folder was deleted, moved away or replaced by another."""
+        self._kept.check()
+
+    def of(self, job: Job) -> Path:
+        return self.path / job.name
+
+    def save_checkpoint(self, job: Job) -> None:
+        """A checkpoint of the job's present step; what the logs hold up to it is on the disk before it is there.
+
+        Raises:
+            WriteError: it cannot be written.
+        """
+        self.events.emit(CheckpointBegins(job.name, job.step))
+        path = self._write(job, lambda folder: checkpoint.save_checkpoint(folder, job, self.run, self.keep))
+        self.events.emit(CheckpointSaved(job.name, job.step, path))
+
+    def save_unsaved(self, jobs: Sequence[Job]) -> None:
+        """Checkpoints of the running jobs whose present step is in none. Raises as save_checkpoint and check."""
+        self.check()
+        for job in self._unsaved(jobs):
+            job.discard()
+            self.save_checkpoint(job)
+
+    def rescue(self, jobs: Sequence[Job]) -> str:
+        """After a checkpoint could not be written: save what can be saved. Returns what there is of each job, in words."""
+        for job in self._unsaved(jobs):
+            job.discard()
+            with contextlib.suppress(WriteError):
+                self.save_checkpoint(job)
+        out = []
+        for job in jobs:
+            saved = max((step for step in range(1, job.step + 1) if self._checkpoint(job, step).exists()), default=0)
+            ended = job.status != "running" and (self.of(job) / checkpoint.STATE).exists()
+            out.append(f"{job.name}: {'its adapter' if ended else f'step {saved} of {job.step}'}")
+        return ", ".join(out)
+
+    def save_result(self, job: Job) -> None:
+        """The adapter of a job that has ended.
+
+        Raises:
+            WriteError: it cannot be written; a job that was done is running again, as its checkpoint says.
+            FileNotFoundError: the folder is gone.
+        """
+        self.check()
+        try:
+            self._write(job, lambda folder: checkpoint.save_result(folder, job, self.run))
+        except WriteError:
+            if job.status == "done":
+                job.status = "running"
+            raise
+
+    def _write(self, job: Job, write: Callable[[Path], T]) -> T:
+        """What fails is tried once more, without the leftovers that take up space."""
+        folder = self.of(job)
+        try:
+            return write(folder)
+        except (OSError, SafetensorError):
+            try:
+                remove_leftovers(folder)
+                return write(folder)
+            except (OSError, SafetensorError) as error:
+                raise WriteError(
+                    f"job {job.name!r}: step {job.step} cannot be written to {folder}: {unwritten(error) or error}"
+                ) from error
+
+    def _unsaved(self, jobs: Sequence[Job]) -> list[Job]:
+        return [
+            job
+            for job in jobs
+            if job.status == "running" and job.step > 0 and not self._checkpoint(job, job.step).exists()
+        ]
+
+    def _checkpoint(self, job: Job, step: int) -> Path:
+        return self.of(job) / f"checkpoint-{step}"
+
+    # --- logs ----------------------------------------------------------------------------------------------------------
+
+    def rebuild_logs(
+        self, jobs: Sequence[Job], left_out: Mapping[str, str], first_round: int, is_due: Callable[[Job, int], bool]
+    ) -> int:
+        """Make the logs hold what the jobs' states say, whatever a crash has left of them.
+
+        Args:
+            left_out: jobs that are not trained now; their lines stay.
+            first_round: of the first window that is planned again.
+            is_due: of a job and a global batch, whether the job has yet to step on it.
+
+        Returns:
+            The microbatches that are logged.
+        """
+        histories = {job.name: job.log_history for job in jobs}
+        self._rebuild(METRICS, metric_lines(histories), left_out)
+        self._rebuild(EVALS, eval_lines(histories), left_out)
+        keep_lines(self.path / WINDOWS, lambda line: line["window"] < first_round)
+        by_name = {job.name: job for job in jobs}
+
+        def is_kept(line: dict[str, Any]) -> bool:
+            own = [(by_name[name], batch) for name, batch in line["batches"].items() if name in by_name]
+            return line["index"] >= 0 and not any(is_due(job, batch) for job, batch in own)
+
+        lines = keep_lines(self.path / MICROBATCHES, is_kept)
+        return max((line["index"] + 1 for line in lines), default=0)
+
+    def _rebuild(self, name: str, lines: list[dict[str, Any]], left_out: Mapping[str, str]) -> None:
+        path = self.path / name
+        others = [line for line in read_lines(path, "job", "step") if str(line["job"]) in left_out]
+        if others or lines or path.exists():
+            write_lines(path, [*others, *lines])

@@ -1,0 +1,73 @@
+"""Memory while training: the token budget of a microbatch, less of it after memory ran out, and what a device has and holds."""
+
+from __future__ import annotations
+
+import gc
+import resource
+import sys
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+class TokenBudget:
+    """Tokens of a microbatch."""
+
+    def __init__(self, tokens: int, longest: int, is_auto: bool, device: torch.device) -> None:
+        """longest: tokens of the longest sample. is_auto: whether the budget may be lowered; else it is the user's."""
+        self.tokens = tokens
+        self.held_out = tokens
+        """The same for evaluations, which may come in the middle of a window."""
+        self._longest, self._is_auto, self._device = longest, is_auto, device
+
+    def attempt(self, tokens: int, compute: Callable[[], T]) -> T | None:
+        """What `compute` returns, or None where a microbatch of so many tokens does not fit and a smaller one can be tried.
+
+        With None, nothing refers to the error any more, nor to what it held in memory.
+
+        Raises:
+            MemoryError: out of memory, and there is no lower budget to go on with.
+        """
+        try:
+            return compute()
+        except torch.OutOfMemoryError as error:
+            if self._is_auto and self.below(tokens) < tokens:
+                return None
+            raise MemoryError(
+                f"out of memory on {self._device} in a microbatch of {tokens} tokens; lower "
+                "max_tokens_per_microbatch or set gradient_checkpointing: true, then continue with --resume"
+            ) from error
+
+    def below(self, tokens: int) -> int:
+        """The budget to try after a microbatch of so many tokens did not fit; no less than the longest sample."""
+        return max(tokens * 3 // 4, self._longest)
+
+
+def free_memory(device: torch.device) -> None:
+    """Give back what nothing uses any more."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: allocated on the GPU, or resident in the process on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def memory_room(device: torch.device) -> int:
+    """Bytes that the process may have on the device, what it has already included."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device)
+    try:
+        with open("/proc/meminfo") as file:
+            fields = dict(line.split(":", 1) for line in file)
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return 2**63

@@ -1,0 +1,301 @@
+"""Continuing a run: what its run.json says, whether the run file and the base model still are what they were, and the
+checkpoints that jobs go on from.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from packlora.adapters.files import WEIGHTS
+from packlora.base.fingerprint import Fingerprint
+from packlora.config import JobConfig, Run
+from packlora.data.dataset import configured_steps
+from packlora.errors import InputError
+from packlora.files import LOCK, TEMPORARY, digest, remove_leftovers, write_json
+from packlora.result import JobResult
+from packlora.runtime import checkpoint
+from packlora.runtime.job import Job
+
+FREE_TO_CHANGE = {
+    "output_dir", "save_every", "save_total_limit", "eval_every", "gradient_checkpointing", "device",
+    "max_tokens_per_microbatch", "schedule", "liger",
+}  # fmt: skip
+"""Keys of the run file that may differ when a run is resumed; of a job also how long it trains."""
+
+
+class _SavedJob(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    data_hash: str
+    samples: int
+    eval_samples: int
+    seed: int
+    start_hash: str | None = None
+
+
+class _SavedSchedule(BaseModel):
+    budget: int = Field(ge=1, le=2**31, strict=True)
+
+
+class _SavedModel(BaseModel):
+    fingerprint: Fingerprint
+
+
+class SavedRun(BaseModel):
+    """What a run.json must say for its run to be continued. saved: step of each job's newest checkpoint."""
+
+    model_config = ConfigDict(strict=True)
+
+    id: str
+    created: str
+    config: Run
+    versions: dict[str, str]
+    warnings: list[str]
+    jobs: dict[str, _SavedJob]
+    schedule: _SavedSchedule
+    model: _SavedModel
+    saved: dict[str, int]
+
+
+def check_output(run: Run, resume: bool) -> SavedRun | None:
+    """Make sure that the output folder holds nothing that would be lost.
+
+    Returns:
+        What the run.json of the run to resume says, or None for a fresh run.
+
+    Raises:
+        InputError: the folder holds something else, or holds a run that differs from this one.
+    """
+    folder = Path(run.output_dir)
+    content = sorted(
+        path.name for path in folder.iterdir() if not path.name.startswith(TEMPORARY) and path.name != LOCK
+    )
+    if not content:
+        return None
+    if "run.json" not in content:
+        raise InputError(
+            f"output_dir {folder} is not empty and holds no run (found {content[0]}); choose another folder"
+        )
+    if not resume:
+        raise InputError(
+            f"output_dir {folder} already holds a run; continue it with --resume, or choose another folder"
+        )
+    saved = _read_saved(folder / "run.json")
+    changed = _changes(saved.config.model_dump(mode="json"), run.model_dump(mode="json"))
+    changed += [] if "seed" in changed else _other_seeds(saved, run)
+    if changed:
+        raise InputError(
+            f"output_dir {folder} holds a run with other settings, which cannot be continued: {', '.join(changed)} changed"
+        )
+    if missing := sorted({job.name for job in run.jobs} - saved.jobs.keys()):
+        raise InputError(f"output_dir {folder}: run.json cannot be read: jobs: {missing[0]!r} is missing")
+    return saved
+
+
+def _read_saved(file: Path) -> SavedRun:
+    kept = "the checkpoints beside it are as they were"
+    try:
+        if file.exists() and not file.is_file():  # a pipe would be waited for
+            raise InputError(f"output_dir {file.parent}: run.json cannot be read: it is not a plain file; {kept}")
+        return SavedRun.model_validate_json(file.read_bytes())
+    except OSError as error:
+        raise InputError(f"output_dir {file.parent}: run.json cannot be read: {error.strerror}; {kept}") from None
+    except ValidationError as error:
+        found = error.errors()[0]
+        where = ".".join(map(str, found["loc"]))
+        if found["type"] == "missing" and (where == "id" or where.endswith(".seed")):
+            kept = "an earlier packlora wrote it, without checksums and seeds of jobs; continue the run with that one"
+        raise InputError(
+            f"output_dir {file.parent}: run.json cannot be read: {where}{': ' * bool(where)}{found['msg']}; {kept}"
+        ) from None
+
+
+def _other_seeds(saved: SavedRun, run: Run) -> list[str]:
+    """Jobs whose seed, their own or the run's, is not the one that was recorded."""
+    return [
+        f"job {job.name!r} seed"
+        for job in run.jobs
+        if job.name in saved.jobs and saved.jobs[job.name].seed != run.seed_of(job)
+    ]
+
+
+def _changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    changed = [key for key in now if key != "jobs" and key not in FREE_TO_CHANGE and before[key] != now[key]]
+    if [job["name"] for job in before["jobs"]] != [job["name"] for job in now["jobs"]]:
+        return [*changed, "jobs (names or order)"]
+    for old, new in zip(before["jobs"], now["jobs"], strict=True):
+        for section in ("data", "adapter", "train"):
+            free = {"num_train_epochs", "max_steps"} if section == "train" else set()
+            if section == "train" and new["train"]["lr_scheduler_type"] not in ("constant", "constant_with_warmup"):
+                free = set()  # the learning rate of every step depends on the number of steps
+            changed += [
+                f"job {new['name']!r} {section}.{key}"
+                for key in new[section]
+                if key not in free and old[section][key] != new[section][key]
+            ]
+    return changed
+
+
+# --- jobs and their checkpoints ------------------------------------------------------------------------------------------
+
+
+def starting_steps(run: Run, words: list[str]) -> dict[str, int]:
+    """The checkpoints to go on from, by job; jobs that are not there go on from their newest.
+
+    Args:
+        run: its output_dir holds the checkpoints.
+        words: "STEP" goes for every job that has got so far, "JOB=STEP" for one; step 0 begins a job again.
+
+    Raises:
+        InputError: a word is neither, or there is no such checkpoint.
+    """
+    have = {job.name: checkpoint.steps(Path(run.output_dir) / job.name) for job in run.jobs}
+    starts: dict[str, int] = {}
+    for word in sorted(words, key=lambda word: "=" not in word):  # jobs that are named come first
+        name, _, number = word.rpartition("=")
+        if not re.fullmatch(r"\d{1,15}", number, re.ASCII):
+            raise InputError(f"--from {word!r}: give the step of a checkpoint, or JOB=STEP")
+        if name and name not in have:
+            raise InputError(f"--from {word!r}: there is no job {name!r}; there are {', '.join(have)}")
+        step = int(number)
+        asked = [name] if name else [other for other in have if other not in starts]
+        there = {other for other in asked if step == 0 or step in have[other]}
+        for other in asked:
+            if other not in there and (name or not there or max(have[other], default=0) > step):
+                listed = ", ".join(map(str, have[other])) or "none"
+                raise InputError(
+                    f"--from {word!r}: job {other!r} has no checkpoint of step {step}; its checkpoints: {listed}"
+                )
+        starts |= dict.fromkeys(there, step)
+    return starts
+
+
+def restore_jobs(output_dir: Path, jobs: list[Job], saved: SavedRun, starts: dict[str, int]) -> list[str]:
+    """Bring every job to where it goes on from. Returns what the user should know.
+
+    Raises:
+        InputError: a checkpoint cannot be used; all of them are named, and nothing was changed.
+    """
+    notes, problems = [], []
+    for job in jobs:
+        folder, reached = output_dir / job.name, saved.saved.get(job.name, 0)
+        try:
+            note = checkpoint.restore(folder, job, saved.id, reached, starts.get(job.name))
+            notes += [note] if note else []
+            before = saved.jobs[job.name].start_hash
+            if job.step == 0 and before is not None and start_hash(job.config) != before:
+                problems.append(
+                    f"job {job.name!r}: {job.config.adapter.init_from} is not the adapter that the run began with; put that "
+                    "one back, or start a new run in another output_dir"
+                )
+        except InputError as error:
+            problems.append(str(error))
+    if problems:
+        raise InputError("\n".join(problems))
+    return notes
+
+
+def put_aside(output_dir: Path, jobs: list[Job], starts: dict[str, int]) -> list[str]:
+    """What lies beyond the steps that jobs were sent back to, and what a crash has left. Returns what the user should know."""
+    notes = []
+    for job in jobs:
+        folder = output_dir / job.name
+        if job.name in starts and folder.exists():
+            aside = checkpoint.go_back(folder, starts[job.name])
+            became = f"; what lay beyond is now {', '.join(aside)}" if aside else ""
+            notes.append(f"job {job.name!r} goes on from step {starts[job.name]}, as --from says{became}")
+        remove_leftovers(folder)
+    return notes
+
+
+def resume_jobs(
+    output_dir: Path, jobs: list[Job], saved: SavedRun, starts: dict[str, int], record: dict[str, Any]
+) -> None:
+    """Bring every job to where it goes on from, and the record with them.
+
+    Args:
+        starts: from starting_steps.
+        record: what run.json is to say; gets warnings and steps of checkpoints.
+
+    Raises:
+        InputError: a checkpoint or the data is not what it was; nothing was changed.
+    """
+    same_data(saved, record)
+    record["warnings"] += restore_jobs(output_dir, jobs, saved, starts)
+    record["saved"] |= starts
+    if starts:  # known before anything is put aside: broken off in between, --resume alone goes on all the same
+        write_json(output_dir / "run.json", record)
+    record["warnings"] += put_aside(output_dir, jobs, starts)
+
+
+def check_sent_back(starts: dict[str, int], left_out: dict[str, str]) -> None:
+    """Raises InputError where --from names a job whose data is gone."""
+    if lost := sorted(starts.keys() & left_out.keys()):
+        raise InputError(
+            f"--from: job {lost[0]!r} cannot be sent back, since {left_out[lost[0]]}; put that back, or name the "
+            "jobs to send back with --from JOB=STEP"
+        )
+
+
+# --- jobs that are left out ------------------------------------------------------------------------------------------------
+
+
+def left_out_steps(run: Run, name: str, saved: SavedRun, max_steps: int | None) -> int:
+    """Optimizer steps that a job is to take whose data is gone."""
+    (job,) = (job for job in run.jobs if job.name == name)
+    wanted = configured_steps(job.train, saved.jobs[name].samples)
+    return min(wanted, max_steps or wanted)
+
+
+def left_out_results(output_dir: Path, left_out: dict[str, str], record: dict[str, Any]) -> dict[str, JobResult]:
+    """How the jobs stand whose data is gone.
+
+    Args:
+        left_out: why, by job.
+        record: what run.json says.
+    """
+    out = {}
+    for name, why in left_out.items():
+        folder = output_dir / name
+        status, step, failure = checkpoint.standing(folder, name, record["id"])
+        if status == "done" and step < record["jobs"][name]["steps"]:
+            status = "stopped"
+        out[name] = JobResult(status, step, folder, why if status == "stopped" else failure)
+    return out
+
+
+# --- what must be as it was -----------------------------------------------------------------------------------------------
+
+
+def same_base(path: str, before: Fingerprint, now: Fingerprint) -> None:
+    """A run goes on only on the base model that it began with."""
+    changed = [
+        name
+        for name, same in (("weights", before.weights == now.weights), ("config.json", before.config == now.config))
+        if not same
+    ]
+    if changed:
+        raise InputError(
+            f"base_model {path}: this is not the model that the run began with, its {' and '.join(changed)} changed; put that "
+            "model back, or start a new run in another output_dir"
+        )
+
+
+def same_data(saved: SavedRun, record: dict[str, Any]) -> None:
+    """A run goes on only with the samples that it began with."""
+    for name, now in record["jobs"].items():
+        before = saved.jobs[name]
+        if before.data_hash != now["data_hash"]:
+            raise InputError(
+                f"job {name!r}: its data has changed since the run began ({before.samples} training and "
+                f"{before.eval_samples} held-out samples then, {now['samples']} and {now['eval_samples']} now)"
+            )
+
+
+def start_hash(job: JobConfig) -> str | None:
+    """SHA-256 of the adapter that a job begins with, if it does not begin with one of its own."""
+    return digest(Path(job.adapter.init_from) / WEIGHTS) if job.adapter.init_from is not None else None

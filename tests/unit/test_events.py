@@ -1,0 +1,94 @@
+"""How events reach subscribers: all of them in one order, whatever one of them does."""
+
+from __future__ import annotations
+
+import signal
+from typing import Any
+
+import pytest
+
+from packlora.report.events import Event, Note, Stop, StopAsked, TrainingBegan
+from packlora.runtime.events import Emitter
+from packlora.runtime.signals import stop_signals
+
+
+def test_every_subscriber_hears_every_event_in_the_order_of_emission_also_of_what_one_of_them_emits() -> None:
+    heard: dict[str, list[Event]] = {"first": [], "second": []}
+
+    def first(event: Event) -> None:
+        heard["first"].append(event)
+        if event == TrainingBegan():
+            events.emit(Note("one"))
+            events.emit(Note("two"))
+            assert heard["first"] == heard["second"] + [event]  # nothing is told inside something else
+
+    events = Emitter([first, heard["second"].append])
+    events.emit(TrainingBegan())
+    events.emit(Note("three"))
+    assert heard["first"] == heard["second"] == [TrainingBegan(), Note("one"), Note("two"), Note("three")]
+
+
+def test_a_subscriber_that_raises_is_reported_once_and_told_nothing_more_and_the_others_go_on() -> None:
+    heard: list[Event] = []
+    calls = 0
+
+    def broken(event: Event) -> None:
+        nonlocal calls
+        calls += 1
+        raise ValueError("no network")
+
+    events = Emitter([broken, heard.append])
+    for _ in range(3):
+        events.emit(TrainingBegan())
+    assert calls == 1
+    first, note, *rest = heard
+    assert (first, rest) == (TrainingBegan(), [TrainingBegan()] * 2)
+    assert isinstance(note, Note)
+    for part in ("broken failed at TrainingBegan", "test_events.py, line ", "ValueError: no network", "goes on"):
+        assert part in note.text
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_what_ends_the_process_passes_through_a_subscriber_and_later_events_are_still_told(error: Any) -> None:
+    heard: list[Event] = []
+
+    def interrupted(event: Event) -> None:
+        if event == TrainingBegan():
+            raise error
+
+    events = Emitter([interrupted, heard.append])
+    with pytest.raises(error):
+        events.emit(TrainingBegan())
+    events.emit(Note("saved"))
+    assert heard == [Note("saved")]
+
+
+def test_what_a_subscriber_asks_for_is_kept_with_its_name_and_reason_and_said_once() -> None:
+    heard: list[Event] = []
+
+    class Budget:
+        def __call__(self, event: Event) -> Stop | None:
+            return Stop(reason="the money is spent") if event == TrainingBegan() else None
+
+    events = Emitter([Budget(), lambda event: Stop("a") if event == TrainingBegan() else None, heard.append])
+    events.emit(TrainingBegan())
+    events.emit(TrainingBegan())
+    assert (events.stop.asked, events.stop.signal) == (True, None)
+    assert set(events.stop.jobs) == {"a"}
+    assert [event for event in heard if isinstance(event, StopAsked)] == [StopAsked("Budget: the money is spent")]
+
+
+def test_a_signal_that_comes_while_an_event_is_told_is_told_after_it() -> None:
+    heard: list[str] = []
+
+    def busy(event: Event) -> None:
+        heard.append(f"{type(event).__name__} begins")
+        if event == TrainingBegan():
+            signal.raise_signal(signal.SIGTERM)
+        heard.append(f"{type(event).__name__} ends")
+
+    events = Emitter([busy])
+    with stop_signals(events):
+        events.emit(TrainingBegan())
+    assert events.stop.signal == signal.SIGTERM
+    assert heard == ["TrainingBegan begins", "TrainingBegan ends", "StopAsked begins", "StopAsked ends"]
