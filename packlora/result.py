@@ -26,7 +26,8 @@ class JobResult:
 class Result:
     """How a run ended; seconds and tokens are of this session.
 
-    status: done, failed (a job failed or was left out, the others finished) or interrupted (signal says by what).
+    status: done, failed (a job failed or was left out, the others finished) or interrupted (signal says by which, None: a
+    subscriber asked for it).
     """
 
     status: str
