@@ -1,6 +1,8 @@
 """What a run tells while it trains: events, the type of who hears them, and how a subscriber asks for an end.
 
-    def patience(event):                                  # a stopping rule
+    from packlora.report.events import Evaluated, Stop
+
+    def patience(event):  # a stopping rule
         if isinstance(event, Evaluated) and event.eval_loss > 3.0 and event.step > 100:
             return Stop(event.job, "its held-out loss stays high")
 

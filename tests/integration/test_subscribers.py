@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -237,6 +238,10 @@ def test_a_job_that_was_stopped_while_the_run_was_stopped_stays_ended(out: dict[
     assert packlora.train(out, subscribers=[both, run]).status == "interrupted"
     result = packlora.train(out, resume=True)
     assert (result.status, result.jobs["a"].step, result.jobs["b"].step) == ("done", 3, 4)
+    for path in Path(out["output_dir"]).glob("a/checkpoint-*"):
+        shutil.rmtree(path)
+    again = packlora.train(out, resume=True)  # its finished adapter tells it alone
+    assert (again.tokens, again.jobs["a"].step, again.jobs["a"].status) == (0, 3, "done")
 
 
 def test_a_subscriber_that_cannot_be_called_is_refused_before_anything_is_done(out: dict[str, Any]) -> None:

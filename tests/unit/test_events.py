@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from packlora.report.events import Event, Note, Stop, StopAsked, TrainingBegan
+from packlora.report.events import CheckpointBegins, Evaluated, Event, Note, Stop, StopAsked, TrainingBegan
+from packlora.report.metrics import LINES, BestEffort, Logs
 from packlora.runtime.events import Emitter
 from packlora.runtime.signals import stop_signals
 
@@ -92,3 +95,21 @@ def test_a_signal_that_comes_while_an_event_is_told_is_told_after_it() -> None:
         events.emit(TrainingBegan())
     assert events.stop.signal == signal.SIGTERM
     assert heard == ["TrainingBegan begins", "TrainingBegan ends", "StopAsked begins", "StopAsked ends"]
+
+
+def test_the_logs_are_on_the_disk_before_a_checkpoint_begins_to_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced, sync = [], os.fsync
+
+    def noted(file: int) -> None:
+        synced.append((Path(os.readlink(f"/proc/self/fd/{file}")).name, os.fstat(file).st_size > 0))
+        sync(file)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    events = Emitter([Logs(tmp_path, BestEffort(print))])
+    events.emit(Evaluated("a", 2, float("nan")))
+    assert synced == []
+    events.emit(CheckpointBegins("a", 2))
+    assert synced == [(name, name == "evals.jsonl") for name in LINES.values()]
+    assert (tmp_path / "evals.jsonl").read_text() == '{"job": "a", "step": 2, "eval_loss": null}\n'
