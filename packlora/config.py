@@ -268,6 +268,9 @@ class Run(_Strict):
     trust_remote_code: bool = False
     liger: bool | Literal["auto"] = "auto"
     """liger-kernel's norms, rotary embedding and gated activations; auto takes what is installed and fits, on a GPU."""
+    keep_outputs: bool = False
+    """DoRA layers keep their outputs in the place of a product as large. Not for models with kernels, other than liger's, that
+    write into the outputs of linear layers behind autograd's back."""
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
     schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
     jobs: list[JobConfig] = Field(min_length=1)

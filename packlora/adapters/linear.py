@@ -17,7 +17,7 @@ from packlora.adapters.norms import RowNorms
 from packlora.adapters.siblings import SiblingGroup
 from packlora.adapters.spec import ModuleSpec
 from packlora.ops.lora_linear.group import GroupState, Layer, LowRank, Run, lora_group
-from packlora.ops.recipe import recipe_of
+from packlora.ops.recompute import recompute_of
 from packlora.plans.select import Planner
 
 
@@ -166,7 +166,7 @@ class AdaptedLinear(torch.nn.Module):
         self.siblings = SiblingGroup([self], compute, Call)
         self.index = 0
         self.keep_output = False
-        """Nobody writes into what this layer gives: it may stand in for DoRA's product (outputs.py)."""
+        """The backward reads this layer's output in the place of DoRA's product (kept_outputs.py)."""
         self._layer: Layer | None = None
 
     @property
@@ -215,4 +215,4 @@ def compute(x: torch.Tensor, calls: Sequence[Call]) -> tuple[torch.Tensor, ...]:
             runs.append(Run(number, start, stop, dropout, all(spec.base_dropped for spec in specs)))
     layers, state = first.router.layers_of(members)
     plan = first.router.planner.plan_of(x, layers, runs)
-    return lora_group(x, layers, runs, tokens.keys_T2, first.salt, plan, state, recipe_of(x))
+    return lora_group(x, layers, runs, tokens.keys_T2, first.salt, plan, state, recompute_of(x))

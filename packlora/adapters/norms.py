@@ -35,11 +35,10 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from packlora.adapters.siblings import remove_hooks
+from packlora.ops.modules import remove_hooks
 from packlora.ops.row_norm.row_norm import NormProblem, RowChunks, row_norms, squared_row_norm, takes_kernels
 
 _NUMBERS = itertools.count()
-_HANDLES: weakref.WeakValueDictionary[int, NormHandle] = weakref.WeakValueDictionary()
 _LIVE: weakref.WeakSet[RowNorms] = weakref.WeakSet()
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -70,7 +69,6 @@ class NormHandle:
         self._kept: _Kept | None = None
         self._base: tuple[Any, tuple[StorageWeakRef, ...], torch.Tensor] | None = None
         self._watched: _Watched | None = None
-        _HANDLES[self.number] = self
         self.norms._handles[self.number] = self
 
     def __getstate__(self) -> dict[str, Any]:
@@ -457,23 +455,13 @@ def _stream(tensor: torch.Tensor) -> int:
 
 
 @torch.library.custom_op("packlora::row_norm", mutates_args=())
-def row_norm_op(
-    weight_NK: torch.Tensor, A_rK: torch.Tensor, B_Nr: torch.Tensor, scaling: float, number: int
-) -> torch.Tensor:
-    """get() of the handle with this number, for torch.compile; computed anew where there is none of these operands."""
-    handle = _HANDLES.get(number)
-    if handle is not None and isinstance(handle.weight, torch.Tensor) and handle.scaling == scaling:
-        own = (handle.weight, handle.A, handle.B)
-        if all(_view(a) == _view(b) for a, b in zip(own, (weight_NK, A_rK, B_Nr), strict=True)):
-            return handle.get().clone()  # the graph may write to what it is given
+def row_norm_op(weight_NK: torch.Tensor, A_rK: torch.Tensor, B_Nr: torch.Tensor, scaling: float) -> torch.Tensor:
+    """||W + s B A|| by row, [N], for torch.compile: computed at every call, since what is kept in Python would be frozen into
+    CUDA graphs."""
     return row_norms([NormProblem(weight_NK, A_rK, B_Nr, scaling)])[0]
 
 
 @row_norm_op.register_fake
-def _(weight_NK: torch.Tensor, A_rK: torch.Tensor, B_Nr: torch.Tensor, scaling: float, number: int) -> torch.Tensor:
+def _(weight_NK: torch.Tensor, A_rK: torch.Tensor, B_Nr: torch.Tensor, scaling: float) -> torch.Tensor:
     wide = torch.float64 in (weight_NK.dtype, A_rK.dtype, B_Nr.dtype)
     return weight_NK.new_empty(weight_NK.shape[0], dtype=torch.float64 if wide else torch.float32)
-
-
-def _view(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 from packlora.activity import Activity
-from packlora.adapters.attach import attach, keep_outputs
+from packlora.adapters.attach import attach
 from packlora.adapters.files import load_adapter
+from packlora.adapters.kept_outputs import keep_outputs
 from packlora.adapters.linear import Router
 from packlora.base.fingerprint import Fingerprint, fingerprint
 from packlora.base.model import Base, load_base
@@ -107,8 +108,8 @@ def _set_up(run: Run, saved: SavedRun | None, max_steps: int | None, resume_from
             load_adapter(item.config.adapter.init_from, adapter)
         scale = FLOAT16_SCALE if run.dtype == "float16" else 1.0
         jobs.append(Job(item.config, item.data, item.eval_encoded.samples, adapter, scale))
-    if base.device.type == "cuda":  # where activations are what memory goes to
-        base.kept_outputs = keep_outputs(base.model, router, adapters)
+    if run.keep_outputs:
+        base.kept_outputs = keep_outputs(base.model)
 
     # 3. Choose the size of microbatches where that is left to us.
     known = _choose_budget(run, prepared, base, router, jobs, saved)
