@@ -4,8 +4,8 @@ The gradient of a DoRA magnitude needs what the layer multiplied with it, z, or 
 anyway; then y in z's place saves a tensor of the output's size.
 
 y is saved by autograd: an operation of torch that writes into it makes the backward an error ("modified by an inplace
-operation"), never a wrong gradient. Kernels that write behind autograd's back are not noticed. Those
-of liger are known here; of others nobody knows, which is why keep_outputs is off unless it is asked for.
+operation"), never a wrong gradient. Kernels that write behind autograd's back are not noticed. Those of liger are known here;
+of others nobody knows, which is why keep_outputs is off unless it is asked for.
 """
 
 from __future__ import annotations
@@ -22,16 +22,14 @@ from packlora.adapters.linear import AdaptedLinear
 
 LIGER = ("liger_kernel", "packlora.base.liger")
 """Where forwards and functions are defined that call liger's kernels."""
-ROTARY = "apply_rotary_pos_emb"
-"""Function of a modeling file that liger replaces; its kernel writes into q and k. Which modules of the file call it is not
+ROTARY = ("apply_rotary_pos_emb", "apply_multimodal_rotary_pos_emb", "apply_rotary_pos_emb_vision", "apply_rotary_emb")
+"""Functions of modeling files that liger replaces; its kernels write into q and k. Which modules of a file call them is not
 known, so all are taken to do so."""
 UNTOUCHED = ("v_proj", "o_proj", "down_proj", "w2")
 """Layers whose outputs liger's kernels are not given."""
 
 
-def why_product(
-    bias: bool, base_dropped: bool, magnitudes: Iterable[torch.Tensor], overwritten: bool
-) -> str | None:  # fmt: skip
+def why_product(bias: bool, base_dropped: bool, magnitudes: Iterable[torch.Tensor], overwritten: bool) -> str | None:
     """Why a DoRA layer keeps its product, as the end of "they have ..."; None where its output will do.
 
     Args:
@@ -68,8 +66,8 @@ def is_on_liger(module: nn.Module) -> bool:
     home = getattr(module.forward, "__module__", None) or ""
     if home.startswith(LIGER):
         return True
-    rotary = getattr(sys.modules.get(home), ROTARY, None)
-    return rotary is not None and rotary.__module__.startswith(LIGER)
+    names = getattr(sys.modules.get(home), "__dict__", {})
+    return any((getattr(names.get(name), "__module__", None) or "").startswith(LIGER) for name in ROTARY)
 
 
 def keep_outputs(model: nn.Module) -> str | None:

@@ -204,7 +204,7 @@ def compute(x: torch.Tensor, calls: Sequence[LayerCall]) -> list[torch.Tensor]:
     dtype, autocast = _product_dtype(x)
     for call in calls:
         _check(x, call, dtype, autocast)
-    operator = _registered if torch.compiler.is_compiling() else _group
+    operator = _by_registered if torch.compiler.is_compiling() else _by_group
     if autocast:
         with torch.autocast(x.device.type, enabled=False):
             outputs = operator(x, calls, dtype)
@@ -215,7 +215,7 @@ def compute(x: torch.Tensor, calls: Sequence[LayerCall]) -> list[torch.Tensor]:
     ]
 
 
-def _group(x: torch.Tensor, calls: Sequence[LayerCall], dtype: torch.dtype) -> Sequence[torch.Tensor]:
+def _by_group(x: torch.Tensor, calls: Sequence[LayerCall], dtype: torch.dtype) -> Sequence[torch.Tensor]:
     """By lora_group, without what torch adds around it."""
     first, recompute = calls[0], recompute_of(x) if x.dtype == dtype else None
     x = _to(x, dtype)
@@ -238,7 +238,7 @@ def _group(x: torch.Tensor, calls: Sequence[LayerCall], dtype: torch.dtype) -> S
     return lora_group(x, layers, _whole(T, first.p), keys_T2, 0, plan, state, recompute)
 
 
-def _registered(x: torch.Tensor, calls: Sequence[LayerCall], dtype: torch.dtype) -> Sequence[torch.Tensor]:
+def _by_registered(x: torch.Tensor, calls: Sequence[LayerCall], dtype: torch.dtype) -> Sequence[torch.Tensor]:
     """By the registered operator, for torch.compile."""
     (call,) = calls
     x_TK = _to(x, dtype).contiguous().view(-1, x.shape[-1])

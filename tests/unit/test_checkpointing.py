@@ -337,7 +337,7 @@ def packed_batch() -> PackedBatch:
     return collate(packed, torch.device("cpu"))
 
 
-@pytest.mark.parametrize("recompute", [False, True], ids=["", "recipes"])
+@pytest.mark.parametrize("recompute", [False, True], ids=["", "recompute"])
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 @pytest.mark.parametrize("dora", [False, True], ids=["LoRA", "DoRA"])
 def test_peft_models_make_down_proj_once_and_give_the_same_bits(dora: bool, dropout: float, recompute: bool) -> None:

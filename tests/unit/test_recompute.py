@@ -1,4 +1,4 @@
-"""Inputs of adapted layers that are made again in the backward: the same gradients to the bit, and less kept."""
+"""Inputs of adapted layers that are recomputed in the backward: the same gradients to the bit, and less kept."""
 
 from __future__ import annotations
 

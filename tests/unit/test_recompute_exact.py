@@ -1,4 +1,4 @@
-"""What is made again in the backward is what the forward that is running made: for every layer by itself, in train mode,
+"""What is recomputed in the backward is what the forward that is running made: for every layer by itself, in train mode,
 whatever happens to the model after accelerate()."""
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def assert_recompute_changes_no_gradient(model: Any) -> str:
 
 
 def products(model: Any) -> list[bool]:
-    """In a forward, whether each gated feed-forward's down_proj got an x that can be made again."""
+    """In a forward, whether each gated feed-forward's down_proj got an x that can be recomputed."""
     found: list[bool] = []
     handles = [
         module.register_forward_pre_hook(lambda _, args: found.append(recompute_of(args[0]) is not None))
