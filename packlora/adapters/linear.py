@@ -116,10 +116,6 @@ class Router:
             found = self._states[key] = (layers, GroupState(trusted=True))
         return found
 
-    def forget(self) -> None:
-        """Drop what is kept for layers from call to call."""
-        self._states.clear()
-
     def tokens(self, total: int) -> Tokens | None:
         """Of a forward over `total` tokens; None runs the base model alone."""
         if self._only is not None:
