@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from packlora import callbacks
     from packlora.config import Run
     from packlora.errors import InputError
-    from packlora.live.accelerate import Report, accelerate, restore
+    from packlora.live.accelerate import accelerate, restore
+    from packlora.live.report import Report
     from packlora.ops.lora_linear.plan import Plan
     from packlora.result import Result
     from packlora.runtime.run import train
@@ -29,7 +30,7 @@ __all__ = [
 _HOMES = {
     "InputError": "packlora.errors",
     "Plan": "packlora.ops.lora_linear.plan",
-    "Report": "packlora.live.accelerate",
+    "Report": "packlora.live.report",
     "Result": "packlora.result",
     "Run": "packlora.config",
     "accelerate": "packlora.live.accelerate",

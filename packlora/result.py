@@ -31,7 +31,7 @@ class Result:
     """How a run ended."""
 
     status: str
-    """done, failed (a job failed or was left out, the others finished) or interrupted (by `signal`, or as a subscriber asked)."""
+    """done, failed (a job failed or was left out, the others finished) or interrupted (by `signal` or a subscriber)."""
     seconds: float
     """Of this session."""
     tokens: int

@@ -5,25 +5,20 @@ Adapted linear layers are replaced in place by AdaptedLinear; everything else of
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from packlora.adapters.in_place import watched
 from packlora.adapters.linear import AdaptedLinear, Attached, Call, compute
 from packlora.adapters.norms import RowNorms
-from packlora.adapters.outputs import untouched_outputs
-from packlora.adapters.owners import MIN_ROWS, TokenOwners
-from packlora.adapters.recipes import add_recipes
+from packlora.adapters.owners import MIN_ROWS
 from packlora.adapters.siblings import SiblingGroup, sibling_groups
 from packlora.adapters.spec import AdapterSpec
 from packlora.adapters.weights import AdapterWeights
 from packlora.ops.dropout import layer_salt
-from packlora.ops.lora_linear.layout import Layer, Run
-from packlora.ops.lora_linear.plan import CHAIN, Plan
+from packlora.ops.recompute import add_recompute
 from packlora.plans.select import PlanChooser
 from packlora.seeding import stable_hash
 
@@ -91,79 +86,8 @@ def attach(
             for index, member in enumerate(members):
                 member.siblings, member.index = group, index
     if model.device.type == "cuda":  # where activations are what memory goes to
-        add_recipes(model)
+        add_recompute(model)
     return attached, adapters
-
-
-class _Plain(PlanChooser):
-    """For a few tokens nothing is compiled."""
-
-    def plan_of(self, x_TK: torch.Tensor, layers: Sequence[Layer], runs: Sequence[Run]) -> Plan:
-        return CHAIN
-
-
-WATCHED = ((MIN_ROWS,), (MIN_ROWS + 1, 2 * MIN_ROWS + 7))
-"""Lengths of the samples of each run that keep_outputs watches."""
-
-
-def keep_outputs(model: PreTrainedModel, attached: Attached, adapters: Sequence[Adapter]) -> str | None:
-    """Let DoRA layers whose outputs nobody writes into keep these for the gradient of the magnitude, in the place of a product
-    as large beside them. Found by running every DoRA adapter forward and backward on a few tokens.
-
-    Args:
-        model, attached, adapters: of attach, with their first values, ready to train.
-
-    Returns:
-        What was found, in words; None where no layer has DoRA.
-    """
-    layers = {path: module for path, module in model.named_modules() if isinstance(module, AdaptedLinear)}
-    with_dora = [
-        (adapter.number, [path for path, own in adapter.weights.items() if own.magnitude is not None])
-        for adapter in adapters
-    ]
-    every = dict.fromkeys(path for _, paths in with_dora for path in paths)
-    if not every:
-        return None
-    wanted = [path for path in every if _may_keep(layers[path])]
-    others = len(every) - len(wanted)
-    because = f"; {others} with a bias, dropout or a magnitude of 0 keep a product" if others else ""
-
-    def watch() -> set[str]:
-        kept = set(wanted)
-        for lengths in WATCHED:
-            example = _packed(model, lengths)
-            for number, paths in with_dora:
-                if own := [path for path in paths if path in kept]:
-                    with attached.active(TokenOwners(sum(lengths), ((number, 0, sum(lengths)),))):
-                        kept -= set(own) - untouched_outputs(model, own, [example]).keys()
-        return kept
-
-    try:
-        with attached.trial(_Plain(model.device)):
-            kept, _ = watched(model, wanted, watch) if wanted else (set[str](), 0)
-    except Exception as error:  # any model, any error: products are kept then
-        return f"DoRA: outputs are not kept, the run that watches them failed ({type(error).__name__}: {error})"
-    for path in kept:
-        layers[path].keep_output = True
-    return f"DoRA: {len(kept)} of {len(every)} layers keep their output for the gradient of the magnitude{because}"
-
-
-def _may_keep(layer: AdaptedLinear) -> bool:
-    """Whether an output can stand in for the product: with a bias the difference would cost digits, dropout on the base product
-    makes two products, and where a magnitude is 0 the output tells nothing."""
-    return layer.bias is None and not any(
-        own.bias is not None
-        or (own.magnitude is not None and ((own.spec.dropout > 0 and own.spec.base_dropped) or not own.magnitude.all()))
-        for own in layer.adapters.values()
-    )
-
-
-def _packed(model: PreTrainedModel, lengths: Sequence[int]) -> dict[str, Any]:
-    """Keyword arguments for packed samples of these lengths."""
-    vocabulary = model.get_input_embeddings().weight.shape[0]
-    ids = torch.randint(vocabulary, (1, sum(lengths)), generator=torch.Generator().manual_seed(0)).to(model.device)
-    positions = torch.cat([torch.arange(length) for length in lengths])[None].to(model.device)
-    return {"input_ids": ids, "position_ids": positions, "use_cache": False, "sample_lengths": tuple(lengths)}
 
 
 def shared_inputs(model: PreTrainedModel) -> dict[str, tuple[str, ...]]:

@@ -18,7 +18,7 @@ from packlora.adapters.owners import TokenOwners
 from packlora.adapters.siblings import SiblingGroup
 from packlora.adapters.weights import AdapterWeights
 from packlora.ops.lora_linear.group import GroupState, Layer, Run, lora_group
-from packlora.ops.recipe import recipe_of
+from packlora.ops.recompute import recompute_of
 from packlora.plans.select import PlanChooser
 
 _graph_task: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
@@ -93,16 +93,6 @@ class Attached:
             found = self._kept[key] = (layers, GroupState(trusted=True))
         return found
 
-    @contextmanager
-    def trial(self, planner: PlanChooser) -> Iterator[None]:
-        """Run the model with plans of another planner; nothing is kept of it."""
-        before = self.planner, self._kept
-        self.planner, self._kept = planner, {}
-        try:
-            yield
-        finally:
-            self.planner, self._kept = before
-
 
 @dataclass(frozen=True, slots=True)
 class Call:
@@ -141,7 +131,7 @@ class AdaptedLinear(torch.nn.Module):
         self.siblings = SiblingGroup([self], compute, Call)
         self.index = 0
         self.keep_output = False
-        """Nobody writes into what this layer gives: it may stand in for DoRA's product (outputs.py)."""
+        """The backward reads this layer's output in the place of DoRA's product (kept_outputs.py)."""
         self._layer: Layer | None = None
 
     @property
@@ -189,4 +179,4 @@ def compute(x: torch.Tensor, calls: Sequence[Call]) -> tuple[torch.Tensor, ...]:
             runs.append(Run(number, start, stop, dropout, all(spec.base_dropped for spec in specs)))
     layers, state = first.attached.operands(members)
     plan = first.attached.planner.plan_of(x, layers, runs)
-    return lora_group(x, layers, runs, owners.keys_T2, first.salt, plan, state, recipe_of(x))
+    return lora_group(x, layers, runs, owners.keys_T2, first.salt, plan, state, recompute_of(x))

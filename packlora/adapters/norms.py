@@ -1,23 +1,23 @@
 """DoRA's norms, kept from one optimizer step to the next: over microbatches, recomputation in backward, and evaluation.
 
-A norm depends on W, A, B and the scaling alone. RowNorms keeps those of a model and, at the first get() after a change,
-computes those of all modules that changed, in few launches. What counts as a change:
+A norm depends on W, A, B and the scaling alone. RowNorms keeps those of a model, and goes by one rule: a norm stands while
 
-    seen on the host, at every get()      another tensor object, storage, address, shape or version counter of W, A or B, or
-                                          another scaling; invalidate(); a step of any torch optimizer (torch's fused
-                                          optimizers move no version counter), for trusted handles one that holds A or B
-    seen in the data, not trusted only    any write that leaves no trace on the host: through .data, a NumPy view, a kernel.
-                                          On a CPU A and B are compared with copies; on a GPU 64-bit sums over their bits are
-                                          compared on the device, and kernels compute where they differ: nothing waits
+    its stamp is what it was      what the host sees at every get(), in microseconds: places, shapes and version counters of W,
+                                  A and B, the scaling, invalidate(), and steps of torch's optimizers (the fused ones move no
+                                  version counter), for trusted handles of one that holds A or B
+    its data are what they were   which shows any write that leaves no trace on the host: through .data, a NumPy view, a kernel.
+                                  Never asked of trusted handles. On a CPU A and B are compared with copies; on a GPU 64-bit
+                                  sums over their bits are compared on the device, and kernels compute where they differ:
+                                  nothing waits. Of W 8 elements of every row are looked at, which shows a merge, an unmerge,
+                                  another quantisation, a row set to zero; a write through .data to a few others it does not
+                                  show: then call invalidate()
 
 A window (RowNorms.open and close; packlora.accelerate puts them around a model's forward) is a time in which nobody writes to A
 or B unseen: the data of all handles are checked together, at its first get(), and not again. Outside of windows every get()
-checks those of its own handle. A CUDA graph that is captured contains the check and the computation, of the window or of the
-handle: what is kept has no part in it.
+checks those of its own handle. A CUDA graph that is captured contains the check and the computation of the window, or the
+computation of a single handle: what is kept has no part in it.
 
-A trusted handle is for owners who change A and B only by torch's optimizers and in-place operations; it costs the host under
-3 us a get(). Of W, which is frozen, the data check looks at 8 elements of every row: it sees a merge, an unmerge, another
-quantisation, a row set to zero. A write through .data to a few other elements of W it does not see: then call invalidate().
+A trusted handle is for owners who change A and B only by torch's optimizers and in-place operations.
 
 Shapes: N outputs, K inputs, r rank.
 """
@@ -35,14 +35,18 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from packlora.adapters.siblings import remove_hooks
+from packlora.ops.modules import remove_hooks
 from packlora.ops.row_norm.row_norm import row_norms, squared_row_norm, takes_kernels
 from packlora.ops.row_norm.types import NormProblem, RowChunks
+from packlora.ops.stamp import PLAIN, place, version
 
 _NUMBERS = itertools.count()
-_HANDLES: weakref.WeakValueDictionary[int, NormHandle] = weakref.WeakValueDictionary()
 _LIVE: weakref.WeakSet[RowNorms] = weakref.WeakSet()
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+Place = tuple[Any, ...]
+"""Of a handle: the scaling, where A, B and W lie, and W's version."""
+Stamp = tuple[Place, tuple[Any, ...]]
+"""The place, and what tells of writes to A and B."""
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -69,9 +73,9 @@ class NormHandle:
         self._asked = self.norms._window
         """The last window in which get() was called, or when it was made."""
         self._kept: _Kept | None = None
-        self._base: tuple[Any, tuple[StorageWeakRef, ...], torch.Tensor] | None = None
-        self._watched: _Watched | None = None
-        _HANDLES[self.number] = self
+        self._check: _Check | None = None
+        """Of this handle alone."""
+        self._base: tuple[Place, tuple[StorageWeakRef, ...], torch.Tensor] | None = None
         self.norms._handles[self.number] = self
 
     def __getstate__(self) -> dict[str, Any]:
@@ -93,8 +97,7 @@ class NormHandle:
     def get(self) -> torch.Tensor:
         """||W + s B A|| by row for the present values, [N], float32 (float64 of float64), no gradient. Do not write to it.
 
-        While a CUDA graph is being captured, the check of the data and the computation become part of the graph, whether
-        the handle is trusted or not.
+        While a CUDA graph is being captured, the computation becomes part of the graph, whether the handle is trusted or not.
 
         Raises:
             RuntimeError: an operand is not whole here (sharded, or its storage is freed).
@@ -105,25 +108,27 @@ class NormHandle:
         """The next get() computes, also ||W||^2."""
         self._epoch += 1
 
-    def _key(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """All that the host can see of the operands: what they are, with W's version; and what tells of writes to A and B.
-        `_kept` and `_base` hold weak references to the storages, so no other storage can have their address."""
+    def stamp(self) -> Stamp:
+        """All that the host can see of the operands."""
         A, B = self.A, self.B
-        return (float(self.scaling), _place(A), _place(B), self._frozen_key()), (self._steps, _version(A), _version(B))
+        return (float(self.scaling), place(A), place(B), self._frozen()), (self._steps, version(A), version(B))
 
-    def _frozen_key(self) -> tuple[Any, ...]:
+    def _frozen(self) -> Place:
         if isinstance(self.weight, torch.Tensor):
-            return (self._epoch, _place(self.weight), _version(self.weight))
-        return (self._epoch, *((_place(source), _version(source)) for source in self._sources()))
+            return (self._epoch, place(self.weight), version(self.weight))
+        return (self._epoch, *((place(source), version(source)) for source in self._sources()))
 
     def _sources(self) -> tuple[torch.Tensor, ...]:
         return self.weight.tensors if isinstance(self.weight, RowChunks) else (self.weight,)
 
+    def _storages(self) -> tuple[StorageWeakRef, ...]:
+        return tuple(StorageWeakRef(t.untyped_storage()) for t in (self.A, self.B, *self._sources()))
+
     def _base_N(self) -> torch.Tensor:
-        key = self._frozen_key()
-        if self._base is None or self._base[0] != key:
-            refs = tuple(StorageWeakRef(source.untyped_storage()) for source in self._sources())
-            self._base = (key, refs, squared_row_norm(self.weight))
+        """||W||^2 by row."""
+        frozen = self._frozen()
+        if self._base is None or self._base[0] != frozen:
+            self._base = (frozen, self._storages(), squared_row_norm(self.weight))
         return self._base[2]
 
     def _problem(self) -> NormProblem:
@@ -132,11 +137,19 @@ class NormHandle:
             return NormProblem(self.weight, self.A, self.B, self.scaling, self._base_N())
         return problem
 
+    def _on_device(self) -> bool:
+        """Whether the check of its data and the computation are kernels."""
+        return (
+            not self.trusted and isinstance(self.weight, torch.Tensor)
+            and takes_kernels(NormProblem(self.weight, self.A, self.B, self.scaling))
+            and self.A.is_contiguous() and self.B.is_contiguous()
+        )  # fmt: skip
+
     def _missing(self) -> str | None:
         """Which operand is not whole here."""
         named = [("A", self.A), ("B", self.B), *(("weight", source) for source in self._sources())]
         for name, operand in named[: 2 if isinstance(self.weight, RowChunks) else 3]:
-            if type(operand) not in _PLAIN:
+            if type(operand) not in PLAIN:
                 return f"{name} is a {type(operand).__name__}, not a torch.Tensor"
             if operand.numel() and not operand.untyped_storage().size():
                 return f"the storage of {name} is freed"
@@ -151,12 +164,12 @@ class RowNorms:
         self._open = False
         self._window = self._checked = 0
         """Number of the last window that was opened, and of the last one in which the data were checked."""
-        self._together: dict[tuple[torch.device, int], _Watched] = {}
-        self._captured: list[_Watched] = []
+        self._together: _Together | None = None
+        """What the last window checked."""
+        self._captured: dict[int, _Check] = {}
+        """Checks whose addresses a graph has, by id."""
         self._in_window: dict[int, torch.Tensor] = {}
         """By handle, what this window's check gave while a graph was being captured."""
-        self._batches: tuple[list[Any], list[_Watched]] | None = None
-        """What the last check of a window was of, and by which batches, where batches on a device did all of it."""
         _LIVE.add(self)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -172,8 +185,11 @@ class RowNorms:
         return NormHandle(self, weight, A, B, scaling, trusted)
 
     def invalidate(self) -> None:
+        """The next get() of every handle computes."""
         for handle in list(self._handles.values()):
             handle.invalidate()
+
+    # --- windows ---------------------------------------------------------------------------------------------------------
 
     @contextmanager
     def checked(self) -> Iterator[None]:
@@ -191,6 +207,7 @@ class RowNorms:
         self._in_window = {}
 
     def close(self) -> None:
+        """End of a window."""
         self._open = False
         self._in_window = {}
 
@@ -212,37 +229,24 @@ class RowNorms:
         if not torch.compiler.is_compiling():
             self.close()
 
-    def prepare_graphs(self) -> None:
-        """Make the tables that get() needs in CUDA graphs captured from now on; without them a graph computes norms without
-        kernels. They serve as long as operands stay where they are."""
-        for handle in self._handles.values():
-            if handle._missing() is None and _watchable(handle):
-                handle._watched = _Watched([handle])
+    # --- the rule ----------------------------------------------------------------------------------------------------------
 
-    def _check_all(self, since: int) -> None:
-        """Check the data of handles that are in use: get() was called since the window with this number."""
-        handles = [handle for handle in self._handles.values() if not handle.trusted and handle._asked >= since]
-        keys = {handle.number: handle._key() for handle in handles}
-        places = [(number, key[0]) for number, key in keys.items()]
-        capturing = _capturing()
-        if self._batches is not None and self._batches[0] == places:  # nothing moved: straight to the device
-            for own in self._batches[1]:
-                if capturing:
-                    self._captured.append(own)  # the graph has its addresses
-                    self._in_window.update(zip(own.numbers, own.norms(), strict=True))
-                else:
-                    own.window = self._window
-                    self._keep([self._handles[number] for number in own.numbers], own.norms(), keys)
-            return
-        if capturing:  # new tables cannot be captured
-            return
-        whole = [handle for handle in handles if handle._missing() is None]
-        self._batches = None
-        self._update(whole)
-        if whole and len(whole) == len(handles) and all(map(_watchable, whole)):
-            used = [own for own in self._together.values() if own.window == self._window]
-            if sum(len(own.numbers) for own in used) == len(whole):
-                self._batches = (places, used)
+    def _get(self, handle: NormHandle) -> torch.Tensor:
+        handle._asked = self._window
+        if self._open and self._checked != self._window:
+            since, self._checked = self._checked, self._window
+            self._check_window(since)
+        if _capturing():
+            return self._in_graph(handle)
+        kept = handle._kept
+        if kept is None or kept.stamp != handle.stamp():
+            if missing := handle._missing():
+                raise RuntimeError(f"the norm of W + s B A needs its operands whole: {missing}")
+            self._renew(handle, stale=True)
+        elif not (handle.trusted or (self._open and kept.window == self._window)):
+            self._renew(handle, stale=False)
+        assert handle._kept is not None
+        return handle._kept.norm_on_this_stream()
 
     def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -250,95 +254,77 @@ class RowNorms:
             if not handle.trusted or id(handle.A) in held or id(handle.B) in held:
                 handle._steps += 1
 
-    def _get(self, handle: NormHandle) -> torch.Tensor:
-        handle._asked = self._window
-        if self._open and self._checked != self._window:
-            since, self._checked = self._checked, self._window
-            self._check_all(since)
-        if _capturing():
-            return self._in_graph(handle)
-        kept = handle._kept
-        if kept is None or kept.key != handle._key():
-            if missing := handle._missing():
-                raise RuntimeError(f"the norm of W + s B A needs its operands whole: {missing}")
-            self._update([h for h in self._handles.values() if h is handle or self._like(h, handle)])
-        elif not (handle.trusted or self._checked_now(kept)):
-            self._update([handle])
-        assert handle._kept is not None
-        return handle._kept.norm_on_this_stream()
+    def _check_window(self, since: int) -> None:
+        """Check the data of handles that are in use: get() was called since the window with this number."""
+        handles = [handle for handle in self._handles.values() if not handle.trusted and handle._asked >= since]
+        stamps = {handle.number: handle.stamp() for handle in handles}
+        places = [(number, stamp[0]) for number, stamp in stamps.items()]
+        capturing = _capturing()
+        if self._together is None or self._together.places != places:
+            if capturing:  # new tables cannot be captured
+                return
+            self._together = None
+            self._together = _Together.of(handles, places)
+        for check in self._together.checks:
+            norms = check.norms()
+            if capturing:
+                self._captured[id(check)] = check
+                self._in_window.update(zip(check.numbers, norms, strict=True))
+            else:
+                self._keep([self._handles[number] for number in check.numbers], norms, stamps)
+        if self._together.others and not capturing:
+            self._compute([self._handles[number] for number in self._together.others])
 
-    def _checked_now(self, kept: _Kept) -> bool:
-        return self._open and kept.window == self._window
+    def _renew(self, handle: NormHandle, stale: bool) -> None:
+        """Bring a handle up to date; where its stamp is stale, also those others that are computed in the same way."""
+        if handle._on_device():
+            if handle._check is None or handle._check.places != [(handle.number, handle.stamp()[0])]:
+                handle._check = _Check([handle])
+            self._keep([handle], handle._check.norms())
+            return
+        others = [
+            other for other in self._handles.values()
+            if stale and other is not handle and other.trusted == handle.trusted and other.A.device == handle.A.device
+            and (other._kept is None or other._kept.stamp != other.stamp())
+            and other._missing() is None and not other._on_device()
+        ]  # fmt: skip
+        self._compute([handle, *others])
 
-    def _like(self, other: NormHandle, handle: NormHandle) -> bool:
-        """Whether another handle is brought up to date with this one."""
-        if other.trusted != handle.trusted or other.A.device != handle.A.device or other._missing() is not None:
-            return False
-        if other._kept is None or other._kept.key != other._key():
-            return True
-        return _watchable(other) and not self._checked_now(other._kept)
-
-    def _update(self, handles: Sequence[NormHandle]) -> None:
-        """Bring the handles up to date, in one batch for each device and kind of operands."""
-        watched: dict[torch.device, list[NormHandle]] = {}
+    def _compute(self, handles: Sequence[NormHandle]) -> None:
+        """Compute those that do not stand, by one call for each device."""
         stale: dict[torch.device, list[NormHandle]] = {}
         for handle in handles:
             kept = handle._kept
-            if not handle.trusted and _watchable(handle):
-                watched.setdefault(handle.A.device, []).append(handle)
-            elif kept is not None and kept.key == handle._key() and kept.is_of(handle):
+            if kept is not None and kept.stamp == handle.stamp() and kept.is_of(handle):
                 kept.window = self._window
             else:
                 stale.setdefault(handle.A.device, []).append(handle)
         for members in stale.values():
             self._keep(members, row_norms([handle._problem() for handle in members]))
-        for device, members in watched.items():
-            self._watch(device, members)
-
-    def _watch(self, device: torch.device, handles: list[NormHandle]) -> None:
-        if len(handles) == 1:
-            (handle,) = handles
-            if handle._watched is None or not handle._watched.serves(handles):
-                handle._watched = _Watched(handles)
-            self._keep(handles, handle._watched.norms())
-            return
-        from packlora.ops.row_norm.tables import batches
-
-        for place, indices in enumerate(batches([handle._problem() for handle in handles])):
-            members = [handles[index] for index in indices]
-            own = self._together.get((device, place))
-            if own is None or not own.serves(members):
-                own = self._together[device, place] = _Watched(members)
-            own.window = self._window
-            self._keep(members, own.norms())
 
     def _keep(
-        self, handles: Sequence[NormHandle], norms: Sequence[torch.Tensor], keys: Mapping[int, Any] | None = None
+        self, handles: Sequence[NormHandle], norms: Sequence[torch.Tensor], stamps: Mapping[int, Stamp] | None = None
     ) -> None:
-        """Of handles on one device; keys: by number, where they are known."""
+        """Of handles on one device; stamps: by number, where they are known."""
         event = None
         if norms[0].is_cuda:
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(norms[0].device))
-        stream, window = _stream(norms[0]), self._window
+        stream = _stream(norms[0])
         for handle, norm_N in zip(handles, norms, strict=True):
-            key, kept = handle._key() if keys is None else keys[handle.number], handle._kept
-            if kept is not None and kept.copies is None and kept.key[0] == key[0]:  # the references serve on
-                kept.key, kept.norm_N, kept.window, kept.stream, kept.event = key, norm_N, window, stream, event
-            else:
-                handle._kept = _Kept.of(handle, norm_N, key, window, stream, event)
+            stamp, kept = handle.stamp() if stamps is None else stamps[handle.number], handle._kept
+            copies = None
+            if not handle.trusted and handle.A.device.type == "cpu" and not handle._on_device():
+                copies = tuple(tensor.clone() for tensor in _data(handle))
+            same = kept is not None and kept.stamp[0] == stamp[0]
+            storages = kept.storages if same and kept is not None else handle._storages()
+            handle._kept = _Kept(norm_N, stamp, storages, self._window, copies, stream, event)
 
     def _in_graph(self, handle: NormHandle) -> torch.Tensor:
-        """Part of the graph: nothing of it is kept, since a replay changes it behind the host's back. Where tables for the
-        check were not made before the capture, the graph computes the norm at each replay, without kernels."""
+        """Part of the graph: nothing of it is kept, since a replay changes it behind the host's back. Outside of a window that
+        was checked before, the graph computes the norm at each replay, without kernels, whose tables cannot be captured."""
         if (norm_N := self._in_window.get(handle.number)) is not None:
             return norm_N
-        watched, base = handle._watched, handle._base
-        # a ||W||^2 that is not up to date would be computed in the graph, and be kept
-        if watched is not None and base is not None and base[0] == handle._frozen_key() and watched.serves([handle]):
-            if not any(own is watched for own in self._captured):
-                self._captured.append(watched)  # the graph has its addresses
-            return watched.norms()[0]
         return row_norms([NormProblem(handle.weight, handle.A, handle.B, handle.scaling)], kernels=False)[0]
 
 
@@ -347,23 +333,13 @@ class _Kept:
     """A norm, and what it was computed from."""
 
     norm_N: torch.Tensor
-    key: tuple[Any, ...]
-    refs: tuple[StorageWeakRef, ...]
+    stamp: Stamp
+    storages: tuple[StorageWeakRef, ...]
     window: int
+    """In which its data were last seen."""
     copies: tuple[torch.Tensor, ...] | None
     stream: int
     event: Any
-
-    @classmethod
-    def of(
-        cls, handle: NormHandle, norm_N: torch.Tensor, key: tuple[Any, ...], window: int, stream: int, event: Any
-    ) -> _Kept:
-        operands = (handle.A, handle.B, *handle._sources())
-        refs = tuple(StorageWeakRef(operand.untyped_storage()) for operand in operands)
-        copies = None
-        if not (handle.trusted or handle.A.is_cuda or _watchable(handle)):
-            copies = tuple(tensor.clone() for tensor in _data(handle))
-        return cls(norm_N, key, refs, window, copies, stream, event)
 
     def is_of(self, handle: NormHandle) -> bool:
         """Whether the data are those that it was computed from, as far as the host can say without waiting for a device."""
@@ -381,50 +357,51 @@ class _Kept:
         return self.norm_N
 
 
-class _Watched:
-    """Modules whose data are checked and whose norms are computed on the device, together, in one batch.
+class _Check:
+    """Modules whose data are checked and whose norms are computed on the device, in one batch.
 
-    It stands for one state of the frozen weights as the host sees it: after a change of theirs base_N is another tensor, at
-    another address (the old one is held here), and the modules get another _Watched, which has seen nothing yet.
+    It serves while they are where they were. After a change of a frozen weight that the host sees, base_N is another tensor, at
+    another address (the old one is held here), and the modules get another _Check, which has seen nothing yet.
     """
 
     def __init__(self, handles: Sequence[NormHandle]) -> None:
-        from packlora.ops.row_norm.triton_path import addresses, batch_of
+        from packlora.ops.row_norm.triton_path import batch_of
 
-        problems = [handle._problem() for handle in handles]
-        self.addresses = addresses(problems)
-        self.batch = batch_of(problems)
+        self.places = [(handle.number, handle.stamp()[0]) for handle in handles]
+        self.numbers = [handle.number for handle in handles]
+        self.batch = batch_of([handle._problem() for handle in handles])
         device = handles[0].A.device
         self.seen = torch.zeros(len(handles), 5, dtype=torch.int64, device=device)
         self.kept = torch.empty(sum(self.batch.sizes), dtype=torch.float32, device=device)
-        self.numbers = [handle.number for handle in handles]
-        self.window = 0
         self.bases = [handle._base_N() for handle in handles]
-        self.refs = [
-            StorageWeakRef(operand.untyped_storage()) for h in handles for operand in (h.A, h.B, *h._sources())
-        ]
-
-    def serves(self, handles: Sequence[NormHandle]) -> bool:
-        from packlora.ops.row_norm.triton_path import addresses
-
-        return [handle.number for handle in handles] == self.numbers and addresses(
-            [handle._problem() for handle in handles]
-        ) == self.addresses
+        self.storages = [handle._storages() for handle in handles]
 
     def norms(self) -> list[torch.Tensor]:
-        """Of all of them, computed where the data changed; of the host's view, only addresses matter here."""
+        """Of all of them, computed where the data changed."""
         with torch.inference_mode(False):  # they are saved for backwards
             return self.batch.split(self.batch.run(self.batch.stale(self.seen), self.kept))
 
 
-def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
-    if type(tensor) not in _PLAIN:
-        return (id(tensor),)
-    return tensor.data_ptr(), tensor.untyped_storage()._cdata, tensor.dtype, tensor.shape, tensor.stride()
+@dataclass(frozen=True, slots=True)
+class _Together:
+    """What a window checks: by the places of its handles, the checks on devices and the numbers of the others."""
 
+    places: list[tuple[int, Place]]
+    checks: list[_Check]
+    others: list[int]
 
-def _version(tensor: torch.Tensor) -> int | None:
-    return None if tensor.is_inference() else tensor._version
+    @classmethod
+    def of(cls, handles: Sequence[NormHandle], places: list[tuple[int, Place]]) -> _Together:
+        whole = [handle for handle in handles if handle._missing() is None]
+        on_device = [handle for handle in whole if handle._on_device()]
+        checks = []
+        if on_device:
+            from packlora.ops.row_norm.tables import batches
+
+            for indices in batches([handle._problem() for handle in on_device]):
+                checks.append(_Check([on_device[index] for index in indices]))
+        checked = {number for check in checks for number in check.numbers}
+        return cls(places, checks, [handle.number for handle in whole if handle.number not in checked])
 
 
 def _data(handle: NormHandle) -> tuple[torch.Tensor, ...]:
@@ -436,14 +413,6 @@ def _data(handle: NormHandle) -> tuple[torch.Tensor, ...]:
     starts = torch.arange(N).mul_(40503).remainder_(max(K // 8, 1)).mul_(8)
     cols = (starts[:, None] + torch.arange(min(8, K))).to(weight.device)
     return handle.A.detach(), handle.B.detach(), weight.detach().gather(1, cols)
-
-
-def _watchable(handle: NormHandle) -> bool:
-    return (
-        isinstance(handle.weight, torch.Tensor)
-        and takes_kernels(NormProblem(handle.weight, handle.A, handle.B, handle.scaling))
-        and handle.A.is_contiguous() and handle.B.is_contiguous()
-    )  # fmt: skip
 
 
 def _capturing() -> bool:
@@ -458,23 +427,13 @@ def _stream(tensor: torch.Tensor) -> int:
 
 
 @torch.library.custom_op("packlora::row_norm", mutates_args=())
-def row_norm_op(
-    weight_NK: torch.Tensor, A_rK: torch.Tensor, B_Nr: torch.Tensor, scaling: float, number: int
-) -> torch.Tensor:
-    """get() of the handle with this number, for torch.compile; computed anew where there is none of these operands."""
-    handle = _HANDLES.get(number)
-    if handle is not None and isinstance(handle.weight, torch.Tensor) and handle.scaling == scaling:
-        own = (handle.weight, handle.A, handle.B)
-        if all(_view(a) == _view(b) for a, b in zip(own, (weight_NK, A_rK, B_Nr), strict=True)):
-            return handle.get().clone()  # the graph may write to what it is given
+def row_norm_op(weight_NK: torch.Tensor, A_rK: torch.Tensor, B_Nr: torch.Tensor, scaling: float) -> torch.Tensor:
+    """||W + s B A|| by row, [N], for torch.compile: computed at every call, since what is kept in Python would be frozen into
+    CUDA graphs."""
     return row_norms([NormProblem(weight_NK, A_rK, B_Nr, scaling)])[0]
 
 
 @row_norm_op.register_fake
-def _(weight_NK: torch.Tensor, A_rK: torch.Tensor, B_Nr: torch.Tensor, scaling: float, number: int) -> torch.Tensor:
+def _(weight_NK: torch.Tensor, A_rK: torch.Tensor, B_Nr: torch.Tensor, scaling: float) -> torch.Tensor:
     wide = torch.float64 in (weight_NK.dtype, A_rK.dtype, B_Nr.dtype)
     return weight_NK.new_empty(weight_NK.shape[0], dtype=torch.float64 if wide else torch.float32)
-
-
-def _view(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()

@@ -15,17 +15,17 @@ masks than its forward, and save other tensors.
 
 from __future__ import annotations
 
-import random
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Protocol
 
 import torch
 import torch.utils.checkpoint
+
+from packlora.ops.modules import remove_hooks, undisturbed
 
 # --- finding them ------------------------------------------------------------------------------------------------------
 
@@ -95,41 +95,6 @@ def _conditional(
             if isinstance(modules[container], torch.nn.ModuleList | torch.nn.ModuleDict):
                 counterparts[container, ".".join(parts[depth + 1 :]), width].append((path, ran))
     return {path for entries in counterparts.values() if len({ran for _, ran in entries}) > 1 for path, _ in entries}
-
-
-@contextmanager
-def undisturbed(model: torch.nn.Module, training: bool = False) -> Iterator[None]:
-    """No gradients and eval mode, or with `training` gradients and train mode; afterwards each module is in its own mode again
-    and the random generators (torch's, Python's, NumPy's) are as before."""
-    modes = [(module, module.training) for module in model.modules()]
-    devices = {tensor.device.index for tensor in model.parameters() if tensor.device.type == "cuda"}
-    numpy: Any = sys.modules.get("numpy")
-    state, numpy_state = random.getstate(), None if numpy is None else numpy.random.get_state()
-    model.train(training)
-    try:
-        with torch.set_grad_enabled(training), torch.random.fork_rng(devices=sorted(devices), device_type="cuda"):
-            yield
-    finally:
-        random.setstate(state)
-        if numpy is not None:
-            numpy.random.set_state(numpy_state)
-        for module, was_training in modes:
-            module.training = was_training
-
-
-def remove_hooks(module: torch.nn.Module, owner: type) -> None:
-    """Take off the forward hooks that are methods of an `owner`; copies of a module have copies of its hooks."""
-    flags = (
-        module._forward_hooks_always_called,
-        module._forward_hooks_with_kwargs,
-        module._forward_pre_hooks_with_kwargs,
-    )
-    for hooks in (module._forward_pre_hooks, module._forward_hooks):
-        for number, hook in list(hooks.items()):
-            if isinstance(getattr(hook, "__self__", None), owner):
-                del hooks[number]
-                for flag in flags:
-                    flag.pop(number, None)
 
 
 # --- running them ------------------------------------------------------------------------------------------------------

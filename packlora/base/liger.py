@@ -5,7 +5,7 @@ what the module itself gives on random numbers. Only this model's modules change
 are looked up at every call, so adapters may be put on before or after. The loss is ops/cross_entropy's.
 
 The kernels work in place: the rotary embedding overwrites its inputs in forward, the activation its inputs in backward. Both
-are outputs of linear layers, which may keep their outputs for their own backward only where adapters/in_place.py sees to it.
+are outputs of linear layers, so adapters/kept_outputs.py looks for forwards that are defined in this file.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def _gated(module: Any, ops: Any) -> Callable[..., Any] | None:
 
 
 def _product_by(function: Any) -> Callable[..., Any]:
-    """A function of Python's with the kernel in its closure, where adapters/in_place.py looks for it."""
+    """The forward of a gated feed-forward whose activation is this autograd function."""
     return lambda self, x: self.down_proj(function.apply(self.gate_proj(x), self.up_proj(x)))
 
 
@@ -137,6 +137,7 @@ def _rotary(module: Any, known: dict[Any, Any], ops: Any) -> Callable[..., Any] 
             names = own.__globals__ | {ROTARY: rotate}
             patched = FunctionType(own.__code__, names, own.__name__, own.__defaults__, own.__closure__)
             patched.__kwdefaults__ = own.__kwdefaults__
+            patched.__module__ = __name__  # as of a forward that calls liger
             known[type(module)] = patched
     found: Callable[..., Any] | None = known[type(module)]
     return found

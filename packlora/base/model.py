@@ -38,7 +38,7 @@ class Base:
     liger: list[str] = field(default_factory=list)
     """Parts of the model that liger-kernel runs."""
     kept_outputs: str | None = None
-    """In words, which DoRA layers keep their outputs: adapters/attach.py."""
+    """In words, how many DoRA layers keep their outputs, where the run asks for it: adapters/kept_outputs.py."""
 
 
 def load_base(run: Run, tokenizer: Any, longest: Mapping[str, int] | None = None) -> Base:

@@ -6,7 +6,7 @@ norm comes from adapters/norms.py, which keeps it until W, A or B change, and th
     y = g * (base(x) + s low(x)) + bias                                   g = m / norm, in float32 (float64 on float64)
     y = base(x) + bias + (g - 1) * base(drop(x)) + g * s low(drop(x))     with dropout, PEFT's semantics and PEFT's own mask
 
-base is the layer's product without its bias, low that of A and then B. DoRA on plain linear layers is peft_live.py's; plain
+base is the layer's product without its bias, low that of A and then B. DoRA on plain linear layers is layers.py's; plain
 LoRA on the layers here stays PEFT's own, which makes nothing of the weight's size for it.
 
 Shapes: N outputs (channels, or the width of an embedding), K inputs (the vocabulary of an embedding; channels times kernel
@@ -33,7 +33,7 @@ from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 from packlora.adapters.norms import NormHandle, RowNorms, row_norm_op
-from packlora.live.layers import DISABLED, DTYPES, MERGED, NOT_ACTIVE, OwnForward, observed
+from packlora.live.forward import DISABLED, DTYPES, MERGED, NOT_ACTIVE, OwnForward, observed
 from packlora.ops.first_order import first_order
 
 PLAN = "kept-norm"
@@ -135,6 +135,9 @@ class DoraForward(OwnForward):
                 return f"the weight of its {role} is on {tensor.device}, its base weight on {base.weight.device}"
         return call
 
+    def plan_name(self) -> str:
+        return PLAN
+
     drops = True
     """Whether lora_dropout has a meaning for the layer."""
 
@@ -184,7 +187,7 @@ class DoraForward(OwnForward):
     def norm(self, call: DoraCall) -> torch.Tensor:
         """Row norms [N] of W + s B A, for their present values."""
         if torch.compiler.is_compiling():  # what is kept in Python would be frozen into a CUDA graph
-            return self.whole([row_norm_op(*problem, call.scaling, -1) for problem in self.problems(call)])
+            return self.whole([row_norm_op(*problem, call.scaling) for problem in self.problems(call)])
         operands = (call.base.weight, call.A, call.B)
         key = (call.scaling, *((t.data_ptr(), t.dtype, t.device, t.shape) for t in operands))
         kept = self._kept.get(call.name)

@@ -1,8 +1,9 @@
-"""PEFT's LoRA layers at run time: what one of them computes now, and how this package computes it in its place.
+"""One lora.Linear of PEFT at run time: what it computes now, and how this package computes it in its place.
 
 `look` reads a layer of PEFT and says what it would compute, or why that is left to PEFT. It is called at every forward, so
 adapters may be switched, merged, disabled, loaded or deleted at any time. `LayerForward` is what packlora.accelerate puts in
-the place of a layer's forward. Nothing of the layer itself is changed: same parameters, same keys, same files.
+the place of a layer's forward: it looks, and hands the call to `compute`, by itself or through the group of its siblings; and
+`compute` calls the operator. Nothing of the layer itself is changed: same parameters, same keys, same files.
 
 Shapes: T tokens, K inputs, N outputs, r rank.
 """
@@ -10,9 +11,7 @@ Shapes: T tokens, K inputs, N outputs, r rank.
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -20,21 +19,23 @@ import torch
 from peft.tuners.lora import Linear as PeftLinear
 from peft.tuners.lora.variants import DoraLinearVariant
 from torch import nn
-from torch.autograd import forward_ad
 
-from packlora.adapters.norms import RowNorms, row_norm_op
-from packlora.adapters.outputs import KeptOutputs
+from packlora.adapters.kept_outputs import is_on_liger, reader_of, why_product
+from packlora.adapters.norms import NormHandle, RowNorms, row_norm_op
 from packlora.adapters.siblings import SiblingGroup
-from packlora.ops.lora_linear import registered as compiled
+from packlora.live.forward import DISABLED, DTYPES, MERGED, NOT_ACTIVE, OwnForward, observed
+from packlora.ops.lora_linear import registered
 from packlora.ops.lora_linear.group import GroupState, Layer, LowRank, Run, lora_group
 from packlora.ops.lora_linear.plan import Plan, Situation, legal
-from packlora.ops.recipe import recipe_of
+from packlora.ops.recompute import recompute_of
 from packlora.ops.stamp import stamps
 from packlora.plans.case import Case
 from packlora.plans.select import PlanChooser
 
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+REPORTED_TOKENS = 4096
+"""For which the report names the plan."""
 COMPILED_TOKENS = 4096
+"""For which the plan of a compiled graph is chosen: the graph may serve any number."""
 AUTOCAST = ("cpu", "cuda")
 """Devices whose autocast is known here; asking torch which ones have it breaks a compiled graph."""
 
@@ -65,21 +66,11 @@ def _chooser(device: torch.device) -> PlanChooser:
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _constant_plan(
-    asked: str | None,
-    device: torch.device,
-    dtype: torch.dtype,
-    K: int,
-    size: int,
-    rank: int,
-    dropout: float,
-    dora: bool,
-) -> str:
-    """The plan in a compiled graph, as JSON; by default that of COMPILED_TOKENS, for the graph may serve any T."""
-    if asked is None:
-        plan = choose_plan(device, dtype, COMPILED_TOKENS, K, (size,), (rank,), dropout, dora)
-    else:
-        plan = compiled.plan_of(asked)
+def _plan_text(
+    asked: Plan | None, device: torch.device, dtype: torch.dtype, K: int, size: int, rank: int, dropout: float, dora: bool
+) -> str:  # fmt: skip
+    """The plan as the registered operator takes it, JSON; None stands for the one that is best for COMPILED_TOKENS."""
+    plan = asked or choose_plan(device, dtype, COMPILED_TOKENS, K, (size,), (rank,), dropout, dora)
     drops = dropout > 0
     call = Situation(True, True, drops, dora, dora and drops, dtype == torch.float64, compiled=True)
     return json.dumps(legal(plan, call).to_dict())
@@ -174,21 +165,21 @@ def look(owner: LayerForward) -> LayerCall | str:
     )  # fmt: skip
 
 
-def observed(module: nn.Module) -> bool:
-    """Somebody looks at, or changes, what goes through this module: then it must be called, not only read."""
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    ) or ("forward" in module.__dict__)
-
-
 # --- computing it ------------------------------------------------------------------------------------------------------
 
 
 def compute(x: torch.Tensor, calls: Sequence[LayerCall]) -> list[torch.Tensor]:
-    """y [..., N] of layers that all read x [..., K], in the dtype that torch.nn.functional.linear would return.
+    """Outputs of layers that all read x, by one call of the operator.
 
     Under dropout the layers share one mask. Its keys come from torch's generator of x's device: seeds, random states kept by
     checkpointing and CUDA graphs work as for torch's own dropout.
+
+    Args:
+        x: [..., K], of a dtype that the base layers would take.
+        calls: of layers that agree in `together`; under torch.compile one.
+
+    Returns:
+        y [..., N] of every call, in the dtype that torch.nn.functional.linear would return.
 
     Raises:
         ValueError: x does not fit a layer; the message names the layer and what it takes.
@@ -196,67 +187,66 @@ def compute(x: torch.Tensor, calls: Sequence[LayerCall]) -> list[torch.Tensor]:
     dtype, autocast = _product_dtype(x)
     for call in calls:
         _check(x, call, dtype, autocast)
+    operator = _by_registered if torch.compiler.is_compiling() else _by_group
     if autocast:
         with torch.autocast(x.device.type, enabled=False):
-            return _compute(x, calls, dtype)
-    return _compute(x, calls, dtype)
-
-
-def _compute(x: torch.Tensor, calls: Sequence[LayerCall], dtype: torch.dtype) -> list[torch.Tensor]:
-    first = calls[0]
-    K, p = x.shape[-1], first.p
-    recipe = recipe_of(x) if x.dtype == dtype else None
-    x = _to(x, dtype)
-    x, T = x if x.is_contiguous() else x.contiguous(), x.numel() // K
-    keys_T2 = None
-    if p:
-        keys_T2 = torch.randint(-(2**31), 2**31, (T, 2), dtype=torch.int32, device=x.device)
-    weights = [_to(call.weight, dtype) for call in calls]
-    biases = [None if call.bias is None else _to(call.bias, dtype) for call in calls]
-    plan = first.owner.plan
-    if torch.compiler.is_compiling():
-        (call,) = calls
-        dora = call.magnitude is not None
-        plan = _constant_plan(plan, x.device, dtype, K, call.weight.shape[0], call.A.shape[0], p, dora)
-        norm_N = None
-        if call.magnitude is not None:
-            operands = (call.weight.detach(), call.A.detach(), call.B.detach())
-            norm_N = row_norm_op(*operands, call.scaling, -1)
-        outputs: Sequence[torch.Tensor] = compiled.lora_linear(
-            x.reshape(-1, K),
-            weights[0],
-            biases[0],
-            call.A,
-            call.B,
-            call.magnitude,
-            norm_N,
-            call.scaling,
-            p,
-            keys_T2,
-            0,
-            plan,
-        )[:1]
-        outputs = [y_TN.view(*x.shape[:-1], y_TN.shape[1]) for y_TN in outputs]
+            outputs = operator(x, calls, dtype)
     else:
-        if plan is None:
-            sizes = tuple(weight.shape[0] for weight in weights)
-            ranks = tuple(call.A.shape[0] for call in calls)
-            chosen = choose_plan(
-                x.device, dtype, T, K, sizes, ranks, p, any(call.magnitude is not None for call in calls)
-            )
-        else:
-            chosen = compiled.plan_of(plan)
-        # a state would keep a copy of a weight that was cast just now
-        state = None if weights[0] is not first.weight else first.owner.states.setdefault(len(calls), GroupState())
-        last = () if state is None else state.layers
-        layers = tuple(
-            _layer(call, weight, bias, last[index] if index < len(last) else None)
-            for index, (call, weight, bias) in enumerate(zip(calls, weights, biases, strict=True))
-        )
-        outputs = lora_group(x, layers, _whole(T, p), keys_T2, 0, chosen, state, recipe)
+        outputs = operator(x, calls, dtype)
     return [
         y if call.outer_bias is None else y + call.outer_bias.to(dtype) for call, y in zip(calls, outputs, strict=True)
     ]
+
+
+def _by_group(x: torch.Tensor, calls: Sequence[LayerCall], dtype: torch.dtype) -> Sequence[torch.Tensor]:
+    """By lora_group, without what torch adds around it."""
+    first, recompute = calls[0], recompute_of(x) if x.dtype == dtype else None
+    x = _to(x, dtype)
+    x, T = x if x.is_contiguous() else x.contiguous(), x.numel() // x.shape[-1]
+    keys_T2 = _dropout_keys(T, x.device) if first.p else None
+    weights = [_to(call.weight, dtype) for call in calls]
+    plan = first.owner.plan or _chosen(calls, x.device, dtype, T)
+    # a state would keep a copy of a weight that was cast just now
+    state = None if weights[0] is not first.weight else first.owner.states.setdefault(len(calls), GroupState())
+    last = () if state is None else state.layers
+    layers = tuple(
+        _layer(
+            call,
+            weight,
+            None if call.bias is None else _to(call.bias, dtype),
+            last[index] if index < len(last) else None,
+        )
+        for index, (call, weight) in enumerate(zip(calls, weights, strict=True))
+    )
+    return lora_group(x, layers, _whole(T, first.p), keys_T2, 0, plan, state, recompute)
+
+
+def _by_registered(x: torch.Tensor, calls: Sequence[LayerCall], dtype: torch.dtype) -> Sequence[torch.Tensor]:
+    """By the registered operator, for torch.compile."""
+    (call,) = calls
+    x_TK = _to(x, dtype).contiguous().view(-1, x.shape[-1])
+    keys_T2 = _dropout_keys(x_TK.shape[0], x.device) if call.p else None
+    dora = call.magnitude is not None
+    plan = _plan_text(
+        call.owner.plan, x.device, dtype, x.shape[-1], call.weight.shape[0], call.A.shape[0], call.p, dora
+    )
+    norm_N = row_norm_op(call.weight.detach(), call.A.detach(), call.B.detach(), call.scaling) if dora else None
+    y_TN = registered.lora_linear(
+        x_TK, _to(call.weight, dtype), None if call.bias is None else _to(call.bias, dtype), call.A, call.B, call.magnitude,
+        norm_N, call.scaling, call.p, keys_T2, 0, plan,
+    )[0]  # fmt: skip
+    return [y_TN.view(*x.shape[:-1], y_TN.shape[1])]
+
+
+def _chosen(calls: Sequence[LayerCall], device: torch.device, dtype: torch.dtype, T: int) -> Plan:
+    sizes = tuple(call.weight.shape[0] for call in calls)
+    ranks = tuple(call.A.shape[0] for call in calls)
+    dora = any(call.magnitude is not None for call in calls)
+    return choose_plan(device, dtype, T, calls[0].weight.shape[1], sizes, ranks, calls[0].p, dora)
+
+
+def _dropout_keys(T: int, device: torch.device) -> torch.Tensor:
+    return torch.randint(-(2**31), 2**31, (T, 2), dtype=torch.int32, device=device)
 
 
 @lru_cache(maxsize=1024)
@@ -277,7 +267,7 @@ def _product_dtype(x: torch.Tensor) -> tuple[torch.dtype, bool]:
 def _layer(call: LayerCall, weight: torch.Tensor, bias: torch.Tensor | None, last: Layer | None) -> Layer:
     """As the operator takes it; `last`, the very object, where that still says the same."""
     norm = call.owner.norm(call)
-    keep = call.magnitude is not None and call.owner.keeps_output(weight.device, weight.dtype)
+    keep = call.magnitude is not None and call.owner.keeps_output()
     if last is not None and last.weight is weight and last.bias is bias and last.keep_output == keep:
         low = last.adapters[0]
         if (
@@ -314,139 +304,29 @@ def _check(x: torch.Tensor, call: LayerCall, dtype: torch.dtype, autocast: bool)
 
 # --- in the place of a layer's forward ---------------------------------------------------------------------------------
 
-DISABLED, MERGED = "its adapters are disabled", "its adapters are merged into the base weights"
-NOT_ACTIVE, EMPTY = "no active adapter targets it", "x is empty"
-ASKED_FOR = (DISABLED, MERGED, NOT_ACTIVE, EMPTY)
-"""Reasons for PEFT's own forward that are no loss: there is no adapter to compute."""
-REPLICA = "a replica of nn.DataParallel computes with tensors of its own"
-
-
-@dataclass(slots=True)
-class Warned:
-    """Whether the one warning of a model was given."""
-
-    yet: bool = False
-
-
-@dataclass(slots=True)
-class Calls:
-    """Of one layer: how often it was computed here, and how often by PEFT, by reason. Compiled graphs count nothing."""
-
-    path: str
-    promised: bool = False
-    """The report calls the layer accelerated, so a call that PEFT computes is worth a warning."""
-    warned: Warned = field(default_factory=Warned)
-    served: int = 0
-    left: dict[str, int] = field(default_factory=dict)
-
-    def leave(self, reason: str) -> None:
-        """Count a call that PEFT computes."""
-        if torch.compiler.is_compiling():
-            return
-        self.left[reason] = self.left.get(reason, 0) + 1
-        if self.promised and not self.warned.yet and reason not in ASKED_FOR:
-            self.warned.yet = True
-            warnings.warn(
-                f"packlora: {self.path} runs PEFT's own forward now, though the report of accelerate() calls it accelerated: "
-                f"{reason}. This is said once for a model; report.served() counts the calls of every layer",
-                stacklevel=2,
-            )
-
-
-class OwnForward:
-    """In the place of `forward` of one PEFT layer."""
-
-    def __init__(self, layer: Any, path: str, norms: RowNorms) -> None:
-        self.layer, self.path, self.norms = layer, path, norms
-        self.on = True
-        self.calls = Calls(path)
-
-    def install(self) -> None:
-        self.layer.forward = self
-        self.layer._packlora = self
-        self.layer._replicate_for_data_parallel = self.replica
-
-    @staticmethod
-    def remove(module: nn.Module) -> None:
-        """From a module that has one. Where other code has wrapped the forward since, the wrapper keeps it: it is only off."""
-        own = module.__dict__.pop("_packlora", None)
-        if own is not None:
-            own.on = False
-            module.__dict__.pop("_replicate_for_data_parallel", None)
-            if module.__dict__.get("forward") is own:
-                del module.__dict__["forward"]
-
-    def replica(self) -> nn.Module:
-        """What nn.DataParallel asks for: a copy of the layer that will have tensors of its own, and so PEFT's own forward."""
-        copy: nn.Module = type(self.layer)._replicate_for_data_parallel(self.layer)
-        for name in ("forward", "_packlora", "_replicate_for_data_parallel"):
-            copy.__dict__.pop(name, None)
-        self.calls.leave(REPLICA)
-        return copy
-
-    def why_peft(self, x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-        """Why a call is PEFT's, whatever the layer computes now."""
-        if args or kwargs:
-            return f"it is called with more than x ({', '.join(kwargs) or len(args)})"
-        if type(x) not in (torch.Tensor, nn.Parameter):
-            return f"x is a {type(x).__name__}, not a Tensor"
-        if not x.numel():
-            return EMPTY
-        if torch.compiler.is_compiling():
-            return None
-        if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
-            return "a transform of torch.func or forward differentiation is at work"
-        return None
-
 
 class LayerForward(OwnForward):
-    """Of a lora.Linear: the operator where it can, else PEFT's own forward."""
+    """Of a lora.Linear: the operator where it can, else PEFT's own forward.
 
-    def __init__(self, layer: PeftLinear, path: str, plan: str | None, norms: RowNorms) -> None:
+    plan: of every call; None chooses one by the device and the sizes.
+    """
+
+    def __init__(self, layer: PeftLinear, path: str, plan: Plan | None, norms: RowNorms) -> None:
         super().__init__(layer, path, norms)
         self.plan = plan
         self.group: SiblingGroup | None = None
         self.index = 0
         self.states: dict[int, GroupState] = {}
         """Of the operator, by the number of layers that are computed together with this one first."""
-        self.outputs: KeptOutputs | None = None
-        """Of the model, where it was watched."""
-
-        self._norms: dict[str, tuple[Hashable, Callable[[], torch.Tensor]]] = {}
+        self.keep_output = False
+        """See adapters/kept_outputs.py."""
+        self._reader: nn.Module | None = None
+        """What might be given liger's kernels later."""
+        self._norms: dict[str, tuple[NormHandle, Callable[[], torch.Tensor]]] = {}
+        """By adapter."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "states": {}, "_norms": {}}
-
-    def norm(self, call: LayerCall) -> Callable[[], torch.Tensor] | None:
-        """Gives the row norms of a DoRA adapter for the present values; the same object while the tensors are the same."""
-        if call.magnitude is None:
-            return None
-        own = (call.weight, call.A, call.B)
-        key = (call.scaling, *((id(t), t.data_ptr(), t.dtype, t.device) for t in own))
-        kept = self._norms.get(call.name)
-        if kept is None or kept[0] != key:
-            gone = self._norms.keys() - self.layer.lora_magnitude_vector.keys()
-            self._norms = {name: value for name, value in self._norms.items() if name not in gone}
-            kept = self._norms[call.name] = (key, self.norms.add(*own, call.scaling).get)
-        return kept[1]
-
-    def keeps_output(self, device: torch.device, dtype: torch.dtype) -> bool:
-        """Whether nobody writes into its output, so that the backward may read it there."""
-        return self.outputs is not None and self.outputs.keeps(self.path, device, dtype)
-
-    def could_keep_output(self) -> bool | None:
-        """Whether its backward, in training, could do with its output where it keeps a product now; None where it keeps
-        nothing as large."""
-        call = self.ready()
-        if isinstance(call, str) or call.magnitude is None or not call.magnitude.requires_grad:
-            return None
-        drop: Any = self.layer.lora_dropout[call.name]
-        if call.bias is not None or (isinstance(drop, nn.Dropout) and drop.p):
-            return False
-        return bool(call.magnitude.detach().all())  # where g is 0, y tells nothing of z
-
-    def ready(self) -> LayerCall | str:
-        return look(self)
 
     def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if not self.on:
@@ -463,3 +343,52 @@ class LayerForward(OwnForward):
     def _peft(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         y: torch.Tensor = PeftLinear.forward(self.layer, x, *args, **kwargs)
         return y
+
+    def ready(self) -> LayerCall | str:
+        return look(self)
+
+    def siblings(self) -> tuple[str, ...]:
+        return () if self.group is None else tuple(member.path for member in self._members())
+
+    def _members(self) -> tuple[LayerForward, ...]:
+        return (self,) if self.group is None else self.group.members  # type: ignore[return-value]
+
+    def plan_name(self) -> str:
+        calls = [call for member in self._members() if isinstance(call := member.ready(), LayerCall)]
+        weight, p = calls[0].weight, calls[0].p
+        if self.plan is None:
+            return _chosen(calls, weight.device, weight.dtype, REPORTED_TOKENS).name
+        dora, double = any(call.magnitude is not None for call in calls), weight.dtype == torch.float64
+        return legal(self.plan, Situation(True, True, p > 0, dora, dora and p > 0, double)).name
+
+    # --- DoRA ----------------------------------------------------------------------------------------------------------
+
+    def norm(self, call: LayerCall) -> Callable[[], torch.Tensor] | None:
+        """Gives the row norms [N] of a DoRA adapter for the present values; the same object as long as the adapter is there."""
+        if call.magnitude is None:
+            return None
+        kept = self._norms.get(call.name)
+        if kept is None:
+            there = self.layer.lora_magnitude_vector.keys()
+            handle = self.norms.add(call.weight, call.A, call.B, call.scaling)
+            kept = handle, handle.get
+            self._norms = {name: own for name, own in self._norms.items() if name in there} | {call.name: kept}
+        kept[0].point(call.weight, call.A, call.B, call.scaling)
+        return kept[1]
+
+    def use_output(self, model: nn.Module, overwritten: bool) -> str | None:
+        """Let the backward read this layer's output in the place of the product where that is right, else say why not.
+
+        overwritten: see adapters/kept_outputs.py. What liger is put on later is seen at every call.
+        """
+        call = self.ready()
+        assert not isinstance(call, str) and call.magnitude is not None
+        drop: Any = self.layer.lora_dropout[call.name]
+        drops = isinstance(drop, nn.Dropout) and drop.p > 0
+        reason = why_product(call.bias is not None, drops, [call.magnitude], overwritten)
+        self.keep_output, self._reader = reason is None, reader_of(model, self.path)
+        return reason
+
+    def keeps_output(self) -> bool:
+        """Whether the backward of a call that begins now may read the output."""
+        return self.keep_output and (self._reader is None or not is_on_liger(self._reader))

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
-from packlora.adapters.attach import attach, keep_outputs
+from packlora.adapters.attach import attach
 from packlora.adapters.files import load_adapter
+from packlora.adapters.kept_outputs import keep_outputs
 from packlora.base.fingerprint import fingerprint
 from packlora.base.model import Base, load_base
 from packlora.config import Run
@@ -164,8 +165,8 @@ def _attach(prepared: Prepared, base: Base) -> tuple[Executor, list[Job]]:
             load_adapter(item.config.adapter.init_from, adapter)
         scale = FLOAT16_SCALE if prepared.run.dtype == "float16" else 1.0
         jobs.append(Job(item.config, item.data, item.eval_encoded.samples, adapter, scale))
-    if base.device.type == "cuda":  # where activations are what memory goes to
-        base.kept_outputs = keep_outputs(base.model, attached, adapters)
+    if prepared.run.keep_outputs:
+        base.kept_outputs = keep_outputs(base.model)
     return SingleDevice(base, attached), jobs
 
 

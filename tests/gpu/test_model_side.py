@@ -240,12 +240,13 @@ def test_every_family_is_loaded_on_the_fast_path(family: str, dtype: str, tiny_b
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_losses_and_adapter_gradients_with_liger_are_those_without(family: str, dropout: float) -> None:
-    """LoRA and DoRA, with and without dropout, in float32: liger's kernels overwrite what the layers gave them. Layers may keep
-    outputs in DoRA's place all the same, those that are not overwritten or that get copies; with dropout none can."""
+    """LoRA and DoRA, with and without dropout, in float32: liger's kernels overwrite what the layers gave them. Layers that are
+    not overwritten may keep outputs in the place of DoRA's product all the same; with dropout none can."""
     pytest.importorskip("liger_kernel")
     from peft import LoraConfig
 
-    from packlora.adapters.attach import attach, keep_outputs
+    from packlora.adapters.attach import attach
+    from packlora.adapters.kept_outputs import keep_outputs
     from packlora.adapters.spec import resolve
     from packlora.base.liger import use_liger
     from packlora.base.packing import prepare_model
@@ -279,9 +280,10 @@ def test_losses_and_adapter_gradients_with_liger_are_those_without(family: str, 
                 noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(index)).cuda() / 16
                 parameter.add_(noise)
         if keep:
-            found = keep_outputs(model, attached, adapters)
+            found = keep_outputs(model)
             kept = {path.rpartition(".")[2] for path, m in model.named_modules() if getattr(m, "keep_output", False)}
-            assert kept >= {"gate_proj", "up_proj", "down_proj"} if dropout == 0 else not kept, found
+            assert ("down_proj" in kept) == (dropout == 0), found
+            assert not kept & {"gate_proj", "up_proj"}, found
         with attached.active(batch.owners):
             losses, total = token_losses(model, batch, fused=family != "gemma2")
             results.append([losses, *torch.autograd.grad(total, parameters)])
@@ -297,6 +299,7 @@ def test_a_run_says_what_it_used(tiny_base: Any, write_rows: Any, tmp_path: Path
 
     run = config(tiny_base(), tmp_path / "out", write_rows, dtype="bfloat16", device="cuda", liger=True)
     run["jobs"][0].setdefault("adapter", {})["use_dora"] = True
+    run["keep_outputs"] = True
     train(run)
     record = json.loads((tmp_path / "out" / "run.json").read_text())
     assert record["model"]["kept_outputs"].startswith("DoRA: ")

@@ -249,22 +249,28 @@ def test_optimizers(trusted: bool, settings: dict[str, bool]) -> None:
     assert all(layer.right() for layer in layers)
 
 
-@pytest.mark.parametrize("prepared", [False, True])
+@pytest.mark.parametrize("window", [False, True])
 @pytest.mark.parametrize("trusted", [False, True])
-def test_a_captured_graph_sees_new_parameters_at_every_replay(trusted: bool, prepared: bool) -> None:
+def test_a_captured_graph_sees_new_parameters_at_every_replay(trusted: bool, window: bool) -> None:
     norms = RowNorms()
     layers = [Layer(norms, trusted) for _ in range(2)]
-    assert all(layer.right() for layer in layers)
-    if prepared:
-        norms.prepare_graphs()
+
+    def norms_of_all() -> list[torch.Tensor]:
+        if window:
+            norms.open()
+        got = [layer.handle.get() * 1 for layer in layers]
+        norms.close()
+        return got
+
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        [layer.handle.get() for layer in layers]
+        [norms_of_all() for _ in range(2)]
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        got = [layer.handle.get() * 1 for layer in layers]
+        got = norms_of_all()
+    assert bool(norms._captured) == (window and not trusted)
     for change in (None, change_data, change_one, change_weight, None):
         if change is not None:
             change(layers[1])
@@ -272,8 +278,7 @@ def test_a_captured_graph_sees_new_parameters_at_every_replay(trusted: bool, pre
         assert all(layer.right(norm_N) for layer, norm_N in zip(layers, got, strict=True))
     if not trusted:
         assert all(layer.right() for layer in layers)
-    layers[0].handle._watched = None  # the graph keeps the tables that it has captured
-    norms._together.clear()
+    norms._together = None  # the graph keeps the tables that it has captured
     filler = [torch.full((64,), 77, device="cuda", dtype=torch.int64) for _ in range(200)]
     change_data(layers[0])
     graph.replay()
@@ -300,11 +305,12 @@ def test_tables_are_made_once() -> None:
     layers = [Layer(norms, False) for _ in range(3)]
     with norms.checked():
         first = [layer.handle.get() for layer in layers]
-    made = dict(norms._together)
+    made = norms._together
+    assert made is not None
     for layer in layers:
         change_data(layer)
     with norms.checked():
         assert all(layer.right() for layer in layers)
-    assert norms._together == made
+    assert norms._together is made
     assert not any(torch.equal(layer.handle.get(), old) for layer, old in zip(layers, first, strict=True))
     assert len(triton_path._BATCHES._values) < 65

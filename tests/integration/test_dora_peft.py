@@ -38,7 +38,7 @@ from packlora.live.dora import PLAN
 from packlora.ops.row_norm import torch_path
 
 LAYERS = ["table", "one", "turned", "two", "grouped", "three"]
-"""Of Net; "linear" is peft_live.py's."""
+"""Of Net; "linear" is layers.py's."""
 
 
 class Net(nn.Module):

@@ -27,7 +27,7 @@ from packlora.ops.lora_linear import group
 from packlora.ops.lora_linear.group import GroupState, Layer, LowRank, Run, lora_group
 from packlora.ops.lora_linear.plan import CHAIN, ROUTED, Plan
 from packlora.ops.lora_linear.steps import Steps
-from packlora.ops.recipe import Recipe
+from packlora.ops.recompute import Recompute
 from packlora.runtime.collate import PackedBatch, PackedSample, collate
 from packlora.runtime.loss import token_losses
 
@@ -189,7 +189,7 @@ def outcome(
 
     def block(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         tokens = x.tanh()  # who made x is inside too
-        made = Recipe(torch.tanh, (x,)) if recipe else None
+        made = Recompute(torch.tanh, (x,)) if recipe else None
         return lora_group(tokens, own.layers, own.runs, own.keys, own.salt, plan, recipe=made)
 
     outputs = how(block, own.x)
@@ -337,7 +337,7 @@ def packed_batch() -> PackedBatch:
     return collate(packed, torch.device("cpu"))
 
 
-@pytest.mark.parametrize("recompute", [False, True], ids=["", "recipes"])
+@pytest.mark.parametrize("recompute", [False, True], ids=["", "recompute"])
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 @pytest.mark.parametrize("dora", [False, True], ids=["LoRA", "DoRA"])
 def test_peft_models_make_down_proj_once_and_give_the_same_bits(dora: bool, dropout: float, recompute: bool) -> None:

@@ -1,4 +1,4 @@
-"""What is made again in the backward is what the forward that is running made: for every layer by itself, in train mode,
+"""What is recomputed in the backward is what the forward that is running made: for every layer by itself, in train mode,
 whatever happens to the model after accelerate()."""
 
 from __future__ import annotations
@@ -22,12 +22,11 @@ from torch import nn
 
 import packlora
 from packlora.adapters.attach import attach
-from packlora.adapters.recipes import add_recipes
 from packlora.adapters.spec import resolve
 from packlora.base import liger
 from packlora.base.packing import prepare_model
 from packlora.data.encode import Sample
-from packlora.ops.recipe import recipe_of
+from packlora.ops.recompute import add_recompute, recompute_of
 from packlora.runtime.collate import PackedSample, collate
 from packlora.runtime.loss import token_losses
 
@@ -68,10 +67,10 @@ def assert_recompute_changes_no_gradient(model: Any) -> str:
 
 
 def products(model: Any) -> list[bool]:
-    """In a forward, whether each gated feed-forward's down_proj got an x that can be made again."""
+    """In a forward, whether each gated feed-forward's down_proj got an x that can be recomputed."""
     found: list[bool] = []
     handles = [
-        module.register_forward_pre_hook(lambda _, args: found.append(recipe_of(args[0]) is not None))
+        module.register_forward_pre_hook(lambda _, args: found.append(recompute_of(args[0]) is not None))
         for name, module in model.named_modules() if name.endswith("down_proj")
     ]  # fmt: skip
     model(input_ids=IDS)
@@ -158,7 +157,7 @@ BETWEEN: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("between", BETWEEN.values(), ids=BETWEEN.keys())
-def test_a_feed_forward_that_does_more_in_train_mode_is_not_made_again_without_it(between: Any) -> None:
+def test_a_feed_forward_that_does_more_in_train_mode_is_not_recomputed_without_it(between: Any) -> None:
     model = other(between, p=0.5)
     assert_recompute_changes_no_gradient(model)
     assert not any(products(model))
@@ -191,7 +190,7 @@ def test_a_hook_that_changes_a_projection_s_output_later_is_seen(part: str) -> N
 
 
 @pytest.mark.parametrize("act", ["silu", "gelu", "gelu_pytorch_tanh", "relu"])
-def test_activations_that_are_one_operation_are_made_again(act: str) -> None:
+def test_activations_that_are_one_operation_are_recomputed(act: str) -> None:
     model = with_lora(tiny_model("llama", hidden_act=act))
     assert_recompute_changes_no_gradient(model)
     assert all(products(model))
@@ -229,7 +228,7 @@ class LigerSiLUMulFunction(torch.autograd.Function):
         return gate.detach(), up.detach()
 
 
-def test_liger_s_product_is_made_again_by_liger_s_function_before_its_backward_overwrites_what_it_needs() -> None:
+def test_liger_s_product_is_recomputed_by_liger_s_function_before_its_backward_overwrites_what_it_needs() -> None:
     model = with_lora(tiny_model("llama"))
     for layer in model.base_model.model.model.layers:
         layer.mlp.forward = lambda x, m=layer.mlp: m.down_proj(LigerSiLUMulFunction.apply(m.gate_proj(x), m.up_proj(x)))
@@ -254,7 +253,7 @@ def test_looking_for_products_leaves_no_trace() -> None:
     want = torch.rand(4)
     torch.manual_seed(3)
     model.eval()
-    add_recipes(model)
+    add_recompute(model)
     assert torch.equal(torch.rand(4), want)
     assert not any(module.training for module in model.modules())
     assert [sorted(module.__dict__) for module in model.modules()] == own
@@ -321,7 +320,7 @@ NORMS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
 @pytest.mark.parametrize("make", NORMS.values(), ids=NORMS.keys())
-def test_norms_that_are_made_again_give_the_same_gradients(make: Callable[[], Any], autocast: bool) -> None:
+def test_norms_that_are_recomputed_give_the_same_gradients(make: Callable[[], Any], autocast: bool) -> None:
     model, x = make(), torch.randn(5, 8)
     packlora.accelerate(model, example={"x": x})
     want = block_gradients(model, x, autocast)
@@ -360,7 +359,7 @@ def test_a_norm_that_is_trained_may_change_between_forward_and_backward() -> Non
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
-def test_copies_make_their_own_inputs_again(how: str) -> None:
+def test_copies_recompute_their_own_inputs(how: str) -> None:
     model = with_lora(tiny_model("llama"))
     packlora.accelerate(model, recompute=True)
     want = gradients(model)
@@ -392,7 +391,7 @@ def test_compiled_without_a_graph_break() -> None:
 
 
 @pytest.mark.parametrize("between", ["dropout", "long samples alone", "nothing"])
-def test_packed_training_has_the_gradients_that_it_has_without_recipes(between: str) -> None:
+def test_packed_training_has_the_gradients_that_it_has_without_recomputation(between: str) -> None:
     generator = np.random.default_rng(0)
     samples = [
         PackedSample(
@@ -411,7 +410,7 @@ def test_packed_training_has_the_gradients_that_it_has_without_recipes(between: 
         config = LoraConfig(r=4, lora_dropout=0.2, target_modules="all-linear", task_type="CAUSAL_LM")
         attached, (adapter,) = attach(model, {"one": resolve(config, model, "one")}, 0)
         if recompute:
-            add_recipes(model)
+            add_recompute(model)
         with torch.no_grad():
             for index, parameter in enumerate(adapter.named_parameters().values()):
                 parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(index)) / 8)

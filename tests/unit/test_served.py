@@ -17,7 +17,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 import packlora
-from packlora.live.layers import REPLICA
+from packlora.live.forward import REPLICA
 
 IDS = torch.randint(3, 320, (2, 9), generator=torch.Generator().manual_seed(0))
 

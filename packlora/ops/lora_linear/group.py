@@ -35,7 +35,7 @@ from packlora.ops.lora_linear.layout import (
 )
 from packlora.ops.lora_linear.plan import CHAIN, Plan, legal
 from packlora.ops.lora_linear.steps import HAS_TRITON, Composition, Steps
-from packlora.ops.recipe import Recipe, made_again
+from packlora.ops.recompute import Recompute, recomputed
 
 __all__ = ["HAS_TRITON", "GroupState", "Layer", "LowRank", "Run", "lora_group"]
 
@@ -192,7 +192,7 @@ def lora_group(
     salt: int = 0,
     plan: Plan = CHAIN,
     state: GroupState | None = None,
-    recipe: Recipe | None = None,
+    recipe: Recompute | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Outputs y [..., N] of every layer, in the dtype of x.
 
@@ -218,7 +218,7 @@ def lora_group(
 
 def _lora_group(
     x: torch.Tensor, layers: tuple[Layer, ...], runs: tuple[Run, ...], keys_T2: torch.Tensor | None, salt: int, plan: Plan,
-    state: GroupState | None, recipe: Recipe | None,
+    state: GroupState | None, recipe: Recompute | None,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     x_TK = x if x.ndim == 2 else _tokens(x.detach())
     check_tokens(x_TK, runs, keys_T2)
@@ -257,7 +257,7 @@ def _shaped(y_TN: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 class _Group(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, recipe: Recipe | None, steps: Steps, kept_steps: Steps, whole: bool, *flat: torch.Tensor
+        ctx: Any, x: torch.Tensor, recipe: Recompute | None, steps: Steps, kept_steps: Steps, whole: bool, *flat: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:  # fmt: skip
         """The outputs; where not `whole`, their stand-ins and S. kept_steps: without tokens, which are autograd's to keep."""
         S, keys_T2 = steps.down(), steps.keys_T2
@@ -289,7 +289,7 @@ class _Group(torch.autograd.Function):
         kept, source, need_flat = rest[: len(d)], tuple(rest[ctx.source]), ctx.needs_input_grad[5:]
         if all(grad is None for grad in d) or not any(ctx.needs_input_grad):
             return (None,) * (5 + len(need_flat))
-        x_TK = _tokens(source[0] if ctx.make is None else made_again(ctx.make, source))
+        x_TK = _tokens(source[0] if ctx.make is None else recomputed(ctx.make, source))
         steps = ctx.steps.with_tokens(x_TK, keys_T2)
         steps.prepared.serve(ctx.turn)
         if len(ctx.shape) != 2:

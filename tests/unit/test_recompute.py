@@ -1,4 +1,4 @@
-"""Inputs of adapted layers that are made again in the backward: the same gradients to the bit, and less kept."""
+"""Inputs of adapted layers that are recomputed in the backward: the same gradients to the bit, and less kept."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from conftest import tiny_model
 from peft import LoraConfig, get_peft_model
 
 import packlora
-from packlora.ops.recipe import attach, recipe_of
+from packlora.ops.recompute import recomputable, recompute_of
 
 
 def adapted(family: str, dora: bool = False) -> Any:
@@ -70,14 +70,14 @@ def test_with_checkpointing_copies_and_pickled_state() -> None:
         assert all(torch.equal(one, two) for one, two in zip(got, want, strict=True))
 
 
-def test_a_recipe_does_not_outlive_a_write_into_its_tensor() -> None:
+def test_how_a_tensor_is_recomputed_does_not_outlive_a_write_into_its_tensor() -> None:
     h = torch.randn(3, requires_grad=True)
-    x = attach(h.exp(), torch.exp, h)
-    assert recipe_of(x) is not None and recipe_of(x.view(3)) is None
+    x = recomputable(h.exp(), torch.exp, h)
+    assert recompute_of(x) is not None and recompute_of(x.view(3)) is None
     x.mul_(2)
-    assert recipe_of(x) is None
+    assert recompute_of(x) is None
     with torch.no_grad():
-        assert recipe_of(attach(h.exp(), torch.exp, h)) is None
+        assert recompute_of(recomputable(h.exp(), torch.exp, h)) is None
 
 
 def test_a_changed_operand_is_an_error_not_another_gradient() -> None:

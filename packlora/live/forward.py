@@ -1,0 +1,117 @@
+"""What stands in the place of a PEFT layer's forward: who computes a call, this package or PEFT, and the count of both."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+
+from packlora.adapters.norms import RowNorms
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+DISABLED, MERGED = "its adapters are disabled", "its adapters are merged into the base weights"
+NOT_ACTIVE, EMPTY = "no active adapter targets it", "x is empty"
+ASKED_FOR = (DISABLED, MERGED, NOT_ACTIVE, EMPTY)
+"""Reasons for PEFT's own forward that are no loss: there is no adapter to compute."""
+REPLICA = "a replica of nn.DataParallel computes with tensors of its own"
+
+
+def observed(module: nn.Module) -> bool:
+    """Somebody looks at, or changes, what goes through this module: then it must be called, not only read."""
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    ) or ("forward" in module.__dict__)
+
+
+@dataclass(slots=True)
+class Warned:
+    """Whether the one warning of a model was given."""
+
+    yet: bool = False
+
+
+@dataclass(slots=True)
+class Calls:
+    """Of one layer: how often it was computed here, and how often by PEFT, by reason. Compiled graphs count nothing."""
+
+    path: str
+    promised: bool = False
+    """The report calls the layer accelerated, so a call that PEFT computes is worth a warning."""
+    warned: Warned = field(default_factory=Warned)
+    served: int = 0
+    left: dict[str, int] = field(default_factory=dict)
+
+    def leave(self, reason: str) -> None:
+        """Count a call that PEFT computes."""
+        if torch.compiler.is_compiling():
+            return
+        self.left[reason] = self.left.get(reason, 0) + 1
+        if self.promised and not self.warned.yet and reason not in ASKED_FOR:
+            self.warned.yet = True
+            warnings.warn(
+                f"packlora: {self.path} runs PEFT's own forward now, though the report of accelerate() calls it accelerated: "
+                f"{reason}. This is said once for a model; report.served() counts the calls of every layer",
+                stacklevel=2,
+            )
+
+
+class OwnForward:
+    """In the place of `forward` of one PEFT layer."""
+
+    def __init__(self, layer: Any, path: str, norms: RowNorms) -> None:
+        self.layer, self.path, self.norms = layer, path, norms
+        self.on = True
+        self.calls = Calls(path)
+
+    def install(self) -> None:
+        self.layer.forward = self
+        self.layer._packlora = self
+        self.layer._replicate_for_data_parallel = self.replica
+
+    @staticmethod
+    def remove(module: nn.Module) -> None:
+        """From a module that has one. Where other code has wrapped the forward since, the wrapper keeps it: it is only off."""
+        own = module.__dict__.pop("_packlora", None)
+        if own is not None:
+            own.on = False
+            module.__dict__.pop("_replicate_for_data_parallel", None)
+            if module.__dict__.get("forward") is own:
+                del module.__dict__["forward"]
+
+    def replica(self) -> nn.Module:
+        """What nn.DataParallel asks for: a copy of the layer that will have tensors of its own, and so PEFT's own forward."""
+        copy: nn.Module = type(self.layer)._replicate_for_data_parallel(self.layer)
+        for name in ("forward", "_packlora", "_replicate_for_data_parallel"):
+            copy.__dict__.pop(name, None)
+        self.calls.leave(REPLICA)
+        return copy
+
+    def why_peft(self, x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+        """Why a call is PEFT's, whatever the layer computes now."""
+        if args or kwargs:
+            return f"it is called with more than x ({', '.join(kwargs) or len(args)})"
+        if type(x) not in (torch.Tensor, nn.Parameter):
+            return f"x is a {type(x).__name__}, not a Tensor"
+        if not x.numel():
+            return EMPTY
+        if torch.compiler.is_compiling():
+            return None
+        if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+            return "a transform of torch.func or forward differentiation is at work"
+        return None
+
+    def ready(self) -> object | str:
+        """What the layer computes for an x without further arguments, or the reason why PEFT must compute it."""
+        raise NotImplementedError
+
+    def siblings(self) -> tuple[str, ...]:
+        """Paths of the layers that are computed by one call with this one, itself included, in order; () where it is alone."""
+        return ()
+
+    def plan_name(self) -> str:
+        """How it is computed, for the report. Only where it is ready."""
+        raise NotImplementedError

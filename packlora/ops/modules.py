@@ -1,0 +1,61 @@
+"""Looking at a model without a trace: runs that change nothing of it, and hooks that are taken off again."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@contextmanager
+def undisturbed(model: nn.Module, training: bool = False) -> Iterator[None]:
+    """No gradients and eval mode, or with `training` gradients and train mode. Afterwards each module is in its own mode again,
+    the random generators (torch's, Python's, NumPy's) are as before and, with `training`, all buffers."""
+    modes = [(module, module.training) for module in model.modules()]
+    buffers = [
+        (module, name, buffer, buffer.clone())
+        for module in model.modules() for name, buffer in module._buffers.items() if training and buffer is not None
+    ]  # fmt: skip
+    devices = {tensor.device.index for tensor in model.parameters() if tensor.device.type == "cuda"}
+    numpy: Any = sys.modules.get("numpy")
+    state, numpy_state = random.getstate(), None if numpy is None else numpy.random.get_state()
+    model.train(training)
+    try:
+        with (
+            torch.inference_mode(False) if training else nullcontext(),
+            torch.set_grad_enabled(training),
+            torch.random.fork_rng(devices=sorted(devices), device_type="cuda"),
+        ):
+            yield
+    finally:
+        random.setstate(state)
+        if numpy is not None:
+            numpy.random.set_state(numpy_state)
+        for module, was_training in modes:
+            module.training = was_training
+        with torch.no_grad():
+            for module, name, buffer, value in buffers:
+                if module._buffers.get(name) is not buffer:
+                    module._buffers[name] = buffer
+                if not torch.equal(buffer, value):
+                    buffer.copy_(value)
+
+
+def remove_hooks(module: nn.Module, owner: type) -> None:
+    """Take off the forward hooks that are methods of an `owner`; copies of a module have copies of its hooks."""
+    flags = (
+        module._forward_hooks_always_called,
+        module._forward_hooks_with_kwargs,
+        module._forward_pre_hooks_with_kwargs,
+    )
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for number, hook in list(hooks.items()):
+            if isinstance(getattr(hook, "__self__", None), owner):
+                del hooks[number]
+                for flag in flags:
+                    flag.pop(number, None)
