@@ -32,7 +32,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from packlora.ops import gpu
 from packlora.ops.lora_linear import launch
-from packlora.ops.lora_linear.group import lora_group
+from packlora.ops.lora_linear.autograd import lora_group
 from packlora.ops.lora_linear.plan import ROUTED, Plan
 from packlora.ops.row_norm import batch as row_norm_batch
 from packlora.ops.row_norm import row_norm

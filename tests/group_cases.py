@@ -12,11 +12,12 @@ import numpy as np
 import torch
 from exactness import assert_as_exact
 
-from packlora.ops.dropout import token_keys
+from packlora.ops.dropout.keys import token_keys
 from packlora.ops.lora_linear import reference
-from packlora.ops.lora_linear.group import Layer, LowRank, Run, lora_group
+from packlora.ops.lora_linear.autograd import lora_group
 from packlora.ops.lora_linear.plan import CHAIN, Plan
-from packlora.ops.lora_linear.reference import Segment, weight_norm
+from packlora.ops.lora_linear.reference import ReferenceSegment, weight_norm
+from packlora.ops.lora_linear.types import Layer, LowRank, Segment
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -30,7 +31,7 @@ class GroupCase:
 
     x: torch.Tensor
     layers: tuple[Layer, ...]
-    runs: tuple[Run, ...]
+    runs: tuple[Segment, ...]
     keys: torch.Tensor
     salt: int
     dy: list[torch.Tensor]
@@ -95,11 +96,11 @@ def make_case(
     n = len(ranks)
     cuts = [0, *np.sort(rng.choice(np.arange(1, T), size=2 * n - 1, replace=False)).tolist(), T] if n else []
     runs = tuple(
-        Run(int(adapter), cuts[2 * i], cuts[2 * i + 1], dropouts[adapter], base_dropped)
+        Segment(int(adapter), cuts[2 * i], cuts[2 * i + 1], dropouts[adapter], base_dropped)
         for i, adapter in enumerate(rng.permutation(n))
     )
     if whole is not None:
-        runs = (Run(whole, 0, T, dropouts[whole], base_dropped),)
+        runs = (Segment(whole, 0, T, dropouts[whole], base_dropped),)
     layers = []
     for index, N in enumerate(sizes):
         weight, adapters = scaled(N, K), {}
@@ -170,7 +171,7 @@ def run_reference(case: GroupCase, dtype: torch.dtype) -> dict[str, torch.Tensor
     outputs = []
     for layer in own.layers:
         segments = [
-            Segment(
+            ReferenceSegment(
                 run.start, run.stop, low.scaling, run.dropout, low.A, low.B, low.magnitude, low.norm, low.bias,
                 run.base_dropped,
             )
@@ -182,14 +183,14 @@ def run_reference(case: GroupCase, dtype: torch.dtype) -> dict[str, torch.Tensor
 
 
 def by_group(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, segments: Sequence[Segment],
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, segments: Sequence[ReferenceSegment],
     keys: torch.Tensor | None = None, salt: int = 0, plan: Plan = CHAIN,
 ) -> torch.Tensor:  # fmt: skip
     """reference.lora_linear by the operator: every segment is an adapter of its own."""
     adapters = {
         n: LowRank(seg.A, seg.B, seg.scaling, seg.magnitude, seg.norm, seg.bias) for n, seg in enumerate(segments)
     }
-    runs = [Run(n, seg.start, seg.stop, seg.dropout, seg.base_dropped) for n, seg in enumerate(segments)]
+    runs = [Segment(n, seg.start, seg.stop, seg.dropout, seg.base_dropped) for n, seg in enumerate(segments)]
     return lora_group(x, [Layer(weight, bias, adapters)], runs, keys, salt, plan)[0]
 
 
@@ -239,7 +240,7 @@ def share_of_small(
 
     def with_B(factor: float) -> GroupCase:
         own = replace(layer, adapters={0: replace(low, B=low.B * factor)})
-        return replace(case, runs=(Run(0, 0, 600),), layers=(own,))
+        return replace(case, runs=(Segment(0, 0, 600),), layers=(own,))
 
     rest, full = (run_reference(with_B(factor), torch.float64) for factor in (0.0, 1.0))
     factor = 0.1 * torch.finfo(dtype).eps * float(rest["y0"].norm() / (full["y0"] - rest["y0"]).norm())

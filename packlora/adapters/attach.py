@@ -19,9 +19,9 @@ from packlora.adapters.outputs import untouched_outputs
 from packlora.adapters.recipes import add_recipes
 from packlora.adapters.siblings import SiblingGroup, sibling_groups
 from packlora.adapters.spec import AdapterSpec
-from packlora.ops.dropout import layer_salt
-from packlora.ops.lora_linear.layout import Layer, Run
+from packlora.ops.dropout.keys import layer_salt
 from packlora.ops.lora_linear.plan import CHAIN, Plan
+from packlora.ops.lora_linear.types import Layer, Segment
 from packlora.plans.select import Planner
 from packlora.runtime.collate import MIN_ROWS
 from packlora.seeding import stable_hash
@@ -94,7 +94,7 @@ def attach(
 class _Plain(Planner):
     """For a few tokens nothing is compiled."""
 
-    def plan_of(self, x_TK: torch.Tensor, layers: Sequence[Layer], runs: Sequence[Run]) -> Plan:
+    def plan_of(self, x_TK: torch.Tensor, layers: Sequence[Layer], runs: Sequence[Segment]) -> Plan:
         return CHAIN
 
 

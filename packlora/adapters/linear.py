@@ -16,7 +16,9 @@ import torch
 from packlora.adapters.norms import RowNorms
 from packlora.adapters.siblings import SiblingGroup
 from packlora.adapters.spec import ModuleSpec
-from packlora.ops.lora_linear.group import GroupState, Layer, LowRank, Run, lora_group
+from packlora.ops.lora_linear.autograd import lora_group
+from packlora.ops.lora_linear.prepared import GroupState
+from packlora.ops.lora_linear.types import Layer, LowRank, Segment
 from packlora.ops.recipe import recipe_of
 from packlora.plans.select import Planner
 
@@ -212,7 +214,7 @@ def compute(x: torch.Tensor, calls: Sequence[Call]) -> tuple[torch.Tensor, ...]:
         specs = [member.adapters[number].spec for member in members if number in member.adapters]
         if specs:
             dropout = max(spec.dropout for spec in specs) if tokens.keys_T2 is not None else 0.0
-            runs.append(Run(number, start, stop, dropout, all(spec.base_dropped for spec in specs)))
+            runs.append(Segment(number, start, stop, dropout, all(spec.base_dropped for spec in specs)))
     layers, state = first.router.layers_of(members)
     plan = first.router.planner.plan_of(x, layers, runs)
     return lora_group(x, layers, runs, tokens.keys_T2, first.salt, plan, state, recipe_of(x))

@@ -21,7 +21,9 @@ from packlora.bench import layer, multi
 from packlora.bench.dora_peers import PaperLayer, dense_norm
 from packlora.bench.layer import One, accelerated, check_close, peft_model, progress_line, under_autocast, work
 from packlora.bench.options import Options, choose, plan_from_name
-from packlora.ops.lora_linear.group import GroupState, Layer, LowRank, Run, lora_group
+from packlora.ops.lora_linear.autograd import lora_group
+from packlora.ops.lora_linear.prepared import GroupState
+from packlora.ops.lora_linear.types import Layer, LowRank, Segment
 from packlora.ops.row_norm.row_norm import row_norm, squared_row_norm
 from packlora.plans.select import Planner
 from packlora.plans.space import legal_plans
@@ -166,7 +168,7 @@ class Operator:
     """The operator on one layer, as training holds it: float32 parameters and norms that follow them."""
 
     layers: tuple[Layer, ...]
-    runs: tuple[Run, ...]
+    runs: tuple[Segment, ...]
     parameters: list[torch.Tensor]
 
     @staticmethod
@@ -191,7 +193,7 @@ class Operator:
         # nobody writes into the output here, as nobody does in the models that packlora trains
         made = (Layer(weight_NK, None, adapters, keep_output=True),)
         return Operator(
-            made, tuple(Run(number, *run, base_dropped=parity) for number, run in enumerate(runs)), parameters
+            made, tuple(Segment(number, *run, base_dropped=parity) for number, run in enumerate(runs)), parameters
         )
 
     def call(self, name: str, x_TK: torch.Tensor, keys_T2: torch.Tensor) -> tuple[Callable[..., torch.Tensor], str]:

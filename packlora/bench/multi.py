@@ -20,7 +20,9 @@ from packlora.bench.layer import SHAPES, One, check_close, peft_model, progress_
 from packlora.bench.layer import summary as layer_summary
 from packlora.bench.layer import table as layer_table
 from packlora.bench.options import Options, Outcome, choose, plan_from_name
-from packlora.ops.lora_linear.group import GroupState, Layer, LowRank, Run, lora_group
+from packlora.ops.lora_linear.autograd import lora_group
+from packlora.ops.lora_linear.prepared import GroupState
+from packlora.ops.lora_linear.types import Layer, LowRank, Segment
 from packlora.plans.select import Planner
 from packlora.plans.timing import Contender, Work, paired
 
@@ -121,7 +123,8 @@ def packlora_work(name: str, inputs: Inputs) -> Work:
     adapters = {number: LowRank(A, B, 2.0) for number, (A, B) in enumerate(factors)}
     layers = (Layer(inputs.weight_NK, None, adapters),)
     runs = tuple(
-        Run(number, start, stop, ADAPTERS[number][1]) for number, (start, stop) in enumerate(boundaries(inputs.case.T))
+        Segment(number, start, stop, ADAPTERS[number][1])
+        for number, (start, stop) in enumerate(boundaries(inputs.case.T))
     )
 
     if ":" in name:

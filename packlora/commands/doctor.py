@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from packlora.base.demo_model import DEMO_MODEL, PACKAGE, cache_folder
-from packlora.ops.lora_linear.steps import HAS_TRITON
+from packlora.ops.gpu import HAS_TRITON
 from packlora.runtime.prepare import processor_name, versions
 
 OPTIONAL = {

@@ -25,10 +25,12 @@ from torch.autograd import forward_ad
 from packlora.adapters.norms import RowNorms, row_norm_op
 from packlora.adapters.outputs import KeptOutputs
 from packlora.adapters.siblings import SiblingGroup
-from packlora.ops.gpu import capability
+from packlora.ops.gpu import HAS_TRITON, capability
 from packlora.ops.lora_linear import registered as compiled
-from packlora.ops.lora_linear.group import HAS_TRITON, GroupState, Layer, LowRank, Run, lora_group
+from packlora.ops.lora_linear.autograd import lora_group
 from packlora.ops.lora_linear.plan import CHAIN, Plan
+from packlora.ops.lora_linear.prepared import GroupState
+from packlora.ops.lora_linear.types import Layer, LowRank, Segment
 from packlora.ops.recipe import recipe_of
 from packlora.ops.stamp import stamps
 from packlora.plans.case import Case
@@ -277,9 +279,9 @@ def _compute(x: torch.Tensor, calls: Sequence[LayerCall], dtype: torch.dtype) ->
 
 
 @lru_cache(maxsize=1024)
-def _whole(T: int, p: float) -> tuple[Run, ...]:
+def _whole(T: int, p: float) -> tuple[Segment, ...]:
     """One adapter that has all tokens; the same object for the same tokens."""
-    return (Run(0, 0, T, p),)
+    return (Segment(0, 0, T, p),)
 
 
 def _product_dtype(x: torch.Tensor) -> tuple[torch.dtype, bool]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 from typing import Any
 
 import torch
 
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 _NOTHING = contextlib.nullcontext()
 
 

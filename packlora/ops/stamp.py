@@ -2,7 +2,8 @@
 
 Everything that this package prepares from parameters and keeps (packed copies, scales, norms, siblings' outputs) goes by one
 rule. It stands while the tensors are the same objects with the same stamps. Writes that leave no trace on the host, through
-.data or by a kernel, only their author knows of: who keeps something says whether such writes happen ("trusted" or not).
+.data or by a kernel, only their author knows of: who keeps something is told whether all writes are counted by the version
+("version_counted"), and makes it anew every time where they are not.
 """
 
 from __future__ import annotations
@@ -23,3 +24,19 @@ def stamps(tensors: Iterable[torch.Tensor]) -> Stamps:
             return None
         found.append((tensor.data_ptr(), tensor._version))
     return found
+
+
+class Unchanged:
+    """Remembers tensors; says of others whether they are those: the same objects with the same stamps."""
+
+    __slots__ = ("_stamps", "_tensors")
+
+    def __init__(self) -> None:
+        self._tensors: list[torch.Tensor] = []  # themselves: a new one may lie where an older one lay
+        self._stamps: Stamps = None
+
+    def __call__(self, tensors: list[torch.Tensor]) -> bool:
+        """Whether they are those of the last call."""
+        now, before, seen = stamps(tensors), self._stamps, self._tensors
+        self._stamps, self._tensors = now, tensors
+        return now is not None and now == before and all(a is b for a, b in zip(tensors, seen, strict=True))

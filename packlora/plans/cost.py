@@ -17,7 +17,7 @@ from typing import Literal
 
 import torch
 
-from packlora.ops.lora_linear.group import HAS_TRITON
+from packlora.ops.gpu import HAS_TRITON
 from packlora.ops.lora_linear.plan import Plan, ordered
 from packlora.plans.case import Case
 

@@ -15,9 +15,11 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from packlora.ops.dropout import token_keys
-from packlora.ops.lora_linear.group import GroupState, Layer, LowRank, Run, lora_group
+from packlora.ops.dropout.keys import token_keys
+from packlora.ops.lora_linear.autograd import lora_group
 from packlora.ops.lora_linear.plan import CHAIN, ROUTED, Plan
+from packlora.ops.lora_linear.prepared import GroupState
+from packlora.ops.lora_linear.types import Layer, LowRank, Segment
 from packlora.plans.case import Case
 from packlora.plans.cost import flops, machine, seconds
 from packlora.plans.space import legal_plans
@@ -149,7 +151,7 @@ class _Operands:
         shares = len(case.ranks) + (not case.covered)
         bounds = np.linspace(0, case.tokens, shares + 1).astype(int).tolist() if shares else []
         self.runs = [
-            Run(number, bounds[number], bounds[number + 1], RATE if drops else 0.0, case.base_dropped)
+            Segment(number, bounds[number], bounds[number + 1], RATE if drops else 0.0, case.base_dropped)
             for number, drops in enumerate(case.drops)
             if bounds[number] < bounds[number + 1]
         ]

@@ -12,8 +12,8 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from packlora.ops.lora_linear.layout import Layer, Run, situation
 from packlora.ops.lora_linear.plan import CHAIN, Plan, ordered
+from packlora.ops.lora_linear.types import Layer, Segment, situation
 from packlora.plans.cache import PlanCache, Record, fastest
 from packlora.plans.case import Case
 from packlora.plans.cost import Machine, flops, machine, seconds
@@ -69,7 +69,7 @@ class Planner:
             self.choices[case] = replace(choice, plan=plan)
         return plan
 
-    def plan_of(self, x: torch.Tensor, layers: Sequence[Layer], runs: Sequence[Run]) -> Plan:
+    def plan_of(self, x: torch.Tensor, layers: Sequence[Layer], runs: Sequence[Segment]) -> Plan:
         """The plan for a call of ops.lora_linear.group.lora_group with these operands."""
         K = x.shape[-1]
         T = x.numel() // K

@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from packlora.ops.gpu import has_copy_engine
-from packlora.ops.lora_linear.group import HAS_TRITON
+from packlora.ops.gpu import HAS_TRITON, has_copy_engine
 from packlora.ops.lora_linear.plan import CHAIN, Plan, Situation, why_not
 from packlora.plans.case import Case
 

@@ -15,7 +15,7 @@ import torch
 
 from packlora.adapters.linear import Tokens
 from packlora.data.encode import Sample
-from packlora.ops.dropout import token_keys
+from packlora.ops.dropout.keys import token_keys
 
 MIN_ROWS = 16
 IGNORE = -100

@@ -23,10 +23,12 @@ from packlora.adapters.attach import attach
 from packlora.adapters.spec import resolve
 from packlora.base.model import prepare_model
 from packlora.data.encode import Sample
-from packlora.ops.lora_linear import group
-from packlora.ops.lora_linear.group import GroupState, Layer, LowRank, Run, lora_group
+from packlora.ops.lora_linear import autograd
+from packlora.ops.lora_linear.autograd import lora_group
 from packlora.ops.lora_linear.plan import CHAIN, ROUTED, Plan
+from packlora.ops.lora_linear.prepared import GroupState
 from packlora.ops.lora_linear.steps import Steps
+from packlora.ops.lora_linear.types import Layer, LowRank, Segment
 from packlora.ops.recipe import Recipe
 from packlora.runtime.collate import PackedBatch, PackedSample, collate
 from packlora.runtime.loss import token_losses
@@ -77,8 +79,8 @@ def two_layers(plan: Plan, dora: bool = False) -> tuple[Block, list[torch.Tensor
         layers.append(Layer(torch.randn(outputs, inputs, generator=g), torch.randn(outputs, generator=g), {0: low}))
 
     def block(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        (h,) = lora_group(x, layers[:1], [Run(0, 0, T)], plan=plan)
-        (y,) = lora_group(h.sigmoid(), layers[1:], [Run(0, 0, T)], plan=plan)
+        (h,) = lora_group(x, layers[:1], [Segment(0, 0, T)], plan=plan)
+        (y,) = lora_group(h.sigmoid(), layers[1:], [Segment(0, 0, T)], plan=plan)
         return (y + 1,)
 
     return block, parameters
@@ -317,7 +319,7 @@ def test_gradients_that_come_in_are_not_written_into() -> None:
 def test_without_torchs_word_on_hooks_the_bits_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     case = some_case("siblings")
     want = outcome(case, CHAIN, checkpointed)
-    monkeypatch.setattr(group, "_TOP_HOOKS", None)
+    monkeypatch.setattr(autograd, "_TOP_HOOKS", None)
     assert_same_bits(outcome(case, CHAIN, checkpointed), want)
 
 

@@ -15,7 +15,8 @@ from group_cases import KINDS
 from seeds import SOAK
 
 from packlora.ops.lora_linear import launch
-from packlora.ops.lora_linear.layout import make_group_tables, make_layout
+from packlora.ops.lora_linear.layout import make_layout
+from packlora.ops.lora_linear.tables import make_group_tables
 from packlora.ops.row_norm import batch as row_norm_batch
 
 SHARED_KIB = {80: 163, 89: 99, 90: 227, 100: 227, 120: 99}

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from packlora.ops.dropout import LANE, dropout, dropout_threshold, dropped, layer_salt, token_keys
+from packlora.ops.dropout import dropout
+from packlora.ops.dropout.keys import LANE, dropout_threshold, dropped, layer_salt, token_keys
 
 T, K = 512, 1000
 

@@ -23,8 +23,9 @@ from group_cases import (
 from seeds import SEED, SOAK, some
 
 from packlora.ops.lora_linear import launch
-from packlora.ops.lora_linear.group import Layer, LowRank, Run, lora_group
+from packlora.ops.lora_linear.autograd import lora_group
 from packlora.ops.lora_linear.plan import CHAIN, ROUTED, Plan
+from packlora.ops.lora_linear.types import Layer, LowRank, Segment
 
 BEFORE = Plan(up="before", dx="before")
 AGAIN = Plan(keep_s=False)
@@ -185,7 +186,7 @@ def test_tokens_that_are_not_aligned_go_around_tensor_descriptors(off: str) -> N
 
     def run(plan: Plan, aligned: bool) -> list[torch.Tensor]:
         tokens = (x.clone() if aligned else x).detach().requires_grad_()
-        (y,) = lora_group(tokens, layers, [Run(0, 0, T, 0.25)], keys, 3, plan)
+        (y,) = lora_group(tokens, layers, [Segment(0, 0, T, 0.25)], keys, 3, plan)
         return [y, *torch.autograd.grad(y, [tokens, A, B], d.clone() if aligned else d)]
 
     # up is fused or routed by x alone, dx by d as well

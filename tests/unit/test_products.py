@@ -12,12 +12,12 @@ from exactness import assert_as_exact
 from seeds import SEED
 from torch.utils.flop_counter import FlopCounterMode
 
-from packlora.ops.dropout import token_keys
+from packlora.ops.dropout.keys import token_keys
 from packlora.ops.lora_linear import reference
-from packlora.ops.lora_linear.layout import Layer, LowRank
 from packlora.ops.lora_linear.plan import CHAIN, ROUTED, Plan
 from packlora.ops.lora_linear.products import lora_group_products, lora_linear_products
-from packlora.ops.lora_linear.reference import Segment
+from packlora.ops.lora_linear.reference import ReferenceSegment
+from packlora.ops.lora_linear.types import Layer, LowRank
 from packlora.plans.case import Case
 from packlora.plans.cost import flops
 from packlora.plans.space import RUNLORA_BACKWARD, RUNLORA_FORWARD, legal_plans, runlora_plan
@@ -54,7 +54,7 @@ def outcome(function: Any, c: dict[str, Any], names: tuple[str, ...] = LEAVES) -
 
 def by_reference(p: float) -> Any:
     def run(c: dict[str, Any]) -> torch.Tensor:
-        seg = Segment(0, len(c["x"]), c["scaling"], p, c["A"], c["B"])
+        seg = ReferenceSegment(0, len(c["x"]), c["scaling"], p, c["A"], c["B"])
         return reference.lora_linear(c["x"], c["weight"], c["bias"], [seg], c["keys"], c["salt"])
 
     return run

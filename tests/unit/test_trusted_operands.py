@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from packlora.adapters.linear import AdaptedLinear
-from packlora.ops.lora_linear.group import GroupState, Layer, LowRank, Run, lora_group
+from packlora.ops.lora_linear.autograd import lora_group
+from packlora.ops.lora_linear.prepared import GroupState
 from packlora.ops.lora_linear.steps import Composition
+from packlora.ops.lora_linear.types import Layer, LowRank, Segment
 
 T, K, N = 12, 16, 20
 CPU = torch.device("cpu")
@@ -35,10 +37,10 @@ def layer_of(*adapters: LowRank) -> Layer:
 
 
 X = torch.randn(T, K, generator=torch.Generator().manual_seed(7)).double()
-HALVES = (Run(0, 0, T // 2), Run(1, T // 2, T))
+HALVES = (Segment(0, 0, T // 2), Segment(1, T // 2, T))
 
 
-def exact(layer: Layer, runs: tuple[Run, ...]) -> torch.Tensor:
+def exact(layer: Layer, runs: tuple[Segment, ...]) -> torch.Tensor:
     """y by the formula, with a history."""
     parts = []
     for run in runs:
@@ -62,7 +64,7 @@ def same(got: Any, want: Any) -> bool:
 def test_another_adapter_may_step_between_a_forward_and_its_backward(dora: bool) -> None:
     """Of an adapter without a token in the forward nothing is kept; autograd goes on refusing steps of those that have one."""
     layer, state = layer_of(low_rank(0, 3, dora, dora), low_rank(1, 5, dora)), GroupState(trusted=True)
-    first, second = (Run(0, 0, T),), (Run(1, 0, T),)
+    first, second = (Segment(0, 0, T),), (Segment(1, 0, T),)
     (y,) = lora_group(X, [layer], first, state=state)
     want = gradients(exact(layer, first), layer.adapters[0])
     with torch.no_grad():
@@ -118,7 +120,7 @@ def test_what_has_not_changed_is_not_prepared_again(monkeypatch: pytest.MonkeyPa
 def test_a_norm_that_lies_where_an_older_one_lay_is_another_norm() -> None:
     norms: list[torch.Tensor] = []
     low = replace(low_rank(0, 3, True), norm=lambda: norms[0])
-    layer, run, state = layer_of(low), (Run(0, 0, T),), GroupState(trusted=True)
+    layer, run, state = layer_of(low), (Segment(0, 0, T),), GroupState(trusted=True)
     for value in range(1, 30):
         norms[:] = []  # the next one may get its memory, and be the same object as far as addresses tell
         norms.append(torch.full((N,), float(value), dtype=torch.float64))

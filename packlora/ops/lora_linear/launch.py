@@ -1,4 +1,4 @@
-"""Launches of kernels.py, gradient_kernels.py and fused.py: block sizes, buffers and grids. Everything runs on the current
+"""Launches of kernels.py, gradient_kernels.py and fused.py: block sizes, buffers and grids. Everything segments on the current
 stream, nothing waits.
 
 Block sizes come from `Sizes`, one set per dtype; benchmarks/LOG.md has what was measured. What a launch needs beside its
@@ -15,13 +15,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 import triton.language as tl
 
-from packlora.ops.dropout import dropout_threshold, signed
-from packlora.ops.gpu import capability, has_copy_engine, processors
+from packlora.ops.dropout.kernel import packed_dropout
+from packlora.ops.dropout.keys import dropout_threshold, signed
+from packlora.ops.gpu import has_copy_engine, processors
 from packlora.ops.launcher import Descriptor, launch, launched
 from packlora.ops.lora_linear.kernels import backward as gradient_kernels
 from packlora.ops.lora_linear.kernels import forward as kernels
 from packlora.ops.lora_linear.kernels import gemm as fused
-from packlora.ops.lora_linear.layout import GroupTables, Layer, Packed, Run, RunTables
+from packlora.ops.lora_linear.packed import Packed
+from packlora.ops.lora_linear.tables import GroupTables, SegmentTables
+from packlora.ops.lora_linear.types import Layer, Segment
 
 if TYPE_CHECKING:
     from packlora.ops.lora_linear.steps import Composition
@@ -31,7 +34,7 @@ if TYPE_CHECKING:
 class Sizes:
     """Block sizes, warps and stages. *_m: tokens, *_n and *_k: columns, *_r: ranks, *_band: tokens that one program sums, or
     *_bands, of which the launch chooses. few_*: where there would be fewer programs than processors take. several_*: where
-    no run has all tokens. narrow_*: of inputs_kernel where it writes dx and there are no more than 16 ranks."""
+    no segment has all tokens. narrow_*: of inputs_kernel where it writes dx and there are no more than 16 ranks."""
 
     down_m: int = 32
     down_k: int = 128
@@ -75,7 +78,7 @@ class Sizes:
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """Block sizes for which RunTables must have a table."""
+        """Block sizes for which SegmentTables must have a table."""
         return (self.down_m, self.few_down_m, self.up_m, *self.grad_bands, self.scale_band, *self.inputs_bands)
 
 
@@ -98,17 +101,6 @@ def sizes_for(dtype: torch.dtype) -> Sizes:
     return SINGLE if dtype == torch.float32 else HALF
 
 
-def packed_dropout(x_TK: torch.Tensor) -> bool:
-    """Whether the kernels may drop two elements at a time, by instructions that Hopper has and the interpreter has not.
-
-    Only where rows are aligned: the compiler then keeps neighbours of a row together in a register.
-    """
-    return (
-        x_TK.is_cuda and x_TK.element_size() == 2 and x_TK.shape[1] % 16 == 0 and x_TK.stride(0) % 16 == 0
-        and x_TK.data_ptr() % 16 == 0 and capability(x_TK.device) >= (9, 0)
-    )  # fmt: skip
-
-
 def _dtype(t: torch.Tensor | None) -> torch.dtype | None:
     """What a launch's key must say of an operand that may be absent or of any dtype."""
     return None if t is None else t.dtype
@@ -126,24 +118,12 @@ def _cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def masked(x_TK: torch.Tensor, keys_T2: torch.Tensor, salt: int, p: float, scaled: bool) -> torch.Tensor:
-    """ops.dropout.masked in one kernel, for products that read a dropped copy of x."""
-    T, K = x_TK.shape
-    y = torch.empty(T, K, dtype=x_TK.dtype, device=x_TK.device)
-    launch(
-        kernels.masked_kernel, (_cdiv(K, 256), _cdiv(T, 16)),
-        (x_TK, y, keys_T2, signed(salt), dropout_threshold(p), T, K, x_TK.stride(0)),
-        SCALED=scaled, ASM=packed_dropout(x_TK), BM=16, BK=256, num_warps=4, num_stages=1,
-    )  # fmt: skip
-    return y
-
-
-def _rows_of(packed: Packed, alone: Run | None) -> tuple[int, int, int]:
-    """Of the run that has all tokens, zeros if there is none: dropout threshold, first row in the stacked A, padded rank."""
+def _rows_of(packed: Packed, alone: Segment | None) -> tuple[int, int, int]:
+    """Of the segment that has all tokens, zeros if there is none: dropout threshold, first row in the stacked A, padded rank."""
     return (0, 0, 0) if alone is None else (dropout_threshold(alone.dropout), *packed.layout.rows[alone.adapter])
 
 
-def _place_of(packed: Packed, alone: Run | None, index: int) -> tuple[int, int, int]:
+def _place_of(packed: Packed, alone: Segment | None, index: int) -> tuple[int, int, int]:
     """Of its adapter on a layer: column in S, offset in the flat B, and padded rank."""
     if alone is None:
         return 0, 0, 0
@@ -152,94 +132,94 @@ def _place_of(packed: Packed, alone: Run | None, index: int) -> tuple[int, int, 
 
 
 def down(
-    x_TK: torch.Tensor, packed: Packed, tables: GroupTables, runs: RunTables, keys_T2: torch.Tensor | None, salt: int,
-    alone: Run | None,
+    x_TK: torch.Tensor, packed: Packed, tables: GroupTables, segments: SegmentTables, keys_T2: torch.Tensor | None, salt: int,
+    alone: Segment | None,
 ) -> torch.Tensor:  # fmt: skip
     """S [T, width]; rows of tokens without an adapter and columns past an adapter's rank are not written."""
     size, width, (T, K), stride = sizes_for(x_TK.dtype), packed.layout.width, x_TK.shape, x_TK.stride(0)
     S = torch.empty(T, width, dtype=x_TK.dtype, device=x_TK.device)
     BM, BK, BR = size.down_m, size.down_k, _block(width, size.down_r)
-    if runs.counts[BM] < processors(x_TK.device):
+    if segments.counts[BM] < processors(x_TK.device):
         BM = size.few_down_m
         BK = size.few_down_k if BR <= 32 else BK  # cards of any generation have 99 KiB
-    blocks = runs.blocks[BM]
+    blocks = segments.blocks[BM]
     threshold, first, rank = _rows_of(packed, alone)
     args = (
         x_TK, packed.A_RK, S, tables.row_scales, keys_T2, blocks, tables.rows, signed(salt), K, stride, width, T, threshold,
         first, rank,
     )  # fmt: skip
     key = ("down", packed.shape, stride, keys_T2 is None)
-    if not launched(runs.sites, key, args):
+    if not launched(segments.sites, key, args):
         launch(
-            kernels.down_kernel, (runs.counts[BM], _cdiv(width, BR)), args, runs.sites, key,
-            ALONE=alone is not None, DROP=runs.dropout, ASM=packed_dropout(x_TK), PRECISION="ieee", BM=BM, BK=BK, BR=BR,
+            kernels.down_kernel, (segments.counts[BM], _cdiv(width, BR)), args, segments.sites, key,
+            ALONE=alone is not None, DROP=segments.dropout, ASM=packed_dropout(x_TK), PRECISION="ieee", BM=BM, BK=BK, BR=BR,
             num_warps=size.down_warps, num_stages=size.down_stages,
         )  # fmt: skip
     return S
 
 
 def up(
-    S: torch.Tensor, packed: Packed, tables: GroupTables, runs: RunTables, index: int, bias: torch.Tensor | None,
+    S: torch.Tensor, packed: Packed, tables: GroupTables, segments: SegmentTables, index: int, bias: torch.Tensor | None,
     base: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """S B' + bias of one layer, [T, N], onto which the base product is to be accumulated; or added to the base product, in
     place."""
     N = packed.layout.sizes[index]
     y = torch.empty(S.shape[0], N, dtype=S.dtype, device=S.device) if base is None else base
-    _up(S, packed, tables, runs, index, y, y, None, bias, base is not None, False)
+    _up(S, packed, tables, segments, index, y, y, None, bias, base is not None, False)
     return y
 
 
 def up_composed(
-    S: torch.Tensor, packed: Packed, tables: GroupTables, runs: RunTables, index: int, composition: Composition,
+    S: torch.Tensor, packed: Packed, tables: GroupTables, segments: SegmentTables, index: int, composition: Composition,
     base: torch.Tensor, keep: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """y = g z + bias with z = base + S B', and z where it is to be kept. base [T, N] is written over."""
     y = torch.empty_like(base) if keep else base
-    _up(S, packed, tables, runs, index, base, y, composition, composition.bias, True, keep)
+    _up(S, packed, tables, segments, index, base, y, composition, composition.bias, True, keep)
     return y, base if keep else None
 
 
 def _up(
-    S: torch.Tensor, packed: Packed, tables: GroupTables, runs: RunTables, index: int, z: torch.Tensor, y: torch.Tensor,
+    S: torch.Tensor, packed: Packed, tables: GroupTables, segments: SegmentTables, index: int, z: torch.Tensor, y: torch.Tensor,
     composition: Composition | None, bias: torch.Tensor | None, epilogue: bool, keep: bool,
 ) -> None:  # fmt: skip
     size, N = sizes_for(S.dtype), packed.layout.sizes[index]
-    blocks, span = runs.blocks[size.up_m], size.up_n * size.up_loop
+    blocks, span = segments.blocks[size.up_m], size.up_n * size.up_loop
     args = (
         S, packed.B[index], bias, None if composition is None else composition.g, z, y, blocks, tables.places[index],
         tables.adapters, N, packed.layout.width, span,
     )  # fmt: skip
     key = ("up", packed.shape, index, _dtype(bias), composition is None, epilogue, keep)
-    if not launched(runs.sites, key, args):
+    if not launched(segments.sites, key, args):
         launch(
-            kernels.up_kernel, (_cdiv(N, span), runs.counts[size.up_m]), args, runs.sites, key,
+            kernels.up_kernel, (_cdiv(N, span), segments.counts[size.up_m]), args, segments.sites, key,
             HAS_BIAS=bias is not None, EPILOGUE=epilogue, COMPOSED=composition is not None, KEEP=keep, PRECISION="ieee",
             BM=size.up_m, BN=size.up_n, BR=_block(packed.layout.max_padded[index], 64), num_warps=size.up_warps,
             num_stages=size.up_stages,
         )  # fmt: skip
 
 
-def compose(z: torch.Tensor, y: torch.Tensor, runs: RunTables, composition: Composition) -> None:
+def compose(z: torch.Tensor, y: torch.Tensor, segments: SegmentTables, composition: Composition) -> None:
     """y = g z + bias, [T, N]; y may be z."""
     size, N, bias = sizes_for(z.dtype), z.shape[1], composition.bias
-    blocks = runs.blocks[size.up_m]
+    blocks = segments.blocks[size.up_m]
     launch(
-        kernels.compose_kernel, (_cdiv(N, 256), runs.counts[size.up_m]),
+        kernels.compose_kernel, (_cdiv(N, 256), segments.counts[size.up_m]),
         (z, y, composition.g, bias, blocks, composition.adapters, N),
-        sites=runs.sites, key=("compose", z.dtype, N, bias is None),
+        sites=segments.sites, key=("compose", z.dtype, N, bias is None),
         HAS_BIAS=bias is not None, BM=16, BN=256, num_warps=4, num_stages=2,
     )  # fmt: skip
 
 
-def compose_run(
+def compose_rows(
     z_tN: torch.Tensor, y_tN: torch.Tensor, g_N: torch.Tensor | None, bias_N: torch.Tensor | None, minus: int = 0,
     add: bool = False,
 ) -> None:  # fmt: skip
-    """y = (g - minus) z + bias for the rows of one run, or y += that; without g it is 1. y may be z."""
+    """y = (g - minus) z + bias for the rows of one segment, or y += that; without g it is 1. y may be z."""
     T, N = z_tN.shape
     launch(
-        kernels.run_kernel, (_cdiv(N, 256), _cdiv(T, 16)), (z_tN, y_tN, g_N, bias_N, T, N, minus),
+        kernels.rows_kernel, (_cdiv(N, 256), _cdiv(T, 16)), (z_tN, y_tN, g_N, bias_N, T, N, minus),
         ADD=add, HAS_G=g_N is not None, HAS_BIAS=bias_N is not None, BM=16, BN=256, num_warps=4, num_stages=1,
     )  # fmt: skip
 
@@ -247,7 +227,7 @@ def compose_run(
 def scale(
     d_TN: torch.Tensor,
     kept: torch.Tensor | None,
-    runs: RunTables,
+    segments: SegmentTables,
     composition: Composition,
     need_dm: bool,
     need_d: bool,
@@ -256,29 +236,31 @@ def scale(
     """e = g d [T, N], and by adapter, float32 [adapters, 2, N]: the gradient of the magnitude, from the sum of d times what was
     kept (z, or y where `of_y`), and the sum of d. Those that are not needed hold anything."""
     size, (T, N) = sizes_for(d_TN.dtype), d_TN.shape
-    bands = runs.blocks[size.scale_band]
+    bands = segments.blocks[size.scale_band]
     e = torch.empty(T, N, dtype=d_TN.dtype, device=d_TN.device)
-    num_bands = runs.counts[size.scale_band]
+    num_bands = segments.counts[size.scale_band]
     parts = torch.empty((num_bands, 2, N) if need_dm or need_d else (1,), device=d_TN.device)
     launch(
         gradient_kernels.scale_kernel, (_cdiv(N, size.scale_n), num_bands),
         (d_TN, kept, e, parts, composition.g, bands, composition.adapters, N, d_TN.stride(0)),
-        sites=runs.sites, key=("scale", d_TN.dtype, N, d_TN.stride(0), kept is None, need_dm, need_d),
+        sites=segments.sites, key=("scale", d_TN.dtype, N, d_TN.stride(0), kept is None, need_dm, need_d),
         NEED_DZ=need_dm, NEED_D=need_d, BM=size.scale_m, BN=size.scale_n, STAGES=size.scale_stages,
         num_warps=size.scale_warps, num_stages=2,
     )  # fmt: skip
-    return e, _sum_tokens(parts, runs, composition, size.scale_band, of_y) if need_dm or need_d else None
+    return e, _sum_tokens(parts, segments, composition, size.scale_band, of_y) if need_dm or need_d else None
 
 
-def _sum_tokens(parts: torch.Tensor, runs: RunTables, composition: Composition, band: int, of_y: bool) -> torch.Tensor:
+def _sum_tokens(
+    parts: torch.Tensor, segments: SegmentTables, composition: Composition, band: int, of_y: bool
+) -> torch.Tensor:
     """What `scale` gives by adapter [adapters, 2, N], from the sums of bands [bands, 2, N]."""
     N, size = parts.shape[2], band
     rows = composition.sum_rows
     out = torch.empty(composition.adapters, 2, N, device=parts.device)
     launch(
         gradient_kernels.sum_rows_kernel, (_cdiv(N, 128), rows.shape[0]),
-        (parts, out, runs.blocks[size], runs.ranges[size], rows, composition.g, composition.w, N, 2, 0, 0),
-        sites=runs.sites, key=("sum_tokens", N, size, of_y),
+        (parts, out, segments.blocks[size], segments.ranges[size], rows, composition.g, composition.w, N, 2, 0, 0),
+        sites=segments.sites, key=("sum_tokens", N, size, of_y),
         ALONE=False, MAGNITUDE=True, OF_Y=of_y, BANDS=32, BK=128, num_warps=4, num_stages=1,
     )  # fmt: skip
     return out
@@ -302,8 +284,8 @@ the sum of d are needed, and whether y was kept."""
 
 
 def grad(
-    d: Sequence[torch.Tensor | None], S: torch.Tensor, packed: Packed, tables: GroupTables, runs: RunTables, dtype: torch.dtype,
-    need_dB: bool, scaled: Mapping[int, Scaled], alone: Run | None,
+    d: Sequence[torch.Tensor | None], S: torch.Tensor, packed: Packed, tables: GroupTables, segments: SegmentTables, dtype: torch.dtype,
+    need_dB: bool, scaled: Mapping[int, Scaled], alone: Segment | None,
 ) -> tuple[list[torch.Tensor | None], torch.Tensor, list[torch.Tensor | None], dict[int, torch.Tensor | None]]:  # fmt: skip
     """e per layer (d itself where it is not scaled), dS [T, width], per layer dB, flat as B is, in `dtype`, and the sums of
     scaled layers, as `scale` gives them. d: per layer [T, N] or None where nothing came back."""
@@ -321,7 +303,7 @@ def grad(
         # one block of ranks must cover all, and there must be one
         if own is not None and d_TN is not None and not 0 < part_width <= size.grad_r:
             composition, kept, *wanted = own
-            e[index], sums[index] = scale(d_TN, kept, runs, composition, *wanted)
+            e[index], sums[index] = scale(d_TN, kept, segments, composition, *wanted)
             d_TN, own = e[index], None
         if d_TN is None or not part_width:
             out.append(None)
@@ -330,20 +312,20 @@ def grad(
         if own is None and alone is None:
             BM = size.several_grad_m
         N, BR = d_TN.shape[1], _block(part_width, size.grad_r)
-        if few := own is None and _few(_cdiv(N, BN), size.grad_bands, runs, device):
+        if few := own is None and _few(_cdiv(N, BN), size.grad_bands, segments, device):
             BN = size.few_grad_n
         spans = _cdiv(N, BN)
-        band = size.grad_bands[0] if few else _band(size.grad_bands, spans, runs, device)
-        bands = runs.blocks[band]
+        band = size.grad_bands[0] if few else _band(size.grad_bands, spans, segments, device)
+        bands = segments.blocks[band]
         dS_parts = torch.empty(spans, T, part_width, device=device)
-        dB_parts = torch.empty(runs.counts[band], N, part_width, device=device) if need_dB else None
+        dB_parts = torch.empty(segments.counts[band], N, part_width, device=device) if need_dB else None
         e_TN, kept, g, parts, need_dz, need_d, of_y = None, None, None, None, False, False, False
         if own is not None:
             composition, kept, need_dz, need_d, of_y = own
             g = composition.g
             e_TN = e[index] = torch.empty(T, N, dtype=S.dtype, device=device)
             if need_dz or need_d:
-                parts = torch.empty(runs.counts[band], 2, N, device=device)
+                parts = torch.empty(segments.counts[band], 2, N, device=device)
         place = _place_of(packed, alone, index)
         tma = described(d_TN) and (not need_dz or kept is None or described(kept))
         args = (
@@ -353,48 +335,48 @@ def grad(
             part_width, adapter, band, threshold, *place,
         )  # fmt: skip
         key = ("grad", packed.shape, index, tma, d_TN.stride(0), need_dB, own is None, kept is None, need_dz, need_d)
-        if not launched(runs.sites, key, args):
+        if not launched(segments.sites, key, args):
             launch(
-                gradient_kernels.grad_kernel, (spans, runs.counts[band], _cdiv(part_width, BR)), args, runs.sites, key,
+                gradient_kernels.grad_kernel, (spans, segments.counts[band], _cdiv(part_width, BR)), args, segments.sites, key,
                 ALONE=alone is not None, TMA=tma, NEED_DB=need_dB, COMPOSED=own is not None, NEED_DZ=need_dz, NEED_D=need_d,
                 PRECISION="ieee", BM=BM, BN=BN, BR=BR, STAGES=size.grad_stages if own is None else size.joint_stages,
                 num_warps=size.grad_warps if own is None else size.joint_warps, num_stages=1,
             )  # fmt: skip
         if own is not None:
-            sums[index] = None if parts is None else _sum_tokens(parts, runs, own[0], band, of_y)
+            sums[index] = None if parts is None else _sum_tokens(parts, segments, own[0], band, of_y)
         dB = torch.empty(layout.b_sizes[index], dtype=dtype, device=device) if need_dB else None
-        tiles, num_tiles, ranks = runs.blocks[size.down_m], runs.counts[size.down_m], min(BR, 32)
+        tiles, num_tiles, ranks = segments.blocks[size.down_m], segments.counts[size.down_m], min(BR, 32)
         blocks = _cdiv(N, size.down_m) if need_dB else 0
         sum_args = (
-            dS_parts, dS, dB_parts, dB, tiles, num_tiles, bands, runs.ranges[band], tables.places[index], blocks, N,
-            width, part_width, spans, T * part_width, T, runs.counts[band], *place,
+            dS_parts, dS, dB_parts, dB, tiles, num_tiles, bands, segments.ranges[band], tables.places[index], blocks, N,
+            width, part_width, spans, T * part_width, T, segments.counts[band], *place,
         )  # fmt: skip
         sum_key = ("sum_grads", packed.shape, index, dtype, spans, band, need_dB)
-        if not launched(runs.sites, sum_key, sum_args):
+        if not launched(segments.sites, sum_key, sum_args):
             launch(
                 gradient_kernels.sum_grads_kernel,
                 (num_tiles + blocks * (tables.adapters if alone is None else 1), _cdiv(part_width, ranks)), sum_args,
-                runs.sites, sum_key,
+                segments.sites, sum_key,
                 ALONE=alone is not None, BM=size.down_m, BN=size.down_m, BR=ranks, AHEAD=8, num_warps=4, num_stages=1,
             )  # fmt: skip
         out.append(dB)
     return e, dS, out, sums
 
 
-def _band(bands: tuple[int, ...], columns: int, runs: RunTables, device: torch.device) -> int:
+def _band(bands: tuple[int, ...], columns: int, segments: SegmentTables, device: torch.device) -> int:
     """Tokens of a band, for kernels with a program for each band and block of columns: those that take the fewest turns of all
     processors, two programs on each; of equals the longest."""
-    band = runs.bands.get((bands, columns))
+    band = segments.bands.get((bands, columns))
     if band is None:
         slots = 2 * processors(device)
-        turns = {band: _cdiv(columns * runs.counts[band], slots) for band in bands}
-        band = runs.bands[bands, columns] = min(bands, key=lambda band: (turns[band] * (band + BAND_START), -band))
+        turns = {band: _cdiv(columns * segments.counts[band], slots) for band in bands}
+        band = segments.bands[bands, columns] = min(bands, key=lambda band: (turns[band] * (band + BAND_START), -band))
     return band
 
 
-def _few(columns: int, bands: tuple[int, ...], runs: RunTables, device: torch.device) -> bool:
+def _few(columns: int, bands: tuple[int, ...], segments: SegmentTables, device: torch.device) -> bool:
     """Whether a program for each of the shortest bands and block of columns makes fewer than two for each processor."""
-    return columns * runs.counts[bands[0]] < 2 * processors(device)
+    return columns * segments.counts[bands[0]] < 2 * processors(device)
 
 
 def described(t: torch.Tensor) -> bool:
@@ -408,26 +390,26 @@ def described(t: torch.Tensor) -> bool:
 
 
 def inputs(
-    x_TK: torch.Tensor, dS: torch.Tensor, packed: Packed, tables: GroupTables, runs: RunTables,
-    keys_T2: torch.Tensor | None, salt: int, dtype: torch.dtype, need_dx: bool, need_dA: bool, alone: Run | None,
+    x_TK: torch.Tensor, dS: torch.Tensor, packed: Packed, tables: GroupTables, segments: SegmentTables,
+    keys_T2: torch.Tensor | None, salt: int, dtype: torch.dtype, need_dx: bool, need_dA: bool, alone: Segment | None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
     """drop(dS A) [T, K], onto which the base products are to be accumulated, and the stacked dA [rows, K] in `dtype`."""
     size, layout, (T, K), device = sizes_for(x_TK.dtype), packed.layout, x_TK.shape, x_TK.device
     width = layout.width
     BR = _block(width, size.inputs_r)
     BK, stages = (size.narrow_k, size.narrow_stages) if BR == 16 and need_dx else (size.inputs_k, size.inputs_stages)
-    if few := not need_dx and _few(_cdiv(K, BK), size.inputs_bands, runs, device):
+    if few := not need_dx and _few(_cdiv(K, BK), size.inputs_bands, segments, device):
         BK = size.few_inputs_k
     elif not need_dx and alone is None:
         BK = size.several_inputs_k
-    band = size.inputs_bands[0] if few else _band(size.inputs_bands, _cdiv(K, BK), runs, device)
-    bands = runs.blocks[band]
+    band = size.inputs_bands[0] if few else _band(size.inputs_bands, _cdiv(K, BK), segments, device)
+    bands = segments.blocks[band]
     blocks, stride = _cdiv(width, BR), x_TK.stride(0)
     threshold, first, rank = _rows_of(packed, alone)
     dx = torch.empty(T, K, dtype=x_TK.dtype, device=device) if need_dx else None
     parts = dA = None
     if need_dA:
-        parts = torch.empty(runs.counts[band], width, K, dtype=torch.float32, device=device)
+        parts = torch.empty(segments.counts[band], width, K, dtype=torch.float32, device=device)
     # one pass where a single block of ranks covers all; else dx in a pass of its own, and dA by blocks of ranks
     for with_dx, with_dA in [(need_dx, need_dA)] if blocks == 1 else [(need_dx, False), (False, need_dA)]:
         if not (with_dx or with_dA):
@@ -438,22 +420,34 @@ def inputs(
             signed(salt), K, stride, width, T, band, threshold, first, rank,
         )  # fmt: skip
         key = ("inputs", packed.shape, stride, keys_T2 is None, tma, with_dx, with_dA, dx is None, parts is None)
-        if not launched(runs.sites, key, args):
+        if not launched(segments.sites, key, args):
             launch(
-                gradient_kernels.inputs_kernel, (_cdiv(K, BK), runs.counts[band], blocks if with_dA else 1), args, runs.sites,
+                gradient_kernels.inputs_kernel, (_cdiv(K, BK), segments.counts[band], blocks if with_dA else 1), args, segments.sites,
                 key,
-                ALONE=alone is not None, TMA=tma, DROP=runs.dropout, ASM=packed_dropout(x_TK), NEED_DX=with_dx,
+                ALONE=alone is not None, TMA=tma, DROP=segments.dropout, ASM=packed_dropout(x_TK), NEED_DX=with_dx,
                 NEED_DA=with_dA, PRECISION="ieee", BM=size.inputs_m, BK=BK, BR=BR, STAGES=stages,
                 num_warps=size.inputs_warps, num_stages=1,
             )  # fmt: skip
     if parts is not None:
         dA = torch.empty(layout.num_rows, K, dtype=dtype, device=device)
-        sum_args = (parts, dA, bands, runs.ranges[band], tables.owners, None, None, K, width, runs.counts[band], first)
+        sum_args = (
+            parts,
+            dA,
+            bands,
+            segments.ranges[band],
+            tables.owners,
+            None,
+            None,
+            K,
+            width,
+            segments.counts[band],
+            first,
+        )
         sum_key = ("sum_rows", packed.shape, dtype, band)
-        if not launched(runs.sites, sum_key, sum_args):
+        if not launched(segments.sites, sum_key, sum_args):
             launch(
                 gradient_kernels.sum_rows_kernel, (_cdiv(K, 512), layout.num_rows if alone is None else rank), sum_args,
-                runs.sites, sum_key,
+                segments.sites, sum_key,
                 ALONE=alone is not None, MAGNITUDE=False, OF_Y=False, BANDS=4, BK=512, num_warps=4, num_stages=1,
             )  # fmt: skip
     return dx, dA
@@ -499,7 +493,7 @@ def _tile(T: int, Q: int, slots: int) -> tuple[int, int, int]:
 
 
 def _fused(
-    runs: RunTables, of: Hashable, X: torch.Tensor, V: torch.Tensor, Y: torch.Tensor, low: _LowRank, forward: bool,
+    segments: SegmentTables, of: Hashable, X: torch.Tensor, V: torch.Tensor, Y: torch.Tensor, low: _LowRank, forward: bool,
     bias: torch.Tensor | None = None, keys_T2: torch.Tensor | None = None, salt: int = 0, p: float = 0.0,
     g: torch.Tensor | None = None, Z: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
@@ -521,17 +515,17 @@ def _fused(
             right = Descriptor(low.R, [BR, BN], [rank, Q], [Q, 1])
     args = (
         Descriptor(X, [BM, BK]), Descriptor(V, [BN, BK] if forward else [BK, BN]), Descriptor(Y, [BM, BN]),
-        None if Z is None else Descriptor(Z, [BM, BN]), left, right, bias, g, keys_T2, runs.whole if several else None,
-        runs.spans if several else None, low.places, signed(salt), dropout_threshold(p), T, P, Q, L.stride(0),
+        None if Z is None else Descriptor(Z, [BM, BN]), left, right, bias, g, keys_T2, segments.whole if several else None,
+        segments.spans if several else None, low.places, signed(salt), dropout_threshold(p), T, P, Q, L.stride(0),
         low.last if several else low.rank,
     )  # fmt: skip
     key = ("fused", of, forward, several, _dtype(bias), g is None, keys_T2 is None, Z is None)
-    if not launched(runs.sites, key, args):
+    if not launched(segments.sites, key, args):
         programs = min(processors(X.device), _cdiv(T, BM) * _cdiv(Q, BN))
         launch(
-            fused.fused_kernel, (programs,), args, runs.sites, key,
-            FORWARD=forward, DROP=keys_T2 is not None and (runs.dropout if several else p > 0), ASM=packed_dropout(Y),
-            HAS_BIAS=bias is not None, HAS_G=g is not None, KEEP=Z is not None, WIDE=wide, RUNS=several,
+            fused.fused_kernel, (programs,), args, segments.sites, key,
+            FORWARD=forward, DROP=keys_T2 is not None and (segments.dropout if several else p > 0), ASM=packed_dropout(Y),
+            HAS_BIAS=bias is not None, HAS_G=g is not None, KEEP=Z is not None, WIDE=wide, SEGMENTS=several,
             DTYPE=getattr(tl, str(Y.dtype).removeprefix("torch.")),
             BM=BM, BN=BN, BK=BK, BR=BR, GROUP=8, PROGRAMS=programs, num_warps=warps, num_stages=stages,
         )  # fmt: skip
@@ -539,9 +533,9 @@ def _fused(
 
 
 def _of_layer(
-    S: torch.Tensor, packed: Packed, tables: GroupTables, alone: Run | None, index: int, last: int = 0
+    S: torch.Tensor, packed: Packed, tables: GroupTables, alone: Segment | None, index: int, last: int = 0
 ) -> _LowRank:
-    """S B' of one layer. alone: the run that has all tokens and an adapter on the layer, if one does."""
+    """S B' of one layer. alone: the segment that has all tokens and an adapter on the layer, if one does."""
     if alone is None:
         flat = packed.B[index]
         assert flat is not None
@@ -551,17 +545,17 @@ def _of_layer(
 
 
 def up_fused(
-    x_TK: torch.Tensor, S: torch.Tensor, packed: Packed, tables: GroupTables, runs: RunTables, alone: Run | None, index: int,
+    x_TK: torch.Tensor, S: torch.Tensor, packed: Packed, tables: GroupTables, segments: SegmentTables, alone: Segment | None, index: int,
     layer: Layer,
 ) -> torch.Tensor:  # fmt: skip
     """y [T, N] of one layer."""
     y = torch.empty(x_TK.shape[0], packed.layout.sizes[index], dtype=x_TK.dtype, device=x_TK.device)
     low = _of_layer(S, packed, tables, alone, index)
-    return _fused(runs, (packed.shape, index), x_TK, layer.weight, y, low, True, layer.bias)
+    return _fused(segments, (packed.shape, index), x_TK, layer.weight, y, low, True, layer.bias)
 
 
 def up_fused_composed(
-    x_TK: torch.Tensor, S: torch.Tensor, packed: Packed, tables: GroupTables, runs: RunTables, alone: Run | None, index: int,
+    x_TK: torch.Tensor, S: torch.Tensor, packed: Packed, tables: GroupTables, segments: SegmentTables, alone: Segment | None, index: int,
     layer: Layer, composition: Composition, keep: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """y [T, N] = g z + bias of one layer, and z where it is to be kept."""
@@ -571,12 +565,12 @@ def up_fused_composed(
     g, bias = composition.g, composition.bias
     if alone is not None:
         g, bias = g[alone.adapter], None if bias is None else bias[alone.adapter]
-    return _fused(runs, (packed.shape, index), x_TK, layer.weight, y, low, True, bias, g=g, Z=z), z
+    return _fused(segments, (packed.shape, index), x_TK, layer.weight, y, low, True, bias, g=g, Z=z), z
 
 
 def dx_fused(
-    d_TN: torch.Tensor, weight_NK: torch.Tensor, dS: torch.Tensor, packed: Packed, tables: GroupTables, runs: RunTables,
-    alone: Run | None, keys_T2: torch.Tensor | None, salt: int,
+    d_TN: torch.Tensor, weight_NK: torch.Tensor, dS: torch.Tensor, packed: Packed, tables: GroupTables, segments: SegmentTables,
+    alone: Segment | None, keys_T2: torch.Tensor | None, salt: int,
 ) -> torch.Tensor:  # fmt: skip
     """d W + drop(dS A), [T, K]."""
     dx = torch.empty(d_TN.shape[0], weight_NK.shape[1], dtype=d_TN.dtype, device=d_TN.device)
@@ -586,4 +580,4 @@ def dx_fused(
         first, padded = packed.layout.rows[alone.adapter]
         low = _LowRank(dS, packed.A_RK[first : first + padded], padded)
     p = 0.0 if alone is None else alone.dropout
-    return _fused(runs, (packed.shape, weight_NK.shape[0]), d_TN, weight_NK, dx, low, False, None, keys_T2, salt, p)
+    return _fused(segments, (packed.shape, weight_NK.shape[0]), d_TN, weight_NK, dx, low, False, None, keys_T2, salt, p)

@@ -21,10 +21,10 @@ from torch.nn.functional import linear
 
 from packlora.ops.dropout import dropout
 from packlora.ops.first_order import first_order
+from packlora.ops.lora_linear.autograd import Outputs, saving_is_hooked, stand_in
 from packlora.ops.lora_linear.dense import base_onto, low_dtype, mm_in, scaled_mm
-from packlora.ops.lora_linear.group import Outputs, saving_is_hooked, stand_in
-from packlora.ops.lora_linear.layout import Layer, LowRank
 from packlora.ops.lora_linear.plan import CHAIN, Plan, Situation, why_not
+from packlora.ops.lora_linear.types import Layer, LowRank
 
 
 def lora_linear_products(

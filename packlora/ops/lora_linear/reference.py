@@ -25,7 +25,7 @@ NORM_EPS = 1e-12
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class ReferenceSegment:
     """A run of consecutive tokens that belong to one adapter. Tokens in no segment see only the base layer.
 
     Any of the operands may be absent: no A and B is a layer where only the bias is trained; no magnitude is plain LoRA.
@@ -71,7 +71,7 @@ def lora_linear(
     x_TK: torch.Tensor,
     weight_NK: torch.Tensor,
     bias_N: torch.Tensor | None,
-    segments: Sequence[Segment],
+    segments: Sequence[ReferenceSegment],
     keys_T2: torch.Tensor | None = None,
     salt: int = 0,
 ) -> torch.Tensor:
@@ -104,7 +104,7 @@ def _segment(
     base_TN: torch.Tensor,
     weight_NK: torch.Tensor,
     bias_N: torch.Tensor | None,
-    seg: Segment,
+    seg: ReferenceSegment,
     keys_T2: torch.Tensor | None,
     salt: int,
 ) -> torch.Tensor:

@@ -18,17 +18,11 @@ from typing import Any
 
 import torch
 
-from packlora.ops.lora_linear.group import (
-    GroupState,
-    Layer,
-    LowRank,
-    Prepared,
-    Run,
-    check_tokens,
-    group_backward,
-)
+from packlora.ops.lora_linear.autograd import group_backward
 from packlora.ops.lora_linear.plan import Plan
+from packlora.ops.lora_linear.prepared import GroupState, Prepared
 from packlora.ops.lora_linear.steps import Steps
+from packlora.ops.lora_linear.types import Layer, LowRank, Segment, check_tokens
 
 
 @lru_cache
@@ -42,7 +36,7 @@ def _width(plan: Plan, rank: int) -> int:
 
 
 def compilable(plan: Plan) -> bool:
-    """Whether the plan can run as a registered operator: those that merge weights or associate otherwise cannot."""
+    """Whether the plan can segment as a registered operator: those that merge weights or associate otherwise cannot."""
     return not plan.rearranged
 
 
@@ -75,10 +69,10 @@ def lora_linear(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """y [T, N], S and z; differentiable in x, A, B and magnitude. Operands as in ops.lora_linear.group.lora_group, plan as
     JSON."""
-    chosen, runs = plan_of(plan), (Run(0, 0, len(x_TK), p),)
-    check_tokens(x_TK, runs, keys_T2)
+    chosen, segments = plan_of(plan), (Segment(0, 0, len(x_TK), p),)
+    check_tokens(x_TK, segments, keys_T2)
     prepared = _prepare(x_TK, weight_NK, bias_N, A_rK, B_Nr, magnitude_N, norm_N, scaling, chosen)
-    steps = Steps(prepared, x_TK, runs, salt, chosen).with_tokens(x_TK, keys_T2)
+    steps = Steps(prepared, x_TK, segments, salt, chosen).with_tokens(x_TK, keys_T2)
     S = steps.down()
     (y_TN,), (z_TN,) = steps.up(S)
     return y_TN, S if chosen.keep_s else S.new_empty(0, S.shape[1]), y_TN.new_empty(0) if z_TN is None else z_TN
@@ -120,12 +114,12 @@ def lora_linear_backward(
     need_magnitude: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """dx [T, K], dA [r, K], dB [N, r], dm [N]; empty where not needed."""
-    chosen, runs = plan_of(plan), (Run(0, 0, len(x_TK), p),)
+    chosen, segments = plan_of(plan), (Segment(0, 0, len(x_TK), p),)
     prepared = _prepare(x_TK, weight_NK, None, A_rK, B_Nr, magnitude_N, norm_N, scaling, chosen)
     need = {"A": need_A, "B": need_B, "magnitude": need_magnitude}
     needed = [need[name] for _, _, name in prepared.slots]
     dx, grads = group_backward(
-        Steps(prepared, x_TK, runs, salt, chosen).with_tokens(x_TK, keys_T2), S if chosen.keep_s else None,
+        Steps(prepared, x_TK, segments, salt, chosen).with_tokens(x_TK, keys_T2), S if chosen.keep_s else None,
         (None if magnitude_N is None else z_TN,), (d_TN,), need_x, needed,
     )  # fmt: skip
     named = {name: grad for (_, _, name), grad in zip(prepared.slots, grads, strict=True)}

@@ -1,4 +1,4 @@
-"""The steps of a group's forward and backward, each by the way that the plan names: torch products run by run, or a kernel.
+"""The steps of a group's forward and backward, each by the way that the plan names: torch products segment by segment, or a kernel.
 
     down       S = s c (drop(x) A')
     up         y = g (x W' + S B') + bias
@@ -10,7 +10,7 @@ drop() puts dropped elements to 0 and does not scale: the scaling s and the surv
 and nowhere else, so any way of one step goes with any way of the others. g is 1 for LoRA and m / norm for DoRA; layers where no
 adapter has a magnitude or a bias of its own ("plain" ones) have no composition: there e is d.
 
-A DoRA run under dropout whose base product is that of the dropped x (Run.base_dropped, PEFT's semantics) is a LoRA run, and has
+A DoRA segment under dropout whose base product is that of the dropped x (Segment.base_dropped, PEFT's semantics) is a LoRA segment, and has
 
     y += (g - 1) (drop(x) c W' + S B'),    dx += drop((g - 1) d c W),    dS = s c g d B
 
@@ -19,7 +19,6 @@ added to it: two base products. (g - 1) is formed in g's dtype; the difference o
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -27,17 +26,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.functional import linear
 
-from packlora.ops.dropout import dropout_factor, masked
+from packlora.ops.dropout import masked
+from packlora.ops.dropout.keys import dropout_factor
+from packlora.ops.gpu import HAS_TRITON
 from packlora.ops.lora_linear.dense import base_onto, low_dtype, sum_mm, write_mm
-from packlora.ops.lora_linear.layout import Layer, LowRank, Recent, Run, RunTables, gaps, situation
 from packlora.ops.lora_linear.plan import Plan, Up, legal, ordered
+from packlora.ops.lora_linear.tables import SegmentTables, gaps
+from packlora.ops.lora_linear.types import Layer, LowRank, Segment, situation
+from packlora.ops.recent import Recent
 from packlora.ops.stamp import Stamps, stamps
 
 if TYPE_CHECKING:
-    from packlora.ops.lora_linear.group import Prepared
+    from packlora.ops.lora_linear.prepared import Prepared
 
-_RUN_TABLES: Recent[RunTables] = Recent(64)
-HAS_TRITON = importlib.util.find_spec("triton") is not None
+_SEGMENT_TABLES: Recent[SegmentTables] = Recent(64)
 
 
 @dataclass(slots=True)
@@ -50,7 +52,7 @@ class Sums:
 
 
 class Steps:
-    """Calls over tokens x [T, K] that `runs` of the group's adapters own; `with_tokens` makes a call of it.
+    """Calls over tokens x [T, K] that `segments` of the group's adapters own; `with_tokens` makes a call of it.
 
     Args:
         x_TK: some such tokens.
@@ -62,30 +64,36 @@ class Steps:
     wanted: set[tuple[int, str]]
     """Layers and names of the operands whose gradients a backward is for; of magnitudes and biases it must be told."""
 
-    def __init__(self, prepared: Prepared, x_TK: torch.Tensor, runs: tuple[Run, ...], salt: int, plan: Plan) -> None:
+    def __init__(
+        self, prepared: Prepared, x_TK: torch.Tensor, segments: tuple[Segment, ...], salt: int, plan: Plan
+    ) -> None:
         self.prepared, self.packed, self.layers, self.layout = (
             prepared, prepared.packed, prepared.layers, prepared.layout,
         )  # fmt: skip
         self.T, self.dtype, self.device, self.salt = len(x_TK), x_TK.dtype, x_TK.device, salt
-        self.every = runs
-        present = {run.adapter for run in runs}
+        self.every = segments
+        present = {segment.adapter for segment in segments}
         self.owned = tuple(
             operand for (_, number, _), operand in zip(prepared.slots, prepared.flat, strict=True) if number in present
         )
         """Operands of the adapters that own tokens."""
-        self.runs = [run for run in runs if self.layout.rows.get(run.adapter, (0, 0))[1]]
-        self.whole = len(runs) == 1 and (runs[0].start, runs[0].stop) == (0, self.T)
-        """Whether one run has all tokens."""
+        self.segments = [segment for segment in segments if self.layout.rows.get(segment.adapter, (0, 0))[1]]
+        self.whole = len(segments) == 1 and (segments[0].start, segments[0].stop) == (0, self.T)
+        """Whether one segment has all tokens."""
         self.single = x_TK.dtype == torch.float32
-        self.composed: dict[int, list[Run]] = {}
-        """Layers where a run has a magnitude or a bias of its own, and those runs."""
+        self.composed: dict[int, list[Segment]] = {}
+        """Layers where a segment has a magnitude or a bias of its own, and those segments."""
         for index in prepared.compositions:
             adapters = self.layers[index].adapters
-            own = [run for run in runs if (low := adapters.get(run.adapter)) is not None and not low.plain]
+            own = [
+                segment for segment in segments if (low := adapters.get(segment.adapter)) is not None and not low.plain
+            ]
             if own:
                 self.composed[index] = own
-        self.dropped = any(self._base_dropped(run, index) for index, own in self.composed.items() for run in own)
-        self.plan = plan = ordered(legal(plan, situation(self.layers, runs, self.T)), x_TK.element_size())
+        self.dropped = any(
+            self._base_dropped(segment, index) for index, own in self.composed.items() for segment in own
+        )
+        self.plan = plan = ordered(legal(plan, situation(self.layers, segments, self.T)), x_TK.element_size())
         self.sums_dtype = prepared.wide if x_TK.is_cuda and prepared.wide == torch.float32 else x_TK.dtype
         """What products that sum over the tokens, dA and dB, are written in."""
         self.kernels = plan.needs_triton or bool(
@@ -97,24 +105,28 @@ class Steps:
             self.launch = launch
             self.fused = "fused" in (plan.up, plan.dx) and launch.fusable(x_TK, self.layers)
             self.alone = self._alone()
-            self.tables = self.run_tables()
+            self.tables = self.segment_tables()
 
-    def _alone(self) -> Run | None:
-        """The run that has all tokens and an adapter on every layer, if there is one."""
+    def _alone(self) -> Segment | None:
+        """The segment that has all tokens and an adapter on every layer, if there is one."""
         if not self.whole:
             return None
-        (run,) = self.every
-        return run if all((run.adapter, index) in self.layout.places for index in range(len(self.layers))) else None
+        (segment,) = self.every
+        return (
+            segment
+            if all((segment.adapter, index) in self.layout.places for index in range(len(self.layers)))
+            else None
+        )
 
-    def run_tables(self) -> RunTables:
-        """Tables of the runs for the kernels' block sizes."""
+    def segment_tables(self) -> SegmentTables:
+        """Tables of the segments for the kernels' block sizes."""
         from packlora.ops.lora_linear import launch
 
         T, device, number = self.T, self.device, self.prepared.num_adapters
-        known = tuple(run for run in self.every if run.adapter < number)  # others are of other layers
-        return _RUN_TABLES.get(
+        known = tuple(segment for segment in self.every if segment.adapter < number)  # others are of other layers
+        return _SEGMENT_TABLES.get(
             (known, T, device, self.single, number),
-            lambda: RunTables(known, T, device, launch.sizes_for(self.dtype).tokens, number, launch.FUSED_M),
+            lambda: SegmentTables(known, T, device, launch.sizes_for(self.dtype).tokens, number, launch.FUSED_M),
         )
 
     def with_tokens(self, x_TK: torch.Tensor, keys_T2: torch.Tensor | None) -> Steps:
@@ -125,36 +137,36 @@ class Steps:
 
     # --- parts -------------------------------------------------------------------------------------------------------
 
-    def _base_dropped(self, run: Run, index: int) -> bool:
-        low = self.layers[index].adapters.get(run.adapter)
-        return bool(run.dropout and run.base_dropped and low is not None and low.magnitude is not None)
+    def _base_dropped(self, segment: Segment, index: int) -> bool:
+        low = self.layers[index].adapters.get(segment.adapter)
+        return bool(segment.dropout and segment.base_dropped and low is not None and low.magnitude is not None)
 
-    def _A(self, run: Run) -> torch.Tensor:
+    def _A(self, segment: Segment) -> torch.Tensor:
         """The adapter's stacked A, [R, K]."""
-        first, padded = self.layout.rows[run.adapter]
+        first, padded = self.layout.rows[segment.adapter]
         return self.packed.A_RK if padded == self.layout.num_rows else self.packed.A_RK[first : first + padded]
 
-    def _own(self, tensor: torch.Tensor, run: Run, columns: slice | None = None) -> torch.Tensor:
-        """The run's rows of a tensor [T, ...], and their columns where not all are meant. Views cost the host time."""
+    def _own(self, tensor: torch.Tensor, segment: Segment, columns: slice | None = None) -> torch.Tensor:
+        """The segment's rows of a tensor [T, ...], and their columns where not all are meant. Views cost the host time."""
         if columns is not None and columns.stop - columns.start < tensor.shape[1]:
-            return tensor[run.rows, columns]
-        return tensor if self.whole else tensor[run.rows]
+            return tensor[segment.rows, columns]
+        return tensor if self.whole else tensor[segment.rows]
 
-    def _drop(self, tokens: torch.Tensor, run: Run) -> torch.Tensor:
-        if not run.dropout:
+    def _drop(self, tokens: torch.Tensor, segment: Segment) -> torch.Tensor:
+        if not segment.dropout:
             return tokens
         assert self.keys_T2 is not None
-        return masked(tokens, self.keys_T2[run.rows], self.salt, run.dropout)
+        return masked(tokens, self.keys_T2[segment.rows], self.salt, segment.dropout)
 
-    def _of_layer(self, index: int) -> list[tuple[Run, slice, torch.Tensor, float]]:
-        """Per run with an adapter on this layer: columns of S, B [N, padded], and s c."""
+    def _of_layer(self, index: int) -> list[tuple[Segment, slice, torch.Tensor, float]]:
+        """Per segment with an adapter on this layer: columns of S, B [N, padded], and s c."""
         layer, out = self.layers[index], []
-        for run in self.runs:
-            place = self.layout.places.get((run.adapter, index))
+        for segment in self.segments:
+            place = self.layout.places.get((segment.adapter, index))
             if place is not None:
-                B = self.packed.b_block(run.adapter, index)
-                factor = layer.adapters[run.adapter].scaling * dropout_factor(run.dropout)
-                out.append((run, slice(place.column, place.column + place.padded), B, factor))
+                B = self.packed.b_block(segment.adapter, index)
+                factor = layer.adapters[segment.adapter].scaling * dropout_factor(segment.dropout)
+                out.append((segment, slice(place.column, place.column + place.padded), B, factor))
         return out
 
     # --- down --------------------------------------------------------------------------------------------------------
@@ -166,18 +178,22 @@ class Steps:
                 self.x_TK, self.packed, self.prepared.tables, self.tables, self.keys_T2, self.salt, self.alone
             )
         S = self.x_TK.new_empty(self.T, self.layout.width)
-        for run in self.runs:
-            A_RK, xd, factor = self._A(run), self._drop(self._own(self.x_TK, run), run), dropout_factor(run.dropout)
-            scaling = self.prepared.scalings[run.adapter]
+        for segment in self.segments:
+            A_RK, xd, factor = (
+                self._A(segment),
+                self._drop(self._own(self.x_TK, segment), segment),
+                dropout_factor(segment.dropout),
+            )
+            scaling = self.prepared.scalings[segment.adapter]
             if scaling is not None:
-                write_mm(self._own(S, run, slice(0, A_RK.shape[0])), xd, A_RK.T, scaling * factor)
+                write_mm(self._own(S, segment, slice(0, A_RK.shape[0])), xd, A_RK.T, scaling * factor)
                 continue
             for index, layer in enumerate(self.layers):  # layers of one adapter that scale differently
-                place = self.layout.places.get((run.adapter, index))
+                place = self.layout.places.get((segment.adapter, index))
                 if place is not None:
                     columns = slice(place.column, place.column + place.padded)
-                    own = layer.adapters[run.adapter].scaling * factor
-                    write_mm(S[run.rows, columns], xd, A_RK[columns].T, own)
+                    own = layer.adapters[segment.adapter].scaling * factor
+                    write_mm(S[segment.rows, columns], xd, A_RK[columns].T, own)
         return S
 
     # --- up ----------------------------------------------------------------------------------------------------------
@@ -192,7 +208,7 @@ class Steps:
                 outputs.append(self._plain_up(S, index, layer))
                 kept.append(None)
                 continue
-            lows = [layer.adapters[run.adapter] for run in self.composed[index]]
+            lows = [layer.adapters[segment.adapter] for segment in self.composed[index]]
             needs_z = any(low.magnitude is not None and low.magnitude.requires_grad for low in lows)
             from_y = self._from_y(index)
             y_TN, z_TN = self._composed_up(S, index, layer, needs_z and not from_y)
@@ -225,20 +241,20 @@ class Steps:
             own = self._of_layer(index)
             dtype = self.dtype if index in self.composed else low_dtype(self.x_TK)
             y_TN = self.x_TK.new_empty(self.T, self.layout.sizes[index], dtype=dtype)
-            for run, columns, B, _ in own:
-                sum_mm(self._own(y_TN, run), self._own(S, run, columns), B.T, False)
-            for start, stop in () if self.whole and own else gaps([run for run, *_ in own], self.T):
+            for segment, columns, B, _ in own:
+                sum_mm(self._own(y_TN, segment), self._own(S, segment, columns), B.T, False)
+            for start, stop in () if self.whole and own else gaps([segment for segment, *_ in own], self.T):
                 y_TN[start:stop] = 0
             return base_onto(y_TN, self.x_TK, layer.weight, layer.bias)
         y_TN = linear(self.x_TK, layer.weight, layer.bias)
-        for run, columns, B, _ in self._of_layer(index):
-            y_TN[run.rows].addmm_(S[run.rows, columns], B.T)
+        for segment, columns, B, _ in self._of_layer(index):
+            y_TN[segment.rows].addmm_(S[segment.rows, columns], B.T)
         return y_TN
 
     def _composed_up(
         self, S: torch.Tensor, index: int, layer: Layer, keep_z: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """y, and z = x W' + S B' where it is to be kept (of base-dropped runs that of the dropped x)."""
+        """y, and z = x W' + S B' where it is to be kept (of base-dropped segments that of the dropped x)."""
         composition, way = self.prepared.compositions[index], self._way_up(index)
         if way == "fused" and self.fused:
             return self.launch.up_fused_composed(
@@ -254,42 +270,42 @@ class Steps:
             y_TN = torch.empty_like(z_TN) if keep_z else z_TN
             self.launch.compose(z_TN, y_TN, self.tables, composition)
             return y_TN, z_TN if keep_z else None
-        return self._composed_by_run(S, index, layer, z_TN, keep_z)
+        return self._composed_by_segment(S, index, layer, z_TN, keep_z)
 
-    def _composed_by_run(
+    def _composed_by_segment(
         self, S: torch.Tensor, index: int, layer: Layer, y_TN: torch.Tensor, keep_z: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """y in place of x W' + S B' in y_TN, run by run, and z."""
+        """y in place of x W' + S B' in y_TN, segment by segment, and z."""
         composition, own = self.prepared.compositions[index], self.composed[index]
-        dropped = [run for run in own if self._base_dropped(run, index)]
+        dropped = [segment for segment in own if self._base_dropped(segment, index)]
         z_TN = torch.empty_like(y_TN) if dropped or keep_z else None
-        for run in own:
-            low, y_tN = layer.adapters[run.adapter], y_TN[run.rows]
-            g_N = None if low.magnitude is None else composition.g[run.adapter]
-            bias_N = None if composition.bias is None else composition.bias[run.adapter]
-            if run in dropped:
+        for segment in own:
+            low, y_tN = layer.adapters[segment.adapter], y_TN[segment.rows]
+            g_N = None if low.magnitude is None else composition.g[segment.adapter]
+            bias_N = None if composition.bias is None else composition.bias[segment.adapter]
+            if segment in dropped:
                 assert z_TN is not None
-                z_tN, place = z_TN[run.rows], self.layout.places[run.adapter, index]
-                B = self.packed.b_block(run.adapter, index)
-                S_tr = S[run.rows, place.column : place.column + place.padded]
-                xd_tK, factor = self._drop(self.x_TK[run.rows], run), dropout_factor(run.dropout)
+                z_tN, place = z_TN[segment.rows], self.layout.places[segment.adapter, index]
+                B = self.packed.b_block(segment.adapter, index)
+                S_tr = S[segment.rows, place.column : place.column + place.padded]
+                xd_tK, factor = self._drop(self.x_TK[segment.rows], segment), dropout_factor(segment.dropout)
                 if self.single:  # a product rounds more when it accumulates onto something
                     write_mm(z_tN, xd_tK, layer.weight.T, factor)
                     z_tN.addmm_(S_tr, B.T)
                 else:
                     write_mm(z_tN, S_tr, B.T)
                     z_tN.addmm_(xd_tK, layer.weight.T, alpha=factor)
-                self._compose_run(z_tN, y_tN, g_N, bias_N, minus=1, add=True)
+                self._compose_rows(z_tN, y_tN, g_N, bias_N, minus=1, add=True)
             else:
                 if z_TN is not None:
-                    z_TN[run.rows] = y_tN
-                self._compose_run(y_tN, y_tN, g_N, bias_N)
+                    z_TN[segment.rows] = y_tN
+                self._compose_rows(y_tN, y_tN, g_N, bias_N)
         if layer.bias is not None:
             for start, stop in gaps(own, len(y_TN)):
                 y_TN[start:stop] += layer.bias
         return y_TN, z_TN
 
-    def _compose_run(
+    def _compose_rows(
         self, z_tN: torch.Tensor, y_tN: torch.Tensor, g_N: torch.Tensor | None, bias_N: torch.Tensor | None, minus: int = 0,
         add: bool = False,
     ) -> None:  # fmt: skip
@@ -297,7 +313,7 @@ class Steps:
         if z_tN.is_cuda and HAS_TRITON and z_tN.dtype != torch.float64:
             from packlora.ops.lora_linear import launch
 
-            launch.compose_run(z_tN, y_tN, g_N, bias_N, minus, add)
+            launch.compose_rows(z_tN, y_tN, g_N, bias_N, minus, add)
             return
         value = z_tN if g_N is None else (g_N - minus) * z_tN
         if bias_N is not None:
@@ -318,7 +334,7 @@ class Steps:
             e = [self._scale(index, d_TN, kept[index], sums[index]) for index, d_TN in enumerate(d)]
             dS, dB = self._grad_products(e, S, need_B)
         base: Sequence[torch.Tensor | None] = e
-        if self.dropped:  # the base product of all tokens takes d, not e, in those runs
+        if self.dropped:  # the base product of all tokens takes d, not e, in those segments
             base = [self._undo_dropped(index, e_TN, d[index]) for index, e_TN in enumerate(e)]
         dx, dA = self._inputs(dS, base, need_x, need_A, d)
         return dx, dA, dB, sums
@@ -349,22 +365,22 @@ class Steps:
             from packlora.ops.lora_linear import launch
 
             e_TN, parts = launch.scale(
-                d_TN, kept, self.run_tables(), composition, need_m, need_bias, self._from_y(index)
+                d_TN, kept, self.segment_tables(), composition, need_m, need_bias, self._from_y(index)
             )
             self._put(index, parts, sums)
             return e_TN
         e_TN = d_TN
-        for run in self.composed[index]:
-            low, d_tN = layer.adapters[run.adapter], d_TN[run.rows]
-            own = sums.setdefault(run.adapter, Sums())
+        for segment in self.composed[index]:
+            low, d_tN = layer.adapters[segment.adapter], d_TN[segment.rows]
+            own = sums.setdefault(segment.adapter, Sums())
             wide = d_tN.to(composition.g.dtype)
             if low.magnitude is not None:
                 if e_TN is d_TN:
                     e_TN = d_TN.clone()
-                e_TN[run.rows] = composition.g[run.adapter] * wide
+                e_TN[segment.rows] = composition.g[segment.adapter] * wide
                 if need_m:
                     assert kept is not None
-                    own.dm = _plus(own.dm, (wide * kept[run.rows]).sum(0))
+                    own.dm = _plus(own.dm, (wide * kept[segment.rows]).sum(0))
             if low.bias is not None and need_bias:
                 own.d = _plus(own.d, wide.sum(0))
         for number, own in sums.items():
@@ -376,7 +392,7 @@ class Steps:
         if parts is None:
             return
         need_m = self._wants(index)[0]
-        for number in {run.adapter for run in self.composed[index]}:
+        for number in {segment.adapter for segment in self.composed[index]}:
             low = self.layers[index].adapters[number]
             dm = parts[number, 0] if need_m and low.magnitude is not None else None
             sums[number] = Sums(dm, parts[number, 1] if low.bias is not None else None)
@@ -407,17 +423,17 @@ class Steps:
             dB = None
             if e_TN is not None and need_B:
                 dB = torch.empty(self.layout.b_sizes[index], dtype=self.sums_dtype, device=S.device)
-            for run, columns, B, factor in self._of_layer(index):
-                own = self._own(dS, run, columns)
+            for segment, columns, B, factor in self._of_layer(index):
+                own = self._own(dS, segment, columns)
                 if e_TN is None:
                     own.zero_()
                     continue
-                e_tN = self._own(e_TN, run)
+                e_tN = self._own(e_TN, segment)
                 torch.addmm(own, e_tN, B, beta=0, alpha=factor, out=own)
                 if dB is not None:
-                    block = self.layout.b_block(dB, run.adapter, index)
-                    sum_mm(block, e_tN.T, self._own(S, run, columns), (run.adapter, index) in done)
-                    done.add((run.adapter, index))
+                    block = self.layout.b_block(dB, segment.adapter, index)
+                    sum_mm(block, e_tN.T, self._own(S, segment, columns), (segment.adapter, index) in done)
+                    done.add((segment.adapter, index))
             out.append(dB)
         return dS, out
 
@@ -433,7 +449,7 @@ class Steps:
         way = self.plan.dx
         fused = way == "fused" and self.fused and all(e_TN is None or e_TN.data_ptr() % 16 == 0 for e_TN in e)
         dx = dA = None
-        if way == "routed" or (way == "fused" and (not fused or any(run.dropout for run in self.runs))):
+        if way == "routed" or (way == "fused" and (not fused or any(segment.dropout for segment in self.segments))):
             dx, dA = self.launch.inputs(
                 self.x_TK, dS, self.packed, self.prepared.tables, self.tables, self.keys_T2, self.salt, self.prepared.wide,
                 need_x and not fused, need_A, self.alone,
@@ -441,23 +457,23 @@ class Steps:
         elif need_A:
             rows, done = self.layout.num_rows, set()
             dA = torch.empty(rows, self.prepared.K, dtype=self.sums_dtype, device=self.device)
-            for run in self.runs:
-                at, padded = self.layout.rows[run.adapter]
-                xd, dS_tR = self._drop(self._own(self.x_TK, run), run), self._own(dS, run, slice(0, padded))
-                sum_mm(dA if padded == rows else dA[at : at + padded], dS_tR.T, xd, run.adapter in done)
-                done.add(run.adapter)
+            for segment in self.segments:
+                at, padded = self.layout.rows[segment.adapter]
+                xd, dS_tR = self._drop(self._own(self.x_TK, segment), segment), self._own(dS, segment, slice(0, padded))
+                sum_mm(dA if padded == rows else dA[at : at + padded], dS_tR.T, xd, segment.adapter in done)
+                done.add(segment.adapter)
         if not need_x:
             return None, dA
         if way == "before":
             dx = torch.empty_like(self.x_TK)
-            for run in self.runs:
-                A_RK = self._A(run)
-                low_rank = self._own(dS, run, slice(0, A_RK.shape[0]))
-                if run.dropout:
-                    dx[run.rows] = self._drop(self._plus_dropped(low_rank @ A_RK, run, d), run)
+            for segment in self.segments:
+                A_RK = self._A(segment)
+                low_rank = self._own(dS, segment, slice(0, A_RK.shape[0]))
+                if segment.dropout:
+                    dx[segment.rows] = self._drop(self._plus_dropped(low_rank @ A_RK, segment, d), segment)
                 else:
-                    torch.mm(low_rank, A_RK, out=self._own(dx, run))
-            for start, stop in () if self.whole and self.runs else gaps(self.runs, self.T):
+                    torch.mm(low_rank, A_RK, out=self._own(dx, segment))
+            for start, stop in () if self.whole and self.segments else gaps(self.segments, self.T):
                 dx[start:stop] = 0
         for layer, e_TN in zip(self.layers, e, strict=True):
             if e_TN is None:
@@ -473,37 +489,37 @@ class Steps:
                 dx = e_TN @ layer.weight
         assert dx is not None
         if way == "after":
-            for run in self.runs:
-                A_RK = self._A(run)
-                low_rank = self._own(dS, run, slice(0, A_RK.shape[0]))
-                if run.dropout:
-                    dx[run.rows] += self._drop(self._plus_dropped(low_rank @ A_RK, run, d), run)
+            for segment in self.segments:
+                A_RK = self._A(segment)
+                low_rank = self._own(dS, segment, slice(0, A_RK.shape[0]))
+                if segment.dropout:
+                    dx[segment.rows] += self._drop(self._plus_dropped(low_rank @ A_RK, segment, d), segment)
                 else:
-                    dx[run.rows].addmm_(low_rank, A_RK)
+                    dx[segment.rows].addmm_(low_rank, A_RK)
         return dx, dA
 
     def _undo_dropped(self, index: int, e_TN: torch.Tensor | None, d_TN: torch.Tensor | None) -> torch.Tensor | None:
-        """e with d in the rows of base-dropped runs."""
+        """e with d in the rows of base-dropped segments."""
         if e_TN is None or d_TN is None or e_TN is d_TN:
             return e_TN
-        dropped = [run for run in self.composed.get(index, ()) if self._base_dropped(run, index)]
+        dropped = [segment for segment in self.composed.get(index, ()) if self._base_dropped(segment, index)]
         if len(dropped) == len(self.composed[index]):  # e is d everywhere else
             return d_TN
         out = e_TN.clone()
-        for run in dropped:
-            out[run.rows] = d_TN[run.rows]
+        for segment in dropped:
+            out[segment.rows] = d_TN[segment.rows]
         return out
 
-    def _plus_dropped(self, low_tK: torch.Tensor, run: Run, d: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        """dS A of one run, plus (g - 1) d c W of every layer where its base product is dropped, before it is dropped."""
+    def _plus_dropped(self, low_tK: torch.Tensor, segment: Segment, d: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        """dS A of one segment, plus (g - 1) d c W of every layer where its base product is dropped, before it is dropped."""
         for index in self.composed:
             d_TN = d[index]
-            if d_TN is not None and self._base_dropped(run, index):
-                scaled = torch.empty_like(d_TN[run.rows])
-                self._compose_run(
-                    d_TN[run.rows], scaled, self.prepared.compositions[index].g[run.adapter], None, minus=1
+            if d_TN is not None and self._base_dropped(segment, index):
+                scaled = torch.empty_like(d_TN[segment.rows])
+                self._compose_rows(
+                    d_TN[segment.rows], scaled, self.prepared.compositions[index].g[segment.adapter], None, minus=1
                 )
-                low_tK.addmm_(scaled, self.layers[index].weight, alpha=dropout_factor(run.dropout))
+                low_tK.addmm_(scaled, self.layers[index].weight, alpha=dropout_factor(segment.dropout))
         return low_tK
 
 

@@ -16,8 +16,8 @@ import torch
 
 from packlora.ops.gpu import capability, has_copy_engine, on_device, processors
 from packlora.ops.launcher import Descriptor, launch
-from packlora.ops.lora_linear.layout import Recent
 from packlora.ops.lora_linear.reference import NORM_EPS
+from packlora.ops.recent import Recent
 from packlora.ops.row_norm import kernel as kernels
 from packlora.ops.row_norm import wide_kernel as wide
 from packlora.ops.row_norm.row_norm import BUDGET_BYTES, NormProblem

@@ -15,7 +15,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from packlora.ops.lora_linear.kernels.forward import _add_dot, _block_of, _drop, _drop_two, _keys, _rows_of
+from packlora.ops.dropout.kernel import _drop, _drop_two, _keys
+from packlora.ops.lora_linear.kernels.common import _add_dot, _block_of, _place_of, _rows_of
 
 
 @triton.jit
@@ -29,7 +30,7 @@ def _sum_rows(tile, PARTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
 
 @triton.jit
 def _inside(rows, stop, TAIL: tl.constexpr):
-    """Which rows are before `stop`: all of them, known when it is compiled, where it is not the TAIL of a run."""
+    """Which rows are before `stop`: all of them, known when it is compiled, where it is not the TAIL of a segment."""
     if TAIL:
         return rows < stop
     else:
@@ -75,7 +76,7 @@ def _grad_block(
     TAIL: tl.constexpr, TMA: tl.constexpr, NEED_DB: tl.constexpr, COMPOSED: tl.constexpr, NEED_DZ: tl.constexpr,
     NEED_D: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """One block of tokens from t on; TAIL: some of them may be past the run. Returns the sums over tokens so far."""
+    """One block of tokens from t on; TAIL: some of them may be past the segment. Returns the sums over tokens so far."""
     rows = t + tl.arange(0, BM)
     rows_64 = rows.to(tl.int64)[:, None]
     cols = first + tl.arange(0, BN)
@@ -83,7 +84,7 @@ def _grad_block(
     here = inside[:, None] & fits[None, :]
     if TMA:
         d_tile = d.load([t, first])
-        if TAIL:  # a product with 0 would let another run's NaN through
+        if TAIL:  # a product with 0 would let another segment's NaN through
             d_tile = tl.where(inside[:, None], d_tile, tl.zeros_like(d_tile))
     else:
         d_tile = tl.load(d + rows_64 * d_stride + cols[None, :], mask=here, other=0.0)
@@ -179,18 +180,6 @@ def _grad(
         tl.store(sums + (band_64 * 2 + 1) * N + cols, tl.sum(d_sum, 0), mask=fits)
 
 
-@triton.jit
-def _place_of(places, adapter, column, offset, rank, ALONE: tl.constexpr):
-    """Column in S, offset in the flat B, and padded rank; see layout.GroupTables.places."""
-    if ALONE:
-        return column, offset, rank
-    else:
-        at = places + 4 * adapter
-        return (
-            tl.multiple_of(tl.load(at), 16), tl.multiple_of(tl.load(at + 1), 16), tl.multiple_of(tl.load(at + 2), 16),
-        )  # fmt: skip
-
-
 @triton.jit(do_not_specialize=["alone"])
 def grad_kernel(
     d, S, B, dS_parts, dB_parts, kept, e, sums, g, bands, places, scalings, base_row, T, N, d_stride, width, part_width,
@@ -284,7 +273,7 @@ def _inputs_block(
     TAIL: tl.constexpr, TMA: tl.constexpr, DROP: tl.constexpr, ASM: tl.constexpr, NEED_DX: tl.constexpr, NEED_DA: tl.constexpr,
     PRECISION: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
-    """One block of tokens from t on; TAIL: some of them may be past the run. Returns dA' of the tokens so far."""
+    """One block of tokens from t on; TAIL: some of them may be past the segment. Returns dA' of the tokens so far."""
     rows = t + tl.arange(0, BM)
     inside = _inside(rows, stop, TAIL)
     rows_64 = rows.to(tl.int64)[:, None]
@@ -295,7 +284,7 @@ def _inputs_block(
     if NEED_DA:
         if TMA:
             x_tile = x.load([t, column_0])
-            if TAIL:  # a product with 0 would let another run's NaN through
+            if TAIL:  # a product with 0 would let another segment's NaN through
                 x_tile = tl.where(inside[:, None], x_tile, tl.zeros_like(x_tile))
         else:
             x_at = x + rows_64 * x_stride + cols[None, :]

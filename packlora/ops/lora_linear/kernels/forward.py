@@ -4,13 +4,13 @@ share. layout.py says where things lie; gradient_kernels.py has those of the bac
     down     S = s c (drop(x) A')                     x is read once for all adapters and layers; the mask stays in registers
     up       y0 = S B' + bias                         y0 is what the base product x W' then accumulates onto
              y = g (x W' + S B') + bias               or: the base product is there, one pass over it
-    compose  y = g z + bias                           run: the same for one run, and its variants under dropout
+    compose  y = g z + bias                           segment: the same for one segment, and its variants under dropout
 
 drop() puts dropped elements to 0 and does not scale; the scaling s and the survivors' factor c = 1 / (1 - p) are in S and dS,
 multiplied in while they are float32, and nowhere else.
 
-Each block of tokens belongs to one adapter (blocks never cross from one run into another), so what one adapter's tokens hold,
-be it NaN, reaches no other adapter, and rows past the end of a run are masked, not padded. Where one run has all tokens
+Each block of tokens belongs to one adapter (blocks never cross from one segment into another), so what one adapter's tokens hold,
+be it NaN, reaches no other adapter, and rows past the end of a segment are masked, not padded. Where one segment has all tokens
 (ALONE), blocks, places and ranks come as arguments: a table would have to be read before anything else can start.
 
 What is read from a table says nothing of its alignment, and without that every element is loaded by itself: so it is said where
@@ -24,168 +24,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from packlora.ops.dropout import MIX_1, MIX_2, STRIDE
-
-_STRIDE = tl.constexpr(STRIDE)
-_MIX_1 = tl.constexpr(MIX_1)
-_MIX_2 = tl.constexpr(MIX_2)
-
-
-# One hash serves two neighbouring features, 16 bits each. $in: the pair's counter times STRIDE plus the token's first key,
-# the second key, the rate's limit less one in both halves, and all ones where nothing is dropped.
-_HASH = """
-{{
-.reg .b32 v, t;
-shr.u32 t, {v}, 16;
-xor.b32 v, {v}, t;
-mul.lo.u32 v, v, 0x{MIX_1:x};
-xor.b32 v, v, {key};
-shr.u32 t, v, 15;
-xor.b32 v, v, t;
-mul.lo.u32 v, v, 0x{MIX_2:x};
-shr.u32 t, v, 15;
-xor.b32 v, v, t;
-xor.b32 v, v, 0x80008000;
-max.u16x2 v, v, {limit};
-sub.u32 v, v, {limit};
-mov.b32 t, 0x00010001;
-min.u16x2 v, v, t;
-mul.lo.u32 v, v, 0xffff;
-or.b32 v, v, {all};
-{use}
-}}
-"""
-_ONE = tl.constexpr(
-    _HASH.format(v="$2", key="$4", limit="$6", all="$8", use="and.b32 $0, $1, v;", MIX_1=MIX_1, MIX_2=MIX_2)
-)
-_TWO = tl.constexpr(
-    _HASH.format(
-        v="$4", key="$6", limit="$8", all="$10", use="and.b32 $0, $2, v;\nand.b32 $1, $3, v;", MIX_1=MIX_1, MIX_2=MIX_2
-    )
-)
-
-
-@triton.jit
-def _add_dot(a, b, acc, lost, PRECISION: tl.constexpr):
-    """acc + a b, and what rounding lost of it. In float32 the sum over the blocks is compensated (Kahan): one program sums
-    more terms in a row than the library's products do. In 16 bits the accumulator is wide enough as it is.
-    """
-    if a.dtype == tl.float32:
-        part = tl.dot(a, b, input_precision=PRECISION) - lost
-        larger = acc + part
-        return larger, (larger - acc) - part
-    else:
-        return tl.dot(a, b, acc), lost
-
-
-@triton.jit
-def _keys(keys, rows, inside, salt):
-    """Both key words of tokens, the first with the salt in it."""
-    pairs = tl.load(keys + 2 * rows[:, None] + tl.arange(0, 2)[None, :], mask=inside[:, None], other=0)
-    key_0, key_1 = tl.split(pairs.to(tl.uint32, bitcast=True))
-    return key_0 ^ salt.to(tl.uint32), key_1
-
-
-@triton.jit
-def _kept(key_0, key_1, first_column, threshold, BK: tl.constexpr):
-    """Which elements of a tile survive, bool [rows, BK]; ops/dropout.py is the specification."""
-    pairs = (first_column // 2 + tl.arange(0, BK // 2)).to(tl.uint32)
-    v = (pairs * _STRIDE)[None, :] + key_0[:, None]
-    v ^= v >> 16
-    v = (v * _MIX_1) ^ key_1[:, None]
-    v ^= v >> 15
-    v *= _MIX_2
-    v ^= (v >> 15) ^ 0x80008000
-    limit = threshold.to(tl.uint32) << 16
-    return tl.interleave((v << 16) >= limit, v >= limit)
-
-
-@triton.jit
-def _limits(threshold):
-    """The operands of _HASH that say the rate."""
-    limit = tl.maximum(threshold, 1) - 1
-    return limit * 0x10001, tl.where(threshold == 0, -1, 0)
-
-
-@triton.jit
-def _drop(x, key_0, key_1, first_column, threshold, BK: tl.constexpr, ASM: tl.constexpr):
-    """x [rows, BK] with dropped elements 0, unscaled. ASM (16-bit x, sm_90): two elements at a time in packed registers."""
-    if ASM:
-        cols = first_column + tl.arange(0, BK)
-        counter = (cols // 2).to(tl.uint32) * _STRIDE
-        limit, every = _limits(threshold)
-        return tl.inline_asm_elementwise(
-            _ONE, "=r,r,r,r,r,r,r,r,r,r",
-            [x, key_0[:, None] + counter[None, :], key_1[:, None], limit, every],
-            dtype=x.dtype, is_pure=True, pack=2,
-        )  # fmt: skip
-    else:
-        return tl.where(_kept(key_0, key_1, first_column, threshold, BK), x, tl.zeros_like(x))
-
-
-@triton.jit
-def _drop_two(x, y, key_0, key_1, first_column, threshold, BK: tl.constexpr, ASM: tl.constexpr):
-    """_drop of two tensors with the same mask."""
-    if ASM:
-        cols = first_column + tl.arange(0, BK)
-        counter = (cols // 2).to(tl.uint32) * _STRIDE
-        limit, every = _limits(threshold)
-        return tl.inline_asm_elementwise(
-            _TWO, "=r,=r,r,r,r,r,r,r,r,r,r,r",
-            [x, y, key_0[:, None] + counter[None, :], key_1[:, None], limit, every],
-            dtype=(x.dtype, y.dtype), is_pure=True, pack=2,
-        )  # fmt: skip
-    else:
-        kept = _kept(key_0, key_1, first_column, threshold, BK)
-        return tl.where(kept, x, tl.zeros_like(x)), tl.where(kept, y, tl.zeros_like(y))
-
-
-@triton.jit(do_not_specialize=["salt"])
-def masked_kernel(
-    x,
-    y,
-    keys,
-    salt,
-    threshold,
-    T,
-    K,
-    x_stride,
-    SCALED: tl.constexpr,
-    ASM: tl.constexpr,
-    BM: tl.constexpr,
-    BK: tl.constexpr,
-):
-    """y = drop(x), or scaled as torch's dropout scales it: the product is rounded to the dtype. Grid (blocks of K, of T)."""
-    rows = tl.program_id(1) * BM + tl.arange(0, BM)
-    cols = tl.program_id(0) * BK + tl.arange(0, BK)
-    inside = rows < T
-    mask = inside[:, None] & (cols < K)[None, :]
-    x_tile = tl.load(x + rows.to(tl.int64)[:, None] * x_stride + cols[None, :], mask=mask, other=0.0)
-    if SCALED:
-        x_tile = (x_tile.to(tl.float32) * (65536.0 / (65536 - threshold))).to(y.dtype.element_ty)
-    key_0, key_1 = _keys(keys, rows, inside, salt)
-    x_tile = _drop(x_tile, key_0, key_1, tl.program_id(0) * BK, threshold, BK, ASM)
-    tl.store(y + rows.to(tl.int64)[:, None] * K + cols[None, :], x_tile, mask=mask)
-
-
-@triton.jit
-def _block_of(blocks, index, size, T, threshold, ALONE: tl.constexpr):
-    """Adapter (0 where ALONE), start, stop and dropout threshold of a block of tokens; see layout.RunTables."""
-    if ALONE:
-        return index * 0, index * size, tl.minimum((index + 1) * size, T), threshold
-    else:
-        at = blocks + 4 * index
-        return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
-
-
-@triton.jit
-def _rows_of(adapters, adapter, first, rank, ALONE: tl.constexpr):
-    """First row in the stacked A, and padded rank; see layout.GroupTables.rows."""
-    if ALONE:
-        return first, rank
-    else:
-        at = adapters + 2 * adapter
-        return tl.multiple_of(tl.load(at), 16), tl.multiple_of(tl.load(at + 1), 16)
+from packlora.ops.dropout.kernel import _drop, _keys
+from packlora.ops.lora_linear.kernels.common import _add_dot, _block_of, _rows_of
 
 
 @triton.jit
@@ -343,11 +183,11 @@ def compose_kernel(z, y, g, bias, tiles, base_row, N, HAS_BIAS: tl.constexpr, BM
 
 
 @triton.jit
-def run_kernel(
+def rows_kernel(
     z, y, g, bias, T, N, minus, ADD: tl.constexpr, HAS_G: tl.constexpr, HAS_BIAS: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr,
 ):  # fmt: skip
-    """y = (g - minus) z + bias, or y += that, over the rows [T, N] of one run; g, bias float32 [N]. Grid (blocks of N, T)."""
+    """y = (g - minus) z + bias, or y += that, over the rows [T, N] of one segment; g, bias float32 [N]. Grid (blocks of N, T)."""
     rows = tl.program_id(1) * BM + tl.arange(0, BM)
     cols = tl.program_id(0) * BN + tl.arange(0, BN)
     fits = cols < N

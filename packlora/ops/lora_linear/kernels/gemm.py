@@ -5,9 +5,9 @@ The low-rank product of a tile is made first and is where the accumulator starts
 output, and nothing is rounded before the base product is there. There is one accumulator: a second one of 128 x 256 would not
 fit the registers, and spilling serialises the products (measured: 8 times slower).
 
-Where one adapter owns all tokens, its operands are given as they are. Else a tile goes through the runs that it meets, one
+Where one adapter owns all tokens, its operands are given as they are. Else a tile goes through the segments that it meets, one
 after the other, with the rows of the others as zeros. An adapter that is not finite must not reach those, as 0 times infinity
-would: of R, what is not finite becomes 0, and the run's own rows of L become NaN.
+would: of R, what is not finite becomes 0, and the segment's own rows of L become NaN.
 
 Shapes: T tokens, K inputs, N outputs. Here X [T, P] is x or d, V is W, and Y [T, Q] is y or dx.
 """
@@ -17,19 +17,24 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from packlora.ops.lora_linear.kernels.forward import _drop, _keys
+from packlora.ops.dropout.kernel import _drop, _keys
 
 
 @triton.jit
-def _low_rank_of_runs(
-    acc, L, R, runs, places, first, last, rows, cols, Q, width, FORWARD: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr
+def _low_rank_of_segments(
+    acc, L, R, segments, places, first, last, rows, cols, Q, width, FORWARD: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr
 ):  # fmt: skip
-    """acc plus the low-rank products of the tile's runs, and the rows' rates of dropout, as thresholds."""
+    """acc plus the low-rank products of the tile's segments, and the rows' rates of dropout, as thresholds."""
     thresholds = tl.zeros((BM,), dtype=tl.int32)
     fits = cols < Q
     for number in range(first, last):
-        run = runs + 4 * number
-        adapter, start, stop, threshold = tl.load(run), tl.load(run + 1), tl.load(run + 2), tl.load(run + 3)
+        segment = segments + 4 * number
+        adapter, start, stop, threshold = (
+            tl.load(segment),
+            tl.load(segment + 1),
+            tl.load(segment + 2),
+            tl.load(segment + 3),
+        )
         own = (rows >= start) & (rows < stop)
         thresholds = tl.where(own, threshold, thresholds)
         known = adapter >= 0
@@ -61,14 +66,14 @@ def _low_rank_of_runs(
 
 
 @triton.jit
-def _compose_runs(
-    acc, g, bias, runs, first, last, rows, cols, Q, base_row, HAS_BIAS: tl.constexpr
+def _compose_segments(
+    acc, g, bias, segments, first, last, rows, cols, Q, base_row, HAS_BIAS: tl.constexpr
 ):  # fmt: skip
     """g acc + bias, by the adapter that owns a row."""
     fits = cols < Q
     for number in range(first, last):
-        run = runs + 4 * number
-        adapter, start, stop = tl.load(run), tl.load(run + 1), tl.load(run + 2)
+        segment = segments + 4 * number
+        adapter, start, stop = tl.load(segment), tl.load(segment + 1), tl.load(segment + 2)
         at = tl.where(adapter >= 0, adapter, base_row).to(tl.int64) * Q + cols
         value = acc * tl.load(g + at, mask=fits, other=0.0)[None, :]
         if HAS_BIAS:
@@ -79,15 +84,15 @@ def _compose_runs(
 
 @triton.jit(do_not_specialize=["salt"])
 def fused_kernel(
-    X, V, Y, Z, L, R, bias, g, keys, runs, spans, places, salt, threshold, T, P, Q, width, rank,
+    X, V, Y, Z, L, R, bias, g, keys, segments, spans, places, salt, threshold, T, P, Q, width, rank,
     FORWARD: tl.constexpr, DROP: tl.constexpr, ASM: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_G: tl.constexpr,
-    KEEP: tl.constexpr, WIDE: tl.constexpr, RUNS: tl.constexpr, DTYPE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    KEEP: tl.constexpr, WIDE: tl.constexpr, SEGMENTS: tl.constexpr, DTYPE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, BR: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     """Forward: L is S [T, width], R is B [Q, rank]. Backward: L is dS, R the stacked A [rank, Q]. WIDE: L and R are tensor
     descriptors of their first `rank` columns and rows. HAS_G: the product z is scaled before the bias; KEEP: z is stored.
 
-    RUNS: runs (layout.RunTables) have the low-rank products, of each tile those in spans [tiles, 2]. L is as before, R the
+    SEGMENTS: segments (layout.SegmentTables) have the low-rank products, of each tile those in spans [tiles, 2]. L is as before, R the
     layer's flat B or the A's of all adapters, places theirs of the layer or of the stacked A (layout.GroupTables); g and bias
     after g are float32 [rank + 1, Q], by adapter, the last row for tokens without one."""
     num_m, num_n = tl.cdiv(T, BM), tl.cdiv(Q, BN)
@@ -102,10 +107,10 @@ def fused_kernel(
         inside = rows < T
         acc = tl.zeros((BM, BN), dtype=tl.float32)
         limit = threshold
-        if RUNS:
+        if SEGMENTS:
             first, last = tl.load(spans + 2 * m), tl.load(spans + 2 * m + 1)
-            acc, thresholds = _low_rank_of_runs(
-                acc, L, R, runs, places, first, last, rows, cols, Q, width, FORWARD, BM, BR
+            acc, thresholds = _low_rank_of_segments(
+                acc, L, R, segments, places, first, last, rows, cols, Q, width, FORWARD, BM, BR
             )
             limit = thresholds[:, None]
             if not DROP and (HAS_G or not HAS_BIAS):
@@ -142,8 +147,8 @@ def fused_kernel(
         if HAS_G:
             if KEEP:
                 Z.store([m * BM, n * BN], acc.to(DTYPE))
-            if RUNS:
-                acc = _compose_runs(acc, g, bias, runs, first, last, rows, cols, Q, rank, HAS_BIAS)
+            if SEGMENTS:
+                acc = _compose_segments(acc, g, bias, segments, first, last, rows, cols, Q, rank, HAS_BIAS)
             else:
                 acc *= tl.load(g + cols, mask=cols < Q, other=0.0)[None, :]
                 if HAS_BIAS:
