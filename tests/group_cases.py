@@ -15,6 +15,7 @@ from exactness import assert_as_exact
 from packlora.ops.dropout.keys import token_keys
 from packlora.ops.lora_linear import reference
 from packlora.ops.lora_linear.autograd import lora_group
+from packlora.ops.lora_linear.frozen import Dense
 from packlora.ops.lora_linear.plan import CHAIN, Plan
 from packlora.ops.lora_linear.reference import ReferenceSegment, weight_norm
 from packlora.ops.lora_linear.types import Layer, LowRank, Segment
@@ -115,7 +116,7 @@ def make_case(
                     magnitude = (norm * (1 + 0.3 * randn(N))).to(dtype).double()
             if A is not None or bias is not None:
                 adapters[a] = LowRank(A, B, scaling, magnitude, norm, bias)
-        layers.append(Layer(weight, randn(N) if with_bias else None, adapters, keep_output))
+        layers.append(Layer(Dense(weight), randn(N) if with_bias else None, adapters, keep_output))
     keys = torch.from_numpy(np.concatenate([token_keys(seed, 3, s, 5) for s in range(-(-T // 5))])[:T].copy()).to(
         device
     )
@@ -136,7 +137,7 @@ def cast(
             norm = low.norm.to(_wide(dtype)) if isinstance(low.norm, torch.Tensor) else None
             adapters[a] = replace(low, **{name: own.get(name) for name in ("A", "B", "magnitude", "bias")}, norm=norm)
         bias = None if layer.bias is None else layer.bias.to(dtype)
-        layers.append(replace(layer, weight=layer.weight.to(dtype), bias=bias, adapters=adapters))
+        layers.append(replace(layer, frozen=Dense(layer.frozen.dense().to(dtype)), bias=bias, adapters=adapters))
     return replace(case, x=leaves["x"], layers=tuple(layers), dy=[d.to(dtype) for d in case.dy]), leaves
 
 
@@ -178,7 +179,7 @@ def run_reference(case: GroupCase, dtype: torch.dtype) -> dict[str, torch.Tensor
             for run in own.runs
             if (low := layer.adapters.get(run.adapter)) is not None
         ]  # fmt: skip
-        outputs.append(reference.lora_linear(own.x, layer.weight, layer.bias, segments, own.keys, own.salt))
+        outputs.append(reference.lora_linear(own.x, layer.frozen.dense(), layer.bias, segments, own.keys, own.salt))
     return _results(outputs, leaves, own.dy)
 
 
@@ -191,7 +192,7 @@ def by_group(
         n: LowRank(seg.A, seg.B, seg.scaling, seg.magnitude, seg.norm, seg.bias) for n, seg in enumerate(segments)
     }
     runs = [Segment(n, seg.start, seg.stop, seg.dropout, seg.base_dropped) for n, seg in enumerate(segments)]
-    return lora_group(x, [Layer(weight, bias, adapters)], runs, keys, salt, plan)[0]
+    return lora_group(x, [Layer(Dense(weight), bias, adapters)], runs, keys, salt, plan)[0]
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from packlora.adapters.norms import RowNorms
 from packlora.adapters.siblings import SiblingGroup
 from packlora.adapters.spec import ModuleSpec
 from packlora.ops.lora_linear.autograd import lora_group
+from packlora.ops.lora_linear.frozen import Dense
 from packlora.ops.lora_linear.prepared import GroupState
 from packlora.ops.lora_linear.types import Layer, LowRank, Segment
 from packlora.ops.recipe import recipe_of
@@ -115,7 +116,7 @@ class Router:
         found = self._states.get(key)
         if found is None or any(new is not old for new, old in zip(layers, found[0], strict=True)):
             # adapters change by the jobs' own optimizers and by copy_: both move the version counters
-            found = self._states[key] = (layers, GroupState(trusted=True))
+            found = self._states[key] = (layers, GroupState(version_counted=True))
         return found
 
     def forget(self) -> None:
@@ -133,7 +134,7 @@ class Router:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One layer's part of a forward by ops/lora_linear/group.py, as siblings.py wants it."""
+    """One layer's part of a forward by ops/lora_linear, as siblings.py wants it."""
 
     member: AdaptedLinear
     tokens: Tokens
@@ -197,11 +198,11 @@ class AdaptedLinear(torch.nn.Module):
         """The layer and all its adapters as the operator takes them."""
         known, base = self._layer, self.base
         if (
-            known is None or known.weight is not base.weight or known.bias is not base.bias
+            known is None or known.frozen.dense() is not base.weight or known.bias is not base.bias
             or known.keep_output != self.keep_output
         ):  # fmt: skip
             low_rank = {number: weights.low_rank() for number, weights in self.adapters.items()}
-            known = self._layer = Layer(self.base.weight, self.base.bias, low_rank, self.keep_output)
+            known = self._layer = Layer(Dense(base.weight), base.bias, low_rank, self.keep_output)
         return known
 
 

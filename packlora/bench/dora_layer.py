@@ -22,6 +22,7 @@ from packlora.bench.dora_peers import PaperLayer, dense_norm
 from packlora.bench.layer import One, accelerated, check_close, peft_model, progress_line, under_autocast, work
 from packlora.bench.options import Options, choose, plan_from_name
 from packlora.ops.lora_linear.autograd import lora_group
+from packlora.ops.lora_linear.frozen import Dense
 from packlora.ops.lora_linear.prepared import GroupState
 from packlora.ops.lora_linear.types import Layer, LowRank, Segment
 from packlora.ops.row_norm.row_norm import row_norm, squared_row_norm
@@ -191,7 +192,7 @@ class Operator:
             get = norms.add(weight_NK, own[0], own[1], SCALING, trusted=True).get if len(own) == 3 else None
             adapters[number] = LowRank(own[0], own[1], SCALING, own[2] if len(own) == 3 else None, get)
         # nobody writes into the output here, as nobody does in the models that packlora trains
-        made = (Layer(weight_NK, None, adapters, keep_output=True),)
+        made = (Layer(Dense(weight_NK), None, adapters, keep_output=True),)
         return Operator(
             made, tuple(Segment(number, *run, base_dropped=parity) for number, run in enumerate(runs)), parameters
         )
@@ -202,7 +203,7 @@ class Operator:
             plan = plan_from_name(name.partition(":")[2])
         else:
             plan = Planner(x_TK.device).plan_of(x_TK, self.layers, self.runs)
-        state = GroupState(trusted=True)  # as in training: an optimizer moves version counters
+        state = GroupState(version_counted=True)  # as in training: an optimizer moves version counters
 
         def call(x: torch.Tensor) -> torch.Tensor:
             return lora_group(x, self.layers, self.runs, keys_T2, 1, plan, state)[0]

@@ -28,6 +28,7 @@ from packlora.adapters.siblings import SiblingGroup
 from packlora.ops.gpu import HAS_TRITON, capability
 from packlora.ops.lora_linear import registered as compiled
 from packlora.ops.lora_linear.autograd import lora_group
+from packlora.ops.lora_linear.frozen import Dense
 from packlora.ops.lora_linear.plan import CHAIN, Plan
 from packlora.ops.lora_linear.prepared import GroupState
 from packlora.ops.lora_linear.types import Layer, LowRank, Segment
@@ -297,14 +298,14 @@ def _layer(call: LayerCall, weight: torch.Tensor, bias: torch.Tensor | None, las
     """As the operator takes it; `last`, the very object, where that still says the same."""
     norm = call.owner.norm(call)
     keep = call.magnitude is not None and call.owner.keeps_output(weight.device, weight.dtype)
-    if last is not None and last.weight is weight and last.bias is bias and last.keep_output == keep:
+    if last is not None and last.frozen.dense() is weight and last.bias is bias and last.keep_output == keep:
         low = last.adapters[0]
         if (
             low.A is call.A and low.B is call.B and low.scaling == call.scaling and low.magnitude is call.magnitude
             and low.norm is norm
         ):  # fmt: skip
             return last
-    return Layer(weight, bias, {0: LowRank(call.A, call.B, call.scaling, call.magnitude, norm)}, keep)
+    return Layer(Dense(weight), bias, {0: LowRank(call.A, call.B, call.scaling, call.magnitude, norm)}, keep)
 
 
 def _to(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

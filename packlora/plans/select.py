@@ -70,7 +70,7 @@ class Planner:
         return plan
 
     def plan_of(self, x: torch.Tensor, layers: Sequence[Layer], runs: Sequence[Segment]) -> Plan:
-        """The plan for a call of ops.lora_linear.group.lora_group with these operands."""
+        """The plan for a call of ops.lora_linear.autograd.lora_group with these operands."""
         K = x.shape[-1]
         T = x.numel() // K
         who = tuple([(run.adapter, run.dropout > 0, run.base_dropped) for run in runs])
@@ -80,7 +80,7 @@ class Planner:
         if found is None or any(new is not old for new, old in zip(layers, found[0], strict=True)):
             call = situation(layers, runs, T)
             case = Case.of(
-                x.device, x.dtype, T, K, [len(layer.weight) for layer in layers],
+                x.device, x.dtype, T, K, [layer.frozen.shape[0] for layer in layers],
                 [[low.rank if (low := layer.adapters.get(number)) else 0 for layer in layers] for number, _, _ in who],
                 [drop for _, drop, _ in who], [layer.bias is not None for layer in layers], covered,
                 (x.requires_grad, True, True), call.composed, call.base_dropped,

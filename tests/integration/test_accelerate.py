@@ -831,6 +831,7 @@ def test_the_registered_operators_agree_with_the_operator_they_stand_for(dora: b
     import json
 
     from packlora.ops.lora_linear.autograd import lora_group
+    from packlora.ops.lora_linear.frozen import Dense
     from packlora.ops.lora_linear.registered import lora_linear, lora_linear_backward
     from packlora.ops.lora_linear.types import Layer, LowRank, Segment
 
@@ -843,7 +844,7 @@ def test_the_registered_operators_agree_with_the_operator_they_stand_for(dora: b
         m, norm = randn(5).requires_grad_(), torch.rand(5, dtype=torch.float64) + 1
     keys = torch.randint(-(2**31), 2**31, (7, 2), dtype=torch.int32)
     (want,) = lora_group(
-        x, [Layer(weight, bias, {0: LowRank(A, B, 0.7, m, norm)})], [Segment(0, 0, 7, p)], keys, 5, plan
+        x, [Layer(Dense(weight), bias, {0: LowRank(A, B, 0.7, m, norm)})], [Segment(0, 0, 7, p)], keys, 5, plan
     )
     arguments = (x, weight, bias, A, B, m, norm, 0.7, p, keys, 5, json.dumps(plan.to_dict()))
     got, S, z = lora_linear(*arguments)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from packlora.ops.lora_linear.autograd import lora_group
+from packlora.ops.lora_linear.frozen import Dense
 from packlora.ops.lora_linear.plan import CHAIN, Plan
 from packlora.ops.lora_linear.types import Layer, LowRank, Segment
 
@@ -33,7 +34,7 @@ def test_a_parameter_whose_data_are_replaced_before_the_backward_gives_the_gradi
     x, d = draw(7, 6).requires_grad_(), draw(7, 9)
 
     def gradients(replaced: bool) -> tuple[Any, ...]:
-        layer = Layer(operands["weight"], None, {0: LowRank(operands["A"], operands["B"], 2.0)})
+        layer = Layer(Dense(operands["weight"]), None, {0: LowRank(operands["A"], operands["B"], 2.0)})
         (y,) = lora_group(x, (layer,), (Segment(0, 0, len(x), 0.0),), None, 0, plan)
         before = operands[which].data
         if replaced:

@@ -13,6 +13,7 @@ from packlora.ops.cross_entropy.linear_cross_entropy import linear_cross_entropy
 from packlora.ops.gpu import HAS_TRITON
 from packlora.ops.lora_linear import registered as compiled
 from packlora.ops.lora_linear.autograd import lora_group
+from packlora.ops.lora_linear.frozen import Dense
 from packlora.ops.lora_linear.plan import ROUTED, Plan
 from packlora.ops.lora_linear.types import Layer, LowRank, Segment
 
@@ -27,7 +28,7 @@ def layer(dtype: torch.dtype, dora: bool = False) -> tuple[Layer, torch.Tensor]:
     m, norm = (
         (torch.ones(16, dtype=dtype).requires_grad_(), torch.full((16,), 2.0, dtype=dtype)) if dora else (None, None)
     )
-    return Layer(W, None, {0: LowRank(A.requires_grad_(), B.requires_grad_(), 1.5, m, norm)}), x
+    return Layer(Dense(W), None, {0: LowRank(A.requires_grad_(), B.requires_grad_(), 1.5, m, norm)}), x
 
 
 def second_derivative(loss: torch.Tensor, leaf: torch.Tensor, leaves: list[torch.Tensor]) -> None:

@@ -12,8 +12,8 @@ import torch
 
 from packlora.adapters.linear import AdaptedLinear
 from packlora.ops.lora_linear.autograd import lora_group
-from packlora.ops.lora_linear.prepared import GroupState
-from packlora.ops.lora_linear.steps import Composition
+from packlora.ops.lora_linear.frozen import Dense
+from packlora.ops.lora_linear.prepared import GroupState, LayerScales
 from packlora.ops.lora_linear.types import Layer, LowRank, Segment
 
 T, K, N = 12, 16, 20
@@ -33,7 +33,7 @@ def low_rank(seed: int, rank: int, dora: bool = False, bias: bool = False) -> Lo
 def layer_of(*adapters: LowRank) -> Layer:
     generator = torch.Generator().manual_seed(99)
     weight, bias = torch.randn(N, K, generator=generator).double(), torch.randn(N, generator=generator).double()
-    return Layer(weight, bias, dict(enumerate(adapters)))
+    return Layer(Dense(weight), bias, dict(enumerate(adapters)))
 
 
 X = torch.randn(T, K, generator=torch.Generator().manual_seed(7)).double()
@@ -46,7 +46,7 @@ def exact(layer: Layer, runs: tuple[Segment, ...]) -> torch.Tensor:
     for run in runs:
         low, x = layer.adapters[run.adapter], X[run.rows]
         assert low.A is not None and low.B is not None and layer.bias is not None
-        z = x @ layer.weight.T + low.scaling * (x @ low.A.T) @ low.B.T
+        z = x @ layer.frozen.dense().T + low.scaling * (x @ low.A.T) @ low.B.T
         g = 1 if low.magnitude is None else low.magnitude / low.norm
         parts.append(g * z + (layer.bias if low.bias is None else low.bias))
     return torch.cat(parts)
@@ -63,7 +63,7 @@ def same(got: Any, want: Any) -> bool:
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
 def test_another_adapter_may_step_between_a_forward_and_its_backward(dora: bool) -> None:
     """Of an adapter without a token in the forward nothing is kept; autograd goes on refusing steps of those that have one."""
-    layer, state = layer_of(low_rank(0, 3, dora, dora), low_rank(1, 5, dora)), GroupState(trusted=True)
+    layer, state = layer_of(low_rank(0, 3, dora, dora), low_rank(1, 5, dora)), GroupState(version_counted=True)
     first, second = (Segment(0, 0, T),), (Segment(1, 0, T),)
     (y,) = lora_group(X, [layer], first, state=state)
     want = gradients(exact(layer, first), layer.adapters[0])
@@ -93,7 +93,7 @@ def another_data(tensor: torch.Tensor) -> None:
 @pytest.mark.parametrize("change", [in_place, another_data])
 @pytest.mark.parametrize("what", ["A", "B", "magnitude", "norm", "bias", "base bias"])
 def test_every_change_of_an_operand_is_seen(what: str, change: Callable[[torch.Tensor], None]) -> None:
-    layer, state = layer_of(low_rank(0, 3, True), low_rank(1, 5, True, True)), GroupState(trusted=True)
+    layer, state = layer_of(low_rank(0, 3, True), low_rank(1, 5, True, True)), GroupState(version_counted=True)
     lora_group(X, [layer], HALVES, state=state)
     for low in layer.adapters.values():
         operand = layer.bias if what == "base bias" else getattr(low, what)
@@ -105,10 +105,10 @@ def test_every_change_of_an_operand_is_seen(what: str, change: Callable[[torch.T
 
 
 def test_what_has_not_changed_is_not_prepared_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer, state = layer_of(low_rank(0, 3, True), low_rank(1, 5, True, True)), GroupState(trusted=True)
+    layer, state = layer_of(low_rank(0, 3, True), low_rank(1, 5, True, True)), GroupState(version_counted=True)
     lora_group(X, [layer], HALVES, state=state)
     monkeypatch.setattr(torch, "_foreach_copy_", None)
-    monkeypatch.setattr(Composition, "_divide", None)
+    monkeypatch.setattr(LayerScales, "divide", None)
     outputs = [lora_group(X, [layer], HALVES, state=state)[0] for _ in range(2)]
     (outputs[0] + outputs[1]).sum().backward()
     with torch.no_grad():
@@ -120,7 +120,7 @@ def test_what_has_not_changed_is_not_prepared_again(monkeypatch: pytest.MonkeyPa
 def test_a_norm_that_lies_where_an_older_one_lay_is_another_norm() -> None:
     norms: list[torch.Tensor] = []
     low = replace(low_rank(0, 3, True), norm=lambda: norms[0])
-    layer, run, state = layer_of(low), (Segment(0, 0, T),), GroupState(trusted=True)
+    layer, run, state = layer_of(low), (Segment(0, 0, T),), GroupState(version_counted=True)
     for value in range(1, 30):
         norms[:] = []  # the next one may get its memory, and be the same object as far as addresses tell
         norms.append(torch.full((N,), float(value), dtype=torch.float64))

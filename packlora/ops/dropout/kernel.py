@@ -1,4 +1,4 @@
-"""The mask of keys.py on a GPU: device functions for kernels that drop in registers, and a kernel that writes a dropped copy."""
+"""The mask of keys.py on a GPU: device functions for kernels that drop in registers, and one that writes a dropped copy."""
 
 from __future__ import annotations
 

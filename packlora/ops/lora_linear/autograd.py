@@ -6,10 +6,7 @@ x is read once for the S of all layers, saved once, and gets one gradient. Saved
 layers with a DoRA adapter z, the product that the magnitude's gradient needs (or nothing, where y can be read again). No mask
 and no dropped copy of x: all layers of a group share one mask, that of the tensor they read, recomputed from its counters.
 
-It is one autograd node, or two where saved tensors go through hooks, as under checkpointing: see `Outputs`.
-
-This file owns the operands, their checks and autograd; steps.py computes. Plans for one LoRA adapter that merge weights or
-associate otherwise are in products.py.
+This file owns the call and its autograd node, for all plans; prepared.py keeps what is made once, the paths compute.
 """
 
 from __future__ import annotations
@@ -21,10 +18,10 @@ import torch
 
 from packlora.ops.first_order import first_order
 from packlora.ops.gpu import HAS_TRITON, on_device
-from packlora.ops.lora_linear.plan import CHAIN, Plan, legal
-from packlora.ops.lora_linear.prepared import GroupState
-from packlora.ops.lora_linear.steps import Steps
-from packlora.ops.lora_linear.types import Layer, Segment, check_tokens, situation
+from packlora.ops.lora_linear.call import Call, Gradients, Wanted
+from packlora.ops.lora_linear.plan import CHAIN, Plan
+from packlora.ops.lora_linear.prepared import GroupState, Prepared
+from packlora.ops.lora_linear.types import Layer, Segment, check_tokens
 from packlora.ops.recipe import Recipe, made_again
 
 
@@ -47,8 +44,8 @@ def lora_group(
         x: tokens, [..., K]; T of them over all leading dimensions.
         layers: those that read them.
         segments: who owns which tokens; disjoint.
-        keys_T2: dropout keys (ops.dropout.token_keys), needed where a segment has dropout.
-        salt: of the group (ops.dropout.layer_salt).
+        keys_T2: dropout keys (ops.dropout.keys.token_keys), needed where a segment has dropout.
+        salt: of the group (ops.dropout.keys.layer_salt).
         plan: how to compute it; the plain chain takes its place where it does not compute this call (plan.legal).
         state: kept by the caller from call to call, so that unchanged layers are not checked and packed again.
         recipe: how x is made again in the backward; it is then not kept. Of no use, and left aside, under checkpointing.
@@ -57,35 +54,127 @@ def lora_group(
         ValueError: an operand does not fit; the message names it.
     """
     with on_device(x.device):
-        return _lora_group(x, tuple(layers), tuple(segments), keys_T2, salt, plan, state, recipe)
+        layers, segments, x_TK = tuple(layers), tuple(segments), x if x.ndim == 2 else _tokens(x.detach())
+        check_tokens(x_TK, segments, keys_T2)
+        if not HAS_TRITON and plan.needs_triton:
+            raise ValueError(f"plan {plan.name} needs triton, which is not installed")
+        prepared = (state or GroupState()).prepared(x_TK, layers, plan)
+        prepared.refresh()
+        call = prepared.call(x_TK, segments, salt, plan)
+        if is_checkpointed():  # makes x again anyway, which is then alive no longer than its block's backward
+            recipe = None
+        if not saving_is_hooked() or prepared.trains_magnitude():
+            outputs: tuple[torch.Tensor, ...] = Group.apply(x, keys_T2, recipe, prepared, call, True, *prepared.flat)
+            return outputs
+        *placeholders, S = Group.apply(x, keys_T2, recipe, prepared, call, False, *prepared.flat)
+        return Outputs.apply(lambda: outputs_of(prepared, call, x, keys_T2, S)[0], *placeholders)  # type: ignore[no-any-return]
 
 
-def _lora_group(
-    x: torch.Tensor, layers: tuple[Layer, ...], segments: tuple[Segment, ...], keys_T2: torch.Tensor | None, salt: int, plan: Plan,
-    state: GroupState | None, recipe: Recipe | None,
-) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    x_TK = x if x.ndim == 2 else _tokens(x.detach())
-    check_tokens(x_TK, segments, keys_T2)
-    if plan.rearranged:
-        plan = legal(plan, situation(layers, segments, x_TK.shape[0]))
-    prepared = (state or GroupState()).prepared(x_TK, layers, plan)
-    if plan.rearranged:
-        from packlora.ops.lora_linear.products import lora_group_products
+class Group(torch.autograd.Function):
+    """The node. Its tensors are x, the dropout keys and the operands; what else it is given was settled before."""
 
-        made = lora_group_products(_tokens(x), layers, segments[0].adapter, keys_T2, segments[0].dropout, salt, plan)
-        return tuple(y_TN.view(*x.shape[:-1], y_TN.shape[1]) for y_TN in made)
-    if plan.needs_triton and not HAS_TRITON:
-        raise ValueError(f"plan {plan.name} needs triton, which is not installed")
-    prepared.refresh()
-    kept_steps = prepared.steps(x_TK, segments, salt, plan)
-    steps = kept_steps.with_tokens(x_TK, keys_T2)
-    if is_checkpointed():  # makes x again anyway, which is then alive no longer than its block's backward
-        recipe = None
-    if not saving_is_hooked() or prepared.trains_magnitude():
-        outputs: tuple[torch.Tensor, ...] = _Group.apply(x, recipe, steps, kept_steps, True, *prepared.flat)
-        return outputs
-    *stand_ins, S = _Group.apply(x, recipe, steps, kept_steps, False, *prepared.flat)
-    return Outputs.of(lambda: [_shaped(y_TN, x) for y_TN in steps.up(S)[0]], stand_ins)
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, keys_T2: torch.Tensor | None, recipe: Recipe | None, prepared: Prepared, call: Call,
+        with_outputs: bool, *flat: torch.Tensor,
+    ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
+        """The outputs; where they are made by `Outputs`, placeholders and S."""
+        x_TK = _tokens(x)
+        S = None if call.plan.up == "merged" else call.down.down(call, prepared.operands, x_TK, keys_T2)
+        outputs: list[torch.Tensor]
+        kept: list[torch.Tensor | None] = [None] * len(prepared.layers)
+        if with_outputs:
+            outputs, kept = outputs_of(prepared, call, x, keys_T2, S)
+        else:
+            outputs = [placeholder(x, layer.frozen.shape[0]) for layer in prepared.layers]
+        ctx.set_materialize_grads(False)
+        # operands of the adapters that own tokens: autograd checks that nobody changes them before the backward; those of other
+        # jobs may step by then. Of a recipe its operands, which autograd may drop and bring back
+        source = (x,) if recipe is None else recipe.operands
+        owned = [flat[slot.at] for slot in call.slots]
+        ctx.save_for_backward(keys_T2, S if call.keeps_S else None, *kept, *source, *owned)
+        ctx.remake, ctx.source = None if recipe is None else recipe.function, len(source)
+        ctx.prepared, ctx.call, ctx.turn, ctx.shape = prepared, call, prepared.turn, x.shape
+        if with_outputs:
+            return tuple(outputs)
+        if S is not None:
+            ctx.mark_non_differentiable(S)
+        return (*outputs, S)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, *d: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        prepared, call, needed = ctx.prepared, ctx.call, ctx.needs_input_grad
+        keys_T2, S, *rest = ctx.saved_tensors
+        layers = len(prepared.layers)
+        d, kept, source = d[:layers], rest[:layers], tuple(rest[layers : layers + ctx.source])
+        if all(grad is None for grad in d) or not any(needed):
+            return (None,) * len(needed)
+        x_TK = _tokens(source[0] if ctx.remake is None else made_again(ctx.remake, source))
+        prepared.serve(ctx.turn)
+        if len(ctx.shape) != 2:
+            kept, d = (tuple(None if t is None else _tokens(t) for t in own) for own in (kept, d))
+        dx, grads = gradients(prepared, call, x_TK, keys_T2, S, kept, d, needed[0], needed[6:])
+        return (dx if dx is None or len(ctx.shape) == 2 else dx.view(ctx.shape), None, None, None, None, None, *grads)
+
+
+def outputs_of(
+    prepared: Prepared, call: Call, x: torch.Tensor, keys_T2: torch.Tensor | None, S: torch.Tensor | None
+) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+    """y [..., N] of every layer, and what the backward of layers with scales needs beside them: z [T, N], or y itself where
+    the layer keeps its output, or None."""
+    x_TK, own = _tokens(x), prepared.operands
+    trained = set[int]()
+    if call.composed:
+        trained = {s.layer for s in call.slots if s.name == "magnitude" and prepared.flat[s.at].requires_grad}
+    outputs: list[torch.Tensor] = []
+    kept: list[torch.Tensor | None] = []
+    for index, path in enumerate(call.up):
+        keep_z = index in trained and not call.from_y[index]
+        y_TN, z_TN = path.up(call, own, x_TK, keys_T2, S, index, keep_z)
+        # no view: autograd lets nobody write into views that a node of ours made
+        outputs.append(y_TN if x.ndim == 2 else y_TN.resize_(*x.shape[:-1], y_TN.shape[1]))
+        kept.append(None if index not in trained else outputs[-1] if call.from_y[index] else z_TN)
+    return outputs, kept
+
+
+def gradients(
+    prepared: Prepared, call: Call, x_TK: torch.Tensor, keys_T2: torch.Tensor | None, S: torch.Tensor | None,
+    kept: Gradients, d: Gradients, need_x: bool, need_flat: Sequence[bool],
+) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:  # fmt: skip
+    """dx, and the gradients of `prepared.flat`, None where not needed. S and kept: from the forward; S None: made again."""
+    own, layout = prepared.operands, call.layout
+    d = [None if grad is None else grad.contiguous() for grad in d]
+    # by what was trained in the forward: it may have been frozen, or another unfrozen, since. Where nothing came back there is
+    # no gradient, rather than one of zeros
+    slots = [slot for slot in call.slots if need_flat[slot.at]]
+    names = {slot.name for slot in slots}
+    wanted = Wanted(
+        need_x, "A" in names, "B" in names, frozenset(s.layer for s in slots if s.name == "magnitude"),
+        frozenset(s.layer for s in slots if s.name == "bias"),
+    )  # fmt: skip
+    if S is None and call.needs_S(wanted):
+        S = call.down.down(call, own, x_TK, keys_T2)
+    e, dS, dB, sums, dA = call.grads.grads(call, own, x_TK, keys_T2, S, d, kept, wanted)
+    dx, dA_inputs = call.inputs.inputs(call, own, x_TK, keys_T2, dS, e, d, wanted)
+    dA = dA_inputs if dA is None else dA
+    out: list[torch.Tensor | None] = [None] * len(need_flat)
+    for at, index, number, name, place, first in slots:
+        grad: torch.Tensor | None = None
+        if d[index] is None:
+            continue
+        if name == "A" and dA is not None and place is not None:
+            grad = dA if place.rank == layout.num_rows else dA[first : first + place.rank]
+        elif name == "B" and (flat_B := dB[index]) is not None and place is not None:
+            grad = layout.b_block(flat_B, number, index)
+            grad = grad if place.rank == place.padded else grad[:, : place.rank]
+        elif name == "magnitude":
+            grad = sums[index][number].dm
+        elif name == "bias":
+            grad = sums[index][number].d
+        dtype = prepared.flat[at].dtype
+        out[at] = grad if grad is None or grad.dtype == dtype else grad.to(dtype)
+    return dx, out
 
 
 def _tokens(x: torch.Tensor) -> torch.Tensor:
@@ -93,55 +182,7 @@ def _tokens(x: torch.Tensor) -> torch.Tensor:
     return x if x.ndim == 2 or not x.ndim else x.reshape(-1, x.shape[-1])
 
 
-def _shaped(y_TN: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """y with the leading dimensions of x. No view: autograd lets nobody write into views that a node of ours made."""
-    return y_TN if x.ndim == 2 else y_TN.resize_(*x.shape[:-1], y_TN.shape[1])
-
-
-class _Group(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, recipe: Recipe | None, steps: Steps, kept_steps: Steps, whole: bool, *flat: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-        """The outputs; where not `whole`, their stand-ins and S. kept_steps: without tokens, which are autograd's to keep."""
-        S, keys_T2 = steps.down(), steps.keys_T2
-        if whole:
-            outputs, kept = steps.up(S)
-            outputs = [_shaped(y_TN, x) for y_TN in outputs]
-        else:
-            outputs, kept = [stand_in(x, layer.weight) for layer in steps.layers], [None] * len(steps.layers)
-        ctx.set_materialize_grads(False)
-        # A, B, magnitudes and biases for autograd's own check that nobody changes them before the backward; of others' jobs
-        # may step by then
-        source = (x,) if recipe is None else recipe.operands
-        ctx.save_for_backward(keys_T2, S if steps.plan.keep_s else None, *kept, *source, *steps.owned)
-        ctx.make = (
-            None if recipe is None else recipe.function
-        )  # not the operands, which autograd may drop and bring back
-        ctx.source = slice(len(kept), len(kept) + len(source))
-        ctx.steps, ctx.turn, ctx.shape = kept_steps, steps.prepared.turn, x.shape
-        if whole:
-            return tuple(outputs)
-        ctx.mark_non_differentiable(S)
-        return (*outputs, S)
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, *d: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        keys_T2, S, *rest = ctx.saved_tensors
-        d = d[: len(ctx.steps.layers)]
-        kept, source, need_flat = rest[: len(d)], tuple(rest[ctx.source]), ctx.needs_input_grad[5:]
-        if all(grad is None for grad in d) or not any(ctx.needs_input_grad):
-            return (None,) * (5 + len(need_flat))
-        x_TK = _tokens(source[0] if ctx.make is None else made_again(ctx.make, source))
-        steps = ctx.steps.with_tokens(x_TK, keys_T2)
-        steps.prepared.serve(ctx.turn)
-        if len(ctx.shape) != 2:
-            kept, d = (tuple(None if t is None else _tokens(t) for t in own) for own in (kept, d))
-        dx, grads = group_backward(steps, S, kept, d, ctx.needs_input_grad[0], need_flat)
-        dx = dx if dx is None or len(ctx.shape) == 2 else dx.view(ctx.shape)
-        return (dx, None, None, None, None, *grads)
-
+# --- where what autograd saves goes through hooks, as under checkpointing --------------------------------------------------
 
 _TOP_HOOKS = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 
@@ -157,13 +198,13 @@ def is_checkpointed() -> bool:
     return hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
 
 
-def stand_in(x: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
+def placeholder(x: torch.Tensor, N: int) -> torch.Tensor:
     """What autograd takes for the output [..., N] of a node that does not make it. Holds one element of memory, not set."""
-    return x.new_empty_strided((*x.shape[:-1], len(weight_NK)), (0,) * x.ndim)
+    return x.new_empty_strided((*x.shape[:-1], N), (0,) * x.ndim)
 
 
 class Outputs(torch.autograd.Function):
-    """Outputs in the place of stand-ins: the second of two nodes, of which the first has saved all that its backward needs.
+    """What `make` gives, with the history of the placeholders: the second half of a node that has saved all that it needs.
 
     Autograd packs what a node saves after the node's whole forward, and checkpointing's recomputation stops when it has the
     last tensor of its block. Were the outputs made by the node that saves, the recomputation would make those of its last
@@ -171,14 +212,8 @@ class Outputs(torch.autograd.Function):
     """
 
     @staticmethod
-    def of(make: Callable[[], Sequence[torch.Tensor]], stand_ins: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """What `make` gives, with the history of the stand-ins."""
-        outputs: tuple[torch.Tensor, ...] = Outputs.apply(make, *stand_ins)
-        return outputs
-
-    @staticmethod
     def forward(
-        ctx: Any, make: Callable[[], Sequence[torch.Tensor]], *stand_ins: torch.Tensor
+        ctx: Any, make: Callable[[], Sequence[torch.Tensor]], *placeholders: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         return tuple(make())
@@ -186,38 +221,3 @@ class Outputs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *d: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         return (None, *d)
-
-
-def group_backward(
-    steps: Steps, S: torch.Tensor | None, kept: Sequence[torch.Tensor | None], d: Sequence[torch.Tensor | None], need_x: bool,
-    need_flat: Sequence[bool],
-) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:  # fmt: skip
-    """dx, and the gradients of `prepared.flat`, None where not needed. S and kept: from the forward; S None: made again."""
-    prepared, segments = steps.prepared, steps.every
-    grads = [None if grad is None else grad.contiguous() for grad in d]
-    present, layout = {segment.adapter for segment in segments}, prepared.layout
-    # by what was trained in the forward: it may have been frozen, or another unfrozen, since
-    steps.wanted = {
-        (index, name)
-        for (index, number, name), wanted in zip(prepared.slots, need_flat, strict=True)
-        if wanted and number in present
-    }
-    need = {name for _, name in steps.wanted}
-    dx, dA, dB, sums = steps.backward(grads, kept, steps.down() if S is None else S, need_x, "A" in need, "B" in need)
-    out: list[torch.Tensor | None] = []
-    for (index, number, name), operand, wanted in zip(prepared.slots, prepared.flat, need_flat, strict=True):
-        own: torch.Tensor | None = None
-        if wanted and number in present and grads[index] is not None:  # else no gradient, rather than one of zeros
-            place = layout.places.get((number, index))
-            if name == "A" and dA is not None and place is not None:
-                first = layout.rows[number][0] + place.column
-                own = dA if place.rank == layout.num_rows else dA[first : first + place.rank]
-            elif name == "B" and (flat_B := dB[index]) is not None and place is not None:
-                own = layout.b_block(flat_B, number, index)
-                own = own if place.rank == place.padded else own[:, : place.rank]
-            elif name == "magnitude":
-                own = sums[index][number].dm
-            elif name == "bias":
-                own = sums[index][number].d
-        out.append(own if own is None or own.dtype == operand.dtype else own.to(operand.dtype))
-    return dx, out

@@ -49,9 +49,7 @@ class FrozenWeight(Protocol):
         a large one what is small in `accumulate` would be lost.
         """
 
-    def matmul_t(
-        self, d_TN: torch.Tensor, accumulate: torch.Tensor | None = None, scale: float = 1.0
-    ) -> torch.Tensor:
+    def matmul_t(self, d_TN: torch.Tensor, accumulate: torch.Tensor | None = None, scale: float = 1.0) -> torch.Tensor:
         """accumulate + scale d W, [T, K], in d's dtype; accumulate is written over."""
 
     def rows(self, start: int, stop: int) -> torch.Tensor:
@@ -71,8 +69,7 @@ class Dense:
 
     @property
     def shape(self) -> tuple[int, int]:
-        N, K = self.weight.shape
-        return N, K
+        return self.weight.shape  # type: ignore[return-value]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -112,12 +109,14 @@ class Dense:
             y_TN.add_(bias_N)
         return y_TN if y_TN.dtype == x_TK.dtype else y_TN.to(x_TK.dtype)
 
-    def matmul_t(
-        self, d_TN: torch.Tensor, accumulate: torch.Tensor | None = None, scale: float = 1.0
-    ) -> torch.Tensor:
+    def matmul_t(self, d_TN: torch.Tensor, accumulate: torch.Tensor | None = None, scale: float = 1.0) -> torch.Tensor:
         if accumulate is not None:
             return accumulate.addmm_(d_TN, self.weight, alpha=scale)
-        return d_TN @ self.weight if scale == 1.0 else torch.addmm(d_TN.new_empty(()), d_TN, self.weight, beta=0, alpha=scale)
+        return (
+            d_TN @ self.weight
+            if scale == 1.0
+            else torch.addmm(d_TN.new_empty(()), d_TN, self.weight, beta=0, alpha=scale)
+        )
 
     def rows(self, start: int, stop: int) -> torch.Tensor:
         return self.weight[start:stop]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from packlora.ops.lora_linear.frozen import FrozenWeight
 from packlora.ops.lora_linear.plan import Situation
 
 
@@ -43,13 +44,13 @@ class LowRank:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One frozen layer of a group: weight [N, K], bias [N] or None, adapters by number.
+    """One frozen layer of a group: weight [N, K] (frozen.Dense of a tensor), bias [N] or None, adapters by number.
 
     keep_output: the caller promises that nobody writes into this layer's output (kernels that work in place move no version
     counter), so a DoRA backward may read it there and keeps nothing of its own. Where there is a bias z is kept all the same.
     """
 
-    weight: torch.Tensor
+    frozen: FrozenWeight
     bias: torch.Tensor | None
     adapters: Mapping[int, LowRank]
     keep_output: bool = False
@@ -75,7 +76,7 @@ class Segment:
 
 
 def situation(layers: Sequence[Layer], segments: Sequence[Segment], num_tokens: int) -> Situation:
-    """What of a call of group.lora_group decides which plans compute it."""
+    """What of a call of lora_group decides which plans compute it."""
     low_rank = dropped = composed = base_dropped = False
     for segment in segments:
         for layer in layers:
@@ -87,8 +88,9 @@ def situation(layers: Sequence[Layer], segments: Sequence[Segment], num_tokens: 
             composed |= not low.plain
             base_dropped |= segment.dropout > 0 and segment.base_dropped and low.magnitude is not None
     single = len(segments) == 1 and (segments[0].start, segments[0].stop) == (0, num_tokens)
-    double = any(layer.weight.dtype == torch.float64 for layer in layers)
-    return Situation(single, low_rank, dropped, composed, base_dropped, double)
+    double = any(layer.frozen.dtype == torch.float64 for layer in layers)
+    dense = all(layer.frozen.dense() is not None for layer in layers)
+    return Situation(single, low_rank, dropped, composed, base_dropped, double, dense)
 
 
 def check_tokens(x_TK: torch.Tensor, segments: Sequence[Segment], keys_T2: torch.Tensor | None) -> None:
@@ -115,13 +117,13 @@ def check_layers(x_TK: torch.Tensor, layers: Sequence[Layer]) -> None:
     """Raise ValueError, naming the operand, for shapes, dtypes and devices that do not fit."""
     K = x_TK.shape[1]
     for index, layer in enumerate(layers):
-        weight = layer.weight
-        if weight.ndim != 2 or weight.shape[1] != K or weight.dtype != x_TK.dtype or weight.device != x_TK.device:
+        weight = layer.frozen
+        if len(weight.shape) != 2 or weight.shape[1] != K or weight.dtype != x_TK.dtype or weight.device != x_TK.device:
             raise ValueError(
                 f"weight of layer {index} must be [N, {K}] {x_TK.dtype} on {x_TK.device}; got {tuple(weight.shape)} "
                 f"{weight.dtype} on {weight.device}"
             )
-        N = len(weight)
+        N = weight.shape[0]
         if layer.bias is not None and tuple(layer.bias.shape) != (N,):
             raise ValueError(f"bias of layer {index} must be [{N}]; got {tuple(layer.bias.shape)}")
         for number, low in layer.adapters.items():

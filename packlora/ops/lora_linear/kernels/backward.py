@@ -12,10 +12,19 @@ Shapes: T tokens, K inputs, N outputs, r padded rank of one layer, R padded rank
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
 
+from packlora.ops import launcher
+from packlora.ops.dropout import kernel as dropping
 from packlora.ops.dropout.kernel import _drop, _drop_two, _keys
+from packlora.ops.dropout.keys import dropout_threshold, signed
+from packlora.ops.launcher import Descriptor
+from packlora.ops.lora_linear.call import Call, Operands, Scales
+from packlora.ops.lora_linear.kernels import sizes
 from packlora.ops.lora_linear.kernels.common import _add_dot, _block_of, _place_of, _rows_of
 
 
@@ -420,3 +429,189 @@ def sum_rows_kernel(
             over *= tl.load(g + at_adapter, mask=cols < K, other=1.0)
         total = tl.where(own == 0, tl.where(over == 0, 0.0, tl.div_rn(total, over)), total)
     tl.store(out + row.to(tl.int64) * K + cols, total.to(out.dtype.element_ty), mask=cols < K)
+
+
+# --- launches ------------------------------------------------------------------------------------------------------------
+
+
+class Scaling(NamedTuple):
+    """Of one layer that has scales: what was kept for the backward, y in the place of z where `of_y`, and whether the
+    magnitude's gradient and the sum of d are needed."""
+
+    scales: Scales
+    kept: torch.Tensor | None
+    need_dm: bool
+    need_d: bool
+    of_y: bool
+
+
+def scale(call: Call, d_TN: torch.Tensor, own: Scaling) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """e = g d [T, N], and by adapter, float32 [adapters, 2, N]: the gradient of the magnitude, from the sum of d times what was
+    kept, and the sum of d. Those that are not needed hold anything."""
+    size, (T, N), segments, scales = sizes.sizes_for(call.dtype), d_TN.shape, call.segment_tables, own.scales
+    assert segments is not None
+    chunks, num_chunks = segments.blocks[size.scale_band], segments.counts[size.scale_band]
+    e_TN = torch.empty(T, N, dtype=d_TN.dtype, device=d_TN.device)
+    needed = own.need_dm or own.need_d
+    parts = torch.empty((num_chunks, 2, N) if needed else (1,), device=d_TN.device)
+    launcher.launch(
+        scale_kernel, (sizes.cdiv(N, size.scale_n), num_chunks),
+        (d_TN, own.kept, e_TN, parts, scales.g, chunks, scales.adapters, N, d_TN.stride(0)),
+        sites=segments.sites,
+        key=("scale", d_TN.dtype, N, d_TN.stride(0), own.kept is None, own.need_dm, own.need_d),
+        NEED_DZ=own.need_dm, NEED_D=own.need_d, BM=size.scale_m, BN=size.scale_n, STAGES=size.scale_stages,
+        num_warps=size.scale_warps, num_stages=2,
+    )  # fmt: skip
+    return e_TN, _sum_tokens(call, parts, scales, size.scale_band, own.of_y) if needed else None
+
+
+def _sum_tokens(call: Call, parts: torch.Tensor, scales: Scales, chunk: int, of_y: bool) -> torch.Tensor:
+    """What `scale` gives by adapter [adapters, 2, N], from the sums of chunks [chunks, 2, N]."""
+    N, rows, segments = parts.shape[2], scales.sum_rows, call.segment_tables
+    assert segments is not None
+    out = torch.empty(scales.adapters, 2, N, device=parts.device)
+    launcher.launch(
+        sum_rows_kernel, (sizes.cdiv(N, 128), rows.shape[0]),
+        (parts, out, segments.blocks[chunk], segments.ranges[chunk], rows, scales.g, scales.w, N, 2, 0, 0),
+        sites=segments.sites, key=("sum_tokens", N, chunk, of_y),
+        ALONE=False, MAGNITUDE=True, OF_Y=of_y, BANDS=32, BK=128, num_warps=4, num_stages=1,
+    )  # fmt: skip
+    return out
+
+
+def grad(
+    call: Call, own: Operands, S: torch.Tensor, dS: torch.Tensor, d_TN: torch.Tensor, index: int, need_dB: bool,
+    scaling: Scaling | None,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
+    """Writes the layer's columns of dS [T, width]. Gives e (d itself where it is not scaled), dB, flat as B is, in the
+    parameters' dtype, and the sums by adapter, as `scale` gives them. Where d is scaled one block of ranks must cover all."""
+    size, layout, segments, tables = sizes.sizes_for(call.dtype), call.layout, call.segment_tables, call.tables
+    assert segments is not None and tables is not None
+    (T, width), device, part_width, N = S.shape, S.device, layout.max_padded[index], d_TN.shape[1]
+    single = call.single_adapter
+    BM, BN = (size.grad_m, size.grad_n) if scaling is None else (size.joint_m, size.joint_n)
+    if scaling is None and single is None:
+        BM = size.several_grad_m
+    BR = sizes.block_of(part_width, size.grad_r)
+    if few := scaling is None and sizes.few_programs(sizes.cdiv(N, BN), size.grad_bands, segments, device):
+        BN = size.few_grad_n
+    spans = sizes.cdiv(N, BN)
+    chunk = size.grad_bands[0] if few else sizes.chunk_size(size.grad_bands, spans, segments, device)
+    chunks, num_chunks = segments.blocks[chunk], segments.counts[chunk]
+    dS_parts = torch.empty(spans, T, part_width, device=device)
+    dB_parts = torch.empty(num_chunks, N, part_width, device=device) if need_dB else None
+    e_TN, kept, g, sums, need_dz, need_d = d_TN, None, None, None, False, False
+    if scaling is not None:
+        _, kept, need_dz, need_d, _ = scaling
+        g, e_TN = scaling.scales.g, torch.empty(T, N, dtype=S.dtype, device=device)
+        sums = torch.empty(num_chunks, 2, N, device=device) if need_dz or need_d else None
+    place = sizes.place_of(call, index)
+    tma = sizes.described(d_TN) and (not need_dz or kept is None or sizes.described(kept))
+    adapter, threshold = (0, 0) if single is None else (single.adapter, dropout_threshold(single.dropout))
+    args = (
+        Descriptor(d_TN, [BM, BN]) if tma else d_TN, S, own.B[index], dS_parts, dB_parts,
+        Descriptor(kept, [BM, BN]) if tma and need_dz and kept is not None else kept, None if scaling is None else e_TN, sums,
+        g, chunks, tables.places[index], tables.scalings[index], tables.adapters, T, N, d_TN.stride(0), width, part_width,
+        adapter, chunk, threshold, *place,
+    )  # fmt: skip
+    key = ("grad", call.shape, index, tma, d_TN.stride(0), need_dB, scaling is None, kept is None, need_dz, need_d)
+    if not launcher.launched(segments.sites, key, args):
+        launcher.launch(
+            grad_kernel, (spans, num_chunks, sizes.cdiv(part_width, BR)), args, segments.sites, key,
+            ALONE=single is not None, TMA=tma, NEED_DB=need_dB, COMPOSED=scaling is not None, NEED_DZ=need_dz, NEED_D=need_d,
+            PRECISION="ieee", BM=BM, BN=BN, BR=BR, STAGES=size.grad_stages if scaling is None else size.joint_stages,
+            num_warps=size.grad_warps if scaling is None else size.joint_warps, num_stages=1,
+        )  # fmt: skip
+    total = None
+    if scaling is not None and sums is not None:
+        total = _sum_tokens(call, sums, scaling.scales, chunk, scaling.of_y)
+    return e_TN, _sum_grads(call, dS_parts, dS, dB_parts, index, chunk, BR), total
+
+
+def _sum_grads(
+    call: Call, dS_parts: torch.Tensor, dS: torch.Tensor, dB_parts: torch.Tensor | None, index: int, chunk: int, BR: int
+) -> torch.Tensor | None:  # fmt: skip
+    """Sums what grad_kernel made parts of: one layer's columns of dS, and its dB."""
+    size, layout, segments, tables = sizes.sizes_for(call.dtype), call.layout, call.segment_tables, call.tables
+    assert segments is not None and tables is not None
+    (spans, T, part_width), N, single = dS_parts.shape, layout.sizes[index], call.single_adapter
+    dB = None if dB_parts is None else torch.empty(layout.b_sizes[index], dtype=call.wide, device=call.device)
+    num_tiles, ranks = segments.counts[size.down_m], min(BR, 32)
+    blocks = sizes.cdiv(N, size.down_m) if dB is not None else 0
+    args = (
+        dS_parts, dS, dB_parts, dB, segments.blocks[size.down_m], num_tiles, segments.blocks[chunk], segments.ranges[chunk],
+        tables.places[index], blocks, N, dS.shape[1], part_width, spans, T * part_width, T, segments.counts[chunk],
+        *sizes.place_of(call, index),
+    )  # fmt: skip
+    key = ("sum_grads", call.shape, index, call.wide, spans, chunk, dB is not None)
+    if not launcher.launched(segments.sites, key, args):
+        launcher.launch(
+            sum_grads_kernel,
+            (num_tiles + blocks * (tables.adapters if single is None else 1), sizes.cdiv(part_width, ranks)), args,
+            segments.sites, key,
+            ALONE=single is not None, BM=size.down_m, BN=size.down_m, BR=ranks, AHEAD=8, num_warps=4, num_stages=1,
+        )  # fmt: skip
+    return dB
+
+
+def inputs(
+    call: Call, own: Operands, x_TK: torch.Tensor, keys_T2: torch.Tensor | None, dS: torch.Tensor, need_dx: bool, need_dA: bool
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
+    """drop(dS A) [T, K], onto which the base products are to be accumulated, and the stacked dA [rows, K] in the parameters'
+    dtype."""
+    size, layout, segments, tables = sizes.sizes_for(call.dtype), call.layout, call.segment_tables, call.tables
+    assert segments is not None and tables is not None
+    T, K, device, width, single = call.T, call.K, call.device, layout.width, call.single_adapter
+    BR = sizes.block_of(width, size.inputs_r)
+    BK, stages = (size.narrow_k, size.narrow_stages) if BR == 16 and need_dx else (size.inputs_k, size.inputs_stages)
+    if few := not need_dx and sizes.few_programs(sizes.cdiv(K, BK), size.inputs_bands, segments, device):
+        BK = size.few_inputs_k
+    elif not need_dx and single is None:
+        BK = size.several_inputs_k
+    chunk = size.inputs_bands[0] if few else sizes.chunk_size(size.inputs_bands, sizes.cdiv(K, BK), segments, device)
+    chunks, num_chunks, blocks, stride = (
+        segments.blocks[chunk],
+        segments.counts[chunk],
+        sizes.cdiv(width, BR),
+        x_TK.stride(0),
+    )
+    threshold, first, rank = sizes.rows_of(call)
+    dx = torch.empty(T, K, dtype=call.dtype, device=device) if need_dx else None
+    parts = torch.empty(num_chunks, width, K, dtype=torch.float32, device=device) if need_dA else None
+    # one pass where a single block of ranks covers all; else dx in a pass of its own, and dA by blocks of ranks
+    for with_dx, with_dA in [(need_dx, need_dA)] if blocks == 1 else [(need_dx, False), (False, need_dA)]:
+        if not (with_dx or with_dA):
+            continue
+        tma = with_dA and sizes.described(x_TK)
+        args = (
+            Descriptor(x_TK, [size.inputs_m, BK]) if tma else x_TK, dS, own.A_RK, dx, parts, keys_T2, chunks, tables.rows,
+            signed(call.salt), K, stride, width, T, chunk, threshold, first, rank,
+        )  # fmt: skip
+        key = ("inputs", call.shape, stride, keys_T2 is None, tma, with_dx, with_dA, dx is None, parts is None)
+        if not launcher.launched(segments.sites, key, args):
+            launcher.launch(
+                inputs_kernel, (sizes.cdiv(K, BK), num_chunks, blocks if with_dA else 1), args, segments.sites, key,
+                ALONE=single is not None, TMA=tma, DROP=segments.dropout, ASM=dropping.packed_dropout(x_TK), NEED_DX=with_dx,
+                NEED_DA=with_dA, PRECISION="ieee", BM=size.inputs_m, BK=BK, BR=BR, STAGES=stages,
+                num_warps=size.inputs_warps, num_stages=1,
+            )  # fmt: skip
+    return dx, None if parts is None else _sum_dA(call, parts, chunk)
+
+
+def _sum_dA(call: Call, parts: torch.Tensor, chunk: int) -> torch.Tensor:
+    """The stacked dA [rows, K] from those of chunks [chunks, width, K]."""
+    layout, segments, tables, single = call.layout, call.segment_tables, call.tables, call.single_adapter
+    assert segments is not None and tables is not None
+    _, first, rank = sizes.rows_of(call)
+    dA = torch.empty(layout.num_rows, call.K, dtype=call.wide, device=call.device)
+    args = (
+        parts, dA, segments.blocks[chunk], segments.ranges[chunk], tables.owners, None, None, call.K, layout.width,
+        segments.counts[chunk], first,
+    )  # fmt: skip
+    key = ("sum_rows", call.shape, call.wide, chunk)
+    if not launcher.launched(segments.sites, key, args):
+        launcher.launch(
+            sum_rows_kernel, (sizes.cdiv(call.K, 512), layout.num_rows if single is None else rank), args, segments.sites, key,
+            ALONE=single is not None, MAGNITUDE=False, OF_Y=False, BANDS=4, BK=512, num_warps=4, num_stages=1,
+        )  # fmt: skip
+    return dA

@@ -1,5 +1,5 @@
-"""Triton kernels of the forward of a group of layers with low-rank adapters, around the base product, and what all kernels
-share. layout.py says where things lie; gradient_kernels.py has those of the backward.
+"""Triton kernels of the forward of a group of layers with low-rank adapters, around the base product, and their
+launches. layout.py says where things lie; backward.py has those of the backward.
 
     down     S = s c (drop(x) A')                     x is read once for all adapters and layers; the mask stays in registers
     up       y0 = S B' + bias                         y0 is what the base product x W' then accumulates onto
@@ -9,22 +9,28 @@ share. layout.py says where things lie; gradient_kernels.py has those of the bac
 drop() puts dropped elements to 0 and does not scale; the scaling s and the survivors' factor c = 1 / (1 - p) are in S and dS,
 multiplied in while they are float32, and nowhere else.
 
-Each block of tokens belongs to one adapter (blocks never cross from one segment into another), so what one adapter's tokens hold,
-be it NaN, reaches no other adapter, and rows past the end of a segment are masked, not padded. Where one segment has all tokens
-(ALONE), blocks, places and ranks come as arguments: a table would have to be read before anything else can start.
-
-What is read from a table says nothing of its alignment, and without that every element is loaded by itself: so it is said where
-it is loaded. All places and ranks in layout.GroupTables are multiples of 16.
+Each block of tokens belongs to one adapter (blocks never cross from one segment into another), so what one adapter's tokens
+hold, be it NaN, reaches no other adapter, and rows past the end of a segment are masked, not padded. Where one segment has all
+tokens (ALONE), blocks, places and ranks come as arguments: a table would have to be read before anything else can start.
 
 Shapes: T tokens, K inputs, N outputs, r padded rank of one layer, R padded rank over the layers of the group.
 """
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
 
+from packlora.ops import launcher
+from packlora.ops.dropout import kernel as dropping
 from packlora.ops.dropout.kernel import _drop, _keys
+from packlora.ops.dropout.keys import signed
+from packlora.ops.lora_linear.call import Call, Operands, Scales
+from packlora.ops.lora_linear.kernels import sizes
 from packlora.ops.lora_linear.kernels.common import _add_dot, _block_of, _rows_of
 
 
@@ -187,7 +193,7 @@ def rows_kernel(
     z, y, g, bias, T, N, minus, ADD: tl.constexpr, HAS_G: tl.constexpr, HAS_BIAS: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr,
 ):  # fmt: skip
-    """y = (g - minus) z + bias, or y += that, over the rows [T, N] of one segment; g, bias float32 [N]. Grid (blocks of N, T)."""
+    """y = (g - minus) z + bias, or y += that, over rows [T, N] of one segment; g, bias float32 [N]. Grid (blocks of N, T)."""
     rows = tl.program_id(1) * BM + tl.arange(0, BM)
     cols = tl.program_id(0) * BN + tl.arange(0, BN)
     fits = cols < N
@@ -201,3 +207,107 @@ def rows_kernel(
     if ADD:
         value += tl.load(y + at, mask=here, other=0.0).to(tl.float32)
     tl.store(y + at, value.to(y.dtype.element_ty), mask=here)
+
+
+# --- launches ------------------------------------------------------------------------------------------------------------
+
+
+def down(call: Call, own: Operands, x_TK: torch.Tensor, keys_T2: torch.Tensor | None) -> torch.Tensor:
+    """S [T, width]; rows of tokens without an adapter and columns past an adapter's rank are not written."""
+    size, width, T, K, stride = sizes.sizes_for(call.dtype), call.layout.width, call.T, call.K, x_TK.stride(0)
+    segments, tables, single = call.segment_tables, call.tables, call.single_adapter
+    assert segments is not None and tables is not None
+    S = torch.empty(T, width, dtype=call.dtype, device=call.device)
+    BM, BK, BR = size.down_m, size.down_k, sizes.block_of(width, size.down_r)
+    if segments.counts[BM] < sizes.programs_at_once(call.device):
+        BM = size.few_down_m
+        BK = size.few_down_k if BR <= 32 else BK  # cards of any generation have 99 KiB
+    args = (
+        x_TK, own.A_RK, S, tables.row_scales, keys_T2, segments.blocks[BM], tables.rows, signed(call.salt), K, stride, width, T,
+        *sizes.rows_of(call),
+    )  # fmt: skip
+    key = ("down", call.shape, stride, keys_T2 is None)
+    if not launcher.launched(segments.sites, key, args):
+        launcher.launch(
+            down_kernel, (segments.counts[BM], sizes.cdiv(width, BR)), args, segments.sites, key,
+            ALONE=single is not None, DROP=segments.dropout, ASM=dropping.packed_dropout(x_TK), PRECISION="ieee", BM=BM, BK=BK,
+            BR=BR, num_warps=size.down_warps, num_stages=size.down_stages,
+        )  # fmt: skip
+    return S
+
+
+def up(
+    call: Call, own: Operands, S: torch.Tensor, index: int, bias_N: torch.Tensor | None, base_TN: torch.Tensor | None = None
+) -> torch.Tensor:  # fmt: skip
+    """S B' + bias of one layer, [T, N], onto which the base product is to be accumulated; or added to the base product, in
+    place."""
+    N = call.layout.sizes[index]
+    y_TN = torch.empty(call.T, N, dtype=call.dtype, device=call.device) if base_TN is None else base_TN
+    _launch_up(call, own, S, index, y_TN, y_TN, None, bias_N, base_TN is not None, False)
+    return y_TN
+
+
+def up_composed(
+    call: Call, own: Operands, S: torch.Tensor, index: int, base_TN: torch.Tensor, keep_z: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """y = g z + bias with z = base + S B', and z where it is to be kept. base [T, N] is written over."""
+    y_TN, scales = torch.empty_like(base_TN) if keep_z else base_TN, own.scales[index]
+    _launch_up(call, own, S, index, base_TN, y_TN, scales, scales.bias, True, keep_z)
+    return y_TN, base_TN if keep_z else None
+
+
+def _launch_up(
+    call: Call, own: Operands, S: torch.Tensor, index: int, z: torch.Tensor, y: torch.Tensor, scales: Scales | None,
+    bias: torch.Tensor | None, epilogue: bool, keep_z: bool,
+) -> None:  # fmt: skip
+    size, layout, segments, tables = sizes.sizes_for(call.dtype), call.layout, call.segment_tables, call.tables
+    assert segments is not None and tables is not None
+    N, span = layout.sizes[index], size.up_n * size.up_loop
+    args = (
+        S, own.B[index], bias, None if scales is None else scales.g, z, y, segments.blocks[size.up_m], tables.places[index],
+        tables.adapters, N, layout.width, span,
+    )  # fmt: skip
+    key = ("up", call.shape, index, sizes.dtype_of(bias), scales is None, epilogue, keep_z)
+    if not launcher.launched(segments.sites, key, args):
+        launcher.launch(
+            up_kernel, (sizes.cdiv(N, span), segments.counts[size.up_m]), args, segments.sites, key,
+            HAS_BIAS=bias is not None, EPILOGUE=epilogue, COMPOSED=scales is not None, KEEP=keep_z, PRECISION="ieee",
+            BM=size.up_m, BN=size.up_n, BR=sizes.block_of(layout.max_padded[index], 64), num_warps=size.up_warps,
+            num_stages=size.up_stages,
+        )  # fmt: skip
+
+
+def compose(call: Call, scales: Scales, z_TN: torch.Tensor, y_TN: torch.Tensor) -> None:
+    """y = g z + bias, [T, N]; y may be z."""
+    size, N, segments = sizes.sizes_for(call.dtype), z_TN.shape[1], call.segment_tables
+    assert segments is not None
+    launcher.launch(
+        compose_kernel, (sizes.cdiv(N, 256), segments.counts[size.up_m]),
+        (z_TN, y_TN, scales.g, scales.bias, segments.blocks[size.up_m], scales.adapters, N),
+        sites=segments.sites, key=("compose", call.dtype, N, scales.bias is None),
+        HAS_BIAS=scales.bias is not None, BM=16, BN=256, num_warps=4, num_stages=2,
+    )  # fmt: skip
+
+
+def scale_rows(
+    z_tN: torch.Tensor, y_tN: torch.Tensor, g_N: torch.Tensor | None, bias_N: torch.Tensor | None, minus: int = 0,
+    add: bool = False,
+) -> None:  # fmt: skip
+    """See call.ScaleRows."""
+    T, N = z_tN.shape
+    launcher.launch(
+        rows_kernel, (sizes.cdiv(N, 256), sizes.cdiv(T, 16)), (z_tN, y_tN, g_N, bias_N, T, N, minus),
+        ADD=add, HAS_G=g_N is not None, HAS_BIAS=bias_N is not None, BM=16, BN=256, num_warps=4, num_stages=1,
+    )  # fmt: skip
+
+
+def ratio(
+    magnitude_N: torch.Tensor, norm_N: torch.Tensor, g_N: torch.Tensor, w_N: torch.Tensor, sites: dict[Hashable, Any]
+) -> None:  # fmt: skip
+    """g = magnitude / norm and w = norm. sites: cached launches with this N."""
+    N = len(g_N)
+    launcher.launch(
+        ratio_kernel, (sizes.cdiv(N, 512),), (magnitude_N, norm_N, g_N, w_N, N),
+        sites=sites, key=(magnitude_N.dtype, norm_N.dtype, g_N.data_ptr() % 16),
+        BN=512, num_warps=4, num_stages=1,
+    )  # fmt: skip

@@ -14,10 +14,20 @@ Shapes: T tokens, K inputs, N outputs. Here X [T, P] is x or d, V is W, and Y [T
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+import torch
 import triton
 import triton.language as tl
 
+from packlora.ops import launcher
+from packlora.ops.dropout import kernel as dropping
 from packlora.ops.dropout.kernel import _drop, _keys
+from packlora.ops.dropout.keys import dropout_threshold, signed
+from packlora.ops.launcher import Descriptor
+from packlora.ops.lora_linear.call import Call, Operands
+from packlora.ops.lora_linear.kernels import sizes
 
 
 @triton.jit
@@ -92,9 +102,9 @@ def fused_kernel(
     """Forward: L is S [T, width], R is B [Q, rank]. Backward: L is dS, R the stacked A [rank, Q]. WIDE: L and R are tensor
     descriptors of their first `rank` columns and rows. HAS_G: the product z is scaled before the bias; KEEP: z is stored.
 
-    SEGMENTS: segments (layout.SegmentTables) have the low-rank products, of each tile those in spans [tiles, 2]. L is as before, R the
-    layer's flat B or the A's of all adapters, places theirs of the layer or of the stacked A (layout.GroupTables); g and bias
-    after g are float32 [rank + 1, Q], by adapter, the last row for tokens without one."""
+    SEGMENTS: segments (tables.SegmentTables) have the low-rank products, of each tile those in spans [tiles, 2]. L is as
+    before, R the layer's flat B or the A's of all adapters, places theirs of the layer or of the stacked A
+    (tables.GroupTables); g and bias after g are float32 [rank + 1, Q], by adapter, the last row for tokens without one."""
     num_m, num_n = tl.cdiv(T, BM), tl.cdiv(Q, BN)
     steps = tl.cdiv(P, BK)
     for tile in tl.range(tl.program_id(0), num_m * num_n, PROGRAMS, flatten=False):
@@ -154,3 +164,101 @@ def fused_kernel(
                 if HAS_BIAS:
                     acc += tl.load(bias + cols, mask=cols < Q, other=0.0).to(tl.float32)[None, :]
         Y.store([m * BM, n * BN], acc.to(DTYPE))
+
+
+# --- launches ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _LowRank:
+    """The low-rank part of a fused product. rank: of the one adapter that owns all tokens. Else places has those of all, and
+    `last` is the row of g of tokens without an adapter."""
+
+    L: torch.Tensor
+    R: torch.Tensor
+    rank: int = 0
+    places: torch.Tensor | None = None
+    last: int = 0
+
+
+def _launch(
+    call: Call, of: Hashable, X: torch.Tensor, V: torch.Tensor, Y: torch.Tensor, low: _LowRank, forward: bool,
+    bias: torch.Tensor | None = None, keys_T2: torch.Tensor | None = None, p: float = 0.0, g: torch.Tensor | None = None,
+    Z: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """`of` stands for the sizes and dtypes of all operands."""
+    segments = call.segment_tables
+    assert segments is not None
+    (T, P), Q, L = X.shape, Y.shape[1], low.L
+    BM, BK = sizes.FUSED_M, sizes.FUSED_K
+    BN, warps, stages = sizes.tile_of(T, Q, sizes.programs_at_once(X.device))
+    several = low.places is not None
+    BR = 32 if several else sizes.block_of(low.rank, 64)
+    wide = BR > 16 and not several
+    left: Descriptor | torch.Tensor = L
+    right: Descriptor | torch.Tensor = low.R
+    if wide:
+        rank = low.rank
+        left = Descriptor(L, [BM, BR], [T, rank], [L.stride(0), 1])
+        if forward:
+            right = Descriptor(low.R, [BN, BR], [Q, rank], [rank, 1])
+        else:
+            right = Descriptor(low.R, [BR, BN], [rank, Q], [Q, 1])
+    args = (
+        Descriptor(X, [BM, BK]), Descriptor(V, [BN, BK] if forward else [BK, BN]), Descriptor(Y, [BM, BN]),
+        None if Z is None else Descriptor(Z, [BM, BN]), left, right, bias, g, keys_T2, segments.whole if several else None,
+        segments.spans if several else None, low.places, signed(call.salt), dropout_threshold(p), T, P, Q, L.stride(0),
+        low.last if several else low.rank,
+    )  # fmt: skip
+    key = ("fused", of, forward, several, sizes.dtype_of(bias), g is None, keys_T2 is None, Z is None)
+    if not launcher.launched(segments.sites, key, args):
+        programs = min(sizes.programs_at_once(X.device), sizes.cdiv(T, BM) * sizes.cdiv(Q, BN))
+        launcher.launch(
+            fused_kernel, (programs,), args, segments.sites, key,
+            FORWARD=forward, DROP=keys_T2 is not None and (segments.dropout if several else p > 0),
+            ASM=dropping.packed_dropout(Y), HAS_BIAS=bias is not None, HAS_G=g is not None, KEEP=Z is not None, WIDE=wide,
+            SEGMENTS=several, DTYPE=getattr(tl, str(Y.dtype).removeprefix("torch.")),
+            BM=BM, BN=BN, BK=BK, BR=BR, GROUP=8, PROGRAMS=programs, num_warps=warps, num_stages=stages,
+        )  # fmt: skip
+    return Y
+
+
+def up(
+    call: Call, own: Operands, x_TK: torch.Tensor, S: torch.Tensor, index: int, composed: bool, keep_z: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    """y [T, N] = x W' + S B' + bias of one layer, or g z + bias where `composed`, and z where it is to be kept."""
+    layout, tables, single, weight_NK = call.layout, call.tables, call.single_adapter, own.frozen[index].dense()
+    assert tables is not None and weight_NK is not None
+    y_TN = torch.empty(call.T, layout.sizes[index], dtype=call.dtype, device=call.device)
+    z_TN = torch.empty_like(y_TN) if keep_z else None
+    g, bias, last = None, own.biases[index], 0
+    if composed:
+        scales = own.scales[index]
+        g, bias, last = scales.g, scales.bias, scales.adapters
+        if single is not None:
+            g, bias = g[single.adapter], None if bias is None else bias[single.adapter]
+    if single is None:
+        flat = own.B[index]
+        assert flat is not None
+        low = _LowRank(S, flat, 0, tables.places[index], last)
+    else:
+        place = layout.places[single.adapter, index]
+        low = _LowRank(S[:, place.column :], own.block(layout, single.adapter, index)[0], place.padded)
+    return _launch(call, (call.shape, index), x_TK, weight_NK, y_TN, low, True, bias, g=g, Z=z_TN), z_TN
+
+
+def dx(
+    call: Call, own: Operands, d_TN: torch.Tensor, dS: torch.Tensor, index: int, keys_T2: torch.Tensor | None
+) -> torch.Tensor:
+    """d W + drop(dS A) of one layer, [T, K]."""
+    tables, single, weight_NK = call.tables, call.single_adapter, own.frozen[index].dense()
+    assert tables is not None and weight_NK is not None
+    dx_TK = torch.empty(call.T, call.K, dtype=call.dtype, device=call.device)
+    if single is None:
+        low, p = _LowRank(dS, own.A_RK, 0, tables.rows), 0.0
+    else:
+        low, p = (
+            _LowRank(dS, own.A(call.layout, single.adapter)[0], call.layout.rows[single.adapter][1]),
+            single.dropout,
+        )
+    return _launch(call, (call.shape, weight_NK.shape[0]), d_TN, weight_NK, dx_TK, low, False, None, keys_T2, p)
