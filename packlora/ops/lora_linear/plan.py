@@ -1,8 +1,7 @@
 """Plan: one way to compute the operator of reference.py, forward and backward, named by its parts.
 
 All plans compute the same function. They differ in which matrix products are formed, in what order, by which kernel, and in
-what is kept for the backward. `mm` is torch.mm (cuBLAS, MKL); `routed` and `one-pass` are Triton kernels, of kernels.py and
-gradient_kernels.py.
+what is kept for the backward. `mm` is torch.mm (cuBLAS, MKL); `routed` and `one-pass` are Triton kernels, of kernels/.
 
 Whether a plan computes a call is `why_not`'s to say, and nobody else's.
 

@@ -66,7 +66,7 @@ class _Source(NamedTuple):
     number: int
     layer: int
     place: Place
-    alone: bool
+    undivided: bool
 
 
 class Prepared:
@@ -217,7 +217,7 @@ class Prepared:
 
     def _lies_as_it_should(self, source: _Source) -> bool:
         return (
-            source.alone and source.place.rank == source.place.padded and source.operand.dtype == self.dtype
+            source.undivided and source.place.rank == source.place.padded and source.operand.dtype == self.dtype
             and source.operand.is_contiguous() and source.operand.data_ptr() % 16 == 0
         )  # fmt: skip
 

@@ -88,8 +88,8 @@ class SegmentTables:
         self.dropout = any(segment.dropout > 0 for segment in segments)
         self.sites: dict[Hashable, Any] = {}
         """Launches made on these tables, see launcher.py."""
-        self.bands: dict[tuple[tuple[int, ...], int], int] = {}
-        """Block sizes chosen for these tables, see launch.py."""
+        self.chunk_sizes: dict[tuple[tuple[int, ...], int], int] = {}
+        """Chunks of tokens chosen for these tables, see kernels/sizes.py."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,32 @@
 
 What is read from a table says nothing of its alignment, and without that every element is loaded by itself: so it is said where
 it is loaded. All places and ranks in tables.GroupTables are multiples of 16.
+
+Arguments go by the same names in all kernels; T tokens, K inputs, N outputs:
+
+    x, d                [T, K], [T, N]      tokens, and the gradient of a layer's output; *_stride: from one row to the next
+    A                   [rows, K]           the A's of all adapters, stacked (layout.Layout)
+    B                   [flat]              the B's of one layer, one block [N, rank] after the other
+    S, dS               [T, width]          S = s c (drop(x) A') and its gradient
+    y, z, e             [T, N]              output, the product that g scales, and g d
+    kept                [T, N]              z, or y where the backward reads that
+    dx                  [T, K]              gradient of x: its low-rank part
+    g, w, bias          [adapters + 1, N]   scales, norms and biases by adapter; row base_row is for tokens without one
+    *_parts, sums       float32             what one program makes; another kernel adds them up in order
+    scales              float32 [rows]      the scaling of every row of A
+    scalings            float32 [adapters]  the scaling of every adapter on one layer
+    keys                int32 [T, 2]        dropout keys of the tokens; salt: of the group
+    tiles, chunks       int32 [., 4]        adapter, start, stop, dropout threshold of blocks of tokens (tables.SegmentTables):
+                                            those of one program, and those that a program walks over
+    ranges              int32 [adapters, 2] first and last row of `chunks` that may be an adapter's
+    adapters            int32 [adapters, 2] first row in A and padded rank (tables.GroupTables.rows)
+    places              int32 [adapters, 4] column in S, offset in B and padded rank on one layer (tables.GroupTables.places)
+    width, part_width   columns of S, and of one layer's parts
+    single_*            what the tables would say where SINGLE: one adapter owns all tokens
+    SINGLE, DROP, ...   compile-time: what a program has to do; BM, BN, BK, BR: its block of tokens, N, K and ranks
+    ASM                 two elements are dropped at a time, by instructions that Hopper has
+    TMA                 x, d and kept are tensor descriptors
+    PRECISION           of float32 products
 """
 
 from __future__ import annotations
@@ -24,9 +50,9 @@ def _add_dot(a, b, acc, lost, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _block_of(blocks, index, size, T, threshold, ALONE: tl.constexpr):
-    """Adapter (0 where ALONE), start, stop and dropout threshold of a block of tokens; see layout.SegmentTables."""
-    if ALONE:
+def _block_of(blocks, index, size, T, threshold, SINGLE: tl.constexpr):
+    """Adapter (0 where SINGLE), start, stop and dropout threshold of a block of tokens; see tables.SegmentTables."""
+    if SINGLE:
         return index * 0, index * size, tl.minimum((index + 1) * size, T), threshold
     else:
         at = blocks + 4 * index
@@ -34,9 +60,9 @@ def _block_of(blocks, index, size, T, threshold, ALONE: tl.constexpr):
 
 
 @triton.jit
-def _rows_of(adapters, adapter, first, rank, ALONE: tl.constexpr):
-    """First row in the stacked A, and padded rank; see layout.GroupTables.rows."""
-    if ALONE:
+def _rows_of(adapters, adapter, first, rank, SINGLE: tl.constexpr):
+    """First row in the stacked A, and padded rank; see tables.GroupTables.rows."""
+    if SINGLE:
         return first, rank
     else:
         at = adapters + 2 * adapter
@@ -44,9 +70,9 @@ def _rows_of(adapters, adapter, first, rank, ALONE: tl.constexpr):
 
 
 @triton.jit
-def _place_of(places, adapter, column, offset, rank, ALONE: tl.constexpr):
-    """Column in S, offset in the flat B, and padded rank; see layout.GroupTables.places."""
-    if ALONE:
+def _place_of(places, adapter, column, offset, rank, SINGLE: tl.constexpr):
+    """Column in S, offset in the flat B, and padded rank; see tables.GroupTables.places."""
+    if SINGLE:
         return column, offset, rank
     else:
         at = places + 4 * adapter

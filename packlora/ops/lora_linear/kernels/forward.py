@@ -11,7 +11,7 @@ multiplied in while they are float32, and nowhere else.
 
 Each block of tokens belongs to one adapter (blocks never cross from one segment into another), so what one adapter's tokens
 hold, be it NaN, reaches no other adapter, and rows past the end of a segment are masked, not padded. Where one segment has all
-tokens (ALONE), blocks, places and ranks come as arguments: a table would have to be read before anything else can start.
+tokens (SINGLE), blocks, places and ranks come as arguments: a table would have to be read before anything else can start.
 
 Shapes: T tokens, K inputs, N outputs, r padded rank of one layer, R padded rank over the layers of the group.
 """
@@ -63,15 +63,15 @@ def _down(
 
 @triton.jit(do_not_specialize=["salt"])
 def down_kernel(
-    x, A, S, scales, keys, tiles, adapters, salt, K, x_stride, width, T, alone_threshold, alone_first, alone_rank,
-    ALONE: tl.constexpr, DROP: tl.constexpr, ASM: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+    x, A, S, scales, keys, tiles, adapters, salt, K, x_stride, width, T, single_threshold, single_first, single_rank,
+    SINGLE: tl.constexpr, DROP: tl.constexpr, ASM: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
     BR: tl.constexpr,
 ):  # fmt: skip
     """Grid (token blocks of BM, column blocks of BR)."""
     column = tl.program_id(1) * BR
-    adapter, start, stop, threshold = _block_of(tiles, tl.program_id(0), BM, T, alone_threshold, ALONE)
+    adapter, start, stop, threshold = _block_of(tiles, tl.program_id(0), BM, T, single_threshold, SINGLE)
     if adapter >= 0:
-        first, rank = _rows_of(adapters, adapter, alone_first, alone_rank, ALONE)
+        first, rank = _rows_of(adapters, adapter, single_first, single_rank, SINGLE)
         left = rank - column
         if left > 0:
             if BR == 16 or left > BR // 2:
@@ -230,7 +230,7 @@ def down(call: Call, own: Operands, x_TK: torch.Tensor, keys_T2: torch.Tensor | 
     if not launcher.launched(segments.sites, key, args):
         launcher.launch(
             down_kernel, (segments.counts[BM], sizes.cdiv(width, BR)), args, segments.sites, key,
-            ALONE=single is not None, DROP=segments.dropout, ASM=dropping.packed_dropout(x_TK), PRECISION="ieee", BM=BM, BK=BK,
+            SINGLE=single is not None, DROP=segments.dropout, ASM=dropping.packed_dropout(x_TK), PRECISION="ieee", BM=BM, BK=BK,
             BR=BR, num_warps=size.down_warps, num_stages=size.down_stages,
         )  # fmt: skip
     return S

@@ -17,8 +17,8 @@ from packlora.ops.lora_linear.types import Layer
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Block sizes, warps and stages. *_m: tokens, *_n and *_k: columns, *_r: ranks, *_band: tokens that one program sums, or
-    *_bands, of which the launch chooses. few_*: where there would be fewer programs than processors take. several_*: where
+    """Block sizes, warps and stages. *_m: tokens, *_n and *_k: columns, *_r: ranks, *_chunk: tokens that one program sums, or
+    *_chunks, of which the launch chooses. few_*: where there would be fewer programs than processors take. several_*: where
     no segment has all tokens. narrow_*: of inputs_kernel where it writes dx and there are no more than 16 ranks."""
 
     down_m: int = 32
@@ -40,14 +40,14 @@ class Sizes:
     grad_r: int = 32
     grad_warps: int = 4
     grad_stages: int = 3
-    grad_bands: tuple[int, ...] = (256, 512, 1024, 2048)
+    grad_chunks: tuple[int, ...] = (256, 512, 1024, 2048)
     joint_m: int = 32
     joint_n: int = 128
     joint_warps: int = 4
     joint_stages: int = 4
     scale_m: int = 32
     scale_n: int = 128
-    scale_band: int = 256
+    scale_chunk: int = 256
     scale_warps: int = 4
     scale_stages: int = 3
     inputs_m: int = 64
@@ -55,7 +55,7 @@ class Sizes:
     few_inputs_k: int = 64
     several_inputs_k: int = 64
     inputs_r: int = 64
-    inputs_bands: tuple[int, ...] = (512, 1024)
+    inputs_chunks: tuple[int, ...] = (512, 1024)
     inputs_warps: int = 4
     inputs_stages: int = 3
     narrow_k: int = 64
@@ -64,22 +64,22 @@ class Sizes:
     @property
     def tokens(self) -> tuple[int, ...]:
         """Block sizes for which SegmentTables must have a table."""
-        return (self.down_m, self.few_down_m, self.up_m, *self.grad_bands, self.scale_band, *self.inputs_bands)
+        return (self.down_m, self.few_down_m, self.up_m, *self.grad_chunks, self.scale_chunk, *self.inputs_chunks)
 
 
 BITS_16 = Sizes()
 FLOAT_32 = Sizes(
     down_m=32, down_k=32, down_r=32, down_stages=2, few_down_m=32, few_down_k=32, up_m=32, grad_m=32, grad_n=64, few_grad_n=64,
-    grad_stages=2, grad_bands=(128,), joint_m=32, joint_n=64, joint_stages=2, scale_band=64,
-    inputs_m=32, inputs_k=64, few_inputs_k=64, inputs_r=32, inputs_bands=(128,), inputs_stages=2, narrow_k=64,
+    grad_stages=2, grad_chunks=(128,), joint_m=32, joint_n=64, joint_stages=2, scale_chunk=64,
+    inputs_m=32, inputs_k=64, few_inputs_k=64, inputs_r=32, inputs_chunks=(128,), inputs_stages=2, narrow_k=64,
     narrow_stages=2,
 )  # fmt: skip
 FUSED_M, FUSED_K = 128, 64
 FUSED_TILES = ((256, 8, 3, 1.0), (128, 8, 5, 0.54))
 """Columns of the fused product's tiles with their warps and stages, and what a tile takes, of the first one's time."""
 DESCRIBED = 1 << 24
-BAND_START = 128
-"""What a program that walks over a band takes to start, in tokens of its walk."""
+CHUNK_START = 128
+"""What a program that walks over a chunk takes to start, in tokens of its walk."""
 
 
 def programs_at_once(device: torch.device) -> int:
@@ -108,20 +108,21 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def chunk_size(bands: tuple[int, ...], columns: int, segments: SegmentTables, device: torch.device) -> int:
-    """Tokens of a band, for kernels with a program for each band and block of columns: those that take the fewest turns of all
-    processors, two programs on each; of equals the longest."""
-    band = segments.bands.get((bands, columns))
-    if band is None:
+def chunk_size(chunks: tuple[int, ...], columns: int, segments: SegmentTables, device: torch.device) -> int:
+    """Tokens of a chunk, for kernels with a program for each chunk and block of columns: those that take the fewest turns of
+    all processors, two programs on each; of equals the longest."""
+    chunk = segments.chunk_sizes.get((chunks, columns))
+    if chunk is None:
         slots = 2 * processors(device)
-        turns = {band: cdiv(columns * segments.counts[band], slots) for band in bands}
-        band = segments.bands[bands, columns] = min(bands, key=lambda band: (turns[band] * (band + BAND_START), -band))
-    return band
+        turns = {chunk: cdiv(columns * segments.counts[chunk], slots) for chunk in chunks}
+        chunk = min(chunks, key=lambda chunk: (turns[chunk] * (chunk + CHUNK_START), -chunk))
+        segments.chunk_sizes[chunks, columns] = chunk
+    return chunk
 
 
-def few_programs(columns: int, bands: tuple[int, ...], segments: SegmentTables, device: torch.device) -> bool:
-    """Whether a program for each of the shortest bands and block of columns makes fewer than two for each processor."""
-    return columns * segments.counts[bands[0]] < 2 * processors(device)
+def few_programs(columns: int, chunks: tuple[int, ...], segments: SegmentTables, device: torch.device) -> bool:
+    """Whether a program for each of the shortest chunks and block of columns makes fewer than two for each processor."""
+    return columns * segments.counts[chunks[0]] < 2 * processors(device)
 
 
 def described(t: torch.Tensor) -> bool:

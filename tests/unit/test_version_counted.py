@@ -15,6 +15,7 @@ from packlora.ops.lora_linear.autograd import lora_group
 from packlora.ops.lora_linear.frozen import Dense
 from packlora.ops.lora_linear.prepared import GroupState, LayerScales
 from packlora.ops.lora_linear.types import Layer, LowRank, Segment
+from packlora.ops.stamp import Unchanged
 
 T, K, N = 12, 16, 20
 CPU = torch.device("cpu")
@@ -136,3 +137,58 @@ def test_a_layer_whose_base_bias_is_another_parameter_uses_that() -> None:
     assert layer.layer() is before
     base.bias = torch.nn.Parameter(base.bias * 2, requires_grad=False)
     assert layer.layer().bias is base.bias
+
+
+# --- the rule itself -----------------------------------------------------------------------------------------------------
+
+
+def test_tensors_are_unchanged_while_they_are_the_same_objects_with_the_same_stamps() -> None:
+    unchanged, tensors = Unchanged(), [torch.zeros(3), torch.zeros(2)]
+    assert not unchanged(tensors)
+    assert unchanged(list(tensors))
+    for change in (in_place, another_data):
+        change(tensors[1])
+        assert not unchanged(list(tensors))
+        assert unchanged(list(tensors))
+    assert not unchanged([tensors[0], tensors[1].detach()])  # another object with the same memory and version
+    assert not unchanged([tensors[0]])
+    with torch.inference_mode():
+        uncounted = [torch.zeros(3)]
+    assert not unchanged(uncounted) and not unchanged(uncounted)
+
+
+@pytest.mark.parametrize("what", ["A", "B", "magnitude", "norm", "bias", "base bias"])
+def test_without_counted_versions_writes_that_leave_no_trace_are_seen(what: str) -> None:
+    layer, state = layer_of(low_rank(0, 3, True), low_rank(1, 5, True, True)), GroupState()
+    lora_group(X, [layer], HALVES, state=state)
+    for low in layer.adapters.values():
+        operand = layer.bias if what == "base bias" else getattr(low, what)
+        if operand is not None:
+            version = operand._version
+            operand.data.mul_(1.5)
+            assert operand._version == version
+        (y,) = lora_group(X, [layer], HALVES, state=state)
+        assert same([y], [exact(layer, HALVES)])
+        assert same(gradients(y, low), gradients(exact(layer, HALVES), low))
+
+
+@pytest.mark.parametrize("counted", [False, True])
+def test_what_inference_kept_serves_training_and_the_other_way_round(counted: bool) -> None:
+    layer, run, state = layer_of(low_rank(0, 3, True)), (Segment(0, 0, T),), GroupState(counted)
+    for _ in range(2):
+        with torch.inference_mode():
+            assert same(lora_group(X, [layer], run, state=state), [exact(layer, run)])
+        (y,) = lora_group(X, [layer], run, state=state)
+        low = layer.adapters[0]
+        assert same(gradients(y, low), gradients(exact(layer, run), low))
+        in_place(low.operands()["A"])
+
+
+def test_a_node_saves_operands_of_the_adapters_that_own_tokens_alone() -> None:
+    layer, state = layer_of(*(low_rank(seed, 2 + seed, True, True) for seed in range(3))), GroupState(True)
+    for numbers in ([1], [0, 2]):
+        segments = tuple(Segment(number, 4 * at, 4 * at + 4) for at, number in enumerate(numbers))
+        (y,) = lora_group(X, [layer], segments, state=state)
+        saved = {id(t) for t in y.grad_fn.saved_tensors if t is not None}  # type: ignore[union-attr]
+        for number, low in layer.adapters.items():
+            assert all((id(t) in saved) == (number in numbers) for t in low.operands().values()), number
