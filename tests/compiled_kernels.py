@@ -33,6 +33,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from packlora.ops import gpu, launcher
 from packlora.ops.dropout import kernel as dropping
 from packlora.ops.lora_linear.autograd import lora_group
+from packlora.ops.lora_linear.kernels import sizes as block_sizes
 from packlora.ops.lora_linear.plan import ROUTED, Plan
 from packlora.ops.row_norm import batch as row_norm_batch
 from packlora.ops.row_norm import row_norm
@@ -132,7 +133,7 @@ def captured(capability: int, kinds: dict[str, dict[str, Any]] = USUAL) -> list[
                 if len(settings["ranks"]) == 1:  # all tokens, which fused products take in a way of its own
                     drawn = replace(drawn, runs=(replace(drawn.runs[0], start=0, stop=1024),))
                 own, leaves = cast(drawn, dtype)
-                with mock.patch.object(sizes, "processors", return_value=slots):
+                with mock.patch.object(block_sizes, "processors", return_value=slots):
                     outputs = lora_group(own.x, own.layers, own.runs, own.keys, own.salt, plan)
                     torch.autograd.grad(outputs, list(leaves.values()), own.dy, allow_unused=True)
     for rank in NORMS if kinds is USUAL else ():

@@ -97,7 +97,7 @@ def test_the_registered_operator_refuses_too() -> None:
     low, z = own.adapters[0], x.requires_grad_()
     assert low.A is not None and low.B is not None
     plan = json.dumps(Plan().to_dict())
-    operands = (own.weight, None, low.A, low.B, None, None, low.scaling, 0.0, None, 0, plan)
+    operands = (own.frozen.dense(), None, low.A, low.B, None, None, low.scaling, 0.0, None, 0, plan)
     y, _, _ = compiled.lora_linear(z.sin(), *operands)
     (first,) = torch.autograd.grad(y.sum(), z, create_graph=True)
     for leaf in (z, low.A, low.B):

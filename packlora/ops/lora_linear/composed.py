@@ -20,12 +20,12 @@ def compose_by_segment(
 ) -> tuple[torch.Tensor, Optional]:  # fmt: skip
     """y in place of x W' + S B' in y_TN, segment by segment, and z."""
     scales, composed = own.scales[index], call.composed[index]
-    z_TN = torch.empty_like(y_TN) if keep_z or any(_base_dropped(*one) for one in composed) else None
+    z_TN = torch.empty_like(y_TN) if keep_z or any(drops_base(*one) for one in composed) else None
     for segment, has_magnitude, has_bias in composed:
         y_tN = y_TN[segment.rows]
         g_N = scales.g[segment.adapter] if has_magnitude else None
         bias_N = None if scales.bias is None else scales.bias[segment.adapter]
-        if z_TN is not None and _base_dropped(segment, has_magnitude, has_bias):
+        if z_TN is not None and drops_base(segment, has_magnitude, has_bias):
             z_tN = z_TN[segment.rows]
             _dropped_product(call, own, x_TK, keys_T2, S, index, segment, z_tN)
             call.scale_rows(z_tN, y_tN, g_N, bias_N, 1, True)
@@ -94,7 +94,7 @@ def base_gradient(call: Call, index: int, e_TN: Optional, d_TN: Optional) -> Opt
     if not call.base_dropped or e_TN is None or d_TN is None or e_TN is d_TN:
         return e_TN
     composed = call.composed.get(index, ())
-    dropped = [segment for segment, *has in composed if _base_dropped(segment, *has)]
+    dropped = [segment for segment, *has in composed if drops_base(segment, *has)]
     if len(dropped) == len(composed):  # e is d everywhere else
         return d_TN
     out = e_TN.clone()
@@ -107,14 +107,15 @@ def plus_dropped(call: Call, own: Operands, low_tK: torch.Tensor, segment: Segme
     """dS A of one segment, plus (g - 1) d c W of every layer where its base product is dropped, before it is dropped."""
     for index, composed in call.composed.items():
         d_TN = d[index]
-        if d_TN is not None and any(one[0] is segment and _base_dropped(*one) for one in composed):
+        if d_TN is not None and any(one[0] is segment and drops_base(*one) for one in composed):
             scaled_tN = torch.empty_like(d_TN[segment.rows])
             call.scale_rows(d_TN[segment.rows], scaled_tN, own.scales[index].g[segment.adapter], None, 1, False)
             own.frozen[index].matmul_t(scaled_tN, low_tK, dropout_factor(segment.dropout))
     return low_tK
 
 
-def _base_dropped(segment: Segment, has_magnitude: bool, has_bias: bool) -> bool:
+def drops_base(segment: Segment, has_magnitude: bool, has_bias: bool) -> bool:
+    """Whether a segment scales the base product of its dropped x."""
     return has_magnitude and segment.dropout > 0 and segment.base_dropped
 
 

@@ -10,7 +10,7 @@ from packlora.ops.dropout.keys import dropout_factor
 from packlora.ops.gpu import HAS_TRITON
 from packlora.ops.lora_linear import torch_path
 from packlora.ops.lora_linear.call import Call, Part, Path, ScaleRows, Slot, Stack
-from packlora.ops.lora_linear.composed import scale_rows
+from packlora.ops.lora_linear.composed import drops_base, scale_rows
 from packlora.ops.lora_linear.layout import Layout
 from packlora.ops.lora_linear.plan import Plan, Up, legal, ordered
 from packlora.ops.lora_linear.tables import GroupTables, SegmentTables
@@ -36,11 +36,7 @@ def settle(
     (T, K), dtype, device = x_TK.shape, x_TK.dtype, x_TK.device
     plan = ordered(legal(plan, situation(layers, segments, T)), x_TK.element_size())
     composed = _composed(layers, segments)
-    base_dropped = any(
-        has_magnitude and segment.dropout > 0 and segment.base_dropped
-        for own in composed.values() for segment, has_magnitude, _ in own
-    )  # fmt: skip
-    with_biases = {index for index in composed if _any_bias(layers[index])}
+    base_dropped = any(drops_base(*one) for own in composed.values() for one in own)
     whole = len(segments) == 1 and (segments[0].start, segments[0].stop) == (0, T)
     on_every = whole and all((segments[0].adapter, index) in layout.places for index in range(len(layers)))
     ways: list[Up] = [
@@ -71,15 +67,26 @@ def settle(
         for index, way in enumerate(ways)
     )
     return Call(
-        layout, plan, segments, salt, T, K, dtype, device, _slots(layout, slots, segments),
-        _stacked(layers, layout, segments, T), tuple(_parts(layer, layout, segments, T, i) for i, layer in enumerate(layers)),
-        composed, tuple(ways), tuple(
-            layer.keep_output and index not in with_biases and not base_dropped for index, layer in enumerate(layers)
-        ),
-        base_dropped, wide, wide if x_TK.is_cuda and wide == torch.float32 else dtype,
-        kernels if plan.down == "routed" else TORCH, up, kernels, kernels if plan.grad == "one-pass" else TORCH,
-        kernels if plan.dx in ("routed", "fused") else TORCH, rows, fused, segments[0] if on_every else None, tables,
-        segment_tables,
+        layout=layout, plan=plan, segments=segments, salt=salt, T=T, K=K, dtype=dtype, device=device,
+        slots=_slots(layout, slots, segments),
+        stacked=_stacked(layers, layout, segments, T),
+        parts=tuple(_parts(layer, layout, segments, T, index) for index, layer in enumerate(layers)),
+        composed=composed,
+        ways=tuple(ways),
+        from_y=tuple(layer.keep_output and not _any_bias(layer) and not base_dropped for layer in layers),
+        base_dropped=base_dropped,
+        wide=wide,
+        sums_dtype=wide if device.type == "cuda" and wide == torch.float32 else dtype,
+        down=kernels if plan.down == "routed" else TORCH,
+        up=up,
+        magnitude=kernels,
+        grads=kernels if plan.grad == "one-pass" else TORCH,
+        inputs=kernels if plan.dx in ("routed", "fused") else TORCH,
+        scale_rows=rows,
+        fused=fused,
+        single_adapter=segments[0] if on_every else None,
+        tables=tables,
+        segment_tables=segment_tables,
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ import torch
 
 from packlora.ops.lora_linear.call import Call, Gradients, Grads, Operands, Sums, Wanted
 from packlora.ops.lora_linear.kernels import backward, forward, gemm, sizes
-from packlora.ops.lora_linear.kernels.forward import scale_rows
+from packlora.ops.lora_linear.kernels.forward import down, scale_rows
 from packlora.ops.lora_linear.kernels.sizes import fusable
 from packlora.ops.lora_linear.tables import SegmentTables
 from packlora.ops.lora_linear.torch_path import base_and_low_rank, base_dx, stacked_dA
@@ -25,11 +25,6 @@ def segment_tables(
 ) -> SegmentTables:
     """Tables of the segments for the kernels' block sizes."""
     return SegmentTables(segments, T, device, sizes.sizes_for(dtype).tokens, num_adapters, sizes.FUSED_M)
-
-
-def down(call: Call, own: Operands, x_TK: torch.Tensor, keys_T2: Optional) -> torch.Tensor:
-    """S [T, width]."""
-    return forward.down(call, own, x_TK, keys_T2)
 
 
 def up(

@@ -76,6 +76,32 @@ def _low_rank_of_segments(
 
 
 @triton.jit
+def _low_rank_of_one(
+    acc, L, R, rows, cols, inside, first_row, first_column, Q, width, rank, WIDE: tl.constexpr, FORWARD: tl.constexpr,
+    BR: tl.constexpr,
+):  # fmt: skip
+    """acc plus the low-rank product of the one adapter that owns all tokens."""
+    for r in range(0, rank, BR):
+        if WIDE:
+            if FORWARD:
+                acc = tl.dot(L.load([first_row, r]), R.load([first_column, r]).T, acc)
+            else:
+                acc = tl.dot(L.load([first_row, r]), R.load([r, first_column]), acc)
+        else:
+            ranks = r + tl.arange(0, BR)
+            has = ranks < rank
+            L_at = L + rows.to(tl.int64)[:, None] * width + ranks[None, :]
+            L_tile = tl.load(L_at, mask=inside[:, None] & has[None, :], other=0.0)
+            if FORWARD:
+                R_at = R + cols[None, :] * rank + ranks[:, None]
+            else:
+                R_at = R + ranks[:, None] * Q + cols[None, :]
+            R_tile = tl.load(R_at, mask=has[:, None] & (cols < Q)[None, :], other=0.0)
+            acc = tl.dot(L_tile, R_tile, acc)
+    return acc
+
+
+@triton.jit
 def _compose_segments(
     acc, g, bias, segments, first, last, rows, cols, Q, base_row, HAS_BIAS: tl.constexpr
 ):  # fmt: skip
@@ -126,23 +152,9 @@ def fused_kernel(
             if not DROP and (HAS_G or not HAS_BIAS):
                 acc = tl.where(inside[:, None], acc, 0.0)
         else:
-            for r in range(0, rank, BR):
-                if WIDE:
-                    if FORWARD:
-                        acc = tl.dot(L.load([m * BM, r]), R.load([n * BN, r]).T, acc)
-                    else:
-                        acc = tl.dot(L.load([m * BM, r]), R.load([r, n * BN]), acc)
-                else:
-                    ranks = r + tl.arange(0, BR)
-                    has = ranks < rank
-                    L_at = L + rows.to(tl.int64)[:, None] * width + ranks[None, :]
-                    L_tile = tl.load(L_at, mask=inside[:, None] & has[None, :], other=0.0)
-                    if FORWARD:
-                        R_at = R + cols[None, :] * rank + ranks[:, None]
-                    else:
-                        R_at = R + ranks[:, None] * Q + cols[None, :]
-                    R_tile = tl.load(R_at, mask=has[:, None] & (cols < Q)[None, :], other=0.0)
-                    acc = tl.dot(L_tile, R_tile, acc)
+            acc = _low_rank_of_one(
+                acc, L, R, rows, cols, inside, m * BM, n * BN, Q, width, rank, WIDE, FORWARD, BR
+            )  # fmt: skip
         if DROP:
             key_0, key_1 = _keys(keys, rows, inside, salt)
             acc = _drop(acc.to(DTYPE), key_0, key_1, n * BN, limit, BN, ASM).to(tl.float32)
