@@ -12,9 +12,9 @@ from group_cases import KINDS, cast, make_case
 from seeds import SEED
 
 from packlora.ops.lora_linear import torch_path, triton_path
-from packlora.ops.lora_linear.autograd import outputs_of
+from packlora.ops.lora_linear.autograd import gradients, outputs_of
 from packlora.ops.lora_linear.call import Call, Operands, Path, Wanted
-from packlora.ops.lora_linear.plan import ROUTED
+from packlora.ops.lora_linear.plan import CHAIN, ROUTED
 from packlora.ops.lora_linear.prepared import GroupState, Prepared
 
 METHODS = ["down", "up", "magnitude", "grads", "inputs"]
@@ -112,3 +112,32 @@ def test_both_paths_give_the_same(name: str, kind: str) -> None:
 def test_the_methods_have_the_same_arguments(name: str) -> None:
     by_path = [list(inspect.signature(getattr(path, name)).parameters) for path in (torch_path, triton_path)]
     assert by_path[0] == by_path[1] == list(inspect.signature(getattr(Path, name)).parameters)[1:]
+
+
+@pytest.mark.parametrize("kind", ["DoRA", "DoRA, dropout", "DoRA with dropout and LoRA", "trained bias", "bias alone"])
+def test_magnitudes_by_the_kernels_around_plain_products_give_the_same(kind: str) -> None:
+    """As on a GPU, where the plain chain has its magnitudes from the kernels, two base products and all."""
+    ranks = KINDS[kind]["ranks"]
+    case, _ = cast(
+        make_case(45, 50, [37, 20][: len(ranks[0])], with_bias=True, seed=SEED, **KINDS[kind]), torch.float32
+    )
+    prepared = GroupState().prepared(case.x, case.layers, CHAIN)
+    prepared.refresh()
+    x_TK, own = case.x.detach(), prepared.operands
+    plain = prepared.call(x_TK, case.runs, case.salt, CHAIN)
+    assert plain.composed
+    tables = triton_path.segment_tables(case.runs, plain.T, plain.device, plain.dtype, prepared.num_adapters)
+    up = tuple(
+        torch_path if plain.base_dropped or i not in plain.composed else triton_path for i in range(len(case.dy))
+    )
+    kernels = replace(plain, magnitude=triton_path, up=up, scale_rows=triton_path.scale_rows, segment_tables=tables)
+    results = []
+    for call in (kernels, plain):
+        with torch.no_grad():
+            S = call.down.down(call, own, x_TK, case.keys)
+            outputs, kept = outputs_of(prepared, call, x_TK, case.keys, S)
+            needed = [True] * len(prepared.flat)
+            dx, grads = gradients(prepared, call, x_TK, case.keys, S, kept, case.dy, True, needed)
+        results.append([*outputs, dx, *grads])
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
