@@ -30,9 +30,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from packlora.ops import gpu
-from packlora.ops.lora_linear import launch
-from packlora.ops.lora_linear.group import lora_group
+from packlora.ops import gpu, launcher
+from packlora.ops.dropout import kernel as dropping
+from packlora.ops.lora_linear.autograd import lora_group
+from packlora.ops.lora_linear.kernels import sizes as block_sizes
 from packlora.ops.lora_linear.plan import ROUTED, Plan
 from packlora.ops.row_norm import row_norm
 from packlora.ops.row_norm import triton_path as row_norm_path
@@ -111,8 +112,8 @@ def captured(capability: int, kinds: dict[str, dict[str, Any]] = USUAL) -> list[
             rows[known] = {"case": case, **compiled(kernel, args, dict(constants), capability)}
 
     patches = [
-        mock.patch.object(launch, "launch", take), mock.patch.object(row_norm_path, "launch", take),
-        mock.patch.object(launch, "packed_dropout", lambda x: capability >= 90 and x.element_size() == 2),
+        mock.patch.object(launcher, "launch", take), mock.patch.object(row_norm_path, "launch", take),
+        mock.patch.object(dropping, "packed_dropout", lambda x: capability >= 90 and x.element_size() == 2),
         mock.patch.object(row_norm, "KERNELS_ON_CPU", True),
         mock.patch.object(torch, "empty", torch.zeros),
         mock.patch.object(gpu, "capability", return_value=divmod(capability, 10)),
@@ -133,7 +134,7 @@ def captured(capability: int, kinds: dict[str, dict[str, Any]] = USUAL) -> list[
                 if len(settings["ranks"]) == 1:  # all tokens, which fused products take in a way of its own
                     drawn = replace(drawn, runs=(replace(drawn.runs[0], start=0, stop=1024),))
                 own, leaves = cast(drawn, dtype)
-                with mock.patch.object(launch, "processors", return_value=slots):
+                with mock.patch.object(block_sizes, "processors", return_value=slots):
                     outputs = lora_group(own.x, own.layers, own.runs, own.keys, own.salt, plan)
                     torch.autograd.grad(outputs, list(leaves.values()), own.dy, allow_unused=True)
     for rank in NORMS if kinds is USUAL else ():

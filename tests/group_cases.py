@@ -12,11 +12,13 @@ import numpy as np
 import torch
 from exactness import assert_as_exact
 
-from packlora.ops.dropout import token_keys
+from packlora.ops.dropout.keys import token_keys
 from packlora.ops.lora_linear import reference
-from packlora.ops.lora_linear.group import Layer, LowRank, Run, lora_group
+from packlora.ops.lora_linear.autograd import lora_group
+from packlora.ops.lora_linear.frozen import Dense
 from packlora.ops.lora_linear.plan import CHAIN, Plan
-from packlora.ops.lora_linear.reference import Segment
+from packlora.ops.lora_linear.reference import ReferenceSegment
+from packlora.ops.lora_linear.types import Layer, LowRank, Segment
 from packlora.ops.row_norm.reference import weight_norm
 
 
@@ -31,7 +33,7 @@ class GroupCase:
 
     x: torch.Tensor
     layers: tuple[Layer, ...]
-    runs: tuple[Run, ...]
+    runs: tuple[Segment, ...]
     keys: torch.Tensor
     salt: int
     dy: list[torch.Tensor]
@@ -96,11 +98,11 @@ def make_case(
     n = len(ranks)
     cuts = [0, *np.sort(rng.choice(np.arange(1, T), size=2 * n - 1, replace=False)).tolist(), T] if n else []
     runs = tuple(
-        Run(int(adapter), cuts[2 * i], cuts[2 * i + 1], dropouts[adapter], base_dropped)
+        Segment(int(adapter), cuts[2 * i], cuts[2 * i + 1], dropouts[adapter], base_dropped)
         for i, adapter in enumerate(rng.permutation(n))
     )
     if whole is not None:
-        runs = (Run(whole, 0, T, dropouts[whole], base_dropped),)
+        runs = (Segment(whole, 0, T, dropouts[whole], base_dropped),)
     layers = []
     for index, N in enumerate(sizes):
         weight, adapters = scaled(N, K), {}
@@ -115,7 +117,7 @@ def make_case(
                     magnitude = (norm * (1 + 0.3 * randn(N))).to(dtype).double()
             if A is not None or bias is not None:
                 adapters[a] = LowRank(A, B, scaling, magnitude, norm, bias)
-        layers.append(Layer(weight, randn(N) if with_bias else None, adapters, keep_output))
+        layers.append(Layer(Dense(weight), randn(N) if with_bias else None, adapters, keep_output))
     keys = torch.from_numpy(np.concatenate([token_keys(seed, 3, s, 5) for s in range(-(-T // 5))])[:T].copy()).to(
         device
     )
@@ -136,7 +138,7 @@ def cast(
             norm = low.norm.to(_wide(dtype)) if isinstance(low.norm, torch.Tensor) else None
             adapters[a] = replace(low, **{name: own.get(name) for name in ("A", "B", "magnitude", "bias")}, norm=norm)
         bias = None if layer.bias is None else layer.bias.to(dtype)
-        layers.append(replace(layer, weight=layer.weight.to(dtype), bias=bias, adapters=adapters))
+        layers.append(replace(layer, frozen=Dense(layer.frozen.dense().to(dtype)), bias=bias, adapters=adapters))
     return replace(case, x=leaves["x"], layers=tuple(layers), dy=[d.to(dtype) for d in case.dy]), leaves
 
 
@@ -171,27 +173,27 @@ def run_reference(case: GroupCase, dtype: torch.dtype) -> dict[str, torch.Tensor
     outputs = []
     for layer in own.layers:
         segments = [
-            Segment(
+            ReferenceSegment(
                 run.start, run.stop, low.scaling, run.dropout, low.A, low.B, low.magnitude, low.norm, low.bias,
                 run.base_dropped,
             )
             for run in own.runs
             if (low := layer.adapters.get(run.adapter)) is not None
         ]  # fmt: skip
-        outputs.append(reference.lora_linear(own.x, layer.weight, layer.bias, segments, own.keys, own.salt))
+        outputs.append(reference.lora_linear(own.x, layer.frozen.dense(), layer.bias, segments, own.keys, own.salt))
     return _results(outputs, leaves, own.dy)
 
 
 def by_group(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, segments: Sequence[Segment],
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, segments: Sequence[ReferenceSegment],
     keys: torch.Tensor | None = None, salt: int = 0, plan: Plan = CHAIN,
 ) -> torch.Tensor:  # fmt: skip
     """reference.lora_linear by the operator: every segment is an adapter of its own."""
     adapters = {
         n: LowRank(seg.A, seg.B, seg.scaling, seg.magnitude, seg.norm, seg.bias) for n, seg in enumerate(segments)
     }
-    runs = [Run(n, seg.start, seg.stop, seg.dropout, seg.base_dropped) for n, seg in enumerate(segments)]
-    return lora_group(x, [Layer(weight, bias, adapters)], runs, keys, salt, plan)[0]
+    runs = [Segment(n, seg.start, seg.stop, seg.dropout, seg.base_dropped) for n, seg in enumerate(segments)]
+    return lora_group(x, [Layer(Dense(weight), bias, adapters)], runs, keys, salt, plan)[0]
 
 
 @contextmanager
@@ -240,7 +242,7 @@ def share_of_small(
 
     def with_B(factor: float) -> GroupCase:
         own = replace(layer, adapters={0: replace(low, B=low.B * factor)})
-        return replace(case, runs=(Run(0, 0, 600),), layers=(own,))
+        return replace(case, runs=(Segment(0, 0, 600),), layers=(own,))
 
     rest, full = (run_reference(with_B(factor), torch.float64) for factor in (0.0, 1.0))
     factor = 0.1 * torch.finfo(dtype).eps * float(rest["y0"].norm() / (full["y0"] - rest["y0"]).norm())

@@ -17,7 +17,7 @@ from packlora.adapters.owners import MIN_ROWS
 from packlora.adapters.siblings import SiblingGroup, sibling_groups
 from packlora.adapters.spec import AdapterSpec
 from packlora.adapters.weights import AdapterWeights
-from packlora.ops.dropout import layer_salt
+from packlora.ops.dropout.keys import layer_salt
 from packlora.ops.recompute import add_recompute
 from packlora.plans.select import PlanChooser
 from packlora.seeding import stable_hash

@@ -17,7 +17,10 @@ import torch
 from packlora.adapters.owners import TokenOwners
 from packlora.adapters.siblings import SiblingGroup
 from packlora.adapters.weights import AdapterWeights
-from packlora.ops.lora_linear.group import GroupState, Layer, Run, lora_group
+from packlora.ops.lora_linear.autograd import lora_group
+from packlora.ops.lora_linear.frozen import Dense
+from packlora.ops.lora_linear.prepared import GroupState
+from packlora.ops.lora_linear.types import Layer, Segment
 from packlora.ops.recompute import recompute_of
 from packlora.plans.select import PlanChooser
 
@@ -90,13 +93,13 @@ class Attached:
         found = self._kept.get(key)
         if found is None or any(new is not old for new, old in zip(layers, found[0], strict=True)):
             # adapters change by the jobs' own optimizers and by copy_: both move the version counters
-            found = self._kept[key] = (layers, GroupState(trusted=True))
+            found = self._kept[key] = (layers, GroupState(version_counted=True))
         return found
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One layer's part of a forward by ops/lora_linear/group.py, as siblings.py wants it."""
+    """One layer's part of a forward by ops/lora_linear, as siblings.py wants it."""
 
     member: AdaptedLinear
     owners: TokenOwners
@@ -159,11 +162,11 @@ class AdaptedLinear(torch.nn.Module):
         """The layer and all its adapters as the operator takes them."""
         known, base = self._layer, self.base
         if (
-            known is None or known.weight is not base.weight or known.bias is not base.bias
+            known is None or known.frozen.dense() is not base.weight or known.bias is not base.bias
             or known.keep_output != self.keep_output
         ):  # fmt: skip
             low_rank = {number: weights.low_rank() for number, weights in self.adapters.items()}
-            known = self._layer = Layer(self.base.weight, self.base.bias, low_rank, self.keep_output)
+            known = self._layer = Layer(Dense(base.weight), base.bias, low_rank, self.keep_output)
         return known
 
 
@@ -171,12 +174,12 @@ def compute(x: torch.Tensor, calls: Sequence[Call]) -> tuple[torch.Tensor, ...]:
     """Outputs of siblings for x [..., K], by one call of the operator."""
     first, owners = calls[0].member, calls[0].owners
     members = [call.member for call in calls]
-    runs = []
+    segments = []
     for number, start, stop in owners.segments:
         specs = [member.adapters[number].spec for member in members if number in member.adapters]
         if specs:
             dropout = max(spec.dropout for spec in specs) if owners.keys_T2 is not None else 0.0
-            runs.append(Run(number, start, stop, dropout, all(spec.base_dropped for spec in specs)))
+            segments.append(Segment(number, start, stop, dropout, all(spec.base_dropped for spec in specs)))
     layers, state = first.attached.operands(members)
-    plan = first.attached.planner.plan_of(x, layers, runs)
-    return lora_group(x, layers, runs, owners.keys_T2, first.salt, plan, state, recompute_of(x))
+    plan = first.attached.planner.plan_of(x, layers, segments)
+    return lora_group(x, layers, segments, owners.keys_T2, first.salt, plan, state, recompute_of(x))

@@ -8,7 +8,7 @@ import torch
 
 from packlora.adapters.norms import RowNorms
 from packlora.adapters.spec import ModuleSpec
-from packlora.ops.lora_linear.group import LowRank
+from packlora.ops.lora_linear.types import LowRank
 
 
 class AdapterWeights:

@@ -22,7 +22,10 @@ from packlora.bench.layer import accelerated, progress_line, work
 from packlora.bench.options import Options, choose, plan_from_name
 from packlora.bench.peers.dora import PaperLayer, dense_norm
 from packlora.bench.peers.peft import One, check_close, peft_model, under_autocast
-from packlora.ops.lora_linear.group import GroupState, Layer, LowRank, Run, lora_group
+from packlora.ops.lora_linear.autograd import lora_group
+from packlora.ops.lora_linear.frozen import Dense
+from packlora.ops.lora_linear.prepared import GroupState
+from packlora.ops.lora_linear.types import Layer, LowRank, Segment
 from packlora.ops.row_norm.row_norm import row_norm, squared_row_norm
 from packlora.plans.select import PlanChooser
 from packlora.plans.space import legal_plans
@@ -168,7 +171,7 @@ class Operator:
     """The operator on one layer, as training holds it: float32 parameters and norms that follow them."""
 
     layers: tuple[Layer, ...]
-    runs: tuple[Run, ...]
+    runs: tuple[Segment, ...]
     parameters: list[torch.Tensor]
 
     @staticmethod
@@ -191,9 +194,9 @@ class Operator:
             get = norms.add(weight_NK, own[0], own[1], SCALING, trusted=True).get if len(own) == 3 else None
             adapters[number] = LowRank(own[0], own[1], SCALING, own[2] if len(own) == 3 else None, get)
         # nobody writes into the output here, as nobody does in the models that packlora trains
-        made = (Layer(weight_NK, None, adapters, keep_output=True),)
+        made = (Layer(Dense(weight_NK), None, adapters, keep_output=True),)
         return Operator(
-            made, tuple(Run(number, *run, base_dropped=parity) for number, run in enumerate(runs)), parameters
+            made, tuple(Segment(number, *run, base_dropped=parity) for number, run in enumerate(runs)), parameters
         )
 
     def call(self, name: str, x_TK: torch.Tensor, keys_T2: torch.Tensor) -> tuple[Callable[..., torch.Tensor], str]:
@@ -202,7 +205,7 @@ class Operator:
             plan = plan_from_name(name.partition(":")[2])
         else:
             plan = PlanChooser(x_TK.device).plan_of(x_TK, self.layers, self.runs)
-        state = GroupState(trusted=True)  # as in training: an optimizer moves version counters
+        state = GroupState(version_counted=True)  # as in training: an optimizer moves version counters
 
         def call(x: torch.Tensor) -> torch.Tensor:
             return lora_group(x, self.layers, self.runs, keys_T2, 1, plan, state)[0]

@@ -21,7 +21,10 @@ from packlora.bench.layer import summary as layer_summary
 from packlora.bench.layer import table as layer_table
 from packlora.bench.options import Options, Outcome, choose, plan_from_name
 from packlora.bench.peers.peft import One, check_close, peft_model, under_autocast
-from packlora.ops.lora_linear.group import GroupState, Layer, LowRank, Run, lora_group
+from packlora.ops.lora_linear.autograd import lora_group
+from packlora.ops.lora_linear.frozen import Dense
+from packlora.ops.lora_linear.prepared import GroupState
+from packlora.ops.lora_linear.types import Layer, LowRank, Segment
 from packlora.plans.select import PlanChooser
 from packlora.plans.timing import Contender, Work, paired
 
@@ -121,16 +124,17 @@ def packlora_work(name: str, inputs: Inputs) -> Work:
     dtype = torch.bfloat16 if name == "packlora_bf16" else torch.float32
     factors = [(A.to(dtype).requires_grad_(), B.to(dtype).requires_grad_()) for A, B in inputs.factors]
     adapters = {number: LowRank(A, B, 2.0) for number, (A, B) in enumerate(factors)}
-    layers = (Layer(inputs.weight_NK, None, adapters),)
+    layers = (Layer(Dense(inputs.weight_NK), None, adapters),)
     runs = tuple(
-        Run(number, start, stop, ADAPTERS[number][1]) for number, (start, stop) in enumerate(boundaries(inputs.case.T))
+        Segment(number, start, stop, ADAPTERS[number][1])
+        for number, (start, stop) in enumerate(boundaries(inputs.case.T))
     )
 
     if ":" in name:
         plan = plan_from_name(name.partition(":")[2])
     else:
         plan = PlanChooser(inputs.x_TK.device).plan_of(inputs.x_TK, layers, runs)
-    state = GroupState(trusted=True)  # as in training: an optimizer moves version counters
+    state = GroupState(version_counted=True)  # as in training: an optimizer moves version counters
 
     def call(x_TK: torch.Tensor) -> torch.Tensor:
         return lora_group(x_TK, layers, runs, inputs.keys_T2, 1, plan, state)[0]

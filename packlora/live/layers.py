@@ -25,8 +25,11 @@ from packlora.adapters.norms import NormHandle, RowNorms, row_norm_op
 from packlora.adapters.siblings import SiblingGroup
 from packlora.live.forward import DISABLED, DTYPES, MERGED, NOT_ACTIVE, OwnForward, observed
 from packlora.ops.lora_linear import registered
-from packlora.ops.lora_linear.group import GroupState, Layer, LowRank, Run, lora_group
+from packlora.ops.lora_linear.autograd import lora_group
+from packlora.ops.lora_linear.frozen import Dense
 from packlora.ops.lora_linear.plan import Plan, Situation, legal
+from packlora.ops.lora_linear.prepared import GroupState
+from packlora.ops.lora_linear.types import Layer, LowRank, Segment
 from packlora.ops.recompute import recompute_of
 from packlora.ops.stamp import stamps
 from packlora.plans.case import Case
@@ -250,9 +253,9 @@ def _dropout_keys(T: int, device: torch.device) -> torch.Tensor:
 
 
 @lru_cache(maxsize=1024)
-def _whole(T: int, p: float) -> tuple[Run, ...]:
+def _whole(T: int, p: float) -> tuple[Segment, ...]:
     """One adapter that has all tokens; the same object for the same tokens."""
-    return (Run(0, 0, T, p),)
+    return (Segment(0, 0, T, p),)
 
 
 def _product_dtype(x: torch.Tensor) -> tuple[torch.dtype, bool]:
@@ -268,14 +271,14 @@ def _layer(call: LayerCall, weight: torch.Tensor, bias: torch.Tensor | None, las
     """As the operator takes it; `last`, the very object, where that still says the same."""
     norm = call.owner.norm(call)
     keep = call.magnitude is not None and call.owner.keeps_output()
-    if last is not None and last.weight is weight and last.bias is bias and last.keep_output == keep:
+    if last is not None and last.frozen.dense() is weight and last.bias is bias and last.keep_output == keep:
         low = last.adapters[0]
         if (
             low.A is call.A and low.B is call.B and low.scaling == call.scaling and low.magnitude is call.magnitude
             and low.norm is norm
         ):  # fmt: skip
             return last
-    return Layer(weight, bias, {0: LowRank(call.A, call.B, call.scaling, call.magnitude, norm)}, keep)
+    return Layer(Dense(weight), bias, {0: LowRank(call.A, call.B, call.scaling, call.magnitude, norm)}, keep)
 
 
 def _to(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

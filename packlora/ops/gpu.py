@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 _NOTHING = contextlib.nullcontext()
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 OLDEST = (8, 0)

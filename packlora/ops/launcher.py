@@ -87,7 +87,7 @@ def _same_objects(found: Any, values: tuple[Any, ...]) -> bool:
     return len(found) == len(values) and all(a is b for a, b in zip(found, values, strict=True))
 
 
-class Site:
+class CachedLaunch:
     """A launch whose kernel, grid and compile-time arguments are settled. Operands that lay at multiples of 16 bytes when it
     was made must do so."""
 
@@ -157,15 +157,15 @@ def _kind(value: Any) -> Any:
     return None
 
 
-def launched(sites: dict[Hashable, Site], key: Hashable, args: tuple[Any, ...]) -> bool:
+def launched(sites: dict[Hashable, CachedLaunch], key: Hashable, args: tuple[Any, ...]) -> bool:
     """Whether this launch was made before and could be made again; `launch` is for those that could not."""
     site = sites.get(key)
     return site is not None and site(args)
 
 
 def launch(
-    kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], sites: dict[Hashable, Site] | None = None, key: Hashable = None,
-    **constants: Any,
+    kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], sites: dict[Hashable, CachedLaunch] | None = None,
+    key: Hashable = None, **constants: Any,
 ) -> None:  # fmt: skip
     """kernel[grid](*args, **constants), with num_warps and num_stages last among the constants.
 
@@ -191,9 +191,9 @@ def launch(
     if known is None:
         compiled = kernel[grid](*args, **constants)
         known = _COMPILED[full] = compiled, Passage.recorded(compiled, (*args, *own))
-        made = None if known[1] is None else Site(known[1], grid, args, tuple(own), device)
+        made = None if known[1] is None else CachedLaunch(known[1], grid, args, tuple(own), device)
     else:
-        made = None if known[1] is None else Site(known[1], grid, args, tuple(own), device)
+        made = None if known[1] is None else CachedLaunch(known[1], grid, args, tuple(own), device)
         if made is None or not made(args):
             kernel[grid](*args, **constants)
     if sites is not None and made is not None:
@@ -244,7 +244,7 @@ def _difference(mapped: bool) -> str | None:
     passage = Passage.recorded(compiled, (*args, *constants.values()))
     if passage is None:
         return "its launcher passes arguments in a way that is not known here"
-    site = Site(passage, grid, args, tuple(constants.values()), device)
+    site = CachedLaunch(passage, grid, args, tuple(constants.values()), device)
     grid, args = drawn(3)
     site.grid = (*grid, 1, 1)
     ours: list[tuple[Any, ...]] = []

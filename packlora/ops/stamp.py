@@ -3,7 +3,8 @@
 Everything that this package prepares from parameters and keeps (packed copies, scales, norms, siblings' outputs) goes by one
 rule. It stands while the tensors are the same objects with the same stamps; where objects may be replaced, while they lie in
 the same places with the same versions. Writes that leave no trace on the host, through .data or by a kernel, only their author
-knows of: who keeps something says whether such writes happen ("trusted" or not).
+knows of: who keeps something is told whether all writes are counted by the version ("version_counted"), and makes it anew every
+time where they are not.
 """
 
 from __future__ import annotations
@@ -40,3 +41,19 @@ def place(tensor: torch.Tensor) -> tuple[Any, ...]:
 def version(tensor: torch.Tensor) -> int | None:
     """How often torch's operations wrote into it; None where that is not counted."""
     return None if tensor.is_inference() else tensor._version
+
+
+class Unchanged:
+    """Remembers tensors; says of others whether they are those: the same objects with the same stamps."""
+
+    __slots__ = ("_stamps", "_tensors")
+
+    def __init__(self) -> None:
+        self._tensors: list[torch.Tensor] = []  # themselves: a new one may lie where an older one lay
+        self._stamps: Stamps = None
+
+    def __call__(self, tensors: list[torch.Tensor]) -> bool:
+        """Whether they are those of the last call."""
+        now, before, seen = stamps(tensors), self._stamps, self._tensors
+        self._stamps, self._tensors = now, tensors
+        return now is not None and now == before and all(a is b for a, b in zip(tensors, seen, strict=True))

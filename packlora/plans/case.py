@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from packlora.ops import gpu
-from packlora.ops.lora_linear.layout import Layer, Run, situation
 from packlora.ops.lora_linear.plan import Situation, Target
+from packlora.ops.lora_linear.types import Layer, Segment, situation
 
 
 def token_bucket(tokens: int) -> int:
@@ -95,7 +95,7 @@ class Case:
         )  # fmt: skip
 
     @staticmethod
-    def of_call(x: torch.Tensor, layers: Sequence[Layer], runs: Sequence[Run]) -> Case:
+    def of_call(x: torch.Tensor, layers: Sequence[Layer], runs: Sequence[Segment]) -> Case:
         """Of a call of lora_group.
 
         Args:
@@ -107,7 +107,7 @@ class Case:
         T = x.numel() // K
         call = situation(layers, runs, T)
         return Case.of(
-            x.device, x.dtype, T, K, [len(layer.weight) for layer in layers],
+            x.device, x.dtype, T, K, [layer.frozen.shape[0] for layer in layers],
             [[low.rank if (low := layer.adapters.get(run.adapter)) else 0 for layer in layers] for run in runs],
             [run.dropout > 0 for run in runs], [layer.bias is not None for layer in layers],
             sum(run.stop - run.start for run in runs) == T, (x.requires_grad, True, True), call.composed, call.base_dropped,

@@ -15,9 +15,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from packlora.ops.dropout import token_keys
-from packlora.ops.lora_linear.group import GroupState, Layer, LowRank, Run, lora_group
+from packlora.ops.dropout.keys import token_keys
+from packlora.ops.lora_linear.autograd import lora_group
+from packlora.ops.lora_linear.frozen import Dense
 from packlora.ops.lora_linear.plan import CHAIN, ROUTED, Plan
+from packlora.ops.lora_linear.prepared import GroupState
+from packlora.ops.lora_linear.types import Layer, LowRank, Segment
 from packlora.plans.case import Case
 from packlora.plans.cost import flops, machine, seconds
 from packlora.plans.space import legal_plans
@@ -65,7 +68,7 @@ def measure(
     """Milliseconds of forward and backward per plan, see `summarised`.
 
     Args:
-        make: of the work; by default ops.lora_linear.group.lora_group on random operands.
+        make: of the work; by default ops.lora_linear.autograd.lora_group on random operands.
         budget_s, rounds: how long the counted rounds should take together, and the fewest and most of them.
     """
     make = make or group_maker(device)
@@ -144,18 +147,18 @@ class _Operands:
                         low = LowRank(A_rK, B_Nr, 1.0, (norm_N * 1.01).requires_grad_(need_B), norm_N)
                     adapters[number] = low
                     self.leaves += [leaf for leaf in low.operands().values() if leaf.requires_grad]
-            self.layers.append(Layer(randn(N, case.K).div_(case.K**0.5), randn(N) if bias else None, adapters))
+            self.layers.append(Layer(Dense(randn(N, case.K).div_(case.K**0.5)), randn(N) if bias else None, adapters))
         shares = len(case.ranks) + (not case.covered)
         bounds = np.linspace(0, case.tokens, shares + 1).astype(int).tolist() if shares else []
         self.runs = [
-            Run(number, bounds[number], bounds[number + 1], RATE if drops else 0.0, case.base_dropped)
+            Segment(number, bounds[number], bounds[number + 1], RATE if drops else 0.0, case.base_dropped)
             for number, drops in enumerate(case.drops)
             if bounds[number] < bounds[number + 1]
         ]
         self.keys_T2 = torch.from_numpy(token_keys(seed, 0, 0, case.tokens)).to(device) if any(case.drops) else None
 
     def work(self, plan: Plan) -> Callable[[], None]:
-        state = GroupState(trusted=True)  # as in training: parameters are packed once per optimizer step
+        state = GroupState(version_counted=True)  # as in training: parameters are packed once per optimizer step
 
         def step() -> None:
             outputs = lora_group(self.x_TK, self.layers, self.runs, self.keys_T2, 0, plan, state)

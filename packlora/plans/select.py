@@ -12,8 +12,8 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from packlora.ops.lora_linear.layout import Layer, Run
 from packlora.ops.lora_linear.plan import CHAIN, Plan, ordered
+from packlora.ops.lora_linear.types import Layer, Segment
 from packlora.plans.cache import PlanCache, Record, fastest
 from packlora.plans.case import Case
 from packlora.plans.cost import Machine, flops, machine, seconds
@@ -66,8 +66,8 @@ class PlanChooser:
             self.choices[case] = replace(choice, plan=plan)
         return plan
 
-    def plan_of(self, x: torch.Tensor, layers: Sequence[Layer], runs: Sequence[Run]) -> Plan:
-        """The plan for a call of ops.lora_linear.group.lora_group with these operands."""
+    def plan_of(self, x: torch.Tensor, layers: Sequence[Layer], runs: Sequence[Segment]) -> Plan:
+        """The plan for a call of ops.lora_linear.autograd.lora_group with these operands."""
         T = x.numel() // x.shape[-1]
         who = tuple([(run.adapter, run.dropout > 0, run.base_dropped) for run in runs])
         covered = sum([run.stop - run.start for run in runs]) == T

@@ -14,7 +14,7 @@ import torch
 
 from packlora.adapters.owners import MIN_ROWS, TokenOwners
 from packlora.data.encode import Sample
-from packlora.ops.dropout import token_keys
+from packlora.ops.dropout.keys import token_keys
 
 IGNORE = -100
 

@@ -19,9 +19,9 @@ from exactness import assert_as_exact
 from group_cases import by_group
 
 from packlora.ops.attention import packed_attention
-from packlora.ops.dropout import dropped, layer_salt, token_keys
+from packlora.ops.dropout.keys import dropped, layer_salt, token_keys
 from packlora.ops.lora_linear import reference
-from packlora.ops.lora_linear.reference import Segment
+from packlora.ops.lora_linear.reference import ReferenceSegment
 from packlora.ops.row_norm.reference import weight_norm
 from packlora.plans.timing import MORE_ROUNDS, Contender, Work, paired
 
@@ -61,7 +61,7 @@ def _by_index(dtype: torch.dtype, dora: bool, p: float) -> tuple[dict[str, torch
         A, B = (randn(r, K) / K**0.5).to(dtype).double(), (randn(N, r) / r**0.5).to(dtype).double()
         norm = weight_norm(weight, A, B, 0.5).to(dtype).double() if dora else None
         magnitude = (norm * (1 + 0.2 * randn(N))).to(dtype).double() if norm is not None else None
-        segments.append(Segment(start, stop, 0.5, p, A, B, magnitude, norm))
+        segments.append(ReferenceSegment(start, stop, 0.5, p, A, B, magnitude, norm))
 
     def run(function: Callable[..., torch.Tensor], to: torch.dtype) -> dict[str, torch.Tensor]:
         leaves = [x.to(to, copy=True).requires_grad_()]
@@ -70,7 +70,7 @@ def _by_index(dtype: torch.dtype, dora: bool, p: float) -> tuple[dict[str, torch
             own = [t if t is None else t.to(to, copy=True).requires_grad_() for t in (seg.A, seg.B, seg.magnitude)]
             leaves += [t for t in own if t is not None]
             norm = None if seg.norm is None else seg.norm.to(to)
-            cast.append(Segment(seg.start, seg.stop, seg.scaling, seg.dropout, own[0], own[1], own[2], norm))
+            cast.append(ReferenceSegment(seg.start, seg.stop, seg.scaling, seg.dropout, own[0], own[1], own[2], norm))
         y = function(leaves[0], weight.to(to), None, cast, keys, 7)
         results = [y.detach(), *torch.autograd.grad(y, leaves, dy.to(to))]
         return {str(index): value for index, value in enumerate(results)}
@@ -203,7 +203,7 @@ def test_the_specification_has_all_of_its_gradient_under_dropout(dtype: torch.dt
 
     def gradient(dtype: torch.dtype) -> torch.Tensor:
         own = x.to(dtype).requires_grad_()
-        segment = Segment(0, T, 1.5, p, A.to(dtype), B.to(dtype))
+        segment = ReferenceSegment(0, T, 1.5, p, A.to(dtype), B.to(dtype))
         y = reference.lora_linear(own, weight.to(dtype), None, [segment], keys, 7)
         return torch.autograd.grad(y.sum(), own)[0].double()
 

@@ -830,8 +830,10 @@ def test_compiled_without_a_graph_break_it_gives_the_same(p: float) -> None:
 def test_the_registered_operators_agree_with_the_operator_they_stand_for(dora: bool, p: float, plan: Plan) -> None:
     import json
 
-    from packlora.ops.lora_linear.group import Layer, LowRank, Run, lora_group
+    from packlora.ops.lora_linear.autograd import lora_group
+    from packlora.ops.lora_linear.frozen import Dense
     from packlora.ops.lora_linear.registered import lora_linear, lora_linear_backward
+    from packlora.ops.lora_linear.types import Layer, LowRank, Segment
 
     def randn(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, dtype=torch.float64)
@@ -841,7 +843,9 @@ def test_the_registered_operators_agree_with_the_operator_they_stand_for(dora: b
     if dora:
         m, norm = randn(5).requires_grad_(), torch.rand(5, dtype=torch.float64) + 1
     keys = torch.randint(-(2**31), 2**31, (7, 2), dtype=torch.int32)
-    (want,) = lora_group(x, [Layer(weight, bias, {0: LowRank(A, B, 0.7, m, norm)})], [Run(0, 0, 7, p)], keys, 5, plan)
+    (want,) = lora_group(
+        x, [Layer(Dense(weight), bias, {0: LowRank(A, B, 0.7, m, norm)})], [Segment(0, 0, 7, p)], keys, 5, plan
+    )
     arguments = (x, weight, bias, A, B, m, norm, 0.7, p, keys, 5, json.dumps(plan.to_dict()))
     got, S, z = lora_linear(*arguments)
     assert torch.allclose(got, want, rtol=1e-13)

@@ -23,10 +23,12 @@ from packlora.adapters.attach import attach
 from packlora.adapters.spec import resolve
 from packlora.base.packing import prepare_model
 from packlora.data.encode import Sample
-from packlora.ops.lora_linear import group
-from packlora.ops.lora_linear.group import GroupState, Layer, LowRank, Run, lora_group
+from packlora.ops.lora_linear import autograd, torch_path
+from packlora.ops.lora_linear.autograd import lora_group
+from packlora.ops.lora_linear.frozen import Dense
 from packlora.ops.lora_linear.plan import CHAIN, ROUTED, Plan
-from packlora.ops.lora_linear.steps import Steps
+from packlora.ops.lora_linear.prepared import GroupState
+from packlora.ops.lora_linear.types import Layer, LowRank, Segment
 from packlora.ops.recompute import Recompute
 from packlora.runtime.collate import PackedBatch, PackedSample, collate
 from packlora.runtime.loss import token_losses
@@ -74,11 +76,13 @@ def two_layers(plan: Plan, dora: bool = False) -> tuple[Block, list[torch.Tensor
             norm, magnitude = torch.rand(outputs, generator=g) + 1, torch.rand(outputs, generator=g) + 1
         parameters += [each.requires_grad_() for each in (A, B, magnitude) if each is not None]
         low = LowRank(A, B, 0.7, magnitude, norm)
-        layers.append(Layer(torch.randn(outputs, inputs, generator=g), torch.randn(outputs, generator=g), {0: low}))
+        layers.append(
+            Layer(Dense(torch.randn(outputs, inputs, generator=g)), torch.randn(outputs, generator=g), {0: low})
+        )
 
     def block(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        (h,) = lora_group(x, layers[:1], [Run(0, 0, T)], plan=plan)
-        (y,) = lora_group(h.sigmoid(), layers[1:], [Run(0, 0, T)], plan=plan)
+        (h,) = lora_group(x, layers[:1], [Segment(0, 0, T)], plan=plan)
+        (y,) = lora_group(h.sigmoid(), layers[1:], [Segment(0, 0, T)], plan=plan)
         return (y + 1,)
 
     return block, parameters
@@ -101,7 +105,7 @@ def test_a_recomputation_makes_no_base_product_of_the_layer_that_ends_its_block(
 def test_trained_magnitudes_need_the_product_again_and_frozen_ones_do_not() -> None:
     """Also where a caller's state saw the layers before they were frozen."""
     case, leaves = cast(make_case(T, K, [N], [[R]], [0.0], False, SEED, dora=[True]), torch.float32)
-    state = GroupState(trusted=True)
+    state = GroupState(version_counted=True)
 
     def block(x: torch.Tensor) -> torch.Tensor:
         return lora_group(x, case.layers, case.runs, case.keys, state=state)[0]
@@ -117,21 +121,21 @@ def test_trained_magnitudes_need_the_product_again_and_frozen_ones_do_not() -> N
 
 def test_nothing_of_a_checkpointed_group_outlives_its_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[weakref.ref[torch.Tensor]] = []
-    down, up = Steps.down, Steps.up
+    down, up = torch_path.down, torch_path.up
 
-    def watched_down(self: Steps) -> torch.Tensor:
-        made.append(weakref.ref(self.x_TK))
-        S = down(self)
+    def watched_down(call: Any, own: Any, x_TK: torch.Tensor, keys_T2: Any) -> torch.Tensor:
+        made.append(weakref.ref(x_TK))
+        S = down(call, own, x_TK, keys_T2)
         made.append(weakref.ref(S))
         return S
 
-    def watched_up(self: Steps, S: torch.Tensor) -> Any:
-        outputs, kept = up(self, S)
-        made.extend(map(weakref.ref, outputs))
-        return outputs, kept
+    def watched_up(*args: Any) -> Any:
+        y_TN, z_TN = up(*args)
+        made.append(weakref.ref(y_TN))
+        return y_TN, z_TN
 
-    monkeypatch.setattr(Steps, "down", watched_down)
-    monkeypatch.setattr(Steps, "up", watched_up)
+    monkeypatch.setattr(torch_path, "down", watched_down)
+    monkeypatch.setattr(torch_path, "up", watched_up)
     block, _ = two_layers(CHAIN)
     x = torch.randn(T, K, requires_grad=True)
     (y,) = checkpoint(block, x, use_reentrant=False)
@@ -317,7 +321,7 @@ def test_gradients_that_come_in_are_not_written_into() -> None:
 def test_without_torchs_word_on_hooks_the_bits_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     case = some_case("siblings")
     want = outcome(case, CHAIN, checkpointed)
-    monkeypatch.setattr(group, "_TOP_HOOKS", None)
+    monkeypatch.setattr(autograd, "_TOP_HOOKS", None)
     assert_same_bits(outcome(case, CHAIN, checkpointed), want)
 
 

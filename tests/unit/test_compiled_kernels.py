@@ -14,8 +14,9 @@ import torch
 from group_cases import KINDS
 from seeds import SOAK
 
-from packlora.ops.lora_linear import launch
-from packlora.ops.lora_linear.layout import make_group_tables, make_layout
+from packlora.ops.lora_linear.kernels import sizes
+from packlora.ops.lora_linear.layout import make_layout
+from packlora.ops.lora_linear.tables import make_group_tables
 from packlora.ops.row_norm import tables as row_norm_tables
 
 SHARED_KIB = {80: 163, 89: 99, 90: 227, 100: 227, 120: 99}
@@ -97,10 +98,10 @@ def test_places_and_ranks_in_a_batch_of_norms_are_aligned(block: int) -> None:
 )
 def test_tiles_of_the_fused_product_take_the_fewest_turns(T: int, N: int, columns: int) -> None:
     """Of the 132 processors of an H200: 320 wide tiles of 5120 columns would take three."""
-    assert launch._tile(T, N, 132)[0] == columns
+    assert sizes.tile_of(T, N, 132)[0] == columns
 
 
 def test_tensor_descriptors_are_for_gpus_that_have_the_memory_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
     for capability, expected in (((8, 0), False), ((8, 9), False), ((9, 0), True), ((10, 0), True), ((12, 0), False)):
         monkeypatch.setattr("packlora.ops.gpu.capability", lambda device, found=capability: found)
-        assert launch.described(torch.zeros(64, 64, dtype=torch.float16)) == expected
+        assert sizes.described(torch.zeros(64, 64, dtype=torch.float16)) == expected

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from packlora.ops.dropout import LANE, dropout, dropout_threshold, dropped, layer_salt, token_keys
+from packlora.ops.dropout import dropout
+from packlora.ops.dropout.keys import LANE, dropout_threshold, dropped, layer_salt, token_keys
 
 T, K = 512, 1000
 
@@ -98,3 +99,14 @@ def test_a_dropped_nan_is_gone() -> None:
     mask = dropped(keys(), 1, K, 0.5)
     x = torch.zeros(T, K).masked_fill(mask, float("nan"))
     assert dropout(x, keys(), 1, 0.5).isfinite().all()
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_the_kernel_drops_what_the_specification_drops(scaled: bool) -> None:
+    """Interpreted; rows of x need not be next to each other."""
+    from packlora.ops.dropout import kernel, masked
+
+    keys, x = torch.from_numpy(token_keys(3, 1, 4, 19)), torch.randn(19, 300)[:, :77]
+    got, want = (function(x, keys, 0xF0F0F0F0, 0.3, scaled) for function in (kernel.masked, masked))
+    assert torch.equal(got == 0, want == 0)
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=0)

@@ -11,8 +11,9 @@ import torch
 from group_cases import make_case
 from seeds import SEED
 
-from packlora.ops.lora_linear.group import GroupState, lora_group
+from packlora.ops.lora_linear.autograd import lora_group
 from packlora.ops.lora_linear.plan import CHAIN
+from packlora.ops.lora_linear.prepared import GroupState
 
 
 def test_two_threads_that_first_use_siblings_both_get_their_outputs_then_and_later(

@@ -22,9 +22,11 @@ from group_cases import (
 )
 from seeds import SEED, SOAK, some
 
-from packlora.ops.lora_linear import launch
-from packlora.ops.lora_linear.group import Layer, LowRank, Run, lora_group
+from packlora.ops.lora_linear.autograd import lora_group
+from packlora.ops.lora_linear.frozen import Dense
+from packlora.ops.lora_linear.kernels import sizes
 from packlora.ops.lora_linear.plan import CHAIN, ROUTED, Plan
+from packlora.ops.lora_linear.types import Layer, LowRank, Segment
 
 BEFORE = Plan(up="before", dx="before")
 AGAIN = Plan(keep_s=False)
@@ -103,7 +105,7 @@ def test_low_rank_parts_under_the_last_bit_are_not_lost(plan: Plan, dtype: torch
 def test_blocks_for_many_processors_are_as_exact(kind: str, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of launches with few programs, and narrow tiles of the fused product."""
     asked: list[int] = []
-    monkeypatch.setattr(launch, "processors", lambda device: asked.append(1) or 132)
+    monkeypatch.setattr(sizes, "processors", lambda device: asked.append(1) or 132)
     layers = len(KINDS[kind]["ranks"][0])
 
     def case(trial: int) -> GroupCase:
@@ -156,7 +158,7 @@ def test_leading_dimensions_are_those_of_x(plan: Plan, kind: str, hooked: bool) 
         # hooks that change nothing, as of checkpointing: outputs are then made by a second node
         with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t) if hooked else nullcontext():
             outputs = lora_group(tokens, own.layers, own.runs, own.keys, own.salt, plan)
-        assert [y.shape for y in outputs] == [(*lead, len(layer.weight)) for layer in own.layers]
+        assert [y.shape for y in outputs] == [(*lead, layer.frozen.shape[0]) for layer in own.layers]
         written = [y.mul_(2) for y in outputs]
         dy = [d.view(y.shape) for d, y in zip(own.dy, written, strict=True)]
         grads = torch.autograd.grad(written, list(leaves.values()), dy, allow_unused=True)
@@ -181,11 +183,11 @@ def test_tokens_that_are_not_aligned_go_around_tensor_descriptors(off: str) -> N
     assert (x if off == "x" else d).data_ptr() % 16
     A, B, weight = draw(r, K).requires_grad_(), draw(N, r).requires_grad_(), draw(N, K)
     keys = torch.randint(-(2**31), 2**31, (T, 2), dtype=torch.int32, generator=generator)
-    layers = [Layer(weight, None, {0: LowRank(A, B, 0.5)})]
+    layers = [Layer(Dense(weight), None, {0: LowRank(A, B, 0.5)})]
 
     def run(plan: Plan, aligned: bool) -> list[torch.Tensor]:
         tokens = (x.clone() if aligned else x).detach().requires_grad_()
-        (y,) = lora_group(tokens, layers, [Run(0, 0, T, 0.25)], keys, 3, plan)
+        (y,) = lora_group(tokens, layers, [Segment(0, 0, T, 0.25)], keys, 3, plan)
         return [y, *torch.autograd.grad(y, [tokens, A, B], d.clone() if aligned else d)]
 
     # up is fused or routed by x alone, dx by d as well

@@ -17,7 +17,7 @@ import torch
 
 from packlora.commands.doctor import quick_launches
 from packlora.ops import launcher
-from packlora.ops.launcher import Descriptor, Passage, Site, launch, launched
+from packlora.ops.launcher import CachedLaunch, Descriptor, Passage, launch, launched
 
 
 class Door:
@@ -152,7 +152,7 @@ def test_a_site_of_another_release_leaves_descriptors_to_triton() -> None:
     X = Descriptor(tensor().view(4, 8), [4, 4])
     passage = Passage.recorded(kernel.result, (X, 5))
     assert passage is not None and not kernel.calls
-    assert Site(passage, (1,), (X, 5), (), 0)((X, 5))
+    assert CachedLaunch(passage, (1,), (X, 5), (), 0)((X, 5))
     assert kernel.calls[0][4:] == (X, 5)
 
 

@@ -13,9 +13,8 @@ import torch
 from group_cases import GroupCase, cast, compare, make_case, run_group, run_reference
 from seeds import SEED
 
-from packlora.ops.lora_linear.group import Run
-from packlora.ops.lora_linear.layout import situation
 from packlora.ops.lora_linear.plan import CHAIN, PLANS, ROUTED, NamedPlan, Plan, Situation, legal, ordered, why_not
+from packlora.ops.lora_linear.types import Segment, situation
 from packlora.plans.cache import PlanCache
 from packlora.plans.case import Case
 from packlora.plans.select import PlanChooser
@@ -64,7 +63,7 @@ def test_an_attached_adapter_without_tokens_makes_no_plan_illegal(kind: str) -> 
 def test_a_plan_that_does_not_compute_a_call_gives_way_to_the_plain_chain(kind: str, plan: Plan) -> None:
     """Now the other adapter has all tokens, or shares them, or nobody has any."""
     case = beside(kind, owner=1)
-    for runs in (case.runs, (Run(0, 0, 9), Run(1, 9, 23)), (Run(1, 3, 23),), ()):
+    for runs in (case.runs, (Segment(0, 0, 9), Segment(1, 9, 23)), (Segment(1, 3, 23),), ()):
         own = replace(case, runs=runs)
         found = situation(own.layers, runs, 23)
         if plan is not ROUTED or not runs:
@@ -81,7 +80,7 @@ def test_a_case_s_plans_are_those_that_compute_its_calls(tmp_path: Path) -> None
         kind = rng.choice([*ATTACHED])
         case = beside(kind, SEED + trial, owner=rng.randrange(2))
         if rng.random() < 0.4:
-            case = replace(case, runs=(Run(0, 0, 9, rng.choice([0.0, 0.2])), Run(1, 9, rng.choice([20, 23]))))
+            case = replace(case, runs=(Segment(0, 0, 9, rng.choice([0.0, 0.2])), Segment(1, 9, rng.choice([20, 23]))))
         found = situation(case.layers, case.runs, 23)
         asked: list[Case] = []
 

@@ -13,9 +13,9 @@ from exactness import assert_as_exact
 from group_cases import by_group
 from seeds import SEED
 
-from packlora.ops.dropout import token_keys
+from packlora.ops.dropout.keys import token_keys
 from packlora.ops.lora_linear import reference
-from packlora.ops.lora_linear.reference import Segment
+from packlora.ops.lora_linear.reference import ReferenceSegment
 from packlora.ops.row_norm.reference import weight_norm
 
 OPERANDS = ("A", "B", "magnitude", "bias")
@@ -36,7 +36,7 @@ def case(T: int, K: int, N: int, kinds: Sequence[dict[str, Any]], with_bias: boo
     for index, kind in enumerate(kinds):
         start, stop = bounds[2 * index], bounds[2 * index + 1]
         rank = kind.get("rank", 4)
-        seg = Segment(start, stop, kind.get("scaling", 1.7), kind.get("dropout", 0.0))
+        seg = ReferenceSegment(start, stop, kind.get("scaling", 1.7), kind.get("dropout", 0.0))
         if rank:
             A, B = randn(rank, K) / K**0.5, randn(N, rank) / rank**0.5
             seg = dataclasses.replace(seg, A=A, B=B)
@@ -193,7 +193,7 @@ def test_weight_norm_in_chunks_equals_the_norm_of_the_whole() -> None:
     ],
 )  # fmt: skip
 def test_operands_that_do_not_fit_are_refused_by_name(change: dict[str, Any], message: str) -> None:
-    seg = dataclasses.replace(Segment(0, 5, 1.0, 0.0, torch.zeros(4, 33), torch.zeros(29, 4)), **change)
+    seg = dataclasses.replace(ReferenceSegment(0, 5, 1.0, 0.0, torch.zeros(4, 33), torch.zeros(29, 4)), **change)
     with pytest.raises(ValueError, match=message):
         by_group(torch.zeros(20, 33), torch.zeros(29, 33), None, [seg])
 
@@ -201,6 +201,6 @@ def test_operands_that_do_not_fit_are_refused_by_name(change: dict[str, Any], me
 def test_overlapping_segments_and_missing_dropout_keys_are_refused() -> None:
     x, W, A, B = torch.zeros(20, 33), torch.zeros(29, 33), torch.zeros(4, 33), torch.zeros(29, 4)
     with pytest.raises(ValueError, match="overlaps"):
-        by_group(x, W, None, [Segment(0, 6, 1, 0, A, B), Segment(5, 9, 1, 0, A, B)])
+        by_group(x, W, None, [ReferenceSegment(0, 6, 1, 0, A, B), ReferenceSegment(5, 9, 1, 0, A, B)])
     with pytest.raises(ValueError, match="dropout needs keys"):
-        by_group(x, W, None, [Segment(0, 6, 1, 0.1, A, B)])
+        by_group(x, W, None, [ReferenceSegment(0, 6, 1, 0.1, A, B)])

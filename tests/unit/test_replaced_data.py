@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from packlora.ops.lora_linear.group import Layer, LowRank, Run, lora_group
+from packlora.ops.lora_linear.autograd import lora_group
+from packlora.ops.lora_linear.frozen import Dense
 from packlora.ops.lora_linear.plan import CHAIN, Plan
+from packlora.ops.lora_linear.types import Layer, LowRank, Segment
 
 PLANS = [
     CHAIN, Plan(keep_s=False), Plan(up="before", dx="before"), Plan(dA="xd"), Plan(dB="xd", keep_s=False),
@@ -32,8 +34,8 @@ def test_a_parameter_whose_data_are_replaced_before_the_backward_gives_the_gradi
     x, d = draw(7, 6).requires_grad_(), draw(7, 9)
 
     def gradients(replaced: bool) -> tuple[Any, ...]:
-        layer = Layer(operands["weight"], None, {0: LowRank(operands["A"], operands["B"], 2.0)})
-        (y,) = lora_group(x, (layer,), (Run(0, 0, len(x), 0.0),), None, 0, plan)
+        layer = Layer(Dense(operands["weight"]), None, {0: LowRank(operands["A"], operands["B"], 2.0)})
+        (y,) = lora_group(x, (layer,), (Segment(0, 0, len(x), 0.0),), None, 0, plan)
         before = operands[which].data
         if replaced:
             operands[which].data = before * 1.5

@@ -10,9 +10,12 @@ from test_products import plain_plans
 from torch.utils.checkpoint import checkpoint
 
 from packlora.ops.cross_entropy.linear_cross_entropy import linear_cross_entropy
+from packlora.ops.gpu import HAS_TRITON
 from packlora.ops.lora_linear import registered as compiled
-from packlora.ops.lora_linear.group import HAS_TRITON, Layer, LowRank, Run, lora_group
+from packlora.ops.lora_linear.autograd import lora_group
+from packlora.ops.lora_linear.frozen import Dense
 from packlora.ops.lora_linear.plan import ROUTED, Plan
+from packlora.ops.lora_linear.types import Layer, LowRank, Segment
 
 REFUSED = "cannot be differentiated again"
 PLANS = (*plain_plans(False), *((ROUTED, Plan(up="epilogue"), Plan(up="fused", dx="fused")) if HAS_TRITON else ()))
@@ -25,7 +28,7 @@ def layer(dtype: torch.dtype, dora: bool = False) -> tuple[Layer, torch.Tensor]:
     m, norm = (
         (torch.ones(16, dtype=dtype).requires_grad_(), torch.full((16,), 2.0, dtype=dtype)) if dora else (None, None)
     )
-    return Layer(W, None, {0: LowRank(A.requires_grad_(), B.requires_grad_(), 1.5, m, norm)}), x
+    return Layer(Dense(W), None, {0: LowRank(A.requires_grad_(), B.requires_grad_(), 1.5, m, norm)}), x
 
 
 def second_derivative(loss: torch.Tensor, leaf: torch.Tensor, leaves: list[torch.Tensor]) -> None:
@@ -36,7 +39,9 @@ def second_derivative(loss: torch.Tensor, leaf: torch.Tensor, leaves: list[torch
 def refused(own: Layer, x: torch.Tensor, plan: Plan, curved: bool) -> None:
     """curved: whether the gradient that comes in has a history of its own."""
     z = x.requires_grad_()
-    (y,) = lora_group(z.sin(), [own], (Run(0, 0, len(x)),), plan=plan)  # z's gradient has a history behind the layer
+    (y,) = lora_group(
+        z.sin(), [own], (Segment(0, 0, len(x)),), plan=plan
+    )  # z's gradient has a history behind the layer
     loss = y.square().sum() if curved else y.sum()
     low = own.adapters[0]
     assert low.A is not None and low.B is not None
@@ -77,7 +82,7 @@ def test_a_backward_inside_of_a_backward_is_not_refused(plan: Plan) -> None:
     low, x = own.adapters[0], x.requires_grad_()
 
     def run(z: torch.Tensor) -> torch.Tensor:
-        return lora_group(z, [own], (Run(0, 0, len(x)),), plan=plan)[0].square().sum()
+        return lora_group(z, [own], (Segment(0, 0, len(x)),), plan=plan)[0].square().sum()
 
     leaves = [x, low.A, low.B]
     want = torch.autograd.grad(run(x), leaves)
@@ -92,7 +97,7 @@ def test_the_registered_operator_refuses_too() -> None:
     low, z = own.adapters[0], x.requires_grad_()
     assert low.A is not None and low.B is not None
     plan = json.dumps(Plan().to_dict())
-    operands = (own.weight, None, low.A, low.B, None, None, low.scaling, 0.0, None, 0, plan)
+    operands = (own.frozen.dense(), None, low.A, low.B, None, None, low.scaling, 0.0, None, 0, plan)
     y, _, _ = compiled.lora_linear(z.sin(), *operands)
     (first,) = torch.autograd.grad(y.sum(), z, create_graph=True)
     for leaf in (z, low.A, low.B):

@@ -1,1 +1,2 @@
-"""The linear layer with adapters: reference.py says what it is, chain.py computes it with plain PyTorch products."""
+"""The linear layer with adapters: reference.py says what it is, autograd.py has the call, torch_path.py and
+triton_path.py compute it."""

@@ -74,7 +74,7 @@ class Plan:
 
     @property
     def rearranged(self) -> bool:
-        """Merges weights, or associates through d' xd: products.py computes it."""
+        """Merges weights, or associates through d' xd: torch_path.py computes it."""
         return "merged" in (self.up, self.dx) or "xd" in (self.dA, self.dB)
 
     @property
@@ -238,6 +238,8 @@ class Situation(NamedTuple):
     """One of them is DoRA under dropout that scales the base product of the dropped x: there are two base products."""
     double: bool = False
     """In float64, which the kernels do not compute."""
+    dense: bool = True
+    """All weights are tensors that a kernel or a sum can read (frozen.FrozenWeight.dense)."""
     compiled: bool = False
     """In a graph of torch.compile, as a registered operator."""
     target: Target | None = None
@@ -254,6 +256,8 @@ def why_not(plan: Plan, call: Situation) -> str | None:
         return "DoRA that scales the base product of the dropped x has two base products, which the plain chain makes"
     if plan.lossy and call.dropped:
         return "a merged weight has no place for dropout"
+    if not call.dense and (plan.lossy or "fused" in (plan.up, plan.dx)):
+        return "a fused kernel or a merged weight reads the weight itself, which is not there as a dense tensor"
     if plan.up == "merged" and plan.keep_s and plan.dB == "S":
         return "S, which is to be kept, is not computed in a merged forward: keep_s must be False"
     if plan.rearranged and plan.needs_triton:

@@ -23,7 +23,7 @@ from packlora.ops.dropout import dropout
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class ReferenceSegment:
     """A run of consecutive tokens that belong to one adapter. Tokens in no segment see only the base layer.
 
     Any of the operands may be absent: no A and B is a layer where only the bias is trained; no magnitude is plain LoRA.
@@ -51,7 +51,7 @@ def lora_linear(
     x_TK: torch.Tensor,
     weight_NK: torch.Tensor,
     bias_N: torch.Tensor | None,
-    segments: Sequence[Segment],
+    segments: Sequence[ReferenceSegment],
     keys_T2: torch.Tensor | None = None,
     salt: int = 0,
 ) -> torch.Tensor:
@@ -84,7 +84,7 @@ def _segment(
     base_TN: torch.Tensor,
     weight_NK: torch.Tensor,
     bias_N: torch.Tensor | None,
-    seg: Segment,
+    seg: ReferenceSegment,
     keys_T2: torch.Tensor | None,
     salt: int,
 ) -> torch.Tensor:

@@ -3,7 +3,7 @@
     packlora::lora_linear            y, S, z         from x, weight, bias, A, B and, for DoRA, magnitude and norm
     packlora::lora_linear_backward   dx, dA, dB, dm  from dy, x, weight, A, B, magnitude, norm, S, z
 
-In eager mode ops.lora_linear.group is called directly: the dispatch of a registered operator costs more host time than the
+In eager mode ops.lora_linear.autograd is called directly: the dispatch of a registered operator costs more host time than the
 operator itself.
 
 Shapes: T tokens, K inputs, N outputs, r rank; S [T, R], R the rank as the plan pads it, or [0, R] where it is not kept; z
@@ -18,17 +18,11 @@ from typing import Any
 
 import torch
 
-from packlora.ops.lora_linear.group import (
-    GroupState,
-    Layer,
-    LowRank,
-    Prepared,
-    Run,
-    check_tokens,
-    group_backward,
-)
+from packlora.ops.lora_linear.autograd import gradients, outputs_of
+from packlora.ops.lora_linear.frozen import Dense
 from packlora.ops.lora_linear.plan import Plan
-from packlora.ops.lora_linear.steps import Steps
+from packlora.ops.lora_linear.prepared import GroupState, Prepared
+from packlora.ops.lora_linear.types import Layer, LowRank, Segment, check_tokens
 
 
 @lru_cache
@@ -47,7 +41,7 @@ def _prepare(
 ) -> Prepared:  # fmt: skip
     if magnitude_N is not None:
         magnitude_N = magnitude_N.detach().requires_grad_()  # its gradient is always made
-    layers = (Layer(weight_NK, bias_N, {0: LowRank(A_rK, B_Nr, scaling, magnitude_N, norm_N)}),)
+    layers = (Layer(Dense(weight_NK), bias_N, {0: LowRank(A_rK, B_Nr, scaling, magnitude_N, norm_N)}),)
     prepared = GroupState().prepared(x_TK, layers, plan)
     prepared.refresh()
     return prepared
@@ -68,14 +62,14 @@ def lora_linear(
     salt: int,
     plan: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """y [T, N], S and z; differentiable in x, A, B and magnitude. Operands as in ops.lora_linear.group.lora_group, plan as
+    """y [T, N], S and z; differentiable in x, A, B and magnitude. Operands as in ops.lora_linear.autograd.lora_group, plan as
     JSON."""
-    chosen, runs = plan_of(plan), (Run(0, 0, len(x_TK), p),)
-    check_tokens(x_TK, runs, keys_T2)
+    chosen, segments = plan_of(plan), (Segment(0, 0, len(x_TK), p),)
+    check_tokens(x_TK, segments, keys_T2)
     prepared = _prepare(x_TK, weight_NK, bias_N, A_rK, B_Nr, magnitude_N, norm_N, scaling, chosen)
-    steps = Steps(prepared, x_TK, runs, salt, chosen).with_tokens(x_TK, keys_T2)
-    S = steps.down()
-    (y_TN,), (z_TN,) = steps.up(S)
+    call = prepared.call(x_TK, segments, salt, chosen)
+    S = call.down.down(call, prepared.operands, x_TK, keys_T2)
+    (y_TN,), (z_TN,) = outputs_of(prepared, call, x_TK, keys_T2, S)
     return y_TN, S if chosen.keep_s else S.new_empty(0, S.shape[1]), y_TN.new_empty(0) if z_TN is None else z_TN
 
 
@@ -115,12 +109,12 @@ def lora_linear_backward(
     need_magnitude: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """dx [T, K], dA [r, K], dB [N, r], dm [N]; empty where not needed."""
-    chosen, runs = plan_of(plan), (Run(0, 0, len(x_TK), p),)
+    chosen, segments = plan_of(plan), (Segment(0, 0, len(x_TK), p),)
     prepared = _prepare(x_TK, weight_NK, None, A_rK, B_Nr, magnitude_N, norm_N, scaling, chosen)
     need = {"A": need_A, "B": need_B, "magnitude": need_magnitude}
     needed = [need[name] for _, _, name in prepared.slots]
-    dx, grads = group_backward(
-        Steps(prepared, x_TK, runs, salt, chosen).with_tokens(x_TK, keys_T2), S if chosen.keep_s else None,
+    dx, grads = gradients(
+        prepared, prepared.call(x_TK, segments, salt, chosen), x_TK, keys_T2, S if chosen.keep_s else None,
         (None if magnitude_N is None else z_TN,), (d_TN,), need_x, needed,
     )  # fmt: skip
     named = {name: grad for (_, _, name), grad in zip(prepared.slots, grads, strict=True)}

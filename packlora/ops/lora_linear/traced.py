@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import linear
 
-from packlora.ops.dropout import dropout_factor, dropped
+from packlora.ops.dropout.keys import dropout_factor, dropped
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ def traced_group(
     Args:
         x_TK: tokens, all of one adapter.
         layers: those that read them.
-        keys_T2, salt, p: dropout on the low-rank branch (ops.dropout), one mask for all layers; where p is 0 no keys are
+        keys_T2, salt, p: dropout on the low-rank branch (ops.dropout.keys), one mask for all layers; where p is 0 no keys are
             needed.
     """
     xd_TK = x_TK

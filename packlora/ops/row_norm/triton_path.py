@@ -15,7 +15,7 @@ import torch
 
 from packlora.ops.gpu import capability, has_copy_engine, on_device, processors
 from packlora.ops.launcher import Descriptor, launch
-from packlora.ops.lora_linear.layout import Recent
+from packlora.ops.recent import Recent
 from packlora.ops.row_norm.kernels import fingerprint, norm, wide
 from packlora.ops.row_norm.kernels.common import COLUMNS
 from packlora.ops.row_norm.reference import NORM_EPS

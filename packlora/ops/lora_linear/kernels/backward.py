@@ -1,5 +1,5 @@
-"""Triton kernels of the backward of a group of layers with low-rank adapters, around the base product. See kernels.py, whose
-words hold here too.
+"""Triton kernels of the backward of a group of layers with low-rank adapters, around the base product. See forward.py,
+whose words hold here too.
 
     scale    e = g d, sums of d z and d
     grad     dS = s c (e B), dB = e' S                one read of d; e and the sums in the same pass
@@ -12,10 +12,20 @@ Shapes: T tokens, K inputs, N outputs, r padded rank of one layer, R padded rank
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
 
-from packlora.ops.lora_linear.kernels.forward import _add_dot, _block_of, _drop, _drop_two, _keys, _rows_of
+from packlora.ops import launcher
+from packlora.ops.dropout import kernel as dropping
+from packlora.ops.dropout.kernel import _drop, _drop_two, _keys
+from packlora.ops.dropout.keys import dropout_threshold, signed
+from packlora.ops.launcher import Descriptor
+from packlora.ops.lora_linear.call import Call, Operands, Scales
+from packlora.ops.lora_linear.kernels import sizes
+from packlora.ops.lora_linear.kernels.common import _add_dot, _block_of, _place_of, _rows_of
 
 
 @triton.jit
@@ -29,7 +39,7 @@ def _sum_rows(tile, PARTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
 
 @triton.jit
 def _inside(rows, stop, TAIL: tl.constexpr):
-    """Which rows are before `stop`: all of them, known when it is compiled, where it is not the TAIL of a run."""
+    """Which rows are before `stop`: all of them, known when it is compiled, where it is not the TAIL of a segment."""
     if TAIL:
         return rows < stop
     else:
@@ -38,12 +48,12 @@ def _inside(rows, stop, TAIL: tl.constexpr):
 
 @triton.jit
 def scale_kernel(
-    d, kept, e, sums, g, bands, base_row, N, d_stride,
+    d, kept, e, sums, g, chunks, base_row, N, d_stride,
     NEED_DZ: tl.constexpr, NEED_D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """e = g d, and sums float32 [bands, 2, N]: of d times what was kept, and of d. Grid (blocks of N, token bands)."""
-    band = bands + 4 * tl.program_id(1)
-    adapter, start, stop = tl.load(band), tl.load(band + 1), tl.load(band + 2)
+    """e = g d, and sums float32 [chunks, 2, N]: of d times what was kept, and of d. Grid (blocks of N, token chunks)."""
+    chunk = chunks + 4 * tl.program_id(1)
+    adapter, start, stop = tl.load(chunk), tl.load(chunk + 1), tl.load(chunk + 2)
     row = tl.where(adapter >= 0, adapter, base_row).to(tl.int64)
     cols = tl.program_id(0) * BN + tl.arange(0, BN)
     fits = cols < N
@@ -75,7 +85,7 @@ def _grad_block(
     TAIL: tl.constexpr, TMA: tl.constexpr, NEED_DB: tl.constexpr, COMPOSED: tl.constexpr, NEED_DZ: tl.constexpr,
     NEED_D: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """One block of tokens from t on; TAIL: some of them may be past the run. Returns the sums over tokens so far."""
+    """One block of tokens from t on; TAIL: some of them may be past the segment. Returns the sums over tokens so far."""
     rows = t + tl.arange(0, BM)
     rows_64 = rows.to(tl.int64)[:, None]
     cols = first + tl.arange(0, BN)
@@ -83,7 +93,7 @@ def _grad_block(
     here = inside[:, None] & fits[None, :]
     if TMA:
         d_tile = d.load([t, first])
-        if TAIL:  # a product with 0 would let another run's NaN through
+        if TAIL:  # a product with 0 would let another segment's NaN through
             d_tile = tl.where(inside[:, None], d_tile, tl.zeros_like(d_tile))
     else:
         d_tile = tl.load(d + rows_64 * d_stride + cols[None, :], mask=here, other=0.0)
@@ -122,7 +132,7 @@ def _S_of(S, t, column, ranks, has, stop, width, NEED_DB: tl.constexpr, BM: tl.c
 
 @triton.jit
 def _grad(
-    d, S, B, dS_parts, dB_parts, kept, e, sums, g, column, offset, rank, column_0, start, stop, row, factor, band, T, N,
+    d, S, B, dS_parts, dB_parts, kept, e, sums, g, column, offset, rank, column_0, start, stop, row, factor, chunk, T, N,
     d_stride, width, part_width,
     TMA: tl.constexpr, NEED_DB: tl.constexpr, COMPOSED: tl.constexpr, NEED_DZ: tl.constexpr, NEED_D: tl.constexpr,
     PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr, STAGES: tl.constexpr,
@@ -169,84 +179,72 @@ def _grad(
                 d, S_tile, kept, e, parts, t, B_tile, factor, g_row, ranks, has, first, fits, stop, acc, lost, dz, d_sum,
                 N, d_stride, part_width, True, TMA, NEED_DB, COMPOSED, NEED_DZ, NEED_D, PRECISION, BM, BN,
             )  # fmt: skip
-    band_64 = band.to(tl.int64)
+    chunk_64 = chunk.to(tl.int64)
     if NEED_DB:
-        part_at = dB_parts + (band_64 * N + cols[:, None]) * part_width + ranks[None, :]
+        part_at = dB_parts + (chunk_64 * N + cols[:, None]) * part_width + ranks[None, :]
         tl.store(part_at, acc, mask=fits[:, None] & has[None, :])
     if NEED_DZ:
-        tl.store(sums + band_64 * 2 * N + cols, tl.sum(dz, 0), mask=fits)
+        tl.store(sums + chunk_64 * 2 * N + cols, tl.sum(dz, 0), mask=fits)
     if NEED_D:
-        tl.store(sums + (band_64 * 2 + 1) * N + cols, tl.sum(d_sum, 0), mask=fits)
+        tl.store(sums + (chunk_64 * 2 + 1) * N + cols, tl.sum(d_sum, 0), mask=fits)
 
 
-@triton.jit
-def _place_of(places, adapter, column, offset, rank, ALONE: tl.constexpr):
-    """Column in S, offset in the flat B, and padded rank; see layout.GroupTables.places."""
-    if ALONE:
-        return column, offset, rank
-    else:
-        at = places + 4 * adapter
-        return (
-            tl.multiple_of(tl.load(at), 16), tl.multiple_of(tl.load(at + 1), 16), tl.multiple_of(tl.load(at + 2), 16),
-        )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["alone"])
+@triton.jit(do_not_specialize=["single"])
 def grad_kernel(
-    d, S, B, dS_parts, dB_parts, kept, e, sums, g, bands, places, scalings, base_row, T, N, d_stride, width, part_width,
-    alone, alone_band, alone_threshold, alone_column, alone_offset, alone_rank,
-    ALONE: tl.constexpr, TMA: tl.constexpr, NEED_DB: tl.constexpr, COMPOSED: tl.constexpr, NEED_DZ: tl.constexpr,
+    d, S, B, dS_parts, dB_parts, kept, e, sums, g, chunks, places, scalings, base_row, T, N, d_stride, width, part_width,
+    single, single_chunk, single_threshold, single_column, single_offset, single_rank,
+    SINGLE: tl.constexpr, TMA: tl.constexpr, NEED_DB: tl.constexpr, COMPOSED: tl.constexpr, NEED_DZ: tl.constexpr,
     NEED_D: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Grid (column blocks of BN, token bands, rank blocks of BR; one rank block where COMPOSED).
+    """Grid (column blocks of BN, token chunks, rank blocks of BR; one rank block where COMPOSED).
 
-    A program keeps its columns of B and of dB and walks over the tokens of its band, BM at a time. dS_parts [column blocks, T,
-    part_width] float32: the columns' share of dS; dB_parts [bands, N, part_width] float32: the band's of dB. TMA: d, and kept,
-    are tensor descriptors of blocks [BM, BN]. COMPOSED: d is scaled by g first, e and sums are written as by scale_kernel.
-    alone: the one adapter, where ALONE.
+    A program keeps its columns of B and of dB and walks over the tokens of its chunk, BM at a time. dS_parts [column blocks, T,
+    part_width] float32: the columns' share of dS; dB_parts [chunks, N, part_width] float32: the chunk's of dB. TMA: d, and
+    kept, are tensor descriptors of blocks [BM, BN]. COMPOSED: d is scaled by g first, e and sums are written as by
+    scale_kernel. single: the one adapter, where SINGLE.
     """
-    band_index, column_0 = tl.program_id(1), tl.program_id(2) * BR
-    adapter, start, stop, threshold = _block_of(bands, band_index, alone_band, T, alone_threshold, ALONE)
-    if ALONE:
-        adapter = alone
+    chunk_index, column_0 = tl.program_id(1), tl.program_id(2) * BR
+    adapter, start, stop, threshold = _block_of(chunks, chunk_index, single_chunk, T, single_threshold, SINGLE)
+    if SINGLE:
+        adapter = single
     column, offset, rank = 0, 0, 0
     factor = 0.0
     if adapter >= 0:
-        column, offset, rank = _place_of(places, adapter, alone_column, alone_offset, alone_rank, ALONE)
+        column, offset, rank = _place_of(places, adapter, single_column, single_offset, single_rank, SINGLE)
         factor = tl.load(scalings + adapter) * (65536.0 / (65536 - threshold))
     row = tl.where(adapter >= 0, adapter, base_row).to(tl.int64)
     left = rank - column_0
     if left > 0 or COMPOSED:
         if BR == 16 or left > BR // 2:
             _grad(d, S, B, dS_parts, dB_parts, kept, e, sums, g, column, offset, rank, column_0, start, stop, row, factor,
-                  band_index, T, N, d_stride, width, part_width, TMA, NEED_DB, COMPOSED, NEED_DZ, NEED_D, PRECISION, BM, BN,
+                  chunk_index, T, N, d_stride, width, part_width, TMA, NEED_DB, COMPOSED, NEED_DZ, NEED_D, PRECISION, BM, BN,
                   BR, STAGES)  # fmt: skip
         elif BR == 32 or left <= 16:
             _grad(d, S, B, dS_parts, dB_parts, kept, e, sums, g, column, offset, rank, column_0, start, stop, row, factor,
-                  band_index, T, N, d_stride, width, part_width, TMA, NEED_DB, COMPOSED, NEED_DZ, NEED_D, PRECISION, BM, BN,
+                  chunk_index, T, N, d_stride, width, part_width, TMA, NEED_DB, COMPOSED, NEED_DZ, NEED_D, PRECISION, BM, BN,
                   16, STAGES)  # fmt: skip
         else:
             _grad(d, S, B, dS_parts, dB_parts, kept, e, sums, g, column, offset, rank, column_0, start, stop, row, factor,
-                  band_index, T, N, d_stride, width, part_width, TMA, NEED_DB, COMPOSED, NEED_DZ, NEED_D, PRECISION, BM, BN,
+                  chunk_index, T, N, d_stride, width, part_width, TMA, NEED_DB, COMPOSED, NEED_DZ, NEED_D, PRECISION, BM, BN,
                   32, STAGES)  # fmt: skip
 
 
 @triton.jit
 def sum_grads_kernel(
-    dS_parts, dS, dB_parts, dB, tiles, num_tiles, bands, ranges, places, num_blocks, N, width, part_width, spans, step, T,
-    num_bands, alone_column, alone_offset, alone_rank,
-    ALONE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr, AHEAD: tl.constexpr,
+    dS_parts, dS, dB_parts, dB, tiles, num_tiles, chunks, ranges, places, num_blocks, N, width, part_width, spans, step, T,
+    num_chunks, single_column, single_offset, single_rank,
+    SINGLE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """What grad_kernel made parts of, for one layer: dS, the sum of dS_parts over the column blocks, and dB, flat as B is, the
-    sum of dB_parts over the adapter's bands; both in order. Grid (num_tiles + num_blocks * adapters, rank blocks of BR): first
+    sum of dB_parts over the adapter's chunks; both in order. Grid (num_tiles + num_blocks * adapters, rank blocks of BR): first
     the token blocks of BM, then for each adapter the blocks of N. step: elements from one share of dS to the next. AHEAD parts
     are on their way at once."""
     program = tl.program_id(0)
     ranks = tl.program_id(1) * BR + tl.arange(0, BR)
     if program < num_tiles:
-        adapter, start, stop, _ = _block_of(tiles, program, BM, T, 0, ALONE)
+        adapter, start, stop, _ = _block_of(tiles, program, BM, T, 0, SINGLE)
         if adapter >= 0:
-            column, _, rank = _place_of(places, adapter, alone_column, alone_offset, alone_rank, ALONE)
+            column, _, rank = _place_of(places, adapter, single_column, single_offset, single_rank, SINGLE)
             rows = (start + tl.arange(0, BM)).to(tl.int64)
             mine = (rows < stop)[:, None] & (ranks < rank)[None, :]
             at = dS_parts + rows[:, None] * part_width + ranks[None, :]
@@ -258,21 +256,21 @@ def sum_grads_kernel(
             tl.store(dS + rows[:, None] * width + (column + ranks)[None, :], total.to(dS.dtype.element_ty), mask=mine)
     else:
         adapter = (program - num_tiles) // num_blocks
-        _, offset, rank = _place_of(places, adapter, alone_column, alone_offset, alone_rank, ALONE)
+        _, offset, rank = _place_of(places, adapter, single_column, single_offset, single_rank, SINGLE)
         cols = ((program - num_tiles) % num_blocks * BN + tl.arange(0, BN)).to(tl.int64)
         if tl.program_id(1) * BR < rank:
             inside = (cols < N)[:, None] & (ranks < rank)[None, :]
             total_B = tl.zeros((BN, BR), dtype=tl.float32)
-            start_band, last = 0, num_bands
-            if ALONE == 0:
-                start_band, last = tl.load(ranges + 2 * adapter), tl.load(ranges + 2 * adapter + 1)
-            for first in range(start_band, last, AHEAD):
+            start_chunk, last = 0, num_chunks
+            if SINGLE == 0:
+                start_chunk, last = tl.load(ranges + 2 * adapter), tl.load(ranges + 2 * adapter + 1)
+            for first in range(start_chunk, last, AHEAD):
                 for more in tl.static_range(AHEAD):
-                    band = first + more
-                    own = band < last
-                    if ALONE == 0:
-                        own = tl.load(bands + 4 * band, mask=own, other=-1) == adapter
-                    at = dB_parts + (band.to(tl.int64) * N + cols[:, None]) * part_width + ranks[None, :]
+                    chunk = first + more
+                    own = chunk < last
+                    if SINGLE == 0:
+                        own = tl.load(chunks + 4 * chunk, mask=own, other=-1) == adapter
+                    at = dB_parts + (chunk.to(tl.int64) * N + cols[:, None]) * part_width + ranks[None, :]
                     total_B += tl.load(at, mask=inside & own, other=0.0)
             tl.store(dB + offset + cols[:, None] * rank + ranks[None, :], total_B.to(dB.dtype.element_ty), mask=inside)
 
@@ -284,7 +282,7 @@ def _inputs_block(
     TAIL: tl.constexpr, TMA: tl.constexpr, DROP: tl.constexpr, ASM: tl.constexpr, NEED_DX: tl.constexpr, NEED_DA: tl.constexpr,
     PRECISION: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
-    """One block of tokens from t on; TAIL: some of them may be past the run. Returns dA' of the tokens so far."""
+    """One block of tokens from t on; TAIL: some of them may be past the segment. Returns dA' of the tokens so far."""
     rows = t + tl.arange(0, BM)
     inside = _inside(rows, stop, TAIL)
     rows_64 = rows.to(tl.int64)[:, None]
@@ -295,7 +293,7 @@ def _inputs_block(
     if NEED_DA:
         if TMA:
             x_tile = x.load([t, column_0])
-            if TAIL:  # a product with 0 would let another run's NaN through
+            if TAIL:  # a product with 0 would let another segment's NaN through
                 x_tile = tl.where(inside[:, None], x_tile, tl.zeros_like(x_tile))
         else:
             x_at = x + rows_64 * x_stride + cols[None, :]
@@ -326,7 +324,7 @@ def _inputs_block(
 
 @triton.jit
 def _inputs(
-    x, dS, A, dx, dA_parts, keys, first, rank, column, band_index, start, stop, threshold, salt, K, x_stride, width,
+    x, dS, A, dx, dA_parts, keys, first, rank, column, chunk_index, start, stop, threshold, salt, K, x_stride, width,
     TMA: tl.constexpr, DROP: tl.constexpr, ASM: tl.constexpr, NEED_DX: tl.constexpr, NEED_DA: tl.constexpr,
     PRECISION: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -358,69 +356,69 @@ def _inputs(
                 x_stride, width, True, TMA, DROP, ASM, NEED_DX, NEED_DA, PRECISION, BM, BK, BR,
             )  # fmt: skip
     if NEED_DA:
-        part_at = dA_parts + (band_index.to(tl.int64) * width + ranks[None, :]) * K + cols[:, None]
+        part_at = dA_parts + (chunk_index.to(tl.int64) * width + ranks[None, :]) * K + cols[:, None]
         tl.store(part_at, acc, mask=has[None, :] & fits[:, None])
 
 
 @triton.jit(do_not_specialize=["salt"])
 def inputs_kernel(
-    x, dS, A, dx, dA_parts, keys, bands, adapters, salt, K, x_stride, width, T, alone_band, alone_threshold, alone_first,
-    alone_rank,
-    ALONE: tl.constexpr, TMA: tl.constexpr, DROP: tl.constexpr, ASM: tl.constexpr, NEED_DX: tl.constexpr,
+    x, dS, A, dx, dA_parts, keys, chunks, adapters, salt, K, x_stride, width, T, single_chunk, single_threshold, single_first,
+    single_rank,
+    SINGLE: tl.constexpr, TMA: tl.constexpr, DROP: tl.constexpr, ASM: tl.constexpr, NEED_DX: tl.constexpr,
     NEED_DA: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Grid (column blocks of BK, token bands, rank blocks of BR; one rank block where dx is needed).
+    """Grid (column blocks of BK, token chunks, rank blocks of BR; one rank block where dx is needed).
 
-    dA_parts [bands, width, K] float32. dx is written in every row: 0 where no adapter is. TMA: x is a tensor descriptor of
+    dA_parts [chunks, width, K] float32. dx is written in every row: 0 where no adapter is. TMA: x is a tensor descriptor of
     blocks [BM, BK].
     """
-    band_index, column = tl.program_id(1), tl.program_id(2) * BR
-    adapter, start, stop, threshold = _block_of(bands, band_index, alone_band, T, alone_threshold, ALONE)
+    chunk_index, column = tl.program_id(1), tl.program_id(2) * BR
+    adapter, start, stop, threshold = _block_of(chunks, chunk_index, single_chunk, T, single_threshold, SINGLE)
     first, rank = 0, 0
     if adapter >= 0:
-        first, rank = _rows_of(adapters, adapter, alone_first, alone_rank, ALONE)
+        first, rank = _rows_of(adapters, adapter, single_first, single_rank, SINGLE)
     left = rank - column
     if left > 0 or NEED_DX:
         if BR == 16 or left > BR // 2:
-            _inputs(x, dS, A, dx, dA_parts, keys, first, rank, column, band_index, start, stop, threshold, salt, K, x_stride,
+            _inputs(x, dS, A, dx, dA_parts, keys, first, rank, column, chunk_index, start, stop, threshold, salt, K, x_stride,
                     width, TMA, DROP, ASM, NEED_DX, NEED_DA, PRECISION, BM, BK, BR, STAGES)  # fmt: skip
         elif BR == 32 or left <= 16:
-            _inputs(x, dS, A, dx, dA_parts, keys, first, rank, column, band_index, start, stop, threshold, salt, K, x_stride,
+            _inputs(x, dS, A, dx, dA_parts, keys, first, rank, column, chunk_index, start, stop, threshold, salt, K, x_stride,
                     width, TMA, DROP, ASM, NEED_DX, NEED_DA, PRECISION, BM, BK, 16, STAGES)  # fmt: skip
         elif BR == 64 or left <= 32:
-            _inputs(x, dS, A, dx, dA_parts, keys, first, rank, column, band_index, start, stop, threshold, salt, K, x_stride,
+            _inputs(x, dS, A, dx, dA_parts, keys, first, rank, column, chunk_index, start, stop, threshold, salt, K, x_stride,
                     width, TMA, DROP, ASM, NEED_DX, NEED_DA, PRECISION, BM, BK, 32, STAGES)  # fmt: skip
         else:
-            _inputs(x, dS, A, dx, dA_parts, keys, first, rank, column, band_index, start, stop, threshold, salt, K, x_stride,
+            _inputs(x, dS, A, dx, dA_parts, keys, first, rank, column, chunk_index, start, stop, threshold, salt, K, x_stride,
                     width, TMA, DROP, ASM, NEED_DX, NEED_DA, PRECISION, BM, BK, 64, STAGES)  # fmt: skip
 
 
 @triton.jit
 def sum_rows_kernel(
-    parts, out, bands, ranges, rows, g, w, K, width, num_bands, alone_first,
-    ALONE: tl.constexpr, MAGNITUDE: tl.constexpr, OF_Y: tl.constexpr, BANDS: tl.constexpr, BK: tl.constexpr,
+    parts, out, chunks, ranges, rows, g, w, K, width, num_chunks, single_first,
+    SINGLE: tl.constexpr, MAGNITUDE: tl.constexpr, OF_Y: tl.constexpr, CHUNKS: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """out [rows, K] = sum of `parts` over the bands of the row's adapter. `rows` int32 [rows, 2]: adapter, row in a part.
-    Grid (blocks of K, rows). ranges: int32 [adapters, 2], first and last band that may be an adapter's. ALONE: the rows are
-    those of one adapter that has all bands, from alone_first on.
+    """out [rows, K] = sum of `parts` over the chunks of the row's adapter. `rows` int32 [rows, 2]: adapter, row in a part.
+    Grid (blocks of K, rows). ranges: int32 [adapters, 2], first and last chunk that may be an adapter's. SINGLE: the rows are
+    those of one adapter that has all chunks, from single_first on.
 
     MAGNITUDE: row 0 of a part is of d z and becomes the gradient of the magnitude, over w; OF_Y: it is of d y, and goes over
     g w, 0 where that is 0. g, w: float32 [adapters + 1, K].
     """
     row = tl.program_id(1)
     cols = tl.program_id(0) * BK + tl.arange(0, BK)
-    acc = tl.zeros((BANDS, BK), dtype=tl.float32)
-    adapter, own, start_band, last = row, row, 0, num_bands
-    if ALONE:
-        row += alone_first
+    acc = tl.zeros((CHUNKS, BK), dtype=tl.float32)
+    adapter, own, start_chunk, last = row, row, 0, num_chunks
+    if SINGLE:
+        row += single_first
     else:
         adapter, own = tl.load(rows + 2 * row), tl.load(rows + 2 * row + 1)
-        start_band, last = tl.load(ranges + 2 * adapter), tl.load(ranges + 2 * adapter + 1)
-    for first in range(start_band, last, BANDS):
-        some = first + tl.arange(0, BANDS)
+        start_chunk, last = tl.load(ranges + 2 * adapter), tl.load(ranges + 2 * adapter + 1)
+    for first in range(start_chunk, last, CHUNKS):
+        some = first + tl.arange(0, CHUNKS)
         mine = some < last
-        if ALONE == 0:
-            mine = tl.load(bands + 4 * some, mask=mine, other=-1) == adapter
+        if SINGLE == 0:
+            mine = tl.load(chunks + 4 * some, mask=mine, other=-1) == adapter
         at = parts + (some * width + own).to(tl.int64)[:, None] * K + cols[None, :]
         acc += tl.load(at, mask=mine[:, None] & (cols < K)[None, :], other=0.0)
     total = tl.sum(acc, 0)
@@ -431,3 +429,189 @@ def sum_rows_kernel(
             over *= tl.load(g + at_adapter, mask=cols < K, other=1.0)
         total = tl.where(own == 0, tl.where(over == 0, 0.0, tl.div_rn(total, over)), total)
     tl.store(out + row.to(tl.int64) * K + cols, total.to(out.dtype.element_ty), mask=cols < K)
+
+
+# --- launches ------------------------------------------------------------------------------------------------------------
+
+
+class Scaling(NamedTuple):
+    """Of one layer that has scales: what was kept for the backward, y in the place of z where `of_y`, and whether the
+    magnitude's gradient and the sum of d are needed."""
+
+    scales: Scales
+    kept: torch.Tensor | None
+    need_dm: bool
+    need_d: bool
+    of_y: bool
+
+
+def scale(call: Call, d_TN: torch.Tensor, own: Scaling) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """e = g d [T, N], and by adapter, float32 [adapters, 2, N]: the gradient of the magnitude, from the sum of d times what was
+    kept, and the sum of d. Those that are not needed hold anything."""
+    size, (T, N), segments, scales = sizes.sizes_for(call.dtype), d_TN.shape, call.segment_tables, own.scales
+    assert segments is not None
+    chunks, num_chunks = segments.blocks[size.scale_chunk], segments.counts[size.scale_chunk]
+    e_TN = torch.empty(T, N, dtype=d_TN.dtype, device=d_TN.device)
+    needed = own.need_dm or own.need_d
+    parts = torch.empty((num_chunks, 2, N) if needed else (1,), device=d_TN.device)
+    launcher.launch(
+        scale_kernel, (sizes.cdiv(N, size.scale_n), num_chunks),
+        (d_TN, own.kept, e_TN, parts, scales.g, chunks, scales.adapters, N, d_TN.stride(0)),
+        sites=segments.sites,
+        key=("scale", d_TN.dtype, N, d_TN.stride(0), own.kept is None, own.need_dm, own.need_d),
+        NEED_DZ=own.need_dm, NEED_D=own.need_d, BM=size.scale_m, BN=size.scale_n, STAGES=size.scale_stages,
+        num_warps=size.scale_warps, num_stages=2,
+    )  # fmt: skip
+    return e_TN, _sum_tokens(call, parts, scales, size.scale_chunk, own.of_y) if needed else None
+
+
+def _sum_tokens(call: Call, parts: torch.Tensor, scales: Scales, chunk: int, of_y: bool) -> torch.Tensor:
+    """What `scale` gives by adapter [adapters, 2, N], from the sums of chunks [chunks, 2, N]."""
+    N, rows, segments = parts.shape[2], scales.sum_rows, call.segment_tables
+    assert segments is not None
+    out = torch.empty(scales.adapters, 2, N, device=parts.device)
+    launcher.launch(
+        sum_rows_kernel, (sizes.cdiv(N, 128), rows.shape[0]),
+        (parts, out, segments.blocks[chunk], segments.ranges[chunk], rows, scales.g, scales.w, N, 2, 0, 0),
+        sites=segments.sites, key=("sum_tokens", N, chunk, of_y),
+        SINGLE=False, MAGNITUDE=True, OF_Y=of_y, CHUNKS=32, BK=128, num_warps=4, num_stages=1,
+    )  # fmt: skip
+    return out
+
+
+def grad(
+    call: Call, own: Operands, S: torch.Tensor, dS: torch.Tensor, d_TN: torch.Tensor, index: int, need_dB: bool,
+    scaling: Scaling | None,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
+    """Writes the layer's columns of dS [T, width]. Gives e (d itself where it is not scaled), dB, flat as B is, in the
+    parameters' dtype, and the sums by adapter, as `scale` gives them. Where d is scaled one block of ranks must cover all."""
+    size, layout, segments, tables = sizes.sizes_for(call.dtype), call.layout, call.segment_tables, call.tables
+    assert segments is not None and tables is not None
+    (T, width), device, part_width, N = S.shape, S.device, layout.max_padded[index], d_TN.shape[1]
+    single = call.single_adapter
+    BM, BN = (size.grad_m, size.grad_n) if scaling is None else (size.joint_m, size.joint_n)
+    if scaling is None and single is None:
+        BM = size.several_grad_m
+    BR = sizes.block_of(part_width, size.grad_r)
+    if few := scaling is None and sizes.few_programs(sizes.cdiv(N, BN), size.grad_chunks, segments, device):
+        BN = size.few_grad_n
+    spans = sizes.cdiv(N, BN)
+    chunk = size.grad_chunks[0] if few else sizes.chunk_size(size.grad_chunks, spans, segments, device)
+    chunks, num_chunks = segments.blocks[chunk], segments.counts[chunk]
+    dS_parts = torch.empty(spans, T, part_width, device=device)
+    dB_parts = torch.empty(num_chunks, N, part_width, device=device) if need_dB else None
+    e_TN, kept, g, sums, need_dz, need_d = d_TN, None, None, None, False, False
+    if scaling is not None:
+        _, kept, need_dz, need_d, _ = scaling
+        g, e_TN = scaling.scales.g, torch.empty(T, N, dtype=S.dtype, device=device)
+        sums = torch.empty(num_chunks, 2, N, device=device) if need_dz or need_d else None
+    place = sizes.place_of(call, index)
+    tma = sizes.described(d_TN) and (not need_dz or kept is None or sizes.described(kept))
+    adapter, threshold = (0, 0) if single is None else (single.adapter, dropout_threshold(single.dropout))
+    args = (
+        Descriptor(d_TN, [BM, BN]) if tma else d_TN, S, own.B[index], dS_parts, dB_parts,
+        Descriptor(kept, [BM, BN]) if tma and need_dz and kept is not None else kept, None if scaling is None else e_TN, sums,
+        g, chunks, tables.places[index], tables.scalings[index], tables.adapters, T, N, d_TN.stride(0), width, part_width,
+        adapter, chunk, threshold, *place,
+    )  # fmt: skip
+    key = ("grad", call.shape, index, tma, d_TN.stride(0), need_dB, scaling is None, kept is None, need_dz, need_d)
+    if not launcher.launched(segments.sites, key, args):
+        launcher.launch(
+            grad_kernel, (spans, num_chunks, sizes.cdiv(part_width, BR)), args, segments.sites, key,
+            SINGLE=single is not None, TMA=tma, NEED_DB=need_dB, COMPOSED=scaling is not None, NEED_DZ=need_dz, NEED_D=need_d,
+            PRECISION="ieee", BM=BM, BN=BN, BR=BR, STAGES=size.grad_stages if scaling is None else size.joint_stages,
+            num_warps=size.grad_warps if scaling is None else size.joint_warps, num_stages=1,
+        )  # fmt: skip
+    total = None
+    if scaling is not None and sums is not None:
+        total = _sum_tokens(call, sums, scaling.scales, chunk, scaling.of_y)
+    return e_TN, _sum_grads(call, dS_parts, dS, dB_parts, index, chunk, BR), total
+
+
+def _sum_grads(
+    call: Call, dS_parts: torch.Tensor, dS: torch.Tensor, dB_parts: torch.Tensor | None, index: int, chunk: int, BR: int
+) -> torch.Tensor | None:  # fmt: skip
+    """Sums what grad_kernel made parts of: one layer's columns of dS, and its dB."""
+    size, layout, segments, tables = sizes.sizes_for(call.dtype), call.layout, call.segment_tables, call.tables
+    assert segments is not None and tables is not None
+    (spans, T, part_width), N, single = dS_parts.shape, layout.sizes[index], call.single_adapter
+    dB = None if dB_parts is None else torch.empty(layout.b_sizes[index], dtype=call.wide, device=call.device)
+    num_tiles, ranks = segments.counts[size.down_m], min(BR, 32)
+    blocks = sizes.cdiv(N, size.down_m) if dB is not None else 0
+    args = (
+        dS_parts, dS, dB_parts, dB, segments.blocks[size.down_m], num_tiles, segments.blocks[chunk], segments.ranges[chunk],
+        tables.places[index], blocks, N, dS.shape[1], part_width, spans, T * part_width, T, segments.counts[chunk],
+        *sizes.place_of(call, index),
+    )  # fmt: skip
+    key = ("sum_grads", call.shape, index, call.wide, spans, chunk, dB is not None)
+    if not launcher.launched(segments.sites, key, args):
+        launcher.launch(
+            sum_grads_kernel,
+            (num_tiles + blocks * (tables.adapters if single is None else 1), sizes.cdiv(part_width, ranks)), args,
+            segments.sites, key,
+            SINGLE=single is not None, BM=size.down_m, BN=size.down_m, BR=ranks, AHEAD=8, num_warps=4, num_stages=1,
+        )  # fmt: skip
+    return dB
+
+
+def inputs(
+    call: Call, own: Operands, x_TK: torch.Tensor, keys_T2: torch.Tensor | None, dS: torch.Tensor, need_dx: bool, need_dA: bool
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
+    """drop(dS A) [T, K], onto which the base products are to be accumulated, and the stacked dA [rows, K] in the parameters'
+    dtype."""
+    size, layout, segments, tables = sizes.sizes_for(call.dtype), call.layout, call.segment_tables, call.tables
+    assert segments is not None and tables is not None
+    T, K, device, width, single = call.T, call.K, call.device, layout.width, call.single_adapter
+    BR = sizes.block_of(width, size.inputs_r)
+    BK, stages = (size.narrow_k, size.narrow_stages) if BR == 16 and need_dx else (size.inputs_k, size.inputs_stages)
+    if few := not need_dx and sizes.few_programs(sizes.cdiv(K, BK), size.inputs_chunks, segments, device):
+        BK = size.few_inputs_k
+    elif not need_dx and single is None:
+        BK = size.several_inputs_k
+    chunk = size.inputs_chunks[0] if few else sizes.chunk_size(size.inputs_chunks, sizes.cdiv(K, BK), segments, device)
+    chunks, num_chunks, blocks, stride = (
+        segments.blocks[chunk],
+        segments.counts[chunk],
+        sizes.cdiv(width, BR),
+        x_TK.stride(0),
+    )
+    threshold, first, rank = sizes.rows_of(call)
+    dx = torch.empty(T, K, dtype=call.dtype, device=device) if need_dx else None
+    parts = torch.empty(num_chunks, width, K, dtype=torch.float32, device=device) if need_dA else None
+    # one pass where a single block of ranks covers all; else dx in a pass of its own, and dA by blocks of ranks
+    for with_dx, with_dA in [(need_dx, need_dA)] if blocks == 1 else [(need_dx, False), (False, need_dA)]:
+        if not (with_dx or with_dA):
+            continue
+        tma = with_dA and sizes.described(x_TK)
+        args = (
+            Descriptor(x_TK, [size.inputs_m, BK]) if tma else x_TK, dS, own.A_RK, dx, parts, keys_T2, chunks, tables.rows,
+            signed(call.salt), K, stride, width, T, chunk, threshold, first, rank,
+        )  # fmt: skip
+        key = ("inputs", call.shape, stride, keys_T2 is None, tma, with_dx, with_dA, dx is None, parts is None)
+        if not launcher.launched(segments.sites, key, args):
+            launcher.launch(
+                inputs_kernel, (sizes.cdiv(K, BK), num_chunks, blocks if with_dA else 1), args, segments.sites, key,
+                SINGLE=single is not None, TMA=tma, DROP=segments.dropout, ASM=dropping.packed_dropout(x_TK), NEED_DX=with_dx,
+                NEED_DA=with_dA, PRECISION="ieee", BM=size.inputs_m, BK=BK, BR=BR, STAGES=stages,
+                num_warps=size.inputs_warps, num_stages=1,
+            )  # fmt: skip
+    return dx, None if parts is None else _sum_dA(call, parts, chunk)
+
+
+def _sum_dA(call: Call, parts: torch.Tensor, chunk: int) -> torch.Tensor:
+    """The stacked dA [rows, K] from those of chunks [chunks, width, K]."""
+    layout, segments, tables, single = call.layout, call.segment_tables, call.tables, call.single_adapter
+    assert segments is not None and tables is not None
+    _, first, rank = sizes.rows_of(call)
+    dA = torch.empty(layout.num_rows, call.K, dtype=call.wide, device=call.device)
+    args = (
+        parts, dA, segments.blocks[chunk], segments.ranges[chunk], tables.owners, None, None, call.K, layout.width,
+        segments.counts[chunk], first,
+    )  # fmt: skip
+    key = ("sum_rows", call.shape, call.wide, chunk)
+    if not launcher.launched(segments.sites, key, args):
+        launcher.launch(
+            sum_rows_kernel, (sizes.cdiv(call.K, 512), layout.num_rows if single is None else rank), args, segments.sites, key,
+            SINGLE=single is not None, MAGNITUDE=False, OF_Y=False, CHUNKS=4, BK=512, num_warps=4, num_stages=1,
+        )  # fmt: skip
+    return dA

@@ -1,191 +1,37 @@
-"""Triton kernels of the forward of a group of layers with low-rank adapters, around the base product, and what all kernels
-share. layout.py says where things lie; gradient_kernels.py has those of the backward.
+"""Triton kernels of the forward of a group of layers with low-rank adapters, around the base product, and their
+launches. layout.py says where things lie; backward.py has those of the backward.
 
     down     S = s c (drop(x) A')                     x is read once for all adapters and layers; the mask stays in registers
     up       y0 = S B' + bias                         y0 is what the base product x W' then accumulates onto
              y = g (x W' + S B') + bias               or: the base product is there, one pass over it
-    compose  y = g z + bias                           run: the same for one run, and its variants under dropout
+    compose  y = g z + bias                           segment: the same for one segment, and its variants under dropout
 
 drop() puts dropped elements to 0 and does not scale; the scaling s and the survivors' factor c = 1 / (1 - p) are in S and dS,
 multiplied in while they are float32, and nowhere else.
 
-Each block of tokens belongs to one adapter (blocks never cross from one run into another), so what one adapter's tokens hold,
-be it NaN, reaches no other adapter, and rows past the end of a run are masked, not padded. Where one run has all tokens
-(ALONE), blocks, places and ranks come as arguments: a table would have to be read before anything else can start.
-
-What is read from a table says nothing of its alignment, and without that every element is loaded by itself: so it is said where
-it is loaded. All places and ranks in layout.GroupTables are multiples of 16.
+Each block of tokens belongs to one adapter (blocks never cross from one segment into another), so what one adapter's tokens
+hold, be it NaN, reaches no other adapter, and rows past the end of a segment are masked, not padded. Where one segment has all
+tokens (SINGLE), blocks, places and ranks come as arguments: a table would have to be read before anything else can start.
 
 Shapes: T tokens, K inputs, N outputs, r padded rank of one layer, R padded rank over the layers of the group.
 """
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
 
-from packlora.ops.dropout import MIX_1, MIX_2, STRIDE
-
-_STRIDE = tl.constexpr(STRIDE)
-_MIX_1 = tl.constexpr(MIX_1)
-_MIX_2 = tl.constexpr(MIX_2)
-
-
-# One hash serves two neighbouring features, 16 bits each. $in: the pair's counter times STRIDE plus the token's first key,
-# the second key, the rate's limit less one in both halves, and all ones where nothing is dropped.
-_HASH = """
-{{
-.reg .b32 v, t;
-shr.u32 t, {v}, 16;
-xor.b32 v, {v}, t;
-mul.lo.u32 v, v, 0x{MIX_1:x};
-xor.b32 v, v, {key};
-shr.u32 t, v, 15;
-xor.b32 v, v, t;
-mul.lo.u32 v, v, 0x{MIX_2:x};
-shr.u32 t, v, 15;
-xor.b32 v, v, t;
-xor.b32 v, v, 0x80008000;
-max.u16x2 v, v, {limit};
-sub.u32 v, v, {limit};
-mov.b32 t, 0x00010001;
-min.u16x2 v, v, t;
-mul.lo.u32 v, v, 0xffff;
-or.b32 v, v, {all};
-{use}
-}}
-"""
-_ONE = tl.constexpr(
-    _HASH.format(v="$2", key="$4", limit="$6", all="$8", use="and.b32 $0, $1, v;", MIX_1=MIX_1, MIX_2=MIX_2)
-)
-_TWO = tl.constexpr(
-    _HASH.format(
-        v="$4", key="$6", limit="$8", all="$10", use="and.b32 $0, $2, v;\nand.b32 $1, $3, v;", MIX_1=MIX_1, MIX_2=MIX_2
-    )
-)
-
-
-@triton.jit
-def _add_dot(a, b, acc, lost, PRECISION: tl.constexpr):
-    """acc + a b, and what rounding lost of it. In float32 the sum over the blocks is compensated (Kahan): one program sums
-    more terms in a row than the library's products do. In 16 bits the accumulator is wide enough as it is.
-    """
-    if a.dtype == tl.float32:
-        part = tl.dot(a, b, input_precision=PRECISION) - lost
-        larger = acc + part
-        return larger, (larger - acc) - part
-    else:
-        return tl.dot(a, b, acc), lost
-
-
-@triton.jit
-def _keys(keys, rows, inside, salt):
-    """Both key words of tokens, the first with the salt in it."""
-    pairs = tl.load(keys + 2 * rows[:, None] + tl.arange(0, 2)[None, :], mask=inside[:, None], other=0)
-    key_0, key_1 = tl.split(pairs.to(tl.uint32, bitcast=True))
-    return key_0 ^ salt.to(tl.uint32), key_1
-
-
-@triton.jit
-def _kept(key_0, key_1, first_column, threshold, BK: tl.constexpr):
-    """Which elements of a tile survive, bool [rows, BK]; ops/dropout.py is the specification."""
-    pairs = (first_column // 2 + tl.arange(0, BK // 2)).to(tl.uint32)
-    v = (pairs * _STRIDE)[None, :] + key_0[:, None]
-    v ^= v >> 16
-    v = (v * _MIX_1) ^ key_1[:, None]
-    v ^= v >> 15
-    v *= _MIX_2
-    v ^= (v >> 15) ^ 0x80008000
-    limit = threshold.to(tl.uint32) << 16
-    return tl.interleave((v << 16) >= limit, v >= limit)
-
-
-@triton.jit
-def _limits(threshold):
-    """The operands of _HASH that say the rate."""
-    limit = tl.maximum(threshold, 1) - 1
-    return limit * 0x10001, tl.where(threshold == 0, -1, 0)
-
-
-@triton.jit
-def _drop(x, key_0, key_1, first_column, threshold, BK: tl.constexpr, ASM: tl.constexpr):
-    """x [rows, BK] with dropped elements 0, unscaled. ASM (16-bit x, sm_90): two elements at a time in packed registers."""
-    if ASM:
-        cols = first_column + tl.arange(0, BK)
-        counter = (cols // 2).to(tl.uint32) * _STRIDE
-        limit, every = _limits(threshold)
-        return tl.inline_asm_elementwise(
-            _ONE, "=r,r,r,r,r,r,r,r,r,r",
-            [x, key_0[:, None] + counter[None, :], key_1[:, None], limit, every],
-            dtype=x.dtype, is_pure=True, pack=2,
-        )  # fmt: skip
-    else:
-        return tl.where(_kept(key_0, key_1, first_column, threshold, BK), x, tl.zeros_like(x))
-
-
-@triton.jit
-def _drop_two(x, y, key_0, key_1, first_column, threshold, BK: tl.constexpr, ASM: tl.constexpr):
-    """_drop of two tensors with the same mask."""
-    if ASM:
-        cols = first_column + tl.arange(0, BK)
-        counter = (cols // 2).to(tl.uint32) * _STRIDE
-        limit, every = _limits(threshold)
-        return tl.inline_asm_elementwise(
-            _TWO, "=r,=r,r,r,r,r,r,r,r,r,r,r",
-            [x, y, key_0[:, None] + counter[None, :], key_1[:, None], limit, every],
-            dtype=(x.dtype, y.dtype), is_pure=True, pack=2,
-        )  # fmt: skip
-    else:
-        kept = _kept(key_0, key_1, first_column, threshold, BK)
-        return tl.where(kept, x, tl.zeros_like(x)), tl.where(kept, y, tl.zeros_like(y))
-
-
-@triton.jit(do_not_specialize=["salt"])
-def masked_kernel(
-    x,
-    y,
-    keys,
-    salt,
-    threshold,
-    T,
-    K,
-    x_stride,
-    SCALED: tl.constexpr,
-    ASM: tl.constexpr,
-    BM: tl.constexpr,
-    BK: tl.constexpr,
-):
-    """y = drop(x), or scaled as torch's dropout scales it: the product is rounded to the dtype. Grid (blocks of K, of T)."""
-    rows = tl.program_id(1) * BM + tl.arange(0, BM)
-    cols = tl.program_id(0) * BK + tl.arange(0, BK)
-    inside = rows < T
-    mask = inside[:, None] & (cols < K)[None, :]
-    x_tile = tl.load(x + rows.to(tl.int64)[:, None] * x_stride + cols[None, :], mask=mask, other=0.0)
-    if SCALED:
-        x_tile = (x_tile.to(tl.float32) * (65536.0 / (65536 - threshold))).to(y.dtype.element_ty)
-    key_0, key_1 = _keys(keys, rows, inside, salt)
-    x_tile = _drop(x_tile, key_0, key_1, tl.program_id(0) * BK, threshold, BK, ASM)
-    tl.store(y + rows.to(tl.int64)[:, None] * K + cols[None, :], x_tile, mask=mask)
-
-
-@triton.jit
-def _block_of(blocks, index, size, T, threshold, ALONE: tl.constexpr):
-    """Adapter (0 where ALONE), start, stop and dropout threshold of a block of tokens; see layout.RunTables."""
-    if ALONE:
-        return index * 0, index * size, tl.minimum((index + 1) * size, T), threshold
-    else:
-        at = blocks + 4 * index
-        return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
-
-
-@triton.jit
-def _rows_of(adapters, adapter, first, rank, ALONE: tl.constexpr):
-    """First row in the stacked A, and padded rank; see layout.GroupTables.rows."""
-    if ALONE:
-        return first, rank
-    else:
-        at = adapters + 2 * adapter
-        return tl.multiple_of(tl.load(at), 16), tl.multiple_of(tl.load(at + 1), 16)
+from packlora.ops import launcher
+from packlora.ops.dropout import kernel as dropping
+from packlora.ops.dropout.kernel import _drop, _keys
+from packlora.ops.dropout.keys import signed
+from packlora.ops.lora_linear.call import Call, Operands, Scales
+from packlora.ops.lora_linear.kernels import sizes
+from packlora.ops.lora_linear.kernels.common import _add_dot, _block_of, _rows_of
 
 
 @triton.jit
@@ -217,15 +63,15 @@ def _down(
 
 @triton.jit(do_not_specialize=["salt"])
 def down_kernel(
-    x, A, S, scales, keys, tiles, adapters, salt, K, x_stride, width, T, alone_threshold, alone_first, alone_rank,
-    ALONE: tl.constexpr, DROP: tl.constexpr, ASM: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+    x, A, S, scales, keys, tiles, adapters, salt, K, x_stride, width, T, single_threshold, single_first, single_rank,
+    SINGLE: tl.constexpr, DROP: tl.constexpr, ASM: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
     BR: tl.constexpr,
 ):  # fmt: skip
     """Grid (token blocks of BM, column blocks of BR)."""
     column = tl.program_id(1) * BR
-    adapter, start, stop, threshold = _block_of(tiles, tl.program_id(0), BM, T, alone_threshold, ALONE)
+    adapter, start, stop, threshold = _block_of(tiles, tl.program_id(0), BM, T, single_threshold, SINGLE)
     if adapter >= 0:
-        first, rank = _rows_of(adapters, adapter, alone_first, alone_rank, ALONE)
+        first, rank = _rows_of(adapters, adapter, single_first, single_rank, SINGLE)
         left = rank - column
         if left > 0:
             if BR == 16 or left > BR // 2:
@@ -343,11 +189,11 @@ def compose_kernel(z, y, g, bias, tiles, base_row, N, HAS_BIAS: tl.constexpr, BM
 
 
 @triton.jit
-def run_kernel(
+def rows_kernel(
     z, y, g, bias, T, N, minus, ADD: tl.constexpr, HAS_G: tl.constexpr, HAS_BIAS: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr,
 ):  # fmt: skip
-    """y = (g - minus) z + bias, or y += that, over the rows [T, N] of one run; g, bias float32 [N]. Grid (blocks of N, T)."""
+    """y = (g - minus) z + bias, or y += that, over rows [T, N] of one segment; g, bias float32 [N]. Grid (blocks of N, T)."""
     rows = tl.program_id(1) * BM + tl.arange(0, BM)
     cols = tl.program_id(0) * BN + tl.arange(0, BN)
     fits = cols < N
@@ -361,3 +207,107 @@ def run_kernel(
     if ADD:
         value += tl.load(y + at, mask=here, other=0.0).to(tl.float32)
     tl.store(y + at, value.to(y.dtype.element_ty), mask=here)
+
+
+# --- launches ------------------------------------------------------------------------------------------------------------
+
+
+def down(call: Call, own: Operands, x_TK: torch.Tensor, keys_T2: torch.Tensor | None) -> torch.Tensor:
+    """S [T, width]; rows of tokens without an adapter and columns past an adapter's rank are not written."""
+    size, width, T, K, stride = sizes.sizes_for(call.dtype), call.layout.width, call.T, call.K, x_TK.stride(0)
+    segments, tables, single = call.segment_tables, call.tables, call.single_adapter
+    assert segments is not None and tables is not None
+    S = torch.empty(T, width, dtype=call.dtype, device=call.device)
+    BM, BK, BR = size.down_m, size.down_k, sizes.block_of(width, size.down_r)
+    if segments.counts[BM] < sizes.programs_at_once(call.device):
+        BM = size.few_down_m
+        BK = size.few_down_k if BR <= 32 else BK  # cards of any generation have 99 KiB
+    args = (
+        x_TK, own.A_RK, S, tables.row_scales, keys_T2, segments.blocks[BM], tables.rows, signed(call.salt), K, stride, width, T,
+        *sizes.rows_of(call),
+    )  # fmt: skip
+    key = ("down", call.shape, stride, keys_T2 is None)
+    if not launcher.launched(segments.sites, key, args):
+        launcher.launch(
+            down_kernel, (segments.counts[BM], sizes.cdiv(width, BR)), args, segments.sites, key,
+            SINGLE=single is not None, DROP=segments.dropout, ASM=dropping.packed_dropout(x_TK), PRECISION="ieee", BM=BM, BK=BK,
+            BR=BR, num_warps=size.down_warps, num_stages=size.down_stages,
+        )  # fmt: skip
+    return S
+
+
+def up(
+    call: Call, own: Operands, S: torch.Tensor, index: int, bias_N: torch.Tensor | None, base_TN: torch.Tensor | None = None
+) -> torch.Tensor:  # fmt: skip
+    """S B' + bias of one layer, [T, N], onto which the base product is to be accumulated; or added to the base product, in
+    place."""
+    N = call.layout.sizes[index]
+    y_TN = torch.empty(call.T, N, dtype=call.dtype, device=call.device) if base_TN is None else base_TN
+    _launch_up(call, own, S, index, y_TN, y_TN, None, bias_N, base_TN is not None, False)
+    return y_TN
+
+
+def up_composed(
+    call: Call, own: Operands, S: torch.Tensor, index: int, base_TN: torch.Tensor, keep_z: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """y = g z + bias with z = base + S B', and z where it is to be kept. base [T, N] is written over."""
+    y_TN, scales = torch.empty_like(base_TN) if keep_z else base_TN, own.scales[index]
+    _launch_up(call, own, S, index, base_TN, y_TN, scales, scales.bias, True, keep_z)
+    return y_TN, base_TN if keep_z else None
+
+
+def _launch_up(
+    call: Call, own: Operands, S: torch.Tensor, index: int, z: torch.Tensor, y: torch.Tensor, scales: Scales | None,
+    bias: torch.Tensor | None, epilogue: bool, keep_z: bool,
+) -> None:  # fmt: skip
+    size, layout, segments, tables = sizes.sizes_for(call.dtype), call.layout, call.segment_tables, call.tables
+    assert segments is not None and tables is not None
+    N, span = layout.sizes[index], size.up_n * size.up_loop
+    args = (
+        S, own.B[index], bias, None if scales is None else scales.g, z, y, segments.blocks[size.up_m], tables.places[index],
+        tables.adapters, N, layout.width, span,
+    )  # fmt: skip
+    key = ("up", call.shape, index, sizes.dtype_of(bias), scales is None, epilogue, keep_z)
+    if not launcher.launched(segments.sites, key, args):
+        launcher.launch(
+            up_kernel, (sizes.cdiv(N, span), segments.counts[size.up_m]), args, segments.sites, key,
+            HAS_BIAS=bias is not None, EPILOGUE=epilogue, COMPOSED=scales is not None, KEEP=keep_z, PRECISION="ieee",
+            BM=size.up_m, BN=size.up_n, BR=sizes.block_of(layout.max_padded[index], 64), num_warps=size.up_warps,
+            num_stages=size.up_stages,
+        )  # fmt: skip
+
+
+def compose(call: Call, scales: Scales, z_TN: torch.Tensor, y_TN: torch.Tensor) -> None:
+    """y = g z + bias, [T, N]; y may be z."""
+    size, N, segments = sizes.sizes_for(call.dtype), z_TN.shape[1], call.segment_tables
+    assert segments is not None
+    launcher.launch(
+        compose_kernel, (sizes.cdiv(N, 256), segments.counts[size.up_m]),
+        (z_TN, y_TN, scales.g, scales.bias, segments.blocks[size.up_m], scales.adapters, N),
+        sites=segments.sites, key=("compose", call.dtype, N, scales.bias is None),
+        HAS_BIAS=scales.bias is not None, BM=16, BN=256, num_warps=4, num_stages=2,
+    )  # fmt: skip
+
+
+def scale_rows(
+    z_tN: torch.Tensor, y_tN: torch.Tensor, g_N: torch.Tensor | None, bias_N: torch.Tensor | None, minus: int = 0,
+    add: bool = False,
+) -> None:  # fmt: skip
+    """See call.ScaleRows."""
+    T, N = z_tN.shape
+    launcher.launch(
+        rows_kernel, (sizes.cdiv(N, 256), sizes.cdiv(T, 16)), (z_tN, y_tN, g_N, bias_N, T, N, minus),
+        ADD=add, HAS_G=g_N is not None, HAS_BIAS=bias_N is not None, BM=16, BN=256, num_warps=4, num_stages=1,
+    )  # fmt: skip
+
+
+def ratio(
+    magnitude_N: torch.Tensor, norm_N: torch.Tensor, g_N: torch.Tensor, w_N: torch.Tensor, sites: dict[Hashable, Any]
+) -> None:  # fmt: skip
+    """g = magnitude / norm and w = norm. sites: cached launches with this N."""
+    N = len(g_N)
+    launcher.launch(
+        ratio_kernel, (sizes.cdiv(N, 512),), (magnitude_N, norm_N, g_N, w_N, N),
+        sites=sites, key=(magnitude_N.dtype, norm_N.dtype, g_N.data_ptr() % 16),
+        BN=512, num_warps=4, num_stages=1,
+    )  # fmt: skip

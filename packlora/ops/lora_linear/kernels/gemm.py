@@ -5,31 +5,46 @@ The low-rank product of a tile is made first and is where the accumulator starts
 output, and nothing is rounded before the base product is there. There is one accumulator: a second one of 128 x 256 would not
 fit the registers, and spilling serialises the products (measured: 8 times slower).
 
-Where one adapter owns all tokens, its operands are given as they are. Else a tile goes through the runs that it meets, one
+Where one adapter owns all tokens, its operands are given as they are. Else a tile goes through the segments that it meets, one
 after the other, with the rows of the others as zeros. An adapter that is not finite must not reach those, as 0 times infinity
-would: of R, what is not finite becomes 0, and the run's own rows of L become NaN.
+would: of R, what is not finite becomes 0, and the segment's own rows of L become NaN.
 
 Shapes: T tokens, K inputs, N outputs. Here X [T, P] is x or d, V is W, and Y [T, Q] is y or dx.
 """
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+import torch
 import triton
 import triton.language as tl
 
-from packlora.ops.lora_linear.kernels.forward import _drop, _keys
+from packlora.ops import launcher
+from packlora.ops.dropout import kernel as dropping
+from packlora.ops.dropout.kernel import _drop, _keys
+from packlora.ops.dropout.keys import dropout_threshold, signed
+from packlora.ops.launcher import Descriptor
+from packlora.ops.lora_linear.call import Call, Operands
+from packlora.ops.lora_linear.kernels import sizes
 
 
 @triton.jit
-def _low_rank_of_runs(
-    acc, L, R, runs, places, first, last, rows, cols, Q, width, FORWARD: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr
+def _low_rank_of_segments(
+    acc, L, R, segments, places, first, last, rows, cols, Q, width, FORWARD: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr
 ):  # fmt: skip
-    """acc plus the low-rank products of the tile's runs, and the rows' rates of dropout, as thresholds."""
+    """acc plus the low-rank products of the tile's segments, and the rows' rates of dropout, as thresholds."""
     thresholds = tl.zeros((BM,), dtype=tl.int32)
     fits = cols < Q
     for number in range(first, last):
-        run = runs + 4 * number
-        adapter, start, stop, threshold = tl.load(run), tl.load(run + 1), tl.load(run + 2), tl.load(run + 3)
+        segment = segments + 4 * number
+        adapter, start, stop, threshold = (
+            tl.load(segment),
+            tl.load(segment + 1),
+            tl.load(segment + 2),
+            tl.load(segment + 3),
+        )
         own = (rows >= start) & (rows < stop)
         thresholds = tl.where(own, threshold, thresholds)
         known = adapter >= 0
@@ -61,14 +76,40 @@ def _low_rank_of_runs(
 
 
 @triton.jit
-def _compose_runs(
-    acc, g, bias, runs, first, last, rows, cols, Q, base_row, HAS_BIAS: tl.constexpr
+def _low_rank_of_one(
+    acc, L, R, rows, cols, inside, first_row, first_column, Q, width, rank, WIDE: tl.constexpr, FORWARD: tl.constexpr,
+    BR: tl.constexpr,
+):  # fmt: skip
+    """acc plus the low-rank product of the one adapter that owns all tokens."""
+    for r in range(0, rank, BR):
+        if WIDE:
+            if FORWARD:
+                acc = tl.dot(L.load([first_row, r]), R.load([first_column, r]).T, acc)
+            else:
+                acc = tl.dot(L.load([first_row, r]), R.load([r, first_column]), acc)
+        else:
+            ranks = r + tl.arange(0, BR)
+            has = ranks < rank
+            L_at = L + rows.to(tl.int64)[:, None] * width + ranks[None, :]
+            L_tile = tl.load(L_at, mask=inside[:, None] & has[None, :], other=0.0)
+            if FORWARD:
+                R_at = R + cols[None, :] * rank + ranks[:, None]
+            else:
+                R_at = R + ranks[:, None] * Q + cols[None, :]
+            R_tile = tl.load(R_at, mask=has[:, None] & (cols < Q)[None, :], other=0.0)
+            acc = tl.dot(L_tile, R_tile, acc)
+    return acc
+
+
+@triton.jit
+def _compose_segments(
+    acc, g, bias, segments, first, last, rows, cols, Q, base_row, HAS_BIAS: tl.constexpr
 ):  # fmt: skip
     """g acc + bias, by the adapter that owns a row."""
     fits = cols < Q
     for number in range(first, last):
-        run = runs + 4 * number
-        adapter, start, stop = tl.load(run), tl.load(run + 1), tl.load(run + 2)
+        segment = segments + 4 * number
+        adapter, start, stop = tl.load(segment), tl.load(segment + 1), tl.load(segment + 2)
         at = tl.where(adapter >= 0, adapter, base_row).to(tl.int64) * Q + cols
         value = acc * tl.load(g + at, mask=fits, other=0.0)[None, :]
         if HAS_BIAS:
@@ -79,17 +120,17 @@ def _compose_runs(
 
 @triton.jit(do_not_specialize=["salt"])
 def fused_kernel(
-    X, V, Y, Z, L, R, bias, g, keys, runs, spans, places, salt, threshold, T, P, Q, width, rank,
+    X, V, Y, Z, L, R, bias, g, keys, segments, spans, places, salt, threshold, T, P, Q, width, rank,
     FORWARD: tl.constexpr, DROP: tl.constexpr, ASM: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_G: tl.constexpr,
-    KEEP: tl.constexpr, WIDE: tl.constexpr, RUNS: tl.constexpr, DTYPE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    KEEP: tl.constexpr, WIDE: tl.constexpr, SEGMENTS: tl.constexpr, DTYPE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, BR: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     """Forward: L is S [T, width], R is B [Q, rank]. Backward: L is dS, R the stacked A [rank, Q]. WIDE: L and R are tensor
     descriptors of their first `rank` columns and rows. HAS_G: the product z is scaled before the bias; KEEP: z is stored.
 
-    RUNS: runs (layout.RunTables) have the low-rank products, of each tile those in spans [tiles, 2]. L is as before, R the
-    layer's flat B or the A's of all adapters, places theirs of the layer or of the stacked A (layout.GroupTables); g and bias
-    after g are float32 [rank + 1, Q], by adapter, the last row for tokens without one."""
+    SEGMENTS: segments (tables.SegmentTables) have the low-rank products, of each tile those in spans [tiles, 2]. L is as
+    before, R the layer's flat B or the A's of all adapters, places theirs of the layer or of the stacked A
+    (tables.GroupTables); g and bias after g are float32 [rank + 1, Q], by adapter, the last row for tokens without one."""
     num_m, num_n = tl.cdiv(T, BM), tl.cdiv(Q, BN)
     steps = tl.cdiv(P, BK)
     for tile in tl.range(tl.program_id(0), num_m * num_n, PROGRAMS, flatten=False):
@@ -102,32 +143,18 @@ def fused_kernel(
         inside = rows < T
         acc = tl.zeros((BM, BN), dtype=tl.float32)
         limit = threshold
-        if RUNS:
+        if SEGMENTS:
             first, last = tl.load(spans + 2 * m), tl.load(spans + 2 * m + 1)
-            acc, thresholds = _low_rank_of_runs(
-                acc, L, R, runs, places, first, last, rows, cols, Q, width, FORWARD, BM, BR
+            acc, thresholds = _low_rank_of_segments(
+                acc, L, R, segments, places, first, last, rows, cols, Q, width, FORWARD, BM, BR
             )
             limit = thresholds[:, None]
             if not DROP and (HAS_G or not HAS_BIAS):
                 acc = tl.where(inside[:, None], acc, 0.0)
         else:
-            for r in range(0, rank, BR):
-                if WIDE:
-                    if FORWARD:
-                        acc = tl.dot(L.load([m * BM, r]), R.load([n * BN, r]).T, acc)
-                    else:
-                        acc = tl.dot(L.load([m * BM, r]), R.load([r, n * BN]), acc)
-                else:
-                    ranks = r + tl.arange(0, BR)
-                    has = ranks < rank
-                    L_at = L + rows.to(tl.int64)[:, None] * width + ranks[None, :]
-                    L_tile = tl.load(L_at, mask=inside[:, None] & has[None, :], other=0.0)
-                    if FORWARD:
-                        R_at = R + cols[None, :] * rank + ranks[:, None]
-                    else:
-                        R_at = R + ranks[:, None] * Q + cols[None, :]
-                    R_tile = tl.load(R_at, mask=has[:, None] & (cols < Q)[None, :], other=0.0)
-                    acc = tl.dot(L_tile, R_tile, acc)
+            acc = _low_rank_of_one(
+                acc, L, R, rows, cols, inside, m * BM, n * BN, Q, width, rank, WIDE, FORWARD, BR
+            )  # fmt: skip
         if DROP:
             key_0, key_1 = _keys(keys, rows, inside, salt)
             acc = _drop(acc.to(DTYPE), key_0, key_1, n * BN, limit, BN, ASM).to(tl.float32)
@@ -142,10 +169,108 @@ def fused_kernel(
         if HAS_G:
             if KEEP:
                 Z.store([m * BM, n * BN], acc.to(DTYPE))
-            if RUNS:
-                acc = _compose_runs(acc, g, bias, runs, first, last, rows, cols, Q, rank, HAS_BIAS)
+            if SEGMENTS:
+                acc = _compose_segments(acc, g, bias, segments, first, last, rows, cols, Q, rank, HAS_BIAS)
             else:
                 acc *= tl.load(g + cols, mask=cols < Q, other=0.0)[None, :]
                 if HAS_BIAS:
                     acc += tl.load(bias + cols, mask=cols < Q, other=0.0).to(tl.float32)[None, :]
         Y.store([m * BM, n * BN], acc.to(DTYPE))
+
+
+# --- launches ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _LowRank:
+    """The low-rank part of a fused product. rank: of the one adapter that owns all tokens. Else places has those of all, and
+    `last` is the row of g of tokens without an adapter."""
+
+    L: torch.Tensor
+    R: torch.Tensor
+    rank: int = 0
+    places: torch.Tensor | None = None
+    last: int = 0
+
+
+def _launch(
+    call: Call, of: Hashable, X: torch.Tensor, V: torch.Tensor, Y: torch.Tensor, low: _LowRank, forward: bool,
+    bias: torch.Tensor | None = None, keys_T2: torch.Tensor | None = None, p: float = 0.0, g: torch.Tensor | None = None,
+    Z: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """`of` stands for the sizes and dtypes of all operands."""
+    segments = call.segment_tables
+    assert segments is not None
+    (T, P), Q, L = X.shape, Y.shape[1], low.L
+    BM, BK = sizes.FUSED_M, sizes.FUSED_K
+    BN, warps, stages = sizes.tile_of(T, Q, sizes.programs_at_once(X.device))
+    several = low.places is not None
+    BR = 32 if several else sizes.block_of(low.rank, 64)
+    wide = BR > 16 and not several
+    left: Descriptor | torch.Tensor = L
+    right: Descriptor | torch.Tensor = low.R
+    if wide:
+        rank = low.rank
+        left = Descriptor(L, [BM, BR], [T, rank], [L.stride(0), 1])
+        if forward:
+            right = Descriptor(low.R, [BN, BR], [Q, rank], [rank, 1])
+        else:
+            right = Descriptor(low.R, [BR, BN], [rank, Q], [Q, 1])
+    args = (
+        Descriptor(X, [BM, BK]), Descriptor(V, [BN, BK] if forward else [BK, BN]), Descriptor(Y, [BM, BN]),
+        None if Z is None else Descriptor(Z, [BM, BN]), left, right, bias, g, keys_T2, segments.whole if several else None,
+        segments.spans if several else None, low.places, signed(call.salt), dropout_threshold(p), T, P, Q, L.stride(0),
+        low.last if several else low.rank,
+    )  # fmt: skip
+    key = ("fused", of, forward, several, sizes.dtype_of(bias), g is None, keys_T2 is None, Z is None)
+    if not launcher.launched(segments.sites, key, args):
+        programs = min(sizes.programs_at_once(X.device), sizes.cdiv(T, BM) * sizes.cdiv(Q, BN))
+        launcher.launch(
+            fused_kernel, (programs,), args, segments.sites, key,
+            FORWARD=forward, DROP=keys_T2 is not None and (segments.dropout if several else p > 0),
+            ASM=dropping.packed_dropout(Y), HAS_BIAS=bias is not None, HAS_G=g is not None, KEEP=Z is not None, WIDE=wide,
+            SEGMENTS=several, DTYPE=getattr(tl, str(Y.dtype).removeprefix("torch.")),
+            BM=BM, BN=BN, BK=BK, BR=BR, GROUP=8, PROGRAMS=programs, num_warps=warps, num_stages=stages,
+        )  # fmt: skip
+    return Y
+
+
+def up(
+    call: Call, own: Operands, x_TK: torch.Tensor, S: torch.Tensor, index: int, composed: bool, keep_z: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    """y [T, N] = x W' + S B' + bias of one layer, or g z + bias where `composed`, and z where it is to be kept."""
+    layout, tables, single, weight_NK = call.layout, call.tables, call.single_adapter, own.frozen[index].dense()
+    assert tables is not None and weight_NK is not None
+    y_TN = torch.empty(call.T, layout.sizes[index], dtype=call.dtype, device=call.device)
+    z_TN = torch.empty_like(y_TN) if keep_z else None
+    g, bias, last = None, own.biases[index], 0
+    if composed:
+        scales = own.scales[index]
+        g, bias, last = scales.g, scales.bias, scales.adapters
+        if single is not None:
+            g, bias = g[single.adapter], None if bias is None else bias[single.adapter]
+    if single is None:
+        flat = own.B[index]
+        assert flat is not None
+        low = _LowRank(S, flat, 0, tables.places[index], last)
+    else:
+        place = layout.places[single.adapter, index]
+        low = _LowRank(S[:, place.column :], own.block(layout, single.adapter, index)[0], place.padded)
+    return _launch(call, (call.shape, index), x_TK, weight_NK, y_TN, low, True, bias, g=g, Z=z_TN), z_TN
+
+
+def dx(
+    call: Call, own: Operands, d_TN: torch.Tensor, dS: torch.Tensor, index: int, keys_T2: torch.Tensor | None
+) -> torch.Tensor:
+    """d W + drop(dS A) of one layer, [T, K]."""
+    tables, single, weight_NK = call.tables, call.single_adapter, own.frozen[index].dense()
+    assert tables is not None and weight_NK is not None
+    dx_TK = torch.empty(call.T, call.K, dtype=call.dtype, device=call.device)
+    if single is None:
+        low, p = _LowRank(dS, own.A_RK, 0, tables.rows), 0.0
+    else:
+        low, p = (
+            _LowRank(dS, own.A(call.layout, single.adapter)[0], call.layout.rows[single.adapter][1]),
+            single.dropout,
+        )
+    return _launch(call, (call.shape, weight_NK.shape[0]), d_TN, weight_NK, dx_TK, low, False, None, keys_T2, p)

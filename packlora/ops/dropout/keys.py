@@ -16,16 +16,12 @@ expectation is right.
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 
 import numpy as np
 import torch
 
-from packlora.ops.gpu import on_device
-
 STRIDE, MIX_1, MIX_2 = 0x9E3779B1, 0x21F0AAAD, 0xD35A2D97
 LANE = 1 << 16
-_HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def dropout_threshold(p: float) -> int:
@@ -100,22 +96,3 @@ def dropped(keys_T2: torch.Tensor, salt: int, num_features: int, p: float) -> to
     _shift_xor_(v, 15)
     lanes = v.view(torch.int16)[:, :num_features]  # little-endian: feature 2j is the low half
     return lanes < dropout_threshold(p) - LANE // 2
-
-
-def dropout(x_TK: torch.Tensor, keys_T2: torch.Tensor, salt: int, p: float) -> torch.Tensor:
-    """x with dropped elements zero and the others scaled by 1 / (1 - rate). A NaN in a dropped element is dropped too."""
-    return masked(x_TK, keys_T2, salt, p, scaled=True)
-
-
-def masked(x_TK: torch.Tensor, keys_T2: torch.Tensor, salt: int, p: float, scaled: bool = False) -> torch.Tensor:
-    """x with dropped elements zero; the others as they are, or scaled as dropout scales them."""
-    if p == 0.0:
-        return x_TK
-    by_hand = not (x_TK.requires_grad and torch.is_grad_enabled())  # the kernel is none of autograd's operations
-    if by_hand and x_TK.is_cuda and x_TK.dtype != torch.float64 and _HAS_TRITON and x_TK.stride(-1) == 1:
-        from packlora.ops.lora_linear import launch
-
-        with on_device(x_TK.device):
-            return launch.masked(x_TK, keys_T2, salt, p, scaled)
-    gone = dropped(keys_T2, salt, x_TK.shape[-1], p)
-    return (x_TK * dropout_factor(p)).masked_fill_(gone, 0.0) if scaled else x_TK.masked_fill(gone, 0.0)

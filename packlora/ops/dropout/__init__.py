@@ -1,0 +1,27 @@
+"""Dropout of x by counter-based masks: `keys` is the specification, `kernel` computes the same on a GPU."""
+
+from __future__ import annotations
+
+import torch
+
+from packlora.ops.dropout.keys import dropout_factor, dropped
+from packlora.ops.gpu import HAS_TRITON, on_device
+
+
+def dropout(x_TK: torch.Tensor, keys_T2: torch.Tensor, salt: int, p: float) -> torch.Tensor:
+    """x with dropped elements zero and the others scaled by 1 / (1 - rate). A NaN in a dropped element is dropped too."""
+    return masked(x_TK, keys_T2, salt, p, scaled=True)
+
+
+def masked(x_TK: torch.Tensor, keys_T2: torch.Tensor, salt: int, p: float, scaled: bool = False) -> torch.Tensor:
+    """x with dropped elements zero; the others as they are, or scaled as dropout scales them."""
+    if p == 0.0:
+        return x_TK
+    by_hand = not (x_TK.requires_grad and torch.is_grad_enabled())  # the kernel is none of autograd's operations
+    if by_hand and x_TK.is_cuda and x_TK.dtype != torch.float64 and HAS_TRITON and x_TK.stride(-1) == 1:
+        from packlora.ops.dropout.kernel import masked as masked_by_kernel
+
+        with on_device(x_TK.device):
+            return masked_by_kernel(x_TK, keys_T2, salt, p, scaled)
+    gone = dropped(keys_T2, salt, x_TK.shape[-1], p)
+    return (x_TK * dropout_factor(p)).masked_fill_(gone, 0.0) if scaled else x_TK.masked_fill(gone, 0.0)

@@ -1,0 +1,260 @@
+"""A call of the operator in two halves: `Call` is what is settled of it (plain numbers, places, tables on the device), made
+once for all calls that are alike; `Operands` are the tensors of layers and adapters as products and kernels read them. x, the
+dropout keys, S and gradients are the only tensors that are new with every call.
+
+`Path` is how the steps of a call are computed: torch_path.py by torch's products, triton_path.py by the Triton kernels.
+
+    down       S = s c (drop(x) A')
+    up         y = g (x W' + S B') + bias
+    magnitude  e = g d, and the sums over tokens that the gradients of magnitudes and biases are made of
+    grads      dS = s c (e B), dB = e' S
+    inputs     dx = e W + drop(dS A), dA = dS' drop(x)
+
+drop() puts dropped elements to 0 and does not scale: the scaling s and the survivors' factor c = 1 / (1 - p) are in S and dS
+and nowhere else, so any path of one step goes with any path of the others. g is 1 for LoRA and m / norm for DoRA; layers where
+no adapter has a magnitude or a bias of its own have no scales: there e is d.
+
+A DoRA segment under dropout whose base product is that of the dropped x (Segment.base_dropped, PEFT's semantics) is a LoRA
+segment, and has
+
+    y += (g - 1) (drop(x) c W' + S B'),    dx += drop((g - 1) d c W),    dS = s c g d B
+
+added to it: two base products. (g - 1) is formed in g's dtype; the difference of rounded products would be nothing near g = 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import torch
+
+from packlora.ops.lora_linear.frozen import FrozenWeight
+from packlora.ops.lora_linear.layout import Layout, Place
+from packlora.ops.lora_linear.plan import Plan, Up
+from packlora.ops.lora_linear.tables import GroupTables, SegmentTables
+from packlora.ops.lora_linear.types import Segment
+
+
+class Part(NamedTuple):
+    """One segment's share of a step: rows of tensors [T, ...] and columns of S, None where they are all; factor s c."""
+
+    segment: Segment
+    rows: slice | None
+    columns: slice | None
+    factor: float
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The segment's rows."""
+        return tensor if self.rows is None else tensor[self.rows]
+
+    def of_S(self, S: torch.Tensor) -> torch.Tensor:
+        """The segment's rows and columns of S, or dS. Views cost the host time."""
+        if self.columns is None:
+            return S if self.rows is None else S[self.rows]
+        return S[self.segment.rows, self.columns]
+
+
+class Stack(NamedTuple):
+    """A segment whose adapter has a rank: its part over all layers, and its parts by layer where these scale differently."""
+
+    segment: Segment
+    whole: Part
+    by_layer: tuple[Part, ...]
+
+
+class Slot(NamedTuple):
+    """An operand that may get a gradient, of an adapter that owns tokens: where it stands among `Prepared.flat`, its layer,
+    adapter and name, its place in the layout (None of a bias) and its first row in the stacked dA."""
+
+    at: int
+    layer: int
+    number: int
+    name: str
+    place: Place | None
+    first: int
+
+
+@dataclass(slots=True)
+class Scales:
+    """Of one layer, by adapter and last for tokens without one: the scale g, the norm w and the bias (None where there is none
+    at all) of its outputs, [adapters + 1, N] in float32 (float64 for float64).
+
+    sum_rows: int32 [2 adapters, 2], adapter and row of every pair of sums over tokens, as sum_rows_kernel takes them.
+    """
+
+    g: torch.Tensor
+    w: torch.Tensor
+    bias: torch.Tensor | None
+    sum_rows: torch.Tensor
+
+    @property
+    def adapters(self) -> int:
+        return self.g.shape[0] - 1
+
+    def magnitude_grad(self, sum_N: torch.Tensor, number: int, of_y: bool) -> torch.Tensor:
+        """From the sum of d z, or of d y, where y = g z; 0 where g is 0, which z cannot be told from."""
+        if not of_y:
+            return sum_N / self.w[number]
+        m_N = self.g[number] * self.w[number]
+        return torch.where(m_N == 0, 0, sum_N / m_N)
+
+
+@dataclass(slots=True)
+class Operands:
+    """Tensors of a group in the compute dtype: frozen weights and biases by layer, the A's stacked [rows, K] and the B's flat
+    by layer (layout.Layout), and the scales of layers that have them."""
+
+    frozen: tuple[FrozenWeight, ...]
+    biases: tuple[torch.Tensor | None, ...]
+    A_RK: torch.Tensor
+    B: list[torch.Tensor | None]
+    scales: dict[int, Scales]
+    views: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    """What `A` and `block` gave: they are asked for at every call."""
+
+    def A(self, layout: Layout, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """One adapter's stacked A [R, K], and its transpose."""
+        found = self.views.get((number,))
+        if found is None:
+            first, padded = layout.rows[number]
+            A_RK = self.A_RK if padded == layout.num_rows else self.A_RK[first : first + padded]
+            found = self.views[number,] = A_RK, A_RK.t()
+        return found
+
+    def block(self, layout: Layout, number: int, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """B of one adapter on one layer [N, padded], and its transpose."""
+        found = self.views.get((number, index))
+        if found is None:
+            flat = self.B[index]
+            assert flat is not None
+            B_Nr = layout.b_block(flat, number, index)
+            found = self.views[number, index] = B_Nr, B_Nr.t()
+        return found
+
+
+@dataclass(slots=True)
+class Sums:
+    """Over the tokens of one adapter on one layer, in a wide dtype, [N] each: the gradient of the magnitude, the sum of d z
+    over w, and the sum of d. None where not wanted."""
+
+    dm: torch.Tensor | None = None
+    d: torch.Tensor | None = None
+
+
+class Wanted(NamedTuple):
+    """Which gradients a backward is for: of x, of any A and any B, and of magnitudes and biases by layer."""
+
+    x: bool
+    A: bool
+    B: bool
+    magnitudes: frozenset[int]
+    biases: frozenset[int]
+
+
+class Grads(NamedTuple):
+    """What `Path.grads` gives: e per layer, dS [T, width] where it is needed, dB per layer as B is laid out, the sums per layer
+    and adapter, and dA where it is made of d' x."""
+
+    e: list[torch.Tensor | None]
+    dS: torch.Tensor | None
+    dB: list[torch.Tensor | None]
+    sums: list[dict[int, Sums]]
+    dA: torch.Tensor | None = None
+
+
+Gradients = Sequence[torch.Tensor | None]
+"""One tensor [T, N] per layer, None where none came back."""
+
+
+class Path(Protocol):
+    """The five steps. x_TK: tokens; keys_T2: their dropout keys; S [T, width], whose rows without an adapter and columns past
+    an adapter's rank hold anything."""
+
+    def down(self, call: Call, own: Operands, x_TK: torch.Tensor, keys_T2: torch.Tensor | None) -> torch.Tensor: ...
+
+    def up(
+        self, call: Call, own: Operands, x_TK: torch.Tensor, keys_T2: torch.Tensor | None, S: torch.Tensor | None, index: int,
+        keep_z: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+        """y [T, N] of one layer, and z = x W' + S B' where it is to be kept (that of drop(x) in base-dropped segments). S: None
+        where the plan makes none."""
+
+    def magnitude(
+        self, call: Call, own: Operands, index: int, d_TN: torch.Tensor, kept: torch.Tensor | None, wanted: Wanted
+    ) -> tuple[torch.Tensor, dict[int, Sums]]:
+        """e and the sums by adapter of one layer that has scales. kept: z, or y where the call says that it reads y."""
+
+    def grads(
+        self, call: Call, own: Operands, x_TK: torch.Tensor, keys_T2: torch.Tensor | None, S: torch.Tensor | None,
+        d: Gradients, kept: Gradients, wanted: Wanted,
+    ) -> Grads:  # fmt: skip
+        """S may be None where `Call.needs_S` says that no gradient is made of it."""
+
+    def inputs(
+        self, call: Call, own: Operands, x_TK: torch.Tensor, keys_T2: torch.Tensor | None, dS: torch.Tensor | None,
+        e: Gradients, d: Gradients, wanted: Wanted,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
+        """dx [T, K] and the stacked dA [rows, K]."""
+
+
+ScaleRows = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, int, bool], None]
+"""(z, y, g, bias, minus, add): y = (g - minus) z + bias over rows [t, N], or y += that; without g it is 1. y may be z."""
+
+
+@dataclass(slots=True)
+class Call:
+    """What calls have in common that `segments` of a group's adapters own the T tokens of."""
+
+    layout: Layout
+    plan: Plan
+    """As it is carried out: legal, and ordered for the dtype."""
+    segments: tuple[Segment, ...]
+    salt: int
+    T: int
+    K: int
+    dtype: torch.dtype
+    device: torch.device
+    slots: tuple[Slot, ...]
+    """Of the adapters that own tokens."""
+    stacked: tuple[Stack, ...]
+    parts: tuple[tuple[Part, ...], ...]
+    """Per layer, the segments whose adapter has a rank on it."""
+    composed: dict[int, tuple[tuple[Segment, bool, bool], ...]]
+    """Layers where a segment has a magnitude or a bias of its own: those segments, and whether each has the one, the other."""
+    ways: tuple[Up, ...]
+    """Plan.up per layer, as far as the layer allows it."""
+    from_y: tuple[bool, ...]
+    """Per layer, whether a backward reads y in the place of z: z = y / g. With a bias the difference would cost digits."""
+    base_dropped: bool
+    """A segment scales the base product of its dropped x."""
+    wide: torch.dtype
+    """Of gradients that kernels write."""
+    sums_dtype: torch.dtype
+    """Of products that sum over the tokens, dA and dB."""
+    down: Path
+    up: tuple[Path, ...]
+    magnitude: Path
+    grads: Path
+    inputs: Path
+    scale_rows: ScaleRows
+    fused: bool = False
+    """Fused products take these operands."""
+    single_adapter: Segment | None = None
+    """The segment that has all tokens and an adapter on every layer, if there is one."""
+    tables: GroupTables | None = None
+    segment_tables: SegmentTables | None = None
+
+    @property
+    def shape(self) -> tuple[Layout, int, torch.dtype]:
+        """What a cached launch depends on beside the tokens."""
+        return self.layout, self.K, self.dtype
+
+    @property
+    def keeps_S(self) -> bool:
+        return self.plan.keep_s and self.plan.up != "merged" and self.plan.dB == "S"
+
+    def needs_S(self, wanted: Wanted) -> bool:
+        """Whether a backward reads S."""
+        return self.plan.grad == "one-pass" or (wanted.B and self.plan.dB == "S")

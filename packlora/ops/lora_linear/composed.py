@@ -1,0 +1,123 @@
+"""Magnitudes and biases of a call by torch, segment by segment: y = g z + bias and its backward. The base product of dropped
+inputs, which PEFT's DoRA has, is made here and nowhere else."""
+
+from __future__ import annotations
+
+import torch
+
+from packlora.ops.dropout.keys import dropout_factor
+from packlora.ops.lora_linear.call import Call, Gradients, Operands, Sums, Wanted
+from packlora.ops.lora_linear.products import drop
+from packlora.ops.lora_linear.tables import gaps
+from packlora.ops.lora_linear.types import Segment
+
+Optional = torch.Tensor | None
+
+
+def compose_by_segment(
+    call: Call, own: Operands, x_TK: torch.Tensor, keys_T2: Optional, S: torch.Tensor, index: int, y_TN: torch.Tensor,
+    keep_z: bool,
+) -> tuple[torch.Tensor, Optional]:  # fmt: skip
+    """y in place of x W' + S B' in y_TN, segment by segment, and z."""
+    scales, composed = own.scales[index], call.composed[index]
+    z_TN = torch.empty_like(y_TN) if keep_z or any(drops_base(*one) for one in composed) else None
+    for segment, has_magnitude, has_bias in composed:
+        y_tN = y_TN[segment.rows]
+        g_N = scales.g[segment.adapter] if has_magnitude else None
+        bias_N = None if scales.bias is None else scales.bias[segment.adapter]
+        if z_TN is not None and drops_base(segment, has_magnitude, has_bias):
+            z_tN = z_TN[segment.rows]
+            _dropped_product(call, own, x_TK, keys_T2, S, index, segment, z_tN)
+            call.scale_rows(z_tN, y_tN, g_N, bias_N, 1, True)
+        else:
+            if z_TN is not None:
+                z_TN[segment.rows] = y_tN
+            call.scale_rows(y_tN, y_tN, g_N, bias_N, 0, False)
+    if (base_bias_N := own.biases[index]) is not None:
+        for start, stop in gaps([segment for segment, _, _ in composed], call.T):
+            y_TN[start:stop] += base_bias_N
+    return y_TN, z_TN
+
+
+def _dropped_product(
+    call: Call, own: Operands, x_TK: torch.Tensor, keys_T2: Optional, S: torch.Tensor, index: int, segment: Segment,
+    z_tN: torch.Tensor,
+) -> None:  # fmt: skip
+    """z = drop(x) c W' + S B' of one segment."""
+    xd_tK, factor = drop(call, x_TK[segment.rows], keys_T2, segment), dropout_factor(segment.dropout)
+    (part,) = (part for part in call.parts[index] if part.segment is segment)
+    _, B_rN = own.block(call.layout, segment.adapter, index)
+    if call.dtype == torch.float32:  # a product rounds more when it accumulates onto something
+        z_tN.copy_(own.frozen[index].matmul(xd_tK, scale=factor))
+        z_tN.addmm_(part.of_S(S), B_rN)
+    else:
+        torch.mm(part.of_S(S), B_rN, out=z_tN)
+        own.frozen[index].matmul(xd_tK, accumulate=z_tN, scale=factor)
+
+
+def scale_rows(
+    z_tN: torch.Tensor, y_tN: torch.Tensor, g_N: Optional, bias_N: Optional, minus: int = 0, add: bool = False
+) -> None:
+    """See call.ScaleRows."""
+    value = z_tN if g_N is None else (g_N - minus) * z_tN
+    if bias_N is not None:
+        value = value + bias_N
+    y_tN.copy_(y_tN + value if add else value)
+
+
+def magnitude(
+    call: Call, own: Operands, index: int, d_TN: torch.Tensor, kept: Optional, wanted: Wanted
+) -> tuple[torch.Tensor, dict[int, Sums]]:
+    """e = g d of one layer, and the sums by adapter."""
+    scales, e_TN = own.scales[index], d_TN
+    sums: dict[int, Sums] = {}
+    for segment, has_magnitude, has_bias in call.composed[index]:
+        d_tN, total = d_TN[segment.rows], sums.setdefault(segment.adapter, Sums())
+        wide_tN = d_tN.to(scales.g.dtype)
+        if has_magnitude:
+            if e_TN is d_TN:
+                e_TN = d_TN.clone()
+            e_TN[segment.rows] = scales.g[segment.adapter] * wide_tN
+            if index in wanted.magnitudes:
+                assert kept is not None
+                total.dm = _plus(total.dm, (wide_tN * kept[segment.rows]).sum(0))
+        if has_bias and index in wanted.biases:
+            total.d = _plus(total.d, wide_tN.sum(0))
+    for number, total in sums.items():
+        if total.dm is not None:
+            total.dm = scales.magnitude_grad(total.dm, number, call.from_y[index])
+    return e_TN, sums
+
+
+def base_gradient(call: Call, index: int, e_TN: Optional, d_TN: Optional) -> Optional:
+    """What the base product of all tokens takes: e, but d in the rows of base-dropped segments."""
+    if not call.base_dropped or e_TN is None or d_TN is None or e_TN is d_TN:
+        return e_TN
+    composed = call.composed.get(index, ())
+    dropped = [segment for segment, *has in composed if drops_base(segment, *has)]
+    if len(dropped) == len(composed):  # e is d everywhere else
+        return d_TN
+    out = e_TN.clone()
+    for segment in dropped:
+        out[segment.rows] = d_TN[segment.rows]
+    return out
+
+
+def plus_dropped(call: Call, own: Operands, low_tK: torch.Tensor, segment: Segment, d: Gradients) -> torch.Tensor:
+    """dS A of one segment, plus (g - 1) d c W of every layer where its base product is dropped, before it is dropped."""
+    for index, composed in call.composed.items():
+        d_TN = d[index]
+        if d_TN is not None and any(one[0] is segment and drops_base(*one) for one in composed):
+            scaled_tN = torch.empty_like(d_TN[segment.rows])
+            call.scale_rows(d_TN[segment.rows], scaled_tN, own.scales[index].g[segment.adapter], None, 1, False)
+            own.frozen[index].matmul_t(scaled_tN, low_tK, dropout_factor(segment.dropout))
+    return low_tK
+
+
+def drops_base(segment: Segment, has_magnitude: bool, has_bias: bool) -> bool:
+    """Whether a segment scales the base product of its dropped x."""
+    return has_magnitude and segment.dropout > 0 and segment.base_dropped
+
+
+def _plus(total: Optional, more: torch.Tensor) -> torch.Tensor:
+    return more if total is None else total + more

@@ -1,0 +1,131 @@
+"""What the operator asks of a frozen weight W [N, K], so that its storage is nobody else's business.
+
+`Dense` is a weight that lies in memory as it is multiplied. Others (4 bits a number, a shard that is gathered) implement
+`FrozenWeight` beside it, and nothing of the operator changes: plans that need W itself are not legal for them (`dense`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Protocol
+
+import torch
+from torch.nn.functional import linear
+
+from packlora.ops.gpu import rounds_before_adding
+from packlora.ops.stamp import stamps
+
+
+class FrozenWeight(Protocol):
+    """shape (N, K); dtype: of the products and of x; device.
+
+    Two weights are equal where products by one are products by the other, whatever is written into them.
+    """
+
+    @property
+    def shape(self) -> tuple[int, int]: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def key(self) -> Hashable:
+        """Where the weight lies, and its version: what was made of it stands while this is the same. None where versions are
+        not counted: then nothing stands."""
+
+    def matmul(
+        self,
+        x_TK: torch.Tensor,
+        bias_N: torch.Tensor | None = None,
+        accumulate: torch.Tensor | None = None,
+        scale: float = 1.0,
+    ) -> torch.Tensor:
+        """accumulate + scale x W' + bias in x's dtype, [T, N].
+
+        accumulate [T, N] is written over, in x's dtype or, with scale 1, in `accumulator_dtype(x)`. The bias comes last: beside
+        a large one what is small in `accumulate` would be lost.
+        """
+
+    def matmul_t(self, d_TN: torch.Tensor, accumulate: torch.Tensor | None = None, scale: float = 1.0) -> torch.Tensor:
+        """accumulate + scale d W, [T, K], in d's dtype; accumulate is written over."""
+
+    def rows(self, start: int, stop: int) -> torch.Tensor:
+        """W[start:stop] as a dense tensor [stop - start, K], which may be the weight's own memory."""
+
+    def dense(self) -> torch.Tensor | None:
+        """W [N, K] itself, for kernels that read it and for merged weights; None where there is no such tensor."""
+
+
+class Dense:
+    """A weight [N, K] in memory."""
+
+    __slots__ = ("weight",)
+
+    def __init__(self, weight_NK: torch.Tensor) -> None:
+        self.weight = weight_NK
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.weight.shape  # type: ignore[return-value]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.weight.device
+
+    @property
+    def key(self) -> Hashable:
+        found = stamps([self.weight])
+        return None if found is None else (id(self.weight), *found[0])
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Dense) and other.weight is self.weight)
+
+    def __hash__(self) -> int:
+        return id(self.weight)
+
+    def matmul(
+        self,
+        x_TK: torch.Tensor,
+        bias_N: torch.Tensor | None = None,
+        accumulate: torch.Tensor | None = None,
+        scale: float = 1.0,
+    ) -> torch.Tensor:
+        if accumulate is None and scale == 1.0:
+            return linear(x_TK, self.weight, bias_N)
+        if accumulate is None:
+            y_TN = torch.addmm(x_TK.new_empty(()), x_TK, self.weight.t(), beta=0, alpha=scale)
+        elif accumulate.dtype == x_TK.dtype:
+            y_TN = accumulate.addmm_(x_TK, self.weight.t(), alpha=scale)
+        else:
+            y_TN = torch.addmm(accumulate, x_TK, self.weight.t(), out_dtype=accumulate.dtype, out=accumulate)
+        if bias_N is not None:
+            y_TN.add_(bias_N)
+        return y_TN if y_TN.dtype == x_TK.dtype else y_TN.to(x_TK.dtype)
+
+    def matmul_t(self, d_TN: torch.Tensor, accumulate: torch.Tensor | None = None, scale: float = 1.0) -> torch.Tensor:
+        if accumulate is not None:
+            return accumulate.addmm_(d_TN, self.weight, alpha=scale)
+        return (
+            d_TN @ self.weight
+            if scale == 1.0
+            else torch.addmm(d_TN.new_empty(()), d_TN, self.weight, beta=0, alpha=scale)
+        )
+
+    def rows(self, start: int, stop: int) -> torch.Tensor:
+        return self.weight[start:stop]
+
+    def dense(self) -> torch.Tensor:
+        return self.weight
+
+
+def accumulator_dtype(x_TK: torch.Tensor) -> torch.dtype:
+    """In which a low-rank part must be for the base product to be added without loss: float32 where the library rounds a
+    product of 16 bits before it adds."""
+    return torch.float32 if x_TK.element_size() == 2 and rounds_before_adding(x_TK.device) else x_TK.dtype

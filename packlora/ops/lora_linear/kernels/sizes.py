@@ -1,0 +1,173 @@
+"""Block sizes of the kernels and how a launch chooses among them; benchmarks/LOG.md has what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from packlora.ops.dropout.keys import dropout_threshold
+from packlora.ops.gpu import has_copy_engine, processors
+from packlora.ops.lora_linear.call import Call
+from packlora.ops.lora_linear.tables import SegmentTables
+from packlora.ops.lora_linear.types import Layer
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Block sizes, warps and stages. *_m: tokens, *_n and *_k: columns, *_r: ranks, *_chunk: tokens that one program sums, or
+    *_chunks, of which the launch chooses. few_*: where there would be fewer programs than processors take. several_*: where
+    no segment has all tokens. narrow_*: of inputs_kernel where it writes dx and there are no more than 16 ranks."""
+
+    down_m: int = 32
+    down_k: int = 128
+    down_r: int = 64
+    down_warps: int = 4
+    down_stages: int = 4
+    few_down_m: int = 16
+    few_down_k: int = 256
+    up_m: int = 64
+    up_n: int = 64
+    up_loop: int = 8
+    up_warps: int = 4
+    up_stages: int = 2
+    grad_m: int = 64
+    several_grad_m: int = 32
+    grad_n: int = 256
+    few_grad_n: int = 128
+    grad_r: int = 32
+    grad_warps: int = 4
+    grad_stages: int = 3
+    grad_chunks: tuple[int, ...] = (256, 512, 1024, 2048)
+    joint_m: int = 32
+    joint_n: int = 128
+    joint_warps: int = 4
+    joint_stages: int = 4
+    scale_m: int = 32
+    scale_n: int = 128
+    scale_chunk: int = 256
+    scale_warps: int = 4
+    scale_stages: int = 3
+    inputs_m: int = 64
+    inputs_k: int = 128
+    few_inputs_k: int = 64
+    several_inputs_k: int = 64
+    inputs_r: int = 64
+    inputs_chunks: tuple[int, ...] = (512, 1024)
+    inputs_warps: int = 4
+    inputs_stages: int = 3
+    narrow_k: int = 64
+    narrow_stages: int = 4
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Block sizes for which SegmentTables must have a table."""
+        return (self.down_m, self.few_down_m, self.up_m, *self.grad_chunks, self.scale_chunk, *self.inputs_chunks)
+
+
+BITS_16 = Sizes()
+FLOAT_32 = Sizes(
+    down_m=32, down_k=32, down_r=32, down_stages=2, few_down_m=32, few_down_k=32, up_m=32, grad_m=32, grad_n=64, few_grad_n=64,
+    grad_stages=2, grad_chunks=(128,), joint_m=32, joint_n=64, joint_stages=2, scale_chunk=64,
+    inputs_m=32, inputs_k=64, few_inputs_k=64, inputs_r=32, inputs_chunks=(128,), inputs_stages=2, narrow_k=64,
+    narrow_stages=2,
+)  # fmt: skip
+FUSED_M, FUSED_K = 128, 64
+FUSED_TILES = ((256, 8, 3, 1.0), (128, 8, 5, 0.54))
+"""Columns of the fused product's tiles with their warps and stages, and what a tile takes, of the first one's time."""
+DESCRIBED = 1 << 24
+CHUNK_START = 128
+"""What a program that walks over a chunk takes to start, in tokens of its walk."""
+
+
+def programs_at_once(device: torch.device) -> int:
+    """How many programs run at the same time; one on the CPU, where the interpreter runs them."""
+    return processors(device)
+
+
+def sizes_for(dtype: torch.dtype) -> Sizes:
+    return FLOAT_32 if dtype == torch.float32 else BITS_16
+
+
+def dtype_of(t: torch.Tensor | None) -> torch.dtype | None:
+    """What a launch's key must say of an operand that may be absent or of any dtype."""
+    return None if t is None else t.dtype
+
+
+def block_of(rank: int, largest: int) -> int:
+    """Power of two that covers a rank, from 16 to `largest`."""
+    size = 16
+    while size < rank and size < largest:
+        size *= 2
+    return size
+
+
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def chunk_size(chunks: tuple[int, ...], columns: int, segments: SegmentTables, device: torch.device) -> int:
+    """Tokens of a chunk, for kernels with a program for each chunk and block of columns: those that take the fewest turns of
+    all processors, two programs on each; of equals the longest."""
+    chunk = segments.chunk_sizes.get((chunks, columns))
+    if chunk is None:
+        slots = 2 * processors(device)
+        turns = {chunk: cdiv(columns * segments.counts[chunk], slots) for chunk in chunks}
+        chunk = min(chunks, key=lambda chunk: (turns[chunk] * (chunk + CHUNK_START), -chunk))
+        segments.chunk_sizes[chunks, columns] = chunk
+    return chunk
+
+
+def few_programs(columns: int, chunks: tuple[int, ...], segments: SegmentTables, device: torch.device) -> bool:
+    """Whether a program for each of the shortest chunks and block of columns makes fewer than two for each processor."""
+    return columns * segments.counts[chunks[0]] < 2 * processors(device)
+
+
+def described(t: torch.Tensor) -> bool:
+    """Whether kernels read it through a tensor descriptor: 16 bits, aligned rows, Hopper's copy engine, and enough of it to
+    be worth the host's time for a descriptor."""
+    return (
+        (t.numel() >= DESCRIBED or not t.is_cuda) and t.element_size() == 2 and t.stride(1) == 1 and t.stride(0) % 8 == 0
+        and t.data_ptr() % 16 == 0
+        and has_copy_engine(t.device)
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=4096)
+def tile_of(T: int, Q: int, slots: int) -> tuple[int, int, int]:
+    """Columns, warps and stages of the tiles that take the least time in all turns of the processors."""
+
+    def turns(columns: int) -> int:
+        return cdiv(cdiv(T, FUSED_M) * cdiv(Q, columns), slots)
+
+    columns, warps, stages, _ = min(FUSED_TILES, key=lambda tile: turns(tile[0]) * tile[3])
+    return columns, warps, stages
+
+
+def fusable(x_TK: torch.Tensor, layers: Sequence[Layer]) -> bool:
+    """Whether fused_kernel takes these: a GPU with Hopper's copy engine, 16 bits, aligned rows."""
+    return (
+        x_TK.element_size() == 2 and has_copy_engine(x_TK.device) and x_TK.shape[1] % 16 == 0 and x_TK.is_contiguous()
+        and x_TK.data_ptr() % 16 == 0
+        and all(
+            (weight := layer.frozen.dense()) is not None
+            and weight.shape[0] % 16 == 0 and weight.is_contiguous() and weight.data_ptr() % 16 == 0
+            for layer in layers
+        )
+    )  # fmt: skip
+
+
+def rows_of(call: Call) -> tuple[int, int, int]:
+    """Of the segment that has all tokens, or zeros: dropout threshold, first row in the stacked A, padded rank."""
+    single = call.single_adapter
+    return (0, 0, 0) if single is None else (dropout_threshold(single.dropout), *call.layout.rows[single.adapter])
+
+
+def place_of(call: Call, index: int) -> tuple[int, int, int]:
+    """Of its adapter on a layer: column in S, offset in the flat B, and padded rank."""
+    if call.single_adapter is None:
+        return 0, 0, 0
+    place = call.layout.places[call.single_adapter.adapter, index]
+    return place.column, place.b_offset, place.padded

@@ -1,0 +1,316 @@
+"""What is kept of a group's layers from call to call: the one cache of the operator, with one rule of staleness.
+
+`GroupState` is the caller's handle, `Prepared` what it holds for the layers passed last: their layout, the operands as products
+read them, and the calls that were settled. Layers are the same where their operands are the very same objects. What is made of
+an operand stands while its stamp does (ops/stamp.py), and where the caller does not say that all writes are counted by the
+version, copies are made anew at every call. Operands that already lie as they should (one adapter, no padding, the compute
+dtype) are used where they are. Caches of launches (ops/launcher.py) know addresses only.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
+
+import torch
+
+from packlora.ops.gpu import HAS_TRITON
+from packlora.ops.lora_linear.call import Call, Operands, Scales
+from packlora.ops.lora_linear.layout import Layout, Place, make_layout
+from packlora.ops.lora_linear.plan import Plan
+from packlora.ops.lora_linear.settle import settle
+from packlora.ops.lora_linear.tables import GroupTables, make_group_tables
+from packlora.ops.lora_linear.types import Layer, LowRank, Segment, check_layers
+from packlora.ops.recent import Recent
+from packlora.ops.stamp import Stamps, Unchanged, stamps
+
+OUTSIDE = -1
+"""Instead of the number of a backward pass where none is running."""
+_backward_pass: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: OUTSIDE)
+"""Number of the backward pass that is running in this thread; what checkpointing recomputes belongs to it."""
+_LAYOUTS: Recent[Layout] = Recent(4096)
+_REFRESHING = threading.RLock()
+"""Two threads that first use one layer must not both make its buffers."""
+
+
+class GroupState:
+    """What one caller keeps between its calls: packed operands and tables of the layers that it last passed.
+
+    version_counted: parameters change only in ways that the host can see (ops/stamp.py), so what is prepared from them is
+    refreshed only then. Otherwise it is refreshed at every call.
+    """
+
+    def __init__(self, version_counted: bool = False) -> None:
+        self.version_counted = version_counted
+        self._prepared: dict[bool, Prepared] = {}
+        """By whether ranks are padded for the kernels."""
+        self.layers: tuple[Layer, ...] = ()
+        """Those passed last; a caller that passes the same objects again is served faster."""
+
+    def prepared(self, x_TK: torch.Tensor, layers: tuple[Layer, ...], plan: Plan) -> Prepared:
+        """For calls on these layers, checked; brought up to date by `Prepared.refresh`."""
+        self.layers, kernels = layers, plan.needs_triton
+        found = self._prepared.get(kernels)
+        if found is None or not found.fits(x_TK, layers):
+            with torch.inference_mode(False):  # what is kept is written to in training too
+                found = self._prepared[kernels] = Prepared(x_TK, layers, kernels, self.version_counted)
+        return found
+
+
+class _Source(NamedTuple):
+    """An A or B of the group, where it goes, and whether nobody else's lies beside it there."""
+
+    operand: torch.Tensor
+    name: str
+    number: int
+    layer: int
+    place: Place
+    undivided: bool
+
+
+class Prepared:
+    """Checked layers with their layout, operands, tables and settled calls.
+
+    A backward takes the operands of its own forward. Where another forward has made them anew since, it takes those of the
+    parameters as they are by then. So weights that are swapped through .data for another forward and swapped back, as by a mean
+    teacher, make no difference. (What is not swapped back is a mixture, in PEFT of other parts.)
+    """
+
+    def __init__(self, x_TK: torch.Tensor, layers: tuple[Layer, ...], kernels: bool, version_counted: bool) -> None:
+        check_layers(x_TK, layers)
+        self.layers, self.version_counted = layers, version_counted
+        self.dtype, self.device, self.K = x_TK.dtype, x_TK.device, x_TK.shape[1]
+        ranks = tuple(tuple((number, low.rank) for number, low in layer.adapters.items()) for layer in layers)
+        sizes, align = tuple(layer.frozen.shape[0] for layer in layers), 16 if kernels else 1
+        self.layout = _LAYOUTS.get(
+            (ranks, sizes, align), lambda: make_layout([dict(own) for own in ranks], sizes, align)
+        )
+        self.slots = [
+            (index, number, name)
+            for index, layer in enumerate(layers)
+            for number, low in layer.adapters.items()
+            for name in low.operands()
+        ]
+        """Layer, adapter and name of every operand that gets a gradient; `flat` has the operands."""
+        self.flat = tuple(layers[index].adapters[number].operands()[name] for index, number, name in self.slots)
+        dtypes = {t.dtype for t in self.flat}
+        self.wide = dtypes.pop() if len(dtypes) == 1 else torch.float32
+        """What kernels write gradients in: the parameters' dtype where all agree."""
+        self.num_adapters = 1 + max(self.layout.rows, default=-1)
+        self.operands = Operands(
+            tuple(layer.frozen for layer in layers), tuple(layer.bias for layer in layers), x_TK.new_empty(0),
+            [None] * len(layers), {},
+        )  # fmt: skip
+        self._sources = tuple(self._sources_of(layers))
+        self._tensors = [source.operand for source in self._sources]
+        self._seen: Stamps = None
+        """Stamps of the sources when the operands were made."""
+        self._copies: dict[int, torch.Tensor] = {}
+        """By source, where it is copied to; those without are used where they are."""
+        self._owned: set[str | int] = set()
+        """Which buffers were made here: "A", and the B's by layer."""
+        self._composed = []
+        for index, layer in enumerate(layers):
+            if not all(low.plain for low in layer.adapters.values()):
+                made = LayerScales(layer, self.num_adapters, x_TK.dtype, kernels)
+                self.operands.scales[index] = made.scales
+                self._composed.append(made)
+        self.tables: GroupTables | None = None
+        if kernels:
+            factors = {(n, j): low.scaling for j, layer in enumerate(layers) for n, low in layer.adapters.items()}
+            self.tables = make_group_tables(self.layout, factors, self.num_adapters, self.device)
+        self._calls: Recent[Call] = Recent(4)
+        self._last: tuple[tuple[Any, ...], Call] | None = None
+        """Key and value of the last call, which the next one is mostly like."""
+        self.turn = 0
+        """How often it was refreshed."""
+        self._pass = OUTSIDE
+        """The backward pass in which it was refreshed last."""
+
+    def fits(self, x_TK: torch.Tensor, layers: tuple[Layer, ...]) -> bool:
+        """Whether these are the layers that it was made for, the very objects."""
+        if x_TK.dtype != self.dtype or x_TK.device != self.device or x_TK.shape[1] != self.K:
+            return False
+        if layers is self.layers:
+            return True
+        return len(layers) == len(self.layers) and all(map(_same_layer, layers, self.layers))
+
+    def call(self, x_TK: torch.Tensor, segments: tuple[Segment, ...], salt: int, plan: Plan) -> Call:
+        """That of such tokens; kept for the next one like it."""
+        aligned = x_TK.is_contiguous() and x_TK.data_ptr() % 16 == 0
+        key = (segments, x_TK.shape[0], salt, plan, aligned)
+        last = self._last
+        if last is not None and last[0] == key:
+            return last[1]
+        call = self._calls.get(
+            key,
+            lambda: settle(
+                self.layers,
+                self.layout,
+                self.slots,
+                self.tables,
+                self.num_adapters,
+                self.wide,
+                x_TK,
+                segments,
+                salt,
+                plan,
+            ),
+        )
+        self._last = key, call
+        return call
+
+    def trains_magnitude(self) -> bool:
+        """Whether a backward may need products of the forward beside S."""
+        named = zip(self.slots, self.flat, strict=True)
+        return any(name == "magnitude" and operand.requires_grad for (_, _, name), operand in named)
+
+    def refresh(self) -> None:
+        """Bring the operands up to date with the parameters."""
+        with _REFRESHING:
+            self.turn, self._pass = self.turn + 1, _backward_pass()
+            self._pack()
+            for made in self._composed:
+                made.refresh(self.version_counted)
+
+    def serve(self, turn: int) -> None:
+        """Be ready for a backward whose forward was at this turn."""
+        if turn != self.turn and (self._pass == OUTSIDE or self._pass != _backward_pass()):
+            self.refresh()
+
+    # --- A's and B's -----------------------------------------------------------------------------------------------------
+
+    def _sources_of(self, layers: tuple[Layer, ...]) -> list[_Source]:
+        found = []
+        for (number, index), place in self.layout.places.items():
+            low = layers[index].adapters[number]
+            assert low.A is not None and low.B is not None
+            only = self.layout.b_sizes[index] == low.B.shape[0] * place.padded
+            found.append(_Source(low.A, "A", number, index, place, len(self.layout.places) == 1))
+            found.append(_Source(low.B, "B", number, index, place, only))
+        return found
+
+    def _pack(self) -> None:
+        """Copy what has changed into the buffers, by one call for all."""
+        before, now = self._seen, stamps(self._tensors)
+        if now is not None and now == before and (self.version_counted or not self._copies):
+            return
+        self._seen = now
+        into: list[torch.Tensor] = []
+        out_of: list[torch.Tensor] = []
+        for at, source in enumerate(self._sources):
+            unchanged = now is not None and before is not None and now[at] == before[at]
+            if unchanged and (self.version_counted or at not in self._copies):
+                continue
+            if self._lies_as_it_should(source):
+                self._use_in_place(at, source)
+                continue
+            if at not in self._copies:
+                with torch.inference_mode(False):
+                    self._copies[at] = self._make_room(source)
+            into.append(self._copies[at])
+            out_of.append(source.operand)
+        if into:
+            with torch.no_grad():
+                torch._foreach_copy_(into, out_of)
+
+    def _lies_as_it_should(self, source: _Source) -> bool:
+        return (
+            source.undivided and source.place.rank == source.place.padded and source.operand.dtype == self.dtype
+            and source.operand.is_contiguous() and source.operand.data_ptr() % 16 == 0
+        )  # fmt: skip
+
+    def _use_in_place(self, at: int, source: _Source) -> None:
+        self._copies.pop(at, None)
+        self.operands.views.clear()
+        if source.name == "A":
+            self.operands.A_RK = source.operand.detach()
+            self._owned.discard("A")
+        else:
+            self.operands.B[source.layer] = source.operand.detach().view(-1)
+            self._owned.discard(source.layer)
+
+    def _make_room(self, source: _Source) -> torch.Tensor:
+        """Where an operand is copied to, a part of a buffer that is zero beside it."""
+        own, place, layout = self.operands, source.place, self.layout
+        buffer: str | int = "A" if source.name == "A" else source.layer
+        if buffer not in self._owned:
+            own.views.clear()
+            self._owned.add(buffer)
+            if source.name == "A":
+                own.A_RK = torch.zeros(layout.num_rows, self.K, dtype=self.dtype, device=self.device)
+            else:
+                own.B[source.layer] = torch.zeros(layout.b_sizes[source.layer], dtype=self.dtype, device=self.device)
+        if source.name == "A":
+            first = layout.rows[source.number][0] + place.column
+            return own.A_RK[first : first + place.rank]
+        return own.block(layout, source.number, source.layer)[0][:, : place.rank]
+
+
+class LayerScales:
+    """Keeps the scales of one layer up to date with the magnitudes, norms and biases of its adapters."""
+
+    def __init__(self, layer: Layer, num_adapters: int, dtype: torch.dtype, kernels: bool) -> None:
+        N, device = layer.frozen.shape[0], layer.frozen.device
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        self._by_kernel = HAS_TRITON and wide == torch.float32 and (kernels or device.type == "cuda")
+        g = torch.ones(num_adapters + 1, N, dtype=wide, device=device)
+        self._base_bias, bias = layer.bias, None
+        if layer.bias is not None or any(low.bias is not None for low in layer.adapters.values()):
+            bias = torch.zeros(num_adapters + 1, N, dtype=wide, device=device)
+        rows = [[number, which] for number in range(num_adapters) for which in (0, 1)]
+        self.scales = Scales(g, torch.ones_like(g), bias, torch.tensor(rows, dtype=torch.int32).to(device))
+        self._rows = list(zip(g.unbind(), self.scales.w.unbind(), strict=True))
+        self._launches: dict[Hashable, Any] = {}
+        self._low_ranks: dict[int, LowRank] = dict(layer.adapters)
+        self._unchanged: dict[int | None, Unchanged] = {number: Unchanged() for number in (None, *layer.adapters)}
+        """By adapter; under None the base's bias, which is in all rows of `bias`."""
+
+    def refresh(self, version_counted: bool) -> None:
+        """Make anew what has changed, or all where writes are not counted."""
+        with torch.no_grad():
+            bias, overwritten = self.scales.bias, False
+            if bias is not None and self._base_bias is not None:
+                overwritten = not version_counted or not self._unchanged[None]([self._base_bias])
+                if overwritten:
+                    bias.copy_(self._base_bias)
+            for number, low in self._low_ranks.items():
+                if low.plain:
+                    continue
+                norm = low.norm() if callable(low.norm) else low.norm
+                parts = [t for t in (low.magnitude, norm, low.bias) if t is not None]
+                if version_counted and self._unchanged[number](parts) and not overwritten:
+                    continue
+                if low.magnitude is not None:
+                    assert norm is not None
+                    self.divide(number, low.magnitude, norm)
+                if low.bias is not None and bias is not None:
+                    bias[number].copy_(low.bias)
+
+    def divide(self, number: int, magnitude_N: torch.Tensor, norm_N: torch.Tensor) -> None:
+        """g = magnitude / norm and w = norm of one adapter."""
+        g_N, w_N = self._rows[number]
+        if self._by_kernel:
+            from packlora.ops.lora_linear.kernels import forward
+
+            forward.ratio(magnitude_N.contiguous(), norm_N.contiguous(), g_N, w_N, self._launches)
+            return
+        torch.div(magnitude_N, norm_N, out=g_N)
+        w_N.copy_(norm_N)
+
+
+def _same_layer(new: Layer, old: Layer) -> bool:
+    """The very same operands."""
+    return new is old or (
+        new.frozen == old.frozen and new.bias is old.bias and new.adapters.keys() == old.adapters.keys()
+        and new.keep_output == old.keep_output and all(_same(low, old.adapters[n]) for n, low in new.adapters.items())
+    )  # fmt: skip
+
+
+def _same(new: LowRank, old: LowRank) -> bool:
+    """The very same operands."""
+    return new is old or (
+        new.A is old.A and new.B is old.B and new.scaling == old.scaling and new.magnitude is old.magnitude
+        and new.bias is old.bias and new.norm is old.norm
+    )  # fmt: skip

@@ -1,0 +1,150 @@
+"""Settles a call: which plan carries it out, which path computes each step, and who owns which rows and columns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from packlora.ops.dropout.keys import dropout_factor
+from packlora.ops.gpu import HAS_TRITON
+from packlora.ops.lora_linear import torch_path
+from packlora.ops.lora_linear.call import Call, Part, Path, ScaleRows, Slot, Stack
+from packlora.ops.lora_linear.composed import drops_base, scale_rows
+from packlora.ops.lora_linear.layout import Layout
+from packlora.ops.lora_linear.plan import Plan, Up, legal, ordered
+from packlora.ops.lora_linear.tables import GroupTables, SegmentTables
+from packlora.ops.lora_linear.types import Layer, Segment, situation
+from packlora.ops.recent import Recent
+
+_SEGMENT_TABLES: Recent[SegmentTables] = Recent(64)
+TORCH: Path = torch_path
+
+
+def settle(
+    layers: tuple[Layer, ...], layout: Layout, slots: Sequence[tuple[int, int, str]], tables: GroupTables | None,
+    num_adapters: int, wide: torch.dtype, x_TK: torch.Tensor, segments: tuple[Segment, ...], salt: int, plan: Plan,
+) -> Call:  # fmt: skip
+    """The call over tokens like x that `segments` of the group's adapters own.
+
+    Args:
+        slots: layer, adapter and name of every operand that may get a gradient.
+        num_adapters: one more than the largest adapter number of the group.
+        wide: dtype of the parameters.
+        plan: asked for; the plain chain takes its place where it does not compute such calls (plan.legal).
+    """
+    (T, K), dtype, device = x_TK.shape, x_TK.dtype, x_TK.device
+    plan = ordered(legal(plan, situation(layers, segments, T)), x_TK.element_size())
+    composed = _composed(layers, segments)
+    base_dropped = any(drops_base(*one) for own in composed.values() for one in own)
+    whole = len(segments) == 1 and (segments[0].start, segments[0].stop) == (0, T)
+    on_every = whole and all((segments[0].adapter, index) in layout.places for index in range(len(layers)))
+    ways: list[Up] = [
+        plan.up if layout.max_padded[index] or plan.up == "merged" else "after" for index in range(len(layers))
+    ]
+
+    kernels: Path = TORCH
+    rows: ScaleRows = scale_rows
+    segment_tables, fused = None, False
+    by_kernel = plan.needs_triton or (
+        bool(composed) and HAS_TRITON and device.type == "cuda" and dtype != torch.float64
+    )
+    if by_kernel:
+        from packlora.ops.lora_linear import triton_path
+
+        kernels = triton_path
+        rows = triton_path.scale_rows if device.type == "cuda" else scale_rows
+        known = tuple(segment for segment in segments if segment.adapter < num_adapters)  # others are of other layers
+        segment_tables = _SEGMENT_TABLES.get(
+            (known, T, device, dtype == torch.float32, num_adapters),
+            lambda: triton_path.segment_tables(known, T, device, dtype, num_adapters),
+        )
+        fused = "fused" in (plan.up, plan.dx) and triton_path.fusable(x_TK, layers)
+        if not fused:
+            ways = ["routed" if way == "fused" else way for way in ways]
+    up = tuple(
+        kernels if way in ("routed", "epilogue", "fused") or (index in composed and not base_dropped) else TORCH
+        for index, way in enumerate(ways)
+    )
+    return Call(
+        layout=layout, plan=plan, segments=segments, salt=salt, T=T, K=K, dtype=dtype, device=device,
+        slots=_slots(layout, slots, segments),
+        stacked=_stacked(layers, layout, segments, T),
+        parts=tuple(_parts(layer, layout, segments, T, index) for index, layer in enumerate(layers)),
+        composed=composed,
+        ways=tuple(ways),
+        from_y=tuple(layer.keep_output and not _any_bias(layer) and not base_dropped for layer in layers),
+        base_dropped=base_dropped,
+        wide=wide,
+        sums_dtype=wide if device.type == "cuda" and wide == torch.float32 else dtype,
+        down=kernels if plan.down == "routed" else TORCH,
+        up=up,
+        magnitude=kernels,
+        grads=kernels if plan.grad == "one-pass" else TORCH,
+        inputs=kernels if plan.dx in ("routed", "fused") else TORCH,
+        scale_rows=rows,
+        fused=fused,
+        single_adapter=segments[0] if on_every else None,
+        tables=tables,
+        segment_tables=segment_tables,
+    )  # fmt: skip
+
+
+def _any_bias(layer: Layer) -> bool:
+    return layer.bias is not None or any(low.bias is not None for low in layer.adapters.values())
+
+
+def _composed(
+    layers: Sequence[Layer], segments: Sequence[Segment]
+) -> dict[int, tuple[tuple[Segment, bool, bool], ...]]:
+    found = {}
+    for index, layer in enumerate(layers):
+        own = tuple(
+            (segment, low.magnitude is not None, low.bias is not None)
+            for segment in segments
+            if (low := layer.adapters.get(segment.adapter)) is not None and not low.plain
+        )
+        if own:
+            found[index] = own
+    return found
+
+
+def _part(layout: Layout, segment: Segment, T: int, column: int, padded: int, factor: float) -> Part:
+    columns = None if padded == layout.width else slice(column, column + padded)
+    rows = None if (segment.start, segment.stop) == (0, T) else segment.rows
+    return Part(segment, rows, columns, factor)
+
+
+def _parts(layer: Layer, layout: Layout, segments: Sequence[Segment], T: int, index: int) -> tuple[Part, ...]:
+    found = []
+    for segment in segments:
+        place = layout.places.get((segment.adapter, index))
+        if place is not None:
+            factor = layer.adapters[segment.adapter].scaling * dropout_factor(segment.dropout)
+            found.append(_part(layout, segment, T, place.column, place.padded, factor))
+    return tuple(found)
+
+
+def _stacked(layers: Sequence[Layer], layout: Layout, segments: Sequence[Segment], T: int) -> tuple[Stack, ...]:
+    found = []
+    for segment in segments:
+        padded = layout.rows.get(segment.adapter, (0, 0))[1]
+        if not padded:
+            continue
+        by_layer = [_parts(layer, layout, [segment], T, index) for index, layer in enumerate(layers)]
+        parts = tuple(part for own in by_layer for part in own)
+        factors = {part.factor for part in parts}
+        whole = _part(layout, segment, T, 0, padded, parts[0].factor)
+        found.append(Stack(segment, whole, () if len(factors) == 1 else parts))
+    return tuple(found)
+
+
+def _slots(layout: Layout, slots: Sequence[tuple[int, int, str]], segments: Sequence[Segment]) -> tuple[Slot, ...]:
+    present = {segment.adapter for segment in segments}
+    found = []
+    for at, (index, number, name) in enumerate(slots):
+        if number in present:
+            place = layout.places.get((number, index))
+            first = layout.rows[number][0] + place.column if place is not None else 0
+            found.append(Slot(at, index, number, name, place, first))
+    return tuple(found)

@@ -1,0 +1,199 @@
+"""The steps of a call by torch's products, segment by segment. Any device, any dtype; the plain chain computes every call.
+
+    y  = x W' + S B' + bias = x (W + s B A)' + bias
+    dA = dS' xd = s c B' (d' xd),    dB = d' S = s c (d' xd) A',    dS = s c d B
+    dx = d W + drop(dS A) = d (W + s B A)
+
+Which of them is formed is the plan's to say: `up`, `dx`, `dA`, `dB` of plan.Plan. A merged weight W + s B A is made where it is
+used and kept by nobody; in a narrow dtype it loses what is under half an ulp of W. Two products through d' xd share that one.
+
+Shapes: T tokens, K inputs, N outputs, r rank, R rank over all layers; xd = drop(x), e = g d.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import linear
+
+from packlora.ops.lora_linear.call import Call, Gradients, Grads, Operands, Part, Sums, Wanted
+from packlora.ops.lora_linear.composed import base_gradient, compose_by_segment, magnitude, plus_dropped
+from packlora.ops.lora_linear.frozen import accumulator_dtype
+from packlora.ops.lora_linear.products import drop, sum_mm, write_mm
+from packlora.ops.lora_linear.tables import gaps
+
+__all__ = ["down", "grads", "inputs", "magnitude", "up"]
+
+Optional = torch.Tensor | None
+
+
+def down(call: Call, own: Operands, x_TK: torch.Tensor, keys_T2: Optional) -> torch.Tensor:
+    """S [T, width]."""
+    S = x_TK.new_empty(call.T, call.layout.width)
+    for segment, whole, by_layer in call.stacked:
+        xd_tK, (_, A_KR) = drop(call, whole.of(x_TK), keys_T2, segment), own.A(call.layout, segment.adapter)
+        if not by_layer:
+            write_mm(whole.of_S(S), xd_tK, A_KR, whole.factor)
+        for part in by_layer:
+            write_mm(part.of_S(S), xd_tK, A_KR if part.columns is None else A_KR[:, part.columns], part.factor)
+    return S
+
+
+def up(
+    call: Call, own: Operands, x_TK: torch.Tensor, keys_T2: Optional, S: Optional, index: int, keep_z: bool
+) -> tuple[torch.Tensor, Optional]:
+    """y [T, N] of one layer, and z."""
+    if index not in call.composed:
+        return base_and_low_rank(call, own, x_TK, S, index, own.biases[index]), None
+    assert S is not None
+    z_TN = base_and_low_rank(call, own, x_TK, S, index, None)
+    return compose_by_segment(call, own, x_TK, keys_T2, S, index, z_TN, keep_z)
+
+
+def base_and_low_rank(
+    call: Call, own: Operands, x_TK: torch.Tensor, S: Optional, index: int, bias_N: Optional
+) -> torch.Tensor:
+    """x W' + S B' + bias [T, N] of one layer, by torch's products."""
+    frozen, parts, way = own.frozen[index], call.parts[index], call.ways[index]
+    if way == "merged":
+        return linear(x_TK, merged(call, own, index), bias_N) if parts else frozen.matmul(x_TK, bias_N)
+    assert S is not None, "S is made by every plan that does not merge"
+    if way == "before":
+        dtype = call.dtype if index in call.composed else accumulator_dtype(x_TK)
+        y_TN = x_TK.new_empty(call.T, frozen.shape[0], dtype=dtype)
+        for part in parts:
+            sum_mm(part.of(y_TN), part.of_S(S), own.block(call.layout, part.segment.adapter, index)[1], False)
+        for start, stop in uncovered(call, parts):
+            y_TN[start:stop] = 0
+        return frozen.matmul(x_TK, bias_N, accumulate=y_TN)
+    y_TN = frozen.matmul(x_TK, bias_N)
+    for part in parts:
+        part.of(y_TN).addmm_(part.of_S(S), own.block(call.layout, part.segment.adapter, index)[1])
+    return y_TN
+
+
+def grads(
+    call: Call, own: Operands, x_TK: torch.Tensor, keys_T2: Optional, S: Optional, d: Gradients, kept: Gradients,
+    wanted: Wanted,
+) -> Grads:  # fmt: skip
+    """e, dS, dB and the sums; dA where it goes through d' xd."""
+    plan, layout = call.plan, call.layout
+    e, sums = list(d), [dict[int, Sums]() for _ in d]
+    for index in call.composed:
+        if (d_TN := d[index]) is not None:
+            e[index], sums[index] = call.magnitude.magnitude(call, own, index, d_TN, kept[index], wanted)
+    needs_dS = (wanted.A and plan.dA == "dS") or (wanted.x and plan.dx != "merged")
+    dS = x_TK.new_empty(call.T, layout.width) if needs_dS else None
+    dA = x_TK.new_empty(layout.num_rows, call.K) if wanted.A and plan.dA == "xd" else None
+    dB: list[Optional] = [None] * len(e)
+    for index, e_TN in enumerate(e):
+        dB_flat, done = None, set[int]()
+        if e_TN is not None and wanted.B:
+            dtype = call.sums_dtype if plan.dB == "S" else call.dtype
+            dB_flat = dB[index] = torch.empty(layout.b_sizes[index], dtype=dtype, device=call.device)
+        for part in call.parts[index]:
+            number = part.segment.adapter
+            if dS is not None and e_TN is None:
+                part.of_S(dS).zero_()
+            elif dS is not None and e_TN is not None:
+                write_mm(part.of_S(dS), part.of(e_TN), own.block(layout, number, index)[0], part.factor)
+            if e_TN is not None and (plan.dA == "xd" or plan.dB == "xd"):
+                _through_xd(call, own, x_TK, keys_T2, index, part, e_TN, dA, dB_flat if plan.dB == "xd" else None)
+            if e_TN is not None and dB_flat is not None and plan.dB == "S":
+                assert S is not None
+                sum_mm(layout.b_block(dB_flat, number, index), part.of(e_TN).t(), part.of_S(S), number in done)
+                done.add(number)
+    return Grads(e, dS, dB, sums, dA)
+
+
+def _through_xd(
+    call: Call, own: Operands, x_TK: torch.Tensor, keys_T2: Optional, index: int, part: Part, e_TN: torch.Tensor,
+    dA_RK: Optional, dB_flat: Optional,
+) -> None:  # fmt: skip
+    """One layer's rows of dA = s c B' (e' xd), and its dB = s c (e' xd) A'; neither where it is None."""
+    if dA_RK is None and dB_flat is None:
+        return
+    number = part.segment.adapter
+    first, place = call.layout.rows[number][0], call.layout.places[number, index]
+    through_NK = part.of(e_TN).t() @ drop(call, part.of(x_TK), keys_T2, part.segment)
+    if dA_RK is not None:
+        rows = slice(first + place.column, first + place.column + place.padded)
+        write_mm(dA_RK[rows], own.block(call.layout, number, index)[1], through_NK, part.factor)
+    if dB_flat is not None:
+        A_Kr = own.A(call.layout, number)[1][:, place.column : place.column + place.padded]
+        write_mm(call.layout.b_block(dB_flat, number, index), through_NK, A_Kr, part.factor)
+
+
+def inputs(
+    call: Call, own: Operands, x_TK: torch.Tensor, keys_T2: Optional, dS: Optional, e: Gradients, d: Gradients,
+    wanted: Wanted,
+) -> tuple[Optional, Optional]:  # fmt: skip
+    """dx [T, K] and the stacked dA [rows, K] = dS' xd."""
+    way = call.plan.dx
+    dA = stacked_dA(call, x_TK, keys_T2, dS) if wanted.A and call.plan.dA == "dS" and dS is not None else None
+    if not wanted.x:
+        return None, dA
+    base = [base_gradient(call, index, e[index], d[index]) for index in range(len(e))]
+    if way == "merged":
+        dx: Optional = None
+        for index, d_TN in enumerate(base):
+            if d_TN is not None and call.parts[index]:
+                merged_NK = merged(call, own, index)
+                dx = d_TN @ merged_NK if dx is None else dx.addmm_(d_TN, merged_NK)
+            elif d_TN is not None:
+                dx = own.frozen[index].matmul_t(d_TN, dx)
+        return dx, dA
+    assert dS is not None
+    dx = torch.empty_like(x_TK) if way == "before" else base_dx(own, base, None)
+    for segment, whole, _ in call.stacked:
+        dS_tR, dx_tK, (A_RK, _) = whole.of_S(dS), whole.of(dx), own.A(call.layout, segment.adapter)
+        if segment.dropout:
+            low_tK = drop(call, plus_dropped(call, own, dS_tR @ A_RK, segment, d), keys_T2, segment)
+            if way == "before":
+                dx_tK.copy_(low_tK)
+            else:
+                dx_tK += low_tK
+        elif way == "before":
+            torch.mm(dS_tR, A_RK, out=dx_tK)
+        else:
+            dx_tK.addmm_(dS_tR, A_RK)
+    if way == "before":
+        for start, stop in uncovered(call, [stack.whole for stack in call.stacked]):
+            dx[start:stop] = 0
+        dx = base_dx(own, base, dx)
+    return dx, dA
+
+
+def base_dx(own: Operands, base: Gradients, dx: Optional) -> torch.Tensor:
+    """dx + d W, summed over the layers, in place where dx is given."""
+    for frozen, d_TN in zip(own.frozen, base, strict=True):
+        if d_TN is not None:
+            dx = frozen.matmul_t(d_TN, dx)
+    assert dx is not None
+    return dx
+
+
+def stacked_dA(call: Call, x_TK: torch.Tensor, keys_T2: Optional, dS: torch.Tensor) -> torch.Tensor:
+    """dS' xd by adapter, [rows, K]."""
+    num_rows, done = call.layout.num_rows, set[int]()
+    dA = torch.empty(num_rows, call.K, dtype=call.sums_dtype, device=call.device)
+    for segment, whole, _ in call.stacked:
+        at, padded = call.layout.rows[segment.adapter]
+        xd_tK, rows = drop(call, whole.of(x_TK), keys_T2, segment), dA if padded == num_rows else dA[at : at + padded]
+        sum_mm(rows, whole.of_S(dS).t(), xd_tK, segment.adapter in done)
+        done.add(segment.adapter)
+    return dA
+
+
+def merged(call: Call, own: Operands, index: int) -> torch.Tensor:
+    """W + s B A, [N, K], in W's dtype, of the adapter that owns all tokens."""
+    (part,), weight_NK = call.parts[index], own.frozen[index].dense()
+    assert weight_NK is not None, "merged weights are not legal for a weight that is not dense"
+    number = part.segment.adapter
+    place = call.layout.places[number, index]
+    A_rK = own.A(call.layout, number)[0][place.column : place.column + place.padded]
+    return torch.addmm(weight_NK, own.block(call.layout, number, index)[0], A_rK, alpha=part.factor)
+
+
+def uncovered(call: Call, parts: list[Part] | tuple[Part, ...]) -> list[tuple[int, int]]:
+    """(start, stop) of the tokens that are in none of the parts."""
+    return [] if parts and parts[0].rows is None else gaps([part.segment for part in parts], call.T)

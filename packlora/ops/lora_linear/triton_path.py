@@ -1,0 +1,130 @@
+"""The steps of a call by the Triton kernels, around base products of the library or with them inside. kernels/ has the kernels
+with their launches; everything runs on the current stream, nothing waits. torch_path.py says what the steps are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from packlora.ops.lora_linear.call import Call, Gradients, Grads, Operands, Sums, Wanted
+from packlora.ops.lora_linear.kernels import backward, forward, gemm, sizes
+from packlora.ops.lora_linear.kernels.forward import down, scale_rows
+from packlora.ops.lora_linear.kernels.sizes import fusable
+from packlora.ops.lora_linear.tables import SegmentTables
+from packlora.ops.lora_linear.torch_path import base_and_low_rank, base_dx, stacked_dA
+from packlora.ops.lora_linear.types import Segment
+
+__all__ = ["down", "fusable", "grads", "inputs", "magnitude", "scale_rows", "segment_tables", "up"]
+Optional = torch.Tensor | None
+
+
+def segment_tables(
+    segments: Sequence[Segment], T: int, device: torch.device, dtype: torch.dtype, num_adapters: int
+) -> SegmentTables:
+    """Tables of the segments for the kernels' block sizes."""
+    return SegmentTables(segments, T, device, sizes.sizes_for(dtype).tokens, num_adapters, sizes.FUSED_M)
+
+
+def up(
+    call: Call, own: Operands, x_TK: torch.Tensor, keys_T2: Optional, S: Optional, index: int, keep_z: bool
+) -> tuple[torch.Tensor, Optional]:
+    """y [T, N] of one layer, and z."""
+    way, composed = call.ways[index], index in call.composed
+    assert S is not None
+    if way == "fused":
+        return gemm.up(call, own, x_TK, S, index, composed, keep_z)
+    if way == "epilogue":
+        base_TN = own.frozen[index].matmul(x_TK)
+        if composed:
+            return forward.up_composed(call, own, S, index, base_TN, keep_z)
+        return forward.up(call, own, S, index, own.biases[index], base_TN), None
+    bias_N = None if composed else own.biases[index]
+    if way != "routed":
+        z_TN = base_and_low_rank(call, own, x_TK, S, index, bias_N)
+    elif call.dtype == torch.float32:  # a product rounds more when it accumulates onto something
+        z_TN = own.frozen[index].matmul(x_TK, bias_N)
+        z_TN += forward.up(call, own, S, index, None)
+    else:
+        z_TN = own.frozen[index].matmul(x_TK, bias_N, accumulate=forward.up(call, own, S, index, None))
+    if not composed:
+        return z_TN, None
+    y_TN = torch.empty_like(z_TN) if keep_z else z_TN
+    forward.compose(call, own.scales[index], z_TN, y_TN)
+    return y_TN, z_TN if keep_z else None
+
+
+def magnitude(
+    call: Call, own: Operands, index: int, d_TN: torch.Tensor, kept: Optional, wanted: Wanted
+) -> tuple[torch.Tensor, dict[int, Sums]]:
+    """e = g d of one layer, and the sums by adapter."""
+    e_TN, sums = backward.scale(call, d_TN, _scaling(call, own, index, kept, wanted))
+    return e_TN, _sums(call, index, sums, wanted)
+
+
+def grads(
+    call: Call, own: Operands, x_TK: torch.Tensor, keys_T2: Optional, S: Optional, d: Gradients, kept: Gradients,
+    wanted: Wanted,
+) -> Grads:  # fmt: skip
+    """e, dS, dB and the sums: one kernel reads d once for all, where one block of ranks covers the layer's."""
+    assert S is not None
+    layout, most = call.layout, sizes.sizes_for(call.dtype).grad_r
+    dS = torch.empty(call.T, layout.width, dtype=call.dtype, device=call.device)
+    if any(d_TN is None for d_TN in d):
+        dS.zero_()
+    e, sums = list(d), [dict[int, Sums]() for _ in d]
+    dB: list[Optional] = [None] * len(d)
+    for index, d_TN in enumerate(d):
+        if d_TN is None:
+            continue
+        scaling = _scaling(call, own, index, kept[index], wanted) if index in call.composed else None
+        if scaling is not None and not 0 < layout.max_padded[index] <= most:
+            d_TN, sums[index] = magnitude(call, own, index, d_TN, kept[index], wanted)
+            e[index], scaling = d_TN, None
+        if layout.max_padded[index]:
+            e[index], dB[index], totals = backward.grad(call, own, S, dS, d_TN, index, wanted.B, scaling)
+            if scaling is not None:
+                sums[index] = _sums(call, index, totals, wanted)
+    return Grads(e, dS, dB, sums)
+
+
+def inputs(
+    call: Call, own: Operands, x_TK: torch.Tensor, keys_T2: Optional, dS: Optional, e: Gradients, d: Gradients,
+    wanted: Wanted,
+) -> tuple[Optional, Optional]:  # fmt: skip
+    """dx [T, K] and the stacked dA [rows, K] = dS' xd."""
+    assert dS is not None
+    fused = call.plan.dx == "fused" and call.fused and all(e_TN is None or e_TN.data_ptr() % 16 == 0 for e_TN in e)
+    dx, dA = None, None
+    if not fused or any(segment.dropout for segment in call.segments):
+        dx, dA = backward.inputs(call, own, x_TK, keys_T2, dS, wanted.x and not fused, wanted.A)
+    elif wanted.A:
+        dA = stacked_dA(call, x_TK, keys_T2, dS)
+    if not wanted.x:
+        return None, dA
+    if not fused:
+        return base_dx(own, e, dx), dA
+    for index, e_TN in enumerate(e):
+        if e_TN is not None and dx is None:
+            dx = gemm.dx(call, own, e_TN, dS, index, keys_T2)
+        elif e_TN is not None:
+            dx = own.frozen[index].matmul_t(e_TN, dx)
+    return dx, dA
+
+
+def _scaling(call: Call, own: Operands, index: int, kept: Optional, wanted: Wanted) -> backward.Scaling:
+    return backward.Scaling(
+        own.scales[index], kept, index in wanted.magnitudes, index in wanted.biases, call.from_y[index]
+    )
+
+
+def _sums(call: Call, index: int, totals: Optional, wanted: Wanted) -> dict[int, Sums]:
+    """By adapter, from what backward.scale gives, [adapters, 2, N]."""
+    sums: dict[int, Sums] = {}
+    for segment, has_magnitude, has_bias in call.composed[index] if totals is not None else ():
+        number = segment.adapter
+        assert totals is not None
+        dm = totals[number, 0] if has_magnitude and index in wanted.magnitudes else None
+        sums[number] = Sums(dm, totals[number, 1] if has_bias else None)
+    return sums

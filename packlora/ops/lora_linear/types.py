@@ -1,0 +1,146 @@
+"""What a call of the operator is given: layers with their adapters, and who owns which tokens; and the checks of both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from packlora.ops.lora_linear.frozen import FrozenWeight
+from packlora.ops.lora_linear.plan import Situation
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """One adapter on one layer, operands of any float dtype, on the layer's device.
+
+    A [r, K] and B [N, r], both None for an adapter that trains the bias alone. magnitude [N] makes it a DoRA adapter and needs
+    norm, the row norms [N] of W + s B A, constant for autograd; a callable is asked for them at every forward. bias [N] takes
+    the place of the layer's own.
+    """
+
+    A: torch.Tensor | None
+    B: torch.Tensor | None
+    scaling: float
+    magnitude: torch.Tensor | None = None
+    norm: torch.Tensor | Callable[[], torch.Tensor] | None = None
+    bias: torch.Tensor | None = None
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.A is None else self.A.shape[0]
+
+    @property
+    def plain(self) -> bool:
+        """Neither a magnitude nor a bias of its own."""
+        return self.magnitude is None and self.bias is None
+
+    def operands(self) -> dict[str, torch.Tensor]:
+        """What gets gradients, by name."""
+        named = {"A": self.A, "B": self.B, "magnitude": self.magnitude, "bias": self.bias}
+        return {name: operand for name, operand in named.items() if operand is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One frozen layer of a group: weight [N, K] (frozen.Dense of a tensor), bias [N] or None, adapters by number.
+
+    keep_output: the caller promises that nobody writes into this layer's output (kernels that work in place move no version
+    counter), so a DoRA backward may read it there and keeps nothing of its own. Where there is a bias z is kept all the same.
+    """
+
+    frozen: FrozenWeight
+    bias: torch.Tensor | None
+    adapters: Mapping[int, LowRank]
+    keep_output: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Consecutive tokens of one adapter. Tokens in no segment see the base model alone.
+
+    base_dropped: with a magnitude, the base product that it scales is that of the dropped x, as PEFT has it; without, dropout
+    is on the low-rank branch alone.
+    """
+
+    adapter: int
+    start: int
+    stop: int
+    dropout: float = 0.0
+    base_dropped: bool = True
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.start, self.stop)
+
+
+def situation(layers: Sequence[Layer], segments: Sequence[Segment], num_tokens: int) -> Situation:
+    """What of a call of lora_group decides which plans compute it."""
+    low_rank = dropped = composed = base_dropped = False
+    for segment in segments:
+        for layer in layers:
+            low = layer.adapters.get(segment.adapter)
+            if low is None:
+                continue
+            low_rank |= low.rank > 0
+            dropped |= low.rank > 0 and segment.dropout > 0
+            composed |= not low.plain
+            base_dropped |= segment.dropout > 0 and segment.base_dropped and low.magnitude is not None
+    single = len(segments) == 1 and (segments[0].start, segments[0].stop) == (0, num_tokens)
+    double = any(layer.frozen.dtype == torch.float64 for layer in layers)
+    dense = all(layer.frozen.dense() is not None for layer in layers)
+    return Situation(single, low_rank, dropped, composed, base_dropped, double, dense)
+
+
+def check_tokens(x_TK: torch.Tensor, segments: Sequence[Segment], keys_T2: torch.Tensor | None) -> None:
+    """Raise ValueError, naming the operand, where x, the segments or the keys do not fit."""
+    if x_TK.ndim != 2 or not x_TK.is_floating_point() or x_TK.stride(1) != 1:
+        raise ValueError(
+            f"x must be a float tensor [T, K] with contiguous rows; got {tuple(x_TK.shape)} {x_TK.dtype}, strides "
+            f"{x_TK.stride()}"
+        )
+    T, end = x_TK.shape[0], 0
+    for segment in segments if len(segments) < 2 else sorted(segments, key=lambda segment: segment.start):
+        if not end <= segment.start < segment.stop <= T or segment.adapter < 0:
+            raise ValueError(
+                f"segment {segment.start}:{segment.stop} of adapter {segment.adapter} overlaps another, is empty or leaves "
+                f"the {T} tokens"
+            )
+        end = segment.stop
+        if segment.dropout and (keys_T2 is None or keys_T2.shape != (T, 2) or keys_T2.dtype != torch.int32):
+            found = None if keys_T2 is None else f"{tuple(keys_T2.shape)} {keys_T2.dtype}"
+            raise ValueError(f"dropout needs keys [{T}, 2] int32, got {found}")
+
+
+def check_layers(x_TK: torch.Tensor, layers: Sequence[Layer]) -> None:
+    """Raise ValueError, naming the operand, for shapes, dtypes and devices that do not fit."""
+    K = x_TK.shape[1]
+    for index, layer in enumerate(layers):
+        weight = layer.frozen
+        if len(weight.shape) != 2 or weight.shape[1] != K or weight.dtype != x_TK.dtype or weight.device != x_TK.device:
+            raise ValueError(
+                f"weight of layer {index} must be [N, {K}] {x_TK.dtype} on {x_TK.device}; got {tuple(weight.shape)} "
+                f"{weight.dtype} on {weight.device}"
+            )
+        N = weight.shape[0]
+        if layer.bias is not None and tuple(layer.bias.shape) != (N,):
+            raise ValueError(f"bias of layer {index} must be [{N}]; got {tuple(layer.bias.shape)}")
+        for number, low in layer.adapters.items():
+            if (low.A is None) != (low.B is None):
+                raise ValueError(f"A and B of adapter {number} on layer {index} come together or not at all")
+            if low.magnitude is not None and (low.A is None or low.norm is None):
+                raise ValueError(
+                    f"the magnitude of adapter {number} on layer {index} needs A, B and the norm of W + s B A"
+                )
+            shapes = {"A": (low.rank, K), "B": (N, low.rank), "magnitude": (N,), "bias": (N,), "norm": (N,)}
+            operands = low.operands()
+            if isinstance(low.norm, torch.Tensor):
+                operands["norm"] = low.norm
+            for name, operand in operands.items():
+                if tuple(operand.shape) != shapes[name] or operand.device != x_TK.device or not operand.numel():
+                    rank = ", rank 1 or more," if name in "AB" else ""
+                    raise ValueError(
+                        f"{name} of adapter {number} on layer {index} must be {shapes[name]}{rank} on {x_TK.device}; got "
+                        f"{tuple(operand.shape)} on {operand.device}"
+                    )
