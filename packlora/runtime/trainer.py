@@ -281,6 +281,8 @@ class Trainer:
 
     def _end(self) -> Result:
         self.folder.check()
+        for name in sorted(self.stop.jobs.keys() - self.by_name.keys()):
+            self.events.emit(Note(f"no job {name!r} could end, as asked by {self.stop.jobs[name]}: there is none"))
         seconds = time.perf_counter() - self.start
         ends = dict(self.left_out)
         for job in self.jobs:

@@ -244,6 +244,13 @@ def test_a_job_that_was_stopped_while_the_run_was_stopped_stays_ended(out: dict[
     assert (again.tokens, again.jobs["a"].step, again.jobs["a"].status) == (0, 3, "done")
 
 
+def test_a_job_to_end_that_is_not_there_is_said(out: dict[str, Any]) -> None:
+    assert packlora.train(out, max_steps=1, subscribers=[lambda event: Stop("c")]).status == "done"
+    assert [text for text in warnings(out) if "'c'" in text] == [
+        "no job 'c' could end, as asked by <lambda>: there is none"
+    ]
+
+
 def test_a_subscriber_that_cannot_be_called_is_refused_before_anything_is_done(out: dict[str, Any]) -> None:
     with pytest.raises(packlora.InputError, match="subscribers are functions of one event; got dict"):
         packlora.train(out, subscribers=[{}])  # type: ignore[list-item]
