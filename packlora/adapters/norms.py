@@ -4,10 +4,10 @@ A norm depends on W, A, B and the scaling alone. RowNorms keeps those of a model
 
     its stamp is what it was      what the host sees at every get(), in microseconds: places, shapes and version counters of W,
                                   A and B, the scaling, invalidate(), and steps of torch's optimizers (the fused ones move no
-                                  version counter), for trusted handles of one that holds A or B
+                                  version counter), for version-counted handles of one that holds A or B
     its data are what they were   which shows any write that leaves no trace on the host: through .data, a NumPy view, a kernel.
-                                  Never asked of trusted handles. On a CPU A and B are compared with copies; on a GPU 64-bit
-                                  sums over their bits are compared on the device, and kernels compute where they differ:
+                                  Never asked of version-counted handles. On a CPU A and B are compared with copies; on a GPU
+                                  64-bit sums over their bits are compared on the device, and kernels compute where they differ:
                                   nothing waits. Of W 8 elements of every row are looked at, which shows a merge, an unmerge,
                                   another quantisation, a row set to zero; a write through .data to a few others it does not
                                   show: then call invalidate()
@@ -17,7 +17,7 @@ or B unseen: the data of all handles are checked together, at its first get(), a
 checks those of its own handle. A CUDA graph that is captured contains the check and the computation of the window, or the
 computation of a single handle: what is kept has no part in it.
 
-A trusted handle is for owners who change A and B only by torch's optimizers and in-place operations.
+A version-counted handle is for owners who change A and B only by torch's optimizers and in-place operations.
 
 Shapes: N outputs, K inputs, r rank.
 """
@@ -62,9 +62,16 @@ class NormHandle:
 
     def __init__(
         self, norms: RowNorms, weight: torch.Tensor | RowChunks, A: torch.Tensor, B: torch.Tensor, scaling: float,
-        trusted: bool,
+        version_counted: bool,
     ) -> None:  # fmt: skip
-        self.norms, self.weight, self.A, self.B, self.scaling, self.trusted = norms, weight, A, B, scaling, trusted
+        self.norms, self.weight, self.A, self.B, self.scaling, self.version_counted = (
+            norms,
+            weight,
+            A,
+            B,
+            scaling,
+            version_counted,
+        )
         self._register()
 
     def _register(self) -> None:
@@ -79,7 +86,7 @@ class NormHandle:
         self.norms._handles[self.number] = self
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("norms", "weight", "A", "B", "scaling", "trusted")}
+        return {name: getattr(self, name) for name in ("norms", "weight", "A", "B", "scaling", "version_counted")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -97,7 +104,7 @@ class NormHandle:
     def get(self) -> torch.Tensor:
         """||W + s B A|| by row for the present values, [N], float32 (float64 of float64), no gradient. Do not write to it.
 
-        While a CUDA graph is being captured, the computation becomes part of the graph, whether the handle is trusted or not.
+        While a CUDA graph is being captured, the computation becomes part of the graph, whatever the handle is.
 
         Raises:
             RuntimeError: an operand is not whole here (sharded, or its storage is freed).
@@ -140,7 +147,7 @@ class NormHandle:
     def _on_device(self) -> bool:
         """Whether the check of its data and the computation are kernels."""
         return (
-            not self.trusted and isinstance(self.weight, torch.Tensor)
+            not self.version_counted and isinstance(self.weight, torch.Tensor)
             and takes_kernels(NormProblem(self.weight, self.A, self.B, self.scaling))
             and self.A.is_contiguous() and self.B.is_contiguous()
         )  # fmt: skip
@@ -179,10 +186,15 @@ class RowNorms:
         self.__init__()  # type: ignore[misc]
 
     def add(
-        self, weight: torch.Tensor | RowChunks, A: torch.Tensor, B: torch.Tensor, scaling: float, trusted: bool = False
+        self,
+        weight: torch.Tensor | RowChunks,
+        A: torch.Tensor,
+        B: torch.Tensor,
+        scaling: float,
+        version_counted: bool = False,
     ) -> NormHandle:
-        """weight [N, K], A [r, K], B [N, r]; see the module's docstring for what `trusted` promises."""
-        return NormHandle(self, weight, A, B, scaling, trusted)
+        """weight [N, K], A [r, K], B [N, r]; see the module's docstring for what `version_counted` promises."""
+        return NormHandle(self, weight, A, B, scaling, version_counted)
 
     def invalidate(self) -> None:
         """The next get() of every handle computes."""
@@ -243,7 +255,7 @@ class RowNorms:
             if missing := handle._missing():
                 raise RuntimeError(f"the norm of W + s B A needs its operands whole: {missing}")
             self._renew(handle, stale=True)
-        elif not (handle.trusted or (self._open and kept.window == self._window)):
+        elif not (handle.version_counted or (self._open and kept.window == self._window)):
             self._renew(handle, stale=False)
         assert handle._kept is not None
         return handle._kept.norm_on_this_stream()
@@ -251,12 +263,12 @@ class RowNorms:
     def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for handle in list(self._handles.values()):
-            if not handle.trusted or id(handle.A) in held or id(handle.B) in held:
+            if not handle.version_counted or id(handle.A) in held or id(handle.B) in held:
                 handle._steps += 1
 
     def _check_window(self, since: int) -> None:
         """Check the data of handles that are in use: get() was called since the window with this number."""
-        handles = [handle for handle in self._handles.values() if not handle.trusted and handle._asked >= since]
+        handles = [handle for handle in self._handles.values() if not handle.version_counted and handle._asked >= since]
         stamps = {handle.number: handle.stamp() for handle in handles}
         places = [(number, stamp[0]) for number, stamp in stamps.items()]
         capturing = _capturing()
@@ -284,7 +296,8 @@ class RowNorms:
             return
         others = [
             other for other in self._handles.values()
-            if stale and other is not handle and other.trusted == handle.trusted and other.A.device == handle.A.device
+            if stale and other is not handle and other.A.device == handle.A.device
+            and other.version_counted == handle.version_counted
             and (other._kept is None or other._kept.stamp != other.stamp())
             and other._missing() is None and not other._on_device()
         ]  # fmt: skip
@@ -314,7 +327,7 @@ class RowNorms:
         for handle, norm_N in zip(handles, norms, strict=True):
             stamp, kept = handle.stamp() if stamps is None else stamps[handle.number], handle._kept
             copies = None
-            if not handle.trusted and handle.A.device.type == "cpu" and not handle._on_device():
+            if not handle.version_counted and handle.A.device.type == "cpu" and not handle._on_device():
                 copies = tuple(tensor.clone() for tensor in _data(handle))
             same = kept is not None and kept.stamp[0] == stamp[0]
             storages = kept.storages if same and kept is not None else handle._storages()
@@ -343,7 +356,7 @@ class _Kept:
 
     def is_of(self, handle: NormHandle) -> bool:
         """Whether the data are those that it was computed from, as far as the host can say without waiting for a device."""
-        if handle.trusted:
+        if handle.version_counted:
             return True
         if self.copies is None:
             return False

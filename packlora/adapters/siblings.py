@@ -171,13 +171,15 @@ class SiblingGroup:
         remove_hooks(module, SiblingGroup)
 
     def _opened(self, module: torch.nn.Module, args: Any) -> None:
+        self._pending = None
         if not torch.compiler.is_compiling():
-            self._pending, self._frame, self._grad = None, sys._getframe(1), torch.is_grad_enabled()
+            self._frame, self._grad = sys._getframe(1), torch.is_grad_enabled()
             self._alone.clear()
 
     def _closed(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        self._pending = None
         if not torch.compiler.is_compiling():
-            self._pending, self._frame = None, None
+            self._frame = None
 
     def _called_by_parent(self) -> bool:
         """Whether the parent's forward is what calls now, with no checkpoint between."""
@@ -218,6 +220,20 @@ class SiblingGroup:
             kept_outputs = {number: (calls[number].stamp(), output) for number, output in outputs.items()}
             self._pending = _Pending(x, context, kept_outputs)
         return own
+
+    def serve_traced(self, index: int, x: torch.Tensor, call: Call) -> torch.Tensor:
+        """The same for torch.compile to trace: calls of one forward of the parent, with no change of operands between."""
+        pending = self._pending
+        if pending is None or pending.x is not x or index not in pending.outputs:
+            calls = {index: call}
+            for number in range(index + 1, len(self.members)):
+                other = self.members[number].ready()
+                if isinstance(other, self.is_call) and other.together == call.together:  # type: ignore[attr-defined]
+                    calls[number] = other  # type: ignore[assignment]
+            outputs = self.compute(x, tuple(calls.values()))
+            own = {number: (None, y) for number, y in zip(calls, outputs, strict=True)}
+            pending = self._pending = _Pending(x, None, own)  # type: ignore[arg-type]
+        return pending.outputs.pop(index)[1]
 
 
 def _context(x: torch.Tensor) -> Hashable:

@@ -30,7 +30,7 @@ class AdapterWeights:
             self.B = torch.nn.Parameter(torch.zeros(N, spec.rank, device=device, dtype=dtype))
             if spec.use_dora:
                 # A and B change by the job's own optimizer and by copy_, which the host sees
-                self._norm = norms.add(base.weight, self.A, self.B, spec.scaling, trusted=True)
+                self._norm = norms.add(base.weight, self.A, self.B, spec.scaling, version_counted=True)
                 self.magnitude = torch.nn.Parameter(self._norm.get().clone())
         if spec.train_bias:
             self.bias = torch.nn.Parameter(base.bias.detach().to(dtype, copy=True))

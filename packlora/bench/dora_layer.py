@@ -191,7 +191,7 @@ class Operator:
         for number, values in enumerate(factors):
             own = [value.detach().to(torch.float32, copy=True).requires_grad_() for value in values]
             parameters += own
-            get = norms.add(weight_NK, own[0], own[1], SCALING, trusted=True).get if len(own) == 3 else None
+            get = norms.add(weight_NK, own[0], own[1], SCALING, version_counted=True).get if len(own) == 3 else None
             adapters[number] = LowRank(own[0], own[1], SCALING, own[2] if len(own) == 3 else None, get)
         # nobody writes into the output here, as nobody does in the models that packlora trains
         made = (Layer(Dense(weight_NK), None, adapters, keep_output=True),)

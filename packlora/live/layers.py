@@ -10,7 +10,6 @@ Shapes: T tokens, K inputs, N outputs, r rank.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache
 from typing import Any
@@ -24,11 +23,11 @@ from packlora.adapters.kept_outputs import is_on_liger, reader_of, why_product
 from packlora.adapters.norms import NormHandle, RowNorms, row_norm_op
 from packlora.adapters.siblings import SiblingGroup
 from packlora.live.forward import DISABLED, DTYPES, MERGED, NOT_ACTIVE, OwnForward, observed
-from packlora.ops.lora_linear import registered
 from packlora.ops.lora_linear.autograd import lora_group
 from packlora.ops.lora_linear.frozen import Dense
 from packlora.ops.lora_linear.plan import Plan, Situation, legal
 from packlora.ops.lora_linear.prepared import GroupState
+from packlora.ops.lora_linear.traced import TracedLayer, traced_group
 from packlora.ops.lora_linear.types import Layer, LowRank, Segment
 from packlora.ops.recompute import recompute_of
 from packlora.ops.stamp import stamps
@@ -37,8 +36,6 @@ from packlora.plans.select import PlanChooser
 
 REPORTED_TOKENS = 4096
 """For which the report names the plan."""
-COMPILED_TOKENS = 4096
-"""For which the plan of a compiled graph is chosen: the graph may serve any number."""
 AUTOCAST = ("cpu", "cuda")
 """Devices whose autocast is known here; asking torch which ones have it breaks a compiled graph."""
 
@@ -66,17 +63,6 @@ def choose_plan(
 @lru_cache
 def _chooser(device: torch.device) -> PlanChooser:
     return PlanChooser(device)
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _plan_text(
-    asked: Plan | None, device: torch.device, dtype: torch.dtype, K: int, size: int, rank: int, dropout: float, dora: bool
-) -> str:  # fmt: skip
-    """The plan as the registered operator takes it, JSON; None stands for the one that is best for COMPILED_TOKENS."""
-    plan = asked or choose_plan(device, dtype, COMPILED_TOKENS, K, (size,), (rank,), dropout, dora)
-    drops = dropout > 0
-    call = Situation(True, True, drops, dora, dora and drops, dtype == torch.float64, compiled=True)
-    return json.dumps(legal(plan, call).to_dict())
 
 
 # --- what a layer computes ---------------------------------------------------------------------------------------------
@@ -179,7 +165,7 @@ def compute(x: torch.Tensor, calls: Sequence[LayerCall]) -> list[torch.Tensor]:
 
     Args:
         x: [..., K], of a dtype that the base layers would take.
-        calls: of layers that agree in `together`; under torch.compile one.
+        calls: of layers that agree in `together`.
 
     Returns:
         y [..., N] of every call, in the dtype that torch.nn.functional.linear would return.
@@ -190,7 +176,7 @@ def compute(x: torch.Tensor, calls: Sequence[LayerCall]) -> list[torch.Tensor]:
     dtype, autocast = _product_dtype(x)
     for call in calls:
         _check(x, call, dtype, autocast)
-    operator = _by_registered if torch.compiler.is_compiling() else _by_group
+    operator = _by_tracing if torch.compiler.is_compiling() else _by_group
     if autocast:
         with torch.autocast(x.device.type, enabled=False):
             outputs = operator(x, calls, dtype)
@@ -224,21 +210,19 @@ def _by_group(x: torch.Tensor, calls: Sequence[LayerCall], dtype: torch.dtype) -
     return lora_group(x, layers, _whole(T, first.p), keys_T2, 0, plan, state, recompute)
 
 
-def _by_registered(x: torch.Tensor, calls: Sequence[LayerCall], dtype: torch.dtype) -> Sequence[torch.Tensor]:
-    """By the registered operator, for torch.compile."""
-    (call,) = calls
-    x_TK = _to(x, dtype).contiguous().view(-1, x.shape[-1])
-    keys_T2 = _dropout_keys(x_TK.shape[0], x.device) if call.p else None
-    dora = call.magnitude is not None
-    plan = _plan_text(
-        call.owner.plan, x.device, dtype, x.shape[-1], call.weight.shape[0], call.A.shape[0], call.p, dora
-    )
-    norm_N = row_norm_op(call.weight.detach(), call.A.detach(), call.B.detach(), call.scaling) if dora else None
-    y_TN = registered.lora_linear(
-        x_TK, _to(call.weight, dtype), None if call.bias is None else _to(call.bias, dtype), call.A, call.B, call.magnitude,
-        norm_N, call.scaling, call.p, keys_T2, 0, plan,
-    )[0]  # fmt: skip
-    return [y_TN.view(*x.shape[:-1], y_TN.shape[1])]
+def _by_tracing(x: torch.Tensor, calls: Sequence[LayerCall], dtype: torch.dtype) -> Sequence[torch.Tensor]:
+    """In plain operations, for torch.compile."""
+    p, x_TK = calls[0].p, _to(x, dtype).reshape(-1, x.shape[-1])
+    keys_T2 = _dropout_keys(x_TK.shape[0], x.device) if p else None
+    layers = []
+    for call in calls:
+        norm_N = None
+        if call.magnitude is not None:
+            norm_N = row_norm_op(call.weight.detach(), call.A.detach(), call.B.detach(), call.scaling)
+        bias = None if call.bias is None else _to(call.bias, dtype)
+        operands = (_to(call.weight, dtype), bias, call.A, call.B, call.scaling, call.magnitude, norm_N)
+        layers.append(TracedLayer(*operands))
+    return [y_TN.view(*x.shape[:-1], y_TN.shape[1]) for y_TN in traced_group(x_TK, layers, keys_T2, 0, p)]
 
 
 def _chosen(calls: Sequence[LayerCall], device: torch.device, dtype: torch.dtype, T: int) -> Plan:
@@ -338,10 +322,12 @@ class LayerForward(OwnForward):
         if isinstance(call, str):
             self.calls.leave(call)
             return self._peft(x, *args, **kwargs)
-        if torch.compiler.is_compiling():
+        compiling = torch.compiler.is_compiling()
+        if not compiling:
+            self.calls.served += 1
+        if self.group is None:
             return compute(x, (call,))[0]
-        self.calls.served += 1
-        return compute(x, (call,))[0] if self.group is None else self.group.serve(self.index, x, call)
+        return self.group.serve_traced(self.index, x, call) if compiling else self.group.serve(self.index, x, call)
 
     def _peft(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         y: torch.Tensor = PeftLinear.forward(self.layer, x, *args, **kwargs)

@@ -23,6 +23,7 @@ from exactness import assert_as_exact
 from peft import LoraConfig, PeftModel, get_peft_model
 from seeds import SEED
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 
 import packlora
 from packlora.live import layers as peft_live
@@ -822,49 +823,41 @@ def test_compiled_without_a_graph_break_it_gives_the_same(p: float) -> None:
         packlora.accelerate(compiled)
 
 
-@pytest.mark.parametrize(
-    "plan", [Plan(), Plan(up="before", dx="before"), Plan(keep_s=False)], ids=lambda plan: plan.name
-)
-@pytest.mark.parametrize("p", [0.0, 0.25])
-@pytest.mark.parametrize("dora", [False, True], ids=["LoRA", "DoRA"])
-def test_the_registered_operators_agree_with_the_operator_they_stand_for(dora: bool, p: float, plan: Plan) -> None:
-    import json
+def products_in_graphs(model: Any, **inputs: Any) -> int:
+    """How many matrix products the forward graph of a model has that is compiled for these inputs."""
+    counts: list[int] = []
+    products = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 
-    from packlora.ops.lora_linear.autograd import lora_group
-    from packlora.ops.lora_linear.frozen import Dense
-    from packlora.ops.lora_linear.registered import lora_linear, lora_linear_backward
-    from packlora.ops.lora_linear.types import Layer, LowRank, Segment
+    def counting(graph: Any, example: Any) -> Any:
+        counts.append(sum(node.target in products for node in graph.graph.nodes))
+        return graph
 
-    def randn(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, dtype=torch.float64)
+    torch._dynamo.reset()
+    backend = aot_autograd(fw_compiler=counting, bw_compiler=lambda graph, _: graph)
+    torch.compile(model, backend=backend, fullgraph=True)(**inputs)
+    (count,) = counts
+    return count
 
-    x, A, B = randn(7, 6).requires_grad_(), randn(3, 6).requires_grad_(), randn(5, 3).requires_grad_()
-    weight, bias, m, norm = randn(5, 6), randn(5), None, None
-    if dora:
-        m, norm = randn(5).requires_grad_(), torch.rand(5, dtype=torch.float64) + 1
-    keys = torch.randint(-(2**31), 2**31, (7, 2), dtype=torch.int32)
-    (want,) = lora_group(
-        x, [Layer(Dense(weight), bias, {0: LowRank(A, B, 0.7, m, norm)})], [Segment(0, 0, 7, p)], keys, 5, plan
-    )
-    arguments = (x, weight, bias, A, B, m, norm, 0.7, p, keys, 5, json.dumps(plan.to_dict()))
-    got, S, z = lora_linear(*arguments)
-    assert torch.allclose(got, want, rtol=1e-13)
-    for leaves in ([x, A, B, m], [x], [A], [B], [m]):
-        leaves = [leaf for leaf in leaves if leaf is not None]
-        if not leaves:
-            continue
-        d = randn(7, 5)
-        ours = torch.autograd.grad(got, leaves, d, retain_graph=True)
-        theirs = torch.autograd.grad(want, leaves, d, retain_graph=True)
-        assert all(torch.allclose(a, b, rtol=1e-12, atol=1e-12) for a, b in zip(ours, theirs, strict=True))
-    operands = (None if t is None else t.detach() for t in (x, weight, A, B, m, norm, keys, S, z))
-    d, *operands = randn(7, 5), *operands
-    for need in ((True, True, True), (True, False, False), (False, True, False), (False, False, True)):
-        backward = (d, *operands, 0.7, p, 5, arguments[-1], *need, dora and need[0])
-        torch.library.opcheck(lora_linear_backward, backward, test_utils=("test_schema", "test_faketensor"))
-    torch.library.opcheck(
-        lora_linear, arguments, test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
-    )
+
+def test_compiled_siblings_read_their_input_once() -> None:
+    """q, k and v share one product with the stacked A, gate and up another: three fewer a layer than apart."""
+    model = lora("llama", target_modules="all-linear")
+    ids = torch.randint(3, 320, (2, 6))
+    apart = products_in_graphs(copy.deepcopy(model), input_ids=ids)
+    packlora.accelerate(model)
+    assert apart - products_in_graphs(model, input_ids=ids) == 3 * model.config.num_hidden_layers
+
+
+def test_compiled_under_gradient_checkpointing_it_gives_the_same() -> None:
+    model = lora("llama", target_modules="all-linear")
+    model.enable_input_require_grads()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()
+    want = outcome(copy.deepcopy(model))
+    packlora.accelerate(model)
+    torch._dynamo.reset()
+    got = outcome(torch.compile(model, backend="aot_eager"))
+    assert_same({name.removeprefix("_orig_mod."): value for name, value in got.items()}, want, 1e-10)
 
 
 # --- input that does not fit, and the report ---------------------------------------------------------------------------

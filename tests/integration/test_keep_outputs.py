@@ -28,7 +28,8 @@ from transformers.models.llama import modeling_llama
 import packlora
 from packlora.adapters.attach import attach
 from packlora.adapters.kept_outputs import keep_outputs
-from packlora.adapters.linear import AdaptedLinear, Tokens
+from packlora.adapters.linear import AdaptedLinear
+from packlora.adapters.owners import TokenOwners
 from packlora.adapters.spec import resolve
 from packlora.base import liger
 from packlora.base.model import prepare_model
@@ -346,17 +347,17 @@ JOBS = {
 def jobs_on(model: Any) -> tuple[Any, list[Any]]:
     common = {"r": 3, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
     specs = {name: resolve(LoraConfig(**(common | own)), model, name) for name, own in JOBS.items()}
-    router, adapters = attach(model, specs, 0)
+    attached, adapters = attach(model, specs, 0)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for adapter in adapters:
             for name, parameter in adapter.named_parameters().items():
                 drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) / 8
                 parameter.mul_(1 + drawn) if name.endswith("magnitude") else parameter.copy_(drawn)
-    return router, adapters
+    return attached, adapters
 
 
-def packed_gradients(model: Any, router: Any, adapters: list[Any]) -> dict[str, torch.Tensor]:
+def packed_gradients(model: Any, attached: Any, adapters: list[Any]) -> dict[str, torch.Tensor]:
     """Of every job, on packed samples: two of the first, one of each other."""
     owners, lengths = (0, 0, 1, 2), (9, 14, 11, 17)
     cuts = [0, *itertools.accumulate(lengths)]
@@ -364,7 +365,7 @@ def packed_gradients(model: Any, router: Any, adapters: list[Any]) -> dict[str, 
     ids = torch.randint(3, 100, (1, cuts[-1]), generator=torch.Generator().manual_seed(1))
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     named = {f"{a.name}.{name}": p for a in adapters for name, p in a.named_parameters().items()}
-    with router.route(Tokens(cuts[-1], runs)):
+    with attached.active(TokenOwners(cuts[-1], runs)):
         logits = model(input_ids=ids, position_ids=positions, use_cache=False, sample_lengths=lengths).logits
         grads = torch.autograd.grad(logits.sin().sum(), list(named.values()))
     return {"logits": logits.detach(), **dict(zip(named, grads, strict=True))}
@@ -385,8 +386,8 @@ def test_jobs_keep_outputs_that_liger_s_kernels_do_not_overwrite(
     left: set[str] = set()
     if writer == "own liger":
         left = own_liger(model, monkeypatch)
-    router, adapters = jobs_on(model)
-    want = packed_gradients(model, router, adapters)
+    attached, adapters = jobs_on(model)
+    want = packed_gradients(model, attached, adapters)
     assert kept_by_jobs(model) == set(), "unless it is asked for"
     for name, write in zip(("rotary", "gated"), WRITERS, strict=True):
         if writer == name:
@@ -395,13 +396,13 @@ def test_jobs_keep_outputs_that_liger_s_kernels_do_not_overwrite(
     found = keep_outputs(model)
     assert found is not None and f"DoRA: {14 - 2 * len(left)} of 14 layers keep" in found, found
     assert kept_by_jobs(model) == ALL - left
-    assert_same(packed_gradients(model, router, adapters), want)
+    assert_same(packed_gradients(model, attached, adapters), want)
 
     if writer is not None and not checkpointing:
         for module in model.modules():
             if isinstance(module, AdaptedLinear):
                 module.keep_output = True
-        wrong = packed_gradients(model, router, adapters)
+        wrong = packed_gradients(model, attached, adapters)
         assert any("magnitude" in name and float((wrong[name] - want[name]).abs().max()) > 1e-6 for name in want)
 
 

@@ -23,12 +23,12 @@ from packlora.ops.row_norm.types import RowChunks
 class Layer(nn.Module):
     """A linear layer with one adapter, that asks for its norm as a layer does."""
 
-    def __init__(self, norms: RowNorms, trusted: bool, N: int = 20, K: int = 24, r: int = 4) -> None:
+    def __init__(self, norms: RowNorms, version_counted: bool, N: int = 20, K: int = 24, r: int = 4) -> None:
         super().__init__()
         self.base = nn.Linear(K, N, bias=False).half().requires_grad_(False)
         self.A, self.B = nn.Parameter(torch.randn(r, K) * 0.2), nn.Parameter(torch.randn(N, r) * 0.2)
         self.scaling = 1.5
-        self.handle = norms.add(self.base.weight, self.A, self.B, self.scaling, trusted)
+        self.handle = norms.add(self.base.weight, self.A, self.B, self.scaling, version_counted)
 
     def norm(self) -> torch.Tensor:
         return self.handle.point(self.base.weight, self.A, self.B, self.scaling).get()
@@ -47,7 +47,7 @@ def right(layer: Layer) -> bool:
 
 @pytest.fixture(params=["copies", "device"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """How the data of handles that are not trusted are checked; "device" is the way of a GPU, in the interpreter."""
+    """How the data of handles that are not version-counted are checked; "device" is the way of a GPU, in the interpreter."""
     if request.param == "device":
         pytest.importorskip("triton")
         monkeypatch.setattr(ops, "KERNELS_ON_CPU", True)
@@ -245,11 +245,11 @@ SEEN_IN_THE_DATA = {
 }
 
 
-@pytest.mark.parametrize("trusted", [False, True])
+@pytest.mark.parametrize("version_counted", [False, True])
 @pytest.mark.parametrize("change", SEEN_ON_THE_HOST)
-def test_no_stale_norm_after_a_change_that_the_host_sees(change: str, trusted: bool, way: str) -> None:
+def test_no_stale_norm_after_a_change_that_the_host_sees(change: str, version_counted: bool, way: str) -> None:
     norms = RowNorms()
-    layers = [Layer(norms, trusted) for _ in range(2)]
+    layers = [Layer(norms, version_counted) for _ in range(2)]
     assert all(map(right, layers))
     before = layers[1].exact()
     SEEN_ON_THE_HOST[change](layers[1])
@@ -273,7 +273,7 @@ def test_windows_see_what_the_host_sees(change: str, way: str) -> None:
 @pytest.mark.parametrize("first", [1, 0])
 @pytest.mark.parametrize("change", SEEN_IN_THE_DATA)
 def test_no_stale_norm_after_a_change_that_only_the_data_show(change: str, first: int, way: str) -> None:
-    """For handles that are not trusted, asked one by one and in a window."""
+    """For handles that are not version-counted, asked one by one and in a window."""
     norms = RowNorms()
     layers = [Layer(norms, False) for _ in range(2)]
     with norms.checked():
@@ -294,7 +294,7 @@ def test_invalidate_is_what_trusted_handles_need_after_such_a_change(change: str
     layer = Layer(norms, True)
     old = layer.norm()
     SEEN_IN_THE_DATA[change](layer)
-    assert layer.norm() is old, "what is not promised to a trusted handle"
+    assert layer.norm() is old, "what is not promised to a version-counted handle"
     norms.invalidate()
     assert right(layer)
 
@@ -447,13 +447,13 @@ def test_a_step_moves_no_table(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("window", [False, True])
-@pytest.mark.parametrize("trusted", [False, True])
+@pytest.mark.parametrize("version_counted", [False, True])
 def test_nothing_kept_is_used_in_a_graph_and_nothing_of_a_graph_is_kept(
-    trusted: bool, window: bool, way: str, monkeypatch: pytest.MonkeyPatch
+    version_counted: bool, window: bool, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A norm that was computed before would be the same at every replay. Kept ones are spoiled, so that they would show."""
     norms = RowNorms()
-    layers = [Layer(norms, trusted) for _ in range(2)]
+    layers = [Layer(norms, version_counted) for _ in range(2)]
     for _ in range(2):
         with norms.checked():
             assert all(map(right, layers))
@@ -477,7 +477,7 @@ def test_nothing_kept_is_used_in_a_graph_and_nothing_of_a_graph_is_kept(
             norm_N.copy_(value)
         for norm_N in captured:
             norm_N.fill_(7.0)
-        if trusted and change is data_copy:
+        if version_counted and change is data_copy:
             norms.invalidate()
         assert all(map(right, layers))
         with norms.checked():
@@ -542,11 +542,11 @@ def test_two_changes_of_a_kind_between_two_windows(way: str) -> None:
 # --- kept --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("trusted", [False, True])
-def test_one_norm_for_microbatches_recomputation_and_evaluation(trusted: bool, count: Counter) -> None:
+@pytest.mark.parametrize("version_counted", [False, True])
+def test_one_norm_for_microbatches_recomputation_and_evaluation(version_counted: bool, count: Counter) -> None:
     """Cached across steps of accumulation; a checkpointed backward recomputes the forward, not the norm."""
     norms = RowNorms()
-    layers = nn.Sequential(*(Layer(norms, trusted, 24, 24) for _ in range(3)))
+    layers = nn.Sequential(*(Layer(norms, version_counted, 24, 24) for _ in range(3)))
     for _ in range(4):
         y = torch.utils.checkpoint.checkpoint(layers, torch.randn(5, 24, requires_grad=True), use_reentrant=False)
         y.sum().backward()
@@ -557,10 +557,10 @@ def test_one_norm_for_microbatches_recomputation_and_evaluation(trusted: bool, c
     assert (count.calls, count.modules) == (1, 3)
 
 
-@pytest.mark.parametrize("trusted", [False, True])
-def test_all_modules_that_changed_are_computed_together_after_a_step(trusted: bool, count: Counter) -> None:
+@pytest.mark.parametrize("version_counted", [False, True])
+def test_all_modules_that_changed_are_computed_together_after_a_step(version_counted: bool, count: Counter) -> None:
     norms = RowNorms()
-    layers = [Layer(norms, trusted) for _ in range(4)]
+    layers = [Layer(norms, version_counted) for _ in range(4)]
     optimizer = torch.optim.AdamW([p for layer in layers for p in (layer.A, layer.B)], lr=0.1, fused=True)
     for step in range(1, 4):
         assert all(map(right, layers))
@@ -599,9 +599,9 @@ def test_the_frozen_weight_s_own_norm_is_computed_once(monkeypatch: pytest.Monke
     calls = []
     original = module.squared_row_norm
     monkeypatch.setattr(module, "squared_row_norm", lambda weight: calls.append(1) or original(weight))
-    for trusted in (False, True):
+    for version_counted in (False, True):
         calls.clear()
-        layer = Layer(RowNorms(), trusted)
+        layer = Layer(RowNorms(), version_counted)
         for _ in range(3):
             assert right(layer)
             SEEN_ON_THE_HOST["adamw fused"](layer)
@@ -721,10 +721,10 @@ def test_devices_and_dtypes_may_be_mixed_in_one_model() -> None:
 # --- lifetime ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("trusted", [False, True])
-def test_handles_die_with_their_layers_without_the_garbage_collector(trusted: bool, way: str) -> None:
+@pytest.mark.parametrize("version_counted", [False, True])
+def test_handles_die_with_their_layers_without_the_garbage_collector(version_counted: bool, way: str) -> None:
     norms = RowNorms()
-    layer, other = Layer(norms, trusted), Layer(norms, trusted)
+    layer, other = Layer(norms, version_counted), Layer(norms, version_counted)
     with norms.checked():
         assert right(layer)
         assert right(other)

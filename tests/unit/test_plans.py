@@ -257,13 +257,6 @@ def test_plans_that_do_not_compute_a_case_say_why(plan: Plan, changes: dict[str,
     assert (why_not(plan, case.situation._replace(target=None)) is not None) == asked
 
 
-def test_other_associations_are_not_in_the_compiled_operator() -> None:
-    call = one(8, 8, 8, 2).situation
-    for named in RUNLORA[1:]:
-        assert "registered operator" in (why_not(named.plan, call._replace(target=None, compiled=True)) or "")
-    assert why_not(RUNLORA[0].plan, call._replace(compiled=True)) is None
-
-
 @pytest.fixture
 def gpu_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
     """Lets this machine have a GPU of a compute capability."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 from test_products import plain_plans
@@ -11,7 +9,6 @@ from torch.utils.checkpoint import checkpoint
 
 from packlora.ops.cross_entropy.linear_cross_entropy import linear_cross_entropy
 from packlora.ops.gpu import HAS_TRITON
-from packlora.ops.lora_linear import registered as compiled
 from packlora.ops.lora_linear.autograd import lora_group
 from packlora.ops.lora_linear.frozen import Dense
 from packlora.ops.lora_linear.plan import ROUTED, Plan
@@ -90,16 +87,3 @@ def test_a_backward_inside_of_a_backward_is_not_refused(plan: Plan) -> None:
     assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
     checkpoint(run, x, use_reentrant=True).backward()
     assert all(torch.equal(leaf.grad, other) for leaf, other in zip(leaves, want, strict=True))
-
-
-def test_the_registered_operator_refuses_too() -> None:
-    own, x = layer(torch.float64)
-    low, z = own.adapters[0], x.requires_grad_()
-    assert low.A is not None and low.B is not None
-    plan = json.dumps(Plan().to_dict())
-    operands = (own.frozen.dense(), None, low.A, low.B, None, None, low.scaling, 0.0, None, 0, plan)
-    y, _, _ = compiled.lora_linear(z.sin(), *operands)
-    (first,) = torch.autograd.grad(y.sum(), z, create_graph=True)
-    for leaf in (z, low.A, low.B):
-        with pytest.raises(RuntimeError, match="lora_linear_backward"):
-            torch.autograd.grad(first.square().sum(), leaf, retain_graph=True)

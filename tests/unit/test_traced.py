@@ -7,8 +7,9 @@ import torch
 from exactness import assert_as_exact
 from seeds import SEED
 
-from packlora.ops.lora_linear.reference import Segment, lora_linear, weight_norm
+from packlora.ops.lora_linear.reference import ReferenceSegment, lora_linear
 from packlora.ops.lora_linear.traced import TracedLayer, traced_group
+from packlora.ops.row_norm.reference import weight_norm
 
 T, K, SIZES, RANKS = 11, 14, (9, 6, 13), (3, 5, 1)
 
@@ -70,7 +71,7 @@ def run(x: torch.Tensor, layers: list[TracedLayer], outputs: list[torch.Tensor])
 def reference(x: torch.Tensor, layers: list[TracedLayer], keys: torch.Tensor, p: float) -> dict[str, torch.Tensor]:
     outputs = []
     for one in layers:
-        segment = Segment(0, len(x), one.scaling, p, one.A, one.B, one.magnitude, one.norm)
+        segment = ReferenceSegment(0, len(x), one.scaling, p, one.A, one.B, one.magnitude, one.norm)
         outputs.append(lora_linear(x, one.weight, one.bias, [segment], keys, 5))
     return run(x, layers, outputs)
 

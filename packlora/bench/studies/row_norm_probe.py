@@ -87,7 +87,7 @@ def single(N: int, K: int, r: int, seconds: float) -> dict[str, Any]:
     s = 2.0
     W, A, B = draw(N, K, r)
     base = squared_row_norm(W)
-    trusted, watched = RowNorms().add(W, A, B, s, trusted=True), RowNorms().add(W, A, B, s)
+    version_counted, watched = RowNorms().add(W, A, B, s, version_counted=True), RowNorms().add(W, A, B, s)
     ways: dict[str, Callable[[], torch.Tensor]] = {
         "kernels": lambda: row_norm(W, A, B, s, base),
         "chunks": lambda: row_norms([NormProblem(W, A, B, s)], kernels=False)[0],
@@ -96,7 +96,7 @@ def single(N: int, K: int, r: int, seconds: float) -> dict[str, Any]:
         "dense bf16": lambda: dense(W, A, B, s, torch.bfloat16),
         "factored fp32": lambda: factored(W, A, B, s, base),
         "||W||^2": lambda: squared_row_norm(W),
-        "kept, trusted": trusted.get,
+        "kept, version_counted": version_counted.get,
         "kept, checked": watched.get,
     }
     want = torch.cat(

@@ -240,8 +240,6 @@ class Situation(NamedTuple):
     """In float64, which the kernels do not compute."""
     dense: bool = True
     """All weights are tensors that a kernel or a sum can read (frozen.FrozenWeight.dense)."""
-    compiled: bool = False
-    """In a graph of torch.compile, as a registered operator."""
     target: Target | None = None
     """Where the plan is to be chosen without being asked for. None for a plan that somebody named: it gives way only where it
     would not compute the call at all."""
@@ -266,8 +264,6 @@ def why_not(plan: Plan, call: Situation) -> str | None:
         return "merged weights and products through d' xd are for plain LoRA"
     if plan.rearranged and not call.single:
         return "merged weights and products through d' xd are for one adapter that owns all tokens"
-    if plan.rearranged and call.compiled:
-        return "merged weights and products through d' xd are not in the registered operator"
     if plan.needs_triton and call.double:
         return "the kernels are not for float64"
     if plan.needs_triton and not call.low_rank:

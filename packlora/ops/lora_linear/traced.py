@@ -18,7 +18,7 @@ Shapes: T tokens, K inputs, N outputs, r rank.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch.nn.functional import linear
@@ -26,8 +26,7 @@ from torch.nn.functional import linear
 from packlora.ops.dropout.keys import dropout_factor, dropped
 
 
-@dataclass(frozen=True, slots=True)
-class TracedLayer:
+class TracedLayer(NamedTuple):
     """Operands of one layer: weight [N, K] and bias [N] in x's dtype, A [r, K] and B [N, r] in any float dtype, scaling;
     magnitude [N] and norm [N], the row norms of W + s B A, for DoRA."""
 
