@@ -76,7 +76,7 @@ class Trained:
                 )
         self.optimizers = [torch.optim.AdamW(a.named_parameters().values(), lr=1e-2) for a in self.adapters]
         self.executor = SingleDevice(
-            Base(model, Any, torch.device("cpu"), "random", [], fused_loss=True), self.attached
+            Base(model, Any, torch.device(device), "random", [], fused_loss=True), self.attached
         )
         self.pending: dict[int, Any] = {}
         self.results: dict[int, MicrobatchResult] = {}

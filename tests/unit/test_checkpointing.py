@@ -182,7 +182,7 @@ HOOKED = [checkpointed, to_its_end, reentrant, nested, offloaded, anomaly]
 
 
 def outcome(
-    case: GroupCase, plan: Plan, how: Callable[[Block, torch.Tensor], tuple[torch.Tensor, ...]], recipe: bool = False,
+    case: GroupCase, plan: Plan, how: Callable[[Block, torch.Tensor], tuple[torch.Tensor, ...]], recompute: bool = False,
     frozen: str | tuple[str, ...] = (), used: Callable[[tuple[torch.Tensor, ...]], torch.Tensor] | None = None,
 ) -> dict[str, torch.Tensor | None]:  # fmt: skip
     """Outputs and gradients by name; frozen: first letters of leaves without gradient; used: what the backward starts at,
@@ -193,8 +193,8 @@ def outcome(
 
     def block(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         tokens = x.tanh()  # who made x is inside too
-        made = Recompute(torch.tanh, (x,)) if recipe else None
-        return lora_group(tokens, own.layers, own.runs, own.keys, own.salt, plan, recipe=made)
+        made = Recompute(torch.tanh, (x,)) if recompute else None
+        return lora_group(tokens, own.layers, own.runs, own.keys, own.salt, plan, recompute=made)
 
     outputs = how(block, own.x)
     if used is not None:
@@ -231,8 +231,8 @@ def test_outputs_and_gradients_are_those_without_hooks(
 ) -> None:
     case = some_case(kind)
     for plan in (CHAIN, BEFORE, AGAIN):
-        for recipe in (False, True):
-            assert_same_bits(outcome(case, plan, how, recipe), outcome(case, plan, plainly, recipe))
+        for recompute in (False, True):
+            assert_same_bits(outcome(case, plan, how, recompute), outcome(case, plan, plainly, recompute))
     kept = some_case(kind, keep_output=True)
     assert_same_bits(outcome(kept, CHAIN, how), outcome(kept, CHAIN, plainly))
 

@@ -91,7 +91,10 @@ def test_local_links_lead_to_files_and_headings_and_nothing_is_left_to_fill_in(p
                 f"{target}: there is no such heading, or GitHub and the site name it differently"
             )
     if page.parent == ROOT or ROOT / "docs" in page.parents:
-        assert not re.search(r"\b[A-Z]+_[A-Z]+\b(?!=)", text.replace("PACKLORA_CACHE", "")), "a placeholder"
+        prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL).replace(
+            "PACKLORA_CACHE", ""
+        )  # tensors in code have such names
+        assert not re.search(r"\b[A-Z]+_[A-Z]+\b(?!=)", prose), "a placeholder"
 
 
 def test_a_link_is_turned_into_that_of_the_same_file_on_the_site() -> None:

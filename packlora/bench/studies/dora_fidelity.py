@@ -59,7 +59,9 @@ def load_base(random_weights: bool, tiny: bool = False) -> tuple[Any, Any, str]:
     """
     if not (random_weights or tiny):
         folder = demo_model_folder()
-        base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
+        base = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="sdpa", trust_remote_code=False
+        )
         words = "SmolLM2-135M-Instruct (real weights)"
         return base.requires_grad_(False), AutoTokenizer.from_pretrained(folder), words
     small = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}

@@ -122,7 +122,7 @@ class At:
 class Batch:
     """Problems of one kind by their addresses: whoever runs it must hold their operands.
 
-    The columns of a problem's row in the table are those of kernels/common.py.
+    The columns of a problem's row in the table are those of row_norm/kernels/common.py.
     """
 
     def __init__(self, problems: Sequence[NormProblem]) -> None:
