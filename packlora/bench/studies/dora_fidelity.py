@@ -63,7 +63,7 @@ def load_base(random_weights: bool, tiny: bool = False) -> tuple[Any, Any, str]:
             folder, dtype=torch.float32, attn_implementation="sdpa", trust_remote_code=False
         )
         words = "SmolLM2-135M-Instruct (real weights)"
-        return base.requires_grad_(False), AutoTokenizer.from_pretrained(folder), words
+        return base.requires_grad_(False), AutoTokenizer.from_pretrained(folder, trust_remote_code=False), words
     small = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     config = LlamaConfig(**(SMOLLM2_135M | (small | heads if tiny else {})), attn_implementation="sdpa")

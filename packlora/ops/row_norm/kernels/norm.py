@@ -10,8 +10,8 @@
 Everything after a product is linear in it, so a product never has to be whole anywhere: a program reduces its share to one
 number a row, and `finish` adds the shares in their order. No atomics, the same bits every time.
 
-Which module, rows, ranks and part of K a program has is in a table of items (row_norm/tables.py); where the module's operands lie is in
-a table of problems (common.py). With GATED, programs of modules whose flag in `stale` is 0 do nothing.
+Which module, rows, ranks and part of K a program has is in a table of items (row_norm/tables.py); where the module's operands
+lie is in a table of problems (common.py). With GATED, programs of modules whose flag in `stale` is 0 do nothing.
 
 Shapes: N outputs, K inputs, r rank, R rank padded to whole blocks.
 """
