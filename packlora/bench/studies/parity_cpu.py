@@ -84,7 +84,9 @@ def peft_reference(run: Run, config: dict[str, Any], initial: Path, final: Path)
     """Train with PEFT as its users do; returns the loss of every step. Saves the adapter before and after."""
     job = prepare(run).jobs[0]
     torch.manual_seed(0)
-    base = AutoModelForCausalLM.from_pretrained(demo_model_folder(), dtype=torch.float32, attn_implementation="sdpa")
+    base = AutoModelForCausalLM.from_pretrained(
+        demo_model_folder(), dtype=torch.float32, attn_implementation="sdpa", trust_remote_code=False
+    )
     model = get_peft_model(base, LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM", **config))
     model.save_pretrained(initial)
     parameters = [p for p in model.parameters() if p.requires_grad]

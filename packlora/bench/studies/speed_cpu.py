@@ -87,7 +87,7 @@ class Peft:
 
     def __init__(self, jobs: list[dict[str, Any]], data: dict[str, JobData], pad: int) -> None:
         base = AutoModelForCausalLM.from_pretrained(
-            demo_model_folder(), dtype=torch.float32, attn_implementation="sdpa"
+            demo_model_folder(), dtype=torch.float32, attn_implementation="sdpa", trust_remote_code=False
         )
         configs = [LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM", **job["adapter"]) for job in jobs]
         self.model: Any = get_peft_model(base, configs[0], adapter_name="job0")
