@@ -96,15 +96,15 @@ def rooms() -> str:
         (16, 0, 165, 1, "cli", "arguments"),
         (193, 0, 166, 1, "commands", "one file a command"),
         (371, 0, 165, 1, "bench", "benchmarks, peers"),
-        (16, 1, 520, 1, "runtime", "the loop, jobs, checkpoints, events"),
+        (16, 1, 520, 1, "runtime", "the loop, executor, jobs, checkpoints"),
         (16, 2, 330, 1, "live", "PEFT models in place"),
-        (16, 3, 330, 1, "adapters", "spec, layers, siblings, norms, files"),
-        (16, 4, 330, 1, "plans", "which are legal, what they cost, which is fastest"),
+        (16, 3, 330, 1, "adapters", "spec, layers, owners, siblings, norms, files"),
+        (16, 4, 330, 1, "plans", "which one for a case: cost, measurement, cache"),
         (358, 2, 178, 3, "base", "the frozen model"),
         (16, 5, 520, 1, "ops", "operators: reference, autograd, torch path, Triton path"),
         (580, 2, 180, 1, "data", "rows to token ids"),
-        (580, 3, 180, 1, "schedule", "samples to microbatches"),
-        (580, 4, 180, 1, "report", "what a run shows"),
+        (580, 3, 180, 1, "report", "events, what a run shows"),
+        (580, 4, 180, 1, "schedule", "samples to microbatches"),
     )
     shapes: Shapes = []
     for x, floor, width, high, name, words in placed:

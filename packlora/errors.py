@@ -57,7 +57,11 @@ def foreign(error: Exception) -> str:
 
 
 class WriteError(Exception):
-    """A checkpoint or an adapter cannot be written. The message says what was kept and how to go on; the exit code is 1."""
+    """A checkpoint, an adapter or a merged model cannot be written, as on a full disk.
+
+    The message says what and why, and after training what was kept and how to go on. The command line prints it without a
+    traceback and exits with code 1.
+    """
 
 
 def unwritten(error: BaseException) -> str | None:

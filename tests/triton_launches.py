@@ -69,7 +69,7 @@ def main() -> dict[str, Any]:
     triton.runtime.driver.set_active(Driver())
     found: dict[str, Any] = {"triton": triton.__version__, "why": launcher.why_usual()}
 
-    # the same launch thrice: by Triton, by a site that was just made, and by the one that was kept
+    # the same launch thrice: by Triton, by a cached launch that was just made, and by the one that was kept
     sites: dict[Any, Any] = {}
     doors = 0
     run = triton.runtime.jit.JITFunction.run

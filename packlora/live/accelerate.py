@@ -51,7 +51,7 @@ def accelerate(
 
     Args:
         model: made by peft.get_peft_model, PeftModel.from_pretrained or model.add_adapter.
-        plan: how to compute every layer; None chooses by the device and the sizes.
+        plan: how to compute every layer; None chooses by the device and the sizes. Of no use in compiled graphs.
         example: keyword arguments for the run that finds siblings; by default two random token ids.
         recompute: outputs of RMS norms and the products inside gated feed-forwards, which LoRA layers read, are computed
             again in the backward instead of being kept. Saves a fifth of the memory of an 8B model, costs 2 % of its time.

@@ -27,7 +27,7 @@ from packlora.ops.probe_kernel import probe_kernel
 
 _COMPILED: dict[Any, tuple[Any, Passage | None]] = {}
 MAPS = 4096
-"""How many encoded descriptors a site keeps of one argument."""
+"""How many encoded descriptors a cached launch keeps of one argument."""
 
 
 class Descriptor(TensorDescriptor):  # type: ignore[misc]
@@ -214,8 +214,8 @@ def is_quick() -> bool:
 def why_usual() -> str | None:
     """Why every launch goes through Triton's own door, or None where launches are made again.
 
-    Tried once in a process, on the current GPU: what a site passes to the function that launches must be what Triton passes
-    to it for the same arguments, with other operands than those that the site was made with.
+    Tried once in a process, on the current GPU: what a cached launch passes to the function that launches must be what
+    Triton passes to it for the same arguments, with other operands than those that it was made with.
     """
     if not isinstance(probe_kernel, JITFunction):
         return "kernels are interpreted"
@@ -229,7 +229,7 @@ def why_usual() -> str | None:
 
 
 def _difference(mapped: bool) -> str | None:
-    """Between a launch by a site and Triton's own, in words."""
+    """Between a cached launch and Triton's own, in words."""
     BLOCK, device = 32, torch.cuda.current_device()
     where = torch.device("cuda", device)
 
@@ -252,7 +252,7 @@ def _difference(mapped: bool) -> str | None:
     site(args)
     theirs = _passed(compiled.run, lambda: probe_kernel[grid](*args, **constants, **options))
     if (passed := _plain(ours)) != (wanted := _plain(theirs)):
-        return f"where Triton passes {wanted}, a site would pass {passed}"
+        return f"where Triton passes {wanted}, a cached launch would pass {passed}"
     return None
 
 

@@ -76,8 +76,9 @@ def train(
             loop, one after the other, after logs and screen; what one raises costs the run a note, and it hears nothing more.
 
     Raises:
-        InputError: something is wrong with the input; nothing was trained.
-        WriteError: a checkpoint or an adapter cannot be written; what could be saved was.
+        packlora.InputError: something is wrong with the input; nothing was trained.
+        packlora.WriteError: a checkpoint or an adapter cannot be written; what could be saved was.
+        OSError: run.json cannot be written; nothing was trained.
         FileNotFoundError: the output folder was deleted or replaced while the run was writing to it.
         MemoryError: out of memory, and there is no smaller microbatch to go on with.
         KeyboardInterrupt: SIGTERM or Ctrl-C came twice; `resume` goes on from the last checkpoints.

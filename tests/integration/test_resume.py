@@ -20,7 +20,6 @@ from typer.testing import CliRunner
 import packlora
 from packlora.cli import app
 from packlora.config import Run
-from packlora.errors import WriteError
 from packlora.files import remove_leftovers
 from packlora.runtime import checkpoint
 from packlora.runtime.resume import check_output
@@ -160,7 +159,7 @@ def test_a_checkpoint_that_cannot_be_written_costs_no_older_one(
         original(path, value)
 
     monkeypatch.setattr(checkpoint, "write_json", full)
-    with pytest.raises(WriteError, match="No space left"):
+    with pytest.raises(packlora.WriteError, match="No space left"):
         train(tree, resume=True)
     monkeypatch.undo()
     for job in "ab":

@@ -1,4 +1,4 @@
-"""Names of files and modules, in the words of the package and of the pages about it, lead somewhere."""
+"""Names of files, folders, modules and functions, in the words of the package and of the pages about it, lead somewhere."""
 
 from __future__ import annotations
 
@@ -58,3 +58,31 @@ def test_a_module_that_a_text_names_is_there(text: Path) -> None:
         ):
             stale.add(name)
     assert not stale, f"no such module: {', '.join(sorted(stale))}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_folders_and_what_is_in_a_file_that_a_page_names_are_there(page: Path) -> None:
+    """`packlora/room/`; `file.py`, `function`, `Class.method`; `function` in `file.py`; `function` (`file.py`)."""
+    words = page.read_text()
+    named = re.findall(rf"`((?:{'|'.join(FOLDERS)}|docs)/[\w./-]*)`", words)
+    stale = {name for name in named if not name.endswith(".py") and not (ROOT / name).exists()}
+    inside = [
+        (file, name)
+        for file, names in re.findall(r"`([\w/]+\.py)`((?:,\s+`[A-Za-z_][\w.]*`)+)", words)
+        for name in re.findall(r"`([\w.]+)`", names)
+    ]
+    inside += [(file, name) for name, file in re.findall(r"`([A-Za-z_][\w.]*)`\s(?:in\s|\()`([\w/]+\.py)`", words)]
+    stale |= {f"{file}: {name}" for file, name in inside if not name.endswith(".py") and not defines(file, name)}
+    assert not stale, f"not there: {', '.join(sorted(stale))}"
+
+
+def defines(file: str, name: str) -> bool:
+    """Whether a file of that name has a function, class or constant with each part of the name."""
+    texts = [path.read_text() for path in files().get(file, [])]
+    return any(
+        all(
+            re.search(rf"^ *(?:(?:async )?def |class ){part}\b|^ *{part}(?:: [^=\n]*)? = ", text, re.MULTILINE)
+            for part in name.split(".")
+        )
+        for text in texts
+    )

@@ -4,10 +4,10 @@
     y_j = g_j (x W_j' + s_j x A_j' B_j') + bias_j                                            DoRA, g = m / norm
     y_j = x W_j' + (g_j - 1) (xd W_j') + g_j s_j xd A_j' B_j' + bias_j                       DoRA under dropout, as PEFT has it
 
-A compiler fuses dropout, scales and biases into their neighbours by itself. Measured on an H200 (bf16, 8192 tokens through four
-layers of an 8B model, ms a forward and backward; frozen 60.2): traced 66.9 LoRA, 72.8 DoRA; kernels behind a registered
-operator 73.6 and 90.0; PEFT 68.6 LoRA. Eight layers of a 0.6B model as CUDA graphs (frozen 6.8): traced 9.9 and 10.9, a
-registered operator for the group 10.3 and 13.8 (benchmarks/LOG.md).
+A compiler fuses dropout, scales and biases into their neighbours by itself. Measured with a prototype on an H200 (bf16, 8192
+tokens through four layers of an 8B model, ms a forward and backward; frozen 60.2): traced 66.9 LoRA, 72.8 DoRA; kernels behind
+a registered operator 73.6 and 90.0; PEFT 68.6 LoRA. Eight layers of a 0.6B model as CUDA graphs (frozen 6.8): traced 9.9 and
+10.9, a registered operator for the group 10.3 and 13.8 (benchmarks/LOG.md).
 
 In 16 bits the base product accumulates onto the low-rank part, so that the sum is rounded once where the library adds before it
 rounds; S is scaled before it meets B.
