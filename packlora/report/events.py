@@ -223,20 +223,31 @@ Event = (
 class Stop:
     """What a subscriber returns to end the run, which --resume continues, or one job of it, with its adapter as it is.
 
-    A job ends after the optimizer step that it is in, or the one that the event tells of: it is evaluated and saved as after
-    its last step, and it stays ended when the run is resumed. The numbers of the other jobs do not change. A run ends after
-    the present microbatch, as after SIGTERM.
+    A job ends after the optimizer step that it is in, or the one that Stepped or Evaluated tells of: it is evaluated and saved
+    as after its last step, and it stays ended when the run is resumed. The numbers of the other jobs do not change. A run ends
+    after the present microbatch, as after SIGTERM.
+
+    Raises:
+        TypeError: the job is not named by a text, or the reason is none.
     """
 
     job: str | None = None
     reason: str = ""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.job, str | None) or not isinstance(self.reason, str):
+            found = type(self.reason if isinstance(self.job, str | None) else self.job).__name__
+            raise TypeError(
+                f"Stop takes the name of one job, or None for the run, and a reason, both texts; got {found}"
+            )
 
 
 class Subscriber(Protocol):
     """Hears every event of a run, one after the other and in the same order as all others.
 
     It runs in the training loop, so it must be quick; an event that comes while another is told waits. What it raises costs
-    the run nothing: the run says so once, and tells it nothing more. KeyboardInterrupt and SystemExit end the run.
+    the run nothing: the run says so once, and tells it nothing more. KeyboardInterrupt and SystemExit end the run. What it
+    returns other than a Stop means nothing.
     """
 
     def __call__(self, event: Event, /) -> Stop | None: ...

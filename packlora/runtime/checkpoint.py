@@ -249,14 +249,16 @@ def restore(folder: Path, job: Job, run: str, reached: int, start: int | None = 
     return f"job {job.name!r}: {note}; the finished adapter {how} from checkpoint-{step}"
 
 
-def standing(folder: Path, job: str, run: str) -> tuple[str, int, str | None]:
-    """How a job stands that is not trained now: (done, failed or stopped; its step; why it failed)."""
+def standing(folder: Path, job: str, run: str, num_steps: int) -> tuple[str, int, str | None]:
+    """How a job of so many steps stands that is not trained now: (done, failed or stopped; its step; why it failed)."""
     try:
         check(folder, job, run)
     except Damaged:
         return "stopped", max(steps(folder), default=0), None
     state = _read_state(folder / STATE)
-    return state["status"], state["global_step"], state["failure"]
+    status, step = state["status"], state["global_step"]
+    goes_on = status == "done" and step < num_steps and state.get("stopped") is None
+    return "stopped" if goes_on else status, step, state["failure"]
 
 
 def _is_whole(folder: Path, job: str, run: str, step: int) -> bool:

@@ -6,12 +6,17 @@ emitted while an event is being told, by a subscriber or by a signal's handler, 
 
 from __future__ import annotations
 
+import inspect
 import traceback
 from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
 
+from packlora.errors import shown
 from packlora.report.events import Event, Note, Stop, StopAsked, Subscriber
+
+MOST_SAID = 1000
+"""Characters of what a subscriber says: an exception's message, the reason of a stop."""
 
 
 class StopRequest:
@@ -60,15 +65,19 @@ class Emitter:
     def _tell(self, subscriber: Subscriber, event: Event) -> None:
         try:
             answer = subscriber(event)
+            if answer is Stop:
+                raise TypeError("it returned the class Stop; return Stop() to end the run, Stop(job) to end a job")
         except Exception as error:
-            self.subscribers.remove(subscriber)
+            self.subscribers = [
+                other for other in self.subscribers if other is not subscriber
+            ]  # whatever == says of it
             self._waiting.append(Note(_failure(subscriber, event, error)))
             return
         if isinstance(answer, Stop):
             self._ask(answer, name_of(subscriber))
 
     def _ask(self, stop: Stop, by: str) -> None:
-        reason = f"{by}: {stop.reason}" if stop.reason else by
+        reason = f"{by}: {shown(stop.reason, MOST_SAID)}" if stop.reason else by
         if stop.job is not None:
             self.stop.jobs.setdefault(stop.job, reason)
         elif not self.stop.asked:
@@ -78,13 +87,17 @@ class Emitter:
 
 def name_of(subscriber: Subscriber) -> str:
     """Of a function, or of the class of an object."""
-    name: str = getattr(subscriber, "__qualname__", None) or type(subscriber).__qualname__
-    return name.rpartition("<locals>.")[2]
+    named = subscriber if inspect.isroutine(subscriber) or inspect.isclass(subscriber) else type(subscriber)
+    return named.__qualname__.rpartition("<locals>.")[2]
 
 
 def _failure(subscriber: Subscriber, event: Event, error: Exception) -> str:
     last = traceback.extract_tb(error.__traceback__)[-1]
+    try:
+        said = f": {shown(error, MOST_SAID)}"
+    except Exception:  # raised by its __str__
+        said = ""
     return (
         f"subscriber {name_of(subscriber)} failed at {type(event).__name__} ({Path(last.filename).name}, line {last.lineno}: "
-        f"{type(error).__name__}: {error}); it is told nothing more, training goes on"
+        f"{type(error).__name__}{said}); it is told nothing more, training goes on"
     )

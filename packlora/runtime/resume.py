@@ -261,9 +261,7 @@ def left_out_results(output_dir: Path, left_out: dict[str, str], record: dict[st
     out = {}
     for name, why in left_out.items():
         folder = output_dir / name
-        status, step, failure = checkpoint.standing(folder, name, record["id"])
-        if status == "done" and step < record["jobs"][name]["steps"]:
-            status = "stopped"
+        status, step, failure = checkpoint.standing(folder, name, record["id"], record["jobs"][name]["steps"])
         out[name] = JobResult(status, step, folder, why if status == "stopped" else failure)
     return out
 

@@ -6,8 +6,9 @@ packlora train run.yaml          or          packlora.train("run.yaml")
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from packlora.report.report import ReportPage
 from packlora.result import Result
 from packlora.run_file import load_run, run_from
 from packlora.runtime import profiler
-from packlora.runtime.events import Emitter
+from packlora.runtime.events import Emitter, name_of
 from packlora.runtime.folder import OutputFolder, make_output, unmake_folder
 from packlora.runtime.job import Job
 from packlora.runtime.microbatch import Executor, SingleDevice
@@ -93,8 +94,7 @@ def train(
         )
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise InputError("started on several processes, but this version trains on one device")
-    if odd := [subscriber for subscriber in subscribers if not callable(subscriber)]:
-        raise InputError(f"subscribers are functions of one event; got {type(odd[0]).__name__}")
+    subscribers = _callable(subscribers)
     output_dir = Path(run.output_dir)
     with unmake_folder(output_dir), contextlib.ExitStack() as held:
         make_output(output_dir)
@@ -203,6 +203,18 @@ def deterministic() -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
         memory.fill_uninitialized_memory = fill
+
+
+def _callable(subscribers: Any) -> list[Subscriber]:
+    if not isinstance(subscribers, Iterable) or isinstance(subscribers, str | Mapping):
+        raise InputError(f"subscribers are a list of functions of one event; got {type(subscribers).__name__}")
+    listed = list(subscribers)
+    for subscriber in listed:
+        if not callable(subscriber):
+            raise InputError(f"subscribers are functions of one event; got {type(subscriber).__name__}")
+        if any(map(inspect.iscoroutinefunction, (subscriber, type(subscriber).__call__))):
+            raise InputError(f"subscribers are called and not awaited; {name_of(subscriber)} is async")
+    return listed
 
 
 def _run_of(run: Run | Mapping[str, Any] | str | Path, overrides: list[str] | None) -> Run:

@@ -237,7 +237,9 @@ class Trainer:
 
     def _settle(self) -> None:
         """Make the evaluations that are due and write the results of jobs that have taken their last step."""
-        self._evaluate(self.jobs)
+        evaluated = [job for job in self._evaluate(self.jobs) if job.step > 0]
+        for name in sorted(_end_as_asked(evaluated, self.events)):  # an interruption had put this evaluation off
+            self.folder.save_checkpoint(self.by_name[name])
         for job in self.jobs:
             if job.status == "running" and job.step >= job.data.num_steps and not self.stop.asked:
                 job.status = "done"
@@ -247,9 +249,14 @@ class Trainer:
                     text = f"job {job.name!r}: {name} took no part in training, its adapter is as it began"
                     self.events.emit(Note(text))
 
-    def _evaluate(self, jobs: Sequence[Job]) -> None:
-        """Held-out losses of those of the jobs that are due. One that is tried on its training samples tells no loss."""
-        for name, loss in self.evaluator.evaluate(jobs).items():
+    def _evaluate(self, jobs: Sequence[Job]) -> list[Job]:
+        """Held-out losses of those of the jobs that are due. One that is tried on its training samples tells no loss.
+
+        Returns:
+            The jobs that were due.
+        """
+        losses = self.evaluator.evaluate(jobs)
+        for name, loss in losses.items():
             job = self.by_name[name]
             if job.eval_samples:
                 job.log_history.append(
@@ -262,6 +269,7 @@ class Trainer:
             if not math.isfinite(loss) and job.step > 0:
                 job.fail(f"held-out loss {loss:g}", revert=True)
                 self._fail(job)
+        return [self.by_name[name] for name in losses]
 
     # --- ends ----------------------------------------------------------------------------------------------------------
 

@@ -244,6 +244,43 @@ def test_a_job_that_was_stopped_while_the_run_was_stopped_stays_ended(out: dict[
     assert (again.tokens, again.jobs["a"].step, again.jobs["a"].status) == (0, 3, "done")
 
 
+def test_an_evaluation_that_an_interruption_put_off_ends_a_job_where_it_would_have_ended(
+    whole: dict[str, Any], out: dict[str, Any]
+) -> None:
+    def rule(event: Event) -> Stop | None:
+        return Stop("a") if isinstance(event, Evaluated) and (event.job, event.step) == ("a", 2) else None
+
+    def interrupts(event: Event) -> Stop | None:
+        return Stop() if isinstance(event, Stepped) and (event.job, event.step) == ("a", 2) else None
+
+    assert packlora.train(out, subscribers=[interrupts]).jobs["a"].step == 2
+    assert not [line for line in lines(out, "evals") if line["step"] == 2]
+
+    def breaks_off(event: Event) -> None:
+        if isinstance(event, Stepped):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        packlora.train(out, resume=True, subscribers=[rule, breaks_off])
+    result = packlora.train(out, resume=True)  # without the rule: what it has asked for is on the disk
+    assert (result.status, result.jobs["a"].step, result.jobs["b"].step) == ("done", 2, 4)
+    same_bits(Path(whole["output_dir"]), Path(out["output_dir"]), JOBS[1:])
+
+
+def test_a_job_that_a_subscriber_ended_is_done_also_when_its_data_is_gone(out: dict[str, Any], tmp_path: Path) -> None:
+    tree = json.loads(json.dumps(out))
+    shutil.copy(tree["jobs"][0]["data"]["path"], tmp_path / "rows.jsonl")
+    tree["jobs"][0]["data"] = {"path": str(tmp_path / "rows.jsonl")}
+
+    def rule(event: Event) -> Stop | None:
+        return Stop("a") if isinstance(event, Stepped) and (event.job, event.step) == ("a", 2) else None
+
+    assert packlora.train(tree, subscribers=[rule]).status == "done"
+    (tmp_path / "rows.jsonl").unlink()
+    result = packlora.train(tree, resume=True)
+    assert (result.status, result.jobs["a"].status, result.jobs["a"].failure) == ("done", "done", None)
+
+
 def test_a_job_to_end_that_is_not_there_is_said(out: dict[str, Any]) -> None:
     assert packlora.train(out, max_steps=1, subscribers=[lambda event: Stop("c")]).status == "done"
     assert [text for text in warnings(out) if "'c'" in text] == [
@@ -251,7 +288,34 @@ def test_a_job_to_end_that_is_not_there_is_said(out: dict[str, Any]) -> None:
     ]
 
 
-def test_a_subscriber_that_cannot_be_called_is_refused_before_anything_is_done(out: dict[str, Any]) -> None:
-    with pytest.raises(packlora.InputError, match="subscribers are functions of one event; got dict"):
-        packlora.train(out, subscribers=[{}])  # type: ignore[list-item]
+async def awaited(event: Event) -> None: ...
+
+
+class Awaited:
+    async def __call__(self, event: Event) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("subscribers", "said"),
+    [
+        ([{}], "subscribers are functions of one event; got dict"),
+        (None, "subscribers are a list of functions of one event; got NoneType"),
+        (print, "subscribers are a list of functions of one event; got builtin_function_or_method"),
+        ({"a": print}, "subscribers are a list of functions of one event; got dict"),
+        ("", "subscribers are a list of functions of one event; got str"),
+        ([awaited], "subscribers are called and not awaited; awaited is async"),
+        ([Awaited()], "subscribers are called and not awaited; Awaited is async"),
+    ],
+)
+def test_a_subscriber_that_cannot_be_called_is_refused_before_anything_is_done(
+    subscribers: Any, said: str, out: dict[str, Any]
+) -> None:
+    with pytest.raises(packlora.InputError, match=said):
+        packlora.train(out, subscribers=subscribers)
     assert not Path(out["output_dir"]).exists()
+
+
+def test_subscribers_may_come_one_after_the_other(out: dict[str, Any]) -> None:
+    counted = Counted()
+    packlora.train(out, max_steps=1, subscribers=(subscriber for subscriber in [counted]))  # type: ignore[arg-type]
+    assert len(counted.of(Stepped)) == 2
