@@ -140,7 +140,7 @@ class NamedPlan(NamedTuple):
 
 
 RUNLORA = (
-    NamedPlan("forward1-backward1", Plan(keep_s=False), "the plain chain that computes S again: the least memory"),
+    NamedPlan("forward1-backward1", Plan(keep_s=False), "the plain chain that recomputes S: the least memory"),
     NamedPlan("forward1-backward2", Plan(dB="xd", keep_s=False), "no case known: for comparison with the paper"),
     NamedPlan("forward1-backward3", Plan(dA="xd", dB="xd", keep_s=False), "ranks near the width where no dx is wanted"),
     NamedPlan("forward1-backward4", Plan(dx="merged", dA="xd", dB="xd", keep_s=False), "r over width / 4; lossy"),
