@@ -105,7 +105,7 @@ def captured(capability: int, kinds: dict[str, dict[str, Any]] = USUAL) -> list[
     rows: dict[Any, Row] = {}
     case = ""
 
-    def take(kernel: Any, grid: Any, args: Any, sites: Any = None, key: Any = None, **constants: Any) -> None:
+    def take(kernel: Any, grid: Any, args: Any, launches: Any = None, key: Any = None, **constants: Any) -> None:
         kinds = [(t.dtype if isinstance(t, torch.Tensor) else type(t)) for t in args]
         known = (kernel.__name__, *constants.values(), *map(str, kinds))
         if known not in rows and 0 not in grid:
@@ -132,10 +132,10 @@ def captured(capability: int, kinds: dict[str, dict[str, Any]] = USUAL) -> list[
                 sizes = [512, 256][: len(settings["ranks"][0])]
                 drawn = make_case(1024, 256, sizes, with_bias=True, seed=1, dtype=dtype, **settings)
                 if len(settings["ranks"]) == 1:  # all tokens, which fused products take in a way of its own
-                    drawn = replace(drawn, runs=(replace(drawn.runs[0], start=0, stop=1024),))
+                    drawn = replace(drawn, segments=(replace(drawn.segments[0], start=0, stop=1024),))
                 own, leaves = cast(drawn, dtype)
                 with mock.patch.object(block_sizes, "processors", return_value=slots):
-                    outputs = lora_group(own.x, own.layers, own.runs, own.keys, own.salt, plan)
+                    outputs = lora_group(own.x, own.layers, own.segments, own.keys, own.salt, plan)
                     torch.autograd.grad(outputs, list(leaves.values()), own.dy, allow_unused=True)
     for rank in NORMS if kinds is USUAL else ():
         for dtypes in itertools.product((torch.bfloat16, torch.float32), repeat=2):

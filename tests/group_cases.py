@@ -33,7 +33,7 @@ class GroupCase:
 
     x: torch.Tensor
     layers: tuple[Layer, ...]
-    runs: tuple[Segment, ...]
+    segments: tuple[Segment, ...]
     keys: torch.Tensor
     salt: int
     dy: list[torch.Tensor]
@@ -81,7 +81,7 @@ def make_case(
     seed: int, dtype: torch.dtype = torch.float64, device: str = "cpu", dora: Sequence[bool] = (), biases: Sequence[bool] = (),
     base_dropped: bool = True, keep_output: bool = False, whole: int | None = None,
 ) -> GroupCase:  # fmt: skip
-    """ranks: per adapter, per layer (0: absent). Adapters own ragged runs in a random order, with gaps between some.
+    """ranks: per adapter, per layer (0: absent). Adapters own ragged segments in a random order, with gaps between some.
 
     dora, biases: per adapter, whether it has a magnitude and whether it trains the bias (where it has no rank as well).
     whole: the adapter that has all tokens, where one has.
@@ -97,12 +97,12 @@ def make_case(
 
     n = len(ranks)
     cuts = [0, *np.sort(rng.choice(np.arange(1, T), size=2 * n - 1, replace=False)).tolist(), T] if n else []
-    runs = tuple(
+    segments = tuple(
         Segment(int(adapter), cuts[2 * i], cuts[2 * i + 1], dropouts[adapter], base_dropped)
         for i, adapter in enumerate(rng.permutation(n))
     )
     if whole is not None:
-        runs = (Segment(whole, 0, T, dropouts[whole], base_dropped),)
+        segments = (Segment(whole, 0, T, dropouts[whole], base_dropped),)
     layers = []
     for index, N in enumerate(sizes):
         weight, adapters = scaled(N, K), {}
@@ -121,7 +121,7 @@ def make_case(
     keys = torch.from_numpy(np.concatenate([token_keys(seed, 3, s, 5) for s in range(-(-T // 5))])[:T].copy()).to(
         device
     )
-    return GroupCase(randn(T, K), tuple(layers), runs, keys, int(rng.integers(2**32)), [randn(T, N) for N in sizes])
+    return GroupCase(randn(T, K), tuple(layers), segments, keys, int(rng.integers(2**32)), [randn(T, N) for N in sizes])
 
 
 def cast(
@@ -163,7 +163,7 @@ def run_group(
     """Outputs and gradients by name in float64. poison: every buffer is NaN before it is written."""
     own, leaves = cast(case, dtype, operands)
     with poisoned() if poison else mock.MagicMock():
-        outputs = lora_group(own.x, own.layers, own.runs, own.keys, own.salt, plan, **kwargs)
+        outputs = lora_group(own.x, own.layers, own.segments, own.keys, own.salt, plan, **kwargs)
         return _results(outputs, leaves, own.dy)
 
 
@@ -174,11 +174,11 @@ def run_reference(case: GroupCase, dtype: torch.dtype) -> dict[str, torch.Tensor
     for layer in own.layers:
         segments = [
             ReferenceSegment(
-                run.start, run.stop, low.scaling, run.dropout, low.A, low.B, low.magnitude, low.norm, low.bias,
-                run.base_dropped,
+                segment.start, segment.stop, low.scaling, segment.dropout, low.A, low.B, low.magnitude, low.norm, low.bias,
+                segment.base_dropped,
             )
-            for run in own.runs
-            if (low := layer.adapters.get(run.adapter)) is not None
+            for segment in own.segments
+            if (low := layer.adapters.get(segment.adapter)) is not None
         ]  # fmt: skip
         outputs.append(reference.lora_linear(own.x, layer.frozen.dense(), layer.bias, segments, own.keys, own.salt))
     return _results(outputs, leaves, own.dy)
@@ -192,8 +192,8 @@ def by_group(
     adapters = {
         n: LowRank(seg.A, seg.B, seg.scaling, seg.magnitude, seg.norm, seg.bias) for n, seg in enumerate(segments)
     }
-    runs = [Segment(n, seg.start, seg.stop, seg.dropout, seg.base_dropped) for n, seg in enumerate(segments)]
-    return lora_group(x, [Layer(Dense(weight), bias, adapters)], runs, keys, salt, plan)[0]
+    owned = [Segment(n, seg.start, seg.stop, seg.dropout, seg.base_dropped) for n, seg in enumerate(segments)]
+    return lora_group(x, [Layer(Dense(weight), bias, adapters)], owned, keys, salt, plan)[0]
 
 
 @contextmanager
@@ -242,7 +242,7 @@ def share_of_small(
 
     def with_B(factor: float) -> GroupCase:
         own = replace(layer, adapters={0: replace(low, B=low.B * factor)})
-        return replace(case, runs=(Segment(0, 0, 600),), layers=(own,))
+        return replace(case, segments=(Segment(0, 0, 600),), layers=(own,))
 
     rest, full = (run_reference(with_B(factor), torch.float64) for factor in (0.0, 1.0))
     factor = 0.1 * torch.finfo(dtype).eps * float(rest["y0"].norm() / (full["y0"] - rest["y0"]).norm())
@@ -258,7 +258,7 @@ def others_keep_their_bits(
     case: GroupCase, dtype: torch.dtype, bad: int, factor: str, value: float, plan: Plan
 ) -> None:
     """A or B of one adapter holds a value that is not finite: its own tokens are not finite, those of others what they were."""
-    (own, _), (run,) = cast(case, dtype), [run for run in case.runs if run.adapter == bad]
+    (own, _), (segment,) = cast(case, dtype), [segment for segment in case.segments if segment.adapter == bad]
     spoilt = []
     for layer in own.layers:
         operand = layer.adapters[bad].operands()[factor].detach().clone()
@@ -268,11 +268,11 @@ def others_keep_their_bits(
 
     def results(layers: Sequence[Layer]) -> list[torch.Tensor]:
         x = own.x.detach().clone().requires_grad_()
-        outputs = lora_group(x, layers, own.runs, own.keys, own.salt, plan)
+        outputs = lora_group(x, layers, own.segments, own.keys, own.salt, plan)
         return [*outputs, *torch.autograd.grad(outputs, [x], own.dy)]
 
     others = torch.ones(len(own.x), dtype=torch.bool, device=own.x.device)
-    others[run.rows] = False
+    others[segment.rows] = False
     for got, want in zip(results(spoilt), results(own.layers), strict=True):
-        assert not got[run.rows].isfinite().all()
+        assert not got[segment.rows].isfinite().all()
         assert torch.equal(got[others], want[others])

@@ -70,7 +70,7 @@ def main() -> dict[str, Any]:
     found: dict[str, Any] = {"triton": triton.__version__, "why": launcher.why_usual()}
 
     # the same launch thrice: by Triton, by a cached launch that was just made, and by the one that was kept
-    sites: dict[Any, Any] = {}
+    cached: dict[Any, Any] = {}
     doors = 0
     run = triton.runtime.jit.JITFunction.run
 
@@ -84,11 +84,11 @@ def main() -> dict[str, Any]:
         for key in ("first", "other", "other"):
             x, y = torch.zeros(5, 32), torch.zeros(5, 32)
             launcher.launch(
-                launcher.probe_kernel, (5,), (x, None, y, 160, 1, 7), sites, key, MAPPED=False, HALF=0.5, BLOCK=32,
+                launcher.probe_kernel, (5,), (x, None, y, 160, 1, 7), cached, key, MAPPED=False, HALF=0.5, BLOCK=32,
                 num_warps=1, num_stages=1,
             )  # fmt: skip
     plain = [launcher._plain(call) for call in PASSED]
-    found |= {"launches": len(PASSED), "doors": doors, "sites": len(sites)}
+    found |= {"launches": len(PASSED), "doors": doors, "cached": len(cached)}
     found["alike"] = all(len(call) == len(plain[0]) and call[:5] == plain[0][:5] for call in plain)
 
     # a release that passes something new with every launch, and one that passes arguments in another order

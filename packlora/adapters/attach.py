@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from packlora.adapters.linear import AdaptedLinear, Attached, Call, compute
+from packlora.adapters.linear import AdaptedCall, AdaptedLinear, Attached, compute
 from packlora.adapters.norms import RowNorms
 from packlora.adapters.owners import MIN_ROWS
 from packlora.adapters.siblings import SiblingGroup, sibling_groups
@@ -49,7 +49,7 @@ def attach(
     model: PreTrainedModel,
     specs: dict[str, AdapterSpec],
     seed: int | Mapping[str, int],
-    planner: PlanChooser | None = None,
+    chooser: PlanChooser | None = None,
 ) -> tuple[Attached, list[Adapter]]:
     """Freeze the model and attach one adapter per job.
 
@@ -59,10 +59,10 @@ def attach(
         model: gets its adapted layers replaced, in place.
         specs: by job name, from spec.resolve on this model.
         seed: of every adapter, or by job name.
-        planner: chooses how layers are computed; by default from what is known of the device.
+        chooser: chooses how layers are computed; by default from what is known of the device.
     """
     model.requires_grad_(False)
-    attached = Attached(planner or PlanChooser(model.device))
+    attached = Attached(chooser or PlanChooser(model.device))
     layers: dict[str, AdaptedLinear] = {}
     norms = RowNorms()
     groups = shared_inputs(model)
@@ -81,7 +81,7 @@ def attach(
     for paths in set(groups.values()):
         members = [layers[path] for path in paths if path in layers]
         if len(members) > 1:
-            group = SiblingGroup(members, compute, Call)
+            group = SiblingGroup(members, compute, AdaptedCall)
             group.attach(model.get_submodule(paths[0].rpartition(".")[0]))
             for index, member in enumerate(members):
                 member.siblings, member.index = group, index

@@ -37,8 +37,8 @@ class Attached:
     checkpointed activations are recomputed in autograd's own threads, which see no context of the thread that called backward.
     """
 
-    def __init__(self, planner: PlanChooser) -> None:
-        self.planner = planner
+    def __init__(self, chooser: PlanChooser) -> None:
+        self.chooser = chooser
         self._active: TokenOwners | int | None = None
         self._kept: dict[tuple[int, ...], tuple[tuple[Layer, ...], GroupState]] = {}
 
@@ -98,7 +98,7 @@ class Attached:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class AdaptedCall:
     """One layer's part of a forward by ops/lora_linear, as siblings.py wants it."""
 
     member: AdaptedLinear
@@ -131,7 +131,7 @@ class AdaptedLinear(torch.nn.Module):
         self.adapters: dict[int, AdapterWeights] = {}
         self.attached = attached
         self.salt = salt
-        self.siblings = SiblingGroup([self], compute, Call)
+        self.siblings = SiblingGroup([self], compute, AdaptedCall)
         self.index = 0
         self.keep_output = False
         """The backward reads this layer's output in the place of DoRA's product (kept_outputs.py)."""
@@ -149,14 +149,14 @@ class AdaptedLinear(torch.nn.Module):
         owners = self.attached.owners(math.prod(x.shape[:-1]))
         if owners is None or owners.adapters.isdisjoint(self.adapters):
             return torch.nn.functional.linear(x, self.base.weight, self.base.bias)
-        return self.siblings.serve(self.index, x, Call(self, owners))
+        return self.siblings.serve(self.index, x, AdaptedCall(self, owners))
 
-    def ready(self) -> Call | None:
+    def ready(self) -> AdaptedCall | None:
         """A sibling asks whether this layer can be computed with it."""
         owners = self.attached.microbatch
         if owners is None or owners.adapters.isdisjoint(self.adapters):
             return None
-        return Call(self, owners)
+        return AdaptedCall(self, owners)
 
     def layer(self) -> Layer:
         """The layer and all its adapters as the operator takes them."""
@@ -170,7 +170,7 @@ class AdaptedLinear(torch.nn.Module):
         return known
 
 
-def compute(x: torch.Tensor, calls: Sequence[Call]) -> tuple[torch.Tensor, ...]:
+def compute(x: torch.Tensor, calls: Sequence[AdaptedCall]) -> tuple[torch.Tensor, ...]:
     """Outputs of siblings for x [..., K], by one call of the operator."""
     first, owners = calls[0].member, calls[0].owners
     members = [call.member for call in calls]
@@ -181,5 +181,5 @@ def compute(x: torch.Tensor, calls: Sequence[Call]) -> tuple[torch.Tensor, ...]:
             dropout = max(spec.dropout for spec in specs) if owners.keys_T2 is not None else 0.0
             segments.append(Segment(number, start, stop, dropout, all(spec.base_dropped for spec in specs)))
     layers, state = first.attached.operands(members)
-    plan = first.attached.planner.plan_of(x, layers, segments)
+    plan = first.attached.chooser.plan_of(x, layers, segments)
     return lora_group(x, layers, segments, owners.keys_T2, first.salt, plan, state, recompute_of(x))

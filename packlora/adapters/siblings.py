@@ -102,7 +102,7 @@ def _conditional(
 _CHECKPOINTS = vars(torch.utils.checkpoint)
 
 
-class Call(Protocol):
+class MemberCall(Protocol):
     """What one layer would compute if it were called now."""
 
     @property
@@ -117,7 +117,7 @@ class Member(Protocol):
     """One layer of a group."""
 
     def ready(self) -> Any:
-        """A Call, or anything that is not one (a reason, None) when the layer cannot be computed with others."""
+        """A MemberCall, or anything that is not one (a reason, None) when the layer cannot be computed with others."""
 
 
 Compute = Callable[[torch.Tensor, Sequence[Any]], Sequence[torch.Tensor]]
@@ -139,7 +139,7 @@ class SiblingGroup:
     Args:
         members: in the order of their calls; `serve` speaks of them by number.
         compute: see Compute; one call for several members must give what single calls would.
-        is_call: the type of a member's Call.
+        is_call: the type of its members' calls.
     """
 
     def __init__(self, members: Sequence[Member], compute: Compute, is_call: type) -> None:
@@ -192,7 +192,7 @@ class SiblingGroup:
             frame = frame.f_back
         return frame is not None
 
-    def serve(self, index: int, x: torch.Tensor, call: Call) -> torch.Tensor:
+    def serve(self, index: int, x: torch.Tensor, call: MemberCall) -> torch.Tensor:
         """The output of member `index` for x: kept from an earlier sibling's call, or computed now, with its siblings'."""
         if not self._called_by_parent() or x.is_inference():  # inference tensors count no versions
             self._alone.add(index)
@@ -221,7 +221,7 @@ class SiblingGroup:
             self._pending = _Pending(x, context, kept_outputs)
         return own
 
-    def serve_traced(self, index: int, x: torch.Tensor, call: Call) -> torch.Tensor:
+    def serve_traced(self, index: int, x: torch.Tensor, call: MemberCall) -> torch.Tensor:
         """The same for torch.compile to trace: calls of one forward of the parent, with no change of operands between."""
         pending = self._pending
         if pending is None or pending.x is not x or index not in pending.outputs:

@@ -171,7 +171,7 @@ class Operator:
     """The operator on one layer, as training holds it: float32 parameters and norms that follow them."""
 
     layers: tuple[Layer, ...]
-    runs: tuple[Segment, ...]
+    segments: tuple[Segment, ...]
     parameters: list[torch.Tensor]
 
     @staticmethod
@@ -200,15 +200,15 @@ class Operator:
         )
 
     def call(self, name: str, x_TK: torch.Tensor, keys_T2: torch.Tensor) -> tuple[Callable[..., torch.Tensor], str]:
-        """The call, for x [..., K], and the name of its plan: the one that the contender names, else the planner's."""
+        """The call, for x [..., K], and the name of its plan: the one that the contender names, else the chooser's."""
         if ":" in name:
             plan = plan_from_name(name.partition(":")[2])
         else:
-            plan = PlanChooser(x_TK.device).plan_of(x_TK, self.layers, self.runs)
+            plan = PlanChooser(x_TK.device).plan_of(x_TK, self.layers, self.segments)
         state = GroupState(version_counted=True)  # as in training: an optimizer moves version counters
 
         def call(x: torch.Tensor) -> torch.Tensor:
-            return lora_group(x, self.layers, self.runs, keys_T2, 1, plan, state)[0]
+            return lora_group(x, self.layers, self.segments, keys_T2, 1, plan, state)[0]
 
         return call, plan.name
 
@@ -224,7 +224,7 @@ def dropout_keys(T: int, device: torch.device) -> torch.Tensor:
 
 
 def flat(x: torch.Tensor) -> torch.Tensor:
-    """x [T, K] for the planner: as in a call, it wants a gradient."""
+    """x [T, K] for the chooser: as in a call, it wants a gradient."""
     return x.reshape(-1, x.shape[-1])
 
 
@@ -252,9 +252,9 @@ def compare_with_peft(
 
 def plans_of(inputs: Inputs) -> list[str]:
     """Every plan that is legal for the case, as names of contenders."""
-    made, planner = operator(inputs), PlanChooser(inputs.lora.x.device)
-    planner.plan_of(flat(inputs.lora.x), made.layers, made.runs)
-    return [f"packlora:{plan.name}" for case in planner.choices for plan in legal_plans(case)]
+    made, chooser = operator(inputs), PlanChooser(inputs.lora.x.device)
+    chooser.plan_of(flat(inputs.lora.x), made.layers, made.segments)
+    return [f"packlora:{plan.name}" for case in chooser.choices for plan in legal_plans(case)]
 
 
 def run(options: Options) -> list[dict[str, Any]]:

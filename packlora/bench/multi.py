@@ -125,7 +125,7 @@ def packlora_work(name: str, inputs: Inputs) -> Work:
     factors = [(A.to(dtype).requires_grad_(), B.to(dtype).requires_grad_()) for A, B in inputs.factors]
     adapters = {number: LowRank(A, B, 2.0) for number, (A, B) in enumerate(factors)}
     layers = (Layer(Dense(inputs.weight_NK), None, adapters),)
-    runs = tuple(
+    segments = tuple(
         Segment(number, start, stop, ADAPTERS[number][1])
         for number, (start, stop) in enumerate(boundaries(inputs.case.T))
     )
@@ -133,11 +133,11 @@ def packlora_work(name: str, inputs: Inputs) -> Work:
     if ":" in name:
         plan = plan_from_name(name.partition(":")[2])
     else:
-        plan = PlanChooser(inputs.x_TK.device).plan_of(inputs.x_TK, layers, runs)
+        plan = PlanChooser(inputs.x_TK.device).plan_of(inputs.x_TK, layers, segments)
     state = GroupState(version_counted=True)  # as in training: an optimizer moves version counters
 
     def call(x_TK: torch.Tensor) -> torch.Tensor:
-        return lora_group(x_TK, layers, runs, inputs.keys_T2, 1, plan, state)[0]
+        return lora_group(x_TK, layers, segments, inputs.keys_T2, 1, plan, state)[0]
 
     compare_with_peft(call, factors[0], inputs)
     parameters = [factor for pair in factors for factor in pair]

@@ -25,7 +25,7 @@ from packlora.files import write_json
 from packlora.report.gantt import draw
 from packlora.report.progress import GAP, NAME, duration
 from packlora.runtime import profiler
-from packlora.runtime.prepare import Prepared, PreparedJob, prepare
+from packlora.runtime.prepare import PreparedJob, PreparedRun, prepare
 from packlora.runtime.profiler import Prediction, Profile
 from packlora.schedule.planner import Planner
 from packlora.schedule.simulate import simulate
@@ -91,7 +91,7 @@ class Figures:
 
 
 def figures(
-    prepared: Prepared,
+    prepared: PreparedRun,
     known: Profile,
     method: str,
     stages: int = 1,
@@ -145,10 +145,10 @@ def figures(
 
 
 @dataclass(slots=True)
-class Plan:
+class PlannedRun:
     """All that the command shows."""
 
-    prepared: Prepared
+    prepared: PreparedRun
     known: Profile
     stages: int
     methods: list[Figures]
@@ -177,7 +177,7 @@ class Plan:
         return max(microbatch.num_tokens for microbatch in self.shown)
 
 
-def make_plan(run: Run, stages: int = 1, told: Told = silent) -> Plan:
+def make_plan(run: Run, stages: int = 1, told: Told = silent) -> PlannedRun:
     """Check the run as training would, and plan it alone and as the run file says.
 
     Raises:
@@ -193,13 +193,13 @@ def make_plan(run: Run, stages: int = 1, told: Told = silent) -> Plan:
     if stages > 1:
         split = profiler.estimate(run, prepared, stages)
         cost = replace(known.cost, stage_shares=split.cost.stage_shares)
-        known = replace(known, layout=split.layout, cost=cost, kept_bytes=known.kept_bytes / stages)
+        known = replace(known, stages=split.stages, cost=cost, kept_bytes=known.kept_bytes / stages)
     other = "auto" if run.schedule.method == "solo" else run.schedule.method
     methods = []
     for method in ("solo", other):
         made, shown = figures(prepared, known, method, stages, run.schedule.padding_multiple, told)
         methods.append(made)
-    return Plan(prepared, known, stages, methods, shown, budgets)
+    return PlannedRun(prepared, known, stages, methods, shown, budgets)
 
 
 def print_plan(run: Run, stages: int = 1, json_file: Path | None = None, plot: Path | None = None) -> None:
@@ -262,7 +262,7 @@ def sparkline(lengths: Sequence[int] | np.ndarray, low: int, high: int, cells: i
 # --- printing ----------------------------------------------------------------------------------------------------------
 
 
-def print_all(plan: Plan, console: Console) -> None:
+def print_all(plan: PlannedRun, console: Console) -> None:
     """Jobs, groups, microbatches, budgets, memory, notes."""
     prepared, run, shape = plan.prepared, plan.prepared.run, plan.prepared.shape
     device = choose_device(run.device)
@@ -341,7 +341,7 @@ def _print_table(console: Console, headings: Sequence[str], rows: Sequence[Seque
         console.print(table)
 
 
-def _print_jobs(prepared: Prepared, console: Console) -> None:
+def _print_jobs(prepared: PreparedRun, console: Console) -> None:
     low = min(int(job.data.planned.lengths.min()) for job in prepared.jobs)
     high = max(int(job.data.planned.lengths.max()) for job in prepared.jobs)
     scale = f"{low} lengths {high}"

@@ -207,7 +207,7 @@ def _by_group(x: torch.Tensor, calls: Sequence[LayerCall], dtype: torch.dtype) -
         )
         for index, (call, weight) in enumerate(zip(calls, weights, strict=True))
     )
-    return lora_group(x, layers, _whole(T, first.p), keys_T2, 0, plan, state, recompute)
+    return lora_group(x, layers, _single_adapter(T, first.p), keys_T2, 0, plan, state, recompute)
 
 
 def _by_tracing(x: torch.Tensor, calls: Sequence[LayerCall], dtype: torch.dtype) -> Sequence[torch.Tensor]:
@@ -237,7 +237,7 @@ def _dropout_keys(T: int, device: torch.device) -> torch.Tensor:
 
 
 @lru_cache(maxsize=1024)
-def _whole(T: int, p: float) -> tuple[Segment, ...]:
+def _single_adapter(T: int, p: float) -> tuple[Segment, ...]:
     """One adapter that has all tokens; the same object for the same tokens."""
     return (Segment(0, 0, T, p),)
 

@@ -1,1 +1,1 @@
-"""Operators: per folder a reference that is the specification, and the ways to compute it. Imports nothing of packlora."""
+"""Operators: per folder a reference that is the specification, and the paths that compute it. Imports nothing of packlora."""

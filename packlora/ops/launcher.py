@@ -157,14 +157,14 @@ def _kind(value: Any) -> Any:
     return None
 
 
-def launched(sites: dict[Hashable, CachedLaunch], key: Hashable, args: tuple[Any, ...]) -> bool:
+def launched(launches: dict[Hashable, CachedLaunch], key: Hashable, args: tuple[Any, ...]) -> bool:
     """Whether this launch was made before and could be made again; `launch` is for those that could not."""
-    site = sites.get(key)
-    return site is not None and site(args)
+    cached = launches.get(key)
+    return cached is not None and cached(args)
 
 
 def launch(
-    kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], sites: dict[Hashable, CachedLaunch] | None = None,
+    kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], launches: dict[Hashable, CachedLaunch] | None = None,
     key: Hashable = None, **constants: Any,
 ) -> None:  # fmt: skip
     """kernel[grid](*args, **constants), with num_warps and num_stages last among the constants.
@@ -173,11 +173,11 @@ def launch(
         kernel: a triton.jit function whose compile-time arguments come last, in the order of `constants`.
         grid: one to three sizes; nothing is launched where one is 0.
         args: tensors, tensor descriptors, integers and None.
-        sites: where the launch is remembered under `key` with its grid; the same key must always mean the same grid and
+        launches: where the launch is remembered under `key` with its grid; the same key must always mean the same grid and
             constants, and arguments of the same kind, dtypes and (for integers) values, descriptors of the same sizes.
             Constants may rest on an operand's lying at a multiple of 16 bytes: one that does not is launched anew.
     """
-    if sites is not None and launched(sites, key, args):
+    if launches is not None and launched(launches, key, args):
         return
     if 0 in grid:
         return
@@ -196,8 +196,8 @@ def launch(
         made = None if known[1] is None else CachedLaunch(known[1], grid, args, tuple(own), device)
         if made is None or not made(args):
             kernel[grid](*args, **constants)
-    if sites is not None and made is not None:
-        sites.setdefault(key, made)
+    if launches is not None and made is not None:
+        launches.setdefault(key, made)
 
 
 # --- is it the same launch? --------------------------------------------------------------------------------------------
@@ -214,8 +214,8 @@ def is_quick() -> bool:
 def why_usual() -> str | None:
     """Why every launch goes through Triton's own door, or None where launches are made again.
 
-    Tried once in a process, on the current GPU: what a cached launch passes to the function that launches must be what
-    Triton passes to it for the same arguments, with other operands than those that it was made with.
+    Tried once in a process, on the current GPU: what a cached launch passes to the function that launches must be what Triton
+    passes to it for the same arguments, with other operands than those that it was made with.
     """
     if not isinstance(probe_kernel, JITFunction):
         return "kernels are interpreted"
@@ -244,12 +244,12 @@ def _difference(mapped: bool) -> str | None:
     passage = Passage.recorded(compiled, (*args, *constants.values()))
     if passage is None:
         return "its launcher passes arguments in a way that is not known here"
-    site = CachedLaunch(passage, grid, args, tuple(constants.values()), device)
+    cached = CachedLaunch(passage, grid, args, tuple(constants.values()), device)
     grid, args = drawn(3)
-    site.grid = (*grid, 1, 1)
+    cached.grid = (*grid, 1, 1)
     ours: list[tuple[Any, ...]] = []
-    site.launch = lambda *passed: ours.append(passed)
-    site(args)
+    cached.launch = lambda *passed: ours.append(passed)
+    cached(args)
     theirs = _passed(compiled.run, lambda: probe_kernel[grid](*args, **constants, **options))
     if (passed := _plain(ours)) != (wanted := _plain(theirs)):
         return f"where Triton passes {wanted}, a cached launch would pass {passed}"

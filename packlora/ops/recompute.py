@@ -247,15 +247,15 @@ def _why_not_product(module: Any) -> str | None:
 
         return project
 
-    stand_ins = dict(zip(GATED, (projection("_gate"), projection("_up"), down), strict=True))
+    forwards = dict(zip(GATED, (projection("_gate"), projection("_up"), down), strict=True))
     kept = {name: getattr(module, name).__dict__.get("forward") for name in GATED}
     try:
         weight = module.gate_proj.weight
         N = getattr(module.gate_proj, "out_features", None) or weight.shape[0]
         K = getattr(module.gate_proj, "in_features", None) or weight.shape[1]
         dtype = weight.dtype if weight.is_floating_point() else torch.float32
-        for name, stand_in in stand_ins.items():
-            getattr(module, name).forward = stand_in
+        for name, replaced in forwards.items():
+            getattr(module, name).forward = replaced
         module(torch.zeros(1, 4, K, device=weight.device, dtype=dtype))
     except Exception as error:  # any module, any error: nothing is recomputed then
         return f"running it failed ({type(error).__name__})"

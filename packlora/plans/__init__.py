@@ -1,1 +1,1 @@
-"""Which ways of computing a layer with adapters exist, what they cost, and which one to use on this device."""
+"""Which plans compute a layer with adapters, what they cost, and which one to use on this device."""

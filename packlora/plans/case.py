@@ -95,22 +95,23 @@ class Case:
         )  # fmt: skip
 
     @staticmethod
-    def of_call(x: torch.Tensor, layers: Sequence[Layer], runs: Sequence[Segment]) -> Case:
+    def of_call(x: torch.Tensor, layers: Sequence[Layer], segments: Sequence[Segment]) -> Case:
         """Of a call of lora_group.
 
         Args:
             x: [..., K].
             layers: those that read x.
-            runs: who owns which of its T tokens.
+            segments: who owns which of its T tokens.
         """
         K = x.shape[-1]
         T = x.numel() // K
-        call = situation(layers, runs, T)
+        call = situation(layers, segments, T)
         return Case.of(
             x.device, x.dtype, T, K, [layer.frozen.shape[0] for layer in layers],
-            [[low.rank if (low := layer.adapters.get(run.adapter)) else 0 for layer in layers] for run in runs],
-            [run.dropout > 0 for run in runs], [layer.bias is not None for layer in layers],
-            sum(run.stop - run.start for run in runs) == T, (x.requires_grad, True, True), call.composed, call.base_dropped,
+            [[low.rank if (low := layer.adapters.get(segment.adapter)) else 0 for layer in layers] for segment in segments],
+            [segment.dropout > 0 for segment in segments], [layer.bias is not None for layer in layers],
+            sum(segment.stop - segment.start for segment in segments) == T, (x.requires_grad, True, True), call.composed,
+            call.base_dropped,
         )  # fmt: skip
 
     @staticmethod

@@ -60,21 +60,16 @@ class Machine:
     launch: float
 
 
-def flops(plan: Plan, case: Case, phase: Phase | None = None) -> int:
-    """Of forward and backward, or of one of them."""
-    return sum(step.flops for step in steps(plan, case) if phase in (None, step.phase))
+def flops(plan: Plan, case: Case) -> int:
+    """Of forward and backward."""
+    return sum(step.flops for step in steps(plan, case))
 
 
-def bytes_moved(plan: Plan, case: Case, phase: Phase | None = None) -> int:
-    """Of forward and backward, or of one of them."""
-    return sum(step.bytes for step in steps(plan, case) if phase in (None, step.phase))
-
-
-def seconds(plan: Plan, case: Case, machine: Machine, phase: Phase | None = None) -> float:
-    """Roofline estimate: each step takes the longer of its arithmetic and its traffic, and its launches. On a GPU launches
-    cost the host, which runs ahead: the longer of the two counts.
+def seconds(plan: Plan, case: Case, machine: Machine) -> float:
+    """Roofline estimate of forward and backward: each step takes the longer of its arithmetic and its traffic, and its
+    launches. On a GPU launches cost the host, which runs ahead: the longer of the two counts.
     """
-    own = [step for step in steps(plan, case) if phase in (None, step.phase)]
+    own = steps(plan, case)
     work = 0.0
     for step in own:
         sides = step.flops * step.slower / machine.flops, step.bytes * step.waste / machine.bandwidth
@@ -82,8 +77,7 @@ def seconds(plan: Plan, case: Case, machine: Machine, phase: Phase | None = None
     launches = machine.launch * sum(step.launches for step in own)
     if case.device == "cpu":
         return work + launches
-    host = HOST * (2 if phase is None else 1) + launches
-    return max(work + GAP * sum(step.launches for step in own), host)
+    return max(work + GAP * sum(step.launches for step in own), 2 * HOST + launches)
 
 
 def steps(plan: Plan, case: Case) -> tuple[Step, ...]:

@@ -150,7 +150,7 @@ class _Operands:
             self.layers.append(Layer(Dense(randn(N, case.K).div_(case.K**0.5)), randn(N) if bias else None, adapters))
         shares = len(case.ranks) + (not case.covered)
         bounds = np.linspace(0, case.tokens, shares + 1).astype(int).tolist() if shares else []
-        self.runs = [
+        self.segments = [
             Segment(number, bounds[number], bounds[number + 1], RATE if drops else 0.0, case.base_dropped)
             for number, drops in enumerate(case.drops)
             if bounds[number] < bounds[number + 1]
@@ -161,7 +161,7 @@ class _Operands:
         state = GroupState(version_counted=True)  # as in training: parameters are packed once per optimizer step
 
         def step() -> None:
-            outputs = lora_group(self.x_TK, self.layers, self.runs, self.keys_T2, 0, plan, state)
+            outputs = lora_group(self.x_TK, self.layers, self.segments, self.keys_T2, 0, plan, state)
             if self.leaves:
                 torch.autograd.grad(outputs, self.leaves, self.d_TN, allow_unused=True)
 

@@ -109,7 +109,7 @@ class SingleDevice:
             return Pending(batch, losses_L, total, num_owners).result()
 
     def plans(self) -> list[dict[str, Any]]:
-        return self.attached.planner.record()
+        return self.attached.chooser.record()
 
 
 @contextmanager

@@ -91,7 +91,7 @@ def _number(config: Any, name: str, otherwise: int) -> int:
 
 
 @dataclass(slots=True)
-class Prepared:
+class PreparedRun:
     """A checked run.
 
     budget: tokens of a microbatch, for auto the usual one of the device. left_out: jobs of a resumed run whose data is gone,
@@ -125,7 +125,7 @@ class Prepared:
         return sum(job.trainable for job in self.jobs)
 
 
-def prepare(run: Run, max_steps: int | None = None, resumed: bool = False, told: Told = silent) -> Prepared:
+def prepare(run: Run, max_steps: int | None = None, resumed: bool = False, told: Told = silent) -> PreparedRun:
     """Read, encode and match everything. Raises InputError at the first thing that cannot work.
 
     Args:
@@ -165,7 +165,7 @@ def prepare(run: Run, max_steps: int | None = None, resumed: bool = False, told:
         warnings += _cut_samples(job.name, encoded, eval_encoded) + _doubts(job, data)
         trainable = trainable_parameters(specs[job.name], skeleton)
         jobs.append(PreparedJob(job, data, encoded, eval_encoded, specs[job.name], trainable))
-    prepared = Prepared(run, tokenizer, budget, ModelShape.of(skeleton), jobs, warnings, left_out)
+    prepared = PreparedRun(run, tokenizer, budget, ModelShape.of(skeleton), jobs, warnings, left_out)
     if auto:
         prepared.budget = max(AUTO_BUDGET[device.type], prepared.longest)
     return prepared

@@ -1,4 +1,4 @@
-"""The parallelism profiler: what a microbatch costs in time and memory, and which token budget and layout suit a run best.
+"""The parallelism profiler: what a microbatch costs in time and memory, and which token budget suits a run best.
 
 Two sources of the same Profile. `estimate` counts products and bytes; it needs neither a GPU nor the weights, and one short
 matrix product tells it how fast the machine is. `measure` runs the model on microbatches of the run's own samples, up to the
@@ -26,7 +26,7 @@ from packlora.runtime.collate import PackedSample
 from packlora.runtime.job import Job
 from packlora.runtime.memory import free_memory, memory_room
 from packlora.runtime.microbatch import Executor, run_microbatch
-from packlora.runtime.prepare import Prepared
+from packlora.runtime.prepare import PreparedRun
 from packlora.runtime.profiles import Point, ProfileCache
 from packlora.schedule.cost import CostModel, balance
 from packlora.schedule.planner import Planner
@@ -56,27 +56,15 @@ ATTENTION_SLOWER = 2.5
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
-    """How a model lies on devices."""
-
-    pipeline: int = 1
-    tensor: int = 1
-
-    @property
-    def name(self) -> str:
-        parts = [f"{kind} {n}" for kind, n in (("pipeline", self.pipeline), ("tensor", self.tensor)) if n > 1]
-        return ", ".join(parts) or "one device"
-
-
-@dataclass(frozen=True, slots=True)
 class Profile:
     """What is known of a model, its jobs and a device.
 
-    origin: estimated, measured or remembered. cost: seconds of a microbatch. kept_bytes, bytes_per_token: of memory at its
-    peak. room: bytes of the device. failed: fewest tokens that memory did not hold.
+    stages: of the pipeline that the model lies on, a device each. origin: estimated, measured or remembered. cost: seconds of a
+    microbatch. kept_bytes, bytes_per_token: of memory at its peak. room: bytes of the device. failed: fewest tokens that memory
+    did not hold.
     """
 
-    layout: Layout
+    stages: int
     origin: Literal["estimated", "measured", "remembered"]
     cost: CostModel
     kept_bytes: float
@@ -113,7 +101,7 @@ class Prediction:
     """A run's beginning under a token budget; seconds of its microbatches, bytes of the fullest one."""
 
     budget: int
-    layout: Layout
+    stages: int
     microbatches: int
     tokens: int
     seconds: float
@@ -128,7 +116,7 @@ class Prediction:
 # --- estimated ---------------------------------------------------------------------------------------------------------
 
 
-def estimate(run: Run, prepared: Prepared, stages: int = 1) -> Profile:
+def estimate(run: Run, prepared: PreparedRun, stages: int = 1) -> Profile:
     """From shapes alone, and the speed of the machine at one matrix product.
 
     Args:
@@ -139,10 +127,10 @@ def estimate(run: Run, prepared: Prepared, stages: int = 1) -> Profile:
     kept = parts["frozen weights"] + parts["adapters and optimizer"]
     per_token = parts["activations"] + parts["logits"]
     cost = analytic_cost(run, prepared, machine_flops(device, run.dtype) * PRODUCTS_SHARE[device.type], stages)
-    return Profile(Layout(stages), "estimated", cost, kept / stages, per_token, memory_room(device))
+    return Profile(stages, "estimated", cost, kept / stages, per_token, memory_room(device))
 
 
-def analytic_cost(run: Run, prepared: Prepared, flops: float, stages: int = 1) -> CostModel:
+def analytic_cost(run: Run, prepared: PreparedRun, flops: float, stages: int = 1) -> CostModel:
     """Seconds of a microbatch on machines of so many FLOP/s.
 
     Forward: two operations per weight of the linear layers and of a token's own adapter, causal attention, and the output layer
@@ -185,7 +173,7 @@ def machine_flops(device: torch.device, dtype: str) -> float:
     return 2 * n**3 / min(seconds)
 
 
-def memory_parts(run: Run, prepared: Prepared, tokens: int) -> dict[str, int]:
+def memory_parts(run: Run, prepared: PreparedRun, tokens: int) -> dict[str, int]:
     """Bytes by what holds them, in a microbatch of so many tokens.
 
     Counted: frozen weights; per trainable parameter its value, gradient, two AdamW moments and the last good value (4 bytes
@@ -216,7 +204,11 @@ def memory_parts(run: Run, prepared: Prepared, tokens: int) -> dict[str, int]:
 
 
 def profile(
-    run: Run, prepared: Prepared, base: Base | None = None, executor: Executor | None = None, jobs: Sequence[Job] = ()
+    run: Run,
+    prepared: PreparedRun,
+    base: Base | None = None,
+    executor: Executor | None = None,
+    jobs: Sequence[Job] = (),
 ) -> Profile:
     """What is known of the run on its device: measured now where that decides the budget, else measured before, else estimated.
 
@@ -241,7 +233,7 @@ def profile(
     return fitted(guess, points, origin, OPTIMIZER_BYTES * prepared.trainable)
 
 
-def profile_key(run: Run, prepared: Prepared, base: Base | None) -> str:
+def profile_key(run: Run, prepared: PreparedRun, base: Base | None) -> str:
     """What a measurement depends on beside the device and versions, in words."""
     shape = prepared.shape
     adapters = sorted(
@@ -259,7 +251,7 @@ def profile_key(run: Run, prepared: Prepared, base: Base | None) -> str:
     return " ".join(word for word in words if word)
 
 
-def budgets(prepared: Prepared) -> tuple[int, ...]:
+def budgets(prepared: PreparedRun) -> tuple[int, ...]:
     """Token budgets worth trying: those that hold the longest sample, up to the first that holds the global batches of two
     rounds, more than any microbatch has use for.
     """
@@ -362,7 +354,7 @@ def fitted(
                 ((tokens - tokens.mean()) * (peak - peak.mean())).sum() / ((tokens - tokens.mean()) ** 2).sum()
             )
         kept = float((peak - each * tokens).max())  # no measured peak lies above what is predicted
-    return Profile(guess.layout, origin, cost, kept + more_bytes, each, guess.room, tuple(points))
+    return Profile(guess.stages, origin, cost, kept + more_bytes, each, guess.room, tuple(points))
 
 
 def _non_negative(matrix: np.ndarray) -> tuple[float, float]:
@@ -382,7 +374,7 @@ def _seconds(cost: CostModel, point: Point) -> float:
     return body * (1 + cost.backward_ratio) + head * (1 + cost.head_backward_ratio)
 
 
-def remember_failure(run: Run, prepared: Prepared, base: Base, tokens: int) -> None:
+def remember_failure(run: Run, prepared: PreparedRun, base: Base, tokens: int) -> None:
     """A microbatch ran out of memory while training: the next run of this kind will not try as many tokens."""
     cache, key = ProfileCache(base.device), profile_key(run, prepared, base)
     points = [point for point in cache.get(key) if point.tokens < tokens]
@@ -394,12 +386,12 @@ def remember_failure(run: Run, prepared: Prepared, base: Base, tokens: int) -> N
 # --- chosen ------------------------------------------------------------------------------------------------------------
 
 
-def predict(prepared: Prepared, known: Profile, budget: int, method: str = "greedy") -> Prediction:
+def predict(prepared: PreparedRun, known: Profile, budget: int, method: str = "greedy") -> Prediction:
     """The run's first window at a budget."""
     window = Planner([job.data.planned for job in prepared.jobs], budget, method=method).window(0)
     fullest = max(microbatch.num_tokens for microbatch in window.microbatches)
     return Prediction(
-        budget, known.layout, len(window.microbatches), sum(mb.num_tokens for mb in window.microbatches),
+        budget, known.stages, len(window.microbatches), sum(mb.num_tokens for mb in window.microbatches),
         sum(known.seconds(microbatch) for microbatch in window.microbatches), known.bytes(fullest), known.fits(fullest),
     )  # fmt: skip
 
@@ -411,11 +403,11 @@ def choose(predictions: Sequence[Prediction]) -> Prediction:
         return min(predictions, key=lambda prediction: prediction.budget)
     best = max(prediction.tokens_per_second for prediction in fitting)
     close = [prediction for prediction in fitting if prediction.tokens_per_second >= (1 - CLOSE) * best]
-    return min(close, key=lambda prediction: (prediction.budget, prediction.layout.pipeline * prediction.layout.tensor))
+    return min(close, key=lambda prediction: (prediction.budget, prediction.stages))
 
 
-def predictions(prepared: Prepared, profiles: Sequence[Profile]) -> list[Prediction]:
-    """Of every budget worth trying, in every layout that there is a profile of."""
+def predictions(prepared: PreparedRun, profiles: Sequence[Profile]) -> list[Prediction]:
+    """Of every budget worth trying, with every number of stages that there is a profile of."""
     return [predict(prepared, known, budget) for known in profiles for budget in budgets(prepared)]
 
 

@@ -31,13 +31,13 @@ from packlora.report.events import (
 from packlora.report.metrics import BestEffort
 from packlora.result import JobResult
 from packlora.runtime.job import Job
-from packlora.runtime.prepare import LEFT_OUT, Prepared
+from packlora.runtime.prepare import LEFT_OUT, PreparedRun
 from packlora.runtime.profiler import Profile
 from packlora.runtime.resume import SavedRun, start_hash
 
 
 def run_record(
-    prepared: Prepared, base: Base, jobs: list[Job], known: Profile, saved: SavedRun | None = None
+    prepared: PreparedRun, base: Base, jobs: list[Job], known: Profile, saved: SavedRun | None = None
 ) -> dict[str, Any]:
     """run.json: everything that is needed to repeat the run, or to continue it; the warnings are those of this session.
 
@@ -88,7 +88,7 @@ def run_record(
         },
         "jobs": {name: described[name] for name in names},
         "saved": {name: saved.saved.get(name, 0) if saved else 0 for name in names},
-        "schedule": {"budget": prepared.budget, "layout": known.layout.name, "profile": known.describe()},
+        "schedule": {"budget": prepared.budget, "layout": "one device", "profile": known.describe()},
         "warnings": warnings,
         "result": None,
     }

@@ -33,7 +33,7 @@ from packlora.runtime.events import Emitter, name_of
 from packlora.runtime.folder import OutputFolder, make_output, unmake_folder
 from packlora.runtime.job import Job
 from packlora.runtime.microbatch import Executor, SingleDevice
-from packlora.runtime.prepare import Prepared, prepare
+from packlora.runtime.prepare import PreparedRun, prepare
 from packlora.runtime.profiler import Profile
 from packlora.runtime.record import RunRecord, earlier_warnings, run_record
 from packlora.runtime.resume import (
@@ -153,7 +153,7 @@ def _set_up(run: Run, saved: SavedRun | None, max_steps: int | None, resume_from
     return trainer
 
 
-def _attach(prepared: Prepared, base: Base) -> tuple[Executor, list[Job]]:
+def _attach(prepared: PreparedRun, base: Base) -> tuple[Executor, list[Job]]:
     """Put an adapter of each job onto the model."""
     attached, adapters = attach(
         base.model,
@@ -172,7 +172,7 @@ def _attach(prepared: Prepared, base: Base) -> tuple[Executor, list[Job]]:
 
 
 def _choose_budget(
-    run: Run, prepared: Prepared, base: Base, executor: Executor, jobs: list[Job], saved: SavedRun | None
+    run: Run, prepared: PreparedRun, base: Base, executor: Executor, jobs: list[Job], saved: SavedRun | None
 ) -> Profile:
     """What is known of the model on this device; sets the budget where the run file leaves it to the profiler.
 

@@ -42,7 +42,7 @@ from packlora.runtime.folder import OutputFolder
 from packlora.runtime.job import Job
 from packlora.runtime.memory import TokenBudget, free_memory, peak_memory
 from packlora.runtime.microbatch import Executor, run_microbatch
-from packlora.runtime.prepare import Prepared
+from packlora.runtime.prepare import PreparedRun
 from packlora.runtime.profiler import Profile, remember_failure
 from packlora.runtime.record import job_result
 from packlora.runtime.signals import stop_signals
@@ -56,7 +56,7 @@ class Trainer:
     def __init__(
         self,
         run: Run,
-        prepared: Prepared,
+        prepared: PreparedRun,
         base: Base,
         executor: Executor,
         jobs: list[Job],

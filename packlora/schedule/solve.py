@@ -19,7 +19,7 @@ from packlora.schedule.compact import compact
 from packlora.schedule.cost import CostModel
 from packlora.schedule.group import JobShape, groupings
 from packlora.schedule.simulate import makespan
-from packlora.schedule.stream import Item, Layout, Packer, Room, Unit, lay_out, slot_tokens
+from packlora.schedule.stream import Item, Packer, Room, SlotLayout, Unit, lay_out, slot_tokens
 from packlora.schedule.types import Carry, Microbatch, Placed, ScheduleError, Window, WindowReport
 from packlora.schedule.verify import carry_after, check, with_noops
 
@@ -128,7 +128,7 @@ def finish(window: Window, task: Task, carry: Carry | None) -> Window:
 class _Candidate:
     groups: list[list[int]]
     fill: int
-    layout: Layout
+    layout: SlotLayout
     microbatches: list[Microbatch]
     noops: int
     waits: int
@@ -193,11 +193,11 @@ def _lay_out(task: Task, groups: list[list[int]], queues: list[list[Unit]], fill
     if shared and task.multiple == 1 and len(layout.slots) > 1:
         slots = [list(slot) for slot in layout.slots]
         compact(slots, fill, task.stages)
-        best = min(best, _scored(task, groups, fill, Layout(slots, layout.packs)), key=lambda each: each.score)
+        best = min(best, _scored(task, groups, fill, SlotLayout(slots, layout.packs)), key=lambda each: each.score)
     return best
 
 
-def _scored(task: Task, groups: list[list[int]], fill: int, layout: Layout) -> _Candidate:
+def _scored(task: Task, groups: list[list[int]], fill: int, layout: SlotLayout) -> _Candidate:
     """Score: time, or slots without a cost model; then microbatches. The no-ops that a window like this would need behind
     this one count as well."""
     microbatches = with_noops(to_microbatches(task, layout), task.stages)
@@ -211,7 +211,7 @@ def _scored(task: Task, groups: list[list[int]], fill: int, layout: Layout) -> _
     return _Candidate(groups, fill, layout, microbatches, noops, again - count + noops, score)
 
 
-def to_microbatches(task: Task, layout: Layout) -> list[Microbatch]:
+def to_microbatches(task: Task, layout: SlotLayout) -> list[Microbatch]:
     """Samples by job, then as in the global batch; each batch completes in its last slot."""
     last = {(item.job, item.batch): slot for slot, items in enumerate(layout.slots) for item in items}
     names = [job.name for job in task.jobs]

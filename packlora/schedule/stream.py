@@ -36,7 +36,7 @@ class Unit:
 
 
 @dataclass(slots=True)
-class Layout:
+class SlotLayout:
     """Slots with their samples; an empty one is a no-op."""
 
     slots: list[list[Item]] = field(default_factory=list)
@@ -57,7 +57,7 @@ Packer = Callable[[Unit, Room], tuple[Packing, int, str]]
 
 def lay_out(
     queues: Sequence[Sequence[Unit]], capacity: int, stages: int, multiple: int, merge: bool, packer: Packer
-) -> Layout:
+) -> SlotLayout:
     """Slots for all units.
 
     Args:
@@ -66,7 +66,7 @@ def lay_out(
         merge: whether a unit may use the room in the last slot of another.
         packer: packs one unit.
     """
-    layout = Layout()
+    layout = SlotLayout()
     slots = layout.slots
     heads = [0] * len(queues)
     last: dict[int, int] = {}  # the last slot of each job

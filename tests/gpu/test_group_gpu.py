@@ -121,7 +121,7 @@ def test_remembered_launches_take_other_operands_at_other_places(plan: Plan, dor
     def case(trial: int) -> GroupCase:
         kind = {"dora": [dora], "base_dropped": False, "keep_output": False}
         made = make_case(1024, 512, [768, 256], [[16, 33]], [0.1], True, SEED + trial, torch.bfloat16, "cuda", **kind)
-        held.append(replace(made, runs=(Segment(0, 0, 1024, 0.1, base_dropped=False),)))
+        held.append(replace(made, segments=(Segment(0, 0, 1024, 0.1, base_dropped=False),)))
         return held[-1]
 
     group_is_as_exact(case, 4, torch.bfloat16, plan, SEED)

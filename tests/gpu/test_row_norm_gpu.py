@@ -189,10 +189,12 @@ def test_nothing_waits_for_the_device() -> None:
 
 
 class Layer:
-    def __init__(self, norms: RowNorms, trusted: bool, dtype: torch.dtype = torch.bfloat16, r: int = 16) -> None:
+    def __init__(
+        self, norms: RowNorms, version_counted: bool, dtype: torch.dtype = torch.bfloat16, r: int = 16
+    ) -> None:
         W, A, B = draw(520, 768, r, dtype)
         self.W, self.A, self.B = W, nn.Parameter(A), nn.Parameter(B)
-        self.handle: NormHandle = norms.add(self.W, self.A, self.B, 1.5, trusted)
+        self.handle: NormHandle = norms.add(self.W, self.A, self.B, 1.5, version_counted)
 
     def right(self, norm_N: torch.Tensor | None = None) -> bool:
         got = self.handle.get() if norm_N is None else norm_N
@@ -236,10 +238,10 @@ def test_writes_that_only_the_data_show(change: Any, dtype: torch.dtype) -> None
 
 
 @pytest.mark.parametrize("settings", [{"fused": True}, {"foreach": True}, {"foreach": False}])
-@pytest.mark.parametrize("trusted", [False, True])
-def test_optimizers(trusted: bool, settings: dict[str, bool]) -> None:
+@pytest.mark.parametrize("version_counted", [False, True])
+def test_optimizers(version_counted: bool, settings: dict[str, bool]) -> None:
     norms = RowNorms()
-    layers = [Layer(norms, trusted) for _ in range(3)]
+    layers = [Layer(norms, version_counted) for _ in range(3)]
     optimizer = torch.optim.AdamW([p for layer in layers for p in (layer.A, layer.B)], lr=0.05, **settings)
     for _ in range(3):
         assert all(layer.right() for layer in layers)
@@ -250,10 +252,10 @@ def test_optimizers(trusted: bool, settings: dict[str, bool]) -> None:
 
 
 @pytest.mark.parametrize("window", [False, True])
-@pytest.mark.parametrize("trusted", [False, True])
-def test_a_captured_graph_sees_new_parameters_at_every_replay(trusted: bool, window: bool) -> None:
+@pytest.mark.parametrize("version_counted", [False, True])
+def test_a_captured_graph_sees_new_parameters_at_every_replay(version_counted: bool, window: bool) -> None:
     norms = RowNorms()
-    layers = [Layer(norms, trusted) for _ in range(2)]
+    layers = [Layer(norms, version_counted) for _ in range(2)]
 
     def norms_of_all() -> list[torch.Tensor]:
         if window:
@@ -270,13 +272,13 @@ def test_a_captured_graph_sees_new_parameters_at_every_replay(trusted: bool, win
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         got = norms_of_all()
-    assert bool(norms._captured) == (window and not trusted)
+    assert bool(norms._captured) == (window and not version_counted)
     for change in (None, change_data, change_one, change_weight, None):
         if change is not None:
             change(layers[1])
         graph.replay()
         assert all(layer.right(norm_N) for layer, norm_N in zip(layers, got, strict=True))
-    if not trusted:
+    if not version_counted:
         assert all(layer.right() for layer in layers)
     norms._together = None  # the graph keeps the tables that it has captured
     filler = [torch.full((64,), 77, device="cuda", dtype=torch.int64) for _ in range(200)]

@@ -139,9 +139,9 @@ def own_liger(model: Any, patch: pytest.MonkeyPatch) -> set[str]:
         return x + 1
 
     ops = types.ModuleType("liger_kernel.ops")
-    stand_ins = {"LigerSiLUMulFunction": GatedInPlace, "LigerRopeFunction": Rope}
+    fakes = {"LigerSiLUMulFunction": GatedInPlace, "LigerRopeFunction": Rope}
     for name in ("LigerRMSNormFunction", "LigerSiLUMulFunction", "LigerGELUMulFunction", "LigerRopeFunction"):
-        setattr(ops, name, stand_ins.get(name, SimpleNamespace(apply=wrong)))
+        setattr(ops, name, fakes.get(name, SimpleNamespace(apply=wrong)))
     patch.setitem(sys.modules, "liger_kernel", types.ModuleType("liger_kernel"))
     patch.setitem(sys.modules, "liger_kernel.ops", ops)
     patch.setattr(liger, "check_liger", lambda setting, device, dtype: True)

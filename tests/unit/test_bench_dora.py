@@ -160,7 +160,8 @@ def test_multi_mixes_lora_and_dora_and_checks_every_adapter() -> None:
 
     def swapped(self: Any, *args: Any) -> Any:
         return call(
-            dora_layer.Operator.of(inputs.weight_NK, wrong, [(r.start, r.stop, 0.0) for r in self.runs], True), *args
+            dora_layer.Operator.of(inputs.weight_NK, wrong, [(r.start, r.stop, 0.0) for r in self.segments], True),
+            *args,
         )
 
     made = dora_layer.multi_contender("packlora", inputs, factors)

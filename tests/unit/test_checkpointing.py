@@ -108,7 +108,7 @@ def test_trained_magnitudes_need_the_product_again_and_frozen_ones_do_not() -> N
     state = GroupState(version_counted=True)
 
     def block(x: torch.Tensor) -> torch.Tensor:
-        return lora_group(x, case.layers, case.runs, case.keys, state=state)[0]
+        return lora_group(x, case.layers, case.segments, case.keys, state=state)[0]
 
     for trained in (True, False, True):
         leaves["magnitude0.0"].requires_grad_(trained)
@@ -194,7 +194,7 @@ def outcome(
     def block(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         tokens = x.tanh()  # who made x is inside too
         made = Recompute(torch.tanh, (x,)) if recompute else None
-        return lora_group(tokens, own.layers, own.runs, own.keys, own.salt, plan, recompute=made)
+        return lora_group(tokens, own.layers, own.segments, own.keys, own.salt, plan, recompute=made)
 
     outputs = how(block, own.x)
     if used is not None:
@@ -243,7 +243,7 @@ def test_so_are_those_of_plans_that_merge_or_associate_otherwise(
     plan: Plan, how: Callable[[Block, torch.Tensor], tuple[torch.Tensor, ...]]
 ) -> None:
     case = some_case("siblings", ranks=[[4, 0, 7]], dropouts=[0.0 if plan.lossy else 0.2])
-    case = replace(case, runs=(replace(case.runs[0], start=0, stop=len(case.x)),))
+    case = replace(case, segments=(replace(case.segments[0], start=0, stop=len(case.x)),))
     assert_same_bits(outcome(case, plan, how), outcome(case, plan, plainly))
     last = lambda outputs: outputs[2].sin().sum()  # noqa: E731
     assert_same_bits(

@@ -20,7 +20,7 @@ def test_two_threads_that_first_use_siblings_both_get_their_outputs_then_and_lat
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     case = make_case(12, 24, [16, 20], [[3, 5]], [0.0], False, SEED, whole=0)
-    want = lora_group(case.x, case.layers, case.runs)
+    want = lora_group(case.x, case.layers, case.segments)
     state, barrier, zeros = GroupState(), threading.Barrier(2), torch.zeros
     found: list[tuple[torch.Tensor, ...]] = []
 
@@ -31,7 +31,7 @@ def test_two_threads_that_first_use_siblings_both_get_their_outputs_then_and_lat
 
     def run() -> None:
         barrier.wait()
-        found.append(lora_group(case.x, case.layers, case.runs, state=state))
+        found.append(lora_group(case.x, case.layers, case.segments, state=state))
 
     state.prepared(case.x, case.layers, CHAIN)  # is there, but its buffers are not
     monkeypatch.setattr(torch, "zeros", slow)
@@ -40,7 +40,7 @@ def test_two_threads_that_first_use_siblings_both_get_their_outputs_then_and_lat
         thread.start()
     for thread in threads:
         thread.join()
-    found.append(lora_group(case.x, case.layers, case.runs, state=state))
+    found.append(lora_group(case.x, case.layers, case.segments, state=state))
     assert len(found) == 3
     for outputs in found:
         for got, expected in zip(outputs, want, strict=True):

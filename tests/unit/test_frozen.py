@@ -87,7 +87,7 @@ def outcome(case: GroupCase, plan: Plan) -> dict[str, torch.Tensor]:
             named |= {f"{name}{number}.{index}": t for name, t in own.items()}
             adapters[number] = replace(low, **own)
         layers.append(replace(layer, adapters=adapters))
-    outputs = lora_group(named["x"], layers, case.runs, case.keys, case.salt, plan)
+    outputs = lora_group(named["x"], layers, case.segments, case.keys, case.salt, plan)
     grads = torch.autograd.grad(outputs, list(named.values()), case.dy, allow_unused=True)
     found = {f"y{index}": y.detach() for index, y in enumerate(outputs)}
     for (name, leaf), grad in zip(named.items(), grads, strict=True):
@@ -121,8 +121,8 @@ def test_plans_that_read_the_weight_itself_give_way_to_the_plain_chain(plan: Pla
     case, dense = stored(make_case(16, 16, [16], [[16]], [0.0], True, SEED, whole=0))
     got, want = (outcome(case, each) for each in (plan, replace(CHAIN, keep_s=plan.keep_s)))
     assert all(torch.equal(got[name], want[name]) for name in want)
-    assert not situation(case.layers, case.runs, 16).dense
-    assert situation(dense.layers, dense.runs, 16).dense
+    assert not situation(case.layers, case.segments, 16).dense
+    assert situation(dense.layers, dense.segments, 16).dense
 
 
 def test_what_is_kept_of_a_weight_stands_while_its_key_does() -> None:

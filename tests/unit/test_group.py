@@ -157,7 +157,7 @@ def test_leading_dimensions_are_those_of_x(plan: Plan, kind: str, hooked: bool) 
         assert tokens.is_contiguous() != strided
         # hooks that change nothing, as of checkpointing: outputs are then made by a second node
         with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t) if hooked else nullcontext():
-            outputs = lora_group(tokens, own.layers, own.runs, own.keys, own.salt, plan)
+            outputs = lora_group(tokens, own.layers, own.segments, own.keys, own.salt, plan)
         assert [y.shape for y in outputs] == [(*lead, layer.frozen.shape[0]) for layer in own.layers]
         written = [y.mul_(2) for y in outputs]
         dy = [d.view(y.shape) for d, y in zip(own.dy, written, strict=True)]

@@ -95,27 +95,27 @@ def tensor(shift: int = 0) -> torch.Tensor:
 
 
 def test_a_launch_made_again_has_the_addresses_of_its_own_operands() -> None:
-    kernel, sites, grid = Kernel(), {}, (5, 2)
+    kernel, launches, grid = Kernel(), {}, (5, 2)
     first, other = (tensor(), None, 3, tensor()), (tensor(), None, 3, tensor())
-    launch(kernel, grid, first, sites, "key", BM=16, num_warps=4, num_stages=1)
+    launch(kernel, grid, first, launches, "key", BM=16, num_warps=4, num_stages=1)
     assert kernel.compiled == 1 and not kernel.calls  # the first one is Triton's
-    assert launched(sites, "key", other) and not launched(sites, "another key", other)
-    launch(kernel, grid, first, sites, "key", BM=16, num_warps=4, num_stages=1)
+    assert launched(launches, "key", other) and not launched(launches, "another key", other)
+    launch(kernel, grid, first, launches, "key", BM=16, num_warps=4, num_stages=1)
     assert kernel.compiled == 1
     assert kernel.calls == [(5, 2, 1, 99, a.data_ptr(), None, 3, b.data_ptr(), 16) for a, _, _, b in (other, first)]
 
 
 def test_an_operand_that_lies_elsewhere_is_not_launched_with() -> None:
-    kernel, sites = Kernel(), {}
-    launch(kernel, (1,), (tensor(), tensor(1)), sites, "key", num_warps=4, num_stages=1)
-    assert not launched(sites, "key", (tensor(2), tensor(1)))
+    kernel, launches = Kernel(), {}
+    launch(kernel, (1,), (tensor(), tensor(1)), launches, "key", num_warps=4, num_stages=1)
+    assert not launched(launches, "key", (tensor(2), tensor(1)))
     assert not kernel.calls
     for shift in range(4):  # the second one had no place to keep
-        assert launched(sites, "key", (tensor(), tensor(shift)))
-    launch(kernel, (1,), (tensor(2), tensor(1)), sites, "key", num_warps=4, num_stages=1)
+        assert launched(launches, "key", (tensor(), tensor(shift)))
+    launch(kernel, (1,), (tensor(2), tensor(1)), launches, "key", num_warps=4, num_stages=1)
     assert kernel.compiled == 2  # for such places
-    assert launched(sites, "key", (tensor(), tensor(1)))  # still the one for places that are multiples
-    assert not launched(sites, "key", (tensor(2), tensor(1)))
+    assert launched(launches, "key", (tensor(), tensor(1)))  # still the one for places that are multiples
+    assert not launched(launches, "key", (tensor(2), tensor(1)))
 
 
 def test_descriptors_are_encoded_once_for_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,22 +128,22 @@ def test_descriptors_are_encoded_once_for_an_address(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(Descriptor, "encoded", counted)
     monkeypatch.setattr(launcher, "MAPS", 3)
-    kernel, sites = Kernel([{"name": "X"}, {"name": "Y"}]), {}
+    kernel, launches = Kernel([{"name": "X"}, {"name": "Y"}]), {}
     X, Y, p = tensor().view(4, 8), tensor().view(8, 4), tensor()
 
     def args(x: torch.Tensor) -> tuple[Any, ...]:
         return Descriptor(x, [4, 4]), p, Descriptor(Y, [8, 4]), 11
 
-    launch(kernel, (1,), args(X), sites, "key", num_warps=4, num_stages=1)
+    launch(kernel, (1,), args(X), launches, "key", num_warps=4, num_stages=1)
     others = [tensor().view(4, 8) for _ in range(4)]
     for x in (X, others[0], X, others[0]):
-        assert launched(sites, "key", args(x))
+        assert launched(launches, "key", args(x))
         assert kernel.calls[-1][4:] == ("X", x.data_ptr(), 4, 8, p.data_ptr(), "Y", Y.data_ptr(), 8, 4, 11)
     assert sorted(encoded) == sorted([X.data_ptr(), others[0].data_ptr(), Y.data_ptr()])
     for x in (*others, X):  # more than are kept
-        assert launched(sites, "key", args(x))
+        assert launched(launches, "key", args(x))
         assert kernel.calls[-1][5] == x.data_ptr()
-    assert not launched(sites, "key", args(tensor(2)[:28].view(4, 7)))
+    assert not launched(launches, "key", args(tensor(2)[:28].view(4, 7)))
 
 
 def test_a_site_of_another_release_leaves_descriptors_to_triton() -> None:
@@ -166,12 +166,12 @@ def test_a_launch_that_is_not_understood_goes_through_tritons_door_every_time() 
         self.launch(args[9:], *args[:9])
 
     for odd in (scratch, other):
-        kernel, sites = Kernel(), {}
+        kernel, launches = Kernel(), {}
         kernel.result.run = type("Odd", (Door,), {"__call__": odd})(kernel._take)
-        for launches in (1, 2, 3):
-            launch(kernel, (1,), (tensor(), 5), sites, "key", num_warps=4, num_stages=1)
-            assert kernel.compiled == launches
-        assert not sites and not kernel.calls
+        for times in (1, 2, 3):
+            launch(kernel, (1,), (tensor(), 5), launches, "key", num_warps=4, num_stages=1)
+            assert kernel.compiled == times
+        assert not launches and not kernel.calls
 
 
 # --- the check at the start --------------------------------------------------------------------------------------------
@@ -192,7 +192,7 @@ def test_the_check_at_the_start_knows_the_installed_triton_and_refuses_a_changed
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["why"] is None
-    assert (found["launches"], found["doors"], found["sites"], found["alike"]) == (3, 1, 2, True)
+    assert (found["launches"], found["doors"], found["cached"], found["alike"]) == (3, 1, 2, True)
     assert found["numbered"] and found["turned"]
 
 

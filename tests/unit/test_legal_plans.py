@@ -47,8 +47,8 @@ def beside(kind: str, seed: int = SEED, owner: int = 0) -> GroupCase:
 def test_an_attached_adapter_without_tokens_makes_no_plan_illegal(kind: str) -> None:
     """Every plan that is legal for the plain LoRA alone is carried out beside the other one, and gives its numbers."""
     case = beside(kind)
-    dropped = case.runs[0].dropout > 0
-    plans = [plan for plan in EVERY if why_not(plan, situation(case.layers, case.runs, 23)) is None]
+    dropped = case.segments[0].dropout > 0
+    plans = [plan for plan in EVERY if why_not(plan, situation(case.layers, case.segments, 23)) is None]
     alone = [plan for plan in EVERY if why_not(plan, Situation(True, True, dropped, False, False)) is None]
     assert plans == alone
     assert XD in plans
@@ -63,10 +63,10 @@ def test_an_attached_adapter_without_tokens_makes_no_plan_illegal(kind: str) -> 
 def test_a_plan_that_does_not_compute_a_call_gives_way_to_the_plain_chain(kind: str, plan: Plan) -> None:
     """Now the other adapter has all tokens, or shares them, or nobody has any."""
     case = beside(kind, owner=1)
-    for runs in (case.runs, (Segment(0, 0, 9), Segment(1, 9, 23)), (Segment(1, 3, 23),), ()):
-        own = replace(case, runs=runs)
-        found = situation(own.layers, runs, 23)
-        if plan is not ROUTED or not runs:
+    for segments in (case.segments, (Segment(0, 0, 9), Segment(1, 9, 23)), (Segment(1, 3, 23),), ()):
+        own = replace(case, segments=segments)
+        found = situation(own.layers, segments, 23)
+        if plan is not ROUTED or not segments:
             assert why_not(plan, found)
             assert replace(legal(plan, found), keep_s=True) == CHAIN
             compare(run_group(own, torch.float64, plan), run_reference(own, torch.float64), 1e-11)
@@ -80,8 +80,10 @@ def test_a_case_s_plans_are_those_that_compute_its_calls(tmp_path: Path) -> None
         kind = rng.choice([*ATTACHED])
         case = beside(kind, SEED + trial, owner=rng.randrange(2))
         if rng.random() < 0.4:
-            case = replace(case, runs=(Segment(0, 0, 9, rng.choice([0.0, 0.2])), Segment(1, 9, rng.choice([20, 23]))))
-        found = situation(case.layers, case.runs, 23)
+            case = replace(
+                case, segments=(Segment(0, 0, 9, rng.choice([0.0, 0.2])), Segment(1, 9, rng.choice([20, 23])))
+            )
+        found = situation(case.layers, case.segments, 23)
         asked: list[Case] = []
 
         class Asking(PlanChooser):
@@ -90,9 +92,9 @@ def test_a_case_s_plans_are_those_that_compute_its_calls(tmp_path: Path) -> None
                 return CHAIN
 
         own, _ = cast(case, torch.float64)
-        Asking(CPU, cache=PlanCache(CPU, tmp_path / "none.json")).plan_of(own.x, own.layers, own.runs)
+        Asking(CPU, cache=PlanCache(CPU, tmp_path / "none.json")).plan_of(own.x, own.layers, own.segments)
         made = asked[0]
-        assert made == Case.of_call(own.x, own.layers, own.runs)
+        assert made == Case.of_call(own.x, own.layers, own.segments)
         assert made.situation._replace(target=None) == found
         plans = legal_plans(made)
         assert all(why_not(ordered(plan, size), found) is None for plan in plans for size in (2, 4))
@@ -106,7 +108,7 @@ def test_every_plan_of_the_list_gives_the_specified_numbers(named: NamedPlan) ->
     """In float64, where plans of kernels give way to the plain chain."""
     case = beside("DoRA")
     assert named.plan.needs_triton != (
-        legal(named.plan, situation(case.layers, case.runs, 23)._replace(double=True)) == named.plan
+        legal(named.plan, situation(case.layers, case.segments, 23)._replace(double=True)) == named.plan
     )
     compare(run_group(case, torch.float64, named.plan), run_reference(case, torch.float64), 1e-11)
 

@@ -289,7 +289,7 @@ def test_no_stale_norm_after_a_change_that_only_the_data_show(change: str, first
 
 
 @pytest.mark.parametrize("change", [change for change in SEEN_IN_THE_DATA if change != "resharded"])
-def test_invalidate_is_what_trusted_handles_need_after_such_a_change(change: str) -> None:
+def test_invalidate_is_what_version_counted_handles_need_after_such_a_change(change: str) -> None:
     norms = RowNorms()
     layer = Layer(norms, True)
     old = layer.norm()

@@ -33,7 +33,7 @@ class Step:
         case, _ = cast(drawn, torch.float32)
         self.prepared: Prepared = GroupState().prepared(case.x, case.layers, ROUTED)
         self.prepared.refresh()
-        self.call: Call = self.prepared.call(case.x.detach(), case.runs, case.salt, ROUTED)
+        self.call: Call = self.prepared.call(case.x.detach(), case.segments, case.salt, ROUTED)
         self.own: Operands = self.prepared.operands
         self.x_TK, self.keys_T2, self.d = case.x.detach(), case.keys, case.dy
         with torch.no_grad():
@@ -47,8 +47,8 @@ class Step:
 
     def by(self, path: Path) -> Call:
         """The call with every step on one path."""
-        ways = self.call.ways if path is triton_path else tuple("after" for _ in self.call.ways)
-        return replace(self.call, ways=ways, down=path, magnitude=path, grads=path, inputs=path)
+        plan_up = self.call.plan_up if path is triton_path else tuple("after" for _ in self.call.plan_up)
+        return replace(self.call, plan_up=plan_up, down=path, magnitude=path, grads=path, inputs=path)
 
     def run(self, name: str, path: Any) -> list[torch.Tensor | None]:
         """What one method gives, of what it must write."""
@@ -124,9 +124,9 @@ def test_magnitudes_by_the_kernels_around_plain_products_give_the_same(kind: str
     prepared = GroupState().prepared(case.x, case.layers, CHAIN)
     prepared.refresh()
     x_TK, own = case.x.detach(), prepared.operands
-    plain = prepared.call(x_TK, case.runs, case.salt, CHAIN)
+    plain = prepared.call(x_TK, case.segments, case.salt, CHAIN)
     assert plain.composed
-    tables = triton_path.segment_tables(case.runs, plain.T, plain.device, plain.dtype, prepared.num_adapters)
+    tables = triton_path.segment_tables(case.segments, plain.T, plain.device, plain.dtype, prepared.num_adapters)
     up = tuple(
         torch_path if plain.base_dropped or i not in plain.composed else triton_path for i in range(len(case.dy))
     )

@@ -16,7 +16,7 @@ from packlora.config import TrainConfig
 from packlora.data.dataset import JobData
 from packlora.data.encode import Sample
 from packlora.report.gantt import draw
-from packlora.runtime.profiler import Layout, Profile
+from packlora.runtime.profiler import Profile
 from packlora.schedule.cost import CostModel
 
 
@@ -33,7 +33,7 @@ def prepared(jobs: dict[str, tuple[Any, int]], budget: int) -> Any:
 
 def known(stages: int = 1, **cost: float) -> Profile:
     shares = tuple([1 / stages] * stages)
-    return Profile(Layout(stages), "estimated", CostModel(stage_shares=shares, **cost), 100.0, 2.0, 10**9)
+    return Profile(stages, "estimated", CostModel(stage_shares=shares, **cost), 100.0, 2.0, 10**9)
 
 
 def test_figures_count_what_was_planned() -> None:

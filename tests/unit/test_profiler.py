@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from packlora.runtime.profiler import CLOSE, ROOM_SHARE, Layout, Prediction, Profile, _seconds, choose, fitted
+from packlora.runtime.profiler import CLOSE, ROOM_SHARE, Prediction, Profile, _seconds, choose, fitted
 from packlora.runtime.profiles import Point, ProfileCache
 from packlora.schedule.cost import CostModel
 from packlora.schedule.types import Microbatch, Placed
@@ -21,7 +21,7 @@ COST = CostModel(
 
 
 def guess(cost: CostModel = COST) -> Profile:
-    return Profile(Layout(), "estimated", cost, 1e9, 1e5, 10**11)
+    return Profile(1, "estimated", cost, 1e9, 1e5, 10**11)
 
 
 def test_a_fit_finds_the_times_and_the_memory_that_the_points_were_made_from() -> None:
@@ -67,7 +67,7 @@ def test_the_time_of_a_point_is_that_of_a_microbatch_of_its_lengths() -> None:
 
 
 def prediction(budget: int, rate: float, fits: bool = True) -> Prediction:
-    return Prediction(budget, Layout(), 10, 1000, 1000 / rate, budget, fits)
+    return Prediction(budget, 1, 10, 1000, 1000 / rate, budget, fits)
 
 
 def test_the_best_throughput_that_fits_is_chosen_and_of_close_ones_the_smallest_budget() -> None:

@@ -51,7 +51,7 @@ def plan(
     return planner.window(0)
 
 
-def stand_in(code: str) -> list[str]:
+def fake_solver(code: str) -> list[str]:
     """A command whose process says that it is ready, then runs the code for every request `line`."""
     body = textwrap.indent(textwrap.dedent(code), "    ")
     head = "import json, os, sys, time\nprint('{\"ready\": true}', flush=True)\nfor line in sys.stdin:\n"
@@ -97,7 +97,7 @@ def min_last(lengths: list[int], capacity: int, bins: int) -> int:
 
 
 def test_a_solver_killed_twice_while_it_works_leaves_the_greedy_packing(above: list[int]) -> None:
-    solver = MilpSolver(stand_in("os.kill(os.getpid(), 9)"))
+    solver = MilpSolver(fake_solver("os.kill(os.getpid(), 9)"))
     window = plan(above, solver)
     assert window.report.microbatches == 5
     assert [pack.stopped for pack in window.report.packs] == ["killed"]
@@ -105,7 +105,7 @@ def test_a_solver_killed_twice_while_it_works_leaves_the_greedy_packing(above: l
 
 
 def test_a_late_solver_is_killed_at_the_deadline(above: list[int]) -> None:
-    solver = MilpSolver(stand_in("time.sleep(60)"), grace_s=0.1)
+    solver = MilpSolver(fake_solver("time.sleep(60)"), grace_s=0.1)
     begun = time.monotonic()
     window = plan(above, solver, time_limit_s=0.2)
     assert time.monotonic() - begun < 20  # most of it starts the process
@@ -116,7 +116,7 @@ def test_a_late_solver_is_killed_at_the_deadline(above: list[int]) -> None:
 
 
 def test_a_solver_that_fails_three_times_is_not_asked_again(above: list[int]) -> None:
-    solver = MilpSolver(stand_in("sys.exit(7)"))
+    solver = MilpSolver(fake_solver("sys.exit(7)"))
     notes = [plan(above, solver).report.notes for _ in range(5)]
     assert "ended with exit code 7" in notes[0][0]
     assert [bool(note) for note in notes] == [True] * 3 + [False] * 2
@@ -147,7 +147,7 @@ def test_where_no_better_packing_exists_the_greedy_one_stays_and_is_known_to_be_
 @pytest.mark.parametrize("bins", [[[0, 1, 2]], [[n] for n in range(11)], [list(range(12))], [[n] for n in range(13)]])
 def test_an_answer_that_is_no_packing_is_not_used(above: list[int], bins: list[list[int]]) -> None:
     wrong = json.dumps({"answer": {"opened": [], "bins": bins, "stopped": "optimal"}})
-    solver = MilpSolver(stand_in(f"print({wrong!r}, flush=True)"))
+    solver = MilpSolver(fake_solver(f"print({wrong!r}, flush=True)"))
     window = plan(above, solver)
     solver.close()
     assert window.report.microbatches == 5

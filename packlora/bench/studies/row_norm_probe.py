@@ -143,7 +143,7 @@ def model(r: int, seconds: float) -> dict[str, Any]:
     return {"modules": len(problems), "r": r, "GB": nbytes / 1e9, "kernels": breakdown(ways["all"]), **timings}
 
 
-def sweep(seconds: float) -> list[dict[str, Any]]:
+def sweep() -> list[dict[str, Any]]:
     """Block sizes of the product, 4096 x 4096."""
     rows = []
     for r, options in SWEEP.items():
@@ -186,7 +186,7 @@ def probe(seconds: float = 1.0, with_sweep: bool = False) -> dict[str, Any]:
         print(f"{row['modules']} modules, {row['GB']:.1f} GB, r {r}:", row["ms"], row["kernels"], flush=True)
         torch.cuda.empty_cache()
     if with_sweep:
-        out["sweep"] = sweep(seconds)
+        out["sweep"] = sweep()
         for row in out["sweep"]:
             print(row, flush=True)
     return out

@@ -38,7 +38,7 @@ from packlora.runtime.events import Emitter
 from packlora.runtime.folder import OutputFolder
 from packlora.runtime.job import Job
 from packlora.runtime.microbatch import SingleDevice
-from packlora.runtime.prepare import ModelShape, Prepared, PreparedJob, trainable_parameters
+from packlora.runtime.prepare import ModelShape, PreparedJob, PreparedRun, trainable_parameters
 from packlora.runtime.profiler import profile
 from packlora.runtime.run import deterministic
 from packlora.runtime.trainer import Trainer
@@ -112,7 +112,7 @@ def make_trainer(
     run = Run.model_validate(tree)
     prepare_model(model, gradient_checkpointing=False)
     base = Base(model, None, device, "random", [], fused_loss=plain_head(model) is not None)
-    prepared = Prepared(run, None, budget, ModelShape.of(model), [])
+    prepared = PreparedRun(run, None, budget, ModelShape.of(model), [])
     for number, job in enumerate(run.jobs):
         lengths = JOBS[job.name][0]
         shifted = Lengths(lengths.mu + mu_shift, lengths.sigma, lengths.source)
@@ -121,12 +121,17 @@ def make_trainer(
         data = JobData(job.name, samples, job.train, run.seed)
         trainable = trainable_parameters(spec, model)
         prepared.jobs.append(PreparedJob(job, data, Encoded(samples), Encoded([]), spec, trainable))
-    attached, adapters = attach(model, {item.config.name: item.spec for item in prepared.jobs}, run.seed)
+    return trainer_of(prepared, base, scratch)
+
+
+def trainer_of(prepared: PreparedRun, base: Base, scratch: Path) -> Trainer:
+    """Attach the jobs' adapters and make the loop that trains them."""
+    attached, adapters = attach(base.model, {job.config.name: job.spec for job in prepared.jobs}, prepared.run.seed)
     made = [Job(item.config, item.data, [], adapter) for item, adapter in zip(prepared.jobs, adapters, strict=True)]
-    known = profile(run, prepared)
+    known = profile(prepared.run, prepared)
     events = Emitter()
     folder, executor = OutputFolder(scratch, "benchmark", None, events), SingleDevice(base, attached)
-    return Trainer(run, prepared, base, executor, made, known, folder, events)
+    return Trainer(prepared.run, prepared, base, executor, made, known, folder, events)
 
 
 # --- PEFT --------------------------------------------------------------------------------------------------------------

@@ -22,18 +22,13 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from packlora.adapters.attach import attach
 from packlora.base.demo_model import demo_model_folder
 from packlora.base.model import load_base
 from packlora.bench.results import write_results
+from packlora.bench.studies.short_jobs import trainer_of
 from packlora.config import Run
 from packlora.data.dataset import JobData
-from packlora.runtime.events import Emitter
-from packlora.runtime.folder import OutputFolder
-from packlora.runtime.job import Job
-from packlora.runtime.microbatch import SingleDevice
 from packlora.runtime.prepare import prepare
-from packlora.runtime.profiler import profile
 from packlora.runtime.trainer import Trainer
 from packlora.schedule.planner import Planner
 
@@ -74,12 +69,7 @@ def trainer_for(jobs: list[dict[str, Any]], scratch: Path) -> Trainer:
     scratch.mkdir(parents=True)
     prepared = prepare(run)
     base = load_base(run, prepared.tokenizer, prepared.longest_by_job)
-    attached, adapters = attach(base.model, {job.config.name: job.spec for job in prepared.jobs}, 0)
-    made = [Job(item.config, item.data, [], adapter) for item, adapter in zip(prepared.jobs, adapters, strict=True)]
-    known = profile(run, prepared)
-    events = Emitter()
-    folder, executor = OutputFolder(scratch, "benchmark", None, events), SingleDevice(base, attached)
-    return Trainer(run, prepared, base, executor, made, known, folder, events)
+    return trainer_of(prepared, base, scratch)
 
 
 class Peft:

@@ -48,7 +48,7 @@ def lora_group(
         salt: of the group (ops.dropout.keys.layer_salt).
         plan: how to compute it; the plain chain takes its place where it does not compute this call (plan.legal).
         state: kept by the caller from call to call, so that unchanged layers are not checked and packed again.
-        recompute: how x is made again in the backward; it is then not kept. Of no use, and left aside, under checkpointing.
+        recompute: how x is recomputed in the backward; it is then not kept. Of no use, and left aside, under checkpointing.
 
     Raises:
         ValueError: an operand does not fit; the message names it.
@@ -142,7 +142,7 @@ def gradients(
     prepared: Prepared, call: Call, x_TK: torch.Tensor, keys_T2: torch.Tensor | None, S: torch.Tensor | None,
     kept: Gradients, d: Gradients, need_x: bool, need_flat: Sequence[bool],
 ) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:  # fmt: skip
-    """dx, and the gradients of `prepared.flat`, None where not needed. S and kept: from the forward; S None: made again."""
+    """dx, and the gradients of `prepared.flat`, None where not needed. S and kept: from the forward; S None: recomputed."""
     own, layout = prepared.operands, call.layout
     d = [None if grad is None else grad.contiguous() for grad in d]
     # by what was trained in the forward: it may have been frozen, or another unfrozen, since. Where nothing came back there is

@@ -30,6 +30,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from packlora.ops.dropout import masked
 from packlora.ops.lora_linear.frozen import FrozenWeight
 from packlora.ops.lora_linear.layout import Layout, Place
 from packlora.ops.lora_linear.plan import Plan, Up
@@ -60,7 +61,7 @@ class Stack(NamedTuple):
     """A segment whose adapter has a rank: its part over all layers, and its parts by layer where these scale differently."""
 
     segment: Segment
-    whole: Part
+    all_layers: Part
     by_layer: tuple[Part, ...]
 
 
@@ -223,7 +224,7 @@ class Call:
     """Per layer, the segments whose adapter has a rank on it."""
     composed: dict[int, tuple[tuple[Segment, bool, bool], ...]]
     """Layers where a segment has a magnitude or a bias of its own: those segments, and whether each has the one, the other."""
-    ways: tuple[Up, ...]
+    plan_up: tuple[Up, ...]
     """Plan.up per layer, as far as the layer allows it."""
     from_y: tuple[bool, ...]
     """Per layer, whether a backward reads y in the place of z: z = y / g. With a bias the difference would cost digits."""
@@ -254,6 +255,13 @@ class Call:
     @property
     def keeps_S(self) -> bool:
         return self.plan.keep_s and self.plan.up != "merged" and self.plan.dB == "S"
+
+    def drop(self, x_tK: torch.Tensor, keys_T2: torch.Tensor | None, segment: Segment) -> torch.Tensor:
+        """Rows of a segment with dropped elements 0."""
+        if not segment.dropout:
+            return x_tK
+        assert keys_T2 is not None
+        return masked(x_tK, keys_T2[segment.rows], self.salt, segment.dropout)
 
     def needs_S(self, wanted: Wanted) -> bool:
         """Whether a backward reads S."""

@@ -7,7 +7,6 @@ import torch
 
 from packlora.ops.dropout.keys import dropout_factor
 from packlora.ops.lora_linear.call import Call, Gradients, Operands, Sums, Wanted
-from packlora.ops.lora_linear.products import drop
 from packlora.ops.lora_linear.tables import gaps
 from packlora.ops.lora_linear.types import Segment
 
@@ -44,7 +43,7 @@ def _dropped_product(
     z_tN: torch.Tensor,
 ) -> None:  # fmt: skip
     """z = drop(x) c W' + S B' of one segment."""
-    xd_tK, factor = drop(call, x_TK[segment.rows], keys_T2, segment), dropout_factor(segment.dropout)
+    xd_tK, factor = call.drop(x_TK[segment.rows], keys_T2, segment), dropout_factor(segment.dropout)
     (part,) = (part for part in call.parts[index] if part.segment is segment)
     _, B_rN = own.block(call.layout, segment.adapter, index)
     if call.dtype == torch.float32:  # a product rounds more when it accumulates onto something

@@ -1,4 +1,4 @@
-"""Plan: one way to compute the operator of reference.py, forward and backward, named by its parts; PLANS: the ones in use.
+"""Plan: how to compute the operator of reference.py, forward and backward, named by its parts; PLANS: the ones in use.
 
 All plans compute the same function. They differ in which matrix products are formed, in what order, by which kernel, and in
 what is kept for the backward. `mm` is torch.mm (cuBLAS, MKL); `routed` and `one-pass` are Triton kernels, of kernels/.
@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import Any, Literal, NamedTuple, get_args
 
 Down = Literal["mm", "routed"]
-"""S = xd A'. mm: per run of tokens, on a dropped copy of x. routed: one kernel, dropout in registers, own adapter only."""
+"""S = xd A'. mm: per segment, on a dropped copy of x. routed: one kernel, dropout in registers, own adapter only."""
 
 Up = Literal["after", "before", "routed", "epilogue", "fused", "merged"]
 """y = g (x W' + S B') + bias. after: base product, then S B' added (see `ordered`). before: S B' written first, the base
@@ -25,7 +25,7 @@ over it for all the rest. fused: one GEMM kernel. merged: x (W + s B A)', lossy.
 of its own."""
 
 Grad = Literal["mm", "one-pass"]
-"""dS = s e B and dB = e' S, e = g d. mm: two products per run. one-pass: one kernel, d is read once."""
+"""dS = s e B and dB = e' S, e = g d. mm: two products per segment. one-pass: one kernel, d is read once."""
 
 Dx = Literal["after", "before", "routed", "fused", "merged"]
 """dx = d W + dropout'(dS A), and dA. after, before: as in Up, dA by a product of its own. routed: one kernel reads x, gives dA
@@ -140,7 +140,7 @@ class NamedPlan(NamedTuple):
 
 
 RUNLORA = (
-    NamedPlan("forward1-backward1", Plan(keep_s=False), "the plain chain that computes S again: the least memory"),
+    NamedPlan("forward1-backward1", Plan(keep_s=False), "the plain chain that recomputes S: the least memory"),
     NamedPlan("forward1-backward2", Plan(dB="xd", keep_s=False), "no case known: for comparison with the paper"),
     NamedPlan("forward1-backward3", Plan(dA="xd", dB="xd", keep_s=False), "ranks near the width where no dx is wanted"),
     NamedPlan("forward1-backward4", Plan(dx="merged", dA="xd", dB="xd", keep_s=False), "r over width / 4; lossy"),

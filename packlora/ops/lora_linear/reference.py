@@ -1,4 +1,4 @@
-"""What a linear layer with adapters computes. This file is the specification; every other way is checked against it.
+"""What a linear layer with adapters computes. This file is the specification; every path is checked against it.
 
 Shapes: T tokens, K inputs, N outputs, r rank.
 

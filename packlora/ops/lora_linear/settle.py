@@ -14,7 +14,7 @@ from packlora.ops.lora_linear.composed import drops_base, scale_rows
 from packlora.ops.lora_linear.layout import Layout
 from packlora.ops.lora_linear.plan import Plan, Up, legal, ordered
 from packlora.ops.lora_linear.tables import GroupTables, SegmentTables
-from packlora.ops.lora_linear.types import Layer, Segment, situation
+from packlora.ops.lora_linear.types import Layer, Segment, owns_all, situation
 from packlora.ops.recent import Recent
 
 _SEGMENT_TABLES: Recent[SegmentTables] = Recent(64)
@@ -37,9 +37,10 @@ def settle(
     plan = ordered(legal(plan, situation(layers, segments, T)), x_TK.element_size())
     composed = _composed(layers, segments)
     base_dropped = any(drops_base(*one) for own in composed.values() for one in own)
-    whole = len(segments) == 1 and (segments[0].start, segments[0].stop) == (0, T)
-    on_every = whole and all((segments[0].adapter, index) in layout.places for index in range(len(layers)))
-    ways: list[Up] = [
+    on_every = owns_all(segments, T) and all(
+        (segments[0].adapter, index) in layout.places for index in range(len(layers))
+    )
+    plan_up: list[Up] = [
         plan.up if layout.max_padded[index] or plan.up == "merged" else "after" for index in range(len(layers))
     ]
 
@@ -61,10 +62,10 @@ def settle(
         )
         fused = "fused" in (plan.up, plan.dx) and triton_path.fusable(x_TK, layers)
         if not fused:
-            ways = ["routed" if way == "fused" else way for way in ways]
+            plan_up = ["routed" if each == "fused" else each for each in plan_up]
     up = tuple(
-        kernels if way in ("routed", "epilogue", "fused") or (index in composed and not base_dropped) else TORCH
-        for index, way in enumerate(ways)
+        kernels if each in ("routed", "epilogue", "fused") or (index in composed and not base_dropped) else TORCH
+        for index, each in enumerate(plan_up)
     )
     return Call(
         layout=layout, plan=plan, segments=segments, salt=salt, T=T, K=K, dtype=dtype, device=device,
@@ -72,7 +73,7 @@ def settle(
         stacked=_stacked(layers, layout, segments, T),
         parts=tuple(_parts(layer, layout, segments, T, index) for index, layer in enumerate(layers)),
         composed=composed,
-        ways=tuple(ways),
+        plan_up=tuple(plan_up),
         from_y=tuple(layer.keep_output and not _any_bias(layer) and not base_dropped for layer in layers),
         base_dropped=base_dropped,
         wide=wide,
@@ -134,8 +135,8 @@ def _stacked(layers: Sequence[Layer], layout: Layout, segments: Sequence[Segment
         by_layer = [_parts(layer, layout, [segment], T, index) for index, layer in enumerate(layers)]
         parts = tuple(part for own in by_layer for part in own)
         factors = {part.factor for part in parts}
-        whole = _part(layout, segment, T, 0, padded, parts[0].factor)
-        found.append(Stack(segment, whole, () if len(factors) == 1 else parts))
+        all_layers = _part(layout, segment, T, 0, padded, parts[0].factor)
+        found.append(Stack(segment, all_layers, () if len(factors) == 1 else parts))
     return tuple(found)
 
 

@@ -36,7 +36,7 @@ class SegmentTables:
     """Tokens cut into blocks that never cross from one segment into another; one table per block size, one copy to the device.
 
     A row is (adapter or -1, start, stop, dropout threshold), int32. `ranges` has per block size and adapter the first row
-    that is the adapter's and one past its last; rows of others may lie between. `whole` has a row for each segment, and for
+    that is the adapter's and one past its last; rows of others may lie between. `uncut` has a row for each segment, and for
     the tokens between segments, uncut; `spans` per tile of so many tokens, cut without regard to segments, the first of those
     rows that the tile meets and one past its last.
     """
@@ -56,7 +56,7 @@ class SegmentTables:
                 for at in range(start, stop, size):
                     flat += (adapter, at, min(at + size, stop), threshold)
             bounds[size] = (first, len(flat) // 4)
-        whole = len(flat) // 4
+        uncut = len(flat) // 4
         for adapter, start, stop, p in parts:
             flat += (adapter, start, stop, dropout_threshold(p))
         for size, (first, last) in bounds.items():
@@ -84,9 +84,9 @@ class SegmentTables:
         self.counts = {size: last - first for size, (first, last) in bounds.items()}
         """How many blocks there are."""
         self.ranges = {size: pairs[at : at + num_adapters] for size, at in ranges.items()}
-        self.whole, self.spans = rows[whole : whole + len(parts)], pairs[spans : spans + tiles]
+        self.uncut, self.spans = rows[uncut : uncut + len(parts)], pairs[spans : spans + tiles]
         self.dropout = any(segment.dropout > 0 for segment in segments)
-        self.sites: dict[Hashable, Any] = {}
+        self.launches: dict[Hashable, Any] = {}
         """Launches made on these tables, see launcher.py."""
         self.chunk_sizes: dict[tuple[tuple[int, ...], int], int] = {}
         """Chunks of tokens chosen for these tables, see kernels/sizes.py."""

@@ -18,7 +18,6 @@ from torch.nn.functional import linear
 from packlora.ops.lora_linear.call import Call, Gradients, Grads, Operands, Part, Sums, Wanted
 from packlora.ops.lora_linear.composed import base_gradient, compose_by_segment, magnitude, plus_dropped
 from packlora.ops.lora_linear.frozen import accumulator_dtype
-from packlora.ops.lora_linear.products import drop, sum_mm, write_mm
 from packlora.ops.lora_linear.tables import gaps
 
 __all__ = ["down", "grads", "inputs", "magnitude", "up"]
@@ -29,10 +28,10 @@ Optional = torch.Tensor | None
 def down(call: Call, own: Operands, x_TK: torch.Tensor, keys_T2: Optional) -> torch.Tensor:
     """S [T, width]."""
     S = x_TK.new_empty(call.T, call.layout.width)
-    for segment, whole, by_layer in call.stacked:
-        xd_tK, (_, A_KR) = drop(call, whole.of(x_TK), keys_T2, segment), own.A(call.layout, segment.adapter)
+    for segment, all_layers, by_layer in call.stacked:
+        xd_tK, (_, A_KR) = call.drop(all_layers.of(x_TK), keys_T2, segment), own.A(call.layout, segment.adapter)
         if not by_layer:
-            write_mm(whole.of_S(S), xd_tK, A_KR, whole.factor)
+            write_mm(all_layers.of_S(S), xd_tK, A_KR, all_layers.factor)
         for part in by_layer:
             write_mm(part.of_S(S), xd_tK, A_KR if part.columns is None else A_KR[:, part.columns], part.factor)
     return S
@@ -53,11 +52,11 @@ def base_and_low_rank(
     call: Call, own: Operands, x_TK: torch.Tensor, S: Optional, index: int, bias_N: Optional
 ) -> torch.Tensor:
     """x W' + S B' + bias [T, N] of one layer, by torch's products."""
-    frozen, parts, way = own.frozen[index], call.parts[index], call.ways[index]
-    if way == "merged":
+    frozen, parts, plan_up = own.frozen[index], call.parts[index], call.plan_up[index]
+    if plan_up == "merged":
         return linear(x_TK, merged(call, own, index), bias_N) if parts else frozen.matmul(x_TK, bias_N)
     assert S is not None, "S is made by every plan that does not merge"
-    if way == "before":
+    if plan_up == "before":
         dtype = call.dtype if index in call.composed else accumulator_dtype(x_TK)
         y_TN = x_TK.new_empty(call.T, frozen.shape[0], dtype=dtype)
         for part in parts:
@@ -114,7 +113,7 @@ def _through_xd(
         return
     number = part.segment.adapter
     first, place = call.layout.rows[number][0], call.layout.places[number, index]
-    through_NK = part.of(e_TN).t() @ drop(call, part.of(x_TK), keys_T2, part.segment)
+    through_NK = part.of(e_TN).t() @ call.drop(part.of(x_TK), keys_T2, part.segment)
     if dA_RK is not None:
         rows = slice(first + place.column, first + place.column + place.padded)
         write_mm(dA_RK[rows], own.block(call.layout, number, index)[1], through_NK, part.factor)
@@ -128,12 +127,12 @@ def inputs(
     wanted: Wanted,
 ) -> tuple[Optional, Optional]:  # fmt: skip
     """dx [T, K] and the stacked dA [rows, K] = dS' xd."""
-    way = call.plan.dx
+    plan_dx = call.plan.dx
     dA = stacked_dA(call, x_TK, keys_T2, dS) if wanted.A and call.plan.dA == "dS" and dS is not None else None
     if not wanted.x:
         return None, dA
     base = [base_gradient(call, index, e[index], d[index]) for index in range(len(e))]
-    if way == "merged":
+    if plan_dx == "merged":
         dx: Optional = None
         for index, d_TN in enumerate(base):
             if d_TN is not None and call.parts[index]:
@@ -143,21 +142,21 @@ def inputs(
                 dx = own.frozen[index].matmul_t(d_TN, dx)
         return dx, dA
     assert dS is not None
-    dx = torch.empty_like(x_TK) if way == "before" else base_dx(own, base, None)
-    for segment, whole, _ in call.stacked:
-        dS_tR, dx_tK, (A_RK, _) = whole.of_S(dS), whole.of(dx), own.A(call.layout, segment.adapter)
+    dx = torch.empty_like(x_TK) if plan_dx == "before" else base_dx(own, base, None)
+    for segment, all_layers, _ in call.stacked:
+        dS_tR, dx_tK, (A_RK, _) = all_layers.of_S(dS), all_layers.of(dx), own.A(call.layout, segment.adapter)
         if segment.dropout:
-            low_tK = drop(call, plus_dropped(call, own, dS_tR @ A_RK, segment, d), keys_T2, segment)
-            if way == "before":
+            low_tK = call.drop(plus_dropped(call, own, dS_tR @ A_RK, segment, d), keys_T2, segment)
+            if plan_dx == "before":
                 dx_tK.copy_(low_tK)
             else:
                 dx_tK += low_tK
-        elif way == "before":
+        elif plan_dx == "before":
             torch.mm(dS_tR, A_RK, out=dx_tK)
         else:
             dx_tK.addmm_(dS_tR, A_RK)
-    if way == "before":
-        for start, stop in uncovered(call, [stack.whole for stack in call.stacked]):
+    if plan_dx == "before":
+        for start, stop in uncovered(call, [stack.all_layers for stack in call.stacked]):
             dx[start:stop] = 0
         dx = base_dx(own, base, dx)
     return dx, dA
@@ -176,10 +175,13 @@ def stacked_dA(call: Call, x_TK: torch.Tensor, keys_T2: Optional, dS: torch.Tens
     """dS' xd by adapter, [rows, K]."""
     num_rows, done = call.layout.num_rows, set[int]()
     dA = torch.empty(num_rows, call.K, dtype=call.sums_dtype, device=call.device)
-    for segment, whole, _ in call.stacked:
+    for segment, all_layers, _ in call.stacked:
         at, padded = call.layout.rows[segment.adapter]
-        xd_tK, rows = drop(call, whole.of(x_TK), keys_T2, segment), dA if padded == num_rows else dA[at : at + padded]
-        sum_mm(rows, whole.of_S(dS).t(), xd_tK, segment.adapter in done)
+        xd_tK, rows = (
+            call.drop(all_layers.of(x_TK), keys_T2, segment),
+            dA if padded == num_rows else dA[at : at + padded],
+        )
+        sum_mm(rows, all_layers.of_S(dS).t(), xd_tK, segment.adapter in done)
         done.add(segment.adapter)
     return dA
 
@@ -197,3 +199,24 @@ def merged(call: Call, own: Operands, index: int) -> torch.Tensor:
 def uncovered(call: Call, parts: list[Part] | tuple[Part, ...]) -> list[tuple[int, int]]:
     """(start, stop) of the tokens that are in none of the parts."""
     return [] if parts and parts[0].rows is None else gaps([part.segment for part in parts], call.T)
+
+
+def sum_mm(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, add: bool) -> None:
+    """out = a b, or out += a b; out may be float32 where a and b have 16 bits (CUDA)."""
+    if out.dtype == a.dtype:
+        if add:
+            out.addmm_(a, b)
+        else:
+            torch.mm(a, b, out=out)
+    elif add:
+        out += torch.mm(a, b, out_dtype=out.dtype)
+    else:
+        torch.mm(a, b, out_dtype=out.dtype, out=out)
+
+
+def write_mm(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> None:
+    """out = scale a b, written and not read."""
+    if scale == 1.0:
+        torch.mm(a, b, out=out)
+    else:
+        torch.addmm(out, a, b, beta=0, alpha=scale, out=out)

@@ -31,17 +31,17 @@ def up(
     call: Call, own: Operands, x_TK: torch.Tensor, keys_T2: Optional, S: Optional, index: int, keep_z: bool
 ) -> tuple[torch.Tensor, Optional]:
     """y [T, N] of one layer, and z."""
-    way, composed = call.ways[index], index in call.composed
+    plan_up, composed = call.plan_up[index], index in call.composed
     assert S is not None
-    if way == "fused":
+    if plan_up == "fused":
         return gemm.up(call, own, x_TK, S, index, composed, keep_z)
-    if way == "epilogue":
+    if plan_up == "epilogue":
         base_TN = own.frozen[index].matmul(x_TK)
         if composed:
             return forward.up_composed(call, own, S, index, base_TN, keep_z)
         return forward.up(call, own, S, index, own.biases[index], base_TN), None
     bias_N = None if composed else own.biases[index]
-    if way != "routed":
+    if plan_up != "routed":
         z_TN = base_and_low_rank(call, own, x_TK, S, index, bias_N)
     elif call.dtype == torch.float32:  # a product rounds more when it accumulates onto something
         z_TN = own.frozen[index].matmul(x_TK, bias_N)

@@ -75,6 +75,11 @@ class Segment:
         return slice(self.start, self.stop)
 
 
+def owns_all(segments: Sequence[Segment], num_tokens: int) -> bool:
+    """Whether there is one segment, which has all tokens."""
+    return len(segments) == 1 and (segments[0].start, segments[0].stop) == (0, num_tokens)
+
+
 def situation(layers: Sequence[Layer], segments: Sequence[Segment], num_tokens: int) -> Situation:
     """What of a call of lora_group decides which plans compute it."""
     low_rank = dropped = composed = base_dropped = False
@@ -87,10 +92,9 @@ def situation(layers: Sequence[Layer], segments: Sequence[Segment], num_tokens: 
             dropped |= low.rank > 0 and segment.dropout > 0
             composed |= not low.plain
             base_dropped |= segment.dropout > 0 and segment.base_dropped and low.magnitude is not None
-    single = len(segments) == 1 and (segments[0].start, segments[0].stop) == (0, num_tokens)
     double = any(layer.frozen.dtype == torch.float64 for layer in layers)
     dense = all(layer.frozen.dense() is not None for layer in layers)
-    return Situation(single, low_rank, dropped, composed, base_dropped, double, dense)
+    return Situation(owns_all(segments, num_tokens), low_rank, dropped, composed, base_dropped, double, dense)
 
 
 def check_tokens(x_TK: torch.Tensor, segments: Sequence[Segment], keys_T2: torch.Tensor | None) -> None:

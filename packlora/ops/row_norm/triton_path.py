@@ -153,7 +153,7 @@ class Batch:
         self.problems = device_table(table, torch.int64, self.device)
         self.scalings = device_table([problem.scaling for problem in problems], torch.float32, self.device)
         self.likes = [torch.empty(1, dtype=dtype, device=self.device) for dtype in (self.dtype, A_dtype, B_dtype)]
-        self.sites: dict[Hashable, Any] = {}
+        self.launches: dict[Hashable, Any] = {}
         """Its launches, see launcher.py."""
 
     def split(self, flat: torch.Tensor) -> list[torch.Tensor]:
@@ -173,17 +173,17 @@ class Batch:
         with on_device(self.device):
             launch(
                 fingerprint.fingerprint_kernel, (len(tables["bits"]),), (self.problems, tables["bits"], W, A, B, parts),
-                sites=self.sites, key="fingerprint",
+                launches=self.launches, key="fingerprint",
                 ALIGNED=self.aligned, ALIGNED_B=self.aligned_B, BLOCK=FINGERPRINT, num_warps=8, num_stages=1,
             )  # fmt: skip
             launch(
                 fingerprint.compare_kernel, (len(self.sizes),), (tables["ranges"], parts, seen, out),
-                sites=self.sites, key=("compare", seen.data_ptr() % 16),
+                launches=self.launches, key=("compare", seen.data_ptr() % 16),
                 BLOCK=256, num_warps=1, num_stages=1,
             )  # fmt: skip
             launch(
                 norm.squares_kernel, (len(tables["finish"]),), (self.problems, tables["finish"], out, W),
-                sites=self.sites, key="squares",
+                launches=self.launches, key="squares",
                 ALIGNED=self.aligned, SPAN=SIZES[self.block].finish_m, BM=4, BK=1024, num_warps=4, num_stages=3,
             )  # fmt: skip
         return out
@@ -200,7 +200,7 @@ class Batch:
                 launch(
                     norm.split_kernel, (len(tables["split"]),),
                     (self.problems, tables["split"], stale, A, halves, inverses),
-                    sites=self.sites, key=("split", gated),
+                    launches=self.launches, key=("split", gated),
                     GATED=gated, ALIGNED=self.aligned, BK=1024, num_warps=4, num_stages=2,
                 )  # fmt: skip
             if self.described:
@@ -209,7 +209,7 @@ class Batch:
                 launch(
                     norm.cross_kernel, (len(tables["cross"]),),
                     (self.problems, tables["cross"], stale, W, halves, B, inverses, parts),
-                    sites=self.sites, key=("cross", gated),
+                    launches=self.launches, key=("cross", gated),
                     SPLIT=self.split_A, PROMOTE=size.promote, GATED=gated, ALIGNED=self.aligned, ALIGNED_B=self.aligned_B,
                     BM=size.m, BR=size.r, BK=size.k, num_warps=size.warps, num_stages=self._stages(size.stages),
                 )  # fmt: skip
@@ -220,7 +220,7 @@ class Batch:
             launch(
                 norm.finish_kernel, (len(tables["finish"]),),
                 (self.problems, tables["finish"], stale, W, A, B, parts, self.scalings, kept, out),
-                sites=self.sites, key=("finish", None if kept is None else kept.data_ptr() % 16),
+                launches=self.launches, key=("finish", None if kept is None else kept.data_ptr() % 16),
                 EPS=NORM_EPS, GATED=gated, SLOTS=16, BM=size.finish_m, BR=16, BK=32, num_warps=4, num_stages=1,
             )  # fmt: skip
         return out
@@ -246,7 +246,7 @@ class Batch:
                     self.problems, number, stale, W.described(size.m, size.k), hi.described(size.r, size.k),
                     lo.described(size.r, size.k), B, inverses, parts, at["blocks"], at["chunks"], total,
                 ),
-                sites=self.sites, key=("wide_cross", gated, number),
+                launches=self.launches, key=("wide_cross", gated, number),
                 steps=at["steps"], SPLIT=self.split_A, GATED=gated, BM=size.m, BR=size.r, BK=size.k,
                 PROGRAMS=min(processors(self.device), total), FLATTEN=not self.split_A, num_warps=size.warps,
                 num_stages=3 if self.split_A or B.dtype == torch.float32 else 4,
@@ -257,18 +257,18 @@ class Batch:
         gram, G, BG = self._buffer("gram"), self._buffer("G"), min(GRAM_R, self.block)
         launch(
             norm.gram_kernel, (len(tables["gram"]),), (self.problems, tables["gram"], stale, A, gram),
-            sites=self.sites, key=("gram", gated),
+            launches=self.launches, key=("gram", gated),
             PRECISION="tf32x3" if A.dtype == torch.float32 else "ieee", GATED=gated, ALIGNED=self.aligned, BR=BG,
             BK=GRAM_K, num_warps=4, num_stages=3,
         )  # fmt: skip
         launch(
             norm.fold_kernel, (len(tables["fold"]),), (self.problems, tables["fold"], stale, gram, G),
-            sites=self.sites, key=("fold", gated),
+            launches=self.launches, key=("fold", gated),
             GATED=gated, BR=BG, num_warps=4, num_stages=2,
         )  # fmt: skip
         launch(
             norm.tail_kernel, (len(tables["tail"]),), (self.problems, tables["tail"], stale, B, G, parts),
-            sites=self.sites, key=("tail", gated),
+            launches=self.launches, key=("tail", gated),
             GATED=gated, ALIGNED_B=self.aligned_B, BM=TAIL_M, BR=BG, num_warps=4, num_stages=2,
         )  # fmt: skip
 
@@ -280,18 +280,18 @@ class Batch:
         launch(
             wide.wide_gram_kernel, (len(tables["gram"]),),
             (self.problems, tables["gram"], stale, halves, inverses, gram),
-            sites=self.sites, key=("wide_gram", gated),
+            launches=self.launches, key=("wide_gram", gated),
             SPLIT=self.split_A, GATED=gated, ALIGNED=self.aligned, BR=self.block, BK=GRAM_K, num_warps=8,
             num_stages=self._stages(3),
         )  # fmt: skip
         launch(
             wide.wide_fold_kernel, (len(tables["fold"]),), (self.problems, tables["fold"], stale, gram, G),
-            sites=self.sites, key=("wide_fold", gated),
+            launches=self.launches, key=("wide_fold", gated),
             GATED=gated, BLOCK=self.block, BR=WIDE_FOLD_R, num_warps=4, num_stages=2,
         )  # fmt: skip
         launch(
             wide.wide_tail_kernel, (len(tables["tail"]),), (self.problems, tables["tail"], stale, B, G, parts),
-            sites=self.sites, key=("wide_tail", gated),
+            launches=self.launches, key=("wide_tail", gated),
             GATED=gated, ALIGNED_B=self.aligned_B, BM=WIDE_TAIL_M, BR=WIDE_TAIL_R, BK=32, num_warps=8, num_stages=3,
         )  # fmt: skip
 

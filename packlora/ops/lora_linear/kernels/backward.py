@@ -457,7 +457,7 @@ def scale(call: Call, d_TN: torch.Tensor, own: Scaling) -> tuple[torch.Tensor, t
     launcher.launch(
         scale_kernel, (sizes.cdiv(N, size.scale_n), num_chunks),
         (d_TN, own.kept, e_TN, parts, scales.g, chunks, scales.adapters, N, d_TN.stride(0)),
-        sites=segments.sites,
+        launches=segments.launches,
         key=("scale", d_TN.dtype, N, d_TN.stride(0), own.kept is None, own.need_dm, own.need_d),
         NEED_DZ=own.need_dm, NEED_D=own.need_d, BM=size.scale_m, BN=size.scale_n, STAGES=size.scale_stages,
         num_warps=size.scale_warps, num_stages=2,
@@ -473,7 +473,7 @@ def _sum_tokens(call: Call, parts: torch.Tensor, scales: Scales, chunk: int, of_
     launcher.launch(
         sum_rows_kernel, (sizes.cdiv(N, 128), rows.shape[0]),
         (parts, out, segments.blocks[chunk], segments.ranges[chunk], rows, scales.g, scales.w, N, 2, 0, 0),
-        sites=segments.sites, key=("sum_tokens", N, chunk, of_y),
+        launches=segments.launches, key=("sum_tokens", N, chunk, of_y),
         SINGLE=False, MAGNITUDE=True, OF_Y=of_y, CHUNKS=32, BK=128, num_warps=4, num_stages=1,
     )  # fmt: skip
     return out
@@ -515,9 +515,9 @@ def grad(
         adapter, chunk, threshold, *place,
     )  # fmt: skip
     key = ("grad", call.shape, index, tma, d_TN.stride(0), need_dB, scaling is None, kept is None, need_dz, need_d)
-    if not launcher.launched(segments.sites, key, args):
+    if not launcher.launched(segments.launches, key, args):
         launcher.launch(
-            grad_kernel, (spans, num_chunks, sizes.cdiv(part_width, BR)), args, segments.sites, key,
+            grad_kernel, (spans, num_chunks, sizes.cdiv(part_width, BR)), args, segments.launches, key,
             SINGLE=single is not None, TMA=tma, NEED_DB=need_dB, COMPOSED=scaling is not None, NEED_DZ=need_dz, NEED_D=need_d,
             PRECISION="ieee", BM=BM, BN=BN, BR=BR, STAGES=size.grad_stages if scaling is None else size.joint_stages,
             num_warps=size.grad_warps if scaling is None else size.joint_warps, num_stages=1,
@@ -544,11 +544,11 @@ def _sum_grads(
         *sizes.place_of(call, index),
     )  # fmt: skip
     key = ("sum_grads", call.shape, index, call.wide, spans, chunk, dB is not None)
-    if not launcher.launched(segments.sites, key, args):
+    if not launcher.launched(segments.launches, key, args):
         launcher.launch(
             sum_grads_kernel,
             (num_tiles + blocks * (tables.adapters if single is None else 1), sizes.cdiv(part_width, ranks)), args,
-            segments.sites, key,
+            segments.launches, key,
             SINGLE=single is not None, BM=size.down_m, BN=size.down_m, BR=ranks, AHEAD=8, num_warps=4, num_stages=1,
         )  # fmt: skip
     return dB
@@ -588,9 +588,9 @@ def inputs(
             signed(call.salt), K, stride, width, T, chunk, threshold, first, rank,
         )  # fmt: skip
         key = ("inputs", call.shape, stride, keys_T2 is None, tma, with_dx, with_dA, dx is None, parts is None)
-        if not launcher.launched(segments.sites, key, args):
+        if not launcher.launched(segments.launches, key, args):
             launcher.launch(
-                inputs_kernel, (sizes.cdiv(K, BK), num_chunks, blocks if with_dA else 1), args, segments.sites, key,
+                inputs_kernel, (sizes.cdiv(K, BK), num_chunks, blocks if with_dA else 1), args, segments.launches, key,
                 SINGLE=single is not None, TMA=tma, DROP=segments.dropout, ASM=dropping.packed_dropout(x_TK), NEED_DX=with_dx,
                 NEED_DA=with_dA, PRECISION="ieee", BM=size.inputs_m, BK=BK, BR=BR, STAGES=stages,
                 num_warps=size.inputs_warps, num_stages=1,
@@ -609,9 +609,10 @@ def _sum_dA(call: Call, parts: torch.Tensor, chunk: int) -> torch.Tensor:
         segments.counts[chunk], first,
     )  # fmt: skip
     key = ("sum_rows", call.shape, call.wide, chunk)
-    if not launcher.launched(segments.sites, key, args):
+    if not launcher.launched(segments.launches, key, args):
         launcher.launch(
-            sum_rows_kernel, (sizes.cdiv(call.K, 512), layout.num_rows if single is None else rank), args, segments.sites, key,
-            SINGLE=single is not None, MAGNITUDE=False, OF_Y=False, CHUNKS=4, BK=512, num_warps=4, num_stages=1,
+            sum_rows_kernel, (sizes.cdiv(call.K, 512), layout.num_rows if single is None else rank), args,
+            segments.launches, key, SINGLE=single is not None, MAGNITUDE=False, OF_Y=False, CHUNKS=4, BK=512, num_warps=4,
+            num_stages=1,
         )  # fmt: skip
     return dA

@@ -227,9 +227,9 @@ def down(call: Call, own: Operands, x_TK: torch.Tensor, keys_T2: torch.Tensor | 
         *sizes.rows_of(call),
     )  # fmt: skip
     key = ("down", call.shape, stride, keys_T2 is None)
-    if not launcher.launched(segments.sites, key, args):
+    if not launcher.launched(segments.launches, key, args):
         launcher.launch(
-            down_kernel, (segments.counts[BM], sizes.cdiv(width, BR)), args, segments.sites, key,
+            down_kernel, (segments.counts[BM], sizes.cdiv(width, BR)), args, segments.launches, key,
             SINGLE=single is not None, DROP=segments.dropout, ASM=dropping.packed_dropout(x_TK), PRECISION="ieee", BM=BM, BK=BK,
             BR=BR, num_warps=size.down_warps, num_stages=size.down_stages,
         )  # fmt: skip
@@ -268,9 +268,9 @@ def _launch_up(
         tables.adapters, N, layout.width, span,
     )  # fmt: skip
     key = ("up", call.shape, index, sizes.dtype_of(bias), scales is None, epilogue, keep_z)
-    if not launcher.launched(segments.sites, key, args):
+    if not launcher.launched(segments.launches, key, args):
         launcher.launch(
-            up_kernel, (sizes.cdiv(N, span), segments.counts[size.up_m]), args, segments.sites, key,
+            up_kernel, (sizes.cdiv(N, span), segments.counts[size.up_m]), args, segments.launches, key,
             HAS_BIAS=bias is not None, EPILOGUE=epilogue, COMPOSED=scales is not None, KEEP=keep_z, PRECISION="ieee",
             BM=size.up_m, BN=size.up_n, BR=sizes.block_of(layout.max_padded[index], 64), num_warps=size.up_warps,
             num_stages=size.up_stages,
@@ -284,7 +284,7 @@ def compose(call: Call, scales: Scales, z_TN: torch.Tensor, y_TN: torch.Tensor) 
     launcher.launch(
         compose_kernel, (sizes.cdiv(N, 256), segments.counts[size.up_m]),
         (z_TN, y_TN, scales.g, scales.bias, segments.blocks[size.up_m], scales.adapters, N),
-        sites=segments.sites, key=("compose", call.dtype, N, scales.bias is None),
+        launches=segments.launches, key=("compose", call.dtype, N, scales.bias is None),
         HAS_BIAS=scales.bias is not None, BM=16, BN=256, num_warps=4, num_stages=2,
     )  # fmt: skip
 
@@ -302,12 +302,12 @@ def scale_rows(
 
 
 def ratio(
-    magnitude_N: torch.Tensor, norm_N: torch.Tensor, g_N: torch.Tensor, w_N: torch.Tensor, sites: dict[Hashable, Any]
+    magnitude_N: torch.Tensor, norm_N: torch.Tensor, g_N: torch.Tensor, w_N: torch.Tensor, launches: dict[Hashable, Any]
 ) -> None:  # fmt: skip
-    """g = magnitude / norm and w = norm. sites: cached launches with this N."""
+    """g = magnitude / norm and w = norm. launches: cached launches with this N."""
     N = len(g_N)
     launcher.launch(
         ratio_kernel, (sizes.cdiv(N, 512),), (magnitude_N, norm_N, g_N, w_N, N),
-        sites=sites, key=(magnitude_N.dtype, norm_N.dtype, g_N.data_ptr() % 16),
+        launches=launches, key=(magnitude_N.dtype, norm_N.dtype, g_N.data_ptr() % 16),
         BN=512, num_warps=4, num_stages=1,
     )  # fmt: skip

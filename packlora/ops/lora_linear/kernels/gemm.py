@@ -218,15 +218,15 @@ def _launch(
             right = Descriptor(low.R, [BR, BN], [rank, Q], [Q, 1])
     args = (
         Descriptor(X, [BM, BK]), Descriptor(V, [BN, BK] if forward else [BK, BN]), Descriptor(Y, [BM, BN]),
-        None if Z is None else Descriptor(Z, [BM, BN]), left, right, bias, g, keys_T2, segments.whole if several else None,
+        None if Z is None else Descriptor(Z, [BM, BN]), left, right, bias, g, keys_T2, segments.uncut if several else None,
         segments.spans if several else None, low.places, signed(call.salt), dropout_threshold(p), T, P, Q, L.stride(0),
         low.last if several else low.rank,
     )  # fmt: skip
     key = ("fused", of, forward, several, sizes.dtype_of(bias), g is None, keys_T2 is None, Z is None)
-    if not launcher.launched(segments.sites, key, args):
+    if not launcher.launched(segments.launches, key, args):
         programs = min(sizes.programs_at_once(X.device), sizes.cdiv(T, BM) * sizes.cdiv(Q, BN))
         launcher.launch(
-            fused_kernel, (programs,), args, segments.sites, key,
+            fused_kernel, (programs,), args, segments.launches, key,
             FORWARD=forward, DROP=keys_T2 is not None and (segments.dropout if several else p > 0),
             ASM=dropping.packed_dropout(Y), HAS_BIAS=bias is not None, HAS_G=g is not None, KEEP=Z is not None, WIDE=wide,
             SEGMENTS=several, DTYPE=getattr(tl, str(Y.dtype).removeprefix("torch.")),
