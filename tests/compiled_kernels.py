@@ -2,7 +2,7 @@
 
     python tests/compiled_kernels.py [capability [one of MORE]]
 
-The operator and the norms run on CPU tensors with a launch that compiles in place of launching, specialised as Triton would for
+The operators run on CPU tensors with a launch that compiles in place of launching, specialised as Triton would for
 these arguments; results mean nothing. Must be a process of its own: the tests' one has Triton's interpreter.
 """
 
@@ -31,6 +31,7 @@ from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from packlora.ops import gpu, launcher
+from packlora.ops.cross_entropy import triton_path as cross_entropy_path
 from packlora.ops.dropout import kernel as dropping
 from packlora.ops.lora_linear.autograd import lora_group
 from packlora.ops.lora_linear.kernels import sizes as block_sizes
@@ -101,7 +102,7 @@ def compiled(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any], capa
 
 
 def captured(capability: int, kinds: dict[str, dict[str, Any]] = USUAL) -> list[Row]:
-    """What the kinds launch; of the usual ones also what norms launch."""
+    """What the kinds launch; of the usual ones also what norms, the loss and dropout launch."""
     rows: dict[Any, Row] = {}
     case = ""
 
@@ -113,6 +114,7 @@ def captured(capability: int, kinds: dict[str, dict[str, Any]] = USUAL) -> list[
 
     patches = [
         mock.patch.object(launcher, "launch", take), mock.patch.object(row_norm_path, "launch", take),
+        mock.patch.object(dropping, "launch", take),
         mock.patch.object(dropping, "packed_dropout", lambda x: capability >= 90 and x.element_size() == 2),
         mock.patch.object(row_norm, "KERNELS_ON_CPU", True),
         mock.patch.object(torch, "empty", torch.zeros),
@@ -148,6 +150,12 @@ def captured(capability: int, kinds: dict[str, dict[str, Any]] = USUAL) -> list[
             batch = row_norm_path.batch_of([ready])
             stale = batch.stale(torch.zeros(1, 5, dtype=torch.int64))
             batch.run(stale, torch.zeros(512))
+    for dtype in (torch.bfloat16, torch.float32) if kinds is USUAL else ():
+        case = f"loss and dropout, {dtype}"
+        logits, labels = torch.zeros(64, 5008, dtype=dtype), torch.zeros(64, dtype=torch.int64)
+        for gradient in (False, True):
+            cross_entropy_path.softmax_gradient(logits, labels, torch.ones(64), gradient)
+        dropping.masked(logits, torch.zeros(64, 2, dtype=torch.int32), 3, 0.1, scaled=gradient)
     return list(rows.values())
 
 

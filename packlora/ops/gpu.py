@@ -11,7 +11,6 @@ import torch
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 _NOTHING = contextlib.nullcontext()
-HAS_TRITON = importlib.util.find_spec("triton") is not None
 OLDEST = (8, 0)
 """Compute capability from which on the kernels run."""
 

@@ -38,7 +38,8 @@ class RunBegan:
     """A session begins, with a fresh run or a resumed one.
 
     run: the run's id, the same in every session. config: the run file with every default. notes: what to tell before training;
-    they are in run.json already.
+    they are in run.json already. earlier: steps and held-out losses up to where the jobs go on, as earlier sessions told them,
+    in the order of time; what came after the jobs' checkpoints is not among them, for it is trained and told again.
     """
 
     run: str
@@ -46,6 +47,7 @@ class RunBegan:
     config: Mapping[str, Any]
     jobs: tuple[JobAtStart, ...]
     notes: tuple[str, ...] = ()
+    earlier: tuple[Stepped | Evaluated, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

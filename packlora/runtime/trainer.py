@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -114,7 +115,9 @@ class Trainer:
     # --- the loop ------------------------------------------------------------------------------------------------------
 
     def _train(self) -> None:
-        self._settle()  # held-out losses before the first step, and what an interruption left undone
+        self._evaluate(self.jobs)  # before the first step, and those that an interruption left undone
+        self._end_where_asked(self.jobs)
+        self._settle()
         self.training_began = self._elapsed()
         self.events.emit(TrainingBegan())
         while self._goes_on():
@@ -237,9 +240,7 @@ class Trainer:
 
     def _settle(self) -> None:
         """Make the evaluations that are due and write the results of jobs that have taken their last step."""
-        evaluated = [job for job in self._evaluate(self.jobs) if job.step > 0]
-        for name in sorted(_end_as_asked(evaluated, self.events)):  # an interruption had put this evaluation off
-            self.folder.save_checkpoint(self.by_name[name])
+        self._end_where_asked(self._evaluate(self.jobs))
         for job in self.jobs:
             if job.status == "running" and job.step >= job.data.num_steps and not self.stop.asked:
                 job.status = "done"
@@ -248,6 +249,11 @@ class Trainer:
                 for name in sorted({name.rpartition("/")[0] for name in job.untrained}):
                     text = f"job {job.name!r}: {name} took no part in training, its adapter is as it began"
                     self.events.emit(Note(text))
+
+    def _end_where_asked(self, jobs: Sequence[Job]) -> None:
+        """Of jobs that are between two steps: those that a subscriber wants ended end here."""
+        for name in sorted(_end_as_asked([job for job in jobs if job.step > 0], self.events)):
+            self.folder.save_checkpoint(self.by_name[name])
 
     def _evaluate(self, jobs: Sequence[Job]) -> list[Job]:
         """Held-out losses of those of the jobs that are due. One that is tried on its training samples tells no loss.
@@ -336,4 +342,22 @@ def _end_as_asked(stepped: Sequence[Job], events: Emitter) -> set[str]:
 
 def _beginning(run: Run, folder: OutputFolder, jobs: Sequence[Job], notes: Sequence[str]) -> RunBegan:
     starts = [JobAtStart(job.name, job.status, job.step, job.data.num_steps, job.data.tokens) for job in jobs]
-    return RunBegan(folder.run, folder.path, run.model_dump(mode="json"), tuple(starts), tuple(notes))
+    config = run.model_dump(mode="json")
+    return RunBegan(folder.run, folder.path, config, tuple(starts), tuple(notes), _told_before(jobs))
+
+
+def _told_before(jobs: Sequence[Job]) -> tuple[Stepped | Evaluated, ...]:
+    """What earlier sessions told of the steps that the jobs have taken, in the order of time."""
+    lines = [(line["elapsed"], job.name, line) for job in jobs for line in job.log_history]
+    return tuple(_event(name, line) for _, name, line in sorted(lines, key=lambda found: found[0]))
+
+
+def _event(job: str, line: Mapping[str, Any]) -> Stepped | Evaluated:
+    """The event of a line of a log history, which holds null for a loss that is not finite."""
+    if "loss" not in line:
+        loss = line["eval_loss"]
+        return Evaluated(job, line["step"], math.nan if loss is None else loss)
+    return Stepped(
+        job, line["step"], line["loss"], line["grad_norm"], line["learning_rate"], line["tokens"], line["seconds"],
+        line["elapsed"],
+    )  # fmt: skip

@@ -159,10 +159,16 @@ def test_a_run_that_a_subscriber_interrupts_is_resumed_from_its_checkpoints(
         if isinstance(event, Stepped) and event.step == 3:
             raise KeyboardInterrupt
 
+    first, second = Counted(), Counted()
     with pytest.raises(KeyboardInterrupt):
-        packlora.train(out, subscribers=[interrupts])
-    assert packlora.train(out, resume=True).status == "done"
+        packlora.train(out, subscribers=[first, interrupts])
+    assert packlora.train(out, resume=True, subscribers=[second]).status == "done"
     same_bits(Path(whole["output_dir"]), Path(out["output_dir"]), JOBS)
+    begun = second.of(RunBegan)[0]
+    steps = {job.name: job.step for job in begun.jobs}
+    told = [event for event in first.events if isinstance(event, Stepped | Evaluated)]
+    assert begun.earlier == tuple(event for event in told if 0 < steps[event.job] >= event.step)
+    assert 0 < len(begun.earlier) < len(told)  # "a" has no checkpoint, and the third step of "b" is in none
 
 
 def test_a_subscriber_stops_the_run_which_saves_and_goes_on_to_the_same_bits_and_each_step_is_told_once(
@@ -190,6 +196,9 @@ def test_a_subscriber_stops_the_run_which_saves_and_goes_on_to_the_same_bits_and
     first, second = counted.of(RunBegan)
     assert first.run == second.run
     assert {job.name: job.step for job in second.jobs} == steps
+    told_first = counted.events[: counted.events.index(second)]
+    assert second.earlier == tuple(event for event in told_first if isinstance(event, Stepped | Evaluated))
+    assert first.earlier == ()
     told = Counter((event.job, event.step) for event in counted.of(Stepped))
     assert told == Counter((line["job"], line["step"]) for line in lines(whole, "metrics"))
     assert Counter((event.job, event.step) for event in counted.of(Evaluated)) == Counter(
@@ -279,6 +288,21 @@ def test_a_job_that_a_subscriber_ended_is_done_also_when_its_data_is_gone(out: d
     (tmp_path / "rows.jsonl").unlink()
     result = packlora.train(tree, resume=True)
     assert (result.status, result.jobs["a"].status, result.jobs["a"].failure) == ("done", "done", None)
+
+
+def test_an_evaluation_that_a_stop_put_off_ends_its_job_at_the_step_it_tells_of(out: dict[str, Any]) -> None:
+    """As in a run that is not interrupted."""
+
+    def rule(event: Event) -> Stop | None:
+        return Stop("a") if isinstance(event, Evaluated) and (event.job, event.step) == ("a", 2) else None
+
+    def run(event: Event) -> Stop | None:
+        return Stop() if isinstance(event, Stepped) and (event.job, event.step) == ("a", 2) else None
+
+    assert packlora.train(out, subscribers=[rule, run]).jobs["a"].status == "running"
+    for _ in range(2):
+        result = packlora.train(out, resume=True, subscribers=[rule])
+        assert (result.status, result.jobs["a"].step, result.jobs["b"].step) == ("done", 2, 4)
 
 
 def test_a_job_to_end_that_is_not_there_is_said(out: dict[str, Any]) -> None:

@@ -43,6 +43,7 @@ def test_kernels_fit_and_load_whole_vectors(capability: int, tmp_path: Path) -> 
     rows = compiled(capability, tmp_path)
     found = {row["kernel"] for row in rows}
     assert found >= {"down_kernel", "up_kernel", "grad_kernel", "inputs_kernel", "cross_kernel", "wide_tail_kernel"}
+    assert found >= {"softmax_gradient_kernel", "masked_kernel"}
     assert ("fused_kernel" in found) == ("wide_cross_kernel" in found) == (capability in (90, 100))
     columns = {row["constants"]["BN"] for row in rows if row["kernel"] == "fused_kernel"}
     assert columns == ({"128", "256"} if capability in (90, 100) else set())

@@ -19,7 +19,6 @@ Shapes: L label rows, D hidden size, V vocabulary, C rows of a chunk.
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from typing import Any
 
@@ -27,11 +26,11 @@ import torch
 
 from packlora.ops.cross_entropy import torch_path
 from packlora.ops.first_order import first_order
+from packlora.ops.gpu import HAS_TRITON
 
 CHUNK_BYTES = {"cpu": 2**26, "cuda": 2**28}
 """Of the logits of a chunk, and of their float32 copy where one is made. A GPU needs about 1,000 rows to read a large weight
 at the speed of its products."""
-HAS_TRITON = importlib.util.find_spec("triton") is not None
 ROWS_WITH_EQUAL_BITS = 16
 """Products of fewer rows take other routines with other rounding; chunks are never smaller, unless L is."""
 

@@ -16,7 +16,7 @@ def softmax_gradient(
     logits_CV: torch.Tensor, labels_C: torch.Tensor, weights_C: torch.Tensor, gradient: bool
 ) -> torch.Tensor:
     """Losses [C] in the dtype of the weights, float32 at least. With gradient, the logits are overwritten:
-    weight * (softmax - one-hot); else they are left as they are.
+    weight * (softmax - one-hot); else what they hold afterwards is of no use.
 
     Args:
         labels_C: int64; the row of IGNORE gives 0, that of a label outside the vocabulary NaN.

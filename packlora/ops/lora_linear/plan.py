@@ -248,7 +248,7 @@ class Situation(NamedTuple):
 def why_not(plan: Plan, call: Situation) -> str | None:
     """Why the plan does not compute the call, there, to the chain's exactness; None where it does. The plain chain, S kept or
     not, computes every call."""
-    if (plan.up, plan.dx, plan.rearranged, plan.needs_triton) == ("after", "after", False, False):
+    if plan == Plan(keep_s=plan.keep_s):
         return None
     if call.base_dropped and (plan.rearranged or plan.needs_triton):
         return "DoRA that scales the base product of the dropped x has two base products, which the plain chain makes"

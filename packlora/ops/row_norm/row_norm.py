@@ -21,17 +21,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from packlora.ops.gpu import capability
+from packlora.ops.gpu import HAS_TRITON, capability
 from packlora.ops.row_norm import torch_path
 from packlora.ops.row_norm.types import NormProblem, RowChunks
-
-HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def squared_row_norm(weight_NK: torch.Tensor | RowChunks, chunk_bytes: int | None = None) -> torch.Tensor:
