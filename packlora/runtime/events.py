@@ -11,6 +11,7 @@ import traceback
 from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from packlora.errors import shown
 from packlora.report.events import Event, Note, Stop, StopAsked, Subscriber
@@ -64,7 +65,7 @@ class Emitter:
 
     def _tell(self, subscriber: Subscriber, event: Event) -> None:
         try:
-            answer = subscriber(event)
+            answer: Any = subscriber(event)
             if answer is Stop:
                 raise TypeError("it returned the class Stop; return Stop() to end the run, Stop(job) to end a job")
         except Exception as error:
