@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from packlora.errors import shown
-from packlora.report.events import Event, Note, Stop, StopAsked, Subscriber
+from packlora.report.events import Event, Note, RunEnded, Stop, StopAsked, Subscriber
 
 MOST_SAID = 1000
 """Characters of what a subscriber says: an exception's message, the reason of a stop."""
@@ -74,7 +74,7 @@ class Emitter:
             ]  # whatever == says of it
             self._waiting.append(Note(_failure(subscriber, event, error)))
             return
-        if isinstance(answer, Stop):
+        if isinstance(answer, Stop) and not isinstance(event, RunEnded):  # which is the last event
             self._ask(answer, name_of(subscriber))
 
     def _ask(self, stop: Stop, by: str) -> None:
