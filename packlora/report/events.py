@@ -237,10 +237,10 @@ class Stop:
     reason: str = ""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.job, str | None) or not isinstance(self.reason, str):
-            found = type(self.reason if isinstance(self.job, str | None) else self.job).__name__
+        given: tuple[Any, Any] = "" if self.job is None else self.job, self.reason
+        if odd := [type(value).__name__ for value in given if not isinstance(value, str)]:
             raise TypeError(
-                f"Stop takes the name of one job, or None for the run, and a reason, both texts; got {found}"
+                f"Stop takes the name of one job, or None for the run, and a reason, both texts; got {odd[0]}"
             )
 
 

@@ -11,9 +11,10 @@ import traceback
 from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from packlora.errors import shown
-from packlora.report.events import Event, Note, Stop, StopAsked, Subscriber
+from packlora.report.events import Event, Note, RunEnded, Stop, StopAsked, Subscriber
 
 MOST_SAID = 1000
 """Characters of what a subscriber says: an exception's message, the reason of a stop."""
@@ -64,7 +65,7 @@ class Emitter:
 
     def _tell(self, subscriber: Subscriber, event: Event) -> None:
         try:
-            answer = subscriber(event)
+            answer: Any = subscriber(event)
             if answer is Stop:
                 raise TypeError("it returned the class Stop; return Stop() to end the run, Stop(job) to end a job")
         except Exception as error:
@@ -73,7 +74,7 @@ class Emitter:
             ]  # whatever == says of it
             self._waiting.append(Note(_failure(subscriber, event, error)))
             return
-        if isinstance(answer, Stop):
+        if isinstance(answer, Stop) and not isinstance(event, RunEnded):  # which is the last event
             self._ask(answer, name_of(subscriber))
 
     def _ask(self, stop: Stop, by: str) -> None:

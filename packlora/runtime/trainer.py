@@ -256,11 +256,7 @@ class Trainer:
             self.folder.save_checkpoint(self.by_name[name])
 
     def _evaluate(self, jobs: Sequence[Job]) -> list[Job]:
-        """Held-out losses of those of the jobs that are due. One that is tried on its training samples tells no loss.
-
-        Returns:
-            The jobs that were due.
-        """
+        """Held-out losses of the jobs that are due, which are returned. One tried on its training samples tells no loss."""
         losses = self.evaluator.evaluate(jobs)
         for name, loss in losses.items():
             job = self.by_name[name]

@@ -253,6 +253,16 @@ def test_a_job_that_was_stopped_while_the_run_was_stopped_stays_ended(out: dict[
     assert (again.tokens, again.jobs["a"].step, again.jobs["a"].status) == (0, 3, "done")
 
 
+def test_the_end_is_the_last_event_also_where_it_is_answered_with_a_stop(
+    out: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    counted = Counted()
+    ends = [lambda event: Stop() if isinstance(event, RunEnded) else None, counted]
+    assert packlora.train(out, max_steps=1, subscribers=ends).status == "done"
+    assert isinstance(counted.events[-1], RunEnded)
+    assert "finishing the present microbatch" not in capsys.readouterr().out
+
+
 def test_an_evaluation_that_an_interruption_put_off_ends_a_job_where_it_would_have_ended(
     whole: dict[str, Any], out: dict[str, Any]
 ) -> None:
