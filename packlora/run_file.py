@@ -142,7 +142,10 @@ def load_run(path: str | Path, overrides: list[str] | None = None) -> Run:
 
 def run_from(tree: Mapping[str, Any], overrides: list[str] | None = None) -> Run:
     """Check a run that is a mapping of the keys of a run file; it is not changed. Overrides and errors as in load_run."""
-    own = copy.deepcopy(dict(tree))
+    try:
+        own = copy.deepcopy(dict(tree))
+    except RecursionError:
+        raise InputError("the run: lists or mappings are nested too deep in one another to be read") from None
     for override in overrides or []:
         _apply_override(own, override)
     return parse_run(own, "the run")

@@ -63,7 +63,7 @@ class ProfileCache:
             if any(found[name] != ours for name, ours in self.identity.items()):
                 return {}
             return {str(key): [_point(value) for value in values] for key, values in found["profiles"].items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return {}
 
 

@@ -20,7 +20,7 @@ from packlora.adapters.kept_outputs import keep_outputs
 from packlora.base.fingerprint import fingerprint
 from packlora.base.model import Base, load_base
 from packlora.config import Run
-from packlora.errors import InputError
+from packlora.errors import InputError, quoted
 from packlora.files import lock_folder, remove_leftovers, write_json
 from packlora.report.events import Subscriber
 from packlora.report.metrics import Logs
@@ -84,6 +84,10 @@ def train(
         MemoryError: out of memory, and there is no smaller microbatch to go on with.
         KeyboardInterrupt: SIGTERM or Ctrl-C came twice; `resume` goes on from the last checkpoints.
     """
+    _check_texts("overrides", overrides, "dotted.key=value")
+    _check_texts("resume_from", resume_from, "STEP or JOB=STEP")
+    if max_steps is not None and (type(max_steps) is not int or max_steps < 1):
+        raise InputError(f"max_steps is a number of optimizer steps, at least 1, or None; got {quoted(max_steps)}")
     run = _run_of(run, overrides)
     if resume_from and not resume:
         raise InputError("--from says where to go on, so it needs --resume")
@@ -203,6 +207,11 @@ def deterministic() -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
         memory.fill_uninitialized_memory = fill
+
+
+def _check_texts(name: str, value: Any, form: str) -> None:
+    if value is not None and not (isinstance(value, list | tuple) and all(isinstance(item, str) for item in value)):
+        raise InputError(f"{name} is a list of texts of the form {form}; got {quoted(value)}")
 
 
 def _callable(subscribers: Any) -> list[Subscriber]:

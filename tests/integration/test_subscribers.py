@@ -353,3 +353,41 @@ def test_subscribers_may_come_one_after_the_other(out: dict[str, Any]) -> None:
     counted = Counted()
     packlora.train(out, max_steps=1, subscribers=(subscriber for subscriber in [counted]))  # type: ignore[arg-type]
     assert len(counted.of(Stepped)) == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            {"overrides": "keep_outputs=true"},
+            "overrides is a list of texts of the form dotted.key=value; got 'keep_outputs",
+        ),
+        ({"overrides": [1]}, r"overrides is a list of texts of the form dotted.key=value; got \[1\]"),
+        (
+            {"resume_from": "a=2", "resume": True},
+            "resume_from is a list of texts of the form STEP or JOB=STEP; got 'a=2'",
+        ),
+        (
+            {"resume_from": [2], "resume": True},
+            r"resume_from is a list of texts of the form STEP or JOB=STEP; got \[2\]",
+        ),
+        *(
+            ({"max_steps": odd}, "max_steps is a number of optimizer steps, at least 1")
+            for odd in (0, -1, "3", 1.5, True)
+        ),
+    ],
+)
+def test_arguments_that_are_none_are_refused_before_anything_is_done(
+    given: dict[str, Any], said: str, out: dict[str, Any]
+) -> None:
+    with pytest.raises(packlora.InputError, match=said):
+        packlora.train(out, **given)
+    assert not Path(out["output_dir"]).exists()
+
+
+def test_a_run_nested_without_end_is_refused(out: dict[str, Any]) -> None:
+    deep: list[Any] = []
+    for _ in range(10_000):
+        deep = [deep]
+    with pytest.raises(packlora.InputError, match="nested too deep"):
+        packlora.train({**out, "keep_outputs": deep})

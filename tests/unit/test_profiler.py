@@ -92,6 +92,8 @@ def test_points_are_kept_by_key_as_readable_json_and_anything_broken_is_as_good_
     for change in ({"device": "another"}, {"schema": 0}, {"versions": {}}, {"profiles": {"one": [{"tokens": 1}]}}):
         cache.path.write_text(json.dumps({**tree, **change}))
         assert cache.get("one") == [], change
+    cache.path.write_text('{"schema":' + "[" * 200_000)
+    assert cache.get("one") == []
     wrong = {"tokens": 10, "squared": 40, "seconds": -1.0, "bytes": None}
     cache.path.write_text(json.dumps({**tree, "profiles": {"one": [wrong]}}))
     assert cache.get("one") == []
