@@ -2,9 +2,9 @@
 
 A norm depends on W, A, B and the scaling alone. RowNorms keeps those of a model, and goes by one rule: a norm stands while
 
-    its stamp is what it was      what the host sees at every get(), in microseconds: places, shapes and version counters of W,
-                                  A and B, the scaling, invalidate(), and steps of torch's optimizers (the fused ones move no
-                                  version counter), for version-counted handles of one that holds A or B
+    the host sees what it saw     at every get(), in microseconds: places, shapes and version counters of W, A and B (of a W
+                                  that is no tensor its key), the scaling, invalidate(), and steps of torch's optimizers (the
+                                  fused ones move no version counter), for version-counted handles of one that holds A or B
     its data are what they were   which shows any write that leaves no trace on the host: through .data, a NumPy view, a kernel.
                                   Never asked of version-counted handles. On a CPU A and B are compared with copies; on a GPU
                                   64-bit sums over their bits are compared on the device, and kernels compute where they differ:
@@ -13,9 +13,10 @@ A norm depends on W, A, B and the scaling alone. RowNorms keeps those of a model
                                   show: then call invalidate()
 
 A window (RowNorms.open and close; packlora.accelerate puts them around a model's forward) is a time in which nobody writes to A
-or B unseen: the data of all handles are checked together, at its first get(), and not again. Outside of windows every get()
-checks those of its own handle. A CUDA graph that is captured contains the check and the computation of the window, or the
-computation of a single handle: what is kept has no part in it.
+or B unseen: places and data of all handles are checked together, at its first get(), and not again; every get() looks at
+addresses, version counters and what else the host is told. Outside of windows every get() checks those of its own handle. A
+CUDA graph that is captured contains the check and the computation of the window, or the computation of a single handle: what is
+kept has no part in it.
 
 A version-counted handle is for owners who change A and B only by torch's optimizers and in-place operations.
 
@@ -26,7 +27,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -35,18 +36,16 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from packlora.ops.lora_linear.frozen import FrozenWeight
 from packlora.ops.modules import remove_hooks
 from packlora.ops.row_norm.row_norm import row_norms, squared_row_norm, takes_kernels
-from packlora.ops.row_norm.types import NormProblem, RowChunks
-from packlora.ops.stamp import PLAIN, place, version
+from packlora.ops.row_norm.types import NormProblem, dense_of
+from packlora.ops.stamp import PLAIN, version
 
 _NUMBERS = itertools.count()
 _LIVE: weakref.WeakSet[RowNorms] = weakref.WeakSet()
 
-Place = tuple[Any, ...]
-"""Of a handle: the scaling, where A, B and W lie, and W's version."""
-Stamp = tuple[Place, tuple[Any, ...]]
-"""The place, and what tells of writes to A and B."""
+_expired = torch.UntypedStorage._expired
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -61,28 +60,24 @@ class NormHandle:
     """One module's norm. Made by RowNorms.add; belongs to the layer and dies with it."""
 
     def __init__(
-        self, norms: RowNorms, weight: torch.Tensor | RowChunks, A: torch.Tensor, B: torch.Tensor, scaling: float,
+        self, norms: RowNorms, weight: torch.Tensor | FrozenWeight, A: torch.Tensor, B: torch.Tensor, scaling: float,
         version_counted: bool,
     ) -> None:  # fmt: skip
-        self.norms, self.weight, self.A, self.B, self.scaling, self.version_counted = (
-            norms,
-            weight,
-            A,
-            B,
-            scaling,
-            version_counted,
-        )
+        self.norms, self.version_counted = norms, version_counted
+        self.weight, self.A, self.B, self.scaling = weight, A, B, scaling
         self._register()
 
     def _register(self) -> None:
         self.number = next(_NUMBERS)
+        self._dense = dense_of(self.weight)
         self._epoch = self._steps = 0
         self._asked = self.norms._window
         """The last window in which get() was called, or when it was made."""
         self._kept: _Kept | None = None
         self._check: _Check | None = None
         """Of this handle alone."""
-        self._base: tuple[Place, tuple[StorageWeakRef, ...], torch.Tensor] | None = None
+        self._base: tuple[int, _Sight | _Key, torch.Tensor] | None = None
+        """The epoch, the weight, and ||W||^2 by row."""
         self.norms._handles[self.number] = self
 
     def __getstate__(self) -> dict[str, Any]:
@@ -92,10 +87,14 @@ class NormHandle:
         self.__dict__.update(state)
         self._register()
 
-    def point(self, weight: torch.Tensor | RowChunks, A: torch.Tensor, B: torch.Tensor, scaling: float) -> NormHandle:
+    def point(
+        self, weight: torch.Tensor | FrozenWeight, A: torch.Tensor, B: torch.Tensor, scaling: float
+    ) -> NormHandle:
         """These are the operands from now on; free where they are the same objects. For layers whose parameters may be
         replaced: call it before get()."""
         if weight is not self.weight or A is not self.A or B is not self.B:
+            if weight is not self.weight:
+                self._dense = dense_of(weight)
             self.weight, self.A, self.B = weight, A, B
             self.invalidate()
         self.scaling = scaling
@@ -109,53 +108,60 @@ class NormHandle:
         Raises:
             RuntimeError: an operand is not whole here (sharded, or its storage is freed).
         """
-        return self.norms._get(self)
+        norms = self.norms
+        self._asked = norms._window
+        if norms._open and norms._checked != norms._window:
+            since, norms._checked = norms._checked, norms._window
+            norms._check_window(since)
+        if _capturing():
+            return norms._in_graph(self)
+        kept = self._kept
+        checked = kept is not None and not self.version_counted and norms._open and kept.window == norms._window
+        if kept is None or not (kept.seen.unmoved(self) if checked else kept.seen.stands(self)):
+            if missing := self._missing():
+                raise RuntimeError(f"the norm of W + s B A needs its operands whole: {missing}")
+            norms._renew(self, stale=True)
+            kept = self._kept
+        elif not (checked or self.version_counted):
+            norms._renew(self, stale=False)
+            kept = self._kept
+        assert kept is not None
+        return kept.norm_N if kept.event is None else kept.norm_on_this_stream()
 
     def invalidate(self) -> None:
         """The next get() computes, also ||W||^2."""
         self._epoch += 1
 
-    def stamp(self) -> Stamp:
-        """All that the host can see of the operands."""
-        A, B = self.A, self.B
-        return (float(self.scaling), place(A), place(B), self._frozen()), (self._steps, version(A), version(B))
-
-    def _frozen(self) -> Place:
-        if isinstance(self.weight, torch.Tensor):
-            return (self._epoch, place(self.weight), version(self.weight))
-        return (self._epoch, *((place(source), version(source)) for source in self._sources()))
-
-    def _sources(self) -> tuple[torch.Tensor, ...]:
-        return self.weight.tensors if isinstance(self.weight, RowChunks) else (self.weight,)
-
-    def _storages(self) -> tuple[StorageWeakRef, ...]:
-        return tuple(StorageWeakRef(t.untyped_storage()) for t in (self.A, self.B, *self._sources()))
-
     def _base_N(self) -> torch.Tensor:
         """||W||^2 by row."""
-        frozen = self._frozen()
-        if self._base is None or self._base[0] != frozen:
-            self._base = (frozen, self._storages(), squared_row_norm(self.weight))
-        return self._base[2]
+        known = self._base
+        if known is None or known[0] != self._epoch or not known[1].stands(self._watched()):
+            known = self._base = (self._epoch, _seen_of(self._watched()), squared_row_norm(self._watched()))
+        return known[2]
+
+    def _watched(self) -> torch.Tensor | FrozenWeight:
+        """The weight as a tensor where it is one."""
+        return self.weight if self._dense is None else self._dense
 
     def _problem(self) -> NormProblem:
-        problem = NormProblem(self.weight, self.A, self.B, self.scaling)
-        if takes_kernels(problem) or isinstance(self.weight, RowChunks):
-            return NormProblem(self.weight, self.A, self.B, self.scaling, self._base_N())
+        problem = NormProblem(self._watched(), self.A, self.B, self.scaling)
+        if self._dense is None or takes_kernels(problem):
+            return NormProblem(problem.weight, self.A, self.B, self.scaling, self._base_N())
         return problem
 
     def _on_device(self) -> bool:
         """Whether the check of its data and the computation are kernels."""
         return (
-            not self.version_counted and isinstance(self.weight, torch.Tensor)
-            and takes_kernels(NormProblem(self.weight, self.A, self.B, self.scaling))
+            not self.version_counted and self._dense is not None
+            and takes_kernels(NormProblem(self._dense, self.A, self.B, self.scaling))
             and self.A.is_contiguous() and self.B.is_contiguous()
         )  # fmt: skip
 
     def _missing(self) -> str | None:
         """Which operand is not whole here."""
-        named = [("A", self.A), ("B", self.B), *(("weight", source) for source in self._sources())]
-        for name, operand in named[: 2 if isinstance(self.weight, RowChunks) else 3]:
+        for name, operand in (("A", self.A), ("B", self.B), ("weight", self._dense)):
+            if operand is None:
+                continue
             if type(operand) not in PLAIN:
                 return f"{name} is a {type(operand).__name__}, not a torch.Tensor"
             if operand.numel() and not operand.untyped_storage().size():
@@ -187,7 +193,7 @@ class RowNorms:
 
     def add(
         self,
-        weight: torch.Tensor | RowChunks,
+        weight: torch.Tensor | FrozenWeight,
         A: torch.Tensor,
         B: torch.Tensor,
         scaling: float,
@@ -243,23 +249,6 @@ class RowNorms:
 
     # --- the rule ----------------------------------------------------------------------------------------------------------
 
-    def _get(self, handle: NormHandle) -> torch.Tensor:
-        handle._asked = self._window
-        if self._open and self._checked != self._window:
-            since, self._checked = self._checked, self._window
-            self._check_window(since)
-        if _capturing():
-            return self._in_graph(handle)
-        kept = handle._kept
-        if kept is None or kept.stamp != handle.stamp():
-            if missing := handle._missing():
-                raise RuntimeError(f"the norm of W + s B A needs its operands whole: {missing}")
-            self._renew(handle, stale=True)
-        elif not (handle.version_counted or (self._open and kept.window == self._window)):
-            self._renew(handle, stale=False)
-        assert handle._kept is not None
-        return handle._kept.norm_on_this_stream()
-
     def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for handle in list(self._handles.values()):
@@ -268,47 +257,53 @@ class RowNorms:
 
     def _check_window(self, since: int) -> None:
         """Check the data of handles that are in use: get() was called since the window with this number."""
-        handles = [handle for handle in self._handles.values() if not handle.version_counted and handle._asked >= since]
-        stamps = {handle.number: handle.stamp() for handle in handles}
-        places = [(number, stamp[0]) for number, stamp in stamps.items()]
-        capturing = _capturing()
-        if self._together is None or self._together.places != places:
+        handles = [
+            handle for handle in self._handles.values() if not handle.version_counted and handle._asked >= since
+        ]  # fmt: skip
+        capturing, known = _capturing(), self._together
+        if known is None or not known.fits(handles):
             if capturing:  # new tables cannot be captured
                 return
             self._together = None
-            self._together = _Together.of(handles, places)
-        for check in self._together.checks:
+            known = self._together = _Together.of(handles)
+        for check in known.checks:
             norms = check.norms()
             if capturing:
                 self._captured[id(check)] = check
                 self._in_window.update(zip(check.numbers, norms, strict=True))
             else:
-                self._keep([self._handles[number] for number in check.numbers], norms, stamps)
-        if self._together.others and not capturing:
-            self._compute([self._handles[number] for number in self._together.others])
+                self._keep([handles[index] for index in check.indices], norms, check.sights)
+        if known.others and not capturing:
+            self._compute([handles[index] for index in known.others])
 
     def _renew(self, handle: NormHandle, stale: bool) -> None:
         """Bring a handle up to date; where its stamp is stale, also those others that are computed in the same way."""
         if handle._on_device():
-            if handle._check is None or handle._check.places != [(handle.number, handle.stamp()[0])]:
-                handle._check = _Check([handle])
-            self._keep([handle], handle._check.norms())
+            if handle._kept is not None:
+                handle._kept.window = -1  # until the check has succeeded
+            if handle._check is None or not handle._check.sights[0].follows(handle):
+                handle._check = _Check([handle], [0])
+            self._keep([handle], handle._check.norms(), handle._check.sights)
+            return
+        if not stale:
+            self._compute([handle])
             return
         others = [
             other for other in self._handles.values()
-            if stale and other is not handle and other.A.device == handle.A.device
+            if other is not handle and other.A.device == handle.A.device
             and other.version_counted == handle.version_counted
-            and (other._kept is None or other._kept.stamp != other.stamp())
+            and (other._kept is None or not other._kept.seen.stands(other))
             and other._missing() is None and not other._on_device()
         ]  # fmt: skip
-        self._compute([handle, *others])
+        members = [handle, *others]
+        self._keep(members, row_norms([member._problem() for member in members]))
 
     def _compute(self, handles: Sequence[NormHandle]) -> None:
         """Compute those that do not stand, by one call for each device."""
         stale: dict[torch.device, list[NormHandle]] = {}
         for handle in handles:
             kept = handle._kept
-            if kept is not None and kept.stamp == handle.stamp() and kept.is_of(handle):
+            if kept is not None and kept.seen.stands(handle) and kept.is_of(handle):
                 kept.window = self._window
             else:
                 stale.setdefault(handle.A.device, []).append(handle)
@@ -316,29 +311,121 @@ class RowNorms:
             self._keep(members, row_norms([handle._problem() for handle in members]))
 
     def _keep(
-        self, handles: Sequence[NormHandle], norms: Sequence[torch.Tensor], stamps: Mapping[int, Stamp] | None = None
+        self, handles: Sequence[NormHandle], norms: Sequence[torch.Tensor], seen: Sequence[_Seen | None] = ()
     ) -> None:
-        """Of handles on one device; stamps: by number, where they are known."""
+        """Norms of handles on one device. seen: what the host saw of them, where that is known and up to date."""
         event = None
         if norms[0].is_cuda:
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(norms[0].device))
-        stream = _stream(norms[0])
-        for handle, norm_N in zip(handles, norms, strict=True):
-            stamp, kept = handle.stamp() if stamps is None else stamps[handle.number], handle._kept
-            copies = None
-            if not handle.version_counted and handle.A.device.type == "cpu" and not handle._on_device():
-                copies = tuple(tensor.clone() for tensor in _data(handle))
-            same = kept is not None and kept.stamp[0] == stamp[0]
-            storages = kept.storages if same and kept is not None else handle._storages()
-            handle._kept = _Kept(norm_N, stamp, storages, self._window, copies, stream, event)
+        stream, window = _stream(norms[0]), self._window
+        for handle, norm_N, sight in zip(handles, norms, seen or [None] * len(handles), strict=True):
+            kept, copies = handle._kept, None
+            if sight is None:
+                copies = _copies(handle)
+                sight = kept.seen if kept is not None and kept.seen.follows(handle) else _Seen(handle)
+            if kept is None:
+                handle._kept = _Kept(norm_N, sight, window, copies, stream, event)
+            else:
+                kept.norm_N, kept.seen, kept.window, kept.copies = norm_N, sight, window, copies
+                kept.stream, kept.event = stream, event
 
     def _in_graph(self, handle: NormHandle) -> torch.Tensor:
         """Part of the graph: nothing of it is kept, since a replay changes it behind the host's back. Outside of a window that
         was checked before, the graph computes the norm at each replay, without kernels, whose tables cannot be captured."""
         if (norm_N := self._in_window.get(handle.number)) is not None:
             return norm_N
-        return row_norms([NormProblem(handle.weight, handle.A, handle.B, handle.scaling)], kernels=False)[0]
+        return row_norms([NormProblem(handle._watched(), handle.A, handle.B, handle.scaling)], kernels=False)[0]
+
+
+class _Sight:
+    """What the host saw of a tensor: where its data lay, in which storage and how, and its version, None where that is not
+    counted (of tensors made in inference mode). The storage is not kept alive, but no other can be taken for it."""
+
+    __slots__ = ("at", "dtype", "shape", "storage", "stride", "type", "version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.type, self.at, self.storage = type(tensor), tensor.data_ptr(), StorageWeakRef(tensor.untyped_storage())
+        self.shape, self.stride, self.dtype, self.version = tensor.shape, tensor.stride(), tensor.dtype, version(tensor)
+
+    def lies(self, tensor: torch.Tensor) -> bool:
+        """Whether it lies where it lay. A live storage at one address is one storage."""
+        return (
+            type(tensor) is self.type and tensor.data_ptr() == self.at and not _expired(self.storage.cdata)
+            and tensor.shape == self.shape and tensor.stride() == self.stride and tensor.dtype == self.dtype
+        )  # fmt: skip
+
+    def stands(self, tensor: Any) -> bool:
+        """Whether nobody wrote into it either."""
+        try:
+            written = tensor._version != self.version
+        except RuntimeError:  # made in inference mode
+            written = self.version is not None
+        return not written and self.lies(tensor)
+
+
+class _Key:
+    """The same of a weight that is no tensor."""
+
+    __slots__ = ("key",)
+
+    def __init__(self, weight: FrozenWeight) -> None:
+        self.key = weight.key
+
+    def stands(self, weight: Any) -> bool:
+        return self.key is not None and weight.key == self.key
+
+
+def _seen_of(weight: torch.Tensor | FrozenWeight) -> _Sight | _Key:
+    return _Sight(weight) if isinstance(weight, torch.Tensor) else _Key(weight)
+
+
+class _Seen:
+    """What the host saw of a handle: its operands, the scaling, and how often it was told of changes."""
+
+    __slots__ = ("A", "B", "epoch", "scaling", "steps", "weight")
+
+    def __init__(self, handle: NormHandle) -> None:
+        self.A, self.B, self.weight = _Sight(handle.A), _Sight(handle.B), _seen_of(handle._watched())
+        self.scaling, self.epoch, self.steps = handle.scaling, handle._epoch, handle._steps
+
+    def stands(self, handle: NormHandle) -> bool:
+        """Whether it sees the same now."""
+        A, B = handle.A, handle.B
+        try:
+            written = A._version != self.A.version or B._version != self.B.version
+        except RuntimeError:  # made in inference mode
+            written = version(A) != self.A.version or version(B) != self.B.version
+        return not written and self.steps == handle._steps and self._lies(handle, A, B)
+
+    def unmoved(self, handle: NormHandle) -> bool:
+        """The same by less: by addresses and versions."""
+        A, B, W, of_W = handle.A, handle.B, handle._dense, self.weight
+        if W is None or not isinstance(of_W, _Sight):
+            return self.stands(handle)
+        try:
+            return (
+                A._version == self.A.version and B._version == self.B.version and W._version == of_W.version
+                and A.data_ptr() == self.A.at and B.data_ptr() == self.B.at and W.data_ptr() == of_W.at
+                and self.steps == handle._steps and self.epoch == handle._epoch and self.scaling == handle.scaling
+            )  # fmt: skip
+        except RuntimeError:  # made in inference mode, or without data of its own
+            return self.stands(handle)
+
+    def follows(self, handle: NormHandle) -> bool:
+        """Whether at most the elements of A and B are others; if so, it is what the host sees now."""
+        A, B = handle.A, handle.B
+        if not self._lies(handle, A, B):
+            return False
+        self.A.version, self.B.version, self.steps = version(A), version(B), handle._steps
+        return True
+
+    def _lies(self, handle: NormHandle, A: torch.Tensor, B: torch.Tensor) -> bool:
+        weight: Any = handle.weight if handle._dense is None else handle._dense
+        return (
+            self.epoch == handle._epoch and self.scaling == handle.scaling and self.A.lies(A) and self.B.lies(B)
+            and self.weight.stands(weight)
+        )  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -346,8 +433,7 @@ class _Kept:
     """A norm, and what it was computed from."""
 
     norm_N: torch.Tensor
-    stamp: Stamp
-    storages: tuple[StorageWeakRef, ...]
+    seen: _Seen
     window: int
     """In which its data were last seen."""
     copies: tuple[torch.Tensor, ...] | None
@@ -377,17 +463,17 @@ class _Check:
     another address (the old one is held here), and the modules get another _Check, which has seen nothing yet.
     """
 
-    def __init__(self, handles: Sequence[NormHandle]) -> None:
+    def __init__(self, handles: Sequence[NormHandle], indices: Sequence[int]) -> None:
         from packlora.ops.row_norm.triton_path import batch_of
 
-        self.places = [(handle.number, handle.stamp()[0]) for handle in handles]
-        self.numbers = [handle.number for handle in handles]
+        self.indices, self.numbers = indices, [handle.number for handle in handles]
+        """Among all handles of the window, and by handle."""
+        self.sights = [_Seen(handle) for handle in handles]
         self.batch = batch_of([handle._problem() for handle in handles])
         device = handles[0].A.device
         self.seen = torch.zeros(len(handles), 5, dtype=torch.int64, device=device)
         self.kept = torch.empty(sum(self.batch.sizes), dtype=torch.float32, device=device)
         self.bases = [handle._base_N() for handle in handles]
-        self.storages = [handle._storages() for handle in handles]
 
     def norms(self) -> list[torch.Tensor]:
         """Of all of them, computed where the data changed."""
@@ -395,32 +481,58 @@ class _Check:
             return self.batch.split(self.batch.run(self.batch.stale(self.seen), self.kept))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Together:
-    """What a window checks: by the places of its handles, the checks on devices and the numbers of the others."""
+    """What a window checks: the numbers of its handles, the checks on devices and the indices of the others; those that may go
+    to a device with what the host saw of them, and those that may not."""
 
-    places: list[tuple[int, Place]]
+    numbers: list[int]
     checks: list[_Check]
     others: list[int]
+    sights: list[tuple[int, _Seen]]
+    left_out: list[int]
 
     @classmethod
-    def of(cls, handles: Sequence[NormHandle], places: list[tuple[int, Place]]) -> _Together:
-        whole = [handle for handle in handles if handle._missing() is None]
-        on_device = [handle for handle in whole if handle._on_device()]
+    def of(cls, handles: Sequence[NormHandle]) -> _Together:
+        whole = [index for index, handle in enumerate(handles) if handle._missing() is None]
+        on_device = [index for index in whole if handles[index]._on_device()]
         checks = []
         if on_device:
             from packlora.ops.row_norm.tables import batches
 
-            for indices in batches([handle._problem() for handle in on_device]):
-                checks.append(_Check([on_device[index] for index in indices]))
-        checked = {number for check in checks for number in check.numbers}
-        return cls(places, checks, [handle.number for handle in whole if handle.number not in checked])
+            for found in batches([handles[index]._problem() for index in on_device]):
+                indices = [on_device[at] for at in found]
+                checks.append(_Check([handles[index] for index in indices], indices))
+        sights = {index: seen for check in checks for index, seen in zip(check.indices, check.sights, strict=True)}
+        others = [index for index in whole if index not in sights]
+        sights |= {index: _Seen(handles[index]) for index in others if handles[index]._dense is not None}
+        left_out = [index for index in range(len(handles)) if index not in sights]
+        return cls([handle.number for handle in handles], checks, others, list(sights.items()), left_out)
+
+    def fits(self, handles: Sequence[NormHandle]) -> bool:
+        """Whether the elements of A's and B's are all that may have changed; it is up to date then."""
+        if self.numbers != [handle.number for handle in handles]:
+            return False
+        for index, seen in self.sights:
+            handle = handles[index]
+            if not (seen.stands(handle) or seen.follows(handle)):
+                return False
+        return not any(
+            handles[index]._dense is not None and handles[index]._missing() is None for index in self.left_out
+        )
+
+
+def _copies(handle: NormHandle) -> tuple[torch.Tensor, ...] | None:
+    """What a check on a CPU compares with later."""
+    if handle.version_counted or handle.A.device.type != "cpu" or handle._on_device():
+        return None
+    return tuple(tensor.clone() for tensor in _data(handle))
 
 
 def _data(handle: NormHandle) -> tuple[torch.Tensor, ...]:
     """What is compared on a CPU: A, B and 8 elements of each row of W."""
-    weight = handle.weight
-    if isinstance(weight, RowChunks):
+    weight = handle._dense
+    if weight is None:
         return handle.A.detach(), handle.B.detach()
     N, K = weight.shape
     starts = torch.arange(N).mul_(40503).remainder_(max(K // 8, 1)).mul_(8)
@@ -433,7 +545,7 @@ def _capturing() -> bool:
 
 
 def _stream(tensor: torch.Tensor) -> int:
-    return int(torch.cuda.current_stream(tensor.device).cuda_stream) if tensor.is_cuda else 0
+    return int(torch._C._cuda_getCurrentRawStream(tensor.device.index)) if tensor.is_cuda else 0
 
 
 # --- in compiled graphs ------------------------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ time where they are not.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 
@@ -28,14 +27,6 @@ def stamps(tensors: Iterable[torch.Tensor]) -> Stamps:
             return None
         found.append((tensor.data_ptr(), tensor._version))
     return found
-
-
-def place(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Where its data lie, in which storage and how. Whoever keeps a place holds a weak reference to the storage
-    (StorageWeakRef), so that no later storage can be taken for it."""
-    if type(tensor) not in PLAIN:
-        return (id(tensor),)
-    return tensor.data_ptr(), tensor.untyped_storage()._cdata, tensor.dtype, tensor.shape, tensor.stride()
 
 
 def version(tensor: torch.Tensor) -> int | None:

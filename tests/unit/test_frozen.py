@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import replace
 from typing import Any
 
@@ -10,61 +9,14 @@ import pytest
 import torch
 from group_cases import KINDS, GroupCase, cast, compare, make_case, run_reference
 from seeds import SEED
+from stored_weights import Bytes
 
+from packlora.adapters.norms import RowNorms
 from packlora.ops.lora_linear.autograd import lora_group
 from packlora.ops.lora_linear.frozen import Dense, FrozenWeight
 from packlora.ops.lora_linear.plan import CHAIN, ROUTED, Plan
-from packlora.ops.lora_linear.types import Layer, situation
-
-
-class Bytes:
-    """A weight [N, K] of eight bits a number with a scale per row, made dense a few rows at a time and never as a whole."""
-
-    ROWS = 7
-
-    def __init__(self, weight_NK: torch.Tensor) -> None:
-        self._scales_N = weight_NK.abs().amax(1) / 127
-        self._bytes_NK = (weight_NK / self._scales_N[:, None]).round().to(torch.int8)
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self._bytes_NK.shape  # type: ignore[return-value]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._scales_N.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self._scales_N.device
-
-    @property
-    def key(self) -> Hashable:
-        return id(self._bytes_NK), self._bytes_NK._version
-
-    def rows(self, start: int, stop: int) -> torch.Tensor:
-        return self._bytes_NK[start:stop].to(self.dtype) * self._scales_N[start:stop, None]
-
-    def dense(self) -> None:
-        return None
-
-    def _starts(self) -> range:
-        return range(0, self.shape[0], self.ROWS)
-
-    def matmul(
-        self, x_TK: torch.Tensor, bias_N: torch.Tensor | None = None, accumulate: torch.Tensor | None = None,
-        scale: float = 1.0,
-    ) -> torch.Tensor:  # fmt: skip
-        y_TN = torch.zeros(len(x_TK), self.shape[0], dtype=x_TK.dtype) if accumulate is None else accumulate
-        for start in self._starts():
-            y_TN[:, start : start + self.ROWS] += (scale * x_TK @ self.rows(start, start + self.ROWS).T).to(y_TN.dtype)
-        return (y_TN if bias_N is None else y_TN.add_(bias_N)).to(x_TK.dtype)
-
-    def matmul_t(self, d_TN: torch.Tensor, accumulate: torch.Tensor | None = None, scale: float = 1.0) -> torch.Tensor:
-        dx_TK = torch.zeros(len(d_TN), self.shape[1], dtype=d_TN.dtype) if accumulate is None else accumulate
-        for start in self._starts():
-            dx_TK += scale * d_TN[:, start : start + self.ROWS] @ self.rows(start, start + self.ROWS)
-        return dx_TK
+from packlora.ops.lora_linear.prepared import GroupState
+from packlora.ops.lora_linear.types import Layer, LowRank, Segment, situation
 
 
 def stored(case: GroupCase) -> tuple[GroupCase, GroupCase]:
@@ -138,3 +90,26 @@ def test_what_is_kept_of_a_weight_stands_while_its_key_does() -> None:
     assert frozen.key != before
     with torch.inference_mode():
         assert Dense(torch.randn(4, 3)).key is None
+
+
+@pytest.mark.parametrize("version_counted", [False, True])
+def test_dora_on_a_weight_of_bytes_its_norms_included(version_counted: bool) -> None:
+    """Outputs and gradients, before and after a step, of x W' + s B A with each row scaled by m over its norm."""
+    torch.manual_seed(SEED)
+    weight, (N, K, r, s) = Bytes(torch.randn(13, 20, dtype=torch.float64)), (13, 20, 4, 1.5)
+    A, B, m = (torch.randn(*size, dtype=torch.float64).requires_grad_() for size in ((r, K), (N, r), (N,)))
+    handle, state = RowNorms().add(weight, A, B, s, version_counted), GroupState(version_counted)
+    layers = (Layer(weight, None, {0: LowRank(A, B, s, m, handle.get)}),)
+    x, d = torch.randn(9, K, dtype=torch.float64, requires_grad=True), torch.randn(9, N, dtype=torch.float64)
+    leaves = [x, A, B, m]
+    optimizer = torch.optim.AdamW([A, B, m], lr=0.1)
+    for _ in range(3):
+        (y,) = lora_group(x, layers, (Segment(0, 0, 9),), state=state)
+        merged = weight.rows(0, N) + s * B @ A
+        want = x @ merged.T * (m / merged.detach().norm(dim=1))
+        torch.testing.assert_close(y, want, rtol=1e-11, atol=1e-11)
+        grads = torch.autograd.grad(y, leaves, d)
+        for got, wanted in zip(grads, torch.autograd.grad(want, leaves, d), strict=True):
+            torch.testing.assert_close(got, wanted, rtol=1e-11, atol=1e-11)
+        A.grad, B.grad, m.grad = grads[1:]
+        optimizer.step()

@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from stored_weights import Bytes
 from torch import nn
 
 from packlora.adapters import norms as module
 from packlora.adapters.norms import NormHandle, RowNorms
+from packlora.ops.lora_linear.frozen import Dense
 from packlora.ops.row_norm import row_norm as ops
-from packlora.ops.row_norm.types import RowChunks
 
 
 class Layer(nn.Module):
@@ -589,7 +590,7 @@ def test_a_step_of_an_optimizer_over_copies_of_the_parameters_is_noticed() -> No
     flat = nn.Parameter(torch.zeros(3))
     flat.grad = torch.ones(3)
     torch.optim.SGD([flat], lr=0.1, fused=True).step()
-    assert layer.handle.stamp() != layer.handle._kept.stamp
+    assert not layer.handle._kept.seen.stands(layer.handle)
     assert torch.equal(layer.norm(), kept)
 
 
@@ -672,22 +673,40 @@ def test_m_takes_no_part() -> None:
 # --- what the operands may be -------------------------------------------------------------------------------------------
 
 
-def test_quantised_weights_are_watched_through_what_they_are_made_of() -> None:
-    codes = torch.randint(-127, 128, (20, 24), dtype=torch.int8)
-    weight = RowChunks(
-        (20, 24), torch.float32, torch.device("cpu"), lambda start, stop: codes[start:stop] * 2.0**-9, (codes,)
-    )
-    layer = Layer(RowNorms(), False)
+@pytest.mark.parametrize("version_counted", [False, True])
+def test_weights_that_are_no_tensors_are_watched_through_their_key(version_counted: bool) -> None:
+    weight = Bytes(torch.randn(20, 24))
+    layer = Layer(RowNorms(), version_counted)
     handle = layer.handle.point(weight, layer.A, layer.B, 1.0)
 
-    def exact() -> torch.Tensor:
-        return (codes.double() * 2.0**-9 + layer.B.detach().double() @ layer.A.detach().double()).norm(dim=1)
+    def right() -> bool:
+        exact = (weight.rows(0, 20).double() + layer.B.detach().double() @ layer.A.detach().double()).norm(dim=1)
+        return torch.allclose(handle.get().double(), exact, rtol=1e-6)
 
-    assert torch.allclose(handle.get().double(), exact(), rtol=1e-6)
-    codes[4] = 5
-    assert torch.allclose(handle.get().double(), exact(), rtol=1e-6)
-    data_copy(layer)
-    assert torch.allclose(handle.get().double(), exact(), rtol=1e-6)
+    assert right()
+    kept = handle.get()
+    assert handle.get() is kept
+    weight.codes_NK[4] = 5
+    assert right()
+    add_in_place(layer)
+    assert right()
+    if not version_counted:
+        data_copy(layer)
+        assert right()
+    kept = handle.get()
+    weight.key_is_known = False
+    assert handle.get() is not kept, "where versions are not counted nothing stands"
+
+
+@pytest.mark.parametrize("version_counted", [False, True])
+def test_a_dense_frozen_weight_is_as_good_as_its_tensor(version_counted: bool, way: str) -> None:
+    layer = Layer(RowNorms(), version_counted)
+    handle = layer.handle.norms.add(Dense(layer.base.weight), layer.A, layer.B, layer.scaling, version_counted)
+    for change in (None, weight_in_place, weight_data_replaced, add_in_place):
+        if change is not None:
+            change(layer)
+        assert torch.equal(handle.get(), layer.norm())
+        assert right(layer)
 
 
 def test_operands_that_are_not_whole_are_refused_and_left_out_of_batches() -> None:

@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 from seeds import some
+from stored_weights import Bytes
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from packlora.ops.lora_linear.frozen import Dense
 from packlora.ops.row_norm import row_norm as module
 from packlora.ops.row_norm import tables
 from packlora.ops.row_norm.row_norm import row_norm, row_norms, squared_row_norm
-from packlora.ops.row_norm.types import NormProblem, RowChunks
+from packlora.ops.row_norm.types import NormProblem
 
 
 @pytest.fixture(params=["chunks", "kernels"])
@@ -310,29 +312,28 @@ def test_the_same_bits_every_time(path: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
 def test_quantised_weights_are_read_in_chunks_of_rows(dtype: torch.dtype, path: str) -> None:
     _, A, B = draw(70, 64, 4)
-    codes = torch.randint(-127, 128, (70, 64), dtype=torch.int8)
-    asked: list[tuple[int, int]] = []
-
-    def read(start: int, stop: int) -> torch.Tensor:
-        asked.append((start, stop))
-        return codes[start:stop].to(dtype) * 2**-10
-
-    weight = RowChunks((70, 64), dtype, torch.device("cpu"), read, (codes,))
-    whole = codes.to(dtype) * 2**-10
+    weight = Bytes((torch.randn(70, 64) * 0.1).to(dtype))
+    whole = weight.rows(0, 70)
     base = squared_row_norm(weight, chunk_bytes=16 << 10)
-    asked.clear()
+    weight.asked.clear()
     got = row_norm(weight, A, B, 1.0, base, budget_bytes=16 << 10)
-    assert [start for start, _ in asked] == [stop for _, stop in [(0, 0), *asked[:-1]]]
-    assert len(asked) > 1
-    assert asked[-1][1] == 70
+    assert [start for start, _ in weight.asked] == [stop for _, stop in [(0, 0), *weight.asked[:-1]]]
+    assert len(weight.asked) > 1
+    assert weight.asked[-1][1] == 70
     assert worst(got, exact(whole, A, B, 1.0)) < 1e-6
 
 
-def test_quantised_weights_of_the_wrong_shape_are_refused() -> None:
-    _, A, B = draw(70, 64, 4)
-    weight = RowChunks((70, 64), torch.float32, torch.device("cpu"), lambda start, stop: torch.zeros(1, 64))
-    with pytest.raises(ValueError, match=r"RowChunks.read\(0, 70\) gave \[1, 64\]; expected is \[70, 64\]"):
-        row_norm(weight, A, B, 1.0)
+def test_dense_frozen_weights_are_their_tensors(path: str) -> None:
+    W, A, B = draw(70, 256, 4)
+    assert torch.equal(row_norm(Dense(W), A, B, 1.0), row_norm(W, A, B, 1.0))
+    assert torch.equal(squared_row_norm(Dense(W)), squared_row_norm(W))
+
+
+def test_weights_whose_rows_have_the_wrong_shape_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    W, A, B = draw(70, 64, 4)
+    monkeypatch.setattr(Bytes, "rows", lambda self, start, stop: torch.zeros(1, 64))
+    with pytest.raises(ValueError, match=r"FrozenWeight.rows\(0, 70\) gave \[1, 64\]; expected is \[70, 64\]"):
+        row_norm(Bytes(W.float()), A, B, 1.0)
 
 
 def test_operands_that_do_not_fit_are_named() -> None:

@@ -148,11 +148,10 @@ def gradients(
     # by what was trained in the forward: it may have been frozen, or another unfrozen, since. Where nothing came back there is
     # no gradient, rather than one of zeros
     slots = [slot for slot in call.slots if need_flat[slot.at]]
-    names = {slot.name for slot in slots}
-    wanted = Wanted(
-        need_x, "A" in names, "B" in names, frozenset(s.layer for s in slots if s.name == "magnitude"),
-        frozenset(s.layer for s in slots if s.name == "bias"),
-    )  # fmt: skip
+    layers: dict[str, set[int]] = {"A": set(), "B": set(), "magnitude": set(), "bias": set()}
+    for slot in slots:
+        layers[slot.name].add(slot.layer)
+    wanted = Wanted(need_x, bool(layers["A"]), bool(layers["B"]), layers["magnitude"], layers["bias"])
     if S is None and call.needs_S(wanted):
         S = call.down.down(call, own, x_TK, keys_T2)
     e, dS, dB, sums, dA = call.grads.grads(call, own, x_TK, keys_T2, S, d, kept, wanted)

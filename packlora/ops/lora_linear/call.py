@@ -150,8 +150,8 @@ class Wanted(NamedTuple):
     x: bool
     A: bool
     B: bool
-    magnitudes: frozenset[int]
-    biases: frozenset[int]
+    magnitudes: set[int]
+    biases: set[int]
 
 
 class Grads(NamedTuple):
@@ -232,6 +232,8 @@ class Call:
     """A segment scales the base product of its dropped x."""
     wide: torch.dtype
     """Of gradients that kernels write."""
+    shape: tuple[Layout, int, torch.dtype]
+    """What a cached launch depends on beside the tokens."""
     sums_dtype: torch.dtype
     """Of products that sum over the tokens, dA and dB."""
     down: Path
@@ -246,11 +248,6 @@ class Call:
     """The segment that has all tokens and an adapter on every layer, if there is one."""
     tables: GroupTables | None = None
     segment_tables: SegmentTables | None = None
-
-    @property
-    def shape(self) -> tuple[Layout, int, torch.dtype]:
-        """What a cached launch depends on beside the tokens."""
-        return self.layout, self.K, self.dtype
 
     @property
     def keeps_S(self) -> bool:

@@ -108,6 +108,8 @@ class Prepared:
         """Stamps of the sources when the operands were made."""
         self._copies: dict[int, torch.Tensor] = {}
         """By source, where it is copied to; those without are used where they are."""
+        self._addresses: list[int | None] = [None] * len(self._tensors)
+        """By source, where one lies that is used there: whatever is written into it, nothing has to be made."""
         self._owned: set[str | int] = set()
         """Which buffers were made here: "A", and the B's by layer."""
         self._composed = []
@@ -193,19 +195,24 @@ class Prepared:
 
     def _pack(self) -> None:
         """Copy what has changed into the buffers, by one call for all."""
-        before, now = self._seen, stamps(self._tensors)
-        if now is not None and now == before and (self.version_counted or not self._copies):
+        if not self._copies and self._addresses == [tensor.data_ptr() for tensor in self._tensors]:
+            return
+        before, now = self._seen, stamps(self._tensors) if self.version_counted else None
+        if now is not None and now == before:
             return
         self._seen = now
         into: list[torch.Tensor] = []
         out_of: list[torch.Tensor] = []
         for at, source in enumerate(self._sources):
-            unchanged = now is not None and before is not None and now[at] == before[at]
-            if unchanged and (self.version_counted or at not in self._copies):
+            if self._addresses[at] is not None and self._addresses[at] == source.operand.data_ptr():
+                continue
+            if now is not None and before is not None and now[at] == before[at]:
                 continue
             if self._lies_as_it_should(source):
                 self._use_in_place(at, source)
+                self._addresses[at] = source.operand.data_ptr()
                 continue
+            self._addresses[at] = None
             if at not in self._copies:
                 with torch.inference_mode(False):
                     self._copies[at] = self._make_room(source)

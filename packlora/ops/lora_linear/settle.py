@@ -77,6 +77,7 @@ def settle(
         from_y=tuple(layer.keep_output and not _any_bias(layer) and not base_dropped for layer in layers),
         base_dropped=base_dropped,
         wide=wide,
+        shape=(layout, K, dtype),
         sums_dtype=wide if device.type == "cuda" and wide == torch.float32 else dtype,
         down=kernels if plan.down == "routed" else TORCH,
         up=up,

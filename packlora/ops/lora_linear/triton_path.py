@@ -95,9 +95,10 @@ def inputs(
 ) -> tuple[Optional, Optional]:  # fmt: skip
     """dx [T, K] and the stacked dA [rows, K] = dS' xd."""
     assert dS is not None
-    fused = call.plan.dx == "fused" and call.fused and all(e_TN is None or e_TN.data_ptr() % 16 == 0 for e_TN in e)
+    fused = call.plan.dx == "fused" and call.fused and not any(e_TN.data_ptr() % 16 for e_TN in e if e_TN is not None)
     dx, dA = None, None
-    if not fused or any(segment.dropout for segment in call.segments):
+    assert call.segment_tables is not None
+    if not fused or call.segment_tables.dropout:
         dx, dA = backward.inputs(call, own, x_TK, keys_T2, dS, wanted.x and not fused, wanted.A)
     elif wanted.A:
         dA = stacked_dA(call, x_TK, keys_T2, dS)

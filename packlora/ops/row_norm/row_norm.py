@@ -22,17 +22,20 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from packlora.ops.gpu import HAS_TRITON, capability
+from packlora.ops.lora_linear.frozen import FrozenWeight
 from packlora.ops.row_norm import torch_path
-from packlora.ops.row_norm.types import NormProblem, RowChunks
+from packlora.ops.row_norm.types import NormProblem, dense_of
 
 
-def squared_row_norm(weight_NK: torch.Tensor | RowChunks, chunk_bytes: int | None = None) -> torch.Tensor:
-    """||W||^2 by row, [N], float32 (float64 of float64); W is read once and never copied as a whole."""
+def squared_row_norm(weight: torch.Tensor | FrozenWeight, chunk_bytes: int | None = None) -> torch.Tensor:
+    """||W||^2 by row, [N], float32 (float64 of float64); W [N, K] is read once and never copied as a whole."""
+    weight_NK = weight if (dense := dense_of(weight)) is None else dense
     N = weight_NK.shape[0]
     out_N = torch.empty(N, dtype=torch_path.compute_dtype(weight_NK.dtype), device=weight_NK.device)
     with plainly(weight_NK.device):
@@ -46,7 +49,7 @@ def squared_row_norm(weight_NK: torch.Tensor | RowChunks, chunk_bytes: int | Non
 
 
 def row_norm(
-    weight_NK: torch.Tensor | RowChunks, A_rK: torch.Tensor, B_Nr: torch.Tensor, scaling: float,
+    weight_NK: torch.Tensor | FrozenWeight, A_rK: torch.Tensor, B_Nr: torch.Tensor, scaling: float,
     base_N: torch.Tensor | None = None, budget_bytes: int | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """||W + s B A|| by row, [N], at least NORM_EPS; see row_norms."""
@@ -70,6 +73,7 @@ def row_norms(
     Raises:
         ValueError: shapes or devices of a problem do not fit; the message has its index.
     """
+    problems = [_as_stored(problem) for problem in problems]
     for index, problem in enumerate(problems):
         problem.check(index)
     out: list[torch.Tensor | None] = [None] * len(problems)
@@ -79,10 +83,10 @@ def row_norms(
             batched.append(index)
             continue
         with plainly(problem.weight.device):
-            if isinstance(problem.weight, RowChunks):
-                out[index] = _by_chunks(problem, problem.weight, budget_bytes, kernels)
-            else:
+            if isinstance(problem.weight, torch.Tensor):
                 out[index] = torch_path.row_norm(problem, budget_bytes)
+            else:
+                out[index] = _by_chunks(problem, problem.weight, budget_bytes, kernels)
     if batched:
         from packlora.ops.row_norm import triton_path
 
@@ -126,7 +130,14 @@ def _capable(device: torch.device) -> bool:
     )  # fmt: skip
 
 
-def _by_chunks(problem: NormProblem, weight: RowChunks, budget_bytes: int | None, kernels: bool) -> torch.Tensor:
+def _as_stored(problem: NormProblem) -> NormProblem:
+    """With the weight as a tensor where it is one."""
+    if isinstance(problem.weight, torch.Tensor) or (dense := problem.weight.dense()) is None:
+        return problem
+    return replace(problem, weight=dense)
+
+
+def _by_chunks(problem: NormProblem, weight: FrozenWeight, budget_bytes: int | None, kernels: bool) -> torch.Tensor:
     """Rows are asked for chunk by chunk; each chunk is a module of its own, by kernels where they take it."""
     dtype = torch_path.compute_dtype(weight.dtype, problem.A.dtype, problem.B.dtype)
     norm_N = torch.empty(weight.shape[0], dtype=dtype, device=weight.device)

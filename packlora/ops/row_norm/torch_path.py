@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import torch
 
+from packlora.ops.lora_linear.frozen import FrozenWeight
 from packlora.ops.row_norm.reference import NORM_EPS
-from packlora.ops.row_norm.types import NormProblem, RowChunks
+from packlora.ops.row_norm.types import NormProblem
 
 CHUNK_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
 """Of a chunk of rows in float32, on the path without kernels. A CPU's should stay in its cache."""
 
 
-def squared_row_norm(weight_NK: torch.Tensor | RowChunks, out_N: torch.Tensor, chunk_bytes: int | None) -> None:
+def squared_row_norm(weight_NK: torch.Tensor | FrozenWeight, out_N: torch.Tensor, chunk_bytes: int | None) -> None:
     """||W||^2 by row into out_N, in its dtype."""
     N, K = weight_NK.shape
     for start, stop in chunks(N, K, out_N.dtype, weight_NK.device, chunk_bytes):
@@ -38,14 +39,14 @@ def row_norm(problem: NormProblem, budget_bytes: int | None) -> torch.Tensor:
     return norm_N.clamp_(min=NORM_EPS)
 
 
-def read_rows(weight: torch.Tensor | RowChunks, start: int, stop: int) -> torch.Tensor:
-    """Rows [stop - start, K]. Raises ValueError where RowChunks.read gives another shape."""
+def read_rows(weight: torch.Tensor | FrozenWeight, start: int, stop: int) -> torch.Tensor:
+    """Rows [stop - start, K]. Raises ValueError where FrozenWeight.rows gives another shape."""
     if isinstance(weight, torch.Tensor):
         return weight[start:stop]
-    rows = weight.read(start, stop)
+    rows = weight.rows(start, stop)
     if rows.shape != (stop - start, weight.shape[1]):
         raise ValueError(
-            f"RowChunks.read({start}, {stop}) gave {list(rows.shape)}; expected is {[stop - start, weight.shape[1]]}"
+            f"FrozenWeight.rows({start}, {stop}) gave {list(rows.shape)}; expected is {[stop - start, weight.shape[1]]}"
         )
     return rows
 

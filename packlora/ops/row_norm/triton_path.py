@@ -158,7 +158,7 @@ class Batch:
 
     def split(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Norms by problem, out of those of all."""
-        return list(flat.split(self.sizes))
+        return list(flat.unsafe_split_with_sizes(self.sizes))  # views, which autograd need not know: nobody uses flat
 
     def stale(self, seen: torch.Tensor) -> torch.Tensor:
         """int32 [P]: 0 where A, B and what is sampled of W (8 elements a row) are those of the last call with the same `seen`,

@@ -1,36 +1,27 @@
-"""What the row norm is asked: frozen weights, as a matrix or in chunks of rows, with A, B and s.
+"""What the row norm is asked: frozen weights, as tensors or by rows, with A, B and s.
 
 Shapes: N outputs, K inputs, r rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
+from packlora.ops.lora_linear.frozen import FrozenWeight
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RowChunks:
-    """A frozen weight that is not there as a matrix, such as a quantised one.
 
-    shape: (N, K). read: (start, stop) -> those rows, [stop - start, K], in any floating dtype. tensors: what the rows are
-    made from; whoever keeps a norm watches them for changes.
-    """
-
-    shape: tuple[int, int]
-    dtype: torch.dtype
-    device: torch.device
-    read: Callable[[int, int], torch.Tensor]
-    tensors: tuple[torch.Tensor, ...] = ()
+def dense_of(weight: torch.Tensor | FrozenWeight) -> torch.Tensor | None:
+    """The weight as a tensor [N, K], None where there is none."""
+    return weight if isinstance(weight, torch.Tensor) else weight.dense()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NormProblem:
     """weight [N, K], A [r, K], B [N, r]; base_N is squared_row_norm(weight) where the caller has kept it."""
 
-    weight: torch.Tensor | RowChunks
+    weight: torch.Tensor | FrozenWeight
     A: torch.Tensor
     B: torch.Tensor
     scaling: float

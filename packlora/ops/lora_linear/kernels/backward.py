@@ -525,13 +525,14 @@ def grad(
     total = None
     if scaling is not None and sums is not None:
         total = _sum_tokens(call, sums, scaling.scales, chunk, scaling.of_y)
-    return e_TN, _sum_grads(call, dS_parts, dS, dB_parts, index, chunk, BR), total
+    return e_TN, _sum_grads(call, dS_parts, dS, dB_parts, index, chunk, BR, place), total
 
 
 def _sum_grads(
-    call: Call, dS_parts: torch.Tensor, dS: torch.Tensor, dB_parts: torch.Tensor | None, index: int, chunk: int, BR: int
+    call: Call, dS_parts: torch.Tensor, dS: torch.Tensor, dB_parts: torch.Tensor | None, index: int, chunk: int, BR: int,
+    place: tuple[int, int, int],
 ) -> torch.Tensor | None:  # fmt: skip
-    """Sums what grad_kernel made parts of: one layer's columns of dS, and its dB."""
+    """Sums what grad_kernel made parts of: one layer's columns of dS, and its dB. place: as sizes.place_of gives it."""
     size, layout, segments, tables = sizes.sizes_for(call.dtype), call.layout, call.segment_tables, call.tables
     assert segments is not None and tables is not None
     (spans, T, part_width), N, single = dS_parts.shape, layout.sizes[index], call.single_adapter
@@ -540,8 +541,7 @@ def _sum_grads(
     blocks = sizes.cdiv(N, size.down_m) if dB is not None else 0
     args = (
         dS_parts, dS, dB_parts, dB, segments.blocks[size.down_m], num_tiles, segments.blocks[chunk], segments.ranges[chunk],
-        tables.places[index], blocks, N, dS.shape[1], part_width, spans, T * part_width, T, segments.counts[chunk],
-        *sizes.place_of(call, index),
+        tables.places[index], blocks, N, dS.shape[1], part_width, spans, T * part_width, T, segments.counts[chunk], *place,
     )  # fmt: skip
     key = ("sum_grads", call.shape, index, call.wide, spans, chunk, dB is not None)
     if not launcher.launched(segments.launches, key, args):
