@@ -26,6 +26,7 @@ import torch
 import torch.utils.checkpoint
 
 from packlora.ops.modules import remove_hooks, undisturbed
+from packlora.ops.stamp import traced_version
 
 # --- finding them ------------------------------------------------------------------------------------------------------
 
@@ -113,6 +114,16 @@ class MemberCall(Protocol):
         """Differs when the layer would compute something else: operands, their versions, rates."""
 
 
+class TracedCall(MemberCall, Protocol):
+    """A call that torch.compile may trace."""
+
+    def operands(self) -> Sequence[torch.Tensor]:
+        """All tensors that the output is computed from beside x."""
+
+    def is_same(self, other: Any) -> bool:
+        """Whether another call of the layer computes from the same operands, at the same rates."""
+
+
 class Member(Protocol):
     """One layer of a group."""
 
@@ -131,6 +142,17 @@ class _Pending:
     x: torch.Tensor
     context: Hashable
     outputs: dict[int, tuple[Hashable, torch.Tensor]]
+
+
+@dataclass(slots=True)
+class _Traced:
+    """The same in a graph of torch.compile: by member its call, the versions of its operands and its output; and a tensor that
+    tells this graph from the next."""
+
+    x: torch.Tensor
+    mark: torch.Tensor
+    context: tuple[Any, ...]
+    outputs: dict[int, tuple[Any, tuple[int, ...], torch.Tensor]]
 
 
 class SiblingGroup:
@@ -153,10 +175,13 @@ class SiblingGroup:
         self._alone: set[int] = set()
         """Members that were computed alone in it."""
         self._pending: _Pending | None = None
+        self._tracing = False
+        """The parent's call which is running is traced by torch.compile."""
+        self._traced: _Traced | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles of a group keep no outputs."""
-        return {**self.__dict__, "_frame": None, "_alone": set(), "_pending": None}
+        return {**self.__dict__, "_frame": None, "_alone": set(), "_pending": None, "_tracing": False, "_traced": None}
 
     # The two hooks on the parent. Outside its forward nothing is computed ahead, so nothing can be left over.
 
@@ -171,13 +196,15 @@ class SiblingGroup:
         remove_hooks(module, SiblingGroup)
 
     def _opened(self, module: torch.nn.Module, args: Any) -> None:
-        self._pending = None
-        if not torch.compiler.is_compiling():
+        self._pending = self._traced = None
+        self._tracing = torch.compiler.is_compiling()
+        if not self._tracing:
             self._frame, self._grad = sys._getframe(1), torch.is_grad_enabled()
             self._alone.clear()
 
     def _closed(self, module: torch.nn.Module, args: Any, output: Any) -> None:
-        self._pending = None
+        self._pending = self._traced = None
+        self._tracing = False
         if not torch.compiler.is_compiling():
             self._frame = None
 
@@ -221,19 +248,40 @@ class SiblingGroup:
             self._pending = _Pending(x, context, kept_outputs)
         return own
 
-    def serve_traced(self, index: int, x: torch.Tensor, call: MemberCall) -> torch.Tensor:
-        """The same for torch.compile to trace: calls of one forward of the parent, with no change of operands between."""
-        pending = self._pending
-        if pending is None or pending.x is not x or index not in pending.outputs:
-            calls = {index: call}
-            for number in range(index + 1, len(self.members)):
-                other = self.members[number].ready()
-                if isinstance(other, self.is_call) and other.together == call.together:  # type: ignore[attr-defined]
-                    calls[number] = other  # type: ignore[assignment]
-            outputs = self.compute(x, tuple(calls.values()))
-            own = {number: (None, y) for number, y in zip(calls, outputs, strict=True)}
-            pending = self._pending = _Pending(x, None, own)  # type: ignore[arg-type]
-        return pending.outputs.pop(index)[1]
+    def serve_traced(self, index: int, x: torch.Tensor, call: TracedCall) -> torch.Tensor:
+        """The same for torch.compile to trace. Outputs are kept within one graph of one forward of the parent: behind a graph
+        break nobody knows who wrote to x."""
+        if not self._tracing:
+            return self.compute(x, (call,))[0]
+        context, kept = _traced_context(x), self._traced
+        if kept is not None and kept.x is x and traced_version(kept.mark) == 1 and kept.context == context:
+            own = kept.outputs.pop(index, None)
+            if own is not None and call.is_same(own[0]) and _versions(call) == own[1]:
+                return own[2]
+            return self.compute(x, (call,))[0]
+        calls = {index: call}
+        for number in range(index + 1, len(self.members)):
+            other = self.members[number].ready()
+            if isinstance(other, self.is_call) and other.together == call.together:  # type: ignore[attr-defined]
+                calls[number] = other  # type: ignore[assignment]
+        outputs = self.compute(x, tuple(calls.values()))
+        found = {n: (own, _versions(own), y) for (n, own), y in zip(calls.items(), outputs, strict=True)}
+        mark = x.detach().new_empty(0).zero_()  # version 1 in this graph, 0 in the next
+        self._traced = _Traced(x, mark, context, found)
+        return found.pop(index)[2]
+
+
+def _traced_context(x: torch.Tensor) -> tuple[Any, ...]:
+    """_context of a tensor that is traced."""
+    kind = x.device.type
+    autocast: Any = None
+    if kind in ("cpu", "cuda"):
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    return traced_version(x), torch.is_grad_enabled(), autocast
+
+
+def _versions(call: TracedCall) -> tuple[int, ...]:
+    return tuple(traced_version(operand) for operand in call.operands())
 
 
 def _context(x: torch.Tensor) -> Hashable:

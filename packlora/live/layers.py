@@ -88,9 +88,19 @@ class LayerCall:
     def together(self) -> Hashable:
         return (self.weight.shape[1], self.weight.dtype, self.weight.device, self.p, self.owner.plan)
 
-    def stamp(self) -> Hashable:
+    def operands(self) -> list[torch.Tensor]:
         operands = (self.weight, self.bias, self.outer_bias, self.A, self.B, self.magnitude)
-        there = [t for t in operands if t is not None]
+        return [t for t in operands if t is not None]
+
+    def is_same(self, other: LayerCall) -> bool:
+        mine, others = self.operands(), other.operands()
+        return (
+            len(mine) == len(others) and all(a is b for a, b in zip(mine, others, strict=True))
+            and self.scaling == other.scaling and self.p == other.p
+        )  # fmt: skip
+
+    def stamp(self) -> Hashable:
+        there = self.operands()
         return (tuple((id(t), t.requires_grad) for t in there), tuple(stamps(there) or ()), self.scaling, self.p)
 
 

@@ -9,6 +9,7 @@ time where they are not.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 
 import torch
@@ -32,6 +33,27 @@ def stamps(tensors: Iterable[torch.Tensor]) -> Stamps:
 def version(tensor: torch.Tensor) -> int | None:
     """How often torch's operations wrote into it; None where that is not counted."""
     return None if tensor.is_inference() else tensor._version
+
+
+_UNCOUNTED = itertools.count(1 << 40)
+
+
+def traced_version(tensor: torch.Tensor) -> int:
+    """version() for torch.compile to trace: a constant of the graph, which counts writes since the graph began. Another number
+    at every call where writes are not counted."""
+    with torch.no_grad():
+        return int(_version_as_length(tensor.detach()).shape[0])
+
+
+@torch.library.custom_op("packlora::version_as_length", mutates_args=())
+def _version_as_length(tensor: torch.Tensor) -> torch.Tensor:
+    """A graph has its length alone, from the fake tensor; compilers drop the operator itself, since nobody reads its output."""
+    return tensor.new_empty(0)
+
+
+@_version_as_length.register_fake
+def _(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.new_empty(next(_UNCOUNTED) if tensor.is_inference() else tensor._version)
 
 
 class Unchanged:

@@ -116,7 +116,7 @@ class Trainer:
 
     def _train(self) -> None:
         self._evaluate(self.jobs)  # before the first step, and those that an interruption left undone
-        self._end_where_asked(self.jobs)
+        _end_between_steps(self.jobs, self.events, self.folder)
         self._settle()
         self.training_began = self._elapsed()
         self.events.emit(TrainingBegan())
@@ -240,7 +240,7 @@ class Trainer:
 
     def _settle(self) -> None:
         """Make the evaluations that are due and write the results of jobs that have taken their last step."""
-        self._end_where_asked(self._evaluate(self.jobs))
+        _end_between_steps(self._evaluate(self.jobs), self.events, self.folder)
         for job in self.jobs:
             if job.status == "running" and job.step >= job.data.num_steps and not self.stop.asked:
                 job.status = "done"
@@ -249,11 +249,6 @@ class Trainer:
                 for name in sorted({name.rpartition("/")[0] for name in job.untrained}):
                     text = f"job {job.name!r}: {name} took no part in training, its adapter is as it began"
                     self.events.emit(Note(text))
-
-    def _end_where_asked(self, jobs: Sequence[Job]) -> None:
-        """Of jobs that are between two steps: those that a subscriber wants ended end here."""
-        for name in sorted(_end_as_asked([job for job in jobs if job.step > 0], self.events)):
-            self.folder.save_checkpoint(self.by_name[name])
 
     def _evaluate(self, jobs: Sequence[Job]) -> list[Job]:
         """Held-out losses of the jobs that are due, which are returned. One tried on its training samples tells no loss."""
@@ -334,6 +329,14 @@ def _end_as_asked(stepped: Sequence[Job], events: Emitter) -> set[str]:
             job.stop(reason)
             ended.add(job.name)
     return ended
+
+
+def _end_between_steps(jobs: Sequence[Job], events: Emitter, folder: OutputFolder) -> None:
+    """The same for jobs that are between two steps, which are saved as they are."""
+    ended = _end_as_asked([job for job in jobs if job.step > 0], events)
+    for job in jobs:
+        if job.name in ended:
+            folder.save_checkpoint(job)
 
 
 def _beginning(run: Run, folder: OutputFolder, jobs: Sequence[Job], notes: Sequence[str]) -> RunBegan:

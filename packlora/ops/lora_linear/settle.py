@@ -47,10 +47,7 @@ def settle(
     kernels: Path = TORCH
     rows: ScaleRows = scale_rows
     segment_tables, fused = None, False
-    by_kernel = plan.needs_triton or (
-        bool(composed) and HAS_TRITON and device.type == "cuda" and dtype != torch.float64
-    )
-    if by_kernel:
+    if plan.needs_triton or (composed and HAS_TRITON and device.type == "cuda" and dtype != torch.float64):
         from packlora.ops.lora_linear import triton_path
 
         kernels = triton_path

@@ -1,0 +1,153 @@
+"""Siblings under torch.compile: whatever happens in a parent's forward between the calls of two siblings, each of them gives
+what PEFT gives at that point, also across graph breaks."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import packlora
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+BETWEEN = (
+    "nothing", "x is written", "a view of x is written", "no_grad", "no_grad around the first", "adapter is written",
+    "scaling is set", "graph break", "graph break, x is written", "graph break, adapter is written", "another x", "autocast",
+    "checkpoint", "twice", "other order", "left out",
+)  # fmt: skip
+TRAINS = ("nothing", "no_grad", "no_grad around the first", "scaling is set", "graph break", "checkpoint", "twice")
+
+
+class Parent(nn.Module):
+    """Three siblings, with something between the first two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = nn.Linear(8, 6), nn.Linear(8, 6, bias=False), nn.Linear(8, 5)
+        self.between = "nothing"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        between, x = self.between, x * 1
+        if between == "other order":
+            return torch.cat([self.v(x), self.k(x), self.q(x)], -1)
+        if between == "no_grad around the first":
+            with torch.no_grad():
+                q = self.q(x)
+            return torch.cat([q, self.k(x), self.v(x)], -1)
+        q = self.q(x)
+        if between.startswith("graph break"):
+            torch._dynamo.graph_break()
+        if between.endswith("view of x is written"):
+            x.view(-1).mul_(2)
+        elif between.endswith("x is written"):
+            x.mul_(2)
+        if between.endswith("adapter is written"):
+            with torch.no_grad():
+                self.k.lora_B["default"].weight.mul_(2)  # type: ignore[union-attr, index, operator]
+        if between == "scaling is set":
+            self.k.scaling["default"] = 7.0  # type: ignore[index]
+        if between == "another x":
+            x = x + 1
+        if between == "left out":
+            return torch.cat([q, self.v(x)], -1)
+        if between == "no_grad":
+            with torch.no_grad():
+                k = self.k(x)
+        elif between == "autocast":
+            with torch.autocast("cpu", torch.bfloat16):
+                k = self.k(x)
+        elif between == "checkpoint":
+            k = checkpoint(self.k, x, use_reentrant=False)
+        else:
+            k = self.k(x)
+        if between == "twice":
+            q = q + self.q(x) * 3
+        return torch.cat([q, k, self.v(x)], -1)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.parent = nn.Linear(8, 8), Parent()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.parent(self.first(x)).tanh()
+
+
+def pair(between: str, dora: bool, dtype: torch.dtype = torch.float64) -> tuple[Any, Any]:
+    """The same model with PEFT's forward and with packlora's."""
+    torch.manual_seed(3)
+    config = LoraConfig(r=3, target_modules=["q", "k", "v"], use_dora=dora)
+    model: Any = get_peft_model(Model(), config)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter)
+    model.to(dtype)
+    own = copy.deepcopy(model)
+    packlora.accelerate(own, example={"x": torch.randn(2, 8, dtype=dtype)})
+    for one in (model, own):
+        one.base_model.model.parent.between = between
+    return model, own
+
+
+def compiled(model: Any, between: str) -> Any:
+    torch._dynamo.reset()
+    return torch.compile(model, backend="aot_eager", fullgraph=not between.startswith(("graph break", "checkpoint")))
+
+
+@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize("between", BETWEEN)
+def test_outputs_are_peft_s_whatever_happens_between_two_siblings(between: str, dora: bool) -> None:
+    dtype = torch.float32 if between == "autocast" else torch.float64  # float64 is not cast
+    model, own = pair(between, dora, dtype)
+    x = torch.randn(4, 8, dtype=dtype)
+    own = compiled(own, between)
+    for _ in range(2):
+        with torch.no_grad():
+            want, got = model(x), own(x)
+        torch.testing.assert_close(got, want, rtol=0, atol=0.02 if between == "autocast" else 1e-10)
+
+
+@pytest.mark.parametrize("between", TRAINS)
+def test_gradients_are_peft_s_whatever_happens_between_two_siblings(between: str) -> None:
+    model, own = pair(between, dora=True)
+    x = torch.randn(4, 8, dtype=torch.float64)
+    forwards = {model: model, own: compiled(own, between)}
+    for _ in range(2):
+        for one, forward in forwards.items():
+            one.zero_grad()
+            forward(x).square().sum().backward()
+            torch.optim.SGD([p for p in one.parameters() if p.requires_grad], lr=0.05).step()
+        for (name, want), got in zip(model.named_parameters(), own.parameters(), strict=True):
+            zero = torch.zeros_like(want)
+            torch.testing.assert_close(
+                zero if got.grad is None else got.grad,
+                zero if want.grad is None else want.grad,
+                rtol=0,
+                atol=1e-9,
+                msg=name,
+            )
+            torch.testing.assert_close(got, want, rtol=0, atol=1e-9, msg=name)
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_siblings_that_are_compiled_one_by_one_follow_their_adapters(dora: bool) -> None:
+    """Called by nobody's forward, with a step between the calls of two siblings."""
+    model, own = pair("nothing", dora)
+    x = torch.randn(4, 8, dtype=torch.float64)
+    torch._dynamo.reset()
+    layers = {name: torch.compile(own.get_submodule(name), backend="aot_eager") for name, layer in own.named_modules()
+              if hasattr(layer, "lora_A")}  # fmt: skip
+    for _ in range(2):
+        for name, layer in layers.items():
+            torch.testing.assert_close(layer(x), model.get_submodule(name)(x), rtol=0, atol=1e-10)
+            with torch.no_grad():
+                for one in (model, own):
+                    for parameter in one.parameters():
+                        if parameter.requires_grad:
+                            parameter.mul_(1.1)
