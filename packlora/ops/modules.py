@@ -38,12 +38,21 @@ def undisturbed(model: nn.Module, training: bool = False) -> Iterator[None]:
             numpy.random.set_state(numpy_state)
         for module, was_training in modes:
             module.training = was_training
+        _like_their_parents(model, {id(module) for module, _ in modes})
         with torch.no_grad():
             for module, name, buffer, value in buffers:
                 if module._buffers.get(name) is not buffer:
                     module._buffers[name] = buffer
                 if not torch.equal(buffer, value):
                     buffer.copy_(value)
+
+
+def _like_their_parents(module: nn.Module, known: set[int]) -> None:
+    """Give modules that a run has put into the model (BigBird does, for short inputs) the mode of the module that has them."""
+    for child in module.children():
+        if id(child) not in known:
+            child.training = module.training
+        _like_their_parents(child, known)
 
 
 def remove_hooks(module: nn.Module, owner: type) -> None:

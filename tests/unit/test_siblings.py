@@ -472,3 +472,25 @@ def test_detach_removes_all_hooks() -> None:
     assert not model._forward_hooks_always_called
     model(some_x())
     assert COMPUTED == [1, 1, 1]
+
+
+class Replacing(torch.nn.Module):
+    """Replaces a part of itself in a forward, as BigBird does for short inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = torch.nn.Sequential(torch.nn.Dropout(0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.part = torch.nn.Sequential(torch.nn.Dropout(0.5)).train(self.training)
+        y: torch.Tensor = self.part(x)
+        return y
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_modules_that_come_into_the_model_while_it_is_looked_at_are_in_its_mode_afterwards(training: bool) -> None:
+    model = torch.nn.Sequential(Replacing()).train(training)
+    before = model[0].part
+    sibling_groups(model, [], {"input": torch.ones(1, 2)})
+    assert model[0].part is not before
+    assert all(module.training == training for module in model.modules())
