@@ -16,7 +16,9 @@ from packlora.ops.dropout.keys import token_keys
 from packlora.ops.lora_linear import reference
 from packlora.ops.lora_linear.autograd import lora_group
 from packlora.ops.lora_linear.frozen import Dense
+from packlora.ops.lora_linear.moving import MovingSegments
 from packlora.ops.lora_linear.plan import CHAIN, Plan
+from packlora.ops.lora_linear.prepared import GroupState
 from packlora.ops.lora_linear.reference import ReferenceSegment
 from packlora.ops.lora_linear.types import Layer, LowRank, Segment
 from packlora.ops.row_norm.reference import weight_norm
@@ -167,6 +169,21 @@ def run_group(
         return _results(outputs, leaves, own.dy)
 
 
+def run_moving(case: GroupCase, dtype: torch.dtype, plan: Plan, poison: bool = False) -> dict[str, torch.Tensor]:
+    """The same by a call whose segments are on the device: it has run for others before."""
+    own, leaves = cast(case, dtype)
+    T, of = len(own.x), {segment.adapter: segment for segment in own.segments}
+    moving = MovingSegments(T, sorted(of))
+    nominal = [replace(of[number], start=start, stop=stop) for number, start, stop in moving.nominal]
+    state = GroupState(version_counted=True)
+    with poisoned() if poison else mock.MagicMock():
+        for boundaries in ([(number, at, at + 1) for at, number in enumerate(of)], own.segments):
+            moving.write([(s.adapter, s.start, s.stop) if isinstance(s, Segment) else s for s in boundaries])
+            outputs = lora_group(own.x, own.layers, nominal, own.keys, own.salt, plan, state, moving=moving)
+            found = _results(outputs, leaves, own.dy)
+    return found
+
+
 def run_reference(case: GroupCase, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """The same by reference.py, layer by layer."""
     own, leaves = cast(case, dtype)
@@ -217,12 +234,15 @@ def compare(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], toleran
         )
 
 
-def group_is_as_exact(case: Callable[[int], GroupCase], draws: int, dtype: torch.dtype, plan: Plan, seed: int) -> None:
+def group_is_as_exact(
+    case: Callable[[int], GroupCase], draws: int, dtype: torch.dtype, plan: Plan, seed: int,
+    run: Callable[..., dict[str, torch.Tensor]] = run_group,
+) -> None:  # fmt: skip
     """Errors by kind of result (y, dx, dA, dB), over adapters and layers; with poisoned buffers."""
 
     def draw(number: int) -> tuple[dict[str, torch.Tensor], ...]:
         own = case(number)
-        got = run_group(own, dtype, plan, poison=True)
+        got = run(own, dtype, plan, poison=True)
         return got, run_reference(own, dtype), run_reference(own, torch.float64)
 
     assert_as_exact(draw, draws, seed, lambda name: name.rstrip("0123456789."))

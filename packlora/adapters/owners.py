@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from packlora.ops.lora_linear.moving import MovingSegments
+
 MIN_ROWS = 16
 """Fewest rows of a matrix product whose rows have the same bits whatever other rows there are. Products of a handful of rows
 take other routines with other rounding (MKL on the CPU: fewer than 12 rows)."""
@@ -18,11 +20,13 @@ class TokenOwners:
     total: T.
     segments: (adapter number, start, stop) of consecutive tokens, in order; tokens in no segment see the base model alone.
     keys_T2: dropout keys [T, 2] int32 (ops.dropout.token_keys), or None when nothing is dropped (evaluation).
+    moving: whose nominal segments these are, the true ones being on the device (ops.lora_linear.moving).
     """
 
     total: int
     segments: tuple[tuple[int, int, int], ...]
     keys_T2: torch.Tensor | None = None
+    moving: MovingSegments | None = None
     adapters: frozenset[int] = field(init=False)
     """Numbers of those that own tokens."""
 

@@ -57,6 +57,8 @@ class Case:
     """A DoRA adapter under dropout scales the base product of the dropped x: there are two base products."""
     tf32: bool = False
     """float32 products may be rounded to TF32."""
+    moving: bool = False
+    """The boundaries of the adapters' tokens are on the device alone (ops.lora_linear.moving)."""
 
     @staticmethod
     def of(
@@ -72,6 +74,7 @@ class Case:
         needs: tuple[bool, bool, bool] = (True, True, True),
         composed: bool = False,
         base_dropped: bool = False,
+        moving: bool = False,
     ) -> Case:
         """In normal form: tokens in their bucket, adapters that target none of the layers left out (their tokens are then
         nobody's), the others in a fixed order.
@@ -91,27 +94,28 @@ class Case:
         return Case(
             device.type, str(dtype).removeprefix("torch."), token_bucket(tokens), K, tuple(Ns),
             tuple(by_layer for by_layer, _ in adapters), tuple(drop for _, drop in adapters), tuple(biases),
-            covered and len(adapters) == len(given), needs, composed, base_dropped, tf32,
+            covered and len(adapters) == len(given), needs, composed, base_dropped, tf32, moving,
         )  # fmt: skip
 
     @staticmethod
-    def of_call(x: torch.Tensor, layers: Sequence[Layer], segments: Sequence[Segment]) -> Case:
+    def of_call(x: torch.Tensor, layers: Sequence[Layer], segments: Sequence[Segment], moving: bool = False) -> Case:
         """Of a call of lora_group.
 
         Args:
             x: [..., K].
             layers: those that read x.
             segments: who owns which of its T tokens.
+            moving: the segments are nominal.
         """
         K = x.shape[-1]
         T = x.numel() // K
-        call = situation(layers, segments, T)
+        call = situation(layers, segments, T, moving)
         return Case.of(
             x.device, x.dtype, T, K, [layer.frozen.shape[0] for layer in layers],
             [[low.rank if (low := layer.adapters.get(segment.adapter)) else 0 for layer in layers] for segment in segments],
             [segment.dropout > 0 for segment in segments], [layer.bias is not None for layer in layers],
             sum(segment.stop - segment.start for segment in segments) == T, (x.requires_grad, True, True), call.composed,
-            call.base_dropped,
+            call.base_dropped, moving,
         )  # fmt: skip
 
     @staticmethod
@@ -142,14 +146,21 @@ class Case:
     @property
     def single(self) -> bool:
         """One adapter owns all tokens."""
-        return self.covered and len(self.ranks) == 1
+        return self.covered and len(self.ranks) == 1 and not self.moving
 
     @property
     def situation(self) -> Situation:
         """What of the case decides which plans compute it, here (plan.why_not)."""
         low_rank, double = bool(self.ranks), self.dtype == "float64"
         return Situation(
-            self.single, low_rank, any(self.drops), self.composed, self.base_dropped, double, target=self.target
+            self.single,
+            low_rank,
+            any(self.drops),
+            self.composed,
+            self.base_dropped,
+            double,
+            moving=self.moving,
+            target=self.target,
         )
 
     @property
@@ -174,7 +185,7 @@ class Case:
     @property
     def key(self) -> str:
         """One line for files and tables: `cuda bfloat16 T2048 K4096 N4096+1024 r16+16/8+0 drop1/0 grads:xAB`, then, where they
-        hold: bias1+0, base-only-tokens, composed, base-dropped, tf32."""
+        hold: bias1+0, base-only-tokens, composed, base-dropped, tf32, moving."""
         words = [
             self.device, self.dtype, f"T{self.tokens}", f"K{self.K}", f"N{'+'.join(map(str, self.Ns))}",
             f"r{'/'.join('+'.join(map(str, by_layer)) for by_layer in self.ranks) or '-'}",
@@ -185,7 +196,7 @@ class Case:
             words.append(f"bias{'+'.join(str(int(bias)) for bias in self.biases)}")
         flags = {
             "base-only-tokens": not self.covered, "composed": self.composed, "base-dropped": self.base_dropped,
-            "tf32": self.tf32,
+            "tf32": self.tf32, "moving": self.moving,
         }  # fmt: skip
         words += [word for word, holds in flags.items() if holds]
         return " ".join(words)

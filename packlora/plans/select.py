@@ -58,27 +58,35 @@ class PlanChooser:
             self.choices[case] = replace(choice, plan=plan)
         return plan
 
-    def plan_of(self, x: torch.Tensor, layers: Sequence[Layer], segments: Sequence[Segment]) -> Plan:
-        """The plan for a call of ops.lora_linear.autograd.lora_group with these operands."""
+    def plan_of(
+        self, x: torch.Tensor, layers: Sequence[Layer], segments: Sequence[Segment], moving: bool = False
+    ) -> Plan:
+        """The plan for a call of ops.lora_linear.autograd.lora_group with these operands. moving: the segments are nominal.
+
+        Raises:
+            ValueError: no plan computes segments that move, here.
+        """
         T = x.numel() // x.shape[-1]
         who = tuple([(segment.adapter, segment.dropout > 0, segment.base_dropped) for segment in segments])
         covered = sum([segment.stop - segment.start for segment in segments]) == T
-        key = (x.dtype, T, covered, x.requires_grad, who, *map(id, layers))
+        key = (x.dtype, T, covered, x.requires_grad, moving, who, *map(id, layers))
         found = self._calls.get(key)
         if found is None or any(new is not old for new, old in zip(layers, found[0], strict=True)):
             if len(self._calls) > 100_000:  # token counts differ from microbatch to microbatch
                 self._calls.clear()
-            found = self._calls[key] = (tuple(layers), self.plan_for(Case.of_call(x, layers, segments)))
+            found = self._calls[key] = (tuple(layers), self.plan_for(Case.of_call(x, layers, segments, moving)))
         return found[1]
 
     def _choose(self, case: Case) -> Choice:
         plans = legal_plans(case)
+        if not plans:
+            raise ValueError(f"no plan computes {case.key}")
         if len(plans) == 1:
-            return Choice(CHAIN, "only one")
+            return Choice(plans[0], "only one")
         if (record := self.cache.get(case.key)) is not None:
             best = fastest(plans, record.ms)
             return Choice(best, "measured", record.ms[best.name], record.ms[CHAIN.name])
-        if not self.estimates:
+        if not self.estimates and CHAIN in plans:
             return Choice(CHAIN, "not measured")
         roofline = machine(self.device, case.dtype, case.tf32)
         return Choice(min(plans, key=lambda plan: seconds(plan, case, roofline)), "estimated")

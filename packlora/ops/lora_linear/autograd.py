@@ -19,6 +19,7 @@ import torch
 from packlora.ops.first_order import first_order
 from packlora.ops.gpu import HAS_TRITON, on_device
 from packlora.ops.lora_linear.call import Call, Gradients, Wanted
+from packlora.ops.lora_linear.moving import MovingSegments
 from packlora.ops.lora_linear.plan import CHAIN, Plan
 from packlora.ops.lora_linear.prepared import GroupState, Prepared
 from packlora.ops.lora_linear.types import Layer, Segment, check_tokens
@@ -34,6 +35,7 @@ def lora_group(
     plan: Plan = CHAIN,
     state: GroupState | None = None,
     recompute: Recompute | None = None,
+    moving: MovingSegments | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Outputs y [..., N] of every layer, in the dtype of x.
 
@@ -49,9 +51,11 @@ def lora_group(
         plan: how to compute it; the plain chain takes its place where it does not compute this call (plan.legal).
         state: kept by the caller from call to call, so that unchanged layers are not checked and packed again.
         recompute: how x is recomputed in the backward; it is then not kept. Of no use, and left aside, under checkpointing.
+        moving: whose nominal segments these are, the true ones being on the device; the operands are then those of its last
+            `refresh`.
 
     Raises:
-        ValueError: an operand does not fit; the message names it.
+        ValueError: an operand does not fit; the message names it. The plan does not compute segments that move.
     """
     with on_device(x.device):
         layers, segments, x_TK = tuple(layers), tuple(segments), x if x.ndim == 2 else _tokens(x.detach())
@@ -59,8 +63,11 @@ def lora_group(
         if not HAS_TRITON and plan.needs_triton:
             raise ValueError(f"plan {plan.name} needs triton, which is not installed")
         prepared = (state or GroupState()).prepared(x_TK, layers, plan)
-        prepared.refresh()
-        call = prepared.call(x_TK, segments, salt, plan)
+        if moving is None:
+            prepared.refresh()
+        else:
+            moving.serve(prepared)
+        call = prepared.call(x_TK, segments, salt, plan, moving)
         if is_checkpointed():  # makes x again anyway, which is then alive no longer than its block's backward
             recompute = None
         if not saving_is_hooked() or prepared.trains_magnitude():

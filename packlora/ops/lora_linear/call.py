@@ -248,6 +248,8 @@ class Call:
     """The segment that has all tokens and an adapter on every layer, if there is one."""
     tables: GroupTables | None = None
     segment_tables: SegmentTables | None = None
+    moving: bool = False
+    """The segments are nominal: their boundaries are in the tables alone."""
 
     @property
     def keeps_S(self) -> bool:

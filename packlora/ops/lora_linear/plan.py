@@ -78,6 +78,12 @@ class Plan:
         return "merged" in (self.up, self.dx) or "xd" in (self.dA, self.dB)
 
     @property
+    def reads_tables(self) -> bool:
+        """Every step goes by tables on the device, none by slices of segments."""
+        kernels = self.down == "routed" and self.up in ("routed", "epilogue", "fused")
+        return kernels and self.grad == "one-pass" and self.dx in ("routed", "fused")
+
+    @property
     def needs_triton(self) -> bool:
         """A part of it is a Triton kernel."""
         return _needs_triton(self)
@@ -240,6 +246,8 @@ class Situation(NamedTuple):
     """In float64, which the kernels do not compute."""
     dense: bool = True
     """All weights are tensors that a kernel or a sum can read (frozen.FrozenWeight.dense)."""
+    moving: bool = False
+    """The boundaries of its segments are on the device alone (moving.MovingSegments)."""
     target: Target | None = None
     """Where the plan is to be chosen without being asked for. None for a plan that somebody named: it gives way only where it
     would not compute the call at all."""
@@ -248,6 +256,8 @@ class Situation(NamedTuple):
 def why_not(plan: Plan, call: Situation) -> str | None:
     """Why the plan does not compute the call, there, to the chain's exactness; None where it does. The plain chain, S kept or
     not, computes every call."""
+    if call.moving and not plan.reads_tables:
+        return "products by segment need its boundaries on the host, and these are on the device alone"
     if plan == Plan(keep_s=plan.keep_s):
         return None
     if call.base_dropped and (plan.rearranged or plan.needs_triton):
@@ -292,5 +302,12 @@ def _why_not_there(plan: Plan, call: Situation, target: Target) -> str | None:
 
 
 def legal(plan: Plan, call: Situation) -> Plan:
-    """The plan where it computes the call, else the plain chain."""
-    return plan if why_not(plan, call) is None else Plan(keep_s=plan.keep_s)
+    """The plan where it computes the call, else the plain chain.
+
+    Raises:
+        ValueError: neither computes a call whose segments move.
+    """
+    reason = why_not(plan, call)
+    if reason is not None and call.moving:
+        raise ValueError(f"plan {plan.name}: {reason}")
+    return plan if reason is None else Plan(keep_s=plan.keep_s)

@@ -18,6 +18,7 @@ import torch
 from packlora.ops.gpu import HAS_TRITON
 from packlora.ops.lora_linear.call import Call, Operands, Scales
 from packlora.ops.lora_linear.layout import Layout, Place, make_layout
+from packlora.ops.lora_linear.moving import MovingSegments
 from packlora.ops.lora_linear.plan import Plan
 from packlora.ops.lora_linear.settle import settle
 from packlora.ops.lora_linear.tables import GroupTables, make_group_tables
@@ -138,10 +139,12 @@ class Prepared:
             return True
         return len(layers) == len(self.layers) and all(map(_same_layer, layers, self.layers))
 
-    def call(self, x_TK: torch.Tensor, segments: tuple[Segment, ...], salt: int, plan: Plan) -> Call:
-        """That of such tokens; kept for the next one like it."""
+    def call(
+        self, x_TK: torch.Tensor, segments: tuple[Segment, ...], salt: int, plan: Plan, moving: MovingSegments | None = None
+    ) -> Call:  # fmt: skip
+        """That of such tokens; kept for the next one like it. moving: whose nominal segments these are."""
         aligned = x_TK.is_contiguous() and x_TK.data_ptr() % 16 == 0
-        key = (segments, x_TK.shape[0], salt, plan, aligned)
+        key = (segments, x_TK.shape[0], salt, plan, aligned, moving)
         last = self._last
         if last is not None and last[0] == key:
             return last[1]
@@ -158,6 +161,7 @@ class Prepared:
                 segments,
                 salt,
                 plan,
+                moving,
             ),
         )
         self._last = key, call

@@ -12,6 +12,7 @@ from packlora.ops.lora_linear import torch_path
 from packlora.ops.lora_linear.call import Call, Part, Path, ScaleRows, Slot, Stack
 from packlora.ops.lora_linear.composed import drops_base, scale_rows
 from packlora.ops.lora_linear.layout import Layout
+from packlora.ops.lora_linear.moving import MovingSegments
 from packlora.ops.lora_linear.plan import Plan, Up, legal, ordered
 from packlora.ops.lora_linear.tables import GroupTables, SegmentTables
 from packlora.ops.lora_linear.types import Layer, Segment, owns_all, situation
@@ -24,6 +25,7 @@ TORCH: Path = torch_path
 def settle(
     layers: tuple[Layer, ...], layout: Layout, slots: Sequence[tuple[int, int, str]], tables: GroupTables | None,
     num_adapters: int, wide: torch.dtype, x_TK: torch.Tensor, segments: tuple[Segment, ...], salt: int, plan: Plan,
+    moving: MovingSegments | None = None,
 ) -> Call:  # fmt: skip
     """The call over tokens like x that `segments` of the group's adapters own.
 
@@ -32,13 +34,16 @@ def settle(
         num_adapters: one more than the largest adapter number of the group.
         wide: dtype of the parameters.
         plan: asked for; the plain chain takes its place where it does not compute such calls (plan.legal).
+        moving: whose nominal segments these are.
     """
     (T, K), dtype, device = x_TK.shape, x_TK.dtype, x_TK.device
-    plan = ordered(legal(plan, situation(layers, segments, T)), x_TK.element_size())
+    plan = ordered(legal(plan, situation(layers, segments, T, moving is not None)), x_TK.element_size())
     composed = _composed(layers, segments)
     base_dropped = any(drops_base(*one) for own in composed.values() for one in own)
-    on_every = owns_all(segments, T) and all(
-        (segments[0].adapter, index) in layout.places for index in range(len(layers))
+    on_every = (
+        moving is None
+        and owns_all(segments, T)
+        and all((segments[0].adapter, index) in layout.places for index in range(len(layers)))
     )
     plan_up: list[Up] = [
         plan.up if layout.max_padded[index] or plan.up == "merged" else "after" for index in range(len(layers))
@@ -53,10 +58,13 @@ def settle(
         kernels = triton_path
         rows = triton_path.scale_rows if device.type == "cuda" else scale_rows
         known = tuple(segment for segment in segments if segment.adapter < num_adapters)  # others are of other layers
-        segment_tables = _SEGMENT_TABLES.get(
-            (known, T, device, dtype == torch.float32, num_adapters),
-            lambda: triton_path.segment_tables(known, T, device, dtype, num_adapters),
-        )
+        key = (known, T, device, dtype == torch.float32, num_adapters)
+        most = None if moving is None else moving.most
+
+        def make() -> SegmentTables:
+            return triton_path.segment_tables(known, T, device, dtype, num_adapters, most)
+
+        segment_tables = _SEGMENT_TABLES.get(key, make) if moving is None else moving.tables(key[2:], known, make)
         fused = "fused" in (plan.up, plan.dx) and triton_path.fusable(x_TK, layers)
         if not fused:
             plan_up = ["routed" if each == "fused" else each for each in plan_up]
@@ -86,6 +94,7 @@ def settle(
         single_adapter=segments[0] if on_every else None,
         tables=tables,
         segment_tables=segment_tables,
+        moving=moving is not None,
     )  # fmt: skip
 
 

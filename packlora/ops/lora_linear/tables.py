@@ -6,6 +6,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from packlora.ops.dropout.keys import dropout_threshold
@@ -39,57 +40,77 @@ class SegmentTables:
     that is the adapter's and one past its last; rows of others may lie between. `uncut` has a row for each segment, and for
     the tokens between segments, uncut; `spans` per tile of so many tokens, cut without regard to segments, the first of those
     rows that the tile meets and one past its last.
+
+    Args:
+        most: parts (segments, and stretches of tokens between them) that `write` may be given later. The tables then have rows
+            for them, where they are too many those of no tokens, so that grids and addresses stay.
     """
 
     def __init__(
         self, segments: Sequence[Segment], num_tokens: int, device: torch.device, sizes: Sequence[int], num_adapters: int,
-        tile: int,
+        tile: int, most: int | None = None,
     ) -> None:  # fmt: skip
-        flat: list[int] = []
-        ranges: dict[int, int] = {}
-        bounds: dict[int, tuple[int, int]] = {}
+        self.num_tokens, self.num_adapters, self.tile = num_tokens, num_adapters, tile
         parts = cover(segments, num_tokens)
-        for size in dict.fromkeys(sizes):
-            first = len(flat) // 4
-            for adapter, start, stop, p in parts:
-                threshold = dropout_threshold(p)
-                for at in range(start, stop, size):
-                    flat += (adapter, at, min(at + size, stop), threshold)
-            bounds[size] = (first, len(flat) // 4)
-        uncut = len(flat) // 4
-        for adapter, start, stop, p in parts:
-            flat += (adapter, start, stop, dropout_threshold(p))
-        for size, (first, last) in bounds.items():
-            ranges[size] = len(flat) // 2
-            owners = [flat[4 * row] for row in range(first, last)]
-            for adapter in range(num_adapters):
-                own = [row for row, owner in enumerate(owners) if owner == adapter]
-                flat += (own[0], own[-1] + 1) if own else (0, 0)
-            flat += (0, 0) * (len(flat) % 4 // 2)
-        spans, number = len(flat) // 2, 0
-        for at in range(0, num_tokens, tile):
-            while parts[number][2] <= at:
-                number += 1
-            last = number
-            while last + 1 < len(parts) and parts[last + 1][1] < at + tile:
-                last += 1
-            flat += (number, last + 1)
-        tiles = len(flat) // 2 - spans
-        flat += (0, 0) * (len(flat) % 4 // 2)
-        table = torch.tensor(flat, dtype=torch.int32)
-        if device.type == "cuda":
-            table = table.pin_memory().to(device, non_blocking=True)
-        rows, pairs = table.view(-1, 4), table.view(-1, 2)
-        self.blocks = {size: rows[first:last] for size, (first, last) in bounds.items()}
-        self.counts = {size: last - first for size, (first, last) in bounds.items()}
+        self.num_parts = len(parts) if most is None else most
+        self.counts = {
+            size: sum(-(-(stop - start) // size) for _, start, stop, _ in parts)
+            if most is None
+            else num_tokens // size + most
+            for size in sizes
+        }
         """How many blocks there are."""
-        self.ranges = {size: pairs[at : at + num_adapters] for size, at in ranges.items()}
-        self.uncut, self.spans = rows[uncut : uncut + len(parts)], pairs[spans : spans + tiles]
+        table = torch.from_numpy(self._flat(parts))
+        self._table = table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
+        rows, pairs, at = self._table.view(-1, 4), self._table.view(-1, 2), 0
+        self.blocks: dict[int, torch.Tensor] = {}
+        for size, count in self.counts.items():
+            self.blocks[size] = rows[at : at + count]
+            at += count
+        self.uncut = rows[at : at + self.num_parts]
+        at = 2 * (at + self.num_parts)
+        self.ranges: dict[int, torch.Tensor] = {}
+        for size in self.counts:
+            self.ranges[size] = pairs[at : at + num_adapters]
+            at += num_adapters + num_adapters % 2
+        self.spans = pairs[at : at + -(-num_tokens // tile)]
         self.dropout = any(segment.dropout > 0 for segment in segments)
         self.launches: dict[Hashable, Any] = {}
         """Launches made on these tables, see launcher.py."""
         self.chunk_sizes: dict[tuple[tuple[int, ...], int], int] = {}
         """Chunks of tokens chosen for these tables, see kernels/sizes.py."""
+
+    def write(self, segments: Sequence[Segment]) -> None:
+        """Other segments of as many tokens, of the same adapters and rates or fewer; what is launched from now on sees them."""
+        table = torch.from_numpy(self._flat(cover(segments, self.num_tokens)))
+        self._table.copy_(table.pin_memory() if self._table.is_cuda else table, non_blocking=True)
+
+    def _flat(self, parts: Sequence[tuple[int, int, int, float]]) -> np.ndarray:
+        """All tables in a row; those that start at multiples of four or two numbers are filled up with zeros."""
+        none = (-1, self.num_tokens, self.num_tokens, 0)
+        rows = np.array([(adapter, start, stop, dropout_threshold(p)) for adapter, start, stop, p in parts], np.int32)
+        tables, ranges = [], []
+        for size, count in self.counts.items():
+            of, starts = [], []
+            for number, (_, start, stop, _) in enumerate(parts):
+                starts.append(np.arange(start, stop, size, dtype=np.int32))
+                of.append(np.full(len(starts[-1]), number))
+            blocks, at = rows[np.concatenate(of)], np.concatenate(starts)
+            blocks[:, 2] = np.minimum(at + size, blocks[:, 2])
+            blocks[:, 1] = at
+            tables += [blocks, np.full((count - len(blocks), 4), none, np.int32)]
+            found = np.zeros((self.num_adapters + self.num_adapters % 2, 2), np.int32)
+            for adapter in range(self.num_adapters):
+                own = np.flatnonzero(blocks[:, 0] == adapter)
+                if len(own):
+                    found[adapter] = own[0], own[-1] + 1
+            ranges.append(found)
+        tables += [rows, np.full((self.num_parts - len(parts), 4), none, np.int32)]
+        tiles = np.arange(0, self.num_tokens, self.tile)
+        spans = np.zeros((len(tiles) + len(tiles) % 2, 2), np.int32)
+        spans[: len(tiles), 0] = np.searchsorted(rows[:, 2], tiles, side="right")
+        spans[: len(tiles), 1] = np.searchsorted(rows[:, 1], np.minimum(tiles + self.tile, self.num_tokens))
+        return np.concatenate([part.ravel() for part in (*tables, *ranges, spans)]).astype(np.int32, copy=False)
 
 
 @dataclass(frozen=True, slots=True)

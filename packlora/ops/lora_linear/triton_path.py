@@ -21,10 +21,10 @@ Optional = torch.Tensor | None
 
 
 def segment_tables(
-    segments: Sequence[Segment], T: int, device: torch.device, dtype: torch.dtype, num_adapters: int
-) -> SegmentTables:
+    segments: Sequence[Segment], T: int, device: torch.device, dtype: torch.dtype, num_adapters: int, most: int | None = None
+) -> SegmentTables:  # fmt: skip
     """Tables of the segments for the kernels' block sizes."""
-    return SegmentTables(segments, T, device, sizes.sizes_for(dtype).tokens, num_adapters, sizes.FUSED_M)
+    return SegmentTables(segments, T, device, sizes.sizes_for(dtype).tokens, num_adapters, sizes.FUSED_M, most)
 
 
 def up(
@@ -98,7 +98,7 @@ def inputs(
     fused = call.plan.dx == "fused" and call.fused and not any(e_TN.data_ptr() % 16 for e_TN in e if e_TN is not None)
     dx, dA = None, None
     assert call.segment_tables is not None
-    if not fused or call.segment_tables.dropout:
+    if not fused or call.segment_tables.dropout or call.moving:
         dx, dA = backward.inputs(call, own, x_TK, keys_T2, dS, wanted.x and not fused, wanted.A)
     elif wanted.A:
         dA = stacked_dA(call, x_TK, keys_T2, dS)

@@ -80,8 +80,8 @@ def owns_all(segments: Sequence[Segment], num_tokens: int) -> bool:
     return len(segments) == 1 and (segments[0].start, segments[0].stop) == (0, num_tokens)
 
 
-def situation(layers: Sequence[Layer], segments: Sequence[Segment], num_tokens: int) -> Situation:
-    """What of a call of lora_group decides which plans compute it."""
+def situation(layers: Sequence[Layer], segments: Sequence[Segment], num_tokens: int, moving: bool = False) -> Situation:
+    """What of a call of lora_group decides which plans compute it. moving: the segments are nominal (moving.py)."""
     low_rank = dropped = composed = base_dropped = False
     for segment in segments:
         for layer in layers:
@@ -94,7 +94,8 @@ def situation(layers: Sequence[Layer], segments: Sequence[Segment], num_tokens: 
             base_dropped |= segment.dropout > 0 and segment.base_dropped and low.magnitude is not None
     double = any(layer.frozen.dtype == torch.float64 for layer in layers)
     dense = all(layer.frozen.dense() is not None for layer in layers)
-    return Situation(owns_all(segments, num_tokens), low_rank, dropped, composed, base_dropped, double, dense)
+    single = owns_all(segments, num_tokens) and not moving
+    return Situation(single, low_rank, dropped, composed, base_dropped, double, dense, moving)
 
 
 def check_tokens(x_TK: torch.Tensor, segments: Sequence[Segment], keys_T2: torch.Tensor | None) -> None:

@@ -1,0 +1,79 @@
+"""Segments whose boundaries change from call to call while the addresses of all that a call reads stay: for CUDA graphs.
+
+A call that is settled for them (settle.py) reads who owns which tokens from tables on the device, and from nowhere else: what
+is recorded once serves any boundaries. It leaves the operands as they are; whoever replays it brings them up to date first.
+
+    owners = MovingSegments(T, adapters)
+    with capture:                      # calls with moving=owners, over `owners.nominal`
+        ...
+    owners.write(boundaries)           # for every microbatch
+    owners.refresh()
+    replay
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from packlora.ops.lora_linear.tables import SegmentTables
+from packlora.ops.lora_linear.types import Segment
+
+
+class Operands(Protocol):
+    """Of a group of layers (prepared.Prepared)."""
+
+    def refresh(self) -> None:
+        """Bring them up to date with the parameters."""
+
+
+class MovingSegments:
+    """Segments of `total` tokens: at most one for each of `adapters`, and tokens of nobody between."""
+
+    def __init__(self, total: int, adapters: Sequence[int]) -> None:
+        self.total, self.adapters = total, tuple(adapters)
+        share = total // max(1, len(adapters))
+        self.nominal = tuple((number, at * share, (at + 1) * share) for at, number in enumerate(adapters))
+        """(adapter, start, stop) in the place of the boundaries that are not known yet: shares as large as each other."""
+        self._boundaries = self.nominal
+        self._tables: dict[Hashable, tuple[tuple[Segment, ...], SegmentTables]] = {}
+        self._operands: dict[int, Operands] = {}
+
+    @property
+    def most(self) -> int:
+        """Parts that segments and the tokens between them may make."""
+        return 2 * len(self.adapters) + 1
+
+    def tables(self, key: Hashable, segments: tuple[Segment, ...], make: Callable[[], SegmentTables]) -> SegmentTables:
+        """Those made for nominal segments and for whatever else is in `key`; `write` fills them from now on."""
+        found = self._tables.get((key, segments))
+        if found is None:
+            found = self._tables[key, segments] = segments, make()
+            found[1].write(self._placed(segments))
+        return found[1]
+
+    def write(self, boundaries: Sequence[tuple[int, int, int]]) -> None:
+        """Let these (adapter, start, stop) be the segments of what runs on the device from now on."""
+        self._boundaries = tuple(boundaries)
+        for segments, tables in self._tables.values():
+            tables.write(self._placed(segments))
+
+    def serve(self, operands: Operands) -> None:
+        """These take part: they are up to date now, and after each `refresh`."""
+        if id(operands) not in self._operands:
+            self._operands[id(operands)] = operands
+            operands.refresh()
+
+    def refresh(self) -> None:
+        """Bring the operands of all calls up to date with their parameters."""
+        for operands in self._operands.values():
+            operands.refresh()
+
+    def _placed(self, segments: Sequence[Segment]) -> list[Segment]:
+        by_adapter = {segment.adapter: segment for segment in segments}
+        return [
+            replace(by_adapter[number], start=start, stop=stop)
+            for number, start, stop in self._boundaries
+            if number in by_adapter
+        ]
