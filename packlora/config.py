@@ -278,6 +278,8 @@ class Run(_Strict):
     """Let the base model's repository run code of its own."""
     liger: bool | Literal["auto"] = "auto"
     """liger-kernel's norms, rotary embedding and gated activations; auto takes what is installed and fits, on a GPU."""
+    cuda_graphs: bool | Literal["auto"] = "auto"
+    """Microbatches run as CUDA graphs, so that the host does not set the pace; auto where the model and the jobs allow it."""
     keep_outputs: bool = False
     """DoRA layers keep their outputs in the place of a product as large. Not for models with kernels, other than liger's, that
     write into the outputs of linear layers behind autograd's back."""

@@ -19,7 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from packlora.base.rotary import rotate_by_sample
 from packlora.base.shape import scaled_by_place
-from packlora.ops.attention import packed_attention
+from packlora.ops.attention import SampleStarts, packed_attention
 
 ATTENTION = "packlora"
 """Name under which packed attention is registered with transformers. It has no mask function, so no mask is built."""
@@ -35,7 +35,7 @@ def _attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    sample_lengths: Sequence[int] | None = None,
+    sample_lengths: Sequence[int] | SampleStarts | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention interface: query [1, H, T, D], key and value [1, h, T, D] -> [1, T, H, D].
@@ -127,11 +127,15 @@ def packed_hidden(
     rows_L: torch.Tensor,
 ) -> torch.Tensor:
     """What the output layer is given for packed_logits, [L, D]. Only for a model whose output layer comes last: fused_loss."""
+    return hidden_states(model, input_ids_T, position_ids_T, tuple(sample_lengths))[rows_L]
+
+
+def hidden_states(
+    model: PreTrainedModel, input_ids_T: torch.Tensor, position_ids_T: torch.Tensor, samples: tuple[int, ...] | SampleStarts
+) -> torch.Tensor:  # fmt: skip
+    """Of all tokens, [T, D]; samples: their lengths, or where they begin."""
     output = model.base_model(
-        input_ids=input_ids_T[None],
-        position_ids=position_ids_T[None],
-        use_cache=False,
-        sample_lengths=tuple(sample_lengths),
+        input_ids=input_ids_T[None], position_ids=position_ids_T[None], use_cache=False, sample_lengths=samples
     )
-    hidden: torch.Tensor = output.last_hidden_state[0, rows_L]
+    hidden: torch.Tensor = output.last_hidden_state[0]
     return hidden

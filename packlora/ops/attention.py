@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -28,11 +29,22 @@ VARLEN_HEAD = 256
 """Largest head dimension of flash attention; it must be a multiple of 8."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class SampleStarts:
+    """Samples whose boundaries are on the device alone, for CUDA graphs. Only the varlen path takes them.
+
+    starts: int32 [most + 1], where each sample begins, then T for all that are left. longest: no sample has more tokens.
+    """
+
+    starts: torch.Tensor
+    longest: int
+
+
 def packed_attention(
     q_HTD: torch.Tensor,
     k_hTD: torch.Tensor,
     v_hTD: torch.Tensor,
-    lengths: Sequence[int],
+    lengths: Sequence[int] | SampleStarts,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
@@ -51,15 +63,24 @@ def packed_attention(
         [T, H, D]
 
     Raises:
-        ValueError: the lengths do not add up to T.
+        ValueError: the lengths do not add up to T; they are on the device, and this is not for the varlen path.
     """
     T = q_HTD.shape[1]
+    if isinstance(lengths, SampleStarts):
+        if not uses_varlen(q_HTD, v_hTD, window, softcap):
+            raise ValueError(
+                "attention is computed sample by sample here, and where samples begin is on the device alone"
+            )
+        return _varlen(
+            q_HTD, k_hTD, v_hTD, lengths, scale, None if window is None or window >= lengths.longest else window
+        )
     if sum(lengths) != T:
         raise ValueError(f"samples of {sum(lengths)} tokens in all, but {T} tokens were given")
     if window is not None and window >= max(lengths):
         window = None
     if uses_varlen(q_HTD, v_hTD, window, softcap):
-        return _varlen(q_HTD, k_hTD, v_hTD, tuple(lengths), scale, window)
+        starts = SampleStarts(boundaries(tuple(lengths), q_HTD.device), max(lengths))
+        return _varlen(q_HTD, k_hTD, v_hTD, starts, scale, window)
     return _by_sample(q_HTD, k_hTD, v_hTD, lengths, scale, window, softcap)
 
 
@@ -84,7 +105,7 @@ def _varlen(
     q_HTD: torch.Tensor,
     k_hTD: torch.Tensor,
     v_hTD: torch.Tensor,
-    lengths: tuple[int, ...],
+    samples: SampleStarts,
     scale: float,
     window: int | None,
 ) -> torch.Tensor:
@@ -92,7 +113,7 @@ def _varlen(
     if groups > 1 and not _varlen_takes(q_HTD.device, q_HTD.dtype, groups):
         k_hTD, v_hTD = k_hTD.repeat_interleave(groups, 0), v_hTD.repeat_interleave(groups, 0)
     q_THD, k_ThD, v_ThD = (_rows(tensor) for tensor in (q_HTD, k_hTD, v_hTD))
-    return _call_varlen(q_THD, k_ThD, v_ThD, boundaries(lengths, q_HTD.device), max(lengths), scale, window)
+    return _call_varlen(q_THD, k_ThD, v_ThD, samples.starts, samples.longest, scale, window)
 
 
 def _rows(tensor_HTD: torch.Tensor) -> torch.Tensor:

@@ -48,8 +48,12 @@ class PackedBatch:
     num_samples: Mapping[int, int]
 
 
-def collate(samples: Sequence[PackedSample], device: torch.device) -> PackedBatch:
-    """Pack samples, which come ordered by owner, into one row without padding between them."""
+def collate(samples: Sequence[PackedSample], device: torch.device, total: int = MIN_ROWS) -> PackedBatch:
+    """Pack samples, which come ordered by owner, into one row without padding between them.
+
+    Args:
+        total: tokens that the row has at least; those of nobody come last, in samples no longer than the others.
+    """
     ids, positions, lengths, rows, labels, owners, keys = [], [], [], [], [], [], []
     segments: list[list[int]] = []
     num_tokens: dict[int, int] = {}
@@ -75,8 +79,10 @@ def collate(samples: Sequence[PackedSample], device: torch.device) -> PackedBatc
         num_tokens[item.owner] = num_tokens.get(item.owner, 0) + length
         num_samples[item.owner] = num_samples.get(item.owner, 0) + 1
         start += length
-    if start < MIN_ROWS:
-        filler = MIN_ROWS - start
+    longest = max(lengths)
+    while start < total:
+        filler = min(total - start, max(longest, MIN_ROWS))
+        start += filler
         ids.append(np.zeros(filler, np.int32))
         positions.append(np.arange(filler))
         lengths.append(filler)

@@ -85,7 +85,7 @@ class SingleDevice:
     attached: Attached
 
     def forward(self, samples: Sequence[PackedSample], weights: np.ndarray) -> Pending:
-        with _one_error_for_memory():
+        with one_error_for_memory():
             batch = collate(samples, self.base.device)
             # Each label's own weight is its gradient; the total is for backward alone, whatever NaN is in it.
             weights_L = torch.from_numpy(weights).to(self.base.device)[batch.owners_L]
@@ -94,7 +94,7 @@ class SingleDevice:
             return Pending(batch, losses_L, total, len(weights))
 
     def backward(self, pending: Pending) -> MicrobatchResult:
-        with _one_error_for_memory():
+        with one_error_for_memory():
             if pending.total.requires_grad:  # else no adapter takes part in the output, which its job will notice
                 with self.attached.active(pending.batch.owners):
                     pending.total.backward()
@@ -102,7 +102,7 @@ class SingleDevice:
 
     @torch.no_grad()
     def evaluate(self, samples: Sequence[PackedSample], num_owners: int) -> MicrobatchResult:
-        with _one_error_for_memory():
+        with one_error_for_memory():
             batch = collate(samples, self.base.device)
             with self.attached.active(batch.owners):
                 losses_L, total = token_losses(self.base.model, batch, fused=self.base.fused_loss)
@@ -113,7 +113,7 @@ class SingleDevice:
 
 
 @contextmanager
-def _one_error_for_memory() -> Iterator[None]:
+def one_error_for_memory() -> Iterator[None]:
     """Turns what other libraries raise where memory runs out into torch.OutOfMemoryError."""
     try:
         yield

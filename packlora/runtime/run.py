@@ -22,7 +22,7 @@ from packlora.base.model import Base, load_base
 from packlora.config import Run
 from packlora.errors import InputError, quoted
 from packlora.files import lock_folder, remove_leftovers, write_json
-from packlora.report.events import Subscriber
+from packlora.report.events import Note, Subscriber
 from packlora.report.metrics import Logs
 from packlora.report.progress import Progress
 from packlora.report.report import ReportPage
@@ -31,6 +31,7 @@ from packlora.run_file import load_run, run_from
 from packlora.runtime import profiler
 from packlora.runtime.events import Emitter, name_of
 from packlora.runtime.folder import OutputFolder, make_output, unmake_folder
+from packlora.runtime.graphs import graphed
 from packlora.runtime.job import Job
 from packlora.runtime.microbatch import Executor, SingleDevice
 from packlora.runtime.prepare import PreparedRun, prepare
@@ -127,10 +128,10 @@ def _set_up(run: Run, saved: SavedRun | None, max_steps: int | None, resume_from
         found = fingerprint(base.model, base.path, run.revision)
     if saved is not None:
         same_base(base.path, saved.model.fingerprint, found)
-    executor, jobs = _attach(prepared, base)
+    single, jobs = _attach(prepared, base)
 
     # 3. Choose the size of microbatches where that is left to us.
-    known = _choose_budget(run, prepared, base, executor, jobs, saved)
+    known = _choose_budget(run, prepared, base, single, jobs, saved)
 
     # 4. Continue where checkpoints say, or start.
     record = run_record(prepared, base, jobs, known, saved)
@@ -146,6 +147,7 @@ def _set_up(run: Run, saved: SavedRun | None, max_steps: int | None, resume_from
 
     # 5. The loop, and who writes files of what it tells.
     events = Emitter()
+    executor = graphed(run, base, single, jobs, lambda text: events.emit(Note(text)))
     folder = OutputFolder(output_dir, record["id"], run.save_total_limit, events)
     left_out = left_out_results(output_dir, prepared.left_out, record)
     trainer = Trainer(run, prepared, base, executor, jobs, known, folder, events, notes, left_out)
@@ -157,7 +159,7 @@ def _set_up(run: Run, saved: SavedRun | None, max_steps: int | None, resume_from
     return trainer
 
 
-def _attach(prepared: PreparedRun, base: Base) -> tuple[Executor, list[Job]]:
+def _attach(prepared: PreparedRun, base: Base) -> tuple[SingleDevice, list[Job]]:
     """Put an adapter of each job onto the model."""
     attached, adapters = attach(
         base.model,

@@ -1,0 +1,380 @@
+"""CUDA graphs of the decoder: the forward and the backward of a microbatch are two replays, which cost the host nothing.
+
+A graph repeats the launches that were recorded, on the addresses that were recorded. What changes from microbatch to microbatch
+lies in buffers that they read: tokens, positions, dropout keys, where samples begin and who owns which tokens. Microbatches of
+one Shape share a graph; the last tokens of a row that is shorter are nobody's. Packed copies of the adapters, and DoRA's norms,
+are brought up to date before a replay, where a job has stepped. The loss, a few launches, runs between the two replays without
+a graph, so the number of labels is no part of a shape.
+
+The first microbatch of a shape runs the same functions on the same buffers without a graph (`Body`), so a run has the same bits
+whatever was recorded when. What cannot be recorded runs as SingleDevice runs it, and is told once.
+
+Shapes: T tokens, D hidden size.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from packlora.adapters.owners import TokenOwners
+from packlora.base.model import Base
+from packlora.base.packing import hidden_states
+from packlora.base.shape import plain_head
+from packlora.config import Run
+from packlora.errors import InputError
+from packlora.ops.attention import SampleStarts
+from packlora.ops.cross_entropy.linear_cross_entropy import linear_cross_entropy
+from packlora.ops.lora_linear.moving import MovingSegments
+from packlora.runtime.collate import PackedBatch, PackedSample, collate
+from packlora.runtime.job import Job
+from packlora.runtime.memory import free_memory
+from packlora.runtime.microbatch import Executor, MicrobatchResult, Pending, SingleDevice, one_error_for_memory
+
+MOST = 32
+"""Shapes whose graphs are kept; the one that was not used for longest goes."""
+STEPS = 8
+"""Numbers of tokens from a power of two to the next that have graphs of their own."""
+LEAST_TOKENS, LEAST_SAMPLES, LEAST_LONGEST = 256, 16, 128
+Parameters = Sequence[torch.nn.Parameter]
+
+
+class Shape(NamedTuple):
+    """What microbatches that share a graph have in common: their sizes, rounded up."""
+
+    tokens: int
+    samples: int
+    longest: int
+
+    @staticmethod
+    def of(lengths: Sequence[int]) -> Shape:
+        """That of samples of so many tokens."""
+        tokens, longest = sum(lengths), max(lengths)
+        step = max(_power(tokens) // (2 * STEPS), LEAST_TOKENS // STEPS)
+        total = max(-(-tokens // step) * step, LEAST_TOKENS)
+        more = -(-(total - tokens) // longest)
+        return Shape(total, max(_power(len(lengths) + more), LEAST_SAMPLES), max(_power(longest), LEAST_LONGEST))
+
+
+def _power(number: int) -> int:
+    """The next power of two."""
+    return 1 << (number - 1).bit_length()
+
+
+class Gradients:
+    """Where the gradients of parameters are, once and for all: graphs add to them at these addresses."""
+
+    def __init__(self, parameters: Parameters) -> None:
+        self.parameters = list(parameters)
+        self._buffers: dict[int, torch.Tensor] = {}
+
+    def add(self, grads: Sequence[torch.Tensor | None]) -> None:
+        """Add those that are there, by as few launches as there can be."""
+        into: list[torch.Tensor] = []
+        added: list[torch.Tensor] = []
+        for parameter, grad in zip(self.parameters, grads, strict=True):
+            if grad is not None:
+                assert parameter.grad is not None
+                into.append(parameter.grad)
+                added.append(grad)
+        if into:
+            torch._foreach_add_(into, added)
+
+    @torch.no_grad()
+    def place(self, grads: Sequence[torch.Tensor | None] | None = None) -> None:
+        """Let the parameters that have a buffer, and those that get one of `grads`, have it as their gradient, with the value
+        that it has; 0 where there is none."""
+        for at, grad in enumerate(grads or ()):
+            if grad is not None and at not in self._buffers:
+                own = self.parameters[at].grad
+                self._buffers[at] = torch.zeros_like(self.parameters[at]) if own is None else own
+        empty = []
+        for at, buffer in self._buffers.items():
+            parameter = self.parameters[at]
+            if parameter.grad is None:
+                empty.append(buffer)
+            elif parameter.grad is not buffer:
+                buffer.copy_(parameter.grad)
+            parameter.grad = buffer
+        if empty:
+            torch._foreach_zero_(empty)
+
+
+class Body:
+    """The decoder for microbatches of one shape: its buffers, and graphs where they are recorded.
+
+    Args:
+        adapters: numbers of all that may own tokens.
+        dropout: whether one of them has it.
+    """
+
+    def __init__(
+        self, device: SingleDevice, shape: Shape, adapters: Sequence[int], dropout: bool, gradients: Gradients
+    ):
+        self.shape, self.gradients = shape, gradients
+        self._model, self._attached, where = device.base.model, device.attached, device.base.device
+        T = shape.tokens
+        self._ids_T = torch.zeros(T, dtype=torch.int64, device=where)
+        self._positions_T = torch.zeros(T, dtype=torch.int64, device=where)
+        self._samples = SampleStarts(
+            torch.full((shape.samples + 1,), T, dtype=torch.int32, device=where), shape.longest
+        )
+        self._keys_T2 = torch.zeros(T, 2, dtype=torch.int32, device=where) if dropout else None
+        self._moving = MovingSegments(T, adapters)
+        self._owners = TokenOwners(T, self._moving.nominal, self._keys_T2, self._moving)
+        self._hidden_TD: torch.Tensor | None = None
+        self._d_TD: torch.Tensor | None = None
+        self._forward: Callable[[], None] | None = None
+        self._backward: Callable[[], None] | None = None
+        self.ran = False
+        """Both have run, so whatever is made at first calls is there."""
+
+    @property
+    def recorded(self) -> bool:
+        return self._backward is not None
+
+    def load(self, batch: PackedBatch) -> None:
+        """A microbatch of this shape."""
+        starts = np.full(len(self._samples.starts), self.shape.tokens, np.int32)
+        starts[0] = 0
+        starts[1 : 1 + len(batch.sample_lengths)] = np.cumsum(batch.sample_lengths)
+        self._ids_T.copy_(batch.input_ids_T)
+        self._positions_T.copy_(batch.position_ids_T)
+        table = torch.from_numpy(starts)
+        self._samples.starts.copy_(table.pin_memory() if self._ids_T.is_cuda else table, non_blocking=True)
+        if self._keys_T2 is not None and batch.owners.keys_T2 is not None:
+            self._keys_T2.copy_(batch.owners.keys_T2)
+        self._moving.write(batch.owners.segments)
+        self._moving.refresh()
+
+    def forward(self) -> torch.Tensor:
+        """Hidden states [T, D] of what was loaded, without history."""
+        if self._forward is not None:
+            self._forward()
+        else:
+            self._run_forward()
+        assert self._hidden_TD is not None
+        return self._hidden_TD.detach()
+
+    def backward(self, d_TD: torch.Tensor) -> None:
+        """Add to the parameters' gradients those of the forward that was just run, from that of its result."""
+        if self._d_TD is None:
+            self._d_TD = torch.empty_like(d_TD)
+        self._d_TD.copy_(d_TD)
+        self.gradients.place()
+        if self._backward is not None:
+            self._backward()
+            return
+        grads = self._run_backward()
+        self.gradients.place(grads)
+        self.gradients.add(grads)
+        self.ran = True
+
+    def record(self, recorder: Recorder) -> None:
+        """Record both for all microbatches of the shape; after one that has run without."""
+        self.gradients.place()
+        self._forward = recorder.record(self._run_forward)
+        self._backward = recorder.record(lambda: self.gradients.add(self._run_backward()))
+        assert self._hidden_TD is not None
+        self._hidden_TD = self._hidden_TD.detach()  # its history has been recorded
+
+    def _run_forward(self) -> None:
+        with self._attached.active(self._owners), torch.enable_grad():
+            self._hidden_TD = hidden_states(self._model, self._ids_T, self._positions_T, self._samples)
+
+    def _run_backward(self) -> tuple[torch.Tensor | None, ...]:
+        assert self._hidden_TD is not None and self._d_TD is not None
+        with self._attached.active(self._owners):
+            return torch.autograd.grad(self._hidden_TD, self.gradients.parameters, self._d_TD, allow_unused=True)
+
+
+class Recorder:
+    """Records functions as CUDA graphs, on one stream, in one pool of memory: their replays follow one another."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream, self._pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+
+    def record(self, function: Callable[[], None]) -> Callable[[], None]:
+        """A function that replays its launches. Nothing runs now."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            function()
+        return graph.replay
+
+
+class Waiting(NamedTuple):
+    """A forward that waits for its backward. hidden_TD: a leaf, from which the loss was made."""
+
+    pending: Pending
+    hidden_TD: torch.Tensor
+    body: Body
+    samples: Sequence[PackedSample]
+    weights: np.ndarray
+
+
+class GraphedDevice:
+    """The Executor of a model on one GPU, by CUDA graphs where they can be.
+
+    Args:
+        single: runs what graphs do not.
+        parameters: all that are trained.
+        adapters: numbers of all that may own tokens.
+        dropout: whether one of them has it.
+        tell: is told once why there are no graphs.
+    """
+
+    def __init__(
+        self, single: SingleDevice, parameters: Parameters, adapters: Sequence[int], dropout: bool,
+        tell: Callable[[str], None] = lambda text: None, recorder: Callable[[torch.device], Any] = Recorder,
+    ) -> None:  # fmt: skip
+        self.single, self.tell = single, tell
+        self.why_not: str | None = None
+        self._adapters, self._dropout = tuple(adapters), dropout
+        self._gradients = Gradients(parameters)
+        self._new_recorder = recorder
+        self._recorder: Any = None
+        self._bodies: dict[Shape, Body] = {}
+        """By shape, the one used last at the end."""
+        self._checked = 0
+        """Microbatches that have run without a graph; the second shows whether the host waits for the device anywhere."""
+        self._waiting = False
+
+    def forward(self, samples: Sequence[PackedSample], weights: np.ndarray) -> Pending | Waiting:
+        """See Executor. One forward at a time goes by a graph: what it keeps for its backward is in the graph's memory."""
+        if self.why_not is not None or self._waiting:
+            return self.single.forward(samples, weights)
+        try:
+            with one_error_for_memory():
+                return self._forward(samples, weights)
+        except torch.OutOfMemoryError:
+            if not self._drop():
+                raise
+            return self.single.forward(samples, weights)
+        except (RuntimeError, ValueError) as error:
+            self._give_up(error)
+            return self.single.forward(samples, weights)
+
+    def _forward(self, samples: Sequence[PackedSample], weights: np.ndarray) -> Waiting:
+        base = self.single.base
+        body = self._body(Shape.of([item.sample.num_tokens for item in samples]))
+        batch = collate(samples, base.device, body.shape.tokens)
+        body.load(batch)
+        if body.ran and not body.recorded and self._checked > 1:
+            self._recorder = self._recorder or self._new_recorder(base.device)
+            body.record(self._recorder)
+        with _nothing_waits(base.device, self._checked == 1):
+            hidden_TD = body.forward().requires_grad_()
+        head = plain_head(base.model)
+        assert head is not None
+        weights_L = torch.from_numpy(weights).to(base.device)[batch.owners_L]
+        losses_L, total = linear_cross_entropy(
+            hidden_TD[batch.rows_L], head.weight, head.bias, batch.labels_L, weights_L
+        )
+        self._waiting = True
+        return Waiting(Pending(batch, losses_L, total, len(weights)), hidden_TD, body, samples, weights)
+
+    def backward(self, pending: Pending | Waiting) -> MicrobatchResult:
+        if isinstance(pending, Pending):
+            return self.single.backward(pending)
+        self._waiting = False
+        body, device = pending.body, self.single.base.device
+        with one_error_for_memory():
+            pending.pending.total.backward()
+            assert pending.hidden_TD.grad is not None
+            try:
+                with _nothing_waits(device, self._checked == 1):
+                    body.backward(pending.hidden_TD.grad)
+            except torch.OutOfMemoryError:
+                self._drop()
+                raise
+            except RuntimeError as error:  # nothing was added to a gradient yet
+                self._give_up(error)
+                return self.single.backward(self.single.forward(pending.samples, pending.weights))
+            self._checked += not body.recorded
+            return pending.pending.result()
+
+    def evaluate(self, samples: Sequence[PackedSample], num_owners: int) -> MicrobatchResult:
+        try:
+            return self.single.evaluate(samples, num_owners)
+        except torch.OutOfMemoryError:
+            if not self._drop():
+                raise
+            return self.single.evaluate(samples, num_owners)
+
+    def plans(self) -> list[dict[str, Any]]:
+        return self.single.plans()
+
+    def _body(self, shape: Shape) -> Body:
+        body = self._bodies.pop(shape, None)
+        if body is None:
+            body = Body(self.single, shape, self._adapters, self._dropout, self._gradients)
+            if len(self._bodies) >= MOST:
+                del self._bodies[next(iter(self._bodies))]
+        self._bodies[shape] = body
+        return body
+
+    def _drop(self) -> bool:
+        """Free the memory of all graphs; whether there were any."""
+        self._waiting = False
+        found = bool(self._bodies)
+        self._bodies.clear()
+        self._recorder = None
+        gc.collect()
+        free_memory(self.single.base.device)
+        return found
+
+    def _give_up(self, error: Exception) -> None:
+        self.why_not = f"{type(error).__name__}: {error}".splitlines()[0]
+        self._drop()
+        self.tell(f"no CUDA graphs, so the host may be what takes the time: {self.why_not}")
+
+
+@contextmanager
+def _nothing_waits(device: torch.device, checked: bool) -> Iterator[None]:
+    """Where it is checked, a RuntimeError for whatever lets the host wait for the device, which no graph can hold."""
+    if not checked or device.type != "cuda":
+        yield
+        return
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+def graphed(run: Run, base: Base, single: SingleDevice, jobs: Sequence[Job], tell: Callable[[str], None]) -> Executor:
+    """The executor that a run asks for by `cuda_graphs`.
+
+    Raises:
+        InputError: it must have graphs, and cannot.
+    """
+    reason = why_no_graphs(run, base, jobs)
+    if run.cuda_graphs is True and reason is not None:
+        raise InputError(f"cuda_graphs: true cannot be met: {reason}")
+    if run.cuda_graphs is False or reason is not None:
+        return single
+    parameters = [parameter for job in jobs for parameter in job.parameters.values()]
+    dropout = any(job.dropout_key is not None for job in jobs)
+    return GraphedDevice(single, parameters, [job.adapter.number for job in jobs], dropout, tell)
+
+
+def why_no_graphs(run: Run, base: Base, jobs: Sequence[Job]) -> str | None:
+    """What is known beforehand; None where microbatches are tried."""
+    if base.device.type != "cuda":
+        return f"there are none on {base.device.type}"
+    if run.dtype not in ("bfloat16", "float16"):
+        return f"attention over samples whose boundaries are on the device is not for {run.dtype}"
+    if not base.fused_loss or plain_head(base.model) is None:
+        return "the loss of this model needs more than the hidden states and the output layer"
+    if run.gradient_checkpointing:
+        return "gradient_checkpointing recomputes activations from the host"
+    for job in jobs:
+        if job.adapter.spec.peft.use_dora and job.adapter.spec.peft.lora_dropout:
+            return f"job {job.name!r} is DoRA with dropout, whose two base products are made segment by segment"
+    return None

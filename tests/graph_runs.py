@@ -1,0 +1,119 @@
+"""Jobs on a tiny model whose microbatches share shapes, by an executor with graphs and without; on the CPU and on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from conftest import TINY, tiny_model
+from peft import LoraConfig
+
+from packlora.adapters.attach import attach
+from packlora.adapters.spec import resolve
+from packlora.base.model import Base, prepare_model
+from packlora.data.encode import Sample
+from packlora.ops import attention
+from packlora.plans.select import PlanChooser
+from packlora.runtime.collate import PackedSample
+from packlora.runtime.graphs import GraphedDevice, Recorder
+from packlora.runtime.microbatch import SingleDevice, run_microbatch
+
+JOBS: dict[str, dict[str, Any]] = {
+    "lora": {"r": 4, "lora_dropout": 0.2},
+    "dora": {"r": 3, "use_dora": True},
+    "some modules": {"r": 20, "target_modules": ["q_proj", "v_proj", "up_proj"]},
+}
+MICROBATCHES = [
+    [(0, 90), (0, 24), (1, 70), (2, 50)], [(0, 20), (1, 81), (2, 40), (2, 99)], [(2, 110), (2, 120)],
+    [(1, 30), (1, 87), (2, 111)], [(0, 100), (0, 30), (1, 90), (2, 10)], [(0, 200), (1, 200), (2, 50)],
+]  # fmt: skip
+"""Owner and length of each sample: all but the last are of one shape."""
+SCALES = np.array([0.01, 0.02, 0.03])
+
+
+class Run:
+    """Three jobs in training. graphs: by the executor with graphs, whose recorder that is."""
+
+    def __init__(
+        self, graphs: Callable[[torch.device], Any] | None, chooser: PlanChooser | None = None, device: str = "cpu",
+        dtype: torch.dtype = torch.float32, layers: int = 1, jobs: tuple[str, ...] = ("lora", "dora", "some modules"),
+        shrink: int = 1,
+    ) -> None:  # fmt: skip
+        """shrink: what lengths are divided by."""
+        self.shrink = shrink
+        model = tiny_model("llama", num_hidden_layers=layers).to(device, dtype)
+        prepare_model(model, False)
+        configs = {
+            name: LoraConfig(**{"target_modules": "all-linear", "task_type": "CAUSAL_LM"} | JOBS[name]) for name in jobs
+        }
+        specs = {name: resolve(config, model, name) for name, config in configs.items()}
+        attached, self.adapters = attach(model, specs, 0, chooser)
+        with torch.no_grad():
+            for index, parameter in enumerate(self.parameters()):
+                noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(index)) / 16
+                parameter.add_(noise.to(parameter))
+        self.optimizers = [torch.optim.AdamW(a.named_parameters().values(), lr=1e-2) for a in self.adapters]
+        single = SingleDevice(Base(model, Any, torch.device(device), "random", [], fused_loss=True), attached)
+        self.told: list[str] = []
+        self.executor: Any = single
+        if graphs is not None:
+            self.executor = GraphedDevice(single, self.parameters(), [0, 1, 2], True, self.told.append, graphs)
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        return [parameter for adapter in self.adapters for parameter in adapter.named_parameters().values()]
+
+    def owned(self, number: int) -> list[tuple[int, int]]:
+        """Owner and length of a microbatch's samples."""
+        own = MICROBATCHES[number % len(MICROBATCHES)]
+        return [(owner, length // self.shrink) for owner, length in own if owner < len(self.adapters)]
+
+    def train(self, times: int = 1, evaluate: bool = False) -> list[torch.Tensor]:
+        """What the jobs have become, and their losses. Jobs step after different microbatches; one microbatch adds to gradients
+        that are there, one comes after they were set to None."""
+        sums = []
+        for number in range(times * len(MICROBATCHES)):
+            owned = self.owned(number)
+            generator, packed = np.random.default_rng(number), []
+            for index, (owner, length) in enumerate(owned):
+                sample = Sample(
+                    generator.integers(3, TINY["vocab_size"], length).astype(np.int32), np.arange(length) > 2
+                )
+                key = 11 if owner == 0 and JOBS["lora"]["lora_dropout"] else None
+                packed.append(PackedSample(owner, sample, index, number, key))
+            sums.append(run_microbatch(self.executor, packed, SCALES).sums)
+            if evaluate:
+                sums.append(self.executor.evaluate([item for item in packed if item.owner == 2], 3).sums)
+            for owner in {owner for owner, _ in owned} if number % 2 else set():
+                self.optimizers[owner].step()
+                self.optimizers[owner].zero_grad(set_to_none=number % 4 == 1)
+        return [*(p.detach().clone() for p in self.parameters()), *sums]
+
+
+def attention_by_starts(monkeypatch: Any) -> None:
+    """Attention that reads where samples begin, in the place of the GPU's."""
+
+    def call(q: Any, k: Any, v: Any, starts: torch.Tensor, longest: int, scale: float, window: Any) -> Any:
+        lengths = [length for length in starts.diff().tolist() if length]
+        assert max(lengths) <= longest and starts[-1] == len(q)
+        q, k, v = (tensor.transpose(0, 1) for tensor in (q, k, v))
+        return attention._by_sample(q, k, v, lengths, scale, window, None)
+
+    monkeypatch.setattr(attention, "uses_varlen", lambda *_: True)
+    monkeypatch.setattr(attention, "_varlen_takes", lambda *_: True)
+    monkeypatch.setattr(attention, "_call_varlen", call)
+
+
+class Pretended:
+    """A recorder whose replays run the functions again."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.recorded = 0
+
+    def record(self, function: Callable[[], None]) -> Callable[[], None]:
+        self.recorded += 1
+        return function
+
+
+__all__ = ["JOBS", "MICROBATCHES", "Pretended", "Recorder", "Run", "attention_by_starts"]

@@ -1,0 +1,115 @@
+"""Microbatches that share a graph: what changes between them is in buffers, and nothing else. Recorded graphs: tests/gpu."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from graph_runs import Pretended, Run, attention_by_starts
+
+from packlora.adapters.owners import MIN_ROWS
+from packlora.data.encode import Sample
+from packlora.ops.lora_linear.plan import CHAIN, ROUTED, Plan
+from packlora.plans.select import PlanChooser
+from packlora.runtime import graphs
+from packlora.runtime.collate import PackedSample, collate
+from packlora.runtime.graphs import MOST, Body, GraphedDevice, Shape
+
+
+class Fixed(PlanChooser):
+    """Always the same plan; the chain where segments do not move."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(torch.device("cpu"))
+        self.plan = plan
+
+    def plan_of(self, x: Any, layers: Any, segments: Any, moving: bool = False) -> Plan:
+        return self.plan if moving else CHAIN
+
+
+def test_microbatches_of_one_shape_train_as_each_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    want = Run(None, shrink=4).train()
+    attention_by_starts(monkeypatch)
+    monkeypatch.setattr(graphs, "LEAST_TOKENS", 64)
+    run = Run(Pretended, Fixed(ROUTED), shrink=4)
+    got = run.train()
+    assert not run.told and isinstance(run.executor, GraphedDevice)
+    assert run.executor._recorder.recorded == 2  # forward and backward of the shape that came more than twice
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-4, atol=2e-5)
+
+
+def test_shapes_are_few_and_hold_their_microbatches() -> None:
+    generator, shapes = np.random.default_rng(0), Counter[Shape]()
+    for _ in range(500):
+        lengths = generator.integers(1, 300, generator.integers(1, 70)).tolist()
+        shape = Shape.of(lengths)
+        shapes[shape] += 1
+        samples = [PackedSample(0, Sample(np.full(n, 5, np.int32), np.arange(n) > 0), 0, 0, None) for n in lengths]
+        batch = collate(samples, torch.device("cpu"), shape.tokens)
+        assert sum(lengths) <= shape.tokens <= max(256, 1.125 * sum(lengths)) and batch.owners.total == shape.tokens
+        assert len(batch.sample_lengths) <= shape.samples
+        assert max(batch.sample_lengths) <= max(shape.longest, MIN_ROWS)
+        assert batch.owners.segments == ((0, 0, sum(lengths)),) and batch.num_tokens == {0: sum(lengths)}
+    full = {Shape.of([170] * 48 + [rest]) for rest in range(1, 32)}
+    assert len(full) == 1  # microbatches that are as good as full share theirs
+    assert len({shape.tokens for shape in shapes if 4096 < shape.tokens <= 8192}) <= 8 < MOST
+
+
+@pytest.mark.parametrize("when", ["forward", "backward"])
+def test_what_cannot_be_recorded_is_computed_without_graphs_and_told_once(
+    monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """A device that is waited for, in the forward of a microbatch or in its backward: no gradient is added twice."""
+    want = Run(None, shrink=4).train()
+    attention_by_starts(monkeypatch)
+    monkeypatch.setattr(graphs, "LEAST_TOKENS", 64)
+    run = Run(Pretended, Fixed(ROUTED), shrink=4)
+    original, calls = getattr(Body, f"_run_{when}"), 0
+
+    def failing(self: Body) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise RuntimeError("called a synchronizing CUDA operation")
+        return original(self)
+
+    monkeypatch.setattr(Body, f"_run_{when}", failing)
+    got = run.train()
+    (told,) = run.told
+    assert told.startswith("no CUDA graphs") and told.endswith("RuntimeError: called a synchronizing CUDA operation")
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-4, atol=2e-5)
+
+
+def test_a_second_forward_before_the_backward_goes_without_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    attention_by_starts(monkeypatch)
+    monkeypatch.setattr(graphs, "LEAST_TOKENS", 64)
+    run = Run(Pretended, Fixed(ROUTED), shrink=4)
+    run.train()
+    generator = np.random.default_rng(5)
+    samples = [
+        [
+            PackedSample(o, Sample(generator.integers(3, 90, n).astype(np.int32), np.arange(n) > 2), 0, 0, None)
+            for o, n in own
+        ]
+        for own in (run.owned(1), run.owned(2))
+    ]
+    weights = np.array([0.1, 0.1, 0.1])
+    for parameter in run.parameters():
+        parameter.grad = None
+    first, second = (run.executor.forward(own, weights) for own in samples)
+    assert type(first) is not type(second)
+    run.executor.backward(second)
+    run.executor.backward(first)
+    got = [parameter.grad.clone() for parameter in run.parameters()]
+    other = Run(None, shrink=4)
+    for mine, theirs in zip(other.parameters(), run.parameters(), strict=True):
+        mine.data.copy_(theirs.data)
+    for own in samples:
+        other.executor.backward(other.executor.forward(own, weights))
+    for one, parameter in zip(got, other.parameters(), strict=True):
+        torch.testing.assert_close(one, parameter.grad, rtol=2e-4, atol=2e-5)
