@@ -75,6 +75,8 @@ class Run:
         sums = []
         for number in range(times * len(MICROBATCHES)):
             owned = self.owned(number)
+            if not owned:
+                continue
             generator, packed = np.random.default_rng(number), []
             for index, (owner, length) in enumerate(owned):
                 sample = Sample(
@@ -84,7 +86,7 @@ class Run:
                 packed.append(PackedSample(owner, sample, index, number, key))
             sums.append(run_microbatch(self.executor, packed, SCALES).sums)
             if evaluate:
-                sums.append(self.executor.evaluate([item for item in packed if item.owner == 2], 3).sums)
+                sums.append(self.executor.evaluate(packed[-1:], 3).sums)
             for owner in {owner for owner, _ in owned} if number % 2 else set():
                 self.optimizers[owner].step()
                 self.optimizers[owner].zero_grad(set_to_none=number % 4 == 1)

@@ -173,15 +173,20 @@ class Body:
         grads = self._run_backward()
         self.gradients.place(grads)
         self.gradients.add(grads)
+        self._hidden_TD = None
         self.ran = True
 
     def record(self, recorder: Recorder) -> None:
-        """Record both for all microbatches of the shape; after one that has run without."""
+        """Record both for all microbatches of the shape; after one that has run without.
+
+        No history of the parameters may be alive: nodes of autograd that add up their gradients remember the stream that they
+        were made on.
+        """
         self.gradients.place()
         self._forward = recorder.record(self._run_forward)
         self._backward = recorder.record(lambda: self.gradients.add(self._run_backward()))
-        assert self._hidden_TD is not None
-        self._hidden_TD = self._hidden_TD.detach()  # its history has been recorded
+        if self._hidden_TD is not None:
+            self._hidden_TD = self._hidden_TD.detach()  # its history has been recorded
 
     def _run_forward(self) -> None:
         with self._attached.active(self._owners), torch.enable_grad():
@@ -329,7 +334,10 @@ class GraphedDevice:
         return found
 
     def _give_up(self, error: Exception) -> None:
-        self.why_not = f"{type(error).__name__}: {error}".splitlines()[0]
+        first: BaseException = error
+        while first.__context__ is not None:  # what ended a recording; later errors say that there was one
+            first = first.__context__
+        self.why_not = f"{type(first).__name__}: {first}".splitlines()[0]
         self._drop()
         self.tell(f"no CUDA graphs, so the host may be what takes the time: {self.why_not}")
 

@@ -93,7 +93,9 @@ def test_a_second_forward_before_the_backward_goes_without_a_graph(monkeypatch: 
     generator = np.random.default_rng(5)
     samples = [
         [
-            PackedSample(o, Sample(generator.integers(3, 90, n).astype(np.int32), np.arange(n) > 2), 0, 0, None)
+            PackedSample(
+                o, Sample(generator.integers(3, 90, n).astype(np.int32), np.arange(n) > 2), 0, 0, 11 if o == 0 else None
+            )
             for o, n in own
         ]
         for own in (run.owned(1), run.owned(2))
