@@ -212,6 +212,7 @@ def use_liger(device: torch.device) -> str:
     liger = importlib.import_module("liger_kernel.transformers")
     liger.apply_liger_kernel_to_llama()
     liger.apply_liger_kernel_to_qwen2()
+    liger.apply_liger_kernel_to_qwen3()
     return f"With liger-kernel {version('liger-kernel')} (RMSNorm, RoPE, SwiGLU, fused linear cross entropy)"
 
 

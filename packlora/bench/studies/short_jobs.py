@@ -1,11 +1,13 @@
 """What do shared microbatches bring to jobs of short samples, against PEFT as its users run it?
 
     python -m packlora.bench.studies.short_jobs --out benchmarks/results/short-jobs-h200.json   # one GPU, under four minutes
+    python -m packlora.bench.studies.short_jobs --shape 0.6B --out benchmarks/results/short-jobs-06b-h200.json
     python -m packlora.bench.studies.short_jobs --tiny --out short-jobs.json   # a CPU, seconds; measures nothing
 
-Four LoRA jobs of different ranks and lengths on Llama-3.1-8B's shape with random bfloat16 weights. packlora runs the training
-loop's own windows (train.Trainer over schedule.Planner); PEFT trains one job after the other, on padded batches and on packed
-ones, with the same token budget, the same samples in the same global batches and the same optimizer.
+Four LoRA jobs of different ranks and lengths on the shape of a model with random bfloat16 weights. packlora runs the training
+loop's own windows (train.Trainer over schedule.Planner); PEFT trains one job after the other, on padded batches, on packed ones
+and on rows that are cut without regard to samples, with the same token budget, the same samples in the same global batches and
+the same optimizer.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from packlora.adapters.attach import attach
 from packlora.adapters.spec import peft_config, resolve
@@ -36,6 +38,7 @@ from packlora.data.dataset import JobData
 from packlora.data.encode import Encoded, Sample
 from packlora.runtime.events import Emitter
 from packlora.runtime.folder import OutputFolder
+from packlora.runtime.graphs import graphed
 from packlora.runtime.job import Job
 from packlora.runtime.microbatch import SingleDevice
 from packlora.runtime.prepare import ModelShape, PreparedJob, PreparedRun, trainable_parameters
@@ -44,7 +47,19 @@ from packlora.runtime.run import deterministic
 from packlora.runtime.trainer import Trainer
 from packlora.schedule.planner import Planner
 
-LR, CLIP, DROPOUT, BATCH = 1e-4, 1.0, 0.1, 8
+LR, CLIP, DROPOUT = 1e-4, 1.0, 0.1
+ROW = 1024
+"""Tokens of a row that is cut without regard to samples."""
+QWEN3: dict[str, Any] = {
+    "vocab_size": 151936, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
+    "max_position_embeddings": 8192, "tie_word_embeddings": True,
+}  # fmt: skip
+SHAPES: dict[str, tuple[str, Any, Any, dict[str, Any]]] = {
+    "8B": ("Llama-3.1-8B", LlamaConfig, LlamaForCausalLM, LLAMA_8B | {"tie_word_embeddings": False}),
+    "0.6B": ("Qwen3-0.6B", Qwen3Config, Qwen3ForCausalLM, QWEN3 | {"hidden_size": 1024, "intermediate_size": 3072}),
+    "1.7B": ("Qwen3-1.7B", Qwen3Config, Qwen3ForCausalLM, QWEN3 | {"hidden_size": 2048, "intermediate_size": 6144}),
+}
+"""Name of the model, and how one of its shape is made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +83,16 @@ JOBS: dict[str, tuple[Lengths, int]] = {
 }
 """By name: lengths and rank."""
 PROTOCOL = (
-    "Llama shape with {layers} layers, width {width}, random bfloat16 weights; {jobs}; samples of at most {longest} tokens, "
-    "{batch} samples per optimizer step of a job, loss on all tokens; LoRA on all linear layers, alpha 2 r, dropout {dropout}, "
+    "{model}'s shape with {layers} layers, width {width}, random bfloat16 weights; {jobs}; samples of at most {longest} "
+    "tokens, {batch} samples per optimizer step of a job, loss on all tokens; LoRA on all linear layers, alpha 2 r, dropout {dropout}, "
     "AdamW, clipping. A timed unit is {rounds} optimizer steps of each of the four jobs, whole (with clipping and AdamW), "
     "the ways in turn inside one loop, {warmup} unit(s) to warm up and {units} counted. tokens/s counts real tokens, never "
     "padding; a ratio is the median over units of the peer's time over packlora's. packlora: Trainer over the scheduler's "
     "microbatches of at most {budget} tokens, float32 adapters. PEFT: bfloat16 adapters, sdpa attention, one job after the "
     "other; padded: samples sorted by length within a global batch, as many to a batch as fit in {budget} tokens with padding; "
-    "packed: first fit in rows of at most {budget} tokens with position_ids. {liger}."
+    "packed: first fit in rows of at most {budget} tokens with position_ids; rows: all tokens of a global batch one after the "
+    "other, cut into rows of {row} (the last filled up), as many to a batch as {budget} tokens make; samples see each other. "
+    "{liger}."
 )
 
 
@@ -94,14 +111,14 @@ def make_samples(lengths: Lengths, number: int, longest: int, vocabulary: int, s
 
 
 def make_trainer(
-    model: Any, device: torch.device, budget: int, longest: int, steps: int, scratch: Path, mu_shift: float
+    model: Any, device: torch.device, budget: int, longest: int, steps: int, scratch: Path, mu_shift: float, batch: int
 ) -> Trainer:
     """The training loop over the model, as train() makes it, without its files of model and data."""
     jobs_tree = [
         {
             "name": name, "data": {"path": "random"},
             "adapter": {"r": rank, "lora_alpha": 2 * rank, "lora_dropout": DROPOUT, "target_modules": TARGETS},
-            "train": {"global_batch_size": BATCH, "max_steps": steps + 1, "learning_rate": LR, "max_grad_norm": CLIP},
+            "train": {"global_batch_size": batch, "max_steps": steps + 1, "learning_rate": LR, "max_grad_norm": CLIP},
         }
         for name, (_, rank) in JOBS.items()
     ]  # fmt: skip
@@ -116,7 +133,7 @@ def make_trainer(
     for number, job in enumerate(run.jobs):
         lengths = JOBS[job.name][0]
         shifted = Lengths(lengths.mu + mu_shift, lengths.sigma, lengths.source)
-        samples = make_samples(shifted, BATCH * (steps + 1), longest, prepared.shape.vocabulary, number)
+        samples = make_samples(shifted, batch * (steps + 1), longest, prepared.shape.vocabulary, number)
         spec = resolve(peft_config(job.adapter, "random", None), model, job.name)
         data = JobData(job.name, samples, job.train, run.seed)
         trainable = trainable_parameters(spec, model)
@@ -130,7 +147,8 @@ def trainer_of(prepared: PreparedRun, base: Base, scratch: Path) -> Trainer:
     made = [Job(item.config, item.data, [], adapter) for item, adapter in zip(prepared.jobs, adapters, strict=True)]
     known = profile(prepared.run, prepared)
     events = Emitter()
-    folder, executor = OutputFolder(scratch, "benchmark", None, events), SingleDevice(base, attached)
+    folder = OutputFolder(scratch, "benchmark", None, events)
+    executor = graphed(prepared.run, base, SingleDevice(base, attached), made, print)
     return Trainer(prepared.run, prepared, base, executor, made, known, folder, events)
 
 
@@ -213,6 +231,13 @@ class Peft:
             labels = torch.where(is_label, ids, -100)
             yield {"input_ids": ids[None], "position_ids": positions[None], "labels": labels[None]}
 
+    def rows(self, samples: list[Sample]) -> Iterator[dict[str, torch.Tensor]]:
+        """The same shapes every time, of equal rows: what is easiest for the host and for attention."""
+        tokens, width = torch.cat([torch.from_numpy(sample.ids).long() for sample in samples]), min(ROW, self.budget)
+        rows = torch.nn.functional.pad(tokens, (0, -len(tokens) % width)).view(-1, width)
+        for ids in rows.split(max(1, self.budget // width)):
+            yield {"input_ids": ids, "labels": ids}
+
 
 # --- timing ------------------------------------------------------------------------------------------------------------
 
@@ -242,6 +267,7 @@ def measure(trainer: Trainer, peft: Peft, rounds: int, warmup: int, units: int) 
         "packlora": lambda steps: timed_window(trainer, planner, steps.start),
         "peft_padded": lambda steps: peft.unit(steps, peft.padded),
         "peft_packed": lambda steps: peft.unit(steps, peft.packed),
+        "peft_rows": lambda steps: peft.unit(steps, peft.rows),
     }
     rows = []
     for number in range(warmup + units):
@@ -251,7 +277,9 @@ def measure(trainer: Trainer, peft: Peft, rounds: int, warmup: int, units: int) 
             d.samples[n].num_tokens for d in data.values() for step in steps for n in d.global_batch(step)
         )
         padding, run = peft.padding, trainer.num_microbatches
-        for name in list(ways)[number % 3 :] + list(ways)[: number % 3]:  # each way comes first equally often
+        for name in (
+            list(ways)[number % len(ways) :] + list(ways)[: number % len(ways)]
+        ):  # each way comes first equally often
             row[f"{name}_s"] = ways[name](steps)
         row["padding"], row["microbatches"] = peft.padding - padding, trainer.num_microbatches - run
         print(row, flush=True)
@@ -264,9 +292,9 @@ def measure(trainer: Trainer, peft: Peft, rounds: int, warmup: int, units: int) 
 def summary(rows: list[dict[str, Any]], rounds: int) -> dict[str, float]:
     """The figures that are quoted."""
     out = {}
-    for peer in ("padded", "packed"):
+    for peer in ("padded", "packed", "rows"):
         out[f"throughput_vs_peft_{peer}"] = statistics.median(row[f"peft_{peer}_s"] / row["packlora_s"] for row in rows)
-    for way in ("packlora", "peft_padded", "peft_packed"):
+    for way in ("packlora", "peft_padded", "peft_packed", "peft_rows"):
         out[f"{way}_tokens_per_s"] = statistics.median(row["tokens"] / row[f"{way}_s"] for row in rows)
     out["microbatches_per_round"] = statistics.mean(row["microbatches"] for row in rows) / rounds
     out["peft_padded_padding"] = sum(r["padding"] for r in rows) / sum(r["padding"] + r["tokens"] for r in rows)
@@ -277,6 +305,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/short-jobs-h200.json"))
     parser.add_argument("--budget", type=int, default=8192, help="most tokens of a microbatch")
+    parser.add_argument("--shape", choices=list(SHAPES), default="8B")
+    parser.add_argument("--batch", type=int, default=8, help="samples of an optimizer step of a job")
     parser.add_argument("--layers", type=int, help="of the model; by default all")
     parser.add_argument("--rounds", type=int, default=4, help="optimizer steps of each job in a timed unit")
     parser.add_argument("--warmup", type=int, default=1)
@@ -287,16 +317,17 @@ def main() -> None:
     if not args.tiny and not torch.cuda.is_available():
         parser.error("this needs a GPU; --tiny tests the benchmark on a CPU")
     device = torch.device("cpu" if args.tiny else "cuda")
-    shape = {**TINY, "num_hidden_layers": args.layers or 2} if args.tiny else dict(LLAMA_8B)
+    model, kind, make, shape = SHAPES[args.shape]
+    shape = {**shape, **TINY} if args.tiny else shape
     if args.layers:
-        shape["num_hidden_layers"] = args.layers
+        shape = shape | {"num_hidden_layers": args.layers}
     budget, longest, mu_shift = (512, 128, -2.5) if args.tiny else (args.budget, min(2048, args.budget), 0.0)
     liger = use_liger(device)
-    config = LlamaConfig(**shape, attn_implementation="sdpa", use_cache=False, tie_word_embeddings=False)
-    frozen = build(config, device, LlamaForCausalLM)
+    config = kind(**shape, attn_implementation="sdpa", use_cache=False)
+    frozen = build(config, device, make)
     steps = (args.warmup + args.units) * args.rounds
     with tempfile.TemporaryDirectory() as scratch:
-        trainer = make_trainer(shared_copy(frozen), device, budget, longest, steps, Path(scratch), mu_shift)
+        trainer = make_trainer(shared_copy(frozen), device, budget, longest, steps, Path(scratch), mu_shift, args.batch)
         peft = Peft(shared_copy(frozen), {job.name: job.data for job in trainer.jobs}, budget)
         rows = measure(trainer, peft, args.rounds, args.warmup, args.units)
     figures = summary(rows, args.rounds)
@@ -304,8 +335,8 @@ def main() -> None:
         figures = {f"part_{key}": value for key, value in figures.items()}
     jobs = "; ".join(f"{name}: rank {rank}, lengths {lengths.source}" for name, (lengths, rank) in JOBS.items())
     protocol = PROTOCOL.format(
-        layers=config.num_hidden_layers, width=config.hidden_size, jobs=jobs, longest=longest, batch=BATCH,
-        dropout=DROPOUT, rounds=args.rounds, warmup=args.warmup, units=args.units, budget=budget, liger=liger,
+        model=model, layers=config.num_hidden_layers, width=config.hidden_size, jobs=jobs, longest=longest, batch=args.batch,
+        row=ROW,        dropout=DROPOUT, rounds=args.rounds, warmup=args.warmup, units=args.units, budget=budget, liger=liger,
     )  # fmt: skip
     write_results(args.out, "short-jobs", protocol, rows, figures, str(device))
     print(figures)
