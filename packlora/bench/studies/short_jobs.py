@@ -84,7 +84,8 @@ JOBS: dict[str, tuple[Lengths, int]] = {
 """By name: lengths and rank."""
 PROTOCOL = (
     "{model}'s shape with {layers} layers, width {width}, random bfloat16 weights; {jobs}; samples of at most {longest} "
-    "tokens, {batch} samples per optimizer step of a job, loss on all tokens; LoRA on all linear layers, alpha 2 r, dropout {dropout}, "
+    "tokens, {batch} samples per optimizer step of a job, loss on all tokens; "
+    "LoRA on all linear layers, alpha 2 r, dropout {dropout}, "
     "AdamW, clipping. A timed unit is {rounds} optimizer steps of each of the four jobs, whole (with clipping and AdamW), "
     "the ways in turn inside one loop, {warmup} unit(s) to warm up and {units} counted. tokens/s counts real tokens, never "
     "padding; a ratio is the median over units of the peer's time over packlora's. packlora: Trainer over the scheduler's "
