@@ -15,7 +15,7 @@ import torch
 
 from packlora.adapters.owners import MIN_ROWS, TokenOwners
 from packlora.data.encode import Sample
-from packlora.ops.dropout.keys import token_keys
+from packlora.ops.dropout.keys import packed_token_keys
 
 IGNORE = -100
 ALIGNED = 16
@@ -60,7 +60,7 @@ def collate(samples: Sequence[PackedSample], device: torch.device, weights: np.n
     Args:
         weights: by owner, of each of its label tokens' losses in the gradient.
     """
-    ids, positions, rows, labels, keys = [], [], [], [], []
+    ids, positions, rows, labels = [], [], [], []
     lengths: list[int] = []
     segments: list[list[int]] = []
     num_tokens: dict[int, int] = {}
@@ -75,7 +75,6 @@ def collate(samples: Sequence[PackedSample], device: torch.device, weights: np.n
         lengths.append(length)
         rows.append(start + at - 1)
         labels.append(item.sample.ids[at])
-        keys.append(_no_keys(length) if item.dropout_key is None else _keys(item, length))
         if segments and segments[-1][0] == owner:
             segments[-1][2] += length
         else:
@@ -89,16 +88,15 @@ def collate(samples: Sequence[PackedSample], device: torch.device, weights: np.n
         ids.append(np.zeros(filler, np.int64))
         positions.append(np.arange(filler))
         lengths.append(filler)
-        keys.append(_no_keys(filler))
     few = MIN_ROWS - sum(num_rows.values())
     if few > 0:
         rows.append(np.zeros(few, np.int64))
         labels.append(np.full(few, IGNORE))
         num_rows[samples[-1].owner] += few
-    needs_keys = any(item.dropout_key is not None for item in samples)
+    keys = _keys(samples, sum(lengths))
     of_rows = [] if weights is None else [np.full(count, weights[owner]) for owner, count in num_rows.items()]
     ids_T, positions_T, rows_L, labels_L, weights_L, keys_T = _send(
-        (ids, positions, rows, labels, of_rows, keys if needs_keys else []), device
+        (ids, positions, rows, labels, of_rows, keys), device
     )
     return PackedBatch(
         input_ids_T=ids_T,
@@ -110,7 +108,7 @@ def collate(samples: Sequence[PackedSample], device: torch.device, weights: np.n
         owners=TokenOwners(
             sum(lengths),
             tuple((owner, first, stop) for owner, first, stop in segments),
-            keys_T.view(torch.int32).view(-1, 2) if needs_keys else None,
+            keys_T.view(torch.int32).view(-1, 2) if keys else None,
         ),
         num_tokens=num_tokens,
         num_samples=num_samples,
@@ -118,14 +116,15 @@ def collate(samples: Sequence[PackedSample], device: torch.device, weights: np.n
     )
 
 
-def _keys(item: PackedSample, length: int) -> np.ndarray:
-    """The two words of each token as one of 64 bits."""
-    assert item.dropout_key is not None
-    return token_keys(item.dropout_key, item.step, item.number, length).view(np.int64)[:, 0]
-
-
-def _no_keys(length: int) -> np.ndarray:
-    return np.zeros(length, np.int64)
+def _keys(samples: Sequence[PackedSample], total: int) -> list[np.ndarray]:
+    """The two words of each token's key as one of 64 bits, 0 for tokens without dropout; nothing where no token has it."""
+    own = [(item.dropout_key, item.step, item.number, item.sample.num_tokens) for item in samples]
+    if all(key is None for key, *_ in own):
+        return []
+    job_keys, steps, numbers, lengths = zip(*own, strict=True)
+    keys = packed_token_keys([key or 0 for key in job_keys], steps, numbers, lengths).view(np.int64)[:, 0]
+    keys[np.repeat([key is None for key in job_keys], lengths)] = 0
+    return [keys, np.zeros(total - len(keys), np.int64)]
 
 
 def _send(columns: Sequence[Sequence[np.ndarray]], device: torch.device) -> list[torch.Tensor]:

@@ -107,7 +107,7 @@ class Job:
 
     def label_tokens(self, step: int) -> int:
         """Of the global batch of a step: what its loss is divided by."""
-        return sum(self.data.samples[number].num_labels for number in self.data.global_batch(step))
+        return int(self.data.num_labels[self.data.planned.samples(step)].sum())
 
     def collect(self, loss_sum: torch.Tensor, tokens: int) -> None:
         """Add the loss of a microbatch's tokens of this job to those of the global batch, and the gradients that are in the

@@ -10,13 +10,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from packlora.data.encode import Sample
-from packlora.ops.dropout.keys import token_keys
 from packlora.runtime.collate import IGNORE, PackedSample, collate
 from packlora.runtime.loss import sum_by_owner
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 MIXES: dict[str, list[tuple[int, int, int | None]]] = {
-    "several": [(0, 9, 7), (0, 4, 7), (2, 23, None), (3, 1, 8), (3, 6, 8)],
+    "several": [(0, 9, 2**64 - 1), (0, 4, 2**64 - 1), (2, 23, None), (3, 1, 8), (3, 6, 8)],
     "one": [(1, 40, None)],
     "tiny": [(0, 3, None), (2, 2, 5)],
 }
@@ -33,6 +32,18 @@ def samples(mix: str) -> list[PackedSample]:
         sample = Sample(generator.integers(0, 99, length).astype(np.int32), is_label)
         packed.append(PackedSample(owner, sample, number, 3, key))
     return packed
+
+
+def words(job_key: int, step: int, sample: int, position: int) -> tuple[int, int]:
+    """A token's dropout key in whole numbers: three rounds of SplitMix64."""
+    word, gamma = job_key, 0x9E3779B97F4A7C15
+    for number in (step, sample, position):
+        word = (word + gamma * (number + 1)) % 2**64
+        word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+        word = (word ^ (word >> 27)) * 0x94D049BB133111EB % 2**64
+        word ^= word >> 31
+    low, high = (part - 2**32 * (part >= 2**31) for part in (word % 2**32, word >> 32))
+    return low, high
 
 
 class Operations(TorchDispatchMode):
@@ -54,13 +65,11 @@ def test_every_token_and_label_has_what_belongs_to_it(mix: str) -> None:
     batch = collate(items, CPU, WEIGHTS)
     tokens, labels = [], []
     for item in items:
-        keys = (
-            None if item.dropout_key is None else token_keys(item.dropout_key, 3, item.number, item.sample.num_tokens)
-        )
         for at, token in enumerate(item.sample.ids.tolist()):
             if item.sample.is_label[at]:
                 labels.append((len(tokens) - 1, token, WEIGHTS[item.owner]))
-            tokens.append((token, at, (0, 0) if keys is None else tuple(keys[at].tolist())))
+            key = (0, 0) if item.dropout_key is None else words(item.dropout_key, 3, item.number, at)
+            tokens.append((token, at, key))
     keys_T2 = batch.owners.keys_T2
     found_keys = [(0, 0)] * batch.owners.total if keys_T2 is None else [(int(a), int(b)) for a, b in keys_T2]
     found = list(zip(batch.input_ids_T.tolist(), batch.position_ids_T.tolist(), found_keys, strict=True))
