@@ -58,8 +58,12 @@ class Run:
         single = SingleDevice(Base(model, Any, torch.device(device), "random", [], fused_loss=True), attached)
         self.told: list[str] = []
         self.executor: Any = single
+        self.buffers = {
+            adapter.number: [(p, torch.zeros_like(p)) for p in adapter.named_parameters().values()]
+            for adapter in self.adapters
+        }
         if graphs is not None:
-            self.executor = GraphedDevice(single, self.parameters(), [0, 1, 2], True, self.told.append, graphs)
+            self.executor = GraphedDevice(single, self.buffers, True, self.told.append, graphs)
 
     def parameters(self) -> list[torch.nn.Parameter]:
         return [parameter for adapter in self.adapters for parameter in adapter.named_parameters().values()]
@@ -69,9 +73,21 @@ class Run:
         own = MICROBATCHES[number % len(MICROBATCHES)]
         return [(owner, length // self.shrink) for owner, length in own if owner < len(self.adapters)]
 
+    def collect(self, owners: set[int], step: bool) -> None:
+        """As jobs do: gradients go from the parameters to the buffers where they are not there already."""
+        for owner in owners:
+            for parameter, buffer in self.buffers[owner]:
+                if parameter.grad is not None and parameter.grad is not buffer:
+                    buffer += parameter.grad
+                parameter.grad = buffer if step else None
+            if step:
+                self.optimizers[owner].step()
+                for parameter, buffer in self.buffers[owner]:
+                    buffer.zero_()
+                    parameter.grad = None
+
     def train(self, times: int = 1, evaluate: bool = False) -> list[torch.Tensor]:
-        """What the jobs have become, and their losses. Jobs step after different microbatches; one microbatch adds to gradients
-        that are there, one comes after they were set to None."""
+        """What the jobs have become, and their losses. Jobs step after every second microbatch, if they own tokens of it."""
         sums = []
         for number in range(times * len(MICROBATCHES)):
             owned = self.owned(number)
@@ -87,9 +103,7 @@ class Run:
             sums.append(run_microbatch(self.executor, packed, SCALES).sums)
             if evaluate:
                 sums.append(self.executor.evaluate(packed[-1:], 3).sums)
-            for owner in {owner for owner, _ in owned} if number % 2 else set():
-                self.optimizers[owner].step()
-                self.optimizers[owner].zero_grad(set_to_none=number % 4 == 1)
+            self.collect({owner for owner, _ in owned}, step=number % 2 == 1)
         return [*(p.detach().clone() for p in self.parameters()), *sums]
 
 

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
+from packlora.adapters.flat import FlatLayout
 from packlora.adapters.linear import AdaptedCall, AdaptedLinear, Attached, compute
 from packlora.adapters.norms import RowNorms
 from packlora.adapters.owners import MIN_ROWS
 from packlora.adapters.siblings import SiblingGroup, sibling_groups
 from packlora.adapters.spec import AdapterSpec
-from packlora.adapters.weights import AdapterWeights
+from packlora.adapters.weights import AdapterWeights, parameter_shapes
 from packlora.ops.dropout.keys import layer_salt
 from packlora.ops.recompute import add_recompute
 from packlora.plans.select import PlanChooser
@@ -25,12 +26,18 @@ from packlora.seeding import stable_hash
 
 @dataclass(slots=True)
 class Adapter:
-    """One job's adapter on the model: its number among the owners of tokens and its weights by module path."""
+    """One job's adapter on the model: its number among the owners of tokens and its weights by module path.
+
+    flat: all its trainable parameters, one tensor of float32 (float64 on a float64 base); those of `weights` are views of it.
+    layout: of `flat`, by the names of `named_parameters`; biases lie behind all others.
+    """
 
     name: str
     number: int
     spec: AdapterSpec
     weights: dict[str, AdapterWeights]
+    layout: FlatLayout
+    flat: torch.Tensor
 
     def named_parameters(self) -> dict[str, torch.nn.Parameter]:
         """All trainable parameters, as `module path/A` and so on, in model order."""
@@ -69,15 +76,10 @@ def attach(
     seeds = dict.fromkeys(specs, seed) if isinstance(seed, int) else seed
     adapters = []
     for number, (job, spec) in enumerate(specs.items()):
-        weights = {}
-        for path, module_spec in spec.modules.items():
+        for path in spec.modules:
             if path not in layers:
                 layers[path] = _replace(model, path, groups.get(path, (path,))[0], attached)
-            weights[path] = AdapterWeights(
-                module_spec, layers[path].base, stable_hash("start", seeds[job], path), norms
-            )
-            layers[path].adapters[number] = weights[path]
-        adapters.append(Adapter(job, number, spec, weights))
+        adapters.append(_adapter(job, number, spec, layers, seeds[job], norms))
     for paths in set(groups.values()):
         members = [layers[path] for path in paths if path in layers]
         if len(members) > 1:
@@ -88,6 +90,24 @@ def attach(
     if model.device.type == "cuda":  # where activations are what memory goes to
         add_recompute(model)
     return attached, adapters
+
+
+def _adapter(
+    name: str, number: int, spec: AdapterSpec, layers: Mapping[str, AdaptedLinear], seed: int, norms: RowNorms
+) -> Adapter:
+    """Make an adapter and put it onto its layers."""
+    shapes = {path: parameter_shapes(module, layers[path].base) for path, module in spec.modules.items()}
+    named = {f"{path}/{attribute}": shape for path, own in shapes.items() for attribute, shape in own.items()}
+    layout = FlatLayout(dict(sorted(named.items(), key=lambda item: item[0].endswith("/bias"))))
+    frozen = [layers[path].base.weight for path in spec.modules]
+    wide = torch.float64 if any(weight.dtype == torch.float64 for weight in frozen) else torch.float32
+    flat = torch.zeros(layout.size, dtype=wide, device=frozen[0].device)
+    views, weights = layout.views(flat), {}
+    for path, module in spec.modules.items():
+        room = {attribute: views[f"{path}/{attribute}"] for attribute in shapes[path]}
+        weights[path] = AdapterWeights(module, layers[path].base, stable_hash("start", seed, path), norms, room)
+        layers[path].adapters[number] = weights[path]
+    return Adapter(name, number, spec, weights, layout, flat)
 
 
 def shared_inputs(model: PreTrainedModel) -> dict[str, tuple[str, ...]]:

@@ -28,6 +28,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from packlora.adapters.attach import Adapter
 from packlora.adapters.spec import AdapterSpec, ModuleSpec, peft_config, resolve
+from packlora.adapters.weights import parameter_shapes
 from packlora.config import AdapterConfig
 from packlora.errors import InputError, quoted, shown
 from packlora.files import write_file, write_json, write_tensors
@@ -79,12 +80,13 @@ class _Stored(AdapterConfig):
         return value
 
 
-def state_dict(adapter: Adapter) -> dict[str, torch.Tensor]:
-    """The adapter's tensors by PEFT's keys."""
+def state_dict(adapter: Adapter, flat: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+    """The adapter's tensors by PEFT's keys, or those that lie so in a copy of adapter.flat."""
+    tensors = adapter.layout.views(adapter.flat if flat is None else flat)
     return {
-        _key(path, name, weights.spec): parameter.detach()
+        _key(path, name, weights.spec): tensors[f"{path}/{name}"]
         for path, weights in adapter.weights.items()
-        for name, parameter in weights.named_parameters().items()
+        for name in weights.named_parameters()
     }
 
 
@@ -94,13 +96,8 @@ def tensor_shapes(spec: AdapterSpec, model: PreTrainedModel) -> dict[str, torch.
     for path, module in spec.modules.items():
         linear = model.get_submodule(path)
         assert isinstance(linear, torch.nn.Linear)
-        if module.rank:
-            shapes[_key(path, "A", module)] = torch.Size((module.rank, linear.in_features))
-            shapes[_key(path, "B", module)] = torch.Size((linear.out_features, module.rank))
-            if module.use_dora:
-                shapes[_key(path, "magnitude", module)] = torch.Size((linear.out_features,))
-        if module.train_bias:
-            shapes[_key(path, "bias", module)] = torch.Size((linear.out_features,))
+        for name, shape in parameter_shapes(module, linear).items():
+            shapes[_key(path, name, module)] = torch.Size(shape)
     return shapes
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 
@@ -11,29 +12,50 @@ from packlora.adapters.spec import ModuleSpec
 from packlora.ops.lora_linear.types import LowRank
 
 
+def parameter_shapes(spec: ModuleSpec, base: torch.nn.Linear) -> dict[str, tuple[int, ...]]:
+    """Of the trainable parameters of one adapter on one layer, by name."""
+    N, K = base.out_features, base.in_features
+    shapes: dict[str, tuple[int, ...]] = {}
+    if spec.rank:
+        shapes |= {"A": (spec.rank, K), "B": (N, spec.rank)}
+        if spec.use_dora:
+            shapes["magnitude"] = (N,)
+    if spec.train_bias:
+        shapes["bias"] = (N,)
+    return shapes
+
+
 class AdapterWeights:
-    """Trainable parameters of one adapter on one layer, float32 (float64 on a float64 base).
+    """Trainable parameters of one adapter on one layer.
 
     A [r, K], B [N, r], magnitude [N], bias [N]; those that the spec does not have are None.
+
+    Args:
+        room: where they lie, by name: zeros of parameter_shapes, on the layer's device.
     """
 
-    def __init__(self, spec: ModuleSpec, base: torch.nn.Linear, seed: int, norms: RowNorms) -> None:
-        dtype = torch.float64 if base.weight.dtype == torch.float64 else torch.float32
-        device, (N, K) = base.weight.device, base.weight.shape
+    def __init__(
+        self,
+        spec: ModuleSpec,
+        base: torch.nn.Linear,
+        seed: int,
+        norms: RowNorms,
+        room: Mapping[str, torch.Tensor],
+    ) -> None:
         self.spec, self._base = spec, base
         self.A = self.B = self.magnitude = self.bias = None
         if spec.rank:
             generator = torch.Generator().manual_seed(seed)
-            bound = 1.0 / math.sqrt(K)  # kaiming_uniform_ with a = sqrt(5), PEFT's initialisation
-            A_rK = torch.empty(spec.rank, K).uniform_(-bound, bound, generator=generator)
-            self.A = torch.nn.Parameter(A_rK.to(device, dtype))
-            self.B = torch.nn.Parameter(torch.zeros(N, spec.rank, device=device, dtype=dtype))
+            bound = 1.0 / math.sqrt(base.in_features)  # kaiming_uniform_ with a = sqrt(5), PEFT's initialisation
+            A_rK = torch.empty(room["A"].shape).uniform_(-bound, bound, generator=generator)
+            self.A = torch.nn.Parameter(room["A"].copy_(A_rK))
+            self.B = torch.nn.Parameter(room["B"])
             if spec.use_dora:
                 # A and B change by the job's own optimizer and by copy_, which the host sees
                 self._norm = norms.add(base.weight, self.A, self.B, spec.scaling, version_counted=True)
-                self.magnitude = torch.nn.Parameter(self._norm.get().clone())
+                self.magnitude = torch.nn.Parameter(room["magnitude"].copy_(self._norm.get()))
         if spec.train_bias:
-            self.bias = torch.nn.Parameter(base.bias.detach().to(dtype, copy=True))
+            self.bias = torch.nn.Parameter(room["bias"].copy_(base.bias.detach()))
 
     def named_parameters(self) -> dict[str, torch.nn.Parameter]:
         """Those that exist, by the name of the attribute."""

@@ -27,6 +27,8 @@ class JobData:
     """All configured global batches: microbatches are planned over these, so that a limit changes none of those before it."""
     label_share: float = field(init=False)
     """Label tokens over tokens, of all samples."""
+    num_labels: np.ndarray = field(init=False)
+    """Label tokens of every sample."""
 
     def __post_init__(self) -> None:
         if self.batches_per_epoch == 0:
@@ -35,7 +37,8 @@ class JobData:
                 f"{self.config.global_batch_size}, and drop_last is set; nothing would be trained"
             )
         lengths = np.array([sample.num_tokens for sample in self.samples], np.int32)
-        self.label_share = sum(sample.num_labels for sample in self.samples) / int(lengths.sum())
+        self.num_labels = np.array([sample.num_labels for sample in self.samples])
+        self.label_share = int(self.num_labels.sum()) / int(lengths.sum())
         size, seed = self.config.global_batch_size, self.seed
         self.planned = SampleOrder(
             self.name, lengths, size, seed, self.configured_steps, self.config.shuffle, self.config.drop_last

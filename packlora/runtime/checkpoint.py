@@ -77,7 +77,7 @@ def save_checkpoint(folder: Path, job: Job, run: str, keep: int | None = None) -
         save_adapter(out, job.adapter)
         write_tensors(out / OPTIMIZER, _optimizer_tensors(job))
         if job.last_good is not None:
-            write_tensors(out / LAST_GOOD, job.last_good)
+            write_tensors(out / LAST_GOOD, state_dict(job.adapter, job.last_good))
         write_json(out / STATE, job.trainer_state())
         _write_manifest(out, job, run, {file.name for file in out.iterdir()})
 
@@ -126,11 +126,7 @@ def _write_manifest(folder: Path, job: Job, run: str, names: set[str]) -> None:
 
 
 def _optimizer_tensors(job: Job) -> dict[str, torch.Tensor]:
-    tensors = {}
-    for name, parameter in job.parameters.items():
-        for key, value in job.optimizer.state[parameter].items():
-            tensors[f"{name}/{key}"] = torch.as_tensor(value)
-    return tensors
+    return {f"{name}/{key}": value for name, own in job.optimizer.state().items() for key, value in own.items()}
 
 
 # --- checking ----------------------------------------------------------------------------------------------------------
@@ -292,7 +288,9 @@ def _read_checkpoint(path: Path, job: Job, manifest: Manifest, sent_back: bool) 
     _restore_optimizer(path / OPTIMIZER, job)
     if LAST_GOOD in manifest.files:
         good = _load_tensors(path / LAST_GOOD, job)
-        job.last_good = {key: good[key].to(tensor) for key, tensor in state_dict(job.adapter).items()}
+        job.last_good = torch.zeros_like(job.adapter.flat)
+        for key, tensor in state_dict(job.adapter, job.last_good).items():
+            tensor.copy_(good[key])
     job.status = "running"
 
 
@@ -340,9 +338,7 @@ def _restore_optimizer(file: Path, job: Job) -> None:
                 raise InputError(
                     f"job {job.name!r}: {file}: {name}/{leaf} is {tuple(value.shape)}, should be {tuple(parameter.shape)}"
                 )
-        job.optimizer.state[parameter] = {
-            leaf: value if leaf == "step" else value.to(parameter.device) for leaf, value in moments.items()
-        }
+    job.optimizer.load(state)
 
 
 def _take_state(job: Job, state: dict[str, Any]) -> None:

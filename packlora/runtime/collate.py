@@ -6,6 +6,7 @@ what shares its microbatch. Anything larger is never padded.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -14,9 +15,11 @@ import torch
 
 from packlora.adapters.owners import MIN_ROWS, TokenOwners
 from packlora.data.encode import Sample
-from packlora.ops.dropout.keys import token_keys
+from packlora.ops.dropout.keys import packed_token_keys
 
 IGNORE = -100
+ALIGNED = 16
+"""Words of 64 bits: tensors of a microbatch begin at multiples of 128 bytes, as those that torch allocates for itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,75 +43,111 @@ class PackedBatch:
     rows_L: torch.Tensor
     """Row whose logits predict each label."""
     labels_L: torch.Tensor
-    owners_L: torch.Tensor
-    """Owner of each label; padding rows are the last owner's, with the label IGNORE."""
+    """Padding rows, which are the last owner's, have the label IGNORE."""
+    weights_L: torch.Tensor | None
+    """Of each label's loss in the gradient, float64; None where none were given."""
     owners: TokenOwners
     num_tokens: Mapping[int, int]
     """By owner, without padding."""
     num_samples: Mapping[int, int]
+    num_rows: Mapping[int, int]
+    """Label rows by owner, in the order in which they lie, with padding."""
 
 
-def collate(samples: Sequence[PackedSample], device: torch.device, total: int = MIN_ROWS) -> PackedBatch:
-    """Pack samples, which come ordered by owner, into one row without padding between them.
+def collate(
+    samples: Sequence[PackedSample], device: torch.device, weights: np.ndarray | None = None, total: int = MIN_ROWS
+) -> PackedBatch:
+    """Pack samples, which come ordered by owner, into one row without padding between them. Nothing waits for the device.
 
     Args:
+        weights: by owner, of each of its label tokens' losses in the gradient.
         total: tokens that the row has at least; those of nobody come last, in samples no longer than the others.
     """
-    ids, positions, lengths, rows, labels, owners, keys = [], [], [], [], [], [], []
+    ids, positions, rows, labels = [], [], [], []
+    lengths: list[int] = []
     segments: list[list[int]] = []
     num_tokens: dict[int, int] = {}
     num_samples: dict[int, int] = {}
+    num_rows: dict[int, int] = {}
     start = 0
     for item in samples:
-        length = item.sample.num_tokens
+        owner, length = item.owner, item.sample.num_tokens
         at = np.flatnonzero(item.sample.is_label)
         ids.append(item.sample.ids)
         positions.append(np.arange(length))
         lengths.append(length)
         rows.append(start + at - 1)
         labels.append(item.sample.ids[at])
-        owners.append(np.full(len(at), item.owner))
-        if item.dropout_key is None:
-            keys.append(np.zeros((length, 2), np.int32))
-        else:
-            keys.append(token_keys(item.dropout_key, item.step, item.number, length))
-        if segments and segments[-1][0] == item.owner:
+        if segments and segments[-1][0] == owner:
             segments[-1][2] += length
         else:
-            segments.append([item.owner, start, start + length])
-        num_tokens[item.owner] = num_tokens.get(item.owner, 0) + length
-        num_samples[item.owner] = num_samples.get(item.owner, 0) + 1
+            segments.append([owner, start, start + length])
+        num_tokens[owner] = num_tokens.get(owner, 0) + length
+        num_samples[owner] = num_samples.get(owner, 0) + 1
+        num_rows[owner] = num_rows.get(owner, 0) + len(at)
         start += length
     longest = max(lengths)
     while start < total:
         filler = min(total - start, max(longest, MIN_ROWS))
         start += filler
-        ids.append(np.zeros(filler, np.int32))
+        ids.append(np.zeros(filler, np.int64))
         positions.append(np.arange(filler))
         lengths.append(filler)
-        keys.append(np.zeros((filler, 2), np.int32))
-    few = MIN_ROWS - sum(map(len, labels))
+    few = MIN_ROWS - sum(num_rows.values())
     if few > 0:
         rows.append(np.zeros(few, np.int64))
         labels.append(np.full(few, IGNORE))
-        owners.append(np.full(few, samples[-1].owner))
-
-    def tensor(parts: list[np.ndarray], dtype: torch.dtype) -> torch.Tensor:
-        return torch.from_numpy(np.concatenate(parts)).to(dtype).to(device, non_blocking=True)
-
-    needs_keys = any(item.dropout_key is not None for item in samples)
+        num_rows[samples[-1].owner] += few
+    keys = _keys(samples, sum(lengths))
+    of_rows = [] if weights is None else [np.full(count, weights[owner]) for owner, count in num_rows.items()]
+    ids_T, positions_T, rows_L, labels_L, weights_L, keys_T = _send(
+        (ids, positions, rows, labels, of_rows, keys), device
+    )
     return PackedBatch(
-        input_ids_T=tensor(ids, torch.int64),
-        position_ids_T=tensor(positions, torch.int64),
+        input_ids_T=ids_T,
+        position_ids_T=positions_T,
         sample_lengths=tuple(lengths),
-        rows_L=tensor(rows, torch.int64),
-        labels_L=tensor(labels, torch.int64),
-        owners_L=tensor(owners, torch.int64),
+        rows_L=rows_L,
+        labels_L=labels_L,
+        weights_L=None if weights is None else weights_L.view(torch.float64),
         owners=TokenOwners(
             sum(lengths),
             tuple((owner, first, stop) for owner, first, stop in segments),
-            tensor(keys, torch.int32) if needs_keys else None,
+            keys_T.view(torch.int32).view(-1, 2) if keys else None,
         ),
         num_tokens=num_tokens,
         num_samples=num_samples,
+        num_rows=num_rows,
     )
+
+
+def _keys(samples: Sequence[PackedSample], total: int) -> list[np.ndarray]:
+    """The two words of each token's key as one of 64 bits, 0 for tokens without dropout; nothing where no token has it."""
+    own = [(item.dropout_key, item.step, item.number, item.sample.num_tokens) for item in samples]
+    if all(key is None for key, *_ in own):
+        return []
+    job_keys, steps, numbers, lengths = zip(*own, strict=True)
+    keys = packed_token_keys([key or 0 for key in job_keys], steps, numbers, lengths).view(np.int64)[:, 0]
+    keys[np.repeat([key is None for key in job_keys], lengths)] = 0
+    return [keys, np.zeros(total - len(keys), np.int64)]
+
+
+def _send(columns: Sequence[Sequence[np.ndarray]], device: torch.device) -> list[torch.Tensor]:
+    """Parts of columns, joined by column, on the device; by one copy, out of memory that the device reads by itself.
+
+    Args:
+        columns: of int64, or narrower integers; float64 keeps its bits.
+
+    Returns:
+        int64 [length of the column].
+    """
+    sizes = [sum(map(len, parts)) for parts in columns]
+    starts = [0, *itertools.accumulate(-(-size // ALIGNED) * ALIGNED for size in sizes)]
+    host = torch.empty(starts[-1], dtype=torch.int64, pin_memory=device.type == "cuda")
+    words = host.numpy()
+    for parts, start, size in zip(columns, starts, sizes, strict=False):
+        if size:
+            bits = [part.view(np.int64) if part.dtype == np.float64 else part for part in parts]
+            np.concatenate(bits, out=words[start : start + size])
+    sent = host.to(device, non_blocking=True)
+    return [sent[start : start + size] for start, size in zip(starts, sizes, strict=False)]

@@ -15,7 +15,7 @@ Shapes: T tokens, D hidden size.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -41,7 +41,7 @@ MOST = 32
 STEPS = 8
 """Numbers of tokens from a power of two to the next that have graphs of their own."""
 LEAST_TOKENS, LEAST_SAMPLES, LEAST_LONGEST = 256, 16, 128
-Parameters = Sequence[torch.nn.Parameter]
+Buffers = Mapping[int, Sequence[tuple[torch.nn.Parameter, torch.Tensor]]]
 
 
 class Shape(NamedTuple):
@@ -67,42 +67,32 @@ def _power(number: int) -> int:
 
 
 class Gradients:
-    """Where the gradients of parameters are, once and for all: graphs add to them at these addresses."""
+    """Where the gradients of parameters are added up, at addresses that stay.
 
-    def __init__(self, parameters: Parameters) -> None:
-        self.parameters = list(parameters)
-        self._buffers: dict[int, torch.Tensor] = {}
+    Args:
+        buffers: by adapter, pairs of a parameter and the tensor that its gradients are added to.
+    """
+
+    def __init__(self, buffers: Buffers) -> None:
+        pairs = [pair for own in buffers.values() for pair in own]
+        self.parameters = [parameter for parameter, _ in pairs]
+        self._buffers = [buffer for _, buffer in pairs]
+        self._numbers = [number for number, own in buffers.items() for _ in own]
 
     def add(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Add those that are there, by as few launches as there can be."""
-        into: list[torch.Tensor] = []
-        added: list[torch.Tensor] = []
-        for parameter, grad in zip(self.parameters, grads, strict=True):
-            if grad is not None:
-                assert parameter.grad is not None
-                into.append(parameter.grad)
-                added.append(grad)
-        if into:
+        found = [(buffer, grad) for buffer, grad in zip(self._buffers, grads, strict=True) if grad is not None]
+        if found:
+            into, added = zip(*found, strict=True)
             torch._foreach_add_(into, added)
 
-    @torch.no_grad()
-    def place(self, grads: Sequence[torch.Tensor | None] | None = None) -> None:
-        """Let the parameters that have a buffer, and those that get one of `grads`, have it as their gradient, with the value
-        that it has; 0 where there is none."""
-        for at, grad in enumerate(grads or ()):
-            if grad is not None and at not in self._buffers:
-                own = self.parameters[at].grad
-                self._buffers[at] = torch.zeros_like(self.parameters[at]) if own is None else own
-        empty = []
-        for at, buffer in self._buffers.items():
-            parameter = self.parameters[at]
-            if parameter.grad is None:
-                empty.append(buffer)
-            elif parameter.grad is not buffer:
-                buffer.copy_(parameter.grad)
-            parameter.grad = buffer
-        if empty:
-            torch._foreach_zero_(empty)
+    def leave(self, reached: Sequence[bool], adapters: Collection[int]) -> None:
+        """Leave the buffers in the parameters of these adapters which the backward has reached: so their jobs know."""
+        for parameter, buffer, number, found in zip(
+            self.parameters, self._buffers, self._numbers, reached, strict=True
+        ):
+            if found and number in adapters:
+                parameter.grad = buffer
 
 
 class Body:
@@ -131,6 +121,8 @@ class Body:
         self._d_TD: torch.Tensor | None = None
         self._forward: Callable[[], None] | None = None
         self._backward: Callable[[], None] | None = None
+        self._reached: list[bool] = []
+        """Which parameters the backward reaches."""
         self.ran = False
         """Both have run, so whatever is made at first calls is there."""
 
@@ -161,20 +153,20 @@ class Body:
         assert self._hidden_TD is not None
         return self._hidden_TD.detach()
 
-    def backward(self, d_TD: torch.Tensor) -> None:
-        """Add to the parameters' gradients those of the forward that was just run, from that of its result."""
+    def backward(self, d_TD: torch.Tensor, adapters: Collection[int]) -> None:
+        """Add up the gradients of the forward that was just run, from that of its result. adapters: that own tokens of it."""
         if self._d_TD is None:
             self._d_TD = torch.empty_like(d_TD)
         self._d_TD.copy_(d_TD)
-        self.gradients.place()
-        if self._backward is not None:
+        if self._backward is None:
+            grads = self._run_backward()
+            self._reached = [grad is not None for grad in grads]
+            self.gradients.leave(self._reached, adapters)
+            self.gradients.add(grads)
+            self._hidden_TD, self.ran = None, True
+        else:
+            self.gradients.leave(self._reached, adapters)
             self._backward()
-            return
-        grads = self._run_backward()
-        self.gradients.place(grads)
-        self.gradients.add(grads)
-        self._hidden_TD = None
-        self.ran = True
 
     def record(self, recorder: Recorder) -> None:
         """Record both for all microbatches of the shape; after one that has run without.
@@ -182,7 +174,6 @@ class Body:
         No history of the parameters may be alive: nodes of autograd that add up their gradients remember the stream that they
         were made on.
         """
-        self.gradients.place()
         self._forward = recorder.record(self._run_forward)
         self._backward = recorder.record(lambda: self.gradients.add(self._run_backward()))
         if self._hidden_TD is not None:
@@ -227,20 +218,19 @@ class GraphedDevice:
 
     Args:
         single: runs what graphs do not.
-        parameters: all that are trained.
-        adapters: numbers of all that may own tokens.
+        buffers: of the adapters that may own tokens, see Gradients.
         dropout: whether one of them has it.
         tell: is told once why there are no graphs.
     """
 
     def __init__(
-        self, single: SingleDevice, parameters: Parameters, adapters: Sequence[int], dropout: bool,
+        self, single: SingleDevice, buffers: Buffers, dropout: bool,
         tell: Callable[[str], None] = lambda text: None, recorder: Callable[[torch.device], Any] = Recorder,
     ) -> None:  # fmt: skip
         self.single, self.tell = single, tell
         self.why_not: str | None = None
-        self._adapters, self._dropout = tuple(adapters), dropout
-        self._gradients = Gradients(parameters)
+        self._adapters, self._dropout = tuple(buffers), dropout
+        self._gradients = Gradients(buffers)
         self._new_recorder = recorder
         self._recorder: Any = None
         self._bodies: dict[Shape, Body] = {}
@@ -267,7 +257,7 @@ class GraphedDevice:
     def _forward(self, samples: Sequence[PackedSample], weights: np.ndarray) -> Waiting:
         base = self.single.base
         body = self._body(Shape.of([item.sample.num_tokens for item in samples]))
-        batch = collate(samples, base.device, body.shape.tokens)
+        batch = collate(samples, base.device, weights, body.shape.tokens)
         body.load(batch)
         if body.ran and not body.recorded and self._checked > 1:
             self._recorder = self._recorder or self._new_recorder(base.device)
@@ -276,9 +266,8 @@ class GraphedDevice:
             hidden_TD = body.forward().requires_grad_()
         head = plain_head(base.model)
         assert head is not None
-        weights_L = torch.from_numpy(weights).to(base.device)[batch.owners_L]
         losses_L, total = linear_cross_entropy(
-            hidden_TD[batch.rows_L], head.weight, head.bias, batch.labels_L, weights_L
+            hidden_TD[batch.rows_L], head.weight, head.bias, batch.labels_L, batch.weights_L
         )
         self._waiting = True
         return Waiting(Pending(batch, losses_L, total, len(weights)), hidden_TD, body, samples, weights)
@@ -293,7 +282,7 @@ class GraphedDevice:
             assert pending.hidden_TD.grad is not None
             try:
                 with _nothing_waits(device, self._checked == 1):
-                    body.backward(pending.hidden_TD.grad)
+                    body.backward(pending.hidden_TD.grad, pending.pending.batch.num_tokens)
             except torch.OutOfMemoryError:
                 self._drop()
                 raise
@@ -367,9 +356,12 @@ def graphed(run: Run, base: Base, single: SingleDevice, jobs: Sequence[Job], tel
         raise InputError(f"cuda_graphs: true cannot be met: {reason}")
     if run.cuda_graphs is False or reason is not None:
         return single
-    parameters = [parameter for job in jobs for parameter in job.parameters.values()]
     dropout = any(job.dropout_key is not None for job in jobs)
-    return GraphedDevice(single, parameters, [job.adapter.number for job in jobs], dropout, tell)
+    buffers = {
+        job.adapter.number: [(job.parameters[name], buffer) for name, buffer in job.gradient_buffers().items()]
+        for job in jobs
+    }
+    return GraphedDevice(single, buffers, dropout, tell)
 
 
 def why_no_graphs(run: Run, base: Base, jobs: Sequence[Job]) -> str | None:

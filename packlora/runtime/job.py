@@ -7,6 +7,7 @@ complete.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -14,10 +15,11 @@ import torch
 from transformers import get_scheduler
 
 from packlora.adapters.attach import Adapter
-from packlora.adapters.files import state_dict
+from packlora.adapters.flat import total_norm
 from packlora.config import JobConfig, TrainConfig
 from packlora.data.dataset import JobData
 from packlora.data.encode import Sample
+from packlora.runtime.optimizer import FlatAdamW
 from packlora.seeding import stable_hash
 
 IDLE_STEPS = 3
@@ -47,6 +49,12 @@ def learning_rates(config: TrainConfig, num_steps: int) -> Any:
     return lambda step: config.learning_rate * schedule.lr_lambdas[0](step)
 
 
+def take_steps(jobs: Sequence[Job]) -> list[StepResult | None]:
+    """The optimizer steps of jobs whose global batches are complete. The device is waited for once."""
+    numbers = torch.stack([job.optimizer_step() for job in jobs]).tolist() if jobs else []
+    return [job.after_step(own) for job, own in zip(jobs, numbers, strict=True)]
+
+
 @dataclass
 class Job:
     """State of one job. `grad_scale` is what losses are multiplied with before backward (float16 alone needs it)."""
@@ -68,23 +76,22 @@ class Job:
     def __post_init__(self) -> None:
         self.parameters = self.adapter.named_parameters()
         train = self.config.train
-        decayed = [p for name, p in self.parameters.items() if not name.endswith("/bias")]
-        biases = [p for name, p in self.parameters.items() if name.endswith("/bias")]
-        groups: list[dict[str, Any]] = [{"params": decayed}, {"params": biases, "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW(
-            [group for group in groups if group["params"]],
-            lr=train.learning_rate,
-            betas=(train.adam_beta1, train.adam_beta2),
-            eps=train.adam_epsilon,
-            weight_decay=train.weight_decay,
-        )
+        self.optimizer = FlatAdamW(self.adapter.flat, self.adapter.layout, train)
         self.lr_at = learning_rates(train, self.data.configured_steps)
         dropout = self.adapter.spec.peft.lora_dropout
         self.dropout_key = stable_hash("dropout", self.data.seed) if dropout else None
-        self.last_good: dict[str, torch.Tensor] | None = None
-        """state_dict of the step before the last: the newest values that are known to give a finite loss."""
+        self.gradient: torch.Tensor | None = None
+        """Of the present global batch, like adapter.flat; made by the first microbatch."""
+        self.gradients: dict[str, torch.Tensor] = {}
+        """Views of it, by parameter."""
+        self.last_good: torch.Tensor | None = None
+        """adapter.flat of the step before the last: the newest values that are known to give a finite loss."""
         self.untrained = set(self.parameters)
         """Parameters that have never had a gradient."""
+        self._without = set(self.parameters)
+        """Parameters that have had none in the present global batch."""
+        self._before: torch.Tensor | None = None
+        """adapter.flat before the step that was begun."""
         self._loss_sum: torch.Tensor | None = None
         self._tokens = 0
         self._idle = 0
@@ -100,50 +107,83 @@ class Job:
 
     def label_tokens(self, step: int) -> int:
         """Of the global batch of a step: what its loss is divided by."""
-        return sum(self.data.samples[number].num_labels for number in self.data.global_batch(step))
+        return int(self.data.num_labels[self.data.planned.samples(step)].sum())
+
+    def gradient_buffers(self) -> dict[str, torch.Tensor]:
+        """Views of `gradient` by parameter. Whoever adds to them in a backward leaves them as the parameters' `grad`."""
+        if self.gradient is None:
+            self.gradient = torch.zeros_like(self.adapter.flat)
+            self.gradients = self.adapter.layout.views(self.gradient)
+        return self.gradients
 
     def collect(self, loss_sum: torch.Tensor, tokens: int) -> None:
-        """Add the loss of a microbatch's tokens of this job; gradients are already in the parameters."""
+        """Add the loss of a microbatch's tokens of this job to those of the global batch, and the gradients that are in the
+        parameters, which are then without."""
         self._loss_sum = loss_sum if self._loss_sum is None else self._loss_sum + loss_sum
         self._tokens += tokens
-
-    def discard(self) -> None:
-        """Forget what was collected for the present global batch."""
-        self._loss_sum, self._tokens = None, 0
+        found = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
+        if not found:
+            return
+        own = self.gradient_buffers()
+        others = {name: grad for name, grad in found.items() if grad is not own[name]}
+        if others:
+            torch._foreach_add_([own[name] for name in others], list(others.values()))
+        self._without.difference_update(found)
         for parameter in self.parameters.values():
             parameter.grad = None
 
-    def optimizer_step(self) -> StepResult | None:
-        """Finish a global batch: clip, step, count. None if the loss or the gradient is not finite: the job has failed,
-        and its parameters are put back to the last values that gave a finite loss.
+    def discard(self) -> None:
+        """Forget what was collected for the present global batch, and gradients that were not."""
+        self._loss_sum, self._tokens = None, 0
+        if self.gradient is not None and (
+            len(self._without) < len(self.parameters) or any(p.grad is not None for p in self.parameters.values())
+        ):
+            self._without.update(self.parameters)
+            self.gradient.zero_()
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+    @torch.no_grad()
+    def optimizer_step(self) -> torch.Tensor:
+        """Finish a global batch: clip and step, without waiting for the device. `after_step` takes back a step that is not to
+        be.
+
+        Returns:
+            What `after_step` needs to know, [4] float64: the sum of the losses, the norm of the gradient, the largest
+            parameter, and whether any parameter has changed.
         """
         assert self._loss_sum is not None
-        train, lr = self.config.train, self.lr_at(self.step)
-        loss = float(self._loss_sum) / self.label_tokens(self.step)
-        grads = [p.grad for p in self.parameters.values() if p.grad is not None]
-        if self.grad_scale != 1.0:
-            torch._foreach_div_(grads, self.grad_scale)
-        norm = torch.nn.utils.get_total_norm(grads)
-        grad_norm = float(norm)
-        if not math.isfinite(loss):
-            self.fail(f"loss {loss:g}", revert=True)
+        train, flat = self.config.train, self.adapter.flat
+        self._before = flat.clone()
+        norm = flat.new_zeros(())
+        if self.gradient is not None and len(self._without) < len(self.parameters):
+            if self.grad_scale != 1.0:
+                self.gradient.div_(self.grad_scale)
+            norm = total_norm(self.gradient)
+            if train.max_grad_norm > 0:
+                self.gradient.mul_((train.max_grad_norm / (norm + 1e-6)).clamp(max=1.0))
+            self.optimizer.step(self.gradient, self._without, self.lr_at(self.step))
+        largest, changed = torch.linalg.vector_norm(flat, math.inf), (flat != self._before).any()
+        return torch.stack([number.double() for number in (self._loss_sum, norm, largest, changed)])
+
+    def after_step(self, numbers: Sequence[float]) -> StepResult | None:
+        """Count the step. None if the loss or the gradient is not finite, or the step made parameters infinite: the job has
+        failed, and its parameters are put back to the last values that gave a finite loss.
+
+        Args:
+            numbers: from optimizer_step.
+        """
+        loss_sum, grad_norm, largest, changed = numbers
+        loss, lr = loss_sum / self.label_tokens(self.step), self.lr_at(self.step)
+        before, self._before = self._before, None
+        assert before is not None
+        refusal = self._refusal(loss, grad_norm)
+        if refusal is not None:
+            self.adapter.flat.copy_(before)
+            self.fail(refusal, revert=not math.isfinite(loss))
             return None
-        if not math.isfinite(grad_norm):
-            hint = "; float16 overflows easily, bfloat16 does not" if self.grad_scale != 1.0 else ""
-            self.fail(f"gradient norm {grad_norm:g}{hint}", revert=False)
-            return None
-        if not grads:
-            self.fail(
-                "no parameter got a gradient: the adapted layers take no part in the model's output", revert=False
-            )
-            return None
-        self.untrained -= {name for name, p in self.parameters.items() if p.grad is not None}
-        self.last_good = {key: value.clone() for key, value in state_dict(self.adapter).items()}
-        if train.max_grad_norm > 0:
-            torch.nn.utils.clip_grads_with_norm_(self.parameters.values(), train.max_grad_norm, norm)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self.optimizer.step()
+        self.untrained &= self._without
+        self.last_good = before
         tokens = self._tokens
         self.discard()
         self.step += 1
@@ -155,17 +195,27 @@ class Job:
                 "tokens": tokens,
             }
         )  # fmt: skip
-        largest = float(torch.nn.utils.get_total_norm(self.parameters.values(), math.inf))
         if not math.isfinite(largest):
             self.fail("the update made parameters infinite", revert=True)
             return None
-        return replace(result, notice=self._notice(result, largest))
+        return replace(result, notice=self._notice(result, largest, bool(changed)))
 
-    def _notice(self, result: StepResult, largest: float) -> str | None:
+    def _refusal(self, loss: float, grad_norm: float) -> str | None:
+        """Why the job may not take the step."""
+        if not math.isfinite(loss):
+            return f"loss {loss:g}"
+        if not math.isfinite(grad_norm):
+            hint = "; float16 overflows easily, bfloat16 does not" if self.grad_scale != 1.0 else ""
+            return f"gradient norm {grad_norm:g}{hint}"
+        if len(self._without) == len(self.parameters):
+            return "no parameter got a gradient: the adapted layers take no part in the model's output"
+        return None
+
+    def _notice(self, result: StepResult, largest: float, changed: bool) -> str | None:
         """That the job goes on without learning, said once; not of one that has nothing left to learn (loss 0)."""
         no_gradient = result.grad_norm == 0
         usual = result.lr > USUAL_RATE * self.config.train.learning_rate
-        if result.loss == 0 or not (no_gradient or (usual and self._is_unchanged())):
+        if result.loss == 0 or not (no_gradient or (usual and not changed)):
             self._idle = 0
             return None
         self._idle += 1
@@ -177,11 +227,6 @@ class Job:
             f"{what} in {steps} up to step {self.step}: it learns nothing any more (loss {result.loss:.4g}, learning rate "
             f"{result.lr:g}, largest parameter {largest:.3g}); a learning rate that is too high or too low does this"
         )
-
-    def _is_unchanged(self) -> bool:
-        """Whether the last step left every parameter as it was; decided by the first one that differs."""
-        before = self.last_good or {}
-        return all(torch.equal(value, before[key]) for key, value in state_dict(self.adapter).items())
 
     def stop(self, reason: str) -> None:
         """Let the present step be the last one; learning rates stay those of the configured steps."""
@@ -195,9 +240,7 @@ class Job:
             self.step -= 1
             self.tokens_seen -= sum(line.get("tokens", 0) for line in self.log_history if line["step"] > self.step)
             self.log_history = [line for line in self.log_history if line["step"] <= self.step]
-            with torch.no_grad():
-                for key, tensor in state_dict(self.adapter).items():
-                    tensor.copy_(self.last_good[key])
+            self.adapter.flat.copy_(self.last_good)
         self.failure += f"; the adapter of step {self.step} is kept"
 
     def trainer_state(self) -> dict[str, Any]:

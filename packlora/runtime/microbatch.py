@@ -86,11 +86,10 @@ class SingleDevice:
 
     def forward(self, samples: Sequence[PackedSample], weights: np.ndarray) -> Pending:
         with one_error_for_memory():
-            batch = collate(samples, self.base.device)
+            batch = collate(samples, self.base.device, weights)
             # Each label's own weight is its gradient; the total is for backward alone, whatever NaN is in it.
-            weights_L = torch.from_numpy(weights).to(self.base.device)[batch.owners_L]
             with self.attached.active(batch.owners):
-                losses_L, total = token_losses(self.base.model, batch, weights_L, self.base.fused_loss)
+                losses_L, total = token_losses(self.base.model, batch, batch.weights_L, self.base.fused_loss)
             return Pending(batch, losses_L, total, len(weights))
 
     def backward(self, pending: Pending) -> MicrobatchResult:

@@ -40,7 +40,7 @@ from packlora.runtime.collate import PackedSample
 from packlora.runtime.evaluate import Evaluator, is_multiple
 from packlora.runtime.events import Emitter
 from packlora.runtime.folder import OutputFolder
-from packlora.runtime.job import Job
+from packlora.runtime.job import Job, take_steps
 from packlora.runtime.memory import TokenBudget, free_memory, peak_memory
 from packlora.runtime.microbatch import Executor, run_microbatch
 from packlora.runtime.prepare import PreparedRun
@@ -86,7 +86,7 @@ class Trainer:
         self.stepped: list[Job] = []
         """Jobs that have stepped since evaluations and checkpoints were last seen to."""
         self.began: dict[str, float] = {}
-        """When the global batch that a job is in began."""
+        """When the global batch that a job is in began, by `_elapsed`."""
         self.tokens = 0
         self.start = time.perf_counter()
         self.elapsed_before = max((line["elapsed"] for job in jobs for line in job.log_history), default=0.0)
@@ -149,8 +149,7 @@ class Trainer:
                     break  # evaluations that the stop cut short are made after --resume, at this step
             if not self._forward_backward(microbatch, window.first_round, slot):
                 return False
-            for name, batch in microbatch.completes:
-                self._step(self.by_name[name], batch)
+            self._step([(self.by_name[name], batch) for name, batch in microbatch.completes])
             if self.stop.asked:
                 break
         self._after_steps()
@@ -164,7 +163,7 @@ class Trainer:
         present = [(job, batches[job.name]) for job in self.jobs if job.name in batches]
         if not any(_is_due(job, batch) for job, batch in present):
             return True
-        start = time.perf_counter()
+        start = self._elapsed()
         samples, weights = _pack(microbatch, self.by_name), np.zeros(len(self.jobs))
         for job, batch in present:
             weights[job.adapter.number] = job.grad_scale / job.label_tokens(batch)
@@ -187,7 +186,7 @@ class Trainer:
                 {job.name: batch for job, batch in present}, self.budget.tokens,
                 {names[number]: count for number, count in done.tokens.items()},
                 {names[number]: count for number, count in done.samples.items()},
-                time.perf_counter() - start, self.profile.seconds(microbatch),
+                self._elapsed() - start, self.profile.seconds(microbatch),
             )
         )  # fmt: skip
         self.num_microbatches += 1
@@ -203,23 +202,23 @@ class Trainer:
         remember_failure(self.run, self.prepared, self.base, tokens)
         self.events.emit(MemoryRanOut(tokens, before, self.budget.tokens))
 
-    def _step(self, job: Job, batch: int) -> None:
-        """A job's global batch is complete: its optimizer steps, unless it has done so before."""
-        if not _is_due(job, batch):
-            return
-        assert job.step == batch, f"job {job.name!r} is at step {job.step}, but batch {batch} is complete"
-        seconds, elapsed = time.perf_counter() - self.began.pop(job.name), self._elapsed()
-        result = job.optimizer_step()
-        if result is None:
-            self._fail(job)
-            return
-        job.log_history[-1] |= {"seconds": seconds, "elapsed": elapsed}
-        self.stepped.append(job)
-        self.events.emit(
-            Stepped(job.name, job.step, result.loss, result.grad_norm, result.lr, result.tokens, seconds, elapsed)
-        )
-        if result.notice is not None:
-            self.events.emit(Note(f"job {job.name!r}: {result.notice}"))
+    def _step(self, complete: Sequence[tuple[Job, int]]) -> None:
+        """Global batches of jobs are complete: their optimizers step, unless they have done so before."""
+        due = [job for job, batch in complete if _is_due(job, batch)]
+        assert all(job.step == batch for job, batch in complete if _is_due(job, batch)), "a step was left out"
+        taken, elapsed = list(zip(due, take_steps(due), strict=True)), self._elapsed()
+        for job, result in taken:
+            seconds = elapsed - self.began.pop(job.name)
+            if result is not None:
+                job.log_history[-1] |= {"seconds": seconds, "elapsed": elapsed}
+        for job, result in taken:
+            if result is None:
+                self._fail(job)
+                continue
+            self.stepped.append(job)
+            self.events.emit(_event(job.name, job.log_history[-1]))
+            if result.notice is not None:
+                self.events.emit(Note(f"job {job.name!r}: {result.notice}"))
 
     def _after_steps(self) -> None:
         """Evaluations and checkpoints of the jobs that have stepped, together where they have done so together."""

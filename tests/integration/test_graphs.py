@@ -49,7 +49,7 @@ def test_shapes_are_few_and_hold_their_microbatches() -> None:
         shape = Shape.of(lengths)
         shapes[shape] += 1
         samples = [PackedSample(0, Sample(np.full(n, 5, np.int32), np.arange(n) > 0), 0, 0, None) for n in lengths]
-        batch = collate(samples, torch.device("cpu"), shape.tokens)
+        batch = collate(samples, torch.device("cpu"), total=shape.tokens)
         assert sum(lengths) <= shape.tokens <= max(256, 1.125 * sum(lengths)) and batch.owners.total == shape.tokens
         assert len(batch.sample_lengths) <= shape.samples
         assert max(batch.sample_lengths) <= max(shape.longest, MIN_ROWS)
@@ -101,17 +101,21 @@ def test_a_second_forward_before_the_backward_goes_without_a_graph(monkeypatch: 
         for own in (run.owned(1), run.owned(2))
     ]
     weights = np.array([0.1, 0.1, 0.1])
-    for parameter in run.parameters():
-        parameter.grad = None
+    for own in run.buffers.values():
+        for parameter, buffer in own:
+            parameter.grad = None
+            buffer.zero_()
     first, second = (run.executor.forward(own, weights) for own in samples)
     assert type(first) is not type(second)
-    run.executor.backward(second)
-    run.executor.backward(first)
-    got = [parameter.grad.clone() for parameter in run.parameters()]
+    for pending in (second, first):
+        run.executor.backward(pending)
+        run.collect({0, 1, 2}, step=False)
     other = Run(None, shrink=4)
     for mine, theirs in zip(other.parameters(), run.parameters(), strict=True):
         mine.data.copy_(theirs.data)
     for own in samples:
         other.executor.backward(other.executor.forward(own, weights))
-    for one, parameter in zip(got, other.parameters(), strict=True):
+    for (_, one), parameter in zip(
+        (pair for own in run.buffers.values() for pair in own), other.parameters(), strict=True
+    ):
         torch.testing.assert_close(one, parameter.grad, rtol=2e-4, atol=2e-5)

@@ -16,6 +16,7 @@ expectation is right.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -62,11 +63,21 @@ def token_keys(job_key: int, step: int, sample: int, num_tokens: int) -> np.ndar
         sample: number of the sample in the job's data.
         num_tokens: positions 0 .. num_tokens - 1.
     """
+    return packed_token_keys([job_key], [step], [sample], [num_tokens])
+
+
+def packed_token_keys(
+    job_keys: Sequence[int], steps: Sequence[int], samples: Sequence[int], lengths: Sequence[int]
+) -> np.ndarray:
+    """token_keys of several samples, one after the other, [sum of lengths, 2] int32."""
+    key, step, sample = (np.array(words, np.uint64) for words in (job_keys, steps, samples))
+    after = np.cumsum(lengths)
+    position = np.arange(after[-1]) - np.repeat(after - lengths, lengths)
+    gamma, one = np.uint64(0x9E3779B97F4A7C15), np.uint64(1)
     with np.errstate(over="ignore"):
-        key = _splitmix(np.array([job_key], np.uint64) + np.uint64(0x9E3779B97F4A7C15) * np.uint64(step + 1))
-        key = _splitmix(key + np.uint64(0x9E3779B97F4A7C15) * np.uint64(sample + 1))
-        keys = _splitmix(key + np.uint64(0x9E3779B97F4A7C15) * np.arange(1, num_tokens + 1, dtype=np.uint64))
-    return np.ascontiguousarray(keys).view(np.int32).reshape(num_tokens, 2)
+        key = _splitmix(_splitmix(key + gamma * (step + one)) + gamma * (sample + one))
+        keys = _splitmix(np.repeat(key, lengths) + gamma * (position.astype(np.uint64) + one))
+    return keys.view(np.int32).reshape(-1, 2)
 
 
 def signed(word: int) -> int:

@@ -1,0 +1,113 @@
+"""AdamW over the parameters of a job as one tensor: torch.optim.AdamW's numbers, by one kernel on a GPU and by a handful of
+operations on a CPU, where the bits are those of a step of every parameter on its own.
+
+A parameter without a gradient is left alone by a step, as by torch: it is not decayed, its moments stay and its steps are not
+counted. Parameters that lie side by side and have taken the same steps are a span, and step together. They are all one span,
+and biases another, unless a part of the adapter got no gradient in some step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from torch.optim.adamw import adamw
+
+from packlora.adapters.flat import FlatLayout
+from packlora.config import TrainConfig
+
+
+@dataclass(slots=True)
+class _Span:
+    """Elements [start, stop) of parameters that have taken the same steps."""
+
+    names: tuple[str, ...]
+    start: int
+    stop: int
+    decayed: bool
+    steps: int
+
+
+class FlatAdamW:
+    """The optimizer of one job.
+
+    Args:
+        flat: the parameters; changed in place, and its version moves at every step.
+        layout: of `flat`. Names that end in /bias are not decayed.
+    """
+
+    def __init__(self, flat: torch.Tensor, layout: FlatLayout, config: TrainConfig) -> None:
+        self.flat, self.layout, self.config = flat, layout, config
+        self._spans = self._spans_of(dict.fromkeys(layout.places, 0))
+        self._moments: tuple[torch.Tensor, torch.Tensor] | None = None
+        """exp_avg and exp_avg_sq, like `flat`; made by the first step."""
+
+    @torch.no_grad()
+    def step(self, gradient: torch.Tensor, without: Collection[str], lr: float) -> None:
+        """One step, without waiting for the device.
+
+        Args:
+            gradient: like the parameters.
+            without: names of parameters that have no gradient.
+        """
+        if without:
+            steps = {name: span.steps for span in self._spans for name in span.names}
+            self._spans = self._spans_of(steps, without)
+        due = [span for span in self._spans if span.names[0] not in without]
+        for decayed in (True, False):
+            self._step_spans([span for span in due if span.decayed == decayed], gradient, decayed, lr)
+        if self.flat.is_cuda:
+            torch.autograd.graph.increment_version(self.flat)  # which torch's fused optimizers do not
+
+    def _step_spans(self, spans: list[_Span], gradient: torch.Tensor, decayed: bool, lr: float) -> None:
+        if not spans:
+            return
+        config, fused = self.config, self.flat.is_cuda
+        values, grads, first, second = (
+            [tensor[span.start : span.stop] for span in spans] for tensor in (self.flat, gradient, *self._made())
+        )
+        steps = [torch.full((), float(span.steps), device=self.flat.device) for span in spans]
+        adamw(
+            values, grads, first, second, [], steps, foreach=False, fused=fused, amsgrad=False, beta1=config.adam_beta1,
+            beta2=config.adam_beta2, lr=lr, weight_decay=config.weight_decay if decayed else 0.0,
+            eps=config.adam_epsilon, maximize=False,
+        )  # fmt: skip
+        for span in spans:
+            span.steps += 1
+
+    def state(self) -> dict[str, dict[str, torch.Tensor]]:
+        """By parameter that has taken a step, what torch.optim.AdamW keeps of it: step, exp_avg, exp_avg_sq."""
+        first, second = map(self.layout.views, self._made())
+        return {
+            name: {"step": torch.tensor(float(span.steps)), "exp_avg": first[name], "exp_avg_sq": second[name]}
+            for span in self._spans if span.steps
+            for name in span.names
+        }  # fmt: skip
+
+    def load(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        """Take what `state` gave; parameters that are not there have taken no step."""
+        moments = self._made()
+        for leaf, moment in zip(("exp_avg", "exp_avg_sq"), moments, strict=True):
+            moment.zero_()
+            for name, view in self.layout.views(moment).items():
+                if name in state:
+                    view.copy_(state[name][leaf])
+        self._spans = self._spans_of(
+            {name: int(state[name]["step"]) if name in state else 0 for name in self.layout.places}
+        )
+
+    def _made(self) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._moments is None:
+            self._moments = torch.zeros_like(self.flat), torch.zeros_like(self.flat)
+        return self._moments
+
+    def _spans_of(self, steps: Mapping[str, int], without: Iterable[str] = ()) -> list[_Span]:
+        """As few as there can be, none of which has parameters both with a gradient and without one."""
+        left_out, places, spans = set(without), self.layout.places, []
+        kinds = groupby(places, key=lambda name: (not name.endswith("/bias"), steps[name], name in left_out))
+        for (decayed, count, _), members in kinds:
+            names = tuple(members)
+            spans.append(_Span(names, places[names[0]].start, places[names[-1]].stop, decayed, count))
+        return spans

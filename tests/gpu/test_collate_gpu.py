@@ -1,0 +1,37 @@
+"""A microbatch goes to a GPU, and its losses are summed, while the host goes on.
+
+make gpu
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from waits import no_waiting
+
+from packlora.data.encode import Sample
+from packlora.runtime.collate import PackedSample, collate
+from packlora.runtime.loss import sum_by_owner
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
+]
+
+
+def test_nothing_waits_for_the_device_and_the_tensors_are_those_of_a_cpu() -> None:
+    ids = np.arange(100, dtype=np.int32)
+    samples = [
+        PackedSample(owner, Sample(ids[:length], ids[:length] % 3 > 0), number, 2, 7 if owner else None)
+        for number, (owner, length) in enumerate([(0, 9), (0, 4), (2, 23), (3, 1), (3, 60)])
+    ]
+    weights = np.array([0.1, 1 / 3, 7.0, 1e-9])
+    want = collate(samples, torch.device("cpu"), weights)
+    losses_L = torch.rand(len(want.labels_L), device="cuda")
+    with no_waiting():
+        got = collate(samples, torch.device("cuda"), weights)
+        sums = sum_by_owner(losses_L, got, 4)
+    for name in ("input_ids_T", "position_ids_T", "rows_L", "labels_L", "weights_L"):
+        assert torch.equal(getattr(got, name).cpu(), getattr(want, name)), name
+    torch.testing.assert_close(sums.cpu(), sum_by_owner(losses_L.cpu(), want, 4), rtol=1e-14, atol=0)
