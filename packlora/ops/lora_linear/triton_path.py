@@ -36,18 +36,15 @@ def up(
     if plan_up == "fused":
         return gemm.up(call, own, x_TK, S, index, composed, keep_z)
     if plan_up == "epilogue":
-        base_TN = own.frozen[index].matmul(x_TK)
-        if composed:
-            return forward.up_composed(call, own, S, index, base_TN, keep_z)
-        return forward.up(call, own, S, index, own.biases[index], base_TN), None
+        return forward.up(call, own, S, index, own.frozen[index].matmul(x_TK), composed, keep_z)
     bias_N = None if composed else own.biases[index]
     if plan_up != "routed":
         z_TN = base_and_low_rank(call, own, x_TK, S, index, bias_N)
     elif call.dtype == torch.float32:  # a product rounds more when it accumulates onto something
         z_TN = own.frozen[index].matmul(x_TK, bias_N)
-        z_TN += forward.up(call, own, S, index, None)
+        z_TN += forward.up(call, own, S, index)[0]
     else:
-        z_TN = own.frozen[index].matmul(x_TK, bias_N, accumulate=forward.up(call, own, S, index, None))
+        z_TN = own.frozen[index].matmul(x_TK, bias_N, accumulate=forward.up(call, own, S, index)[0])
     if not composed:
         return z_TN, None
     y_TN = torch.empty_like(z_TN) if keep_z else z_TN
