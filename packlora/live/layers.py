@@ -20,7 +20,7 @@ from peft.tuners.lora.variants import DoraLinearVariant
 from torch import nn
 
 from packlora.adapters.kept_outputs import is_on_liger, reader_of, why_product
-from packlora.adapters.norms import NormHandle, RowNorms, row_norm_op
+from packlora.adapters.norms import NormHandle, RowNorms
 from packlora.adapters.siblings import SiblingGroup
 from packlora.live.forward import DISABLED, DTYPES, MERGED, NOT_ACTIVE, OwnForward, observed
 from packlora.ops.lora_linear.autograd import lora_group
@@ -30,6 +30,7 @@ from packlora.ops.lora_linear.prepared import GroupState
 from packlora.ops.lora_linear.traced import TracedLayer, traced_group
 from packlora.ops.lora_linear.types import Layer, LowRank, Segment
 from packlora.ops.recompute import recompute_of
+from packlora.ops.row_norm.row_norm import row_norm_op
 from packlora.ops.stamp import stamps
 from packlora.plans.case import Case
 from packlora.plans.select import PlanChooser

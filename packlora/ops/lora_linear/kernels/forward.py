@@ -1,5 +1,5 @@
 """Triton kernels of the forward of a group of layers with low-rank adapters, around the base product, and their
-launches. layout.py says where things lie; backward.py has those of the backward.
+launches. layout.py says where things lie; backward_outputs.py and backward_inputs.py have those of the backward.
 
     down     S = s c (drop(x) A')                     x is read once for all adapters and layers; the mask stays in registers
     up       y0 = S B' + bias                         y0 is what the base product x W' then accumulates onto
