@@ -546,19 +546,3 @@ def _capturing() -> bool:
 
 def _stream(tensor: torch.Tensor) -> int:
     return int(torch._C._cuda_getCurrentRawStream(tensor.device.index)) if tensor.is_cuda else 0
-
-
-# --- in compiled graphs ------------------------------------------------------------------------------------------------
-
-
-@torch.library.custom_op("packlora::row_norm", mutates_args=())
-def row_norm_op(weight_NK: torch.Tensor, A_rK: torch.Tensor, B_Nr: torch.Tensor, scaling: float) -> torch.Tensor:
-    """||W + s B A|| by row, [N], for torch.compile: computed at every call, since what is kept in Python would be frozen into
-    CUDA graphs."""
-    return row_norms([NormProblem(weight_NK, A_rK, B_Nr, scaling)])[0]
-
-
-@row_norm_op.register_fake
-def _(weight_NK: torch.Tensor, A_rK: torch.Tensor, B_Nr: torch.Tensor, scaling: float) -> torch.Tensor:
-    wide = torch.float64 in (weight_NK.dtype, A_rK.dtype, B_Nr.dtype)
-    return weight_NK.new_empty(weight_NK.shape[0], dtype=torch.float64 if wide else torch.float32)

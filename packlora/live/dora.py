@@ -32,9 +32,10 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
-from packlora.adapters.norms import NormHandle, RowNorms, row_norm_op
+from packlora.adapters.norms import NormHandle, RowNorms
 from packlora.live.forward import DISABLED, DTYPES, MERGED, NOT_ACTIVE, OwnForward, observed
 from packlora.ops.first_order import first_order
+from packlora.ops.row_norm.row_norm import row_norm_op
 
 PLAN = "kept-norm"
 """How the report names what this file does."""

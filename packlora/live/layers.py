@@ -20,7 +20,7 @@ from peft.tuners.lora.variants import DoraLinearVariant
 from torch import nn
 
 from packlora.adapters.kept_outputs import is_on_liger, reader_of, why_product
-from packlora.adapters.norms import NormHandle, RowNorms, row_norm_op
+from packlora.adapters.norms import NormHandle, RowNorms
 from packlora.adapters.siblings import SiblingGroup
 from packlora.live.forward import DISABLED, DTYPES, MERGED, NOT_ACTIVE, OwnForward, observed
 from packlora.ops.lora_linear.autograd import lora_group
@@ -30,6 +30,7 @@ from packlora.ops.lora_linear.prepared import GroupState
 from packlora.ops.lora_linear.traced import TracedLayer, traced_group
 from packlora.ops.lora_linear.types import Layer, LowRank, Segment
 from packlora.ops.recompute import recompute_of
+from packlora.ops.row_norm.row_norm import row_norm_op
 from packlora.ops.stamp import stamps
 from packlora.plans.case import Case
 from packlora.plans.select import PlanChooser
@@ -186,19 +187,24 @@ def compute(x: torch.Tensor, calls: Sequence[LayerCall]) -> list[torch.Tensor]:
     dtype, autocast = _product_dtype(x)
     for call in calls:
         _check(x, call, dtype, autocast)
-    operator = _by_tracing if torch.compiler.is_compiling() else _by_group
+    operator: Callable[..., Sequence[torch.Tensor]]
+    arguments: tuple[Any, ...]
+    if torch.compiler.is_compiling():
+        operator, arguments = _by_tracing, (x, calls, dtype)
+    else:
+        operator, arguments = lora_group, _arguments(x, calls, dtype)
     if autocast:
         with torch.autocast(x.device.type, enabled=False):
-            outputs = operator(x, calls, dtype)
+            outputs = operator(*arguments)
     else:
-        outputs = operator(x, calls, dtype)
+        outputs = operator(*arguments)
     return [
         y if call.outer_bias is None else y + call.outer_bias.to(dtype) for call, y in zip(calls, outputs, strict=True)
     ]
 
 
-def _by_group(x: torch.Tensor, calls: Sequence[LayerCall], dtype: torch.dtype) -> Sequence[torch.Tensor]:
-    """By lora_group, without what torch adds around it."""
+def _arguments(x: torch.Tensor, calls: Sequence[LayerCall], dtype: torch.dtype) -> tuple[Any, ...]:
+    """The arguments of lora_group."""
     first, recompute = calls[0], recompute_of(x) if x.dtype == dtype else None
     x = _to(x, dtype)
     x, T = x if x.is_contiguous() else x.contiguous(), x.numel() // x.shape[-1]
@@ -217,11 +223,11 @@ def _by_group(x: torch.Tensor, calls: Sequence[LayerCall], dtype: torch.dtype) -
         )
         for index, (call, weight) in enumerate(zip(calls, weights, strict=True))
     )
-    return lora_group(x, layers, _single_adapter(T, first.p), keys_T2, 0, plan, state, recompute)
+    return x, layers, _single_adapter(T, first.p), keys_T2, 0, plan, state, recompute
 
 
 def _by_tracing(x: torch.Tensor, calls: Sequence[LayerCall], dtype: torch.dtype) -> Sequence[torch.Tensor]:
-    """In plain operations, for torch.compile."""
+    """The outputs in plain operations, for torch.compile."""
     p, x_TK = calls[0].p, _to(x, dtype).reshape(-1, x.shape[-1])
     keys_T2 = _dropout_keys(x_TK.shape[0], x.device) if p else None
     layers = []

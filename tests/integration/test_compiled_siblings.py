@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from seeds import SOAK
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -151,3 +152,34 @@ def test_siblings_that_are_compiled_one_by_one_follow_their_adapters(dora: bool)
                     for parameter in one.parameters():
                         if parameter.requires_grad:
                             parameter.mul_(1.1)
+
+
+CHANGING = [
+    ("graph break", True, None), ("nothing", False, True), ("nothing", True, None), ("graph break", False, True),
+    ("twice", True, True), ("checkpoint", False, None),
+]  # fmt: skip
+"""What is between, whether it is DoRA, and `dynamic` of torch.compile."""
+
+
+@pytest.mark.parametrize(("between", "dora", "dynamic"), CHANGING if SOAK else CHANGING[:1])
+def test_outputs_and_gradients_are_peft_s_while_shapes_and_adapters_change(
+    between: str, dora: bool, dynamic: bool | None
+) -> None:
+    """A single token is among the shapes, which is compiled for itself, and one that was there before."""
+    model, own = pair(between, dora)
+    torch._dynamo.reset()
+    forwards = {model: model, own: torch.compile(own, backend="aot_eager", dynamic=dynamic)}
+    for shape in ((4, 8), (7, 8), (1, 8), (2, 5, 8), (7, 8)):
+        x = torch.randn(shape, dtype=torch.float64)
+        outputs = {}
+        for one, forward in forwards.items():
+            one.zero_grad()
+            outputs[one] = forward(x)
+            outputs[one].square().sum().backward()
+        torch.testing.assert_close(outputs[own], outputs[model], rtol=0, atol=1e-10)
+        for (name, want), got in zip(model.named_parameters(), own.parameters(), strict=True):
+            assert (got.grad is None) == (want.grad is None), name
+            if want.grad is not None:
+                torch.testing.assert_close(got.grad, want.grad, rtol=0, atol=1e-9, msg=name)
+        for one in forwards:
+            torch.optim.SGD([p for p in one.parameters() if p.requires_grad], lr=1e-3).step()

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from packlora.ops.lora_linear.call import Call, Gradients, Grads, Operands, Sums, Wanted
-from packlora.ops.lora_linear.kernels import backward, forward, gemm, sizes
+from packlora.ops.lora_linear.kernels import backward_inputs, backward_outputs, forward, gemm, sizes
 from packlora.ops.lora_linear.kernels.forward import down, scale_rows
 from packlora.ops.lora_linear.kernels.sizes import fusable
 from packlora.ops.lora_linear.tables import SegmentTables
@@ -36,18 +36,15 @@ def up(
     if plan_up == "fused":
         return gemm.up(call, own, x_TK, S, index, composed, keep_z)
     if plan_up == "epilogue":
-        base_TN = own.frozen[index].matmul(x_TK)
-        if composed:
-            return forward.up_composed(call, own, S, index, base_TN, keep_z)
-        return forward.up(call, own, S, index, own.biases[index], base_TN), None
+        return forward.up(call, own, S, index, own.frozen[index].matmul(x_TK), composed, keep_z)
     bias_N = None if composed else own.biases[index]
     if plan_up != "routed":
         z_TN = base_and_low_rank(call, own, x_TK, S, index, bias_N)
     elif call.dtype == torch.float32:  # a product rounds more when it accumulates onto something
         z_TN = own.frozen[index].matmul(x_TK, bias_N)
-        z_TN += forward.up(call, own, S, index, None)
+        z_TN += forward.up(call, own, S, index)[0]
     else:
-        z_TN = own.frozen[index].matmul(x_TK, bias_N, accumulate=forward.up(call, own, S, index, None))
+        z_TN = own.frozen[index].matmul(x_TK, bias_N, accumulate=forward.up(call, own, S, index)[0])
     if not composed:
         return z_TN, None
     y_TN = torch.empty_like(z_TN) if keep_z else z_TN
@@ -59,7 +56,7 @@ def magnitude(
     call: Call, own: Operands, index: int, d_TN: torch.Tensor, kept: Optional, wanted: Wanted
 ) -> tuple[torch.Tensor, dict[int, Sums]]:
     """e = g d of one layer, and the sums by adapter."""
-    e_TN, sums = backward.scale(call, d_TN, _scaling(call, own, index, kept, wanted))
+    e_TN, sums = backward_outputs.scale(call, d_TN, _scaling(call, own, index, kept, wanted))
     return e_TN, _sums(call, index, sums, wanted)
 
 
@@ -83,7 +80,7 @@ def grads(
             d_TN, sums[index] = magnitude(call, own, index, d_TN, kept[index], wanted)
             e[index], scaling = d_TN, None
         if layout.max_padded[index]:
-            e[index], dB[index], totals = backward.grad(call, own, S, dS, d_TN, index, wanted.B, scaling)
+            e[index], dB[index], totals = backward_outputs.grad(call, own, S, dS, d_TN, index, wanted.B, scaling)
             if scaling is not None:
                 sums[index] = _sums(call, index, totals, wanted)
     return Grads(e, dS, dB, sums)
@@ -99,7 +96,7 @@ def inputs(
     dx, dA = None, None
     assert call.segment_tables is not None
     if not fused or call.segment_tables.dropout or call.moving:
-        dx, dA = backward.inputs(call, own, x_TK, keys_T2, dS, wanted.x and not fused, wanted.A)
+        dx, dA = backward_inputs.inputs(call, own, x_TK, keys_T2, dS, wanted.x and not fused, wanted.A)
     elif wanted.A:
         dA = stacked_dA(call, x_TK, keys_T2, dS)
     if not wanted.x:
@@ -114,14 +111,14 @@ def inputs(
     return dx, dA
 
 
-def _scaling(call: Call, own: Operands, index: int, kept: Optional, wanted: Wanted) -> backward.Scaling:
-    return backward.Scaling(
+def _scaling(call: Call, own: Operands, index: int, kept: Optional, wanted: Wanted) -> backward_outputs.Scaling:
+    return backward_outputs.Scaling(
         own.scales[index], kept, index in wanted.magnitudes, index in wanted.biases, call.from_y[index]
     )
 
 
 def _sums(call: Call, index: int, totals: Optional, wanted: Wanted) -> dict[int, Sums]:
-    """By adapter, from what backward.scale gives, [adapters, 2, N]."""
+    """By adapter, from what backward_outputs.scale gives, [adapters, 2, N]."""
     sums: dict[int, Sums] = {}
     for segment, has_magnitude, has_bias in call.composed[index] if totals is not None else ():
         number = segment.adapter

@@ -154,3 +154,17 @@ def plainly(device: torch.device) -> Any:
     """No gradient, no autocast, and tensors that autograd can save afterwards though inference mode is on outside."""
     with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
         yield
+
+
+@torch.library.custom_op("packlora::row_norm", mutates_args=())
+def row_norm_op(weight_NK: torch.Tensor, A_rK: torch.Tensor, B_Nr: torch.Tensor, scaling: float) -> torch.Tensor:
+    """||W + s B A|| by row, [N], for torch.compile: computed at every call, since what is kept in Python would be frozen into
+    CUDA graphs."""
+    return row_norm(weight_NK, A_rK, B_Nr, scaling)
+
+
+@row_norm_op.register_fake
+def _(weight_NK: torch.Tensor, A_rK: torch.Tensor, B_Nr: torch.Tensor, scaling: float) -> torch.Tensor:
+    return weight_NK.new_empty(
+        weight_NK.shape[0], dtype=torch_path.compute_dtype(weight_NK.dtype, A_rK.dtype, B_Nr.dtype)
+    )

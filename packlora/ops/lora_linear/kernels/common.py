@@ -1,4 +1,5 @@
-"""What the kernels of the operator share: sums that keep their digits, and what a program reads of the tables.
+"""What the kernels of the operator share: sums that keep their digits, what a program reads of the tables, and the second stage
+of sums over tokens.
 
 What is read from a table says nothing of its alignment, and without that every element is loaded by itself: so it is said where
 it is loaded. All places and ranks in tables.GroupTables are multiples of 16.
@@ -79,3 +80,50 @@ def _place_of(places, adapter, column, offset, rank, SINGLE: tl.constexpr):
         return (
             tl.multiple_of(tl.load(at), 16), tl.multiple_of(tl.load(at + 1), 16), tl.multiple_of(tl.load(at + 2), 16),
         )  # fmt: skip
+
+
+@triton.jit
+def _inside(rows, stop, TAIL: tl.constexpr):
+    """Which rows are before `stop`: all of them, known when it is compiled, where it is not the TAIL of a segment."""
+    if TAIL:
+        return rows < stop
+    else:
+        return tl.full(rows.shape, 1, tl.int1)
+
+
+@triton.jit
+def sum_rows_kernel(
+    parts, out, chunks, ranges, rows, g, w, K, width, num_chunks, single_first,
+    SINGLE: tl.constexpr, MAGNITUDE: tl.constexpr, OF_Y: tl.constexpr, CHUNKS: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """out [rows, K] = sum of `parts` over the chunks of the row's adapter. `rows` int32 [rows, 2]: adapter, row in a part.
+    Grid (blocks of K, rows). ranges: int32 [adapters, 2], first and last chunk that may be an adapter's. SINGLE: the rows are
+    those of one adapter that has all chunks, from single_first on.
+
+    MAGNITUDE: row 0 of a part is of d z and becomes the gradient of the magnitude, over w; OF_Y: it is of d y, and goes over
+    g w, 0 where that is 0. g, w: float32 [adapters + 1, K].
+    """
+    row = tl.program_id(1)
+    cols = tl.program_id(0) * BK + tl.arange(0, BK)
+    acc = tl.zeros((CHUNKS, BK), dtype=tl.float32)
+    adapter, own, start_chunk, last = row, row, 0, num_chunks
+    if SINGLE:
+        row += single_first
+    else:
+        adapter, own = tl.load(rows + 2 * row), tl.load(rows + 2 * row + 1)
+        start_chunk, last = tl.load(ranges + 2 * adapter), tl.load(ranges + 2 * adapter + 1)
+    for first in range(start_chunk, last, CHUNKS):
+        some = first + tl.arange(0, CHUNKS)
+        mine = some < last
+        if SINGLE == 0:
+            mine = tl.load(chunks + 4 * some, mask=mine, other=-1) == adapter
+        at = parts + (some * width + own).to(tl.int64)[:, None] * K + cols[None, :]
+        acc += tl.load(at, mask=mine[:, None] & (cols < K)[None, :], other=0.0)
+    total = tl.sum(acc, 0)
+    if MAGNITUDE:
+        at_adapter = adapter.to(tl.int64) * K + cols
+        over = tl.load(w + at_adapter, mask=cols < K, other=1.0)
+        if OF_Y:
+            over *= tl.load(g + at_adapter, mask=cols < K, other=1.0)
+        total = tl.where(own == 0, tl.where(over == 0, 0.0, tl.div_rn(total, over)), total)
+    tl.store(out + row.to(tl.int64) * K + cols, total.to(out.dtype.element_ty), mask=cols < K)

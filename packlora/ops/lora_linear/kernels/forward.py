@@ -1,5 +1,5 @@
 """Triton kernels of the forward of a group of layers with low-rank adapters, around the base product, and their
-launches. layout.py says where things lie; backward.py has those of the backward.
+launches. layout.py says where things lie; backward_outputs.py and backward_inputs.py have those of the backward.
 
     down     S = s c (drop(x) A')                     x is read once for all adapters and layers; the mask stays in registers
     up       y0 = S B' + bias                         y0 is what the base product x W' then accumulates onto
@@ -237,35 +237,21 @@ def down(call: Call, own: Operands, x_TK: torch.Tensor, keys_T2: torch.Tensor | 
 
 
 def up(
-    call: Call, own: Operands, S: torch.Tensor, index: int, bias_N: torch.Tensor | None, base_TN: torch.Tensor | None = None
-) -> torch.Tensor:  # fmt: skip
-    """S B' + bias of one layer, [T, N], onto which the base product is to be accumulated; or added to the base product, in
-    place."""
-    N = call.layout.sizes[index]
-    y_TN = torch.empty(call.T, N, dtype=call.dtype, device=call.device) if base_TN is None else base_TN
-    _launch_up(call, own, S, index, y_TN, y_TN, None, bias_N, base_TN is not None, False)
-    return y_TN
-
-
-def up_composed(
-    call: Call, own: Operands, S: torch.Tensor, index: int, base_TN: torch.Tensor, keep_z: bool
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """y = g z + bias with z = base + S B', and z where it is to be kept. base [T, N] is written over."""
-    y_TN, scales = torch.empty_like(base_TN) if keep_z else base_TN, own.scales[index]
-    _launch_up(call, own, S, index, base_TN, y_TN, scales, scales.bias, True, keep_z)
-    return y_TN, base_TN if keep_z else None
-
-
-def _launch_up(
-    call: Call, own: Operands, S: torch.Tensor, index: int, z: torch.Tensor, y: torch.Tensor, scales: Scales | None,
-    bias: torch.Tensor | None, epilogue: bool, keep_z: bool,
-) -> None:  # fmt: skip
+    call: Call, own: Operands, S: torch.Tensor, index: int, base_TN: torch.Tensor | None = None, composed: bool = False,
+    keep_z: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    """S B' of one layer, [T, N], onto which the base product is to be accumulated. With the base product, which is written
+    over: y, and z where it is to be kept. composed: y = g z + bias with the scales of the layer, else y = z + bias."""
     size, layout, segments, tables = sizes.sizes_for(call.dtype), call.layout, call.segment_tables, call.tables
     assert segments is not None and tables is not None
-    N, span = layout.sizes[index], size.up_n * size.up_loop
+    N, span, epilogue = layout.sizes[index], size.up_n * size.up_loop, base_TN is not None
+    scales = own.scales[index] if composed else None
+    bias = None if base_TN is None else own.biases[index] if scales is None else scales.bias
+    y_TN = torch.empty(call.T, N, dtype=call.dtype, device=call.device) if base_TN is None or keep_z else base_TN
+    z_TN = y_TN if base_TN is None else base_TN
     args = (
-        S, own.B[index], bias, None if scales is None else scales.g, z, y, segments.blocks[size.up_m], tables.places[index],
-        tables.adapters, N, layout.width, span,
+        S, own.B[index], bias, None if scales is None else scales.g, z_TN, y_TN, segments.blocks[size.up_m],
+        tables.places[index], tables.adapters, N, layout.width, span,
     )  # fmt: skip
     key = ("up", call.shape, index, sizes.dtype_of(bias), scales is None, epilogue, keep_z)
     if not launcher.launched(segments.launches, key, args):
@@ -275,6 +261,7 @@ def _launch_up(
             BM=size.up_m, BN=size.up_n, BR=sizes.block_of(layout.max_padded[index], 64), num_warps=size.up_warps,
             num_stages=size.up_stages,
         )  # fmt: skip
+    return y_TN, z_TN if keep_z else None
 
 
 def compose(call: Call, scales: Scales, z_TN: torch.Tensor, y_TN: torch.Tensor) -> None:

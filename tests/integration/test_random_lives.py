@@ -1,0 +1,150 @@
+"""Random runs, stopped, killed, broken off, shortened, sent back and resumed at random, with jobs that fail and budgets of few
+tokens: in the end their jobs have the bits of a run that was let alone."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import random
+import signal
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import WORDS, tiny_model
+from seeds import SEED, SOAK
+
+import packlora
+from packlora.report.events import Event, Stop
+from packlora.runtime import checkpoint
+from packlora.runtime.job import Job
+from packlora.schedule.planner import Planner
+
+TARGETS: list[Any] = ["all-linear", ["q_proj", "v_proj"], ["k_proj", "up_proj", "down_proj"], ["o_proj"]]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> str:
+    """qwen2, which has biases."""
+    folder = tmp_path_factory.mktemp("base")
+    tiny_model("qwen2", num_hidden_layers=1, hidden_size=32, intermediate_size=48).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def drawn_run(draw: random.Random, base: str, folder: Path) -> dict[str, Any]:
+    """One to three jobs of any kind."""
+    jobs = []
+    for name in "abc"[: draw.choice([1, 2, 2, 3])]:
+        path = folder / f"{name}.jsonl"
+        picks = [["fox"], *(draw.choices(WORDS, k=draw.randint(1, 7)) for _ in range(draw.randint(2, 11)))]
+        path.write_text("".join(json.dumps({"prompt": " ".join(p), "completion": p[0]}) + "\n" for p in picks))
+        dora, bias = draw.random() < 0.4, draw.choice(["none", "none", "all", "lora_only"])
+        adapter = {
+            "r": draw.choice([1, 2, 5, 16]), "use_dora": dora, "lora_dropout": draw.choice([0.0, 0.0, 0.2]), "bias": bias,
+            "target_modules": draw.choice(TARGETS), "dora_dropout": draw.choice(["peft", "low_rank"]),
+        }  # fmt: skip
+        train = {
+            "global_batch_size": draw.randint(1, 3), "num_train_epochs": draw.choice([1, 1.5, 3]),
+            "learning_rate": draw.choice([1e-3, *[1e-2] * 6, 1e30]), "max_grad_norm": draw.choice([0, 1]),
+            "lr_scheduler_type": draw.choice(["constant", "cosine", "linear"]), "shuffle": draw.random() < 0.7,
+        }  # fmt: skip
+        data = {"path": str(path), "truncate": "right"} | ({"eval_path": str(path)} if draw.random() < 0.5 else {})
+        jobs.append({"name": name, "data": data, "adapter": adapter, "train": train})
+    return {
+        "base_model": base, "max_tokens_per_microbatch": draw.choice([20, 30, 60, 200]), "device": "cpu",
+        "eval_every": draw.choice([0, 1, 2, 3]), "gradient_checkpointing": draw.random() < 0.2, "save_total_limit": None,
+        "schedule": {"method": draw.choice(["auto", "greedy", "solo"])}, "jobs": jobs,
+    }  # fmt: skip
+
+
+def spoiling(monkeypatch: pytest.MonkeyPatch, name: str, step: int) -> None:
+    """The loss of this job is NaN at this step."""
+    original = Job.optimizer_step
+
+    def stepped(job: Job) -> Any:
+        if (job.name, job.step) == (name, step) and job._loss_sum is not None:
+            job._loss_sum = job._loss_sum * torch.nan
+        return original(job)
+
+    monkeypatch.setattr(Job, "optimizer_step", stepped)
+
+
+def at_event(number: int, answer: Callable[[], Any]) -> Callable[[Event], Any]:
+    """A subscriber that answers the number-th event."""
+    heard = itertools.count(1)
+    return lambda event: answer() if next(heard) == number else None
+
+
+def killed(tree: dict[str, Any], number: int) -> None:
+    """A run in a process of its own, which gets SIGKILL at the number-th event."""
+    child, code = os.fork(), 1
+    if not child:
+        try:
+            kill = at_event(number, lambda: signal.raise_signal(signal.SIGKILL))
+            packlora.train(tree, resume=True, subscribers=[kill])
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) in (0, -signal.SIGKILL)
+
+
+def session(draw: random.Random, tree: dict[str, Any], life: list[str], steps: int) -> None:
+    """One call of packlora.train that comes to no good end, or to one that is too early."""
+    kind = draw.choice(["stop", "stop job", "kill", "kill", "break off", "shorten", "send back"])
+    number, job = draw.randint(1, draw.choice([8, 20, 60])), draw.choice(tree["jobs"])["name"]
+    tree = {**tree, "save_every": draw.choice([0, 1, 2, 3])}
+    life.append(f"{kind} {job} at event {number}")
+    options: dict[str, Any] = {"resume": True, "subscribers": [at_event(number, Stop)]}
+    if kind == "stop job":
+        options["subscribers"] = [at_event(number, lambda: Stop(job))]
+    elif kind == "break off":
+        options["subscribers"] = [at_event(number, lambda: signal.default_int_handler(signal.SIGINT, None))]
+    elif kind == "shorten":
+        options = {"resume": True, "max_steps": draw.randint(1, steps)}
+    elif kind == "send back":
+        options["resume_from"] = [f"{job}={draw.choice([0, *checkpoint.steps(Path(tree['output_dir'], job))])}"]
+        life[-1] += f", {options['resume_from']}"
+    with contextlib.suppress(KeyboardInterrupt):
+        killed(tree, number) if kind == "kill" else packlora.train(tree, **options)
+
+
+def numbers(out: Path, log: str) -> dict[tuple[str, int], Any]:
+    lines = map(json.loads, (out / log).read_text().splitlines() if (out / log).exists() else [])
+    keys = ("loss", "grad_norm", "lr", "tokens") if log == "metrics.jsonl" else ("eval_loss",)
+    found = [((line["job"], line["step"]), [line[key] for key in keys]) for line in lines]
+    assert len(dict(found)) == len(found), "a step is there twice"
+    return dict(found)
+
+
+@pytest.mark.parametrize("number", range(300 if SOAK else 5))
+def test_whatever_became_of_a_run_its_jobs_have_the_bits_of_one_that_was_let_alone(
+    number: int, base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw = random.Random(SEED + number)
+    tree, whole, out = drawn_run(draw, base, tmp_path), tmp_path / "whole", tmp_path / "out"
+    monkeypatch.setattr("packlora.runtime.windows.Planner", partial(Planner, window_rounds=draw.choice([1, 1, 2])))
+    if draw.random() < 0.4:
+        spoiling(monkeypatch, draw.choice(tree["jobs"])["name"], draw.randint(0, 5))
+    want = packlora.train({**tree, "output_dir": str(whole), "save_every": 1})
+    life, steps = list[str](), max(job.step for job in want.jobs.values())
+    for _ in range(draw.randint(1, 11)):
+        session(draw, {**tree, "output_dir": str(out)}, life, steps + 1)
+    got = packlora.train({**tree, "output_dir": str(out)}, resume=True)
+    told = f"seed {SEED + number}: {', '.join(life)}"
+    for name, job in got.jobs.items():
+        alike = (job.status, job.step) == (want.jobs[name].status, want.jobs[name].step)
+        assert alike or (job.status == "done" and any(one.startswith(f"stop job {name}") for one in life)), told
+        same = whole / name if alike else whole / name / f"checkpoint-{job.step}"
+        for file in ("adapter_model.safetensors", "adapter_config.json"):
+            assert (out / name / file).read_bytes() == (same / file).read_bytes(), told
+    for log in ("metrics.jsonl", "evals.jsonl"):  # a job that was shortened was also evaluated where it ended
+        ours, theirs = numbers(out, log), numbers(whole, log)
+        taken = {key: value for key, value in theirs.items() if key[1] <= got.jobs[key[0]].step}
+        assert {key: ours.get(key) for key in taken} == taken, told
+    assert not list(out.glob("**/.tmp-*")), told
