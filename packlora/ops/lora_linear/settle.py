@@ -57,14 +57,7 @@ def settle(
 
         kernels = triton_path
         rows = triton_path.scale_rows if device.type == "cuda" else scale_rows
-        known = tuple(segment for segment in segments if segment.adapter < num_adapters)  # others are of other layers
-        key = (known, T, device, dtype == torch.float32, num_adapters)
-        most = None if moving is None else moving.most
-
-        def make() -> SegmentTables:
-            return triton_path.segment_tables(known, T, device, dtype, num_adapters, most)
-
-        segment_tables = _SEGMENT_TABLES.get(key, make) if moving is None else moving.tables(key[2:], known, make)
+        segment_tables = _tables(segments, T, device, dtype, num_adapters, moving)
         fused = "fused" in (plan.up, plan.dx) and triton_path.fusable(x_TK, layers)
         if not fused:
             plan_up = ["routed" if each == "fused" else each for each in plan_up]
@@ -96,6 +89,22 @@ def settle(
         segment_tables=segment_tables,
         moving=moving is not None,
     )  # fmt: skip
+
+
+def _tables(
+    segments: Sequence[Segment], T: int, device: torch.device, dtype: torch.dtype, num_adapters: int, moving: MovingSegments | None
+) -> SegmentTables:  # fmt: skip
+    """Of segments, shared by all groups of as many adapters."""
+    from packlora.ops.lora_linear import triton_path
+
+    known = tuple(segment for segment in segments if segment.adapter < num_adapters)  # others are of other layers
+    most = None if moving is None else moving.most
+
+    def make() -> SegmentTables:
+        return triton_path.segment_tables(known, T, device, dtype, num_adapters, most)
+
+    key = (device, dtype == torch.float32, num_adapters)
+    return _SEGMENT_TABLES.get((known, T, *key), make) if moving is None else moving.tables(key, known, make)
 
 
 def _any_bias(layer: Layer) -> bool:
