@@ -115,7 +115,7 @@ def save_adapter(folder: Path, adapter: Adapter) -> None:
     config = adapter.spec.peft.to_dict()
     config["inference_mode"] = True
     config = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
-    tensors = state_dict(adapter)
+    tensors = state_dict(adapter, adapter.flat.cpu())
     write_tensors(folder / WEIGHTS, {key + ".weight" * key.endswith(MAGNITUDE): tensors[key] for key in tensors})
     write_json(folder / CONFIG, config)
 

@@ -80,7 +80,9 @@ class WindowPlanned:
 class MicrobatchDone:
     """Forward and backward of a microbatch are done: a line of microbatches.jsonl.
 
-    batches: global batch by job. capacity: the token budget. tokens, samples: by job. seconds, predicted: of the microbatch.
+    batches: global batch by job. capacity: the token budget. tokens, samples: by job. seconds: with the steps that it
+    completes; on a GPU, which is waited for where a job steps, one without a step ends when it is launched, and its time is in
+    that of the next. predicted: seconds without steps.
     """
 
     index: int

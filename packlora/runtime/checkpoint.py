@@ -77,7 +77,7 @@ def save_checkpoint(folder: Path, job: Job, run: str, keep: int | None = None) -
         save_adapter(out, job.adapter)
         write_tensors(out / OPTIMIZER, _optimizer_tensors(job))
         if job.last_good is not None:
-            write_tensors(out / LAST_GOOD, state_dict(job.adapter, job.last_good))
+            write_tensors(out / LAST_GOOD, state_dict(job.adapter, job.last_good.cpu()))
         write_json(out / STATE, job.trainer_state())
         _write_manifest(out, job, run, {file.name for file in out.iterdir()})
 

@@ -78,8 +78,8 @@ class FlatAdamW:
             span.steps += 1
 
     def state(self) -> dict[str, dict[str, torch.Tensor]]:
-        """By parameter that has taken a step, what torch.optim.AdamW keeps of it: step, exp_avg, exp_avg_sq."""
-        first, second = map(self.layout.views, self._made())
+        """By parameter that has taken a step, what torch.optim.AdamW keeps of it: step, exp_avg, exp_avg_sq; on the CPU."""
+        first, second = (self.layout.views(moment.cpu()) for moment in self._made())
         return {
             name: {"step": torch.tensor(float(span.steps)), "exp_avg": first[name], "exp_avg_sq": second[name]}
             for span in self._spans if span.steps

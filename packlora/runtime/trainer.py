@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -76,17 +77,18 @@ class Trainer:
             left_out: how the jobs of the run stand that are not trained.
         """
         self.run, self.prepared, self.base, self.executor, self.jobs = run, prepared, base, executor, jobs
-        self.profile, self.folder, self.events, self.notes = profile, folder, events, notes
+        self.profile, self.folder, self.events, self.stop, self.notes = profile, folder, events, events.stop, notes
         self.left_out = dict(left_out or {})
         self.by_name = {job.name: job for job in jobs}
         is_auto = run.max_tokens_per_microbatch == "auto"
         self.budget = TokenBudget(prepared.budget, prepared.longest, is_auto, base.device)
-        self.stop = events.stop
         self.evaluator = Evaluator(base.device, executor, jobs, run.eval_every, self.budget, self.stop)
         self.stepped: list[Job] = []
         """Jobs that have stepped since evaluations and checkpoints were last seen to."""
         self.began: dict[str, float] = {}
         """When the global batch that a job is in began, by `_elapsed`."""
+        self.untold: tuple[float, MicrobatchDone] | None = None
+        """When a microbatch began that is told when its steps, for which the device is waited, are done."""
         self.tokens = 0
         self.start = time.perf_counter()
         self.elapsed_before = max((line["elapsed"] for job in jobs for line in job.log_history), default=0.0)
@@ -179,15 +181,11 @@ class Trainer:
             else:
                 job.discard()
         self.tokens += sum(done.tokens.values())
-        names = {job.adapter.number: job.name for job, _ in present}
-        self.events.emit(
-            MicrobatchDone(
-                self.num_microbatches, first_round, slot, min(batch for _, batch in present),
-                {job.name: batch for job, batch in present}, self.budget.tokens,
-                {names[number]: count for number, count in done.tokens.items()},
-                {names[number]: count for number, count in done.samples.items()},
-                self._elapsed() - start, self.profile.seconds(microbatch),
-            )
+        self.untold = start, MicrobatchDone(
+            self.num_microbatches, first_round, slot, min(batches.values()), {job.name: batch for job, batch in present},
+            self.budget.tokens, {self.jobs[number].name: count for number, count in done.tokens.items()},
+            {self.jobs[number].name: count for number, count in done.samples.items()}, 0.0,
+            self.profile.seconds(microbatch),
         )  # fmt: skip
         self.num_microbatches += 1
         return True
@@ -207,6 +205,9 @@ class Trainer:
         due = [job for job, batch in complete if _is_due(job, batch)]
         assert all(job.step == batch for job, batch in complete if _is_due(job, batch)), "a step was left out"
         taken, elapsed = list(zip(due, take_steps(due), strict=True)), self._elapsed()
+        if self.untold is not None:
+            (start, done), self.untold = self.untold, None
+            self.events.emit(replace(done, seconds=elapsed - start))
         for job, result in taken:
             seconds = elapsed - self.began.pop(job.name)
             if result is not None:

@@ -5,13 +5,22 @@ make gpu
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
+from conftest import tiny_model
+from peft import LoraConfig
 from waits import no_waiting
 
+from packlora.adapters.attach import attach
 from packlora.adapters.flat import FlatLayout, total_norm
-from packlora.config import TrainConfig
+from packlora.adapters.spec import resolve
+from packlora.config import JobConfig, TrainConfig
+from packlora.data.dataset import JobData
+from packlora.data.encode import Sample
+from packlora.runtime.job import Job
 from packlora.runtime.optimizer import FlatAdamW
+from packlora.runtime.run import deterministic
 
 pytestmark = [
     pytest.mark.gpu,
@@ -56,3 +65,28 @@ def test_steps_are_those_of_torchs_fused_adamw_move_versions_and_wait_for_nothin
 def test_the_norm_of_many_elements_is_that_of_float64() -> None:
     flat = torch.randn(2**24, device="cuda")
     torch.testing.assert_close(total_norm(flat).double(), flat.double().norm(), rtol=2e-6, atol=0)
+
+
+def test_a_job_collects_and_begins_its_step_without_waiting_and_waits_once() -> None:
+    model = tiny_model("llama").to("cuda")
+    config = LoraConfig(r=4, target_modules="all-linear", use_dora=True)
+    _, (adapter,) = attach(model, {"job": resolve(config, model, "job")}, 0)
+    job_config = JobConfig.model_validate({"name": "job", "data": {"path": "rows"}, "train": {"max_steps": 9}})
+    samples = [Sample(np.arange(5, dtype=np.int32), np.arange(5) > 0)] * 8
+    job = Job(job_config, JobData("job", samples, job_config.train, 0), [], adapter)
+    loss = torch.tensor(3.0, dtype=torch.float64, device="cuda")
+    with deterministic():
+        for _ in range(3):
+            for _ in range(2):
+                for parameter in job.parameters.values():
+                    parameter.grad = torch.randn_like(parameter)
+                with no_waiting():
+                    job.collect(loss, 7)
+            with no_waiting():
+                numbers = job.optimizer_step()
+            known = numbers.tolist()
+            with no_waiting():
+                result = job.after_step(known)
+            assert result is not None
+            assert result.loss == 6.0 / job.label_tokens(job.step - 1)
+            assert result.grad_norm > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from conftest import tiny_model
@@ -10,7 +11,10 @@ from peft import LoraConfig
 from packlora.adapters.attach import Adapter, attach
 from packlora.adapters.flat import FlatLayout, total_norm
 from packlora.adapters.spec import resolve
-from packlora.config import TrainConfig
+from packlora.config import JobConfig, TrainConfig
+from packlora.data.dataset import JobData
+from packlora.data.encode import Sample
+from packlora.runtime.job import Job, take_steps
 from packlora.runtime.optimizer import FlatAdamW
 
 SHAPES: dict[str, tuple[int, ...]] = {
@@ -195,3 +199,85 @@ def test_writing_into_one_job_leaves_the_versions_of_another() -> None:
     one.flat.add_(1)
     assert before == [parameter._version for parameter in other.named_parameters().values()]
     assert all(parameter._version for parameter in one.named_parameters().values())
+
+
+# --- jobs ------------------------------------------------------------------------------------------------------------------
+
+
+def made_job(**train: object) -> Job:
+    (adapter, *_) = attached(bias="all")
+    config = JobConfig.model_validate({"name": "job", "data": {"path": "rows"}, "train": {"max_steps": 9, **train}})
+    samples = [Sample(np.arange(5, dtype=np.int32), np.arange(5) > 0)] * 8
+    return Job(config, JobData("job", samples, config.train, 0), [], adapter)
+
+
+def some_gradients(job: Job, missing: str) -> dict[str, torch.Tensor]:
+    return {name: torch.randn_like(p) for name, p in job.parameters.items() if missing not in name}
+
+
+def ran(job: Job, grads: dict[str, torch.Tensor], loss: float = 3.0) -> None:
+    """A microbatch has left gradients in the parameters."""
+    for name, grad in grads.items():
+        job.parameters[name].grad = grad.clone()
+    job.collect(torch.tensor(loss, dtype=torch.float64), 7)
+    assert all(parameter.grad is None for parameter in job.parameters.values())
+
+
+def test_gradients_of_microbatches_are_summed_and_clipped_as_torch_does() -> None:
+    torch.manual_seed(4)
+    job = made_job(weight_decay=0.1, max_grad_norm=0.5)
+    theirs = {name: torch.nn.Parameter(p.detach().clone()) for name, p in job.parameters.items()}
+    biases = [p for name, p in theirs.items() if name.endswith("/bias")]
+    others = [p for name, p in theirs.items() if not name.endswith("/bias")]
+    groups = [{"params": others}, {"params": biases, "weight_decay": 0.0}]
+    torchs = torch.optim.AdamW(groups, weight_decay=0.1)
+    for missing in (("down_proj", "layers.0"), ("nothing", "bias"), ("layers.1", "layers.1")):
+        parts = [some_gradients(job, part) for part in missing]
+        torchs.zero_grad()
+        for part in parts:
+            for name, grad in part.items():
+                total = theirs[name].grad
+                theirs[name].grad = grad.clone() if total is None else total + grad
+        norm = torch.nn.utils.clip_grad_norm_(theirs.values(), 0.5)
+        for group in torchs.param_groups:
+            group["lr"] = job.lr_at(job.step)
+        torchs.step()
+        for part in parts:
+            ran(job, part)
+        (result,) = take_steps([job])
+        assert result is not None
+        assert result.grad_norm == pytest.approx(float(norm), rel=1e-6)
+        for name, parameter in job.parameters.items():
+            torch.testing.assert_close(parameter, theirs[name], rtol=1e-5, atol=1e-7)
+    assert not job.untrained
+
+
+def test_a_step_that_is_not_to_be_leaves_every_bit_as_it_was() -> None:
+    torch.manual_seed(5)
+    for spoil in ("loss", "gradient", "no gradient"):
+        job = made_job()
+        ran(job, some_gradients(job, "nothing"))
+        assert take_steps([job])[0] is not None
+        want = job.adapter.flat.clone(), job.last_good
+        grads = {} if spoil == "no gradient" else some_gradients(job, "nothing")
+        if spoil == "gradient":
+            next(iter(grads.values())).fill_(float("inf"))
+        ran(job, grads, float("nan") if spoil == "loss" else 1.0)
+        assert take_steps([job]) == [None]
+        assert (job.status, job.step) == ("failed", 0 if spoil == "loss" else 1)
+        assert want[1] is not None
+        assert torch.equal(job.adapter.flat, want[1] if spoil == "loss" else want[0]), spoil
+
+
+def test_what_was_discarded_is_in_no_step() -> None:
+    torch.manual_seed(6)
+    job, again = made_job(), made_job()
+    grads = some_gradients(job, "nothing")
+    ran(job, some_gradients(job, "nothing"))
+    left = next(iter(job.parameters.values()))
+    left.grad = torch.ones_like(left)  # of a microbatch that broke off
+    job.discard()
+    for one in (job, again):
+        ran(one, grads)
+    assert take_steps([job]) == take_steps([again])
+    assert torch.equal(job.adapter.flat, again.adapter.flat)
