@@ -49,8 +49,9 @@ PRODUCTS_SECONDS = 0.1
 """For finding out how fast the machine multiplies."""
 LAYER_SECONDS = {"cuda": 5e-5, "cpu": 3e-4}
 """Of the forward of a decoder layer, however few its tokens are."""
-OPTIMIZER_BYTES = 12
-"""Per trainable parameter, of what training keeps beside parameter and gradient: two moments and the last good value."""
+OPTIMIZER_BYTES = 16
+"""Per trainable parameter, of what training keeps beside parameter and a microbatch's gradient: that of the global batch, two
+moments and the last good value."""
 ATTENTION_SLOWER = 2.5
 """Attention's products against large plain ones, time per operation."""
 
@@ -176,10 +177,10 @@ def machine_flops(device: torch.device, dtype: str) -> float:
 def memory_parts(run: Run, prepared: PreparedRun, tokens: int) -> dict[str, int]:
     """Bytes by what holds them, in a microbatch of so many tokens.
 
-    Counted: frozen weights; per trainable parameter its value, gradient, two AdamW moments and the last good value (4 bytes
-    each); per token and layer the tensors that backward needs (or with checkpointing one per layer and one layer's worth);
-    logits of the label tokens, their softmax and gradient. Not counted: temporary buffers, the allocator's rounding, the
-    interpreter and its libraries (about 0.6 GiB of a CPU process).
+    Counted: frozen weights; per trainable parameter its value, the gradients of microbatch and global batch, two AdamW moments
+    and the last good value (4 bytes each); per token and layer the tensors that backward needs (or with checkpointing one per
+    layer and one layer's worth); logits of the label tokens, their softmax and gradient. Not counted: temporary buffers, the
+    allocator's rounding, the interpreter and its libraries (about 0.6 GiB of a CPU process).
     """
     shape, width = prepared.shape, getattr(torch, run.dtype).itemsize
     # two norms keep input and float32 normalised copy, their outputs feed the projections; queries and keys before and
@@ -194,7 +195,7 @@ def memory_parts(run: Run, prepared: PreparedRun, tokens: int) -> dict[str, int]
     labels = max(job.data.label_share for job in prepared.jobs)
     return {
         "frozen weights": shape.parameters * width,
-        "adapters and optimizer": prepared.trainable * 4 * 5,
+        "adapters and optimizer": prepared.trainable * 4 * 6,
         "activations": tokens * kept,
         "logits": round(tokens * labels * shape.vocabulary * (4 * 2 + width)),
     }
