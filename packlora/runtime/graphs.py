@@ -82,9 +82,11 @@ class Gradients:
     def add(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Add those that are there, by as few launches as there can be."""
         found = [(buffer, grad) for buffer, grad in zip(self._buffers, grads, strict=True) if grad is not None]
-        if found:
-            into, added = zip(*found, strict=True)
-            torch._foreach_add_(into, added)
+        for alike in (True, False):  # one that lies otherwise would make a launch of each
+            pairs = [pair for pair in found if (pair[0].stride() == pair[1].stride()) == alike]
+            if pairs:
+                into, added = zip(*pairs, strict=True)
+                torch._foreach_add_(into, added)
 
     def leave(self, reached: Sequence[bool], adapters: Collection[int]) -> None:
         """Leave the buffers in the parameters of these adapters which the backward has reached: so their jobs know."""

@@ -17,15 +17,48 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
+import torch
+
 from packlora.ops.lora_linear.tables import SegmentTables
 from packlora.ops.lora_linear.types import Segment
+from packlora.ops.stamp import Unchanged
 
 
 class Operands(Protocol):
     """Of a group of layers (prepared.Prepared)."""
 
     def refresh(self) -> None:
-        """Bring them up to date with the parameters."""
+        """Bring all up to date with the parameters."""
+
+    def refresh_scales(self) -> None:
+        """Bring those up to date that are more than copies."""
+
+    def copies(self) -> Sequence[tuple[int, torch.Tensor, torch.Tensor]]:
+        """Adapter, place and source of those that are copies."""
+
+
+class _Copies:
+    """Of the operands of one adapter, over all groups."""
+
+    def __init__(self) -> None:
+        self.sources: list[torch.Tensor] = []
+        self._parts: tuple[tuple[list[torch.Tensor], list[torch.Tensor]], ...] = (([], []), ([], []))
+        """Places and sources that lie alike, which are copied by few launches, and the others."""
+        self._unchanged = Unchanged()
+
+    def add(self, into: torch.Tensor, source: torch.Tensor) -> None:
+        self.sources.append(source)
+        places, sources = self._parts[into.stride() != source.stride()]
+        places.append(into)
+        sources.append(source)
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        if self._unchanged(self.sources):
+            return
+        for places, sources in self._parts:
+            if places:
+                torch._foreach_copy_(places, sources)
 
 
 class MovingSegments:
@@ -39,6 +72,7 @@ class MovingSegments:
         self._boundaries = self.nominal
         self._tables: dict[Hashable, tuple[tuple[Segment, ...], SegmentTables]] = {}
         self._operands: dict[int, Operands] = {}
+        self._copies: dict[int, _Copies] = {}
 
     @property
     def most(self) -> int:
@@ -61,14 +95,19 @@ class MovingSegments:
 
     def serve(self, operands: Operands) -> None:
         """These take part: they are up to date now, and after each `refresh`."""
-        if id(operands) not in self._operands:
-            self._operands[id(operands)] = operands
-            operands.refresh()
+        if id(operands) in self._operands:
+            return
+        self._operands[id(operands)] = operands
+        operands.refresh()
+        for adapter, into, source in operands.copies():
+            self._copies.setdefault(adapter, _Copies()).add(into, source)
 
     def refresh(self) -> None:
-        """Bring the operands of all calls up to date with their parameters."""
+        """Bring the operands of all calls up to date with their parameters, adapter by adapter: jobs step by themselves."""
+        for copies in self._copies.values():
+            copies.refresh()
         for operands in self._operands.values():
-            operands.refresh()
+            operands.refresh_scales()
 
     def _placed(self, segments: Sequence[Segment]) -> list[Segment]:
         by_adapter = {segment.adapter: segment for segment in segments}

@@ -177,8 +177,16 @@ class Prepared:
         with _REFRESHING:
             self.turn, self._pass = self.turn + 1, _backward_pass()
             self._pack()
-            for made in self._composed:
-                made.refresh(self.version_counted)
+            self.refresh_scales()
+
+    def refresh_scales(self) -> None:
+        """Those of layers with magnitudes or biases of adapters."""
+        for made in self._composed:
+            made.refresh(self.version_counted)
+
+    def copies(self) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
+        """Adapter, place and source of every operand that is copied to where products read it."""
+        return [(self._sources[at].number, into, self._sources[at].operand) for at, into in self._copies.items()]
 
     def serve(self, turn: int) -> None:
         """Be ready for a backward whose forward was at this turn."""
