@@ -49,7 +49,9 @@ def _attention(
     if attention_mask is not None or query.shape[0] != 1 or not getattr(module, "is_causal", True):
         raise RuntimeError(f"{type(module).__name__}: packed attention takes one causal row without a mask")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return packed_attention(query[0], key[0], value[0], sample_lengths, scale, sliding_window, softcap)[None], None
+    # squeezed, not indexed: the gradient of an index is a tensor of zeros with a copy in it, laid out as nobody wants it
+    q, k, v = query.squeeze(0), key.squeeze(0), value.squeeze(0)
+    return packed_attention(q, k, v, sample_lengths, scale, sliding_window, softcap)[None], None
 
 
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _attention)
@@ -137,5 +139,5 @@ def hidden_states(
     output = model.base_model(
         input_ids=input_ids_T[None], position_ids=position_ids_T[None], use_cache=False, sample_lengths=samples
     )
-    hidden: torch.Tensor = output.last_hidden_state[0]
+    hidden: torch.Tensor = output.last_hidden_state.squeeze(0)
     return hidden
