@@ -173,8 +173,11 @@ def run_moving(case: GroupCase, dtype: torch.dtype, plan: Plan, poison: bool = F
     """The same by a call whose segments are on the device: it has run for others before."""
     own, leaves = cast(case, dtype)
     T, of = len(own.x), {segment.adapter: segment for segment in own.segments}
-    moving = MovingSegments(T, sorted(of))
-    nominal = [replace(of[number], start=start, stop=stop) for number, start, stop in moving.nominal]
+    moving = MovingSegments(T, [*sorted(of), max(of) + 1])  # the last one is on none of the layers
+    nominal = [
+        replace(of.get(number, own.segments[0]), adapter=number, start=start, stop=stop)
+        for number, start, stop in moving.nominal
+    ]
     state = GroupState(version_counted=True)
     with poisoned() if poison else mock.MagicMock():
         for boundaries in ([(number, at, at + 1) for at, number in enumerate(of)], own.segments):

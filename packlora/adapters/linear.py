@@ -181,5 +181,5 @@ def compute(x: torch.Tensor, calls: Sequence[AdaptedCall]) -> tuple[torch.Tensor
             dropout = max(spec.dropout for spec in specs) if owners.keys_T2 is not None else 0.0
             segments.append(Segment(number, start, stop, dropout, all(spec.base_dropped for spec in specs)))
     layers, state = first.attached.operands(members)
-    plan = first.attached.chooser.plan_of(x, layers, segments, owners.moving is not None)
+    plan = first.attached.chooser.plan_of(x, layers, segments, owners.moving is not None and owners.moving.moves)
     return lora_group(x, layers, segments, owners.keys_T2, first.salt, plan, state, recompute_of(x), owners.moving)

@@ -61,7 +61,8 @@ def collate(
 
     Args:
         weights: by owner, of each of its label tokens' losses in the gradient.
-        total: tokens that the row has at least; those of nobody come last, in samples no longer than the others.
+        total: tokens that the row has at least; those of nobody come last, in samples no longer than the others and of the
+            first one's tokens: a model gives finite numbers for these if it does so for the data.
     """
     ids, positions, rows, labels = [], [], [], []
     lengths: list[int] = []
@@ -90,7 +91,7 @@ def collate(
     while start < total:
         filler = min(total - start, max(longest, MIN_ROWS))
         start += filler
-        ids.append(np.zeros(filler, np.int64))
+        ids.append(np.resize(samples[0].sample.ids, filler))
         positions.append(np.arange(filler))
         lengths.append(filler)
     few = MIN_ROWS - sum(num_rows.values())

@@ -376,7 +376,7 @@ def why_no_graphs(run: Run, base: Base, jobs: Sequence[Job]) -> str | None:
         return "the loss of this model needs more than the hidden states and the output layer"
     if run.gradient_checkpointing:
         return "gradient_checkpointing recomputes activations from the host"
-    for job in jobs:
+    for job in jobs if len(jobs) > 1 else ():
         if job.adapter.spec.peft.use_dora and job.adapter.spec.peft.lora_dropout:
             return f"job {job.name!r} is DoRA with dropout, whose two base products are made segment by segment"
     return None

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from graph_runs import Pretended, Run, attention_by_starts
+from graph_runs import JOBS, Pretended, Run, attention_by_starts
 
 from packlora.adapters.owners import MIN_ROWS
 from packlora.data.encode import Sample
@@ -30,6 +30,12 @@ class Fixed(PlanChooser):
         return self.plan if moving else CHAIN
 
 
+class Always(Fixed):
+    def plan_of(self, x: Any, layers: Any, segments: Any, moving: bool = False) -> Plan:
+        assert not moving
+        return self.plan
+
+
 def test_microbatches_of_one_shape_train_as_each_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     want = Run(None, shrink=4).train()
     attention_by_starts(monkeypatch)
@@ -38,6 +44,25 @@ def test_microbatches_of_one_shape_train_as_each_by_itself(monkeypatch: pytest.M
     got = run.train()
     assert not run.told and isinstance(run.executor, GraphedDevice)
     assert run.executor._recorder.recorded == 2  # forward and backward of the shape that came more than twice
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("plan", [CHAIN, ROUTED], ids=lambda plan: plan.name)
+@pytest.mark.parametrize("job", ["lora", "dora", "dora with dropout"])
+def test_one_job_owns_the_tokens_of_nobody_and_trains_as_without_them(
+    monkeypatch: pytest.MonkeyPatch, job: str, plan: Plan
+) -> None:
+    """Any plan, DoRA with dropout too: no boundary has to be looked up."""
+    if "dropout" in job and plan != CHAIN:
+        pytest.skip("no kernels for two base products")
+    monkeypatch.setitem(JOBS, "dora with dropout", JOBS["dora"] | {"lora_dropout": 0.2})
+    want = Run(None, shrink=4, jobs=(job,)).train()
+    attention_by_starts(monkeypatch)
+    monkeypatch.setattr(graphs, "LEAST_TOKENS", 64)
+    run = Run(Pretended, Always(plan), shrink=4, jobs=(job,))
+    got = run.train()
+    assert not run.told and run.executor._recorder is not None
     for one, other in zip(got, want, strict=True):
         torch.testing.assert_close(one, other, rtol=2e-4, atol=2e-5)
 

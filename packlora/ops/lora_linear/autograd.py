@@ -67,7 +67,7 @@ def lora_group(
             prepared.refresh()
         else:
             moving.serve(prepared)
-        call = prepared.call(x_TK, segments, salt, plan, moving)
+        call = prepared.call(x_TK, segments, salt, plan, moving if moving is not None and moving.moves else None)
         if is_checkpointed():  # makes x again anyway, which is then alive no longer than its block's backward
             recompute = None
         if not saving_is_hooked() or prepared.trains_magnitude():

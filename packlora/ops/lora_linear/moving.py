@@ -62,7 +62,9 @@ class _Copies:
 
 
 class MovingSegments:
-    """Segments of `total` tokens: at most one for each of `adapters`, and tokens of nobody between."""
+    """Segments of `total` tokens: at most one for each of `adapters`, and tokens of nobody between. One adapter by itself has
+    all tokens, those of nobody too: calls are then as fast as they are without boundaries to look up.
+    """
 
     def __init__(self, total: int, adapters: Sequence[int]) -> None:
         self.total, self.adapters = total, tuple(adapters)
@@ -73,6 +75,11 @@ class MovingSegments:
         self._tables: dict[Hashable, tuple[tuple[Segment, ...], SegmentTables]] = {}
         self._operands: dict[int, Operands] = {}
         self._copies: dict[int, _Copies] = {}
+
+    @property
+    def moves(self) -> bool:
+        """Whether calls must read boundaries from the device."""
+        return len(self.adapters) != 1
 
     @property
     def most(self) -> int:
