@@ -24,6 +24,7 @@ import torch
 from torch.nn.functional import linear
 
 from packlora.ops.dropout.keys import dropout_factor, dropped
+from packlora.ops.gpu import rounds_before_adding
 
 
 class TracedLayer(NamedTuple):
@@ -75,8 +76,14 @@ def _up(
     return (y_TN if layer.bias is None else y_TN + layer.bias).to(x_TK.dtype)
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _rounds_first(device: torch.device) -> bool:
+    return rounds_before_adding(device)
+
+
 def _onto(low_TN: torch.Tensor, x_TK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
-    """low + x W'. In wider dtypes a product rounds more when it accumulates onto something."""
-    if x_TK.element_size() == 2:
+    """low + x W'. In wider dtypes a product rounds more when it accumulates onto something; where the library rounds before it
+    adds, accumulating brings nothing, and a sum by itself can be fused with what reads it."""
+    if x_TK.element_size() == 2 and not _rounds_first(x_TK.device):
         return torch.addmm(low_TN, x_TK, weight_NK.t())
     return linear(x_TK, weight_NK) + low_TN
