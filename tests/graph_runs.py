@@ -86,24 +86,25 @@ class Run:
                     buffer.zero_()
                     parameter.grad = None
 
+    def packed(self, number: int) -> list[PackedSample]:
+        generator, packed = np.random.default_rng(number), []
+        for index, (owner, length) in enumerate(self.owned(number)):
+            sample = Sample(generator.integers(3, TINY["vocab_size"], length).astype(np.int32), np.arange(length) > 2)
+            packed.append(PackedSample(owner, sample, index, number, 11 if owner == 0 else None))
+        return packed
+
     def train(self, times: int = 1, evaluate: bool = False) -> list[torch.Tensor]:
         """What the jobs have become, and their losses. Jobs step after every second microbatch, if they own tokens of it."""
         sums = []
-        for number in range(times * len(MICROBATCHES)):
-            owned = self.owned(number)
-            if not owned:
-                continue
-            generator, packed = np.random.default_rng(number), []
-            for index, (owner, length) in enumerate(owned):
-                sample = Sample(
-                    generator.integers(3, TINY["vocab_size"], length).astype(np.int32), np.arange(length) > 2
-                )
-                key = 11 if owner == 0 else None
-                packed.append(PackedSample(owner, sample, index, number, key))
-            sums.append(run_microbatch(self.executor, packed, SCALES).sums)
+        numbers = [number for number in range(times * len(MICROBATCHES)) if self.owned(number)]
+        packed = [self.packed(number) for number in numbers]
+        for at, number in enumerate(numbers):
+            sums.append(run_microbatch(self.executor, packed[at], SCALES).sums)
             if evaluate:
-                sums.append(self.executor.evaluate(packed[-1:], 3).sums)
-            self.collect({owner for owner, _ in owned}, step=number % 2 == 1)
+                sums.append(self.executor.evaluate(packed[at][-1:], 3).sums)
+            self.collect({owner for owner, _ in self.owned(number)}, step=number % 2 == 1)
+            for following in packed[at + 1 : at + 2]:
+                self.executor.prepare(following, SCALES)
         return [*(p.detach().clone() for p in self.parameters()), *sums]
 
 

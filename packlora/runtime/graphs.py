@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -205,6 +205,15 @@ class Recorder:
         return graph.replay
 
 
+class _Ready(NamedTuple):
+    """A microbatch that lies in the buffers of its body."""
+
+    samples: Sequence[PackedSample]
+    weights: np.ndarray
+    body: Body
+    batch: PackedBatch
+
+
 class Waiting(NamedTuple):
     """A forward that waits for its backward. hidden_TD: a leaf, from which the loss was made."""
 
@@ -240,6 +249,13 @@ class GraphedDevice:
         self._checked = 0
         """Microbatches that have run without a graph; the second shows whether the host waits for the device anywhere."""
         self._waiting = False
+        self._ready: _Ready | None = None
+
+    def prepare(self, samples: Sequence[PackedSample], weights: np.ndarray) -> None:
+        """See Executor. What fails does so again in the forward."""
+        if self.why_not is None and not self._waiting:
+            with suppress(RuntimeError, ValueError):
+                self._ready = self._load(samples, weights)
 
     def forward(self, samples: Sequence[PackedSample], weights: np.ndarray) -> Pending | Waiting:
         """See Executor. One forward at a time goes by a graph: what it keeps for its backward is in the graph's memory."""
@@ -257,10 +273,10 @@ class GraphedDevice:
             return self.single.forward(samples, weights)
 
     def _forward(self, samples: Sequence[PackedSample], weights: np.ndarray) -> Waiting:
-        base = self.single.base
-        body = self._body(Shape.of([item.sample.num_tokens for item in samples]))
-        batch = collate(samples, base.device, weights, body.shape.tokens)
-        body.load(batch)
+        base, ready, self._ready = self.single.base, self._ready, None
+        if ready is None or ready.samples is not samples or ready.weights is not weights:
+            ready = self._load(samples, weights)
+        body, batch = ready.body, ready.batch
         if body.ran and not body.recorded and self._checked > 1:
             self._recorder = self._recorder or self._new_recorder(base.device)
             body.record(self._recorder)
@@ -305,6 +321,12 @@ class GraphedDevice:
     def plans(self) -> list[dict[str, Any]]:
         return self.single.plans()
 
+    def _load(self, samples: Sequence[PackedSample], weights: np.ndarray) -> _Ready:
+        body = self._body(Shape.of([item.sample.num_tokens for item in samples]))
+        batch = collate(samples, self.single.base.device, weights, body.shape.tokens)
+        body.load(batch)
+        return _Ready(samples, weights, body, batch)
+
     def _body(self, shape: Shape) -> Body:
         body = self._bodies.pop(shape, None)
         if body is None:
@@ -316,7 +338,7 @@ class GraphedDevice:
 
     def _drop(self) -> bool:
         """Free the memory of all graphs; whether there were any."""
-        self._waiting = False
+        self._waiting, self._ready = False, None
         found = bool(self._bodies)
         self._bodies.clear()
         self._recorder = None

@@ -7,7 +7,7 @@ complete.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -49,10 +49,12 @@ def learning_rates(config: TrainConfig, num_steps: int) -> Any:
     return lambda step: config.learning_rate * schedule.lr_lambdas[0](step)
 
 
-def take_steps(jobs: Sequence[Job]) -> list[StepResult | None]:
-    """The optimizer steps of jobs whose global batches are complete. The device is waited for once."""
-    numbers = torch.stack([job.optimizer_step() for job in jobs]).tolist() if jobs else []
-    return [job.after_step(own) for job, own in zip(jobs, numbers, strict=True)]
+def take_steps(jobs: Sequence[Job], meanwhile: Callable[[], None]) -> list[StepResult | None]:
+    """The optimizer steps of jobs whose global batches are complete. The device is waited for once; meanwhile the host may do
+    something."""
+    numbers = torch.stack([job.optimizer_step() for job in jobs]) if jobs else torch.empty(0)
+    meanwhile()
+    return [job.after_step(own) for job, own in zip(jobs, numbers.tolist(), strict=True)]
 
 
 @dataclass

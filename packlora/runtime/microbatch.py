@@ -48,6 +48,9 @@ class Executor(Protocol):
             weights: by owner, of each of its label tokens' losses in the gradient.
         """
 
+    def prepare(self, samples: Sequence[PackedSample], weights: np.ndarray) -> None:
+        """The next `forward` will be given these objects: what it needs of them may be made while the device works."""
+
     def backward(self, pending: Any) -> MicrobatchResult:
         """Add the gradients of what `forward` returned to the parameters of its owners."""
 
@@ -83,6 +86,9 @@ class SingleDevice:
 
     base: Base
     attached: Attached
+
+    def prepare(self, samples: Sequence[PackedSample], weights: np.ndarray) -> None:
+        """Nothing."""
 
     def forward(self, samples: Sequence[PackedSample], weights: np.ndarray) -> Pending:
         with one_error_for_memory():

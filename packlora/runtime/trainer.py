@@ -52,6 +52,35 @@ from packlora.runtime.windows import first_round, planned_windows
 from packlora.schedule.types import Microbatch, Window
 
 
+class Packer:
+    """Microbatches as the executor is given them: the same objects where one was packed ahead."""
+
+    def __init__(self, jobs: Mapping[str, Job]) -> None:
+        self.jobs = jobs
+        self._last: tuple[Microbatch, tuple[list[PackedSample], np.ndarray]] | None = None
+
+    def packed(self, microbatch: Microbatch) -> tuple[list[PackedSample], np.ndarray]:
+        """Its samples, ordered by owner, and by owner the weight of a label token's loss in the gradient."""
+        if self._last is not None and self._last[0] is microbatch:
+            return self._last[1]
+        weights = np.zeros(len(self.jobs))
+        for name, batch in {(sample.job, sample.batch) for sample in microbatch.samples}:
+            job = self.jobs[name]
+            weights[job.adapter.number] = job.grad_scale / job.label_tokens(batch)
+        placed = [(self.jobs[sample.job], sample) for sample in microbatch.samples]
+        samples = [
+            PackedSample(job.adapter.number, job.data.samples[own.sample], own.sample, own.batch, job.dropout_key)
+            for job, own in placed
+        ]
+        self._last = microbatch, (sorted(samples, key=lambda sample: sample.owner), weights)
+        return self._last[1]
+
+    def prepare(self, executor: Executor, following: Sequence[Microbatch]) -> None:
+        """Let the executor make ready what comes next, if anything does."""
+        for microbatch in following:
+            executor.prepare(*self.packed(microbatch))
+
+
 class Trainer:
     """The state of a running loop."""
 
@@ -89,6 +118,7 @@ class Trainer:
         """When the global batch that a job is in began, by `_elapsed`."""
         self.untold: tuple[float, MicrobatchDone] | None = None
         """When a microbatch began that is told when its steps, for which the device is waited, are done."""
+        self.packer = Packer(self.by_name)
         self.tokens = 0
         self.start = time.perf_counter()
         self.elapsed_before = max((line["elapsed"] for job in jobs for line in job.log_history), default=0.0)
@@ -151,7 +181,8 @@ class Trainer:
                     break  # evaluations that the stop cut short are made after --resume, at this step
             if not self._forward_backward(microbatch, window.first_round, slot):
                 return False
-            self._step([(self.by_name[name], batch) for name, batch in microbatch.completes])
+            following = window.microbatches[slot + 1 : slot + 2]
+            self._step([(self.by_name[name], batch) for name, batch in microbatch.completes], following)
             if self.stop.asked:
                 break
         self._after_steps()
@@ -166,9 +197,8 @@ class Trainer:
         if not any(_is_due(job, batch) for job, batch in present):
             return True
         start = self._elapsed()
-        samples, weights = _pack(microbatch, self.by_name), np.zeros(len(self.jobs))
+        samples, weights = self.packer.packed(microbatch)
         for job, batch in present:
-            weights[job.adapter.number] = job.grad_scale / job.label_tokens(batch)
             if _is_due(job, batch):
                 self.began.setdefault(job.name, start)
         done = self.budget.attempt(microbatch.num_tokens, lambda: run_microbatch(self.executor, samples, weights))
@@ -200,18 +230,21 @@ class Trainer:
         remember_failure(self.run, self.prepared, self.base, tokens)
         self.events.emit(MemoryRanOut(tokens, before, self.budget.tokens))
 
-    def _step(self, complete: Sequence[tuple[Job, int]]) -> None:
-        """Global batches of jobs are complete: their optimizers step, unless they have done so before."""
+    def _step(self, complete: Sequence[tuple[Job, int]], following: Sequence[Microbatch]) -> None:
+        """Global batches of jobs are complete: their optimizers step, unless they have done so before. following: what comes
+        next, which is made ready meanwhile.
+        """
         due = [job for job, batch in complete if _is_due(job, batch)]
         assert all(job.step == batch for job, batch in complete if _is_due(job, batch)), "a step was left out"
-        taken, elapsed = list(zip(due, take_steps(due), strict=True)), self._elapsed()
+        results = take_steps(due, lambda: self.packer.prepare(self.executor, following))
+        taken, elapsed = list(zip(due, results, strict=True)), self._elapsed()
         if self.untold is not None:
             (start, done), self.untold = self.untold, None
             self.events.emit(replace(done, seconds=elapsed - start))
+        seconds = {job.name: elapsed - self.began.pop(job.name) for job in due}
         for job, result in taken:
-            seconds = elapsed - self.began.pop(job.name)
             if result is not None:
-                job.log_history[-1] |= {"seconds": seconds, "elapsed": elapsed}
+                job.log_history[-1] |= {"seconds": seconds[job.name], "elapsed": elapsed}
         for job, result in taken:
             if result is None:
                 self._fail(job)
@@ -246,8 +279,7 @@ class Trainer:
                 job.status = "done"
                 self.folder.save_result(job)
                 self.events.emit(JobDone(job.name, job.step, self.folder.of(job), job.stopped))
-                for name in sorted({name.rpartition("/")[0] for name in job.untrained}):
-                    text = f"job {job.name!r}: {name} took no part in training, its adapter is as it began"
+                for text in _left_out(job):
                     self.events.emit(Note(text))
 
     def _evaluate(self, jobs: Sequence[Job]) -> list[Job]:
@@ -256,12 +288,8 @@ class Trainer:
         for name, loss in losses.items():
             job = self.by_name[name]
             if job.eval_samples:
-                job.log_history.append(
-                    {
-                        "step": job.step, "epoch": job.epoch, "eval_loss": loss if math.isfinite(loss) else None,
-                        "elapsed": self._elapsed(),
-                    }
-                )  # fmt: skip
+                found = {"eval_loss": loss if math.isfinite(loss) else None, "elapsed": self._elapsed()}
+                job.log_history.append({"step": job.step, "epoch": job.epoch, **found})
                 self.events.emit(Evaluated(job.name, job.step, loss))
             if not math.isfinite(loss) and job.step > 0:
                 job.fail(f"held-out loss {loss:g}", revert=True)
@@ -309,14 +337,10 @@ def _is_due(job: Job, batch: int) -> bool:
     return job.status != "failed" and job.step <= batch < job.data.num_steps
 
 
-def _pack(microbatch: Microbatch, jobs: Mapping[str, Job]) -> list[PackedSample]:
-    """Its samples, ordered by owner."""
-    placed = [(jobs[sample.job], sample) for sample in microbatch.samples]
-    samples = [
-        PackedSample(job.adapter.number, job.data.samples[own.sample], own.sample, own.batch, job.dropout_key)
-        for job, own in placed
-    ]
-    return sorted(samples, key=lambda sample: sample.owner)
+def _left_out(job: Job) -> list[str]:
+    """What a person should know of modules that its training did not reach."""
+    names = sorted({name.rpartition("/")[0] for name in job.untrained})
+    return [f"job {job.name!r}: {name} took no part in training, its adapter is as it began" for name in names]
 
 
 def _end_as_asked(stepped: Sequence[Job], events: Emitter) -> set[str]:

@@ -244,7 +244,7 @@ def test_gradients_of_microbatches_are_summed_and_clipped_as_torch_does() -> Non
         torchs.step()
         for part in parts:
             ran(job, part)
-        (result,) = take_steps([job])
+        (result,) = take_steps([job], lambda: None)
         assert result is not None
         assert result.grad_norm == pytest.approx(float(norm), rel=1e-6)
         for name, parameter in job.parameters.items():
@@ -257,13 +257,13 @@ def test_a_step_that_is_not_to_be_leaves_every_bit_as_it_was() -> None:
     for spoil in ("loss", "gradient", "no gradient"):
         job = made_job()
         ran(job, some_gradients(job, "nothing"))
-        assert take_steps([job])[0] is not None
+        assert take_steps([job], lambda: None)[0] is not None
         want = job.adapter.flat.clone(), job.last_good
         grads = {} if spoil == "no gradient" else some_gradients(job, "nothing")
         if spoil == "gradient":
             next(iter(grads.values())).fill_(float("inf"))
         ran(job, grads, float("nan") if spoil == "loss" else 1.0)
-        assert take_steps([job]) == [None]
+        assert take_steps([job], lambda: None) == [None]
         assert (job.status, job.step) == ("failed", 0 if spoil == "loss" else 1)
         assert want[1] is not None
         assert torch.equal(job.adapter.flat, want[1] if spoil == "loss" else want[0]), spoil
@@ -279,5 +279,5 @@ def test_what_was_discarded_is_in_no_step() -> None:
     job.discard()
     for one in (job, again):
         ran(one, grads)
-    assert take_steps([job]) == take_steps([again])
+    assert take_steps([job], lambda: None) == take_steps([again], lambda: None)
     assert torch.equal(job.adapter.flat, again.adapter.flat)
