@@ -385,22 +385,35 @@ def _dora_quality() -> list[str]:
     return lines
 
 
+SHORT_JOBS = {"short-jobs-h200": "Llama-3.1-8B's shape", "short-jobs-06b-h200": "Qwen3-0.6B's shape"}
+"""Results by name, with the model."""
+
+
 def short_jobs() -> list[str]:
     """Four jobs of short samples at once against PEFT one after the other."""
-    file = measured("short-jobs-h200")
-    if file is None:
+    files = {name: file for name in SHORT_JOBS if (file := measured(name)) is not None}
+    if not files:
         return []
-    summary = file["summary"]
-    return [
-        f"Training four jobs of short samples (ranks 8 to 64) at once, Llama-3.1-8B's shape on one {file['device']}, real "
-        "tokens per second, optimizer steps included ([short-jobs-h200.json](../benchmarks/results/short-jobs-h200.json)):",
+    sources = ", ".join(f"[{name}.json](../benchmarks/results/{name}.json)" for name in files)
+    ways = ("packed", "rows", "padded")
+    lines = [
+        f"Training four jobs of short samples (ranks 8 to 64) at once on one {next(iter(files.values()))['device']}, real "
+        f"tokens per second, optimizer steps included ({sources}). PEFT trains one job after the other: packed into rows that "
+        "keep samples apart; in equal rows of 1024 tokens that do not, the easiest for it; padded:",
         "",
-        "| packlora | PEFT, one job after the other, packed | PEFT, padded |",
-        "|---|---|---|",
-        f"| {summary['packlora_tokens_per_s']:.0f} | {summary['peft_packed_tokens_per_s']:.0f} "
-        f"({summary['throughput_vs_peft_packed']:.2f}x) | {summary['peft_padded_tokens_per_s']:.0f} "
-        f"({summary['throughput_vs_peft_padded']:.2f}x) |",
+        "| | packlora | PEFT, packed | PEFT, rows cut without regard to samples | PEFT, padded |",
+        "|---|---|---|---|---|",
     ]
+    for name, file in files.items():
+        summary = file["summary"]
+        peers = [
+            f"{summary[f'peft_{way}_tokens_per_s']:.0f} ({summary[f'throughput_vs_peft_{way}']:.2f}x)"
+            if f"throughput_vs_peft_{way}" in summary
+            else "-"
+            for way in ways
+        ]
+        lines.append(f"| {SHORT_JOBS[name]} | {summary['packlora_tokens_per_s']:.0f} | {' | '.join(peers)} |")
+    return lines
 
 
 def schedule() -> list[str]:
@@ -497,21 +510,13 @@ def _overview_rows() -> list[str]:
             for who in ("accelerate", "peft_bf16_layer")
         )
         rows.append(_compared("one layer 4096 x 4096, DoRA r 16, 8192 tokens", own, peer, "dora"))
-    if (file := measured("graphs-h200")) is not None:
-        summary = file["summary"]
-        own, peer = (summary[f"llama60m_{key}over_frozen"] for key in ("", "peft_bf16_"))
-        tokens = next(row["T"] for row in file["rows"] if row["case"] == "llama60m")
-        rows.append(_compared(f"Llama 60M, LoRA r 8, {tokens} tokens", (own, None), (peer, None), "graphs"))
     if (file := measured("model-h200")) is not None:
         for key, title in (("lora_r16", "LoRA r 16"), ("dora_r384", "DoRA r 384")):
             own, peer = (file["summary"][f"{start}{key}_over_frozen"] for start in ("", "peft_"))
             rows.append(_compared(f"Llama-3.1-8B's shape, {title}, 8192 tokens", (own, None), (peer, None), "model"))
     for name, key, title in (
-        (
-            "short-jobs-h200",
-            "throughput_vs_peft_packed",
-            "four jobs of short samples at once, 8B shape",
-        ),
+        ("short-jobs-h200", "throughput_vs_peft_packed", "four jobs of short samples at once, 8B shape"),
+        ("short-jobs-06b-h200", "throughput_vs_peft_rows", "four jobs of short samples at once, 0.6B shape"),
         ("speed-cpu", "one_job_vs_peft_packed", "one job, SmolLM2-135M on two CPU threads"),
     ):
         if (file := measured(name)) is not None:
