@@ -28,6 +28,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 
 from packlora.adapters.attach import attach
 from packlora.adapters.spec import peft_config, resolve
+from packlora.base import liger
 from packlora.base.model import Base
 from packlora.base.packing import prepare_model
 from packlora.base.shape import plain_head
@@ -129,6 +130,7 @@ def make_trainer(
     }  # fmt: skip
     run = Run.model_validate(tree)
     prepare_model(model, gradient_checkpointing=False)
+    liger.use_liger(model, "auto")
     base = Base(model, None, device, "random", [], fused_loss=plain_head(model) is not None)
     prepared = PreparedRun(run, None, budget, ModelShape.of(model), [])
     for number, job in enumerate(run.jobs):
@@ -323,7 +325,7 @@ def main() -> None:
     if args.layers:
         shape = shape | {"num_hidden_layers": args.layers}
     budget, longest, mu_shift = (512, 128, -2.5) if args.tiny else (args.budget, min(2048, args.budget), 0.0)
-    liger = use_liger(device)
+    with_liger = use_liger(device)
     config = kind(**shape, attn_implementation="sdpa", use_cache=False)
     frozen = build(config, device, make)
     steps = (args.warmup + args.units) * args.rounds
@@ -337,7 +339,7 @@ def main() -> None:
     jobs = "; ".join(f"{name}: rank {rank}, lengths {lengths.source}" for name, (lengths, rank) in JOBS.items())
     protocol = PROTOCOL.format(
         model=model, layers=config.num_hidden_layers, width=config.hidden_size, jobs=jobs, longest=longest, batch=args.batch,
-        row=ROW,        dropout=DROPOUT, rounds=args.rounds, warmup=args.warmup, units=args.units, budget=budget, liger=liger,
+        row=ROW,        dropout=DROPOUT, rounds=args.rounds, warmup=args.warmup, units=args.units, budget=budget, liger=with_liger,
     )  # fmt: skip
     write_results(args.out, "short-jobs", protocol, rows, figures, str(device))
     print(figures)
