@@ -339,7 +339,8 @@ def main() -> None:
     jobs = "; ".join(f"{name}: rank {rank}, lengths {lengths.source}" for name, (lengths, rank) in JOBS.items())
     protocol = PROTOCOL.format(
         model=model, layers=config.num_hidden_layers, width=config.hidden_size, jobs=jobs, longest=longest, batch=args.batch,
-        row=ROW,        dropout=DROPOUT, rounds=args.rounds, warmup=args.warmup, units=args.units, budget=budget, liger=with_liger,
+        row=ROW, dropout=DROPOUT, rounds=args.rounds, warmup=args.warmup, units=args.units, budget=budget,
+        liger=with_liger,
     )  # fmt: skip
     write_results(args.out, "short-jobs", protocol, rows, figures, str(device))
     print(figures)
