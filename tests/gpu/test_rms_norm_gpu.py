@@ -6,6 +6,7 @@ make gpu
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -26,17 +27,21 @@ EPS = 1e-6
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
-@pytest.fixture(autouse=True)
-def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """New buffers of the kernels hold NaN."""
-    empty = torch.empty_permuted
-
+def poisoned(empty: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     def filled(*args: Any, **kwargs: Any) -> torch.Tensor:
         buffer = empty(*args, **kwargs)
-        buffer.data.fill_(math.nan)
+        if buffer.is_floating_point():
+            buffer.data.fill_(math.nan)  # counts as no write
         return buffer
 
-    monkeypatch.setattr(torch, "empty_permuted", filled)
+    return filled
+
+
+@pytest.fixture(autouse=True)
+def poisoned_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """New buffers of the kernels hold NaN."""
+    for name in ("empty_like", "empty_permuted"):
+        monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, ...]:

@@ -6,6 +6,7 @@ view is read, and its result written, from front to back.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable, Sequence
 
 import torch
@@ -26,7 +27,8 @@ def forward(x: torch.Tensor, weight_D: torch.Tensor, eps: float, offset: float, 
     """y, its rows dense in the order of x's."""
     x, order, stride = _rows(x)
     y, weight_D = _dense(x, order), weight_D.contiguous()
-    R, D, BLOCK, ROWS, num_warps = _sizes(x)
+    D = x.shape[-1]
+    R, (BLOCK, ROWS, num_warps) = x.numel() // D, _sizes(D)
     aligned = (x.data_ptr() | weight_D.data_ptr()) % 16
     with on_device(x.device):
         launcher.launch(
@@ -45,7 +47,8 @@ def backward(x: torch.Tensor, weight_D: torch.Tensor, dy: torch.Tensor, eps: flo
     dy_stride = row_stride(dy, order)
     if dy_stride is None:
         dy, dy_stride = _dense(x, order).copy_(dy), x.shape[-1]
-    R, D, BLOCK, ROWS, num_warps = _sizes(x)
+    D = x.shape[-1]
+    R, (BLOCK, ROWS, num_warps) = x.numel() // D, _sizes(D)
     aligned = (x.data_ptr() | weight_D.data_ptr() | dy.data_ptr()) % 16
     with on_device(x.device):
         launcher.launch(
@@ -56,23 +59,22 @@ def backward(x: torch.Tensor, weight_D: torch.Tensor, dy: torch.Tensor, eps: flo
     return dx
 
 
-def _rows(x: torch.Tensor) -> tuple[torch.Tensor, list[int], int]:
-    """x, or a copy where its rows are not whole at one stride; its dimensions but the last, in the order in which rows lie,
-    outermost first; and elements from one row to the next."""
-    order = list(range(x.ndim - 1))
-    if not x.is_contiguous():
-        strides = x.stride()
-        by_stride = sorted(order, key=lambda dim: -strides[dim])
-        stride = row_stride(x, by_stride)
-        if stride is not None:
-            return x, by_stride, stride
-        x = x.contiguous()
-    return x, order, x.shape[-1]
+def _rows(x: torch.Tensor) -> tuple[torch.Tensor, list[int] | None, int]:
+    """x, or a copy where its rows are not whole at one stride; its dimensions but the last in the order in which rows lie,
+    outermost first (None: as they come); and elements from one row to the next."""
+    if x.is_contiguous():
+        return x, None, x.shape[-1]
+    strides = x.stride()
+    order = sorted(range(x.ndim - 1), key=lambda dim: -strides[dim])
+    stride = row_stride(x, order)
+    return (x.contiguous(), None, x.shape[-1]) if stride is None else (x, order, stride)
 
 
-def row_stride(x: torch.Tensor, order: Sequence[int]) -> int | None:
+def row_stride(x: torch.Tensor, order: Sequence[int] | None) -> int | None:
     """Elements from one row to the next, rows being taken in this order of dimensions; None where it is not one number, or
     where rows are not contiguous."""
+    if order is None:
+        return x.shape[-1] if x.is_contiguous() else row_stride(x, range(x.ndim - 1))
     if x.stride(-1) != 1 and x.shape[-1] > 1:
         return None
     stride, rows = x.shape[-1], 1
@@ -85,16 +87,18 @@ def row_stride(x: torch.Tensor, order: Sequence[int]) -> int | None:
     return stride
 
 
-def _dense(x: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
+def _dense(x: torch.Tensor, order: Sequence[int] | None) -> torch.Tensor:
     """Of x's shape and dtype, not filled, its rows dense in this order."""
+    if order is None:
+        return torch.empty_like(x)
     return torch.empty_permuted(x.shape, (*order, x.ndim - 1), dtype=x.dtype, device=x.device)
 
 
-def _sizes(x: torch.Tensor) -> tuple[int, int, int, int, int]:
-    """R, D, columns and rows of a program's tile, and its warps: 16 elements a thread, 32 in the widest rows."""
-    D = x.shape[-1]
+@functools.cache
+def _sizes(D: int) -> tuple[int, int, int]:
+    """Columns and rows of a program's tile, and its warps: 16 elements a thread, 32 in the widest rows."""
     BLOCK = triton.next_power_of_2(D)
-    return x.numel() // D, D, BLOCK, max(1, ELEMENTS // BLOCK), min(16, max(4, BLOCK // 512))
+    return BLOCK, max(1, ELEMENTS // BLOCK), min(16, max(4, BLOCK // 512))
 
 
 def _launches() -> dict[Hashable, launcher.CachedLaunch]:
