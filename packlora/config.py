@@ -277,7 +277,7 @@ class Run(_Strict):
     trust_remote_code: bool = False
     """Let the base model's repository run code of its own."""
     liger: bool | Literal["auto"] = "auto"
-    """liger-kernel's norms, rotary embedding and gated activations; auto takes what is installed and fits, on a GPU."""
+    """Fused norms, liger-kernel's rotary embedding and gated activations; auto takes what is installed and fits, on a GPU."""
     cuda_graphs: bool | Literal["auto"] = "auto"
     """Microbatches run as CUDA graphs, so that the host does not set the pace; auto where the model and the jobs allow it."""
     keep_outputs: bool = False

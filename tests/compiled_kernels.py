@@ -36,6 +36,8 @@ from packlora.ops.dropout import kernel as dropping
 from packlora.ops.lora_linear.autograd import lora_group
 from packlora.ops.lora_linear.kernels import sizes as block_sizes
 from packlora.ops.lora_linear.plan import ROUTED, Plan
+from packlora.ops.rms_norm import triton_path as rms_norm_path
+from packlora.ops.rms_norm.reference import KINDS as KINDS_OF_RMS_NORMS
 from packlora.ops.row_norm import row_norm
 from packlora.ops.row_norm import triton_path as row_norm_path
 from packlora.ops.row_norm.types import NormProblem
@@ -56,6 +58,8 @@ KINDS: dict[str, dict[str, Any]] = {
 USUAL = KINDS if SOAK else {name: KINDS[name] for name in ("four adapters, siblings", "DoRA, beside LoRA")}
 NORMS = (16, 64, 200, 384) if SOAK else (16, 384)
 """Ranks of norms that are compiled."""
+RMS_NORMS = (64, 128, 1024, 3072, 8192, 16384) if SOAK else (128, 1024, 3072, 16384)
+"""Features of RMS norms that are compiled."""
 MORE: dict[str, dict[str, Any]] = {
     "biases alone on siblings": {"ranks": [[16, 0], [8, 0]], "dropouts": [0.0, 0.0], "biases": [True, True]},
 }
@@ -102,7 +106,7 @@ def compiled(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any], capa
 
 
 def captured(capability: int, kinds: dict[str, dict[str, Any]] = USUAL) -> list[Row]:
-    """What the kinds launch; of the usual ones also what norms, the loss and dropout launch."""
+    """What the kinds launch; of the usual ones also what norms (DoRA's and the model's), the loss and dropout launch."""
     rows: dict[Any, Row] = {}
     case = ""
 
@@ -156,6 +160,12 @@ def captured(capability: int, kinds: dict[str, dict[str, Any]] = USUAL) -> list[
         for gradient in (False, True):
             cross_entropy_path.softmax_gradient(logits, labels, torch.ones(64), gradient)
         dropping.masked(logits, torch.zeros(64, 2, dtype=torch.int32), 3, 0.1, scaled=gradient)
+        for D in RMS_NORMS:
+            case = f"RMS norm, {D} features, {dtype}"
+            x, scales = torch.zeros(64, D, dtype=dtype), torch.zeros(D, dtype=dtype)
+            for offset, rounding in KINDS_OF_RMS_NORMS:
+                rms_norm_path.forward(x, scales, 1e-6, offset, rounding)
+                rms_norm_path.backward(x, scales, x, 1e-6, offset)
     return list(rows.values())
 
 

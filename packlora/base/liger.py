@@ -1,7 +1,8 @@
-"""liger-kernel's fused norms, rotary embedding and gated activations on one loaded model. Optional: pip install liger-kernel.
+"""Fused RMS norms, and liger-kernel's rotary embedding and gated activations, on one loaded model. Optional: pip install
+liger-kernel. The norms are ops/rms_norm's, whose backward makes no gradient of the frozen weight, as liger's does.
 
-Parts are found by what they compute, not by the names of model classes: a module is taken over only if liger's kernel gives
-what the module itself gives on random numbers. Only this model's modules change, never transformers' classes; linear layers
+Parts are found by what they compute, not by the names of model classes: a module is taken over only if the kernel gives what
+the module itself gives on random numbers. Only this model's modules change, never transformers' classes; linear layers
 are looked up at every call, so adapters may be put on before or after. The loss is ops/cross_entropy's.
 
 The kernels work in place: the rotary embedding overwrites its inputs in forward, the activation its inputs in backward. Both
@@ -22,11 +23,11 @@ import torch
 from transformers import PreTrainedModel
 
 from packlora.errors import InputError
+from packlora.ops.rms_norm.reference import KINDS
+from packlora.ops.rms_norm.rms_norm import WIDEST, rms_norm
 
 ERROR = {torch.float32: 1e-5, torch.bfloat16: 2**-6, torch.float16: 2**-9}
 """Largest difference to the module's own result, relative to its largest value: rounding, not another formula."""
-NORM_KINDS = ((0.0, "llama"), (0.0, "gemma"), (1.0, "gemma"))
-"""What is added to the weight, and where liger rounds: before (llama) or after (gemma) the weight."""
 ROTARY = "apply_rotary_pos_emb"
 
 
@@ -62,7 +63,7 @@ def use_liger(model: PreTrainedModel, setting: bool | Literal["auto"]) -> list[s
     ops = importlib.import_module("liger_kernel.ops")
     known: dict[Any, Any] = {}  # what was found for a class of norms or attentions
     for module in model.modules():
-        forward = _norm(module, known, ops) or _gated(module, ops) or _rotary(module, known, ops)
+        forward = _norm(module, known) or _gated(module, ops) or _rotary(module, known, ops)
         if forward is not None:
             module.forward = MethodType(forward, module)
             counts[type(module).__name__] = counts.get(type(module).__name__, 0) + 1
@@ -71,25 +72,36 @@ def use_liger(model: PreTrainedModel, setting: bool | Literal["auto"]) -> list[s
     return [f"{count} {name}" for name, count in counts.items()]
 
 
-def _norm(module: Any, known: dict[Any, Any], ops: Any) -> Callable[..., Any] | None:
-    """RMSNorm."""
+def _norm(module: Any, known: dict[Any, Any]) -> Callable[..., Any] | None:
+    """RMSNorm with a frozen weight."""
     weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if not type(module).__name__.endswith("RMSNorm") or not isinstance(weight, torch.Tensor) or weight.ndim != 1:
         return None
-    if not isinstance(eps, float):
+    if not isinstance(eps, float) or weight.requires_grad or len(weight) > WIDEST:
         return None
-
-    def forward(self: Any, hidden_states: torch.Tensor, offset: float, rounding: str) -> Any:
-        # the last argument: not in place, because a gradient may also be somebody else's (norms at the end of a block)
-        return ops.LigerRMSNormFunction.apply(hidden_states, self.weight, eps, offset, rounding, False)
-
     if type(module) not in known:
-        x = _random(3, 5, len(weight), like=weight)
-        errors = {kind: _error(partial(forward, module, x, *kind), partial(module, x)) for kind in NORM_KINDS}
+        x, dy = _random(2, 3, 5, len(weight), like=weight)
+        fused = {kind: partial(rms_norm, x, weight, eps, *kind) for kind in KINDS}
+        errors = {kind: _error(fused[kind], partial(module, x)) for kind in KINDS}
         best = min(errors, key=lambda kind: errors[kind])
-        known[type(module)] = best if errors[best] <= ERROR[weight.dtype] else None
+        of_gradient = _error(
+            lambda: _gradient(lambda x: rms_norm(x, weight, eps, *best), x, dy), lambda: _gradient(module, x, dy)
+        )
+        known[type(module)] = best if max(errors[best], of_gradient) <= ERROR[weight.dtype] else None
     kind = known[type(module)]
-    return None if kind is None else lambda self, hidden_states: forward(self, hidden_states, *kind)
+
+    def forward(self: Any, hidden_states: torch.Tensor) -> Any:
+        if self.weight.requires_grad or self.weight.dtype != hidden_states.dtype:
+            return type(self).forward(self, hidden_states)
+        return rms_norm(hidden_states, self.weight, eps, *kind)
+
+    return None if kind is None else forward
+
+
+def _gradient(function: Callable[..., torch.Tensor], x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
+    with torch.enable_grad():
+        leaf = x.detach().requires_grad_()
+        return torch.autograd.grad(function(leaf), leaf, dy)[0]
 
 
 def _gated(module: Any, ops: Any) -> Callable[..., Any] | None:

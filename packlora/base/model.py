@@ -36,7 +36,7 @@ class Base:
     fused_loss: bool = False
     """Whether the logits are the output layer's alone, so that the loss need not hold them: see runtime/loss.py."""
     liger: list[str] = field(default_factory=list)
-    """Parts of the model that liger-kernel runs."""
+    """Parts of the model that run on fused kernels, see base/liger.py."""
     kept_outputs: str | None = None
     """In words, how many DoRA layers keep their outputs, where the run asks for it: adapters/kept_outputs.py."""
 

@@ -140,7 +140,7 @@ def own_liger(model: Any, patch: pytest.MonkeyPatch) -> set[str]:
 
     ops = types.ModuleType("liger_kernel.ops")
     fakes = {"LigerSiLUMulFunction": GatedInPlace, "LigerRopeFunction": Rope}
-    for name in ("LigerRMSNormFunction", "LigerSiLUMulFunction", "LigerGELUMulFunction", "LigerRopeFunction"):
+    for name in ("LigerSiLUMulFunction", "LigerGELUMulFunction", "LigerRopeFunction"):
         setattr(ops, name, fakes.get(name, SimpleNamespace(apply=wrong)))
     patch.setitem(sys.modules, "liger_kernel", types.ModuleType("liger_kernel"))
     patch.setitem(sys.modules, "liger_kernel.ops", ops)

@@ -1,4 +1,5 @@
-"""Which parts of a model liger is given, with stand-ins for its kernels: the kernels themselves need a GPU (tests/gpu)."""
+"""Which parts of a model fused norms and liger are given, with stand-ins for liger's kernels: the kernels themselves need a GPU
+(tests/gpu)."""
 
 from __future__ import annotations
 
@@ -18,21 +19,13 @@ from packlora.adapters.spec import resolve
 from packlora.base import liger
 from packlora.base.packing import packed_logits, prepare_model
 from packlora.errors import InputError
+from packlora.ops.recompute import add_recompute, recompute_of, recomputed, remove_recompute
+from packlora.ops.rms_norm import rms_norm as operator
+from packlora.ops.rms_norm.rms_norm import rms_norm
 
 CALLS: list[str] = []
 SERVED = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3")
 """Families whose norms, rotations and gates are all such as liger has."""
-
-
-class _Norm:
-    @staticmethod
-    def apply(x: Any, weight: Any, eps: float, offset: float, rounding: str, in_place: bool) -> Any:
-        CALLS.append("norm")
-        assert not in_place
-        y = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
-        if rounding == "llama":
-            return (weight + offset) * y.to(x.dtype)
-        return (y * (weight.float() + offset)).to(x.dtype)
 
 
 class _SiLU:
@@ -60,10 +53,16 @@ class _Rope:
 
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
-    """A liger_kernel.ops in plain torch, allowed on the CPU."""
+    """A liger_kernel.ops in plain torch, allowed on the CPU; calls of the fused norm are counted."""
+
+    def norm(*args: Any) -> torch.Tensor:
+        CALLS.append("norm")
+        return rms_norm(*args)
+
     ops = types.ModuleType("liger_kernel.ops")
-    ops.LigerRMSNormFunction, ops.LigerSiLUMulFunction = _Norm, _SiLU  # type: ignore[attr-defined]
+    ops.LigerSiLUMulFunction = _SiLU  # type: ignore[attr-defined]
     ops.LigerGELUMulFunction, ops.LigerRopeFunction = _GELU, _Rope  # type: ignore[attr-defined]
+    monkeypatch.setattr(liger, "rms_norm", norm)
     monkeypatch.setitem(sys.modules, "liger_kernel", types.ModuleType("liger_kernel"))
     monkeypatch.setitem(sys.modules, "liger_kernel.ops", ops)
     monkeypatch.setattr(liger, "check_liger", lambda setting, device, dtype: setting is not False)
@@ -140,7 +139,6 @@ def test_adapters_put_on_afterwards_are_used() -> None:
 @pytest.mark.parametrize(
     ("name", "change"),
     [
-        ("LigerRMSNormFunction", lambda apply: lambda *args: apply(*args) * 1.01),
         ("LigerSiLUMulFunction", lambda apply: lambda *args: apply(*args) + 0.1),
         ("LigerRopeFunction", lambda apply: lambda q, k, cos, sin, *rest: apply(q, k, cos, -sin, *rest)),
     ],
@@ -157,6 +155,66 @@ def test_a_kernel_that_computes_something_else_is_not_used(
     replaced = liger.use_liger(model, "auto")
     assert len(replaced) == 2
     torch.testing.assert_close(logits(model), want, rtol=1e-4, atol=1e-4)
+
+
+def test_a_norm_that_gives_other_values_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    prepare_model(model, False)
+    monkeypatch.setattr(liger, "rms_norm", lambda *args: rms_norm(*args) * 1.01)
+    assert not any(name.endswith("RMSNorm") for name in liger.use_liger(model, "auto"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_norm_that_gives_another_gradient_is_not_used(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though its values are right."""
+    backward = operator._backward
+    monkeypatch.setattr(operator, "_backward", lambda *args: backward(*args) * 1.03)
+    model = tiny_model("gemma", dtype)
+    prepare_model(model, False)
+    assert not any(name.endswith("RMSNorm") for name in liger.use_liger(model, "auto"))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma"])
+def test_norms_that_the_operator_does_not_compute_are_left_alone(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A weight that is trained, then or later; rows too wide; hidden states of another dtype than the weight."""
+    model = tiny_model(family)
+    assert not any(name.endswith("RMSNorm") for name in liger.use_liger(model, "auto"))  # nothing is frozen
+    prepare_model(model, False)
+    with monkeypatch.context() as patch:
+        patch.setattr(liger, "WIDEST", 63)
+        assert not any(name.endswith("RMSNorm") for name in liger.use_liger(model, "auto"))
+    assert any(name.endswith("RMSNorm") for name in liger.use_liger(model, "auto"))
+    norm = model.model.norm
+    own, x = type(norm).forward, torch.randn(3, 64)
+    CALLS.clear()
+    torch.testing.assert_close(norm(x), own(norm, x))
+    assert CALLS == ["norm"]
+    assert torch.equal(norm(x.bfloat16()), own(norm, x.bfloat16()))
+    norm.weight.requires_grad_()
+    (gradient,) = torch.autograd.grad(norm(x).sum(), norm.weight)
+    assert gradient.any()
+    assert CALLS == ["norm"]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
+def test_norms_that_were_taken_over_are_recomputed(family: str) -> None:
+    model = tiny_model(family)
+    prepare_model(model, False)
+    norms = sum(type(module).__name__.endswith("RMSNorm") for module in model.modules())
+    said, left = add_recompute(model)
+    want = said, {path for path in left if "norm" in path}
+    remove_recompute(model)
+    liger.use_liger(model, True)
+    said, left = add_recompute(model)
+    assert (said, {path for path in left if "norm" in path}) == want
+    assert said.startswith(f"{norms} norms")
+    x = torch.randn(5, 64, requires_grad=True)
+    y = model.model.norm(x)
+    recompute = recompute_of(y)
+    assert recompute is not None
+    CALLS.clear()
+    assert torch.equal(recomputed(recompute.function, recompute.operands), y)
+    assert CALLS == ["norm"]
 
 
 def test_a_model_with_nothing_for_liger_is_left_alone_or_refused() -> None:
