@@ -157,7 +157,12 @@ def test_a_tensor_in_the_place_of_a_descriptor_is_described_as_the_first_one_was
         assert passed == ("X", other.data_ptr(), 6, 5, 3)
     else:
         made, number = passed
-        assert (made.base.data_ptr(), made.block_shape, made.shape, made.strides) == (other.data_ptr(), [4, 4], [6, 5], [5, 1])
+        assert (made.base.data_ptr(), made.block_shape, made.shape, made.strides) == (
+            other.data_ptr(),
+            [4, 4],
+            [6, 5],
+            [5, 1],
+        )
         assert number == 3
     assert not launched(launches, "key", (tensor(2), 3))
 

@@ -258,7 +258,9 @@ def up(
         low = _LowRank(S, flat, 0, tables.places[index], last)
     else:
         place = layout.places[single.adapter, index]
-        low = _LowRank(S[:, place.column :] if place.column else S, own.block(layout, single.adapter, index)[0], place.padded)
+        low = _LowRank(
+            S[:, place.column :] if place.column else S, own.block(layout, single.adapter, index)[0], place.padded
+        )
     return _launch(call, (call.shape, index), x_TK, weight_NK, y_TN, low, True, bias, g=g, Z=z_TN), z_TN
 
 
