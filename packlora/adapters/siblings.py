@@ -110,8 +110,8 @@ class MemberCall(Protocol):
     def together(self) -> Hashable:
         """Only calls with equal values are computed by one call of `compute`."""
 
-    def stamp(self) -> Hashable:
-        """Differs when the layer would compute something else: operands, their versions, rates."""
+    def stamp(self) -> object:
+        """Is not equal when the layer would compute something else: operands, their versions, rates."""
 
 
 class TracedCall(MemberCall, Protocol):
@@ -141,7 +141,7 @@ class _Pending:
 
     x: torch.Tensor
     context: Hashable
-    outputs: dict[int, tuple[Hashable, torch.Tensor]]
+    outputs: dict[int, tuple[object, torch.Tensor]]
 
 
 @dataclass(slots=True)
@@ -290,5 +290,5 @@ def _context(x: torch.Tensor) -> Hashable:
     autocast: Hashable = None
     if kind in ("cpu", "cuda"):
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    stream = torch.cuda.current_stream(x.device).cuda_stream if kind == "cuda" else None
+    stream = torch._C._cuda_getCurrentRawStream(x.device.index) if kind == "cuda" else None
     return (x._version, x.requires_grad, torch.is_grad_enabled(), autocast, stream)

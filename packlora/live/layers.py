@@ -31,7 +31,7 @@ from packlora.ops.lora_linear.traced import TracedLayer, traced_group
 from packlora.ops.lora_linear.types import Layer, LowRank, Segment
 from packlora.ops.recompute import recompute_of
 from packlora.ops.row_norm.row_norm import row_norm_op
-from packlora.ops.stamp import stamps
+from packlora.ops.stamp import version
 from packlora.plans.case import Case
 from packlora.plans.select import PlanChooser
 
@@ -90,7 +90,7 @@ class LayerCall:
         return (self.weight.shape[1], self.weight.dtype, self.weight.device, self.p, self.owner.plan)
 
     def operands(self) -> list[torch.Tensor]:
-        operands = (self.weight, self.bias, self.outer_bias, self.A, self.B, self.magnitude)
+        operands = (self.weight, self.A, self.B, self.bias, self.outer_bias, self.magnitude)
         return [t for t in operands if t is not None]
 
     def is_same(self, other: LayerCall) -> bool:
@@ -100,9 +100,12 @@ class LayerCall:
             and self.scaling == other.scaling and self.p == other.p
         )  # fmt: skip
 
-    def stamp(self) -> Hashable:
-        there = self.operands()
-        return (tuple((id(t), t.requires_grad) for t in there), tuple(stamps(there) or ()), self.scaling, self.p)
+    def stamp(self) -> object:
+        found: list[object] = [self.scaling, self.p]
+        for operand in (self.weight, self.A, self.B, self.bias, self.outer_bias, self.magnitude):
+            if operand is not None:
+                found += id(operand), operand.requires_grad, operand.data_ptr(), version(operand)
+        return found
 
 
 def look(owner: LayerForward) -> LayerCall | str:
@@ -212,17 +215,9 @@ def _arguments(x: torch.Tensor, calls: Sequence[LayerCall], dtype: torch.dtype) 
     weights = [_to(call.weight, dtype) for call in calls]
     plan = first.owner.plan or _chosen(calls, x.device, dtype, T)
     # a state would keep a copy of a weight that was cast just now
-    state = None if weights[0] is not first.weight else first.owner.states.setdefault(len(calls), GroupState())
-    last = () if state is None else state.layers
-    layers = tuple(
-        _layer(
-            call,
-            weight,
-            None if call.bias is None else _to(call.bias, dtype),
-            last[index] if index < len(last) else None,
-        )
-        for index, (call, weight) in enumerate(zip(calls, weights, strict=True))
-    )
+    state = first.owner.state(len(calls)) if weights[0] is first.weight else None
+    last: Sequence[Layer | None] = (state.layers if state is not None else ()) or (None,) * len(calls)
+    layers = tuple(map(_layer, calls, weights, last))
     return x, layers, _single_adapter(T, first.p), keys_T2, 0, plan, state, recompute
 
 
@@ -267,10 +262,12 @@ def _product_dtype(x: torch.Tensor) -> tuple[torch.dtype, bool]:
     return x.dtype, autocast
 
 
-def _layer(call: LayerCall, weight: torch.Tensor, bias: torch.Tensor | None, last: Layer | None) -> Layer:
+def _layer(call: LayerCall, weight: torch.Tensor, last: Layer | None) -> Layer:
     """As the operator takes it; `last`, the very object, where that still says the same."""
-    norm = call.owner.norm(call)
-    keep = call.magnitude is not None and call.owner.keeps_output()
+    norm, keep = None, False
+    if call.magnitude is not None:
+        norm, keep = call.owner.norm(call), call.owner.keeps_output()
+    bias = None if call.bias is None else _to(call.bias, weight.dtype)
     if last is not None and last.frozen.dense() is weight and last.bias is bias and last.keep_output == keep:
         low = last.adapters[0]
         if (
@@ -352,6 +349,13 @@ class LayerForward(OwnForward):
     def ready(self) -> LayerCall | str:
         return look(self)
 
+    def state(self, number: int) -> GroupState:
+        """Of calls that compute so many layers, this one first."""
+        found = self.states.get(number)
+        if found is None:
+            found = self.states[number] = GroupState()
+        return found
+
     def siblings(self) -> tuple[str, ...]:
         return () if self.group is None else tuple(member.path for member in self._members())
 
@@ -368,10 +372,8 @@ class LayerForward(OwnForward):
 
     # --- DoRA ----------------------------------------------------------------------------------------------------------
 
-    def norm(self, call: LayerCall) -> Callable[[], torch.Tensor] | None:
+    def norm(self, call: LayerCall) -> Callable[[], torch.Tensor]:
         """Gives the row norms [N] of a DoRA adapter for the present values; the same object as long as the adapter is there."""
-        if call.magnitude is None:
-            return None
         kept = self._norms.get(call.name)
         if kept is None:
             there = self.layer.lora_magnitude_vector.keys()

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,8 @@ from packlora.ops.probe_kernel import probe_kernel
 _COMPILED: dict[Any, tuple[Any, Passage | None]] = {}
 MAPS = 4096
 """How many encoded descriptors a cached launch keeps of one argument."""
+Shaped = tuple[list[int], Sequence[int], Sequence[int]]
+"""Of a descriptor: its blocks, its shape and its strides."""
 
 
 class Descriptor(TensorDescriptor):  # type: ignore[misc]
@@ -40,8 +42,8 @@ class Descriptor(TensorDescriptor):  # type: ignore[misc]
         self,
         base: torch.Tensor,
         block_shape: list[int],
-        shape: list[int] | None = None,
-        strides: list[int] | None = None,
+        shape: Sequence[int] | None = None,
+        strides: Sequence[int] | None = None,
     ) -> None:
         self.base, self.block_shape, self.padding = base, block_shape, "zero"
         self.shape = base.shape if shape is None else shape
@@ -102,10 +104,12 @@ class CachedLaunch:
         self.pointers = tuple(at for at, aligned in tensors if aligned)
         self.loose = tuple(at for at, aligned in tensors if not aligned)
         descriptors = [at for at, value in enumerate(args) if isinstance(value, TensorDescriptor)]
-        # last first: what takes a descriptor's place has another length
-        self.described: tuple[tuple[int, dict[str, Any], dict[int, tuple[Any, ...]]], ...] = ()
-        if passage.metas is not None:
-            self.described = tuple((at, meta, {}) for at, meta in zip(descriptors, passage.metas, strict=True))[::-1]
+        # last first: what takes a descriptor's place may have another length
+        metas = passage.metas if passage.metas is not None else [None] * len(descriptors)
+        self.described: tuple[tuple[int, Shaped, dict[str, Any] | None, dict[int, tuple[Any, ...]]], ...] = tuple(
+            (at, (args[at].block_shape, args[at].shape, args[at].strides), meta, {})
+            for at, meta in zip(descriptors, metas, strict=True)
+        )[::-1]
 
     def __call__(self, args: tuple[Any, ...]) -> bool:
         """Whether it could be launched: not where an operand does not lie as it must."""
@@ -115,14 +119,19 @@ class CachedLaunch:
             found |= pointer
         for at in self.loose:
             values[at] = values[at].data_ptr()
-        for at, meta, maps in self.described:
-            descriptor = values[at]
-            pointer = descriptor.base.data_ptr()
+        for at, shaped, meta, maps in self.described:
+            value = values[at]
+            base = value.base if isinstance(value, TensorDescriptor) else value
+            pointer = base.data_ptr()
             found |= pointer
             encoded = maps.get(pointer)
             if encoded is None:
                 if pointer & 15:
                     return False
+                descriptor = Descriptor(value, *shaped) if base is value else value
+                if meta is None:  # encoded by the function that launches
+                    values[at] = descriptor
+                    continue
                 if len(maps) >= MAPS:
                     maps.clear()
                 encoded = maps[pointer] = descriptor.encoded(meta)
@@ -158,7 +167,8 @@ def _kind(value: Any) -> Any:
 
 
 def launched(launches: dict[Hashable, CachedLaunch], key: Hashable, args: tuple[Any, ...]) -> bool:
-    """Whether this launch was made before and could be made again; `launch` is for those that could not."""
+    """Whether this launch was made before and could be made again; `launch` is for those that could not. In the place of a
+    descriptor its tensor will do."""
     cached = launches.get(key)
     return cached is not None and cached(args)
 

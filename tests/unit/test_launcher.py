@@ -146,6 +146,27 @@ def test_descriptors_are_encoded_once_for_an_address(monkeypatch: pytest.MonkeyP
     assert not launched(launches, "key", args(tensor(2)[:28].view(4, 7)))
 
 
+@pytest.mark.parametrize("known", [True, False], ids=["encoded here", "encoded by Triton"])
+def test_a_tensor_in_the_place_of_a_descriptor_is_described_as_the_first_one_was(known: bool) -> None:
+    kernel, launches = Kernel([{"name": "X"}] if known else None), {}
+    first, other = tensor(), tensor()
+    launch(kernel, (1,), (Descriptor(first, [4, 4], [6, 5], [5, 1]), 3), launches, "key", num_warps=4, num_stages=1)
+    assert launched(launches, "key", (other, 3))
+    passed = kernel.calls[-1][4:]
+    if known:
+        assert passed == ("X", other.data_ptr(), 6, 5, 3)
+    else:
+        made, number = passed
+        assert (made.base.data_ptr(), made.block_shape, made.shape, made.strides) == (
+            other.data_ptr(),
+            [4, 4],
+            [6, 5],
+            [5, 1],
+        )
+        assert number == 3
+    assert not launched(launches, "key", (tensor(2), 3))
+
+
 def test_a_site_of_another_release_leaves_descriptors_to_triton() -> None:
     """Where the function around the one that launches is not the one that is known."""
     kernel = Kernel()

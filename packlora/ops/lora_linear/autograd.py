@@ -18,7 +18,7 @@ import torch
 
 from packlora.ops.first_order import first_order
 from packlora.ops.gpu import HAS_TRITON, on_device
-from packlora.ops.lora_linear.call import Call, Gradients, Wanted
+from packlora.ops.lora_linear.call import Call, Gradients
 from packlora.ops.lora_linear.moving import MovingSegments
 from packlora.ops.lora_linear.plan import CHAIN, Plan
 from packlora.ops.lora_linear.prepared import GroupState, Prepared
@@ -74,7 +74,7 @@ def lora_group(
             outputs: tuple[torch.Tensor, ...] = Group.apply(x, keys_T2, recompute, prepared, call, True, *prepared.flat)
             return outputs
         *placeholders, S = Group.apply(x, keys_T2, recompute, prepared, call, False, *prepared.flat)
-        return Outputs.apply(lambda: outputs_of(prepared, call, x, keys_T2, S)[0], *placeholders)  # type: ignore[no-any-return]
+        return Outputs.apply(lambda: outputs_of(prepared, call, _tokens(x), keys_T2, S, x.shape)[0], *placeholders)  # type: ignore[no-any-return]
 
 
 class Group(torch.autograd.Function):
@@ -91,7 +91,7 @@ class Group(torch.autograd.Function):
         outputs: list[torch.Tensor]
         kept: list[torch.Tensor | None] = [None] * len(prepared.layers)
         if with_outputs:
-            outputs, kept = outputs_of(prepared, call, x, keys_T2, S)
+            outputs, kept = outputs_of(prepared, call, x_TK, keys_T2, S, x.shape)
         else:
             outputs = [placeholder(x, layer.frozen.shape[0]) for layer in prepared.layers]
         ctx.set_materialize_grads(False)
@@ -120,17 +120,18 @@ class Group(torch.autograd.Function):
         x_TK = _tokens(source[0] if ctx.recompute is None else recomputed(ctx.recompute, source))
         prepared.serve(ctx.turn)
         if len(ctx.shape) != 2:
-            kept, d = (tuple(None if t is None else _tokens(t) for t in own) for own in (kept, d))
+            kept, d = [tuple([None if t is None else _tokens(t) for t in own]) for own in (kept, d)]
         dx, grads = gradients(prepared, call, x_TK, keys_T2, S, kept, d, needed[0], needed[6:])
         return (dx if dx is None or len(ctx.shape) == 2 else dx.view(ctx.shape), None, None, None, None, None, *grads)
 
 
 def outputs_of(
-    prepared: Prepared, call: Call, x: torch.Tensor, keys_T2: torch.Tensor | None, S: torch.Tensor | None
-) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
-    """y [..., N] of every layer, and what the backward of layers with scales needs beside them: z [T, N], or y itself where
-    the layer keeps its output, or None."""
-    x_TK, own = _tokens(x), prepared.operands
+    prepared: Prepared, call: Call, x_TK: torch.Tensor, keys_T2: torch.Tensor | None, S: torch.Tensor | None,
+    shape: torch.Size,
+) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:  # fmt: skip
+    """y [..., N] of every layer for x of this shape, and what the backward of layers with scales needs beside them: z [T, N],
+    or y itself where the layer keeps its output, or None."""
+    own = prepared.operands
     trained = set[int]()
     if call.composed:
         trained = {s.layer for s in call.slots if s.name == "magnitude" and prepared.flat[s.at].requires_grad}
@@ -140,37 +141,37 @@ def outputs_of(
         keep_z = index in trained and not call.from_y[index]
         y_TN, z_TN = path.up(call, own, x_TK, keys_T2, S, index, keep_z)
         # no view: autograd lets nobody write into views that a node of ours made
-        outputs.append(y_TN if x.ndim == 2 else y_TN.resize_(*x.shape[:-1], y_TN.shape[1]))
+        outputs.append(y_TN if len(shape) == 2 else y_TN.resize_(*shape[:-1], y_TN.shape[1]))
         kept.append(None if index not in trained else outputs[-1] if call.from_y[index] else z_TN)
     return outputs, kept
 
 
 def gradients(
     prepared: Prepared, call: Call, x_TK: torch.Tensor, keys_T2: torch.Tensor | None, S: torch.Tensor | None,
-    kept: Gradients, d: Gradients, need_x: bool, need_flat: Sequence[bool],
+    kept: Gradients, d: Gradients, need_x: bool, need_flat: tuple[bool, ...],
 ) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:  # fmt: skip
     """dx, and the gradients of `prepared.flat`, None where not needed. S and kept: from the forward; S None: recomputed."""
     own, layout = prepared.operands, call.layout
     d = [None if grad is None else grad.contiguous() for grad in d]
     # by what was trained in the forward: it may have been frozen, or another unfrozen, since. Where nothing came back there is
     # no gradient, rather than one of zeros
-    slots = [slot for slot in call.slots if need_flat[slot.at]]
-    layers: dict[str, set[int]] = {"A": set(), "B": set(), "magnitude": set(), "bias": set()}
-    for slot in slots:
-        layers[slot.name].add(slot.layer)
-    wanted = Wanted(need_x, bool(layers["A"]), bool(layers["B"]), layers["magnitude"], layers["bias"])
+    wanted, slots = call.wanted(need_x, need_flat)
     if S is None and call.needs_S(wanted):
         S = call.down.down(call, own, x_TK, keys_T2)
     e, dS, dB, sums, dA = call.grads.grads(call, own, x_TK, keys_T2, S, d, kept, wanted)
     dx, dA_inputs = call.inputs.inputs(call, own, x_TK, keys_T2, dS, e, d, wanted)
     dA = dA_inputs if dA is None else dA
     out: list[torch.Tensor | None] = [None] * len(need_flat)
-    for at, index, number, name, place, first in slots:
+    A_blocks: dict[int, tuple[torch.Tensor, ...]] = {}
+    for at, index, number, name, place, block in slots:
         grad: torch.Tensor | None = None
         if d[index] is None:
             continue
         if name == "A" and dA is not None and place is not None:
-            grad = dA if place.rank == layout.num_rows else dA[first : first + place.rank]
+            if number not in A_blocks:
+                A_blocks[number] = layout.a_blocks(dA, number)
+            grad = A_blocks[number][block]
+            grad = grad if place.rank == place.padded else grad[: place.rank]
         elif name == "B" and (flat_B := dB[index]) is not None and place is not None:
             grad = layout.b_block(flat_B, number, index)
             grad = grad if place.rank == place.padded else grad[:, : place.rank]

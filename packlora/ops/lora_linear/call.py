@@ -39,12 +39,15 @@ from packlora.ops.lora_linear.types import Segment
 
 
 class Part(NamedTuple):
-    """One segment's share of a step: rows of tensors [T, ...] and columns of S, None where they are all; factor s c."""
+    """One segment's share of a step: rows of tensors [T, ...] and columns of S, None where they are all; factor s c. Of one
+    layer's: the number of its `Stack`, and of its block there."""
 
     segment: Segment
     rows: slice | None
     columns: slice | None
     factor: float
+    stack: int = 0
+    block: int = 0
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """The segment's rows."""
@@ -58,23 +61,25 @@ class Part(NamedTuple):
 
 
 class Stack(NamedTuple):
-    """A segment whose adapter has a rank: its part over all layers, and its parts by layer where these scale differently."""
+    """A segment whose adapter has a rank: its part over all layers, its parts by layer where these scale differently, and how
+    many columns of S each layer has, with what is left of them at the end."""
 
     segment: Segment
     all_layers: Part
     by_layer: tuple[Part, ...]
+    widths: tuple[int, ...]
 
 
 class Slot(NamedTuple):
     """An operand that may get a gradient, of an adapter that owns tokens: where it stands among `Prepared.flat`, its layer,
-    adapter and name, its place in the layout (None of a bias) and its first row in the stacked dA."""
+    adapter and name, its place in the layout (None of a bias) and which of the adapter's layers it is (Layout.a_blocks)."""
 
     at: int
     layer: int
     number: int
     name: str
     place: Place | None
-    first: int
+    block: int
 
 
 @dataclass(slots=True)
@@ -250,6 +255,8 @@ class Call:
     segment_tables: SegmentTables | None = None
     moving: bool = False
     """The segments are nominal: their boundaries are in the tables alone."""
+    wants: dict[tuple[bool, tuple[bool, ...]], tuple[Wanted, tuple[Slot, ...]]] = field(default_factory=dict)
+    """What `wanted` gave."""
 
     @property
     def keeps_S(self) -> bool:
@@ -261,6 +268,27 @@ class Call:
             return x_tK
         assert keys_T2 is not None
         return masked(x_tK, keys_T2[segment.rows], self.salt, segment.dropout)
+
+    def blocks(self, S: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
+        """S, or dS, by Part.stack and Part.block: few views, which cost the host time."""
+        return [
+            (stack.all_layers.of(S),)
+            if len(stack.widths) == 1
+            else stack.all_layers.of(S).split_with_sizes(stack.widths, 1)
+            for stack in self.stacked
+        ]
+
+    def wanted(self, need_x: bool, need_flat: tuple[bool, ...]) -> tuple[Wanted, tuple[Slot, ...]]:
+        """What a backward is for that needs the gradients of x and of these operands, and the slots of the latter."""
+        found = self.wants.get((need_x, need_flat))
+        if found is None:
+            slots = tuple(slot for slot in self.slots if need_flat[slot.at])
+            layers: dict[str, set[int]] = {"A": set(), "B": set(), "magnitude": set(), "bias": set()}
+            for slot in slots:
+                layers[slot.name].add(slot.layer)
+            wanted = Wanted(need_x, bool(layers["A"]), bool(layers["B"]), layers["magnitude"], layers["bias"])
+            found = self.wants[need_x, need_flat] = wanted, slots
+        return found
 
     def needs_S(self, wanted: Wanted) -> bool:
         """Whether a backward reads S."""

@@ -37,13 +37,23 @@ class Layout:
     """Largest padded rank of each layer."""
     sizes: tuple[int, ...]
     """N of each layer."""
+    widths: dict[int, tuple[int, ...]]
+    """By adapter: its padded ranks on the layers that it targets, in order."""
+    b_shapes: tuple[tuple[int, ...], ...]
+    """Of each layer's B: flat, or [N, padded] where one adapter has it alone."""
 
-    def b_block(self, flat: torch.Tensor, number: int, index: int) -> torch.Tensor:
-        """B, or dB, of one adapter on one layer in the layer's flat one: [N, padded]."""
+    def b_block(self, B: torch.Tensor, number: int, index: int) -> torch.Tensor:
+        """B, or dB, of one adapter on one layer in that of the layer: [N, padded]."""
+        if B.ndim == 2:
+            return B
         place, N = self.places[number, index], self.sizes[index]
-        if self.b_sizes[index] == N * place.padded:  # nobody else's
-            return flat.view(N, place.padded)
-        return flat[place.b_offset : place.b_offset + N * place.padded].view(N, place.padded)
+        return B[place.b_offset : place.b_offset + N * place.padded].view(N, place.padded)
+
+    def a_blocks(self, A_RK: torch.Tensor, number: int) -> tuple[torch.Tensor, ...]:
+        """A, or dA, of one adapter by layer that it targets, in the stacked one: [padded, K] each."""
+        (first, padded), widths = self.rows[number], self.widths[number]
+        own = A_RK if padded == self.num_rows else A_RK[first : first + padded]
+        return (own,) if len(widths) == 1 else own.split_with_sizes(widths)
 
 
 def make_layout(ranks: Sequence[Mapping[int, int]], sizes: Sequence[int], align: int) -> Layout:
@@ -55,6 +65,7 @@ def make_layout(ranks: Sequence[Mapping[int, int]], sizes: Sequence[int], align:
         align: what padded ranks are multiples of.
     """
     rows: dict[int, tuple[int, int]] = {}
+    widths: dict[int, tuple[int, ...]] = {}
     places: dict[tuple[int, int], Place] = {}
     b_sizes, largest, first = [0] * len(sizes), [0] * len(sizes), 0
     for number in sorted({number for by_adapter in ranks for number in by_adapter}):
@@ -68,6 +79,12 @@ def make_layout(ranks: Sequence[Mapping[int, int]], sizes: Sequence[int], align:
                 largest[layer] = max(largest[layer], padded)
                 column += padded
         rows[number] = (first, column)
+        widths[number] = tuple(place.padded for (owner, _), place in places.items() if owner == number)
         first += column
     width = max((padded for _, padded in rows.values()), default=0)
-    return Layout(rows, places, first, width, tuple(b_sizes), tuple(largest), tuple(sizes))
+    alone = [size == N * padded for size, N, padded in zip(b_sizes, sizes, largest, strict=True)]
+    b_shapes = tuple(
+        (N, padded) if only and padded else (size,)
+        for only, size, N, padded in zip(alone, b_sizes, sizes, largest, strict=True)
+    )
+    return Layout(rows, places, first, width, tuple(b_sizes), tuple(largest), tuple(sizes), widths, b_shapes)

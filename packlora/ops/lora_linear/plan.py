@@ -86,7 +86,10 @@ class Plan:
     @property
     def needs_triton(self) -> bool:
         """A part of it is a Triton kernel."""
-        return _needs_triton(self)
+        return (
+            self.grad == "one-pass" or self.down == "routed" or self.up in ("routed", "epilogue", "fused")
+            or self.dx in ("routed", "fused")
+        )  # fmt: skip
 
     def to_dict(self) -> dict[str, str | bool]:
         """Its parts by name, as JSON can hold them; see from_dict."""
@@ -120,12 +123,6 @@ def ordered(plan: Plan, itemsize: int) -> Plan:
     if itemsize != 2:
         return plan
     return replace(plan, up="before" if plan.up == "after" else plan.up, dx="before" if plan.dx == "after" else plan.dx)
-
-
-@lru_cache(maxsize=1024)
-def _needs_triton(plan: Plan) -> bool:
-    kernels = ("routed", "epilogue", "fused", "one-pass")
-    return any(part in kernels for part in (plan.down, plan.up, plan.grad, plan.dx))
 
 
 CHAIN = Plan()

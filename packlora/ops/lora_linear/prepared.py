@@ -247,7 +247,7 @@ class Prepared:
             self.operands.A_RK = source.operand.detach()
             self._owned.discard("A")
         else:
-            self.operands.B[source.layer] = source.operand.detach().view(-1)
+            self.operands.B[source.layer] = source.operand.detach()
             self._owned.discard(source.layer)
 
     def _make_room(self, source: _Source) -> torch.Tensor:
@@ -260,7 +260,7 @@ class Prepared:
             if source.name == "A":
                 own.A_RK = torch.zeros(layout.num_rows, self.K, dtype=self.dtype, device=self.device)
             else:
-                own.B[source.layer] = torch.zeros(layout.b_sizes[source.layer], dtype=self.dtype, device=self.device)
+                own.B[source.layer] = torch.zeros(layout.b_shapes[source.layer], dtype=self.dtype, device=self.device)
         if source.name == "A":
             first = layout.rows[source.number][0] + place.column
             return own.A_RK[first : first + place.rank]

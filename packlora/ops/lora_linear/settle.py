@@ -65,11 +65,12 @@ def settle(
         kernels if each in ("routed", "epilogue", "fused") or (index in composed and not base_dropped) else TORCH
         for index, each in enumerate(plan_up)
     )
+    parts = tuple(_parts(layer, layout, segments, T, index) for index, layer in enumerate(layers))
     return Call(
         layout=layout, plan=plan, segments=segments, salt=salt, T=T, K=K, dtype=dtype, device=device,
         slots=_slots(layout, slots, segments),
-        stacked=_stacked(layers, layout, segments, T),
-        parts=tuple(_parts(layer, layout, segments, T, index) for index, layer in enumerate(layers)),
+        stacked=_stacked(layout, segments, T, parts),
+        parts=parts,
         composed=composed,
         plan_up=tuple(plan_up),
         from_y=tuple(layer.keep_output and not _any_bias(layer) and not base_dropped for layer in layers),
@@ -133,27 +134,38 @@ def _part(layout: Layout, segment: Segment, T: int, column: int, padded: int, fa
     return Part(segment, rows, columns, factor)
 
 
+def _with_rank(layout: Layout, segments: Sequence[Segment]) -> list[Segment]:
+    """Those whose adapter has a rank on a layer."""
+    return [segment for segment in segments if layout.rows.get(segment.adapter, (0, 0))[1]]
+
+
+def _block(layout: Layout, number: int, index: int) -> int:
+    """Which of the layers that the adapter targets this one is."""
+    return sum((number, other) in layout.places for other in range(index))
+
+
 def _parts(layer: Layer, layout: Layout, segments: Sequence[Segment], T: int, index: int) -> tuple[Part, ...]:
     found = []
-    for segment in segments:
+    for stack, segment in enumerate(_with_rank(layout, segments)):
         place = layout.places.get((segment.adapter, index))
         if place is not None:
             factor = layer.adapters[segment.adapter].scaling * dropout_factor(segment.dropout)
-            found.append(_part(layout, segment, T, place.column, place.padded, factor))
+            part = _part(layout, segment, T, place.column, place.padded, factor)
+            found.append(part._replace(stack=stack, block=_block(layout, segment.adapter, index)))
     return tuple(found)
 
 
-def _stacked(layers: Sequence[Layer], layout: Layout, segments: Sequence[Segment], T: int) -> tuple[Stack, ...]:
+def _stacked(
+    layout: Layout, segments: Sequence[Segment], T: int, parts: Sequence[tuple[Part, ...]]
+) -> tuple[Stack, ...]:
     found = []
-    for segment in segments:
-        padded = layout.rows.get(segment.adapter, (0, 0))[1]
-        if not padded:
-            continue
-        by_layer = [_parts(layer, layout, [segment], T, index) for index, layer in enumerate(layers)]
-        parts = tuple(part for own in by_layer for part in own)
-        factors = {part.factor for part in parts}
-        all_layers = _part(layout, segment, T, 0, padded, parts[0].factor)
-        found.append(Stack(segment, all_layers, () if len(factors) == 1 else parts))
+    for stack, segment in enumerate(_with_rank(layout, segments)):
+        own = tuple(part for by_layer in parts for part in by_layer if part.stack == stack)
+        widths, padded = layout.widths[segment.adapter], layout.rows[segment.adapter][1]
+        left = (layout.width - padded,) if padded < layout.width else ()
+        all_layers = _part(layout, segment, T, 0, padded, own[0].factor)
+        by_layer = () if len({part.factor for part in own}) == 1 else own
+        found.append(Stack(segment, all_layers, by_layer, (*widths, *left)))
     return tuple(found)
 
 
@@ -163,6 +175,5 @@ def _slots(layout: Layout, slots: Sequence[tuple[int, int, str]], segments: Sequ
     for at, (index, number, name) in enumerate(slots):
         if number in present:
             place = layout.places.get((number, index))
-            first = layout.rows[number][0] + place.column if place is not None else 0
-            found.append(Slot(at, index, number, name, place, first))
+            found.append(Slot(at, index, number, name, place, _block(layout, number, index)))
     return tuple(found)

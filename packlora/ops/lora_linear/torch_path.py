@@ -28,7 +28,7 @@ Optional = torch.Tensor | None
 def down(call: Call, own: Operands, x_TK: torch.Tensor, keys_T2: Optional) -> torch.Tensor:
     """S [T, width]."""
     S = x_TK.new_empty(call.T, call.layout.width)
-    for segment, all_layers, by_layer in call.stacked:
+    for segment, all_layers, by_layer, _ in call.stacked:
         xd_tK, (_, A_KR) = call.drop(all_layers.of(x_TK), keys_T2, segment), own.A(call.layout, segment.adapter)
         if not by_layer:
             write_mm(all_layers.of_S(S), xd_tK, A_KR, all_layers.factor)
@@ -84,22 +84,25 @@ def grads(
     dS = x_TK.new_empty(call.T, layout.width) if needs_dS else None
     dA = x_TK.new_empty(layout.num_rows, call.K) if wanted.A and plan.dA == "xd" else None
     dB: list[Optional] = [None] * len(e)
+    S_blocks = call.blocks(S) if wanted.B and plan.dB == "S" and S is not None else []
+    dS_blocks = call.blocks(dS) if dS is not None else []
     for index, e_TN in enumerate(e):
         dB_flat, done = None, set[int]()
         if e_TN is not None and wanted.B:
             dtype = call.sums_dtype if plan.dB == "S" else call.dtype
-            dB_flat = dB[index] = torch.empty(layout.b_sizes[index], dtype=dtype, device=call.device)
+            dB_flat = dB[index] = torch.empty(layout.b_shapes[index], dtype=dtype, device=call.device)
         for part in call.parts[index]:
             number = part.segment.adapter
             if dS is not None and e_TN is None:
-                part.of_S(dS).zero_()
+                dS_blocks[part.stack][part.block].zero_()
             elif dS is not None and e_TN is not None:
-                write_mm(part.of_S(dS), part.of(e_TN), own.block(layout, number, index)[0], part.factor)
+                dS_tr = dS_blocks[part.stack][part.block]
+                write_mm(dS_tr, part.of(e_TN), own.block(layout, number, index)[0], part.factor)
             if e_TN is not None and (plan.dA == "xd" or plan.dB == "xd"):
                 _through_xd(call, own, x_TK, keys_T2, index, part, e_TN, dA, dB_flat if plan.dB == "xd" else None)
             if e_TN is not None and dB_flat is not None and plan.dB == "S":
-                assert S is not None
-                sum_mm(layout.b_block(dB_flat, number, index), part.of(e_TN).t(), part.of_S(S), number in done)
+                S_tr = S_blocks[part.stack][part.block]
+                sum_mm(layout.b_block(dB_flat, number, index), part.of(e_TN).t(), S_tr, number in done)
                 done.add(number)
     return Grads(e, dS, dB, sums, dA)
 
@@ -143,7 +146,7 @@ def inputs(
         return dx, dA
     assert dS is not None
     dx = torch.empty_like(x_TK) if plan_dx == "before" else base_dx(own, base, None)
-    for segment, all_layers, _ in call.stacked:
+    for segment, all_layers, *_ in call.stacked:
         dS_tR, dx_tK, (A_RK, _) = all_layers.of_S(dS), all_layers.of(dx), own.A(call.layout, segment.adapter)
         if segment.dropout:
             low_tK = call.drop(plus_dropped(call, own, dS_tR @ A_RK, segment, d), keys_T2, segment)
@@ -175,7 +178,7 @@ def stacked_dA(call: Call, x_TK: torch.Tensor, keys_T2: Optional, dS: torch.Tens
     """dS' xd by adapter, [rows, K]."""
     num_rows, done = call.layout.num_rows, set[int]()
     dA = torch.empty(num_rows, call.K, dtype=call.sums_dtype, device=call.device)
-    for segment, all_layers, _ in call.stacked:
+    for segment, all_layers, *_ in call.stacked:
         at, padded = call.layout.rows[segment.adapter]
         xd_tK, rows = (
             call.drop(all_layers.of(x_TK), keys_T2, segment),

@@ -368,7 +368,7 @@ def _sum_grads(
     size, layout, segments, tables = sizes.sizes_for(call.dtype), call.layout, call.segment_tables, call.tables
     assert segments is not None and tables is not None
     (spans, T, part_width), N, single = dS_parts.shape, layout.sizes[index], call.single_adapter
-    dB = None if dB_parts is None else torch.empty(layout.b_sizes[index], dtype=call.wide, device=call.device)
+    dB = None if dB_parts is None else torch.empty(layout.b_shapes[index], dtype=call.wide, device=call.device)
     num_tiles, ranks = segments.counts[size.down_m], min(BR, 32)
     blocks = sizes.cdiv(N, size.down_m) if dB is not None else 0
     args = (

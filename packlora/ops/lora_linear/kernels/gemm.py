@@ -201,37 +201,40 @@ def _launch(
     """`of` stands for the sizes and dtypes of all operands."""
     segments = call.segment_tables
     assert segments is not None
-    (T, P), Q, L = X.shape, Y.shape[1], low.L
+    several = low.places is not None
+    args = (
+        X, V, Y, Z, low.L, low.R, bias, g, keys_T2, segments.uncut if several else None, segments.spans if several else None,
+        low.places, signed(call.salt), dropout_threshold(p), call.T, X.shape[1], Y.shape[1], low.L.stride(0),
+        low.last if several else low.rank,
+    )  # fmt: skip
+    key = ("fused", of, forward, several, sizes.dtype_of(bias), g is None, keys_T2 is None, Z is None)
+    if launcher.launched(segments.launches, key, args):
+        return Y
+    T, Q, rank = call.T, Y.shape[1], low.rank
     BM, BK = sizes.FUSED_M, sizes.FUSED_K
     BN, warps, stages = sizes.tile_of(T, Q, sizes.programs_at_once(X.device))
-    several = low.places is not None
-    BR = 32 if several else sizes.block_of(low.rank, 64)
+    BR = 32 if several else sizes.block_of(rank, 64)
     wide = BR > 16 and not several
-    left: Descriptor | torch.Tensor = L
+    left: Descriptor | torch.Tensor = low.L
     right: Descriptor | torch.Tensor = low.R
     if wide:
-        rank = low.rank
-        left = Descriptor(L, [BM, BR], [T, rank], [L.stride(0), 1])
+        left = Descriptor(low.L, [BM, BR], [T, rank], [low.L.stride(0), 1])
         if forward:
             right = Descriptor(low.R, [BN, BR], [Q, rank], [rank, 1])
         else:
             right = Descriptor(low.R, [BR, BN], [rank, Q], [Q, 1])
-    args = (
+    described = (
         Descriptor(X, [BM, BK]), Descriptor(V, [BN, BK] if forward else [BK, BN]), Descriptor(Y, [BM, BN]),
-        None if Z is None else Descriptor(Z, [BM, BN]), left, right, bias, g, keys_T2, segments.uncut if several else None,
-        segments.spans if several else None, low.places, signed(call.salt), dropout_threshold(p), T, P, Q, L.stride(0),
-        low.last if several else low.rank,
+        None if Z is None else Descriptor(Z, [BM, BN]), left, right,
     )  # fmt: skip
-    key = ("fused", of, forward, several, sizes.dtype_of(bias), g is None, keys_T2 is None, Z is None)
-    if not launcher.launched(segments.launches, key, args):
-        programs = min(sizes.programs_at_once(X.device), sizes.cdiv(T, BM) * sizes.cdiv(Q, BN))
-        launcher.launch(
-            fused_kernel, (programs,), args, segments.launches, key,
-            FORWARD=forward, DROP=keys_T2 is not None and (segments.dropout if several else p > 0),
-            ASM=dropping.packed_dropout(Y), HAS_BIAS=bias is not None, HAS_G=g is not None, KEEP=Z is not None, WIDE=wide,
-            SEGMENTS=several, DTYPE=getattr(tl, str(Y.dtype).removeprefix("torch.")),
-            BM=BM, BN=BN, BK=BK, BR=BR, GROUP=8, PROGRAMS=programs, num_warps=warps, num_stages=stages,
-        )  # fmt: skip
+    programs = min(sizes.programs_at_once(X.device), sizes.cdiv(T, BM) * sizes.cdiv(Q, BN))
+    launcher.launch(
+        fused_kernel, (programs,), (*described, *args[6:]), segments.launches, key,
+        FORWARD=forward, DROP=keys_T2 is not None and (segments.dropout if several else p > 0),
+        ASM=dropping.packed_dropout(Y), HAS_BIAS=bias is not None, HAS_G=g is not None, KEEP=Z is not None, WIDE=wide,
+        SEGMENTS=several, DTYPE=getattr(tl, str(Y.dtype).removeprefix("torch.")),
+        BM=BM, BN=BN, BK=BK, BR=BR, GROUP=8, PROGRAMS=programs, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
     return Y
 
 
@@ -255,7 +258,9 @@ def up(
         low = _LowRank(S, flat, 0, tables.places[index], last)
     else:
         place = layout.places[single.adapter, index]
-        low = _LowRank(S[:, place.column :], own.block(layout, single.adapter, index)[0], place.padded)
+        low = _LowRank(
+            S[:, place.column :] if place.column else S, own.block(layout, single.adapter, index)[0], place.padded
+        )
     return _launch(call, (call.shape, index), x_TK, weight_NK, y_TN, low, True, bias, g=g, Z=z_TN), z_TN
 
 
