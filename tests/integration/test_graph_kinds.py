@@ -31,8 +31,9 @@ KINDS: dict[str, dict[str, Any]] = {
 NARROW = {"lora": {"r": 4, "lora_dropout": 0.2, "target_modules": ["v_proj"]}}
 NARROW["dora"] = {"r": 3, "use_dora": True, "target_modules": ["v_proj", "o_proj"]}
 CASES = [(("biases", "patterns"), False), (("biases, dropout", "dora, biases"), False), (("dora", "biases"), True)]
-SHORT = [[(0, 11), (1, 3), (1, 2)], [(1, 16)], [(0, 2), (0, 9), (1, 4)]]
-"""All of one shape, one of them of one job."""
+SHORT = [[(0, 11), (1, 3), (1, 2)], [(0, 16)], [(0, 2), (0, 9), (1, 4)]]
+"""All of one shape, one of them of one job, after which that steps; the last one is a replay."""
+BOTH = [[(0, 11), (1, 5)], [(0, 3), (1, 13)], [(0, 8), (1, 8)]]
 
 
 class Routed(PlanChooser):
@@ -64,6 +65,11 @@ def graphed(monkeypatch: pytest.MonkeyPatch, jobs: tuple[str, ...], kept: bool =
     return run
 
 
+def collected(run: Run, numbers: tuple[int, ...] = (0, 1)) -> list[torch.Tensor]:
+    """The gradients of jobs that no step has taken yet."""
+    return [buffer for number in numbers for _, buffer in run.buffers[number]]
+
+
 @pytest.mark.parametrize(("jobs", "kept"), some(CASES, 3), ids=str)
 def test_jobs_of_all_kinds_train_as_without_graphs(
     jobs: tuple[str, ...], kept: bool, monkeypatch: pytest.MonkeyPatch
@@ -74,8 +80,9 @@ def test_jobs_of_all_kinds_train_as_without_graphs(
         one.optimizers = [torch.optim.SGD(a.named_parameters().values(), lr=0.1) for a in one.adapters]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "uses_varlen", lambda *_: False)
-        want = plain.train()
-    got = run.train()
+        want = [*plain.train(), *collected(plain)]
+    got = [*run.train(), *collected(run)]
+    assert any(bool(gradient.any()) for gradient in collected(run, (0,)))
     assert not run.told
     assert run.executor._recorder.recorded == 2
     for one, other in zip(got, want, strict=True):
@@ -87,6 +94,7 @@ def test_a_job_that_is_not_finite_changes_no_bit_of_another_in_a_replay(
     where: str, value: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(graph_runs, "JOBS", NARROW)
+    monkeypatch.setattr(graph_runs, "MICROBATCHES", BOTH)
 
     def trained(spoilt: bool) -> list[torch.Tensor]:
         run = graphed(monkeypatch, ("lora", "dora"))
@@ -99,7 +107,9 @@ def test_a_job_that_is_not_finite_changes_no_bit_of_another_in_a_replay(
         assert run.executor._recorder.recorded == 2
         mine, all_of_them = len(run.adapters[0].named_parameters()), len(run.parameters())
         assert spoilt != all(bool(t.isfinite().all()) for t in tensors)
-        return [*tensors[:mine], *(sums[0] for sums in tensors[all_of_them:])]
+        own = collected(run, (0,))
+        assert any(bool(gradient.any()) for gradient in own)
+        return [*tensors[:mine], *own, *(sums[0] for sums in tensors[all_of_them:])]
 
     for one, other in zip(trained(True), trained(False), strict=True):
         assert torch.equal(one, other)
