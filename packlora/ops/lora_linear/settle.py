@@ -92,7 +92,8 @@ def settle(
 
 
 def _tables(
-    segments: Sequence[Segment], T: int, device: torch.device, dtype: torch.dtype, num_adapters: int, moving: MovingSegments | None
+    segments: Sequence[Segment], T: int, device: torch.device, dtype: torch.dtype, num_adapters: int,
+    moving: MovingSegments | None,
 ) -> SegmentTables:  # fmt: skip
     """Of segments, shared by all groups of as many adapters."""
     from packlora.ops.lora_linear import triton_path
