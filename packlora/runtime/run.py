@@ -132,6 +132,8 @@ def _set_up(run: Run, saved: SavedRun | None, max_steps: int | None, resume_from
 
     # 3. Choose the size of microbatches where that is left to us.
     known = _choose_budget(run, prepared, base, single, jobs, saved)
+    events = Emitter()
+    executor = graphed(run, base, single, jobs, lambda text: events.emit(Note(text)))
 
     # 4. Continue where checkpoints say, or start.
     record = run_record(prepared, base, jobs, known, saved)
@@ -146,8 +148,6 @@ def _set_up(run: Run, saved: SavedRun | None, max_steps: int | None, resume_from
     write_json(output_dir / "run.json", record)
 
     # 5. The loop, and who writes files of what it tells.
-    events = Emitter()
-    executor = graphed(run, base, single, jobs, lambda text: events.emit(Note(text)))
     folder = OutputFolder(output_dir, record["id"], run.save_total_limit, events)
     left_out = left_out_results(output_dir, prepared.left_out, record)
     trainer = Trainer(run, prepared, base, executor, jobs, known, folder, events, notes, left_out)

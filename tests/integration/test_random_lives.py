@@ -148,3 +148,30 @@ def test_whatever_became_of_a_run_its_jobs_have_the_bits_of_one_that_was_let_alo
         taken = {key: value for key, value in theirs.items() if key[1] <= got.jobs[key[0]].step}
         assert {key: ours.get(key) for key in taken} == taken, told
     assert not list(out.glob("**/.tmp-*")), told
+
+
+@pytest.mark.parametrize("behind", ["sent back", "left out"])
+def test_jobs_in_different_windows_go_on_from_the_window_of_the_slowest(
+    behind: str, base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("packlora.runtime.windows.Planner", partial(Planner, window_rounds=1))
+    jobs: list[dict[str, Any]] = []
+    for name, rows in (("a", 8), ("b", 6)):
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("".join(json.dumps({"prompt": word, "completion": name}) + "\n" for word in WORDS[:rows]))
+        jobs.append({"name": name, "data": {"path": str(path)}, "train": {"global_batch_size": 2}})
+    tree = {"base_model": base, "device": "cpu", "max_tokens_per_microbatch": 40, "save_every": 1, "jobs": jobs}
+    whole, out = tmp_path / "whole", {**tree, "output_dir": str(tmp_path / "out")}
+    packlora.train({**tree, "output_dir": str(whole)})
+    packlora.train(out, max_steps=2)
+    if behind == "sent back":
+        got = packlora.train(out, resume=True, resume_from=["b=0"])
+    else:  # for a while; the others then share other microbatches
+        (tmp_path / "b.jsonl").rename(tmp_path / "gone")
+        packlora.train(out, resume=True, max_steps=3)
+        (tmp_path / "gone").rename(tmp_path / "b.jsonl")
+        got = packlora.train(out, resume=True)
+    assert {name: job.step for name, job in got.jobs.items()} == {"a": 4, "b": 3}
+    for name in "ab":
+        file = Path(name, "adapter_model.safetensors")
+        assert behind == "left out" or (tmp_path / "out" / file).read_bytes() == (whole / file).read_bytes()

@@ -1,0 +1,102 @@
+"""Whole runs by graphs on a CPU, with a recorder whose replays run the functions again: the loop around what is recorded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import WORDS, tiny_model
+from graph_runs import attention_by_starts
+from safetensors.torch import load_file
+
+import packlora
+from packlora.ops import attention
+from packlora.ops.lora_linear.plan import CHAIN, ROUTED
+from packlora.plans.select import PlanChooser
+from packlora.report.events import Note
+from packlora.runtime import graphs
+from packlora.runtime.graphs import Recorder
+from packlora.runtime.job import Job
+
+Tree = dict[str, Any]
+RECORDED: list[Callable[[], None]] = []
+
+
+@pytest.fixture
+def tree(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> Tree:
+    """Two jobs whose steps lie apart."""
+    base = tmp_path / "base"
+    tiny_model("llama", num_hidden_layers=1, hidden_size=32, intermediate_size=48).save_pretrained(base)
+    tokenizer.save_pretrained(base)
+    jobs = []
+    for name, rows, size, adapter in (
+        ("a", 6, 2, {"lora_dropout": 0.1}),
+        ("b", 9, 3, {"use_dora": True, "lora_dropout": 0}),
+    ):
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("".join(json.dumps({"prompt": word, "completion": name}) + "\n" for word in WORDS[:rows]))
+        train = {"global_batch_size": size, "learning_rate": 1e-2, "weight_decay": 0.1}
+        jobs.append(
+            {
+                "name": name, "data": {"path": str(path), "eval_path": str(path)}, "train": train,
+                "adapter": {"r": 2, "target_modules": ["v_proj"], **adapter},
+            }
+        )  # fmt: skip
+    monkeypatch.setattr(graphs, "why_no_graphs", lambda *_: None)
+    monkeypatch.setattr(Recorder, "__init__", lambda self, device: None)
+    monkeypatch.setattr(Recorder, "record", lambda self, function: RECORDED.append(function) or function)
+    monkeypatch.setattr(graphs, "LEAST_TOKENS", 32)
+    monkeypatch.setattr(
+        PlanChooser, "plan_of", lambda self, x, layers, segments, moving=False: ROUTED if moving else CHAIN
+    )
+    return {"base_model": str(base), "device": "cpu", "max_tokens_per_microbatch": 60, "save_every": 1, "jobs": jobs}
+
+
+def trained(tree: Tree, out: Path, graphs: bool = True, **options: Any) -> dict[str, dict[str, torch.Tensor]]:
+    RECORDED.clear()
+    notes: list[Any] = []
+    told = [lambda event: notes.append(event.text) if isinstance(event, Note) else None]
+    with pytest.MonkeyPatch.context() as patch:
+        attention_by_starts(patch)
+        patch.setattr(attention, "uses_varlen", lambda *_: graphs)
+        packlora.train(
+            {**tree, "output_dir": str(out), "cuda_graphs": graphs}, resume=True, subscribers=told, **options
+        )
+    assert bool(RECORDED) == graphs and not any("CUDA graphs" in note for note in notes)
+    return {name: load_file(out / name / "adapter_model.safetensors") for name in "ab"}
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(one[key], other[key]) for key in one)
+
+
+def test_a_run_by_graphs_is_one_without_and_has_its_bits_whatever_becomes_of_it(
+    tree: Tree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, whole = trained(tree, tmp_path / "plain", graphs=False), trained(tree, tmp_path / "whole")
+    for name in "ab":
+        for key, tensor in whole[name].items():
+            torch.testing.assert_close(tensor, plain[name][key], rtol=1e-3, atol=1e-4)
+    trained(tree, tmp_path / "cut", max_steps=2)
+    cut = trained(tree, tmp_path / "cut", resume_from=["a=1"])
+    assert same(cut["a"], whole["a"]) and same(cut["b"], whole["b"])
+    spoil(monkeypatch)
+    beside = trained(tree, tmp_path / "beside")
+    assert same(beside["a"], whole["a"]) and not same(beside["b"], whole["b"])
+
+
+def spoil(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The adapter of b is not finite from its second step on, in the microbatches of that step."""
+    original: Callable[..., Any] = Job.collect
+
+    def collect(job: Job, *args: Any) -> None:
+        original(job, *args)
+        if job.name == "b" and job.step == 1:
+            with torch.no_grad():
+                job.adapter.flat[:64] = torch.nan
+
+    monkeypatch.setattr(Job, "collect", collect)
