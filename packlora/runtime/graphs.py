@@ -41,6 +41,7 @@ MOST = 32
 STEPS = 8
 """Numbers of tokens from a power of two to the next that have graphs of their own."""
 LEAST_TOKENS, LEAST_SAMPLES, LEAST_LONGEST = 256, 16, 128
+NO_GRAPHS = "no CUDA graphs, so the host may be what takes the time"
 Buffers = Mapping[int, Sequence[tuple[torch.nn.Parameter, torch.Tensor]]]
 
 
@@ -352,7 +353,7 @@ class GraphedDevice:
             first = first.__context__
         self.why_not = f"{type(first).__name__}: {first}".splitlines()[0]
         self._drop()
-        self.tell(f"no CUDA graphs, so the host may be what takes the time: {self.why_not}")
+        self.tell(f"{NO_GRAPHS}: {self.why_not}")
 
 
 @contextmanager
@@ -378,7 +379,11 @@ def graphed(run: Run, base: Base, single: SingleDevice, jobs: Sequence[Job], tel
     reason = why_no_graphs(run, base, jobs)
     if run.cuda_graphs is True and reason is not None:
         raise InputError(f"cuda_graphs: true cannot be met: {reason}")
-    if run.cuda_graphs is False or reason is not None:
+    if run.cuda_graphs is False:
+        return single
+    if reason is not None:
+        if base.device.type == "cuda":
+            base.warnings.append(f"{NO_GRAPHS}: {reason}")
         return single
     dropout = any(job.dropout_key is not None for job in jobs)
     buffers = {
