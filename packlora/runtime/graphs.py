@@ -17,7 +17,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -40,8 +40,11 @@ MOST = 32
 """Shapes whose graphs are kept; the one that was not used for longest goes."""
 STEPS = 8
 """Numbers of tokens from a power of two to the next that have graphs of their own."""
+TRIES = 3
+"""How often memory may run out before a run goes on without graphs."""
 LEAST_TOKENS, LEAST_SAMPLES, LEAST_LONGEST = 256, 16, 128
 NO_GRAPHS = "no CUDA graphs, so the host may be what takes the time"
+T = TypeVar("T")
 Buffers = Mapping[int, Sequence[tuple[torch.nn.Parameter, torch.Tensor]]]
 
 
@@ -98,6 +101,22 @@ class Gradients:
                 parameter.grad = buffer
 
 
+class Room:
+    """Where the gradient of the hidden states lies, for all shapes: one microbatch runs at a time."""
+
+    def __init__(self) -> None:
+        self.storage: torch.Tensor | None = None
+
+    def of(self, d_TD: torch.Tensor) -> torch.Tensor:
+        """Room for it. It is the last one's where that is large enough, else new."""
+        if self.storage is None or self.storage.numel() < d_TD.numel() or self.storage.dtype != d_TD.dtype:
+            self.storage = torch.empty_like(d_TD).view(-1)
+        return self.storage[: d_TD.numel()].view(d_TD.shape)
+
+    def clear(self) -> None:
+        self.storage = None
+
+
 class Body:
     """The decoder for microbatches of one shape: its buffers, and graphs where they are recorded.
 
@@ -107,9 +126,9 @@ class Body:
     """
 
     def __init__(
-        self, device: SingleDevice, shape: Shape, adapters: Sequence[int], dropout: bool, gradients: Gradients
-    ):
-        self.shape, self.gradients = shape, gradients
+        self, device: SingleDevice, shape: Shape, adapters: Sequence[int], dropout: bool, gradients: Gradients, room: Room
+    ) -> None:  # fmt: skip
+        self.shape, self.gradients, self._room = shape, gradients, room
         self._model, self._attached, where = device.base.model, device.attached, device.base.device
         T = shape.tokens
         self._ids_T = torch.zeros(T, dtype=torch.int64, device=where)
@@ -159,14 +178,14 @@ class Body:
     def backward(self, d_TD: torch.Tensor, adapters: Collection[int]) -> None:
         """Add up the gradients of the forward that was just run, from that of its result. adapters: that own tokens of it."""
         if self._d_TD is None:
-            self._d_TD = torch.empty_like(d_TD)
+            self._d_TD = self._room.of(d_TD)
         self._d_TD.copy_(d_TD)
         if self._backward is None:
             grads = self._run_backward()
             self._reached = [grad is not None for grad in grads]
             self.gradients.leave(self._reached, adapters)
             self.gradients.add(grads)
-            self._hidden_TD, self.ran = None, True
+            self._hidden_TD, self._d_TD, self.ran = None, None, True
         else:
             self.gradients.leave(self._reached, adapters)
             self._backward()
@@ -178,9 +197,15 @@ class Body:
         were made on.
         """
         self._forward = recorder.record(self._run_forward)
+        if self._hidden_TD is not None:
+            self._d_TD = self._room.of(self._hidden_TD)
         self._backward = recorder.record(lambda: self.gradients.add(self._run_backward()))
         if self._hidden_TD is not None:
             self._hidden_TD = self._hidden_TD.detach()  # its history has been recorded
+
+    def forget(self) -> None:
+        """Keep nothing of a forward whose backward will not be."""
+        self._hidden_TD = self._d_TD = self._forward = self._backward = None
 
     def _run_forward(self) -> None:
         with self._attached.active(self._owners), torch.enable_grad():
@@ -251,27 +276,40 @@ class GraphedDevice:
         """Microbatches that have run without a graph; the second shows whether the host waits for the device anywhere."""
         self._waiting = False
         self._ready: _Ready | None = None
+        self._out_of_memory = 0
+        self._room = Room()
 
     def prepare(self, samples: Sequence[PackedSample], weights: np.ndarray) -> None:
         """See Executor. What fails does so again in the forward."""
         if self.why_not is None and not self._waiting:
-            with suppress(RuntimeError, ValueError):
+            with suppress(Exception):
                 self._ready = self._load(samples, weights)
 
     def forward(self, samples: Sequence[PackedSample], weights: np.ndarray) -> Pending | Waiting:
-        """See Executor. One forward at a time goes by a graph: what it keeps for its backward is in the graph's memory."""
-        if self.why_not is not None or self._waiting:
-            return self.single.forward(samples, weights)
+        """See Executor. One forward at a time goes by a graph: what it keeps for its backward is in the graph's memory. No job
+        may step before that, whether it has tokens here or not: operands of all are packed together."""
+        if self.why_not is None and not self._waiting:
+            pending = self._attempt(lambda: self._forward(samples, weights))
+            if pending is not None:
+                return pending
+        return self.single.forward(samples, weights)
+
+    def _attempt(self, compute: Callable[[], T]) -> T | None:
+        """What `compute` returns; None where that goes without graphs alone. Nothing refers to the error then, nor to what it
+        held in memory."""
         try:
             with one_error_for_memory():
-                return self._forward(samples, weights)
+                return compute()
         except torch.OutOfMemoryError:
-            if not self._drop():
-                raise
-            return self.single.forward(samples, weights)
-        except (RuntimeError, ValueError) as error:
-            self._give_up(error)
-            return self.single.forward(samples, weights)
+            self._out_of_memory += 1
+            if self._out_of_memory >= TRIES:
+                self.why_not = "they and microbatches without them do not fit into memory together"
+        except Exception as error:  # of a model, a kernel or a library; without graphs it may be none
+            self.why_not = _first_line(error)
+        self._drop()
+        if self.why_not is not None:
+            self.tell(f"{NO_GRAPHS}: {self.why_not}")
+        return None
 
     def _forward(self, samples: Sequence[PackedSample], weights: np.ndarray) -> Waiting:
         base, ready, self._ready = self.single.base, self._ready, None
@@ -295,29 +333,29 @@ class GraphedDevice:
         if isinstance(pending, Pending):
             return self.single.backward(pending)
         self._waiting = False
-        body, device = pending.body, self.single.base.device
-        with one_error_for_memory():
-            pending.pending.total.backward()
-            assert pending.hidden_TD.grad is not None
-            try:
-                with _nothing_waits(device, self._checked == 1):
-                    body.backward(pending.hidden_TD.grad, pending.pending.batch.num_tokens)
-            except torch.OutOfMemoryError:
-                self._drop()
-                raise
-            except RuntimeError as error:  # nothing was added to a gradient yet
-                self._give_up(error)
-                return self.single.backward(self.single.forward(pending.samples, pending.weights))
-            self._checked += not body.recorded
-            return pending.pending.result()
+        result = self._attempt(lambda: self._backward(pending))
+        if result is None:  # nothing was added to a gradient yet
+            pending.body.forget()
+            return self.single.backward(self.single.forward(pending.samples, pending.weights))
+        return result
+
+    def _backward(self, pending: Waiting) -> MicrobatchResult:
+        result = pending.pending.result()  # whatever fails does so before anything is added to a gradient
+        pending.pending.total.backward()
+        assert pending.hidden_TD.grad is not None
+        with _nothing_waits(self.single.base.device, self._checked == 1):
+            pending.body.backward(pending.hidden_TD.grad, pending.pending.batch.num_tokens)
+        self._checked += not pending.body.recorded
+        return result
 
     def evaluate(self, samples: Sequence[PackedSample], num_owners: int) -> MicrobatchResult:
         try:
             return self.single.evaluate(samples, num_owners)
         except torch.OutOfMemoryError:
-            if not self._drop():
+            if not self._bodies:
                 raise
-            return self.single.evaluate(samples, num_owners)
+        self._drop()  # when nothing refers to the error any more, nor to what it held in memory
+        return self.single.evaluate(samples, num_owners)
 
     def plans(self) -> list[dict[str, Any]]:
         return self.single.plans()
@@ -331,29 +369,25 @@ class GraphedDevice:
     def _body(self, shape: Shape) -> Body:
         body = self._bodies.pop(shape, None)
         if body is None:
-            body = Body(self.single, shape, self._adapters, self._dropout, self._gradients)
+            body = Body(self.single, shape, self._adapters, self._dropout, self._gradients, self._room)
             if len(self._bodies) >= MOST:
                 del self._bodies[next(iter(self._bodies))]
         self._bodies[shape] = body
         return body
 
-    def _drop(self) -> bool:
-        """Free the memory of all graphs; whether there were any."""
-        self._waiting, self._ready = False, None
-        found = bool(self._bodies)
+    def _drop(self) -> None:
+        """Free the memory of all graphs."""
+        self._waiting, self._ready, self._recorder = False, None, None
         self._bodies.clear()
-        self._recorder = None
+        self._room.clear()
         gc.collect()
         free_memory(self.single.base.device)
-        return found
 
-    def _give_up(self, error: Exception) -> None:
-        first: BaseException = error
-        while first.__context__ is not None:  # what ended a recording; later errors say that there was one
-            first = first.__context__
-        self.why_not = f"{type(first).__name__}: {first}".splitlines()[0]
-        self._drop()
-        self.tell(f"{NO_GRAPHS}: {self.why_not}")
+
+def _first_line(error: BaseException) -> str:
+    while error.__context__ is not None:  # what ended a recording; later errors say that there was one
+        error = error.__context__
+    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 @contextmanager
@@ -403,7 +437,9 @@ def why_no_graphs(run: Run, base: Base, jobs: Sequence[Job]) -> str | None:
         return "the loss of this model needs more than the hidden states and the output layer"
     if run.gradient_checkpointing:
         return "gradient_checkpointing recomputes activations from the host"
+    if len(jobs) > LEAST_TOKENS:
+        return f"{len(jobs)} jobs, more than {LEAST_TOKENS}"
     for job in jobs if len(jobs) > 1 else ():
-        if job.adapter.spec.peft.use_dora and job.adapter.spec.peft.lora_dropout:
+        if any(own.use_dora and own.dropout and own.base_dropped for own in job.adapter.spec.modules.values()):
             return f"job {job.name!r} is DoRA with dropout, whose two base products are made segment by segment"
     return None

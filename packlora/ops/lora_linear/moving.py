@@ -69,8 +69,11 @@ class MovingSegments:
     def __init__(self, total: int, adapters: Sequence[int]) -> None:
         self.total, self.adapters = total, tuple(adapters)
         share = total // max(1, len(adapters))
-        self.nominal = tuple((number, at * share, (at + 1) * share) for at, number in enumerate(adapters))
-        """(adapter, start, stop) in the place of the boundaries that are not known yet: shares as large as each other."""
+        stops = [*(share * at for at in range(1, len(self.adapters))), total]
+        self.nominal = tuple(
+            (number, share * at, stop) for at, (number, stop) in enumerate(zip(adapters, stops, strict=False))
+        )
+        """(adapter, start, stop) in the place of the boundaries that are not known yet: equal shares, the rest for the last."""
         self._boundaries = self.nominal
         self._tables: dict[Hashable, tuple[tuple[Segment, ...], SegmentTables]] = {}
         self._operands: dict[int, Operands] = {}
