@@ -44,17 +44,17 @@ class Measured:
     failed: dict[str, str] = field(default_factory=dict)
 
 
-def candidates(case: Case, device: torch.device, limit: int = 10) -> tuple[Plan, ...]:
+def candidates(case: Case, device: torch.device, limit: int = 10, lossy: bool = False) -> tuple[Plan, ...]:
     """The plans worth measuring: the plain chain, the usual kernels, the plan with the fewest FLOPs, those within FAR of the
-    best by estimated time; `limit` at most."""
-    plans = legal_plans(case)
+    best by estimated time; `limit` at most. lossy: beside them those that merge weights."""
+    plans = legal_plans(case, lossy)
     roofline = machine(device, case.dtype, case.tf32)
     estimated = {plan: seconds(plan, case, roofline) for plan in plans}
     best = min(estimated.values())
     near = sorted((plan for plan in plans if estimated[plan] <= FAR * best), key=estimated.__getitem__)
     usual = (CHAIN, ROUTED) if ROUTED in plans else (CHAIN,)
     first = (*usual, min(plans, key=lambda plan: (flops(plan, case), estimated[plan])))
-    return tuple(dict.fromkeys((*first, *near)))[:limit]
+    return tuple(dict.fromkeys((*first, *near)))[: limit + sum(plan.lossy for plan in near)]
 
 
 def measure(
