@@ -365,7 +365,7 @@ class LayerForward(OwnForward):
         calls = [call for member in self._members() if isinstance(call := member.ready(), LayerCall)]
         device = calls[0].weight.device
         plan, case = _chosen(calls, device, calls[0].weight.dtype, REPORTED_TOKENS)
-        return plan.name, f"{_chooser(device, self.ask).choices[case].described(case)} of {REPORTED_TOKENS} tokens"
+        return plan.name, f"{_chooser(device, self.ask).choices[case].described(case)}, at {REPORTED_TOKENS} tokens"
 
     # --- DoRA ----------------------------------------------------------------------------------------------------------
 
