@@ -150,6 +150,9 @@ def tune(
     minutes: Annotated[
         float, typer.Option(min=0, help="Measure for so long at most; another call goes on with what is left.")
     ] = 5.0,
+    lossy: Annotated[
+        bool, typer.Option("--lossy", help="Also plans that merge weights, which only runs with plans.lossy use.")
+    ] = False,
 ) -> None:
     """Measure the ways to compute a layer on this device now, and remember the fastest."""
 
@@ -161,7 +164,7 @@ def tune(
         config = load_run(run, overrides) if run else None
         from packlora.commands.tune import tune as measure_plans
 
-        tuned = measure_plans(config, minutes=minutes)
+        tuned = measure_plans(config, minutes=minutes, lossy=lossy)
         raise typer.Exit(0 if all(item.plan for item in tuned) else 1)
 
     _guarded(action, "stopped; what was measured is remembered, and the same command goes on with the rest")

@@ -232,6 +232,28 @@ class ParallelConfig(_Strict):
         return self
 
 
+class PlansConfig(_Strict):
+    """How layers with adapters are computed; a text in its place is its `plan`."""
+
+    plan: str | dict[str, str] = "measured"
+    """measured: what `packlora tune` measured on this device, else a cost model on a GPU, the plain chain on a CPU. flops: the
+    fewest floating-point operations. Or a plan's name, or a mapping of patterns of module paths to these."""
+    lossy: bool = False
+    """measured and flops may choose plans that merge weights, and these may be named: they round more than the plain chain."""
+    prefer: Literal["time", "memory"] = "time"
+    """memory: measured and flops do not keep S, tokens x rank, for the backward where making it again costs little."""
+
+    @field_validator("plan")
+    @classmethod
+    def _patterns(cls, value: str | dict[str, str]) -> str | dict[str, str]:
+        if isinstance(value, dict):
+            if len(value) > MOST_PATTERNS:
+                raise ValueError(f"has {len(value)} patterns; at most {MOST_PATTERNS} are taken")
+            for pattern in value:
+                _check_regex(pattern, rf"(.*\.)?({pattern})$")  # as PEFT puts it together
+        return value
+
+
 class ScheduleConfig(_Strict):
     """How samples are shared out to microbatches; decides speed, not results."""
 
@@ -283,6 +305,8 @@ class Run(_Strict):
     keep_outputs: bool = False
     """DoRA layers keep their outputs in the place of a product as large. Not for models with kernels, other than liger's, that
     write into the outputs of linear layers behind autograd's back."""
+    plans: PlansConfig = Field(default_factory=PlansConfig)
+    """How layers with adapters are computed: decides speed and memory, and with lossy how they are rounded."""
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
     """How a run is spread over devices."""
     schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
@@ -293,6 +317,11 @@ class Run(_Strict):
     def seed_of(self, job: JobConfig) -> int:
         """The seed, 0 to 2**63 - 1, that a job draws from: its own or the run's."""
         return self.seed if job.seed is None else job.seed
+
+    @field_validator("plans", mode="before")
+    @classmethod
+    def _one_plan(cls, value: Any) -> Any:
+        return {"plan": value} if isinstance(value, str) else value
 
     @field_validator("max_tokens_per_microbatch")
     @classmethod

@@ -23,6 +23,7 @@ from packlora.config import (
     DataConfig,
     JobConfig,
     ParallelConfig,
+    PlansConfig,
     Run,
     ScheduleConfig,
     TrainConfig,
@@ -235,7 +236,7 @@ def _explain(error: Any, tree: Any) -> str:
 
 def _is_tag(loc: tuple[Any, ...], index: int) -> bool:
     """Pydantic names the branch of a union in the location (str, list[str], literal['auto']), and marks bad keys."""
-    after_union = index > 0 and loc[index - 1] in {"target_modules", "max_tokens_per_microbatch", "liger"}
+    after_union = index > 0 and loc[index - 1] in {"target_modules", "max_tokens_per_microbatch", "liger", "plan"}
     return loc[index] == "[key]" or (after_union and isinstance(loc[index], str))
 
 
@@ -259,7 +260,7 @@ def _where(loc: list[Any], tree: Any) -> str:
 def _known_keys(loc: list[Any]) -> list[str]:
     models: dict[str, type[BaseModel]] = {
         "jobs": JobConfig, "data": DataConfig, "adapter": AdapterConfig, "train": TrainConfig,
-        "parallel": ParallelConfig, "schedule": ScheduleConfig,
+        "parallel": ParallelConfig, "plans": PlansConfig, "schedule": ScheduleConfig,
     }  # fmt: skip
     names = [part for part in loc if isinstance(part, str)]
     return list((models[names[-1]] if names else Run).model_fields)

@@ -56,7 +56,7 @@ def attach(
     model: PreTrainedModel,
     specs: dict[str, AdapterSpec],
     seed: int | Mapping[str, int],
-    chooser: PlanChooser | None = None,
+    chooser: PlanChooser | Mapping[str, PlanChooser] | None = None,
 ) -> tuple[Attached, list[Adapter]]:
     """Freeze the model and attach one adapter per job.
 
@@ -66,10 +66,14 @@ def attach(
         model: gets its adapted layers replaced, in place.
         specs: by job name, from spec.resolve on this model.
         seed: of every adapter, or by job name.
-        chooser: chooses how layers are computed; by default from what is known of the device.
+        chooser: chooses how layers are computed, one for all or by path; by default from what is known of the device. Siblings
+            with different ones are computed apart.
     """
     model.requires_grad_(False)
-    attached = Attached(chooser or PlanChooser(model.device))
+    if not isinstance(chooser, Mapping):
+        adapted = [path for spec in specs.values() for path in spec.modules]
+        chooser = dict.fromkeys(adapted, chooser or PlanChooser(model.device))
+    attached = Attached([*chooser.values()])
     layers: dict[str, AdaptedLinear] = {}
     norms = RowNorms()
     groups = shared_inputs(model)
@@ -78,15 +82,17 @@ def attach(
     for number, (job, spec) in enumerate(specs.items()):
         for path in spec.modules:
             if path not in layers:
-                layers[path] = _replace(model, path, groups.get(path, (path,))[0], attached)
+                layers[path] = _replace(model, path, groups.get(path, (path,))[0], attached, chooser[path])
         adapters.append(_adapter(job, number, spec, layers, seeds[job], norms))
     for paths in set(groups.values()):
-        members = [layers[path] for path in paths if path in layers]
-        if len(members) > 1:
-            group = SiblingGroup(members, compute, AdaptedCall)
-            group.attach(model.get_submodule(paths[0].rpartition(".")[0]))
-            for index, member in enumerate(members):
-                member.siblings, member.index = group, index
+        siblings = [layers[path] for path in paths if path in layers]
+        for one in dict.fromkeys(member.chooser for member in siblings):
+            members = [member for member in siblings if member.chooser is one]
+            if len(members) > 1:
+                group = SiblingGroup(members, compute, AdaptedCall)
+                group.attach(model.get_submodule(paths[0].rpartition(".")[0]))
+                for index, member in enumerate(members):
+                    member.siblings, member.index = group, index
     if model.device.type == "cuda":  # where activations are what memory goes to
         add_recompute(model)
     return attached, adapters
@@ -122,11 +128,11 @@ def shared_inputs(model: PreTrainedModel) -> dict[str, tuple[str, ...]]:
     return {path: group for group in sibling_groups(model, paths, example) for path in group}
 
 
-def _replace(model: PreTrainedModel, path: str, salt: str, attached: Attached) -> AdaptedLinear:
+def _replace(model: PreTrainedModel, path: str, salt: str, attached: Attached, chooser: PlanChooser) -> AdaptedLinear:
     parent_path, _, leaf = path.rpartition(".")
     parent = model.get_submodule(parent_path)
     base = getattr(parent, leaf)
     assert type(base) is torch.nn.Linear
-    layer = AdaptedLinear(base, layer_salt(salt), attached)
+    layer = AdaptedLinear(base, layer_salt(salt), attached, chooser)
     setattr(parent, leaf, layer)
     return layer

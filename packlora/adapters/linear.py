@@ -37,8 +37,9 @@ class Attached:
     checkpointed activations are recomputed in autograd's own threads, which see no context of the thread that called backward.
     """
 
-    def __init__(self, chooser: PlanChooser) -> None:
-        self.chooser = chooser
+    def __init__(self, choosers: Sequence[PlanChooser]) -> None:
+        self.choosers = tuple(dict.fromkeys(choosers))
+        """Of plans: each layer has one of them."""
         self._active: TokenOwners | int | None = None
         self._kept: dict[tuple[int, ...], tuple[tuple[Layer, ...], GroupState]] = {}
 
@@ -123,13 +124,14 @@ class AdaptedLinear(torch.nn.Module):
         base: the frozen layer.
         salt: of the tensor that the layer reads, so the same for siblings: see ops.dropout.layer_salt.
         attached: what the layers of the model share.
+        chooser: of plans; the same for siblings.
     """
 
-    def __init__(self, base: torch.nn.Linear, salt: int, attached: Attached) -> None:
+    def __init__(self, base: torch.nn.Linear, salt: int, attached: Attached, chooser: PlanChooser) -> None:
         super().__init__()
         self.base = base
         self.adapters: dict[int, AdapterWeights] = {}
-        self.attached = attached
+        self.attached, self.chooser = attached, chooser
         self.salt = salt
         self.siblings = SiblingGroup([self], compute, AdaptedCall)
         self.index = 0
@@ -181,5 +183,5 @@ def compute(x: torch.Tensor, calls: Sequence[AdaptedCall]) -> tuple[torch.Tensor
             dropout = max(spec.dropout for spec in specs) if owners.keys_T2 is not None else 0.0
             segments.append(Segment(number, start, stop, dropout, all(spec.base_dropped for spec in specs)))
     layers, state = first.attached.operands(members)
-    plan = first.attached.chooser.plan_of(x, layers, segments, owners.moving is not None and owners.moving.moves)
+    plan = first.chooser.plan_of(x, layers, segments, owners.moving is not None and owners.moving.moves)
     return lora_group(x, layers, segments, owners.keys_T2, first.salt, plan, state, recompute_of(x), owners.moving)

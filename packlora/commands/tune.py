@@ -190,6 +190,7 @@ def tune(
     minutes: float = MINUTES,
     budget_s: float = 1.0,
     cache: PlanCache | None = None,
+    lossy: bool = False,
 ) -> list[Tuned]:
     """Measure, store after every case, print a table. What was not measured before comes first.
 
@@ -200,6 +201,7 @@ def tune(
         minutes: end after this time; at least one case is measured.
         budget_s: seconds of counted rounds per case.
         cache: where to store; by default the device's own file.
+        lossy: measure plans that merge weights too, for those who allow them (ask.Ask).
 
     Raises:
         InputError: bad input, or the cache cannot be written.
@@ -209,7 +211,7 @@ def tune(
     device = device or choose_device(run.device if run else "auto")
     cases, notes = cases_of_run(run, device) if run else (standard_cases(device), [])
     cache = cache or PlanCache(device)
-    several = [case for case in cases if len(legal_plans(case)) > 1]
+    several = [case for case in cases if len(legal_plans(case, lossy)) > 1]
     if len(several) < len(cases):
         notes.append(f"{len(cases) - len(several)} cases have one plan, the plain chain (DoRA), and are not measured")
     several.sort(key=lambda case: cache.get(case.key) is not None)
@@ -220,7 +222,7 @@ def tune(
         f"measuring plans for {len(several)} cases, the most useful first, in at most {minutes:g} minutes",
         soft_wrap=True,
     )
-    out = _measured(several, device, _Clock(several, device, 60 * minutes, budget_s), cache, console, progress)
+    out = _measured(several, device, _Clock(several, device, 60 * minutes, budget_s, lossy), cache, console, progress)
     console.print(_table(out))
     for item in out:
         for name, reason in item.measured.failed.items():
@@ -253,7 +255,7 @@ def _measured(
             if count < 2 and out:
                 break
             began = time.perf_counter()
-            plans = candidates(case, device)[: max(count, 2)]
+            plans = clock.plans(case)[: max(count, 2)]
             out.append(_tune_case(case, plans, device, clock, cache))
             clock.took(case, len(plans), time.perf_counter() - began)
     return out
@@ -265,18 +267,25 @@ class _Clock:
     Args:
         limit_s: of all cases together.
         budget_s: of the counted rounds of a case.
+        lossy: plans that merge weights are among those to be measured.
     """
 
-    def __init__(self, cases: Iterable[Case], device: torch.device, limit_s: float, budget_s: float) -> None:
-        self.limit_s, self.budget_s, self.device = limit_s, budget_s, device
+    def __init__(
+        self, cases: Iterable[Case], device: torch.device, limit_s: float, budget_s: float, lossy: bool = False
+    ) -> None:
+        self.limit_s, self.budget_s, self.device, self.lossy = limit_s, budget_s, device, lossy
         self.make = group_maker(device)
         self._start = time.perf_counter()
         self._estimates = {
-            case: [seconds(plan, case, machine(device, case.dtype, case.tf32)) for plan in candidates(case, device)]
+            case: [seconds(plan, case, machine(device, case.dtype, case.tf32)) for plan in self.plans(case)]
             for case in cases
         }
         self._factor = self._extra = 1.0
         """What the last probe took over its estimate; and the seconds by which a case took longer, compiling above all."""
+
+    def plans(self, case: Case) -> tuple[Plan, ...]:
+        """Those to be measured, if time allows."""
+        return candidates(case, self.device, lossy=self.lossy)
 
     @property
     def spent(self) -> float:

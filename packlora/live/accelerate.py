@@ -12,7 +12,7 @@ report.py says what was found.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from peft.tuners.lora import Linear as PeftLinear
@@ -28,12 +28,15 @@ from packlora.live.report import Report, grouped, report_of
 from packlora.ops.gpu import why_no_kernels
 from packlora.ops.lora_linear.plan import Plan
 from packlora.ops.recompute import add_recompute, remove_recompute
+from packlora.plans.ask import Ask, asks_of
 
 
 def accelerate(
     model: torch.nn.Module,
     *,
-    plan: Plan | None = None,
+    plan: str | Plan | Mapping[str, str | Plan] | None = None,
+    lossy: bool = False,
+    prefer: Literal["time", "memory"] = "time",
     example: Mapping[str, Any] | None = None,
     recompute: bool = False,
     keep_outputs: bool = False,
@@ -51,7 +54,17 @@ def accelerate(
 
     Args:
         model: made by peft.get_peft_model, PeftModel.from_pretrained or model.add_adapter.
-        plan: how to compute every layer; None chooses by the device and the sizes. Of no use in compiled graphs.
+        plan: how to compute layers (docs/accelerate.md, "Choosing the computation").
+            None or "measured": what `packlora tune` measured on this device, else a cost model on a GPU, the chain on a CPU.
+            "flops": the fewest floating-point operations by RunLoRA's formulas.
+            A plan's name, such as "forward1-backward2" or "chain", or a Plan; the plain chain takes its place for calls that it
+            does not compute, and the report says why.
+            A mapping from patterns to these: layers that a pattern matches as in PEFT's rank_pattern, the first one that does;
+            the others are measured. Siblings with different values are computed apart. Of no use in compiled graphs.
+        lossy: "measured" and "flops" may choose plans that merge W + s B A, which round more than the chain, and such plans
+            may be named.
+        prefer: with "memory", "measured" and "flops" do not keep S [tokens, rank] for the backward where making it again is
+            estimated to cost at most 5 % of a layer's time, forward and backward.
         example: keyword arguments for the run that finds siblings; by default two random token ids.
         recompute: outputs of RMS norms and the products inside gated feed-forwards, which LoRA layers read, are computed
             again in the backward instead of being kept. Saves a fifth of the memory of an 8B model, costs 2 % of its time.
@@ -67,7 +80,8 @@ def accelerate(
         What was found: print it.
 
     Raises:
-        ValueError: the model has no PEFT layers, or is compiled already.
+        ValueError: the model has no PEFT layers, or is compiled already; plan, lossy or prefer is not one of the accepted
+            values, a plan that rounds more is named without `lossy`, or a pattern matches no linear layer with an adapter.
     """
     if hasattr(model, "_orig_mod"):
         raise ValueError(
@@ -79,12 +93,13 @@ def accelerate(
             f"{type(model).__name__} has no PEFT adapter layers; accepted is a model from peft.get_peft_model, "
             "PeftModel.from_pretrained or model.add_adapter"
         )
+    asks = _asks(model, layers, plan, lossy, prefer)
     restore(model)
     norms = RowNorms()
     forwards: dict[str, OwnForward] = {}
     foreign: dict[str, str] = {}
     for path, layer in layers.items():
-        forward = _forward_for(layer, path, plan, norms)
+        forward = _forward_for(layer, path, asks, norms)
         if isinstance(forward, str):
             foreign[path] = forward
         else:
@@ -141,13 +156,24 @@ class _Unload:
 # --- steps of accelerate ------------------------------------------------------------------------------------------------
 
 
-def _forward_for(layer: BaseTunerLayer, path: str, plan: Plan | None, norms: RowNorms) -> OwnForward | str:
+def _asks(
+    model: torch.nn.Module, layers: Mapping[str, BaseTunerLayer], plan: object, lossy: bool, prefer: str
+) -> dict[str, Ask]:
+    """What the user wants of PEFT's linear layers, by path. Patterns are compared with paths in the model that PEFT adapts."""
+    tuners = [path for path, module in model.named_modules() if isinstance(module, BaseTuner)]
+    inner = [f"{path}.model.".removeprefix(".") for path in tuners]
+    paths = [path for path, layer in layers.items() if type(layer) is PeftLinear]
+    own = {path: next((path.removeprefix(start) for start in inner if path.startswith(start)), path) for path in paths}
+    return asks_of(plan, lossy, prefer, paths, own)
+
+
+def _forward_for(layer: BaseTunerLayer, path: str, asks: Mapping[str, Ask], norms: RowNorms) -> OwnForward | str:
     """What goes in the place of the layer's forward, or why it stays."""
     if "forward" in layer.__dict__:
         return "its forward was replaced by other code"
     if (served := dora.forward_for(layer, path, norms)) is not None:
         return served
-    return LayerForward(layer, path, plan, norms) if type(layer) is PeftLinear else dora.NOT_DORA
+    return LayerForward(layer, path, norms, asks[path]) if type(layer) is PeftLinear else dora.NOT_DORA
 
 
 def _group(
@@ -164,12 +190,21 @@ def _group(
             f"sibling groups: none, the run that finds them failed ({type(error).__name__}: {first_line}); "
             "pass example={...}, keyword arguments of the model's forward"
         ]
+    groups = [own for paths in groups for own in _alike(paths, forwards)]
     for paths in groups:
         group = SiblingGroup([forwards[path] for path in paths], compute, LayerCall)
         group.attach(model.get_submodule(paths[0].rpartition(".")[0]))
         for index, path in enumerate(paths):
             forwards[path].group, forwards[path].index = group, index
     return groups, []
+
+
+def _alike(paths: Sequence[str], forwards: Mapping[str, LayerForward]) -> list[tuple[str, ...]]:
+    """Siblings for which the same was asked, where there are at least two."""
+    by_ask: dict[Ask, list[str]] = {}
+    for path in paths:
+        by_ask.setdefault(forwards[path].ask, []).append(path)
+    return [tuple(own) for own in by_ask.values() if len(own) > 1]
 
 
 def _recompute(model: torch.nn.Module) -> list[str]:

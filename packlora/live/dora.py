@@ -136,8 +136,8 @@ class DoraForward(OwnForward):
                 return f"the weight of its {role} is on {tensor.device}, its base weight on {base.weight.device}"
         return call
 
-    def plan_name(self) -> str:
-        return PLAN
+    def planned(self) -> tuple[str, str]:
+        return PLAN, ""
 
     drops = True
     """Whether lora_dropout has a meaning for the layer."""

@@ -114,6 +114,6 @@ class OwnForward:
         """Paths of the layers that are computed by one call with this one, itself included, in order; () where it is alone."""
         return ()
 
-    def plan_name(self) -> str:
-        """How it is computed, for the report. Only where it is ready."""
+    def planned(self) -> tuple[str, str]:
+        """For the report, the plan's name and what speaks for it, "" where nothing is chosen. Only where it is ready."""
         raise NotImplementedError

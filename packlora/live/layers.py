@@ -25,13 +25,14 @@ from packlora.adapters.siblings import SiblingGroup
 from packlora.live.forward import DISABLED, DTYPES, MERGED, NOT_ACTIVE, OwnForward, observed
 from packlora.ops.lora_linear.autograd import lora_group
 from packlora.ops.lora_linear.frozen import Dense
-from packlora.ops.lora_linear.plan import Plan, Situation, legal
+from packlora.ops.lora_linear.plan import Plan
 from packlora.ops.lora_linear.prepared import GroupState
 from packlora.ops.lora_linear.traced import TracedLayer, traced_group
 from packlora.ops.lora_linear.types import Layer, LowRank, Segment
 from packlora.ops.recompute import recompute_of
 from packlora.ops.row_norm.row_norm import row_norm_op
 from packlora.ops.stamp import version
+from packlora.plans.ask import MEASURED, Ask
 from packlora.plans.case import Case
 from packlora.plans.select import PlanChooser
 
@@ -47,9 +48,9 @@ AUTOCAST = ("cpu", "cuda")
 @lru_cache(maxsize=4096)
 def choose_plan(
     device: torch.device, dtype: torch.dtype, num_tokens: int, K: int, sizes: tuple[int, ...], ranks: tuple[int, ...],
-    dropout: float, dora: bool,
-) -> Plan:  # fmt: skip
-    """The plan of a group of layers.
+    dropout: float, dora: bool, ask: Ask = MEASURED,
+) -> tuple[Plan, Case]:  # fmt: skip
+    """The plan of a group of layers, and the case that it is chosen for.
 
     Args:
         device, dtype: of x as it is multiplied.
@@ -57,13 +58,15 @@ def choose_plan(
         sizes, ranks: N and r of every layer of the group.
         dropout: rate; 0 in evaluation.
         dora: one of the adapters has a magnitude.
+        ask: what the user wants.
     """
-    return _chooser(device).plan_for(Case.of_adapter(device, dtype, num_tokens, K, sizes, ranks, dropout > 0, dora))
+    case = Case.of_adapter(device, dtype, num_tokens, K, sizes, ranks, dropout > 0, dora)
+    return _chooser(device, ask).plan_for(case), case
 
 
 @lru_cache
-def _chooser(device: torch.device) -> PlanChooser:
-    return PlanChooser(device)
+def _chooser(device: torch.device, ask: Ask) -> PlanChooser:
+    return PlanChooser(device, ask=ask)
 
 
 # --- what a layer computes ---------------------------------------------------------------------------------------------
@@ -87,7 +90,7 @@ class LayerCall:
 
     @property
     def together(self) -> Hashable:
-        return (self.weight.shape[1], self.weight.dtype, self.weight.device, self.p, self.owner.plan)
+        return (self.weight.shape[1], self.weight.dtype, self.weight.device, self.p, self.owner.ask)
 
     def operands(self) -> list[torch.Tensor]:
         operands = (self.weight, self.A, self.B, self.bias, self.outer_bias, self.magnitude)
@@ -213,7 +216,7 @@ def _arguments(x: torch.Tensor, calls: Sequence[LayerCall], dtype: torch.dtype) 
     x, T = x if x.is_contiguous() else x.contiguous(), x.numel() // x.shape[-1]
     keys_T2 = _dropout_keys(T, x.device) if first.p else None
     weights = [_to(call.weight, dtype) for call in calls]
-    plan = first.owner.plan or _chosen(calls, x.device, dtype, T)
+    plan, _ = _chosen(calls, x.device, dtype, T)
     # a state would keep a copy of a weight that was cast just now
     state = first.owner.state(len(calls)) if weights[0] is first.weight else None
     last: Sequence[Layer | None] = (state.layers if state is not None else ()) or (None,) * len(calls)
@@ -236,11 +239,11 @@ def _by_tracing(x: torch.Tensor, calls: Sequence[LayerCall], dtype: torch.dtype)
     return [y_TN.view(*x.shape[:-1], y_TN.shape[1]) for y_TN in traced_group(x_TK, layers, keys_T2, 0, p)]
 
 
-def _chosen(calls: Sequence[LayerCall], device: torch.device, dtype: torch.dtype, T: int) -> Plan:
+def _chosen(calls: Sequence[LayerCall], device: torch.device, dtype: torch.dtype, T: int) -> tuple[Plan, Case]:
     sizes = tuple(call.weight.shape[0] for call in calls)
     ranks = tuple(call.A.shape[0] for call in calls)
     dora = any(call.magnitude is not None for call in calls)
-    return choose_plan(device, dtype, T, calls[0].weight.shape[1], sizes, ranks, calls[0].p, dora)
+    return choose_plan(device, dtype, T, calls[0].weight.shape[1], sizes, ranks, calls[0].p, dora, calls[0].owner.ask)
 
 
 def _dropout_keys(T: int, device: torch.device) -> torch.Tensor:
@@ -308,12 +311,12 @@ def _check(x: torch.Tensor, call: LayerCall, dtype: torch.dtype, autocast: bool)
 class LayerForward(OwnForward):
     """Of a lora.Linear: the operator where it can, else PEFT's own forward.
 
-    plan: of every call; None chooses one by the device and the sizes.
+    ask: how the user wants it to be computed.
     """
 
-    def __init__(self, layer: PeftLinear, path: str, plan: Plan | None, norms: RowNorms) -> None:
+    def __init__(self, layer: PeftLinear, path: str, norms: RowNorms, ask: Ask = MEASURED) -> None:
         super().__init__(layer, path, norms)
-        self.plan = plan
+        self.ask = ask
         self.group: SiblingGroup | None = None
         self.index = 0
         self.states: dict[int, GroupState] = {}
@@ -362,13 +365,11 @@ class LayerForward(OwnForward):
     def _members(self) -> tuple[LayerForward, ...]:
         return (self,) if self.group is None else self.group.members  # type: ignore[return-value]
 
-    def plan_name(self) -> str:
+    def planned(self) -> tuple[str, str]:
         calls = [call for member in self._members() if isinstance(call := member.ready(), LayerCall)]
-        weight, p = calls[0].weight, calls[0].p
-        if self.plan is None:
-            return _chosen(calls, weight.device, weight.dtype, REPORTED_TOKENS).name
-        dora, double = any(call.magnitude is not None for call in calls), weight.dtype == torch.float64
-        return legal(self.plan, Situation(True, True, p > 0, dora, dora and p > 0, double)).name
+        device = calls[0].weight.device
+        plan, case = _chosen(calls, device, calls[0].weight.dtype, REPORTED_TOKENS)
+        return plan.name, f"{_chooser(device, self.ask).choices[case].described(case)}, at {REPORTED_TOKENS} tokens"
 
     # --- DoRA ----------------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from packlora.ops import gpu
-from packlora.ops.lora_linear.plan import Situation, Target
+from packlora.ops.lora_linear.plan import Rounding, Situation, Target
 from packlora.ops.lora_linear.types import Layer, Segment, situation
 
 
@@ -148,9 +148,8 @@ class Case:
         """One adapter owns all tokens."""
         return self.covered and len(self.ranks) == 1 and not self.moving
 
-    @property
-    def situation(self) -> Situation:
-        """What of the case decides which plans compute it, here (plan.why_not)."""
+    def situation(self, rounding: Rounding = "exact") -> Situation:
+        """What of the case decides which plans compute it, here, as exactly as `rounding` says (plan.why_not)."""
         low_rank, double = bool(self.ranks), self.dtype == "float64"
         return Situation(
             self.single,
@@ -160,7 +159,7 @@ class Case:
             self.base_dropped,
             double,
             moving=self.moving,
-            target=self.target,
+            target=self.target._replace(rounding=rounding),
         )
 
     @property

@@ -65,6 +65,12 @@ def flops(plan: Plan, case: Case) -> int:
     return sum(step.flops for step in steps(plan, case))
 
 
+def s_bytes(plan: Plan, case: Case) -> int:
+    """Of S [T, R], kept for the backward; 0 where it is not kept. R of several adapters is the largest."""
+    keeps = plan.keep_s and plan.up != "merged" and plan.dB == "S"
+    return case.tokens * max((sum(by_layer) for by_layer in case.ranks), default=0) * case.torch_dtype.itemsize * keeps
+
+
 def seconds(plan: Plan, case: Case, machine: Machine) -> float:
     """Roofline estimate of forward and backward: each step takes the longer of its arithmetic and its traffic, and its
     launches. On a GPU launches cost the host, which runs ahead: the longer of the two counts.

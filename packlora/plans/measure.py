@@ -44,17 +44,18 @@ class Measured:
     failed: dict[str, str] = field(default_factory=dict)
 
 
-def candidates(case: Case, device: torch.device, limit: int = 10) -> tuple[Plan, ...]:
+def candidates(case: Case, device: torch.device, limit: int = 10, lossy: bool = False) -> tuple[Plan, ...]:
     """The plans worth measuring: the plain chain, the usual kernels, the plan with the fewest FLOPs, those within FAR of the
-    best by estimated time; `limit` at most."""
-    plans = legal_plans(case)
+    best by estimated time; `limit` at most. lossy: after these, those that merge weights and are worth it among all."""
+    plans = legal_plans(case, lossy)
     roofline = machine(device, case.dtype, case.tf32)
     estimated = {plan: seconds(plan, case, roofline) for plan in plans}
     best = min(estimated.values())
     near = sorted((plan for plan in plans if estimated[plan] <= FAR * best), key=estimated.__getitem__)
     usual = (CHAIN, ROUTED) if ROUTED in plans else (CHAIN,)
     first = (*usual, min(plans, key=lambda plan: (flops(plan, case), estimated[plan])))
-    return tuple(dict.fromkeys((*first, *near)))[:limit]
+    worth = tuple(dict.fromkeys((*first, *near)))[:limit]
+    return (*candidates(case, device, limit), *(plan for plan in worth if plan.lossy)) if lossy else worth
 
 
 def measure(

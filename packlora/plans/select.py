@@ -1,6 +1,6 @@
-"""PlanChooser: the plan for a case, at once. It never measures; that is tune.py's work.
+"""PlanChooser: the plan for a case, at once, as the user asked for it (ask.py). It never measures; that is tune.py's work.
 
-Order of the evidence: what was measured on this device, else the cost model.
+Where nothing was asked for, the order of the evidence is: what was measured on this device, else the cost model.
 """
 
 from __future__ import annotations
@@ -11,38 +11,59 @@ from typing import Any, Literal
 
 import torch
 
-from packlora.ops.lora_linear.plan import CHAIN, Plan, ordered
+from packlora.ops.lora_linear.plan import CHAIN, Plan, ordered, why_not
 from packlora.ops.lora_linear.types import Layer, Segment
+from packlora.plans.ask import MEASURED, Ask
 from packlora.plans.cache import PlanCache, fastest
 from packlora.plans.case import Case
-from packlora.plans.cost import machine, seconds
+from packlora.plans.cost import flops, machine, s_bytes, seconds
 from packlora.plans.space import legal_plans
 
-Origin = Literal["measured", "estimated", "not measured", "only one"]
+Origin = Literal["measured", "estimated", "not measured", "only one", "flops", "asked for", "gave way"]
+LITTLE = 0.05
+"""Of the estimated time of forward and backward: what making S again may cost where memory is preferred."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A plan and what speaks for it. ms, chain_ms: measured for it and for the plain chain, where they were."""
+    """A plan and what speaks for it. ms, chain_ms: measured for it and for the plain chain, where they were. why_not: the plan
+    that was asked for, and why it does not compute the case."""
 
     plan: Plan
     origin: Origin
     ms: float | None = None
     chain_ms: float | None = None
+    why_not: str | None = None
+
+    def described(self, case: Case) -> str:
+        """By what evidence, what it saves against the plain chain, and the bytes of S that it keeps, for a report."""
+        own, chain = flops(self.plan, case), flops(CHAIN, case)
+        words = [f"{self.origin}: {self.why_not}" if self.why_not is not None else str(self.origin)]
+        if self.ms is not None:
+            words.append(f"{self.ms:.3g} ms, the chain {self.chain_ms:.3g} ms")
+        elif own != chain:
+            words.append(
+                f"{100 * abs(1 - own / chain):.1f} % {'fewer' if own < chain else 'more'} FLOPs than the chain"
+            )
+        kept = s_bytes(self.plan, case)
+        words.append(f"S {kept / 2**20:.3g} MiB" if kept else "S not kept")
+        return ", ".join(words)
 
 
 class PlanChooser:
     """Chooses one plan per case and remembers it: the fastest one measured; where nothing was measured, on a GPU the fastest
     one by the roofline estimate, on a CPU the plain chain: there the products are the library's in every plan, and the estimate
-    would decide on a few per cent.
+    would decide on a few per cent. As `ask` says: the plan that is asked for instead, and where it does not compute the case
+    the plain chain; or the one with the fewest floating-point operations.
 
     Args:
         device: of the layers.
         cache: of measurements; by default the device's own.
+        ask: what the user wants.
     """
 
-    def __init__(self, device: torch.device, cache: PlanCache | None = None) -> None:
-        self.device, self.estimates = device, device.type == "cuda"
+    def __init__(self, device: torch.device, cache: PlanCache | None = None, ask: Ask = MEASURED) -> None:
+        self.device, self.estimates, self.ask = device, device.type == "cuda", ask
         self.cache = cache or PlanCache(device)
         self.choices: dict[Case, Choice] = {}
         """By case, in the order in which they were first asked for."""
@@ -78,9 +99,25 @@ class PlanChooser:
         return found[1]
 
     def _choose(self, case: Case) -> Choice:
-        plans = legal_plans(case)
+        reason = None
+        if (given := self.ask.given) is not None:
+            call = case.situation("any")
+            reason = why_not(given, call if isinstance(self.ask.plan, str) else call._replace(target=None))
+            if reason is None:
+                return self._timed(Choice(given, "asked for"), case)
+            reason = f"{self.ask.plan if isinstance(self.ask.plan, str) else given.name}: {reason}"
+            if not case.moving:
+                return Choice(Plan(keep_s=given.keep_s), "gave way", why_not=reason)
+        plans = legal_plans(case, self.ask.lossy)
         if not plans:
             raise ValueError(f"no plan computes {case.key}")
+        choice = self._fewest(plans, case) if self.ask.plan == "flops" else self._fastest(plans, case)
+        if self.ask.prefer == "memory" and self._remade_at_little_cost(choice.plan, case):
+            choice = Choice(replace(choice.plan, keep_s=False), choice.origin)
+        return replace(choice, why_not=reason)
+
+    def _fastest(self, plans: Sequence[Plan], case: Case) -> Choice:
+        """The plain chain is among the plans, unless the segments move."""
         if len(plans) == 1:
             return Choice(plans[0], "only one")
         if (record := self.cache.get(case.key)) is not None:
@@ -88,12 +125,34 @@ class PlanChooser:
             return Choice(best, "measured", record.ms[best.name], record.ms[CHAIN.name])
         if not self.estimates and CHAIN in plans:
             return Choice(CHAIN, "not measured")
-        roofline = machine(self.device, case.dtype, case.tf32)
-        return Choice(min(plans, key=lambda plan: seconds(plan, case, roofline)), "estimated")
+        return Choice(min(plans, key=lambda plan: self._seconds(plan, case)), "estimated")
+
+    def _fewest(self, plans: Sequence[Plan], case: Case) -> Choice:
+        """Of plans with as few operations as each other the fastest one, where the chain is among them, else the first."""
+        by_plan = {plan: flops(plan, case) for plan in plans}
+        least = [plan for plan in plans if by_plan[plan] == min(by_plan.values())]
+        best = self._fastest(least, case).plan if CHAIN in least or case.moving else least[0]
+        return self._timed(Choice(best, "flops"), case)
+
+    def _timed(self, choice: Choice, case: Case) -> Choice:
+        """With what was measured for its plan, if anything."""
+        record = self.cache.get(case.key)
+        if record is None or choice.plan.name not in record.ms:
+            return choice
+        return replace(choice, ms=record.ms[choice.plan.name], chain_ms=record.ms[CHAIN.name])
+
+    def _remade_at_little_cost(self, plan: Plan, case: Case) -> bool:
+        """Whether S, which the plan keeps, would be made again at no more than LITTLE of the estimated time."""
+        again = self._seconds(replace(plan, keep_s=False), case)
+        return s_bytes(plan, case) > 0 and again <= (1 + LITTLE) * self._seconds(plan, case)
+
+    def _seconds(self, plan: Plan, case: Case) -> float:
+        return seconds(plan, case, machine(self.device, case.dtype, case.tf32))
 
     def record(self) -> list[dict[str, Any]]:
-        """What was asked for and chosen, for run.json and the report."""
+        """What was chosen, by case, for run.json and the report; why_not only where a plan that was asked for gave way."""
         return [
             {"case": case.key, "plan": choice.plan.name, "origin": choice.origin, "ms": choice.ms, "chain_ms": choice.chain_ms}
+            | ({"why_not": choice.why_not} if choice.why_not is not None else {})
             for case, choice in self.choices.items()
         ]  # fmt: skip

@@ -8,12 +8,12 @@ from packlora.ops.lora_linear.plan import CHAIN, PLANS, Plan, ordered, why_not
 from packlora.plans.case import Case
 
 
-def legal_plans(case: Case) -> tuple[Plan, ...]:
+def legal_plans(case: Case, lossy: bool = False) -> tuple[Plan, ...]:
     """The plain chain first. Of plans that do the same for the case, the first of the list; a plan that computes again what
-    the same plan keeps is only slower, and is for those who ask for it."""
+    the same plan keeps is only slower, and is for those who ask for it. lossy: with those that merge weights."""
     if not case.ranks:
         return (CHAIN,)
-    call = case.situation
+    call = case.situation("lossy" if lossy else "exact")
     found: dict[Plan, Plan] = {}
     for _, plan, _ in PLANS:
         slower = not plan.keep_s and replace(plan, keep_s=True) in found.values()

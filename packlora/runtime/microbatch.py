@@ -114,7 +114,7 @@ class SingleDevice:
             return Pending(batch, losses_L, total, num_owners).result()
 
     def plans(self) -> list[dict[str, Any]]:
-        return self.attached.chooser.record()
+        return [line for chooser in self.attached.choosers for line in chooser.record()]
 
 
 @contextmanager

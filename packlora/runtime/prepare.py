@@ -12,7 +12,7 @@ from peft import LoraConfig
 from transformers import PreTrainedModel
 
 from packlora.adapters.files import base_note, check_start, continued_config
-from packlora.adapters.spec import AdapterSpec, peft_config, resolve
+from packlora.adapters.spec import AdapterSpec, peft_config, resolve, try_patterns
 from packlora.base.demo_model import base_path
 from packlora.base.device import choose_device
 from packlora.base.liger import check_liger
@@ -22,6 +22,7 @@ from packlora.data.dataset import JobData
 from packlora.data.encode import Encoded, encode_rows
 from packlora.data.readers import is_file_name, read_rows
 from packlora.errors import InputError
+from packlora.plans.ask import Ask, asks_of
 from packlora.runtime.job import learning_rates
 from packlora.terminal import Told, silent
 
@@ -95,7 +96,7 @@ class PreparedRun:
     """A checked run.
 
     budget: tokens of a microbatch, for auto the usual one of the device. left_out: jobs of a resumed run whose data is gone,
-    with the reason; `jobs` are the others.
+    with the reason; `jobs` are the others. asks: how adapted layers are to be computed, by module path.
     """
 
     run: Run
@@ -105,6 +106,7 @@ class PreparedRun:
     jobs: list[PreparedJob]
     warnings: list[str] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
+    asks: dict[str, Ask] = field(default_factory=dict)
 
     @property
     def longest(self) -> int:
@@ -144,6 +146,7 @@ def prepare(run: Run, max_steps: int | None = None, resumed: bool = False, told:
     told(f"laying out {run.base_model}")
     skeleton = load_skeleton(run)
     specs = {job.name: adapter_spec(job, configs[job.name], skeleton) for job in run_jobs}
+    asks = _asks(run, skeleton, specs, bool(left_out))
     warnings = _doubts_of_starts(run, run_jobs) + [
         f"job {name!r} {LEFT_OUT}: {why}; --resume takes it up again when that is back"
         for name, why in left_out.items()
@@ -165,10 +168,23 @@ def prepare(run: Run, max_steps: int | None = None, resumed: bool = False, told:
         warnings += _cut_samples(job.name, encoded, eval_encoded) + _doubts(job, data)
         trainable = trainable_parameters(specs[job.name], skeleton)
         jobs.append(PreparedJob(job, data, encoded, eval_encoded, specs[job.name], trainable))
-    prepared = PreparedRun(run, tokenizer, budget, ModelShape.of(skeleton), jobs, warnings, left_out)
+    prepared = PreparedRun(run, tokenizer, budget, ModelShape.of(skeleton), jobs, warnings, left_out, asks)
     if auto:
         prepared.budget = max(AUTO_BUDGET[device.type], prepared.longest)
     return prepared
+
+
+def _asks(run: Run, skeleton: PreTrainedModel, specs: dict[str, AdapterSpec], partly: bool) -> dict[str, Ask]:
+    """How adapted layers are to be computed. partly: a pattern may be for the layers of a job that is left out."""
+    adapted = {path for spec in specs.values() for path in spec.modules}
+    linear = [name for name, module in skeleton.named_modules() if partly or name in adapted]
+    plan = run.plans.plan
+    if isinstance(plan, dict):
+        try_patterns(plan, linear, "plans: the regular expressions of its patterns")
+    try:
+        return asks_of(plan, run.plans.lossy, run.plans.prefer, linear)
+    except ValueError as error:
+        raise InputError(f"plans: {error}") from None
 
 
 def _doubts_of_starts(run: Run, jobs: list[JobConfig]) -> list[str]:

@@ -21,7 +21,7 @@ import torch
 
 from packlora.base.device import choose_device
 from packlora.base.model import Base
-from packlora.config import Run
+from packlora.config import PlansConfig, Run
 from packlora.runtime.collate import PackedSample
 from packlora.runtime.job import Job
 from packlora.runtime.memory import free_memory, memory_room
@@ -242,11 +242,12 @@ def profile_key(run: Run, prepared: PreparedRun, base: Base | None) -> str:
         for job in prepared.jobs
     )
     mean = np.mean([length for job in prepared.jobs for length in job.data.planned.lengths])
+    asked = "" if run.plans == PlansConfig() else f"plans-{run.plans.model_dump_json()}"
     liger = run.liger if base is None or run.liger == "auto" else bool(base.liger)
     words = (
         shape.model_type, f"{shape.parameters / 1e9:.3g}B", f"{shape.layers}x{shape.hidden}", run.dtype,
         "checkpointing" if run.gradient_checkpointing else "", "kept-outputs" if run.keep_outputs else "",
-        f"liger-{liger}".lower(), "+".join(adapters),
+        f"liger-{liger}".lower(), asked, "+".join(adapters),
         f"{prepared.trainable / 1e6:.1f}M", f"samples~{2 ** round(np.log2(mean))}",
     )  # fmt: skip
     return " ".join(word for word in words if word)

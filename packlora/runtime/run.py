@@ -22,6 +22,8 @@ from packlora.base.model import Base, load_base
 from packlora.config import Run
 from packlora.errors import InputError, quoted
 from packlora.files import lock_folder, remove_leftovers, write_json
+from packlora.plans.cache import PlanCache
+from packlora.plans.select import PlanChooser
 from packlora.report.events import Note, Subscriber
 from packlora.report.metrics import Logs
 from packlora.report.progress import Progress
@@ -161,10 +163,13 @@ def _set_up(run: Run, saved: SavedRun | None, max_steps: int | None, resume_from
 
 def _attach(prepared: PreparedRun, base: Base) -> tuple[SingleDevice, list[Job]]:
     """Put an adapter of each job onto the model."""
+    cache = PlanCache(base.device)
+    choosers = {ask: PlanChooser(base.device, cache, ask) for ask in dict.fromkeys(prepared.asks.values())}
     attached, adapters = attach(
         base.model,
         {job.config.name: job.spec for job in prepared.jobs},
         {job.config.name: job.data.seed for job in prepared.jobs},
+        {path: choosers[ask] for path, ask in prepared.asks.items()},
     )
     jobs = []
     for item, adapter in zip(prepared.jobs, adapters, strict=True):

@@ -898,9 +898,12 @@ def test_the_report_names_every_module_once_with_its_plan_or_a_reason() -> None:
         "packlora: 6 of 7 adapted modules accelerated, 4 of them in 2 sibling groups",
         f"  {prefix}embed_tokens                   lora.Embedding: PEFT's own forward: only LoRA on linear layers "
         "(peft.tuners.lora.Linear) is accelerated",
-        f"  {prefix}layers.{{0-1}}.self_attn.q_proj  lora.Linear: plan mm/after-mm/after, with q_proj, k_proj",
-        f"  {prefix}layers.{{0-1}}.self_attn.k_proj  lora.Linear: plan mm/after-mm/after, with q_proj, k_proj",
-        f"  {prefix}layers.{{0-1}}.mlp.down_proj     lora.Linear: plan mm/after-mm/after",
+        f"  {prefix}layers.{{0-1}}.self_attn.q_proj  lora.Linear: plan mm/after-mm/after, with q_proj, k_proj (not measured, "
+        "S 0.25 MiB, at 4096 tokens)",
+        f"  {prefix}layers.{{0-1}}.self_attn.k_proj  lora.Linear: plan mm/after-mm/after, with q_proj, k_proj (not measured, "
+        "S 0.25 MiB, at 4096 tokens)",
+        f"  {prefix}layers.{{0-1}}.mlp.down_proj     lora.Linear: plan mm/after-mm/after (not measured, S 0.125 MiB, at 4096 "
+        "tokens)",
         "  cpu: plain matrix products, cpu has no Triton kernels",
     ]
 

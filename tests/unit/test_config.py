@@ -66,7 +66,9 @@ def test_defaults_are_exactly_the_documented_ones() -> None:
         eval_every: 0
         trust_remote_code: false
         liger: auto
+        cuda_graphs: auto
         keep_outputs: false
+        plans: {plan: measured, lossy: false, prefer: time}
         parallel: {pipeline: 1, tensor: 1, expert: 1, sequence_parallel: false, shard_base: false}
         schedule: {method: auto, padding_multiple: 1, time_limit_s: 10}
         jobs:

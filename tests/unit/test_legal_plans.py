@@ -95,7 +95,7 @@ def test_a_case_s_plans_are_those_that_compute_its_calls(tmp_path: Path) -> None
         Asking(CPU, cache=PlanCache(CPU, tmp_path / "none.json")).plan_of(own.x, own.layers, own.segments)
         made = asked[0]
         assert made == Case.of_call(own.x, own.layers, own.segments)
-        assert made.situation._replace(target=None) == found
+        assert made.situation()._replace(target=None) == found
         plans = legal_plans(made)
         assert all(why_not(ordered(plan, size), found) is None for plan in plans for size in (2, 4))
         if len(plans) > 1:

@@ -227,7 +227,7 @@ def test_the_chain_is_first_for_every_case_and_no_two_plans_do_the_same() -> Non
 
 
 def why_left_out(plan: Plan, case: Case) -> str | None:
-    reason = why_not(plan, case.situation)
+    reason = why_not(plan, case.situation())
     assert reason is None or plan not in legal_plans(case)
     return reason
 
@@ -259,7 +259,7 @@ def test_plans_that_do_not_compute_a_case_say_why(plan: Plan, changes: dict[str,
     """asked: also where the plan was asked for, wherever it is to run."""
     case = dataclasses.replace(one(8, 8, 8, 2, "cuda", "bfloat16"), **changes)
     assert word in (why_left_out(plan, case) or "")
-    assert (why_not(plan, case.situation._replace(target=None)) is not None) == asked
+    assert (why_not(plan, case.situation()._replace(target=None)) is not None) == asked
 
 
 @pytest.fixture
@@ -323,7 +323,7 @@ def test_where_products_are_rounded_before_they_are_added_plain_outputs_are_fuse
 
 def test_everything_of_runlora_computes_what_runlora_is_for_and_nothing_lossy_is_chosen_unasked() -> None:
     case = one(8, 8, 8, 2)
-    asked = case.situation._replace(target=None)
+    asked = case.situation()._replace(target=None)
     assert all(why_not(named.plan, asked) is None for named in RUNLORA)
     assert {named.plan for named in RUNLORA[1:] if not named.plan.lossy} <= set(legal_plans(case))
 
@@ -470,7 +470,7 @@ def test_random_operands_are_those_of_the_case() -> None:
 def test_candidates_leave_out_what_is_only_slower() -> None:
     case, roof = one(4096, 512, 512, 8, "cuda"), Machine(flops=1e12, bandwidth=1e12, launch=1e-6)
     legal = legal_plans(case)
-    assert why_not(Plan(keep_s=False), case.situation) is None and Plan(keep_s=False) not in legal
+    assert why_not(Plan(keep_s=False), case.situation()) is None and Plan(keep_s=False) not in legal
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("packlora.plans.measure.machine", lambda *_: roof)
         plans, few = candidates(case, CPU, limit=99), candidates(case, CPU, limit=4)

@@ -84,7 +84,7 @@ def test_every_graph_of_runlora_gives_the_specified_numbers(name: str) -> None:
 
 def plain_plans(drops: bool, needs: tuple[bool, bool, bool] = (True, True, True)) -> tuple[Plan, ...]:
     case = Case.of(CPU, torch.float64, 8, 8, [8], [[2]], [drops], [False], needs=needs)
-    call = case.situation._replace(target=None)
+    call = case.situation()._replace(target=None)
     every = (
         Plan("mm", up, "mm", dx, dA, dB, keep_s)  # type: ignore[arg-type]
         for up, dx, dA, dB, keep_s in itertools.product(

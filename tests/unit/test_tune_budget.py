@@ -141,11 +141,12 @@ def test_minutes_that_are_none_are_refused(minutes: float) -> None:
         tune(None, CPU, minutes=minutes)
 
 
-def test_the_command_gives_minutes_on_and_promises_no_plans_that_nothing_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_gives_minutes_and_lossy_on(monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, Any] = {}
     monkeypatch.setattr("packlora.commands.tune.tune", lambda run, **options: given.update(options) or [])
     assert CliRunner().invoke(app, ["tune", "--minutes", "1.5"]).exit_code == 0
-    assert given == {"minutes": 1.5}
+    assert given == {"minutes": 1.5, "lossy": False}
     assert CliRunner().invoke(app, ["tune"]).exit_code == 0
-    assert given == {"minutes": MINUTES}
-    assert CliRunner().invoke(app, ["tune", "--lossy"]).exit_code == 2
+    assert given == {"minutes": MINUTES, "lossy": False}
+    assert CliRunner().invoke(app, ["tune", "--lossy"]).exit_code == 0
+    assert given == {"minutes": MINUTES, "lossy": True}

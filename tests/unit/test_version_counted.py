@@ -132,7 +132,7 @@ def test_a_norm_that_lies_where_an_older_one_lay_is_another_norm() -> None:
 
 def test_a_layer_whose_base_bias_is_another_parameter_uses_that() -> None:
     base = torch.nn.Linear(K, N).double().requires_grad_(False)
-    layer = AdaptedLinear(base, 0, None)  # type: ignore[arg-type]
+    layer = AdaptedLinear(base, 0, None, None)  # type: ignore[arg-type]
     before = layer.layer()
     assert layer.layer() is before
     base.bias = torch.nn.Parameter(base.bias * 2, requires_grad=False)

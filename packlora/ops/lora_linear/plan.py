@@ -166,7 +166,7 @@ products with their shapes, and FLOPs, multiply and add, with all three gradient
     backward5   dA = (s d B)' [r, T] x      dB = s d' (x A')      dx = d (W + s B A)      2 T (KN + 2rN + 2Kr) + 2 KNr
 
 (backward3 and 4 are given as they are computed here, where d' x is formed once.) Those that merge a weight are lossy and are
-used only where they are asked for by name. forward3 and forward4 are forward1 and forward2 in another order of steps; the
+used only where that is asked for. forward3 and forward4 are forward1 and forward2 in another order of steps; the
 backwards 6 to 8 of RunLoRA's code never have the fewest FLOPs."""
 
 PLANS = (
@@ -209,6 +209,10 @@ FUSED_MULTIPLE = 16
 """What K and every N must be a multiple of for a fused product."""
 
 
+Rounding = Literal["exact", "lossy", "any"]
+"""No more than the chain; by a merged weight too; or as the plan does that was asked for by name."""
+
+
 class Target(NamedTuple):
     """What of the device and the sizes decides which plans are carried out there as they are written, and as exactly."""
 
@@ -223,6 +227,8 @@ class Target(NamedTuple):
     """16-bit products are rounded before they are added to anything (gpu.rounds_before_adding)."""
     sizes: tuple[int, ...]
     """K and every N."""
+    rounding: Rounding = "exact"
+    """How a plan may round there."""
 
 
 class Situation(NamedTuple):
@@ -246,8 +252,8 @@ class Situation(NamedTuple):
     moving: bool = False
     """The boundaries of its segments are on the device alone (moving.MovingSegments)."""
     target: Target | None = None
-    """Where the plan is to be chosen without being asked for. None for a plan that somebody named: it gives way only where it
-    would not compute the call at all."""
+    """Where the plan is to be carried out. None for a plan that somebody gives by its parts: it gives way only where it would
+    not compute the call at all."""
 
 
 def why_not(plan: Plan, call: Situation) -> str | None:
@@ -279,22 +285,29 @@ def why_not(plan: Plan, call: Situation) -> str | None:
 
 
 def _why_not_there(plan: Plan, call: Situation, target: Target) -> str | None:
-    """It would round more than the chain, or the device has not what it takes."""
-    if call.base_dropped:
-        return "DoRA with two base products has the plain chain alone"
+    """It would round more than it may, or the device has not what it takes."""
     narrow = target.dtype in ("bfloat16", "float16")
-    adds_late = plan.up == "epilogue" or (plan.up == "routed" and target.rounds_first)
-    if plan.lossy:
-        return "a merged weight rounds more than the chain and was not asked for"
-    if adds_late and narrow and not call.composed:  # composed outputs are scaled, and rounded again, anyway
-        return "in 16 bits what is added to a rounded product is lost where it is small"
-    if "before" in (plan.up, plan.dx) and target.on_gpu and target.dtype == "float32":
-        return "float32 products on a GPU round more when they accumulate onto another product"
+    if target.rounding != "any" and (reason := _rounds_more(plan, call, target, narrow)) is not None:
+        return reason
     if plan.needs_triton and target.no_kernels is not None:
         return target.no_kernels
     divides = not any(size % FUSED_MULTIPLE for size in target.sizes)
     if "fused" in (plan.up, plan.dx) and not (narrow and divides and target.copy_engine):
         return f"fused kernels are for 16 bits and sizes that {FUSED_MULTIPLE} divides, on Hopper or a B200 (TMA)"
+    return None
+
+
+def _rounds_more(plan: Plan, call: Situation, target: Target, narrow: bool) -> str | None:
+    """Why the plan rounds more than the chain, or is not worth being chosen."""
+    if call.base_dropped:
+        return "DoRA with two base products has the plain chain alone"
+    adds_late = plan.up == "epilogue" or (plan.up == "routed" and target.rounds_first)
+    if plan.lossy and target.rounding != "lossy":
+        return "a merged weight rounds more than the chain and was not asked for"
+    if adds_late and narrow and not call.composed:  # composed outputs are scaled, and rounded again, anyway
+        return "in 16 bits what is added to a rounded product is lost where it is small"
+    if "before" in (plan.up, plan.dx) and target.on_gpu and target.dtype == "float32":
+        return "float32 products on a GPU round more when they accumulate onto another product"
     return None
 
 
