@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 
 from packlora.adapters.norms import RowNorms
 
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+DTYPES = frozenset((torch.float64, torch.float32, torch.bfloat16, torch.float16))
 DISABLED, MERGED = "its adapters are disabled", "its adapters are merged into the base weights"
 NOT_ACTIVE, EMPTY = "no active adapter targets it", "x is empty"
 ASKED_FOR = (DISABLED, MERGED, NOT_ACTIVE, EMPTY)
@@ -22,9 +22,11 @@ REPLICA = "a replica of nn.DataParallel computes with tensors of its own"
 
 def observed(module: nn.Module) -> bool:
     """Somebody looks at, or changes, what goes through this module: then it must be called, not only read."""
+    own = module.__dict__
     return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    ) or ("forward" in module.__dict__)
+        own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]
+        or "forward" in own
+    )  # fmt: skip
 
 
 @dataclass(slots=True)

@@ -31,7 +31,7 @@ from packlora.ops.lora_linear.traced import TracedLayer, traced_group
 from packlora.ops.lora_linear.types import Layer, LowRank, Segment
 from packlora.ops.recompute import recompute_of
 from packlora.ops.row_norm.row_norm import row_norm_op
-from packlora.ops.stamp import stamps
+from packlora.ops.stamp import version
 from packlora.plans.case import Case
 from packlora.plans.select import PlanChooser
 
@@ -101,8 +101,11 @@ class LayerCall:
         )  # fmt: skip
 
     def stamp(self) -> object:
-        there = self.operands()
-        return [(id(t), t.requires_grad) for t in there], stamps(there), self.scaling, self.p
+        found: list[object] = [self.scaling, self.p]
+        for operand in (self.weight, self.A, self.B, self.bias, self.outer_bias, self.magnitude):
+            if operand is not None:
+                found += id(operand), operand.requires_grad, operand.data_ptr(), version(operand)
+        return found
 
 
 def look(owner: LayerForward) -> LayerCall | str:
