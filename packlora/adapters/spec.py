@@ -200,15 +200,15 @@ def _try_patterns(peft: LoraConfig, names: list[str], job: str) -> None:
     uses = [(True, text) for text in regular(peft.target_modules, peft.exclude_modules)]
     uses += [(False, rf"(?:^|.*?\.){text}\.(?P<idx>\d+)\.") for text in regular(*layers)]
     uses += [(False, rf"(.*\.)?({text})$") for text in regular(*peft.rank_pattern, *peft.alpha_pattern)]
-    _try(uses, names, f"job {job!r}: the regular expressions of its adapter")
+    _try(uses, names, f"job {job!r}", "its adapter")
 
 
-def try_patterns(patterns: Iterable[str], names: list[str], which: str) -> None:
-    """The same for patterns that are used as those of rank_pattern. which: what messages call them."""
-    _try([(False, rf"(.*\.)?({text})$") for text in patterns], names, which)
+def try_patterns(patterns: Iterable[str], names: list[str], where: str, owner: str) -> None:
+    """The same for patterns that are used as those of rank_pattern. where, owner: of the patterns, for messages."""
+    _try([(False, rf"(.*\.)?({text})$") for text in patterns], names, where, owner)
 
 
-def _try(uses: list[tuple[bool, str]], names: list[str], which: str) -> None:
+def _try(uses: list[tuple[bool, str]], names: list[str], where: str, owner: str) -> None:
     """uses: each with whether it must match the whole name."""
     if not uses:
         return
@@ -216,13 +216,13 @@ def _try(uses: list[tuple[bool, str]], names: list[str], which: str) -> None:
         _match(json.dumps([uses, names]), MATCH_SECONDS)
     except subprocess.TimeoutExpired:
         raise InputError(
-            f"{which} ({', '.join(quoted(text, 60) for _, text in uses[:3])}) take more than {MATCH_SECONDS:g} s to be "
-            f"compared with {len(names)} module names; write them without repeated repetitions, such as (a+)+, or name the "
-            "modules"
+            f"{where}: the regular expressions of {owner} ({', '.join(quoted(text, 60) for _, text in uses[:3])}) "
+            f"take more than {MATCH_SECONDS:g} s to be compared with {len(names)} module names; write them without repeated "
+            "repetitions, such as (a+)+, or name the modules"
         ) from None
     except subprocess.CalledProcessError as error:
         last = error.stderr.strip().rpartition("\n")[2]
-        raise InputError(f"{which} cannot be used: {last}") from None
+        raise InputError(f"{where}: a regular expression of {owner} cannot be used: {last}") from None
 
 
 @functools.cache

@@ -61,8 +61,8 @@ def accelerate(
             does not compute, and the report says why.
             A mapping from patterns to these: layers that a pattern matches as in PEFT's rank_pattern, the first one that does;
             the others are measured. Siblings with different values are computed apart. Of no use in compiled graphs.
-        lossy: "measured" and "flops" may choose plans that merge W + s B A, which round more than the chain, and such plans
-            may be named.
+        lossy: "measured" and "flops" may choose plans that merge W + s B A, which round more than the chain; and such plans
+            may be named. Without it a named plan that rounds more on the device gives way, too.
         prefer: with "memory", "measured" and "flops" do not keep S [tokens, rank] for the backward where making it again is
             estimated to cost at most 5 % of a layer's time, forward and backward.
         example: keyword arguments for the run that finds siblings; by default two random token ids.

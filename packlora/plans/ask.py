@@ -25,8 +25,8 @@ class Ask:
     """For a layer, or for all.
 
     plan: measured, what was measured on the device, else the cost model; flops, the fewest floating-point operations; the name
-    of a plan; or a Plan. lossy: plans with merged weights may be chosen. prefer: with memory, rules do not keep S where making
-    it again costs little.
+    of a plan; or a Plan. lossy: plans with merged weights may be chosen, and a named one may round as it does. prefer: with
+    memory, rules do not keep S where making it again costs little.
     """
 
     plan: str | Plan = "measured"

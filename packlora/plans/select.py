@@ -101,7 +101,7 @@ class PlanChooser:
     def _choose(self, case: Case) -> Choice:
         reason = None
         if (given := self.ask.given) is not None:
-            call = case.situation("any")
+            call = case.situation("any" if self.ask.lossy else "exact")
             reason = why_not(given, call if isinstance(self.ask.plan, str) else call._replace(target=None))
             if reason is None:
                 return self._timed(Choice(given, "asked for"), case)

@@ -180,7 +180,7 @@ def _asks(run: Run, skeleton: PreTrainedModel, specs: dict[str, AdapterSpec], pa
     linear = [name for name, module in skeleton.named_modules() if partly or name in adapted]
     plan = run.plans.plan
     if isinstance(plan, dict):
-        try_patterns(plan, linear, "plans: the regular expressions of its patterns")
+        try_patterns(plan, linear, "plans", "plan")
     try:
         return asks_of(plan, run.plans.lossy, run.plans.prefer, linear)
     except ValueError as error:

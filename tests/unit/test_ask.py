@@ -159,6 +159,13 @@ def test_a_named_plan_is_taken_or_gives_way_to_the_chain_with_the_reason(tmp_pat
         assert own.record()[0]["why_not"].startswith(f"{named.name}: ") and word in choice.described(case)
 
 
+def test_a_named_plan_that_rounds_more_on_the_device_gives_way_without_lossy(tmp_path: Path) -> None:
+    case, name = one(64, 32, 48, 4, "cuda", "bfloat16"), "epilogue-mm"
+    own = chooser(tmp_path, Ask(name))
+    assert own.plan_for(case).up == "before" and "lost where it is small" in (own.choices[case].why_not or "")
+    assert chooser(tmp_path, Ask(name, lossy=True)).plan_for(case).up == "epilogue"
+
+
 def test_where_segments_move_a_plan_that_reads_no_tables_gives_way_to_one_that_does(tmp_path: Path) -> None:
     case = dataclasses.replace(
         one(64, 32, 48, 4, "cuda", "float16"), ranks=((4,), (8,)), drops=(False,) * 2, moving=True
@@ -217,5 +224,5 @@ def test_a_run_file_s_patterns_that_take_forever_are_refused() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(spec, "MATCH_SECONDS", 0.5)
-        with pytest.raises(InputError, match=r"plans: the patterns .* take more than 0\.5 s"):
-            spec.try_patterns(["(a+)+b"], ["a" * 60], "plans: the patterns")
+        with pytest.raises(InputError, match=r"plans: the regular expressions of plan .* take more than 0\.5 s"):
+            spec.try_patterns(["(a+)+b"], ["a" * 60], "plans", "plan")

@@ -210,7 +210,7 @@ FUSED_MULTIPLE = 16
 
 
 Rounding = Literal["exact", "lossy", "any"]
-"""No more than the chain; by a merged weight too; or as the plan does that was asked for by name."""
+"""No more than the chain; by a merged weight too; or as the plan does that was asked for by name, where that is allowed."""
 
 
 class Target(NamedTuple):
