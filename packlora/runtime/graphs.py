@@ -15,6 +15,7 @@ Shapes: T tokens, D hidden size.
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, TypeVar
@@ -397,7 +398,9 @@ def _nothing_waits(device: torch.device, checked: bool) -> Iterator[None]:
         yield
         return
     before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode")
+        torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:

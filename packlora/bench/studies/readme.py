@@ -510,6 +510,11 @@ def _overview_rows() -> list[str]:
             for who in ("accelerate", "peft_bf16_layer")
         )
         rows.append(_compared("one layer 4096 x 4096, DoRA r 16, 8192 tokens", own, peer, "dora"))
+    if measured("short-jobs-06b-h200") is None and (file := measured("graphs-h200")) is not None:  # ten rows at most
+        summary = file["summary"]
+        own, peer = (summary[f"llama60m_{key}over_frozen"] for key in ("", "peft_bf16_"))
+        tokens = next(row["T"] for row in file["rows"] if row["case"] == "llama60m")
+        rows.append(_compared(f"Llama 60M, LoRA r 8, {tokens} tokens", (own, None), (peer, None), "graphs"))
     if (file := measured("model-h200")) is not None:
         for key, title in (("lora_r16", "LoRA r 16"), ("dora_r384", "DoRA r 384")):
             own, peer = (file["summary"][f"{start}{key}_over_frozen"] for start in ("", "peft_"))
