@@ -11,7 +11,7 @@ if not os.path.exists("/dev/nvidiactl"):
 
 import json
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,6 +19,7 @@ from unittest import mock
 import pytest
 import torch
 import transformers
+from ranks import Ranks
 from seeds import SOAK
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -164,3 +165,12 @@ def write_rows(tmp_path: Path) -> Callable[..., str]:
 def no_collections(monkeypatch: pytest.MonkeyPatch) -> None:
     """Timed loops collect no garbage: at toy sizes, in a process as large as that of all tests, they would do little else."""
     monkeypatch.setattr("packlora.plans.timing.gc", mock.Mock())
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Callable[[int], Ranks]]:
+    """Process groups by their size; each is started once."""
+    groups: dict[int, Ranks] = {}
+    yield lambda size: groups.setdefault(size, Ranks(size))
+    for group in groups.values():
+        group.close()
