@@ -6,12 +6,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import os
 import random
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import WORDS, tiny_model
+from ranks import SECONDS, fresh
 from seeds import SEED, SOAK
 
 import packlora
@@ -65,16 +64,23 @@ def drawn_run(draw: random.Random, base: str, folder: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def spoiling(monkeypatch: pytest.MonkeyPatch, name: str, step: int) -> None:
-    """The loss of this job is NaN at this step."""
-    original = Job.optimizer_step
+@dataclass
+class Circumstances:
+    """What a run is changed to, in every process that it goes on in. spoiled: the loss of this job is NaN at this step."""
 
-    def stepped(job: Job) -> Any:
-        if (job.name, job.step) == (name, step) and job._loss_sum is not None:
-            job._loss_sum = job._loss_sum * torch.nan
-        return original(job)
+    window_rounds: int
+    spoiled: tuple[str, int] | None
 
-    monkeypatch.setattr(Job, "optimizer_step", stepped)
+    def apply(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        original = Job.optimizer_step
+
+        def stepped(job: Job) -> Any:
+            if (job.name, job.step) == self.spoiled and job._loss_sum is not None:
+                job._loss_sum = job._loss_sum * torch.nan
+            return original(job)
+
+        monkeypatch.setattr("packlora.runtime.windows.Planner", partial(Planner, window_rounds=self.window_rounds))
+        monkeypatch.setattr(Job, "optimizer_step", stepped)
 
 
 def at_event(number: int, answer: Callable[[], Any]) -> Callable[[Event], Any]:
@@ -83,21 +89,27 @@ def at_event(number: int, answer: Callable[[], Any]) -> Callable[[Event], Any]:
     return lambda event: answer() if next(heard) == number else None
 
 
-def killed(tree: dict[str, Any], number: int) -> None:
-    """A run in a process of its own, which gets SIGKILL at the number-th event."""
-    assert torch.get_num_threads() == 1, "threads do not survive a fork"
-    child, code = os.fork(), 1
-    if not child:
-        try:
-            kill = at_event(number, lambda: signal.raise_signal(signal.SIGKILL))
-            packlora.train(tree, resume=True, subscribers=[kill])
-            code = 0
-        finally:
-            os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) in (0, -signal.SIGKILL)
+def trained_until(number: int, tree: dict[str, Any], circumstances: Circumstances) -> None:
+    """A run that gets SIGKILL at the number-th event."""
+    circumstances.apply(pytest.MonkeyPatch())
+    kill = at_event(number, lambda: signal.raise_signal(signal.SIGKILL))
+    packlora.train(tree, resume=True, subscribers=[kill])
 
 
-def session(draw: random.Random, tree: dict[str, Any], life: list[str], steps: int) -> None:
+def killed(number: int, tree: dict[str, Any], circumstances: Circumstances) -> int | None:
+    """trained_until, in a process that has run nothing before: its exit code, or None if it did not end."""
+    process = fresh.Process(target=trained_until, args=(number, tree, circumstances))
+    process.start()
+    process.join(SECONDS)
+    code = process.exitcode
+    process.kill()
+    process.join()
+    return code
+
+
+def session(
+    draw: random.Random, tree: dict[str, Any], life: list[str], steps: int, circumstances: Circumstances
+) -> None:
     """One call of packlora.train that comes to no good end, or to one that is too early."""
     kind = draw.choice(["stop", "stop job", "kill", "kill", "break off", "shorten", "send back"])
     number, job = draw.randint(1, draw.choice([8, 20, 60])), draw.choice(tree["jobs"])["name"]
@@ -113,8 +125,11 @@ def session(draw: random.Random, tree: dict[str, Any], life: list[str], steps: i
     elif kind == "send back":
         options["resume_from"] = [f"{job}={draw.choice([0, *checkpoint.steps(Path(tree['output_dir'], job))])}"]
         life[-1] += f", {options['resume_from']}"
+    if kind == "kill":
+        assert killed(number, tree, circumstances) in (0, -signal.SIGKILL), ", ".join(life)
+        return
     with contextlib.suppress(KeyboardInterrupt):
-        killed(tree, number) if kind == "kill" else packlora.train(tree, **options)
+        packlora.train(tree, **options)
 
 
 def numbers(out: Path, log: str) -> dict[tuple[str, int], Any]:
@@ -125,34 +140,22 @@ def numbers(out: Path, log: str) -> dict[tuple[str, int], Any]:
     return dict(found)
 
 
-APART = "PACKLORA_LIVES_APART"
-
-
-def test_lives_in_a_process_of_their_own() -> None:
-    """A fork has one thread, and locks that others held are never freed in it; tests before this one have made others."""
-    env = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST")}
-    command = [sys.executable, "-m", "pytest", __file__, "-k", "whatever_became", "-p", "no:cacheprovider"]
-    one = {APART: "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=env | one, capture_output=True, text=True, timeout=36000 if SOAK else 300)
-    assert done.returncode == 0 and "skipped" not in done.stdout, done.stdout[-6000:] + done.stderr[-2000:]
-
-
-@pytest.mark.skipif(APART not in os.environ, reason="runs in a process of its own, by the test before this one")
 @pytest.mark.parametrize("number", range(300 if SOAK else 5))
 def test_whatever_became_of_a_run_its_jobs_have_the_bits_of_one_that_was_let_alone(
     number: int, base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     draw = random.Random(SEED + number)
     tree, whole, out = drawn_run(draw, base, tmp_path), tmp_path / "whole", tmp_path / "out"
-    monkeypatch.setattr("packlora.runtime.windows.Planner", partial(Planner, window_rounds=draw.choice([1, 1, 2])))
+    circumstances = Circumstances(draw.choice([1, 1, 2]), None)
     if draw.random() < 0.4:
-        spoiling(monkeypatch, draw.choice(tree["jobs"])["name"], draw.randint(0, 5))
+        circumstances.spoiled = draw.choice(tree["jobs"])["name"], draw.randint(0, 5)
+    circumstances.apply(monkeypatch)
     want = packlora.train({**tree, "output_dir": str(whole), "save_every": 1})
-    life, steps = list[str](), max(job.step for job in want.jobs.values())
+    life, steps = [f"seed {SEED + number}"], max(job.step for job in want.jobs.values())
     for _ in range(draw.randint(1, 11)):
-        session(draw, {**tree, "output_dir": str(out)}, life, steps + 1)
+        session(draw, {**tree, "output_dir": str(out)}, life, steps + 1, circumstances)
     got = packlora.train({**tree, "output_dir": str(out)}, resume=True)
-    told = f"seed {SEED + number}: {', '.join(life)}"
+    told = ", ".join(life)
     for name, job in got.jobs.items():
         alike = (job.status, job.step) == (want.jobs[name].status, want.jobs[name].step)
         assert alike or (job.status == "done" and any(one.startswith(f"stop job {name}") for one in life)), told
