@@ -25,6 +25,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 os.fsync = lambda handle: None  # no test pulls the plug, and a third of a short run would be spent on flushing disks
+if os.environ.get("TRITON_INTERPRET") == "1":
+    from interpreter import make_fast
+
+    make_fast()
 torch.set_num_threads(1)  # the models are tiny; threads that wait for each other on a busy machine cost minutes
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
