@@ -7,7 +7,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -17,10 +16,13 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from ranks import SECONDS, fresh
 from safetensors.torch import load_file
+from seeds import some
 from transformers import AutoModelForCausalLM, get_scheduler
 
 import packlora
+from packlora.cli import app
 from packlora.config import Run
 from packlora.runtime.prepare import prepare
 
@@ -309,14 +311,15 @@ def uninterrupted(tiny_base: Base, tmp_path_factory: pytest.TempPathFactory) -> 
 def test_stopping_at_any_microbatch_and_resuming_gives_the_same_bits_and_the_same_metrics(
     uninterrupted: tuple[dict[str, Any], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The loop is broken off after every second microbatch in turn, by a signal or by a crash. Evaluations too are the same."""
+    """The loop is broken off after a microbatch, every second one under `make soak`, by a signal or by a crash. Evaluations too
+    are the same."""
     from packlora.runtime import trainer as module
 
     tree, whole = uninterrupted
     count = len((whole / "microbatches.jsonl").read_text().splitlines())
     original = module.Trainer._forward_backward
 
-    for stop_at in range(1, count, 2):
+    for stop_at in some(range(1, count, 2), 3):
         out = tmp_path / f"stopped-{stop_at}"
         seen = 0
 
@@ -352,6 +355,15 @@ def test_stopping_at_any_microbatch_and_resuming_gives_the_same_bits_and_the_sam
             }
 
 
+def command(arguments: list[str], output: Path) -> None:
+    """`packlora` with these arguments; what it says goes to a file."""
+    with output.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.argv = ["packlora", *arguments]
+    app()
+
+
 def test_killed_with_sigkill_at_random_moments_and_resumed_gives_the_same_bits(
     uninterrupted: tuple[dict[str, Any], Path], tmp_path: Path
 ) -> None:
@@ -360,23 +372,24 @@ def test_killed_with_sigkill_at_random_moments_and_resumed_gives_the_same_bits(
     out = tmp_path / "out"
     run_file = tmp_path / "run.yaml"
     run_file.write_text(json.dumps({**tree, "output_dir": str(out), "save_every": 1, "save_total_limit": None}))
-    command = [sys.executable, "-m", "packlora", "train", str(run_file), "--resume"]
-    environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
     kills, generator = 0, random.Random()
     while True:
-        process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        deadline = time.monotonic() + 120
         before = len(list(out.glob("*/checkpoint-*")))
-        while process.poll() is None and kills < 3 and time.monotonic() < deadline:
+        process = fresh.Process(
+            target=command, args=(["train", str(run_file), "--resume"], tmp_path / "output"), daemon=True
+        )
+        process.start()
+        deadline = time.monotonic() + SECONDS
+        while process.is_alive() and kills < 3 and time.monotonic() < deadline:
             time.sleep(0.005)
             if len(list(out.glob("*/*checkpoint-*"))) > before:  # it has begun to write something new
                 time.sleep(generator.random() * 0.05)
-                process.send_signal(signal.SIGKILL)
-                process.wait()
-        code = process.wait(timeout=120)
-        if code == 0:
+                process.kill()
+                process.join()
+        process.join(SECONDS)
+        if process.exitcode == 0:
             break
-        assert code == -signal.SIGKILL
+        assert process.exitcode == -signal.SIGKILL, (tmp_path / "output").read_text()
         kills += 1
     assert kills == 3
     same_bits(whole, out)
@@ -390,16 +403,16 @@ def test_sigterm_saves_says_how_to_go_on_and_exits_with_143(
     out = tmp_path / "out"
     run_file = tmp_path / "run.yaml"
     run_file.write_text(json.dumps({**tree, "output_dir": str(out), "save_every": 0}))
-    command = [sys.executable, "-m", "packlora", "train", str(run_file)]
-    environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    while process.poll() is None and not (out / "metrics.jsonl").exists():
+    process = fresh.Process(target=command, args=(["train", str(run_file)], tmp_path / "output"), daemon=True)
+    process.start()
+    while process.is_alive() and not (out / "metrics.jsonl").exists():
         time.sleep(0.005)
-    while process.poll() is None and not (out / "metrics.jsonl").read_text():
+    while process.is_alive() and not (out / "metrics.jsonl").read_text():
         time.sleep(0.001)
-    process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == 128 + signal.SIGTERM, output
+    process.terminate()
+    process.join(SECONDS)
+    output = (tmp_path / "output").read_text()
+    assert process.exitcode == 128 + signal.SIGTERM, output
     assert "--resume" in output
     assert list(out.glob("*/checkpoint-*"))
     assert json.loads((out / "run.json").read_text())["result"]["status"] == "interrupted"
