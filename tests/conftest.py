@@ -9,6 +9,7 @@ os.environ["HF_DATASETS_OFFLINE"] = "1"
 if not os.path.exists("/dev/nvidiactl"):
     os.environ["TRITON_INTERPRET"] = "1"  # kernels run on the CPU; read when they are defined
 
+import gc
 import json
 import zlib
 from collections.abc import Callable, Iterator
@@ -166,7 +167,12 @@ def write_rows(tmp_path: Path) -> Callable[..., str]:
     return write
 
 
-@pytest.fixture
+def pytest_collection_finish() -> None:
+    """What was imported by now is not looked through again by every collection of garbage."""
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True)
 def no_collections(monkeypatch: pytest.MonkeyPatch) -> None:
     """Timed loops collect no garbage: at toy sizes, in a process as large as that of all tests, they would do little else."""
     monkeypatch.setattr("packlora.plans.timing.gc", mock.Mock())

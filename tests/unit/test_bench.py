@@ -168,7 +168,6 @@ def test_memory_of_a_contender_counts_its_own_and_the_weights() -> None:
 # --- a run that is ended ----
 
 
-@pytest.mark.usefixtures("no_collections")
 def test_a_run_that_was_ended_goes_on_at_the_case_where_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -475,7 +474,6 @@ def test_bad_requests_are_refused_before_anything_runs(tmp_path: Path, monkeypat
 # --- whole runs --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("no_collections")
 @pytest.mark.parametrize("name", BENCHES)
 def test_every_benchmark_runs_at_toy_sizes(name: str, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     bench = BENCHES[name]

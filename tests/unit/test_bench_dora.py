@@ -23,7 +23,6 @@ from packlora.bench.studies import dora_convergence, dora_fidelity, readme, smal
 from packlora.errors import InputError
 from packlora.plans.timing import Timing, Timings, paired
 
-pytestmark = pytest.mark.usefixtures("no_collections")
 CPU = torch.device("cpu")
 REQUIRED = [
     *(f"layer_r{rank}_{shape}_over_frozen" for rank in (16, 384) for shape in ("4096", "4096x14336", "8192")),
