@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import graph_runs
 import numpy as np
 import pytest
 import torch
-from graph_runs import JOBS, Pretended, Run, attention_by_starts
+from graph_runs import JOBS, MICROBATCHES, Pretended, Run, attention_by_starts
 
 from packlora.adapters.owners import MIN_ROWS
 from packlora.data.encode import Sample
@@ -89,6 +90,7 @@ def test_what_cannot_be_recorded_is_computed_without_graphs_and_told_once(
     monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     """A device that is waited for, in the forward of a microbatch or in its backward: no gradient is added twice."""
+    monkeypatch.setattr(graph_runs, "MICROBATCHES", MICROBATCHES[:4])
     want = Run(None, shrink=4).train()
     attention_by_starts(monkeypatch)
     monkeypatch.setattr(graphs, "LEAST_TOKENS", 64)
@@ -111,6 +113,7 @@ def test_what_cannot_be_recorded_is_computed_without_graphs_and_told_once(
 
 
 def test_a_second_forward_before_the_backward_goes_without_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graph_runs, "MICROBATCHES", MICROBATCHES[:3])  # the third is a replay
     attention_by_starts(monkeypatch)
     monkeypatch.setattr(graphs, "LEAST_TOKENS", 64)
     run = Run(Pretended, Fixed(ROUTED), shrink=4)
