@@ -145,6 +145,9 @@ def plan(
     run: RunFile,
     overrides: Set = None,
     stages: Annotated[int, typer.Option(min=1, help="Plan for a pipeline of so many devices.")] = 1,
+    gpus: Annotated[
+        int | None, typer.Option(min=1, help="Also show how jobs and microbatches spread over so many devices.")
+    ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write all figures.")] = None,
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Also draw the simulated timeline (.png, .svg, .pdf).")
@@ -158,7 +161,7 @@ def plan(
         config = load_run(run, overrides)
         from packlora.commands.plan import print_plan
 
-        print_plan(config, stages, json_file, plot)
+        print_plan(config, stages, json_file, plot, gpus)
 
     _guarded(action)
 

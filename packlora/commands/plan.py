@@ -19,6 +19,7 @@ from rich.text import Text
 
 import packlora
 from packlora.base.device import choose_device
+from packlora.commands.plan_layouts import HEADINGS, Layouts, figures_of, sentences, table, taken_layout
 from packlora.config import Run
 from packlora.errors import InputError
 from packlora.files import write_json
@@ -154,6 +155,8 @@ class PlannedRun:
     methods: list[Figures]
     shown: list[Microbatch]
     budgets: list[Prediction]
+    layouts: Layouts | None = None
+    """On several devices."""
 
     def to_json(self) -> dict[str, Any]:
         run, shape = self.prepared.run, self.prepared.shape
@@ -169,7 +172,7 @@ class PlannedRun:
             "profile": self.known.describe(),
             "budgets": [{**asdict(each), "tokens_per_second": each.tokens_per_second} for each in self.budgets],
             "notes": self.prepared.warnings,
-        }
+        } | ({} if self.layouts is None else {"parallel": self.layouts.to_json()})
 
     @property
     def fullest(self) -> int:
@@ -177,13 +180,19 @@ class PlannedRun:
         return max(microbatch.num_tokens for microbatch in self.shown)
 
 
-def make_plan(run: Run, stages: int = 1, told: Told = silent) -> PlannedRun:
+def make_plan(run: Run, stages: int = 1, gpus: int | None = None, told: Told = silent) -> PlannedRun:
     """Check the run as training would, and plan it alone and as the run file says.
 
+    Args:
+        gpus: devices on which jobs and their microbatches are spread.
+
     Raises:
-        InputError: as for training, or more stages than the model has layers.
+        InputError: as for training, more stages than the model has layers, or stages on several devices each.
     """
+    if gpus is not None and stages > 1:
+        raise InputError("--gpus spreads jobs over devices, --stages the layers of the model; give one of them")
     prepared = prepare(run, told=told)
+    taken = None if gpus is None else taken_layout(prepared, gpus)
     if stages > prepared.shape.layers:
         raise InputError(f"stages: {stages} are more than the {prepared.shape.layers} layers of the model")
     known, budgets = profiler.profile(run, prepared), []
@@ -199,13 +208,19 @@ def make_plan(run: Run, stages: int = 1, told: Told = silent) -> PlannedRun:
     for method in ("solo", other):
         made, shown = figures(prepared, known, method, stages, run.schedule.padding_multiple, told)
         methods.append(made)
-    return PlannedRun(prepared, known, stages, methods, shown, budgets)
+    layouts = None
+    if gpus is not None and taken is not None:
+        told(f"planning microbatches on {gpus} devices")
+        layouts = figures_of(prepared, known, gpus, taken, methods[-1].seconds)
+    return PlannedRun(prepared, known, stages, methods, shown, budgets, layouts)
 
 
-def print_plan(run: Run, stages: int = 1, json_file: Path | None = None, plot: Path | None = None) -> None:
+def print_plan(
+    run: Run, stages: int = 1, json_file: Path | None = None, plot: Path | None = None, gpus: int | None = None
+) -> None:
     """Print a plan, and write it as JSON and as a picture where files are given."""
     with Activity() as told:
-        plan = make_plan(run, stages, told)
+        plan = make_plan(run, stages, gpus, told)
     console = Console()
     if not console.is_terminal:
         console = Console(width=160)
@@ -310,6 +325,12 @@ def print_all(plan: PlannedRun, console: Console) -> None:
         say("note: this does not fit; lower max_tokens_per_microbatch or set gradient_checkpointing: true")
     for warning in prepared.warnings:
         say(f"note: {warning}")
+    if plan.layouts is not None:
+        console.print()
+        say(f"on {plan.layouts.devices} devices:")
+        _print_table(console, HEADINGS, table(plan.layouts))
+        for sentence in sentences(plan.layouts, NAMED):
+            say(sentence)
 
 
 def _origin(known: Profile) -> str:

@@ -6,13 +6,15 @@ device, and run in waves: at most one microbatch for each process at the same ti
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from packlora.schedule.types import Microbatch
 
+Wave = Sequence[Microbatch]
+"""Microbatches that run at the same time, one for each process of a group."""
 MOST_IDLE = 0.05
-"""Share of the devices' time for which a job is whole on one device all the same."""
+"""Share of the devices' time that may be idle where no more of them share a job."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,44 +36,69 @@ class Layout:
         return range(group * self.split, (group + 1) * self.split)
 
 
-def choose(seconds: Mapping[str, float], world: int, split: int | None = None) -> Layout:
-    """The layout of a run on `world` processes: as few processes share a job as leave at most MOST_IDLE of the time idle; else
-    those that are predicted to be done first.
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What a layout is predicted to take. waves: of the group with the most. time: until the last group is done; busy: of all
+    devices together. Both in the unit of the cost."""
+
+    layout: Layout
+    waves: int
+    time: float
+    busy: float
+
+    @property
+    def idle(self) -> float:
+        """Share of all devices' time in which they have no microbatch."""
+        return 1.0 - self.busy / (self.time * self.layout.processes) if self.time else 0.0
+
+
+def layouts(work: Mapping[str, float], world: int) -> list[Layout]:
+    """All layouts of a run on `world` processes, those whose jobs share the fewest first.
 
     Args:
-        seconds: by job, what it is predicted to take on one device.
-        split: processes that share a job, where that is given; it divides `world`.
+        work: by job, what it is predicted to take on one device, in any unit.
     """
-    sizes = [size for size in range(1, world + 1) if world % size == 0] if split is None else [split]
-    layouts = [Layout(place(seconds, world // size), size) for size in sizes]
-    for layout in layouts:
-        if idle(seconds, layout) <= MOST_IDLE:
-            return layout
-    return min(layouts, key=lambda layout: makespan(seconds, layout))
+    return [Layout(place(work, world // size), size) for size in range(1, world + 1) if world % size == 0]
 
 
-def place(seconds: Mapping[str, float], groups: int) -> tuple[tuple[str, ...], ...]:
+def predict(
+    layout: Layout, planned: Sequence[Sequence[Wave]], parts: Sequence[float], cost: Callable[[Microbatch], float]
+) -> Prediction:
+    """What a layout takes whose groups run these waves. A wave takes what its costliest microbatch does.
+
+    Args:
+        planned: by group, its waves, or those of its beginning.
+        parts: by group, the part of its work that `planned` is.
+    """
+    times = [sum(max(map(cost, wave)) for wave in own) / part for own, part in zip(planned, parts, strict=True)]
+    busy = [sum(cost(one) for wave in own for one in wave) / part for own, part in zip(planned, parts, strict=True)]
+    most = max(round(len(own) / part) for own, part in zip(planned, parts, strict=True))
+    return Prediction(layout, most, max(times), sum(busy))
+
+
+def choose(predictions: Sequence[Prediction]) -> Prediction:
+    """The first one that leaves at most MOST_IDLE of the time idle; else the one that is done first.
+
+    Args:
+        predictions: those whose jobs share the fewest devices first.
+    """
+    for one in predictions:
+        if one.idle <= MOST_IDLE:
+            return one
+    return min(predictions, key=lambda one: one.time)
+
+
+def place(work: Mapping[str, float], groups: int) -> tuple[tuple[str, ...], ...]:
     """Jobs on so many groups, the longest first, each to the group that has least to do. Some groups get none where
     there are fewer jobs."""
-    order = {name: number for number, name in enumerate(seconds)}
+    order = {name: number for number, name in enumerate(work)}
     placed: list[list[str]] = [[] for _ in range(groups)]
     load = [0.0] * groups
-    for name in sorted(seconds, key=lambda name: (-seconds[name], order[name])):
+    for name in sorted(work, key=lambda name: (-work[name], order[name])):
         least = load.index(min(load))
         placed[least].append(name)
-        load[least] += seconds[name]
+        load[least] += work[name]
     return tuple(tuple(sorted(own, key=order.__getitem__)) for own in placed)
-
-
-def makespan(seconds: Mapping[str, float], layout: Layout) -> float:
-    """Seconds until the last group is done, where the processes of a group share its work evenly."""
-    return max(sum(seconds[name] for name in own) for own in layout.groups) / layout.split
-
-
-def idle(seconds: Mapping[str, float], layout: Layout) -> float:
-    """Share of all processes' time in which they have nothing to do."""
-    total = makespan(seconds, layout) * layout.split * len(layout.groups)
-    return 1.0 - sum(seconds.values()) / total if total else 0.0
 
 
 def waves(microbatches: Sequence[Microbatch], size: int) -> list[list[Microbatch]]:

@@ -52,6 +52,8 @@ LAYER_SECONDS = {"cuda": 5e-5, "cpu": 3e-4}
 OPTIMIZER_BYTES = 16
 """Per trainable parameter, of what training keeps beside parameter and a microbatch's gradient: that of the global batch, two
 moments and the last good value."""
+TRAINABLE_BYTES = 4 * 6
+"""Per trainable parameter in all: with its value and a microbatch's gradient."""
 ATTENTION_SLOWER = 2.5
 """Attention's products against large plain ones, time per operation."""
 
@@ -195,7 +197,7 @@ def memory_parts(run: Run, prepared: PreparedRun, tokens: int) -> dict[str, int]
     labels = max(job.data.label_share for job in prepared.jobs)
     return {
         "frozen weights": shape.parameters * width,
-        "adapters and optimizer": prepared.trainable * 4 * 6,
+        "adapters and optimizer": prepared.trainable * TRAINABLE_BYTES,
         "activations": tokens * kept,
         "logits": round(tokens * labels * shape.vocabulary * (4 * 2 + width)),
     }

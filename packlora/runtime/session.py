@@ -22,7 +22,6 @@ from packlora.config import Run
 from packlora.errors import InputError
 from packlora.files import remove_leftovers, write_json
 from packlora.parallel.agreement import together
-from packlora.parallel.layout import Layout, choose
 from packlora.parallel.mesh import Mesh, OneProcess
 from packlora.parallel.replicas import ALONE, Replicas
 from packlora.plans.cache import PlanCache
@@ -55,6 +54,7 @@ from packlora.runtime.resume import (
     starting_steps,
 )
 from packlora.runtime.signals import stop_signals
+from packlora.runtime.spread import layout_of
 from packlora.runtime.trainer import Trainer
 from packlora.runtime.windows import first_round
 from packlora.terminal import Activity, Told, silent
@@ -134,7 +134,7 @@ class Session:
         # 1. Check everything that can be wrong, and agree on who trains what.
         self.saved = together(mesh, self._saved)
         self.starts, prepared = together(mesh, self._prepare)
-        self.layout, self.group = self._layout(prepared), ALONE
+        self.layout, self.group = layout_of(prepared, mesh.size), ALONE
         if isinstance(mesh, Mesh):
             self.group = Replicas(mesh, [self.layout.ranks(number) for number in range(len(self.layout.groups))])
         names = self.layout.groups[self.layout.group_of(mesh.rank)]
@@ -185,12 +185,6 @@ class Session:
             prepared = prepare(self.run, self.max_steps, resumed=self.saved is not None, told=told)
         check_sent_back(starts, prepared.left_out)
         return starts, prepared
-
-    def _layout(self, prepared: PreparedRun) -> Layout:
-        """Who trains what. A job's time is predicted by its tokens."""
-        seconds = {job.config.name: float(job.data.tokens) for job in prepared.jobs}
-        asked = self.run.parallel.devices_per_job
-        return choose(seconds, self.mesh.size, None if asked == "auto" else asked)
 
     def _load(self, prepared: PreparedRun, own: PreparedRun) -> tuple[Base, SingleDevice, list[Job]]:
         with self._told() as told:

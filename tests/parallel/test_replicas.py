@@ -32,7 +32,9 @@ def on_ranks(rank: int, tree: dict[str, Any], options: dict[str, Any]) -> tuple[
 def tree(tiny_base: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Four different jobs, two of them with held-out data."""
     folder = tmp_path_factory.mktemp("replicas")
-    out = config(tiny_base(), folder / "whole", rows_into(folder), dtype="float64", max_tokens_per_microbatch=70, eval_every=2)
+    out = config(
+        tiny_base(), folder / "whole", rows_into(folder), dtype="float64", max_tokens_per_microbatch=70, eval_every=2
+    )
     for job in out["jobs"][:2]:
         job["data"]["eval_path"] = job["data"]["path"]
     return out
@@ -100,7 +102,14 @@ def test_a_job_that_is_whole_on_a_device_has_the_bits_of_one_device(
     layout = json.loads((tmp_path / "out" / "run.json").read_text())["schedule"]["layout"]
     for number, names in enumerate(layout["groups"]):
         alone = tmp_path / f"alone-{number}"
-        train({**tree, "dtype": "float32", "output_dir": str(alone), "jobs": [j for j in tree["jobs"] if j["name"] in names]})
+        train(
+            {
+                **tree,
+                "dtype": "float32",
+                "output_dir": str(alone),
+                "jobs": [j for j in tree["jobs"] if j["name"] in names],
+            }
+        )
         for name in names:
             file = Path(name, "adapter_model.safetensors")
             assert (tmp_path / "out" / file).read_bytes() == (alone / file).read_bytes(), name

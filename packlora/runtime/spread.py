@@ -1,0 +1,78 @@
+"""How a run spreads over devices: what each layout is predicted to take, and which one training takes.
+
+Work is counted in tokens here, not in seconds: so every process of a run finds the same layout, and a resumed run too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from packlora.parallel import layout as layouts
+from packlora.parallel.layout import Layout, Prediction, Wave
+from packlora.runtime.prepare import PreparedRun
+from packlora.schedule.planner import Planner
+from packlora.schedule.types import Microbatch
+
+SAMPLES = 20_000
+"""Samples of a group that are planned; of a longer run the first windows, scaled up."""
+
+
+@dataclass(slots=True)
+class Spread:
+    """A layout and what its groups run at the beginning.
+
+    waves, parts: by group, see layout.predict.
+    """
+
+    layout: Layout
+    waves: list[list[Wave]]
+    parts: list[float]
+
+    @property
+    def fullest(self) -> list[int]:
+        """By group, tokens of its fullest microbatch; 0 where it has no jobs."""
+        return [max((one.num_tokens for wave in own for one in wave), default=0) for own in self.waves]
+
+    def predict(
+        self, cost: Callable[[Microbatch], float] = lambda microbatch: float(microbatch.num_tokens)
+    ) -> Prediction:
+        """See layout.predict."""
+        return layouts.predict(self.layout, self.waves, self.parts, cost)
+
+
+def candidates(prepared: PreparedRun, devices: int) -> list[Layout]:
+    """The layouts that the run file allows on so many devices, those whose jobs share the fewest first."""
+    asked = prepared.run.parallel.devices_per_job
+    tokens = {job.data.name: float(job.data.tokens) for job in prepared.jobs}
+    return [own for own in layouts.layouts(tokens, devices) if asked in ("auto", own.split)]
+
+
+def layout_of(prepared: PreparedRun, devices: int) -> Layout:
+    """The layout in which the run is trained on so many devices."""
+    found = candidates(prepared, devices)
+    return found[0] if len(found) == 1 else layouts.choose([spread(prepared, own).predict() for own in found]).layout
+
+
+def spread(prepared: PreparedRun, layout: Layout) -> Spread:
+    """Plan what the groups of a layout run."""
+    planned = [_waves(prepared, names, layout.split) for names in layout.groups]
+    return Spread(layout, [waves for waves, _ in planned], [part for _, part in planned])
+
+
+def _waves(prepared: PreparedRun, names: tuple[str, ...], split: int) -> tuple[list[Wave], float]:
+    """Of the jobs of a group, and the part of their tokens that they are."""
+    jobs = [job.data for job in prepared.jobs if job.data.name in names]
+    if not jobs:
+        return [], 1.0
+    method = "solo" if prepared.run.schedule.method == "solo" else "greedy"
+    out: list[Wave] = []
+    samples = tokens = 0
+    for window in Planner([job.planned for job in jobs], prepared.budget, method=method).windows():
+        own = layouts.waves(window.microbatches, split)
+        out += own
+        samples += sum(len(microbatch.samples) for microbatch in window.microbatches)
+        tokens += sum(microbatch.num_tokens for microbatch in window.microbatches)
+        if samples >= SAMPLES:
+            break
+    return out, min(1.0, tokens / sum(job.tokens for job in jobs))

@@ -1,0 +1,294 @@
+"""Layouts of a run on several devices: where jobs go, which microbatches may run at once, what is predicted and chosen."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import Ranks
+from schedule_cases import some_jobs
+from seeds import SEED, SOAK
+from test_training import config
+from typer.testing import CliRunner
+
+import packlora
+from packlora.cli import app
+from packlora.commands import plan_layouts
+from packlora.commands.plan import PlannedRun, make_plan
+from packlora.config import Run
+from packlora.parallel.layout import Layout, Prediction, choose, layouts, place, predict, waves
+from packlora.runtime import profiler
+from packlora.runtime.prepare import prepare
+from packlora.runtime.spread import layout_of
+from packlora.schedule.planner import Planner
+from packlora.schedule.types import Microbatch, Placed
+
+Base = Callable[[str], str]
+Rows = Callable[..., str]
+
+
+def microbatch(*samples: tuple[str, int, int], completes: tuple[tuple[str, int], ...] = ()) -> Microbatch:
+    """samples: job, global batch, length."""
+    return Microbatch(
+        tuple(Placed(job, batch, number, length) for number, (job, batch, length) in enumerate(samples)), completes
+    )
+
+
+def tokens(one: Microbatch) -> float:
+    return float(one.num_tokens)
+
+
+# --- jobs on groups ----------------------------------------------------------------------------------------------------
+
+
+def test_the_longest_job_goes_first_to_the_group_that_has_least_to_do() -> None:
+    work = {"a": 3.0, "b": 5.0, "c": 4.0, "d": 2.0}
+    assert place(work, 2) == (("b", "d"), ("a", "c"))  # b 5; c 4; a to c: 7; d to b: 7; each in the order of the run
+    assert place(work, 1) == (("a", "b", "c", "d"),)
+    assert place({"a": 1.0, "b": 1.0}, 3) == (("a",), ("b",), ())
+
+
+def test_every_number_of_devices_that_divides_all_of_them_is_a_layout() -> None:
+    work = {"a": 3.0, "b": 1.0}
+    found = layouts(work, 12)
+    assert [(own.split, len(own.groups)) for own in found] == [(1, 12), (2, 6), (3, 4), (4, 3), (6, 2), (12, 1)]
+    assert all(own.processes == 12 for own in found)
+    assert [found[2].group_of(rank) for rank in (0, 2, 3, 11)] == [0, 0, 1, 3] and found[2].ranks(1) == range(3, 6)
+
+
+def test_no_placement_takes_over_four_thirds_of_the_best() -> None:
+    """Graham's bound, 4/3 - 1/3m, against all placements."""
+    draw = random.Random(SEED)
+    for _ in range(40):
+        work = {f"job{number}": draw.uniform(0.1, 10) for number in range(draw.randint(1, 6))}
+        groups = draw.randint(1, 3)
+        placed = place(work, groups)
+        assert sorted(name for own in placed for name in own) == sorted(work) and len(placed) == groups
+        best = min(
+            max(
+                sum(value for value, at in zip(work.values(), where, strict=True) if at == group)
+                for group in range(groups)
+            )
+            for where in itertools.product(range(groups), repeat=len(work))
+        )
+        took = max(sum(work[name] for name in own) for own in placed)
+        assert took <= (4 / 3 - 1 / (3 * groups)) * best + 1e-9, (work, SEED)
+
+
+# --- waves -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_wave_ends_where_a_job_has_stepped_or_all_processes_have_a_microbatch() -> None:
+    one = microbatch(("a", 0, 5), ("b", 0, 5))
+    two = microbatch(("b", 0, 5), completes=(("b", 0),))
+    three = microbatch(("a", 0, 5), completes=(("a", 0),))
+    four = microbatch(("c", 0, 5), ("b", 1, 5), completes=(("b", 1), ("c", 0)))
+    five = microbatch(("d", 0, 5), completes=(("d", 0),))
+    planned = [one, two, three, four, five]
+    assert waves(planned, 1) == [[each] for each in planned]
+    assert waves(planned, 2) == [[one, two], [three, four], [five]]
+    assert waves(planned, 3) == [[one, two, three], [four, five]]
+    assert waves(planned, 9) == [[one, two, three], [four, five]]  # b's second batch waits for its first step
+    assert waves([], 3) == []
+
+
+@pytest.mark.parametrize("number", range(400 if SOAK else 60))
+def test_waves_hold_every_microbatch_once_in_order_and_none_before_the_step_that_it_needs(number: int) -> None:
+    draw = random.Random(SEED + number)
+    capacity, size = draw.randint(8, 60), draw.randint(1, 5)
+    planned = [
+        one
+        for window in Planner(some_jobs(draw, capacity), capacity, method="greedy").windows()
+        for one in window.microbatches
+    ]
+    found = waves(planned, size)
+    assert [one for wave in found for one in wave] == planned, SEED + number
+    assert all(1 <= len(wave) <= size for wave in found)
+    stepped: dict[str, int] = {}  # by job, the last global batch that was completed in an earlier wave
+    for wave in found:
+        for one in wave:
+            for placed in one.samples:
+                assert stepped.get(placed.job, -1) == placed.batch - 1, f"{placed}, seed {SEED + number}"
+        stepped |= dict(step for one in wave for step in one.completes)
+    for wave, following in itertools.pairwise(found):  # none ends too early
+        done = {job for one in wave for job, _ in one.completes}
+        assert len(wave) == size or done & {placed.job for placed in following[0].samples}
+
+
+# --- what is predicted, and chosen -------------------------------------------------------------------------------------
+
+
+def test_a_wave_takes_what_its_costliest_microbatch_does() -> None:
+    long, short = microbatch(("a", 0, 9)), microbatch(("a", 0, 3), completes=(("a", 0),))
+    other = microbatch(("b", 0, 8), completes=(("b", 0),))
+    layout = Layout((("a",), ("b",)), 2)
+    found = predict(layout, [[[long, short], [short]], [[other]]], [1.0, 0.5], tokens)
+    assert (found.time, found.busy, found.waves) == (16.0, 15.0 + 16.0, 2)  # of b one half was planned
+    assert found.idle == 1 - 31 / (16 * 4)
+    nothing = predict(Layout((("a",), ()), 1), [[[long]], []], [1.0, 1.0], tokens)
+    assert (nothing.time, nothing.idle) == (9.0, 0.5)
+
+
+def test_the_fewest_devices_per_job_that_leave_a_twentieth_idle_are_chosen_else_the_first_to_be_done() -> None:
+    def of(split: int, time: float, busy: float) -> Prediction:
+        return Prediction(Layout((("a",),) * (4 // split), split), 1, time, busy)
+
+    little = [of(1, 10, 38.1), of(2, 9.9, 38.1), of(4, 9.8, 38.1)]
+    assert choose(little).layout.split == 1
+    assert choose([of(1, 10, 37.9), *little[1:]]).layout.split == 2
+    assert choose([of(1, 10, 20.0), of(2, 8, 20.0), of(4, 7, 20.0)]).layout.split == 4
+    assert choose([of(1, 8, 20.0), of(2, 8, 20.0), of(4, 9, 20.0)]).layout.split == 1  # nothing is won by more
+
+
+# --- packlora plan -----------------------------------------------------------------------------------------------------
+
+
+def jobs_of(*sizes: tuple[int, int]) -> list[dict[str, Any]]:
+    """Rows and global batch size of each."""
+    return [
+        {"name": f"job{number}", "adapter": {"r": 2 + number}, "train": {"global_batch_size": size}, "rows": rows}
+        for number, (rows, size) in enumerate(sizes)
+    ]
+
+
+@pytest.fixture
+def make(tiny_base: Base, write_rows: Rows, tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    def make(*sizes: tuple[int, int], **changes: Any) -> dict[str, Any]:
+        jobs = jobs_of(*sizes)
+        for job in jobs:
+            job["data"] = {"path": write_rows(job["name"], job.pop("rows"), seed=3, longest=4)}
+        return config(tiny_base(), tmp_path / "out", write_rows, jobs, **changes)
+
+    return make
+
+
+def planned(tree: dict[str, Any], gpus: int) -> PlannedRun:
+    return make_plan(Run.model_validate(tree), gpus=gpus)
+
+
+def test_equal_jobs_are_whole_on_a_device_each_and_one_large_job_is_shared(make: Callable[..., dict[str, Any]]) -> None:
+    equal = planned(make((8, 2), (8, 2), (8, 2), (8, 2)), 4).layouts
+    assert equal is not None and [row.devices_per_job for row in equal.rows] == [1, 2, 4, 4]
+    assert equal.taken.devices_per_job == 1 and equal.taken.idle == 0 and equal.taken.speedup > 2
+    assert equal.taken.groups == (("job0",), ("job1",), ("job2",), ("job3",))
+    large = planned(make((64, 64), max_tokens_per_microbatch=48), 4).layouts
+    assert large is not None and large.taken.devices_per_job == 4 and large.taken.speedup > 3
+    assert large.taken.idle < 0.2 < large.rows[0].idle == 0.75
+    assert large.rows[0].groups == (("job0",), (), (), ())
+
+
+def test_the_plan_names_the_layout_that_training_takes(
+    make: Callable[..., dict[str, Any]], ranks: Callable[[int], Ranks], tmp_path: Path
+) -> None:
+    for number, sizes in enumerate((((6, 3), (6, 2), (9, 3)), ((24, 24),))):
+        tree = make(*sizes, max_tokens_per_microbatch=48, output_dir=str(tmp_path / f"out{number}"))
+        found = planned(tree, 2).layouts
+        assert found is not None
+        ranks(2).run(trained, tree)
+        record = json.loads((tmp_path / f"out{number}" / "run.json").read_text())["schedule"]["layout"]
+        assert (record["split"], record["groups"]) == (
+            found.taken.devices_per_job,
+            [list(own) for own in found.taken.groups],
+        )
+
+
+def trained(rank: int, tree: dict[str, Any]) -> str:
+    return packlora.train(tree).status
+
+
+def test_all_processes_find_the_same_layout(make: Callable[..., dict[str, Any]]) -> None:
+    tree = make((8, 2), (20, 5), (3, 3), max_tokens_per_microbatch=40)
+    assert len({repr(layout_of(prepare(Run.model_validate(tree)), 4)) for _ in range(3)}) == 1
+
+
+def test_a_long_run_is_scaled_up_from_its_beginning(
+    make: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree = make((80, 2), (80, 4), max_tokens_per_microbatch=40)
+    whole = planned(tree, 2).layouts
+    monkeypatch.setattr("packlora.runtime.spread.SAMPLES", 16)
+    part = planned(tree, 2).layouts
+    assert whole is not None and part is not None
+    for one, other in zip(whole.rows, part.rows, strict=True):
+        assert other.groups == one.groups
+        assert (other.waves, other.seconds, other.idle) == pytest.approx(
+            (one.waves, one.seconds, one.idle), rel=0.15, abs=0.05
+        )
+
+
+def test_a_device_holds_its_own_jobs_and_a_part_of_a_sharded_base(
+    make: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = planned(make((8, 2), (8, 4)), 2)
+    assert run.layouts is not None
+    apart, together, sharded = run.layouts.rows
+    known, shape = run.known, run.prepared.shape
+    sizes = [profiler.memory_parts(run.prepared.run, run.prepared, 1)["adapters and optimizer"]]
+    trainable = {job.config.name: job.trainable for job in run.prepared.jobs}
+    assert sizes == [24 * sum(trainable.values())]
+    assert apart.bytes < together.bytes - 24 * min(trainable.values()) + known.bytes_per_token * 96
+    base = 4 * shape.parameters
+    layer = 4 * max(shape.linear_parameters // shape.layers, shape.vocabulary * shape.hidden)
+    assert together.bytes - sharded.bytes == base - base // 2 - 2 * layer
+    monkeypatch.setattr(plan_layouts, "GATHER_BYTES_PER_SECOND", base / 5.0)  # five seconds for all of it
+    slow = planned(make((8, 2), (8, 4)), 2).layouts
+    assert slow is not None
+    assert slow.rows[2].seconds == pytest.approx(slow.rows[2].waves * 5.0, rel=0.1)  # half of it, twice a wave
+    monkeypatch.setattr(profiler, "memory_room", lambda device: 1000)
+    tight = planned(make((8, 2), (8, 4)), 2).layouts
+    assert tight is not None and not any(row.fits for row in tight.rows) and tight.taken.status == "taken, does not fit"
+
+
+def test_the_table_fits_80_columns_and_the_json_has_all_of_it(
+    make: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    file, figures = tmp_path / "run.yaml", tmp_path / "plan.json"
+    file.write_text(json.dumps(make((8, 2), (9, 3), (4, 1))))
+    plain = CliRunner().invoke(app, ["plan", str(file)], env={"COLUMNS": "80"})
+    out = CliRunner().invoke(app, ["plan", str(file), "--gpus", "4", "--json", str(figures)], env={"COLUMNS": "80"})
+    assert (plain.exit_code, out.exit_code) == (0, 0), out.output
+    assert "on 4 devices" in out.output and "devices per job" not in plain.output
+    lines = out.output.splitlines()
+    start = next(number for number, line in enumerate(lines) if line.startswith("devices per job"))
+    assert all(len(line) <= 80 for line in lines[start : start + 5])
+    told = json.loads(figures.read_text())["parallel"]
+    assert told["devices"] == 4 and len(told["layouts"]) == 4
+    (taken,) = (row for row in told["layouts"] if row["taken"])
+    assert sorted(name for group in taken["groups"] for name in group) == ["job0", "job1", "job2"]
+    assert f"training takes {taken['devices_per_job']}, so each job is" in out.output.replace("\n", " ")
+    assert "taken" in lines[start + 1 + [row["taken"] for row in told["layouts"]].index(True)]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--gpus", "0"], "Invalid value for '--gpus'"),
+        (["--gpus", "-2"], "Invalid value for '--gpus'"),
+        (["--gpus", "two"], "Invalid value for '--gpus'"),
+        (["--gpus", "2", "--stages", "2"], "--gpus spreads jobs over devices, --stages the layers of the model"),
+        (
+            ["--gpus", "4", "--set", "parallel.devices_per_job=3"],
+            "parallel.devices_per_job is 3, which does not divide 4",
+        ),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_with_a_reason(
+    options: list[str], message: str, make: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(json.dumps(make((8, 2))))
+    out = CliRunner().invoke(app, ["plan", str(file), *options], env={"COLUMNS": "200"})
+    assert out.exit_code == 2 and message in " ".join(out.stderr.split()), out.stderr
+
+
+def test_devices_per_job_of_the_run_file_goes(make: Callable[..., dict[str, Any]]) -> None:
+    found = planned(make((8, 2), (8, 2), parallel={"devices_per_job": 2}), 4).layouts
+    assert found is not None and found.taken.devices_per_job == 2 and "devices_per_job is 2" in found.reason
+    assert [row.sharded for row in found.rows] == [False, True]
+    alone = planned(make((8, 2), (8, 2)), 1).layouts
+    assert alone is not None and [row.speedup for row in alone.rows] == [pytest.approx(1, rel=0.05)]
