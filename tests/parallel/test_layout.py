@@ -127,9 +127,9 @@ def test_a_wave_takes_what_its_costliest_microbatch_does() -> None:
     long, short = microbatch(("a", 0, 9)), microbatch(("a", 0, 3), completes=(("a", 0),))
     other = microbatch(("b", 0, 8), completes=(("b", 0),))
     layout = Layout((("a",), ("b",)), 2)
-    found = predict(layout, [[[long, short], [short]], [[other]]], [1.0, 0.5], tokens)
-    assert (found.time, found.busy, found.waves) == (16.0, 15.0 + 16.0, 2)  # of b one half was planned
-    assert found.idle == 1 - 31 / (16 * 4)
+    found = predict(layout, [[[long, short], [short]], [[other]]], [0.5, 1.0], tokens)
+    assert (found.time, found.busy, found.waves) == (24.0, 30.0 + 8.0, 4)  # of a one half was planned
+    assert found.idle == 1 - 38 / (24 * 4)
     nothing = predict(Layout((("a",), ()), 1), [[[long]], []], [1.0, 1.0], tokens)
     assert (nothing.time, nothing.idle) == (9.0, 0.5)
 
