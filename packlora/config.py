@@ -217,6 +217,8 @@ class ParallelConfig(_Strict):
     devices_per_job: int | Literal["auto"] = Field("auto")
     """Devices that share each job's microbatches and add up its gradient. 1: every job is whole on one device. It divides the
     number of processes. auto: as few as leave no device without work for long."""
+    timeout_s: float = Field(600, gt=0, le=1e6)
+    """Seconds after which a process that does not answer is given up, and the run ends."""
     pipeline: int = Field(1, ge=1)
     """Devices, one behind the other, that hold a part of the layers each."""
     tensor: int = Field(1, ge=1)
@@ -232,7 +234,8 @@ class ParallelConfig(_Strict):
     def _known(self) -> ParallelConfig:
         if self.devices_per_job != "auto" and self.devices_per_job < 1:
             raise ValueError(f"devices_per_job is {self.devices_per_job}; give auto or a number of devices, at least 1")
-        if self != ParallelConfig.model_construct(devices_per_job=self.devices_per_job):
+        own = {"devices_per_job", "timeout_s"}
+        if self.model_dump(exclude=own) != ParallelConfig.model_construct().model_dump(exclude=own):
             raise ValueError("this version spreads jobs and samples over devices, no models; leave the other keys out")
         return self
 

@@ -1,18 +1,18 @@
 """Who trains what: jobs on groups of processes, and the microbatches of a group on its processes. Plain values, no torch.
 
 The processes of a run form groups of the same size. A job is whole on one group. A group's microbatches are planned as for one
-device, and run in waves: at most one microbatch for each process at the same time.
+device that is as much larger as there are processes, and run in waves: a part of each on every process, at the same time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from packlora.schedule.types import Microbatch
+from packlora.schedule.types import Microbatch, Placed
 
 Wave = Sequence[Microbatch]
-"""Microbatches that run at the same time, one for each process of a group."""
+"""Microbatches that run at the same time, at most one for each process of a group."""
 MOST_IDLE = 0.05
 """Share of the devices' time that may be idle where no more of them share a job."""
 
@@ -101,15 +101,49 @@ def place(work: Mapping[str, float], groups: int) -> tuple[tuple[str, ...], ...]
     return tuple(tuple(sorted(own, key=order.__getitem__)) for own in placed)
 
 
-def waves(microbatches: Sequence[Microbatch], size: int) -> list[list[Microbatch]]:
-    """Microbatches that may run at the same time, in their order: at most `size`, and none with samples of a job whose earlier
-    global batch is completed in the same wave. A wave of one is what one device does."""
-    out: list[list[Microbatch]] = []
-    stepped: set[str] = set()
+def waves(microbatches: Sequence[Microbatch], size: int, capacity: int) -> list[list[Microbatch]]:
+    """What processes that share their jobs run at the same time: planned microbatches of up to `size` times the capacity of one
+    process, each in `size` parts of about the same number of tokens. Some parts are empty where there are few samples; one
+    whose samples do not fit so makes two waves or more.
+
+    Args:
+        capacity: most tokens of a process's microbatch; no sample is longer.
+    """
+    if size == 1:
+        return [[microbatch] for microbatch in microbatches]
+    out = []
     for microbatch in microbatches:
-        if not out or len(out[-1]) == size or stepped & {placed.job for placed in microbatch.samples}:
-            out.append([])
-            stepped = set()
-        out[-1].append(microbatch)
-        stepped |= {name for name, _ in microbatch.completes}
+        parts = _balanced(microbatch, size, capacity) or _filled(microbatch, capacity)
+        groups = [parts[first : first + size] for first in range(0, len(parts), size)]
+        waves_of_it = [[Microbatch(tuple(part)) for part in group] for group in groups]
+        waves_of_it[-1][0] = replace(waves_of_it[-1][0], completes=microbatch.completes)
+        out += waves_of_it
     return out
+
+
+def _balanced(microbatch: Microbatch, size: int, capacity: int) -> list[list[Placed]] | None:
+    """Its samples in `size` parts, the longest sample first to the part that has least; None where a part is too large."""
+    parts: list[list[Placed]] = [[] for _ in range(size)]
+    load = [0] * size
+    for placed in sorted(microbatch.samples, key=lambda placed: -placed.length):
+        least = load.index(min(load))
+        parts[least].append(placed)
+        load[least] += placed.length
+    return [_in_order(microbatch, part) for part in parts] if max(load) <= capacity else None
+
+
+def _filled(microbatch: Microbatch, capacity: int) -> list[list[Placed]]:
+    """Its samples in as many parts as it takes, the longest sample first to the first part that has room."""
+    parts: list[list[Placed]] = []
+    for placed in sorted(microbatch.samples, key=lambda placed: -placed.length):
+        fits = (part for part in parts if sum(other.length for other in part) + placed.length <= capacity)
+        part = next(fits, None)
+        if part is None:
+            parts.append(part := [])
+        part.append(placed)
+    return [_in_order(microbatch, part) for part in parts]
+
+
+def _in_order(microbatch: Microbatch, part: Sequence[Placed]) -> list[Placed]:
+    chosen = set(map(id, part))
+    return [placed for placed in microbatch.samples if id(placed) in chosen]

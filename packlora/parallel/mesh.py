@@ -59,6 +59,8 @@ class OneProcess:
     """The mesh of a run on one device."""
 
     rank, size, is_first = 0, 1, True
+    timeout = TIMEOUT
+    """Seconds after which a process that does not answer is given up."""
 
     def gather(self, value: Any) -> list[Any]:
         """What every process gives, by rank; plain values, as JSON holds them."""

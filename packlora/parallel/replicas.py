@@ -12,19 +12,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from packlora.parallel.layout import waves
 from packlora.parallel.mesh import Mesh, as_bytes, from_bytes
-from packlora.schedule.types import Microbatch
 
 
 class Alone:
     """One process with its jobs."""
 
     rank, size = 0, 1
-
-    def waves(self, microbatches: Sequence[Microbatch]) -> list[list[Microbatch]]:
-        """Microbatches that run at the same time, one for each process of the group, in its order."""
-        return waves(microbatches, self.size)
 
     def most(self, numbers: Sequence[int]) -> list[int]:
         """The largest of each that a process gives."""

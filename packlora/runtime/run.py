@@ -67,6 +67,7 @@ def train(
     subscribers = _callable(subscribers)
     with started() as mesh:
         asked = together(mesh, lambda: _checked(_run_of(run, overrides), mesh.size))
+        mesh.timeout = asked.parallel.timeout_s
         session = Session(asked, mesh, resume or was_restarted(), max_steps, resume_from or [])
         same(mesh, session.must_be_the_same())
         with contextlib.ExitStack() as held:

@@ -151,6 +151,7 @@ class Session:
         # 4. Continue where checkpoints say, or start.
         record = run_record(prepared, base, known, self.saved, self.layout)
         record["model"]["fingerprint"] = self.fingerprint.model_dump()
+        record["id"], record["created"] = mesh.gather([record["id"], record["created"]])[0]
         notes = self._begin(prepared, jobs, record)
 
         # 5. The loop, and who writes files of what it tells.
@@ -218,7 +219,7 @@ class Session:
         own_notes = together(
             mesh, lambda: restore_jobs(self.output_dir, jobs, saved, starts) if saved is not None else []
         )
-        begins = first_round(self.run.schedule, jobs, prepared.budget) if jobs else 2**31
+        begins = first_round(self.run.schedule, jobs, prepared.budget * self.group.size) if jobs else 2**31
         standing = [asdict(Standing.of(job)) for job in jobs]
         told = mesh.gather([own_notes, standing, begins] if self.group.rank == 0 else [[], [], begins])
         if not mesh.is_first:

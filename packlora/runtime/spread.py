@@ -68,9 +68,8 @@ def _waves(prepared: PreparedRun, names: tuple[str, ...], split: int) -> tuple[l
     method = "solo" if prepared.run.schedule.method == "solo" else "greedy"
     out: list[Wave] = []
     samples = tokens = 0
-    for window in Planner([job.planned for job in jobs], prepared.budget, method=method).windows():
-        own = layouts.waves(window.microbatches, split)
-        out += own
+    for window in Planner([job.planned for job in jobs], prepared.budget * split, method=method).windows():
+        out += layouts.waves(window.microbatches, split, prepared.budget)
         samples += sum(len(microbatch.samples) for microbatch in window.microbatches)
         tokens += sum(microbatch.num_tokens for microbatch in window.microbatches)
         if samples >= SAMPLES:

@@ -128,8 +128,8 @@ class Trainer:
 
     def _train_windows(self) -> None:
         """Train on the windows that are left, or until one must be planned again because its microbatches are too large."""
-        schedule, budget = self.run.schedule, self.budget.tokens
-        group = self.team.group
+        schedule, group = self.run.schedule, self.team.group
+        budget = self.budget.tokens * group.size
         with planned_windows(schedule, self.jobs, budget, self.profile, self.events, group) as windows:
             for window in windows:
                 if not self._train_window(window) or not self._goes_on():
@@ -144,7 +144,7 @@ class Trainer:
         job that has been stopped, and one that has failed: matrix products of other shapes, other groups of layers and other
         plans round differently. Only microbatches that nobody needs are left out.
         """
-        waves = waves_of(window, self.team)
+        waves = waves_of(window, self.team.group.size, self.budget.tokens)
         for wave, following in itertools.zip_longest(waves, waves[1:]):
             if wave.jobs & {job.name for job in self.stepped}:
                 self._after_steps()  # before anything of these jobs' next global batches

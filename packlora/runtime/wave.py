@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from packlora.parallel.layout import waves
 from packlora.report.events import MicrobatchDone
 from packlora.runtime.collate import PackedSample
 from packlora.runtime.job import Job
@@ -58,10 +59,10 @@ class Wave:
         return {placed.job for microbatch in self.microbatches for placed in microbatch.samples}
 
 
-def waves_of(window: Window, team: Team) -> list[Wave]:
-    """All waves of a window."""
+def waves_of(window: Window, processes: int, capacity: int) -> list[Wave]:
+    """All waves of a window. capacity: most tokens of a process's microbatch."""
     out, slot = [], 0
-    for microbatches in team.group.waves(window.microbatches):
+    for microbatches in waves(window.microbatches, processes, capacity):
         out.append(Wave(window, slot, microbatches))
         slot += len(microbatches)
     return out
@@ -97,15 +98,15 @@ class Runner:
         """
         batches = {placed.job: placed.batch for microbatch in wave.microbatches for placed in microbatch.samples}
         due = [job for job in self.jobs if job.name in batches and job.is_due(batches[job.name])]
-        if not due:
+        complete = [self.by_name[name] for name, batch in wave.completes if self.by_name[name].is_due(batch)]
+        if not due and not complete:
             return 0
         self._start = self._elapsed()
         for job in due:
             self.began.setdefault(job.name, self._start)
         own = self._own(wave)
         lacking = self._run(own) if own is not None else 0
-        completes = {name for name, _ in wave.completes}
-        if lacking := self.team.agree(lacking, [job for job in due if job.name in completes]):
+        if lacking := self.team.agree(lacking, complete):
             return lacking
         for rank, microbatch in enumerate(wave.microbatches):
             if self._is_run(microbatch):

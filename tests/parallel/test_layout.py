@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -83,41 +84,55 @@ def test_no_placement_takes_over_four_thirds_of_the_best() -> None:
 # --- waves -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_wave_ends_where_a_job_has_stepped_or_all_processes_have_a_microbatch() -> None:
-    one = microbatch(("a", 0, 5), ("b", 0, 5))
-    two = microbatch(("b", 0, 5), completes=(("b", 0),))
-    three = microbatch(("a", 0, 5), completes=(("a", 0),))
-    four = microbatch(("c", 0, 5), ("b", 1, 5), completes=(("b", 1), ("c", 0)))
-    five = microbatch(("d", 0, 5), completes=(("d", 0),))
-    planned = [one, two, three, four, five]
-    assert waves(planned, 1) == [[each] for each in planned]
-    assert waves(planned, 2) == [[one, two], [three, four], [five]]
-    assert waves(planned, 3) == [[one, two, three], [four, five]]
-    assert waves(planned, 9) == [[one, two, three], [four, five]]  # b's second batch waits for its first step
-    assert waves([], 3) == []
+def lengths(found: list[list[Microbatch]]) -> list[list[list[int]]]:
+    return [[[placed.length for placed in part.samples] for part in wave] for wave in found]
+
+
+def test_a_wave_is_a_planned_microbatch_in_as_many_parts_as_there_are_processes() -> None:
+    one = microbatch(("a", 0, 9), ("a", 0, 7), ("b", 1, 5), ("b", 1, 3), completes=(("a", 0),))
+    assert waves([one], 1, 24) == [[one]]
+    assert lengths(waves([one], 2, 12)) == [[[9, 3], [7, 5]]]  # the longest first; then in the order of the microbatch
+    assert lengths(waves([one], 4, 9)) == [[[9], [7], [5], [3]]]
+    assert lengths(waves([one], 6, 9)) == [[[9], [7], [5], [3], [], []]]
+    assert waves([], 3, 9) == []
+
+
+def test_samples_that_do_not_fit_in_one_wave_make_more_and_the_step_comes_after_the_last() -> None:
+    one = microbatch(("a", 0, 9), ("a", 0, 9), ("a", 0, 9), completes=(("a", 0),))
+    found = waves([one], 2, 10)
+    assert lengths(found) == [[[9], [9]], [[9]]]
+    assert [[part.completes for part in wave] for wave in found] == [[(), ()], [(("a", 0),)]]
 
 
 @pytest.mark.parametrize("number", range(400 if SOAK else 60))
-def test_waves_hold_every_microbatch_once_in_order_and_none_before_the_step_that_it_needs(number: int) -> None:
+def test_waves_hold_every_sample_once_and_none_before_the_step_that_it_needs(number: int) -> None:
     draw = random.Random(SEED + number)
     capacity, size = draw.randint(8, 60), draw.randint(1, 5)
-    planned = [
-        one
-        for window in Planner(some_jobs(draw, capacity), capacity, method="greedy").windows()
-        for one in window.microbatches
+    jobs = some_jobs(draw, capacity)
+    found = [
+        wave
+        for window in Planner(jobs, capacity * size, method="greedy").windows()
+        for wave in waves(window.microbatches, size, capacity)
     ]
-    found = waves(planned, size)
-    assert [one for wave in found for one in wave] == planned, SEED + number
+    seen = Counter(
+        (placed.job, placed.batch, placed.sample) for wave in found for one in wave for placed in one.samples
+    )
+    every = {
+        (job.name, batch, sample) for job in jobs for batch in range(job.num_batches) for sample, _ in job.batch(batch)
+    }
+    assert seen == Counter(every), SEED + number
     assert all(1 <= len(wave) <= size for wave in found)
+    assert all(one.num_tokens <= capacity for wave in found for one in wave)
     stepped: dict[str, int] = {}  # by job, the last global batch that was completed in an earlier wave
+    left = {(job.name, batch): len(job.batch(batch)) for job in jobs for batch in range(job.num_batches)}
     for wave in found:
-        for one in wave:
-            for placed in one.samples:
-                assert stepped.get(placed.job, -1) == placed.batch - 1, f"{placed}, seed {SEED + number}"
-        stepped |= dict(step for one in wave for step in one.completes)
-    for wave, following in itertools.pairwise(found):  # none ends too early
-        done = {job for one in wave for job, _ in one.completes}
-        assert len(wave) == size or done & {placed.job for placed in following[0].samples}
+        for placed in (placed for one in wave for placed in one.samples):
+            assert stepped.get(placed.job, -1) == placed.batch - 1, f"{placed}, seed {SEED + number}"
+            left[placed.job, placed.batch] -= 1
+        steps = [step for one in wave for step in one.completes]
+        assert all(left[step] == 0 for step in steps), f"a step before its last sample, seed {SEED + number}"
+        stepped |= dict(steps)
+    assert stepped == {job.name: job.num_batches - 1 for job in jobs if job.num_batches}
 
 
 # --- what is predicted, and chosen -------------------------------------------------------------------------------------
@@ -176,7 +191,7 @@ def test_equal_jobs_are_whole_on_a_device_each_and_one_large_job_is_shared(make:
     assert equal is not None and [row.devices_per_job for row in equal.rows] == [1, 2, 4, 4]
     assert equal.taken.devices_per_job == 1 and equal.taken.idle == 0 and equal.taken.speedup > 2
     assert equal.taken.groups == (("job0",), ("job1",), ("job2",), ("job3",))
-    large = planned(make((64, 64), max_tokens_per_microbatch=48), 4).layouts
+    large = planned(make((200, 200), max_tokens_per_microbatch=48), 4).layouts
     assert large is not None and large.taken.devices_per_job == 4 and large.taken.speedup > 3
     assert large.taken.idle < 0.2 < large.rows[0].idle == 0.75
     assert large.rows[0].groups == (("job0",), (), (), ())

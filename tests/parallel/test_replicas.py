@@ -14,7 +14,7 @@ from test_training import JOBS, adapter, config, distance, steps, train
 
 import packlora
 from packlora.errors import InputError
-from packlora.report.events import Event, JobDone, RunBegan, RunEnded, Stepped, Stop
+from packlora.report.events import Event, RunBegan, RunEnded, Stepped, Stop
 
 Groups = Callable[[int], Ranks]
 
@@ -113,3 +113,142 @@ def test_a_job_that_is_whole_on_a_device_has_the_bits_of_one_device(
         for name in names:
             file = Path(name, "adapter_model.safetensors")
             assert (tmp_path / "out" / file).read_bytes() == (alone / file).read_bytes(), name
+
+
+# --- stopping, resuming, failing ---------------------------------------------------------------------------------------
+
+
+def heard(rank: int, tree: dict[str, Any], ends: str | None, at: int, options: dict[str, Any]) -> tuple[str, list[str]]:
+    """A run whose subscriber ends a job, or with "" the run, at the at-th step of any job; and what it heard."""
+    told: list[Event] = []
+
+    def subscriber(event: Event) -> Stop | None:
+        told.append(event)
+        if ends is not None and sum(isinstance(one, Stepped) for one in told) == at and isinstance(event, Stepped):
+            return Stop(ends or None, "enough")
+        return None
+
+    result = packlora.train(tree, subscribers=[subscriber], **options)
+    return result.status, [type(event).__name__ for event in told]
+
+
+@pytest.mark.parametrize("each", [1, 2])
+def test_the_first_process_hears_all_events_as_of_one_run(
+    each: int, tree: dict[str, Any], whole: Path, ranks: Groups, tmp_path: Path
+) -> None:
+    asked = {**tree, "output_dir": str(tmp_path / "out"), "parallel": {"devices_per_job": each}}
+    (status, told), (_, other) = ranks(2).run(heard, asked, None, 0, {})
+    assert status == "done"
+    assert other == [], "only the first process has subscribers"
+    for kind in (RunBegan, RunEnded):
+        assert told.count(kind.__name__) == 1
+    assert (told[0], told[-1]) == ("RunBegan", "RunEnded")
+    assert told.count("TrainingBegan") == 1
+    assert told.count("Stepped") == len(steps(whole))
+    assert told.count("JobDone") == len(JOBS)
+    assert told.count("Evaluated") == len(lines(whole, "evals"))
+    assert told.count("CheckpointSaved") == told.count("CheckpointBegins") > len(JOBS)
+
+
+@pytest.mark.parametrize("each", [1, 2])
+def test_a_run_that_is_stopped_goes_on_with_any_number_of_processes(
+    each: int, tree: dict[str, Any], whole: Path, ranks: Groups, tmp_path: Path
+) -> None:
+    """Stopped on two, stopped on four, stopped on one, ended on two."""
+    asked = {**tree, "output_dir": str(tmp_path / "out"), "save_every": 3}
+    split = {**asked, "parallel": {"devices_per_job": each}}
+    assert ranks(2).run(heard, split, "", 4, {})[0][0] == "interrupted"
+    assert (
+        ranks(4).run(heard, {**asked, "parallel": {"devices_per_job": 4}}, "", 3, {"resume": True})[0][0]
+        == "interrupted"
+    )
+    before = len(steps(tmp_path / "out"))
+    assert heard(0, asked, "", 3, {"resume": True})[0] == "interrupted"
+    assert 0 < before < len(steps(tmp_path / "out")) < len(steps(whole))
+    assert ranks(2).run(heard, split, None, 0, {"resume": True})[0][0] == "done"
+    same_run(tmp_path / "out", whole, 1e-10)
+
+
+@pytest.mark.parametrize("each", [1, 2])
+def test_a_job_can_be_ended_from_the_first_process(
+    each: int, tree: dict[str, Any], whole: Path, ranks: Groups, tmp_path: Path
+) -> None:
+    name = "dora.drop"  # the longest
+    asked = {**tree, "output_dir": str(tmp_path / "out"), "parallel": {"devices_per_job": each}}
+    assert ranks(2).run(heard, asked, name, 2, {})[0][0] == "done"
+    ends = {
+        job["name"]: max(line["step"] for line in steps(tmp_path / "out") if line["job"] == job["name"]) for job in JOBS
+    }
+    full = {job["name"]: max(line["step"] for line in steps(whole) if line["job"] == job["name"]) for job in JOBS}
+    assert ends[name] < full.pop(name)
+    assert {other: ends[other] for other in full} == full
+    state = json.loads((tmp_path / "out" / name / "trainer_state.json").read_text())
+    assert "enough" in state["stopped"]
+
+
+def short_of_memory(rank: int, tree: dict[str, Any], short: int) -> tuple[str, int]:
+    """A run in which one process has no memory for microbatches of more than 120 tokens."""
+    import torch
+
+    from packlora.runtime import wave
+
+    original = wave.run_microbatch
+
+    def run(executor: Any, samples: Any, weights: Any) -> Any:
+        if rank == short and sum(sample.sample.num_tokens for sample in samples) > 120:
+            raise torch.OutOfMemoryError("out of memory, for this test")
+        return original(executor, samples, weights)
+
+    wave.run_microbatch = run
+    try:
+        result = packlora.train(tree)
+    finally:
+        wave.run_microbatch = original
+    return result.status, json.loads((Path(tree["output_dir"]) / "run.json").read_text())["schedule"]["budget"]
+
+
+@pytest.mark.parametrize(("each", "short"), [(2, 0), (2, 1), (1, 1)])
+def test_where_memory_of_one_process_runs_out_all_plan_with_less(
+    each: int, short: int, tree: dict[str, Any], whole: Path, ranks: Groups, tmp_path: Path
+) -> None:
+    asked = {**tree, "output_dir": str(tmp_path / "out"), "parallel": {"devices_per_job": each}}
+    asked |= {"max_tokens_per_microbatch": "auto"}
+    told = ranks(2).run(short_of_memory, asked, short)
+    assert {status for status, _ in told} == {"done"}
+    assert told[0][1] < 2048
+    same_run(tmp_path / "out", whole, 1e-10)
+
+
+# --- bad input ---------------------------------------------------------------------------------------------------------
+
+
+def with_changes(rank: int, tree: dict[str, Any], changed: int, change: dict[str, Any]) -> tuple[str, int, list[str]]:
+    return on_ranks(rank, {**tree, **change} if rank == changed else tree, {})
+
+
+def test_what_is_wrong_is_said_alike_on_every_process(tree: dict[str, Any], ranks: Groups, tmp_path: Path) -> None:
+    fresh = {**tree, "output_dir": str(tmp_path / "out")}
+
+    def refused(*args: Any) -> str:
+        told = ranks(2).run(*args)
+        assert told[0] == told[1]
+        assert told[0][1] == -1, told
+        assert not (tmp_path / "out").exists(), "bad input leaves no trace"
+        return str(told[0][0])
+
+    assert "same run file and arguments: process 0 has" in refused(with_changes, fresh, 1, {"seed": 5})
+    assert refused(with_changes, fresh, 1, {"dtype": "float61"}).startswith("process 1 of 2: the run:\n  dtype")
+    assert refused(on_ranks, {**fresh, "base_model": str(tmp_path / "none")}, {}).startswith("base_model")
+    assert "devices_per_job is 3, but 2 processes were started" in refused(
+        on_ranks, {**fresh, "parallel": {"devices_per_job": 3}}, {}
+    )
+    assert "device: 'cuda:1' is one device" in refused(on_ranks, {**fresh, "device": "cuda:1"}, {})
+    (tmp_path / "bad.jsonl").write_text('{"prompt": 1}\n')
+    jobs = [{**tree["jobs"][0], "data": {"path": str(tmp_path / "bad.jsonl")}}, *tree["jobs"][1:]]
+    assert "bad.jsonl" in refused(on_ranks, {**fresh, "jobs": jobs}, {})
+
+
+def test_a_run_that_is_there_is_refused_on_every_process(tree: dict[str, Any], whole: Path, ranks: Groups) -> None:
+    told = ranks(2).run(on_ranks, tree, {})
+    assert told[0] == told[1]
+    assert "already holds a run" in told[0][0]
