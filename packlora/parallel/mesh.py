@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from packlora.errors import InputError, ProcessError, foreign
 
@@ -128,8 +129,8 @@ class Mesh(OneProcess):
                 return ProcessError(self.store.get("failed").decode())
         return None
 
-    def silent(self, ranks: Sequence[int]) -> int | None:
-        """One of these processes that has given no sign of life for `timeout` seconds; asked now and then."""
+    def silent(self, ranks: Sequence[int], seconds: float) -> int | None:
+        """One of these processes that has given no sign of life for so many seconds; asked now and then."""
         now = time.monotonic()
         for rank in ranks:
             key = f"alive/{rank}"
@@ -137,7 +138,7 @@ class Mesh(OneProcess):
             known, since = self._heard.get(rank, (None, now))
             if rank not in self._heard or beat != known:
                 self._heard[rank] = beat, now
-            elif now - since > max(self.timeout, 3 * HEARTBEAT):
+            elif now - since > max(seconds, 3 * HEARTBEAT):
                 return rank
         return None
 
@@ -187,8 +188,13 @@ def _join(timeout: float) -> None:
     cuda = torch.cuda.is_available() and local < torch.cuda.device_count()
     if cuda:
         torch.cuda.set_device(local)
+    limit = timedelta(seconds=timeout)
     try:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(seconds=timeout))
+        store, rank, size = next(rendezvous("env://", timeout=limit))
+        # addresses of processes that torchrun has started again are not those of the attempt before
+        store = PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
     except (ValueError, RuntimeError) as error:
         raise InputError(
             f"process {os.environ.get('RANK', '?')} of {world_size()} found no others within {timeout:g} s at "

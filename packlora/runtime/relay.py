@@ -110,7 +110,9 @@ class Hub:
             self._hear()
             if failure := self.mesh.failure():
                 raise failure
-            if (rank := self.mesh.silent([rank for rank in leaders if rank])) is not None:
+            stopping = self.outer.stop.asked or self.inner.stop.asked  # as torchrun asks for it once a process has died
+            seconds = 0.0 if stopping else self.mesh.timeout
+            if (rank := self.mesh.silent([rank for rank in leaders if rank], seconds)) is not None:
                 raise ProcessError(f"process {rank} of {self.mesh.size} gives no sign of life; --resume goes on")
             time.sleep(POLL)
         event = self._end()

@@ -52,6 +52,7 @@ def train(
 
     Raises:
         packlora.InputError: something is wrong with the input; nothing was trained.
+        packlora.ProcessError: another process of the run failed or does not answer; `resume` goes on from the last checkpoints.
         packlora.WriteError: a checkpoint or an adapter cannot be written; what could be saved was.
         OSError: run.json cannot be written; nothing was trained.
         FileNotFoundError: the output folder was deleted or replaced while the run was writing to it.
