@@ -162,9 +162,11 @@ def test_a_bad_override_and_a_missing_run_file_are_refused(make: Any, refusal: A
     assert f"cannot read the run file {tmp_path}/missing.yaml" in result.stderr
 
 
-def test_several_processes_are_refused(make: Any, refusal: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_of_several_processes_that_does_not_know_the_others_is_refused(
+    make: Any, refusal: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "started on several processes, but this version trains on one device" in refusal(make())
+    assert "environment variable RANK expected, but not set" in refusal(make())
 
 
 # --- model, device, target modules -------------------------------------------------------------------------------------

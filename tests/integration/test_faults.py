@@ -375,7 +375,7 @@ def test_a_second_signal_stops_at_once_but_a_second_sighup_still_saves(
 
 
 def test_a_signal_while_a_run_is_checked_leaves_a_folder_that_can_be_used(case: Case, tmp_path: Path) -> None:
-    ended = signalled(case, tmp_path / "out", signal.SIGINT, "packlora.runtime.run:prepare")
+    ended = signalled(case, tmp_path / "out", signal.SIGINT, "packlora.runtime.session:prepare")
     assert ended.code == 130
     assert ended.err.splitlines()[-1].startswith("packlora: stopped at once")
     assert case.train(tmp_path / "out").code == 0
