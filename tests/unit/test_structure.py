@@ -24,7 +24,8 @@ MAY_USE: dict[str, set[str]] = {
     "data": set(),
     "schedule": set(),
     "report": {"schedule"},
-    "runtime": {"ops", "plans", "adapters", "base", "data", "schedule", "report"},
+    "parallel": {"ops", "adapters", "base"},
+    "runtime": {"ops", "plans", "adapters", "base", "data", "schedule", "report", "parallel"},
 }
 MAY_USE["commands"] = MAY_USE["bench"] = {*MAY_USE, "commands", "bench"}
 OPTIONAL = {"triton", "matplotlib", "liger_kernel", "datasets"}
