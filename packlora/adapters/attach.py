@@ -87,9 +87,15 @@ def attach(
             if path not in layers:
                 layers[path] = _replace(model, path, groups.get(path, (path,))[0], attached, chooser[path])
         adapters.append(_adapter(job, number, spec, layers, seeds[job]))
-    for path in attached.storage.each(layers):
-        for weights in layers[path].adapters.values():
-            weights.begin(layers[path].frozen, layers[path].bias, norms)
+    made = [
+        first
+        for path in attached.storage.each(layers)
+        for weights in layers[path].adapters.values()
+        for first in weights.first_values(layers[path].frozen, layers[path].bias, norms)
+    ]
+    with torch.no_grad():
+        for parameter, value in made:
+            parameter.copy_(value)
     for paths in set(groups.values()):
         siblings = [layers[path] for path in paths if path in layers]
         for one in dict.fromkeys(member.chooser for member in siblings):

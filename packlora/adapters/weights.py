@@ -31,7 +31,7 @@ class AdapterWeights:
 
     A [r, K], B [N, r], magnitude [N], bias [N]; those that the spec does not have are None.
 
-    They begin with `begin`: the magnitude and the bias are made of the frozen layer.
+    A and B have their first values, magnitude and bias get theirs from `first_values`.
 
     Args:
         room: where they lie, by name: zeros of parameter_shapes, on the layer's device.
@@ -57,19 +57,27 @@ class AdapterWeights:
         if spec.train_bias:
             self.bias = torch.nn.Parameter(room["bias"])
 
-    @torch.no_grad()
-    def begin(self, frozen: Callable[[], FrozenWeight], bias_N: torch.Tensor | None, norms: RowNorms) -> None:
-        """Give magnitude and bias their first values. frozen: the layer's weight, which may be another one later; bias_N: its
-        bias."""
+    def first_values(
+        self, frozen: Callable[[], FrozenWeight], bias_N: torch.Tensor | None, norms: RowNorms
+    ) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
+        """Of the magnitude and the bias, which are made of the frozen layer: for the caller to write, when it has them of all
+        layers. One write moves the version of all parameters of a job, and so makes all of its norms anew.
+
+        Args:
+            frozen: gives the layer's weight as it is when it is asked.
+            bias_N: of the layer.
+        """
+        made = []
         if self.magnitude is not None:
             assert self.A is not None and self.B is not None
             # A and B change by the job's own optimizer and by copy_, which the host sees
             self._frozen = frozen
             self._norm = norms.add(frozen(), self.A, self.B, self.spec.scaling, version_counted=True)
-            self.magnitude.copy_(self._norm.get())
+            made.append((self.magnitude, self._norm.get()))
         if self.bias is not None:
             assert bias_N is not None
-            self.bias.copy_(bias_N)
+            made.append((self.bias, bias_N.detach().clone()))
+        return made
 
     def named_parameters(self) -> dict[str, torch.nn.Parameter]:
         """Those that exist, by the name of the attribute."""

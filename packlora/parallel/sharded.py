@@ -15,6 +15,7 @@ All ranks gather the same layers in the same order, or they wait for one another
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -102,6 +103,8 @@ class Shards:
             fully_shard(layer, mesh=mesh)
         # the embedding and the output layer are read at both ends of a microbatch: they stay from one to the other
         fully_shard(model, mesh=mesh, reshard_after_forward=False)
+        # nobody here writes into what the model gives
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
         setattr(model, DECODER, lambda **inputs: model.base_model(**inputs))
         register_fsdp_forward_method(model, DECODER)
         self._fill(files, keys)
