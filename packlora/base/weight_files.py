@@ -47,7 +47,7 @@ class WeightFiles:
                     self.shapes[key] = tuple(opened.get_slice(key).get_shape())
 
     def read(self, key: str, rows: slice | None = None) -> torch.Tensor:
-        """A weight, or rows of it, in the dtype of the file."""
+        """A weight, or rows of it, in the dtype of the file. It may be the file itself, mapped into memory: copy it."""
         with safe_open(self._files[key], framework="pt") as opened:
             read: torch.Tensor = opened.get_tensor(key) if rows is None else opened.get_slice(key)[rows]
         self.bytes_read += read.numel() * read.element_size()

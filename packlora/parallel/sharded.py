@@ -120,8 +120,8 @@ class Shards:
             empty = parameters[names[0]]
             assert isinstance(empty, DTensor)
             key = next(keys[name] for name in names if name in keys)
-            rows = own_rows(empty.shape[0], self.mesh)
-            local = files.read(key, rows).to(self.device, empty.dtype)
+            local = torch.empty_like(empty.to_local(), device=self.device)
+            local.copy_(files.read(key, own_rows(empty.shape[0], self.mesh)))
             filled = torch.nn.Parameter(
                 DTensor.from_local(
                     local, self.mesh, [Shard(0)], run_check=False, shape=empty.shape, stride=empty.stride()
