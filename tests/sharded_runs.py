@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -17,7 +18,10 @@ from packlora.base.model import Base, load_base
 from packlora.config import Run
 from packlora.data.encode import Sample
 from packlora.ops.recompute import add_recompute
+from packlora.ops.row_norm import row_norm
 from packlora.parallel.sharded import Shards, load_sharded
+from packlora.plans.ask import Ask
+from packlora.plans.select import PlanChooser
 from packlora.runtime.collate import PackedSample
 from packlora.runtime.microbatch import SingleDevice, run_microbatch
 
@@ -36,10 +40,15 @@ class Case:
     dtype: str = "float32"
     recompute: bool = False
     """Norms and products are computed again in the backward, as on a GPU."""
+    targets: tuple[str, ...] = ()
+    """Of the first adapter; all linear layers where there are none."""
+    plan: str = "measured"
+    """Of another one than the plain chain DoRA's norms are computed by kernels, too."""
 
     def configs(self) -> list[dict[str, Any]]:
         first = {"r": 4, "use_dora": self.kind == "dora", "use_rslora": self.kind == "rslora"}
         first |= {"lora_dropout": self.dropout, "bias": "lora_only" if self.bias else "none"}
+        first |= {"target_modules": list(self.targets) or "all-linear"}
         others = [
             {"r": 3, "target_modules": ["v_proj", "o_proj", "down_proj"], "lora_dropout": self.dropout / 2},
             {
@@ -63,13 +72,15 @@ def base_of(folder: str, case: Case, sharded: bool) -> Base:
 class Training:
     """Jobs on a base model, on one rank. Gradients are summed over the ranks before every step."""
 
-    def __init__(self, base: Base, configs: Sequence[dict[str, Any]], recompute: bool = False) -> None:
+    def __init__(
+        self, base: Base, configs: Sequence[dict[str, Any]], recompute: bool = False, plan: str = "measured"
+    ) -> None:
         model = base.model
         specs = {}
         for number, config in enumerate(configs):
             peft = LoraConfig(**{"target_modules": "all-linear", "task_type": "CAUSAL_LM"} | config)
             specs[f"job {number}"] = resolve(peft, model, f"job {number}", base_dropped=number == 0)
-        self.attached, self.adapters = attach(model, specs, 5, storage=base.storage)
+        self.attached, self.adapters = attach(model, specs, 5, PlanChooser(base.device, ask=Ask(plan)), base.storage)
         if recompute:
             add_recompute(model, base.storage.each)
         self.executor = SingleDevice(base, self.attached)
@@ -133,11 +144,13 @@ class Training:
             self.storage.keep_step(self.attached, backward)
 
 
-def difference(rank: int, folder: str, case: Case) -> tuple[int, float]:
+def difference(rank: int, folder: str, case: Case, steps: int = STEPS) -> tuple[int, float]:
     """Of a training on the sharded model to one on a replica: how many tensors differ, and the largest difference."""
     pair = []
-    for sharded in (False, True):
-        pair.append(Training(base_of(folder, case, sharded), case.configs(), case.recompute).train(rank))
+    with mock.patch.object(row_norm, "KERNELS_ON_CPU", case.plan != "measured"):
+        for sharded in (False, True):
+            base = base_of(folder, case, sharded)
+            pair.append(Training(base, case.configs(), case.recompute, case.plan).train(rank, steps))
     unequal = [float((a - b).abs().max()) for a, b in zip(*pair, strict=True) if not torch.equal(a, b)]
     assert all(bool(tensor.any()) for tensor in pair[0][:1]), "there are losses"
     return len(unequal), max(unequal, default=0.0)

@@ -4,21 +4,30 @@ rank gathers the same layers in the same order."""
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable
 from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+import transformers
 from conftest import tiny_model
 from ranks import Ranks
 from sharded_runs import STEPS, Case, Training, base_of, difference, replace
 from torch.distributed.tensor.debug import CommDebugMode
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from packlora.adapters import norms
+from packlora.base import liger
 from packlora.ops.lora_linear.frozen import Dense
+from packlora.ops.recompute import add_recompute
 from packlora.parallel.sharded import Shards
+from packlora.runtime.graphs import why_no_graphs
 
 LAYERS = 3
 ODD: dict[str, Any] = {"num_hidden_layers": LAYERS, "vocab_size": 321, "intermediate_size": 97}
@@ -77,6 +86,61 @@ def test_training_on_a_sharded_base_is_training_on_a_replica_to_the_bit(
         cases.append(Case("dora", 0.2, adapters=3, checkpointing=True, dtype="bfloat16", recompute=True))
     found = ranks(2).run(differences, [(folder(family, case.bias), case) for case in cases])
     assert [(case, own) for of_rank in found for case, own in zip(cases, of_rank, strict=True) if own != (0, 0.0)] == []
+
+
+def test_kernels_read_weights_that_lie_elsewhere_every_time(tmp_path: Path, ranks: Callable[[int], Ranks]) -> None:
+    """Those around base products, and those of DoRA's norms."""
+    tiny_model("qwen2", **{**ODD, "num_hidden_layers": 1}).save_pretrained(tmp_path)
+    case = Case("dora", 0.2, checkpointing=True, dtype="bfloat16", targets=("v_proj",), plan="kernels")
+    assert ranks(2).run(difference, str(tmp_path), case, 2) == [(0, 0.0)] * 2
+
+
+def test_experts_are_sharded_too(tmp_path: Path, ranks: Callable[[int], Ranks]) -> None:
+    sizes = {**ODD, "intermediate_size": 96, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    torch.manual_seed(0)
+    model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, num_local_experts=5))
+    model.save_pretrained(tmp_path, save_original_format=False)
+    for checkpointing in (False, True):
+        case = Case("dora", 0.2, targets=("q_proj", "o_proj"), checkpointing=checkpointing)
+        assert ranks(2).run(difference, str(tmp_path), case) == [(0, 0.0)] * 2
+
+
+# --- what looks at weights while a model is set up -------------------------------------------------------------------
+
+
+def taken_over(rank: int, folder: str, is_sharded: bool) -> tuple[list[str], str, dict[str, str], torch.Tensor]:
+    """Parts of a model that liger runs, tensors that are recomputed, modules that are left alone; and losses."""
+    kernels = SimpleNamespace(
+        LigerSiLUMulFunction=SimpleNamespace(apply=lambda a, b: torch.nn.functional.silu(a) * b),
+        LigerGELUMulFunction=SimpleNamespace(apply=lambda a, b: torch.nn.functional.gelu(a, approximate="tanh") * b),
+        LigerRopeFunction=SimpleNamespace(apply=lambda q, k, cos, sin, ids, dim: apply_rotary_pos_emb(q, k, cos, sin)),
+    )
+    with (
+        mock.patch.object(liger, "check_liger", lambda setting, *_: setting is not False),
+        mock.patch.dict(sys.modules, {"liger_kernel": kernels, "liger_kernel.ops": kernels}),
+    ):
+        base = base_of(folder, Case(), is_sharded)
+    training = Training(base, [{"r": 4}])
+    words, left = add_recompute(base.model, base.storage.each)
+    return base.liger, words, left, training.microbatch(rank, 0)
+
+
+def test_norms_and_gates_are_looked_at_while_their_weights_are_here(
+    folder: Callable[..., str], ranks: Callable[[int], Ranks]
+) -> None:
+    whole, parts = (ranks(2).run(taken_over, folder("llama"), is_sharded) for is_sharded in (False, True))
+    for (*want, losses), (*got, own) in zip(whole, parts, strict=True):
+        assert got == want and torch.equal(own, losses)
+        assert (
+            want[0] == [f"{2 * LAYERS + 1} LlamaRMSNorm", f"{LAYERS} LlamaAttention", f"{LAYERS} LlamaMLP"] or want[0]
+        )
+        assert want[1].startswith(f"{2 * LAYERS + 1} norms and {LAYERS} gated products") and want[2] == {}
+
+
+def test_there_are_no_graphs_of_layers_that_are_gathered() -> None:
+    base: Any = SimpleNamespace(device=torch.device("cuda"), storage=SimpleNamespace(is_whole=False))
+    run: Any = SimpleNamespace(dtype="bfloat16", gradient_checkpointing=False)
+    assert why_no_graphs(run, base, []) == "the weights of each layer are gathered from the host"
 
 
 # --- gathers ---------------------------------------------------------------------------------------------------------
