@@ -74,10 +74,10 @@ def empty_model(
         model = model_of(config, path, trust_remote_code, dtype)
     model.tie_weights()
     kept_wide = model._get_dtype_plan(dtype)
-    for name, parameter in model.named_parameters():
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         for pattern, wide in kept_wide.items():
-            if re.search(pattern.replace("*", ".*"), name):
-                parameter.data = parameter.data.to(wide)
+            if tensor.is_floating_point() and re.search(pattern.replace("*", ".*"), name):
+                tensor.data = tensor.data.to(wide)
     return model.requires_grad_(False).eval()
 
 

@@ -88,6 +88,11 @@ def test_training_on_a_sharded_base_is_training_on_a_replica_to_the_bit(
     assert [(case, own) for of_rank in found for case, own in zip(cases, of_rank, strict=True) if own != (0, 0.0)] == []
 
 
+def test_three_ranks_of_which_none_has_an_equal_part(folder: Callable[..., str], ranks: Callable[[int], Ranks]) -> None:
+    case = Case("dora", 0.2, adapters=3, dtype="float64")
+    assert ranks(3).run(difference, folder("gemma2"), case) == [(0, 0.0)] * 3
+
+
 def test_kernels_read_weights_that_lie_elsewhere_every_time(tmp_path: Path, ranks: Callable[[int], Ranks]) -> None:
     """Those around base products, and those of DoRA's norms."""
     tiny_model("qwen2", **{**ODD, "num_hidden_layers": 1}).save_pretrained(tmp_path)

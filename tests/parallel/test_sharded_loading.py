@@ -37,6 +37,15 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2Config", {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 64}),
     "gpt_neox": ("GPTNeoXConfig", {"hidden_size": 64, "num_attention_heads": 4}),
     "opt": ("OPTConfig", {"hidden_size": 64, "word_embed_proj_dim": 64, "ffn_dim": 97, "num_attention_heads": 4}),
+    "deepseek_v3": (  # keeps a buffer of its routers in float32
+        "DeepseekV3Config",
+        {
+            "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "num_attention_heads": 4,
+            "num_key_value_heads": 4, "n_routed_experts": 5, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2,
+            "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16,
+            "first_k_dense_replace": 1,
+        },
+    ),
     "longrope": (
         "Phi3Config",
         {
@@ -58,7 +67,7 @@ def saved(kind: str, path: Path, dtype: torch.dtype = torch.float32, **how: Any)
         model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, name)(**{**ODD, **sizes})).to(dtype)
     else:
         model = tiny_model(kind, dtype, **ODD)
-    model.save_pretrained(path, **{"max_shard_size": "150KB"} | how)
+    model.save_pretrained(path, **{"max_shard_size": "150KB", "save_original_format": kind != "deepseek_v3"} | how)
     return str(path)
 
 
