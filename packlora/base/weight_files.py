@@ -100,10 +100,12 @@ def keys_of(model: PreTrainedModel, files: WeightFiles) -> dict[str, str]:
         )
     there = {id(parameter) for name, parameter in _parameters(model) if name in found}
     tied = {name for name, parameter in _parameters(model) if id(parameter) in there}
+    names, missing = {name for name, _ in _parameters(model)}, wanted.keys() - found.keys() - tied
     check_weights(
         files.path,
         {
-            "missing_keys": _without(wanted.keys() - found.keys() - tied, model._keys_to_ignore_on_load_missing),
+            # also those that transformers would leave at random values
+            "missing_keys": (missing & names) | {*_without(missing - names, model._keys_to_ignore_on_load_missing)},
             "unexpected_keys": _without(unexpected, model._keys_to_ignore_on_load_unexpected),
             "mismatched_keys": [
                 (name, files.shapes[key], tuple(wanted[name].shape))

@@ -192,6 +192,7 @@ def not_finite(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     ("change", "says"),
     [
         (without("model.norm.weight"), "the weight files lack 1 weights of the model .*: model.norm.weight"),
+        (without("lm_head.weight"), "the weight files lack 1 weights of the model .*: lm_head.weight"),
         (lambda t: t | {"model.more.weight": torch.ones(3)}, "hold 1 weights that the model has no place for"),
         (
             lambda t: t | {"model.norm.weight": torch.ones(63)},
@@ -199,7 +200,7 @@ def not_finite(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         ),
         (not_finite, r"hold NaN or infinity: model.layers.1.self_attn.k_proj.weight and 1 more"),
     ],
-    ids=["missing", "unexpected", "of another shape", "not finite"],
+    ids=["missing", "no output layer", "unexpected", "of another shape", "not finite"],
 )
 def test_weights_that_are_not_the_model_s_are_refused_on_every_rank_alike(
     change: Any, says: str, tmp_path: Path, ranks: Callable[[int], Ranks]
