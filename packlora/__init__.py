@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from packlora import callbacks
     from packlora.config import Run
-    from packlora.errors import InputError, WriteError
+    from packlora.errors import InputError, ProcessError, WriteError
     from packlora.live.accelerate import accelerate, restore
     from packlora.live.report import Report
     from packlora.ops.lora_linear.plan import Plan
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.2.0"
 __all__ = [
-    "InputError", "Plan", "Report", "Result", "Run", "WriteError", "__version__", "accelerate", "callbacks", "restore", "train",
+    "InputError", "Plan", "ProcessError", "Report", "Result", "Run", "WriteError", "__version__", "accelerate", "callbacks",
+    "restore", "train",
 ]  # fmt: skip
 
 _HOMES = {
@@ -33,6 +34,7 @@ _HOMES = {
     "Report": "packlora.live.report",
     "Result": "packlora.result",
     "Run": "packlora.config",
+    "ProcessError": "packlora.errors",
     "WriteError": "packlora.errors",
     "accelerate": "packlora.live.accelerate",
     "callbacks": "packlora.callbacks",

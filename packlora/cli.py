@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 
 import packlora
-from packlora.errors import InputError, WriteError, unwritten
+from packlora.errors import InputError, ProcessError, WriteError, unwritten
 from packlora.terminal import say, settle
 
 app = typer.Typer(
@@ -42,14 +42,15 @@ def _guarded(action: Callable[[], Any], stopped: str = "stopped") -> Any:
     stopped: what to say after Ctrl-C.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-    if _loads():
+    if _loads() and speaks():
         say("loading PyTorch and Transformers")
     try:
         return action()
     except InputError as error:
-        say(str(error))
+        if speaks():  # all processes of a run found it
+            say(str(error))
         code = 2
-    except (MemoryError, WriteError) as error:
+    except (MemoryError, WriteError, ProcessError) as error:
         say(str(error) or "this machine's memory is used up; take a smaller model or less data, or end other programs")
         code = 1
     except KeyboardInterrupt:
@@ -70,6 +71,24 @@ def _guarded(action: Callable[[], Any], stopped: str = "stopped") -> Any:
 def _loads() -> bool:
     """Whether the libraries that take seconds to load are yet to come."""
     return "torch" not in sys.modules
+
+
+def alone() -> bool:
+    """Whether this is the run's only process; torchrun starts several."""
+    return int(os.environ.get("WORLD_SIZE", "1")) == 1
+
+
+def speaks() -> bool:
+    """Whether this process speaks for the run: the first one does."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def again(words: list[str]) -> str:
+    """The command line that resumes a run."""
+    if alone():
+        return shlex.join(["packlora", *words, "--resume"])
+    started = f"torchrun --nproc-per-node {os.environ.get('LOCAL_WORLD_SIZE', '1')}"
+    return f"{started} -m packlora {shlex.join([*words, '--resume'])}"
 
 
 def _without_resume(words: list[str]) -> list[str]:
@@ -104,15 +123,18 @@ def train(
     def action() -> None:
         from packlora.run_file import load_run
 
-        config = load_run(run, overrides)  # first: a slip is refused before what takes seconds is loaded
-        first = _loads()
+        # first: a slip is refused before what takes seconds is loaded; several processes find it together
+        config = load_run(run, overrides) if alone() else run
+        first = _loads() and speaks()
         from packlora.report.summary import print_summary
         from packlora.runtime.run import train as train_run
 
         if first:
             say("checking the run, reading its data and loading the base model")
-        result = train_run(config, resume=resume, max_steps=max_steps, resume_from=resume_from)
-        print_summary(result, shlex.join(["packlora", *_without_resume(sys.argv[1:]), "--resume"]))
+        changes = None if alone() else overrides
+        result = train_run(config, overrides=changes, resume=resume, max_steps=max_steps, resume_from=resume_from)
+        if speaks():
+            print_summary(result, again(_without_resume(sys.argv[1:])))
         raise typer.Exit(result.exit_code)
 
     _guarded(action, "stopped at once; --resume continues from the last checkpoints")

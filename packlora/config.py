@@ -21,7 +21,7 @@ from pydantic import (
     model_validator,
 )
 
-from packlora.errors import quoted
+from packlora.errors import InputError, quoted
 
 JOB_NAME = re.compile(r"[A-Za-z0-9._-]+")
 RESERVED_NAMES = {
@@ -212,8 +212,13 @@ class JobConfig(_Strict):
 
 
 class ParallelConfig(_Strict):
-    """How a run is spread over devices. This version takes the defaults alone: one device."""
+    """How a run is spread over the processes that torchrun starts, one for each device. auto: the defaults."""
 
+    devices_per_job: int | Literal["auto"] = Field("auto")
+    """Devices that share each job's microbatches and add up its gradient. 1: every job is whole on one device. It divides the
+    number of processes. auto: as few as leave no device without work for long."""
+    timeout_s: float = Field(600, gt=0, le=1e6)
+    """Seconds after which a process that does not answer is given up, and the run ends."""
     pipeline: int = Field(1, ge=1)
     """Devices, one behind the other, that hold a part of the layers each."""
     tensor: int = Field(1, ge=1)
@@ -226,10 +231,22 @@ class ParallelConfig(_Strict):
     """Hold a part of the base model on each device, and gather a layer when it is computed."""
 
     @model_validator(mode="after")
-    def _one_device(self) -> ParallelConfig:
-        if self != ParallelConfig.model_construct():
-            raise ValueError("this version trains on one device; leave parallel out or at its defaults")
+    def _known(self) -> ParallelConfig:
+        if self.devices_per_job != "auto" and self.devices_per_job < 1:
+            raise ValueError(f"devices_per_job is {self.devices_per_job}; give auto or a number of devices, at least 1")
+        own = {"devices_per_job", "timeout_s"}
+        if self.model_dump(exclude=own) != ParallelConfig.model_construct().model_dump(exclude=own):
+            raise ValueError("this version spreads jobs and samples over devices, no models; leave the other keys out")
         return self
+
+    def check(self, processes: int) -> None:
+        """Raises InputError where so many processes cannot be divided as asked."""
+        each = self.devices_per_job
+        if each != "auto" and processes % each:
+            raise InputError(
+                f"parallel.devices_per_job is {each}, but {processes} {'process was' if processes == 1 else 'processes were'} "
+                f"started, one for each device; give a number that divides {processes}"
+            )
 
 
 class PlansConfig(_Strict):
@@ -317,6 +334,11 @@ class Run(_Strict):
     def seed_of(self, job: JobConfig) -> int:
         """The seed, 0 to 2**63 - 1, that a job draws from: its own or the run's."""
         return self.seed if job.seed is None else job.seed
+
+    @field_validator("parallel", mode="before")
+    @classmethod
+    def _auto(cls, value: Any) -> Any:
+        return {} if value == "auto" else value
 
     @field_validator("plans", mode="before")
     @classmethod

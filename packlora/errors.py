@@ -64,6 +64,10 @@ class WriteError(Exception):
     """
 
 
+class ProcessError(Exception):
+    """Another process of the run has failed, or does not answer. The message says which, and why."""
+
+
 def unwritten(error: BaseException) -> str | None:
     """What could not be written, and why, where that is the error: a full disk, a quota, a broken disk or pipe."""
     number, name = getattr(error, "errno", None), getattr(error, "filename", None)

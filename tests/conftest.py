@@ -145,6 +145,11 @@ WORDS = [
 @pytest.fixture
 def write_rows(tmp_path: Path) -> Callable[..., str]:
     """(name, number, seed) -> path of a jsonl file of prompt/completion rows of different lengths."""
+    return rows_into(tmp_path)
+
+
+def rows_into(folder: Path) -> Callable[..., str]:
+    """What `write_rows` gives, for any folder."""
 
     def write(name: str, number: int = 12, seed: int = 0, longest: int = 12) -> str:
         generator = torch.Generator().manual_seed(seed)
@@ -154,7 +159,7 @@ def write_rows(tmp_path: Path) -> Callable[..., str]:
             picks = torch.randint(0, len(WORDS), (words,), generator=generator).tolist()
             text = " ".join(WORDS[pick] for pick in picks)
             rows.append({"prompt": text, "completion": " ".join(reversed(text.split()[:4]))})
-        path = tmp_path / f"{name}.jsonl"
+        path = folder / f"{name}.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         return str(path)
 

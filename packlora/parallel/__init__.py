@@ -1,1 +1,1 @@
-"""One model on several devices. What a run does with them is runtime's; each file here is one way to spread the work."""
+"""Training on several devices: who takes part, what they agree on, who trains what."""

@@ -60,7 +60,7 @@ class WindowPlanned:
     """A window is about to be trained on: a line of windows.jsonl.
 
     window: its first round. bound: no schedule has fewer microbatches; gap: share above it. stopped: why the solver ended.
-    seconds: of planning; predicted: seconds of its microbatches.
+    seconds: of planning; predicted: seconds of its microbatches. group: of the processes that train it.
     """
 
     window: int
@@ -74,6 +74,7 @@ class WindowPlanned:
     stopped: str
     seconds: float
     predicted: float
+    group: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +83,7 @@ class MicrobatchDone:
 
     batches: global batch by job. capacity: the token budget. tokens, samples: by job. seconds: with the steps that it
     completes; on a GPU, which is waited for where a job steps, one without a step ends when it is launched, and its time is in
-    that of the next. predicted: seconds without steps.
+    that of the next. predicted: seconds without steps. rank: of the process that ran it, among those that train these jobs.
     """
 
     index: int
@@ -95,6 +96,7 @@ class MicrobatchDone:
     samples: Mapping[str, int]
     seconds: float
     predicted: float
+    rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,10 +10,10 @@ import torch
 from packlora.data.encode import Sample
 from packlora.data.order import SampleOrder
 from packlora.runtime.collate import PackedSample
-from packlora.runtime.events import StopRequest
 from packlora.runtime.job import Job
 from packlora.runtime.memory import TokenBudget, free_memory
 from packlora.runtime.microbatch import Executor
+from packlora.runtime.team import Team
 from packlora.schedule.planner import Planner
 from packlora.schedule.types import Microbatch
 
@@ -28,15 +28,15 @@ class Evaluator:
         jobs: Sequence[Job],
         every: int,
         budget: TokenBudget,
-        stop: StopRequest,
+        team: Team,
     ) -> None:
-        self.device, self.executor, self.jobs, self.every, self.budget, self.stop = (
+        self.device, self.executor, self.jobs, self.every, self.budget, self.team = (
             device,
             executor,
             jobs,
             every,
             budget,
-            stop,
+            team,
         )
         self.losses: dict[tuple[str, int], float | None] = {
             (job.name, line["step"]): line["eval_loss"]
@@ -70,9 +70,9 @@ class Evaluator:
         due = [job for job in jobs if self.is_due(job)]
         samples = {job.name: job.eval_samples or job.data.last_batch() for job in due}
         sums = None
-        while samples and sums is None and not self.stop.asked:
+        while samples and sums is None and not self.team.stop.asked:
             sums = self._sums(samples)
-        if sums is None or self.stop.asked:
+        if sums is None or self.team.stop.asked:
             return {}
         losses = {
             job.name: float(sums[job.adapter.number]) / sum(sample.num_labels for sample in samples[job.name])
@@ -87,28 +87,36 @@ class Evaluator:
             SampleOrder(name, np.array([sample.num_tokens for sample in own]), len(own), 0, 1, shuffle=False)
             for name, own in samples.items()
         ]
-        total = np.zeros(len(self.jobs))
         budget = min(self.budget.tokens, self.budget.held_out)
         planners = [Planner([order], budget, method="greedy") for order in orders]
-        for microbatch in (microbatch for planner in planners for microbatch in planner.window(0).microbatches):
-            if self.stop.asked:
+        microbatches = [microbatch for planner in planners for microbatch in planner.window(0).microbatches]
+        found, lacking = torch.zeros(len(microbatches), len(self.jobs), dtype=torch.float64), 0
+        for number in range(self.team.group.rank, len(microbatches), self.team.group.size):
+            if self.team.stop.asked:
                 break
-            sums = self._microbatch(microbatch, samples)
+            sums = self._microbatch(microbatches[number], samples)
             if sums is None:
-                free_memory(self.device)
-                self.budget.held_out = self.budget.below(microbatch.num_tokens)
-                return None
-            total += sums
+                lacking = microbatches[number].num_tokens
+                break
+            found[number] = sums
+        if lacking := self.team.agree(lacking, []):
+            free_memory(self.device)
+            self.budget.held_out = self.budget.below(lacking)
+            return None
+        self.team.group.add([found])
+        total = np.zeros(len(self.jobs))
+        for own in found.numpy():  # in the order of one process
+            total += own
         return total
 
-    def _microbatch(self, microbatch: Microbatch, samples: Mapping[str, list[Sample]]) -> np.ndarray | None:
+    def _microbatch(self, microbatch: Microbatch, samples: Mapping[str, list[Sample]]) -> torch.Tensor | None:
         number = {job.name: job.adapter.number for job in self.jobs}
         packed = [
             PackedSample(number[placed.job], samples[placed.job][placed.sample], 0, 0, None)
             for placed in microbatch.samples
         ]
         done = self.budget.attempt(microbatch.num_tokens, lambda: self.executor.evaluate(packed, len(self.jobs)))
-        return None if done is None else done.sums.cpu().numpy()
+        return None if done is None else done.sums.cpu()
 
 
 def is_multiple(step: int, every: int) -> bool:

@@ -9,7 +9,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from safetensors import SafetensorError
 
@@ -60,6 +60,20 @@ def unmake_folder(folder: Path) -> Iterator[None]:
         raise
 
 
+class JobStanding(Protocol):
+    """What the logs must agree with: a Job is one."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def log_history(self) -> list[dict[str, Any]]: ...
+
+    def is_due(self, batch: int) -> bool:
+        """Whether the job has yet to step on this global batch."""
+        ...
+
+
 class OutputFolder:
     """The folder of a run in progress.
 
@@ -67,10 +81,11 @@ class OutputFolder:
         run: the run's id.
         keep: so many of the newest checkpoints of each job; None keeps all.
         events: hear of checkpoints.
+        writes: whether this process writes its jobs' files; another one does so otherwise.
     """
 
-    def __init__(self, path: Path, run: str, keep: int | None, events: Emitter) -> None:
-        self.path, self.run, self.keep, self.events = path, run, keep, events
+    def __init__(self, path: Path, run: str, keep: int | None, events: Emitter, writes: bool = True) -> None:
+        self.path, self.run, self.keep, self.events, self.writes = path, run, keep, events, writes
         self.files = BestEffort(lambda text: events.emit(Note(text)))
         self._kept = KeptFolder(path)
 
@@ -87,6 +102,8 @@ class OutputFolder:
         Raises:
             WriteError: it cannot be written.
         """
+        if not self.writes:
+            return
         self.events.emit(CheckpointBegins(job.name, job.step))
         path = self._write(job, lambda folder: checkpoint.save_checkpoint(folder, job, self.run, self.keep))
         self.events.emit(CheckpointSaved(job.name, job.step, path))
@@ -118,6 +135,8 @@ class OutputFolder:
             WriteError: it cannot be written; a job that was done is running again, as its checkpoint says.
             FileNotFoundError: the folder is gone.
         """
+        if not self.writes:
+            return
         self.check()
         try:
             self._write(job, lambda folder: checkpoint.save_result(folder, job, self.run))
@@ -152,15 +171,12 @@ class OutputFolder:
 
     # --- logs ----------------------------------------------------------------------------------------------------------
 
-    def rebuild_logs(
-        self, jobs: Sequence[Job], left_out: Mapping[str, str], first_round: int, is_due: Callable[[Job, int], bool]
-    ) -> int:
+    def rebuild_logs(self, jobs: Sequence[JobStanding], left_out: Mapping[str, str], first_round: int) -> int:
         """Make the logs hold what the jobs' states say, whatever a crash has left of them.
 
         Args:
             left_out: jobs that are not trained now; their lines stay.
             first_round: of the first window that is planned again.
-            is_due: of a job and a global batch, whether the job has yet to step on it.
 
         Returns:
             The microbatches that are logged.
@@ -173,7 +189,7 @@ class OutputFolder:
 
         def is_kept(line: dict[str, Any]) -> bool:
             own = [(by_name[name], batch) for name, batch in line["batches"].items() if name in by_name]
-            return line["index"] >= 0 and not any(is_due(job, batch) for job, batch in own)
+            return line["index"] >= 0 and not any(job.is_due(batch) for job, batch in own)
 
         lines = keep_lines(self.path / MICROBATCHES, is_kept)
         return max((line["index"] + 1 for line in lines), default=0)

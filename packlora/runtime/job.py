@@ -90,11 +90,12 @@ class Job:
         """adapter.flat of the step before the last: the newest values that are known to give a finite loss."""
         self.untrained = set(self.parameters)
         """Parameters that have never had a gradient."""
-        self._without = set(self.parameters)
+        self.without = set(self.parameters)
         """Parameters that have had none in the present global batch."""
         self._before: torch.Tensor | None = None
         """adapter.flat before the step that was begun."""
-        self._loss_sum: torch.Tensor | None = None
+        self.loss_sum: torch.Tensor | None = None
+        """Of the label tokens of the present global batch that ran here."""
         self._tokens = 0
         self._idle = 0
         """Steps in a row, up to the last one, that taught it nothing."""
@@ -107,6 +108,10 @@ class Job:
     def epoch(self) -> float:
         return self.step / self.data.batches_per_epoch
 
+    def is_due(self, batch: int) -> bool:
+        """Whether the job has yet to step on this global batch: not after a failure, nor beyond the steps asked for."""
+        return self.status != "failed" and self.step <= batch < self.data.num_steps
+
     def label_tokens(self, step: int) -> int:
         """Of the global batch of a step: what its loss is divided by."""
         return int(self.data.num_labels[self.data.planned.samples(step)].sum())
@@ -118,11 +123,23 @@ class Job:
             self.gradients = self.adapter.layout.views(self.gradient)
         return self.gradients
 
-    def collect(self, loss_sum: torch.Tensor, tokens: int) -> None:
+    def count(self, tokens: int) -> None:
+        """So many tokens of the global batch are done, on whatever device."""
+        self._tokens += tokens
+
+    def partial(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The gradient [adapter.flat's size] and the sum of losses [] float64 of the microbatches that ran here, for replicas
+        to add up."""
+        self.gradient_buffers()
+        assert self.gradient is not None
+        if self.loss_sum is None:
+            self.loss_sum = torch.zeros((), dtype=torch.float64, device=self.gradient.device)
+        return self.gradient, self.loss_sum
+
+    def collect(self, loss_sum: torch.Tensor) -> None:
         """Add the loss of a microbatch's tokens of this job to those of the global batch, and the gradients that are in the
         parameters, which are then without."""
-        self._loss_sum = loss_sum if self._loss_sum is None else self._loss_sum + loss_sum
-        self._tokens += tokens
+        self.loss_sum = loss_sum if self.loss_sum is None else self.loss_sum + loss_sum
         found = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
         if not found:
             return
@@ -130,17 +147,17 @@ class Job:
         others = {name: grad for name, grad in found.items() if grad is not own[name]}
         if others:
             torch._foreach_add_([own[name] for name in others], list(others.values()))
-        self._without.difference_update(found)
+        self.without.difference_update(found)
         for parameter in self.parameters.values():
             parameter.grad = None
 
     def discard(self) -> None:
         """Forget what was collected for the present global batch, and gradients that were not."""
-        self._loss_sum, self._tokens = None, 0
+        self.loss_sum, self._tokens = None, 0
         if self.gradient is not None and (
-            len(self._without) < len(self.parameters) or any(p.grad is not None for p in self.parameters.values())
+            len(self.without) < len(self.parameters) or any(p.grad is not None for p in self.parameters.values())
         ):
-            self._without.update(self.parameters)
+            self.without.update(self.parameters)
             self.gradient.zero_()
         for parameter in self.parameters.values():
             parameter.grad = None
@@ -154,19 +171,19 @@ class Job:
             What `after_step` needs to know, [4] float64: the sum of the losses, the norm of the gradient, the largest
             parameter, and whether any parameter has changed.
         """
-        assert self._loss_sum is not None
+        assert self.loss_sum is not None
         train, flat = self.config.train, self.adapter.flat
         self._before = flat.clone()
         norm = flat.new_zeros(())
-        if self.gradient is not None and len(self._without) < len(self.parameters):
+        if self.gradient is not None and len(self.without) < len(self.parameters):
             if self.grad_scale != 1.0:
                 self.gradient.div_(self.grad_scale)
             norm = total_norm(self.gradient)
             if train.max_grad_norm > 0:
                 self.gradient.mul_((train.max_grad_norm / (norm + 1e-6)).clamp(max=1.0))
-            self.optimizer.step(self.gradient, self._without, self.lr_at(self.step))
+            self.optimizer.step(self.gradient, self.without, self.lr_at(self.step))
         largest, changed = torch.linalg.vector_norm(flat, math.inf), (flat != self._before).any()
-        return torch.stack([number.double() for number in (self._loss_sum, norm, largest, changed)])
+        return torch.stack([number.double() for number in (self.loss_sum, norm, largest, changed)])
 
     def after_step(self, numbers: Sequence[float]) -> StepResult | None:
         """Count the step. None if the loss or the gradient is not finite, or the step made parameters infinite: the job has
@@ -184,7 +201,7 @@ class Job:
             self.adapter.flat.copy_(before)
             self.fail(refusal, revert=not math.isfinite(loss))
             return None
-        self.untrained &= self._without
+        self.untrained &= self.without
         self.last_good = before
         tokens = self._tokens
         self.discard()
@@ -209,7 +226,7 @@ class Job:
         if not math.isfinite(grad_norm):
             hint = "; float16 overflows easily, bfloat16 does not" if self.grad_scale != 1.0 else ""
             return f"gradient norm {grad_norm:g}{hint}"
-        if len(self._without) == len(self.parameters):
+        if len(self.without) == len(self.parameters):
             return "no parameter got a gradient: the adapted layers take no part in the model's output"
         return None
 

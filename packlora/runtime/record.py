@@ -6,6 +6,7 @@ import platform
 import secrets
 import subprocess
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from math import isfinite
@@ -19,6 +20,7 @@ import packlora
 from packlora.base.model import Base
 from packlora.data.encode import samples_hash
 from packlora.files import write_json
+from packlora.parallel.layout import Layout
 from packlora.report.events import (
     CheckpointSaved,
     Event,
@@ -37,29 +39,32 @@ from packlora.runtime.resume import SavedRun, start_hash
 
 
 def run_record(
-    prepared: PreparedRun, base: Base, jobs: list[Job], known: Profile, saved: SavedRun | None = None
+    prepared: PreparedRun, base: Base, known: Profile, saved: SavedRun | None = None, layout: Layout | None = None
 ) -> dict[str, Any]:
     """run.json: everything that is needed to repeat the run, or to continue it; the warnings are those of this session.
 
-    saved: what it has said until now.
+    Args:
+        saved: what it has said until now.
+        layout: of several processes.
     """
     described = {}
-    for job, item in zip(jobs, prepared.jobs, strict=True):
+    for job in prepared.jobs:
+        name, held_out = job.config.name, job.eval_encoded.samples
         lengths = [sample.num_tokens for sample in job.data.samples]
         counts, edges = np.histogram(lengths, bins=min(24, max(1, max(lengths) - min(lengths))))
-        described[job.name] = {
+        described[name] = {
             "seed": job.data.seed,
-            "start_hash": (saved and saved.jobs[job.name].start_hash) or start_hash(job.config),
+            "start_hash": (saved and saved.jobs[name].start_hash) or start_hash(job.config),
             "samples": len(lengths),
-            "eval_samples": len(job.eval_samples),
+            "eval_samples": len(held_out),
             "tokens": sum(lengths),
             "label_tokens": sum(sample.num_labels for sample in job.data.samples),
-            "data_hash": samples_hash(job.data.samples + job.eval_samples),
+            "data_hash": samples_hash(job.data.samples + held_out),
             "steps": job.data.num_steps,
-            "trainable_parameters": job.adapter.num_parameters,
-            "adapted_modules": len(job.adapter.weights),
-            "truncated": item.encoded.truncated + item.eval_encoded.truncated,
-            "dropped": item.encoded.dropped + item.eval_encoded.dropped,
+            "trainable_parameters": job.trainable,
+            "adapted_modules": len(job.spec.modules),
+            "truncated": job.encoded.truncated + job.eval_encoded.truncated,
+            "dropped": job.encoded.dropped + job.eval_encoded.dropped,
             "length_histogram": {"edges": edges.tolist(), "counts": counts.tolist()},
         }
     warnings, names = prepared.warnings + base.warnings, [job.name for job in prepared.run.jobs]
@@ -88,7 +93,11 @@ def run_record(
         },
         "jobs": {name: described[name] for name in names},
         "saved": {name: saved.saved.get(name, 0) if saved else 0 for name in names},
-        "schedule": {"budget": prepared.budget, "layout": "one device", "profile": known.describe()},
+        "schedule": {
+            "budget": prepared.budget,
+            "layout": "one device" if layout is None or layout.processes == 1 else asdict(layout),
+            "profile": known.describe(),
+        },
         "warnings": warnings,
         "result": None,
     }

@@ -15,14 +15,14 @@ from packlora.base.fingerprint import Fingerprint
 from packlora.config import JobConfig, Run
 from packlora.data.dataset import configured_steps
 from packlora.errors import InputError
-from packlora.files import LOCK, TEMPORARY, digest, remove_leftovers, write_json
+from packlora.files import LOCK, TEMPORARY, digest, remove_leftovers
 from packlora.result import JobResult
 from packlora.runtime import checkpoint
 from packlora.runtime.job import Job
 
 FREE_TO_CHANGE = {
     "output_dir", "save_every", "save_total_limit", "eval_every", "gradient_checkpointing", "device",
-    "max_tokens_per_microbatch", "schedule", "liger", "keep_outputs", "cuda_graphs", "plans",
+    "max_tokens_per_microbatch", "schedule", "liger", "keep_outputs", "cuda_graphs", "plans", "parallel",
 }  # fmt: skip
 """Keys of the run file that may differ when a run is resumed; of a job also how long it trains."""
 
@@ -199,37 +199,17 @@ def restore_jobs(output_dir: Path, jobs: list[Job], saved: SavedRun, starts: dic
     return notes
 
 
-def put_aside(output_dir: Path, jobs: list[Job], starts: dict[str, int]) -> list[str]:
+def put_aside(output_dir: Path, jobs: list[str], starts: dict[str, int]) -> list[str]:
     """What lies beyond the steps that jobs were sent back to, and what a crash has left. Returns what the user should know."""
     notes = []
     for job in jobs:
-        folder = output_dir / job.name
-        if job.name in starts and folder.exists():
-            aside = checkpoint.go_back(folder, starts[job.name])
+        folder = output_dir / job
+        if job in starts and folder.exists():
+            aside = checkpoint.go_back(folder, starts[job])
             became = f"; what lay beyond is now {', '.join(aside)}" if aside else ""
-            notes.append(f"job {job.name!r} goes on from step {starts[job.name]}, as --from says{became}")
+            notes.append(f"job {job!r} goes on from step {starts[job]}, as --from says{became}")
         remove_leftovers(folder)
     return notes
-
-
-def resume_jobs(
-    output_dir: Path, jobs: list[Job], saved: SavedRun, starts: dict[str, int], record: dict[str, Any]
-) -> None:
-    """Bring every job to where it goes on from, and the record with them.
-
-    Args:
-        starts: from starting_steps.
-        record: what run.json is to say; gets warnings and steps of checkpoints.
-
-    Raises:
-        InputError: a checkpoint or the data is not what it was; nothing was changed.
-    """
-    same_data(saved, record)
-    record["warnings"] += restore_jobs(output_dir, jobs, saved, starts)
-    record["saved"] |= starts
-    if starts:  # known before anything is put aside: broken off in between, --resume alone goes on all the same
-        write_json(output_dir / "run.json", record)
-    record["warnings"] += put_aside(output_dir, jobs, starts)
 
 
 def check_sent_back(starts: dict[str, int], left_out: dict[str, str]) -> None:

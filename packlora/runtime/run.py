@@ -14,46 +14,17 @@ from typing import Any
 
 import torch
 
-from packlora.adapters.attach import attach
-from packlora.adapters.files import load_adapter
-from packlora.adapters.kept_outputs import keep_outputs
-from packlora.base.fingerprint import fingerprint
-from packlora.base.model import Base, load_base
 from packlora.config import Run
 from packlora.errors import InputError, quoted
-from packlora.files import lock_folder, remove_leftovers, write_json
-from packlora.plans.cache import PlanCache
-from packlora.plans.select import PlanChooser
-from packlora.report.events import Note, Subscriber
-from packlora.report.metrics import Logs
-from packlora.report.progress import Progress
-from packlora.report.report import ReportPage
+from packlora.files import lock_folder
+from packlora.parallel.agreement import same, together
+from packlora.parallel.mesh import started, was_restarted
+from packlora.report.events import Subscriber
 from packlora.result import Result
 from packlora.run_file import load_run, run_from
-from packlora.runtime import profiler
-from packlora.runtime.events import Emitter, name_of
-from packlora.runtime.folder import OutputFolder, make_output, unmake_folder
-from packlora.runtime.graphs import graphed
-from packlora.runtime.job import Job
-from packlora.runtime.microbatch import Executor, SingleDevice
-from packlora.runtime.prepare import PreparedRun, prepare
-from packlora.runtime.profiler import Profile
-from packlora.runtime.record import RunRecord, earlier_warnings, run_record
-from packlora.runtime.resume import (
-    SavedRun,
-    check_output,
-    check_sent_back,
-    left_out_results,
-    left_out_steps,
-    resume_jobs,
-    same_base,
-    starting_steps,
-)
-from packlora.runtime.trainer import Trainer
-from packlora.terminal import Activity
-
-FLOAT16_SCALE = 4096.0
-"""Losses are multiplied with this before a float16 backward and gradients divided after it, so that small ones survive."""
+from packlora.runtime.events import name_of
+from packlora.runtime.folder import make_output, unmake_folder
+from packlora.runtime.session import Session
 
 
 def train(
@@ -81,6 +52,7 @@ def train(
 
     Raises:
         packlora.InputError: something is wrong with the input; nothing was trained.
+        packlora.ProcessError: another process of the run failed or does not answer; `resume` goes on from the last checkpoints.
         packlora.WriteError: a checkpoint or an adapter cannot be written; what could be saved was.
         OSError: run.json cannot be written; nothing was trained.
         FileNotFoundError: the output folder was deleted or replaced while the run was writing to it.
@@ -91,114 +63,41 @@ def train(
     _check_texts("resume_from", resume_from, "STEP or JOB=STEP")
     if max_steps is not None and (type(max_steps) is not int or max_steps < 1):
         raise InputError(f"max_steps is a number of optimizer steps, at least 1, or None; got {quoted(max_steps)}")
-    run = _run_of(run, overrides)
     if resume_from and not resume:
         raise InputError("--from says where to go on, so it needs --resume")
+    subscribers = _callable(subscribers)
+    with started() as mesh:
+        asked = together(mesh, lambda: _checked(_run_of(run, overrides), mesh.size))
+        mesh.timeout = asked.parallel.timeout_s
+        session = Session(asked, mesh, resume or was_restarted(), max_steps, resume_from or [])
+        same(mesh, session.must_be_the_same())
+        with contextlib.ExitStack() as held:
+            together(
+                mesh, lambda: held.enter_context(_output_folder(Path(asked.output_dir))) if mesh.is_first else None
+            )
+            held.enter_context(deterministic())
+            return session.train(subscribers)
+
+
+@contextlib.contextmanager
+def _output_folder(path: Path) -> Iterator[None]:
+    """Make the output folder, for this run alone."""
+    with unmake_folder(path):
+        make_output(path)
+        with lock_folder(path):
+            yield
+
+
+def _checked(run: Run, processes: int) -> Run:
     if run.schedule.padding_multiple != 1:
         raise InputError(
             f"schedule: padding_multiple is {run.schedule.padding_multiple}, but training packs samples without padding, "
             "which no kernel here needs; leave it at 1. `packlora plan` shows what padding would cost"
         )
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise InputError("started on several processes, but this version trains on one device")
-    subscribers = _callable(subscribers)
-    output_dir = Path(run.output_dir)
-    with unmake_folder(output_dir), contextlib.ExitStack() as held:
-        make_output(output_dir)
-        held.enter_context(lock_folder(output_dir))  # then look: another run may have just ended there
-        saved = check_output(run, resume)
-        held.enter_context(deterministic())
-        trainer = _set_up(run, saved, max_steps, resume_from)
-        progress = held.enter_context(Progress())
-        trainer.events.subscribe(progress, *subscribers)
-        return trainer.fit()
-
-
-def _set_up(run: Run, saved: SavedRun | None, max_steps: int | None, resume_from: list[str] | None = None) -> Trainer:
-    """Everything before the first step; run.json is the first thing that is written. saved: that of the run to resume."""
-    output_dir = Path(run.output_dir)
-
-    # 1. Check everything that can be wrong.
-    starts = starting_steps(run, resume_from or [])
-    with Activity() as told:
-        prepared = prepare(run, max_steps, resumed=saved is not None, told=told)
-        check_sent_back(starts, prepared.left_out)
-
-        # 2. Load the base model once and put all adapters on it.
-        told(f"loading {run.base_model}")
-        base = load_base(run, prepared.tokenizer, prepared.longest_by_job)
-        found = fingerprint(base.model, base.path, run.revision)
-    if saved is not None:
-        same_base(base.path, saved.model.fingerprint, found)
-    single, jobs = _attach(prepared, base)
-
-    # 3. Choose the size of microbatches where that is left to us.
-    known = _choose_budget(run, prepared, base, single, jobs, saved)
-    events = Emitter()
-    executor = graphed(run, base, single, jobs, lambda text: events.emit(Note(text)))
-
-    # 4. Continue where checkpoints say, or start.
-    record = run_record(prepared, base, jobs, known, saved)
-    record["model"]["fingerprint"] = found.model_dump()
-    if saved is not None:
-        for name in prepared.left_out:
-            record["jobs"][name]["steps"] = left_out_steps(run, name, saved, max_steps)
-        resume_jobs(output_dir, jobs, saved, starts, record)
-    notes: list[str] = record["warnings"]
-    record["warnings"] = earlier_warnings(saved, notes) + notes
-    remove_leftovers(output_dir)
-    write_json(output_dir / "run.json", record)
-
-    # 5. The loop, and who writes files of what it tells.
-    folder = OutputFolder(output_dir, record["id"], run.save_total_limit, events)
-    left_out = left_out_results(output_dir, prepared.left_out, record)
-    trainer = Trainer(run, prepared, base, executor, jobs, known, folder, events, notes, left_out)
-    events.subscribe(  # after the trainer, which replaces logs that an interruption has left
-        Logs(output_dir, folder.files),
-        RunRecord(output_dir, record, executor.plans, folder.files),
-        ReportPage(output_dir, folder.files),
-    )
-    return trainer
-
-
-def _attach(prepared: PreparedRun, base: Base) -> tuple[SingleDevice, list[Job]]:
-    """Put an adapter of each job onto the model."""
-    cache = PlanCache(base.device)
-    choosers = {ask: PlanChooser(base.device, cache, ask) for ask in dict.fromkeys(prepared.asks.values())}
-    attached, adapters = attach(
-        base.model,
-        {job.config.name: job.spec for job in prepared.jobs},
-        {job.config.name: job.data.seed for job in prepared.jobs},
-        {path: choosers[ask] for path, ask in prepared.asks.items()},
-        base.storage,
-    )
-    jobs = []
-    for item, adapter in zip(prepared.jobs, adapters, strict=True):
-        if item.config.adapter.init_from is not None:
-            load_adapter(item.config.adapter.init_from, adapter)
-        scale = FLOAT16_SCALE if prepared.run.dtype == "float16" else 1.0
-        jobs.append(Job(item.config, item.data, item.eval_encoded.samples, adapter, scale))
-    if prepared.run.keep_outputs:
-        base.kept_outputs = keep_outputs(base.model)
-    return SingleDevice(base, attached), jobs
-
-
-def _choose_budget(
-    run: Run, prepared: PreparedRun, base: Base, executor: Executor, jobs: list[Job], saved: SavedRun | None
-) -> Profile:
-    """What is known of the model on this device; sets the budget where the run file leaves it to the profiler.
-
-    A resumed run keeps the budget that it had. On a CPU, where a larger one brings nothing, it is the usual one.
-    """
-    if run.max_tokens_per_microbatch != "auto":
-        return profiler.profile(run, prepared)
-    if saved is not None and saved.config.max_tokens_per_microbatch == "auto":
-        prepared.budget = max(saved.schedule.budget, prepared.longest)
-        return profiler.profile(run, prepared)
-    known = profiler.profile(run, prepared, base, executor, jobs)
-    if base.device.type == "cuda":
-        prepared.budget = profiler.choose(profiler.predictions(prepared, [known])).budget
-    return known
+    run.parallel.check(processes)
+    if processes > 1 and run.device not in ("auto", "cpu", "cuda"):
+        raise InputError(f"device: {run.device!r} is one device, but {processes} processes were started; use auto")
+    return run
 
 
 @contextlib.contextmanager

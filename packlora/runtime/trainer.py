@@ -11,24 +11,22 @@ lose, checkpoints and adapters, through folder.py.
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
-
-import numpy as np
 
 from packlora.base.model import Base
 from packlora.config import Run
 from packlora.errors import WriteError
+from packlora.parallel.replicas import ALONE, Alone
 from packlora.report.events import (
     Evaluated,
     JobAtStart,
     JobDone,
     JobFailed,
     MemoryRanOut,
-    MicrobatchDone,
     Note,
     RunBegan,
     RunEnded,
@@ -37,48 +35,20 @@ from packlora.report.events import (
     TrainingBegan,
 )
 from packlora.result import JobResult, Result
-from packlora.runtime.collate import PackedSample
 from packlora.runtime.evaluate import Evaluator, is_multiple
-from packlora.runtime.events import Emitter
+from packlora.runtime.events import Emitter, StopRequest
 from packlora.runtime.folder import OutputFolder
 from packlora.runtime.job import Job, take_steps
 from packlora.runtime.memory import TokenBudget, free_memory, peak_memory
-from packlora.runtime.microbatch import Executor, run_microbatch
+from packlora.runtime.microbatch import Executor
 from packlora.runtime.prepare import PreparedRun
 from packlora.runtime.profiler import Profile, remember_failure
 from packlora.runtime.record import job_result
 from packlora.runtime.signals import stop_signals
-from packlora.runtime.windows import first_round, planned_windows
-from packlora.schedule.types import Microbatch, Window
-
-
-class Packer:
-    """Microbatches as the executor is given them: the same objects where one was packed ahead."""
-
-    def __init__(self, jobs: Mapping[str, Job]) -> None:
-        self.jobs = jobs
-        self._last: tuple[Microbatch, tuple[list[PackedSample], np.ndarray]] | None = None
-
-    def packed(self, microbatch: Microbatch) -> tuple[list[PackedSample], np.ndarray]:
-        """Its samples, ordered by owner, and by owner the weight of a label token's loss in the gradient."""
-        if self._last is not None and self._last[0] is microbatch:
-            return self._last[1]
-        weights = np.zeros(len(self.jobs))
-        for name, batch in {(sample.job, sample.batch) for sample in microbatch.samples}:
-            job = self.jobs[name]
-            weights[job.adapter.number] = job.grad_scale / job.label_tokens(batch)
-        placed = [(self.jobs[sample.job], sample) for sample in microbatch.samples]
-        samples = [
-            PackedSample(job.adapter.number, job.data.samples[own.sample], own.sample, own.batch, job.dropout_key)
-            for job, own in placed
-        ]
-        self._last = microbatch, (sorted(samples, key=lambda sample: sample.owner), weights)
-        return self._last[1]
-
-    def prepare(self, executor: Executor, following: Sequence[Microbatch]) -> None:
-        """Let the executor make ready what comes next, if anything does."""
-        for microbatch in following:
-            executor.prepare(*self.packed(microbatch))
+from packlora.runtime.team import Team
+from packlora.runtime.wave import Runner, Wave, waves_of
+from packlora.runtime.windows import planned_windows
+from packlora.schedule.types import Window
 
 
 class Trainer:
@@ -96,34 +66,33 @@ class Trainer:
         events: Emitter,
         notes: Sequence[str] = (),
         left_out: Mapping[str, JobResult] | None = None,
+        group: Alone = ALONE,
+        logged: int = 0,
     ) -> None:
         """
         Args:
             executor: runs microbatches.
             profile: predicts the time of microbatches.
-            folder: of the run; its logs are brought in line with the jobs' states.
+            folder: of the run.
             notes: what to tell before training starts.
             left_out: how the jobs of the run stand that are not trained.
+            group: the processes that train these jobs.
+            logged: microbatches that earlier sessions have logged.
         """
         self.run, self.prepared, self.base, self.executor, self.jobs = run, prepared, base, executor, jobs
-        self.profile, self.folder, self.events, self.stop, self.notes = profile, folder, events, events.stop, notes
+        self.profile, self.folder, self.events, self.notes = profile, folder, events, notes
         self.left_out = dict(left_out or {})
         self.by_name = {job.name: job for job in jobs}
+        self.team = Team(group, events.stop, jobs)
+        self.stop = self.team.stop
         is_auto = run.max_tokens_per_microbatch == "auto"
         self.budget = TokenBudget(prepared.budget, prepared.longest, is_auto, base.device)
-        self.evaluator = Evaluator(base.device, executor, jobs, run.eval_every, self.budget, self.stop)
+        self.evaluator = Evaluator(base.device, executor, jobs, run.eval_every, self.budget, self.team)
+        self.runner = Runner(executor, jobs, self.team, self.budget, profile, logged, self._elapsed)
         self.stepped: list[Job] = []
         """Jobs that have stepped since evaluations and checkpoints were last seen to."""
-        self.began: dict[str, float] = {}
-        """When the global batch that a job is in began, by `_elapsed`."""
-        self.untold: tuple[float, MicrobatchDone] | None = None
-        """When a microbatch began that is told when its steps, for which the device is waited, are done."""
-        self.packer = Packer(self.by_name)
-        self.tokens = 0
         self.start = time.perf_counter()
         self.elapsed_before = max((line["elapsed"] for job in jobs for line in job.log_history), default=0.0)
-        first = first_round(run.schedule, jobs, prepared.budget)
-        self.num_microbatches = folder.rebuild_logs(jobs, prepared.left_out, first, _is_due)
 
     def fit(self) -> Result:
         """Train until every job is done or has failed, or a stop is asked for.
@@ -148,7 +117,7 @@ class Trainer:
 
     def _train(self) -> None:
         self._evaluate(self.jobs)  # before the first step, and those that an interruption left undone
-        _end_between_steps(self.jobs, self.events, self.folder)
+        _end_between_steps(self.jobs, self.stop, self.events, self.folder)
         self._settle()
         self.training_began = self._elapsed()
         self.events.emit(TrainingBegan())
@@ -159,8 +128,9 @@ class Trainer:
 
     def _train_windows(self) -> None:
         """Train on the windows that are left, or until one must be planned again because its microbatches are too large."""
-        schedule, budget = self.run.schedule, self.budget.tokens
-        with planned_windows(schedule, self.jobs, budget, self.profile, self.events) as windows:
+        schedule, group = self.run.schedule, self.team.group
+        budget = self.budget.tokens * group.size
+        with planned_windows(schedule, self.jobs, budget, self.profile, self.events, group) as windows:
             for window in windows:
                 if not self._train_window(window) or not self._goes_on():
                     return
@@ -174,74 +144,43 @@ class Trainer:
         job that has been stopped, and one that has failed: matrix products of other shapes, other groups of layers and other
         plans round differently. Only microbatches that nobody needs are left out.
         """
-        for slot, microbatch in enumerate(window.microbatches):
-            if {placed.job for placed in microbatch.samples} & {job.name for job in self.stepped}:
+        waves = waves_of(window, self.team.group.size, self.budget.tokens)
+        for wave, following in itertools.zip_longest(waves, waves[1:]):
+            if wave.jobs & {job.name for job in self.stepped}:
                 self._after_steps()  # before anything of these jobs' next global batches
                 if self.stop.asked:
                     break  # evaluations that the stop cut short are made after --resume, at this step
-            if not self._forward_backward(microbatch, window.first_round, slot):
+            if tokens := self.runner.run(wave):
+                self._lower_budget(tokens)
                 return False
-            following = window.microbatches[slot + 1 : slot + 2]
-            self._step([(self.by_name[name], batch) for name, batch in microbatch.completes], following)
+            self._step([(self.by_name[name], batch) for name, batch in wave.completes], following)
             if self.stop.asked:
                 break
         self._after_steps()
-        return True
-
-    def _forward_backward(self, microbatch: Microbatch, first_round: int, slot: int) -> bool:
-        """Gradients go to the parameters, losses to the jobs. False where memory ran out and the window must be planned again
-        with a lower budget. Of a job a microbatch holds samples of one global batch only.
-        """
-        batches = {placed.job: placed.batch for placed in microbatch.samples}
-        present = [(job, batches[job.name]) for job in self.jobs if job.name in batches]
-        if not any(_is_due(job, batch) for job, batch in present):
-            return True
-        start = self._elapsed()
-        samples, weights = self.packer.packed(microbatch)
-        for job, batch in present:
-            if _is_due(job, batch):
-                self.began.setdefault(job.name, start)
-        done = self.budget.attempt(microbatch.num_tokens, lambda: run_microbatch(self.executor, samples, weights))
-        if done is None:
-            self._lower_budget(microbatch.num_tokens)
-            return False
-        for job, batch in present:
-            if _is_due(job, batch):
-                job.collect(done.sums[job.adapter.number], done.tokens[job.adapter.number])
-            else:
-                job.discard()
-        self.tokens += sum(done.tokens.values())
-        self.untold = start, MicrobatchDone(
-            self.num_microbatches, first_round, slot, min(batches.values()), {job.name: batch for job, batch in present},
-            self.budget.tokens, {self.jobs[number].name: count for number, count in done.tokens.items()},
-            {self.jobs[number].name: count for number, count in done.samples.items()}, 0.0,
-            self.profile.seconds(microbatch),
-        )  # fmt: skip
-        self.num_microbatches += 1
         return True
 
     def _lower_budget(self, tokens: int) -> None:
         """After memory ran out: nothing of the present global batches is kept, and what follows is planned with less."""
         for job in self.jobs:
             job.discard()
-        self.began.clear()
+        self.runner.began.clear()
         before, self.budget.tokens = self.budget.tokens, self.budget.below(tokens)
         free_memory(self.base.device)
         remember_failure(self.run, self.prepared, self.base, tokens)
         self.events.emit(MemoryRanOut(tokens, before, self.budget.tokens))
 
-    def _step(self, complete: Sequence[tuple[Job, int]], following: Sequence[Microbatch]) -> None:
+    def _step(self, complete: Sequence[tuple[Job, int]], following: Wave | None) -> None:
         """Global batches of jobs are complete: their optimizers step, unless they have done so before. following: what comes
         next, which is made ready meanwhile.
         """
-        due = [job for job, batch in complete if _is_due(job, batch)]
-        assert all(job.step == batch for job, batch in complete if _is_due(job, batch)), "a step was left out"
-        results = take_steps(due, lambda: self.packer.prepare(self.executor, following))
+        due = [job for job, batch in complete if job.is_due(batch)]
+        assert all(job.step == batch for job, batch in complete if job.is_due(batch)), "a step was left out"
+        self.team.add_up(due)
+        results = take_steps(due, lambda: self.runner.prepare(following))
         taken, elapsed = list(zip(due, results, strict=True)), self._elapsed()
-        if self.untold is not None:
-            (start, done), self.untold = self.untold, None
-            self.events.emit(replace(done, seconds=elapsed - start))
-        seconds = {job.name: elapsed - self.began.pop(job.name) for job in due}
+        for done in self.runner.told():
+            self.events.emit(done)
+        seconds = {job.name: elapsed - self.runner.began.pop(job.name) for job in due}
         for job, result in taken:
             if result is not None:
                 job.log_history[-1] |= {"seconds": seconds[job.name], "elapsed": elapsed}
@@ -262,7 +201,7 @@ class Trainer:
         due = {job.name for job in stepped if job.step >= job.data.num_steps or is_multiple(job.step, every)}
         if not self.stop.asked:
             self._evaluate(stepped)
-        due |= _end_as_asked(stepped, self.events)
+        due |= _end_as_asked(stepped, self.stop, self.events)
         for job in stepped:
             if job.name in due and job.status == "running":
                 self.folder.save_checkpoint(job)
@@ -273,7 +212,7 @@ class Trainer:
 
     def _settle(self) -> None:
         """Make the evaluations that are due and write the results of jobs that have taken their last step."""
-        _end_between_steps(self._evaluate(self.jobs), self.events, self.folder)
+        _end_between_steps(self._evaluate(self.jobs), self.stop, self.events, self.folder)
         for job in self.jobs:
             if job.status == "running" and job.step >= job.data.num_steps and not self.stop.asked:
                 job.status = "done"
@@ -318,23 +257,19 @@ class Trainer:
             self.events.emit(Note(f"no job {name!r} could end, as asked by {self.stop.jobs[name]}: there is none"))
         seconds = time.perf_counter() - self.start
         ends = dict(self.left_out)
+        order = [job.name for job in self.run.jobs]
         for job in self.jobs:
             losses = self.evaluator.losses_of(job)
             ends[job.name] = job_result(job, self.folder.of(job), losses, self.training_began)
         status = "done" if all(end.status == "done" for end in ends.values()) else "failed"
         result = Result(
-            "interrupted" if self._is_running() else status, seconds, self.tokens, self.folder.path,
-            self.folder.path / "report.html", {job.name: ends[job.name] for job in self.run.jobs}, self.stop.signal,
+            "interrupted" if self._is_running() else status, seconds, self.runner.tokens, self.folder.path,
+            self.folder.path / "report.html", {name: ends[name] for name in order if name in ends}, self.stop.signal,
             self.folder.files.incomplete,
         )  # fmt: skip
         tokens = sum(job.tokens_seen for job in self.jobs)
         self.events.emit(RunEnded(result, self.elapsed_before + seconds, tokens, peak_memory(self.base.device)))
         return result
-
-
-def _is_due(job: Job, batch: int) -> bool:
-    """Whether the job has yet to step on this global batch: not after a failure, nor beyond the steps asked for."""
-    return job.status != "failed" and job.step <= batch < job.data.num_steps
 
 
 def _left_out(job: Job) -> list[str]:
@@ -343,11 +278,11 @@ def _left_out(job: Job) -> list[str]:
     return [f"job {job.name!r}: {name} took no part in training, its adapter is as it began" for name in names]
 
 
-def _end_as_asked(stepped: Sequence[Job], events: Emitter) -> set[str]:
+def _end_as_asked(stepped: Sequence[Job], stop: StopRequest, events: Emitter) -> set[str]:
     """Let jobs that have just stepped end at this step where a subscriber has asked for it. Returns their names."""
     ended = set()
     for job in stepped:
-        reason = events.stop.jobs.pop(job.name, None)
+        reason = stop.jobs.pop(job.name, None)
         if reason is not None and job.status == "running" and job.step < job.data.num_steps:
             events.emit(Note(f"job {job.name!r} ends at step {job.step} of {job.data.num_steps}, as asked by {reason}"))
             job.stop(reason)
@@ -355,9 +290,9 @@ def _end_as_asked(stepped: Sequence[Job], events: Emitter) -> set[str]:
     return ended
 
 
-def _end_between_steps(jobs: Sequence[Job], events: Emitter, folder: OutputFolder) -> None:
+def _end_between_steps(jobs: Sequence[Job], stop: StopRequest, events: Emitter, folder: OutputFolder) -> None:
     """The same for jobs that are between two steps, which are saved as they are."""
-    ended = _end_as_asked([job for job in jobs if job.step > 0], events)
+    ended = _end_as_asked([job for job in jobs if job.step > 0], stop, events)
     for job in jobs:
         if job.name in ended:
             folder.save_checkpoint(job)

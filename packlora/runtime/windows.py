@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from packlora.config import ScheduleConfig
+from packlora.parallel.replicas import ALONE, Alone
 from packlora.report.events import Note, WindowPlanned
 from packlora.runtime.events import Emitter
 from packlora.runtime.job import Job
@@ -14,20 +15,25 @@ from packlora.runtime.profiler import Profile
 from packlora.schedule.background import BackgroundPlanner
 from packlora.schedule.planner import Planner
 from packlora.schedule.types import Window
+from packlora.schedule.wire import window_from_json, window_to_json
 
 
 @contextmanager
 def planned_windows(
-    schedule: ScheduleConfig, jobs: Sequence[Job], budget: int, profile: Profile, events: Emitter
+    schedule: ScheduleConfig, jobs: Sequence[Job], budget: int, profile: Profile, events: Emitter, group: Alone = ALONE
 ) -> Iterator[Iterator[Window]]:
     """Windows from the slowest job's on, each told when it is handed out.
 
     Args:
         budget: tokens of a microbatch.
         profile: predicts the time of microbatches.
+        group: of processes that train the same windows; its first one plans them.
     """
+    if group.rank:
+        yield _received(group)
+        return
     with BackgroundPlanner(_planner(schedule, jobs, budget)) as planner:
-        yield _told(planner.windows(_slowest(jobs)), budget, profile, events)
+        yield _told(planner.windows(_slowest(jobs)), budget, profile, events, group)
 
 
 def first_round(schedule: ScheduleConfig, jobs: Sequence[Job], budget: int) -> int:
@@ -45,8 +51,15 @@ def _slowest(jobs: Sequence[Job]) -> int:
     return min((job.step for job in jobs if job.status == "running"), default=2**31)
 
 
-def _told(windows: Iterator[Window], budget: int, profile: Profile, events: Emitter) -> Iterator[Window]:
+def _received(group: Alone) -> Iterator[Window]:
+    while True:
+        yield window_from_json(group.told(None))
+
+
+def _told(windows: Iterator[Window], budget: int, profile: Profile, events: Emitter, group: Alone) -> Iterator[Window]:
     while (window := _next(windows, events)) is not None:
+        if group.size > 1:
+            group.told(window_to_json(window))
         report = window.report
         predicted = sum(profile.seconds(microbatch) for microbatch in window.microbatches)
         events.emit(

@@ -142,25 +142,25 @@ def test_the_same_run_gives_the_same_bits_also_when_it_is_stopped_and_resumed(
 ) -> None:
     from test_training import config, same_bits, train
 
-    from packlora.runtime import trainer as module
+    from packlora.runtime import wave
 
     tree = config(tiny_base(), tmp_path / "whole", write_rows, dtype=dtype, device="cuda")
     train(tree)
     train({**tree, "output_dir": str(tmp_path / "again")})
     same_bits(tmp_path / "whole", tmp_path / "again")
-    original, seen = module.Trainer._forward_backward, 0
+    original, seen = wave.Runner.run, 0
 
     def broken(self: Any, *args: Any) -> bool:
         nonlocal seen
         done = original(self, *args)
         seen += 1
         if seen == 8:
-            self.stop.ask(signal.SIGTERM)
+            self.team.stop.ask(signal.SIGTERM)
         return done
 
-    monkeypatch.setattr(module.Trainer, "_forward_backward", broken)
+    monkeypatch.setattr(wave.Runner, "run", broken)
     assert train({**tree, "output_dir": str(tmp_path / "resumed")}).status == "interrupted"
-    monkeypatch.setattr(module.Trainer, "_forward_backward", original)
+    monkeypatch.setattr(wave.Runner, "run", original)
     train({**tree, "output_dir": str(tmp_path / "resumed")}, resume=True)
     same_bits(tmp_path / "whole", tmp_path / "resumed")
 

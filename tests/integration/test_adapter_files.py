@@ -76,7 +76,7 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("a base model was loaded")
 
-    monkeypatch.setattr("packlora.runtime.run.load_base", load)
+    monkeypatch.setattr("packlora.runtime.session.load_base", load)
     monkeypatch.setattr("packlora.commands.merge.read_model", load)
 
 

@@ -293,7 +293,7 @@ def test_runs_killed_again_and_again_end_with_the_same_bits(case: Case, tmp_path
 # --- signals ---------------------------------------------------------------------------------------------------------------
 
 EVALUATE, PAGE = "packlora.runtime.evaluate:", "packlora.report.report:write_report"
-MICROBATCH, EXECUTOR = "packlora.runtime.trainer:run_microbatch", "packlora.runtime.microbatch:"
+MICROBATCH, EXECUTOR = "packlora.runtime.wave:run_microbatch", "packlora.runtime.microbatch:"
 PHASES = {
     "evaluation before the first step": f"{EXECUTOR}collate#1",
     "planning": "packlora.schedule.background:BackgroundPlanner._take",

@@ -586,7 +586,7 @@ def test_a_memory_error_without_words_is_told_in_words(whole: dict[str, Any], mo
     def lacking(*args: Any, **kwargs: Any) -> Any:
         raise MemoryError
 
-    monkeypatch.setattr("packlora.runtime.run.load_base", lacking)
+    monkeypatch.setattr("packlora.runtime.session.load_base", lacking)
     file = tmp_path / "run.yaml"
     file.write_text(json.dumps({**whole, "output_dir": str(tmp_path / "out")}))
     ran = CliRunner().invoke(app, ["train", str(file)])
@@ -672,10 +672,10 @@ def test_broken_off_at_any_file_operation_a_save_leaves_a_whole_checkpoint_as_th
 
 
 def trainer_of(tree: dict[str, Any]) -> Any:
-    from packlora.runtime.run import _set_up
+    from packlora.parallel.mesh import OneProcess
+    from packlora.runtime.session import Session
 
-    run = Run.model_validate(tree)
-    return _set_up(run, check_output(run, True), None)
+    return Session(Run.model_validate(tree), OneProcess(), True, None, []).set_up()
 
 
 def test_a_job_whose_first_adapter_is_gone_is_left_out_too(whole: dict[str, Any], tmp_path: Path) -> None:

@@ -17,10 +17,10 @@ from test_training import JOBS, adapter, config, distance, same_bits, steps, tra
 
 import packlora
 from packlora.config import Run
-from packlora.runtime import microbatch, profiler, windows
-from packlora.runtime import trainer as module
+from packlora.parallel.mesh import OneProcess
+from packlora.runtime import microbatch, profiler, wave, windows
 from packlora.runtime.profiles import ProfileCache
-from packlora.runtime.run import _set_up
+from packlora.runtime.session import Session
 
 Rows = Callable[..., str]
 Base = Callable[..., str]
@@ -157,7 +157,7 @@ def test_interrupted_inside_a_window_and_at_its_border_a_run_goes_on_to_the_same
     tree, reference = whole
     ran = lines(reference, "microbatches")
     border = next(number for number, line in enumerate(ran) if line["window"] == 16)
-    original = module.Trainer._forward_backward
+    original = wave.Runner.run
     draw = random.Random()
     for stop_at in (
         border,
@@ -168,23 +168,23 @@ def test_interrupted_inside_a_window_and_at_its_border_a_run_goes_on_to_the_same
     ):
         out, seen = tmp_path / f"stop-{stop_at}", 0
 
-        def broken(self: Any, *args: Any, stop_at: int = stop_at) -> bool:
+        def broken(self: Any, *args: Any, stop_at: int = stop_at) -> int:
             nonlocal seen
-            done: bool = original(self, *args)
+            done: int = original(self, *args)
             seen += 1
             if seen == stop_at and stop_at % 2:
-                self.stop.ask(signal.SIGTERM)
+                self.team.stop.ask(signal.SIGTERM)
             elif seen == stop_at:
                 raise RuntimeError("crash")
             return done
 
-        monkeypatch.setattr(module.Trainer, "_forward_backward", broken)
+        monkeypatch.setattr(wave.Runner, "run", broken)
         if stop_at % 2:
             assert train({**tree, "output_dir": str(out)}).signal == signal.SIGTERM
         else:
             with pytest.raises(RuntimeError, match="crash"):
                 train({**tree, "output_dir": str(out)})
-        monkeypatch.setattr(module.Trainer, "_forward_backward", original)
+        monkeypatch.setattr(wave.Runner, "run", original)
         train({**tree, "output_dir": str(out)}, resume=True)
         same_bits(reference, out, LONG)
         assert (out / "evals.jsonl").read_text() == (reference / "evals.jsonl").read_text()
@@ -295,7 +295,7 @@ def test_out_of_memory_in_an_evaluation_evaluates_in_smaller_parts(
 def trainer(tiny_base: Base, write_rows: Rows, tmp_path: Path) -> Any:
     tree = config(tiny_base(), tmp_path / "out", write_rows, LONG, max_tokens_per_microbatch="auto")
     (tmp_path / "out").mkdir()
-    return _set_up(Run.model_validate(tree), None, None)
+    return Session(Run.model_validate(tree), OneProcess(), False, None, []).set_up()
 
 
 def test_measuring_finds_where_memory_ends_and_leaves_the_jobs_as_they_were(

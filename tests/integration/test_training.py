@@ -310,34 +310,34 @@ def test_stopping_at_any_microbatch_and_resuming_gives_the_same_bits_and_the_sam
     uninterrupted: tuple[dict[str, Any], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The loop is broken off after every second microbatch in turn, by a signal or by a crash. Evaluations too are the same."""
-    from packlora.runtime import trainer as module
+    from packlora.runtime import wave as module
 
     tree, whole = uninterrupted
     count = len((whole / "microbatches.jsonl").read_text().splitlines())
-    original = module.Trainer._forward_backward
+    original = module.Runner.run
 
     for stop_at in range(1, count, 2):
         out = tmp_path / f"stopped-{stop_at}"
         seen = 0
 
-        def broken(self: Any, *args: Any, stop_at: int = stop_at) -> bool:
+        def broken(self: Any, *args: Any, stop_at: int = stop_at) -> int:
             nonlocal seen
-            done: bool = original(self, *args)
+            done: int = original(self, *args)
             seen += 1
             if seen == stop_at:
                 if stop_at % 4 == 1:
-                    self.stop.ask(signal.SIGTERM)  # what the handler does
+                    self.team.stop.ask(signal.SIGTERM)  # what the handler does
                 else:
                     raise RuntimeError("crash")
             return done
 
-        monkeypatch.setattr(module.Trainer, "_forward_backward", broken)
+        monkeypatch.setattr(module.Runner, "run", broken)
         if stop_at % 4 == 1:
             assert train({**tree, "output_dir": str(out)}).exit_code == 128 + signal.SIGTERM
         else:
             with pytest.raises(RuntimeError, match="crash"):
                 train({**tree, "output_dir": str(out)})
-        monkeypatch.setattr(module.Trainer, "_forward_backward", original)
+        monkeypatch.setattr(module.Runner, "run", original)
         result = train({**tree, "output_dir": str(out)}, resume=True)
         assert result.exit_code == 0
         same_bits(whole, out)
@@ -545,7 +545,7 @@ def test_a_job_that_is_interrupted_between_its_ruin_and_its_failure_still_keeps_
 
     def broken(self: Any) -> None:
         if how == "signal":
-            self.stop.ask(signal.SIGTERM)
+            self.team.stop.ask(signal.SIGTERM)
         original(self)
         if how == "crash":
             raise RuntimeError("crash")

@@ -24,7 +24,7 @@ MAY_USE: dict[str, set[str]] = {
     "data": set(),
     "schedule": set(),
     "report": {"schedule"},
-    "parallel": {"ops", "adapters", "base"},
+    "parallel": {"ops", "plans", "adapters", "base", "schedule"},
     "runtime": {"ops", "plans", "adapters", "base", "data", "schedule", "report", "parallel"},
 }
 MAY_USE["commands"] = MAY_USE["bench"] = {*MAY_USE, "commands", "bench"}

@@ -279,12 +279,12 @@ def measure(trainer: Trainer, peft: Peft, rounds: int, warmup: int, units: int) 
         row["tokens"] = sum(
             d.samples[n].num_tokens for d in data.values() for step in steps for n in d.global_batch(step)
         )
-        padding, run = peft.padding, trainer.num_microbatches
+        padding, run = peft.padding, trainer.runner.logged
         for name in (
             list(ways)[number % len(ways) :] + list(ways)[: number % len(ways)]
         ):  # each way comes first equally often
             row[f"{name}_s"] = ways[name](steps)
-        row["padding"], row["microbatches"] = peft.padding - padding, trainer.num_microbatches - run
+        row["padding"], row["microbatches"] = peft.padding - padding, trainer.runner.logged - run
         print(row, flush=True)
         if number >= warmup:
             rows.append(row)

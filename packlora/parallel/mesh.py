@@ -1,0 +1,202 @@
+"""The processes of a run, as torchrun started them: their process group, and what they tell one another beside it.
+
+What is exchanged here is small and on the CPU (JSON, counters): gloo, whatever the device. Tensors go through process groups
+of the device's own backend.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
+
+from packlora.errors import InputError, ProcessError, foreign
+
+TIMEOUT = 600.0
+"""Seconds after which a process that does not answer is given up."""
+HEARTBEAT = 2.0
+"""Seconds between two signs of life of a process."""
+_runs = itertools.count()
+
+
+def world_size() -> int:
+    """Processes that were started together; 1 without torchrun."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def is_first() -> bool:
+    """Whether this process speaks for all."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def was_restarted() -> bool:
+    """Whether torchrun has started the processes again after one of them failed."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
+
+def as_bytes(value: Any) -> torch.Tensor:
+    """A plain value as JSON, uint8."""
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def from_bytes(text: torch.Tensor) -> Any:
+    """What `as_bytes` was given."""
+    return json.loads(text.numpy().tobytes())
+
+
+class OneProcess:
+    """The mesh of a run on one device."""
+
+    rank, size, is_first = 0, 1, True
+    timeout = TIMEOUT
+    """Seconds after which a process that does not answer is given up."""
+
+    def gather(self, value: Any) -> list[Any]:
+        """What every process gives, by rank; plain values, as JSON holds them."""
+        return [value]
+
+    def barrier(self) -> None:
+        """Wait for all processes."""
+
+
+class Mesh(OneProcess):
+    """All processes of a run.
+
+    Args:
+        store: shared by the processes.
+        timeout: seconds after which a process that does not answer is given up.
+    """
+
+    def __init__(self, rank: int, size: int, store: Any, timeout: float) -> None:
+        self.rank, self.size, self.is_first, self.timeout = rank, size, rank == 0, timeout
+        self.store = PrefixStore(f"packlora-{next(_runs)}", store)
+        self._control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+        self._heard: dict[int, tuple[bytes | None, float]] = {}
+        """By rank its last sign of life, and when it was first seen."""
+        self._ended = threading.Event()
+        self._heart = threading.Thread(target=self._beat, name="packlora-heartbeat", daemon=True)
+        self._heart.start()
+
+    def gather(self, value: Any) -> list[Any]:
+        own = as_bytes(value)
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        with self.told():
+            dist.all_gather(sizes, torch.tensor([own.numel()]), group=self._control)
+            most = max(int(size) for size in sizes)
+            texts = [torch.zeros(most, dtype=torch.uint8) for _ in range(self.size)]
+            dist.all_gather(texts, torch.nn.functional.pad(own, (0, most - own.numel())), group=self._control)
+        return [from_bytes(text[: int(size)]) for text, size in zip(texts, sizes, strict=True)]
+
+    def barrier(self) -> None:
+        with self.told():
+            dist.barrier(group=self._control)
+
+    @contextlib.contextmanager
+    def told(self) -> Iterator[None]:
+        """Says which process failed, where a collective fails because of it."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise self.failure() or ProcessError(
+                f"process {self.rank} of {self.size} waited in vain for another one of the run ({foreign(error)})"
+            ) from error
+
+    # --- who has failed ------------------------------------------------------------------------------------------------
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the others why this process ends; the first reason stays."""
+        text = f"process {self.rank} of {self.size} failed: {type(error).__name__}: {error}"
+        with contextlib.suppress(Exception):
+            if not self.store.check(["failed"]):
+                self.store.set("failed", text)
+
+    def failure(self) -> ProcessError | None:
+        """Why another process has ended, if one has."""
+        with contextlib.suppress(Exception):
+            if self.store.check(["failed"]):
+                return ProcessError(self.store.get("failed").decode())
+        return None
+
+    def silent(self, ranks: Sequence[int], seconds: float) -> int | None:
+        """One of these processes that has given no sign of life for so many seconds; asked now and then."""
+        now = time.monotonic()
+        for rank in ranks:
+            key = f"alive/{rank}"
+            beat = self.store.get(key) if self.store.check([key]) else None
+            known, since = self._heard.get(rank, (None, now))
+            if rank not in self._heard or beat != known:
+                self._heard[rank] = beat, now
+            elif now - since > max(seconds, 3 * HEARTBEAT):
+                return rank
+        return None
+
+    def _beat(self) -> None:
+        for beat in itertools.count():
+            if self._ended.wait(HEARTBEAT):
+                return
+            with contextlib.suppress(Exception):
+                self.store.set(f"alive/{self.rank}", str(beat))
+
+    def close(self) -> None:
+        self._ended.set()
+        self._heart.join()
+        dist.destroy_process_group(self._control)
+
+
+@contextlib.contextmanager
+def started(timeout: float = TIMEOUT) -> Iterator[OneProcess]:
+    """The mesh of the processes that torchrun started; a process group that is there already is used.
+
+    Raises:
+        InputError: not all processes came within `timeout` seconds.
+    """
+    if world_size() == 1:
+        yield OneProcess()
+        return
+    own = not dist.is_initialized()
+    if own:
+        _join(timeout)
+    mesh = Mesh(dist.get_rank(), dist.get_world_size(), distributed_c10d._get_default_store(), timeout)
+    try:
+        yield mesh
+        mesh.barrier()
+    except BaseException as error:
+        if not isinstance(error, ProcessError):
+            mesh.fail(error)
+        raise
+    finally:
+        mesh.close()
+        if own:
+            dist.destroy_process_group()
+
+
+def _join(timeout: float) -> None:
+    """Start the process group, on GPUs with this process's own."""
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    cuda = torch.cuda.is_available() and local < torch.cuda.device_count()
+    if cuda:
+        torch.cuda.set_device(local)
+    limit = timedelta(seconds=timeout)
+    try:
+        store, rank, size = next(rendezvous("env://", timeout=limit))
+        # addresses of processes that torchrun has started again are not those of the attempt before
+        store = PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
+    except (ValueError, RuntimeError) as error:
+        raise InputError(
+            f"process {os.environ.get('RANK', '?')} of {world_size()} found no others within {timeout:g} s at "
+            f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}: {foreign(error)}"
+        ) from None

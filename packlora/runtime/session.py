@@ -1,0 +1,290 @@
+"""What a run does between its run file and its training loop, on every process of it: checks, model, adapters, checkpoints.
+
+One process does all of it. Of several, each prepares the same, agrees with the others on who trains what, and trains its own
+jobs; the first one owns the output folder's logs, run.json and what is shown.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from packlora.adapters.attach import attach
+from packlora.adapters.files import load_adapter
+from packlora.adapters.kept_outputs import keep_outputs
+from packlora.base.fingerprint import Fingerprint, fingerprint
+from packlora.base.model import Base, load_base
+from packlora.config import Run
+from packlora.errors import InputError
+from packlora.files import remove_leftovers, write_json
+from packlora.parallel.agreement import together
+from packlora.parallel.layout import Layout, choose
+from packlora.parallel.mesh import Mesh, OneProcess
+from packlora.parallel.replicas import ALONE, Replicas
+from packlora.plans.cache import PlanCache
+from packlora.plans.select import PlanChooser
+from packlora.report.events import Note, Subscriber
+from packlora.report.metrics import Logs
+from packlora.report.progress import Progress
+from packlora.report.report import ReportPage
+from packlora.result import Result
+from packlora.runtime import profiler
+from packlora.runtime.events import Emitter
+from packlora.runtime.folder import OutputFolder
+from packlora.runtime.graphs import graphed
+from packlora.runtime.job import Job
+from packlora.runtime.microbatch import Executor, SingleDevice
+from packlora.runtime.prepare import PreparedRun, prepare
+from packlora.runtime.profiler import Profile
+from packlora.runtime.record import RunRecord, earlier_warnings, run_record, versions
+from packlora.runtime.relay import Hub, Relay, result_from, result_of
+from packlora.runtime.resume import (
+    SavedRun,
+    check_output,
+    check_sent_back,
+    left_out_results,
+    left_out_steps,
+    put_aside,
+    restore_jobs,
+    same_base,
+    same_data,
+    starting_steps,
+)
+from packlora.runtime.signals import stop_signals
+from packlora.runtime.trainer import Trainer
+from packlora.runtime.windows import first_round
+from packlora.terminal import Activity, Told, silent
+
+FLOAT16_SCALE = 4096.0
+"""Losses are multiplied with this before a float16 backward and gradients divided after it, so that small ones survive."""
+
+
+@dataclass(slots=True)
+class Standing:
+    """How a job stands when a session begins: what the logs must agree with."""
+
+    name: str
+    status: str
+    step: int
+    num_steps: int
+    log_history: list[dict[str, Any]]
+
+    @staticmethod
+    def of(job: Job) -> Standing:
+        return Standing(job.name, job.status, job.step, job.data.num_steps, job.log_history)
+
+    def is_due(self, batch: int) -> bool:
+        """As Job.is_due."""
+        return self.status != "failed" and self.step <= batch < self.num_steps
+
+
+class Session:
+    """One call of packlora.train, on one of its processes; its output folder is made, and held.
+
+    Args:
+        run: the same on every process.
+        resume_from: words of --from.
+    """
+
+    def __init__(self, run: Run, mesh: OneProcess, resume: bool, max_steps: int | None, resume_from: list[str]) -> None:
+        self.run, self.mesh, self.resume, self.max_steps, self.resume_from = run, mesh, resume, max_steps, resume_from
+        self.output_dir = Path(run.output_dir)
+        self.logged = 0
+        """Microbatches that earlier sessions have logged."""
+
+    def must_be_the_same(self) -> dict[str, str]:
+        """By what it is, what all processes must have alike."""
+        text = self.run.model_dump_json() + repr((self.resume, self.max_steps, self.resume_from))
+        return {"run file and arguments": hashlib.sha256(text.encode()).hexdigest()[:12]} | versions()
+
+    def train(self, subscribers: Sequence[Subscriber]) -> Result:
+        """Train the jobs of this process. On the first one the subscribers hear of all jobs.
+
+        Returns:
+            How the whole run ended, on every process.
+        """
+        trainer, mesh = self.set_up(), self.mesh
+        told = trainer.events if trainer is not None else Emitter()
+        with contextlib.ExitStack() as held:
+            outer, hub = told, None
+            if isinstance(mesh, Mesh) and mesh.is_first:
+                outer = Emitter()
+                hub = Hub(mesh, self.layout, outer, told, [job.name for job in self.run.jobs], self.logged)
+                told.subscribe(hub)
+            elif isinstance(mesh, Mesh) and self.group.rank == 0:
+                told.subscribe(Relay(mesh, self.layout.group_of(mesh.rank), told))
+            if mesh.is_first:
+                outer.subscribe(*self.writers, held.enter_context(Progress()), *subscribers)
+            result = trainer.fit() if trainer is not None else None
+            if hub is not None:
+                with stop_signals(outer):
+                    result = hub.finish()
+        if not isinstance(mesh, Mesh):
+            assert result is not None
+            return result
+        return result_from(mesh.gather(result_of(result))[0])
+
+    def set_up(self) -> Trainer | None:
+        """Everything before the first step; run.json is the first thing that is written. None for a process without jobs."""
+        mesh, run = self.mesh, self.run
+        # 1. Check everything that can be wrong, and agree on who trains what.
+        self.saved = together(mesh, self._saved)
+        self.starts, prepared = together(mesh, self._prepare)
+        self.layout, self.group = self._layout(prepared), ALONE
+        if isinstance(mesh, Mesh):
+            self.group = Replicas(mesh, [self.layout.ranks(number) for number in range(len(self.layout.groups))])
+        names = self.layout.groups[self.layout.group_of(mesh.rank)]
+        own = replace(prepared, jobs=[job for job in prepared.jobs if job.config.name in names])
+
+        # 2. Load the base model once and put the jobs' adapters on it.
+        base, single, jobs = together(mesh, lambda: self._load(prepared, own))
+
+        # 3. Choose the size of microbatches where that is left to us.
+        known = self._choose_budget(prepared, own, base, single, jobs)
+        events = Emitter()
+        executor = graphed(run, base, single, jobs, lambda text: events.emit(Note(text)))
+
+        # 4. Continue where checkpoints say, or start.
+        record = run_record(prepared, base, known, self.saved, self.layout)
+        record["model"]["fingerprint"] = self.fingerprint.model_dump()
+        record["id"], record["created"] = mesh.gather([record["id"], record["created"]])[0]
+        notes = self._begin(prepared, jobs, record)
+
+        # 5. The loop, and who writes files of what it tells.
+        folder = OutputFolder(self.output_dir, record["id"], run.save_total_limit, events, writes=self.group.rank == 0)
+        self.writers: list[Subscriber] = (
+            [
+                Logs(self.output_dir, folder.files),
+                RunRecord(self.output_dir, record, executor.plans, folder.files),
+                ReportPage(self.output_dir, folder.files),
+            ]
+            if mesh.is_first
+            else []
+        )
+        left_out = left_out_results(self.output_dir, prepared.left_out, record) if mesh.is_first else {}
+        if not jobs:
+            return None
+        return Trainer(run, own, base, executor, jobs, known, folder, events, notes, left_out, self.group, self.logged)
+
+    # --- the parts -----------------------------------------------------------------------------------------------------
+
+    def _saved(self) -> SavedRun | None:
+        if not self.output_dir.is_dir():
+            raise InputError(f"output_dir {self.output_dir} is not there: all processes must see the same file system")
+        return check_output(self.run, self.resume)
+
+    def _told(self) -> contextlib.AbstractContextManager[Told]:
+        return Activity() if self.mesh.is_first else contextlib.nullcontext(silent)
+
+    def _prepare(self) -> tuple[dict[str, int], PreparedRun]:
+        starts = starting_steps(self.run, self.resume_from)
+        with self._told() as told:
+            prepared = prepare(self.run, self.max_steps, resumed=self.saved is not None, told=told)
+        check_sent_back(starts, prepared.left_out)
+        return starts, prepared
+
+    def _layout(self, prepared: PreparedRun) -> Layout:
+        """Who trains what. A job's time is predicted by its tokens."""
+        seconds = {job.config.name: float(job.data.tokens) for job in prepared.jobs}
+        asked = self.run.parallel.devices_per_job
+        return choose(seconds, self.mesh.size, None if asked == "auto" else asked)
+
+    def _load(self, prepared: PreparedRun, own: PreparedRun) -> tuple[Base, SingleDevice, list[Job]]:
+        with self._told() as told:
+            told(f"loading {self.run.base_model}")
+            base = load_base(self.run, prepared.tokenizer, prepared.longest_by_job)
+            self.fingerprint: Fingerprint = fingerprint(base.model, base.path, self.run.revision)
+        if self.saved is not None:
+            same_base(base.path, self.saved.model.fingerprint, self.fingerprint)
+        return base, *_attach(own, base)
+
+    def _choose_budget(
+        self, prepared: PreparedRun, own: PreparedRun, base: Base, executor: Executor, jobs: list[Job]
+    ) -> Profile:
+        """The first process's budget goes for all."""
+        known = choose_budget(self.run, own if jobs else prepared, base, executor, jobs, self.saved)
+        found = own.budget if jobs else prepared.budget
+        prepared.budget = own.budget = max(self.mesh.gather(found)[0], prepared.longest)
+        return known
+
+    def _begin(self, prepared: PreparedRun, jobs: list[Job], record: dict[str, Any]) -> list[str]:
+        """Bring jobs to where they go on from; write run.json, and logs that agree with it.
+
+        Returns:
+            What to tell before training starts.
+        """
+        saved, starts, mesh = self.saved, self.starts, self.mesh
+        if saved is not None:
+            for name in prepared.left_out:
+                record["jobs"][name]["steps"] = left_out_steps(self.run, name, saved, self.max_steps)
+            together(mesh, lambda: same_data(saved, record))
+        own_notes = together(
+            mesh, lambda: restore_jobs(self.output_dir, jobs, saved, starts) if saved is not None else []
+        )
+        begins = first_round(self.run.schedule, jobs, prepared.budget * self.group.size) if jobs else 2**31
+        standing = [asdict(Standing.of(job)) for job in jobs]
+        told = mesh.gather([own_notes, standing, begins] if self.group.rank == 0 else [[], [], begins])
+        if not mesh.is_first:
+            mesh.barrier()
+            return []
+        record["warnings"] += [note for notes, _, _ in told for note in notes]
+        record["saved"] |= starts
+        if starts:  # known before anything is put aside: broken off in between, --resume alone goes on all the same
+            write_json(self.output_dir / "run.json", record)
+        names = [job.config.name for job in prepared.jobs]
+        if saved is not None:
+            record["warnings"] += put_aside(self.output_dir, names, starts)
+        notes: list[str] = record["warnings"]
+        record["warnings"] = earlier_warnings(saved, notes) + notes
+        remove_leftovers(self.output_dir)
+        write_json(self.output_dir / "run.json", record)
+        folder = OutputFolder(self.output_dir, record["id"], None, Emitter())
+        stand = {one["name"]: Standing(**one) for _, own, _ in told for one in own}
+        first = min(begins for _, _, begins in told)
+        self.logged = folder.rebuild_logs([stand[name] for name in names], prepared.left_out, first)
+        mesh.barrier()  # nobody writes a checkpoint before what lies beyond is put aside
+        return notes
+
+
+def _attach(prepared: PreparedRun, base: Base) -> tuple[SingleDevice, list[Job]]:
+    """Put an adapter of each job onto the model."""
+    cache = PlanCache(base.device)
+    choosers = {ask: PlanChooser(base.device, cache, ask) for ask in dict.fromkeys(prepared.asks.values())}
+    attached, adapters = attach(
+        base.model,
+        {job.config.name: job.spec for job in prepared.jobs},
+        {job.config.name: job.data.seed for job in prepared.jobs},
+        {path: choosers[ask] for path, ask in prepared.asks.items()},
+        base.storage,
+    )
+    jobs = []
+    for item, adapter in zip(prepared.jobs, adapters, strict=True):
+        if item.config.adapter.init_from is not None:
+            load_adapter(item.config.adapter.init_from, adapter)
+        scale = FLOAT16_SCALE if prepared.run.dtype == "float16" else 1.0
+        jobs.append(Job(item.config, item.data, item.eval_encoded.samples, adapter, scale))
+    if prepared.run.keep_outputs:
+        base.kept_outputs = keep_outputs(base.model)
+    return SingleDevice(base, attached), jobs
+
+
+def choose_budget(
+    run: Run, prepared: PreparedRun, base: Base, executor: Executor, jobs: list[Job], saved: SavedRun | None
+) -> Profile:
+    """What is known of the model on this device; sets the budget where the run file leaves it to the profiler.
+
+    A resumed run keeps the budget that it had. On a CPU, where a larger one brings nothing, it is the usual one.
+    """
+    if run.max_tokens_per_microbatch != "auto":
+        return profiler.profile(run, prepared)
+    if saved is not None and saved.config.max_tokens_per_microbatch == "auto":
+        prepared.budget = max(saved.schedule.budget, prepared.longest)
+        return profiler.profile(run, prepared)
+    known = profiler.profile(run, prepared, base, executor, jobs)
+    if base.device.type == "cuda":
+        prepared.budget = profiler.choose(profiler.predictions(prepared, [known])).budget
+    return known

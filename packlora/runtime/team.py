@@ -1,0 +1,63 @@
+"""What the processes that train the same jobs do alike: waves of microbatches, sums of gradients, stops.
+
+A process alone is a team of one, for which nothing of this costs anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from packlora.parallel.replicas import Alone
+from packlora.runtime.events import StopRequest
+from packlora.runtime.job import Job
+
+
+class Team:
+    """
+    Args:
+        group: the processes.
+        asked: what this process was asked for; `stop` is what all of them have agreed on.
+        jobs: the same on every process.
+    """
+
+    def __init__(self, group: Alone, asked: StopRequest, jobs: Sequence[Job]) -> None:
+        self.group, self.jobs, self._asked = group, list(jobs), asked
+        self.stop = asked if group.size == 1 else StopRequest()
+
+    def agree(self, tokens: int, complete: Sequence[Job]) -> int:
+        """After a wave: whether it was too large for a process, who was asked to stop, and which parameters got gradients.
+
+        Args:
+            tokens: of the microbatch of this process if memory ran out, else 0.
+            complete: jobs that are about to step.
+
+        Returns:
+            The largest of the tokens.
+        """
+        if self.group.size == 1:
+            return tokens
+        asked, names = self._asked, [job.name for job in self.jobs]
+        told = [tokens, 1 + (asked.signal or 0) if asked.asked else 0, *(int(name in asked.jobs) for name in names)]
+        found = [int(name not in job.without) for job in complete for name in job.parameters]
+        most = iter(self.group.most(told + found))
+        tokens, stop = next(most), next(most)
+        if stop and not self.stop.asked:
+            self.stop.ask(stop - 1 or None)
+        for name in names:
+            if next(most):
+                self.stop.jobs.setdefault(name, asked.jobs.pop(name, "a subscriber"))
+        for job in complete:
+            job.without = {name for name in job.parameters if not next(most)}
+        return tokens
+
+    def add_up(self, jobs: Sequence[Job]) -> None:
+        """The gradients and losses of jobs that are about to step, over all processes."""
+        if self.group.size == 1 or not jobs:
+            return
+        gradients, losses = zip(*(job.partial() for job in jobs), strict=True)
+        summed = torch.stack(losses)
+        self.group.add([*gradients, summed])
+        for job, loss in zip(jobs, summed, strict=True):
+            job.loss_sum = loss

@@ -1,0 +1,166 @@
+"""Running planned microbatches: each process of a team runs its own one of a wave, and all know what the others ran."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from packlora.parallel.layout import waves
+from packlora.report.events import MicrobatchDone
+from packlora.runtime.collate import PackedSample
+from packlora.runtime.job import Job
+from packlora.runtime.memory import TokenBudget
+from packlora.runtime.microbatch import Executor, run_microbatch
+from packlora.runtime.profiler import Profile
+from packlora.runtime.team import Team
+from packlora.schedule.types import Microbatch, Window
+
+
+class Packer:
+    """Microbatches as the executor is given them: the same objects where one was packed ahead."""
+
+    def __init__(self, jobs: Mapping[str, Job]) -> None:
+        self.jobs = jobs
+        self._last: tuple[Microbatch, tuple[list[PackedSample], np.ndarray]] | None = None
+
+    def packed(self, microbatch: Microbatch) -> tuple[list[PackedSample], np.ndarray]:
+        """Its samples, ordered by owner, and by owner the weight of a label token's loss in the gradient."""
+        if self._last is not None and self._last[0] is microbatch:
+            return self._last[1]
+        weights = np.zeros(len(self.jobs))
+        for name, batch in {(sample.job, sample.batch) for sample in microbatch.samples}:
+            job = self.jobs[name]
+            weights[job.adapter.number] = job.grad_scale / job.label_tokens(batch)
+        placed = [(self.jobs[sample.job], sample) for sample in microbatch.samples]
+        samples = [
+            PackedSample(job.adapter.number, job.data.samples[own.sample], own.sample, own.batch, job.dropout_key)
+            for job, own in placed
+        ]
+        self._last = microbatch, (sorted(samples, key=lambda sample: sample.owner), weights)
+        return self._last[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Wave:
+    """Microbatches that run at the same time, in the order of the team's processes. slot: of the first one in its window."""
+
+    window: Window
+    slot: int
+    microbatches: Sequence[Microbatch]
+
+    @property
+    def completes(self) -> list[tuple[str, int]]:
+        return [step for microbatch in self.microbatches for step in microbatch.completes]
+
+    @property
+    def jobs(self) -> set[str]:
+        return {placed.job for microbatch in self.microbatches for placed in microbatch.samples}
+
+
+def waves_of(window: Window, processes: int, capacity: int) -> list[Wave]:
+    """All waves of a window. capacity: most tokens of a process's microbatch."""
+    out, slot = [], 0
+    for microbatches in waves(window.microbatches, processes, capacity):
+        out.append(Wave(window, slot, microbatches))
+        slot += len(microbatches)
+    return out
+
+
+class Runner:
+    """Runs waves and counts what was run.
+
+    Args:
+        profile: predicts the time of microbatches.
+        logged: microbatches that earlier sessions have told of.
+        elapsed: seconds since the run began.
+    """
+
+    def __init__(
+        self, executor: Executor, jobs: Sequence[Job], team: Team, budget: TokenBudget, profile: Profile, logged: int,
+        elapsed: Callable[[], float],
+    ) -> None:  # fmt: skip
+        self.executor, self.jobs, self.team, self.budget, self.profile = executor, jobs, team, budget, profile
+        self.by_name = {job.name: job for job in jobs}
+        self.packer = Packer(self.by_name)
+        self.began: dict[str, float] = {}
+        """When the global batch that a job is in began."""
+        self.tokens, self.logged, self._elapsed = 0, logged, elapsed
+        self._untold: list[MicrobatchDone] = []
+        self._start = 0.0
+
+    def run(self, wave: Wave) -> int:
+        """Gradients go to the parameters, losses to the jobs. Of a job a wave holds samples of one global batch only.
+
+        Returns:
+            0, or the tokens of a microbatch for which memory ran out.
+        """
+        batches = {placed.job: placed.batch for microbatch in wave.microbatches for placed in microbatch.samples}
+        due = [job for job in self.jobs if job.name in batches and job.is_due(batches[job.name])]
+        complete = [self.by_name[name] for name, batch in wave.completes if self.by_name[name].is_due(batch)]
+        if not due and not complete:
+            return 0
+        self._start = self._elapsed()
+        for job in due:
+            self.began.setdefault(job.name, self._start)
+        own = self._own(wave)
+        lacking = self._run(own) if own is not None else 0
+        if lacking := self.team.agree(lacking, complete):
+            return lacking
+        for rank, microbatch in enumerate(wave.microbatches):
+            if self._is_run(microbatch):
+                self._ran(wave, rank)
+        for job in due:
+            job.count(sum(done.tokens.get(job.name, 0) for done in self._untold))
+        return 0
+
+    def prepare(self, wave: Wave | None) -> None:
+        """Let the executor make ready what comes next, if anything does."""
+        own = self._own(wave) if wave is not None else None
+        if own is not None:
+            self.executor.prepare(*self.packer.packed(own))
+
+    def told(self) -> list[MicrobatchDone]:
+        """The microbatches that have been run since this was last asked; they end now."""
+        out, self._untold = [replace(done, seconds=self._elapsed() - self._start) for done in self._untold], []
+        return out
+
+    def _own(self, wave: Wave) -> Microbatch | None:
+        """The microbatch of this process, if it has one that anybody needs."""
+        own = wave.microbatches[self.team.group.rank : self.team.group.rank + 1]
+        return own[0] if own and self._is_run(own[0]) else None
+
+    def _is_run(self, microbatch: Microbatch) -> bool:
+        return any(self.by_name[placed.job].is_due(placed.batch) for placed in microbatch.samples)
+
+    def _run(self, microbatch: Microbatch) -> int:
+        """Returns as `run`."""
+        samples, weights = self.packer.packed(microbatch)
+        done = self.budget.attempt(microbatch.num_tokens, lambda: run_microbatch(self.executor, samples, weights))
+        if done is None:
+            return microbatch.num_tokens
+        for name, batch in {placed.job: placed.batch for placed in microbatch.samples}.items():
+            job = self.by_name[name]
+            if job.is_due(batch):
+                job.collect(done.sums[job.adapter.number])
+            else:
+                job.discard()
+        return 0
+
+    def _ran(self, wave: Wave, rank: int) -> None:
+        """Note that a process has run its microbatch."""
+        microbatch = wave.microbatches[rank]
+        batches, tokens, samples = dict[str, int](), dict[str, int](), dict[str, int]()
+        for placed in sorted(microbatch.samples, key=lambda placed: self.by_name[placed.job].adapter.number):
+            name = placed.job
+            batches[name] = placed.batch
+            tokens[name], samples[name] = tokens.get(name, 0) + placed.length, samples.get(name, 0) + 1
+        self.tokens += microbatch.num_tokens
+        self._untold.append(
+            MicrobatchDone(
+                self.logged, wave.window.first_round, wave.slot + rank, min(batches.values()), batches, self.budget.tokens,
+                tokens, samples, 0.0, self.profile.seconds(microbatch), rank,
+            )
+        )  # fmt: skip
+        self.logged += 1

@@ -1,0 +1,49 @@
+"""What torchrun starts in tests: the packlora command, with a mishap on one of the processes at its third step.
+
+torchrun ... launched.py MISHAP RANK train RUN.yaml
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def mishap(kind: str) -> None:
+    if kind == "raise":
+        raise ValueError("a mishap, for this test")
+    if kind == "once":  # a process that torchrun starts again does better
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return
+    number = {"kill": signal.SIGKILL, "hang": signal.SIGSTOP, "term": signal.SIGTERM}[kind]
+    os.kill(os.getppid() if kind == "term" else os.getpid(), number)
+
+
+def main() -> None:
+    sys.path[:0] = [str(Path(__file__).parents[1])]
+    import conftest  # noqa: F401 - the same settings as in the tests' own process
+
+    from packlora.cli import app
+    from packlora.runtime.job import Job
+
+    kind, rank = sys.argv[1], sys.argv[2]
+    if kind != "none" and os.environ["RANK"] == rank:
+        original, steps = Job.after_step, 0
+
+        def after_step(job: Job, numbers: Any) -> Any:
+            nonlocal steps
+            steps += 1
+            if steps == 3:
+                mishap(kind)
+            return original(job, numbers)
+
+        Job.after_step = after_step  # type: ignore[method-assign]
+    sys.argv[1:] = sys.argv[3:]
+    app()
+
+
+main()

@@ -1,0 +1,140 @@
+"""Runs as torchrun starts them, on one node and on two: processes that raise, die, hang and are stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from conftest import rows_into
+from seeds import some
+from test_replicas import same_run
+from test_training import config, train
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def tree(tiny_base: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("torchrun")
+    out = config(tiny_base(), folder / "whole", rows_into(folder), dtype="float64", max_tokens_per_microbatch=70)
+    return out | {"save_every": 1}
+
+
+@pytest.fixture(scope="module")
+def whole(tree: dict[str, Any]) -> Path:
+    train(tree)
+    return Path(tree["output_dir"])
+
+
+def environment() -> dict[str, str]:
+    env = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    return env | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1])}
+
+
+def launch(
+    tree: dict[str, Any], out: Path, mishap: str = "none", rank: int = 1, options: tuple[str, ...] = (), *words: str
+) -> subprocess.Popen[str]:
+    """A run on two processes, as a command."""
+    file = out.parent / "run.yaml"
+    file.write_text(yaml.safe_dump({**tree, "output_dir": str(out)}))
+    where = options or ("--standalone", "--nproc-per-node", "2")
+    command = [
+        sys.executable, "-m", "torch.distributed.run", *where, str(HERE / "launched.py"), mishap, str(rank), "train", str(file),
+        *words,
+    ]  # fmt: skip
+    return subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def ended(process: subprocess.Popen[str], seconds: float = 120) -> tuple[int, str]:
+    try:
+        said, _ = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise AssertionError(f"still there after {seconds} s: {process.communicate()[0][-4000:]}") from None
+    return process.returncode, said
+
+
+@pytest.mark.parametrize(
+    ("mishap", "rank", "each", "says"),
+    some(
+        [
+            ("raise", 1, 1, "a mishap, for this test"), ("kill", 1, 1, "Signal 9"), ("kill", 0, 2, "Signal 9"),
+            ("raise", 0, 2, "a mishap, for this test"), ("term", 0, 2, "SIGTERM"),
+        ],
+        one_in=2,
+    ),
+)  # fmt: skip
+def test_what_ends_one_process_ends_the_run_and_it_goes_on_from_there(
+    mishap: str, rank: int, each: int, says: str, tree: dict[str, Any], whole: Path, tmp_path: Path
+) -> None:
+    split = {**tree, "parallel": {"devices_per_job": each}}
+    code, said = ended(launch(split, tmp_path / "out", mishap, rank))
+    assert code != 0
+    assert says in said, said
+    json.loads((tmp_path / "out" / "run.json").read_text())
+    packlora_resumes = train({**tree, "output_dir": str(tmp_path / "out")}, resume=True)
+    assert packlora_resumes.status == "done"
+    same_run(tmp_path / "out", whole, 1e-10)
+
+
+@pytest.mark.parametrize(
+    ("each", "says"), some([(2, "waited in vain"), (1, "process 1 of 2 gives no sign of life")], one_in=2)
+)
+def test_a_process_that_hangs_is_given_up(each: int, says: str, tree: dict[str, Any], tmp_path: Path) -> None:
+    """Without torchrun, which would wait half a minute for what hangs to end."""
+    split = {**tree, "parallel": {"devices_per_job": each, "timeout_s": 6}}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump({**split, "output_dir": str(tmp_path / "out")}))
+    processes = []
+    for rank in range(2):
+        env = environment() | {
+            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(tmp_path.stat().st_ino % 20000 + 20000),
+        }  # fmt: skip
+        command = [sys.executable, str(HERE / "launched.py"), "hang", "1", "train", str(tmp_path / "run.yaml")]
+        processes.append(
+            subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        )
+    code, said = ended(processes[0])
+    processes[1].kill()
+    processes[1].communicate()
+    assert code == 1
+    assert says in said, said
+
+
+def test_torchrun_starts_it_again_and_it_goes_on(tree: dict[str, Any], whole: Path, tmp_path: Path) -> None:
+    options = ("--standalone", "--nproc-per-node", "2", "--max-restarts", "1")
+    code, said = ended(launch(tree, tmp_path / "out", "once", 1, options))
+    assert code == 0, said
+    same_run(tmp_path / "out", whole, 1e-10)
+
+
+def test_two_nodes_train_as_one(tree: dict[str, Any], whole: Path, tmp_path: Path) -> None:
+    """Two agents of torchrun that find one another at an address."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    options = (
+        "--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}",
+        "--rdzv-id", "test",
+    )  # fmt: skip
+    nodes = [launch(tree, tmp_path / "out", options=options) for _ in range(2)]
+    told = [ended(node) for node in nodes]
+    assert [code for code, _ in told] == [0, 0], told
+    same_run(tmp_path / "out", whole, 1e-10)
+    both = "".join(said for _, said in told)
+    assert both.count("report.html") == 1, both
+
+
+def test_bad_input_is_said_once(tree: dict[str, Any], tmp_path: Path) -> None:
+    code, said = ended(launch({**tree, "dtype": "float61"}, tmp_path / "out"))
+    assert code != 0
+    assert said.count("float61") == 1, said
+    assert "exitcode  : 2" in said
+    assert not (tmp_path / "out").exists()
