@@ -19,6 +19,7 @@ from packlora.adapters.siblings import SiblingGroup, sibling_groups
 from packlora.adapters.spec import AdapterSpec
 from packlora.adapters.weights import AdapterWeights, parameter_shapes
 from packlora.ops.dropout.keys import layer_salt
+from packlora.ops.lora_linear.frozen import Storage
 from packlora.ops.recompute import add_recompute
 from packlora.plans.select import PlanChooser
 from packlora.seeding import stable_hash
@@ -57,6 +58,7 @@ def attach(
     specs: dict[str, AdapterSpec],
     seed: int | Mapping[str, int],
     chooser: PlanChooser | Mapping[str, PlanChooser] | None = None,
+    storage: Storage | None = None,
 ) -> tuple[Attached, list[Adapter]]:
     """Freeze the model and attach one adapter per job.
 
@@ -68,12 +70,13 @@ def attach(
         seed: of every adapter, or by job name.
         chooser: chooses how layers are computed, one for all or by path; by default from what is known of the device. Siblings
             with different ones are computed apart.
+        storage: how the weights of the model lie; None: in memory.
     """
     model.requires_grad_(False)
     if not isinstance(chooser, Mapping):
         adapted = [path for spec in specs.values() for path in spec.modules]
         chooser = dict.fromkeys(adapted, chooser or PlanChooser(model.device))
-    attached = Attached([*chooser.values()])
+    attached = Attached([*chooser.values()], storage)
     layers: dict[str, AdaptedLinear] = {}
     norms = RowNorms()
     groups = shared_inputs(model)
@@ -83,7 +86,16 @@ def attach(
         for path in spec.modules:
             if path not in layers:
                 layers[path] = _replace(model, path, groups.get(path, (path,))[0], attached, chooser[path])
-        adapters.append(_adapter(job, number, spec, layers, seeds[job], norms))
+        adapters.append(_adapter(job, number, spec, layers, seeds[job]))
+    made = [
+        first
+        for path in attached.storage.each(layers)
+        for weights in layers[path].adapters.values()
+        for first in weights.first_values(layers[path].frozen, layers[path].bias, norms)
+    ]
+    with torch.no_grad():
+        for parameter, value in made:
+            parameter.copy_(value)
     for paths in set(groups.values()):
         siblings = [layers[path] for path in paths if path in layers]
         for one in dict.fromkeys(member.chooser for member in siblings):
@@ -93,14 +105,13 @@ def attach(
                 group.attach(model.get_submodule(paths[0].rpartition(".")[0]))
                 for index, member in enumerate(members):
                     member.siblings, member.index = group, index
+    attached.storage.adapted(layers)
     if model.device.type == "cuda":  # where activations are what memory goes to
-        add_recompute(model)
+        add_recompute(model, attached.storage.each)
     return attached, adapters
 
 
-def _adapter(
-    name: str, number: int, spec: AdapterSpec, layers: Mapping[str, AdaptedLinear], seed: int, norms: RowNorms
-) -> Adapter:
+def _adapter(name: str, number: int, spec: AdapterSpec, layers: Mapping[str, AdaptedLinear], seed: int) -> Adapter:
     """Make an adapter and put it onto its layers."""
     shapes = {path: parameter_shapes(module, layers[path].base) for path, module in spec.modules.items()}
     named = {f"{path}/{attribute}": shape for path, own in shapes.items() for attribute, shape in own.items()}
@@ -111,7 +122,7 @@ def _adapter(
     views, weights = layout.views(flat), {}
     for path, module in spec.modules.items():
         room = {attribute: views[f"{path}/{attribute}"] for attribute in shapes[path]}
-        weights[path] = AdapterWeights(module, layers[path].base, stable_hash("start", seed, path), norms, room)
+        weights[path] = AdapterWeights(module, layers[path].base, stable_hash("start", seed, path), room)
         layers[path].adapters[number] = weights[path]
     return Adapter(name, number, spec, weights, layout, flat)
 

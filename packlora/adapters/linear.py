@@ -18,7 +18,7 @@ from packlora.adapters.owners import TokenOwners
 from packlora.adapters.siblings import SiblingGroup
 from packlora.adapters.weights import AdapterWeights
 from packlora.ops.lora_linear.autograd import lora_group
-from packlora.ops.lora_linear.frozen import Dense
+from packlora.ops.lora_linear.frozen import FrozenWeight, InMemory, Storage
 from packlora.ops.lora_linear.prepared import GroupState
 from packlora.ops.lora_linear.types import Layer, Segment
 from packlora.ops.recompute import recompute_of
@@ -37,7 +37,9 @@ class Attached:
     checkpointed activations are recomputed in autograd's own threads, which see no context of the thread that called backward.
     """
 
-    def __init__(self, choosers: Sequence[PlanChooser]) -> None:
+    def __init__(self, choosers: Sequence[PlanChooser], storage: Storage | None = None) -> None:
+        self.storage = storage or InMemory()
+        """How the frozen weights lie."""
         self.choosers = tuple(dict.fromkeys(choosers))
         """Of plans: each layer has one of them."""
         self._active: TokenOwners | int | None = None
@@ -138,6 +140,7 @@ class AdaptedLinear(torch.nn.Module):
         self.keep_output = False
         """The backward reads this layer's output in the place of DoRA's product (kept_outputs.py)."""
         self._layer: Layer | None = None
+        self._frozen: FrozenWeight | None = None
 
     @property
     def weight(self) -> torch.Tensor:
@@ -168,7 +171,14 @@ class AdaptedLinear(torch.nn.Module):
             or known.keep_output != self.keep_output
         ):  # fmt: skip
             low_rank = {number: weights.low_rank() for number, weights in self.adapters.items()}
-            known = self._layer = Layer(Dense(base.weight), base.bias, low_rank, self.keep_output)
+            known = self._layer = Layer(self.frozen(), base.bias, low_rank, self.keep_output)
+        return known
+
+    def frozen(self) -> FrozenWeight:
+        """The frozen weight as the operator takes it: the same object while it is the same tensor."""
+        known = self._frozen
+        if known is None or known.dense() is not self.base.weight:
+            known = self._frozen = self.attached.storage.frozen(self.base.weight)
         return known
 
 

@@ -3,8 +3,9 @@
 A norm depends on W, A, B and the scaling alone. RowNorms keeps those of a model, and goes by one rule: a norm stands while
 
     the host sees what it saw     at every get(), in microseconds: places, shapes and version counters of W, A and B (of a W
-                                  that is no tensor its key), the scaling, invalidate(), and steps of torch's optimizers (the
-                                  fused ones move no version counter), for version-counted handles of one that holds A or B
+                                  that is no tensor, or is gathered, its key), the scaling, invalidate(), and steps of torch's
+                                  optimizers (the fused ones move no version counter), for version-counted handles of one that
+                                  holds A or B
     its data are what they were   which shows any write that leaves no trace on the host: through .data, a NumPy view, a kernel.
                                   Never asked of version-counted handles. On a CPU A and B are compared with copies; on a GPU
                                   64-bit sums over their bits are compared on the device, and kernels compute where they differ:
@@ -36,7 +37,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from packlora.ops.lora_linear.frozen import FrozenWeight
+from packlora.ops.lora_linear.frozen import FrozenWeight, Gathered
 from packlora.ops.modules import remove_hooks
 from packlora.ops.row_norm.row_norm import row_norms, squared_row_norm, takes_kernels
 from packlora.ops.row_norm.types import NormProblem, dense_of
@@ -135,9 +136,13 @@ class NormHandle:
     def _base_N(self) -> torch.Tensor:
         """||W||^2 by row."""
         known = self._base
-        if known is None or known[0] != self._epoch or not known[1].stands(self._watched()):
-            known = self._base = (self._epoch, _seen_of(self._watched()), squared_row_norm(self._watched()))
+        if known is None or known[0] != self._epoch or not known[1].stands(self._known_by()):
+            known = self._base = (self._epoch, _seen_of(self._known_by()), squared_row_norm(self._watched()))
         return known[2]
+
+    def _known_by(self) -> torch.Tensor | FrozenWeight:
+        """What tells whether the weight is what it was: the tensor, where it stays where it lies."""
+        return self.weight if self._dense is None or isinstance(self.weight, Gathered) else self._dense
 
     def _watched(self) -> torch.Tensor | FrozenWeight:
         """The weight as a tensor where it is one."""
@@ -365,7 +370,7 @@ class _Sight:
 
 
 class _Key:
-    """The same of a weight that is no tensor."""
+    """The same of a weight that is no tensor, or that lies elsewhere every time."""
 
     __slots__ = ("key",)
 
@@ -386,7 +391,7 @@ class _Seen:
     __slots__ = ("A", "B", "epoch", "scaling", "steps", "weight")
 
     def __init__(self, handle: NormHandle) -> None:
-        self.A, self.B, self.weight = _Sight(handle.A), _Sight(handle.B), _seen_of(handle._watched())
+        self.A, self.B, self.weight = _Sight(handle.A), _Sight(handle.B), _seen_of(handle._known_by())
         self.scaling, self.epoch, self.steps = handle.scaling, handle._epoch, handle._steps
 
     def stands(self, handle: NormHandle) -> bool:
@@ -421,10 +426,9 @@ class _Seen:
         return True
 
     def _lies(self, handle: NormHandle, A: torch.Tensor, B: torch.Tensor) -> bool:
-        weight: Any = handle.weight if handle._dense is None else handle._dense
         return (
             self.epoch == handle._epoch and self.scaling == handle.scaling and self.A.lies(A) and self.B.lies(B)
-            and self.weight.stands(weight)
+            and self.weight.stands(handle._known_by())
         )  # fmt: skip
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
 from packlora.adapters.norms import RowNorms
 from packlora.adapters.spec import ModuleSpec
+from packlora.ops.lora_linear.frozen import FrozenWeight
 from packlora.ops.lora_linear.types import LowRank
 
 
@@ -30,6 +31,8 @@ class AdapterWeights:
 
     A [r, K], B [N, r], magnitude [N], bias [N]; those that the spec does not have are None.
 
+    A and B have their first values, magnitude and bias get theirs from `first_values`.
+
     Args:
         room: where they lie, by name: zeros of parameter_shapes, on the layer's device.
     """
@@ -39,10 +42,9 @@ class AdapterWeights:
         spec: ModuleSpec,
         base: torch.nn.Linear,
         seed: int,
-        norms: RowNorms,
         room: Mapping[str, torch.Tensor],
     ) -> None:
-        self.spec, self._base = spec, base
+        self.spec = spec
         self.A = self.B = self.magnitude = self.bias = None
         if spec.rank:
             generator = torch.Generator().manual_seed(seed)
@@ -51,11 +53,31 @@ class AdapterWeights:
             self.A = torch.nn.Parameter(room["A"].copy_(A_rK))
             self.B = torch.nn.Parameter(room["B"])
             if spec.use_dora:
-                # A and B change by the job's own optimizer and by copy_, which the host sees
-                self._norm = norms.add(base.weight, self.A, self.B, spec.scaling, version_counted=True)
-                self.magnitude = torch.nn.Parameter(room["magnitude"].copy_(self._norm.get()))
+                self.magnitude = torch.nn.Parameter(room["magnitude"])
         if spec.train_bias:
-            self.bias = torch.nn.Parameter(room["bias"].copy_(base.bias.detach()))
+            self.bias = torch.nn.Parameter(room["bias"])
+
+    def first_values(
+        self, frozen: Callable[[], FrozenWeight], bias_N: torch.Tensor | None, norms: RowNorms
+    ) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
+        """Of the magnitude and the bias, which are made of the frozen layer: for the caller to write, when it has them of all
+        layers. One write moves the version of all parameters of a job, and so makes all of its norms anew.
+
+        Args:
+            frozen: gives the layer's weight as it is when it is asked.
+            bias_N: of the layer.
+        """
+        made = []
+        if self.magnitude is not None:
+            assert self.A is not None and self.B is not None
+            # A and B change by the job's own optimizer and by copy_, which the host sees
+            self._frozen = frozen
+            self._norm = norms.add(frozen(), self.A, self.B, self.spec.scaling, version_counted=True)
+            made.append((self.magnitude, self._norm.get()))
+        if self.bias is not None:
+            assert bias_N is not None
+            made.append((self.bias, bias_N.detach().clone()))
+        return made
 
     def named_parameters(self) -> dict[str, torch.nn.Parameter]:
         """Those that exist, by the name of the attribute."""
@@ -70,4 +92,4 @@ class AdapterWeights:
     def norm(self) -> torch.Tensor:
         """||W + s B A|| by row, [N], for the present values."""
         assert self.A is not None and self.B is not None
-        return self._norm.point(self._base.weight, self.A, self.B, self.spec.scaling).get()
+        return self._norm.point(self._frozen(), self.A, self.B, self.spec.scaling).get()

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.utils import cached_file
+
+from packlora.base.weight_files import own_rows
 
 NOT_OF_THE_MODEL = {"transformers_version", "_name_or_path"}
 """Keys of a config.json that say who wrote it."""
@@ -25,15 +30,16 @@ class Fingerprint(BaseModel):
 
 
 def fingerprint(model: PreTrainedModel, path: str, revision: str | None) -> Fingerprint:
-    """Of a loaded model, before anything is put on it. The same on every device; as fast as its weights can be read.
+    """Of a loaded model, before anything is put on it. The same on every device; as fast as its weights can be read. Where the
+    model is sharded over ranks, all of them call it.
 
     Args:
         model: in the dtype that it is used in, so what the cast rounds away does not count.
         path, revision: what it was loaded from.
     """
-    weights = hashlib.blake2b(digest_size=16)
-    for name, tensor in model.state_dict().items():
-        weights.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {word_sum(tensor)}\n".encode())
+    weights, held = hashlib.blake2b(digest_size=16), model.state_dict()
+    for (name, tensor), words in zip(held.items(), word_sums([*held.values()]), strict=True):
+        weights.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {words}\n".encode())
     file = cached_file(path, "config.json", revision=revision)
     assert file is not None
     config = json.loads(Path(file).read_text(encoding="utf-8"))
@@ -42,11 +48,36 @@ def fingerprint(model: PreTrainedModel, path: str, revision: str | None) -> Fing
     return Fingerprint(weights=weights.hexdigest(), config=hashlib.blake2b(text.encode(), digest_size=16).hexdigest())
 
 
-def word_sum(tensor: torch.Tensor) -> int:
+def word_sums(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """word_sum of each tensor; of those that are sharded by rows the sum over the ranks of one mesh, by one collective."""
+    sharded = [isinstance(tensor, DTensor) for tensor in tensors]
+    sums = [_own_part(tensor) if isinstance(tensor, DTensor) else word_sum(tensor) for tensor in tensors]
+    for tensor in tensors:
+        if isinstance(tensor, DTensor):
+            halves = [[own & 0xFFFFFFFF, own >> 32] for own in sums]
+            total = torch.tensor(halves, dtype=torch.int64, device=tensor.device)  # sums of 32 bits do not overflow
+            dist.all_reduce(total, group=tensor.device_mesh.get_group())
+            found = [(low + (high << 32)) % 2**64 for low, high in total.tolist()]
+            return [whole if apart else own for whole, own, apart in zip(found, sums, sharded, strict=True)]
+    return sums
+
+
+def _own_part(tensor: DTensor) -> int:
+    """What this rank's rows are in the word sum."""
+    local = tensor.to_local()
+    first = own_rows(tensor.shape[0], tensor.device_mesh).start
+    return word_sum(local, first * (tensor.numel() // max(1, tensor.shape[0])) * tensor.element_size())
+
+
+def word_sum(tensor: torch.Tensor, before: int = 0) -> int:
     """The tensor's memory as 64-bit words, added modulo 2^64: exact in any order, so a GPU gives what a CPU gives. It takes a
     hundredth of the time of a cryptographic hash on the host; a weight that was changed changes it.
+
+    before: bytes that lie before it, of a part of a tensor: the sums of the parts add up to that of the tensor.
     """
     octets = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    if before % 8:
+        octets = torch.cat([octets.new_zeros(before % 8), octets])
     if octets.storage_offset() % 8:
         octets = octets.clone()
     whole = octets.numel() // 8 * 8

@@ -14,7 +14,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any, Literal
@@ -48,8 +48,13 @@ def check_liger(setting: bool | Literal["auto"], device: torch.device, dtype: st
 
 
 @torch.no_grad()
-def use_liger(model: PreTrainedModel, setting: bool | Literal["auto"]) -> list[str]:
+def use_liger(
+    model: PreTrainedModel, setting: bool | Literal["auto"], each: Callable[[Iterable[str]], Iterator[str]] = iter
+) -> list[str]:
     """Let liger run what it can of a loaded, frozen model, in place.
+
+    Args:
+        each: of paths, while the weights of their modules are here (ops.lora_linear.frozen.Storage).
 
     Returns:
         What was taken over, as `65 LlamaRMSNorm`; empty where liger is off or unavailable.
@@ -62,7 +67,8 @@ def use_liger(model: PreTrainedModel, setting: bool | Literal["auto"]) -> list[s
     counts: dict[str, int] = {}
     ops = importlib.import_module("liger_kernel.ops")
     known: dict[Any, Any] = {}  # what was found for a class of norms or attentions
-    for module in model.modules():
+    for path in each([path for path, _ in model.named_modules()]):
+        module = model.get_submodule(path)
         forward = _norm(module, known) or _gated(module, ops) or _rotary(module, known, ops)
         if forward is not None:
             module.forward = MethodType(forward, module)

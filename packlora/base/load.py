@@ -41,7 +41,7 @@ def read_tokenizer(path: str, revision: str | None, trust_remote_code: bool = Fa
         raise InputError(
             f"base_model {path!r}: the folder holds no tokenizer (tokenizer.json); save it there beside the weights"
         )
-    tokenizer = _load(
+    tokenizer = load_part(
         "tokenizer",
         path,
         lambda: AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code),
@@ -60,9 +60,16 @@ def load_skeleton(run: Run) -> PreTrainedModel:
 
 def read_skeleton(path: str, revision: str | None, trust_remote_code: bool = False) -> PreTrainedModel:
     """The same of a folder or a hub id."""
+    config = read_config(path, revision, trust_remote_code)
+    with torch.device("meta"):
+        return model_of(config, path, trust_remote_code)
+
+
+def read_config(path: str, revision: str | None, trust_remote_code: bool = False) -> Any:
+    """The configuration of a folder or a hub id. Raises InputError where there is none, or none that is trained here."""
     if os.path.lexists(path) and not os.path.isdir(path):
         raise InputError(f"base_model {path!r} is not a folder; give the folder of a model or a Hugging Face model id")
-    config = _load(
+    config = load_part(
         "configuration",
         path,
         lambda: AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code),
@@ -70,16 +77,21 @@ def read_skeleton(path: str, revision: str | None, trust_remote_code: bool = Fal
     if getattr(config, "quantization_config", None) is not None:
         raise InputError(f"base_model {path!r} is quantised; this version takes float bases only")
     check_sizes(config, path)
-    with torch.device("meta"):
-        model = _load(
-            "model",
-            path,
-            lambda: AutoModelForCausalLM.from_config(
-                config,
-                trust_remote_code=trust_remote_code,
-                attn_implementation="eager",  # a configuration may name one that is code on the hub
-            ),
-        )
+    return config
+
+
+def model_of(config: Any, path: str, trust_remote_code: bool, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    """The model that a configuration describes, with random weights. path: for messages. dtype: None is the configuration's."""
+    model = load_part(
+        "model",
+        path,
+        lambda: AutoModelForCausalLM.from_config(
+            config,
+            trust_remote_code=trust_remote_code,
+            attn_implementation="eager",  # a configuration may name one that is code on the hub
+            **({} if dtype is None else {"dtype": dtype}),
+        ),
+    )
     assert isinstance(model, PreTrainedModel)
     return model
 
@@ -90,10 +102,10 @@ def read_model(path: str, revision: str | None, dtype: torch.dtype, trust_remote
     Raises:
         InputError: it cannot be loaded, or its weights are not those of its configuration.
     """
-    _check_files(path)
+    check_files(path)
     transformers.utils.logging.disable_progress_bar()
-    with _quiet():  # its report of the weights is _check_weights' matter
-        model, found = _load(
+    with _quiet():  # its report of the weights is check_weights' matter
+        model, found = load_part(
             "model",
             path,
             lambda: AutoModelForCausalLM.from_pretrained(
@@ -107,12 +119,13 @@ def read_model(path: str, revision: str | None, dtype: torch.dtype, trust_remote
                 output_loading_info=True,
             ),
         )
-    _check_weights(path, found)
+    check_weights(path, found)
     assert isinstance(model, PreTrainedModel)
     return model
 
 
-def _load(what: str, path: str, load: Any) -> Any:
+def load_part(what: str, path: str, load: Any) -> Any:
+    """What `load` returns. Raises InputError, naming what could not be loaded of which base model."""
     try:
         return load()
     except Exception as error:  # transformers raises many types for a model that is not there
@@ -120,7 +133,7 @@ def _load(what: str, path: str, load: Any) -> Any:
         raise InputError(f"base_model {quoted(path, 300)} ({kind}): cannot load the {what}: {foreign(error)}") from None
 
 
-def _check_files(path: str) -> None:
+def check_files(path: str) -> None:
     """Refuse a folder whose weights cannot be what is wanted. A hub id is transformers' to find."""
     if not os.path.isdir(path):
         return
@@ -140,7 +153,7 @@ def _check_files(path: str) -> None:
     raise InputError(f"base_model {path!r}: the folder holds no weights (model.safetensors)")
 
 
-def _check_weights(path: str, found: Mapping[str, Any]) -> None:
+def check_weights(path: str, found: Mapping[str, Any]) -> None:
     """Refuse weights that are not those that the configuration asks for: what is missing would be random.
 
     Args:

@@ -21,6 +21,7 @@ from packlora.base.packing import prepare_model
 from packlora.base.proof import check_packing, own_logits
 from packlora.base.shape import check_row
 from packlora.config import Run
+from packlora.ops.lora_linear.frozen import InMemory, Storage
 
 
 @dataclass(slots=True)
@@ -39,6 +40,8 @@ class Base:
     """Parts of the model that run on fused kernels, see base/liger.py."""
     kept_outputs: str | None = None
     """In words, how many DoRA layers keep their outputs, where the run asks for it: adapters/kept_outputs.py."""
+    storage: Storage = field(default_factory=InMemory)
+    """How its weights lie."""
 
 
 def load_base(run: Run, tokenizer: Any, longest: Mapping[str, int] | None = None) -> Base:
@@ -54,9 +57,20 @@ def load_base(run: Run, tokenizer: Any, longest: Mapping[str, int] | None = None
     path, device = base_path(run.base_model), choose_device(run.device)
     model = read_model(path, run.revision, getattr(torch, run.dtype), run.trust_remote_code)
     check_row(model, run.max_tokens_per_microbatch, path)
-    model.to(device)
-    own = own_logits(model, path, longest or {})
+    return ready_base(run, model.to(device), tokenizer, device, path, longest or {}, InMemory())
+
+
+def ready_base(
+    run: Run, model: PreTrainedModel, tokenizer: Any, device: torch.device, path: str, longest: Mapping[str, int],
+    storage: Storage,
+) -> Base:  # fmt: skip
+    """A model on its device, as transformers runs it, made ready for packed training, with the proof that it may be packed.
+
+    Raises:
+        InputError: packing would train it wrongly.
+    """
+    own = own_logits(model, path, longest)
     notes = prepare_model(model, run.gradient_checkpointing)
-    replaced = use_liger(model, run.liger)
-    fused_loss = check_packing(model, own, path, longest or {}, notes)
-    return Base(model, tokenizer, device, path, notes, fused_loss, replaced)
+    replaced = use_liger(model, run.liger, storage.each)
+    fused_loss = check_packing(model, own, path, longest, notes)
+    return Base(model, tokenizer, device, path, notes, fused_loss, replaced, storage=storage)

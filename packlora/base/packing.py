@@ -23,6 +23,8 @@ from packlora.ops.attention import SampleStarts, packed_attention
 
 ATTENTION = "packlora"
 """Name under which packed attention is registered with transformers. It has no mask function, so no mask is built."""
+DECODER = "packed_decoder"
+"""A method that a model may have: it runs the decoder without the output layer, whose weight is here when it returns."""
 
 
 def _attention(
@@ -136,7 +138,8 @@ def hidden_states(
     model: PreTrainedModel, input_ids_T: torch.Tensor, position_ids_T: torch.Tensor, samples: tuple[int, ...] | SampleStarts
 ) -> torch.Tensor:  # fmt: skip
     """Of all tokens, [T, D]; samples: their lengths, or where they begin."""
-    output = model.base_model(
+    decoder = getattr(model, DECODER, model.base_model)
+    output = decoder(
         input_ids=input_ids_T[None], position_ids=position_ids_T[None], use_cache=False, sample_lengths=samples
     )
     hidden: torch.Tensor = output.last_hidden_state.squeeze(0)

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from packlora.base.masks import OWN_MASKS, MaskLimits
@@ -169,7 +171,7 @@ def _cannot_be_packed(model: PreTrainedModel, path: str) -> Iterator[None]:
 def _check_finite(model: PreTrainedModel, logits: torch.Tensor, path: str) -> None:
     if bool(logits.isfinite().all()):
         return
-    bad = [name for name, tensor in model.state_dict().items() if not bool(tensor.isfinite().all())]
+    bad = [name for name, tensor in model.state_dict().items() if not _is_finite(tensor)]
     if bad:
         more = f" and {len(bad) - 1} more tensors" if bad[1:] else ""
         raise InputError(f"base_model {path!r}: the weights hold NaN or infinity: {bad[0]}{more}; load a sound copy")
@@ -177,6 +179,15 @@ def _check_finite(model: PreTrainedModel, logits: torch.Tensor, path: str) -> No
     raise InputError(
         f"base_model {path!r}: its logits are not finite in {dtype}, though its weights are; try another dtype"
     )
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    """Whether all its numbers are; of a tensor that is sharded over ranks, those of all of them."""
+    if not isinstance(tensor, DTensor):
+        return bool(tensor.isfinite().all())
+    odd = tensor.to_local().isfinite().logical_not().sum()
+    dist.all_reduce(odd, group=tensor.device_mesh.get_group())
+    return not odd.item()
 
 
 def _difference(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> float:

@@ -15,7 +15,7 @@ on a model that set the attribute, and change nothing of what the model computes
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -63,8 +63,13 @@ LIGER_PRODUCTS = ("LigerSiLUMulFunction", "LigerGELUMulFunction")
 NOT_THE_PRODUCT = "down_proj reads something else than act(gate_proj) * up_proj, act being SiLU, GELU or ReLU"
 
 
-def add_recompute(model: nn.Module) -> tuple[str, dict[str, str]]:
+def add_recompute(
+    model: nn.Module, each: Callable[[Iterable[str]], Iterator[str]] = iter
+) -> tuple[str, dict[str, str]]:
     """Put hooks on the RMS norms and gated feed-forwards of a model; `remove_recompute` takes them off again.
+
+    Args:
+        each: of paths, while the weights of their modules are here (lora_linear.frozen.Storage).
 
     Returns:
         In words how many there are, and by path the reasons of those that are left alone.
@@ -72,7 +77,8 @@ def add_recompute(model: nn.Module) -> tuple[str, dict[str, str]]:
     left: dict[str, str] = {}
     norms = products = 0
     with undisturbed(model, training=True):
-        for path, module in list(model.named_modules()):
+        for path in each([path for path, _ in model.named_modules()]):
+            module = model.get_submodule(path)
             if type(module).__name__.endswith("RMSNorm"):
                 if reason := _why_not_norm(module):
                     left[path] = reason

@@ -253,6 +253,7 @@ def _attach(prepared: PreparedRun, base: Base) -> tuple[SingleDevice, list[Job]]
         {job.config.name: job.spec for job in prepared.jobs},
         {job.config.name: job.data.seed for job in prepared.jobs},
         {path: choosers[ask] for path, ask in prepared.asks.items()},
+        base.storage,
     )
     jobs = []
     for item, adapter in zip(prepared.jobs, adapters, strict=True):

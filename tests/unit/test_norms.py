@@ -12,11 +12,16 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import tiny_model
+from peft import LoraConfig
 from stored_weights import Bytes
 from torch import nn
 
 from packlora.adapters import norms as module
+from packlora.adapters.attach import attach
 from packlora.adapters.norms import NormHandle, RowNorms
+from packlora.adapters.spec import resolve
+from packlora.base.packing import prepare_model
 from packlora.ops.lora_linear.frozen import Dense
 from packlora.ops.row_norm import row_norm as ops
 
@@ -810,3 +815,18 @@ def test_a_handle_number_is_never_used_again() -> None:
         handle: NormHandle = Layer(norms, True).handle
         assert handle.number not in seen
         seen.add(handle.number)
+
+
+def test_adapters_that_are_put_onto_a_model_have_each_norm_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """First values are written together: a write to a job's parameter moves the version of all of them."""
+    computed, own = [], module.row_norms
+    monkeypatch.setattr(module, "row_norms", lambda problems: computed.extend(problems) or own(problems))
+    model = tiny_model("llama", num_hidden_layers=3)
+    prepare_model(model, False)
+    peft = LoraConfig(r=2, use_dora=True, target_modules="all-linear", task_type="CAUSAL_LM")
+    _, adapters = attach(model, {name: resolve(peft, model, name) for name in ("a", "b")}, 0)
+    assert len(computed) == 2 * 3 * 7
+    for path, weights in adapters[1].weights.items():
+        assert weights.magnitude is not None
+        norm_N = model.get_submodule(path).weight.norm(dim=1)
+        assert torch.allclose(weights.magnitude, norm_N, rtol=1e-6)

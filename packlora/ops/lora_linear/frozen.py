@@ -1,19 +1,20 @@
 """What the operator asks of a frozen weight W [N, K], so that its storage is nobody else's business.
 
-`Dense` is a weight that lies in memory as it is multiplied. Others (4 bits a number, a shard that is gathered) implement
-`FrozenWeight` beside it, and nothing of the operator changes: plans that need W itself are not legal for them (`dense`).
+`Dense` is a weight that lies in memory as it is multiplied, `Gathered` one that lies there while its layer runs. Others (4 bits
+a number) implement `FrozenWeight` beside them, and nothing of the operator changes: plans that need W itself are not legal for
+them (`dense`). `Storage` says how the weights of a whole model lie.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable, Iterator
 from typing import Protocol
 
 import torch
 from torch.nn.functional import linear
 
 from packlora.ops.gpu import rounds_before_adding
-from packlora.ops.stamp import stamps
+from packlora.ops.stamp import stamps, version
 
 
 class FrozenWeight(Protocol):
@@ -123,6 +124,50 @@ class Dense:
 
     def dense(self) -> torch.Tensor:
         return self.weight
+
+
+class Gathered(Dense):
+    """A weight whose data are there only while its layer runs, at another address every time. It is one tensor object all the
+    time, and what fills it again moves no version counter."""
+
+    __slots__ = ()
+
+    @property
+    def key(self) -> Hashable:
+        counted = version(self.weight)
+        return None if counted is None else (id(self.weight), counted)
+
+
+class Storage(Protocol):
+    """How the frozen weights of a model lie."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all weights are here all the time. If not, a forward of the model gathers those of each layer."""
+
+    def each(self, paths: Iterable[str]) -> Iterator[str]:
+        """The paths of modules, each while the weights that lie in its module, or above it in its layer, are here."""
+
+    def frozen(self, weight: torch.Tensor) -> FrozenWeight:
+        """A weight as the operator takes it."""
+
+    def adapted(self, paths: Iterable[str]) -> None:
+        """Adapters have been put onto the layers at these paths."""
+
+
+class InMemory:
+    """The Storage of a model that is whole on its device."""
+
+    is_whole = True
+
+    def each(self, paths: Iterable[str]) -> Iterator[str]:
+        return iter(paths)
+
+    def frozen(self, weight: torch.Tensor) -> FrozenWeight:
+        return Dense(weight)
+
+    def adapted(self, paths: Iterable[str]) -> None:
+        pass
 
 
 def accumulator_dtype(x_TK: torch.Tensor) -> torch.dtype:

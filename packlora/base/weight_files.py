@@ -1,0 +1,148 @@
+"""The weights of a base model in its safetensors files, read row by row: for a model that no process holds whole.
+
+Which weight of the files is which of the model is transformers' to say: names that it knows by others, tied weights, weights
+that it leaves out. What it computes while it loads (experts that are put together, split projections) is refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
+from transformers.utils import cached_file
+
+from packlora.base.load import check_files, check_weights, load_part
+from packlora.errors import InputError
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+class WeightFiles:
+    """The weights in the files of a folder or a hub id. Each read opens its file anew: what is mapped into memory is then no
+    more than what is read.
+
+    Raises:
+        InputError: there are no such files, or they cannot be read.
+    """
+
+    def __init__(self, path: str, revision: str | None) -> None:
+        check_files(path)
+        self.path = path
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.bytes_read = 0
+        self._files: dict[str, str] = {}
+        for file in load_part("model", path, lambda: _files(path, revision)):
+            with load_part("model", path, lambda file=file: safe_open(file, framework="pt")) as opened:
+                for key in opened.keys():  # noqa: SIM118 - it is no mapping
+                    self._files[key] = file
+                    self.shapes[key] = tuple(opened.get_slice(key).get_shape())
+
+    def read(self, key: str, rows: slice | None = None) -> torch.Tensor:
+        """A weight, or rows of it, in the dtype of the file. It may be the file itself, mapped into memory: copy it."""
+        with safe_open(self._files[key], framework="pt") as opened:
+            read: torch.Tensor = opened.get_tensor(key) if rows is None else opened.get_slice(key)[rows]
+        self.bytes_read += read.numel() * read.element_size()
+        return read
+
+
+def _files(path: str, revision: str | None) -> list[str]:
+    def find(name: str) -> str | None:
+        found: str | None = cached_file(
+            path, name, revision=revision, _raise_exceptions_for_missing_entries=name not in (SINGLE, INDEX)
+        )
+        return found
+
+    if (single := find(SINGLE)) is not None:
+        return [single]
+    index = find(INDEX)
+    if index is None:
+        raise OSError(f"neither {SINGLE} nor {INDEX} is there")
+    names = sorted(set(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values()))
+    return [file for name in names if (file := find(name)) is not None]
+
+
+def own_rows(rows: int, mesh: DeviceMesh) -> slice:
+    """Of a weight of so many rows, those that this rank of a mesh of one dimension holds: as torch.chunk shares them out."""
+    share = -(-rows // mesh.size())
+    start = min(share * mesh.get_local_rank(), rows)
+    return slice(start, min(start + share, rows))
+
+
+def keys_of(model: PreTrainedModel, files: WeightFiles) -> dict[str, str]:
+    """By name of a parameter or persistent buffer of a model, the key of the files. Of tied parameters at least one is there.
+
+    Args:
+        model: its weights on any device; those that it ties are tied.
+
+    Raises:
+        InputError: the weights are not those that the model has, or not without being computed from those in the files.
+    """
+    extra = [*getattr(type(model.config), "extra_files", ()), getattr(model.config, "transformers_weights", None)]
+    if any(extra):
+        raise InputError(
+            f"base_model {files.path!r}: parallel.shard_base does not read weights out of {extra[0] or extra[-1]}"
+        )
+    wanted = model.state_dict()
+    found, unexpected, computed = _renamed(model, wanted, files.shapes)
+    if computed:
+        raise InputError(
+            f"base_model {files.path!r}: parallel.shard_base reads weights as they lie in the files, but {computed[0]} of a "
+            f"{model.config.model_type} model is computed from others; save_pretrained it with save_original_format=False"
+        )
+    there = {id(parameter) for name, parameter in _parameters(model) if name in found}
+    tied = {name for name, parameter in _parameters(model) if id(parameter) in there}
+    names, missing = {name for name, _ in _parameters(model)}, wanted.keys() - found.keys() - tied
+    check_weights(
+        files.path,
+        {
+            # also those that transformers would leave at random values
+            "missing_keys": (missing & names) | {*_without(missing - names, model._keys_to_ignore_on_load_missing)},
+            "unexpected_keys": _without(unexpected, model._keys_to_ignore_on_load_unexpected),
+            "mismatched_keys": [
+                (name, files.shapes[key], tuple(wanted[name].shape))
+                for name, key in found.items() if files.shapes[key] != tuple(wanted[name].shape)
+            ],
+        },
+    )  # fmt: skip
+    return found
+
+
+def _parameters(model: PreTrainedModel) -> list[tuple[str, torch.nn.Parameter]]:
+    return list(model.named_parameters(remove_duplicate=False))
+
+
+def _renamed(
+    model: PreTrainedModel, wanted: dict[str, Any], keys: Iterable[str]
+) -> tuple[dict[str, str], list[str], list[str]]:
+    """Keys by the model's names, as transformers' loading finds them; names that it has no place for; and those that it
+    computes."""
+    mapping = get_model_conversion_mapping(model)
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    renamings = [entry for entry in mapping if not isinstance(entry, WeightConverter)]
+    found: dict[str, str] = {}
+    unexpected, computed, prefix = [], [], model.base_model_prefix
+    for key in sorted(keys, key=dot_natural_key):
+        name, converted = rename_source_key(key, renamings, converters, prefix, wanted)
+        if name not in wanted and key in wanted:
+            name, converted = rename_source_key(key, [], [], prefix, wanted)
+        if name not in wanted:
+            unexpected.append(name)
+        elif converted is not None:
+            computed.append(name)
+        else:
+            found[name] = key
+    return found, unexpected, computed
+
+
+def _without(names: Iterable[str], ignored: Iterable[str] | None) -> list[str]:
+    """Names that none of these patterns fits."""
+    return [name for name in names if not any(re.search(pattern, name) for pattern in ignored or ())]

@@ -1,0 +1,227 @@
+"""A frozen base model of which each rank holds a part of every weight: `parallel: {shard_base: true}`.
+
+The weights are sharded by rows over the ranks (FSDP2, torch.distributed.fsdp.fully_shard), in a group for each layer of the
+decoder and one for all else. A layer's weights are gathered before its forward and before its backward, and freed after each.
+Adapters are no part of it: each rank has all of them, whole. A rank reads from the files what it holds, and no process ever
+holds the model.
+
+All ranks gather the same layers in the same order, or they wait for one another for ever. What a run must do for that:
+
+    the same number of forwards and backwards on every rank; a rank that has no microbatch calls `Shards.keep_step`
+    backwards that reach the same layers: `Shards.adapted` sees to it
+    no rank goes on by itself after an error in a forward or a backward (out of memory): the run ends
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import init_empty_weights
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, Shard
+from transformers import PreTrainedModel
+
+from packlora.adapters.linear import Attached
+from packlora.adapters.owners import MIN_ROWS, TokenOwners
+from packlora.base.demo_model import base_path
+from packlora.base.device import choose_device
+from packlora.base.load import model_of, read_config
+from packlora.base.model import Base, ready_base
+from packlora.base.packing import DECODER, hidden_states
+from packlora.base.shape import check_row
+from packlora.base.weight_files import WeightFiles, keys_of, own_rows
+from packlora.config import Run
+from packlora.errors import InputError
+from packlora.ops.lora_linear.frozen import FrozenWeight, Gathered
+
+
+def load_sharded(
+    run: Run, tokenizer: Any, longest: Mapping[str, int] | None = None, mesh: DeviceMesh | None = None
+) -> Base:
+    """Load the base model for packed training, a part of each weight on each rank. All ranks call it, with equal arguments.
+
+    What load_base checks is checked here too, on the sharded model, by all ranks in step.
+
+    Args:
+        longest: see load_base.
+        mesh: of one dimension, the ranks that share the model; None: all.
+
+    Raises:
+        InputError: see load_base; or the weights cannot be read in parts, or a parameter not be sharded. On every rank.
+    """
+    path, device = base_path(run.base_model), choose_device(run.device)
+    files = WeightFiles(path, run.revision)
+    model = empty_model(path, run.revision, getattr(torch, run.dtype), run.trust_remote_code)
+    check_row(model, run.max_tokens_per_microbatch, path)
+    keys = keys_of(model, files)
+    shards = Shards(model, mesh or init_device_mesh(device.type, (dist.get_world_size(),)), files, keys)
+    return ready_base(run, model, tokenizer, device, path, longest or {}, shards)
+
+
+def empty_model(
+    path: str, revision: str | None, dtype: torch.dtype, trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """The model of a folder or a hub id with parameters on the meta device, in the dtypes that loading it would give them, and
+    with the buffers that it makes itself. Raises InputError."""
+    config = read_config(path, revision, trust_remote_code)
+    with init_empty_weights(include_buffers=False):
+        model = model_of(config, path, trust_remote_code, dtype)
+    model.tie_weights()
+    kept_wide = model._get_dtype_plan(dtype)
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        for pattern, wide in kept_wide.items():
+            if tensor.is_floating_point() and re.search(pattern.replace("*", ".*"), name):
+                tensor.data = tensor.data.to(wide)
+    return model.requires_grad_(False).eval()
+
+
+class Shards:
+    """The Storage of a model that is sharded over the ranks of a mesh.
+
+    Args:
+        model: its parameters on the meta device; gets those of this rank, in place.
+        mesh: of one dimension, with the device that the model computes on.
+        files, keys: where its parameters and persistent buffers are read (weight_files.keys_of).
+    """
+
+    is_whole = False
+
+    def __init__(self, model: PreTrainedModel, mesh: DeviceMesh, files: WeightFiles, keys: Mapping[str, str]) -> None:
+        self.model, self.mesh = model, mesh
+        cuda = mesh.device_type == "cuda"
+        self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+        _check_shapes(model, files.path)
+        _untie(model, mesh, files, keys)
+        self.layers = decoder_layers(model)
+        for layer in self.layers.values():
+            fully_shard(layer, mesh=mesh)
+        # the embedding and the output layer are read at both ends of a microbatch: they stay from one to the other
+        fully_shard(model, mesh=mesh, reshard_after_forward=False)
+        # nobody here writes into what the model gives
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
+        setattr(model, DECODER, lambda **inputs: model.base_model(**inputs))
+        register_fsdp_forward_method(model, DECODER)
+        self._fill(files, keys)
+
+    @torch.no_grad()
+    def _fill(self, files: WeightFiles, keys: Mapping[str, str]) -> None:
+        """Read this rank's part of every weight."""
+        places: dict[int, list[str]] = {}
+        parameters = dict(self.model.named_parameters(remove_duplicate=False))
+        for name, parameter in parameters.items():
+            places.setdefault(id(parameter), []).append(name)
+        for names in places.values():
+            empty = parameters[names[0]]
+            assert isinstance(empty, DTensor)
+            key = next(keys[name] for name in names if name in keys)
+            local = torch.empty_like(empty.to_local(), device=self.device)
+            local.copy_(files.read(key, own_rows(empty.shape[0], self.mesh)))
+            filled = torch.nn.Parameter(
+                DTensor.from_local(
+                    local, self.mesh, [Shard(0)], run_check=False, shape=empty.shape, stride=empty.stride()
+                ),
+                requires_grad=False,
+            )
+            for name in names:
+                parent, _, leaf = name.rpartition(".")
+                self.model.get_submodule(parent)._parameters[leaf] = filled
+        for name, buffer in self.model.named_buffers():
+            if name in keys:
+                buffer.copy_(files.read(keys[name]))
+
+    # --- Storage ---------------------------------------------------------------------------------------------------------
+
+    def each(self, paths: Iterable[str]) -> Iterator[str]:
+        """See Storage. A layer is gathered once for paths in a row that lie in it. All ranks must ask for the same."""
+        held: FSDPModule | None = None
+        try:
+            for path in paths:
+                holder = self._holder(path)
+                if holder is not held:
+                    if held is not None:
+                        held.reshard()
+                    holder.unshard()
+                    held = holder
+                yield path
+        finally:
+            if held is not None:
+                held.reshard()
+
+    def _holder(self, path: str) -> FSDPModule:
+        parts = path.split(".")
+        found: Any = next(
+            (layer for stop in range(len(parts), 0, -1) if (layer := self.layers.get(".".join(parts[:stop])))),
+            self.model,
+        )
+        return found  # type: ignore[no-any-return]
+
+    def frozen(self, weight: torch.Tensor) -> FrozenWeight:
+        return Gathered(weight)
+
+    def adapted(self, paths: Iterable[str]) -> None:
+        """Let every backward begin at the first layer with an adapter of any job: it gathers layers from there on, whoever owns
+        the tokens."""
+        inside = [
+            number for number, name in enumerate(self.layers) if any(path.startswith(f"{name}.") for path in paths)
+        ]
+        if inside:
+            before = [self.model.get_input_embeddings(), *self.layers.values()][inside[0]]
+            before.register_forward_hook(_with_gradient)
+
+    # --- a rank without a microbatch -------------------------------------------------------------------------------------
+
+    def keep_step(self, attached: Attached, backward: bool) -> None:
+        """Gather what a microbatch gathers, for the other ranks: a forward, and a backward, of a few tokens of nobody."""
+        ids = torch.arange(MIN_ROWS, device=self.device)
+        with attached.active(TokenOwners(MIN_ROWS, ())), torch.set_grad_enabled(backward):
+            hidden = hidden_states(self.model, ids, ids, (MIN_ROWS,))
+            if hidden.requires_grad:
+                hidden.backward(torch.zeros_like(hidden))
+
+
+def decoder_layers(model: PreTrainedModel) -> dict[str, torch.nn.Module]:
+    """The layers of the decoder by path: the entries of the list of modules with the most parameters."""
+    lists = [
+        (path, found) for path, found in model.named_modules() if isinstance(found, torch.nn.ModuleList) and len(found)
+    ]
+    if not lists:
+        return {}
+    path, largest = max(lists, key=lambda item: sum(parameter.numel() for parameter in item[1].parameters()))
+    return {f"{path}.{number}": layer for number, layer in enumerate(largest)}
+
+
+def _check_shapes(model: PreTrainedModel, path: str) -> None:
+    for name, parameter in model.named_parameters():
+        if not parameter.ndim:
+            raise InputError(
+                f"base_model {path!r}: parallel.shard_base shards weights by rows, and {name} is one number"
+            )
+
+
+def _untie(model: PreTrainedModel, mesh: DeviceMesh, files: WeightFiles, keys: Mapping[str, str]) -> None:
+    """Parameters that the model ties stay apart where the files hold both and they differ, as transformers has it."""
+    first: dict[int, str] = {}
+    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+        if name not in keys or first.setdefault(id(parameter), name) == name:
+            continue
+        rows = own_rows(parameter.shape[0], mesh)
+        same = torch.equal(files.read(keys[first[id(parameter)]], rows), files.read(keys[name], rows))
+        agreed = torch.tensor([int(same)], device=mesh.device_type)
+        dist.all_reduce(agreed, dist.ReduceOp.MIN, mesh.get_group())
+        if not agreed.item():
+            parent, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(parent), leaf, torch.nn.Parameter(parameter.detach().clone(), False))
+
+
+def _with_gradient(module: torch.nn.Module, args: Any, output: Any) -> None:
+    """A hook: what a module gives has a gradient from here on."""
+    if torch.is_grad_enabled():
+        hidden = output if isinstance(output, torch.Tensor) else output[0]
+        if not hidden.requires_grad:
+            hidden.requires_grad_()
