@@ -34,9 +34,12 @@ from wrapped import (
     life,
     local,
     said_of,
+    sharded,
 )
 
 import packlora
+from packlora.adapters.siblings import SiblingGroup
+from packlora.ops.lora_linear.plan import ROUTED
 
 Pool = Callable[[int], Ranks]
 SECONDS = 300.0
@@ -215,6 +218,7 @@ COMPILED = [
 ]
 
 
+@pytest.mark.slow
 def test_compiled_under_the_wrappers_it_gives_the_numbers_of_peft(ranks: Pool) -> None:
     for case, one in all_answers(ranks, COMPILED):
         assert one.worst < 1e-10, f"{case}: {one.where}"
@@ -382,3 +386,59 @@ def test_dora_on_embeddings_and_convolutions_under_fsdp(ranks: Pool) -> None:
         for worst, served, _ in ranks(2).run(pictures, "fsdp1 whole", when):
             assert worst < 1e-10
             assert served == [2, 2, 0], "linear layers are PEFT's"
+
+
+# --- kernels -----------------------------------------------------------------------------------------------------------
+
+
+class Pairs(nn.Module):
+    """Two blocks of two layers that read one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.ModuleDict({name: nn.Linear(32, 32) for name in "ab"}) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block["a"](x) + block["b"](x).sin()  # type: ignore[index]
+        return x
+
+
+def by_kernels(rank: int) -> float:
+    """Beside the same kernels on whole weights, with the same data on both ranks."""
+    lives = []
+    for each in (False, True):
+        torch.manual_seed(0)
+        config = LoraConfig(r=5, target_modules=["a", "b"], lora_dropout=0.2)
+        model: Any = get_peft_model(Pairs(), config).train()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora_B" in name:
+                    parameter.normal_()
+        x = torch.randn(5, 32)
+        if each:
+            sharded(model, lambda model: [layer for block in model.base_model.model.blocks for layer in block.values()])
+        report = packlora.accelerate(model, example={"x": x}, plan=ROUTED)
+        if not each:  # as where each layer is a unit
+            for module in model.modules():
+                SiblingGroup.detach(module)
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        torch.manual_seed(1)
+        found = {}
+        for step in range(2):
+            y = model(x)
+            y.square().mean().backward()
+            found[f"y {step}"] = y.detach()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert {one.served for one in report.served().values()} == {2}
+        assert {module.plan for module in report.modules} == {ROUTED.name}
+        found |= {n: (p.full_tensor() if isinstance(p, DTensor) else p).detach() for n, p in model.named_parameters()}
+        lives.append(found)
+    return difference(lives[1], lives[0])[0]
+
+
+@pytest.mark.slow
+def test_kernels_read_weights_where_fsdp2_has_put_them(ranks: Pool) -> None:
+    pytest.importorskip("triton")
+    assert ranks(2).run(by_kernels, seconds=SECONDS) == [0.0, 0.0]
