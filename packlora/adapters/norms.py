@@ -171,6 +171,8 @@ class NormHandle:
                 return f"{name} is a {type(operand).__name__}, not a torch.Tensor"
             if operand.numel() and not operand.untyped_storage().size():
                 return f"the storage of {name} is freed"
+            if operand.ndim != 2:
+                return f"{name} is {list(operand.shape)}"
         return None
 
 

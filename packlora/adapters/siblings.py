@@ -243,7 +243,9 @@ class SiblingGroup:
                 calls[number] = other
         outputs = dict(zip(calls, self.compute(x, tuple(calls.values())), strict=True))
         own = outputs.pop(index)
-        if outputs:
+        if not outputs:  # a later sibling is not to compute it once more, were the others ready by then
+            self._alone.add(index)
+        else:
             kept_outputs = {number: (calls[number].stamp(), output) for number, output in outputs.items()}
             self._pending = _Pending(x, context, kept_outputs)
         return own

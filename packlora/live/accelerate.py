@@ -11,7 +11,9 @@ report.py says what was found.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -25,6 +27,7 @@ from packlora.live import dora
 from packlora.live.forward import OwnForward
 from packlora.live.layers import LayerCall, LayerForward, compute
 from packlora.live.report import Report, grouped, report_of
+from packlora.live.wrapped import NotWhole, inner_model, kind_of, left_sharded, mend_widths, why_not_run
 from packlora.ops.gpu import why_no_kernels
 from packlora.ops.lora_linear.plan import Plan
 from packlora.ops.recompute import add_recompute, remove_recompute
@@ -53,7 +56,8 @@ def accelerate(
     siblings share one. Call it again after adapters were added to new modules; a second call changes nothing else.
 
     Args:
-        model: made by peft.get_peft_model, PeftModel.from_pretrained or model.add_adapter.
+        model: made by peft.get_peft_model, PeftModel.from_pretrained or model.add_adapter; or what DDP or FSDP has made of
+            one, then on every rank (docs/accelerate.md, "Under parallel wrappers").
         plan: how to compute layers (docs/accelerate.md, "Choosing the computation").
             None or "measured": what `packlora tune` measured on this device, else a cost model on a GPU, the chain on a CPU.
             "flops": the fewest floating-point operations by RunLoRA's formulas.
@@ -87,6 +91,7 @@ def accelerate(
         raise ValueError(
             "the model is compiled already; call packlora.accelerate(model) first, then torch.compile(model)"
         )
+    model = inner_model(model)
     layers = {path: module for path, module in model.named_modules() if isinstance(module, BaseTunerLayer)}
     if not layers:
         raise ValueError(
@@ -105,7 +110,10 @@ def accelerate(
         else:
             forwards[path] = forward
     linear = {path: forward for path, forward in forwards.items() if isinstance(forward, LayerForward)}
-    groups, notes = _group(model, linear, example)
+    notes = mend_widths(layers.values())
+    found = {path: forward.ready() for path, forward in forwards.items()}
+    groups, more = _group(model, forwards, found, example)
+    notes += more
     if recompute:  # before projections get other forwards
         notes += _recompute(model)
     for forward in forwards.values():
@@ -118,9 +126,9 @@ def accelerate(
         for entry in _entries(model, list(forwards)):
             norms.attach(entry)
     if keep_outputs:
-        notes += _keep_outputs(model, linear)
-    notes += _why_no_kernels(linear)
-    return report_of(model, layers, forwards, foreign, groups, notes)
+        notes += _keep_outputs(model, linear, found)
+    notes += _why_no_kernels(found)
+    return report_of(model, layers, forwards, foreign, found, groups, notes)
 
 
 def restore(model: torch.nn.Module) -> None:
@@ -162,7 +170,7 @@ def _asks(
     """What the user wants of PEFT's linear layers, by path. Patterns are compared with paths in the model that PEFT adapts."""
     tuners = [path for path, module in model.named_modules() if isinstance(module, BaseTuner)]
     inner = [f"{path}.model.".removeprefix(".") for path in tuners]
-    paths = [path for path, layer in layers.items() if type(layer) is PeftLinear]
+    paths = [path for path, layer in layers.items() if kind_of(layer) is PeftLinear]
     own = {path: next((path.removeprefix(start) for start in inner if path.startswith(start)), path) for path in paths}
     return asks_of(plan, lossy, prefer, paths, own)
 
@@ -173,30 +181,56 @@ def _forward_for(layer: BaseTunerLayer, path: str, asks: Mapping[str, Ask], norm
         return "its forward was replaced by other code"
     if (served := dora.forward_for(layer, path, norms)) is not None:
         return served
-    return LayerForward(layer, path, norms, asks[path]) if type(layer) is PeftLinear else dora.NOT_DORA
+    return LayerForward(layer, path, norms, asks[path]) if kind_of(layer) is PeftLinear else dora.NOT_DORA
 
 
 def _group(
-    model: torch.nn.Module, forwards: Mapping[str, LayerForward], example: Mapping[str, Any] | None
-) -> tuple[list[tuple[str, ...]], list[str]]:
-    """Find siblings and put them in groups; paths by group, and notes for the report."""
-    if not forwards:
+    model: torch.nn.Module, forwards: Mapping[str, OwnForward], found: dict[str, object], example: Mapping[str, Any] | None
+) -> tuple[list[tuple[str, ...]], list[str]]:  # fmt: skip
+    """Find siblings and put them in groups; paths by group, and notes for the report.
+
+    found: what `ready` gives of layers. Where operands are not whole now, what it gives when the layer runs takes its place.
+    """
+    linear = {path: forward for path, forward in forwards.items() if isinstance(forward, LayerForward)}
+    if not linear and not any(isinstance(own, NotWhole) for own in found.values()):
         return [], []
+    if reason := why_not_run(model):
+        return [], [f"sibling groups: none, {reason}"]
     try:
-        groups = sibling_groups(model, list(forwards), _example(model) if example is None else example)
+        with left_sharded(model), _seen_running(forwards, found):
+            groups = sibling_groups(model, list(linear), _example(model) if example is None else example)
     except Exception as error:  # any model, any error: layers are computed one by one then, and the report says so
         first_line = (str(error).strip().splitlines() or [""])[0]
         return [], [
             f"sibling groups: none, the run that finds them failed ({type(error).__name__}: {first_line}); "
             "pass example={...}, keyword arguments of the model's forward"
         ]
-    groups = [own for paths in groups for own in _alike(paths, forwards)]
+    groups = [own for paths in groups for own in _alike(paths, linear)]
     for paths in groups:
-        group = SiblingGroup([forwards[path] for path in paths], compute, LayerCall)
+        group = SiblingGroup([linear[path] for path in paths], compute, LayerCall)
         group.attach(model.get_submodule(paths[0].rpartition(".")[0]))
         for index, path in enumerate(paths):
-            forwards[path].group, forwards[path].index = group, index
+            linear[path].group, linear[path].index = group, index
     return groups, []
+
+
+@contextmanager
+def _seen_running(forwards: Mapping[str, OwnForward], found: dict[str, object]) -> Iterator[None]:
+    """During a run of the model, `ready` is asked again of layers whose operands are not whole."""
+    handles = []
+    for path, forward in forwards.items():
+        if isinstance(found[path], NotWhole):
+
+            def look(*_: object, path: str = path, forward: OwnForward = forward) -> None:
+                call = forward.ready()
+                found[path] = call.outlined() if isinstance(call, LayerCall) else call
+
+            handles.append(forward.layer.register_forward_pre_hook(look))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _alike(paths: Sequence[str], forwards: Mapping[str, LayerForward]) -> list[tuple[str, ...]]:
@@ -209,27 +243,32 @@ def _alike(paths: Sequence[str], forwards: Mapping[str, LayerForward]) -> list[t
 
 def _recompute(model: torch.nn.Module) -> list[str]:
     """Let norms and products be recomputed; notes for the report."""
-    found, left = add_recompute(model)
+    if reason := why_not_run(model):
+        return [f"norms and gated products are kept: {reason}"]
+    with left_sharded(model):
+        found, left = add_recompute(model)
     by_reason: dict[str, list[str]] = {}
     for path, reason in left.items():
         by_reason.setdefault(reason, []).append(path)
     return [found, *(f"kept: {', '.join(grouped(paths))}: {reason}" for reason, paths in by_reason.items())]
 
 
-def _keep_outputs(model: torch.nn.Module, forwards: Mapping[str, LayerForward]) -> list[str]:
+def _keep_outputs(
+    model: torch.nn.Module, forwards: Mapping[str, LayerForward], found: Mapping[str, object]
+) -> list[str]:
     """Let DoRA layers keep their outputs; notes for the report."""
-    reasons = []
+    reasons: list[str | None] = []
     for path, forward in forwards.items():
-        call = forward.ready()
+        call, now = found[path], forward.ready()
         if isinstance(call, LayerCall) and call.magnitude is not None and call.magnitude.requires_grad:
-            reasons.append(forward.use_output(model, is_overwritten(model, path)))
+            whole = isinstance(now, LayerCall)
+            reasons.append(forward.use_output(model, is_overwritten(model, path)) if whole else "sharded magnitudes")
     return [described(reasons)] if reasons else []
 
 
-def _why_no_kernels(forwards: Mapping[str, LayerForward]) -> list[str]:
+def _why_no_kernels(found: Mapping[str, object]) -> list[str]:
     """Notes for the report on devices where layers are computed without this package's kernels."""
-    calls = [forward.ready() for forward in forwards.values()]
-    devices = dict.fromkeys(call.weight.device for call in calls if isinstance(call, LayerCall))
+    devices = dict.fromkeys(call.weight.device for call in found.values() if isinstance(call, LayerCall))
     reasons = {device: why_no_kernels(device) for device in devices}
     return [f"{device}: plain matrix products, {reason}" for device, reason in reasons.items() if reason]
 
@@ -256,7 +295,8 @@ def _example(model: torch.nn.Module) -> dict[str, Any]:
         raise ValueError("the model's config names no vocab_size")
     find: Any = getattr(model, "get_input_embeddings", None)
     embedding = find() if find is not None else None
-    device = next((embedding if isinstance(embedding, torch.nn.Module) else model).parameters()).device
+    own = embedding.parameters() if isinstance(embedding, torch.nn.Module) else ()
+    device = next(chain(own, model.parameters())).device  # an embedding in a flat parameter of FSDP has none
     ids = torch.randint(0, vocab, (1, 2), generator=torch.Generator().manual_seed(0)).to(device)
     example: dict[str, Any] = {"input_ids": ids}
     if getattr(config, "is_encoder_decoder", False):

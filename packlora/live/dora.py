@@ -15,6 +15,7 @@ of a convolution), r rank.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +35,7 @@ from transformers.pytorch_utils import Conv1D
 
 from packlora.adapters.norms import NormHandle, RowNorms
 from packlora.live.forward import DISABLED, DTYPES, MERGED, NOT_ACTIVE, OwnForward, observed
+from packlora.live.wrapped import NotWhole, kind_of, why_called
 from packlora.ops.first_order import first_order
 from packlora.ops.row_norm.row_norm import row_norm_op
 
@@ -117,7 +119,7 @@ class DoraForward(OwnForward):
         if reason is not None:
             return reason
         if observed(holder):
-            return "its lora_magnitude_vector has hooks or a replaced forward"
+            return why_called("lora_magnitude_vector", holder)
         drop: Any = layer._modules["lora_dropout"][name]
         if type(drop) not in (nn.Identity, nn.Dropout) or observed(drop):
             return (
@@ -125,18 +127,19 @@ class DoraForward(OwnForward):
             )
         dropping = self.drops and isinstance(drop, nn.Dropout) and layer.training and drop.training and drop.p > 0
         call = DoraCall(
-            name, base, _parameter(A), _parameter(B), holder._parameters["weight"], float(scaling), drop if dropping else None
+            name, base, _parameter(A), _parameter(B), holder._parameters.get("weight"), float(scaling),
+            drop if dropping else None,
         )  # fmt: skip
         for role, tensor in (("base layer", base.weight), ("A", call.A), ("B", call.B), ("magnitude", call.magnitude)):
             if type(tensor) not in (nn.Parameter, torch.Tensor):
-                return f"the weight of its {role} is a {type(tensor).__name__}, not a Parameter"
+                return NotWhole(f"the weight of its {role} is a {type(tensor).__name__}, not a Parameter")
             if tensor.dtype not in DTYPES:
                 return f"the weight of its {role} is {tensor.dtype}"
             if tensor.device != base.weight.device:
                 return f"the weight of its {role} is on {tensor.device}, its base weight on {base.weight.device}"
         return call
 
-    def planned(self) -> tuple[str, str]:
+    def planned(self, found: Mapping[str, object]) -> tuple[str, str]:
         return PLAN, ""
 
     drops = True
@@ -311,7 +314,7 @@ class ConvolutionForward(DoraForward):
 
     def __init__(self, layer: Any, path: str, norms: RowNorms) -> None:
         super().__init__(layer, path, norms)
-        self.kind, self.variant, _ = CONVOLUTIONS[type(layer)]
+        self.kind, self.variant, self.convolve = CONVOLUTIONS[kind_of(layer)]
 
     def unfit(self, base: Any, A: Any, B: Any) -> str | None:
         reason = _plain_modules(("base layer", base, self.kind), ("lora_A", A, self.kind), ("lora_B", B, self.kind))
@@ -329,8 +332,7 @@ class ConvolutionForward(DoraForward):
         return self._convolve(self._convolve(x.to(dtype), A, call.A.to(dtype), None), B, call.B.to(dtype), None)
 
     def _convolve(self, x: torch.Tensor, like: Any, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        convolve = CONVOLUTIONS[type(self.layer)][2]
-        y: torch.Tensor = convolve(x, weight, bias, like.stride, like.padding, like.dilation, like.groups)
+        y: torch.Tensor = self.convolve(x, weight, bias, like.stride, like.padding, like.dilation, like.groups)
         return y
 
     def column(self, vector_N: torch.Tensor) -> torch.Tensor:
@@ -349,7 +351,7 @@ def _plain_modules(*wanted: tuple[str, Any, type]) -> str | None:
         if found is not kind:
             return f"its {role} is a {found.__module__}.{found.__qualname__}, not {kind.__name__}"
         if observed(module):
-            return f"its {role} has hooks or a replaced forward"
+            return why_called(role, module)
         if "weight" not in module._parameters:
             return f"the weight of its {role} is computed"
     return None
@@ -357,8 +359,9 @@ def _plain_modules(*wanted: tuple[str, Any, type]) -> str | None:
 
 def forward_for(layer: LoraLayer, path: str, norms: RowNorms) -> DoraForward | None:
     """Of a PEFT layer that this file knows."""
-    if type(layer) is PeftLinear:
+    kind = kind_of(layer)
+    if kind is PeftLinear:
         return TransposedForward(layer, path, norms) if layer.fan_in_fan_out else None
-    if type(layer) is Embedding:
+    if kind is Embedding:
         return EmbeddingForward(layer, path, norms)
-    return ConvolutionForward(layer, path, norms) if type(layer) in CONVOLUTIONS else None
+    return ConvolutionForward(layer, path, norms) if kind in CONVOLUTIONS else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -114,6 +115,9 @@ class OwnForward:
         """Paths of the layers that are computed by one call with this one, itself included, in order; () where it is alone."""
         return ()
 
-    def planned(self) -> tuple[str, str]:
-        """For the report, the plan's name and what speaks for it, "" where nothing is chosen. Only where it is ready."""
+    def planned(self, found: Mapping[str, object]) -> tuple[str, str]:
+        """For the report, the plan's name and what speaks for it, "" where nothing is chosen.
+
+        found: by path, what `ready` gave of all layers; of this one no reason.
+        """
         raise NotImplementedError

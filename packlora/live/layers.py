@@ -10,7 +10,7 @@ Shapes: T tokens, K inputs, N outputs, r rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -23,6 +23,7 @@ from packlora.adapters.kept_outputs import is_on_liger, reader_of, why_product
 from packlora.adapters.norms import NormHandle, RowNorms
 from packlora.adapters.siblings import SiblingGroup
 from packlora.live.forward import DISABLED, DTYPES, MERGED, NOT_ACTIVE, OwnForward, observed
+from packlora.live.wrapped import NotWhole, why_called, why_no_weight
 from packlora.ops.lora_linear.autograd import lora_group
 from packlora.ops.lora_linear.frozen import Dense
 from packlora.ops.lora_linear.plan import Plan
@@ -103,6 +104,14 @@ class LayerCall:
             and self.scaling == other.scaling and self.p == other.p
         )  # fmt: skip
 
+    def outlined(self) -> LayerCall:
+        """What can be said of the call after its operands are gone: the weight and A are shapes without data."""
+        copy = LayerCall.__new__(LayerCall)
+        for name in LayerCall.__slots__:
+            setattr(copy, name, getattr(self, name))
+        copy.weight, copy.A = (t.new_empty(()).expand(t.shape) for t in (self.weight, self.A))
+        return copy
+
     def stamp(self) -> object:
         found: list[object] = [self.scaling, self.p]
         for operand in (self.weight, self.A, self.B, self.bias, self.outer_bias, self.magnitude):
@@ -132,8 +141,10 @@ def look(owner: LayerForward) -> LayerCall | str:
             return f"its adapter is a variant of LoRA: {variant.__name__.removesuffix('LinearVariant')}"
         holder = modules["lora_magnitude_vector"]._modules[name]
         magnitude = holder._parameters.get("weight")
-        if observed(holder) or type(magnitude) not in (nn.Parameter, torch.Tensor):
-            return "its lora_magnitude_vector has hooks, a replaced forward, or a weight that is no Parameter"
+        if observed(holder):
+            return why_called("lora_magnitude_vector", holder)
+        if type(magnitude) not in (nn.Parameter, torch.Tensor):
+            return why_no_weight("lora_magnitude_vector", holder)
     if layer.lora_bias.get(name):
         return "lora_bias is set"
     if layer.fan_in_fan_out:
@@ -148,12 +159,12 @@ def look(owner: LayerForward) -> LayerCall | str:
         if type(module) is not nn.Linear:
             return f"its {role} is a {type(module).__module__}.{type(module).__qualname__}, not torch.nn.Linear"
         if observed(module):
-            return f"its {role} has hooks or a replaced forward"
+            return why_called(role, module)
         weight: Any = module._parameters.get("weight")
         if type(weight) not in (nn.Parameter, torch.Tensor):
-            return f"the weight of its {role} is a {type(weight).__name__}, not a Parameter"
+            return why_no_weight(role, module)
         if weight.shape != (module.out_features, module.in_features):
-            return f"the weight of its {role} is not whole here: {tuple(weight.shape)}"
+            return NotWhole(f"the weight of its {role} is not whole here")
         if weight.dtype not in DTYPES:
             return f"the weight of its {role} is {weight.dtype}"
     if base._parameters["weight"].requires_grad:
@@ -365,8 +376,8 @@ class LayerForward(OwnForward):
     def _members(self) -> tuple[LayerForward, ...]:
         return (self,) if self.group is None else self.group.members  # type: ignore[return-value]
 
-    def planned(self) -> tuple[str, str]:
-        calls = [call for member in self._members() if isinstance(call := member.ready(), LayerCall)]
+    def planned(self, found: Mapping[str, object]) -> tuple[str, str]:
+        calls = [call for member in self._members() if isinstance(call := found[member.path], LayerCall)]
         device = calls[0].weight.device
         plan, case = _chosen(calls, device, calls[0].weight.dtype, REPORTED_TOKENS)
         return plan.name, f"{_chooser(device, self.ask).choices[case].described(case)}, at {REPORTED_TOKENS} tokens"

@@ -90,6 +90,7 @@ def report_of(
     layers: Mapping[str, BaseTunerLayer],
     forwards: Mapping[str, OwnForward],
     foreign: Mapping[str, str],
+    found: Mapping[str, object],
     groups: Iterable[tuple[str, ...]],
     notes: Iterable[str],
 ) -> Report:
@@ -99,21 +100,24 @@ def report_of(
         layers: PEFT's, by path.
         forwards: of those that are not left to PEFT whatever happens.
         foreign: of the others, the reason.
+        found: by path, what `ready` gave of those with forwards.
     """
     modules: list[ModuleReport] = []
     for path, layer in layers.items():
         kind = f"{type(layer).__module__.removeprefix('peft.tuners.').partition('.')[0]}.{type(layer).__name__}"
         if path in foreign:
             modules.append(ModuleReport(path, kind, reason=foreign[path]))
-        elif isinstance(reason := forwards[path].ready(), str):
+        elif isinstance(reason := found[path], str):
             modules.append(ModuleReport(path, kind, reason=reason))
         else:
-            plan, evidence = forwards[path].planned()
+            plan, evidence = forwards[path].planned(found)
             modules.append(ModuleReport(path, kind, plan, forwards[path].siblings(), evidence=evidence))
     modules += [
         ModuleReport(path, type(module).__name__, reason="trained itself, not through LoRA")
         for path, module in model.named_modules() if isinstance(module, AuxiliaryTrainingWrapper)
     ]  # fmt: skip
+    computed = {module.path for module in modules if module.accelerated}
+    groups = [group for group in groups if len(computed & {*group}) > 1]
     warned, counted = Warned(), []
     for module_report in modules:
         forward = forwards.get(module_report.path)
