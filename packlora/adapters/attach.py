@@ -15,6 +15,7 @@ from packlora.adapters.flat import FlatLayout
 from packlora.adapters.linear import AdaptedCall, AdaptedLinear, Attached, compute
 from packlora.adapters.norms import RowNorms
 from packlora.adapters.owners import MIN_ROWS
+from packlora.adapters.sharded import LINEAR
 from packlora.adapters.siblings import SiblingGroup, sibling_groups
 from packlora.adapters.spec import AdapterSpec
 from packlora.adapters.weights import AdapterWeights, parameter_shapes
@@ -122,7 +123,7 @@ def shared_inputs(model: PreTrainedModel) -> dict[str, tuple[str, ...]]:
     All linear layers of the base model are looked at, adapted or not: the group, whose first path names its dropout mask,
     does not depend on which jobs there are.
     """
-    paths = [path for path, module in model.named_modules() if type(module) is torch.nn.Linear]
+    paths = [path for path, module in model.named_modules() if type(module) in LINEAR]
     ids = torch.arange(MIN_ROWS, device=model.device)[None]
     example = {"input_ids": ids, "position_ids": ids, "use_cache": False, "sample_lengths": (MIN_ROWS,)}
     return {path: group for group in sibling_groups(model, paths, example) for path in group}
@@ -132,7 +133,7 @@ def _replace(model: PreTrainedModel, path: str, salt: str, attached: Attached, c
     parent_path, _, leaf = path.rpartition(".")
     parent = model.get_submodule(parent_path)
     base = getattr(parent, leaf)
-    assert type(base) is torch.nn.Linear
+    assert type(base) in LINEAR
     layer = AdaptedLinear(base, layer_salt(salt), attached, chooser)
     setattr(parent, leaf, layer)
     return layer

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from packlora.adapters.norms import RowNorms
+from packlora.adapters.sharded import shard_of
 from packlora.adapters.spec import ModuleSpec
 from packlora.ops.lora_linear.types import LowRank
 
 
 def parameter_shapes(spec: ModuleSpec, base: torch.nn.Linear) -> dict[str, tuple[int, ...]]:
-    """Of the trainable parameters of one adapter on one layer, by name."""
+    """Of the trainable parameters of one adapter on one layer, by name; slices of those of a layer that is a slice."""
     N, K = base.out_features, base.in_features
     shapes: dict[str, tuple[int, ...]] = {}
     if spec.rank:
@@ -42,20 +43,30 @@ class AdapterWeights:
         norms: RowNorms,
         room: Mapping[str, torch.Tensor],
     ) -> None:
-        self.spec, self._base = spec, base
+        self.spec, self._base, self.shard = spec, base, shard_of(base)
         self.A = self.B = self.magnitude = self.bias = None
         if spec.rank:
             generator = torch.Generator().manual_seed(seed)
-            bound = 1.0 / math.sqrt(base.in_features)  # kaiming_uniform_ with a = sqrt(5), PEFT's initialisation
-            A_rK = torch.empty(room["A"].shape).uniform_(-bound, bound, generator=generator)
-            self.A = torch.nn.Parameter(room["A"].copy_(A_rK))
+            shape = self.whole_shape("A", room["A"].shape)  # drawn whole: the same values in any number of slices
+            bound = 1.0 / math.sqrt(shape[1])  # kaiming_uniform_ with a = sqrt(5), PEFT's initialisation
+            A_rK = torch.empty(shape).uniform_(-bound, bound, generator=generator)
+            self.A = torch.nn.Parameter(room["A"].copy_(self.own("A", A_rK)))
             self.B = torch.nn.Parameter(room["B"])
             if spec.use_dora:
                 # A and B change by the job's own optimizer and by copy_, which the host sees
-                self._norm = norms.add(base.weight, self.A, self.B, spec.scaling, version_counted=True)
+                add_up = self.shard.add_up if self.shard is not None and self.shard.dim else None
+                self._norm = norms.add(base.weight, self.A, self.B, spec.scaling, version_counted=True, add_up=add_up)
                 self.magnitude = torch.nn.Parameter(room["magnitude"].copy_(self._norm.get()))
         if spec.train_bias:
             self.bias = torch.nn.Parameter(room["bias"].copy_(base.bias.detach()))
+
+    def whole_shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
+        """Of a parameter over all processes, from its shape here."""
+        return tuple(shape) if self.shard is None else self.shard.whole_shape(name, shape)
+
+    def own(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        """What of a whole parameter is here."""
+        return whole if self.shard is None else self.shard.own(name, whole)
 
     def named_parameters(self) -> dict[str, torch.nn.Parameter]:
         """Those that exist, by the name of the attribute."""

@@ -20,11 +20,12 @@ MAY_USE: dict[str, set[str]] = {
     "plans": {"ops"},
     "adapters": {"plans", "ops"},
     "base": {"ops"},
+    "parallel": {"adapters", "base", "plans", "ops"},
     "live": {"adapters", "plans", "ops"},
     "data": set(),
     "schedule": set(),
     "report": {"schedule"},
-    "runtime": {"ops", "plans", "adapters", "base", "data", "schedule", "report"},
+    "runtime": {"ops", "plans", "adapters", "base", "parallel", "data", "schedule", "report"},
 }
 MAY_USE["commands"] = MAY_USE["bench"] = {*MAY_USE, "commands", "bench"}
 OPTIONAL = {"triton", "matplotlib", "liger_kernel", "datasets"}
