@@ -20,7 +20,7 @@ MAY_USE: dict[str, set[str]] = {
     "plans": {"ops"},
     "adapters": {"plans", "ops"},
     "base": {"ops"},
-    "parallel": {"adapters", "base", "plans", "ops"},
+    "parallel": {"adapters", "base", "ops"},
     "live": {"adapters", "plans", "ops"},
     "data": set(),
     "schedule": set(),
