@@ -188,7 +188,7 @@ def learn(case: Case, group: Any = None) -> Learnt:
 
         job.norm_of = recorded
     executor = SingleDevice(
-        Base(model, None, torch.device("cpu"), "tiny", [], fused_loss=case.family != "gemma2"), attached
+        Base(model, None, torch.device("cpu"), "tiny", [], fused_loss=case.family not in ("gemma2", "cohere")), attached
     )
     losses, norms = {}, {}
     plain = {name: getattr(dist, name) for name in COLLECTIVES}

@@ -21,6 +21,8 @@ from packlora.adapters import linear, norms
 from packlora.adapters.attach import Adapter
 from packlora.adapters.files import load_adapter, save_adapter
 from packlora.adapters.weights import AdapterWeights
+from packlora.base.packing import prepare_model
+from packlora.base.proof import check_packing, own_logits
 from packlora.errors import InputError
 from packlora.parallel import adapter as parallel_adapter
 from packlora.parallel import collectives, tensor
@@ -96,6 +98,18 @@ def test_other_families_learn_the_same(ranks: Pool) -> None:
     cases = [Case(name, (adapter_of("DoRA" if at % 2 else "LoRA", 0.1),), steps=2) for at, name in enumerate(plain)]
     cases += [Case(name, (adapter_of("DoRA", 0.1, "lora_only"),), steps=2) for name in ("glm4", "starcoder2", "phi")]
     assert_exact(ranks(2).run(compared, cases))
+
+
+def proved(rank: int, family: str) -> bool:
+    model, longest = tiny_model(family, torch.float64), {"job": 60}
+    own = own_logits(model, family, longest)
+    notes = shard(model, dist.group.WORLD)
+    return check_packing(model, own, family, longest, notes + prepare_model(model, False))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_cut_model_passes_the_proof_of_packing_with_the_logits_of_the_whole_one(family: str, ranks: Pool) -> None:
+    assert ranks(4).run(proved, family) == [family != "gemma2"] * 4
 
 
 # --- broken on purpose -------------------------------------------------------------------------------------------------
