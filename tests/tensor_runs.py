@@ -17,7 +17,6 @@ from conftest import FAMILIES, TINY, tiny_model
 
 from packlora.adapters.attach import Adapter, attach
 from packlora.adapters.linear import Attached
-from packlora.adapters.sharded import SLICED
 from packlora.adapters.spec import peft_config, resolve
 from packlora.base.model import Base
 from packlora.base.packing import prepare_model
@@ -37,7 +36,15 @@ FAMILIES |= {
     "olmo2": ("Olmo2Config", {}), "glm4": ("Glm4Config", {"head_dim": 16}), "granite": ("GraniteConfig", {}),
     "cohere": ("CohereConfig", {}),
 }  # fmt: skip
-COLLECTIVES = ("all_reduce", "all_gather", "broadcast", "reduce_scatter", "all_to_all", "send", "recv")
+COLLECTIVES = (
+    "all_reduce",
+    "all_gather",
+    "all_gather_into_tensor",
+    "reduce_scatter_tensor",
+    "all_to_all",
+    "broadcast",
+    "send",
+)
 
 Tensors = dict[str, torch.Tensor]
 
@@ -54,6 +61,8 @@ class Case:
     model: Mapping[str, Any] = field(default_factory=dict)
     checkpointing: bool = False
     steps: int = 3
+    sequence: bool = False
+    """Each process has tokens of its own between the layers."""
 
     def __str__(self) -> str:
         return f"{self.family} {dict(self.model)} {[dict(adapter) for adapter in self.adapters]} {self.checkpointing}"
@@ -101,7 +110,7 @@ def model_of(case: Case, group: Any = None) -> Any:
         if type(module).__name__.endswith("RMSNorm"):
             module.forward = partial(normed, module)
     if group is not None:
-        shard(model, group)
+        shard(model, group, case.sequence)
     prepare_model(model, case.checkpointing)
     return model
 
@@ -187,9 +196,10 @@ def learn(case: Case, group: Any = None) -> Learnt:
             return norm
 
         job.norm_of = recorded
-    executor = SingleDevice(
-        Base(model, None, torch.device("cpu"), "tiny", [], fused_loss=case.family not in ("gemma2", "cohere")), attached
-    )
+    multiple = dist.get_world_size(group) if case.sequence and group is not None else 1
+    fused = case.family not in ("gemma2", "cohere")  # which cap and scale logits
+    base = Base(model, None, torch.device("cpu"), "tiny", [], fused_loss=fused)
+    executor = SingleDevice(base, attached, multiple)
     losses, norms = {}, {}
     plain = {name: getattr(dist, name) for name in COLLECTIVES}
     for step in range(case.steps):
@@ -218,7 +228,7 @@ def assert_alike(adapter: Adapter, group: Any) -> None:
         path, _, leaf = name.rpartition("/")
         shard = adapter.weights[path].shard
         assert shard is not None
-        copies = shard.copies if leaf in SLICED[shard.dim] else len(views)
+        copies = shard.copies if shard.is_slice(leaf) else len(views)
         assert all(torch.equal(views[at][name], views[at - at % copies][name]) for at in range(len(views))), name
 
 

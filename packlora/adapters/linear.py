@@ -185,10 +185,12 @@ class AdaptedLinear(torch.nn.Module):
         return {number: own for number, own in self.adapters.items() if own.spec.rank}
 
     def _with_biases(self, y: torch.Tensor, owners: TokenOwners) -> torch.Tensor:
-        """y of a row-parallel layer, each token with its owner's bias, in place."""
-        assert self.base.bias is not None
+        """y of a row-parallel layer, each token with its owner's bias, in place; y may be of this process's tokens."""
+        assert self.base.bias is not None and self.shard is not None
         if owners.moving is not None and owners.moving.moves:
             raise RuntimeError("biases of row-parallel layers cannot follow segments that move; switch cuda_graphs off")
+        count = math.prod(y.shape[:-1])
+        first = 0 if count == owners.total else self.shard.index * count
         rows: dict[int, list[tuple[int, int]]] = {}
         at = 0
         for number, start, stop in owners.segments:
@@ -198,8 +200,14 @@ class AdaptedLinear(torch.nn.Module):
                 rows.setdefault(number, []).append((start, stop))
                 at = stop
         rows.setdefault(-1, []).append((at, owners.total))
+        if self.shard.by_tokens and count == owners.total and len(rows) > 1 and torch.is_grad_enabled():
+            raise RuntimeError(f"each process trains biases on tokens of its own, but {count} tokens do not divide")
+        here = [
+            [(max(start - first, 0), min(stop - first, count)) for start, stop in places] for places in rows.values()
+        ]
         biases = [self.base.bias if number < 0 else self.adapters[number].bias for number in rows]
-        with_biases: torch.Tensor = AddBiases.apply(y, tuple(rows.values()), *biases)
+        kept = [[(start, stop) for start, stop in places if start < stop] for places in here]
+        with_biases: torch.Tensor = AddBiases.apply(y, kept, *biases)
         return with_biases
 
     def layer(self) -> Layer:

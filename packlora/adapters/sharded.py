@@ -8,8 +8,8 @@ on any layer, and the sum that the frozen layer needs anyway adds up the adapter
     column-parallel  whole, grad a part  slice of rows       slice               slice
     row-parallel     slice of columns    whole, grad a part  whole, grad a part  whole, added after the sum
 
-A gradient that is a part is added up over the processes once a step. Who adds up is not this file's business: packlora.parallel
-makes the shards.
+(Where each process has tokens of its own after the sum, the gradient of the bias is a part too.) A gradient that is a part is
+added up over the processes once a step. Who adds up is not this file's business: packlora.parallel makes the shards.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ class Shard:
     copies: processes that hold the same slice, as those do that share a key-value head; their gradients are parts.
     enter: what the layer's input goes through, None where it comes as it is needed.
     leave: what its output goes through, without bias in a row-parallel layer.
+    by_tokens: a row-parallel layer's output may then be of this process's tokens alone, as many for each process.
     add_up: adds up a tensor over all processes that hold slices, in place.
     """
 
@@ -47,6 +48,17 @@ class Shard:
     enter: Through | None
     leave: Through | None
     add_up: Callable[[torch.Tensor], None]
+    by_tokens: bool = False
+
+    def is_slice(self, name: str) -> bool:
+        """Whether a process has a slice of an adapter's tensor."""
+        return name in SLICED[self.dim]
+
+    def is_part(self, name: str) -> bool:
+        """Whether a process computes a part of the gradient of what it has of an adapter's tensor."""
+        if self.is_slice(name):
+            return self.copies > 1
+        return name in PARTS[self.dim] or (name == "bias" and self.by_tokens)
 
     def whole_shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
         """Of an adapter's tensor, or of "weight", from that of its slice."""
@@ -109,8 +121,7 @@ def _frozen(part: torch.Tensor) -> torch.nn.Parameter:
 class AddBiases(torch.autograd.Function):
     """y [..., N] with biases [N] added to its tokens, in place: by owner, for layers whose products are added up before it.
 
-    rows: per bias the (start, stop) of its tokens; those of trained ones get the sum of their tokens' gradients, in their own
-    dtype.
+    rows: per bias the (start, stop) of its tokens; trained ones get the sum of their tokens' gradients, in their own dtype.
     """
 
     @staticmethod
@@ -132,5 +143,6 @@ class AddBiases(torch.autograd.Function):
         found: list[torch.Tensor | None] = []
         for own, dtype, needed in zip(ctx.rows, ctx.dtypes, ctx.needs_input_grad[2:], strict=True):
             parts = [d_TN[start:stop].sum(0, dtype=dtype) for start, stop in own] if needed else []
-            found.append(torch.stack(parts).sum(0) if parts else None)
+            nothing = d.new_zeros(d.shape[-1], dtype=dtype) if needed else None
+            found.append(torch.stack(parts).sum(0) if parts else nothing)
         return (d, None, *found)

@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from packlora.adapters.attach import Adapter
 from packlora.adapters.flat import ROW, FlatLayout, Place, total_norm
-from packlora.adapters.sharded import PARTS, SLICED
 from packlora.parallel.collectives import add_up, all_of
 
 
@@ -31,13 +30,13 @@ def _split_name(name: str) -> tuple[str, str]:
 def _is_part(adapter: Adapter, name: str) -> bool:
     path, leaf = _split_name(name)
     shard = adapter.weights[path].shard
-    return shard is not None and (leaf in PARTS[shard.dim] or (shard.copies > 1 and leaf in SLICED[shard.dim]))
+    return shard is not None and shard.is_part(leaf)
 
 
 def _is_slice(adapter: Adapter, name: str) -> bool:
     path, leaf = _split_name(name)
     shard = adapter.weights[path].shard
-    return shard is not None and leaf in SLICED[shard.dim]
+    return shard is not None and shard.is_slice(leaf)
 
 
 class WholeGradient:

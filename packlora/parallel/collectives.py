@@ -6,11 +6,20 @@ sends a tensor in a forward or a backward.
     gathered  forward joins last dims      backward takes own  out of the former, where what follows needs all outputs
     split     forward takes own            backward joins      into the latter, where all inputs are everywhere
 
+The same for tokens, where each process has consecutive ones of its own between the layers:
+
+    all_tokens       forward joins           backward sums, takes own    in the place of copied
+    summed_tokens    forward sums, takes own backward joins              in the place of summed
+    own_tokens       forward takes own       backward joins              before the first layer
+    joined_tokens    forward joins           backward takes own          after the last one
+
 What follows a sum, or is joined, is the same on all processes to the bit, so its gradient is too.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +27,8 @@ import torch.distributed as dist
 
 from packlora.ops.first_order import first_order
 from packlora.ops.recompute import recomputable, recompute_of
+
+Through = Callable[..., torch.Tensor]
 
 
 def add_up(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
@@ -61,6 +72,55 @@ def split(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return out
 
 
+def all_tokens(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """[1, t, K] of all processes as [1, T, K]. Who needs it in a backward may have it joined again, and keeps t tokens."""
+    out: torch.Tensor = _AllTokens.apply(x, group)
+    recompute = recompute_of(x)
+    if recompute is None:
+        return recomputable(out, partial(_joined_again, group, None), x)
+    return recomputable(out, partial(_joined_again, group, recompute.function), *recompute.operands)
+
+
+def _joined_again(group: dist.ProcessGroup, function: Through | None, *operands: torch.Tensor) -> torch.Tensor:
+    return _join_tokens(operands[0] if function is None else function(*operands), group)
+
+
+def summed_tokens(y: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The sum of [1, T, N] over the group, of which this process has [1, t, N]."""
+    out: torch.Tensor = _SummedTokens.apply(y, group)
+    return out
+
+
+def own_tokens(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """This process's [1, t, K] of [1, T, K]."""
+    out: torch.Tensor = _OwnTokens.apply(x, group)
+    return out
+
+
+def joined_tokens(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """[1, t, K] of all processes as [1, T, K], for what every process computes alike."""
+    out: torch.Tensor = _JoinedTokens.apply(x, group)
+    return out
+
+
+def _join_tokens(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    x = x.contiguous()
+    whole = x.new_empty(1, x.shape[1] * dist.get_world_size(group), x.shape[2])
+    dist.all_gather_into_tensor(whole[0], x[0], group=group)
+    return whole
+
+
+def _sum_tokens(y: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    y = y.contiguous()
+    own = y.new_empty(1, y.shape[1] // dist.get_world_size(group), y.shape[2])
+    dist.reduce_scatter_tensor(own[0], y[0], group=group)
+    return own
+
+
+def _take_tokens(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    return x.chunk(dist.get_world_size(group), 1)[dist.get_rank(group)].contiguous()
+
+
 def _joined(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return torch.cat(all_of(part.contiguous(), group), -1)
 
@@ -96,25 +156,23 @@ class _Summed(torch.autograd.Function):
         return d, None
 
 
-class _Gathered(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, y: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def _function(name: str, forward: Through, backward: Through) -> Any:
+    """An autograd function of a tensor and a group that both directions are given."""
+
+    def run(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
-        return _joined(y, group)
+        return forward(x, group)
 
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, d: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return _own(d, ctx.group), None
+    def back(ctx: Any, d: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return backward(d, ctx.group), None
+
+    methods = {"forward": staticmethod(run), "backward": staticmethod(first_order(back))}
+    return type(name, (torch.autograd.Function,), methods)
 
 
-class _Split(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return _own(x, group)
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, d: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return _joined(d, ctx.group), None
+_Gathered = _function("Gathered", _joined, _own)
+_Split = _function("Split", _own, _joined)
+_AllTokens = _function("AllTokens", _join_tokens, _sum_tokens)
+_SummedTokens = _function("SummedTokens", _sum_tokens, _join_tokens)
+_OwnTokens = _function("OwnTokens", _take_tokens, _join_tokens)
+_JoinedTokens = _function("JoinedTokens", _join_tokens, _take_tokens)

@@ -29,11 +29,12 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from packlora.adapters.owners import MIN_ROWS
-from packlora.adapters.sharded import Shard, ShardedLinear
+from packlora.adapters.sharded import Shard, ShardedLinear, Through
 from packlora.base.packing import ATTENTION
 from packlora.errors import InputError, foreign
 from packlora.ops.modules import undisturbed
 from packlora.parallel.collectives import add_up, copied, gathered, split, summed
+from packlora.parallel.sequence import TokenSlices
 
 Dim = Literal[0, 1]
 STYLES: dict[str, tuple[Dim, bool]] = {
@@ -60,7 +61,7 @@ class _Cut:
     copies: int = 1
 
 
-def shard(model: PreTrainedModel, group: dist.ProcessGroup) -> list[str]:
+def shard(model: PreTrainedModel, group: dist.ProcessGroup, sequence: bool = False) -> list[str]:
     """Cut a model, in place, to the slices of this process. All processes of the group call it with the same model.
 
     Call it before adapters are put on the model, and before the model is moved to its device where it is too large for one.
@@ -68,6 +69,7 @@ def shard(model: PreTrainedModel, group: dist.ProcessGroup) -> list[str]:
     Args:
         model: whole, on any device, as transformers has loaded it or prepared for packing.
         group: of at least two processes.
+        sequence: each process has tokens of its own between the layers (sequence.py).
 
     Returns:
         What the user should know.
@@ -84,12 +86,18 @@ def shard(model: PreTrainedModel, group: dist.ProcessGroup) -> list[str]:
         if cut.dim == 0:
             blocks.setdefault(path.rpartition(".")[0], []).append(path)
     _check_blocks(model, blocks, what)
+    tokens = TokenSlices(group) if sequence else None
+    enter = partial(copied, group=group) if tokens is None else tokens.enter
     for path in blocks:
         _count_heads(model, path, cuts, degree)
-        model.get_submodule(path).register_forward_pre_hook(partial(_enter, group), with_kwargs=True)
+        model.get_submodule(path).register_forward_pre_hook(partial(_enter, enter), with_kwargs=True)
     for path, cut in cuts.items():
         parent, _, leaf = path.rpartition(".")
-        setattr(model.get_submodule(parent), leaf, ShardedLinear(cut.linear, _shard_of(cut, group, degree, rank)))
+        setattr(
+            model.get_submodule(parent), leaf, ShardedLinear(cut.linear, _shard_of(cut, group, degree, rank, tokens))
+        )
+    if tokens is not None:
+        tokens.attach(model, blocks)
     shared = sorted({path.rpartition(".")[2] for path, cut in cuts.items() if cut.copies > 1})
     notes = [f"{what}{len(cuts)} layers are cut; embedding, norms and output layer are whole on each"]
     if shared:
@@ -97,13 +105,16 @@ def shard(model: PreTrainedModel, group: dist.ProcessGroup) -> list[str]:
     return notes
 
 
-def _shard_of(cut: _Cut, group: dist.ProcessGroup, degree: int, rank: int) -> Shard:
-    leave = (gathered if cut.whole else None) if cut.dim == 0 else summed
+def _shard_of(cut: _Cut, group: dist.ProcessGroup, degree: int, rank: int, tokens: TokenSlices | None) -> Shard:
+    leave: Through | None = partial(summed, group=group) if tokens is None else tokens.leave
+    if cut.dim == 0:
+        leave = partial(gathered, group=group) if cut.whole else None
     return Shard(
         cut.dim, rank // cut.copies, degree // cut.copies, cut.copies,
         enter=partial(split, group=group) if cut.dim == 1 and cut.whole else None,
-        leave=None if leave is None else partial(leave, group=group),
+        leave=leave,
         add_up=partial(add_up, group=group),
+        by_tokens=tokens is not None and cut.dim == 1,
     )  # fmt: skip
 
 
@@ -184,13 +195,15 @@ def _count_heads(model: PreTrainedModel, block: str, cuts: Mapping[str, _Cut], d
 
 
 def _enter(
-    group: dist.ProcessGroup, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    enter: Through, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What a block is called with, its input `copied`."""
-    return _with_input(args, kwargs, partial(copied, group=group))
+    """What a block is called with, its input as its layers read it."""
+    return _with_input(args, kwargs, enter)
 
 
-def _with_input(args: tuple[Any, ...], kwargs: dict[str, Any], change: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _with_input(
+    args: tuple[Any, ...], kwargs: dict[str, Any], change: Through
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if args:
         return (change(args[0]), *args[1:]), kwargs
     name = "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs))
