@@ -24,7 +24,7 @@ from packlora.config import AdapterConfig, JobConfig
 from packlora.data.dataset import JobData
 from packlora.data.encode import Sample
 from packlora.parallel.adapter import WholeGradient, joined
-from packlora.parallel.collectives import all_of
+from packlora.parallel.collectives import GATHER, SCATTER, all_of
 from packlora.parallel.tensor import shard
 from packlora.runtime.collate import PackedSample
 from packlora.runtime.job import Job, take_steps
@@ -36,15 +36,7 @@ FAMILIES |= {
     "olmo2": ("Olmo2Config", {}), "glm4": ("Glm4Config", {"head_dim": 16}), "granite": ("GraniteConfig", {}),
     "cohere": ("CohereConfig", {}),
 }  # fmt: skip
-COLLECTIVES = (
-    "all_reduce",
-    "all_gather",
-    "all_gather_into_tensor",
-    "reduce_scatter_tensor",
-    "all_to_all",
-    "broadcast",
-    "send",
-)
+COLLECTIVES = ("all_reduce", "all_gather", GATHER, SCATTER, "all_to_all", "broadcast", "send")
 
 Tensors = dict[str, torch.Tensor]
 

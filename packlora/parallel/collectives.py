@@ -29,6 +29,11 @@ from packlora.ops.first_order import first_order
 from packlora.ops.recompute import recomputable, recompute_of
 
 Through = Callable[..., torch.Tensor]
+NEW = hasattr(dist, "all_gather_single")
+GATHER, SCATTER = (
+    ("all_gather_single", "reduce_scatter_single") if NEW else ("all_gather_into_tensor", "reduce_scatter_tensor")
+)
+"""Names that torch has for joining and for adding up parts of one tensor; it warns of the older ones since 2.13."""
 
 
 def add_up(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
@@ -106,14 +111,14 @@ def joined_tokens(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 def _join_tokens(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     x = x.contiguous()
     whole = x.new_empty(1, x.shape[1] * dist.get_world_size(group), x.shape[2])
-    dist.all_gather_into_tensor(whole[0], x[0], group=group)
-    return whole
+    getattr(dist, GATHER)(whole[0], x[0], group=group)
+    return whole.data  # of version 0, as recompute_of wants what nobody has written into since it was made
 
 
 def _sum_tokens(y: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     y = y.contiguous()
     own = y.new_empty(1, y.shape[1] // dist.get_world_size(group), y.shape[2])
-    dist.reduce_scatter_tensor(own[0], y[0], group=group)
+    getattr(dist, SCATTER)(own[0], y[0], group=group)
     return own
 
 

@@ -64,9 +64,9 @@ def threes(dropout: float) -> list[dict[str, Any]]:
 
 
 def some_cases(size: int) -> list[Case]:
-    """Every kind, dropout and bias on some family (of larger groups half of them), all families with three adapters."""
+    """Every kind, dropout and bias on some family (of larger groups some of them), all families with three adapters."""
     found = [case_of(FAMILIES[(at + at // 4) % 4], one) for at, (_, one) in enumerate(singles())]
-    found = found if size == 2 else found[1::2]
+    found = found if size == 2 else found[1::4]
     found += [case_of(family, *threes(0.1 if at % 2 == size // 2 - 1 else 0.0)) for at, family in enumerate(FAMILIES)]
     low_rank = [adapter_of("DoRA", 0.1, dora_dropout="low_rank"), adapter_of("LoRA", 0.1)]
     return [*found, case_of("llama", *low_rank, checkpointing=True)]
@@ -94,9 +94,9 @@ def test_what_is_learnt_is_that_of_one_process_in_every_combination(size: int, f
 
 def test_other_families_learn_the_same(ranks: Pool) -> None:
     """Fused projections and norms over all heads, whose outputs are gathered; biases in all layers; windows."""
-    plain = ("mistral", "gemma", "gemma3", "phi3", "olmo2", "granite", "cohere")
+    plain = ("mistral", "gemma", "gemma3", "phi3", "olmo2", "granite", "cohere", "phi")
     cases = [Case(name, (adapter_of("DoRA" if at % 2 else "LoRA", 0.1),), steps=2) for at, name in enumerate(plain)]
-    cases += [Case(name, (adapter_of("DoRA", 0.1, "lora_only"),), steps=2) for name in ("glm4", "starcoder2", "phi")]
+    cases += [Case(name, (adapter_of("DoRA", 0.1, "lora_only"),), steps=2) for name in ("glm4", "starcoder2")]
     assert_exact(ranks(2).run(compared, cases))
 
 
