@@ -16,13 +16,15 @@ import torch.distributed as dist
 from conftest import FAMILIES, TINY, tiny_model
 
 from packlora.adapters.attach import Adapter, attach
-from packlora.adapters.linear import Attached
+from packlora.adapters.kept_outputs import keep_outputs
+from packlora.adapters.linear import AdaptedLinear, Attached
 from packlora.adapters.spec import peft_config, resolve
 from packlora.base.model import Base
 from packlora.base.packing import prepare_model
 from packlora.config import AdapterConfig, JobConfig
 from packlora.data.dataset import JobData
 from packlora.data.encode import Sample
+from packlora.ops.recompute import add_recompute
 from packlora.parallel.adapter import WholeGradient, joined
 from packlora.parallel.collectives import GATHER, SCATTER, all_of
 from packlora.parallel.tensor import shard
@@ -55,6 +57,8 @@ class Case:
     steps: int = 3
     sequence: bool = False
     """Each process has tokens of its own between the layers."""
+    saving: bool = False
+    """As on a GPU: layers' inputs are recomputed where that is cheap; and DoRA layers keep their outputs where they can."""
 
     def __str__(self) -> str:
         return f"{self.family} {dict(self.model)} {[dict(adapter) for adapter in self.adapters]} {self.checkpointing}"
@@ -169,6 +173,10 @@ def learn(case: Case, group: Any = None) -> Learnt:
     model = model_of(case, group)
     attached, adapters = on(model, case)
     moved(adapters)
+    if case.saving:
+        add_recompute(model)
+        keep_outputs(model)
+        assert any(layer.keep_output for layer in model.modules() if isinstance(layer, AdaptedLinear))
     jobs = [job_of(adapter, config) for adapter, config in zip(adapters, case.adapters, strict=True)]
     gradients: Tensors = {}
 

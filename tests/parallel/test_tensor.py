@@ -100,6 +100,30 @@ def test_other_families_learn_the_same(ranks: Pool) -> None:
     assert_exact(ranks(2).run(compared, cases))
 
 
+def inputs_recomputed(rank: int, case: Case) -> tuple[float, int, int]:
+    """The largest error; how many inputs of layers' calls are recomputed, alone and over the group."""
+    known: list[bool] = []
+
+    def recompute_of(x: torch.Tensor) -> Any:
+        known.append(own(x) is not None)
+        return own(x)
+
+    own = linear.recompute_of
+    with mock.patch.object(linear, "recompute_of", recompute_of):
+        exact, alone = learn(case), sum(known)
+        learnt = learn(case, dist.group.WORLD)
+    return max(learnt.errors(exact).values()), alone, sum(known) - alone
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_what_is_not_kept_for_the_backward_alone_is_not_kept_over_processes(sequence: bool, ranks: Pool) -> None:
+    """Nor is the output of a sum taken for that of a layer."""
+    case = case_of("llama", adapter_of("DoRA"), saving=True, sequence=sequence)
+    for error, alone, here in ranks(2).run(inputs_recomputed, case):
+        assert error < BOUND
+        assert here == alone > 0
+
+
 def proved(rank: int, family: str) -> bool:
     model, longest = tiny_model(family, torch.float64), {"job": 60}
     own = own_logits(model, family, longest)
