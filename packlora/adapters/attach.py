@@ -5,6 +5,7 @@ Adapted linear layers are replaced in place by AdaptedLinear; everything else of
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -50,7 +51,12 @@ class Adapter:
 
     @property
     def num_parameters(self) -> int:
-        return sum(parameter.numel() for parameter in self.named_parameters().values())
+        """Elements of all of them, also of what other processes have slices of."""
+        return sum(
+            math.prod(weights.whole_shape(name, parameter.shape))
+            for weights in self.weights.values()
+            for name, parameter in weights.named_parameters().items()
+        )
 
 
 def attach(

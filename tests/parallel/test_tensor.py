@@ -218,6 +218,7 @@ def start_differs(rank: int, case: Case, broken: bool = False) -> list[float]:
     else:
         (here,) = started(case, dist.group.WORLD)
     whole = joined(here, dist.group.WORLD)
+    assert here.num_parameters == alone.num_parameters
     return [difference(whole[name], own.detach()) for name, own in alone.named_parameters().items()]
 
 
