@@ -3,6 +3,7 @@ attach, microbatches of SingleDevice, a Job's steps. Functions run on every rank
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,17 +28,24 @@ from packlora.data.encode import Sample
 from packlora.ops.recompute import add_recompute
 from packlora.parallel.adapter import WholeGradient, joined
 from packlora.parallel.collectives import GATHER, SCATTER, all_of
+from packlora.parallel.loss import LossRows
 from packlora.parallel.tensor import shard
 from packlora.runtime.collate import PackedSample
 from packlora.runtime.job import Job, take_steps
 from packlora.runtime.microbatch import SingleDevice, run_microbatch
 from packlora.seeding import stable_hash
 
-FAMILIES |= {
+MORE_FAMILIES = {
     "phi3": ("Phi3Config", {}), "starcoder2": ("Starcoder2Config", {}), "phi": ("PhiConfig", {}),
     "olmo2": ("Olmo2Config", {}), "glm4": ("Glm4Config", {"head_dim": 16}), "granite": ("GraniteConfig", {}),
     "cohere": ("CohereConfig", {}),
 }  # fmt: skip
+BOUND, WRONG = 1e-10, 1e-3
+KINDS: dict[str, dict[str, Any]] = {"LoRA": {}, "rsLoRA": {"use_rslora": True}, "DoRA": {"use_dora": True}}
+BIASED: dict[str, dict[str, Any]] = {
+    "llama": {"attention_bias": True, "mlp_bias": True}, "qwen3": {"attention_bias": True}, "gemma2": {"attention_bias": True},
+}  # fmt: skip
+"""What gives a family biases; qwen2 has them."""
 COLLECTIVES = ("all_reduce", "all_gather", GATHER, SCATTER, "all_to_all", "broadcast", "send")
 
 Tensors = dict[str, torch.Tensor]
@@ -57,11 +65,31 @@ class Case:
     steps: int = 3
     sequence: bool = False
     """Each process has tokens of its own between the layers."""
+    own_rows: bool = False
+    """Each process computes the losses of some rows."""
     saving: bool = False
     """As on a GPU: layers' inputs are recomputed where that is cheap; and DoRA layers keep their outputs where they can."""
 
     def __str__(self) -> str:
         return f"{self.family} {dict(self.model)} {[dict(adapter) for adapter in self.adapters]} {self.checkpointing}"
+
+
+def adapter_of(kind: str, dropout: float = 0.0, bias: str = "none", r: int = 4, **more: Any) -> dict[str, Any]:
+    return {"r": r, "lora_alpha": 6, "lora_dropout": dropout, "bias": bias, **KINDS[kind], **more}
+
+
+def case_of(family: str, *adapters: dict[str, Any], **changes: Any) -> Case:
+    biased = any(adapter["bias"] != "none" for adapter in adapters)
+    return Case(family, adapters, BIASED.get(family, {}) if biased else {}, **changes)
+
+
+def threes(dropout: float) -> list[dict[str, Any]]:
+    """All kinds beside each other, with biases trained on all layers, on some and on none."""
+    return [
+        adapter_of("LoRA", dropout, "all", 3, target_modules=["q_proj", "up_proj", "down_proj"]),
+        adapter_of("DoRA", dropout, "lora_only", 5),
+        adapter_of("rsLoRA", dropout / 2, "none", 4, target_modules=["k_proj", "o_proj", "gate_proj", "down_proj"]),
+    ]
 
 
 @dataclass
@@ -101,7 +129,8 @@ def model_of(case: Case, group: Any = None) -> Any:
     Its RMS norms are torch's, in float64: those of transformers are in float32, which rounds parts of a gradient otherwise than
     their sum.
     """
-    model = tiny_model(case.family, torch.float64, **case.model)
+    with mock.patch.dict(FAMILIES, MORE_FAMILIES):
+        model = tiny_model(case.family, torch.float64, **case.model)
     for module in model.modules():
         if type(module).__name__.endswith("RMSNorm"):
             module.forward = partial(normed, module)
@@ -199,7 +228,8 @@ def learn(case: Case, group: Any = None) -> Learnt:
     multiple = dist.get_world_size(group) if case.sequence and group is not None else 1
     fused = case.family not in ("gemma2", "cohere")  # which cap and scale logits
     base = Base(model, None, torch.device("cpu"), "tiny", [], fused_loss=fused)
-    executor = SingleDevice(base, attached, multiple)
+    rows = LossRows(group) if case.own_rows and group is not None else None
+    executor = SingleDevice(base, attached, multiple, rows)
     losses, norms = {}, {}
     plain = {name: getattr(dist, name) for name in COLLECTIVES}
     for step in range(case.steps):
@@ -237,3 +267,14 @@ def compared(rank: int, cases: list[Case]) -> list[dict[str, float]]:
     own = {at: learn(case) for at, case in enumerate(cases) if at % dist.get_world_size() == rank}
     learnt = [learn(case, dist.group.WORLD) for case in cases]
     return [learnt[at].errors(exact) for at, exact in own.items()]
+
+
+def assert_exact(answers: list[list[dict[str, float]]]) -> None:
+    for errors in itertools.chain(*answers):
+        assert max(errors.values()) < BOUND, errors
+
+
+def error_when_broken(rank: int, wrong: Callable[[], Any], case: Case) -> float:
+    exact = learn(case)
+    with wrong(), mock.patch("tensor_runs.assert_alike"):
+        return max(learn(case, dist.group.WORLD).errors(exact).values())

@@ -8,8 +8,9 @@
     rowwise_split_input      as the second, on its part of inputs that every process has
 
 A block, the module that has column-parallel layers, gets its input through `copied`: its layers still read one tensor, and its
-gradient is added up once for all of them. Embedding, norms and the output layer are whole on every process, and all compute
-the same loss. An attention with fewer key-value heads than there are processes has each of them on several.
+gradient is added up once for all of them. Embedding, norms and the output layer are whole on every process; all compute the
+same loss, or each the losses of some rows (loss.py). An attention with fewer key-value heads than there are processes has each
+of them on several.
 
 Adapters are put on a model that was cut (adapters/attach.py), and are cut alike (adapters/sharded.py); adapter.py adds up their
 gradients and joins what is saved.

@@ -11,8 +11,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import RankFailed, Ranks
-from tensor_runs import Case, compared, counted, learn, model_of
-from test_tensor import BOUND, WRONG, adapter_of, assert_exact, case_of, threes
+from tensor_runs import (
+    BOUND,
+    WRONG,
+    Case,
+    adapter_of,
+    assert_exact,
+    case_of,
+    compared,
+    counted,
+    error_when_broken,
+    learn,
+    model_of,
+    threes,
+)  # fmt: skip
 
 from packlora.adapters.sharded import Shard
 from packlora.parallel import sequence
@@ -26,7 +38,7 @@ Pool = Callable[[int], Ranks]
 def test_what_is_learnt_is_that_of_one_process(size: int, ranks: Pool) -> None:
     """Biases behind the sum, gathered outputs, activations that are recomputed, tokens that are filled up."""
     cases = [
-        case_of("llama", *threes(0.1), sequence=True),
+        case_of("llama", *threes(0.1), sequence=True, own_rows=True),
         case_of("qwen2", adapter_of("DoRA", bias="all"), sequence=True),
         case_of("qwen3", adapter_of("DoRA", 0.1), adapter_of("rsLoRA"), sequence=True, checkpointing=True),
         case_of("gemma2", adapter_of("LoRA", 0.1), sequence=True, steps=2),
@@ -38,7 +50,7 @@ def test_what_is_learnt_is_that_of_one_process(size: int, ranks: Pool) -> None:
 
 def as_they_come(rank: int, case: Case) -> float:
     """With numbers of tokens that two does not divide."""
-    with mock.patch("tensor_runs.SingleDevice", lambda base, attached, multiple: SingleDevice(base, attached)):
+    with mock.patch("tensor_runs.SingleDevice", lambda base, attached, *_: SingleDevice(base, attached)):
         return max(learn(case, dist.group.WORLD).errors(learn(case)).values())
 
 
@@ -64,12 +76,6 @@ def last_tokens_not_joined_back() -> Any:
         return all_tokens(x, group)  # whose backward adds up what is the same everywhere
 
     return mock.patch.object(sequence, "joined_tokens", joined)
-
-
-def error_when_broken(rank: int, wrong: Callable[[], Any], case: Case) -> float:
-    exact = learn(case)
-    with wrong(), mock.patch("tensor_runs.assert_alike"):
-        return max(learn(case, dist.group.WORLD).errors(exact).values())
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -14,7 +15,23 @@ import torch
 import torch.distributed as dist
 from conftest import tiny_model
 from ranks import Ranks
-from tensor_runs import Case, compared, counted, difference, learn, model_of, on
+from tensor_runs import (
+    BOUND,
+    KINDS,
+    WRONG,
+    Case,
+    adapter_of,
+    assert_exact,
+    case_of,
+    compared,
+    counted,
+    difference,
+    error_when_broken,
+    learn,
+    model_of,
+    on,
+    threes,
+)  # fmt: skip
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from packlora.adapters import linear, norms
@@ -25,42 +42,18 @@ from packlora.base.packing import prepare_model
 from packlora.base.proof import check_packing, own_logits
 from packlora.errors import InputError
 from packlora.parallel import adapter as parallel_adapter
-from packlora.parallel import collectives, tensor
+from packlora.parallel import collectives, loss, tensor
 from packlora.parallel.adapter import cut, joined
-from packlora.parallel.collectives import copied
+from packlora.parallel.collectives import GATHER, copied
 from packlora.parallel.tensor import shard
 
 Pool = Callable[[int], Ranks]
-BOUND, WRONG = 1e-10, 1e-3
-KINDS: dict[str, dict[str, Any]] = {"LoRA": {}, "rsLoRA": {"use_rslora": True}, "DoRA": {"use_dora": True}}
-BIASED: dict[str, dict[str, Any]] = {
-    "llama": {"attention_bias": True, "mlp_bias": True}, "qwen3": {"attention_bias": True}, "gemma2": {"attention_bias": True},
-}  # fmt: skip
-"""What gives a family biases; qwen2 has them."""
 FAMILIES = ("llama", "qwen2", "qwen3", "gemma2")
-
-
-def adapter_of(kind: str, dropout: float = 0.0, bias: str = "none", r: int = 4, **more: Any) -> dict[str, Any]:
-    return {"r": r, "lora_alpha": 6, "lora_dropout": dropout, "bias": bias, **KINDS[kind], **more}
-
-
-def case_of(family: str, *adapters: dict[str, Any], **changes: Any) -> Case:
-    biased = any(adapter["bias"] != "none" for adapter in adapters)
-    return Case(family, adapters, BIASED.get(family, {}) if biased else {}, **changes)
 
 
 def singles() -> Iterator[tuple[str, dict[str, Any]]]:
     for kind, dropout, bias in itertools.product(KINDS, (0.0, 0.1), ("none", "all")):
         yield f"{kind} {dropout} {bias}", adapter_of(kind, dropout, bias)
-
-
-def threes(dropout: float) -> list[dict[str, Any]]:
-    """All kinds beside each other, with biases trained on all layers, on some and on none."""
-    return [
-        adapter_of("LoRA", dropout, "all", 3, target_modules=["q_proj", "up_proj", "down_proj"]),
-        adapter_of("DoRA", dropout, "lora_only", 5),
-        adapter_of("rsLoRA", dropout / 2, "none", 4, target_modules=["k_proj", "o_proj", "gate_proj", "down_proj"]),
-    ]
 
 
 def some_cases(size: int) -> list[Case]:
@@ -70,11 +63,6 @@ def some_cases(size: int) -> list[Case]:
     found += [case_of(family, *threes(0.1 if at % 2 == size // 2 - 1 else 0.0)) for at, family in enumerate(FAMILIES)]
     low_rank = [adapter_of("DoRA", 0.1, dora_dropout="low_rank"), adapter_of("LoRA", 0.1)]
     return [*found, case_of("llama", *low_rank, checkpointing=True)]
-
-
-def assert_exact(answers: list[list[dict[str, float]]]) -> None:
-    for errors in itertools.chain(*answers):
-        assert max(errors.values()) < BOUND, errors
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -98,6 +86,17 @@ def test_other_families_learn_the_same(ranks: Pool) -> None:
     cases = [Case(name, (adapter_of("DoRA" if at % 2 else "LoRA", 0.1),), steps=2) for at, name in enumerate(plain)]
     cases += [Case(name, (adapter_of("DoRA", 0.1, "lora_only"),), steps=2) for name in ("glm4", "starcoder2")]
     assert_exact(ranks(2).run(compared, cases))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_losses_of_some_rows_each_teach_what_all_of_them_teach(size: int, ranks: Pool) -> None:
+    """More rows than processes times the fewest that a process takes, and fewer; gemma2's logits are all computed by all."""
+    cases = [
+        case_of("qwen2", *threes(0.1), own_rows=True),
+        case_of("llama", adapter_of("LoRA"), own_rows=True, steps=2),
+    ]
+    cases += [case_of("gemma2", adapter_of("LoRA"), own_rows=True, steps=2)]
+    assert_exact(ranks(size).run(compared, cases))
 
 
 def inputs_recomputed(rank: int, case: Case) -> tuple[float, int, int]:
@@ -159,6 +158,13 @@ def gradients_of_inputs_not_added_up() -> Any:
     return mock.patch.object(tensor, "copied", lambda x, group: x)
 
 
+def gradients_of_rows_not_joined() -> Any:
+    def own(x: torch.Tensor, group: Any) -> torch.Tensor:
+        return x.chunk(dist.get_world_size(group), 1)[dist.get_rank(group)]
+
+    return mock.patch.object(loss, "own_tokens", own)
+
+
 def biases_before_the_sum() -> Any:
     def early(y: torch.Tensor, rows: Any, *biases: torch.Tensor) -> torch.Tensor:
         group = dist.group.WORLD
@@ -186,19 +192,14 @@ BREAKS: dict[Callable[[], AbstractContextManager[Any]], dict[str, Any]] = {
     norms_of_slices: adapter_of("DoRA"),
     gradients_of_inputs_added_up_twice: adapter_of("LoRA"),
     gradients_of_inputs_not_added_up: adapter_of("LoRA"),
+    gradients_of_rows_not_joined: adapter_of("LoRA"),
     biases_before_the_sum: adapter_of("LoRA", bias="all"),
 }
 
 
-def error_when_broken(rank: int, wrong: Callable[[], Any], case: Case) -> float:
-    exact = learn(case)
-    with wrong(), mock.patch("tensor_runs.assert_alike"):
-        return max(learn(case, dist.group.WORLD).errors(exact).values())
-
-
 @pytest.mark.parametrize("wrong", BREAKS, ids=lambda wrong: wrong.__name__)
 def test_the_comparison_sees_what_is_broken(wrong: Callable[[], Any], ranks: Pool) -> None:
-    case = case_of("llama", BREAKS[wrong], steps=2)
+    case = case_of("llama", BREAKS[wrong], steps=2, own_rows=wrong is gradients_of_rows_not_joined)
     assert min(ranks(2).run(error_when_broken, wrong, case)) > WRONG
 
 
@@ -291,6 +292,12 @@ def test_a_step_sends_what_the_frozen_model_sends_and_one_message_for_each_job(
     for frozen, calls in ranks(2).run(messages, case_of("llama", *[adapter_of(kind, 0.1)] * jobs)):
         assert frozen == 2 * 2 + 2 * 2
         assert calls == ["all_reduce"] * (2 * (frozen - 1) + jobs + (kind == "DoRA"))
+
+
+def test_losses_of_some_rows_each_send_two_messages_a_microbatch(ranks: Pool) -> None:
+    """The gradients of the rows' hidden states, and the losses."""
+    for frozen, calls in ranks(2).run(messages, case_of("llama", adapter_of("LoRA"), own_rows=True)):
+        assert Counter(calls) == {"all_reduce": 2 * (frozen - 1) + 1, GATHER: 2, "all_gather": 2}
 
 
 # --- what cannot be cut ------------------------------------------------------------------------------------------------
