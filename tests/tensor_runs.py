@@ -41,6 +41,8 @@ MORE_FAMILIES = {
     "cohere": ("CohereConfig", {}),
 }  # fmt: skip
 BOUND, WRONG = 1e-10, 1e-3
+PATIENCE = 400.0
+"""Seconds for many cases, on a machine that does other things too."""
 KINDS: dict[str, dict[str, Any]] = {"LoRA": {}, "rsLoRA": {"use_rslora": True}, "DoRA": {"use_dora": True}}
 BIASED: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": True, "mlp_bias": True}, "qwen3": {"attention_bias": True}, "gemma2": {"attention_bias": True},

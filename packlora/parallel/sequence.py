@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from packlora.adapters.sharded import Through
 from packlora.parallel.collectives import all_tokens, copied, joined_tokens, own_tokens, summed, summed_tokens
 
 
@@ -30,7 +31,7 @@ class TokenSlices:
     def attach(self, model: torch.nn.Module, blocks: Iterable[str]) -> None:
         """Put hooks on the first and the last of the decoder layers that have these blocks."""
         layers = sorted({_layer(block) for block in blocks}, key=lambda name: int(name.rpartition(".")[2]))
-        model.get_submodule(layers[0]).register_forward_pre_hook(self._begin)
+        model.get_submodule(layers[0]).register_forward_pre_hook(self._begin, with_kwargs=True)
         model.get_submodule(layers[-1]).register_forward_hook(self._end)
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
@@ -41,10 +42,12 @@ class TokenSlices:
         """The sum of a row-parallel layer's products, of the tokens that are here."""
         return summed_tokens(y, self.group) if self._apart else summed(y, self.group)
 
-    def _begin(self, _: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        x = args[0]
-        self._apart = x.shape[0] == 1 and x.shape[1] % dist.get_world_size(self.group) == 0
-        return (own_tokens(x, self.group), *args[1:]) if self._apart else args
+    def _begin(self, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def part(x: torch.Tensor) -> torch.Tensor:
+            self._apart = x.shape[0] == 1 and x.shape[1] % dist.get_world_size(self.group) == 0
+            return own_tokens(x, self.group) if self._apart else x
+
+        return with_input(args, kwargs, part)
 
     def _end(self, _: torch.nn.Module, args: Any, output: Any) -> Any:
         if not self._apart:
@@ -52,6 +55,16 @@ class TokenSlices:
         if isinstance(output, torch.Tensor):
             return joined_tokens(output, self.group)
         return (joined_tokens(output[0], self.group), *output[1:])
+
+
+def with_input(
+    args: tuple[Any, ...], kwargs: dict[str, Any], change: Through
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What a module is called with, its hidden states changed: the first argument, or the keyword hidden_states."""
+    if args:
+        return (change(args[0]), *args[1:]), kwargs
+    name = "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs))
+    return args, {**kwargs, name: change(kwargs[name])}
 
 
 def _layer(block: str) -> str:

@@ -35,7 +35,7 @@ from packlora.base.packing import ATTENTION
 from packlora.errors import InputError, foreign
 from packlora.ops.modules import undisturbed
 from packlora.parallel.collectives import add_up, copied, gathered, split, summed
-from packlora.parallel.sequence import TokenSlices
+from packlora.parallel.sequence import TokenSlices, with_input
 
 Dim = Literal[0, 1]
 STYLES: dict[str, tuple[Dim, bool]] = {
@@ -161,8 +161,8 @@ def _divided(
             )
         return cut
     leaf, block = path.rpartition(".")[2], path.rpartition(".")[0]
-    most = max(_size(other) // width for at, other in cuts.items() if at.rpartition(".")[0] == block and not other.dim)
-    if leaf in SHARED_HEADS and width > 1 and degree % count == 0 and count < most:
+    others = [_size(other) // width for at, other in cuts.items() if at.rpartition(".")[0] == block and not other.dim]
+    if leaf in SHARED_HEADS and width > 1 and degree % count == 0 and count < max(others):
         return _Cut(cut.linear, cut.dim, cut.whole, degree // count)
     raise InputError(f"{what}{path} has {count} {unit}, which {degree} does not divide")
 
@@ -199,16 +199,7 @@ def _enter(
     enter: Through, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """What a block is called with, its input as its layers read it."""
-    return _with_input(args, kwargs, enter)
-
-
-def _with_input(
-    args: tuple[Any, ...], kwargs: dict[str, Any], change: Through
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if args:
-        return (change(args[0]), *args[1:]), kwargs
-    name = "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs))
-    return args, {**kwargs, name: change(kwargs[name])}
+    return with_input(args, kwargs, enter)
 
 
 def _check_blocks(model: PreTrainedModel, blocks: Mapping[str, list[str]], what: str) -> None:
@@ -227,7 +218,7 @@ def _check_blocks(model: PreTrainedModel, blocks: Mapping[str, list[str]], what:
             inputs[block] = x.detach().requires_grad_()
             return inputs[block]
 
-        return _with_input(args, kwargs, leaf)
+        return with_input(args, kwargs, leaf)
 
     def reads(path: str, _: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> Any:
         block = inputs[path.rpartition(".")[0]]

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from ranks import RankFailed, Ranks
 from tensor_runs import (
     BOUND,
+    PATIENCE,
     WRONG,
     Case,
     adapter_of,
@@ -45,7 +46,7 @@ def test_what_is_learnt_is_that_of_one_process(size: int, ranks: Pool) -> None:
         case_of("phi3", adapter_of("DoRA", 0.1), sequence=True, steps=2),
         case_of("phi", adapter_of("LoRA"), sequence=True, steps=2),
     ]
-    assert_exact(ranks(size).run(compared, cases))
+    assert_exact(ranks(size).run(compared, cases, seconds=PATIENCE))
 
 
 def as_they_come(rank: int, case: Case) -> float:

@@ -18,6 +18,7 @@ from ranks import Ranks
 from tensor_runs import (
     BOUND,
     KINDS,
+    PATIENCE,
     WRONG,
     Case,
     adapter_of,
@@ -68,7 +69,7 @@ def some_cases(size: int) -> list[Case]:
 @pytest.mark.parametrize("size", [2, 4])
 def test_what_is_learnt_is_that_of_one_process(size: int, ranks: Pool) -> None:
     """Losses, whole gradients, their norms and the parameters after three steps. Of 4 processes two share a key-value head."""
-    assert_exact(ranks(size).run(compared, some_cases(size)))
+    assert_exact(ranks(size).run(compared, some_cases(size), seconds=PATIENCE))
 
 
 @pytest.mark.soak
@@ -77,7 +78,7 @@ def test_what_is_learnt_is_that_of_one_process(size: int, ranks: Pool) -> None:
 def test_what_is_learnt_is_that_of_one_process_in_every_combination(size: int, family: str, ranks: Pool) -> None:
     cases = [case_of(family, one) for _, one in singles()]
     cases += [case_of(family, *threes(dropout)) for dropout in (0.0, 0.1)]
-    assert_exact(ranks(size).run(compared, cases, seconds=600))
+    assert_exact(ranks(size).run(compared, cases, seconds=PATIENCE))
 
 
 def test_other_families_learn_the_same(ranks: Pool) -> None:
@@ -85,7 +86,7 @@ def test_other_families_learn_the_same(ranks: Pool) -> None:
     plain = ("mistral", "gemma", "gemma3", "phi3", "olmo2", "granite", "cohere", "phi")
     cases = [Case(name, (adapter_of("DoRA" if at % 2 else "LoRA", 0.1),), steps=2) for at, name in enumerate(plain)]
     cases += [Case(name, (adapter_of("DoRA", 0.1, "lora_only"),), steps=2) for name in ("glm4", "starcoder2")]
-    assert_exact(ranks(2).run(compared, cases))
+    assert_exact(ranks(2).run(compared, cases, seconds=PATIENCE))
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -96,7 +97,7 @@ def test_losses_of_some_rows_each_teach_what_all_of_them_teach(size: int, ranks:
         case_of("llama", adapter_of("LoRA"), own_rows=True, steps=2),
     ]
     cases += [case_of("gemma2", adapter_of("LoRA"), own_rows=True, steps=2)]
-    assert_exact(ranks(size).run(compared, cases))
+    assert_exact(ranks(size).run(compared, cases, seconds=PATIENCE))
 
 
 def inputs_recomputed(rank: int, case: Case) -> tuple[float, int, int]:
