@@ -6,6 +6,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -60,6 +61,7 @@ def singles() -> Iterator[tuple[str, dict[str, Any]]]:
 def some_cases(size: int) -> list[Case]:
     """Every kind, dropout and bias on some family (of larger groups some of them), all families with three adapters."""
     found = [case_of(FAMILIES[(at + at // 4) % 4], one) for at, (_, one) in enumerate(singles())]
+    found = [replace(case, model={**case.model, "num_hidden_layers": 1}) for case in found]  # which has two blocks
     found = found if size == 2 else found[1::4]
     found += [case_of(family, *threes(0.1 if at % 2 == size // 2 - 1 else 0.0)) for at, family in enumerate(FAMILIES)]
     low_rank = [adapter_of("DoRA", 0.1, dora_dropout="low_rank"), adapter_of("LoRA", 0.1)]
