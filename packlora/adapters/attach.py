@@ -5,6 +5,7 @@ Adapted linear layers are replaced in place by AdaptedLinear; everything else of
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ from packlora.adapters.flat import FlatLayout
 from packlora.adapters.linear import AdaptedCall, AdaptedLinear, Attached, compute
 from packlora.adapters.norms import RowNorms
 from packlora.adapters.owners import MIN_ROWS
+from packlora.adapters.sharded import LINEAR
 from packlora.adapters.siblings import SiblingGroup, sibling_groups
 from packlora.adapters.spec import AdapterSpec
 from packlora.adapters.weights import AdapterWeights, parameter_shapes
@@ -50,7 +52,12 @@ class Adapter:
 
     @property
     def num_parameters(self) -> int:
-        return sum(parameter.numel() for parameter in self.named_parameters().values())
+        """Elements of all of them, also of what other processes have slices of."""
+        return sum(
+            math.prod(weights.whole_shape(name, parameter.shape))
+            for weights in self.weights.values()
+            for name, parameter in weights.named_parameters().items()
+        )
 
 
 def attach(
@@ -133,7 +140,7 @@ def shared_inputs(model: PreTrainedModel) -> dict[str, tuple[str, ...]]:
     All linear layers of the base model are looked at, adapted or not: the group, whose first path names its dropout mask,
     does not depend on which jobs there are.
     """
-    paths = [path for path, module in model.named_modules() if type(module) is torch.nn.Linear]
+    paths = [path for path, module in model.named_modules() if type(module) in LINEAR]
     ids = torch.arange(MIN_ROWS, device=model.device)[None]
     example = {"input_ids": ids, "position_ids": ids, "use_cache": False, "sample_lengths": (MIN_ROWS,)}
     return {path: group for group in sibling_groups(model, paths, example) for path in group}
@@ -143,7 +150,7 @@ def _replace(model: PreTrainedModel, path: str, salt: str, attached: Attached, c
     parent_path, _, leaf = path.rpartition(".")
     parent = model.get_submodule(parent_path)
     base = getattr(parent, leaf)
-    assert type(base) is torch.nn.Linear
+    assert type(base) in LINEAR
     layer = AdaptedLinear(base, layer_salt(salt), attached, chooser)
     setattr(parent, leaf, layer)
     return layer

@@ -27,6 +27,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from packlora.adapters.attach import Adapter
+from packlora.adapters.sharded import shard_of
 from packlora.adapters.spec import AdapterSpec, ModuleSpec, peft_config, resolve
 from packlora.adapters.weights import parameter_shapes
 from packlora.config import AdapterConfig
@@ -82,7 +83,10 @@ class _Stored(AdapterConfig):
 
 def state_dict(adapter: Adapter, flat: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
     """The adapter's tensors by PEFT's keys, or those that lie so in a copy of adapter.flat."""
-    tensors = adapter.layout.views(adapter.flat if flat is None else flat)
+    return _keyed(adapter, adapter.layout.views(adapter.flat if flat is None else flat))
+
+
+def _keyed(adapter: Adapter, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {
         _key(path, name, weights.spec): tensors[f"{path}/{name}"]
         for path, weights in adapter.weights.items()
@@ -91,13 +95,14 @@ def state_dict(adapter: Adapter, flat: torch.Tensor | None = None) -> dict[str, 
 
 
 def tensor_shapes(spec: AdapterSpec, model: PreTrainedModel) -> dict[str, torch.Size]:
-    """Those of `state_dict` for an adapter of the model, which may be without weights."""
+    """Those of the whole tensors of an adapter of the model, which may be without weights, or of slices."""
     shapes: dict[str, torch.Size] = {}
     for path, module in spec.modules.items():
         linear = model.get_submodule(path)
         assert isinstance(linear, torch.nn.Linear)
         for name, shape in parameter_shapes(module, linear).items():
-            shapes[_key(path, name, module)] = torch.Size(shape)
+            shard = shard_of(linear)
+            shapes[_key(path, name, module)] = torch.Size(shape if shard is None else shard.whole_shape(name, shape))
     return shapes
 
 
@@ -109,13 +114,17 @@ def _key(path: str, attribute: str, spec: ModuleSpec) -> str:
     return f"{PREFIX}{path}.{suffix}"
 
 
-def save_adapter(folder: Path, adapter: Adapter) -> None:
-    """Write a PEFT adapter folder (created if needed); each file appears whole or not at all."""
+def save_adapter(folder: Path, adapter: Adapter, whole: Mapping[str, torch.Tensor] | None = None) -> None:
+    """Write a PEFT adapter folder (created if needed); each file appears whole or not at all.
+
+    Args:
+        whole: its tensors by the names of named_parameters, where those of `adapter` are slices.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     config = adapter.spec.peft.to_dict()
     config["inference_mode"] = True
     config = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
-    tensors = state_dict(adapter, adapter.flat.cpu())
+    tensors = _keyed(adapter, adapter.layout.views(adapter.flat.cpu()) if whole is None else whole)
     write_tensors(folder / WEIGHTS, {key + ".weight" * key.endswith(MAGNITUDE): tensors[key] for key in tensors})
     write_json(folder / CONFIG, config)
 
@@ -273,16 +282,21 @@ def check_start(adapter: AdapterConfig, spec: AdapterSpec, model: PreTrainedMode
 
 
 def load_adapter(folder: str | Path, adapter: Adapter) -> None:
-    """Copy a PEFT adapter's tensors into an attached adapter of the same layers and shapes.
+    """Copy a PEFT adapter's tensors, or this process's slices of them, into an attached adapter of the same layers and shapes.
 
     Raises:
         InputError: the file is missing or broken, or its tensors are not exactly those of the adapter.
     """
-    wanted = state_dict(adapter)
-    tensors = read_tensors(folder, {key: target.shape for key, target in wanted.items()}, adapter.name)
+    wanted = {
+        _key(path, name, weights.spec): (weights, name, parameter)
+        for path, weights in adapter.weights.items()
+        for name, parameter in weights.named_parameters().items()
+    }
+    shapes = {key: torch.Size(own.whole_shape(name, target.shape)) for key, (own, name, target) in wanted.items()}
+    tensors = read_tensors(folder, shapes, adapter.name)
     with torch.no_grad():
-        for key, target in wanted.items():
-            target.copy_(tensors[key])
+        for key, (own, name, target) in wanted.items():
+            target.copy_(own.own(name, tensors[key]))
 
 
 def read_tensors(folder: str | Path, shapes: Mapping[str, torch.Size], job: str) -> dict[str, torch.Tensor]:

@@ -92,6 +92,8 @@ def keep_outputs(model: nn.Module) -> str | None:
             magnitudes=[own.magnitude for own in dora if own.magnitude is not None],
             overwritten=is_overwritten(model, path),
         )
+        if layer.row_parallel:
+            reason = "an output that is added up over processes"
         layer.keep_output = reason is None
         reasons.append(reason)
     return described(reasons) if reasons else None

@@ -8,15 +8,17 @@ call is three steps: AdaptedLinear.forward, its group of siblings, one call of t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from packlora.adapters.owners import TokenOwners
+from packlora.adapters.sharded import AddBiases, shard_of
 from packlora.adapters.siblings import SiblingGroup
 from packlora.adapters.weights import AdapterWeights
+from packlora.ops.dropout.keys import keys_from
 from packlora.ops.lora_linear.autograd import lora_group
 from packlora.ops.lora_linear.frozen import FrozenWeight, InMemory, Storage
 from packlora.ops.lora_linear.prepared import GroupState
@@ -123,7 +125,7 @@ class AdaptedLinear(torch.nn.Module):
     computed by one call.
 
     Args:
-        base: the frozen layer.
+        base: the frozen layer, or this process's slice of it (sharded.py).
         salt: of the tensor that the layer reads, so the same for siblings: see ops.dropout.layer_salt.
         attached: what the layers of the model share.
         chooser: of plans; the same for siblings.
@@ -135,6 +137,8 @@ class AdaptedLinear(torch.nn.Module):
         self.adapters: dict[int, AdapterWeights] = {}
         self.attached, self.chooser = attached, chooser
         self.salt = salt
+        self.shard = shard_of(base)
+        self.row_parallel = self.shard is not None and self.shard.dim == 1
         self.siblings = SiblingGroup([self], compute, AdaptedCall)
         self.index = 0
         self.keep_output = False
@@ -151,27 +155,76 @@ class AdaptedLinear(torch.nn.Module):
         return self.base.bias
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        owners = self.attached.owners(math.prod(x.shape[:-1]))
+        owners, shard = self.attached.owners(math.prod(x.shape[:-1])), self.shard
         if owners is None or owners.adapters.isdisjoint(self.adapters):
-            return torch.nn.functional.linear(x, self.base.weight, self.base.bias)
-        return self.siblings.serve(self.index, x, AdaptedCall(self, owners))
+            return self.base.forward(x)
+        if shard is None:
+            return self.siblings.serve(self.index, x, AdaptedCall(self, owners))
+        x = x if shard.enter is None else shard.enter(x)
+        if owners.adapters.isdisjoint(self.computed()):
+            y = torch.nn.functional.linear(x, self.base.weight)
+        else:
+            y = self.siblings.serve(self.index, x, AdaptedCall(self, owners))
+        y = y if shard.leave is None else shard.leave(y)
+        return self._with_biases(y, owners) if self.row_parallel and self.base.bias is not None else y
 
     def ready(self) -> AdaptedCall | None:
         """A sibling asks whether this layer can be computed with it."""
         owners = self.attached.microbatch
-        if owners is None or owners.adapters.isdisjoint(self.adapters):
+        if owners is None or owners.adapters.isdisjoint(self.computed()):
             return None
         return AdaptedCall(self, owners)
+
+    @property
+    def first_feature(self) -> int:
+        """Which of the whole layer's inputs the first one here is."""
+        return self.shard.index * self.base.in_features if self.shard is not None and self.row_parallel else 0
+
+    def computed(self) -> Mapping[int, AdapterWeights]:
+        """Adapters that the operator computes: without those that train but the bias of a row-parallel layer, which comes after
+        the sum over all processes."""
+        if not self.row_parallel:
+            return self.adapters
+        return {number: own for number, own in self.adapters.items() if own.spec.rank}
+
+    def _with_biases(self, y: torch.Tensor, owners: TokenOwners) -> torch.Tensor:
+        """y of a row-parallel layer, each token with its owner's bias, in place; y may be of this process's tokens."""
+        assert self.base.bias is not None and self.shard is not None
+        if owners.moving is not None and owners.moving.moves:
+            raise RuntimeError("biases of row-parallel layers cannot follow segments that move; switch cuda_graphs off")
+        count = math.prod(y.shape[:-1])
+        first = 0 if count == owners.total else self.shard.index * count
+        rows: dict[int, list[tuple[int, int]]] = {}
+        at = 0
+        for number, start, stop in owners.segments:
+            own = self.adapters.get(number)
+            if own is not None and own.bias is not None:
+                rows.setdefault(-1, []).append((at, start))
+                rows.setdefault(number, []).append((start, stop))
+                at = stop
+        rows.setdefault(-1, []).append((at, owners.total))
+        if self.shard.by_tokens and count == owners.total and len(rows) > 1 and torch.is_grad_enabled():
+            raise RuntimeError(f"each process trains biases on tokens of its own, but {count} tokens do not divide")
+        here = [
+            [(max(start - first, 0), min(stop - first, count)) for start, stop in places] for places in rows.values()
+        ]
+        biases = [self.base.bias if number < 0 else self.adapters[number].bias for number in rows]
+        kept = [[(start, stop) for start, stop in places if start < stop] for places in here]
+        with_biases: torch.Tensor = AddBiases.apply(y, kept, *biases)
+        return with_biases
 
     def layer(self) -> Layer:
         """The layer and all its adapters as the operator takes them."""
         known, base = self._layer, self.base
+        bias = None if self.row_parallel else base.bias
         if (
-            known is None or known.frozen.dense() is not base.weight or known.bias is not base.bias
+            known is None or known.frozen.dense() is not base.weight or known.bias is not bias
             or known.keep_output != self.keep_output
         ):  # fmt: skip
-            low_rank = {number: weights.low_rank() for number, weights in self.adapters.items()}
-            known = self._layer = Layer(self.frozen(), base.bias, low_rank, self.keep_output)
+            low_rank = {number: weights.low_rank() for number, weights in self.computed().items()}
+            if self.row_parallel:
+                low_rank = {number: replace(low, bias=None) for number, low in low_rank.items()}
+            known = self._layer = Layer(self.frozen(), bias, low_rank, self.keep_output)
         return known
 
     def frozen(self) -> FrozenWeight:
@@ -187,11 +240,15 @@ def compute(x: torch.Tensor, calls: Sequence[AdaptedCall]) -> tuple[torch.Tensor
     first, owners = calls[0].member, calls[0].owners
     members = [call.member for call in calls]
     segments = []
+    computed = [member.computed() for member in members]
     for number, start, stop in owners.segments:
-        specs = [member.adapters[number].spec for member in members if number in member.adapters]
+        specs = [adapters[number].spec for adapters in computed if number in adapters]
         if specs:
             dropout = max(spec.dropout for spec in specs) if owners.keys_T2 is not None else 0.0
             segments.append(Segment(number, start, stop, dropout, all(spec.base_dropped for spec in specs)))
     layers, state = first.attached.operands(members)
+    keys_T2 = owners.keys_T2
+    if keys_T2 is not None and first.first_feature and any(segment.dropout for segment in segments):
+        keys_T2 = keys_from(keys_T2, first.salt, first.first_feature)
     plan = first.chooser.plan_of(x, layers, segments, owners.moving is not None and owners.moving.moves)
-    return lora_group(x, layers, segments, owners.keys_T2, first.salt, plan, state, recompute_of(x), owners.moving)
+    return lora_group(x, layers, segments, keys_T2, first.salt, plan, state, recompute_of(x), owners.moving)

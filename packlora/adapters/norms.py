@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -39,7 +39,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from packlora.ops.lora_linear.frozen import FrozenWeight, Gathered
 from packlora.ops.modules import remove_hooks
-from packlora.ops.row_norm.row_norm import row_norms, squared_row_norm, takes_kernels
+from packlora.ops.row_norm.row_norm import plainly, row_norms, squared_row_norm, takes_kernels
 from packlora.ops.row_norm.types import NormProblem, dense_of
 from packlora.ops.stamp import PLAIN, version
 
@@ -62,9 +62,9 @@ class NormHandle:
 
     def __init__(
         self, norms: RowNorms, weight: torch.Tensor | FrozenWeight, A: torch.Tensor, B: torch.Tensor, scaling: float,
-        version_counted: bool,
+        version_counted: bool, add_up: Callable[[torch.Tensor], None] | None = None,
     ) -> None:  # fmt: skip
-        self.norms, self.version_counted = norms, version_counted
+        self.norms, self.version_counted, self.add_up = norms, version_counted, add_up
         self.weight, self.A, self.B, self.scaling = weight, A, B, scaling
         self._register()
 
@@ -82,7 +82,9 @@ class NormHandle:
         self.norms._handles[self.number] = self
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("norms", "weight", "A", "B", "scaling", "version_counted")}
+        return {
+            name: getattr(self, name) for name in ("norms", "weight", "A", "B", "scaling", "version_counted", "add_up")
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -205,9 +207,16 @@ class RowNorms:
         B: torch.Tensor,
         scaling: float,
         version_counted: bool = False,
+        add_up: Callable[[torch.Tensor], None] | None = None,
     ) -> NormHandle:
-        """weight [N, K], A [r, K], B [N, r]; see the module's docstring for what `version_counted` promises."""
-        return NormHandle(self, weight, A, B, scaling, version_counted)
+        """weight [N, K], A [r, K], B [N, r]; see the module's docstring for what `version_counted` promises.
+
+        Args:
+            add_up: adds up a tensor over the processes that hold slices of W's columns, in place. All of them compute the same
+                norms at the same time, and only of version-counted handles: the data of one process are no reason for others.
+        """
+        assert add_up is None or version_counted
+        return NormHandle(self, weight, A, B, scaling, version_counted, add_up)
 
     def invalidate(self) -> None:
         """The next get() of every handle computes."""
@@ -303,7 +312,8 @@ class RowNorms:
             and other._missing() is None and not other._on_device()
         ]  # fmt: skip
         members = [handle, *others]
-        self._keep(members, row_norms([member._problem() for member in members]))
+        norms = row_norms([member._problem() for member in members])
+        self._keep(members, _added_up(members, norms))
 
     def _compute(self, handles: Sequence[NormHandle]) -> None:
         """Compute those that do not stand, by one call for each device."""
@@ -342,7 +352,24 @@ class RowNorms:
         was checked before, the graph computes the norm at each replay, without kernels, whose tables cannot be captured."""
         if (norm_N := self._in_window.get(handle.number)) is not None:
             return norm_N
-        return row_norms([NormProblem(handle._watched(), handle.A, handle.B, handle.scaling)], kernels=False)[0]
+        problem = NormProblem(handle._watched(), handle.A, handle.B, handle.scaling)
+        return _added_up([handle], row_norms([problem], kernels=False))[0]
+
+
+def _added_up(handles: Sequence[NormHandle], norms: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The norms of whole rows, where handles have slices of them: the root of the squares' sum over the processes."""
+    at = [index for index, handle in enumerate(handles) if handle.add_up is not None]
+    if not at:
+        return norms
+    add_up = handles[at[0]].add_up
+    assert add_up is not None
+    with plainly(norms[0].device):
+        squares = torch.cat([norms[index] for index in at]).square_()
+        add_up(squares)
+        wholes = squares.sqrt_().split([len(norms[index]) for index in at])
+    for index, whole_N in zip(at, wholes, strict=True):
+        norms[index] = whole_N
+    return norms
 
 
 class _Sight:

@@ -25,6 +25,7 @@ from peft.utils.other import get_pattern_key
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from transformers import PreTrainedModel
 
+from packlora.adapters.sharded import LINEAR
 from packlora.config import AdapterConfig
 from packlora.errors import InputError, quoted
 
@@ -93,7 +94,7 @@ def resolve(peft: LoraConfig, model: PreTrainedModel, job: str, base_dropped: bo
             module or takes too long to, or bias: all meets a bias that is the output layer's or that no linear layer has.
     """
     _try_patterns(peft, [name for name, _ in model.named_modules()], job)
-    linears = {name: module for name, module in model.named_modules() if type(module) is torch.nn.Linear}
+    linears = {name: module for name, module in model.named_modules() if type(module) in LINEAR}
     head = model.get_output_embeddings()
     head_names = {name for name, module in linears.items() if module is head}
     chosen = _targets(peft, model, linears, head_names, job)

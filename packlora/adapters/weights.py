@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from packlora.adapters.norms import RowNorms
+from packlora.adapters.sharded import shard_of
 from packlora.adapters.spec import ModuleSpec
 from packlora.ops.lora_linear.frozen import FrozenWeight
 from packlora.ops.lora_linear.types import LowRank
 
 
 def parameter_shapes(spec: ModuleSpec, base: torch.nn.Linear) -> dict[str, tuple[int, ...]]:
-    """Of the trainable parameters of one adapter on one layer, by name."""
+    """Of the trainable parameters of one adapter on one layer, by name; slices of those of a layer that is a slice."""
     N, K = base.out_features, base.in_features
     shapes: dict[str, tuple[int, ...]] = {}
     if spec.rank:
@@ -44,13 +45,14 @@ class AdapterWeights:
         seed: int,
         room: Mapping[str, torch.Tensor],
     ) -> None:
-        self.spec = spec
+        self.spec, self.shard = spec, shard_of(base)
         self.A = self.B = self.magnitude = self.bias = None
         if spec.rank:
             generator = torch.Generator().manual_seed(seed)
-            bound = 1.0 / math.sqrt(base.in_features)  # kaiming_uniform_ with a = sqrt(5), PEFT's initialisation
-            A_rK = torch.empty(room["A"].shape).uniform_(-bound, bound, generator=generator)
-            self.A = torch.nn.Parameter(room["A"].copy_(A_rK))
+            shape = self.whole_shape("A", room["A"].shape)  # drawn whole: the same values in any number of slices
+            bound = 1.0 / math.sqrt(shape[1])  # kaiming_uniform_ with a = sqrt(5), PEFT's initialisation
+            A_rK = torch.empty(shape).uniform_(-bound, bound, generator=generator)
+            self.A = torch.nn.Parameter(room["A"].copy_(self.own("A", A_rK)))
             self.B = torch.nn.Parameter(room["B"])
             if spec.use_dora:
                 self.magnitude = torch.nn.Parameter(room["magnitude"])
@@ -72,12 +74,21 @@ class AdapterWeights:
             assert self.A is not None and self.B is not None
             # A and B change by the job's own optimizer and by copy_, which the host sees
             self._frozen = frozen
-            self._norm = norms.add(frozen(), self.A, self.B, self.spec.scaling, version_counted=True)
+            add_up = self.shard.add_up if self.shard is not None and self.shard.dim else None
+            self._norm = norms.add(frozen(), self.A, self.B, self.spec.scaling, version_counted=True, add_up=add_up)
             made.append((self.magnitude, self._norm.get()))
         if self.bias is not None:
             assert bias_N is not None
             made.append((self.bias, bias_N.detach().clone()))
         return made
+
+    def whole_shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
+        """Of a parameter over all processes, from its shape here."""
+        return tuple(shape) if self.shard is None else self.shard.whole_shape(name, shape)
+
+    def own(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        """What of a whole parameter is here."""
+        return whole if self.shard is None else self.shard.own(name, whole)
 
     def named_parameters(self) -> dict[str, torch.nn.Parameter]:
         """Those that exist, by the name of the attribute."""

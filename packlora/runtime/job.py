@@ -74,6 +74,8 @@ class Job:
     """Why it ends before the steps that it was to take, where it was asked to."""
     tokens_seen: int = 0
     log_history: list[dict[str, Any]] = field(default_factory=list)
+    norm_of: Callable[[torch.Tensor], torch.Tensor] = total_norm
+    """The norm of a whole gradient from `gradient`, which may be of slices and parts: then those are added up in place."""
 
     def __post_init__(self) -> None:
         self.parameters = self.adapter.named_parameters()
@@ -178,7 +180,7 @@ class Job:
         if self.gradient is not None and len(self.without) < len(self.parameters):
             if self.grad_scale != 1.0:
                 self.gradient.div_(self.grad_scale)
-            norm = total_norm(self.gradient)
+            norm = self.norm_of(self.gradient)
             if train.max_grad_norm > 0:
                 self.gradient.mul_((train.max_grad_norm / (norm + 1e-6)).clamp(max=1.0))
             self.optimizer.step(self.gradient, self.without, self.lr_at(self.step))

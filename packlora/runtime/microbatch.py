@@ -16,7 +16,9 @@ import numpy as np
 import torch
 
 from packlora.adapters.linear import Attached
+from packlora.adapters.owners import MIN_ROWS
 from packlora.base.model import Base
+from packlora.parallel.loss import LossRows
 from packlora.runtime.collate import PackedBatch, PackedSample, collate
 from packlora.runtime.loss import sum_by_owner, token_losses
 
@@ -82,20 +84,26 @@ class Pending:
 
 @dataclass(frozen=True, slots=True)
 class SingleDevice:
-    """The Executor of a model that is on one device. attached: what its adapted layers share."""
+    """The Executor of a model that is on one device, or cut over several.
+
+    attached: what its adapted layers share. multiple: of which the numbers of tokens are, with tokens of nobody. rows: whose
+    losses this process computes.
+    """
 
     base: Base
     attached: Attached
+    multiple: int = 1
+    rows: LossRows | None = None
 
     def prepare(self, samples: Sequence[PackedSample], weights: np.ndarray) -> None:
         """Nothing."""
 
     def forward(self, samples: Sequence[PackedSample], weights: np.ndarray) -> Pending:
         with one_error_for_memory():
-            batch = collate(samples, self.base.device, weights)
+            batch = collate(samples, self.base.device, weights, self._total(samples))
             # Each label's own weight is its gradient; the total is for backward alone, whatever NaN is in it.
             with self.attached.active(batch.owners):
-                losses_L, total = token_losses(self.base.model, batch, batch.weights_L, self.base.fused_loss)
+                losses_L, total = token_losses(self.base.model, batch, batch.weights_L, self.base.fused_loss, self.rows)
             return Pending(batch, losses_L, total, len(weights))
 
     def backward(self, pending: Pending) -> MicrobatchResult:
@@ -108,10 +116,14 @@ class SingleDevice:
     @torch.no_grad()
     def evaluate(self, samples: Sequence[PackedSample], num_owners: int) -> MicrobatchResult:
         with one_error_for_memory():
-            batch = collate(samples, self.base.device)
+            batch = collate(samples, self.base.device, total=self._total(samples))
             with self.attached.active(batch.owners):
-                losses_L, total = token_losses(self.base.model, batch, fused=self.base.fused_loss)
+                losses_L, total = token_losses(self.base.model, batch, fused=self.base.fused_loss, rows=self.rows)
             return Pending(batch, losses_L, total, num_owners).result()
+
+    def _total(self, samples: Sequence[PackedSample]) -> int:
+        tokens = max(MIN_ROWS, sum(item.sample.num_tokens for item in samples))
+        return -(-tokens // self.multiple) * self.multiple
 
     def plans(self) -> list[dict[str, Any]]:
         return [line for chooser in self.attached.choosers for line in chooser.record()]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from packlora.ops.dropout import dropout
-from packlora.ops.dropout.keys import LANE, dropout_threshold, dropped, layer_salt, token_keys
+from packlora.ops.dropout.keys import LANE, dropout_threshold, dropped, keys_from, layer_salt, token_keys
 
 T, K = 512, 1000
 
@@ -66,6 +66,23 @@ def test_mask_depends_on_the_token_alone_not_on_its_place_or_neighbours() -> Non
 
 def test_mask_of_a_feature_does_not_depend_on_the_width() -> None:
     assert torch.equal(dropped(keys(), 5, 64, 0.2)[:, :33], dropped(keys(), 5, 33, 0.2))
+
+
+@pytest.mark.parametrize("salt", [5, 0xF0F0F0F0])
+@pytest.mark.parametrize("start", [0, 2, 62, 900])
+def test_a_slice_of_what_is_dropped_has_its_slice_of_the_mask(start: int, salt: int) -> None:
+    """Of a layer whose inputs lie in several processes; by the specification and by the kernel."""
+    from packlora.ops.dropout import kernel
+
+    slice_keys = keys_from(keys(tokens=19), salt, start)
+    want = dropped(keys(tokens=19), salt, K, 0.3)[:, start : start + 77]
+    assert torch.equal(dropped(slice_keys, salt, want.shape[1], 0.3), want)
+    assert torch.equal(kernel.masked(torch.ones(19, want.shape[1]), slice_keys, salt, 0.3, False) == 0, want)
+
+
+def test_a_slice_begins_at_an_even_feature() -> None:
+    with pytest.raises(ValueError, match="at an even feature, not at 3"):
+        keys_from(keys(), 1, 3)
 
 
 def test_known_answer_so_that_a_resumed_run_of_a_later_version_draws_the_same() -> None:

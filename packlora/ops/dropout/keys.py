@@ -80,6 +80,24 @@ def packed_token_keys(
     return keys.view(np.int32).reshape(-1, 2)
 
 
+def keys_from(keys_T2: torch.Tensor, salt: int, first_feature: int) -> torch.Tensor:
+    """Keys [T, 2] with which the mask of features 0, 1, ... is that of first_feature, first_feature + 1, ... with `keys_T2`.
+
+    For a slice of what is dropped. The number of a feature enters the hash by a sum, so it can be in the key beforehand.
+
+    Args:
+        salt: that the keys are used with.
+        first_feature: even, as one hash serves two features.
+
+    Raises:
+        ValueError: it is odd.
+    """
+    if first_feature % 2:
+        raise ValueError(f"a slice of what is dropped begins at an even feature, not at {first_feature}")
+    word, before = signed(salt), signed(first_feature // 2 * STRIDE % (1 << 32))
+    return torch.stack([((keys_T2[:, 0] ^ word) + before) ^ word, keys_T2[:, 1]], 1)
+
+
 def signed(word: int) -> int:
     """A 32-bit word as the int32 with the same bits."""
     return word - (1 << 32) if word >= 1 << 31 else word

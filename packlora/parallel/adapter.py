@@ -1,0 +1,113 @@
+"""One adapter over the processes of a tensor-parallel group: its gradient made whole, its tensors joined and cut.
+
+See adapters/sharded.py for what of an adapter is a slice, and of which of its tensors every process computes a part of the
+gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+
+from packlora.adapters.attach import Adapter
+from packlora.adapters.flat import ROW, FlatLayout, Place, total_norm
+from packlora.parallel.collectives import add_up, all_of
+
+
+def partial_sums(adapter: Adapter) -> dict[str, Place]:
+    """By parameter, the places in the flat gradient that hold parts of a sum over the group, or, of slices that several
+    processes hold, over these."""
+    return {name: place for name, place in adapter.layout.places.items() if _is_part(adapter, name)}
+
+
+def _split_name(name: str) -> tuple[str, str]:
+    path, _, leaf = name.rpartition("/")
+    return path, leaf
+
+
+def _is_part(adapter: Adapter, name: str) -> bool:
+    path, leaf = _split_name(name)
+    shard = adapter.weights[path].shard
+    return shard is not None and shard.is_part(leaf)
+
+
+def _is_slice(adapter: Adapter, name: str) -> bool:
+    path, leaf = _split_name(name)
+    shard = adapter.weights[path].shard
+    return shard is not None and shard.is_slice(leaf)
+
+
+class WholeGradient:
+    """Makes the gradient of a job's adapter whole, once a step: see `norm`.
+
+    Args:
+        adapter: on a model that `shard` has cut over `group`.
+    """
+
+    def __init__(self, adapter: Adapter, group: dist.ProcessGroup) -> None:
+        self.adapter, self.group = adapter, group
+        shapes = {name: place.shape for name, place in adapter.layout.places.items()}
+        self._parts = list(partial_sums(adapter))
+        self._summed = FlatLayout({name: self._whole_shape(name, shapes[name]) for name in self._parts})
+        """Sums over the group; slices that several hold have their place in the whole."""
+        self._slices = [name for name in shapes if _is_slice(adapter, name) and name not in self._parts]
+        self._here = FlatLayout({name: shapes[name] for name in self._slices})
+        self._others = [name for name in shapes if name not in self._parts and name not in self._slices]
+        self._same = FlatLayout({name: shapes[name] for name in self._others})
+
+    def norm(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Add up in place what of a gradient, laid out as adapter.flat, is parts, and give the norm of the adapter's whole
+        gradient, the same on all processes. One message: the parts, and what the norm needs of the slices."""
+        grads = self.adapter.layout.views(gradient)
+        own = gradient.new_zeros(ROW + self._summed.size)
+        square, summed = own[:1], own[ROW:]
+        square += _square(self._copied(grads, self._slices, self._here))
+        sums = self._summed.views(summed)
+        if self._parts:
+            torch._foreach_copy_([self._own(name, sums[name]) for name in self._parts], [grads[n] for n in self._parts])
+        add_up(own, self.group)
+        if self._parts:
+            torch._foreach_copy_([grads[n] for n in self._parts], [self._own(name, sums[name]) for name in self._parts])
+        square += _square(summed) + _square(self._copied(grads, self._others, self._same))
+        return square[0].sqrt()
+
+    def _whole_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        path, leaf = _split_name(name)
+        return self.adapter.weights[path].whole_shape(leaf, shape)
+
+    def _own(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        path, leaf = _split_name(name)
+        return self.adapter.weights[path].own(leaf, whole)
+
+    def _copied(self, grads: Mapping[str, torch.Tensor], names: Sequence[str], layout: FlatLayout) -> torch.Tensor:
+        flat = self.adapter.flat.new_zeros(layout.size)
+        if names:
+            torch._foreach_copy_(list(layout.views(flat).values()), [grads[name] for name in names])
+        return flat
+
+
+def _square(flat: torch.Tensor) -> torch.Tensor:
+    return total_norm(flat).square() if flat.numel() else flat.new_zeros(())
+
+
+def joined(adapter: Adapter, group: dist.ProcessGroup, flat: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+    """The adapter's whole tensors by the names of its parameters, or those that lie so in a tensor like adapter.flat: a copy of
+    it, its optimizer's moments. All processes of the group call it; one message."""
+    views = [adapter.layout.views(own) for own in all_of(adapter.flat if flat is None else flat, group)]
+    whole = {}
+    for name in adapter.layout.places:
+        path, leaf = _split_name(name)
+        shard, slices = adapter.weights[path].shard, [own[name] for own in views]
+        whole[name] = slices[0] if shard is None else shard.joined(leaf, slices)
+    return whole
+
+
+def cut(adapter: Adapter, whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What of tensors that `joined` gave is this process's, in any number of processes that they were joined from."""
+    own = {}
+    for name, tensor in whole.items():
+        path, leaf = _split_name(name)
+        own[name] = adapter.weights[path].own(leaf, tensor)
+    return own

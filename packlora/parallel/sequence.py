@@ -1,0 +1,74 @@
+"""Sequence parallelism: between the layers that are cut, each process has some of the tokens, so norms and residuals are
+computed once and kept once, not on every process.
+
+A block gets all tokens (`enter`), and its last layer's sum gives each process its own ones (`leave`): the messages of tensor
+parallelism, each in two halves. The tokens part before the first decoder layer and are joined after the last. Norms are frozen:
+nothing of theirs is to be added up. What a block is given is joined again in the backward, not kept.
+
+Forwards over tokens that the number of processes does not divide are computed whole, with tensor parallelism's messages. All
+microbatches that are trained must divide: SingleDevice.multiple.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from packlora.adapters.sharded import Through
+from packlora.parallel.collectives import all_tokens, copied, joined_tokens, own_tokens, summed, summed_tokens
+
+
+class TokenSlices:
+    """What layers and blocks of one model share: whether the tokens of the forward that is running are apart."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self._apart = False
+
+    def attach(self, model: torch.nn.Module, blocks: Iterable[str]) -> None:
+        """Put hooks on the first and the last of the decoder layers that have these blocks."""
+        layers = sorted({_layer(block) for block in blocks}, key=lambda name: int(name.rpartition(".")[2]))
+        model.get_submodule(layers[0]).register_forward_pre_hook(self._begin, with_kwargs=True)
+        model.get_submodule(layers[-1]).register_forward_hook(self._end)
+
+    def enter(self, x: torch.Tensor) -> torch.Tensor:
+        """All tokens for a block."""
+        return all_tokens(x, self.group) if self._apart else copied(x, self.group)
+
+    def leave(self, y: torch.Tensor) -> torch.Tensor:
+        """The sum of a row-parallel layer's products, of the tokens that are here."""
+        return summed_tokens(y, self.group) if self._apart else summed(y, self.group)
+
+    def _begin(self, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def part(x: torch.Tensor) -> torch.Tensor:
+            self._apart = x.shape[0] == 1 and x.shape[1] % dist.get_world_size(self.group) == 0
+            return own_tokens(x, self.group) if self._apart else x
+
+        return with_input(args, kwargs, part)
+
+    def _end(self, _: torch.nn.Module, args: Any, output: Any) -> Any:
+        if not self._apart:
+            return output
+        if isinstance(output, torch.Tensor):
+            return joined_tokens(output, self.group)
+        return (joined_tokens(output[0], self.group), *output[1:])
+
+
+def with_input(
+    args: tuple[Any, ...], kwargs: dict[str, Any], change: Through
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What a module is called with, its hidden states changed: the first argument, or the keyword hidden_states."""
+    if args:
+        return (change(args[0]), *args[1:]), kwargs
+    name = "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs))
+    return args, {**kwargs, name: change(kwargs[name])}
+
+
+def _layer(block: str) -> str:
+    """The decoder layer of a block: model.layers.3 of model.layers.3.self_attn."""
+    parts = block.split(".")
+    at = next(at for at, part in enumerate(parts) if part.isdigit())
+    return ".".join(parts[: at + 1])

@@ -1,0 +1,278 @@
+"""Tensor parallelism: each process of a group holds a slice of every attention and feed-forward layer of the frozen model.
+
+`shard` cuts a model by the plan that transformers has for its family. What is in the plan is one of
+
+    colwise                  rows of W: a process computes some of the outputs, whole heads of them in an attention
+    rowwise                  columns of W: a process multiplies the outputs it has, the products of all are added up
+    colwise_gather_output    as the first, and every process is given all outputs (fused projections, norms over all heads)
+    rowwise_split_input      as the second, on its part of inputs that every process has
+
+A block, the module that has column-parallel layers, gets its input through `copied`: its layers still read one tensor, and its
+gradient is added up once for all of them. Embedding, norms and the output layer are whole on every process; all compute the
+same loss, or each the losses of some rows (loss.py). An attention with fewer key-value heads than there are processes has each
+of them on several.
+
+Adapters are put on a model that was cut (adapters/attach.py), and are cut alike (adapters/sharded.py); adapter.py adds up their
+gradients and joins what is saved.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedModel
+
+from packlora.adapters.owners import MIN_ROWS
+from packlora.adapters.sharded import Shard, ShardedLinear, Through
+from packlora.base.packing import ATTENTION
+from packlora.errors import InputError, foreign
+from packlora.ops.modules import undisturbed
+from packlora.parallel.collectives import add_up, copied, gathered, split, summed
+from packlora.parallel.sequence import TokenSlices, with_input
+
+Dim = Literal[0, 1]
+STYLES: dict[str, tuple[Dim, bool]] = {
+    "colwise": (0, False), "rowwise": (1, False),
+    "colwise_gather_output": (0, True), "colwise_rep": (0, True),
+    "rowwise_split_input": (1, True), "rowwise_rep": (1, True),
+}  # fmt: skip
+"""By transformers' name, newer and older: which dimension of W is cut, and whether what is outside of the layer is whole."""
+WHOLE = ("replicated_with_grad_allreduce", "embedding_rowwise", "embedding_colwise")
+"""Styles of what is frozen and stays whole."""
+SHARED_HEADS = ("k_proj", "v_proj")
+"""Layers whose heads several processes may have."""
+HEADS = ("num_heads", "num_attention_heads", "num_key_value_heads")
+"""Names of attributes in which attentions count heads."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """A layer of the plan. whole: what is outside of it is whole; copies: processes that hold the same slice."""
+
+    linear: torch.nn.Linear
+    dim: Dim
+    whole: bool
+    copies: int = 1
+
+
+def shard(model: PreTrainedModel, group: dist.ProcessGroup, sequence: bool = False) -> list[str]:
+    """Cut a model, in place, to the slices of this process. All processes of the group call it with the same model.
+
+    Call it before adapters are put on the model, and before the model is moved to its device where it is too large for one.
+
+    Args:
+        model: whole, on any device, as transformers has loaded it or prepared for packing.
+        group: of at least two processes.
+        sequence: each process has tokens of its own between the layers (sequence.py).
+
+    Returns:
+        What the user should know.
+
+    Raises:
+        InputError: the model has no plan, or one with what is not known here; numbers of heads or of features do not divide; or
+            a block's input is read by others than its column-parallel layers.
+    """
+    degree, rank = dist.get_world_size(group), dist.get_rank(group)
+    what = f"tensor parallelism over {degree} processes: "
+    cuts = _cuts(model, degree, what)
+    blocks: dict[str, list[str]] = {}
+    for path, cut in cuts.items():
+        if cut.dim == 0:
+            blocks.setdefault(path.rpartition(".")[0], []).append(path)
+    _check_blocks(model, blocks, what)
+    tokens = TokenSlices(group) if sequence else None
+    enter = partial(copied, group=group) if tokens is None else tokens.enter
+    for path in blocks:
+        _count_heads(model, path, cuts, degree)
+        model.get_submodule(path).register_forward_pre_hook(partial(_enter, enter), with_kwargs=True)
+    for path, cut in cuts.items():
+        parent, _, leaf = path.rpartition(".")
+        setattr(
+            model.get_submodule(parent), leaf, ShardedLinear(cut.linear, _shard_of(cut, group, degree, rank, tokens))
+        )
+    if tokens is not None:
+        tokens.attach(model, blocks)
+    shared = sorted({path.rpartition(".")[2] for path, cut in cuts.items() if cut.copies > 1})
+    notes = [f"{what}{len(cuts)} layers are cut; embedding, norms and output layer are whole on each"]
+    if shared:
+        notes.append(f"{what}{' and '.join(shared)} have fewer heads than processes, so each head is on several")
+    return notes
+
+
+def _shard_of(cut: _Cut, group: dist.ProcessGroup, degree: int, rank: int, tokens: TokenSlices | None) -> Shard:
+    leave: Through | None = partial(summed, group=group) if tokens is None else tokens.leave
+    if cut.dim == 0:
+        leave = partial(gathered, group=group) if cut.whole else None
+    return Shard(
+        cut.dim, rank // cut.copies, degree // cut.copies, cut.copies,
+        enter=partial(split, group=group) if cut.dim == 1 and cut.whole else None,
+        leave=leave,
+        add_up=partial(add_up, group=group),
+        by_tokens=tokens is not None and cut.dim == 1,
+    )  # fmt: skip
+
+
+# --- the plan ----------------------------------------------------------------------------------------------------------
+
+
+def _cuts(model: PreTrainedModel, degree: int, what: str) -> dict[str, _Cut]:
+    """By path, the layers of the plan that are cut."""
+    kind, plan, head = model.config.model_type, model.tp_plan or {}, model.get_output_embeddings()
+    modules, cuts = dict(model.named_modules()), {}
+    for path, style in _styles([*modules, *dict(model.named_parameters())], plan).items():
+        module = modules.get(path)
+        if style in WHOLE or (module is not None and module is head):
+            continue
+        if style not in STYLES or type(module) is not torch.nn.Linear:
+            raise InputError(
+                f"{what}the plan of {kind} models has {path} as {style!r}, which this version cannot cut; it cuts linear "
+                f"layers as {', '.join(STYLES)}"
+            )
+        dim, whole = STYLES[style]
+        cuts[path] = _Cut(module, dim, whole)
+    if not cuts:
+        raise InputError(f"{what}transformers has no plan for {kind} models")
+    return {path: _divided(model, path, cut, cuts, degree, what) for path, cut in cuts.items()}
+
+
+def _styles(names: list[str], plan: Mapping[str, str]) -> dict[str, str]:
+    """By name, for those that a pattern of the plan means; * stands for one part of a name."""
+    patterns = {re.compile(re.escape(pattern).replace(r"\*", r"[^.]+")): style for pattern, style in plan.items()}
+    return {name: style for name in names for pattern, style in patterns.items() if pattern.fullmatch(name)}
+
+
+def _divided(
+    model: PreTrainedModel, path: str, cut: _Cut, cuts: Mapping[str, _Cut], degree: int, what: str
+) -> _Cut:  # fmt: skip
+    """The cut with its copies. Raises InputError where slices would be uneven."""
+    size, width = _size(cut), _head_width(model, path, cut)
+    count, unit = size // width, f"heads of {width}" if width > 1 else ("outputs", "inputs")[cut.dim]
+    if count % degree == 0:
+        if cut.dim == 1 and size // degree % 2:
+            raise InputError(
+                f"{what}{path} would get {size // degree} of its {size} inputs, an odd number, but dropout draws two at once"
+            )
+        return cut
+    leaf, block = path.rpartition(".")[2], path.rpartition(".")[0]
+    others = [_size(other) // width for at, other in cuts.items() if at.rpartition(".")[0] == block and not other.dim]
+    if leaf in SHARED_HEADS and width > 1 and degree % count == 0 and count < max(others):
+        return _Cut(cut.linear, cut.dim, cut.whole, degree // count)
+    raise InputError(f"{what}{path} has {count} {unit}, which {degree} does not divide")
+
+
+def _size(cut: _Cut) -> int:
+    return cut.linear.weight.shape[cut.dim]
+
+
+def _head_width(model: PreTrainedModel, path: str, cut: _Cut) -> int:
+    """Features that must stay together: those of a head, where a process has heads of its own."""
+    width = getattr(model.get_submodule(path.rpartition(".")[0]), "head_dim", None)
+    return width if isinstance(width, int) and not cut.whole and _size(cut) % width == 0 else 1
+
+
+def _count_heads(model: PreTrainedModel, block: str, cuts: Mapping[str, _Cut], degree: int) -> None:
+    """Let an attention count the heads that are here."""
+    module: Any = model.get_submodule(block)
+    counts: dict[int, int] = {}
+    for path, cut in cuts.items():
+        width = _head_width(model, path, cut)
+        if path.rpartition(".")[0] == block and width > 1 and not cut.dim:
+            counts[_size(cut) // width] = _size(cut) // width * cut.copies // degree
+    for name in HEADS:
+        if getattr(module, name, None) in counts:
+            setattr(module, name, counts[getattr(module, name)])
+    if counts and hasattr(module, "num_key_value_groups"):
+        module.num_key_value_groups = max(counts.values()) // min(counts.values())
+
+
+# --- blocks ------------------------------------------------------------------------------------------------------------
+
+
+def _enter(
+    enter: Through, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What a block is called with, its input as its layers read it."""
+    return with_input(args, kwargs, enter)
+
+
+def _check_blocks(model: PreTrainedModel, blocks: Mapping[str, list[str]], what: str) -> None:
+    """Refuse a model where the input of a block goes elsewhere than into its column-parallel layers: the gradient from there
+    would be added up too, and be as many times too large as there are processes.
+
+    Run on the meta device, with that input cut off from the layers' own: what the block gives must not depend on it.
+    """
+    kind = model.config.model_type
+    inputs: dict[str, torch.Tensor] = {}
+    read: set[str] = set()
+    others: set[str] = set()
+
+    def opened(block: str, _: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+        def leaf(x: torch.Tensor) -> torch.Tensor:
+            inputs[block] = x.detach().requires_grad_()
+            return inputs[block]
+
+        return with_input(args, kwargs, leaf)
+
+    def reads(path: str, _: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> Any:
+        block = inputs[path.rpartition(".")[0]]
+        if args[0].untyped_storage()._cdata == block.untyped_storage()._cdata:
+            read.add(path)
+        return (args[0].detach(), *args[1:])
+
+    def closed(block: str, _: torch.nn.Module, args: Any, output: Any) -> None:
+        tensors = output if isinstance(output, tuple | list) else [output]
+        if any(isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in tensors):
+            others.add(block)
+
+    hooks = [
+        model.get_submodule(block).register_forward_pre_hook(partial(opened, block), with_kwargs=True)
+        for block in blocks
+    ]
+    hooks += [model.get_submodule(block).register_forward_hook(partial(closed, block)) for block in blocks]
+    paths = [path for own in blocks.values() for path in own]
+    hooks += [model.get_submodule(path).register_forward_pre_hook(partial(reads, path)) for path in paths]
+    try:
+        with _on_meta(model) as run:
+            run()
+    except Exception as error:  # any model, any error
+        raise InputError(f"{what}a {kind} model cannot be looked at without weights: {foreign(error)}") from None
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for path in paths:
+        if path not in read:
+            raise InputError(
+                f"{what}{path} of this {kind} model does not read what its block is given; it cannot be cut"
+            )
+    for block in sorted(others):
+        raise InputError(
+            f"{what}others than the cut layers read the input of {block} in this {kind} model; it cannot be cut"
+        )
+
+
+@contextmanager
+def _on_meta(model: PreTrainedModel) -> Iterator[Any]:
+    """A function that runs the model on the meta device, with gradients of nothing, and leaves no trace."""
+    tensors = {
+        name: torch.empty_like(tensor, device="meta", requires_grad=False)
+        for name, tensor in [
+            *model.named_parameters(remove_duplicate=False),
+            *model.named_buffers(remove_duplicate=False),
+        ]
+    }
+    ids = torch.zeros(1, MIN_ROWS, dtype=torch.int64, device="meta")
+    example = {"input_ids": ids, "position_ids": ids, "use_cache": False, "sample_lengths": (MIN_ROWS,)}
+    attention = model.config._attn_implementation
+    with undisturbed(model), torch.enable_grad():
+        model.set_attn_implementation(ATTENTION)  # which needs no mask, whose values would be asked for
+        try:
+            yield lambda: torch.func.functional_call(model, tensors, (), example, tie_weights=False)
+        finally:
+            model.set_attn_implementation(attention)

@@ -1,0 +1,367 @@
+"""Tensor parallelism: adapters on a model that is cut over processes learn what they learn on the whole one, in float64."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import tiny_model
+from ranks import Ranks
+from tensor_runs import (
+    BOUND,
+    KINDS,
+    PATIENCE,
+    WRONG,
+    Case,
+    adapter_of,
+    assert_exact,
+    case_of,
+    compared,
+    counted,
+    difference,
+    error_when_broken,
+    learn,
+    model_of,
+    on,
+    threes,
+)  # fmt: skip
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+from packlora.adapters import linear, norms
+from packlora.adapters.attach import Adapter
+from packlora.adapters.files import load_adapter, save_adapter
+from packlora.adapters.weights import AdapterWeights
+from packlora.base.packing import prepare_model
+from packlora.base.proof import check_packing, own_logits
+from packlora.errors import InputError
+from packlora.parallel import adapter as parallel_adapter
+from packlora.parallel import collectives, loss, tensor
+from packlora.parallel.adapter import cut, joined
+from packlora.parallel.collectives import GATHER, copied
+from packlora.parallel.tensor import shard
+
+Pool = Callable[[int], Ranks]
+FAMILIES = ("llama", "qwen2", "qwen3", "gemma2")
+
+
+def singles() -> Iterator[tuple[str, dict[str, Any]]]:
+    for kind, dropout, bias in itertools.product(KINDS, (0.0, 0.1), ("none", "all")):
+        yield f"{kind} {dropout} {bias}", adapter_of(kind, dropout, bias)
+
+
+def some_cases(size: int) -> list[Case]:
+    """Every kind, dropout and bias on some family (of larger groups some of them), all families with three adapters."""
+    found = [case_of(FAMILIES[(at + at // 4) % 4], one) for at, (_, one) in enumerate(singles())]
+    found = [replace(case, model={**case.model, "num_hidden_layers": 1}) for case in found]  # which has two blocks
+    found = found if size == 2 else found[1::4]
+    found += [case_of(family, *threes(0.1 if at % 2 == size // 2 - 1 else 0.0)) for at, family in enumerate(FAMILIES)]
+    low_rank = [adapter_of("DoRA", 0.1, dora_dropout="low_rank"), adapter_of("LoRA", 0.1)]
+    return [*found, case_of("llama", *low_rank, checkpointing=True)]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_what_is_learnt_is_that_of_one_process(size: int, ranks: Pool) -> None:
+    """Losses, whole gradients, their norms and the parameters after three steps. Of 4 processes two share a key-value head."""
+    assert_exact(ranks(size).run(compared, some_cases(size), seconds=PATIENCE))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("size", [2, 4])
+def test_what_is_learnt_is_that_of_one_process_in_every_combination(size: int, family: str, ranks: Pool) -> None:
+    cases = [case_of(family, one) for _, one in singles()]
+    cases += [case_of(family, *threes(dropout)) for dropout in (0.0, 0.1)]
+    assert_exact(ranks(size).run(compared, cases, seconds=PATIENCE))
+
+
+def test_other_families_learn_the_same(ranks: Pool) -> None:
+    """Fused projections and norms over all heads, whose outputs are gathered; biases in all layers; windows."""
+    plain = ("mistral", "gemma", "gemma3", "phi3", "olmo2", "granite", "cohere", "phi")
+    cases = [Case(name, (adapter_of("DoRA" if at % 2 else "LoRA", 0.1),), steps=2) for at, name in enumerate(plain)]
+    cases += [Case(name, (adapter_of("DoRA", 0.1, "lora_only"),), steps=2) for name in ("glm4", "starcoder2")]
+    assert_exact(ranks(2).run(compared, cases, seconds=PATIENCE))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_losses_of_some_rows_each_teach_what_all_of_them_teach(size: int, ranks: Pool) -> None:
+    """More rows than processes times the fewest that a process takes, and fewer; gemma2's logits are all computed by all."""
+    cases = [
+        case_of("qwen2", *threes(0.1), own_rows=True),
+        case_of("llama", adapter_of("LoRA"), own_rows=True, steps=2),
+    ]
+    cases += [case_of("gemma2", adapter_of("LoRA"), own_rows=True, steps=2)]
+    assert_exact(ranks(size).run(compared, cases, seconds=PATIENCE))
+
+
+def inputs_recomputed(rank: int, case: Case) -> tuple[float, int, int]:
+    """The largest error; how many inputs of layers' calls are recomputed, alone and over the group."""
+    known: list[bool] = []
+
+    def recompute_of(x: torch.Tensor) -> Any:
+        known.append(own(x) is not None)
+        return own(x)
+
+    own = linear.recompute_of
+    with mock.patch.object(linear, "recompute_of", recompute_of):
+        exact, alone = learn(case), sum(known)
+        learnt = learn(case, dist.group.WORLD)
+    return max(learnt.errors(exact).values()), alone, sum(known) - alone
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_what_is_not_kept_for_the_backward_alone_is_not_kept_over_processes(sequence: bool, ranks: Pool) -> None:
+    """Nor is the output of a sum taken for that of a layer."""
+    case = case_of("llama", adapter_of("DoRA"), saving=True, sequence=sequence)
+    for error, alone, here in ranks(2).run(inputs_recomputed, case):
+        assert error < BOUND
+        assert here == alone > 0
+
+
+def proved(rank: int, family: str) -> bool:
+    model, longest = tiny_model(family, torch.float64), {"job": 60}
+    own = own_logits(model, family, longest)
+    notes = shard(model, dist.group.WORLD)
+    return check_packing(model, own, family, longest, notes + prepare_model(model, False))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_cut_model_passes_the_proof_of_packing_with_the_logits_of_the_whole_one(family: str, ranks: Pool) -> None:
+    assert ranks(4).run(proved, family) == [family != "gemma2"] * 4
+
+
+# --- broken on purpose -------------------------------------------------------------------------------------------------
+
+
+def masks_from_feature_0() -> Any:
+    return mock.patch.object(linear.AdaptedLinear, "first_feature", 0)
+
+
+def parts_not_added_up() -> Any:
+    return mock.patch.object(parallel_adapter, "add_up")
+
+
+def norms_of_slices() -> Any:
+    return mock.patch.object(norms, "_added_up", lambda handles, found: found)
+
+
+def gradients_of_inputs_added_up_twice() -> Any:
+    return mock.patch.object(tensor, "copied", lambda x, group: copied(copied(x, group), group))
+
+
+def gradients_of_inputs_not_added_up() -> Any:
+    return mock.patch.object(tensor, "copied", lambda x, group: x)
+
+
+def gradients_of_rows_not_joined() -> Any:
+    def own(x: torch.Tensor, group: Any) -> torch.Tensor:
+        return x.chunk(dist.get_world_size(group), 1)[dist.get_rank(group)]
+
+    return mock.patch.object(loss, "own_tokens", own)
+
+
+def biases_before_the_sum() -> Any:
+    def early(y: torch.Tensor, rows: Any, *biases: torch.Tensor) -> torch.Tensor:
+        group = dist.group.WORLD
+        for _ in range(dist.get_world_size(group)):
+            y = apply(y, rows, *biases)
+        return y
+
+    apply = linear.AddBiases.apply
+    return mock.patch.object(linear.AddBiases, "apply", early)
+
+
+def drawn_by_slices() -> Any:
+    def own(self: Any, name: str, whole: torch.Tensor) -> torch.Tensor:
+        return whole
+
+    def whole_shape(self: Any, name: str, shape: Any) -> Any:
+        return shape
+
+    return mock.patch.multiple(AdapterWeights, own=own, whole_shape=whole_shape)
+
+
+BREAKS: dict[Callable[[], AbstractContextManager[Any]], dict[str, Any]] = {
+    masks_from_feature_0: adapter_of("LoRA", 0.1),
+    parts_not_added_up: adapter_of("LoRA"),
+    norms_of_slices: adapter_of("DoRA"),
+    gradients_of_inputs_added_up_twice: adapter_of("LoRA"),
+    gradients_of_inputs_not_added_up: adapter_of("LoRA"),
+    gradients_of_rows_not_joined: adapter_of("LoRA"),
+    biases_before_the_sum: adapter_of("LoRA", bias="all"),
+}
+
+
+@pytest.mark.parametrize("wrong", BREAKS, ids=lambda wrong: wrong.__name__)
+def test_the_comparison_sees_what_is_broken(wrong: Callable[[], Any], ranks: Pool) -> None:
+    case = case_of("llama", BREAKS[wrong], steps=2, own_rows=wrong is gradients_of_rows_not_joined)
+    assert min(ranks(2).run(error_when_broken, wrong, case)) > WRONG
+
+
+# --- first values, files -----------------------------------------------------------------------------------------------
+
+
+def started(case: Case, group: Any = None) -> list[Adapter]:
+    return on(model_of(case, group), case)[1]
+
+
+def start_differs(rank: int, case: Case, broken: bool = False) -> list[float]:
+    """By tensor, from that of one process."""
+    (alone,) = started(case)
+    if broken:
+        with drawn_by_slices():
+            (here,) = started(case, dist.group.WORLD)
+    else:
+        (here,) = started(case, dist.group.WORLD)
+    whole = joined(here, dist.group.WORLD)
+    assert here.num_parameters == alone.num_parameters
+    return [difference(whole[name], own.detach()) for name, own in alone.named_parameters().items()]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_adapters_begin_with_the_same_values_in_any_number_of_slices(size: int, ranks: Pool) -> None:
+    case = case_of("llama", adapter_of("DoRA", bias="all"))
+    assert max(ranks(size).run(start_differs, case)[0]) < 1e-15
+    assert max(ranks(size).run(start_differs, case, True)[0]) > WRONG
+
+
+def saved(rank: int, case: Case, folder: Path) -> dict[str, torch.Tensor]:
+    (adapter,) = started(case, dist.group.WORLD)
+    with torch.no_grad():
+        generator = torch.Generator().manual_seed(5)
+        for name, parameter in adapter.named_parameters().items():
+            path, _, leaf = name.rpartition("/")
+            own = adapter.weights[path]
+            parameter.copy_(own.own(leaf, torch.randn(own.whole_shape(leaf, parameter.shape), generator=generator)))
+    whole = joined(adapter, dist.group.WORLD)
+    if rank == 0:
+        save_adapter(folder, adapter, whole)
+    dist.barrier()
+    return whole
+
+
+def loaded(rank: int, case: Case, folder: Path) -> dict[str, torch.Tensor]:
+    (adapter,) = started(case, dist.group.WORLD)
+    load_adapter(folder, adapter)
+    return joined(adapter, dist.group.WORLD)
+
+
+def test_folders_hold_whole_adapters_and_are_read_in_any_number_of_slices(ranks: Pool, tmp_path: Path) -> None:
+    case = case_of("llama", adapter_of("DoRA", bias="all"))
+    written = ranks(2).run(saved, case, tmp_path)[0]
+    (alone,) = started(case)
+    load_adapter(tmp_path, alone)
+    for found in (alone.named_parameters(), *ranks(4).run(loaded, case, tmp_path)):
+        assert found.keys() == written.keys()
+        assert all(torch.equal(found[name], written[name]) for name in written)
+
+
+def cut_again(rank: int, case: Case) -> bool:
+    (adapter,) = started(case, dist.group.WORLD)
+    again = cut(adapter, joined(adapter, dist.group.WORLD))
+    return all(torch.equal(again[name], own) for name, own in adapter.named_parameters().items())
+
+
+def test_what_was_joined_is_cut_to_what_it_was(ranks: Pool) -> None:
+    assert all(ranks(4).run(cut_again, case_of("qwen2", adapter_of("DoRA", bias="all"))))
+
+
+# --- messages ----------------------------------------------------------------------------------------------------------
+
+
+def messages(rank: int, case: Case) -> tuple[int, list[str]]:
+    """Of a forward and a backward of the frozen model, and of a step with adapters."""
+    model = model_of(case, dist.group.WORLD)
+    hidden = torch.randn(1, 20, model.config.hidden_size, dtype=torch.float64, requires_grad=True)
+    with counted() as calls:
+        model(inputs_embeds=hidden, use_cache=False, sample_lengths=(20,)).logits.sum().backward()
+    return len(calls), learn(case, dist.group.WORLD).collectives
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_step_sends_what_the_frozen_model_sends_and_one_message_for_each_job(
+    kind: str, jobs: int, ranks: Pool
+) -> None:
+    """For the norms of DoRA one more, of all jobs together. Of two microbatches; nothing flows back into the first block."""
+    for frozen, calls in ranks(2).run(messages, case_of("llama", *[adapter_of(kind, 0.1)] * jobs)):
+        assert frozen == 2 * 2 + 2 * 2
+        assert calls == ["all_reduce"] * (2 * (frozen - 1) + jobs + (kind == "DoRA"))
+
+
+def test_losses_of_some_rows_each_send_two_messages_a_microbatch(ranks: Pool) -> None:
+    """The gradients of the rows' hidden states, and the losses."""
+    for frozen, calls in ranks(2).run(messages, case_of("llama", adapter_of("LoRA"), own_rows=True)):
+        assert Counter(calls) == {"all_reduce": 2 * (frozen - 1) + 1, GATHER: 2, "all_gather": 2}
+
+
+# --- what cannot be cut ------------------------------------------------------------------------------------------------
+
+
+def refusal(model: Any, degree: int) -> str:
+    with (
+        mock.patch.object(dist, "get_world_size", return_value=degree), mock.patch.object(dist, "get_rank", return_value=0),
+        pytest.raises(InputError) as caught,
+    ):  # fmt: skip
+        shard(model, None)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "degree", "says"),
+    [
+        ({}, 3, "over 3 processes: model.layers.0.self_attn.q_proj has 4 heads of 16, which 3 does not divide"),
+        (
+            {"num_attention_heads": 8, "num_key_value_heads": 8, "intermediate_size": 100},
+            8,
+            "gate_proj has 100 outputs",
+        ),
+        ({"intermediate_size": 90}, 2, "mlp.down_proj would get 45 of its 90 inputs, an odd number"),
+        ({"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3}, 2, "k_proj has 3 heads of 16"),
+    ],
+)
+def test_sizes_that_do_not_divide_are_refused_by_number(changes: Any, degree: int, says: str) -> None:
+    assert says in refusal(tiny_model("llama", **changes), degree)
+
+
+def test_layers_that_are_not_known_are_refused_by_name() -> None:
+    model = tiny_model("llama")
+    model.tp_plan = {**model.tp_plan, "model.layers.*.mlp.gate_proj": "packed_colwise"}
+    assert "model.layers.0.mlp.gate_proj as 'packed_colwise', which this version cannot cut" in refusal(model, 2)
+    model.tp_plan = {}
+    assert "transformers has no plan for llama models" in refusal(model, 2)
+
+
+def test_a_block_whose_input_goes_elsewhere_is_refused() -> None:
+    own = LlamaMLP.forward
+    with mock.patch.object(LlamaMLP, "forward", lambda self, x: own(self, x) + x):
+        assert "others than the cut layers read the input of model.layers.0.mlp" in refusal(tiny_model("llama"), 2)
+    with mock.patch.object(LlamaMLP, "forward", lambda self, x: own(self, x.clone())):
+        assert "model.layers.0.mlp.gate_proj of this llama model does not read what its block is given" in refusal(
+            tiny_model("llama"), 2
+        )
+
+
+def test_a_model_that_is_looked_at_is_as_before() -> None:
+    model = tiny_model("llama")
+    before = {name: (id(tensor), tensor.clone()) for name, tensor in model.state_dict(keep_vars=True).items()}
+    hooks = [len(module._forward_pre_hooks) + len(module._forward_hooks) for module in model.modules()]
+    refusal(tiny_model("llama"), 3)
+    tensor._check_blocks(
+        model, {"model.layers.0.mlp": ["model.layers.0.mlp.gate_proj", "model.layers.0.mlp.up_proj"]}, ""
+    )
+    after = model.state_dict(keep_vars=True)
+    assert all(
+        id(after[name]) == number and torch.equal(after[name], value) for name, (number, value) in before.items()
+    )
+    assert hooks == [len(module._forward_pre_hooks) + len(module._forward_hooks) for module in model.modules()]
+    assert model.config._attn_implementation == "eager"
+    assert collectives.copied(torch.ones(2), None).requires_grad is False
