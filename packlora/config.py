@@ -228,20 +228,27 @@ class ParallelConfig(_Strict):
     sequence_parallel: bool = False
     """Share the tokens of what lies between tensor-parallel layers, too."""
     shard_base: bool = False
-    """Hold a part of the base model on each device, and gather a layer when it is computed."""
+    """Hold a part of the base model on each device, and gather a layer when it is computed. All devices share every job."""
 
     @model_validator(mode="after")
     def _known(self) -> ParallelConfig:
         if self.devices_per_job != "auto" and self.devices_per_job < 1:
             raise ValueError(f"devices_per_job is {self.devices_per_job}; give auto or a number of devices, at least 1")
-        own = {"devices_per_job", "timeout_s"}
+        own = {"devices_per_job", "timeout_s", "shard_base"}
         if self.model_dump(exclude=own) != ParallelConfig.model_construct().model_dump(exclude=own):
-            raise ValueError("this version spreads jobs and samples over devices, no models; leave the other keys out")
+            raise ValueError("this version takes devices_per_job, timeout_s and shard_base; leave the other keys out")
         return self
 
     def check(self, processes: int) -> None:
         """Raises InputError where so many processes cannot be divided as asked."""
         each = self.devices_per_job
+        if self.shard_base and processes == 1:
+            raise InputError("parallel.shard_base shares the base model over processes, but one process was started")
+        if self.shard_base and each not in ("auto", processes):
+            raise InputError(
+                f"parallel.devices_per_job is {each}, but with shard_base all {processes} processes share every job; leave it "
+                "out"
+            )
         if each != "auto" and processes % each:
             raise InputError(
                 f"parallel.devices_per_job is {each}, but {processes} {'process was' if processes == 1 else 'processes were'} "

@@ -187,7 +187,7 @@ def sentences(found: Layouts, limit: int) -> list[str]:
         out.append("note: this does not fit; lower max_tokens_per_microbatch or set gradient_checkpointing: true")
     if any(row.sharded for row in found.rows):
         out.append(
-            "base sharded: for a base model that fits no device; this version does not train so. Layers are assumed to be "
+            "base sharded: with parallel.shard_base, for a base model that fits no device. Layers are assumed to be "
             f"gathered at {GATHER_BYTES_PER_SECOND / 1e9:.0f} GB/s"
         )
     return out

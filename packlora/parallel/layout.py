@@ -15,6 +15,9 @@ Wave = Sequence[Microbatch]
 """Microbatches that run at the same time, at most one for each process of a group."""
 MOST_IDLE = 0.05
 """Share of the devices' time that may be idle where no more of them share a job."""
+FULL = 0.9
+"""Of the room of all processes, what microbatches are planned to take: fuller ones cannot be cut evenly, and what is left over
+takes a wave of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,10 +104,15 @@ def place(work: Mapping[str, float], groups: int) -> tuple[tuple[str, ...], ...]
     return tuple(tuple(sorted(own, key=order.__getitem__)) for own in placed)
 
 
+def planned(capacity: int, size: int) -> int:
+    """Tokens of the microbatches that are planned for `size` processes which share them, each of which holds `capacity`."""
+    return capacity if size == 1 else max(capacity, int(FULL * capacity * size))
+
+
 def waves(microbatches: Sequence[Microbatch], size: int, capacity: int) -> list[list[Microbatch]]:
-    """What processes that share their jobs run at the same time: planned microbatches of up to `size` times the capacity of one
-    process, each in `size` parts of about the same number of tokens. Some parts are empty where there are few samples; one
-    whose samples do not fit so makes two waves or more.
+    """What processes that share their jobs run at the same time: microbatches of up to `planned` tokens, each in `size` parts of
+    about the same number of tokens. Some parts are empty where there are few samples; one whose samples do not fit so makes two
+    waves or more.
 
     Args:
         capacity: most tokens of a process's microbatch; no sample is longer.

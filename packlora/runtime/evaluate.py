@@ -91,9 +91,13 @@ class Evaluator:
         planners = [Planner([order], budget, method="greedy") for order in orders]
         microbatches = [microbatch for planner in planners for microbatch in planner.window(0).microbatches]
         found, lacking = torch.zeros(len(microbatches), len(self.jobs), dtype=torch.float64), 0
-        for number in range(self.team.group.rank, len(microbatches), self.team.group.size):
+        rank, size = self.team.group.rank, self.team.group.size
+        for number in range(rank, -(-len(microbatches) // size) * size, size):
             if self.team.stop.asked:
                 break
+            if number >= len(microbatches):
+                self.executor.idle(backward=False)
+                continue
             sums = self._microbatch(microbatches[number], samples)
             if sums is None:
                 lacking = microbatches[number].num_tokens

@@ -358,6 +358,9 @@ class GraphedDevice:
         self._drop()  # when nothing refers to the error any more, nor to what it held in memory
         return self.single.evaluate(samples, num_owners)
 
+    def idle(self, backward: bool) -> None:
+        self.single.idle(backward)
+
     def plans(self) -> list[dict[str, Any]]:
         return self.single.plans()
 

@@ -19,6 +19,7 @@ from packlora.adapters.linear import Attached
 from packlora.adapters.owners import MIN_ROWS
 from packlora.base.model import Base
 from packlora.parallel.loss import LossRows
+from packlora.parallel.sharded import Shards
 from packlora.runtime.collate import PackedBatch, PackedSample, collate
 from packlora.runtime.loss import sum_by_owner, token_losses
 
@@ -58,6 +59,9 @@ class Executor(Protocol):
 
     def evaluate(self, samples: Sequence[PackedSample], num_owners: int) -> MicrobatchResult:
         """Losses alone, without gradients."""
+
+    def idle(self, backward: bool) -> None:
+        """A process of several runs this while others run a microbatch, forward alone or backward too, and it has none."""
 
     def plans(self) -> list[dict[str, Any]]:
         """How layers were computed, for run.json."""
@@ -124,6 +128,10 @@ class SingleDevice:
     def _total(self, samples: Sequence[PackedSample]) -> int:
         tokens = max(MIN_ROWS, sum(item.sample.num_tokens for item in samples))
         return -(-tokens // self.multiple) * self.multiple
+
+    def idle(self, backward: bool) -> None:
+        if isinstance(self.base.storage, Shards):  # the others gather weights, which takes all
+            self.base.storage.keep_step(self.attached, backward)
 
     def plans(self) -> list[dict[str, Any]]:
         return [line for chooser in self.attached.choosers for line in chooser.record()]

@@ -22,8 +22,10 @@ from packlora.config import Run
 from packlora.errors import InputError
 from packlora.files import remove_leftovers, write_json
 from packlora.parallel.agreement import together
+from packlora.parallel.layout import planned
 from packlora.parallel.mesh import Mesh, OneProcess
 from packlora.parallel.replicas import ALONE, Replicas
+from packlora.parallel.sharded import load_sharded
 from packlora.plans.cache import PlanCache
 from packlora.plans.select import PlanChooser
 from packlora.report.events import Note, Subscriber
@@ -190,7 +192,8 @@ class Session:
     def _load(self, prepared: PreparedRun, own: PreparedRun) -> tuple[Base, SingleDevice, list[Job]]:
         with self._told() as told:
             told(f"loading {self.run.base_model}")
-            base = load_base(self.run, prepared.tokenizer, prepared.longest_by_job)
+            load = load_sharded if self.run.parallel.shard_base else load_base
+            base = load(self.run, prepared.tokenizer, prepared.longest_by_job)
             self.fingerprint: Fingerprint = fingerprint(base.model, base.path, self.run.revision)
         if self.saved is not None:
             same_base(base.path, self.saved.model.fingerprint, self.fingerprint)
@@ -219,7 +222,7 @@ class Session:
         own_notes = together(
             mesh, lambda: restore_jobs(self.output_dir, jobs, saved, starts) if saved is not None else []
         )
-        begins = first_round(self.run.schedule, jobs, prepared.budget * self.group.size) if jobs else 2**31
+        begins = first_round(self.run.schedule, jobs, planned(prepared.budget, self.group.size)) if jobs else 2**31
         standing = [asdict(Standing.of(job)) for job in jobs]
         told = mesh.gather([own_notes, standing, begins] if self.group.rank == 0 else [[], [], begins])
         if not mesh.is_first:
@@ -273,7 +276,7 @@ def choose_budget(
 
     A resumed run keeps the budget that it had. On a CPU, where a larger one brings nothing, it is the usual one.
     """
-    if run.max_tokens_per_microbatch != "auto":
+    if run.max_tokens_per_microbatch != "auto" or not base.storage.is_whole:  # no process may measure by itself
         return profiler.profile(run, prepared)
     if saved is not None and saved.config.max_tokens_per_microbatch == "auto":
         prepared.budget = max(saved.schedule.budget, prepared.longest)

@@ -43,7 +43,8 @@ class Spread:
 
 def candidates(prepared: PreparedRun, devices: int) -> list[Layout]:
     """The layouts that the run file allows on so many devices, those whose jobs share the fewest first."""
-    asked = prepared.run.parallel.devices_per_job
+    parallel = prepared.run.parallel
+    asked = devices if parallel.shard_base else parallel.devices_per_job
     tokens = {job.data.name: float(job.data.tokens) for job in prepared.jobs}
     return [own for own in layouts.layouts(tokens, devices) if asked in ("auto", own.split)]
 
@@ -68,7 +69,9 @@ def _waves(prepared: PreparedRun, names: tuple[str, ...], split: int) -> tuple[l
     method = "solo" if prepared.run.schedule.method == "solo" else "greedy"
     out: list[Wave] = []
     samples = tokens = 0
-    for window in Planner([job.planned for job in jobs], prepared.budget * split, method=method).windows():
+    for window in Planner(
+        [job.planned for job in jobs], layouts.planned(prepared.budget, split), method=method
+    ).windows():
         out += layouts.waves(window.microbatches, split, prepared.budget)
         samples += sum(len(microbatch.samples) for microbatch in window.microbatches)
         tokens += sum(microbatch.num_tokens for microbatch in window.microbatches)

@@ -20,6 +20,7 @@ from typing import Any
 from packlora.base.model import Base
 from packlora.config import Run
 from packlora.errors import WriteError
+from packlora.parallel.layout import planned
 from packlora.parallel.replicas import ALONE, Alone
 from packlora.report.events import (
     Evaluated,
@@ -85,7 +86,8 @@ class Trainer:
         self.by_name = {job.name: job for job in jobs}
         self.team = Team(group, events.stop, jobs)
         self.stop = self.team.stop
-        is_auto = run.max_tokens_per_microbatch == "auto"
+        # where weights are gathered, nobody can go on alone
+        is_auto = run.max_tokens_per_microbatch == "auto" and base.storage.is_whole
         self.budget = TokenBudget(prepared.budget, prepared.longest, is_auto, base.device)
         self.evaluator = Evaluator(base.device, executor, jobs, run.eval_every, self.budget, self.team)
         self.runner = Runner(executor, jobs, self.team, self.budget, profile, logged, self._elapsed)
@@ -129,7 +131,7 @@ class Trainer:
     def _train_windows(self) -> None:
         """Train on the windows that are left, or until one must be planned again because its microbatches are too large."""
         schedule, group = self.run.schedule, self.team.group
-        budget = self.budget.tokens * group.size
+        budget = planned(self.budget.tokens, group.size)
         with planned_windows(schedule, self.jobs, budget, self.profile, self.events, group) as windows:
             for window in windows:
                 if not self._train_window(window) or not self._goes_on():

@@ -105,6 +105,8 @@ class Runner:
         for job in due:
             self.began.setdefault(job.name, self._start)
         own = self._own(wave)
+        if own is None:
+            self.executor.idle(backward=True)
         lacking = self._run(own) if own is not None else 0
         if lacking := self.team.agree(lacking, complete):
             return lacking

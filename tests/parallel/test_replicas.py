@@ -94,6 +94,20 @@ def test_a_run_gives_what_one_device_gives(
     assert described == alone
 
 
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_sharded_base_gives_what_one_device_gives(
+    checkpointing: bool, tree: dict[str, Any], whole: Path, ranks: Groups, tmp_path: Path
+) -> None:
+    """Each process reads and holds a part of the base model; stopped, it goes on with the whole one on one device."""
+    sharded = {
+        **tree, "output_dir": str(tmp_path / "out"), "gradient_checkpointing": checkpointing, "parallel": {"shard_base": True},
+    }  # fmt: skip
+    assert ranks(2).run(heard, sharded, "", 5, {})[0][0] == "interrupted"
+    assert ranks(2).run(heard, sharded, "", 4, {"resume": True})[0][0] == "interrupted"
+    assert heard(0, {**sharded, "parallel": "auto"}, None, 0, {"resume": True})[0] == "done"
+    same_run(tmp_path / "out", whole, 1e-10)
+
+
 def test_a_job_that_is_whole_on_a_device_has_the_bits_of_one_device(
     tree: dict[str, Any], ranks: Groups, tmp_path: Path
 ) -> None:
@@ -173,9 +187,11 @@ def test_a_run_that_is_stopped_goes_on_with_any_number_of_processes(
 def test_a_job_can_be_ended_from_the_first_process(
     each: int, tree: dict[str, Any], whole: Path, ranks: Groups, tmp_path: Path
 ) -> None:
-    name = "dora.drop"  # the longest
+    name = "dora.drop" if each == 2 else "dropped"  # which the other process trains
     asked = {**tree, "output_dir": str(tmp_path / "out"), "parallel": {"devices_per_job": each}}
-    assert ranks(2).run(heard, asked, name, 2, {})[0][0] == "done"
+    assert ranks(2).run(heard, asked, name, 1, {})[0][0] == "done"
+    groups = json.loads((tmp_path / "out" / "run.json").read_text())["schedule"]["layout"]["groups"]
+    assert name not in groups[0] or each == 2
     ends = {
         job["name"]: max(line["step"] for line in steps(tmp_path / "out") if line["job"] == job["name"]) for job in JOBS
     }
@@ -242,6 +258,10 @@ def test_what_is_wrong_is_said_alike_on_every_process(tree: dict[str, Any], rank
     assert "devices_per_job is 3, but 2 processes were started" in refused(
         on_ranks, {**fresh, "parallel": {"devices_per_job": 3}}, {}
     )
+    assert "with shard_base all 2 processes share every job" in refused(
+        on_ranks, {**fresh, "parallel": {"devices_per_job": 1, "shard_base": True}}, {}
+    )
+    assert "but one process was started" in on_ranks(0, {**fresh, "parallel": {"shard_base": True}}, {})[0]
     assert "device: 'cuda:1' is one device" in refused(on_ranks, {**fresh, "device": "cuda:1"}, {})
     (tmp_path / "bad.jsonl").write_text('{"prompt": 1}\n')
     jobs = [{**tree["jobs"][0], "data": {"path": str(tmp_path / "bad.jsonl")}}, *tree["jobs"][1:]]
