@@ -110,9 +110,9 @@ def planned(capacity: int, size: int) -> int:
 
 
 def waves(microbatches: Sequence[Microbatch], size: int, capacity: int) -> list[list[Microbatch]]:
-    """What processes that share their jobs run at the same time: microbatches of up to `planned` tokens, each in `size` parts of
-    about the same number of tokens. Some parts are empty where there are few samples; one whose samples do not fit so makes two
-    waves or more.
+    """What processes that share their jobs run at the same time: microbatches of up to `planned` tokens, each in `size` parts
+    of about the same number of tokens. Some parts are empty where there are few samples; one whose samples do not fit so makes
+    two waves or more.
 
     Args:
         capacity: most tokens of a process's microbatch; no sample is longer.
