@@ -81,7 +81,8 @@ def test_a_job_collects_and_begins_its_step_without_waiting_and_waits_once() -> 
                 for parameter in job.parameters.values():
                     parameter.grad = torch.randn_like(parameter)
                 with no_waiting():
-                    job.collect(loss, 7)
+                    job.collect(loss)
+                    job.count(7)
             with no_waiting():
                 numbers = job.optimizer_step()
             known = numbers.tolist()

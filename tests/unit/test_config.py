@@ -69,7 +69,8 @@ def test_defaults_are_exactly_the_documented_ones() -> None:
         cuda_graphs: auto
         keep_outputs: false
         plans: {plan: measured, lossy: false, prefer: time}
-        parallel: {pipeline: 1, tensor: 1, expert: 1, sequence_parallel: false, shard_base: false}
+        parallel:
+          {devices_per_job: auto, timeout_s: 600.0, pipeline: 1, tensor: 1, expert: 1, sequence_parallel: false, shard_base: false}
         schedule: {method: auto, padding_multiple: 1, time_limit_s: 10}
         jobs:
           - name: first
@@ -188,8 +189,8 @@ def test_a_value_of_the_wrong_type_is_refused_with_its_place_and_what_was_found(
             "schedule.padding_multiple: input should be greater than or equal to 1",
         ),
         (tree(schedule={"time_limit_s": 0}), "schedule.time_limit_s: input should be greater than 0"),
-        (tree(parallel={"tensor": 2}), "parallel: this version trains on one device"),
-        (tree(parallel={"shard_base": True}), "parallel: this version trains on one device"),
+        (tree(parallel={"tensor": 2}), "parallel: this version takes devices_per_job, timeout_s and shard_base"),
+        (tree(parallel={"devices_per_job": 0}), "devices_per_job is 0; give auto or a number of devices, at least 1"),
     ],
 )
 def test_a_value_out_of_range_is_refused_with_what_is_accepted(value: Any, message: str) -> None:

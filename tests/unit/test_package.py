@@ -26,7 +26,10 @@ from packlora.errors import InputError
 from packlora.run_file import run_from
 
 ROOT = Path(__file__).parents[2]
-PUBLIC = {"InputError", "Plan", "Report", "Result", "Run", "WriteError", "accelerate", "callbacks", "restore", "train"}
+PUBLIC = {
+    "InputError", "Plan", "ProcessError", "Report", "Result", "Run", "WriteError", "accelerate", "callbacks", "restore",
+    "train",
+}  # fmt: skip
 
 
 def python(code: str) -> None:
@@ -88,7 +91,7 @@ def test_every_public_name_is_there_and_others_are_an_error_that_lists_them() ->
     assert all(getattr(packlora, name) is not None for name in packlora.__all__)
     with pytest.raises(
         AttributeError,
-        match=r"no attribute 'tarin'; it has InputError, Plan, Report, Result, Run, WriteError, .* train",
+        match=r"no attribute 'tarin'; it has InputError, Plan, ProcessError, Report, Result, Run, WriteError, .* train",
     ):
         packlora.tarin  # noqa: B018
 
@@ -229,7 +232,7 @@ from pathlib import Path
 from typing import Any
 
 import packlora
-from packlora import InputError, Plan, Report, Result, Run, WriteError, accelerate, callbacks, restore, train
+from packlora import InputError, Plan, ProcessError, Report, Result, Run, WriteError, accelerate, callbacks, restore, train
 from packlora.callbacks import ThroughputCallback
 
 
@@ -238,7 +241,7 @@ def use(model: Any, tree: dict[str, Any], run: Run, plan: Plan) -> tuple[Result,
         result: Result = train(run, resume=True, max_steps=3)
         packlora.train(tree, overrides=["jobs.0.seed=1"])
         packlora.train(Path("run.yaml"), resume_from=["one=4"])
-    except (InputError, WriteError) as error:
+    except (InputError, ProcessError, WriteError) as error:
         print(str(error))
         raise
     for name, job in result.jobs.items():
