@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from packlora.adapters.linear import AdaptedLinear
+from packlora.adapters.linear import AdaptedLinear, Attached
 from packlora.ops.lora_linear.autograd import lora_group
 from packlora.ops.lora_linear.frozen import Dense
 from packlora.ops.lora_linear.prepared import GroupState, LayerScales
@@ -132,7 +132,7 @@ def test_a_norm_that_lies_where_an_older_one_lay_is_another_norm() -> None:
 
 def test_a_layer_whose_base_bias_is_another_parameter_uses_that() -> None:
     base = torch.nn.Linear(K, N).double().requires_grad_(False)
-    layer = AdaptedLinear(base, 0, None, None)  # type: ignore[arg-type]
+    layer = AdaptedLinear(base, 0, Attached([]), None)  # type: ignore[arg-type]
     before = layer.layer()
     assert layer.layer() is before
     base.bias = torch.nn.Parameter(base.bias * 2, requires_grad=False)
