@@ -31,6 +31,7 @@ from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from packlora.ops import gpu, launcher
+from packlora.ops.attention import triton_path as attention_path
 from packlora.ops.cross_entropy import triton_path as cross_entropy_path
 from packlora.ops.dropout import kernel as dropping
 from packlora.ops.lora_linear.autograd import lora_group
@@ -60,6 +61,8 @@ NORMS = (16, 64, 200, 384) if SOAK else (16, 384)
 """Ranks of norms that are compiled."""
 RMS_NORMS = (64, 128, 1024, 3072, 8192, 16384) if SOAK else (128, 3072, 16384)
 """Features of RMS norms that are compiled."""
+HEADS = (64, 80, 128, 256) if SOAK else (64, 128, 256)
+"""Features of a head of attention that is compiled."""
 MORE: dict[str, dict[str, Any]] = {
     "biases alone on siblings": {"ranks": [[16, 0], [8, 0]], "dropouts": [0.0, 0.0], "biases": [True, True]},
 }
@@ -154,6 +157,13 @@ def captured(capability: int, kinds: dict[str, dict[str, Any]] = USUAL) -> list[
             batch = row_norm_path.batch_of([ready])
             stale = batch.stale(torch.zeros(1, 5, dtype=torch.int64))
             batch.run(stale, torch.zeros(512))
+    for D in HEADS if kinds is USUAL else ():
+        case = f"attention, {D} features of a head"
+        q, k = (torch.zeros(256, heads, D, dtype=torch.bfloat16).transpose(0, 1) for heads in (4, 2))
+        blocks = torch.zeros(2, 3, 4, dtype=torch.int32)
+        for window, cap in ((None, None), (100, 30.0)):
+            y, sums = attention_path.forward(q, k, k, blocks, 0.1, window, cap)
+            attention_path.backward(q, k, k, y, sums, blocks, y, 0.1, window, cap)
     for dtype in (torch.bfloat16, torch.float32) if kinds is USUAL else ():
         case = f"loss and dropout, {dtype}"
         logits, labels = torch.zeros(64, 5008, dtype=dtype), torch.zeros(64, dtype=torch.int64)

@@ -14,7 +14,9 @@ from packlora.adapters.attach import attach
 from packlora.adapters.spec import resolve
 from packlora.base.model import Base, prepare_model
 from packlora.data.encode import Sample
-from packlora.ops import attention
+from packlora.ops.attention import attention
+from packlora.ops.attention.blocks import SampleBlocks
+from packlora.ops.attention.by_sample import by_sample
 from packlora.plans.select import PlanChooser
 from packlora.runtime.collate import PackedSample
 from packlora.runtime.graphs import GraphedDevice, Recorder
@@ -111,15 +113,14 @@ class Run:
 def attention_by_starts(monkeypatch: Any) -> None:
     """Attention that reads where samples begin, in the place of the GPU's."""
 
-    def call(q: Any, k: Any, v: Any, starts: torch.Tensor, longest: int, scale: float, window: Any) -> Any:
-        lengths = [length for length in starts.diff().tolist() if length]
-        assert max(lengths) <= longest and starts[-1] == len(q)
-        q, k, v = (tensor.transpose(0, 1) for tensor in (q, k, v))
-        return attention._by_sample(q, k, v, lengths, scale, window, None)
+    def call(q: Any, k: Any, v: Any, samples: SampleBlocks, scale: float, window: Any, softcap: Any) -> Any:
+        parts = {(first, end) for _, first, end in samples.table[0].T.tolist() if end}
+        lengths = [end - first for first, end in sorted(parts)]
+        assert sum(lengths) == q.shape[1]
+        return by_sample(q, k, v, lengths, scale, window, softcap)
 
-    monkeypatch.setattr(attention, "uses_varlen", lambda *_: True)
-    monkeypatch.setattr(attention, "_varlen_takes", lambda *_: True)
-    monkeypatch.setattr(attention, "_call_varlen", call)
+    monkeypatch.setattr(attention, "uses_kernels", lambda *_: True)
+    monkeypatch.setattr(attention, "_one_call", call)
 
 
 class Pretended:

@@ -19,7 +19,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from packlora.base.rotary import rotate_by_sample
 from packlora.base.shape import scaled_by_place
-from packlora.ops.attention import SampleStarts, packed_attention
+from packlora.ops.attention.attention import packed_attention
+from packlora.ops.attention.blocks import SampleBlocks
 
 ATTENTION = "packlora"
 """Name under which packed attention is registered with transformers. It has no mask function, so no mask is built."""
@@ -37,7 +38,7 @@ def _attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    sample_lengths: Sequence[int] | SampleStarts | None = None,
+    sample_lengths: Sequence[int] | SampleBlocks | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention interface: query [1, H, T, D], key and value [1, h, T, D] -> [1, T, H, D].
@@ -135,9 +136,9 @@ def packed_hidden(
 
 
 def hidden_states(
-    model: PreTrainedModel, input_ids_T: torch.Tensor, position_ids_T: torch.Tensor, samples: tuple[int, ...] | SampleStarts
+    model: PreTrainedModel, input_ids_T: torch.Tensor, position_ids_T: torch.Tensor, samples: tuple[int, ...] | SampleBlocks
 ) -> torch.Tensor:  # fmt: skip
-    """Of all tokens, [T, D]; samples: their lengths, or where they begin."""
+    """Of all tokens, [T, D]; samples: their lengths, or their blocks."""
     decoder = getattr(model, DECODER, model.base_model)
     output = decoder(
         input_ids=input_ids_T[None], position_ids=position_ids_T[None], use_cache=False, sample_lengths=samples

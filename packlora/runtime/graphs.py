@@ -29,7 +29,7 @@ from packlora.base.packing import hidden_states
 from packlora.base.shape import plain_head
 from packlora.config import Run
 from packlora.errors import InputError
-from packlora.ops.attention import SampleStarts
+from packlora.ops.attention.blocks import BLOCK, SampleBlocks, most_blocks, table_of
 from packlora.ops.cross_entropy.linear_cross_entropy import linear_cross_entropy
 from packlora.ops.lora_linear.moving import MovingSegments
 from packlora.runtime.collate import PackedBatch, PackedSample, collate
@@ -43,7 +43,7 @@ STEPS = 8
 """Numbers of tokens from a power of two to the next that have graphs of their own."""
 TRIES = 3
 """How often memory may run out before a run goes on without graphs."""
-LEAST_TOKENS, LEAST_SAMPLES, LEAST_LONGEST = 256, 16, 128
+LEAST_TOKENS, LEAST_SAMPLES = 256, 16
 NO_GRAPHS = "no CUDA graphs, so the host may be what takes the time"
 T = TypeVar("T")
 Buffers = Mapping[int, Sequence[tuple[torch.nn.Parameter, torch.Tensor]]]
@@ -54,16 +54,15 @@ class Shape(NamedTuple):
 
     tokens: int
     samples: int
-    longest: int
 
     @staticmethod
     def of(lengths: Sequence[int]) -> Shape:
         """That of samples of so many tokens."""
-        tokens, longest = sum(lengths), max(lengths)
+        tokens = sum(lengths)
         step = max(_power(tokens) // (2 * STEPS), LEAST_TOKENS // STEPS)
         total = max(-(-tokens // step) * step, LEAST_TOKENS)
-        more = -(-(total - tokens) // longest)
-        return Shape(total, max(_power(len(lengths) + more), LEAST_SAMPLES), max(_power(longest), LEAST_LONGEST))
+        more = -(-(total - tokens) // max(lengths))  # samples of nobody's tokens
+        return Shape(total, max(_power(len(lengths) + more), _power(total // BLOCK), LEAST_SAMPLES))
 
 
 def _power(number: int) -> int:
@@ -134,9 +133,7 @@ class Body:
         T = shape.tokens
         self._ids_T = torch.zeros(T, dtype=torch.int64, device=where)
         self._positions_T = torch.zeros(T, dtype=torch.int64, device=where)
-        self._samples = SampleStarts(
-            torch.full((shape.samples + 1,), T, dtype=torch.int32, device=where), shape.longest
-        )
+        self._samples = SampleBlocks(torch.zeros(2, 3, most_blocks(T, shape.samples), dtype=torch.int32, device=where))
         self._keys_T2 = torch.zeros(T, 2, dtype=torch.int32, device=where) if dropout else None
         self._moving = MovingSegments(T, adapters)
         self._owners = TokenOwners(T, self._moving.nominal, self._keys_T2, self._moving)
@@ -155,13 +152,10 @@ class Body:
 
     def load(self, batch: PackedBatch) -> None:
         """A microbatch of this shape."""
-        starts = np.full(len(self._samples.starts), self.shape.tokens, np.int32)
-        starts[0] = 0
-        starts[1 : 1 + len(batch.sample_lengths)] = np.cumsum(batch.sample_lengths)
         self._ids_T.copy_(batch.input_ids_T)
         self._positions_T.copy_(batch.position_ids_T)
-        table = torch.from_numpy(starts)
-        self._samples.starts.copy_(table.pin_memory() if self._ids_T.is_cuda else table, non_blocking=True)
+        table = torch.from_numpy(table_of(batch.sample_lengths, self._samples.table.shape[2]))
+        self._samples.table.copy_(table.pin_memory() if self._ids_T.is_cuda else table, non_blocking=True)
         if self._keys_T2 is not None and batch.owners.keys_T2 is not None:
             self._keys_T2.copy_(batch.owners.keys_T2)
         self._moving.write(batch.owners.segments)

@@ -18,7 +18,7 @@ from conftest import FAMILIES, TINY, tiny_model
 from exactness import assert_as_exact
 from group_cases import by_group
 
-from packlora.ops.attention import packed_attention
+from packlora.ops.attention.attention import packed_attention
 from packlora.ops.dropout.keys import dropped, layer_salt, token_keys
 from packlora.ops.lora_linear import reference
 from packlora.ops.lora_linear.reference import ReferenceSegment

@@ -12,7 +12,7 @@ from graph_runs import Pretended, Run, attention_by_starts
 from seeds import some
 
 from packlora.adapters.kept_outputs import keep_outputs
-from packlora.ops import attention
+from packlora.ops.attention import attention
 from packlora.ops.lora_linear.plan import CHAIN, ROUTED, Plan
 from packlora.plans.select import PlanChooser
 from packlora.runtime import graphs
@@ -79,7 +79,7 @@ def test_jobs_of_all_kinds_train_as_without_graphs(
     for one in (plain, run):  # Adam makes much of gradients that are next to nothing
         one.optimizers = [torch.optim.SGD(a.named_parameters().values(), lr=0.1) for a in one.adapters]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "uses_varlen", lambda *_: False)
+        patch.setattr(attention, "uses_kernels", lambda *_: False)
         want = [*plain.train(), *collected(plain)]
     got = [*run.train(), *collected(run)]
     assert any(bool(gradient.any()) for gradient in collected(run, (0,)))

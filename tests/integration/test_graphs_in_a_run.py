@@ -14,7 +14,7 @@ from graph_runs import attention_by_starts
 from safetensors.torch import load_file
 
 import packlora
-from packlora.ops import attention
+from packlora.ops.attention import attention
 from packlora.ops.lora_linear.plan import CHAIN, ROUTED
 from packlora.plans.select import PlanChooser
 from packlora.report.events import Note
@@ -62,7 +62,7 @@ def trained(tree: Tree, out: Path, graphs: bool = True, **options: Any) -> dict[
     told = [lambda event: notes.append(event.text) if isinstance(event, Note) else None]
     with pytest.MonkeyPatch.context() as patch:
         attention_by_starts(patch)
-        patch.setattr(attention, "uses_varlen", lambda *_: graphs)
+        patch.setattr(attention, "uses_kernels", lambda *_: graphs)
         packlora.train(
             {**tree, "output_dir": str(out), "cuda_graphs": graphs}, resume=True, subscribers=told, **options
         )

@@ -9,7 +9,8 @@ import torch
 from conftest import FAMILIES, TINY, tiny_model
 
 from packlora.base.packing import packed_logits, prepare_model
-from packlora.ops.attention import packed_attention, visible
+from packlora.ops.attention.attention import packed_attention
+from packlora.ops.attention.by_sample import visible
 
 LENGTHS = (13, 1, 40, 7, 22)
 

@@ -15,7 +15,7 @@ from transformers.masking_utils import (
 )
 
 from packlora.base.masks import ROWS, describe
-from packlora.ops.attention import visible
+from packlora.ops.attention.by_sample import visible
 
 NO_PADDING = torch.zeros(1, dtype=torch.long)
 

@@ -1,0 +1,72 @@
+"""Causal attention over packed samples, each computed apart: its numbers are those it has alone, to the bit.
+
+For every dtype and device, with a window and with a cap on the scores. Samples of equal length that follow one another are one
+batch on the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+import torch
+import torch.nn.functional as F
+
+
+def by_sample(
+    q_HTD: torch.Tensor,
+    k_hTD: torch.Tensor,
+    v_hTD: torch.Tensor,
+    lengths: Sequence[int],
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """As packed_attention, of samples of these lengths."""
+    groups = q_HTD.shape[0] // k_hTD.shape[0]
+    if groups > 1:
+        k_hTD, v_hTD = k_hTD.repeat_interleave(groups, 0), v_hTD.repeat_interleave(groups, 0)
+    stacks = list(_stacks(lengths, batch=q_HTD.device.type == "cpu" and softcap is None))
+    out = []
+    for (length, count), *parts in zip(
+        stacks,
+        *(tensor.split([length * count for length, count in stacks], 1) for tensor in (q_HTD, k_hTD, v_hTD)),
+        strict=True,
+    ):
+        q, k, v = (part.unflatten(1, (count, length)).transpose(0, 1) for part in parts)  # [count, H, length, D]
+        if softcap is not None:
+            y = _capped(q, k, v, scale, window, softcap)
+        elif window is None or length <= window:
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+        else:
+            mask = visible(length, window, q.device)
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+        out.append(y.transpose(1, 2).flatten(0, 1))
+    return torch.cat(out)
+
+
+def _stacks(lengths: Sequence[int], batch: bool) -> Iterator[tuple[int, int]]:
+    """(length, number) of the neighbours that are computed at once: if batch, those of equal length.
+
+    On the CPU torch's fused attention gives each sample of a batch the bits that it has alone, at half the time for
+    samples of 20 tokens and 0.8 of it for 160. Batched matrix products do not, nor does a GPU.
+    """
+    for length, run in groupby(lengths):
+        number = len(list(run))
+        yield from [(length, number)] if batch else [(length, 1)] * number
+
+
+def visible(length: int, window: int | None, device: torch.device) -> torch.Tensor:
+    """bool [length, length]: which keys (columns) a query (row) sees."""
+    mask = torch.ones(length, length, dtype=torch.bool, device=device).tril_()
+    return mask if window is None else mask.triu_(1 - window)
+
+
+def _capped(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None, softcap: float
+) -> torch.Tensor:
+    """Scores written out, because no fused attention takes a softcap everywhere; softmax in float32 as the models do."""
+    scores = torch.tanh(q @ k.transpose(-2, -1) * scale / softcap) * softcap
+    scores = scores.masked_fill(~visible(q.shape[-2], window, q.device), float("-inf"))
+    wide = torch.promote_types(scores.dtype, torch.float32)
+    return torch.softmax(scores, -1, dtype=wide).to(q.dtype) @ v
