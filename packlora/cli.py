@@ -197,19 +197,28 @@ def tune(
 
 @app.command()
 def bench(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="layer, multi, graphs, model, dora or schedule.")],
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME",
+            help="layer, multi, graphs, model, dora, schedule; under torchrun replicas, tensor-parallel.",
+        ),
+    ],
     out: Annotated[Path, typer.Option(metavar="FILE", help="The JSON file to write.")],
     quick: Annotated[bool, typer.Option("--quick", help="A subset in seconds.")] = False,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:<number>.")] = "auto",
     only: Annotated[str | None, typer.Option(help="Contenders, packlora:PLAN, words of cases; commas between.")] = None,
-    layers: Annotated[int | None, typer.Option(min=1, help="model, dora: shrink models to so many layers.")] = None,
+    layers: Annotated[
+        int | None, typer.Option(min=1, help="model, dora, replicas, tensor-parallel: shrink models to so many layers.")
+    ] = None,
     parts: Annotated[
         str | None,
         typer.Option(
-            help="model: lora, dora, layers. dora: norm, compose, layer, multi, model, paper-model, quality. Only these are "
-            "measured; rows of other parts stay in FILE."
+            help="model: lora, dora, layers. dora: norm, compose, layer, multi, model, paper-model, quality. replicas: "
+            "jobs, fsdp2. Only these are measured; rows of other parts stay in FILE."
         ),
     ] = None,
+    shape: Annotated[str | None, typer.Option(help="replicas: 0.6B, 1.7B or 8B.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on where a run that was ended left off.")] = False,
     plots: Annotated[bool, typer.Option("--plots", help="Also write pictures beside FILE.")] = False,
     ncu: Annotated[bool, typer.Option("--ncu", help="layer: print the command lines that count DRAM traffic.")] = False,
@@ -219,7 +228,7 @@ def bench(
     def action() -> None:
         from packlora.bench.run import run_bench
 
-        raise typer.Exit(run_bench(name, out, quick, device, only, layers, plots, ncu, parts, resume))
+        raise typer.Exit(run_bench(name, out, quick, device, only, layers, plots, ncu, parts, resume, shape))
 
     _guarded(action, "stopped; --resume goes on where it was")
 

@@ -16,15 +16,20 @@ from packlora.ops.lora_linear.plan import PLANS, Plan
 PARTS = {
     "model": ("lora", "dora", "layers"),
     "dora": ("norm", "compose", "layer", "multi", "model", "paper-model", "quality"),
+    "replicas": ("jobs", "fsdp2"),
 }
 """Of benchmarks that can be measured in pieces; a piece replaces its rows in the file and leaves the others."""
+WITH_LAYERS = ("model", "dora", "replicas", "tensor-parallel")
+"""Benchmarks whose models can be shrunk."""
+SHAPE = "0.6B"
+"""Of the model in `replicas`, unless another one is asked for."""
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
     """only: words that choose contenders and cases, see `choose`; layers: of the model, None for all of them; parts: of the
     benchmark that are measured, none meaning all; kept: rows of the other parts, from the file that is written again; out: that
-    file; progress: where rows go as they are measured."""
+    file; progress: where rows go as they are measured; shape: of the model in `replicas`."""
 
     device: torch.device
     quick: bool = False
@@ -34,6 +39,7 @@ class Options:
     kept: tuple[dict[str, Any], ...] = ()
     out: Path | None = None
     progress: Progress | None = None
+    shape: str = SHAPE
 
     @property
     def tiny(self) -> bool:

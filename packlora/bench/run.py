@@ -1,6 +1,7 @@
 """`packlora bench NAME`: what was asked for is checked, the benchmark runs, its results are written and printed.
 
     packlora bench layer --out layer-h200.json
+    torchrun --nproc-per-node 2 -m packlora bench replicas --out replicas-h200.json
 
 plans/timing.py holds the paired loop, options.py what can be asked for, results.py the file, plots.py the pictures.
 """
@@ -15,18 +16,23 @@ from typing import Any
 import torch
 
 from packlora.base.device import choose_device
-from packlora.bench import dora, graphs, layer, model, multi
-from packlora.bench.options import PARTS, Options
+from packlora.bench import dora, graphs, layer, model, multi, replicas, tensor_parallel
+from packlora.bench.options import PARTS, SHAPE, WITH_LAYERS, Options, Outcome
 from packlora.bench.plots import write_plots
+from packlora.bench.processes import processes
 from packlora.bench.progress import Progress
 from packlora.bench.results import check_writable, device_slug, rows_of_other_parts, write_results
 from packlora.bench.schedule import run_schedule
+from packlora.bench.studies.short_jobs import SHAPES
 from packlora.bench.traffic import commands
 from packlora.errors import InputError
+from packlora.parallel.agreement import together
+from packlora.parallel.mesh import Mesh, world_size
 from packlora.runtime.record import device_name
 
 ON_A_DEVICE: dict[str, Any] = {"layer": layer, "multi": multi, "graphs": graphs, "model": model, "dora": dora}
-NAMES = (*ON_A_DEVICE, "schedule")
+ON_PROCESSES: dict[str, Any] = {"replicas": replicas, "tensor-parallel": tensor_parallel}
+NAMES = (*ON_A_DEVICE, "schedule", *ON_PROCESSES)
 
 
 def run_bench(
@@ -40,6 +46,7 @@ def run_bench(
     ncu: bool = False,
     parts: str | None = None,
     resume: bool = False,
+    shape: str | None = None,
 ) -> int:
     """Run a benchmark, write its results and print a table.
 
@@ -49,11 +56,12 @@ def run_bench(
         quick: a subset in seconds; the only way on a CPU, with toy sizes.
         device: auto, cpu, cuda or cuda:<number>.
         only: contenders and words of cases, separated by commas; see options.choose.
-        layers: of the model in `model`, to shrink it.
+        layers: of the models in benchmarks of WITH_LAYERS, to shrink them.
         plots: also write pictures beside the file.
         parts: those to measure, of PARTS, separated by commas; rows of the others stay in the file as they are.
         ncu: measure nothing; print the command lines that count the DRAM traffic of `layer`.
         resume: go on where a run that was ended left off.
+        shape: of the model in `replicas`, one of short_jobs.SHAPES.
 
     Returns:
         Exit code: 0, or 1 where a contender failed (the others' figures are written).
@@ -64,8 +72,10 @@ def run_bench(
     """
     if name not in NAMES:
         raise InputError(f"bench: {name!r} is not a benchmark; there are {', '.join(NAMES)}")
-    if layers is not None and name not in PARTS:
-        raise InputError(f"bench {name}: --layers is for {' and '.join(PARTS)}")
+    if layers is not None and name not in WITH_LAYERS:
+        raise InputError(f"bench {name}: --layers is for {', '.join(WITH_LAYERS)}")
+    if shape is not None and (name != "replicas" or shape not in SHAPES):
+        raise InputError(f"bench {name}: --shape is for replicas, and one of {', '.join(SHAPES)}")
     if ncu and name != "layer":
         raise InputError(f"bench {name}: --ncu is for layer")
     wanted = _parts(name, parts)
@@ -80,6 +90,13 @@ def run_bench(
         if resume:
             raise InputError("bench schedule runs in one piece; --resume is not for it")
         return run_schedule(out, quick, plots)
+    if name in ON_PROCESSES:
+        if resume or plots:
+            raise InputError(f"bench {name} runs in one piece and has no pictures; --resume and --plots are not for it")
+        with processes(name) as mesh:
+            return _measure_together(name, out, quick, device, _words(only), layers, wanted, shape or SHAPE, mesh)
+    if world_size() > 1:
+        raise InputError(f"bench {name} runs on one process; torchrun is for {' and '.join(ON_PROCESSES)}")
     chosen = _device(name, device, quick)
     check_writable(out)
     return _measure(name, _options(name, out, chosen, quick, _words(only), layers, wanted, resume), plots)
@@ -88,15 +105,47 @@ def run_bench(
 def _measure(name: str, options: Options, plots: bool) -> int:
     assert options.out is not None and options.progress is not None
     outcome = ON_A_DEVICE[name].run(options)
-    print()
-    for line in outcome.table:
-        print(line)
-    label = options.progress.asked["name"]
-    write_results(options.out, label, outcome.protocol, outcome.rows, outcome.summary, str(options.device))
+    _write(options.progress.asked["name"], options, outcome)
     options.progress.done()
     if plots:
         for path in write_plots(name, outcome.rows, options.out):
             print(f"wrote {path}")
+    return report_failures(outcome.rows)
+
+
+def _write(label: str, options: Options, outcome: Outcome) -> None:
+    assert options.out is not None
+    print()
+    for line in outcome.table:
+        print(line)
+    write_results(options.out, label, outcome.protocol, outcome.rows, outcome.summary, str(options.device))
+
+
+def _measure_together(
+    name: str, out: Path, quick: bool, device: str, only: tuple[str, ...], layers: int | None, parts: tuple[str, ...],
+    shape: str, mesh: Mesh,
+) -> int:  # fmt: skip
+    """Measure on all processes; the first one writes. Its file keeps the rows of other numbers of processes."""
+    bench = ON_PROCESSES[name]
+
+    def asked() -> tuple[str, Options]:
+        chosen = _device(name, device, quick)
+        if device not in ("auto", "cpu", "cuda"):
+            raise InputError(f"device: {device!r} is one device, but {mesh.size} processes were started; use auto")
+        label = f"{name}-{device_slug(chosen)}" if shape == SHAPE else f"{name}-{shape.lower()}-{device_slug(chosen)}"
+        kept: tuple[dict[str, Any], ...] = ()
+        if mesh.is_first:
+            check_writable(out)
+            if not (quick or only or layers is not None):
+                again = [f"{part} {mesh.size}" for part in parts or PARTS.get(name, ("all",))]
+                kept = rows_of_other_parts(out, label, device_name(chosen), again, bench.part_of)
+        return label, Options(chosen, quick, only, layers, parts, kept, out, None, shape)
+
+    label, options = together(mesh, asked)
+    outcome = bench.run(options, mesh)
+    if not mesh.is_first:
+        return 0
+    _write(label, options, outcome)
     return report_failures(outcome.rows)
 
 

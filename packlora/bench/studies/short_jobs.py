@@ -16,7 +16,7 @@ import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from packlora.bench.results import check_writable, write_results
 from packlora.config import Run
 from packlora.data.dataset import JobData
 from packlora.data.encode import Encoded, Sample
+from packlora.parallel.replicas import ALONE, Alone
 from packlora.runtime.events import Emitter
 from packlora.runtime.folder import OutputFolder
 from packlora.runtime.graphs import graphed
@@ -47,6 +48,7 @@ from packlora.runtime.profiler import profile
 from packlora.runtime.run import deterministic
 from packlora.runtime.trainer import Trainer
 from packlora.schedule.planner import Planner
+from packlora.schedule.types import Window
 
 LR, CLIP, DROPOUT = 1e-4, 1.0, 0.1
 ROW = 1024
@@ -112,17 +114,35 @@ def make_samples(lengths: Lengths, number: int, longest: int, vocabulary: int, s
     return out
 
 
-def make_trainer(
-    model: Any, device: torch.device, budget: int, longest: int, steps: int, scratch: Path, mu_shift: float, batch: int
-) -> Trainer:
-    """The training loop over the model, as train() makes it, without its files of model and data."""
+@dataclass(frozen=True, slots=True)
+class ShortJob:
+    """batch: samples of an optimizer step. shuffle: in every epoch; else they are taken in their order."""
+
+    name: str
+    rank: int
+    batch: int
+    samples: list[Sample]
+    shuffle: bool = True
+
+
+def prepared_run(
+    model: Any, device: torch.device, budget: int, steps: int, scratch: Path, jobs: Sequence[ShortJob]
+) -> tuple[PreparedRun, Base]:
+    """A run of these jobs on the model as train() prepares it, without its files of model and data.
+
+    Args:
+        steps: optimizer steps of each job that may be taken; none of them is its last one.
+    """
     jobs_tree = [
         {
-            "name": name, "data": {"path": "random"},
-            "adapter": {"r": rank, "lora_alpha": 2 * rank, "lora_dropout": DROPOUT, "target_modules": TARGETS},
-            "train": {"global_batch_size": batch, "max_steps": steps + 1, "learning_rate": LR, "max_grad_norm": CLIP},
+            "name": job.name, "data": {"path": "random"},
+            "adapter": {"r": job.rank, "lora_alpha": 2 * job.rank, "lora_dropout": DROPOUT, "target_modules": TARGETS},
+            "train": {
+                "global_batch_size": job.batch, "max_steps": steps + 1, "learning_rate": LR, "max_grad_norm": CLIP,
+                "shuffle": job.shuffle,
+            },
         }
-        for name, (_, rank) in JOBS.items()
+        for job in jobs
     ]  # fmt: skip
     tree = {
         "base_model": "random", "output_dir": str(scratch), "dtype": "bfloat16", "device": device.type, "save_every": 0,
@@ -132,27 +152,49 @@ def make_trainer(
     prepare_model(model, gradient_checkpointing=False)
     liger.use_liger(model, "auto")
     base = Base(model, None, device, "random", [], fused_loss=plain_head(model) is not None)
-    prepared = PreparedRun(run, None, budget, ModelShape.of(model), [])
-    for number, job in enumerate(run.jobs):
-        lengths = JOBS[job.name][0]
+    return prepared_on(run, base, budget, ModelShape.of(model), [job.samples for job in jobs]), base
+
+
+def prepared_on(
+    run: Run, base: Base, budget: int, shape: ModelShape, samples: Sequence[list[Sample]]
+) -> PreparedRun:  # fmt: skip
+    """The run with these samples of each job."""
+    prepared = PreparedRun(run, None, budget, shape, [])
+    for job, own in zip(run.jobs, samples, strict=True):
+        spec = resolve(peft_config(job.adapter, "random", None), base.model, job.name)
+        data = JobData(job.name, own, job.train, run.seed)
+        trainable = trainable_parameters(spec, base.model)
+        prepared.jobs.append(PreparedJob(job, data, Encoded(own), Encoded([]), spec, trainable))
+    return prepared
+
+
+def make_trainer(
+    model: Any, device: torch.device, budget: int, longest: int, steps: int, scratch: Path, mu_shift: float, batch: int
+) -> Trainer:
+    """The training loop over the model and JOBS."""
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    jobs = []
+    for number, (name, (lengths, rank)) in enumerate(JOBS.items()):
         shifted = Lengths(lengths.mu + mu_shift, lengths.sigma, lengths.source)
-        samples = make_samples(shifted, batch * (steps + 1), longest, prepared.shape.vocabulary, number)
-        spec = resolve(peft_config(job.adapter, "random", None), model, job.name)
-        data = JobData(job.name, samples, job.train, run.seed)
-        trainable = trainable_parameters(spec, model)
-        prepared.jobs.append(PreparedJob(job, data, Encoded(samples), Encoded([]), spec, trainable))
-    return trainer_of(prepared, base, scratch)
+        samples = make_samples(shifted, batch * (steps + 1), longest, vocabulary, number)
+        jobs.append(ShortJob(name, rank, batch, samples))
+    return trainer_of(*prepared_run(model, device, budget, steps, scratch, jobs), scratch)
 
 
-def trainer_of(prepared: PreparedRun, base: Base, scratch: Path) -> Trainer:
-    """Attach the jobs' adapters and make the loop that trains them."""
-    attached, adapters = attach(base.model, {job.config.name: job.spec for job in prepared.jobs}, prepared.run.seed)
+def trainer_of(prepared: PreparedRun, base: Base, scratch: Path, group: Alone = ALONE) -> Trainer:
+    """Attach the jobs' adapters and make the loop that trains them.
+
+    Args:
+        group: the processes that train these jobs.
+    """
+    specs = {job.config.name: job.spec for job in prepared.jobs}
+    attached, adapters = attach(base.model, specs, prepared.run.seed, None, base.storage)
     made = [Job(item.config, item.data, [], adapter) for item, adapter in zip(prepared.jobs, adapters, strict=True)]
     known = profile(prepared.run, prepared)
     events = Emitter()
     folder = OutputFolder(scratch, "benchmark", None, events)
     executor = graphed(prepared.run, base, SingleDevice(base, attached), made, print)
-    return Trainer(prepared.run, prepared, base, executor, made, known, folder, events)
+    return Trainer(prepared.run, prepared, base, executor, made, known, folder, events, group=group)
 
 
 # --- PEFT --------------------------------------------------------------------------------------------------------------
@@ -250,9 +292,8 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def timed_window(trainer: Trainer, planner: Planner, first_round: int) -> float:
+def timed_window(trainer: Trainer, window: Window) -> float:
     """Seconds of a window of the training loop; planning is not counted, for training has it done beside."""
-    window = planner.window(first_round)
     with deterministic():  # as train() has it
         synchronize(trainer.base.device)
         start = time.perf_counter()
@@ -267,7 +308,7 @@ def measure(trainer: Trainer, peft: Peft, rounds: int, warmup: int, units: int) 
     data = {job.name: job.data for job in trainer.jobs}
     planner = Planner([job.data.planned for job in trainer.jobs], trainer.budget.tokens, window_rounds=rounds)
     ways: dict[str, Callable[[range], float]] = {
-        "packlora": lambda steps: timed_window(trainer, planner, steps.start),
+        "packlora": lambda steps: timed_window(trainer, planner.window(steps.start)),
         "peft_padded": lambda steps: peft.unit(steps, peft.padded),
         "peft_packed": lambda steps: peft.unit(steps, peft.packed),
         "peft_rows": lambda steps: peft.unit(steps, peft.rows),

@@ -1,0 +1,71 @@
+"""What benchmarks on several processes have in common: they start together, and no fault lets any of them wait for ever.
+
+Three things end a process that waits in vain: the process groups give up after TIMEOUT, so does `alarm`, which needs neither
+the process group nor Python's lock, and torchrun ends all of them when one has ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+
+from packlora.errors import InputError
+from packlora.parallel.mesh import Mesh, started, world_size
+
+TIMEOUT, ENDING = 120.0, 20.0
+"""Seconds until the next sign of life at the latest; and that a process which has failed takes to end."""
+
+
+def alarm(seconds: float = TIMEOUT) -> None:
+    """End this process, saying where it stands, unless this is called again within so many seconds."""
+    faulthandler.dump_traceback_later(seconds, exit=True)
+
+
+@contextlib.contextmanager
+def processes(name: str) -> Iterator[Mesh]:
+    """The processes that torchrun has started for a benchmark.
+
+    Raises:
+        InputError: there is one.
+    """
+    if world_size() == 1:
+        raise InputError(
+            f"bench {name} measures several processes: torchrun --nproc-per-node 2 -m packlora bench {name} --out FILE"
+        )
+    alarm()
+    try:
+        with started(TIMEOUT) as mesh:
+            assert isinstance(mesh, Mesh)
+            try:
+                yield mesh
+            except InputError:
+                raise
+            except BaseException as error:
+                if not isinstance(error, SystemExit):  # which has been told
+                    tell(mesh.rank)
+                alarm(ENDING)  # an orderly end may wait for what the others wait for
+                raise
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def tell(rank: int) -> None:
+    """Print the error that is being handled."""
+    print(f"process {rank} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+
+
+def all_or_none(step: Callable[[], None], rank: int) -> Callable[[], None]:
+    """The step of a contender whose error ends the run: the others wait for it in a collective, so a loop must not go on
+    without it."""
+
+    def run() -> None:
+        try:
+            step()
+        except Exception as error:
+            tell(rank)
+            raise SystemExit(1) from error
+
+    return run

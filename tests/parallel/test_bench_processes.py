@@ -1,0 +1,173 @@
+"""`packlora bench` on several processes: its files, what it counts, and figures computed right from known times."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from ranks import Ranks
+
+from packlora.adapters.flat import ROW
+from packlora.bench import replicas, tensor_parallel
+from packlora.bench.results import rows_of_other_parts
+from packlora.bench.run import run_bench
+from packlora.bench.studies import short_jobs
+from packlora.errors import InputError
+
+Pool = Callable[[int], Ranks]
+
+
+def benched(rank: int, name: str, out: Path, **options: Any) -> int:
+    return run_bench(name, out, quick=True, device="cpu", **options)
+
+
+def jobs_of_rank_1_at_another_rate(rank: int, out: Path) -> int:
+    with mock.patch.object(short_jobs, "LR", short_jobs.LR * (1 + rank)):
+        return run_bench("replicas", out, quick=True, device="cpu", parts="jobs")
+
+
+def file_of(out: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(out.read_text())
+    assert content["protocol"] and all(row["failed"] == {} for row in content["rows"])
+    assert all(key.startswith("part_") for key in content["summary"])
+    return content
+
+
+# --- whole runs --------------------------------------------------------------------------------------------------------
+
+
+def test_replicas_on_two_processes(ranks: Pool, tmp_path: Path) -> None:
+    """Divided jobs have the bits of one device, and every job of a process that trains otherwise is seen not to."""
+    out = tmp_path / "replicas.json"
+    assert ranks(2).run(benched, "replicas", out) == [0, 0]
+    content = file_of(out)
+    assert content["name"] == "replicas-cpu"
+    keys = {"efficiency_jobs_2", "efficiency_samples_2", "fsdp2_over_replica", "bits_equal_jobs"}
+    assert {f"part_{key}" for key in keys} <= content["summary"].keys()
+    assert content["summary"]["part_bits_equal_jobs"] is True
+    assert {row["part"] for row in content["rows"]} == {"jobs", "fsdp2"}
+
+    ranks(2).run(jobs_of_rank_1_at_another_rate, tmp_path / "other.json")
+    content = file_of(tmp_path / "other.json")
+    assert content["summary"]["part_bits_equal_jobs"] is False
+    assert sorted(content["rows"][0]["bits_equal"].values()) == [False, False, True, True]
+
+
+def test_tensor_parallel_on_two_processes(ranks: Pool, tmp_path: Path) -> None:
+    """One message more a step than the frozen layers send; where tokens are apart, each of the four blocks joins its input once
+    more."""
+    out = tmp_path / "tensor-parallel.json"
+    assert ranks(2).run(benched, "tensor-parallel", out) == [0, 0]
+    content = file_of(out)
+    summary = content["summary"]
+    assert content["name"] == "tensor-parallel-cpu"
+    assert summary["part_extra_collectives_per_step"] == 1
+    assert summary["part_extra_collectives_per_step_sp"] == 1 + 4
+    hidden = (
+        4 * 16 * 64 * 2
+    )  # bytes of the hidden states, of which each process sends half in what is one half of a sum
+    message = 4 * (ROW + 2 * 16 * 64 * 7)  # of two layers A of five projections and B of two
+    assert summary["part_wire_of_base"] == pytest.approx(1 + message / (16 * hidden / 2))
+    assert summary["part_over_frozen_tp2"] > 0
+    for row in content["rows"]:
+        sent = {name: own["collectives"] for name, own in row["messages"].items()}
+        assert set(row["ms"]) == set(tensor_parallel.CONTENDERS)
+        assert sent["packlora_stepped"] == sent["packlora"] + 1
+        assert row["messages"]["frozen"]["sent"] == (16 + 2 * row["sequence"]) * hidden / 2
+
+
+# --- figures -----------------------------------------------------------------------------------------------------------
+
+
+def jobs_row(size: int, one: float, jobs: list[float], samples: list[float], equal: bool = True) -> dict[str, Any]:
+    ways = {"one": ([one, 0.0], [120, 0]), "jobs": (jobs, [120 // size] * size), "samples": (samples, [120, 0])}
+    row = {name: {"s": seconds, "tokens": tokens} for name, (seconds, tokens) in ways.items()}
+    return {"part": "jobs", "processes": size, "bits_equal": {"a": True, "b": equal}, **row}
+
+
+def fsdp2_row(size: int, replica: list[float], sharded: list[float]) -> dict[str, Any]:
+    return {"part": "fsdp2", "processes": size, "replica": {"s": replica}, "sharded": {"s": sharded}}
+
+
+def test_efficiency_of_known_times() -> None:
+    """Jobs until the last process is done with all units, samples until each unit's slowest process is."""
+    rows = [jobs_row(2, 10, [5, 7], [5, 6]), jobs_row(2, 10, [8, 5], [7, 6])]
+    summary = replicas.summary([*rows, *(fsdp2_row(2, [1, 2], [3, s]) for s in (3, 5, 4))])
+    assert summary["efficiency_jobs_2"] == pytest.approx(20 / (2 * 13))
+    assert summary["efficiency_samples_2"] == pytest.approx(20 / (2 * 13))
+    assert summary["busy_efficiency_jobs_2"] == pytest.approx((120 / 13 + 120 / 12) / 2 / (240 / 20))
+    assert summary["one_of_2_tokens_per_s"] == pytest.approx(12)
+    assert summary["fsdp2_over_replica"] == pytest.approx(4 / 2)
+    assert summary["bits_equal_jobs"] is True
+    more = replicas.summary([*rows, jobs_row(4, 8, [2, 2, 2, 4], [4, 2, 2, 2], equal=False)])
+    assert more["efficiency_jobs_4"] == pytest.approx(8 / (4 * 4))
+    assert more["efficiency_jobs_2"] == summary["efficiency_jobs_2"]
+    assert more["bits_equal_jobs"] is False
+    assert "fsdp2_over_replica" not in more
+
+
+def cut_row(size: int, ratio: float, extra: int, sequence: bool = False, samples: int = 4) -> dict[str, Any]:
+    frozen, stepped = {"collectives": 8, "sent": 100.0}, {"collectives": 8 + extra, "sent": 101.0}
+    return {
+        "processes": size, "shape": "8B", "sequence": sequence, "samples": samples, "over_frozen": {"packlora": ratio},
+        "messages": {"frozen": frozen, "packlora_stepped": stepped},
+    }  # fmt: skip
+
+
+def test_the_worst_of_the_cases_that_are_quoted_counts() -> None:
+    rows = [
+        cut_row(2, 1.05, 1),
+        cut_row(2, 1.1, 1),
+        cut_row(4, 1.2, 1),
+        cut_row(2, 1.3, 5, True),
+        cut_row(2, 9, 9, samples=1),
+    ]
+    summary = tensor_parallel.summary(rows)
+    assert (summary["over_frozen_tp2"], summary["over_frozen_tp4"], summary["over_frozen_tp2_sp"]) == (1.1, 1.2, 1.3)
+    assert (summary["extra_collectives_per_step"], summary["extra_collectives_per_step_sp"]) == (1, 5)
+    assert summary["wire_of_base"] == pytest.approx(1.01)
+    assert summary["packlora_over_frozen_tp2_8B_1"] == 9
+
+
+def test_a_file_keeps_the_rows_of_other_numbers_of_processes(tmp_path: Path) -> None:
+    out, device = tmp_path / "a.json", "NVIDIA H200"
+    rows = [jobs_row(2, 1, [1, 1], [1, 1]), fsdp2_row(2, [1], [1]), jobs_row(4, 1, [1] * 4, [1] * 4)]
+    file = {"name": "replicas-h200", "device": device, "commit": "c", "date": "d", "rows": rows, "summary": {}}
+    out.write_text(json.dumps(file))
+    kept = rows_of_other_parts(out, "replicas-h200", device, ["jobs 2"], replicas.part_of)
+    assert [(row["part"], row["processes"]) for row in kept] == [("fsdp2", 2), ("jobs", 4)]
+
+
+# --- refusals ----------------------------------------------------------------------------------------------------------
+
+
+def test_what_needs_processes_is_refused_on_one_and_the_other_way_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out.json"
+    with pytest.raises(InputError, match="torchrun --nproc-per-node 2 -m packlora bench replicas"):
+        run_bench("replicas", out, quick=True, device="cpu")
+    with pytest.raises(InputError, match="--shape is for replicas"):
+        run_bench("tensor-parallel", out, quick=True, device="cpu", shape="8B")
+    with pytest.raises(InputError, match="--resume and --plots are not for it"):
+        run_bench("replicas", out, quick=True, device="cpu", resume=True)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(InputError, match="bench layer runs on one process"):
+        run_bench("layer", out, quick=True, device="cpu")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_words_that_mean_nothing_are_refused_on_every_process(ranks: Pool, tmp_path: Path) -> None:
+    for answer in ranks(2).run(refusal, tmp_path / "out"):
+        assert "must end in .json" in answer
+    assert list(tmp_path.iterdir()) == []
+
+
+def refusal(rank: int, out: Path) -> str:
+    with pytest.raises(InputError) as caught:
+        benched(rank, "tensor-parallel", out)
+    return str(caught.value)
