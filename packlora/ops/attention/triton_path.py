@@ -85,14 +85,15 @@ def _launch(
 
 @functools.cache
 def _sizes(name: str, D: int, large: bool) -> tuple[int, int, int, int, int]:
-    """Programs of a block, BM, BN, warps and stages. large: a GPU with more than 200 KiB of shared memory for a program."""
-    if name == "keys":
-        BM, BN = (64, 128) if D <= 64 or (D <= 128 and large) else (32, 64) if large or D <= 128 else (32, 32)
-        own = BN
+    """Programs of a block, BM, BN, warps and stages, from what an H200 was fastest with. large: a GPU with more than 200 KiB of
+    shared memory for a program."""
+    if D > 128:
+        BM, BN = (64, 32) if name != "keys" else (32, 64) if large else (32, 32)
+        num_warps, num_stages = 8, 2 if large else 1
     else:
-        BM, BN = (128, 64) if D <= 128 else (64, 32)
-        own = BM
-    return BLOCK // own, BM, BN, 8 if D > 64 or name == "keys" else 4, 2 if large or D <= 128 else 1
+        BM, BN = {"forward": (64, 64), "queries": (128, 32) if D > 64 and large else (64, 32), "keys": (32, 64)}[name]
+        num_warps, num_stages = 8 if BM == 128 else 4, 3 if large else 2
+    return BLOCK // (BN if name == "keys" else BM), BM, BN, num_warps, num_stages
 
 
 def _dense(x: torch.Tensor) -> torch.Tensor:
