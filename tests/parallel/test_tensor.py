@@ -221,7 +221,7 @@ def start_differs(rank: int, case: Case, broken: bool = False) -> list[float]:
             (here,) = started(case, dist.group.WORLD)
     else:
         (here,) = started(case, dist.group.WORLD)
-    whole = joined(here, dist.group.WORLD)
+    whole = joined(here, dist.group.WORLD, here.flat)
     assert here.num_parameters == alone.num_parameters
     return [difference(whole[name], own.detach()) for name, own in alone.named_parameters().items()]
 
@@ -241,7 +241,7 @@ def saved(rank: int, case: Case, folder: Path) -> dict[str, torch.Tensor]:
             path, _, leaf = name.rpartition("/")
             own = adapter.weights[path]
             parameter.copy_(own.own(leaf, torch.randn(own.whole_shape(leaf, parameter.shape), generator=generator)))
-    whole = joined(adapter, dist.group.WORLD)
+    whole = joined(adapter, dist.group.WORLD, adapter.flat)
     if rank == 0:
         save_adapter(folder, adapter, whole)
     dist.barrier()
@@ -251,7 +251,7 @@ def saved(rank: int, case: Case, folder: Path) -> dict[str, torch.Tensor]:
 def loaded(rank: int, case: Case, folder: Path) -> dict[str, torch.Tensor]:
     (adapter,) = started(case, dist.group.WORLD)
     load_adapter(folder, adapter)
-    return joined(adapter, dist.group.WORLD)
+    return joined(adapter, dist.group.WORLD, adapter.flat)
 
 
 def test_folders_hold_whole_adapters_and_are_read_in_any_number_of_slices(ranks: Pool, tmp_path: Path) -> None:
@@ -266,7 +266,7 @@ def test_folders_hold_whole_adapters_and_are_read_in_any_number_of_slices(ranks:
 
 def cut_again(rank: int, case: Case) -> bool:
     (adapter,) = started(case, dist.group.WORLD)
-    again = cut(adapter, joined(adapter, dist.group.WORLD))
+    again = cut(adapter, joined(adapter, dist.group.WORLD, adapter.flat))
     return all(torch.equal(again[name], own) for name, own in adapter.named_parameters().items())
 
 
