@@ -24,6 +24,7 @@ from packlora.adapters.flat import total_norm
 from packlora.commands.plan import make_plan
 from packlora.config import Run
 from packlora.parallel.adapter import WholeGradient
+from packlora.runtime.folder import OutputFolder
 from packlora.runtime.job import Job
 
 Groups = Callable[[int], Ranks]
@@ -115,15 +116,15 @@ def alike(ours: Path, theirs: Path) -> None:
 def test_a_run_that_is_stopped_goes_on_on_any_layout(
     tree: dict[str, Any], whole: Path, ranks: Groups, tmp_path: Path
 ) -> None:
-    """Stopped on two processes that hold the model, on one device, on two that have tokens of their own, ended on one device.
-    Their checkpoints are those of one device."""
+    """Stopped on two processes that hold the model, on one device, on four that have tokens of their own, two of them the same
+    key-value head, and ended on one device. Their checkpoints are those of one device."""
     out = tmp_path / "out"
     asked = {**tree, "output_dir": str(out), "save_total_limit": None}
     cut = {**asked, "parallel": {"tensor": 2}}
     assert ranks(2).run(heard, cut, "", 5, {})[0][0] == "interrupted"
     assert heard(0, asked, "", 4, {"resume": True})[0] == "interrupted"
-    sequence = {**asked, "parallel": {"tensor": 2, "sequence_parallel": True}}
-    assert ranks(2).run(heard, sequence, "", 4, {"resume": True})[0][0] == "interrupted"
+    sequence = {**asked, "parallel": {"tensor": 4, "sequence_parallel": True}}
+    assert ranks(4).run(heard, sequence, "", 4, {"resume": True})[0][0] == "interrupted"
     assert heard(0, asked, "", 0, {"resume": True})[0] == "done"
     same(out, whole)
     compared = [path for path in whole.glob("*/checkpoint-*") if (out / path.relative_to(whole)).exists()]
@@ -131,6 +132,19 @@ def test_a_run_that_is_stopped_goes_on_on_any_layout(
     for path in compared:
         alike(out / path.relative_to(whole), path)
     assert any((path / "last_good.safetensors").exists() for path in compared)
+
+
+def blind(rank: int, tree: dict[str, Any]) -> str:
+    """A run that is stopped at a checkpoint which the second process does not see yet."""
+    if rank == 0:
+        return heard(rank, tree, "", 2, {})[0]
+    with mock.patch.object(OutputFolder, "_checkpoint", lambda self, job, step: self.path / "none"):
+        return heard(rank, tree, "", 2, {})[0]
+
+
+def test_what_is_saved_is_decided_by_one_process(tree: dict[str, Any], ranks: Groups, tmp_path: Path) -> None:
+    asked = one_job(tree, tmp_path / "out", tensor=2) | {"save_every": 1}
+    assert ranks(2).run(blind, asked) == ["interrupted"] * 2
 
 
 def killed(rank: int, tree: dict[str, Any], options: dict[str, Any]) -> Any:
