@@ -133,17 +133,18 @@ def shard(model: PreTrainedModel, group: dist.ProcessGroup, sequence: bool = Fal
     for path in blocks:
         _count_heads(model, path, cuts, degree)
         model.get_submodule(path).register_forward_pre_hook(partial(_enter, enter), with_kwargs=True)
-    for path, cut in cuts.items():
+    shared = sorted({path.rpartition(".")[2] for path, cut in cuts.items() if cut.copies > 1})
+    notes = [f"{what}{len(cuts)} layers are cut; embedding, norms and output layer are whole on each"]
+    if shared:
+        notes.append(f"{what}{' and '.join(shared)} have fewer heads than processes, so each head is on several")
+    while cuts:  # a whole layer goes before the next one is cut
+        path, cut = cuts.popitem()
         parent, _, leaf = path.rpartition(".")
         setattr(
             model.get_submodule(parent), leaf, ShardedLinear(cut.linear, _shard_of(cut, group, degree, rank, tokens))
         )
     if tokens is not None:
         tokens.attach(model, blocks)
-    shared = sorted({path.rpartition(".")[2] for path, cut in cuts.items() if cut.copies > 1})
-    notes = [f"{what}{len(cuts)} layers are cut; embedding, norms and output layer are whole on each"]
-    if shared:
-        notes.append(f"{what}{' and '.join(shared)} have fewer heads than processes, so each head is on several")
     return notes
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -39,6 +40,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from packlora.adapters import linear, norms
 from packlora.adapters.attach import Adapter
 from packlora.adapters.files import load_adapter, save_adapter
+from packlora.adapters.sharded import ShardedLinear
 from packlora.adapters.weights import AdapterWeights
 from packlora.base.packing import prepare_model
 from packlora.base.proof import check_packing, own_logits
@@ -365,3 +367,21 @@ def test_a_model_that_is_looked_at_is_as_before() -> None:
     assert hooks == [len(module._forward_pre_hooks) + len(module._forward_hooks) for module in model.modules()]
     assert model.config._attn_implementation == "eager"
     assert collectives.copied(torch.ones(2), None).requires_grad is False
+
+
+def test_a_whole_layer_is_freed_before_the_next_one_is_cut() -> None:
+    """So a model that fills its device can be cut there."""
+    model = tiny_model("llama")
+    whole = [weakref.ref(module) for module in model.modules() if type(module) is torch.nn.Linear]
+    alive: list[int] = []
+
+    def cut(linear: Any, own: Any) -> ShardedLinear:
+        alive.append(sum(one() is not None for one in whole))
+        return ShardedLinear(linear, own)
+
+    with (
+        mock.patch.object(dist, "get_world_size", return_value=2), mock.patch.object(dist, "get_rank", return_value=0),
+        mock.patch.object(tensor, "ShardedLinear", cut),
+    ):  # fmt: skip
+        shard(model, None)
+    assert alive == list(range(len(whole), 1, -1)), "all but the output layer"
