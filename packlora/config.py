@@ -216,17 +216,17 @@ class ParallelConfig(_Strict):
 
     devices_per_job: int | Literal["auto"] = Field("auto")
     """Devices that share each job's microbatches and add up its gradient. 1: every job is whole on one device. It divides the
-    number of processes. auto: as few as leave no device without work for long."""
+    number of processes, and `tensor` divides it. auto: as few as leave no device without work for long."""
     timeout_s: float = Field(600, gt=0, le=1e6)
     """Seconds after which a process that does not answer is given up, and the run ends."""
     pipeline: int = Field(1, ge=1)
     """Devices, one behind the other, that hold a part of the layers each."""
     tensor: int = Field(1, ge=1)
-    """Devices that hold a part of each layer's weights."""
+    """Devices that hold the base model together, a part of each layer's weights each. It divides the number of processes."""
     expert: int = Field(1, ge=1)
     """Devices that hold a part of the experts each."""
     sequence_parallel: bool = False
-    """Share the tokens of what lies between tensor-parallel layers, too."""
+    """With tensor: share the tokens of what lies between the layers that are cut, too: norms and residuals."""
     shard_base: bool = False
     """Hold a part of the base model on each device, and gather a layer when it is computed. All devices share every job."""
 
@@ -234,14 +234,28 @@ class ParallelConfig(_Strict):
     def _known(self) -> ParallelConfig:
         if self.devices_per_job != "auto" and self.devices_per_job < 1:
             raise ValueError(f"devices_per_job is {self.devices_per_job}; give auto or a number of devices, at least 1")
-        own = {"devices_per_job", "timeout_s", "shard_base"}
-        if self.model_dump(exclude=own) != ParallelConfig.model_construct().model_dump(exclude=own):
-            raise ValueError("this version takes devices_per_job, timeout_s and shard_base; leave the other keys out")
+        if self.pipeline != 1 or self.expert != 1:
+            raise ValueError("this version takes neither pipeline nor expert; leave these keys out")
+        if self.tensor > 1 and self.shard_base:
+            raise ValueError(f"tensor is {self.tensor} and shard_base is true, two ways to share the weights; give one")
+        if self.sequence_parallel and self.tensor == 1:
+            raise ValueError("sequence_parallel goes with tensor, the devices that share the tokens; set both")
+        if self.devices_per_job != "auto" and self.devices_per_job % self.tensor:
+            raise ValueError(
+                f"devices_per_job is {self.devices_per_job}, but {self.tensor} devices hold the base model together (tensor); "
+                f"give a multiple of {self.tensor}"
+            )
         return self
 
     def check(self, processes: int) -> None:
         """Raises InputError where so many processes cannot be divided as asked."""
         each = self.devices_per_job
+        started = f"{processes} {'process was' if processes == 1 else 'processes were'} started, one for each device"
+        if processes % self.tensor:
+            raise InputError(
+                f"parallel.tensor is {self.tensor}, but {started}; start a multiple of {self.tensor}, or give a number that "
+                f"divides {processes}"
+            )
         if self.shard_base and processes == 1:
             raise InputError("parallel.shard_base shares the base model over processes, but one process was started")
         if self.shard_base and each not in ("auto", processes):
@@ -251,8 +265,7 @@ class ParallelConfig(_Strict):
             )
         if each != "auto" and processes % each:
             raise InputError(
-                f"parallel.devices_per_job is {each}, but {processes} {'process was' if processes == 1 else 'processes were'} "
-                f"started, one for each device; give a number that divides {processes}"
+                f"parallel.devices_per_job is {each}, but {started}; give a number that divides {processes}"
             )
 
 

@@ -213,7 +213,7 @@ def learn(case: Case, group: Any = None) -> Learnt:
 
     def whole(adapter: Adapter, flat: torch.Tensor | None = None) -> Tensors:
         if group is not None:
-            return joined(adapter, group, flat)
+            return joined(adapter, group, adapter.flat if flat is None else flat)
         return {name: own.clone() for name, own in adapter.layout.views(adapter.flat if flat is None else flat).items()}
 
     for job in jobs:

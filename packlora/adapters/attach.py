@@ -51,13 +51,18 @@ class Adapter:
         }
 
     @property
-    def num_parameters(self) -> int:
-        """Elements of all of them, also of what other processes have slices of."""
-        return sum(
-            math.prod(weights.whole_shape(name, parameter.shape))
-            for weights in self.weights.values()
+    def whole_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of all of them by name, also where other processes have slices of them."""
+        return {
+            f"{path}/{name}": weights.whole_shape(name, parameter.shape)
+            for path, weights in self.weights.items()
             for name, parameter in weights.named_parameters().items()
-        )
+        }
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of them all, of all slices."""
+        return sum(map(math.prod, self.whole_shapes.values()))
 
 
 def attach(

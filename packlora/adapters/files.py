@@ -18,7 +18,7 @@ import re
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from peft import LoraConfig
@@ -58,6 +58,8 @@ PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 OURS_ALONE = {"init_from", "dora_dropout"}
 """Keys of a job's adapter in the run file that a LoraConfig does not have."""
 
+T = TypeVar("T")
+
 
 class _Stored(AdapterConfig):
     """What is read of an adapter_config.json: types and ranges of the run file, and what only PEFT has."""
@@ -81,14 +83,10 @@ class _Stored(AdapterConfig):
         return value
 
 
-def state_dict(adapter: Adapter, flat: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
-    """The adapter's tensors by PEFT's keys, or those that lie so in a copy of adapter.flat."""
-    return _keyed(adapter, adapter.layout.views(adapter.flat if flat is None else flat))
-
-
-def _keyed(adapter: Adapter, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def keyed(adapter: Adapter, named: Mapping[str, T]) -> dict[str, T]:
+    """By PEFT's keys what is named by the adapter's parameters."""
     return {
-        _key(path, name, weights.spec): tensors[f"{path}/{name}"]
+        _key(path, name, weights.spec): named[f"{path}/{name}"]
         for path, weights in adapter.weights.items()
         for name in weights.named_parameters()
     }
@@ -124,7 +122,7 @@ def save_adapter(folder: Path, adapter: Adapter, whole: Mapping[str, torch.Tenso
     config = adapter.spec.peft.to_dict()
     config["inference_mode"] = True
     config = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
-    tensors = _keyed(adapter, adapter.layout.views(adapter.flat.cpu()) if whole is None else whole)
+    tensors = keyed(adapter, adapter.layout.views(adapter.flat.cpu()) if whole is None else whole)
     write_tensors(folder / WEIGHTS, {key + ".weight" * key.endswith(MAGNITUDE): tensors[key] for key in tensors})
     write_json(folder / CONFIG, config)
 
@@ -300,7 +298,7 @@ def load_adapter(folder: str | Path, adapter: Adapter) -> None:
 
 
 def read_tensors(folder: str | Path, shapes: Mapping[str, torch.Size], job: str) -> dict[str, torch.Tensor]:
-    """The tensors of a PEFT adapter folder by state_dict's keys, float32 or float64.
+    """The tensors of a PEFT adapter folder by PEFT's keys, float32 or float64.
 
     Raises:
         InputError: the file is missing or broken, its tensors are not exactly those named in `shapes`, or they are not finite

@@ -1,12 +1,12 @@
 """The frozen base model of a run, ready for packed training.
 
 load.py reads it, packing.py runs it on packed samples, proof.py shows that it may be packed. Adapters are put on by
-adapters/attach.py.
+adapters/attach.py. A model in parts on several processes is loaded by parallel/sharded.py and parallel/tensor.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from packlora.base.demo_model import base_path
 from packlora.base.device import choose_device
+from packlora.base.fingerprint import Fingerprint, fingerprint
 from packlora.base.liger import use_liger
 from packlora.base.load import read_model
 from packlora.base.packing import prepare_model
@@ -42,6 +43,8 @@ class Base:
     """In words, how many DoRA layers keep their outputs, where the run asks for it: adapters/kept_outputs.py."""
     storage: Storage = field(default_factory=InMemory)
     """How its weights lie."""
+    fingerprint: Fingerprint | None = None
+    """Of the whole model; None of one that was not loaded."""
 
 
 def load_base(run: Run, tokenizer: Any, longest: Mapping[str, int] | None = None) -> Base:
@@ -62,15 +65,20 @@ def load_base(run: Run, tokenizer: Any, longest: Mapping[str, int] | None = None
 
 def ready_base(
     run: Run, model: PreTrainedModel, tokenizer: Any, device: torch.device, path: str, longest: Mapping[str, int],
-    storage: Storage,
+    storage: Storage, cut: Callable[[PreTrainedModel], list[str]] | None = None,
 ) -> Base:  # fmt: skip
     """A model on its device, as transformers runs it, made ready for packed training, with the proof that it may be packed.
+
+    Args:
+        cut: makes of the whole model this process's part of it, on the device, and tells what the user should know. What is
+            packed then is held against the whole one.
 
     Raises:
         InputError: packing would train it wrongly.
     """
-    own = own_logits(model, path, longest)
-    notes = prepare_model(model, run.gradient_checkpointing)
+    known, own = fingerprint(model, path, run.revision), own_logits(model, path, longest)
+    notes = [] if cut is None else cut(model)
+    notes += prepare_model(model, run.gradient_checkpointing)
     replaced = use_liger(model, run.liger, storage.each)
     fused_loss = check_packing(model, own, path, longest, notes)
-    return Base(model, tokenizer, device, path, notes, fused_loss, replaced, storage=storage)
+    return Base(model, tokenizer, device, path, notes, fused_loss, replaced, storage=storage, fingerprint=known)

@@ -107,7 +107,7 @@ def check_packing(
         with _cannot_be_packed(model, path):
             behind = long.logits(model)
         pairs += [(behind[:n], own.long), (behind[n:], own.second)]
-    difference = max(_difference(got, want, model.dtype) for got, want in pairs)
+    difference = max(_difference(got, want.to(got.device), model.dtype) for got, want in pairs)
     if not difference < PROBE_ERROR[model.dtype]:
         raise InputError(what + f"its attention is of another kind (its own logits differ by {difference:.1%})")
     head = plain_head(model)

@@ -191,8 +191,15 @@ def make_plan(run: Run, stages: int = 1, gpus: int | None = None, told: Told = s
     """
     if gpus is not None and stages > 1:
         raise InputError("--gpus spreads jobs over devices, --stages the layers of the model; give one of them")
-    prepared = prepare(run, told=told)
-    taken = None if gpus is None else taken_layout(prepared, gpus)
+    prepared, tensor = prepare(run, told=told), run.parallel.tensor
+    if tensor > 1:
+        if gpus is not None:
+            run.parallel.check(gpus)
+        prepared.warnings.append(
+            f"with parallel.tensor {tensor} devices hold the base model together; times, memory and layouts are not predicted "
+            "for that: what is above is of one device that holds all of it"
+        )
+    taken = None if gpus is None or tensor > 1 else taken_layout(prepared, gpus)
     if stages > prepared.shape.layers:
         raise InputError(f"stages: {stages} are more than the {prepared.shape.layers} layers of the model")
     known, budgets = profiler.profile(run, prepared), []

@@ -50,7 +50,8 @@ class WholeGradient:
         self.adapter, self.group = adapter, group
         shapes = {name: place.shape for name, place in adapter.layout.places.items()}
         self._parts = list(partial_sums(adapter))
-        self._summed = FlatLayout({name: self._whole_shape(name, shapes[name]) for name in self._parts})
+        whole = adapter.whole_shapes
+        self._summed = FlatLayout({name: whole[name] for name in self._parts})
         """Sums over the group; slices that several hold have their place in the whole."""
         self._slices = [name for name in shapes if _is_slice(adapter, name) and name not in self._parts]
         self._here = FlatLayout({name: shapes[name] for name in self._slices})
@@ -73,10 +74,6 @@ class WholeGradient:
         square += _square(summed) + _square(self._copied(grads, self._others, self._same))
         return square[0].sqrt()
 
-    def _whole_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        path, leaf = _split_name(name)
-        return self.adapter.weights[path].whole_shape(leaf, shape)
-
     def _own(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         path, leaf = _split_name(name)
         return self.adapter.weights[path].own(leaf, whole)
@@ -92,10 +89,10 @@ def _square(flat: torch.Tensor) -> torch.Tensor:
     return total_norm(flat).square() if flat.numel() else flat.new_zeros(())
 
 
-def joined(adapter: Adapter, group: dist.ProcessGroup, flat: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
-    """The adapter's whole tensors by the names of its parameters, or those that lie so in a tensor like adapter.flat: a copy of
-    it, its optimizer's moments. All processes of the group call it; one message."""
-    views = [adapter.layout.views(own) for own in all_of(adapter.flat if flat is None else flat, group)]
+def joined(adapter: Adapter, group: dist.ProcessGroup, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Whole tensors, on the CPU by the names of the adapter's parameters, from one that lies like adapter.flat: itself, a copy,
+    its optimizer's moments. All processes of the group call it; one message."""
+    views = [adapter.layout.views(own.cpu()) for own in all_of(flat, group)]
     whole = {}
     for name in adapter.layout.places:
         path, leaf = _split_name(name)

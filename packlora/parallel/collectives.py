@@ -18,13 +18,15 @@ What follows a sum, or is joined, is the same on all processes to the bit, so it
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from packlora.errors import ProcessError, foreign
 from packlora.ops.first_order import first_order
 from packlora.ops.recompute import recomputable, recompute_of
 
@@ -36,17 +38,31 @@ GATHER, SCATTER = (
 """Names that torch has for joining and for adding up parts of one tensor; it warns of the older ones since 2.13."""
 
 
+@contextmanager
+def _answered() -> Iterator[None]:
+    """Around a message: what fails there is that another process has ended, or does not answer."""
+    try:
+        yield
+    except RuntimeError as error:
+        rank, size = dist.get_rank(), dist.get_world_size()
+        raise ProcessError(
+            f"process {rank} of {size} waited in vain for another one of the run ({foreign(error)})"
+        ) from error
+
+
 def add_up(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
     """Sum over the group, in place."""
     assert tensor.is_contiguous()
-    dist.all_reduce(tensor, group=group)
+    with _answered():
+        dist.all_reduce(tensor, group=group)
 
 
 def all_of(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
     """The tensors of all processes, which are of one shape, in their order."""
     assert tensor.is_contiguous()
     found = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(found, tensor, group=group)
+    with _answered():
+        dist.all_gather(found, tensor, group=group)
     return found
 
 
@@ -111,14 +127,16 @@ def joined_tokens(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 def _join_tokens(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     x = x.contiguous()
     whole = x.new_empty(1, x.shape[1] * dist.get_world_size(group), x.shape[2])
-    getattr(dist, GATHER)(whole[0], x[0], group=group)
+    with _answered():
+        getattr(dist, GATHER)(whole[0], x[0], group=group)
     return whole.data  # of version 0, as recompute_of wants what nobody has written into since it was made
 
 
 def _sum_tokens(y: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     y = y.contiguous()
     own = y.new_empty(1, y.shape[1] // dist.get_world_size(group), y.shape[2])
-    getattr(dist, SCATTER)(own[0], y[0], group=group)
+    with _answered():
+        getattr(dist, SCATTER)(own[0], y[0], group=group)
     return own
 
 

@@ -1,7 +1,8 @@
 """Who trains what: jobs on groups of processes, and the microbatches of a group on its processes. Plain values, no torch.
 
-The processes of a run form groups of the same size. A job is whole on one group. A group's microbatches are planned as for one
-device that is as much larger as there are processes, and run in waves: a part of each on every process, at the same time.
+The processes of a run form groups of the same size. A job is whole on one group. In a group there are one or several replicas
+of the model, each of them one process, or some that hold it together. A group's microbatches are planned as for one device that
+is as much larger as there are replicas, and run in waves: a part of each on every replica, at the same time.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass, replace
 from packlora.schedule.types import Microbatch, Placed
 
 Wave = Sequence[Microbatch]
-"""Microbatches that run at the same time, at most one for each process of a group."""
+"""Microbatches that run at the same time, at most one for each replica of a group."""
 MOST_IDLE = 0.05
 """Share of the devices' time that may be idle where no more of them share a job."""
 FULL = 0.9
@@ -22,21 +23,32 @@ takes a wave of its own."""
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """groups: names of the jobs of each group, in the order of the run. split: processes of a group, which share each job."""
+    """groups: names of the jobs of each group, in the order of the run. split: replicas of a group, which share each job.
+    tensor: processes of a replica, side by side."""
 
     groups: tuple[tuple[str, ...], ...]
     split: int = 1
+    tensor: int = 1
+
+    @property
+    def replicas(self) -> int:
+        return len(self.groups) * self.split
 
     @property
     def processes(self) -> int:
-        return len(self.groups) * self.split
+        return self.replicas * self.tensor
+
+    @property
+    def devices_per_job(self) -> int:
+        """Processes of a group."""
+        return self.split * self.tensor
 
     def group_of(self, rank: int) -> int:
-        return rank // self.split
+        return rank // self.devices_per_job
 
     def ranks(self, group: int) -> range:
         """Of a group; the first one leads it."""
-        return range(group * self.split, (group + 1) * self.split)
+        return range(group * self.devices_per_job, (group + 1) * self.devices_per_job)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,16 +64,19 @@ class Prediction:
     @property
     def idle(self) -> float:
         """Share of all devices' time in which they have no microbatch."""
-        return 1.0 - self.busy / (self.time * self.layout.processes) if self.time else 0.0
+        return 1.0 - self.busy / (self.time * self.layout.replicas) if self.time else 0.0
 
 
-def layouts(work: Mapping[str, float], world: int) -> list[Layout]:
+def layouts(work: Mapping[str, float], world: int, tensor: int = 1) -> list[Layout]:
     """All layouts of a run on `world` processes, those whose jobs share the fewest first.
 
     Args:
-        work: by job, what it is predicted to take on one device, in any unit.
+        work: by job, what it is predicted to take on one replica, in any unit.
+        tensor: processes of a replica; divides world.
     """
-    return [Layout(place(work, world // size), size) for size in range(1, world + 1) if world % size == 0]
+    replicas = world // tensor
+    sizes = [size for size in range(1, replicas + 1) if replicas % size == 0]
+    return [Layout(place(work, replicas // size), size, tensor) for size in sizes]
 
 
 def predict(

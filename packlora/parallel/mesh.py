@@ -173,6 +173,9 @@ def started(timeout: float = TIMEOUT) -> Iterator[OneProcess]:
         yield mesh
         mesh.barrier()
     except BaseException as error:
+        failure = mesh.failure() if isinstance(error, ProcessError | RuntimeError) else None
+        if failure is not None:  # a message in a forward or a backward failed because another process did
+            raise failure from error
         if not isinstance(error, ProcessError):
             mesh.fail(error)
         raise

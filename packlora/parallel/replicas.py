@@ -1,10 +1,12 @@
 """Replicas of the model that train the same jobs: each runs its own microbatches, and at a job's step they add up its gradient.
 
-All of them hold the same adapters and optimizers, and take the same steps: what they decide by, they have agreed on.
+A replica is one process, or several that hold the model together (tensor.py). All replicas hold the same adapters and
+optimizers, and take the same steps: what the processes decide by, they have agreed on.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -12,20 +14,30 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from packlora.parallel.layout import Layout
 from packlora.parallel.mesh import Mesh, as_bytes, from_bytes
 
 
 class Alone:
-    """One process with its jobs."""
+    """One process with its jobs.
 
-    rank, size = 0, 1
+    rank, size: of this process's replica among the replicas, and how many there are. processes: of all replicas. leads: whether
+    this process speaks for all of them. model: the processes of its replica, None where it is one.
+    """
+
+    rank, size, processes, leads = 0, 1, 1, True
+    model: dist.ProcessGroup | None = None
 
     def most(self, numbers: Sequence[int]) -> list[int]:
         """The largest of each that a process gives."""
         return list(numbers)
 
     def add(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Sum each over the processes, in place; all of them get the same bits."""
+        """Sum each over the replicas, in place; all of them get the same bits."""
+
+    def largest(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The largest of each element over the processes of the replica; not finite where it is not on one of them."""
+        return tensor
 
     def told(self, value: Any) -> Any:
         """What the first process gives; plain values, as JSON holds them."""
@@ -39,17 +51,22 @@ class Replicas(Alone):
     """Some processes of a mesh.
 
     Args:
-        ranks: of the groups; each process takes part in one.
+        layout: its groups; each process takes part in one.
     """
 
-    def __init__(self, mesh: Mesh, ranks: Sequence[Sequence[int]]) -> None:
-        timeout = timedelta(seconds=mesh.timeout)
-        for own in ranks:  # a group is made by all processes together
-            control = dist.new_group(list(own), backend="gloo", timeout=timeout)
-            sums = dist.new_group(list(own), timeout=timeout)
-            if mesh.rank in own:
-                self.rank, self.size = own.index(mesh.rank), len(own)
-                self._control, self._sums, self._first = control, sums, own[0]
+    def __init__(self, mesh: Mesh, layout: Layout) -> None:
+        timeout, tensor = timedelta(seconds=mesh.timeout), layout.tensor
+        self.size, self.processes = layout.split, layout.devices_per_job
+        for number in range(len(layout.groups)):  # a group is made by all processes together
+            every = layout.ranks(number)
+            control = dist.new_group(list(every), backend="gloo", timeout=timeout)
+            replicas = [every[at : at + tensor] for at in range(0, len(every), tensor)]
+            models = [dist.new_group(list(own), timeout=timeout) if tensor > 1 else None for own in replicas]
+            sums = [dist.new_group(list(every[at::tensor]), timeout=timeout) for at in range(tensor)]
+            if mesh.rank in every:
+                self.rank, part = divmod(every.index(mesh.rank), tensor)
+                self.leads, self.model = mesh.rank == every[0], models[self.rank]
+                self._control, self._sums, self._first = control, sums[part], every[0]
         self._mesh = mesh
 
     def most(self, numbers: Sequence[int]) -> list[int]:
@@ -63,11 +80,19 @@ class Replicas(Alone):
             for tensor in tensors:
                 dist.all_reduce(tensor, group=self._sums)
 
+    def largest(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.model is None:
+            return tensor
+        found = tensor.nan_to_num(math.inf, math.inf, -math.inf).contiguous()
+        with self._mesh.told():
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=self.model)
+        return torch.where(tensor.isnan(), tensor, found)
+
     def told(self, value: Any) -> Any:
-        own = as_bytes(value if self.rank == 0 else None)
+        own = as_bytes(value if self.leads else None)
         size = torch.tensor([own.numel()])
         with self._mesh.told():
             dist.broadcast(size, self._first, group=self._control)
-            text = own if self.rank == 0 else torch.zeros(int(size), dtype=torch.uint8)
+            text = own if self.leads else torch.zeros(int(size), dtype=torch.uint8)
             dist.broadcast(text, self._first, group=self._control)
         return from_bytes(text)

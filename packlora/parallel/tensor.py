@@ -14,6 +14,9 @@ of them on several.
 
 Adapters are put on a model that was cut (adapters/attach.py), and are cut alike (adapters/sharded.py); adapter.py adds up their
 gradients and joins what is saved.
+
+All processes run the same microbatches, or they wait for one another for ever: none goes on by itself after an error in a
+forward or a backward (out of memory), the run ends.
 """
 
 from __future__ import annotations
@@ -31,8 +34,15 @@ from transformers import PreTrainedModel
 
 from packlora.adapters.owners import MIN_ROWS
 from packlora.adapters.sharded import Shard, ShardedLinear, Through
+from packlora.base.demo_model import base_path
+from packlora.base.device import choose_device
+from packlora.base.load import read_model
+from packlora.base.model import Base, ready_base
 from packlora.base.packing import ATTENTION
+from packlora.base.shape import check_row
+from packlora.config import Run
 from packlora.errors import InputError, foreign
+from packlora.ops.lora_linear.frozen import InMemory
 from packlora.ops.modules import undisturbed
 from packlora.parallel.collectives import add_up, copied, gathered, split, summed
 from packlora.parallel.sequence import TokenSlices, with_input
@@ -48,6 +58,8 @@ WHOLE = ("replicated_with_grad_allreduce", "embedding_rowwise", "embedding_colwi
 """Styles of what is frozen and stays whole."""
 SHARED_HEADS = ("k_proj", "v_proj")
 """Layers whose heads several processes may have."""
+ROOM = 0.8
+"""Of the free memory of a device, what a whole model may take while it is looked at."""
 HEADS = ("num_heads", "num_attention_heads", "num_key_value_heads")
 """Names of attributes in which attentions count heads."""
 
@@ -60,6 +72,36 @@ class _Cut:
     dim: Dim
     whole: bool
     copies: int = 1
+
+
+class Slices(InMemory):
+    """The Storage of a model of which the process holds a slice of every layer."""
+
+    is_whole = False
+
+
+def load_cut(run: Run, tokenizer: Any, longest: Mapping[str, int], group: dist.ProcessGroup) -> Base:
+    """Load the base model for packed training, cut over a group. All its processes call it, with equal arguments; each reads
+    the whole model, and holds it until it is cut: on its device, or where that has no room for it on the CPU.
+
+    Args:
+        longest: see load_base.
+
+    Raises:
+        InputError: see load_base and shard.
+    """
+    path, device = base_path(run.base_model), choose_device(run.device)
+    model: Any = read_model(path, run.revision, getattr(torch, run.dtype), run.trust_remote_code)
+    check_row(model, run.max_tokens_per_microbatch, path)
+    if device.type != "cuda" or model.get_memory_footprint() < ROOM * torch.cuda.mem_get_info(device)[0]:
+        model.to(device)
+
+    def cut(whole: PreTrainedModel) -> list[str]:
+        notes = shard(whole, group, run.parallel.sequence_parallel)
+        model.to(device)
+        return notes
+
+    return ready_base(run, model, tokenizer, device, path, longest, Slices(), cut)
 
 
 def shard(model: PreTrainedModel, group: dist.ProcessGroup, sequence: bool = False) -> list[str]:
@@ -80,8 +122,7 @@ def shard(model: PreTrainedModel, group: dist.ProcessGroup, sequence: bool = Fal
             a block's input is read by others than its column-parallel layers.
     """
     degree, rank = dist.get_world_size(group), dist.get_rank(group)
-    what = f"tensor parallelism over {degree} processes: "
-    cuts = _cuts(model, degree, what)
+    what, cuts = _what(degree), _cuts(model, degree)
     blocks: dict[str, list[str]] = {}
     for path, cut in cuts.items():
         if cut.dim == 0:
@@ -92,18 +133,29 @@ def shard(model: PreTrainedModel, group: dist.ProcessGroup, sequence: bool = Fal
     for path in blocks:
         _count_heads(model, path, cuts, degree)
         model.get_submodule(path).register_forward_pre_hook(partial(_enter, enter), with_kwargs=True)
-    for path, cut in cuts.items():
+    shared = sorted({path.rpartition(".")[2] for path, cut in cuts.items() if cut.copies > 1})
+    notes = [f"{what}{len(cuts)} layers are cut; embedding, norms and output layer are whole on each"]
+    if shared:
+        notes.append(f"{what}{' and '.join(shared)} have fewer heads than processes, so each head is on several")
+    while cuts:  # a whole layer goes before the next one is cut
+        path, cut = cuts.popitem()
         parent, _, leaf = path.rpartition(".")
         setattr(
             model.get_submodule(parent), leaf, ShardedLinear(cut.linear, _shard_of(cut, group, degree, rank, tokens))
         )
     if tokens is not None:
         tokens.attach(model, blocks)
-    shared = sorted({path.rpartition(".")[2] for path, cut in cuts.items() if cut.copies > 1})
-    notes = [f"{what}{len(cuts)} layers are cut; embedding, norms and output layer are whole on each"]
-    if shared:
-        notes.append(f"{what}{' and '.join(shared)} have fewer heads than processes, so each head is on several")
     return notes
+
+
+def check_cut(model: PreTrainedModel, degree: int) -> None:
+    """Raises InputError where the plan or the sizes of a model, which may be without weights, are none that `shard` cuts."""
+    _cuts(model, degree)
+
+
+def _what(degree: int) -> str:
+    """How messages begin."""
+    return f"tensor parallelism over {degree} processes: "
 
 
 def _shard_of(cut: _Cut, group: dist.ProcessGroup, degree: int, rank: int, tokens: TokenSlices | None) -> Shard:
@@ -122,8 +174,9 @@ def _shard_of(cut: _Cut, group: dist.ProcessGroup, degree: int, rank: int, token
 # --- the plan ----------------------------------------------------------------------------------------------------------
 
 
-def _cuts(model: PreTrainedModel, degree: int, what: str) -> dict[str, _Cut]:
+def _cuts(model: PreTrainedModel, degree: int) -> dict[str, _Cut]:
     """By path, the layers of the plan that are cut."""
+    what = _what(degree)
     kind, plan, head = model.config.model_type, model.tp_plan or {}, model.get_output_embeddings()
     modules, cuts = dict(model.named_modules()), {}
     for path, style in _styles([*modules, *dict(model.named_parameters())], plan).items():

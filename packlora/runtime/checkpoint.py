@@ -8,6 +8,8 @@
 manifest.json names the run, the job, the step and the SHA-256 of every file. What does not fit it is not read, so a flipped
 bit, a file of another step and a folder of another job are errors, never other numbers. Everything else that a job needs to
 go on (sample order, dropout, learning rate) is a function of the run file and the step.
+
+Files hold whole tensors, however many processes have slices of the job: it goes on on any number of them.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ from __future__ import annotations
 import json
 import re
 import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +27,12 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from packlora.adapters.files import CONFIG, WEIGHTS, load_adapter, save_adapter, state_dict, write_card
+from packlora.adapters.files import CONFIG, WEIGHTS, keyed, load_adapter, save_adapter, write_card
 from packlora.errors import InputError
 from packlora.files import digest, make_folder, remove_folder, write_folder, write_json, write_tensors
+from packlora.parallel.adapter import cut
 from packlora.runtime.job import Job
+from packlora.runtime.optimizer import MOMENTS
 
 STATE, OPTIMIZER, LAST_GOOD = "trainer_state.json", "optimizer.safetensors", "last_good.safetensors"
 MANIFEST = "manifest.json"
@@ -62,7 +68,25 @@ class Damaged(Exception):
 # --- writing -----------------------------------------------------------------------------------------------------------
 
 
-def save_checkpoint(folder: Path, job: Job, run: str, keep: int | None = None) -> Path:
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """The whole tensors of a job, on the CPU, by the names of its parameters.
+
+    optimizer: of a checkpoint, see FlatAdamW.state. last_good: None where there is none yet.
+    """
+
+    adapter: Mapping[str, torch.Tensor]
+    optimizer: Mapping[str, Mapping[str, torch.Tensor]]
+    last_good: Mapping[str, torch.Tensor] | None
+
+    @staticmethod
+    def of(job: Job) -> Whole:
+        """All processes that have slices of the job call it."""
+        good = None if job.last_good is None else job.whole_of(job.last_good)
+        return Whole(job.whole_of(job.adapter.flat), job.optimizer.state(job.whole_of), good)
+
+
+def save_checkpoint(folder: Path, job: Job, whole: Whole, run: str, keep: int | None = None) -> Path:
     """Write <folder>/checkpoint-<step>; it appears under its name only when it is complete and on the disk.
 
     Args:
@@ -74,10 +98,11 @@ def save_checkpoint(folder: Path, job: Job, run: str, keep: int | None = None) -
     make_folder(folder)
 
     def write(out: Path) -> None:
-        save_adapter(out, job.adapter)
-        write_tensors(out / OPTIMIZER, _optimizer_tensors(job))
-        if job.last_good is not None:
-            write_tensors(out / LAST_GOOD, state_dict(job.adapter, job.last_good.cpu()))
+        save_adapter(out, job.adapter, whole.adapter)
+        moments = {f"{name}/{key}": value for name, own in whole.optimizer.items() for key, value in own.items()}
+        write_tensors(out / OPTIMIZER, moments)
+        if whole.last_good is not None:
+            write_tensors(out / LAST_GOOD, keyed(job.adapter, whole.last_good))
         write_json(out / STATE, job.trainer_state())
         _write_manifest(out, job, run, {file.name for file in out.iterdir()})
 
@@ -106,11 +131,11 @@ def _is_own(path: Path, job: str, run: str) -> bool:
     return (manifest.run, manifest.job) == (run, job)
 
 
-def save_result(folder: Path, job: Job, run: str) -> None:
-    """Write the job's ended adapter directly into <folder>, the manifest last."""
+def save_result(folder: Path, job: Job, adapter: Mapping[str, torch.Tensor], run: str) -> None:
+    """Write the job's ended adapter, its whole tensors, directly into <folder>, the manifest last."""
     make_folder(folder)
     (folder / MANIFEST).unlink(missing_ok=True)  # that of an earlier end does not go with what follows
-    save_adapter(folder, job.adapter)
+    save_adapter(folder, job.adapter, adapter)
     last = next((line["loss"] for line in reversed(job.log_history) if "loss" in line), float("nan"))
     lines = [f"{job.step} optimizer steps, {job.tokens_seen} tokens, last training loss {last:.4f}."]
     if job.failure:
@@ -123,10 +148,6 @@ def save_result(folder: Path, job: Job, run: str) -> None:
 def _write_manifest(folder: Path, job: Job, run: str, names: set[str]) -> None:
     files = {name: {"bytes": (folder / name).stat().st_size, "sha256": digest(folder / name)} for name in sorted(names)}
     write_json(folder / MANIFEST, {"run": run, "job": job.name, "step": job.step, "files": files})
-
-
-def _optimizer_tensors(job: Job) -> dict[str, torch.Tensor]:
-    return {f"{name}/{key}": value for name, own in job.optimizer.state().items() for key, value in own.items()}
 
 
 # --- checking ----------------------------------------------------------------------------------------------------------
@@ -287,10 +308,12 @@ def _read_checkpoint(path: Path, job: Job, manifest: Manifest, sent_back: bool) 
     _take_state(job, {**state, "stopped": None} if sent_back else state)
     _restore_optimizer(path / OPTIMIZER, job)
     if LAST_GOOD in manifest.files:
-        good = _load_tensors(path / LAST_GOOD, job)
+        names, good = {name: name for name in job.parameters}, _load_tensors(path / LAST_GOOD, job)
+        whole = {name: good[key] for key, name in keyed(job.adapter, names).items()}
         job.last_good = torch.zeros_like(job.adapter.flat)
-        for key, tensor in state_dict(job.adapter, job.last_good).items():
-            tensor.copy_(good[key])
+        views = job.adapter.layout.views(job.last_good)
+        for name, own in cut(job.adapter, whole).items():
+            views[name].copy_(own)
     job.status = "running"
 
 
@@ -331,13 +354,16 @@ def _restore_optimizer(file: Path, job: Job) -> None:
     if state.keys() != job.parameters.keys() - job.untrained:
         odd = sorted(state.keys() ^ (job.parameters.keys() - job.untrained))[0]
         raise InputError(f"job {job.name!r}: {file} does not fit the adapter: {odd} is in only one of them")
+    shapes = job.adapter.whole_shapes
     for name, moments in state.items():
-        parameter = job.parameters[name]
         for leaf, value in moments.items():
-            if leaf != "step" and value.shape != parameter.shape:
+            if leaf != "step" and value.shape != shapes[name]:
                 raise InputError(
-                    f"job {job.name!r}: {file}: {name}/{leaf} is {tuple(value.shape)}, should be {tuple(parameter.shape)}"
+                    f"job {job.name!r}: {file}: {name}/{leaf} is {tuple(value.shape)}, should be {shapes[name]}"
                 )
+    for leaf in MOMENTS:
+        for name, own in cut(job.adapter, {name: moments[leaf] for name, moments in state.items()}).items():
+            state[name][leaf] = own
     job.optimizer.load(state)
 
 

@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 
 from packlora.errors import InputError, WriteError, unwritten
 from packlora.files import TEMPORARY, KeptFolder, remove_leftovers
+from packlora.parallel.replicas import ALONE, Alone
 from packlora.report.events import CheckpointBegins, CheckpointSaved, Note
 from packlora.report.metrics import (
     EVALS,
@@ -81,11 +82,12 @@ class OutputFolder:
         run: the run's id.
         keep: so many of the newest checkpoints of each job; None keeps all.
         events: hear of checkpoints.
-        writes: whether this process writes its jobs' files; another one does so otherwise.
+        group: trains the jobs. Its first process writes their files; all of its replica have slices of what is written, so they
+            make the same calls.
     """
 
-    def __init__(self, path: Path, run: str, keep: int | None, events: Emitter, writes: bool = True) -> None:
-        self.path, self.run, self.keep, self.events, self.writes = path, run, keep, events, writes
+    def __init__(self, path: Path, run: str, keep: int | None, events: Emitter, group: Alone = ALONE) -> None:
+        self.path, self.run, self.keep, self.events, self.group = path, run, keep, events, group
         self.files = BestEffort(lambda text: events.emit(Note(text)))
         self._kept = KeptFolder(path)
 
@@ -102,22 +104,29 @@ class OutputFolder:
         Raises:
             WriteError: it cannot be written.
         """
-        if not self.writes:
+        if self.group.rank:
             return
-        self.events.emit(CheckpointBegins(job.name, job.step))
-        path = self._write(job, lambda folder: checkpoint.save_checkpoint(folder, job, self.run, self.keep))
+        if self.group.leads:
+            self.events.emit(CheckpointBegins(job.name, job.step))
+        whole = checkpoint.Whole.of(job)
+        if not self.group.leads:
+            return
+        path = self._write(job, lambda folder: checkpoint.save_checkpoint(folder, job, whole, self.run, self.keep))
         self.events.emit(CheckpointSaved(job.name, job.step, path))
 
     def save_unsaved(self, jobs: Sequence[Job]) -> None:
         """Checkpoints of the running jobs whose present step is in none. Raises as save_checkpoint and check."""
         self.check()
-        for job in self._unsaved(jobs):
-            job.discard()
-            self.save_checkpoint(job)
+        unsaved = self.group.told([job.name for job in self._unsaved(jobs)])  # the others may not see it yet
+        for job in jobs:
+            if job.name in unsaved:
+                job.discard()
+                self.save_checkpoint(job)
 
     def rescue(self, jobs: Sequence[Job]) -> str:
-        """After a checkpoint could not be written: save what can be saved. Returns what there is of each job, in words."""
-        for job in self._unsaved(jobs):
+        """After a checkpoint could not be written: save what this process can save by itself, so nothing of which others have
+        slices. Returns what there is of each job, in words."""
+        for job in self._unsaved(jobs) if self.group.model is None else ():
             job.discard()
             with contextlib.suppress(WriteError):
                 self.save_checkpoint(job)
@@ -135,11 +144,14 @@ class OutputFolder:
             WriteError: it cannot be written; a job that was done is running again, as its checkpoint says.
             FileNotFoundError: the folder is gone.
         """
-        if not self.writes:
+        if self.group.rank:
+            return
+        whole = job.whole_of(job.adapter.flat)
+        if not self.group.leads:
             return
         self.check()
         try:
-            self._write(job, lambda folder: checkpoint.save_result(folder, job, self.run))
+            self._write(job, lambda folder: checkpoint.save_result(folder, job, whole, self.run))
         except WriteError:
             if job.status == "done":
                 job.status = "running"

@@ -432,7 +432,7 @@ def why_no_graphs(run: Run, base: Base, jobs: Sequence[Job]) -> str | None:
     if base.device.type != "cuda":
         return f"there are none on {base.device.type}"
     if not base.storage.is_whole:
-        return "the weights of each layer are gathered from the host"
+        return "the base model is in parts on several processes, which exchange what they compute from the host"
     if run.dtype not in ("bfloat16", "float16"):
         return f"attention over samples whose boundaries are on the device is not for {run.dtype}"
     if not base.fused_loss or plain_head(base.model) is None:

@@ -7,7 +7,7 @@ complete.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -49,10 +49,18 @@ def learning_rates(config: TrainConfig, num_steps: int) -> Any:
     return lambda step: config.learning_rate * schedule.lr_lambdas[0](step)
 
 
-def take_steps(jobs: Sequence[Job], meanwhile: Callable[[], None]) -> list[StepResult | None]:
+def take_steps(
+    jobs: Sequence[Job], meanwhile: Callable[[], None], largest: Callable[[torch.Tensor], torch.Tensor] | None = None
+) -> list[StepResult | None]:
     """The optimizer steps of jobs whose global batches are complete. The device is waited for once; meanwhile the host may do
-    something."""
+    something.
+
+    Args:
+        largest: of numbers of slices those of the whole, see Replicas.largest.
+    """
     numbers = torch.stack([job.optimizer_step() for job in jobs]) if jobs else torch.empty(0)
+    if jobs and largest is not None:
+        numbers = largest(numbers)
     meanwhile()
     return [job.after_step(own) for job, own in zip(jobs, numbers.tolist(), strict=True)]
 
@@ -94,6 +102,9 @@ class Job:
         """Parameters that have never had a gradient."""
         self.without = set(self.parameters)
         """Parameters that have had none in the present global batch."""
+        self.whole_of: Callable[[torch.Tensor], Mapping[str, torch.Tensor]] = self._views
+        """Whole tensors on the CPU by parameter, from one like adapter.flat. Where that is of slices, all processes that have
+        some call it."""
         self._before: torch.Tensor | None = None
         """adapter.flat before the step that was begun."""
         self.loss_sum: torch.Tensor | None = None
@@ -124,6 +135,9 @@ class Job:
             self.gradient = torch.zeros_like(self.adapter.flat)
             self.gradients = self.adapter.layout.views(self.gradient)
         return self.gradients
+
+    def _views(self, flat: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        return self.adapter.layout.views(flat.cpu())
 
     def count(self, tokens: int) -> None:
         """So many tokens of the global batch are done, on whatever device."""

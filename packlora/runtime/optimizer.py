@@ -8,7 +8,7 @@ and biases another, unless a part of the adapter got no gradient in some step.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -17,6 +17,9 @@ from torch.optim.adamw import adamw
 
 from packlora.adapters.flat import FlatLayout
 from packlora.config import TrainConfig
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""What AdamW keeps of every element, by torch's names."""
 
 
 @dataclass(slots=True)
@@ -42,7 +45,7 @@ class FlatAdamW:
         self.flat, self.layout, self.config = flat, layout, config
         self._spans = self._spans_of(dict.fromkeys(layout.places, 0))
         self._moments: tuple[torch.Tensor, torch.Tensor] | None = None
-        """exp_avg and exp_avg_sq, like `flat`; made by the first step."""
+        """MOMENTS, like `flat`; made by the first step."""
 
     @torch.no_grad()
     def step(self, gradient: torch.Tensor, without: Collection[str], lr: float) -> None:
@@ -77,19 +80,25 @@ class FlatAdamW:
         for span in spans:
             span.steps += 1
 
-    def state(self) -> dict[str, dict[str, torch.Tensor]]:
-        """By parameter that has taken a step, what torch.optim.AdamW keeps of it: step, exp_avg, exp_avg_sq; on the CPU."""
-        first, second = (self.layout.views(moment.cpu()) for moment in self._made())
+    def state(
+        self, whole_of: Callable[[torch.Tensor], Mapping[str, torch.Tensor]] | None = None
+    ) -> dict[str, dict[str, torch.Tensor]]:
+        """By parameter that has taken a step, what torch.optim.AdamW keeps of it: step, exp_avg, exp_avg_sq; on the CPU.
+
+        Args:
+            whole_of: see Job.whole_of; None: what is here.
+        """
+        first, second = map(whole_of or (lambda moment: self.layout.views(moment.cpu())), self._made())
         return {
-            name: {"step": torch.tensor(float(span.steps)), "exp_avg": first[name], "exp_avg_sq": second[name]}
+            name: {"step": torch.tensor(float(span.steps)), **dict(zip(MOMENTS, (first[name], second[name]), strict=True))}
             for span in self._spans if span.steps
             for name in span.names
         }  # fmt: skip
 
     def load(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-        """Take what `state` gave; parameters that are not there have taken no step."""
+        """Take what `state` gave, of what of the parameters is here; those that are not there have taken no step."""
         moments = self._made()
-        for leaf, moment in zip(("exp_avg", "exp_avg_sq"), moments, strict=True):
+        for leaf, moment in zip(MOMENTS, moments, strict=True):
             moment.zero_()
             for name, view in self.layout.views(moment).items():
                 if name in state:

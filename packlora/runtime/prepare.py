@@ -22,6 +22,7 @@ from packlora.data.dataset import JobData
 from packlora.data.encode import Encoded, encode_rows
 from packlora.data.readers import is_file_name, read_rows
 from packlora.errors import InputError
+from packlora.parallel.tensor import check_cut
 from packlora.plans.ask import Ask, asks_of
 from packlora.runtime.job import learning_rates
 from packlora.terminal import Told, silent
@@ -147,6 +148,8 @@ def prepare(run: Run, max_steps: int | None = None, resumed: bool = False, told:
     skeleton = load_skeleton(run)
     specs = {job.name: adapter_spec(job, configs[job.name], skeleton) for job in run_jobs}
     asks = _asks(run, skeleton, specs, bool(left_out))
+    if run.parallel.tensor > 1:
+        check_cut(skeleton, run.parallel.tensor)
     warnings = _doubts_of_starts(run, run_jobs) + [
         f"job {name!r} {LEFT_OUT}: {why}; --resume takes it up again when that is back"
         for name, why in left_out.items()

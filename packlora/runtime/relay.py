@@ -151,7 +151,9 @@ class Hub:
                     return
                 self._said.add(kind)
             case MicrobatchDone():
-                event = replace(event, index=self._logged, rank=self.layout.ranks(group)[event.rank])
+                event = replace(
+                    event, index=self._logged, rank=self.layout.ranks(group)[event.rank * self.layout.tensor]
+                )
                 self._logged += 1
             case WindowPlanned():
                 event = replace(event, group=group)

@@ -10,22 +10,27 @@ import contextlib
 import hashlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch.distributed as dist
 
 from packlora.adapters.attach import attach
 from packlora.adapters.files import load_adapter
 from packlora.adapters.kept_outputs import keep_outputs
-from packlora.base.fingerprint import Fingerprint, fingerprint
 from packlora.base.model import Base, load_base
 from packlora.config import Run
 from packlora.errors import InputError
 from packlora.files import remove_leftovers, write_json
+from packlora.parallel.adapter import WholeGradient, joined
 from packlora.parallel.agreement import together
 from packlora.parallel.layout import planned
+from packlora.parallel.loss import LossRows
 from packlora.parallel.mesh import Mesh, OneProcess
 from packlora.parallel.replicas import ALONE, Replicas
 from packlora.parallel.sharded import load_sharded
+from packlora.parallel.tensor import load_cut
 from packlora.plans.cache import PlanCache
 from packlora.plans.select import PlanChooser
 from packlora.report.events import Note, Subscriber
@@ -117,7 +122,7 @@ class Session:
                 outer = Emitter()
                 hub = Hub(mesh, self.layout, outer, told, [job.name for job in self.run.jobs], self.logged)
                 told.subscribe(hub)
-            elif isinstance(mesh, Mesh) and self.group.rank == 0:
+            elif isinstance(mesh, Mesh) and self.group.leads:
                 told.subscribe(Relay(mesh, self.layout.group_of(mesh.rank), told))
             if mesh.is_first:
                 outer.subscribe(*self.writers, held.enter_context(Progress()), *subscribers)
@@ -138,7 +143,7 @@ class Session:
         self.starts, prepared = together(mesh, self._prepare)
         self.layout, self.group = layout_of(prepared, mesh.size), ALONE
         if isinstance(mesh, Mesh):
-            self.group = Replicas(mesh, [self.layout.ranks(number) for number in range(len(self.layout.groups))])
+            self.group = Replicas(mesh, self.layout)
         names = self.layout.groups[self.layout.group_of(mesh.rank)]
         own = replace(prepared, jobs=[job for job in prepared.jobs if job.config.name in names])
 
@@ -157,7 +162,7 @@ class Session:
         notes = self._begin(prepared, jobs, record)
 
         # 5. The loop, and who writes files of what it tells.
-        folder = OutputFolder(self.output_dir, record["id"], run.save_total_limit, events, writes=self.group.rank == 0)
+        folder = OutputFolder(self.output_dir, record["id"], run.save_total_limit, events, self.group)
         self.writers: list[Subscriber] = (
             [
                 Logs(self.output_dir, folder.files),
@@ -192,12 +197,16 @@ class Session:
     def _load(self, prepared: PreparedRun, own: PreparedRun) -> tuple[Base, SingleDevice, list[Job]]:
         with self._told() as told:
             told(f"loading {self.run.base_model}")
-            load = load_sharded if self.run.parallel.shard_base else load_base
-            base = load(self.run, prepared.tokenizer, prepared.longest_by_job)
-            self.fingerprint: Fingerprint = fingerprint(base.model, base.path, self.run.revision)
+            if self.group.model is not None:
+                base = load_cut(self.run, prepared.tokenizer, prepared.longest_by_job, self.group.model)
+            else:
+                load = load_sharded if self.run.parallel.shard_base else load_base
+                base = load(self.run, prepared.tokenizer, prepared.longest_by_job)
+        assert base.fingerprint is not None
+        self.fingerprint = base.fingerprint
         if self.saved is not None:
             same_base(base.path, self.saved.model.fingerprint, self.fingerprint)
-        return base, *_attach(own, base)
+        return base, *_attach(own, base, self.group.model)
 
     def _choose_budget(
         self, prepared: PreparedRun, own: PreparedRun, base: Base, executor: Executor, jobs: list[Job]
@@ -224,7 +233,7 @@ class Session:
         )
         begins = first_round(self.run.schedule, jobs, planned(prepared.budget, self.group.size)) if jobs else 2**31
         standing = [asdict(Standing.of(job)) for job in jobs]
-        told = mesh.gather([own_notes, standing, begins] if self.group.rank == 0 else [[], [], begins])
+        told = mesh.gather([own_notes, standing, begins] if self.group.leads else [[], [], begins])
         if not mesh.is_first:
             mesh.barrier()
             return []
@@ -247,8 +256,8 @@ class Session:
         return notes
 
 
-def _attach(prepared: PreparedRun, base: Base) -> tuple[SingleDevice, list[Job]]:
-    """Put an adapter of each job onto the model."""
+def _attach(prepared: PreparedRun, base: Base, group: dist.ProcessGroup | None) -> tuple[SingleDevice, list[Job]]:
+    """Put an adapter of each job onto the model. group: over which that is cut, None where it is whole."""
     cache = PlanCache(base.device)
     choosers = {ask: PlanChooser(base.device, cache, ask) for ask in dict.fromkeys(prepared.asks.values())}
     attached, adapters = attach(
@@ -263,10 +272,16 @@ def _attach(prepared: PreparedRun, base: Base) -> tuple[SingleDevice, list[Job]]
         if item.config.adapter.init_from is not None:
             load_adapter(item.config.adapter.init_from, adapter)
         scale = FLOAT16_SCALE if prepared.run.dtype == "float16" else 1.0
-        jobs.append(Job(item.config, item.data, item.eval_encoded.samples, adapter, scale))
+        job = Job(item.config, item.data, item.eval_encoded.samples, adapter, scale)
+        if group is not None:
+            job.norm_of, job.whole_of = WholeGradient(adapter, group).norm, partial(joined, adapter, group)
+        jobs.append(job)
     if prepared.run.keep_outputs:
         base.kept_outputs = keep_outputs(base.model)
-    return SingleDevice(base, attached), jobs
+    if group is None:
+        return SingleDevice(base, attached), jobs
+    multiple = dist.get_world_size(group) if prepared.run.parallel.sequence_parallel else 1
+    return SingleDevice(base, attached, multiple, LossRows(group)), jobs
 
 
 def choose_budget(

@@ -46,7 +46,8 @@ def candidates(prepared: PreparedRun, devices: int) -> list[Layout]:
     parallel = prepared.run.parallel
     asked = devices if parallel.shard_base else parallel.devices_per_job
     tokens = {job.data.name: float(job.data.tokens) for job in prepared.jobs}
-    return [own for own in layouts.layouts(tokens, devices) if asked in ("auto", own.split)]
+    found = layouts.layouts(tokens, devices, parallel.tensor)
+    return [own for own in found if asked in ("auto", own.devices_per_job)]
 
 
 def layout_of(prepared: PreparedRun, devices: int) -> Layout:

@@ -24,7 +24,7 @@ class Team:
 
     def __init__(self, group: Alone, asked: StopRequest, jobs: Sequence[Job]) -> None:
         self.group, self.jobs, self._asked = group, list(jobs), asked
-        self.stop = asked if group.size == 1 else StopRequest()
+        self.stop = asked if group.processes == 1 else StopRequest()
 
     def agree(self, tokens: int, complete: Sequence[Job]) -> int:
         """After a wave: whether it was too large for a process, who was asked to stop, and which parameters got gradients.
@@ -36,7 +36,7 @@ class Team:
         Returns:
             The largest of the tokens.
         """
-        if self.group.size == 1:
+        if self.group.processes == 1:
             return tokens
         asked, names = self._asked, [job.name for job in self.jobs]
         told = [tokens, 1 + (asked.signal or 0) if asked.asked else 0, *(int(name in asked.jobs) for name in names)]
@@ -53,7 +53,7 @@ class Team:
         return tokens
 
     def add_up(self, jobs: Sequence[Job]) -> None:
-        """The gradients and losses of jobs that are about to step, over all processes."""
+        """The gradients and losses of jobs that are about to step, over all replicas."""
         if self.group.size == 1 or not jobs:
             return
         gradients, losses = zip(*(job.partial() for job in jobs), strict=True)

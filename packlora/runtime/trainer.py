@@ -86,7 +86,7 @@ class Trainer:
         self.by_name = {job.name: job for job in jobs}
         self.team = Team(group, events.stop, jobs)
         self.stop = self.team.stop
-        # where weights are gathered, nobody can go on alone
+        # where others have parts of the model, nobody can go on alone
         is_auto = run.max_tokens_per_microbatch == "auto" and base.storage.is_whole
         self.budget = TokenBudget(prepared.budget, prepared.longest, is_auto, base.device)
         self.evaluator = Evaluator(base.device, executor, jobs, run.eval_every, self.budget, self.team)
@@ -178,7 +178,7 @@ class Trainer:
         due = [job for job, batch in complete if job.is_due(batch)]
         assert all(job.step == batch for job, batch in complete if job.is_due(batch)), "a step was left out"
         self.team.add_up(due)
-        results = take_steps(due, lambda: self.runner.prepare(following))
+        results = take_steps(due, lambda: self.runner.prepare(following), self.team.group.largest)
         taken, elapsed = list(zip(due, results, strict=True)), self._elapsed()
         for done in self.runner.told():
             self.events.emit(done)

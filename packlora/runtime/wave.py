@@ -1,4 +1,4 @@
-"""Running planned microbatches: each process of a team runs its own one of a wave, and all know what the others ran."""
+"""Running planned microbatches: each replica of a team runs its own one of a wave, and all know what the others ran."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Packer:
 
 @dataclass(frozen=True, slots=True)
 class Wave:
-    """Microbatches that run at the same time, in the order of the team's processes. slot: of the first one in its window."""
+    """Microbatches that run at the same time, in the order of the team's replicas. slot: of the first one in its window."""
 
     window: Window
     slot: int
@@ -59,10 +59,10 @@ class Wave:
         return {placed.job for microbatch in self.microbatches for placed in microbatch.samples}
 
 
-def waves_of(window: Window, processes: int, capacity: int) -> list[Wave]:
-    """All waves of a window. capacity: most tokens of a process's microbatch."""
+def waves_of(window: Window, replicas: int, capacity: int) -> list[Wave]:
+    """All waves of a window. capacity: most tokens of a replica's microbatch."""
     out, slot = [], 0
-    for microbatches in waves(window.microbatches, processes, capacity):
+    for microbatches in waves(window.microbatches, replicas, capacity):
         out.append(Wave(window, slot, microbatches))
         slot += len(microbatches)
     return out
@@ -129,7 +129,7 @@ class Runner:
         return out
 
     def _own(self, wave: Wave) -> Microbatch | None:
-        """The microbatch of this process, if it has one that anybody needs."""
+        """The microbatch of this replica, if it has one that anybody needs."""
         own = wave.microbatches[self.team.group.rank : self.team.group.rank + 1]
         return own[0] if own and self._is_run(own[0]) else None
 
@@ -151,7 +151,7 @@ class Runner:
         return 0
 
     def _ran(self, wave: Wave, rank: int) -> None:
-        """Note that a process has run its microbatch."""
+        """Note that a replica has run its microbatch."""
         microbatch = wave.microbatches[rank]
         batches, tokens, samples = dict[str, int](), dict[str, int](), dict[str, int]()
         for placed in sorted(microbatch.samples, key=lambda placed: self.by_name[placed.job].adapter.number):

@@ -29,7 +29,7 @@ def planned_windows(
         profile: predicts the time of microbatches.
         group: of processes that train the same windows; its first one plans them.
     """
-    if group.rank:
+    if not group.leads:
         yield _received(group)
         return
     with BackgroundPlanner(_planner(schedule, jobs, budget)) as planner:
@@ -58,7 +58,7 @@ def _received(group: Alone) -> Iterator[Window]:
 
 def _told(windows: Iterator[Window], budget: int, profile: Profile, events: Emitter, group: Alone) -> Iterator[Window]:
     while (window := _next(windows, events)) is not None:
-        if group.size > 1:
+        if group.processes > 1:
             group.told(window_to_json(window))
         report = window.report
         predicted = sum(profile.seconds(microbatch) for microbatch in window.microbatches)

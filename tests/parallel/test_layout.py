@@ -62,6 +62,17 @@ def test_every_number_of_devices_that_divides_all_of_them_is_a_layout() -> None:
     assert [found[2].group_of(rank) for rank in (0, 2, 3, 11)] == [0, 0, 1, 3] and found[2].ranks(1) == range(3, 6)
 
 
+def test_processes_that_hold_the_model_together_are_laid_out_as_one_device() -> None:
+    work = {"a": 3.0, "b": 1.0}
+    found = layouts(work, 12, tensor=2)
+    assert [own.groups for own in found] == [own.groups for own in layouts(work, 6)]
+    assert all((own.processes, own.replicas) == (12, 6) for own in found)
+    assert [(own.split, own.devices_per_job) for own in found] == [(1, 2), (2, 4), (3, 6), (6, 12)]
+    assert [found[1].group_of(rank) for rank in (0, 3, 4, 11)] == [0, 0, 1, 2] and found[1].ranks(1) == range(4, 8)
+    planned = [[[microbatch(("a", 0, 9))]], *[[] for _ in range(5)]]
+    assert predict(found[0], planned, [1.0] * 6, tokens).idle == 1 - 9 / (9 * 6)
+
+
 def test_no_placement_takes_over_four_thirds_of_the_best() -> None:
     """Graham's bound, 4/3 - 1/3m, against all placements."""
     draw = random.Random(SEED)

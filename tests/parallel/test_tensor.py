@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -39,6 +40,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from packlora.adapters import linear, norms
 from packlora.adapters.attach import Adapter
 from packlora.adapters.files import load_adapter, save_adapter
+from packlora.adapters.sharded import ShardedLinear
 from packlora.adapters.weights import AdapterWeights
 from packlora.base.packing import prepare_model
 from packlora.base.proof import check_packing, own_logits
@@ -221,7 +223,7 @@ def start_differs(rank: int, case: Case, broken: bool = False) -> list[float]:
             (here,) = started(case, dist.group.WORLD)
     else:
         (here,) = started(case, dist.group.WORLD)
-    whole = joined(here, dist.group.WORLD)
+    whole = joined(here, dist.group.WORLD, here.flat)
     assert here.num_parameters == alone.num_parameters
     return [difference(whole[name], own.detach()) for name, own in alone.named_parameters().items()]
 
@@ -241,7 +243,7 @@ def saved(rank: int, case: Case, folder: Path) -> dict[str, torch.Tensor]:
             path, _, leaf = name.rpartition("/")
             own = adapter.weights[path]
             parameter.copy_(own.own(leaf, torch.randn(own.whole_shape(leaf, parameter.shape), generator=generator)))
-    whole = joined(adapter, dist.group.WORLD)
+    whole = joined(adapter, dist.group.WORLD, adapter.flat)
     if rank == 0:
         save_adapter(folder, adapter, whole)
     dist.barrier()
@@ -251,7 +253,7 @@ def saved(rank: int, case: Case, folder: Path) -> dict[str, torch.Tensor]:
 def loaded(rank: int, case: Case, folder: Path) -> dict[str, torch.Tensor]:
     (adapter,) = started(case, dist.group.WORLD)
     load_adapter(folder, adapter)
-    return joined(adapter, dist.group.WORLD)
+    return joined(adapter, dist.group.WORLD, adapter.flat)
 
 
 def test_folders_hold_whole_adapters_and_are_read_in_any_number_of_slices(ranks: Pool, tmp_path: Path) -> None:
@@ -266,7 +268,7 @@ def test_folders_hold_whole_adapters_and_are_read_in_any_number_of_slices(ranks:
 
 def cut_again(rank: int, case: Case) -> bool:
     (adapter,) = started(case, dist.group.WORLD)
-    again = cut(adapter, joined(adapter, dist.group.WORLD))
+    again = cut(adapter, joined(adapter, dist.group.WORLD, adapter.flat))
     return all(torch.equal(again[name], own) for name, own in adapter.named_parameters().items())
 
 
@@ -365,3 +367,21 @@ def test_a_model_that_is_looked_at_is_as_before() -> None:
     assert hooks == [len(module._forward_pre_hooks) + len(module._forward_hooks) for module in model.modules()]
     assert model.config._attn_implementation == "eager"
     assert collectives.copied(torch.ones(2), None).requires_grad is False
+
+
+def test_a_whole_layer_is_freed_before_the_next_one_is_cut() -> None:
+    """So a model that fills its device can be cut there."""
+    model = tiny_model("llama")
+    whole = [weakref.ref(module) for module in model.modules() if type(module) is torch.nn.Linear]
+    alive: list[int] = []
+
+    def cut(linear: Any, own: Any) -> ShardedLinear:
+        alive.append(sum(one() is not None for one in whole))
+        return ShardedLinear(linear, own)
+
+    with (
+        mock.patch.object(dist, "get_world_size", return_value=2), mock.patch.object(dist, "get_rank", return_value=0),
+        mock.patch.object(tensor, "ShardedLinear", cut),
+    ):  # fmt: skip
+        shard(model, None)
+    assert alive == list(range(len(whole), 1, -1)), "all but the output layer"

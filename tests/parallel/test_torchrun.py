@@ -62,19 +62,21 @@ def ended(process: subprocess.Popen[str], seconds: float = 120) -> tuple[int, st
 
 
 @pytest.mark.parametrize(
-    ("mishap", "rank", "each", "says"),
+    ("mishap", "rank", "parallel", "says"),
     some(
         [
-            ("kill", 0, 2, "Signal 9"), ("kill", 1, 1, "Signal 9"), ("raise", 1, 1, "a mishap, for this test"),
-            ("raise", 0, 2, "a mishap, for this test"), ("term", 0, 2, "SIGTERM"),
+            ("kill", 0, {"devices_per_job": 2}, "Signal 9"), ("kill", 1, {"devices_per_job": 1}, "Signal 9"),
+            ("raise", 1, {"devices_per_job": 1}, "a mishap, for this test"),
+            ("raise", 0, {"devices_per_job": 2}, "a mishap, for this test"), ("term", 0, {"devices_per_job": 2}, "SIGTERM"),
+            ("raise", 1, {"tensor": 2}, "process 1 of 2 failed: ValueError: a mishap"), ("term", 0, {"tensor": 2}, "SIGTERM"),
         ],
-        one_in=5,
+        one_in=7,
     ),
 )  # fmt: skip
 def test_what_ends_one_process_ends_the_run_and_it_goes_on_from_there(
-    mishap: str, rank: int, each: int, says: str, tree: dict[str, Any], whole: Path, tmp_path: Path
+    mishap: str, rank: int, parallel: dict[str, int], says: str, tree: dict[str, Any], whole: Path, tmp_path: Path
 ) -> None:
-    split = {**tree, "parallel": {"devices_per_job": each}}
+    split = {**tree, "parallel": parallel}
     code, said = ended(launch(split, tmp_path / "out", mishap, rank))
     assert code != 0
     assert says in said, said

@@ -143,7 +143,7 @@ class Storage(Protocol):
 
     @property
     def is_whole(self) -> bool:
-        """Whether all weights are here all the time. If not, a forward of the model gathers those of each layer."""
+        """Whether all weights are here all the time. If not, a forward of the model takes all processes that have some."""
 
     def each(self, paths: Iterable[str]) -> Iterator[str]:
         """The paths of modules, each while the weights that lie in its module, or above it in its layer, are here."""

@@ -1,0 +1,256 @@
+"""`packlora.train` with `parallel: {tensor: N}`: processes that hold the model together train what one device trains, and leave
+what one device leaves."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from conftest import rows_into, tiny_model
+from ranks import RankFailed, Ranks
+from safetensors.torch import load_file
+from test_replicas import heard, lines, on_ranks, same_run
+from test_training import JOBS, adapter, config, distance, steps, train
+
+import packlora
+from packlora.adapters.flat import total_norm
+from packlora.commands.plan import make_plan
+from packlora.config import Run
+from packlora.parallel.adapter import WholeGradient
+from packlora.runtime.folder import OutputFolder
+from packlora.runtime.job import Job
+
+Groups = Callable[[int], Ranks]
+BIASED = {
+    "name": "dora", "adapter": {"r": 4, "use_dora": True, "bias": "all", "lora_dropout": 0.2, "target_modules": "all-linear"},
+    "train": {"global_batch_size": 4, "learning_rate": 1e-2, "max_grad_norm": 0.5},
+}  # fmt: skip
+"""What JOBS do not have: biases, and DoRA on layers of both kinds."""
+
+
+def saved_base(folder: Path, tokenizer: Any, family: str = "llama", **changes: Any) -> str:
+    tiny_model(family, **changes).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def tree(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Five different jobs, two of them with held-out data."""
+    folder = tmp_path_factory.mktemp("tensor")
+    base = saved_base(folder / "base", tokenizer, attention_bias=True, mlp_bias=True)
+    jobs = [BIASED, *JOBS]
+    out = config(base, folder / "whole", rows_into(folder), jobs, dtype="float64", max_tokens_per_microbatch=120)
+    for job in out["jobs"][:2]:
+        job["data"]["eval_path"] = job["data"]["path"]
+    return out | {"eval_every": 2}
+
+
+@pytest.fixture(scope="module")
+def whole(tree: dict[str, Any]) -> Path:
+    """The run on one device; all checkpoints are kept."""
+    train({**tree, "save_total_limit": None})
+    return Path(tree["output_dir"])
+
+
+def same(out: Path, whole: Path) -> None:
+    """What same_run compares, and the fifth job's adapter."""
+    same_run(out, whole, 1e-10)
+    assert distance(adapter(out, "dora"), adapter(whole, "dora")) <= 1e-10
+
+
+def one_job(tree: dict[str, Any], out: Path, **parallel: Any) -> dict[str, Any]:
+    return {**tree, "jobs": tree["jobs"][:1], "output_dir": str(out), "parallel": parallel}
+
+
+@pytest.mark.parametrize(
+    ("processes", "parallel", "checkpointing", "groups"),
+    [
+        (2, {"tensor": 2}, True, 1),
+        (2, {"tensor": 2, "sequence_parallel": True}, False, 1),
+        (4, {"tensor": 2, "devices_per_job": 2}, False, 2),
+        (4, {"tensor": 2, "sequence_parallel": True, "devices_per_job": 4}, True, 1),
+    ],
+)
+def test_a_run_gives_what_one_device_gives(
+    processes: int, parallel: dict[str, Any], checkpointing: bool, groups: int, tree: dict[str, Any], whole: Path,
+    ranks: Groups, tmp_path: Path,
+) -> None:  # fmt: skip
+    """Processes that hold the model together, alone, as groups with jobs of their own, and as replicas that share all jobs."""
+    asked = {**tree, "output_dir": str(tmp_path / "out"), "gradient_checkpointing": checkpointing, "parallel": parallel}
+    told = ranks(processes).run(on_ranks, asked, {})
+    tokens = sum(line["tokens"] for line in steps(whole))
+    assert told == [("done", tokens, [job["name"] for job in tree["jobs"]])] * processes
+    same(tmp_path / "out", whole)
+    record, alone = (json.loads((out / "run.json").read_text()) for out in (tmp_path / "out", whole))
+    assert len(record["schedule"]["layout"]["groups"]) == groups
+    assert (record["jobs"], record["model"]["fingerprint"]) == (alone["jobs"], alone["model"]["fingerprint"])
+    assert any("tensor parallelism over 2 processes: " in text for text in record["warnings"])
+    ran = lines(tmp_path / "out", "microbatches")
+    assert sorted(line["index"] for line in ran) == list(range(len(ran)))
+    assert {line["rank"] for line in ran} == set(range(0, processes, 2)), "the first process of each replica"
+
+
+# --- stopping, resuming ------------------------------------------------------------------------------------------------
+
+
+def alike(ours: Path, theirs: Path) -> None:
+    """The tensors of two checkpoints, by name, type and shape, and their values but for rounding."""
+    assert sorted(file.name for file in ours.iterdir()) == sorted(file.name for file in theirs.iterdir())
+    for file in theirs.glob("*.safetensors"):
+        found, wanted = load_file(ours / file.name), load_file(file)
+        assert {name: (own.dtype, own.shape) for name, own in found.items()} == {
+            name: (own.dtype, own.shape) for name, own in wanted.items()
+        }
+        for name, own in wanted.items():
+            assert torch.allclose(found[name], own, rtol=1e-7, atol=1e-10), f"{file} {name}"
+
+
+def test_a_run_that_is_stopped_goes_on_on_any_layout(
+    tree: dict[str, Any], whole: Path, ranks: Groups, tmp_path: Path
+) -> None:
+    """Stopped on two processes that hold the model, on one device, on four that have tokens of their own, two of them the same
+    key-value head, and ended on one device. Their checkpoints are those of one device."""
+    out = tmp_path / "out"
+    asked = {**tree, "output_dir": str(out), "save_total_limit": None}
+    cut = {**asked, "parallel": {"tensor": 2}}
+    assert ranks(2).run(heard, cut, "", 5, {})[0][0] == "interrupted"
+    assert heard(0, asked, "", 4, {"resume": True})[0] == "interrupted"
+    sequence = {**asked, "parallel": {"tensor": 4, "sequence_parallel": True}}
+    assert ranks(4).run(heard, sequence, "", 4, {"resume": True})[0][0] == "interrupted"
+    assert heard(0, asked, "", 0, {"resume": True})[0] == "done"
+    same(out, whole)
+    compared = [path for path in whole.glob("*/checkpoint-*") if (out / path.relative_to(whole)).exists()]
+    assert {path.parent.name for path in compared} == {job["name"] for job in tree["jobs"]}
+    for path in compared:
+        alike(out / path.relative_to(whole), path)
+    assert any((path / "last_good.safetensors").exists() for path in compared)
+
+
+def blind(rank: int, tree: dict[str, Any]) -> str:
+    """A run that is stopped at a checkpoint which the second process does not see yet."""
+    if rank == 0:
+        return heard(rank, tree, "", 2, {})[0]
+    with mock.patch.object(OutputFolder, "_checkpoint", lambda self, job, step: self.path / "none"):
+        return heard(rank, tree, "", 2, {})[0]
+
+
+def test_what_is_saved_is_decided_by_one_process(tree: dict[str, Any], ranks: Groups, tmp_path: Path) -> None:
+    asked = one_job(tree, tmp_path / "out", tensor=2) | {"save_every": 1}
+    assert ranks(2).run(blind, asked) == ["interrupted"] * 2
+
+
+def killed(rank: int, tree: dict[str, Any], options: dict[str, Any]) -> Any:
+    """A run in which the second process dies at its second step."""
+    original, count = Job.after_step, 0
+
+    def after_step(job: Job, numbers: Any) -> Any:
+        nonlocal count
+        count += 1
+        if rank == 1 and count == 2:
+            os._exit(9)
+        return original(job, numbers)
+
+    with mock.patch.object(Job, "after_step", after_step):
+        return packlora.train(tree, **options).status
+
+
+def test_on_the_same_layout_a_run_that_was_killed_has_the_bits_of_one_that_was_not(
+    tree: dict[str, Any], ranks: Groups, tmp_path: Path
+) -> None:
+    asked, other = (one_job(tree, tmp_path / name, tensor=2) | {"save_every": 1} for name in ("out", "other"))
+    with pytest.raises(RankFailed, match="rank 1: the process ended with 9") as caught:
+        ranks(2).run(killed, asked, {})
+    assert "process 0 of 2 waited in vain for another one of the run" in str(caught.value)
+    assert (tmp_path / "out" / "dora" / "checkpoint-1").exists()
+    assert ranks(2).run(on_ranks, asked, {"resume": True})[0][0] == "done"
+    assert ranks(2).run(on_ranks, other, {})[0][0] == "done"
+    files = [tmp_path / name / "dora" / "adapter_model.safetensors" for name in ("out", "other")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+# --- one decision ------------------------------------------------------------------------------------------------------
+
+
+def odd_on_one(rank: int, tree: dict[str, Any], number: float) -> tuple[str, str | None, int]:
+    """A run in which the slice of one process has a parameter that is not finite after its job's second step."""
+    original = Job.optimizer_step
+
+    def optimizer_step(job: Job) -> torch.Tensor:
+        numbers = original(job)
+        if rank == 1 and job.step == 1:
+            numbers[2] = number
+        return numbers
+
+    with mock.patch.object(Job, "optimizer_step", optimizer_step):
+        result = packlora.train(tree).jobs["dora"]
+    return result.status, result.failure, result.step
+
+
+@pytest.mark.parametrize("number", [math.inf, math.nan])
+def test_a_slice_that_is_not_finite_ends_its_job_on_all_processes(
+    number: float, tree: dict[str, Any], ranks: Groups, tmp_path: Path
+) -> None:
+    for status, failure, step in ranks(2).run(odd_on_one, one_job(tree, tmp_path / "out", tensor=2), number):
+        assert (status, step) == ("failed", 1)
+        assert "the update made parameters infinite" in str(failure)
+
+
+def clipped_by_slices(rank: int, tree: dict[str, Any]) -> str:
+    with mock.patch.object(WholeGradient, "norm", lambda self, gradient: total_norm(gradient)):
+        return packlora.train(tree).status
+
+
+def test_the_comparison_sees_gradients_that_are_not_made_whole(
+    tree: dict[str, Any], whole: Path, ranks: Groups, tmp_path: Path
+) -> None:
+    ranks(2).run(clipped_by_slices, one_job(tree, tmp_path / "out", tensor=2))
+    assert distance(adapter(tmp_path / "out", "dora"), adapter(whole, "dora")) > 1e-3
+
+
+# --- bad input ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_cut_is_refused_on_every_process(
+    tree: dict[str, Any], tokenizer: Any, ranks: Groups, tmp_path: Path
+) -> None:
+    fresh = {**tree, "jobs": tree["jobs"][1:], "output_dir": str(tmp_path / "out")}
+    heads = {"hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 3}
+    odd = saved_base(tmp_path / "odd", tokenizer, **heads)
+    with mock.patch.dict("conftest.FAMILIES", {"hunyuan": ("HunYuanDenseV1Config", {"head_dim": 16})}):
+        other = saved_base(tmp_path / "other", tokenizer, "hunyuan")
+
+    def refused(parallel: dict[str, Any], base: str = tree["base_model"]) -> str:
+        told = ranks(2).run(on_ranks, {**fresh, "base_model": base, "parallel": parallel}, {})
+        assert told[0] == told[1]
+        assert told[0][1] == -1, told
+        assert not (tmp_path / "out").exists(), "bad input leaves no trace"
+        return str(told[0][0])
+
+    assert "parallel.tensor is 3, but 2 processes were started" in refused({"tensor": 3})
+    assert "parallel.tensor is 2, but 1 process was" in on_ranks(0, {**fresh, "parallel": {"tensor": 2}}, {})[0]
+    assert "two ways to share the weights" in refused({"tensor": 2, "shard_base": True})
+    assert "sequence_parallel goes with tensor" in refused({"sequence_parallel": True})
+    assert "devices_per_job is 1, but 2 devices hold" in refused({"tensor": 2, "devices_per_job": 1})
+    assert "q_proj has 3 heads of 16, which 2 does not divide" in refused({"tensor": 2}, odd)
+    with pytest.raises(packlora.InputError, match=r"3 heads of 16, which 2 does not divide"):
+        make_plan(Run.model_validate({**fresh, "base_model": odd, "parallel": {"tensor": 2}}))
+    assert "transformers has no plan for hunyuan_v1_dense models" in refused({"tensor": 2}, other)
+
+
+def test_plan_says_that_it_does_not_predict_it(tree: dict[str, Any]) -> None:
+    run = Run.model_validate(tree | {"parallel": {"tensor": 2}})
+    plan = make_plan(run, gpus=4)
+    assert plan.layouts is None
+    assert any(
+        "with parallel.tensor 2 devices hold the base model together" in note for note in plan.to_json()["notes"]
+    )
+    with pytest.raises(packlora.InputError, match=r"parallel.tensor is 2, but 3 processes were started"):
+        make_plan(run, gpus=3)
