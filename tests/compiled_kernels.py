@@ -86,6 +86,8 @@ def compiled(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any], capa
             types[name] = f"*{TYPES[value.dtype]}"
             if value.data_ptr() % 16 == 0:
                 attributes[(index,)] = [["tt.divisibility", 16]]
+        elif isinstance(value, float):
+            types[name] = "fp32"
         else:
             types[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
             if value % 16 == 0 and name not in fixed:
@@ -157,6 +159,7 @@ def captured(capability: int, kinds: dict[str, dict[str, Any]] = USUAL) -> list[
             batch = row_norm_path.batch_of([ready])
             stale = batch.stale(torch.zeros(1, 5, dtype=torch.int64))
             batch.run(stale, torch.zeros(512))
+            row_norm_path.direct(problem)
     for D in HEADS if kinds is USUAL else ():
         case = f"attention, {D} features of a head"
         q, k = (torch.zeros(256, heads, D, dtype=torch.bfloat16).transpose(0, 1) for heads in (4, 2))

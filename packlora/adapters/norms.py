@@ -349,11 +349,11 @@ class RowNorms:
 
     def _in_graph(self, handle: NormHandle) -> torch.Tensor:
         """Part of the graph: nothing of it is kept, since a replay changes it behind the host's back. Outside of a window that
-        was checked before, the graph computes the norm at each replay, without kernels, whose tables cannot be captured."""
+        was checked before, the graph computes the norm at each replay."""
         if (norm_N := self._in_window.get(handle.number)) is not None:
             return norm_N
         problem = NormProblem(handle._watched(), handle.A, handle.B, handle.scaling)
-        return _added_up([handle], row_norms([problem], kernels=False))[0]
+        return _added_up([handle], row_norms([problem], in_graph=True))[0]
 
 
 def _added_up(handles: Sequence[NormHandle], norms: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -108,15 +108,46 @@ def test_ranks_over_64_whose_operands_are_not_aligned() -> None:
         as_exact_as_float32(W, A, B, 0.7, row_norm(W, A, B, 0.7))
 
 
+@pytest.mark.parametrize("in_graph", [False, True])
 @pytest.mark.parametrize("left", [1e-1, 1e-3, 1e-5])
-def test_rows_that_cancel(left: float) -> None:
+def test_rows_that_cancel(left: float, in_graph: bool) -> None:
     A, C = torch.randint(-2, 3, (9, 512)).float().cuda(), torch.randint(-3, 4, (300, 9)).float().cuda()
     C[:, 0] = 3
     W, B = (C @ A).bfloat16(), C.clone()  # integers below 256: exact
     B[::3] *= -(1 - left)
-    want, got, of_W = exact(W, A, B, 1.0), row_norm(W, A, B, 1.0), W.double().norm(dim=1)
+    (got,) = row_norms([NormProblem(W, A, B, 1.0)], in_graph=in_graph)
+    want, of_W = exact(W, A, B, 1.0), W.double().norm(dim=1)
     assert float((want / of_W)[::3].max()) < 1.01 * left
     assert float(((got.double() - want).abs() / of_W).max()) <= 2e-7
+
+
+@pytest.mark.parametrize(("a", "b"), [("float32", "float32"), ("bfloat16", "bfloat16"), ("bfloat16", "float32")])
+@pytest.mark.parametrize(
+    ("N", "K", "r"),
+    [(1024, 4096, 16), (770, 515, 24), (129, 14336, 33), (4096, 4096, 64), (1000, 4096, 384), (65, 200, 150)],
+)
+def test_in_a_graph_as_exact_as_float32(N: int, K: int, r: int, a: str, b: str) -> None:
+    """Also where the low-rank part is nearly all, and a long sum of one sign."""
+    W, A, B = draw(N, K, r)
+    for scale, one_sign in ((0.1, False), (30.0, True)):
+        own_A, own_B = (scale**0.5 * (t.abs() if one_sign else t) for t in (A, B))
+        own_A, own_B = own_A.to(getattr(torch, a)), own_B.to(getattr(torch, b))
+        (got,) = row_norms([NormProblem(W, own_A, own_B, 1.7)], in_graph=True)
+        as_exact_as_float32(W, own_A.float(), own_B.float(), 1.7, got)
+
+
+def test_in_a_graph_each_replay_computes_what_is_there_then() -> None:
+    W, A, B = draw(300, 1030, 20)
+    problem = NormProblem(W, A, B, 0.5)
+    row_norms([problem], in_graph=True)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        (norm,) = row_norms([problem], in_graph=True)
+    for _ in range(2):
+        for operand in (W, A, B):
+            operand.mul_(1.3)
+        graph.replay()
+        as_exact_as_float32(W, A, B, 0.5, norm)
 
 
 def test_zero_rows_nan_and_inf() -> None:

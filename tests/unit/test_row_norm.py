@@ -18,11 +18,16 @@ from packlora.ops.row_norm.row_norm import row_norm, row_norms, squared_row_norm
 from packlora.ops.row_norm.types import NormProblem
 
 
-@pytest.fixture(params=["chunks", "kernels"])
+@pytest.fixture(params=["chunks", "kernels", "kernels in a graph"])
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "kernels":
+    if request.param != "chunks":
         pytest.importorskip("triton")
         monkeypatch.setattr(module, "KERNELS_ON_CPU", True)
+    if request.param == "kernels in a graph":
+        own = module.row_norms
+        monkeypatch.setattr(
+            module, "row_norms", lambda problems, budget_bytes=None, _=True: own(problems, budget_bytes, True)
+        )
     return str(request.param)
 
 
@@ -262,7 +267,7 @@ def mixture() -> list[NormProblem]:
 
 def test_a_batch_of_any_mixture_has_the_bits_of_each_alone(path: str) -> None:
     problems = mixture()
-    for problem, got in zip(problems, row_norms(problems), strict=True):
+    for problem, got in zip(problems, module.row_norms(problems), strict=True):
         want = row_norm(problem.weight, problem.A, problem.B, problem.scaling)
         assert torch.equal(got, want)
         as_exact_as_float32(problem.weight, problem.A, problem.B, problem.scaling, got)

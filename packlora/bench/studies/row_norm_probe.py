@@ -19,7 +19,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from packlora.adapters.norms import RowNorms
-from packlora.ops.row_norm import tables, triton_path
+from packlora.ops.row_norm import tables, torch_path, triton_path
 from packlora.ops.row_norm.row_norm import row_norm, row_norms, squared_row_norm
 from packlora.ops.row_norm.types import NormProblem
 from packlora.plans.timing import Contender, Work, paired
@@ -90,7 +90,8 @@ def single(N: int, K: int, r: int, seconds: float) -> dict[str, Any]:
     version_counted, watched = RowNorms().add(W, A, B, s, version_counted=True), RowNorms().add(W, A, B, s)
     ways: dict[str, Callable[[], torch.Tensor]] = {
         "kernels": lambda: row_norm(W, A, B, s, base),
-        "chunks": lambda: row_norms([NormProblem(W, A, B, s)], kernels=False)[0],
+        "direct": lambda: row_norms([NormProblem(W, A, B, s)], in_graph=True)[0],
+        "chunks": lambda: torch_path.row_norm(NormProblem(W, A, B, s), None),
         "identity bf16": lambda: identity(W, A, B, s, torch.bfloat16),
         "identity fp32": lambda: identity(W, A, B, s, torch.float32),
         "dense bf16": lambda: dense(W, A, B, s, torch.bfloat16),

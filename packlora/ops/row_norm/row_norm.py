@@ -6,7 +6,8 @@ On a GPU with W in 16 bits (triton_path.py, any number of modules by the same si
 
 by rows. Products run on tensor cores and add up in float32; where A has more bits than W it is split in two numbers of W's
 type, so that nothing of A is rounded away. Rows in which the three terms cancel (w^2 under a quarter of what they add up to)
-are computed anew, as the norm of their elements: their error is that of W + s B A in float32, not the root of it.
+are computed anew, as the norm of their elements: their error is that of W + s B A in float32, not the root of it. In a graph
+(torch.compile, CUDA graphs), where no table may be kept, all rows are, by one launch a module.
 
 Everywhere else (torch_path.py): rows of W + s B A in chunks, in float32 (float64 where an operand is). As many operations as
 the sum above, no cancellation; on a CPU up to twice as fast (2048 x 2048, r 384: 42 ms against 103 ms).
@@ -57,7 +58,7 @@ def row_norm(
 
 
 def row_norms(
-    problems: Sequence[NormProblem], budget_bytes: int | None = None, kernels: bool = True
+    problems: Sequence[NormProblem], budget_bytes: int | None = None, in_graph: bool = False
 ) -> list[torch.Tensor]:
     """||W + s B A|| by row of every module, without gradient: float32, float64 where an operand is.
 
@@ -67,8 +68,8 @@ def row_norms(
         problems: in any mixture of shapes, ranks, dtypes and devices.
         budget_bytes: of memory beside the operands; None takes CHUNK_BYTES or BUDGET_BYTES. One row, or for kernels one
             module, may need more.
-        kernels: whether they may be used where they can; their tables are copied to the device when shapes or addresses are
-            new, which a CUDA graph cannot capture.
+        in_graph: the call is or may be part of a CUDA graph: what it allocates is the graph's memory, so nothing of it is kept,
+            and nothing is copied from the host, as the tables of batches are.
 
     Raises:
         ValueError: shapes or devices of a problem do not fit; the message has its index.
@@ -79,14 +80,19 @@ def row_norms(
     out: list[torch.Tensor | None] = [None] * len(problems)
     batched: list[int] = []
     for index, problem in enumerate(problems):
-        if kernels and takes_kernels(problem):
+        has_kernels = takes_kernels(problem)
+        if has_kernels and not in_graph:
             batched.append(index)
             continue
         with plainly(problem.weight.device):
-            if isinstance(problem.weight, torch.Tensor):
+            if has_kernels:
+                from packlora.ops.row_norm import triton_path
+
+                out[index] = triton_path.direct(problem)
+            elif isinstance(problem.weight, torch.Tensor):
                 out[index] = torch_path.row_norm(problem, budget_bytes)
             else:
-                out[index] = _by_chunks(problem, problem.weight, budget_bytes, kernels)
+                out[index] = _by_chunks(problem, problem.weight, budget_bytes, in_graph)
     if batched:
         from packlora.ops.row_norm import triton_path
 
@@ -137,7 +143,7 @@ def _as_stored(problem: NormProblem) -> NormProblem:
     return replace(problem, weight=dense)
 
 
-def _by_chunks(problem: NormProblem, weight: FrozenWeight, budget_bytes: int | None, kernels: bool) -> torch.Tensor:
+def _by_chunks(problem: NormProblem, weight: FrozenWeight, budget_bytes: int | None, in_graph: bool) -> torch.Tensor:
     """Rows are asked for chunk by chunk; each chunk is a module of its own, by kernels where they take it."""
     dtype = torch_path.compute_dtype(weight.dtype, problem.A.dtype, problem.B.dtype)
     norm_N = torch.empty(weight.shape[0], dtype=dtype, device=weight.device)
@@ -145,7 +151,7 @@ def _by_chunks(problem: NormProblem, weight: FrozenWeight, budget_bytes: int | N
         base = None if problem.base_N is None else problem.base_N[start:stop]
         rows = torch_path.read_rows(weight, start, stop)
         own = NormProblem(rows, problem.A, problem.B[start:stop], problem.scaling, base)
-        norm_N[start:stop] = row_norms([own], budget_bytes, kernels)[0]
+        norm_N[start:stop] = row_norms([own], budget_bytes, in_graph)[0]
     return norm_N
 
 
@@ -159,8 +165,8 @@ def plainly(device: torch.device) -> Any:
 @torch.library.custom_op("packlora::row_norm", mutates_args=())
 def row_norm_op(weight_NK: torch.Tensor, A_rK: torch.Tensor, B_Nr: torch.Tensor, scaling: float) -> torch.Tensor:
     """||W + s B A|| by row, [N], for torch.compile: computed at every call, since what is kept in Python would be frozen into
-    CUDA graphs."""
-    return row_norm(weight_NK, A_rK, B_Nr, scaling)
+    CUDA graphs, and would lie in their memory."""
+    return row_norms([NormProblem(weight_NK, A_rK, B_Nr, scaling)], in_graph=True)[0]
 
 
 @row_norm_op.register_fake

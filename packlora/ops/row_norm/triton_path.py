@@ -1,7 +1,7 @@
 """Row norms by the kernels: batches of problems, their buffers and launches. Nothing here waits for the device.
 
 Tables depend on shapes and addresses alone; both kinds are kept, so that from the second time on nothing is copied to the
-device.
+device. Where nothing may be kept, `direct` does without.
 """
 
 from __future__ import annotations
@@ -47,6 +47,24 @@ def squared_row_norm(weight_NK: torch.Tensor, out: torch.Tensor) -> None:
             norm.square_kernel, (cdiv(N, 4),), (weight_NK, out, N, K, weight_NK.stride(0)),
             BM=4, BK=1024, num_warps=4, num_stages=4,
         )  # fmt: skip
+
+
+def direct(problem: NormProblem) -> torch.Tensor:
+    """The norms of one module that row_norm.takes_kernels, by one launch: no table is copied to the device and nothing is kept,
+    so a CUDA graph may be recorded meanwhile."""
+    weight, A, B = problem.weight, problem.A.contiguous(), problem.B.contiguous()
+    assert isinstance(weight, torch.Tensor)
+    (N, K), rank = weight.shape, len(A)
+    ranks = 16 if rank <= 16 else 32
+    rows, cols, warps, blocks = (128, 64, 8, 0) if rank > WIDE else (32, 128, 4, cdiv(rank, ranks))
+    out_N = torch.empty(N, dtype=torch.float32, device=weight.device)
+    with on_device(weight.device):
+        launch(
+            norm.direct_kernel, (cdiv(N, rows),),
+            (weight, A, B, out_N, N, K, rank, weight.stride(0), float(problem.scaling)),
+            EPS=NORM_EPS, BLOCKS=blocks, BM=rows, BR=ranks, BK=cols, num_warps=warps, num_stages=3,
+        )  # fmt: skip
+    return out_N
 
 
 def run(problems: Sequence[NormProblem], budget_bytes: int | None) -> list[torch.Tensor]:

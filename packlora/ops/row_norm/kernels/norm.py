@@ -6,6 +6,7 @@
     cross    sum_l B_jl (W A')_jl, by blocks of ranks and chunks of K             the one read of W
     tail     sum_l B_jl (B G)_jl, by blocks of ranks
     finish   w^2 = ||W||^2 + 2 s cross + s^2 tail; rows in which that cancels are computed anew, element by element
+    direct   all rows of one module element by element, by itself
 
 Everything after a product is linear in it, so a product never has to be whole anywhere: a program reduces its share to one
 number a row, and `finish` adds the shares in their order. No atomics, the same bits every time.
@@ -271,6 +272,66 @@ def tail_kernel(
 
 
 @triton.jit
+def _plus_low_rank(
+    merged, A, B, s, first, rank, cols, inside, fits, K, PRECISION: tl.constexpr, BR: tl.constexpr
+):  # fmt: skip
+    """merged + s B A over a block of ranks. Added outside of the tensor cores, which would cut long sums off."""
+    ranks = first + tl.arange(0, BR)
+    has = ranks < rank
+    B_tile = tl.load(B + ranks[None, :], mask=inside[:, None] & has[None, :], other=0.0).to(tl.float32)
+    A_at = A + ranks.to(tl.int64)[:, None] * K + cols[None, :]
+    A_tile = tl.load(A_at, mask=has[:, None] & fits, other=0.0).to(tl.float32)
+    return merged + s * tl.dot(B_tile, A_tile, input_precision=PRECISION)
+
+
+@triton.jit
+def _merged_squares(
+    W, A, B, s, inside, K, rank, PRECISION: tl.constexpr, BLOCKS: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr,
+    BK: tl.constexpr,
+):  # fmt: skip
+    """||W + s B A||^2 by row, element by element. W, B: pointers [rows, 1]. BLOCKS: of ranks, or 0 where that is not known; the
+    loop over K is pipelined where it is."""
+    total = tl.zeros((BM,), dtype=tl.float32)
+    for k in range(0, K, BK):
+        cols = k + tl.arange(0, BK)
+        fits = (cols < K)[None, :]
+        merged = tl.load(W + cols[None, :], mask=inside[:, None] & fits, other=0.0).to(tl.float32)
+        if BLOCKS > 0:
+            for block in tl.static_range(BLOCKS):
+                merged = _plus_low_rank(merged, A, B, s, block * BR, rank, cols, inside, fits, K, PRECISION, BR)
+        else:
+            for first in range(0, rank, BR):
+                merged = _plus_low_rank(merged, A, B, s, first, rank, cols, inside, fits, K, PRECISION, BR)
+        total += tl.sum(merged * merged, 1)
+    return total
+
+
+@triton.jit
+def direct_kernel(
+    W, A, B, out, N, K, rank, W_stride, s,
+    EPS: tl.constexpr, BLOCKS: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """The norms of a block of rows of one module, by one launch that needs no tables.
+
+    Args:
+        W: [N, K], its rows W_stride apart; read once.
+        A, B: [rank, K] and [N, rank], contiguous, of any types.
+        out: float32 [N]; written.
+        N, K, rank, W_stride: sizes, in elements.
+        s: float, the scaling.
+        EPS: the smallest norm.
+        BLOCKS: of ranks, or 0 for any number.
+        BM, BR, BK: rows of the block; ranks and k at a time.
+    """
+    rows = tl.program_id(0) * BM + tl.arange(0, BM)
+    inside = rows < N
+    W_rows, B_rows = row_pointers(W, rows, inside, W_stride), row_pointers(B, rows, inside, rank)
+    w2 = _merged_squares(W_rows, A, B_rows, s, inside, K, rank, "tf32x3", BLOCKS, BM, BR, BK)
+    norm = tl.maximum(tl.sqrt_rn(w2), EPS, propagate_nan=tl.PropagateNan.ALL)
+    tl.store(out + rows, norm, mask=inside)
+
+
+@triton.jit
 def _slots_summed(slots, first, last, N, rows, inside, SLOTS: tl.constexpr, BM: tl.constexpr):
     """SLOTS of them at a time: one after the other would wait for memory each time."""
     acc = tl.zeros((SLOTS, BM), dtype=tl.float32)
@@ -325,19 +386,7 @@ def finish_kernel(
             W = row_pointers(tl.load(own).to(tl.pointer_type(W_like.dtype.element_ty)), rows, inside, tl.load(own + 1))
             B = row_pointers(tl.load(own + 5).to(tl.pointer_type(B_like.dtype.element_ty)), rows, inside, rank)
             A = tl.load(own + 4).to(tl.pointer_type(A_like.dtype.element_ty))
-            total = tl.zeros((BM,), dtype=tl.float32)
-            for k in range(0, K, BK):
-                cols = k + tl.arange(0, BK)
-                acc = tl.zeros((BM, BK), dtype=tl.float32)
-                for l in range(0, rank, BR):  # noqa: E741
-                    ranks = l + tl.arange(0, BR)
-                    B_tile = tl.load(B + ranks[None, :], mask=inside[:, None] & (ranks < rank)[None, :], other=0.0)
-                    A_at = A + ranks.to(tl.int64)[:, None] * K + cols[None, :]
-                    A_tile = tl.load(A_at, mask=(ranks < rank)[:, None] & (cols < K)[None, :], other=0.0)
-                    acc = tl.dot(B_tile.to(tl.float32), A_tile.to(tl.float32), acc, input_precision="ieee")
-                W_tile = tl.load(W + cols[None, :], mask=inside[:, None] & (cols < K)[None, :], other=0.0)
-                merged = W_tile.to(tl.float32) + s * acc
-                total += tl.sum(merged * merged, 1)
+            total = _merged_squares(W, A, B, s, inside, K, rank, "ieee", 0, BM, BR, BK)
             w2 = tl.where(cancels, total, w2)
         norm = tl.maximum(tl.sqrt_rn(w2), EPS, propagate_nan=tl.PropagateNan.ALL)
         tl.store(out + at, norm, mask=inside)
