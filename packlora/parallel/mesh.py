@@ -36,11 +36,6 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def is_first() -> bool:
-    """Whether this process speaks for all."""
-    return int(os.environ.get("RANK", "0")) == 0
-
-
 def was_restarted() -> bool:
     """Whether torchrun has started the processes again after one of them failed."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
