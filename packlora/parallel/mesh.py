@@ -57,6 +57,8 @@ class OneProcess:
     rank, size, is_first = 0, 1, True
     timeout = TIMEOUT
     """Seconds after which a process that does not answer is given up."""
+    no_gpu: str | None = None
+    """Why there is no GPU for this process, on a machine that has some."""
 
     def gather(self, value: Any) -> list[Any]:
         """What every process gives, by rank; plain values, as JSON holds them."""
@@ -160,10 +162,12 @@ def started(timeout: float = TIMEOUT) -> Iterator[OneProcess]:
     if world_size() == 1:
         yield OneProcess()
         return
-    own = not dist.is_initialized()
+    own, no_gpu = not dist.is_initialized(), None
     if own:
+        no_gpu = _take_gpu()
         _join(timeout)
     mesh = Mesh(dist.get_rank(), dist.get_world_size(), distributed_c10d._get_default_store(), timeout)
+    mesh.no_gpu = no_gpu
     try:
         yield mesh
         mesh.barrier()
@@ -177,18 +181,29 @@ def started(timeout: float = TIMEOUT) -> Iterator[OneProcess]:
             dist.destroy_process_group()
 
 
-def _join(timeout: float) -> None:
-    """Start the process group, on GPUs with this process's own."""
-    local = int(os.environ.get("LOCAL_RANK", "0"))
-    cuda = torch.cuda.is_available() and local < torch.cuda.device_count()
-    if cuda:
+def _take_gpu() -> str | None:
+    """Make this process's own GPU the current one; why there is none, on a machine that has some."""
+    if not torch.cuda.is_available():
+        return None
+    local, here = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if local < here:
         torch.cuda.set_device(local)
+        return None
+    return (
+        f"this machine has {here} usable GPU{'s' if here > 1 else ''}, but {os.environ.get('LOCAL_WORLD_SIZE', local + 1)} "
+        f"processes were started on it, and each needs its own; start {here} (--nproc-per-node), or set device: cpu"
+    )
+
+
+def _join(timeout: float) -> None:
+    """Start the process group."""
     limit = timedelta(seconds=timeout)
     try:
         store, rank, size = next(rendezvous("env://", timeout=limit))
         # addresses of processes that torchrun has started again are not those of the attempt before
         store = PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-        backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+        # NCCL wherever there are GPUs, also for a process that gets none: groups of processes have one backend
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
     except (ValueError, RuntimeError) as error:
         raise InputError(

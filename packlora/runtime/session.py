@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from packlora.adapters.attach import attach
 from packlora.adapters.files import load_adapter
 from packlora.adapters.kept_outputs import keep_outputs
@@ -101,7 +103,8 @@ class Session:
     def must_be_the_same(self) -> dict[str, str]:
         """By what it is, what all processes must have alike."""
         text = self.run.model_dump_json() + repr((self.resume, self.max_steps, self.resume_from))
-        return {"run file and arguments": hashlib.sha256(text.encode()).hexdigest()[:12]} | versions()
+        device = "cpu" if self.run.device == "cpu" or not torch.cuda.is_available() else "cuda"
+        return {"run file and arguments": hashlib.sha256(text.encode()).hexdigest()[:12], "device": device} | versions()
 
     def train(self, subscribers: Sequence[Subscriber]) -> Result:
         """Train the jobs of this process. On the first one the subscribers hear of all jobs.
