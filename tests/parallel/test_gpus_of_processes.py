@@ -42,8 +42,8 @@ def on_gpus(rank: int, port: int, gpus: list[int], tree: dict[str, Any]) -> tupl
 
     with (
         mock.patch.dict(os.environ, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_WORLD_SIZE": "2"}),
-        mock.patch.object(torch.cuda, "is_available", lambda: gpus[rank] > 0),
-        mock.patch.object(torch.cuda, "device_count", lambda: gpus[rank]),
+        mock.patch.object(torch.cuda, "is_available", return_value=gpus[rank] > 0),
+        mock.patch.object(torch.cuda, "device_count", return_value=gpus[rank]),
         mock.patch.object(torch.cuda, "set_device", taken.append),
         mock.patch.object(dist, "init_process_group", without_nccl),
     ):

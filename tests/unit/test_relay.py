@@ -1,0 +1,36 @@
+"""How long the first process of a run waits for the others to end."""
+
+from __future__ import annotations
+
+import types
+
+import pytest
+from torch.distributed import HashStore
+
+from packlora.errors import ProcessError
+from packlora.parallel import mesh as meshes
+from packlora.parallel.layout import Layout
+from packlora.runtime import relay
+from packlora.runtime.events import Emitter
+
+
+@pytest.mark.parametrize(("stopping", "timeout", "waits"), [(True, 600, 15), (True, 8, 8), (False, 600, 600)])
+def test_a_silent_process_is_given_up_after_a_while_that_is_shorter_when_the_run_stops(
+    stopping: bool, timeout: float, waits: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal clock
+        clock += seconds
+
+    monkeypatch.setattr(relay, "time", types.SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr(meshes, "time", types.SimpleNamespace(monotonic=lambda: clock))
+    mesh = meshes.Mesh.__new__(meshes.Mesh)  # without a process group
+    mesh.rank, mesh.size, mesh.timeout, mesh.store, mesh._heard = 0, 2, timeout, HashStore(), {}
+    hub = relay.Hub(mesh, Layout((("a",), ("b",))), Emitter(), Emitter(), ["a", "b"], 0)
+    if stopping:
+        hub.outer.stop.ask(15)
+    with pytest.raises(ProcessError, match="process 1 of 2 gives no sign of life"):
+        hub.finish()
+    assert waits < clock < waits + 1
