@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -106,8 +107,11 @@ class Mesh(OneProcess):
         try:
             yield
         except RuntimeError as error:
+            reason = re.sub(r"^\[\S+:\d+\] ", "", foreign(error)).partition(". ")[
+                0
+            ]  # without gloo's source line and advice
             raise self.failure() or ProcessError(
-                f"process {self.rank} of {self.size} waited in vain for another one of the run ({foreign(error)})"
+                f"process {self.rank} of {self.size} waited in vain for another one of the run ({reason})"
             ) from error
 
     # --- who has failed ------------------------------------------------------------------------------------------------
@@ -125,6 +129,12 @@ class Mesh(OneProcess):
             if self.store.check(["failed"]):
                 return ProcessError(self.store.get("failed").decode())
         return None
+
+    def speaks_of_failure(self) -> bool:
+        """Whether no other process has asked this before; yes where that cannot be known."""
+        with contextlib.suppress(Exception):
+            return bool(self.store.add("spoken", 1) == 1)
+        return True
 
     def silent(self, ranks: Sequence[int], seconds: float) -> int | None:
         """One of these processes that has given no sign of life for so many seconds; asked now and then."""
@@ -172,7 +182,9 @@ def started(timeout: float = TIMEOUT) -> Iterator[OneProcess]:
         yield mesh
         mesh.barrier()
     except BaseException as error:
-        if not isinstance(error, ProcessError):
+        if isinstance(error, ProcessError):
+            error.is_news = mesh.speaks_of_failure()
+        else:
             mesh.fail(error)
         raise
     finally:

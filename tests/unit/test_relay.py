@@ -1,4 +1,4 @@
-"""How long the first process of a run waits for the others to end."""
+"""What a process says and waits for where others of its run end, hang or fail."""
 
 from __future__ import annotations
 
@@ -34,3 +34,15 @@ def test_a_silent_process_is_given_up_after_a_while_that_is_shorter_when_the_run
     with pytest.raises(ProcessError, match="process 1 of 2 gives no sign of life"):
         hub.finish()
     assert waits < clock < waits + 1
+
+
+def test_the_first_process_that_hears_of_a_failure_speaks_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = HashStore()
+    asked = []
+    for _ in range(3):
+        mesh = meshes.Mesh.__new__(meshes.Mesh)
+        mesh.store = store
+        asked.append(mesh.speaks_of_failure())
+    assert asked == [True, False, False]
+    monkeypatch.setattr(mesh, "store", None)  # whoever held it is gone
+    assert mesh.speaks_of_failure()
