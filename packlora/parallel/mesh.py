@@ -23,7 +23,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from packlora.errors import InputError, ProcessError, foreign
+from packlora.errors import ProcessError, foreign
 
 TIMEOUT = 600.0
 """Seconds after which a process that does not answer is given up."""
@@ -167,7 +167,7 @@ def started(timeout: float = TIMEOUT) -> Iterator[OneProcess]:
     """The mesh of the processes that torchrun started; a process group that is there already is used.
 
     Raises:
-        InputError: not all processes came within `timeout` seconds.
+        ProcessError: not all processes came within `timeout` seconds, or their address cannot be used.
     """
     if world_size() == 1:
         yield OneProcess()
@@ -218,7 +218,7 @@ def _join(timeout: float) -> None:
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
     except (ValueError, RuntimeError) as error:
-        raise InputError(
-            f"process {os.environ.get('RANK', '?')} of {world_size()} found no others within {timeout:g} s at "
-            f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}: {foreign(error)}"
+        raise ProcessError(
+            f"process {os.environ.get('RANK', '?')} of {world_size()} could not join the others, for which it waits "
+            f"{timeout:g} s at {os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}: {foreign(error)}"
         ) from None

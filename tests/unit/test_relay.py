@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from typing import Any
 
 import pytest
 from torch.distributed import HashStore
@@ -46,3 +47,18 @@ def test_the_first_process_that_hears_of_a_failure_speaks_of_it(monkeypatch: pyt
     assert asked == [True, False, False]
     monkeypatch.setattr(mesh, "store", None)  # whoever held it is gone
     assert mesh.speaks_of_failure()
+
+
+def test_a_process_that_cannot_join_the_others_says_so_whichever_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def taken(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("address already in use")
+
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(meshes, "rendezvous", taken)
+    with pytest.raises(ProcessError) as caught, meshes.started():
+        pass
+    assert str(caught.value) == (
+        "process 1 of 2 could not join the others, for which it waits 600 s at node0:29500: address already in use"
+    )
+    assert caught.value.is_news
