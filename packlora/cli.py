@@ -50,11 +50,16 @@ def _guarded(action: Callable[[], Any], stopped: str = "stopped") -> Any:
         if speaks():  # all processes of a run found it
             say(str(error))
         code = 2
-    except (MemoryError, WriteError, ProcessError) as error:
+    except ProcessError as error:
+        if error.is_news:
+            say(str(error))
+        code = 1
+    except (MemoryError, WriteError) as error:
         say(str(error) or "this machine's memory is used up; take a smaller model or less data, or end other programs")
         code = 1
     except KeyboardInterrupt:
-        say(stopped)
+        if speaks():  # torchrun tells all processes of it
+            say(stopped)
         code = 130
     except Exception as error:
         reason = unwritten(error)
@@ -84,11 +89,13 @@ def speaks() -> bool:
 
 
 def again(words: list[str]) -> str:
-    """The command line that resumes a run."""
+    """The command line that resumes a run; of one on several nodes without what torchrun was told."""
     if alone():
         return shlex.join(["packlora", *words, "--resume"])
-    started = f"torchrun --nproc-per-node {os.environ.get('LOCAL_WORLD_SIZE', '1')}"
-    return f"{started} -m packlora {shlex.join([*words, '--resume'])}"
+    here = os.environ.get("LOCAL_WORLD_SIZE")
+    one_node = here == os.environ["WORLD_SIZE"]
+    options = f"--standalone --nproc-per-node {here}" if one_node else "..."
+    return f"torchrun {options} -m packlora {shlex.join([*words, '--resume'])}"
 
 
 def _without_resume(words: list[str]) -> list[str]:

@@ -67,6 +67,9 @@ class WriteError(Exception):
 class ProcessError(Exception):
     """Another process of the run has failed, or does not answer. The message says which, and why."""
 
+    is_news = True
+    """Whether no other process of the run has said before that it failed."""
+
 
 def unwritten(error: BaseException) -> str | None:
     """What could not be written, and why, where that is the error: a full disk, a quota, a broken disk or pipe."""

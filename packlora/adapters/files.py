@@ -86,7 +86,7 @@ class _Stored(AdapterConfig):
 def keyed(adapter: Adapter, named: Mapping[str, T]) -> dict[str, T]:
     """By PEFT's keys what is named by the adapter's parameters."""
     return {
-        _key(path, name, weights.spec): named[f"{path}/{name}"]
+        tensor_key(path, name, weights.spec): named[f"{path}/{name}"]
         for path, weights in adapter.weights.items()
         for name in weights.named_parameters()
     }
@@ -100,11 +100,14 @@ def tensor_shapes(spec: AdapterSpec, model: PreTrainedModel) -> dict[str, torch.
         assert isinstance(linear, torch.nn.Linear)
         for name, shape in parameter_shapes(module, linear).items():
             shard = shard_of(linear)
-            shapes[_key(path, name, module)] = torch.Size(shape if shard is None else shard.whole_shape(name, shape))
+            shapes[tensor_key(path, name, module)] = torch.Size(
+                shape if shard is None else shard.whole_shape(name, shape)
+            )
     return shapes
 
 
-def _key(path: str, attribute: str, spec: ModuleSpec) -> str:
+def tensor_key(path: str, attribute: str, spec: ModuleSpec) -> str:
+    """The key of one of an adapter's tensors in its file, a magnitude's without its last part."""
     if attribute == "bias":
         suffix = "base_layer.bias" if spec.rank else "bias"
     else:
@@ -286,7 +289,7 @@ def load_adapter(folder: str | Path, adapter: Adapter) -> None:
         InputError: the file is missing or broken, or its tensors are not exactly those of the adapter.
     """
     wanted = {
-        _key(path, name, weights.spec): (weights, name, parameter)
+        tensor_key(path, name, weights.spec): (weights, name, parameter)
         for path, weights in adapter.weights.items()
         for name, parameter in weights.named_parameters().items()
     }

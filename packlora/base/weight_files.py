@@ -46,6 +46,14 @@ class WeightFiles:
                     self._files[key] = file
                     self.shapes[key] = tuple(opened.get_slice(key).get_shape())
 
+    @property
+    def names(self) -> dict[str, list[str]]:
+        """The keys in each file, by its name."""
+        out: dict[str, list[str]] = {}
+        for key, file in self._files.items():
+            out.setdefault(Path(file).name, []).append(key)
+        return out
+
     def read(self, key: str, rows: slice | None = None) -> torch.Tensor:
         """A weight, or rows of it, in the dtype of the file. It may be the file itself, mapped into memory: copy it."""
         with safe_open(self._files[key], framework="pt") as opened:
@@ -77,30 +85,32 @@ def own_rows(rows: int, mesh: DeviceMesh) -> slice:
     return slice(start, min(start + share, rows))
 
 
-def keys_of(model: PreTrainedModel, files: WeightFiles) -> dict[str, str]:
+def keys_of(model: PreTrainedModel, files: WeightFiles, computed: bool = False) -> dict[str, str]:
     """By name of a parameter or persistent buffer of a model, the key of the files. Of tied parameters at least one is there.
 
     Args:
         model: its weights on any device; those that it ties are tied.
+        computed: whether weights may be computed from those in the files; they are left out.
 
     Raises:
-        InputError: the weights are not those that the model has, or not without being computed from those in the files.
+        InputError: the weights are not those that the model has, or are computed from those in the files.
     """
     extra = [*getattr(type(model.config), "extra_files", ()), getattr(model.config, "transformers_weights", None)]
     if any(extra):
         raise InputError(
-            f"base_model {files.path!r}: parallel.shard_base does not read weights out of {extra[0] or extra[-1]}"
+            f"base_model {files.path!r}: weights are read out of safetensors files of the usual names here, not out of "
+            f"{extra[0] or extra[-1]}"
         )
     wanted = model.state_dict()
-    found, unexpected, computed = _renamed(model, wanted, files.shapes)
-    if computed:
+    found, unexpected, made = _renamed(model, wanted, files.shapes)
+    if made and not computed:
         raise InputError(
-            f"base_model {files.path!r}: parallel.shard_base reads weights as they lie in the files, but {computed[0]} of a "
+            f"base_model {files.path!r}: parallel.shard_base reads weights as they lie in the files, but {made[0]} of a "
             f"{model.config.model_type} model is computed from others; save_pretrained it with save_original_format=False"
         )
     there = {id(parameter) for name, parameter in _parameters(model) if name in found}
     tied = {name for name, parameter in _parameters(model) if id(parameter) in there}
-    names, missing = {name for name, _ in _parameters(model)}, wanted.keys() - found.keys() - tied
+    names, missing = {name for name, _ in _parameters(model)}, wanted.keys() - found.keys() - tied - set(made)
     check_weights(
         files.path,
         {

@@ -47,7 +47,7 @@ from packlora.config import Run
 from packlora.data.encode import Sample
 from packlora.errors import InputError
 from packlora.parallel.agreement import together
-from packlora.parallel.layout import place, planned
+from packlora.parallel.layout import Layout, place, planned
 from packlora.parallel.mesh import Mesh
 from packlora.parallel.replicas import ALONE, Alone, Replicas
 from packlora.parallel.sharded import load_sharded
@@ -335,7 +335,7 @@ def run(options: Options, mesh: Mesh) -> Outcome:
     sizes, rows = Sizes.of(options), list(options.kept)
     with ExitStack() as held:
         scratch = Path(held.enter_context(tempfile.TemporaryDirectory()))
-        group = Replicas(mesh, [range(mesh.size)])
+        group = Replicas(mesh, Layout((tuple(JOBS),), split=mesh.size))
         if options.wants("jobs"):
             rows += Jobs(options, sizes, mesh, group, scratch).rows()
             free_memory(options.device)

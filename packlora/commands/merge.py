@@ -2,37 +2,35 @@
 
     LoRA   W + s B A          DoRA   diag(m / ||W + s B A||_row) (W + s B A)          and the trained biases
 
-The sum is made in float32 whatever the base is stored in, and rounded once.
+The sum is made in float32 whatever the base is stored in, and rounded once. The base's files are read and written one after
+the other, so that memory holds one of them and not the model.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 from transformers import PreTrainedModel
+from transformers.utils import cached_file
 
-from packlora.adapters.attach import Adapter, attach
-from packlora.adapters.files import (
-    base_note,
-    load_adapter,
-    model_type,
-    read_config,
-    read_tensors,
-    tensor_shapes,
-)
-from packlora.adapters.linear import AdaptedLinear
-from packlora.adapters.spec import resolve
+from packlora.adapters.files import base_note, model_type, read_config, read_tensors, tensor_key, tensor_shapes
+from packlora.adapters.spec import AdapterSpec, ModuleSpec, resolve
 from packlora.base.demo_model import base_path
-from packlora.base.load import read_model, read_skeleton, read_tokenizer
+from packlora.base.load import read_skeleton, read_tokenizer
+from packlora.base.weight_files import INDEX, WeightFiles, keys_of
 from packlora.errors import InputError, WriteError, unwritten
-from packlora.files import write_folder
+from packlora.files import write_folder, write_json
+from packlora.ops.row_norm.row_norm import row_norm
 
+GENERATION = "generation_config.json"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -71,17 +69,22 @@ def merge_adapter(adapter_dir: Path, out: Path, base_model: str | None = None, d
         skeleton = read_skeleton(base, config.revision)
         tokenizer = read_tokenizer(base, config.revision)
     spec = resolve(config, skeleton, name)
-    read_tensors(adapter_dir, tensor_shapes(spec, skeleton), name)
+    tensors = read_tensors(adapter_dir, tensor_shapes(spec, skeleton), name)
     with _of_the_base():
-        model = read_model(base, config.revision, torch.float32)
-    _, (adapter,) = attach(model, {name: spec}, seed=0)
-    load_adapter(adapter_dir, adapter)
-    fold(model, adapter)
-    model.to(skeleton.config.dtype or torch.float32 if dtype == "auto" else getattr(torch, dtype))
-    _check_finite(model, adapter, adapter_dir)
+        files = WeightFiles(base, config.revision)
+        skeleton.tie_weights()
+        keys = keys_of(skeleton, files, computed=True)
+    kept = skeleton.config.dtype or torch.float32
+    merged = Merged(files, spec, tensors, kept if dtype == "auto" else getattr(torch, dtype), adapter_dir)
+    merged.find(keys)
 
     def write(folder: Path) -> None:
-        model.save_pretrained(folder)
+        merged.write(folder)
+        _write_config(folder, skeleton, merged.dtype)
+        if found := cached_file(
+            base, GENERATION, revision=config.revision, _raise_exceptions_for_missing_entries=False
+        ):
+            shutil.copyfile(found, folder / GENERATION)
         tokenizer.save_pretrained(folder)
 
     try:
@@ -103,25 +106,83 @@ def _of_the_base() -> Iterator[None]:
         raise InputError(f"{error}; --base-model names another one") from None
 
 
-def _check_finite(model: PreTrainedModel, adapter: Adapter, adapter_dir: Path) -> None:
-    for path in adapter.weights:
-        for name, parameter in model.get_submodule(path).named_parameters():
-            if not parameter.isfinite().all():
-                raise InputError(f"{adapter_dir}: merged, {path}.{name} is not finite in {parameter.dtype}")
+def _write_config(folder: Path, model: PreTrainedModel, dtype: torch.dtype) -> None:
+    model.config.dtype, model.config.architectures = dtype, [type(model).__name__]
+    model.config.save_pretrained(folder)
 
 
-def fold(model: PreTrainedModel, adapter: Adapter) -> None:
-    """Fold an attached adapter into the model's weights, in place, and put the plain layers back."""
-    for path, weights in adapter.weights.items():
-        layer: Any = model.get_submodule(path)
-        assert isinstance(layer, AdaptedLinear)
-        with torch.no_grad():
-            if weights.A is not None and weights.B is not None:
-                merged = layer.base.weight.to(weights.A.dtype).addmm(weights.B, weights.A, alpha=weights.spec.scaling)
-                if weights.magnitude is not None:
-                    merged *= (weights.magnitude / weights.norm()).unsqueeze(1)
-                layer.base.weight.copy_(merged)
-            if weights.bias is not None:
-                layer.base.bias.copy_(weights.bias)
-        parent, _, leaf = path.rpartition(".")
-        setattr(model.get_submodule(parent), leaf, layer.base)
+@dataclass(slots=True)
+class Merged:
+    """The weights of the merged model, as the base's files hold them.
+
+    tensors: of the adapter, by the keys of its file. dtype: of what is written.
+    """
+
+    files: WeightFiles
+    spec: AdapterSpec
+    tensors: Mapping[str, torch.Tensor]
+    dtype: torch.dtype
+    adapter_dir: Path
+    places: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """By key of the files of an adapted layer, the layer's path and weight or bias."""
+
+    def find(self, keys: Mapping[str, str]) -> None:
+        """Where adapted layers lie in the files.
+
+        Args:
+            keys: by the model's names, see weight_files.keys_of.
+
+        Raises:
+            InputError: the weight of an adapted layer is computed from others while transformers loads it.
+        """
+        for path, module in self.spec.modules.items():
+            for leaf in ("weight", "bias"):
+                if (name := f"{path}.{leaf}") in keys:
+                    self.places[keys[name]] = path, leaf
+                elif leaf == "weight" or module.train_bias:
+                    raise InputError(
+                        f"base_model {self.files.path!r}: {name}, which the adapter changes, is computed from other weights of "
+                        "the files; save_pretrained the base with save_original_format=False"
+                    )
+
+    def write(self, folder: Path) -> None:
+        """All files, one after the other. Raises InputError where a merged layer is not finite."""
+        names = self.files.names
+        size = 0
+        for name, keys in names.items():
+            tensors = {key: self._tensor(key) for key in keys}
+            size += sum(tensor.nbytes for tensor in tensors.values())
+            save_file(tensors, folder / name, metadata={"format": "pt"})
+            del tensors  # before the next ones are read
+        if len(names) > 1:
+            where = {key: name for name, keys in names.items() for key in keys}
+            write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": where})
+
+    def _tensor(self, key: str) -> torch.Tensor:
+        stored = self.files.read(key)
+        if not stored.is_floating_point():
+            return stored
+        if key not in self.places:
+            return stored.float().to(self.dtype) if stored.dtype == torch.float64 else stored.to(self.dtype)
+        path, leaf = self.places[key]
+        out = self._folded(stored, path, leaf, self.spec.modules[path]).to(self.dtype)
+        if not out.isfinite().all():
+            raise InputError(f"{self.adapter_dir}: merged, {path}.{leaf} is not finite in {self.dtype}")
+        return out
+
+    def _folded(self, stored: torch.Tensor, path: str, leaf: str, module: ModuleSpec) -> torch.Tensor:
+        """A weight or a bias of an adapted layer with the adapter in it, float32."""
+
+        def own(name: str) -> torch.Tensor:
+            return self.tensors[tensor_key(path, name, module)].float()
+
+        if leaf == "bias" and module.train_bias:
+            return own("bias")
+        W = stored.float()
+        if leaf == "bias" or not module.rank:
+            return W
+        A, B = own("A"), own("B")
+        merged = W.addmm(B, A, alpha=module.scaling)
+        if module.use_dora:
+            merged *= (own("magnitude") / row_norm(W, A, B, module.scaling)).unsqueeze(1)
+        return merged

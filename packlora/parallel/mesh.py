@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -22,7 +23,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from packlora.errors import InputError, ProcessError, foreign
+from packlora.errors import ProcessError, foreign
 
 TIMEOUT = 600.0
 """Seconds after which a process that does not answer is given up."""
@@ -34,11 +35,6 @@ _runs = itertools.count()
 def world_size() -> int:
     """Processes that were started together; 1 without torchrun."""
     return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def is_first() -> bool:
-    """Whether this process speaks for all."""
-    return int(os.environ.get("RANK", "0")) == 0
 
 
 def was_restarted() -> bool:
@@ -62,6 +58,8 @@ class OneProcess:
     rank, size, is_first = 0, 1, True
     timeout = TIMEOUT
     """Seconds after which a process that does not answer is given up."""
+    no_gpu: str | None = None
+    """Why there is no GPU for this process, on a machine that has some."""
 
     def gather(self, value: Any) -> list[Any]:
         """What every process gives, by rank; plain values, as JSON holds them."""
@@ -109,8 +107,11 @@ class Mesh(OneProcess):
         try:
             yield
         except RuntimeError as error:
+            reason = re.sub(r"^\[\S+:\d+\] ", "", foreign(error)).partition(". ")[
+                0
+            ]  # without gloo's source line and advice
             raise self.failure() or ProcessError(
-                f"process {self.rank} of {self.size} waited in vain for another one of the run ({foreign(error)})"
+                f"process {self.rank} of {self.size} waited in vain for another one of the run ({reason})"
             ) from error
 
     # --- who has failed ------------------------------------------------------------------------------------------------
@@ -128,6 +129,12 @@ class Mesh(OneProcess):
             if self.store.check(["failed"]):
                 return ProcessError(self.store.get("failed").decode())
         return None
+
+    def speaks_of_failure(self) -> bool:
+        """Whether no other process has asked this before; yes where that cannot be known."""
+        with contextlib.suppress(Exception):
+            return bool(self.store.add("spoken", 1) == 1)
+        return True
 
     def silent(self, ranks: Sequence[int], seconds: float) -> int | None:
         """One of these processes that has given no sign of life for so many seconds; asked now and then."""
@@ -160,23 +167,28 @@ def started(timeout: float = TIMEOUT) -> Iterator[OneProcess]:
     """The mesh of the processes that torchrun started; a process group that is there already is used.
 
     Raises:
-        InputError: not all processes came within `timeout` seconds.
+        ProcessError: not all processes came within `timeout` seconds, or their address cannot be used.
     """
     if world_size() == 1:
         yield OneProcess()
         return
-    own = not dist.is_initialized()
+    own, no_gpu = not dist.is_initialized(), None
     if own:
+        no_gpu = _take_gpu()
         _join(timeout)
     mesh = Mesh(dist.get_rank(), dist.get_world_size(), distributed_c10d._get_default_store(), timeout)
+    mesh.no_gpu = no_gpu
     try:
         yield mesh
         mesh.barrier()
     except BaseException as error:
         failure = mesh.failure() if isinstance(error, ProcessError | RuntimeError) else None
         if failure is not None:  # a message in a forward or a backward failed because another process did
+            failure.is_news = mesh.speaks_of_failure()
             raise failure from error
-        if not isinstance(error, ProcessError):
+        if isinstance(error, ProcessError):
+            error.is_news = mesh.speaks_of_failure()
+        else:
             mesh.fail(error)
         raise
     finally:
@@ -185,21 +197,32 @@ def started(timeout: float = TIMEOUT) -> Iterator[OneProcess]:
             dist.destroy_process_group()
 
 
-def _join(timeout: float) -> None:
-    """Start the process group, on GPUs with this process's own."""
-    local = int(os.environ.get("LOCAL_RANK", "0"))
-    cuda = torch.cuda.is_available() and local < torch.cuda.device_count()
-    if cuda:
+def _take_gpu() -> str | None:
+    """Make this process's own GPU the current one; why there is none, on a machine that has some."""
+    if not torch.cuda.is_available():
+        return None
+    local, here = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if local < here:
         torch.cuda.set_device(local)
+        return None
+    return (
+        f"this machine has {here} usable GPU{'s' if here > 1 else ''}, but {os.environ.get('LOCAL_WORLD_SIZE', local + 1)} "
+        f"processes were started on it, and each needs its own; start {here} (--nproc-per-node), or set device: cpu"
+    )
+
+
+def _join(timeout: float) -> None:
+    """Start the process group."""
     limit = timedelta(seconds=timeout)
     try:
         store, rank, size = next(rendezvous("env://", timeout=limit))
         # addresses of processes that torchrun has started again are not those of the attempt before
         store = PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-        backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+        # NCCL wherever there are GPUs, also for a process that gets none: groups of processes have one backend
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
     except (ValueError, RuntimeError) as error:
-        raise InputError(
-            f"process {os.environ.get('RANK', '?')} of {world_size()} found no others within {timeout:g} s at "
-            f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}: {foreign(error)}"
+        raise ProcessError(
+            f"process {os.environ.get('RANK', '?')} of {world_size()} could not join the others, for which it waits "
+            f"{timeout:g} s at {os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}: {foreign(error)}"
         ) from None

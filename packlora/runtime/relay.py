@@ -24,6 +24,9 @@ from packlora.runtime.events import Emitter
 
 POLL = 0.05
 """Seconds between two looks for the events of others, once this process has nothing else to do."""
+STOPPING = 15.0
+"""Seconds after which a silent process is given up while the run stops: a save may hold the interpreter for as long, and
+torchrun ends all processes after 30."""
 KINDS: dict[str, TypeAdapter[Any]] = {kind.__name__: TypeAdapter(kind) for kind in get_args(Event)}
 RESULT = TypeAdapter(Result)
 
@@ -111,7 +114,7 @@ class Hub:
             if failure := self.mesh.failure():
                 raise failure
             stopping = self.outer.stop.asked or self.inner.stop.asked  # as torchrun asks for it once a process has died
-            seconds = 0.0 if stopping else self.mesh.timeout
+            seconds = min(STOPPING, self.mesh.timeout) if stopping else self.mesh.timeout
             if (rank := self.mesh.silent([rank for rank in leaders if rank], seconds)) is not None:
                 raise ProcessError(f"process {rank} of {self.mesh.size} gives no sign of life; --resume goes on")
             time.sleep(POLL)

@@ -18,7 +18,7 @@ from packlora.config import Run
 from packlora.errors import InputError, quoted
 from packlora.files import lock_folder
 from packlora.parallel.agreement import same, together
-from packlora.parallel.mesh import started, was_restarted
+from packlora.parallel.mesh import OneProcess, started, was_restarted
 from packlora.report.events import Subscriber
 from packlora.result import Result
 from packlora.run_file import load_run, run_from
@@ -67,7 +67,7 @@ def train(
         raise InputError("--from says where to go on, so it needs --resume")
     subscribers = _callable(subscribers)
     with started() as mesh:
-        asked = together(mesh, lambda: _checked(_run_of(run, overrides), mesh.size))
+        asked = together(mesh, lambda: _checked(_run_of(run, overrides), mesh))
         mesh.timeout = asked.parallel.timeout_s
         session = Session(asked, mesh, resume or was_restarted(), max_steps, resume_from or [])
         same(mesh, session.must_be_the_same())
@@ -88,15 +88,17 @@ def _output_folder(path: Path) -> Iterator[None]:
             yield
 
 
-def _checked(run: Run, processes: int) -> Run:
+def _checked(run: Run, mesh: OneProcess) -> Run:
     if run.schedule.padding_multiple != 1:
         raise InputError(
             f"schedule: padding_multiple is {run.schedule.padding_multiple}, but training packs samples without padding, "
             "which no kernel here needs; leave it at 1. `packlora plan` shows what padding would cost"
         )
-    run.parallel.check(processes)
-    if processes > 1 and run.device not in ("auto", "cpu", "cuda"):
-        raise InputError(f"device: {run.device!r} is one device, but {processes} processes were started; use auto")
+    run.parallel.check(mesh.size)
+    if mesh.size > 1 and run.device not in ("auto", "cpu", "cuda"):
+        raise InputError(f"device: {run.device!r} is one device, but {mesh.size} processes were started; use auto")
+    if mesh.no_gpu and run.device != "cpu":
+        raise InputError(mesh.no_gpu)
     return run
 
 

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from packlora.adapters.attach import attach
@@ -106,7 +107,8 @@ class Session:
     def must_be_the_same(self) -> dict[str, str]:
         """By what it is, what all processes must have alike."""
         text = self.run.model_dump_json() + repr((self.resume, self.max_steps, self.resume_from))
-        return {"run file and arguments": hashlib.sha256(text.encode()).hexdigest()[:12]} | versions()
+        device = "cpu" if self.run.device == "cpu" or not torch.cuda.is_available() else "cuda"
+        return {"run file and arguments": hashlib.sha256(text.encode()).hexdigest()[:12], "device": device} | versions()
 
     def train(self, subscribers: Sequence[Subscriber]) -> Result:
         """Train the jobs of this process. On the first one the subscribers hear of all jobs.

@@ -77,7 +77,7 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("a base model was loaded")
 
     monkeypatch.setattr("packlora.runtime.session.load_base", load)
-    monkeypatch.setattr("packlora.commands.merge.read_model", load)
+    monkeypatch.setattr("packlora.commands.merge.WeightFiles", load)
 
 
 def refused(result: Any, *said: str) -> None:

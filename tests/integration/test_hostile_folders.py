@@ -15,7 +15,6 @@ import pytest
 from conftest import WORDS
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedModel
 from typer.testing import CliRunner
 
 import packlora
@@ -258,11 +257,11 @@ def test_merge_writes_where_a_link_leads(there: bool, begun: dict[str, Any], tmp
 def test_a_merge_that_does_not_fit_leaves_nothing_that_takes_up_space(
     error: Exception, begun: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(model: object, folder: Path) -> None:
-        (folder / "half.safetensors").write_bytes(b"x")
+    def full(tensors: object, file: Path, metadata: object) -> None:
+        file.write_bytes(b"x")
         raise error
 
-    monkeypatch.setattr(PreTrainedModel, "save_pretrained", full)
+    monkeypatch.setattr("packlora.commands.merge.save_file", full)
     result = CliRunner().invoke(app, ["merge", f"{begun['output_dir']}/a", str(tmp_path / "merged")])
     assert result.exit_code == 1, result.output
     assert f"cannot write {tmp_path / 'merged'}: No space left on device" in result.stderr

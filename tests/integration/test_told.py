@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 
 import packlora
 from packlora import terminal
-from packlora.cli import app
+from packlora.cli import again, app
+from packlora.errors import InputError, ProcessError
 from packlora.terminal import Activity
 
 
@@ -79,3 +80,50 @@ def test_a_command_that_is_ended_says_how_it_goes_on(
     assert result.exit_code == 130
     assert said in result.stderr
     assert ("--resume" in result.stderr) == (command[0] == "train")
+
+
+def known(error: ProcessError) -> ProcessError:
+    error.is_news = False
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "said_by", "code"),
+    [
+        (KeyboardInterrupt(), ["0"], 130),
+        (InputError("wrong"), ["0"], 2),
+        (ProcessError("process 2 of 3 failed"), ["0", "1"], 1),
+        (known(ProcessError("process 2 of 3 failed")), [], 1),
+    ],
+)
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_of_several_processes_one_says_what_ended_the_run(
+    error: BaseException, said_by: list[str], code: int, rank: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def end(*args: Any, **kwargs: Any) -> None:
+        raise error
+
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr("packlora.runtime.run.train", end)
+    result = CliRunner().invoke(app, ["train", "run.yaml"])
+    assert result.exit_code == code
+    told = [line for line in result.stderr.splitlines() if "checking the run" not in line]
+    assert len(told) == (rank in said_by), told
+
+
+@pytest.mark.parametrize(
+    ("world", "here", "started"),
+    [
+        (None, None, "packlora"),
+        ("4", "4", "torchrun --standalone --nproc-per-node 4 -m packlora"),
+        ("8", "4", "torchrun ... -m packlora"),
+    ],
+)
+def test_a_run_that_stopped_says_with_which_command_it_goes_on(
+    world: str | None, here: str | None, started: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("WORLD_SIZE", world), ("LOCAL_WORLD_SIZE", here)):
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    assert again(["train", "my run.yaml"]) == f"{started} train 'my run.yaml' --resume"

@@ -168,6 +168,18 @@ class Partitioned:
         self.release()
 
 
+def three_steps(model: Any, engine: Partitioned | Flat) -> dict[str, torch.Tensor]:
+    """Logits and gradients of three steps that the engine takes."""
+    found = {}
+    for step in range(3):
+        out = model(input_ids=data(0, step), labels=data(0, step))
+        out.loss.backward()
+        found[f"{step} logits"] = out.logits.detach()
+        found |= {f"{step} {name}": p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        engine.step()
+    return found
+
+
 def zero_3(when: str, dora: bool, accelerated: bool) -> tuple[dict[str, torch.Tensor], Any]:
     model, report = adapted(Case("none", dora=dora)), None
     if accelerated and when == "before":
@@ -176,13 +188,7 @@ def zero_3(when: str, dora: bool, accelerated: bool) -> tuple[dict[str, torch.Te
     if accelerated and when == "after":
         report = packlora.accelerate(model, recompute=True, keep_outputs=True)
         engine.release()
-    found = {}
-    for step in range(3):
-        out = model(input_ids=data(0, step), labels=data(0, step))
-        out.loss.backward()
-        found[f"{step} logits"] = out.logits.detach()
-        found |= {f"{step} {name}": p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-        engine.step()
+    found = three_steps(model, engine)
     return found | {name: p.ds_tensor.clone() for name, p in model.named_parameters()}, report  # type: ignore[attr-defined]
 
 
@@ -226,13 +232,7 @@ def zero_1(dora: bool, when: str) -> tuple[dict[str, torch.Tensor], Any]:
     engine = Flat(model)
     if when == "after":
         report = packlora.accelerate(model)
-    found = {}
-    for step in range(3):
-        out = model(input_ids=data(0, step), labels=data(0, step))
-        out.loss.backward()
-        found[f"{step} logits"] = out.logits.detach()
-        found |= {f"{step} {name}": p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-        engine.step()
+    found = three_steps(model, engine)
     return found | {name: p.detach().clone() for name, p in model.named_parameters()}, report
 
 

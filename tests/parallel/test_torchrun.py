@@ -80,6 +80,7 @@ def test_what_ends_one_process_ends_the_run_and_it_goes_on_from_there(
     code, said = ended(launch(split, tmp_path / "out", mishap, rank))
     assert code != 0
     assert says in said, said
+    assert said.count("packlora: process") <= 1, said
     json.loads((tmp_path / "out" / "run.json").read_text())
     packlora_resumes = train({**tree, "output_dir": str(tmp_path / "out")}, resume=True)
     assert packlora_resumes.status == "done"

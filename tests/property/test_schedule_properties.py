@@ -102,7 +102,27 @@ def test_on_no_stage_a_forward_begins_before_the_step_that_it_needs(seed: int) -
     plan = slots(list(planner.windows()))
     cost = some_cost(draw, planner.stages)
     timeline = simulate(plan, cost, planner.stages, transfer=draw.choice([0.0, 0.5]))
+    start = {(span.stage, span.microbatch): span.start for span in timeline.spans if span.kind == "forward"}
+    end = {(span.stage, span.microbatch): span.end for span in timeline.spans if span.kind == "backward"}
+    holds = [{(placed.job, placed.batch) for placed in microbatch.samples} for microbatch in plan]
+    pairs = [
+        (earlier, later, stage)
+        for later, earlier in itertools.product(range(len(plan)), repeat=2)
+        if any((job, batch - 1) in holds[earlier] for job, batch in holds[later])
+        for stage in range(planner.stages)
+    ]
+    assert all(start[stage, later] >= end[stage, earlier] - 1e-6 for earlier, later, stage in pairs)
     check_causality(timeline, plan, planner.stages)
+    if pairs:  # the check refuses one that begins before
+        earlier, later, stage = draw.choice(pairs)
+        spans = [
+            replace(span, start=end[stage, earlier] - 0.01)
+            if (span.stage, span.kind, span.microbatch) == (stage, "forward", later)
+            else span
+            for span in timeline.spans
+        ]
+        with pytest.raises(ScheduleError, match=f"on stage {stage} the forward of batch"):
+            check_causality(replace(timeline, spans=tuple(spans)), plan, planner.stages)
 
 
 @cases(500)

@@ -1,0 +1,64 @@
+"""What a process says and waits for where others of its run end, hang or fail."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore
+
+from packlora.errors import ProcessError
+from packlora.parallel import mesh as meshes
+from packlora.parallel.layout import Layout
+from packlora.runtime import relay
+from packlora.runtime.events import Emitter
+
+
+@pytest.mark.parametrize(("stopping", "timeout", "waits"), [(True, 600, 15), (True, 8, 8), (False, 600, 600)])
+def test_a_silent_process_is_given_up_after_a_while_that_is_shorter_when_the_run_stops(
+    stopping: bool, timeout: float, waits: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal clock
+        clock += seconds
+
+    monkeypatch.setattr(relay, "time", types.SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr(meshes, "time", types.SimpleNamespace(monotonic=lambda: clock))
+    mesh = meshes.Mesh.__new__(meshes.Mesh)  # without a process group
+    mesh.rank, mesh.size, mesh.timeout, mesh.store, mesh._heard = 0, 2, timeout, HashStore(), {}
+    hub = relay.Hub(mesh, Layout((("a",), ("b",))), Emitter(), Emitter(), ["a", "b"], 0)
+    if stopping:
+        hub.outer.stop.ask(15)
+    with pytest.raises(ProcessError, match="process 1 of 2 gives no sign of life"):
+        hub.finish()
+    assert waits < clock < waits + 1
+
+
+def test_the_first_process_that_hears_of_a_failure_speaks_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = HashStore()
+    asked = []
+    for _ in range(3):
+        mesh = meshes.Mesh.__new__(meshes.Mesh)
+        mesh.store = store
+        asked.append(mesh.speaks_of_failure())
+    assert asked == [True, False, False]
+    monkeypatch.setattr(mesh, "store", None)  # whoever held it is gone
+    assert mesh.speaks_of_failure()
+
+
+def test_a_process_that_cannot_join_the_others_says_so_whichever_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def taken(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("address already in use")
+
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(meshes, "rendezvous", taken)
+    with pytest.raises(ProcessError) as caught, meshes.started():
+        pass
+    assert str(caught.value) == (
+        "process 1 of 2 could not join the others, for which it waits 600 s at node0:29500: address already in use"
+    )
+    assert caught.value.is_news
