@@ -65,7 +65,7 @@ class Run:
             for adapter in self.adapters
         }
         if graphs is not None:
-            self.executor = GraphedDevice(single, self.buffers, True, self.told.append, graphs)
+            self.executor = GraphedDevice(single, self.buffers, True, 64, self.told.append, graphs)
 
     def parameters(self) -> list[torch.nn.Parameter]:
         return [parameter for adapter in self.adapters for parameter in adapter.named_parameters().values()]

@@ -40,7 +40,8 @@ from packlora.runtime.microbatch import Executor, MicrobatchResult, Pending, Sin
 MOST = 32
 """Shapes whose graphs are kept; the one that was not used for longest goes."""
 STEPS = 8
-"""Numbers of tokens from a power of two to the next that have graphs of their own."""
+"""Numbers of tokens from a power of two to the next that have graphs of their own; below the budget they are as far apart as
+just under it, for a shape costs more time than its last tokens do."""
 TRIES = 3
 """How often memory may run out before a run goes on without graphs."""
 LEAST_TOKENS, LEAST_SAMPLES = 256, 16
@@ -56,10 +57,10 @@ class Shape(NamedTuple):
     samples: int
 
     @staticmethod
-    def of(lengths: Sequence[int]) -> Shape:
-        """That of samples of so many tokens."""
+    def of(lengths: Sequence[int], budget: int) -> Shape:
+        """That of samples of so many tokens. budget: most tokens that microbatches are planned with."""
         tokens = sum(lengths)
-        step = max(_power(tokens) // (2 * STEPS), LEAST_TOKENS // STEPS)
+        step = max(_power(max(tokens, budget)) // (2 * STEPS), LEAST_TOKENS // STEPS)
         total = max(-(-tokens // step) * step, LEAST_TOKENS)
         more = -(-(total - tokens) // max(lengths))  # samples of nobody's tokens
         return Shape(total, max(_power(len(lengths) + more), _power(total // BLOCK), LEAST_SAMPLES))
@@ -252,16 +253,17 @@ class GraphedDevice:
         single: runs what graphs do not.
         buffers: of the adapters that may own tokens, see Gradients.
         dropout: whether one of them has it.
+        budget: most tokens that microbatches are planned with.
         tell: is told once why there are no graphs.
     """
 
     def __init__(
-        self, single: SingleDevice, buffers: Buffers, dropout: bool,
+        self, single: SingleDevice, buffers: Buffers, dropout: bool, budget: int,
         tell: Callable[[str], None] = lambda text: None, recorder: Callable[[torch.device], Any] = Recorder,
     ) -> None:  # fmt: skip
         self.single, self.tell = single, tell
         self.why_not: str | None = None
-        self._adapters, self._dropout = tuple(buffers), dropout
+        self._adapters, self._dropout, self._budget = tuple(buffers), dropout, budget
         self._gradients = Gradients(buffers)
         self._new_recorder = recorder
         self._recorder: Any = None
@@ -359,7 +361,7 @@ class GraphedDevice:
         return self.single.plans()
 
     def _load(self, samples: Sequence[PackedSample], weights: np.ndarray) -> _Ready:
-        body = self._body(Shape.of([item.sample.num_tokens for item in samples]))
+        body = self._body(Shape.of([item.sample.num_tokens for item in samples], self._budget))
         batch = collate(samples, self.single.base.device, weights, body.shape.tokens)
         body.load(batch)
         return _Ready(samples, weights, body, batch)
@@ -404,8 +406,10 @@ def _nothing_waits(device: torch.device, checked: bool) -> Iterator[None]:
         torch.cuda.set_sync_debug_mode(before)
 
 
-def graphed(run: Run, base: Base, single: SingleDevice, jobs: Sequence[Job], tell: Callable[[str], None]) -> Executor:
-    """The executor that a run asks for by `cuda_graphs`.
+def graphed(
+    run: Run, base: Base, single: SingleDevice, jobs: Sequence[Job], budget: int, tell: Callable[[str], None]
+) -> Executor:
+    """The executor that a run asks for by `cuda_graphs`. budget: most tokens that microbatches are planned with.
 
     Raises:
         InputError: it must have graphs, and cannot.
@@ -424,7 +428,7 @@ def graphed(run: Run, base: Base, single: SingleDevice, jobs: Sequence[Job], tel
         job.adapter.number: [(job.parameters[name], buffer) for name, buffer in job.gradient_buffers().items()]
         for job in jobs
     }
-    return GraphedDevice(single, buffers, dropout, tell)
+    return GraphedDevice(single, buffers, dropout, budget, tell)
 
 
 def why_no_graphs(run: Run, base: Base, jobs: Sequence[Job]) -> str | None:

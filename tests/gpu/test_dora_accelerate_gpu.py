@@ -166,7 +166,7 @@ def test_compiled_into_cuda_graphs_before_and_after_optimizer_steps(
     """As exact as PEFT's eager model in the same dtype, in the steps that warm up, that record and that replay."""
     model = qwen3(dora, lora)
     ids = torch.randint(3, 320, (2, 96), device="cuda")
-    exact, plain = copy.deepcopy(model).float(), copy.deepcopy(model)
+    exact, plain = copy.deepcopy(model).float(), copy.deepcopy(model).bfloat16()
     packlora.accelerate(model, example={"input_ids": ids})
 
     def outcome(model: Any) -> dict[str, torch.Tensor]:

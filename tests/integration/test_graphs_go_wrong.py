@@ -189,7 +189,7 @@ def test_more_jobs_than_tokens_of_a_small_microbatch_have_no_graphs(monkeypatch:
     """Nominal segments would be empty."""
     found = reason("low_rank", monkeypatch, jobs=graphs.LEAST_TOKENS + 1)
     assert found is not None and "257 jobs" in found
-    moving = MovingSegments(Shape.of([20]).tokens, range(graphs.LEAST_TOKENS))
+    moving = MovingSegments(Shape.of([20], 0).tokens, range(graphs.LEAST_TOKENS))
     assert all(start < stop for _, start, stop in moving.nominal)
 
 

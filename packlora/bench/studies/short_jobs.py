@@ -193,7 +193,7 @@ def trainer_of(prepared: PreparedRun, base: Base, scratch: Path, group: Alone = 
     known = profile(prepared.run, prepared)
     events = Emitter()
     folder = OutputFolder(scratch, "benchmark", None, events)
-    executor = graphed(prepared.run, base, SingleDevice(base, attached), made, print)
+    executor = graphed(prepared.run, base, SingleDevice(base, attached), made, prepared.budget, print)
     return Trainer(prepared.run, prepared, base, executor, made, known, folder, events, group=group)
 
 
