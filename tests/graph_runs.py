@@ -102,11 +102,11 @@ class Run:
         packed = [self.packed(number) for number in numbers]
         for at, number in enumerate(numbers):
             sums.append(run_microbatch(self.executor, packed[at], SCALES).sums)
-            if evaluate:
-                sums.append(self.executor.evaluate(packed[at][-1:], 3).sums)
             self.collect({owner for owner, _ in self.owned(number)}, step=number % 2 == 1)
             for following in packed[at + 1 : at + 2]:
                 self.executor.prepare(following, SCALES)
+            if evaluate:
+                sums.append(self.executor.evaluate(packed[at][-1:], 3).sums)
         return [*(p.detach().clone() for p in self.parameters()), *sums]
 
 

@@ -228,12 +228,13 @@ class Recorder:
 
 
 class _Ready(NamedTuple):
-    """A microbatch that lies in the buffers of its body."""
+    """A microbatch that lies in the buffers of its body. hidden_TD: of its forward, if that has been begun."""
 
     samples: Sequence[PackedSample]
     weights: np.ndarray
     body: Body
     batch: PackedBatch
+    hidden_TD: torch.Tensor | None = None
 
 
 class Waiting(NamedTuple):
@@ -277,10 +278,12 @@ class GraphedDevice:
         self._room = Room()
 
     def prepare(self, samples: Sequence[PackedSample], weights: np.ndarray) -> None:
-        """See Executor. What fails does so again in the forward."""
+        """See Executor. Where there is a graph it is replayed now: so the device has work while the host waits for numbers of
+        the last step. What fails does so again in the forward."""
         if self.why_not is None and not self._waiting:
             with suppress(Exception):
-                self._ready = self._load(samples, weights)
+                ready = self._load(samples, weights)
+                self._ready = ready._replace(hidden_TD=ready.body.forward() if ready.body.recorded else None)
 
     def forward(self, samples: Sequence[PackedSample], weights: np.ndarray) -> Pending | Waiting:
         """See Executor. One forward at a time goes by a graph: what it keeps for its backward is in the graph's memory. No job
@@ -317,7 +320,7 @@ class GraphedDevice:
             self._recorder = self._recorder or self._new_recorder(base.device)
             body.record(self._recorder)
         with _nothing_waits(base.device, self._checked == 1):
-            hidden_TD = body.forward().requires_grad_()
+            hidden_TD = (body.forward() if ready.hidden_TD is None else ready.hidden_TD).requires_grad_()
         head = plain_head(base.model)
         assert head is not None
         losses_L, total = linear_cross_entropy(

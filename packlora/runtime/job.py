@@ -198,6 +198,7 @@ class Job:
             if train.max_grad_norm > 0:
                 self.gradient.mul_((train.max_grad_norm / (norm + 1e-6)).clamp(max=1.0))
             self.optimizer.step(self.gradient, self.without, self.lr_at(self.step))
+            self.gradient.zero_()  # here and not in after_step, for which the device is waited for
         largest, changed = torch.linalg.vector_norm(flat, math.inf), (flat != self._before).any()
         return torch.stack([number.double() for number in (self.loss_sum, norm, largest, changed)])
 
@@ -220,7 +221,8 @@ class Job:
         self.untrained &= self.without
         self.last_good = before
         tokens = self._tokens
-        self.discard()
+        self.loss_sum, self._tokens = None, 0
+        self.without.update(self.parameters)
         self.step += 1
         self.tokens_seen += tokens
         result = StepResult(self.step, loss, grad_norm, lr, tokens)

@@ -52,7 +52,8 @@ class Executor(Protocol):
         """
 
     def prepare(self, samples: Sequence[PackedSample], weights: np.ndarray) -> None:
-        """The next `forward` will be given these objects: what it needs of them may be made while the device works."""
+        """The next `forward` will be given these objects, and no parameter that it reads changes before, but of jobs whose
+        results nobody needs: it may be begun while the host has other things to do."""
 
     def backward(self, pending: Any) -> MicrobatchResult:
         """Add the gradients of what `forward` returned to the parameters of its owners."""

@@ -246,6 +246,7 @@ class Trainer:
         return self._is_running() and not self.stop.asked
 
     def _fail(self, job: Job) -> None:
+        self.runner.packer.forget()  # what was prepared may have been begun with values that were taken back
         self.events.emit(JobFailed(job.name, job.step, job.failure or ""))
         self.folder.save_result(job)
 

@@ -41,6 +41,10 @@ class Packer:
         self._last = microbatch, (sorted(samples, key=lambda sample: sample.owner), weights)
         return self._last[1]
 
+    def forget(self) -> None:
+        """Pack the next microbatch anew: an executor then knows none that it prepared."""
+        self._last = None
+
 
 @dataclass(frozen=True, slots=True)
 class Wave:

@@ -18,6 +18,7 @@ from packlora.plans.select import PlanChooser
 from packlora.runtime import graphs
 from packlora.runtime.collate import PackedSample, collate
 from packlora.runtime.graphs import MOST, Body, GraphedDevice, Shape
+from packlora.runtime.microbatch import run_microbatch
 
 
 class Fixed(PlanChooser):
@@ -151,3 +152,22 @@ def test_a_second_forward_before_the_backward_goes_without_a_graph(monkeypatch: 
         (pair for own in run.buffers.values() for pair in own), other.parameters(), strict=True
     ):
         torch.testing.assert_close(one, parameter.grad, rtol=2e-4, atol=2e-5)
+
+
+def test_a_forward_that_is_replayed_ahead_is_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is it spoilt by an evaluation that comes between. What was prepared and is not asked for is run anew."""
+    want = Run(None, shrink=4).train(evaluate=True)
+    attention_by_starts(monkeypatch)
+    monkeypatch.setattr(graphs, "LEAST_TOKENS", 64)
+    calls, original = [], Body.forward
+    monkeypatch.setattr(Body, "forward", lambda body: [original(body), calls.append(body)][0])
+    run = Run(Pretended, Fixed(ROUTED), shrink=4)
+    got = run.train(evaluate=True)
+    assert not run.told and len(calls) == len(graph_runs.MICROBATCHES)
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-4, atol=2e-5)
+    first, second = run.packed(0), run.packed(1)
+    run.executor.prepare(second, graph_runs.SCALES)
+    sums = run_microbatch(run.executor, first, graph_runs.SCALES).sums
+    torch.testing.assert_close(sums, run.executor.evaluate(first, 3).sums, rtol=2e-4, atol=2e-5)
+    assert len(calls) == len(graph_runs.MICROBATCHES) + 2
