@@ -109,7 +109,7 @@ def deterministic() -> Iterator[None]:
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     memory: Any = torch.utils.deterministic
     fill = memory.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True)  # with warn_only the attention kernels would stay as they are
+    torch.use_deterministic_algorithms(True)  # with warn_only torch's own attention would stay as it is
     memory.fill_uninitialized_memory = False
     try:
         yield

@@ -85,8 +85,8 @@ def test_attention_and_its_gradients_are_as_exact_as_plain_torch(
     plain = with_gradients(written_out, qkv, dy, LENGTHS, D**-0.5, window, cap)
     exact = [tensor.detach().double().requires_grad_() for tensor in qkv]
     want = with_gradients(written_out, exact, dy.double(), LENGTHS, D**-0.5, window, cap)
-    # A token that sees itself alone has dq = dk = 0 exactly where all is written out; a flash backward takes the difference
-    # of two float32 sums of D products there, whose own rounding is the floor.
+    # A token that sees itself alone has dq = dk = 0 exactly where all is written out; the backward of kernels takes the
+    # difference of two float32 sums of D products there, whose own rounding is the floor.
     floor = 1e-6 if window != 1 else D * float(qkv[2].abs().max() * dy.abs().max()) * 2**-24
     for index, (ours, theirs, value) in enumerate(zip(got, plain, want, strict=True)):
         error, bound = (ours.double() - value).abs().max(), (theirs.double() - value).abs().max()

@@ -14,6 +14,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[3]
+STEPS = " | | | |"
+"""Cells of a row of the README's table whose times are not over a frozen model's: it times whole optimizer steps."""
+STEPS_COUNTED = re.compile(r"(The last )(?:row times|\w+ rows time)( whole optimizer steps)")
 MARKS = re.compile(r"(<!-- figures: .*? -->\n).*?(<!-- /figures -->)", re.DOTALL)
 
 
@@ -416,6 +419,145 @@ def short_jobs() -> list[str]:
     return lines
 
 
+REPLICAS_GOAL, TENSOR_GOAL = 0.95, 1.06
+"""Efficiency of divided jobs, at least; time over that of the frozen layers, cut alike, at most."""
+
+
+def two_gpus() -> list[str]:
+    """Replicas, a sharded base, tensor parallelism."""
+    replicas, tensor = _replicas(), _tensor_parallel()
+    return [*replicas, *([""] if replicas and tensor else []), *tensor]
+
+
+def _replicas() -> list[str]:
+    file = measured("replicas-h200")
+    if file is None:
+        return []
+    summary, rows = file["summary"], file["rows"]
+    shape = file["protocol"].removeprefix("Part jobs: ").partition(", ")[0]
+    lines = [
+        "**Replicas.** Training four LoRA jobs of short samples (ranks 8 to 64, dropout 0.1, about 8192 tokens of each in an "
+        f"optimizer step) on {shape}, on GPUs of one host ({file['device']}, NCCL): real tokens per second, optimizer steps "
+        "included, planning not ([replicas-h200.json](../benchmarks/results/replicas-h200.json)). It runs the classes of the "
+        "training loop, not `packlora train`; microbatches of at most 8192 tokens a GPU are CUDA graphs. Efficiency: tokens "
+        "per second over those of one GPU and the number of GPUs, with divided jobs until the last GPU is done with its own; "
+        "*busy*: the GPUs' own rates added up:",
+        "",
+        "| GPUs | who trains what | tokens/s | efficiency | busy |",
+        "|---|---|---|---|---|",
+    ]
+    sizes = sorted({row["processes"] for row in rows if row["part"] == "jobs"})
+    for size in sizes:
+        one, jobs, samples = (f"{summary[f'{way}_{size}_tokens_per_s']:.0f}" for way in ("one_of", "jobs", "samples"))
+        by_jobs, busy = (f"{summary[f'{kind}efficiency_jobs_{size}']:.3f}" for kind in ("", "busy_"))
+        lines += [
+            f"| 1 of {size} | all jobs | {one} | 1 | |",
+            f"| {size} | each job whole on one | {jobs} | {by_jobs} | {busy} |",
+            f"| {size} | every microbatch divided | {samples} | {summary[f'efficiency_samples_{size}']:.3f} | |",
+        ]
+    lines += [""]
+    for size in sizes:
+        lines.append(_divided_jobs(size, [row for row in rows if row["part"] == "jobs"], summary))
+    for size in sorted({row["processes"] for row in rows if row["part"] == "fsdp2"}):
+        value, layers = summary.get(f"fsdp2_over_replica_{size}"), _of_part(rows, "fsdp2", size)[0]["layers"]
+        lines.append(
+            f"With a base that is sharded over {size} GPUs (`parallel.shard_base`, FSDP2; {layers} layers of Llama-3.1-8B's "
+            "shape, one LoRA job, 4 x 2048 tokens a GPU and step) a step "
+            + (
+                "failed."
+                if value is None
+                else f"takes {value:.3f} of the time that it takes with the base on each GPU."
+            )
+        )
+    return lines
+
+
+def _of_part(rows: list[dict[str, Any]], part: str, size: int) -> list[dict[str, Any]]:
+    return [row for row in rows if row["part"] == part and row["processes"] == size]
+
+
+def _divided_jobs(size: int, rows: list[dict[str, Any]], summary: dict[str, Any]) -> str:
+    """What the table shows of them, in words."""
+    rows = _of_part(rows, "jobs", size)
+    seconds, tokens = ([sum(row["jobs"][key][rank] for row in rows) for rank in range(size)] for key in ("s", "tokens"))
+    met = "met" if summary[f"efficiency_jobs_{size}"] >= REPLICAS_GOAL else "missed"
+    bits = "have" if all(same for row in rows for same in row["bits_equal"].values()) else "do not have"
+    return (
+        f"On {size} GPUs the goal for divided jobs, an efficiency of {REPLICAS_GOAL}, is {met}. Jobs are placed by their "
+        f"tokens: the most on a GPU are {max(tokens) / min(tokens):.3f} times the fewest, but the longest time is "
+        f"{max(seconds) / min(seconds):.3f} times the shortest. Adapters of divided jobs {bits} the bits that one GPU gives "
+        "the same jobs."
+    )
+
+
+def _tensor_parallel() -> list[str]:
+    file = measured("tensor-parallel-h200")
+    if file is None:
+        return []
+    rows = file["rows"]
+    layers = ", ".join(sorted({f"{row['layers']} of {row['shape']}" for row in rows}))
+    lines = [
+        f"**Tensor parallelism.** Decoder layers ({layers}) of the shapes of Llama-3.1-8B and -70B, cut over GPUs of one host "
+        f"({file['device']}, NCCL), bfloat16, forward and backward; LoRA r 16 with dropout 0.1 on all linear layers: time over "
+        "that of the same frozen layers, cut alike "
+        "([tensor-parallel-h200.json](../benchmarks/results/tensor-parallel-h200.json)). PEFT runs over the same slices, with "
+        "its part of a row-parallel layer in the sum that the frozen layer needs; transformers' own tensor parallelism is not "
+        "measured. *With its step*: the job's message, clipping and AdamW after every run. The last two columns are of that, "
+        "beside the frozen layers:",
+        "",
+        "| shape, tokens | GPUs | sequence parallel | frozen, ms | packlora | with its step | PEFT | more collectives "
+        "| bytes sent over frozen |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        frozen = f"{row['ms']['frozen']:.1f}" if "frozen" in row["ms"] else "failed"
+        ratios = [_three(row["over_frozen"].get(name)) for name in ("packlora", "packlora_stepped", "peft_bf16")]
+        sent, stepped = (row["messages"].get(name) for name in ("frozen", "packlora_stepped"))
+        wire = ["failed"] * 2
+        if sent and stepped:
+            wire = [str(stepped["collectives"] - sent["collectives"]), f"{stepped['sent'] / sent['sent']:.3f}"]
+        lines.append(
+            f"| {row['shape']}, {row['samples']} x 2048 | {row['processes']} | {'yes' if row['sequence'] else 'no'} "
+            f"| {' | '.join([frozen, *ratios, *wire])} |"
+        )
+    return [*lines, "", *_tensor_words(rows)]
+
+
+def _three(value: float | None) -> str:
+    return "failed" if value is None else f"{value:.3f}"
+
+
+def _tensor_words(rows: list[dict[str, Any]]) -> list[str]:
+    """What the table shows: the goal, the messages, few tokens."""
+
+    def label(row: dict[str, Any]) -> str:
+        how = " with sequence parallelism" if row["sequence"] else ""
+        return f"{row['shape']}{how} on {row['processes']} GPUs ({_three(row['over_frozen'].get('packlora'))})"
+
+    def between(own: list[dict[str, Any]], name: str) -> str:
+        found = [row["over_frozen"][name] for row in own if name in row["over_frozen"]]
+        return f"{min(found):.2f} to {max(found):.2f}" if found else "nothing"
+
+    main = [row for row in rows if row["samples"] == max(row["samples"] for row in rows)]
+    rest = [row for row in rows if row not in main]
+    holds = [row for row in main if row["over_frozen"].get("packlora", TENSOR_GOAL + 1) <= TENSOR_GOAL]
+    lines = [
+        f"The goal at {main[0]['samples']} x 2048 tokens is at most {TENSOR_GOAL}. Held by: "
+        f"{', '.join(map(label, holds)) or 'none'}. Missed by: "
+        f"{', '.join(label(row) for row in main if row not in holds) or 'none'}. PEFT has {between(main, 'peft_bf16')}. "
+        "Layers send nothing for adapters without sequence parallelism, and a step one message; with it each block's input is "
+        "joined once more in the backward.",
+    ]
+    if rest:
+        host = [row["host_us"]["packlora"] / row["ms"]["packlora"] / 1000 for row in rest if "packlora" in row["ms"]]
+        lines.append(
+            f"With {rest[0]['samples']} x 2048 tokens the host decides, not the GPUs: its launches take at least "
+            f"{min(host, default=0):.0%} of packlora's time, {between(rest, 'packlora')}, with its step "
+            f"{between(rest, 'packlora_stepped')}, where PEFT has {between(rest, 'peft_bf16')}."
+        )
+    return lines
+
+
 def schedule() -> list[str]:
     """The scheduler: time, quality, simulated bubbles."""
     file = measured("schedule-cpu")
@@ -442,7 +584,21 @@ def schedule() -> list[str]:
     ]
 
 
-SECTIONS = (parity, trl, small_updates, speed, layer, traffic, multi, graphs, model, dora, short_jobs, schedule)
+SECTIONS = (
+    parity,
+    trl,
+    small_updates,
+    speed,
+    layer,
+    traffic,
+    multi,
+    graphs,
+    model,
+    dora,
+    short_jobs,
+    two_gpus,
+    schedule,
+)
 """Of docs/benchmarks.md, in order."""
 TITLES = {
     "parity": "Losses beside PEFT's",
@@ -456,6 +612,7 @@ TITLES = {
     "model": "An 8B model",
     "dora": "DoRA",
     "short_jobs": "Four jobs of short samples",
+    "two_gpus": "Two GPUs",
     "schedule": "The scheduler",
 }
 """Headings, by section."""
@@ -519,14 +676,14 @@ def _overview_rows() -> list[str]:
         for key, title in (("lora_r16", "LoRA r 16"), ("dora_r384", "DoRA r 384")):
             own, peer = (file["summary"][f"{start}{key}_over_frozen"] for start in ("", "peft_"))
             rows.append(_compared(f"Llama-3.1-8B's shape, {title}, 8192 tokens", (own, None), (peer, None), "model"))
-    for name, key, title in (
-        ("short-jobs-h200", "throughput_vs_peft_packed", "four jobs of short samples at once, 8B shape"),
-        ("short-jobs-06b-h200", "throughput_vs_peft_rows", "four jobs of short samples at once, 0.6B shape"),
-        ("speed-cpu", "one_job_vs_peft_packed", "one job, SmolLM2-135M on two CPU threads"),
+    for name, start, title, section in (
+        ("short-jobs-h200", "throughput_vs_peft_", "four jobs of short samples at once, 8B shape", "short_jobs"),
+        ("short-jobs-06b-h200", "throughput_vs_peft_", "four jobs of short samples at once, 0.6B shape", "short_jobs"),
+        ("speed-cpu", "one_job_vs_peft_", "one job, SmolLM2-135M on two CPU threads", "speed"),
     ):
         if (file := measured(name)) is not None:
-            section = "speed" if name == "speed-cpu" else "short_jobs"
-            rows.append(f"| {title} | | | | | {file['summary'][key]:.2f}x | {_source(section)} |")
+            fastest = min(value for key, value in file["summary"].items() if key.startswith(start))
+            rows.append(f"| {title} |{STEPS} {fastest:.2f}x | {_source(section)} |")
     return rows
 
 
@@ -548,8 +705,10 @@ def overview() -> list[str]:
 
 
 def with_overview(readme: str) -> str:
-    """The README with its table brought up to date."""
-    return _between_marks(readme, "\n".join(overview()) + "\n")
+    """The README with its table brought up to date, and the sentence that counts the rows of whole optimizer steps."""
+    lines = overview()
+    number = {1: "row times", 2: "two rows time", 3: "three rows time"}[sum(STEPS in line for line in lines)]
+    return _between_marks(STEPS_COUNTED.sub(rf"\1{number}\2", readme), "\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":
