@@ -23,7 +23,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from packlora.errors import ProcessError, foreign
+from packlora.errors import InputError, ProcessError, foreign
 
 TIMEOUT = 600.0
 """Seconds after which a process that does not answer is given up."""
@@ -221,7 +221,11 @@ def _join(timeout: float) -> None:
         # NCCL wherever there are GPUs, also for a process that gets none: groups of processes have one backend
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
-    except (ValueError, RuntimeError) as error:
+    except ValueError as error:
+        raise InputError(
+            f"one of {world_size()} processes that does not know the others: {error}; torchrun sets this"
+        ) from None
+    except RuntimeError as error:
         raise ProcessError(
             f"process {os.environ.get('RANK', '?')} of {world_size()} could not join the others, for which it waits "
             f"{timeout:g} s at {os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}: {foreign(error)}"

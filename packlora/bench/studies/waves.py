@@ -54,7 +54,8 @@ def prepared_run(kinds: Sequence[str], capacity: int, batch: int) -> Any:
         for job in make_jobs(kinds, SAMPLES, batch)
     ]
     run = SimpleNamespace(
-        schedule=SimpleNamespace(method="auto"), parallel=SimpleNamespace(shard_base=False, devices_per_job="auto")
+        schedule=SimpleNamespace(method="auto"),
+        parallel=SimpleNamespace(shard_base=False, devices_per_job="auto", tensor=1),
     )
     return SimpleNamespace(run=run, budget=capacity, jobs=[SimpleNamespace(data=job) for job in jobs])
 
