@@ -43,7 +43,13 @@ def test_kernels_fit_and_load_whole_vectors(capability: int, tmp_path: Path) -> 
     rows = compiled(capability, tmp_path)
     found = {row["kernel"] for row in rows}
     assert found >= {"down_kernel", "up_kernel", "grad_kernel", "inputs_kernel", "cross_kernel", "wide_tail_kernel"}
-    assert found >= {"softmax_gradient_kernel", "masked_kernel", "rms_forward_kernel", "rms_backward_kernel"}
+    assert found >= {
+        "softmax_gradient_kernel",
+        "masked_kernel",
+        "attention_keys_kernel",
+        "rms_forward_kernel",
+        "rms_backward_kernel",
+    }
     assert ("fused_kernel" in found) == ("wide_cross_kernel" in found) == (capability in (90, 100))
     columns = {row["constants"]["BN"] for row in rows if row["kernel"] == "fused_kernel"}
     assert columns == ({"128", "256"} if capability in (90, 100) else set())
@@ -52,7 +58,8 @@ def test_kernels_fit_and_load_whole_vectors(capability: int, tmp_path: Path) -> 
         if row["kernel"] not in RARE and row["constants"].get("ALIGNED_B") != "False":
             assert row["single"] <= 2, row
         if capability == 90:
-            assert row["stack"] <= 64, row
+            # of the tiles that were tried on an H200 the keys' is the fastest, with what it spills
+            assert row["stack"] <= (192 if row["kernel"] == "attention_keys_kernel" else 64), row
         if row["kernel"].startswith("rms_"):  # short programs, of which many have to run at once
             assert row["stack"] == 0, row
             assert row["registers"] <= (128 if row["constants"]["BLOCK"] == "16384" else 64), row
