@@ -51,7 +51,7 @@ class ModelShape:
     """What time and memory of a base model depend on.
 
     parameters: of the model; linear_parameters: of its linear layers without the output layer. attention, key_value: widths of
-    queries and of keys. inner: width inside the MLP.
+    queries and of keys. inner: width inside the MLP. head_norms: queries and keys have norms of their own (Qwen 3).
     """
 
     model_type: str
@@ -63,6 +63,7 @@ class ModelShape:
     key_value: int
     inner: int
     vocabulary: int
+    head_norms: bool = False
 
     @staticmethod
     def of(model: PreTrainedModel) -> ModelShape:
@@ -82,6 +83,7 @@ class ModelShape:
             _number(config, "num_key_value_heads", heads) * head_dim,
             _number(config, "intermediate_size", _number(config, "ffn_dim", 4 * hidden)),
             model.get_input_embeddings().weight.shape[0],
+            any(name.endswith("q_norm") for name, _ in model.named_modules()),
         )
 
 

@@ -22,6 +22,7 @@ import torch
 from packlora.base.device import choose_device
 from packlora.base.model import Base
 from packlora.config import PlansConfig, Run
+from packlora.ops.cross_entropy.linear_cross_entropy import CHUNK_BYTES
 from packlora.runtime.collate import PackedSample
 from packlora.runtime.job import Job
 from packlora.runtime.memory import free_memory, memory_room
@@ -127,8 +128,8 @@ def estimate(run: Run, prepared: PreparedRun, stages: int = 1) -> Profile:
     """
     device = choose_device(run.device)
     parts = memory_parts(run, prepared, tokens=1)
-    kept = parts["frozen weights"] + parts["adapters and optimizer"]
-    per_token = parts["activations"] + parts["logits"]
+    per_token = parts["activations"] + (0 if _by_kernels(run) else parts["logits"])
+    kept = sum(parts.values()) - per_token
     cost = analytic_cost(run, prepared, machine_flops(device, run.dtype) * PRODUCTS_SHARE[device.type], stages)
     return Profile(stages, "estimated", cost, kept / stages, per_token, memory_room(device))
 
@@ -181,26 +182,36 @@ def memory_parts(run: Run, prepared: PreparedRun, tokens: int) -> dict[str, int]
 
     Counted: frozen weights; per trainable parameter its value, the gradients of microbatch and global batch, two AdamW moments
     and the last good value (4 bytes each); per token and layer the tensors that backward needs (or with checkpointing one per
-    layer and one layer's worth); logits of the label tokens, their softmax and gradient. Not counted: temporary buffers, the
-    allocator's rounding, the interpreter and its libraries (about 0.6 GiB of a CPU process).
+    layer and one layer's worth); logits of the label tokens, their softmax and gradient, or, where kernels make the loss, of
+    one chunk. Not counted: temporary buffers, the allocator's rounding, the interpreter and its libraries (about 0.6 GiB of a
+    CPU process).
     """
     shape, width = prepared.shape, getattr(torch, run.dtype).itemsize
-    # two norms keep input and float32 normalised copy, their outputs feed the projections; queries and keys before and
-    # after rotation, values, repeated keys and values, attention output; gate, up, activation and their product
-    per_layer = width * (
-        4 * shape.hidden + 3 * shape.attention + 2 * shape.key_value + 2 * shape.attention + 4 * shape.inner
-    )
-    per_layer += 4 * 4 * shape.hidden
+    if _by_kernels(run):
+        # inputs of two norms, whose outputs are made again; queries, keys, values, attention output; gate and up
+        per_layer = 2 * width * (shape.hidden + shape.attention + shape.key_value + shape.inner)
+        per_layer += width * (shape.attention + shape.key_value) * shape.head_norms
+    else:
+        # two norms keep input and float32 normalised copy, their outputs feed the projections; queries and keys before and
+        # after rotation, values, repeated keys and values, attention output; gate, up, activation and their product
+        per_layer = width * (4 * shape.hidden + 5 * shape.attention + 2 * shape.key_value + 4 * shape.inner)
+        per_layer += 4 * 4 * shape.hidden
     kept = shape.layers * per_layer
     if run.gradient_checkpointing:
         kept = shape.layers * shape.hidden * width + per_layer
     labels = max(job.data.label_share for job in prepared.jobs)
+    logits = CHUNK_BYTES["cuda"] if _by_kernels(run) else round(tokens * labels * shape.vocabulary * (4 * 2 + width))
     return {
         "frozen weights": shape.parameters * width,
         "adapters and optimizer": prepared.trainable * TRAINABLE_BYTES,
         "activations": tokens * kept,
-        "logits": round(tokens * labels * shape.vocabulary * (4 * 2 + width)),
+        "logits": logits,
     }
+
+
+def _by_kernels(run: Run) -> bool:
+    """Whether kernels compute attention, norms and the loss."""
+    return choose_device(run.device).type == "cuda" and run.dtype in ("bfloat16", "float16")
 
 
 # --- measured ----------------------------------------------------------------------------------------------------------
