@@ -144,3 +144,14 @@ def test_blocks_cover_each_token_once_and_stay_in_their_samples(seed: int) -> No
                 assert b == f == e == 0 or ((b - f) % BLOCK == 0 and f <= b < e and e in ends and f in (0, *ends))
         work = table[0, 0] - table[0, 1], table[1, 2] - table[1, 0]
         assert all((np.diff(own) <= 0).all() for own in work)
+
+
+def test_rows_that_are_too_far_apart_for_the_kernels_are_copied() -> None:
+    from packlora.ops.attention import triton_path
+
+    near, far = (
+        torch.empty(2**20 * stride, device="meta").as_strided((1, 2**20, 16), (16, stride, 1))
+        for stride in (2047, 2048)
+    )
+    assert triton_path._dense(near) is near
+    assert triton_path._dense(far).stride(1) == 16

@@ -1,7 +1,7 @@
 """Launches of the kernels of kernel.py. Nothing here waits for the device.
 
-Shapes: q [H, T, D], k and v [h, T, D], table [2, 3, N] of SampleBlocks. Operands are read where they lie, unless their last
-dimension is not contiguous; results lie as [T, H, D], in which the projections read them.
+Shapes: q [H, T, D], k and v [h, T, D], table [2, 3, N] of SampleBlocks. Operands are read where they lie, where
+that can be; results lie as [T, H, D], in which the projections read them.
 """
 
 from __future__ import annotations
@@ -97,7 +97,8 @@ def _sizes(name: str, D: int, large: bool) -> tuple[int, int, int, int, int]:
 
 
 def _dense(x: torch.Tensor) -> torch.Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
+    """x [heads, T, D], or a copy where a row is not contiguous or rows are further apart than 32 bits count."""
+    return x if x.stride(-1) == 1 and x.shape[1] * x.stride(1) < 2**31 else x.contiguous()
 
 
 def _launches() -> dict[Hashable, launcher.CachedLaunch]:
