@@ -61,7 +61,7 @@ NORMS = (16, 64, 200, 384) if SOAK else (16, 384)
 """Ranks of norms that are compiled."""
 RMS_NORMS = (64, 128, 1024, 3072, 8192, 16384) if SOAK else (128, 3072, 16384)
 """Features of RMS norms that are compiled."""
-HEADS = (64, 80, 128, 256) if SOAK else (64, 128, 256)
+HEADS = (64, 80, 128, 256) if SOAK else (128,)
 """Features of a head of attention that is compiled."""
 MORE: dict[str, dict[str, Any]] = {
     "biases alone on siblings": {"ranks": [[16, 0], [8, 0]], "dropouts": [0.0, 0.0], "biases": [True, True]},

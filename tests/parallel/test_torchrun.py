@@ -112,6 +112,7 @@ def test_a_process_that_hangs_is_given_up(each: int, says: str, tree: dict[str, 
     assert says in said, said
 
 
+@pytest.mark.soak
 def test_torchrun_starts_it_again_and_it_goes_on(tree: dict[str, Any], whole: Path, tmp_path: Path) -> None:
     options = ("--standalone", "--nproc-per-node", "2", "--max-restarts", "1")
     code, said = ended(launch(tree, tmp_path / "out", "once", 1, options))
