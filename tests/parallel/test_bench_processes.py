@@ -40,6 +40,7 @@ def file_of(out: Path) -> dict[str, Any]:
 # --- whole runs --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.soak
 def test_replicas_on_two_processes(ranks: Pool, tmp_path: Path) -> None:
     """Divided jobs have the bits of one device, and every job of a process that trains otherwise is seen not to."""
     out = tmp_path / "replicas.json"

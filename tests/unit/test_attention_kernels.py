@@ -81,7 +81,7 @@ def test_attention_and_its_gradients_are_as_exact_as_torch(
         want = outcome(written_out, *(tensor.double() for tensor in drawn), *rest)
         return outcome(packed_attention, *drawn, *rest), outcome(written_out, *drawn, *rest), want
 
-    assert_as_exact(draw, draws=2, seed=SEED)
+    assert_as_exact(draw, draws=1, seed=SEED)
 
 
 def test_operands_that_lie_otherwise_give_the_same_bits() -> None:
