@@ -42,7 +42,8 @@ def test_graphs_are_as_exact_as_none_with_the_same_bits_every_time(dtype: torch.
     _, plain = run(False, dtype, jobs, times=3)
     own, got = run(True, dtype, jobs, times=3)
     assert own.told == [] and isinstance(own.executor, GraphedDevice)
-    assert any(body.recorded for body in own.executor._bodies.values())
+    shapes = 2 if jobs == JOBS else 1  # the last microbatch of a round is larger where all have tokens in it
+    assert sum(body.recorded for body in own.executor._bodies.values()) == len(own.executor._bodies) == shapes
     assert error(got, exact) <= 1.5 * error(plain, exact), (error(got, exact), error(plain, exact))
     _, again = run(True, dtype, jobs, times=3)
     assert all(torch.equal(one, other) for one, other in zip(got, again, strict=True))

@@ -17,7 +17,7 @@ from packlora.bench.options import Options, choose, plan_from_name
 from packlora.bench.peers.peft import peft_model
 from packlora.bench.progress import Progress
 from packlora.bench.run import run_bench
-from packlora.bench.studies import model_profile, readme
+from packlora.bench.studies import model_profile, readme, result_files
 from packlora.errors import InputError
 from packlora.ops.lora_linear.plan import CHAIN, PLANS, ROUTED, Plan
 from packlora.plans import timing
@@ -518,7 +518,7 @@ def test_readme_table_of_a_benchmark_shows_its_rows_and_failures(name: str, tmp_
     rows = timed_rows(bench, bench.cases(on_gpu()), MS, fail="packlora")
     results = tmp_path / "benchmarks" / "results"
     results.mkdir(parents=True)
-    monkeypatch.setattr(readme, "ROOT", tmp_path)
+    monkeypatch.setattr(result_files, "ROOT", tmp_path)
     assert getattr(readme, name)() == [], "no file, no table"
     for row in rows:
         row["r"] = 8

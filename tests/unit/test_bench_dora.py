@@ -19,7 +19,7 @@ from packlora.bench.options import PARTS, Options
 from packlora.bench.peers import dora as dora_peers
 from packlora.bench.peers.peft import peft_model
 from packlora.bench.run import run_bench
-from packlora.bench.studies import dora_convergence, dora_fidelity, readme, small_updates
+from packlora.bench.studies import dora_convergence, dora_fidelity, readme, result_files, small_updates
 from packlora.errors import InputError
 from packlora.plans.timing import Timing, Timings, paired
 
@@ -361,7 +361,7 @@ def test_a_missing_or_broken_quality_file_is_said(tmp_path: Path, capsys: Any) -
 def test_readme_shows_the_layers(tmp_path: Path, monkeypatch: Any) -> None:
     results = tmp_path / "benchmarks" / "results"
     results.mkdir(parents=True)
-    monkeypatch.setattr(readme, "ROOT", tmp_path)
+    monkeypatch.setattr(result_files, "ROOT", tmp_path)
     assert readme.dora() == []
     rows = rows_of_a_whole_run()
     (results / "dora-h200.json").write_text(json.dumps({"device": "H200", "rows": rows, "summary": dora.summary(rows)}))

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from packlora.bench.studies import readme
+from packlora.bench.studies import readme, result_files
 
 ROOT = Path(__file__).parents[2]
 Changed = Callable[[str, Callable[[dict[str, Any]], None]], None]
@@ -24,7 +24,7 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir(parents=True)
     for file in (ROOT / "benchmarks" / "results").glob("*.json"):
         shutil.copy(file, folder)
-    monkeypatch.setattr(readme, "ROOT", tmp_path)
+    monkeypatch.setattr(result_files, "ROOT", tmp_path)
     return folder
 
 
