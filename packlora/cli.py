@@ -208,7 +208,7 @@ def bench(
         str,
         typer.Argument(
             metavar="NAME",
-            help="layer, multi, graphs, model, dora, schedule; under torchrun replicas, tensor-parallel.",
+            help="layer, multi, graphs, model, dora, small, schedule; under torchrun replicas, tensor-parallel.",
         ),
     ],
     out: Annotated[Path, typer.Option(metavar="FILE", help="The JSON file to write.")],
@@ -222,7 +222,7 @@ def bench(
         str | None,
         typer.Option(
             help="model: lora, dora, layers. dora: norm, compose, layer, multi, model, paper-model, quality. replicas: "
-            "jobs, fsdp2. Only these are measured; rows of other parts stay in FILE."
+            "jobs, fsdp2. small: models, layers, train. Only these are measured; rows of other parts stay in FILE."
         ),
     ] = None,
     shape: Annotated[str | None, typer.Option(help="replicas: 0.6B, 1.7B or 8B.")] = None,

@@ -17,6 +17,7 @@ PARTS = {
     "model": ("lora", "dora", "layers"),
     "dora": ("norm", "compose", "layer", "multi", "model", "paper-model", "quality"),
     "replicas": ("jobs", "fsdp2"),
+    "small": ("models", "layers", "train"),
 }
 """Of benchmarks that can be measured in pieces; a piece replaces its rows in the file and leaves the others."""
 WITH_LAYERS = ("model", "dora", "replicas", "tensor-parallel")

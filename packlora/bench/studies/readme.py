@@ -12,6 +12,7 @@ import re
 from typing import Any
 
 from packlora.bench.studies import result_files
+from packlora.bench.studies.every_mode import every_mode
 from packlora.bench.studies.result_files import measured, ratio, results
 from packlora.bench.studies.two_gpus import two_gpus
 
@@ -435,6 +436,7 @@ SECTIONS = (
     model,
     dora,
     short_jobs,
+    every_mode,
     two_gpus,
     schedule,
 )
@@ -451,6 +453,7 @@ TITLES = {
     "model": "An 8B model",
     "dora": "DoRA",
     "short_jobs": "Four jobs of short samples",
+    "every_mode": "Small models in every mode",
     "two_gpus": "Two GPUs",
     "schedule": "The scheduler",
 }

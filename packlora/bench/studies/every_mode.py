@@ -1,0 +1,91 @@
+"""The section of docs/benchmarks.md on small models, single layers and short samples, each side in its best mode."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from packlora.bench.modes import MODES
+from packlora.bench.small import OWN, PEER, against_peft, best, part_of, wall
+from packlora.bench.small_models import CONTENDERS
+from packlora.bench.studies.result_files import measured, ratio
+
+NAMES = dict(zip(CONTENDERS, ("frozen", "packlora", "PEFT"), strict=True))
+WAYS = {
+    "packlora": "packlora", "peft_packed": "PEFT, packed", "peft_rows": "PEFT, rows cut without regard to samples",
+    "peft_packed_liger": "PEFT, packed, liger-kernel", "peft_rows_liger": "PEFT, rows, liger-kernel",
+    "peft_compiled": "PEFT, compiled, one shape",
+}  # fmt: skip
+TRAINED = {"06b": "Qwen3-0.6B's shape", "8b": "8 layers of Llama-3.1-8B's shape"}
+
+
+def every_mode() -> list[str]:
+    """Whole models, then training; of single layers the worst case."""
+    file = measured("small-h200")
+    if file is None:
+        return []
+    rows = file["rows"]
+    lines = [
+        f"Where the host, not the GPU, may set the time, on one {file['device']}, bfloat16: milliseconds on the wall of a "
+        "forward and backward, as it is (eager), under `torch.compile`, and under its mode `reduce-overhead`, which records "
+        "CUDA graphs. LoRA or DoRA r 16 without dropout ([small-h200.json](../benchmarks/results/small-h200.json)).",
+    ]
+    for section in (_models(rows), _worst(rows, file["summary"]), _train(rows)):
+        lines += ["", *section] if section else []
+    return lines
+
+
+def _models(rows: list[dict[str, Any]]) -> list[str]:
+    own = [row for row in rows if part_of(row) == "models"]
+    lines = []
+    for of in dict.fromkeys(row["of"] for row in own):
+        by_mode = {row["mode"]: wall(row) for row in own if row["of"] == of}
+        cells = []
+        for name in CONTENDERS:
+            times = [by_mode.get(mode, {}).get(name) for mode in MODES]
+            cells.append(" / ".join("-" if ms is None else f"{ms:.1f}" for ms in times))
+        title = of.removeprefix("model ").replace("_", " ")
+        lines.append(f"| {title} | {' | '.join(cells)} | {ratio(against_peft(own, of))} |")
+    if not lines:
+        return []
+    head = " | ".join(f"{NAMES[name]}: eager / compiled / reduce-overhead" for name in CONTENDERS)
+    return [f"| model | {head} | PEFT's best over packlora's best |", "|---|---|---|---|---|", *lines]
+
+
+def _worst(rows: list[dict[str, Any]], summary: dict[str, Any]) -> list[str]:
+    if summary["worst_wall_vs_peft"] is None:
+        return []
+    of = summary["worst_wall_vs_peft_case"]
+    own, peer = (best(rows, of, name) for name in (OWN, PEER))
+    assert own is not None and peer is not None
+    return [
+        f"Over these models and all cases of one layer above, {summary['wall_cases']} in all, each side in its best mode on "
+        f"the wall, the worst is {summary['worst_wall_vs_peft']:.2f}x as fast as PEFT ({of}: packlora {own[0]} {own[1]:.3f} "
+        f"ms, PEFT {peer[0]} {peer[1]:.3f} ms)."
+    ]
+
+
+def _train(rows: list[dict[str, Any]]) -> list[str]:
+    lines = []
+    for row in rows:
+        if part_of(row) != "train":
+            continue
+        title, own = TRAINED[row["key"]], row["tokens_per_s"].get(OWN)
+        for name, rate in row["tokens_per_s"].items():
+            times = "" if name == OWN or own is None else f"{own / rate:.2f}x"
+            start = f"{row['with_start_tokens_per_s'][name]:.0f} | {row['start_s'][name]:.1f}"
+            lines.append(f"| {title} | {WAYS[name]} | {rate:.0f} | {start} | {times} |")
+        lines += [f"| {title} | {WAYS[name]} | failed | | | |" for name in row["failed"]]
+        if row.get("predicted_tokens_per_s"):
+            lines.append(f"| {title} | packlora, predicted | {row['predicted_tokens_per_s']:.0f} | | | |")
+    if not lines:
+        return []
+    return [
+        "Training four jobs of short samples (ranks 8 to 64, dropout 0.1), real tokens per second with optimizer steps; PEFT "
+        "trains one job after the other. *With the start*: over all of the benchmark, with what compiling, recording graphs "
+        "and choosing plans took (*start*). PEFT's compiled way is one job on one shape without padding, which is the least "
+        "that it can take; its start counts once. *Predicted*: by the profiler, for the microbatches alone.",
+        "",
+        "| model | way | tokens/s | with the start | start, s | packlora over it |",
+        "|---|---|---|---|---|---|",
+        *lines,
+    ]
