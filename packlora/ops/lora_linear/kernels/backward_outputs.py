@@ -321,10 +321,12 @@ def grad(
     assert segments is not None and tables is not None
     (T, width), device, part_width, N = S.shape, S.device, layout.max_padded[index], d_TN.shape[1]
     single = call.single_adapter
-    BM, BN = (size.grad_m, size.grad_n) if scaling is None else (size.joint_m, size.joint_n)
-    if scaling is None and single is None:
-        BM = size.several_grad_m
-    BR = sizes.block_of(part_width, size.grad_r)
+    BM, BN, BR, warps = size.grad_m, size.grad_n, size.grad_r, size.grad_warps
+    if scaling is not None:
+        BM, BN, warps = size.joint_m, size.joint_n, size.joint_warps
+    elif single is None:
+        BM, BR, warps = size.several_grad_m, size.several_grad_r, size.several_grad_warps
+    BR = sizes.block_of(part_width, BR)
     if few := scaling is None and sizes.few_programs(sizes.cdiv(N, BN), size.grad_chunks, segments, device):
         BN = size.few_grad_n
     spans = sizes.cdiv(N, BN)
@@ -352,7 +354,7 @@ def grad(
             grad_kernel, (spans, num_chunks, sizes.cdiv(part_width, BR)), args, segments.launches, key,
             SINGLE=single is not None, TMA=tma, NEED_DB=need_dB, COMPOSED=scaling is not None, NEED_DZ=need_dz, NEED_D=need_d,
             PRECISION="ieee", BM=BM, BN=BN, BR=BR, STAGES=size.grad_stages if scaling is None else size.joint_stages,
-            num_warps=size.grad_warps if scaling is None else size.joint_warps, num_stages=1,
+            num_warps=warps, num_stages=1,
         )  # fmt: skip
     total = None
     if scaling is not None and sums is not None:

@@ -34,11 +34,13 @@ class Sizes:
     up_warps: int = 4
     up_stages: int = 2
     grad_m: int = 64
-    several_grad_m: int = 32
+    several_grad_m: int = 64
     grad_n: int = 256
     few_grad_n: int = 128
     grad_r: int = 32
+    several_grad_r: int = 64
     grad_warps: int = 4
+    several_grad_warps: int = 8
     grad_stages: int = 3
     grad_chunks: tuple[int, ...] = (256, 512, 1024, 2048)
     joint_m: int = 32
@@ -69,7 +71,8 @@ class Sizes:
 
 BITS_16 = Sizes()
 FLOAT_32 = Sizes(
-    down_m=32, down_k=32, down_r=32, down_stages=2, few_down_m=32, few_down_k=32, up_m=32, grad_m=32, grad_n=64, few_grad_n=64,
+    down_m=32, down_k=32, down_r=32, down_stages=2, few_down_m=32, few_down_k=32, up_m=32, grad_m=32,
+    several_grad_m=32, several_grad_r=32, several_grad_warps=4, grad_n=64, few_grad_n=64,
     grad_stages=2, grad_chunks=(128,), joint_m=32, joint_n=64, joint_stages=2, scale_chunk=64,
     inputs_m=32, inputs_k=64, few_inputs_k=64, inputs_r=32, inputs_chunks=(128,), inputs_stages=2, narrow_k=64,
     narrow_stages=2,
