@@ -51,7 +51,8 @@ PROTOCOL = (
     "that do not; both again with liger-kernel; compiled: the job with the most tokens, r 16, its tokens as one "
     "stream in batches of 4 x 1024, reduce-overhead, no padding; its rate stands for all four jobs and its start "
     "counts once. Optimizer steps included, real tokens, planning beside training not counted. tokens_per_s: median "
-    "over {units} units of {rounds} steps of each job, after {warmup}. with_start: over all of them and what "
+    "over {units} units of {rounds} steps of each job, after {warmup}, and for packlora after {lead} more, for it meets "
+    "new shapes of microbatches for as long. with_start: over as many tokens as packlora trains on, and what "
     "compiling, recording graphs and choosing plans took. predicted: the profiler's, for the microbatches alone."
 )
 
@@ -76,7 +77,7 @@ def run(options: Options) -> Outcome:
     rows.sort(key=lambda row: PARTS["small"].index(part_of(row)))
     protocol = PROTOCOL.format(
         batch=small_train.BATCH, budget=small_train.BUDGET, units=small_train.UNITS, rounds=small_train.ROUNDS,
-        warmup=small_train.WARMUP,
+        warmup=small_train.WARMUP, lead=small_train.LEAD,
     )  # fmt: skip
     return Outcome(protocol, rows, options.keys(summary(rows)), table(rows))
 

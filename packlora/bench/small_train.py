@@ -37,8 +37,9 @@ from packlora.runtime.trainer import Trainer
 from packlora.schedule.planner import Planner
 
 BUDGET, BATCH = 8192, 32
-ROUNDS, WARMUP, UNITS = 2, 2, 5
-"""Optimizer steps of each job in a unit; units that count for the run's start alone, and those that are counted."""
+ROUNDS, LEAD, WARMUP, UNITS = 2, 8, 1, 4
+"""Optimizer steps of each job in a unit; units that the training loop runs ahead of all others, for it meets new shapes of
+microbatches for as long; units of every way that count for its start alone; and those that are counted."""
 COMPILED_RANK, COMPILED_TOKENS = 16, 4096
 """Of PEFT's compiled job, and of its batches."""
 
@@ -119,9 +120,11 @@ class OneShape:
 
 @dataclass(slots=True)
 class Way:
-    """unit: seconds of the optimizer steps of a unit, and tokens that were run. seconds, tokens: of every unit so far."""
+    """unit: seconds of the optimizer steps of a unit, and tokens that were run. warmup: units that count for the start alone.
+    seconds, tokens: of every unit so far."""
 
     unit: Callable[[range], tuple[float, int]]
+    warmup: int
     seconds: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     error: str | None = None
@@ -136,26 +139,28 @@ class Way:
             self.seconds.append(seconds)
             self.tokens.append(tokens)
 
-    def rate(self, warmup: int) -> float:
+    def rate(self) -> float:
         """Tokens per second, median over the counted units."""
-        pairs = zip(self.tokens[warmup:], self.seconds[warmup:], strict=True)
+        pairs = zip(self.tokens[self.warmup :], self.seconds[self.warmup :], strict=True)
         return statistics.median(tokens / seconds for tokens, seconds in pairs)
 
-    def start(self, warmup: int) -> float:
+    def start(self) -> float:
         """Seconds of all units beyond what their tokens take at that rate: compiling, recording, choosing plans."""
-        return max(0.0, sum(self.seconds) - sum(self.tokens) / self.rate(warmup))
+        return max(0.0, sum(self.seconds) - sum(self.tokens) / self.rate())
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
     """budget: tokens of a microbatch. longest: of a sample. mu_shift: of the logarithms of lengths. batch: samples of a job's
-    optimizer step. rounds: steps of each job in a unit. warmup, units: see UNITS. width, rows: of PEFT's compiled batches."""
+    optimizer step. rounds: steps of each job in a unit. lead, warmup, units: see UNITS. width, rows: of PEFT's compiled
+    batches."""
 
     budget: int = BUDGET
     longest: int = 2048
     mu_shift: float = 0.0
     batch: int = BATCH
     rounds: int = ROUNDS
+    lead: int = LEAD
     warmup: int = WARMUP
     units: int = UNITS
     width: int = ROW
@@ -164,16 +169,17 @@ class Sizes:
     @property
     def every(self) -> list[range]:
         """The steps of each unit."""
-        return [range(number * self.rounds, (number + 1) * self.rounds) for number in range(self.warmup + self.units)]
+        number_of = self.lead + self.warmup + self.units
+        return [range(number * self.rounds, (number + 1) * self.rounds) for number in range(number_of)]
 
 
-TOY = Sizes(512, 128, -2.5, batch=2, rounds=1, warmup=1, units=2, width=32, rows=1)
+TOY = Sizes(512, 128, -2.5, batch=2, rounds=1, lead=1, warmup=1, units=2, width=32, rows=1)
 
 
-def packlora_way(trainer: Trainer, rounds: int, predicted: list[float]) -> Way:
+def packlora_way(trainer: Trainer, sizes: Sizes, predicted: list[float]) -> Way:
     """The training loop on shared microbatches. predicted: gets the seconds that the profiler predicts for each unit's."""
     data = {job.name: job.data for job in trainer.jobs}
-    planner = Planner([own.planned for own in data.values()], trainer.budget.tokens, window_rounds=rounds)
+    planner = Planner([own.planned for own in data.values()], trainer.budget.tokens, window_rounds=sizes.rounds)
 
     def unit(steps: range) -> tuple[float, int]:
         window = planner.window(steps.start)
@@ -181,19 +187,19 @@ def packlora_way(trainer: Trainer, rounds: int, predicted: list[float]) -> Way:
         predicted.append(sum(trainer.profile.seconds(microbatch) for microbatch in microbatches))
         return timed_window(trainer, window), sum(microbatch.num_tokens for microbatch in microbatches)
 
-    return Way(unit)
+    return Way(unit, sizes.lead + sizes.warmup)
 
 
-def peft_ways(model: Any, data: dict[str, JobData], budget: int, tail: str = "") -> dict[str, Way]:
+def peft_ways(model: Any, data: dict[str, JobData], sizes: Sizes, tail: str = "") -> dict[str, Way]:
     """All jobs one after the other, in the eager ways that do not pad. tail: of their names."""
-    peft = Peft(model, data, budget)
+    peft = Peft(model, data, sizes.budget)
 
     def way(batches: Callable[..., Any]) -> Way:
         def unit(steps: range) -> tuple[float, int]:
             numbers = ((own, number) for own in data.values() for step in steps for number in own.global_batch(step))
             return peft.unit(steps, batches), sum(own.samples[number].num_tokens for own, number in numbers)
 
-        return Way(unit)
+        return Way(unit, sizes.warmup)
 
     return {f"peft_packed{tail}": way(peft.packed), f"peft_rows{tail}": way(peft.rows)}
 
@@ -223,18 +229,20 @@ def measured_row(case: TrainCase, options: Options) -> dict[str, Any]:
             sizes.mu_shift, sizes.batch,
         )  # fmt: skip
         data = {job.name: job.data for job in trainer.jobs}
-        ways = {"packlora": packlora_way(trainer, sizes.rounds, predicted)}
-        ways |= peft_ways(shared_copy(frozen), data, sizes.budget)
+        ways = {"packlora": packlora_way(trainer, sizes, predicted)}
+        ways |= peft_ways(shared_copy(frozen), data, sizes)
         most = max(data.values(), key=lambda own: int(own.planned.lengths.sum()))
         mode = modes(device)[-1]
-        ways["peft_compiled"] = Way(OneShape(shared_copy(frozen), most, sizes.width, sizes.rows, mode).unit)
-        run_units(case.label, ways, sizes.every)
+        compiled = OneShape(shared_copy(frozen), most, sizes.width, sizes.rows, mode)
+        ways["peft_compiled"] = Way(compiled.unit, sizes.warmup)
+        run_units(case.label, {"packlora": ways["packlora"]}, sizes.every[: sizes.lead])
+        run_units(case.label, ways, sizes.every[sizes.lead :])
     if device.type == "cuda":
         print(use_liger(device), flush=True)
-        again = peft_ways(build(config, device, make), data, sizes.budget, "_liger")
-        run_units(case.label, again, sizes.every)
+        again = peft_ways(build(config, device, make), data, sizes, "_liger")
+        run_units(case.label, again, sizes.every[sizes.lead :])
         ways |= again
-    row = row_of(case, ways, sizes.warmup)
+    row = row_of(case, ways)
     row |= {"layers": config.num_hidden_layers, "profile": trainer.profile.origin}
     if row["tokens_per_s"].get("packlora"):
         row["predicted_tokens_per_s"] = sum(ways["packlora"].tokens) / sum(predicted)
@@ -243,15 +251,16 @@ def measured_row(case: TrainCase, options: Options) -> dict[str, Any]:
     return row
 
 
-def row_of(case: TrainCase, ways: dict[str, Way], warmup: int) -> dict[str, Any]:
+def row_of(case: TrainCase, ways: dict[str, Way]) -> dict[str, Any]:
     """tokens_per_s: after the start. start_s: what the start takes beyond its tokens. with_start_tokens_per_s: of all units of
     the four jobs and one start."""
     done = {name: way for name, way in ways.items() if way.error is None}
-    rates = {name: way.rate(warmup) for name, way in done.items()}
-    starts = {name: way.start(warmup) for name, way in done.items()}
+    rates = {name: way.rate() for name, way in done.items()}
+    starts = {name: way.start() for name, way in done.items()}
     tokens = max((sum(way.tokens) for way in done.values()), default=0)
     return {
-        "part": "train", "case": case.label, "key": case.key, "tokens": tokens, "warmup": warmup,
+        "part": "train", "case": case.label, "key": case.key, "tokens": tokens,
+        "warmup": {name: way.warmup for name, way in ways.items()},
         "seconds": {name: way.seconds for name, way in ways.items()},
         "unit_tokens": {name: way.tokens for name, way in ways.items()},
         "tokens_per_s": rates, "start_s": starts,

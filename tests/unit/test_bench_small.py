@@ -42,15 +42,15 @@ def timed_rows() -> list[dict[str, Any]]:
 
 def trained_row(case: small_train.TrainCase) -> dict[str, Any]:
     def way(seconds: list[float], tokens: int = 100) -> Way:
-        return Way(lambda steps: (0.0, 0), seconds, [tokens] * len(seconds))
+        return Way(lambda steps: (0.0, 0), 1, seconds, [tokens] * len(seconds))
 
     ways = {
         "packlora": way([3.0, 1.0, 1.0, 1.0]),
         "peft_rows": way([2.0] * 4),
         "peft_compiled": way([10.0] + [0.5] * 3, 25),
     }
-    ways["peft_packed"] = Way(lambda steps: (0.0, 0), error="broke")
-    return small_train.row_of(case, ways, warmup=1)
+    ways["peft_packed"] = Way(lambda steps: (0.0, 0), 1, error="broke")
+    return small_train.row_of(case, ways)
 
 
 def all_rows() -> list[dict[str, Any]]:
@@ -154,7 +154,9 @@ def test_the_whole_runs_at_toy_sizes(tmp_path: Path, capsys: Any) -> None:
     assert row["failed"] == {} and row["start_s"]["peft_compiled"] > 0
     assert set(row["tokens_per_s"]) == {"packlora", "peft_packed", "peft_rows", "peft_compiled"}
     assert row["predicted_tokens_per_s"] > 0
-    assert row["unit_tokens"]["packlora"] == row["unit_tokens"]["peft_packed"] == row["unit_tokens"]["peft_rows"]
+    lead = row["warmup"]["packlora"] - row["warmup"]["peft_rows"]
+    assert lead > 0
+    assert row["unit_tokens"]["packlora"][lead:] == row["unit_tokens"]["peft_packed"] == row["unit_tokens"]["peft_rows"]
     assert all(line in printed.out for line in small.table(content["rows"]))
 
 
