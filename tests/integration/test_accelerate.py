@@ -21,7 +21,7 @@ import transformers
 from conftest import tiny_model
 from exactness import assert_as_exact
 from peft import LoraConfig, PeftModel, get_peft_model
-from seeds import SEED
+from seeds import SEED, SOAK
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 
@@ -817,8 +817,9 @@ def test_compiled_without_a_graph_break_it_gives_the_same(p: float) -> None:
     assert_same(run(), got, 0.0)
     if p == 0:
         assert_same(got, want, 1e-10)
-    more = torch.randint(3, 320, (3, 14))
-    assert run(input_ids=more, labels=more)["logits"].shape == (3, 14, 320)
+    if p or SOAK:  # compiled once more, for any shape
+        more = torch.randint(3, 320, (3, 14))
+        assert run(input_ids=more, labels=more)["logits"].shape == (3, 14, 320)
     with pytest.raises(ValueError, match="compiled already"):
         packlora.accelerate(compiled)
 
