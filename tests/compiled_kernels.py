@@ -167,16 +167,18 @@ def captured(capability: int, kinds: dict[str, dict[str, Any]] = USUAL) -> list[
         for window, cap in ((None, None), (100, 30.0)):
             y, sums = attention_path.forward(q, k, k, blocks, 0.1, window, cap)
             attention_path.backward(q, k, k, y, sums, blocks, y, 0.1, window, cap)
-    for dtype in (torch.bfloat16, torch.float32) if kinds is USUAL else ():
+    for turn, dtype in enumerate((torch.bfloat16, torch.float32) if kinds is USUAL else ()):
         case = f"loss and dropout, {dtype}"
         logits, labels = torch.zeros(64, 5008, dtype=dtype), torch.zeros(64, dtype=torch.int64)
         for gradient in (False, True):
             cross_entropy_path.softmax_gradient(logits, labels, torch.ones(64), gradient)
         dropping.masked(logits, torch.zeros(64, 2, dtype=torch.int32), 3, 0.1, scaled=gradient)
-        for D in RMS_NORMS:
-            case = f"RMS norm, {D} features, {dtype}"
-            x, scales = torch.zeros(64, D, dtype=dtype), torch.zeros(D, dtype=dtype)
-            for offset, rounding in KINDS_OF_RMS_NORMS:
+        for (at, D), (number, (offset, rounding)) in itertools.product(
+            enumerate(RMS_NORMS), enumerate(KINDS_OF_RMS_NORMS)
+        ):
+            if SOAK or (at + number) % 2 == turn:  # every two of width, kind and dtype meet
+                case = f"RMS norm, {D} features, {dtype}"
+                x, scales = torch.zeros(64, D, dtype=dtype), torch.zeros(D, dtype=dtype)
                 rms_norm_path.forward(x, scales, 1e-6, offset, rounding)
                 rms_norm_path.backward(x, scales, x, 1e-6, offset)
     return list(rows.values())

@@ -1,5 +1,6 @@
 """Real `packlora train` runs in which a file operation goes wrong: the n-th one below the output folder kills the process, or
-fails. `Runs` starts one process that has everything imported, and forks it for each run: a run takes about half a second.
+fails. `Runs` has one process that has everything imported, a fork of that of ranks.py, and forks it for each run, which takes
+about half a second.
 """
 
 from __future__ import annotations
@@ -14,14 +15,16 @@ import mmap
 import os
 import resource
 import signal
-import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+from ranks import fresh
 
 KINDS = ("kill", "ENOSPC", "EIO", "full")
 """What happens at the n-th operation: SIGKILL, an error once, a disk that stays full. Of what a write was to write, one half is
@@ -44,9 +47,10 @@ class Runs:
 
     def __init__(self, scratch: Path) -> None:
         self.scratch = scratch
-        self._server = subprocess.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+        self._pipe, theirs = fresh.Pipe()
+        self._server = fresh.Process(target=serve, args=(theirs,), daemon=True)
+        self._server.start()
+        theirs.close()
 
     def train(self, run_file: Path, *options: str, **fault: Any) -> Ended:
         """One run.
@@ -55,28 +59,24 @@ class Runs:
             fault: kind and at (see KINDS), and only, to count operations on paths that hold it alone; signal, where and times
                 (see `_signal_at`); stdout: a file to be standard output, or "pipe" for one whose reader has gone.
         """
-        assert self._server.stdin is not None and self._server.stdout is not None
         request = {"arguments": ["train", str(run_file), *options], "scratch": str(self.scratch), **fault}
-        self._server.stdin.write(json.dumps(request) + "\n")
-        self._server.stdin.flush()
-        return Ended(**json.loads(self._server.stdout.readline()))
+        self._pipe.send(request)
+        return Ended(**self._pipe.recv())
 
     def __enter__(self) -> Runs:
         return self
 
     def __exit__(self, *error: object) -> None:
+        self._pipe.close()
         self._server.kill()
-        self._server.communicate()
+        self._server.join()
 
 
 # --- in the process that is forked ---------------------------------------------------------------------------------------
 
 
-def serve() -> None:
-    """Answer requests, a line each, until the input ends."""
-    sys.path.insert(0, str(Path(__file__).parent.parent))
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
+def serve(pipe: Connection) -> None:
+    """Answer requests until the process is killed."""
     import torch
 
     import packlora.report.summary
@@ -89,9 +89,8 @@ def serve() -> None:
         from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
         get_checkpoint_conversion_mapping("llama")
-    for line in sys.stdin:
-        answers.write(json.dumps(_forked(json.loads(line))) + "\n")
-        answers.flush()
+    while True:
+        pipe.send(_forked(pipe.recv()))
 
 
 def _forked(request: dict[str, Any]) -> dict[str, Any]:
@@ -298,7 +297,3 @@ class _File:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._file, name)
-
-
-if __name__ == "__main__":
-    serve()

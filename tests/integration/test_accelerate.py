@@ -21,7 +21,7 @@ import transformers
 from conftest import tiny_model
 from exactness import assert_as_exact
 from peft import LoraConfig, PeftModel, get_peft_model
-from seeds import SEED
+from seeds import SEED, SOAK
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 
@@ -817,8 +817,9 @@ def test_compiled_without_a_graph_break_it_gives_the_same(p: float) -> None:
     assert_same(run(), got, 0.0)
     if p == 0:
         assert_same(got, want, 1e-10)
-    more = torch.randint(3, 320, (3, 14))
-    assert run(input_ids=more, labels=more)["logits"].shape == (3, 14, 320)
+    if p or SOAK:  # compiled once more, for any shape
+        more = torch.randint(3, 320, (3, 14))
+        assert run(input_ids=more, labels=more)["logits"].shape == (3, 14, 320)
     with pytest.raises(ValueError, match="compiled already"):
         packlora.accelerate(compiled)
 
@@ -841,7 +842,7 @@ def products_in_graphs(model: Any, **inputs: Any) -> int:
 
 def test_compiled_siblings_read_their_input_once() -> None:
     """q, k and v share one product with the stacked A, gate and up another: three fewer a layer than apart."""
-    model = lora("llama", target_modules="all-linear")
+    model = lora("llama", depth=2 if SOAK else 1, target_modules="all-linear")
     ids = torch.randint(3, 320, (2, 6))
     apart = products_in_graphs(copy.deepcopy(model), input_ids=ids)
     packlora.accelerate(model)

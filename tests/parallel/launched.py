@@ -46,4 +46,5 @@ def main() -> None:
     app()
 
 
-main()
+if __name__ == "__main__":
+    main()

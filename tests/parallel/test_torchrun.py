@@ -1,4 +1,5 @@
-"""Runs as torchrun starts them, on one node and on two: processes that raise, die, hang and are stopped."""
+"""Runs as torchrun starts them, on one node and on two: processes that raise, die, hang and are stopped. Under `make soak` each
+process is a Python of its own; else torchrun and what it starts are forks of one that has everything imported (forked.py)."""
 
 from __future__ import annotations
 
@@ -7,13 +8,15 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from conftest import rows_into
-from seeds import some
+from forked import Forks
+from seeds import SOAK, some
 from test_replicas import same_run
 from test_training import config, train
 
@@ -33,23 +36,40 @@ def whole(tree: dict[str, Any]) -> Path:
     return Path(tree["output_dir"])
 
 
+@pytest.fixture(scope="module")
+def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks | None]:
+    if SOAK:
+        yield None
+        return
+    with Forks(
+        tmp_path_factory.mktemp("forks"), ["launched", "torch.distributed.run", "packlora.report.summary"]
+    ) as forks:
+        yield forks
+
+
 def environment() -> dict[str, str]:
     env = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     return env | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1])}
 
 
 def launch(
-    tree: dict[str, Any], out: Path, mishap: str = "none", rank: int = 1, options: tuple[str, ...] = (), *words: str
+    forks: Forks | None,
+    tree: dict[str, Any],
+    out: Path,
+    mishap: str = "none",
+    rank: int = 1,
+    options: tuple[str, ...] = (),
 ) -> subprocess.Popen[str]:
     """A run on two processes, as a command."""
     file = out.parent / "run.yaml"
     file.write_text(yaml.safe_dump({**tree, "output_dir": str(out)}))
     where = options or ("--standalone", "--nproc-per-node", "2")
-    command = [
-        sys.executable, "-m", "torch.distributed.run", *where, str(HERE / "launched.py"), mishap, str(rank), "train", str(file),
-        *words,
-    ]  # fmt: skip
-    return subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    what = [mishap, str(rank), "train", str(file)]
+    pipes: dict[str, Any] = {"env": environment(), "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    if forks is not None:
+        return forks.start("torch.distributed.run", *where, *forks.words("launched", *what), **pipes)
+    command = [sys.executable, "-m", "torch.distributed.run", *where, str(HERE / "launched.py"), *what]
+    return subprocess.Popen(command, text=True, **pipes)
 
 
 def ended(process: subprocess.Popen[str], seconds: float = 120) -> tuple[int, str]:
@@ -74,10 +94,17 @@ def ended(process: subprocess.Popen[str], seconds: float = 120) -> tuple[int, st
     ),
 )  # fmt: skip
 def test_what_ends_one_process_ends_the_run_and_it_goes_on_from_there(
-    mishap: str, rank: int, parallel: dict[str, int], says: str, tree: dict[str, Any], whole: Path, tmp_path: Path
+    mishap: str,
+    rank: int,
+    parallel: dict[str, int],
+    says: str,
+    tree: dict[str, Any],
+    whole: Path,
+    forks: Forks | None,
+    tmp_path: Path,
 ) -> None:
     split = {**tree, "parallel": parallel}
-    code, said = ended(launch(split, tmp_path / "out", mishap, rank))
+    code, said = ended(launch(forks, split, tmp_path / "out", mishap, rank))
     assert code != 0
     assert says in said, said
     assert said.count("packlora: process") <= 1, said
@@ -113,14 +140,16 @@ def test_a_process_that_hangs_is_given_up(each: int, says: str, tree: dict[str, 
 
 
 @pytest.mark.soak
-def test_torchrun_starts_it_again_and_it_goes_on(tree: dict[str, Any], whole: Path, tmp_path: Path) -> None:
+def test_torchrun_starts_it_again_and_it_goes_on(
+    tree: dict[str, Any], whole: Path, forks: Forks | None, tmp_path: Path
+) -> None:
     options = ("--standalone", "--nproc-per-node", "2", "--max-restarts", "1")
-    code, said = ended(launch(tree, tmp_path / "out", "once", 1, options))
+    code, said = ended(launch(forks, tree, tmp_path / "out", "once", 1, options))
     assert code == 0, said
     same_run(tmp_path / "out", whole, 1e-10)
 
 
-def test_two_nodes_train_as_one(tree: dict[str, Any], whole: Path, tmp_path: Path) -> None:
+def test_two_nodes_train_as_one(tree: dict[str, Any], whole: Path, forks: Forks | None, tmp_path: Path) -> None:
     """Two agents of torchrun that find one another at an address."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -129,7 +158,7 @@ def test_two_nodes_train_as_one(tree: dict[str, Any], whole: Path, tmp_path: Pat
         "--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}",
         "--rdzv-id", "test",
     )  # fmt: skip
-    nodes = [launch(tree, tmp_path / "out", options=options) for _ in range(2)]
+    nodes = [launch(forks, tree, tmp_path / "out", options=options) for _ in range(2)]
     told = [ended(node) for node in nodes]
     assert [code for code, _ in told] == [0, 0], told
     same_run(tmp_path / "out", whole, 1e-10)
@@ -137,8 +166,8 @@ def test_two_nodes_train_as_one(tree: dict[str, Any], whole: Path, tmp_path: Pat
     assert both.count("report.html") == 1, both
 
 
-def test_bad_input_is_said_once(tree: dict[str, Any], tmp_path: Path) -> None:
-    code, said = ended(launch({**tree, "dtype": "float61"}, tmp_path / "out"))
+def test_bad_input_is_said_once(tree: dict[str, Any], forks: Forks | None, tmp_path: Path) -> None:
+    code, said = ended(launch(forks, {**tree, "dtype": "float61"}, tmp_path / "out"))
     assert code != 0
     assert said.count("float61") == 1, said
     assert "exitcode  : 2" in said

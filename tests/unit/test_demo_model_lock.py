@@ -3,49 +3,36 @@
 from __future__ import annotations
 
 import subprocess
-import sys
-import textwrap
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from forked import Forks
 
 from packlora.base import demo_model
 from packlora.errors import InputError
 
-CONVERT = """
-    import os, sys, time
-    from pathlib import Path
-    from packlora.base import demo_model
 
-    def convert(source, out):
-        with (Path(sys.argv[1]) / "conversions").open("a") as log:
-            log.write("one\\n")
-        for name in demo_model.FILES:
-            time.sleep(0.15)
-            (out / name).write_text(name)
-
-    demo_model._convert = convert
-    demo_model._gguf_folder = lambda scratch: scratch
-    cache, together = Path(sys.argv[1]), int(sys.argv[2])
-    (cache / f"ready-{os.getpid()}").touch()
-    while len(list(cache.glob("ready-*"))) < together:  # to load what is imported takes one longer than another
-        time.sleep(0.01)
-    folder = demo_model.demo_model_folder()
-    assert all((folder / name).read_text() == name for name in demo_model.FILES)
-    print(folder)
-"""
+@pytest.fixture(scope="module")
+def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
+    with Forks(tmp_path_factory.mktemp("forks"), ["converting"]) as forks:
+        yield forks
 
 
-def start(cache: Path, monkeypatch: pytest.MonkeyPatch, together: int = 1) -> subprocess.Popen[str]:
-    monkeypatch.setenv("PACKLORA_CACHE", str(cache))
-    command = [sys.executable, "-c", textwrap.dedent(CONVERT), str(cache), str(together)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+@pytest.fixture
+def start(forks: Forks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., subprocess.Popen[str]]:
+    """A process that gets the demo model from a cache in tmp_path, once so many are ready."""
+    monkeypatch.setenv("PACKLORA_CACHE", str(tmp_path))
+
+    def start(together: int = 1) -> subprocess.Popen[str]:
+        return forks.start("converting", str(tmp_path), str(together), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+    return start
 
 
-def test_two_processes_at_once_convert_it_once_and_both_get_it_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    both = [start(tmp_path, monkeypatch, together=2) for _ in range(2)]
+def test_two_processes_at_once_convert_it_once_and_both_get_it_whole(tmp_path: Path, start: Any) -> None:
+    both = [start(together=2) for _ in range(2)]
     said = [process.communicate(timeout=60) for process in both]
     assert [process.returncode for process in both] == [0, 0], said
     assert [out for out, _ in said] == [f"{tmp_path / demo_model.DEMO_MODEL}\n"] * 2
@@ -53,23 +40,23 @@ def test_two_processes_at_once_convert_it_once_and_both_get_it_whole(
     assert sorted(error.split()[1] for _, error in said) == ["converting", "waiting"]
 
 
-def test_a_conversion_that_was_killed_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    killed = start(tmp_path, monkeypatch)
+def test_a_conversion_that_was_killed_is_made_again(tmp_path: Path, start: Any) -> None:
+    killed = start()
     while not list(tmp_path.glob(f".tmp-*/{demo_model.FILES[0]}")):
         assert killed.poll() is None, killed.communicate()
     killed.kill()
     killed.communicate()
     assert not (tmp_path / demo_model.DEMO_MODEL).exists()
-    again = start(tmp_path, monkeypatch)
+    again = start()
     said = again.communicate(timeout=60)
     assert again.returncode == 0, said
 
 
-def test_a_folder_that_was_left_partial_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_was_left_partial_is_made_again(tmp_path: Path, start: Any) -> None:
     partial = tmp_path / demo_model.DEMO_MODEL
     partial.mkdir()
     (partial / "config.json").write_text("config.json")
-    process = start(tmp_path, monkeypatch)
+    process = start()
     said = process.communicate(timeout=60)
     assert process.returncode == 0, said
 
