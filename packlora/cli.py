@@ -265,6 +265,31 @@ def merge(
 
 
 @app.command()
+def export(
+    adapter: Annotated[Path, typer.Argument(metavar="ADAPTER_DIR", help="A PEFT adapter folder, as RUN/job.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write, for gguf the file; must not exist.")],
+    target: Annotated[str, typer.Option("--for", metavar="PROGRAM", help="vllm, sglang, gguf (llama.cpp) or peft.")],
+    base_model: Annotated[
+        str | None,
+        typer.Option(help="Base model, where the one named in adapter_config.json is not the place to load from."),
+    ] = None,
+    dtype: Annotated[
+        str, typer.Option(help="Of the tensors: float32, bfloat16, float16, auto (as the base).")
+    ] = "float32",
+) -> None:
+    """Write an adapter as another program reads it, with the same numbers."""
+
+    def action() -> None:
+        from packlora.commands.export import export_adapter
+
+        for note in export_adapter(adapter, out, target, base_model, dtype):
+            say(f"note: {note}")
+        print(f"adapter for {target}: {out}", flush=True)
+
+    _guarded(action)
+
+
+@app.command()
 def doctor() -> None:
     """Show versions and devices, and what of packlora is usable here and what is not, and why."""
 
