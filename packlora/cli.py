@@ -289,6 +289,100 @@ def export(
     _guarded(action)
 
 
+Adapter = Annotated[Path, typer.Argument(metavar="RUN/JOB", help="A finished adapter or a checkpoint.")]
+BaseModel = Annotated[
+    str | None, typer.Option(help="Base model, where the one that the adapter names is not the place to load from.")
+]
+Dtype = Annotated[
+    str, typer.Option(help="Of the base model: auto (as the run that trained it), float32, bfloat16, float16.")
+]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:<number>.")]
+System = Annotated[str | None, typer.Option(help="A message of the system at the beginning.")]
+NewTokens = Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")]
+Temperature = Annotated[float, typer.Option(min=0, max=100, help="0 takes the likeliest token each time.")]
+Seed = Annotated[int, typer.Option(min=0, help="Of tokens that are drawn.")]
+
+
+@app.command()
+def generate(
+    adapter: Adapter,
+    prompt: Annotated[str | None, typer.Option(help="What is asked; without it, standard input is read.")] = None,
+    system: System = None,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Go on from the prompt as plain text, without chat template.")
+    ] = False,
+    max_new_tokens: NewTokens = 256,
+    temperature: Temperature = 0.0,
+    seed: Seed = 0,
+    base_model: BaseModel = None,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+) -> None:
+    """Let an adapter answer a prompt."""
+
+    def action() -> None:
+        from packlora.commands.talk import Sampling, generate
+
+        said = sys.stdin.read() if prompt is None else prompt
+        print(
+            generate(adapter, said, system, raw, Sampling(max_new_tokens, temperature, seed), base_model, dtype, device)
+        )
+
+    _guarded(action)
+
+
+@app.command()
+def chat(
+    adapters: Annotated[list[Path], typer.Argument(metavar="RUN/JOB...", help="Adapters of one base model.")],
+    with_base: Annotated[bool, typer.Option("--with-base", help="The base model answers too.")] = False,
+    system: System = None,
+    max_new_tokens: NewTokens = 256,
+    temperature: Temperature = 0.0,
+    seed: Seed = 0,
+    base_model: BaseModel = None,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+) -> None:
+    """Talk to one or several adapters side by side: each line of standard input is a turn."""
+
+    def action() -> None:
+        from packlora.commands.talk import Sampling, chat
+
+        chat(adapters, with_base, system, Sampling(max_new_tokens, temperature, seed), base_model, dtype, device)
+
+    _guarded(action)
+
+
+@app.command("eval")
+def evaluate(
+    adapter: Adapter,
+    data: Annotated[str, typer.Argument(metavar="DATA", help="Held-out samples, as data.path of a run file.")],
+    max_length: Annotated[
+        int | None, typer.Option(min=2, help="Longest sample in tokens; default is that of its run.")
+    ] = None,
+    truncate: Annotated[
+        str | None, typer.Option(help="error, drop or right: what to do with longer ones; default is that of its run.")
+    ] = None,
+    base_model: BaseModel = None,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+) -> None:
+    """Show the held-out loss of an adapter on a data file, computed as training computes it."""
+
+    def action() -> None:
+        from math import exp
+
+        from packlora.commands.held_out import evaluate_adapter
+
+        found = evaluate_adapter(adapter, data, max_length, truncate, base_model, dtype, device)
+        for note in found.notes:
+            say(f"note: {note}")
+        print(f"loss        {found.loss:.6f}\nperplexity  {exp(min(found.loss, 700)):.4f}")
+        print(f"labels      {found.label_tokens:,} of {found.tokens:,} tokens, {found.samples:,} samples", flush=True)
+
+    _guarded(action)
+
+
 @app.command()
 def doctor() -> None:
     """Show versions and devices, and what of packlora is usable here and what is not, and why."""
