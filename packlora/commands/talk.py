@@ -26,7 +26,7 @@ from packlora.base.load import read_model, read_tokenizer
 from packlora.commands.adapter_folder import of_the_base, same_base, trained_by
 from packlora.config import DataConfig
 from packlora.data.encode import encode_rows
-from packlora.data.readers import Row
+from packlora.data.rows import Row
 from packlora.errors import InputError, printable
 from packlora.terminal import say, standard_output
 

@@ -37,6 +37,9 @@ from packlora.runtime.prepare import LEFT_OUT, PreparedRun
 from packlora.runtime.profiler import Profile
 from packlora.runtime.resume import SavedRun, start_hash
 
+MOST_SKIPPED = 1000
+"""Rows that are no samples that run.json lists of a job; it counts all of them."""
+
 
 def run_record(
     prepared: PreparedRun, base: Base, known: Profile, saved: SavedRun | None = None, layout: Layout | None = None
@@ -65,6 +68,8 @@ def run_record(
             "adapted_modules": len(job.spec.modules),
             "truncated": job.encoded.truncated + job.eval_encoded.truncated,
             "dropped": job.encoded.dropped + job.eval_encoded.dropped,
+            "skipped": len(job.encoded.skipped) + len(job.eval_encoded.skipped),
+            "skipped_rows": (job.encoded.skipped + job.eval_encoded.skipped)[:MOST_SKIPPED],
             "length_histogram": {"edges": edges.tolist(), "counts": counts.tolist()},
         }
     warnings, names = prepared.warnings + base.warnings, [job.name for job in prepared.run.jobs]

@@ -75,7 +75,7 @@ def test_defaults_are_exactly_the_documented_ones() -> None:
         schedule: {method: auto, padding_multiple: 1, time_limit_s: 10}
         jobs:
           - name: first
-            data: {path: a.jsonl, eval_path: null, max_length: 2048, truncate: error}
+            data: {path: a.jsonl, eval_path: null, system: null, on_bad_row: error, max_length: 2048, truncate: error}
             adapter: {r: 16, lora_alpha: 32, lora_dropout: 0.05, target_modules: all-linear, use_rslora: false,
                       use_dora: false, dora_dropout: peft, bias: none, rank_pattern: {}, alpha_pattern: {}, init_from: null}
             seed: null

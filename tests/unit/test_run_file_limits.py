@@ -23,7 +23,8 @@ TREE: dict[str, Any] = {
     "parallel": {"pipeline": 1, "tensor": 1, "expert": 1, "sequence_parallel": False, "shard_base": False},
     "jobs": [{
         "name": "first", "seed": 3,
-        "data": {"path": "a.jsonl", "eval_path": "b.jsonl", "max_length": 2048, "truncate": "error"},
+        "data": {"path": [{"path": "a.jsonl", "weight": 2.0}], "eval_path": ["b.jsonl"], "system": "s", "on_bad_row": "skip",
+                 "max_length": 2048, "truncate": "error"},
         "adapter": {"r": 16, "lora_alpha": 32, "lora_dropout": 0.05, "target_modules": ["q"], "use_rslora": False,
                     "use_dora": False, "dora_dropout": "peft", "bias": "none", "rank_pattern": {"q": 4},
                     "alpha_pattern": {"q": 4.0}, "init_from": "c"},
@@ -77,7 +78,7 @@ def test_any_value_at_any_key_is_taken_or_refused_in_few_short_printable_lines(o
             assert all(line.isprintable() for line in message.split("\n")), place
             assert any(str(part) in message for part in (*place, "job number")), (place, message)
         else:
-            for text in (run.base_model, run.output_dir, run.revision or "x", run.jobs[0].data.path):
+            for text in (run.base_model, run.output_dir, run.revision or "x", run.jobs[0].data.sources[0][0]):
                 assert text.strip()
                 assert text.isprintable() or odd == "unicode"
                 os.path.exists(text)  # no error
@@ -102,6 +103,10 @@ def test_any_value_at_any_key_is_taken_or_refused_in_few_short_printable_lines(o
         ("data.path", "a\0b", r"has the character '\x00'"), ("data.path", "x" * 5000, "5000 characters long"),
         ("data.path", "x" * 256 + "/a.jsonl", "no file system has such a path"), ("data.path", "a/" * 2100, "no file system"),
         ("data.path", "a/" * 101, "101 folders in one another; at most 100"),
+        ("data.path", [], "is a list of 0 paths; from 1 to 10000"), ("data.path", ["a"] * 10**5, "list of 100000 paths"),
+        ("data.path", [{"path": "a", "weight": 1}, "b"], "a weight at number 0 and none at number 1"),
+        ("data.eval_path", [], "is a list of 0 paths"), ("data.on_bad_row", "ignore", "'error' or 'skip'"),
+        ("data.system", "", "at least 1 character"), ("data.system", 3, "valid string"),
         ("data.eval_path", "a\x1b[2Jb", r"has the character '\x1b'"), ("adapter.init_from", " ", "is empty"),
         ("name", ".lock", "which packlora itself uses"), ("name", ".LOCK", "which packlora itself uses"),
         ("train.shuffle", "yes", "should be true or false; found 'yes'"),
