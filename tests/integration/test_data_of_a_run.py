@@ -1,4 +1,4 @@
-"""Data from several places through a whole run: what was read, left out and drawn is in run.json, and is the same at --resume."""
+"""Data from several places through a whole run: what was read, left out and drawn is in run.json, and so at --resume."""
 
 from __future__ import annotations
 
