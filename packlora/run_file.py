@@ -47,14 +47,13 @@ OTHER_TOOLS = {
     "lr_scheduler": "see a job's train.lr_scheduler_type",
     "batch_size": _BATCH, "micro_batch_size": _BATCH, "per_device_train_batch_size": _BATCH,
     "gradient_accumulation_steps": _BATCH,
-    "warmup_ratio": "see a job's train.warmup_steps, in optimizer steps",
     "optim": "the optimizer is AdamW", "optimizer": "the optimizer is AdamW",
     "logging_steps": "every optimizer step is logged",
     "packing": "samples are always packed", "sample_packing": "samples are always packed",
     "sequence_len": _LENGTH, "max_seq_length": _LENGTH, "max_seq_len": _LENGTH,
     "bf16": "see the run's dtype: bfloat16", "fp16": "see the run's dtype: float16",
     "load_in_4bit": _QUANTISED, "load_in_8bit": _QUANTISED, "quantization_config": _QUANTISED,
-    "save_steps": "see the run's save_every", "eval_steps": "see the run's eval_every",
+    "save_steps": "see the run's save_every",
     "datasets": "see a job's data.path", "dataset": "see a job's data.path", "model_name_or_path": "see the run's base_model",
 }  # fmt: skip
 """Keys of other tools, with what stands for them here; the nearest known key would often mean something else."""

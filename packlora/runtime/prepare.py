@@ -254,9 +254,9 @@ def _jobs_without_data(run: Run) -> dict[str, str]:
 def _doubts(job: JobConfig, data: JobData) -> list[str]:
     """What can be trained, but is hardly meant."""
     train, out = job.train, []
-    if train.warmup_steps >= data.configured_steps:
+    if (warmup := train.warmup_of(data.configured_steps)) >= data.configured_steps and train.warmup_steps:
         out.append(
-            f"warmup_steps {train.warmup_steps} is no less than its {data.configured_steps} optimizer steps, so the learning "
+            f"warmup_steps {warmup} is no less than its {data.configured_steps} optimizer steps, so the learning "
             f"rate never comes to {train.learning_rate:g}"
         )
     if train.global_batch_size > len(data.samples):

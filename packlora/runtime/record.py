@@ -171,6 +171,8 @@ def job_result(job: Job, folder: Path, losses: Mapping[int, float | None], began
     told = losses if job.eval_samples else {}  # else they are of training samples
     known = {step: loss for step, loss in told.items() if step <= job.step and loss is not None and isfinite(loss)}
     after = max(known, default=0)
+    if job.config.train.load_best_model_at_end and job.status == "done":
+        after = job.judged.step or after
     own = [line for line in job.log_history if "loss" in line and line["elapsed"] >= began]
     rate = sum(line["tokens"] for line in own) / max(own[-1]["elapsed"] - began, 1e-9) if own else 0.0
     return JobResult(job.status, job.step, folder, job.failure, known.get(0), known[after] if after else None, rate)

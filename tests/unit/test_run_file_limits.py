@@ -30,7 +30,10 @@ TREE: dict[str, Any] = {
                     "alpha_pattern": {"q": 4.0}, "init_from": "c"},
         "train": {"global_batch_size": 8, "num_train_epochs": 1, "max_steps": -1, "learning_rate": 2e-4,
                   "lr_scheduler_type": "constant", "warmup_steps": 0, "weight_decay": 0.0, "max_grad_norm": 1.0,
-                  "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8, "shuffle": True, "drop_last": False},
+                  "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8, "shuffle": True, "drop_last": False,
+                  "lr_scheduler_kwargs": {}, "warmup_ratio": 0.0, "eval_steps": 1, "load_best_model_at_end": True,
+                  "metric_for_best_model": "eval_loss",
+                  "early_stopping_patience": 2, "early_stopping_threshold": 0.1},
     }],
 }  # fmt: skip
 TEXT = "base_model: m\noutput_dir: out\njobs:\n  - name: first\n    data: {path: a.jsonl}\n"
@@ -109,6 +112,16 @@ def test_any_value_at_any_key_is_taken_or_refused_in_few_short_printable_lines(o
         ("data.system", "", "at least 1 character"), ("data.system", 3, "valid string"),
         ("data.eval_path", "a\x1b[2Jb", r"has the character '\x1b'"), ("adapter.init_from", " ", "is empty"),
         ("name", ".lock", "which packlora itself uses"), ("name", ".LOCK", "which packlora itself uses"),
+        ("train.warmup_ratio", 1, "less than 1"), ("train.warmup_ratio", float("nan"), "finite number"),
+        ("train.warmup_ratio", -0.1, "greater than or equal to 0"), ("train.eval_steps", -1, "greater than or equal to 0"),
+        ("train.eval_steps", 10**30, "less than or equal to 1000000000"), ("train.eval_steps", 1.5, "valid integer"),
+        ("train.early_stopping_patience", 0, "greater than or equal to 1"),
+        ("train.early_stopping_patience", 10**12, "less than or equal to"),
+        ("train.early_stopping_threshold", float("nan"), "finite number"),
+        ("train.early_stopping_threshold", -1, "greater than or equal to 0"),
+        ("train.load_best_model_at_end", 1, "should be true or false"),
+        ("train.metric_for_best_model", "accuracy", "'eval_loss'"), ("train.lr_scheduler_kwargs", [], "should be a mapping"),
+        ("train.lr_scheduler_type", "greedy", "'cosine_with_min_lr'"),
         ("train.shuffle", "yes", "should be true or false; found 'yes'"),
     ],
 )  # fmt: skip
