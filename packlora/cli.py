@@ -23,7 +23,6 @@ app = typer.Typer(
     name="packlora",
     help="Train one or many LoRA / DoRA adapters on one frozen language model, all at once.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
@@ -36,13 +35,13 @@ Set = Annotated[
 ]
 
 
-def _guarded(action: Callable[[], Any], stopped: str = "stopped") -> Any:
+def _guarded(action: Callable[[], Any], stopped: str = "stopped", light: bool = False) -> Any:
     """Run an action. Bad input becomes a message on stderr and exit code 2, what cannot be written one and exit code 1.
 
-    stopped: what to say after Ctrl-C.
+    stopped: what to say after Ctrl-C. light: it needs no library that takes seconds to load.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-    if _loads() and speaks():
+    if not light and _loads() and speaks():
         say("loading PyTorch and Transformers")
     try:
         return action()
@@ -412,6 +411,39 @@ def demo(
         raise typer.Exit(run_demo(output_dir, max_steps))
 
     _guarded(action, "stopped at once; the same command continues from the last checkpoints")
+
+
+@app.command()
+def init(
+    data: Annotated[Path, typer.Argument(metavar="DATA", help="A data file, as data.path of a run file.")],
+    out: Annotated[
+        Path, typer.Option("-o", "--out", metavar="RUN.yaml", help="The file to write; must not exist.")
+    ] = Path("run.yaml"),
+    base_model: Annotated[str, typer.Option(help="A folder or a Hugging Face model id.")] = "smollm2-135m",
+) -> None:
+    """Write a run file with comments from a data file."""
+
+    def action() -> None:
+        from packlora.commands.init import write_run_file
+
+        print(write_run_file(data, out, base_model))
+        print(f"{out}: see it through, then `packlora plan {shlex.quote(str(out))}`", flush=True)
+
+    _guarded(action, light=True)
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON schema of the run file, for editors."""
+
+    def action() -> None:
+        import json
+
+        from packlora.commands.schema import run_file_schema
+
+        print(json.dumps(run_file_schema(), indent=2), flush=True)
+
+    _guarded(action, light=True)
 
 
 def _version(value: bool) -> None:

@@ -62,7 +62,9 @@ PathText = Annotated[str, Field(min_length=1), AfterValidator(_path_text)]
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, validate_assignment=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", strict=True, validate_assignment=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
 
 class DataSource(_Strict):
