@@ -227,6 +227,8 @@ class TrainConfig(_Strict):
     """The same as a share of all steps, rounded up."""
     weight_decay: float = Field(0.0, ge=0, le=1e6)
     """AdamW's, decoupled; not applied to biases."""
+    loraplus_lr_ratio: float | None = Field(None, gt=0, le=1e6)
+    """LoRA+: B, magnitudes and trained biases have the learning rate times this; null: that of A."""
     max_grad_norm: float = Field(1.0, ge=0, le=1e30)
     """Gradient norm of the job to clip at; 0 does not clip."""
     adam_beta1: float = Field(0.9, ge=0, lt=1)
