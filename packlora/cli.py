@@ -23,7 +23,6 @@ app = typer.Typer(
     name="packlora",
     help="Train one or many LoRA / DoRA adapters on one frozen language model, all at once.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
@@ -36,13 +35,13 @@ Set = Annotated[
 ]
 
 
-def _guarded(action: Callable[[], Any], stopped: str = "stopped") -> Any:
+def _guarded(action: Callable[[], Any], stopped: str = "stopped", light: bool = False) -> Any:
     """Run an action. Bad input becomes a message on stderr and exit code 2, what cannot be written one and exit code 1.
 
-    stopped: what to say after Ctrl-C.
+    stopped: what to say after Ctrl-C. light: it needs no library that takes seconds to load.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-    if _loads() and speaks():
+    if not light and _loads() and speaks():
         say("loading PyTorch and Transformers")
     try:
         return action()
@@ -265,6 +264,125 @@ def merge(
 
 
 @app.command()
+def export(
+    adapter: Annotated[Path, typer.Argument(metavar="ADAPTER_DIR", help="A PEFT adapter folder, as RUN/job.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write, for gguf the file; must not exist.")],
+    target: Annotated[str, typer.Option("--for", metavar="PROGRAM", help="vllm, sglang, gguf (llama.cpp) or peft.")],
+    base_model: Annotated[
+        str | None,
+        typer.Option(help="Base model, where the one named in adapter_config.json is not the place to load from."),
+    ] = None,
+    dtype: Annotated[
+        str, typer.Option(help="Of the tensors: float32, bfloat16, float16, auto (as the base).")
+    ] = "float32",
+) -> None:
+    """Write an adapter as another program reads it, with the same numbers."""
+
+    def action() -> None:
+        from packlora.commands.export import export_adapter
+
+        for note in export_adapter(adapter, out, target, base_model, dtype):
+            say(f"note: {note}")
+        print(f"adapter for {target}: {out}", flush=True)
+
+    _guarded(action)
+
+
+Adapter = Annotated[Path, typer.Argument(metavar="RUN/JOB", help="A finished adapter or a checkpoint.")]
+BaseModel = Annotated[
+    str | None, typer.Option(help="Base model, where the one that the adapter names is not the place to load from.")
+]
+Dtype = Annotated[
+    str, typer.Option(help="Of the base model: auto (as the run that trained it), float32, bfloat16, float16.")
+]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:<number>.")]
+System = Annotated[str | None, typer.Option(help="A message of the system at the beginning.")]
+NewTokens = Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")]
+Temperature = Annotated[float, typer.Option(min=0, max=100, help="0 takes the likeliest token each time.")]
+Seed = Annotated[int, typer.Option(min=0, help="Of tokens that are drawn.")]
+
+
+@app.command()
+def generate(
+    adapter: Adapter,
+    prompt: Annotated[str | None, typer.Option(help="What is asked; without it, standard input is read.")] = None,
+    system: System = None,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Go on from the prompt as plain text, without chat template.")
+    ] = False,
+    max_new_tokens: NewTokens = 256,
+    temperature: Temperature = 0.0,
+    seed: Seed = 0,
+    base_model: BaseModel = None,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+) -> None:
+    """Let an adapter answer a prompt."""
+
+    def action() -> None:
+        from packlora.commands.talk import Sampling, generate
+
+        said = sys.stdin.read() if prompt is None else prompt
+        print(
+            generate(adapter, said, system, raw, Sampling(max_new_tokens, temperature, seed), base_model, dtype, device)
+        )
+
+    _guarded(action)
+
+
+@app.command()
+def chat(
+    adapters: Annotated[list[Path], typer.Argument(metavar="RUN/JOB...", help="Adapters of one base model.")],
+    with_base: Annotated[bool, typer.Option("--with-base", help="The base model answers too.")] = False,
+    system: System = None,
+    max_new_tokens: NewTokens = 256,
+    temperature: Temperature = 0.0,
+    seed: Seed = 0,
+    base_model: BaseModel = None,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+) -> None:
+    """Talk to one or several adapters side by side: each line of standard input is a turn."""
+
+    def action() -> None:
+        from packlora.commands.talk import Sampling, chat
+
+        chat(adapters, with_base, system, Sampling(max_new_tokens, temperature, seed), base_model, dtype, device)
+
+    _guarded(action)
+
+
+@app.command("eval")
+def evaluate(
+    adapter: Adapter,
+    data: Annotated[str, typer.Argument(metavar="DATA", help="Held-out samples, as data.path of a run file.")],
+    max_length: Annotated[
+        int | None, typer.Option(min=2, help="Longest sample in tokens; default is that of its run.")
+    ] = None,
+    truncate: Annotated[
+        str | None, typer.Option(help="error, drop or right: what to do with longer ones; default is that of its run.")
+    ] = None,
+    base_model: BaseModel = None,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+) -> None:
+    """Show the held-out loss of an adapter on a data file, computed as training computes it."""
+
+    def action() -> None:
+        from math import exp
+
+        from packlora.commands.held_out import evaluate_adapter
+
+        found = evaluate_adapter(adapter, data, max_length, truncate, base_model, dtype, device)
+        for note in found.notes:
+            say(f"note: {note}")
+        print(f"loss        {found.loss:.6f}\nperplexity  {exp(min(found.loss, 700)):.4f}")
+        print(f"labels      {found.label_tokens:,} of {found.tokens:,} tokens, {found.samples:,} samples", flush=True)
+
+    _guarded(action)
+
+
+@app.command()
 def doctor() -> None:
     """Show versions and devices, and what of packlora is usable here and what is not, and why."""
 
@@ -293,6 +411,39 @@ def demo(
         raise typer.Exit(run_demo(output_dir, max_steps))
 
     _guarded(action, "stopped at once; the same command continues from the last checkpoints")
+
+
+@app.command()
+def init(
+    data: Annotated[Path, typer.Argument(metavar="DATA", help="A data file, as data.path of a run file.")],
+    out: Annotated[
+        Path, typer.Option("-o", "--out", metavar="RUN.yaml", help="The file to write; must not exist.")
+    ] = Path("run.yaml"),
+    base_model: Annotated[str, typer.Option(help="A folder or a Hugging Face model id.")] = "smollm2-135m",
+) -> None:
+    """Write a run file with comments from a data file."""
+
+    def action() -> None:
+        from packlora.commands.init import write_run_file
+
+        print(write_run_file(data, out, base_model))
+        print(f"{out}: see it through, then `packlora plan {shlex.quote(str(out))}`", flush=True)
+
+    _guarded(action, light=True)
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON schema of the run file, for editors."""
+
+    def action() -> None:
+        import json
+
+        from packlora.commands.schema import run_file_schema
+
+        print(json.dumps(run_file_schema(), indent=2), flush=True)
+
+    _guarded(action, light=True)
 
 
 def _version(value: bool) -> None:

@@ -6,6 +6,7 @@ What needs the model, the tokenizer or the data to be checked is checked by whoe
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import unicodedata
@@ -21,7 +22,7 @@ from pydantic import (
     model_validator,
 )
 
-from packlora.errors import InputError, quoted
+from packlora.errors import InputError, quoted, shown
 
 JOB_NAME = re.compile(r"[A-Za-z0-9._-]+")
 RESERVED_NAMES = {
@@ -61,20 +62,66 @@ PathText = Annotated[str, Field(min_length=1), AfterValidator(_path_text)]
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, validate_assignment=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", strict=True, validate_assignment=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+
+class DataSource(_Strict):
+    """One of several places that a job's samples come from."""
+
+    path: PathText
+    """As data.path where that is a text."""
+    weight: float | None = Field(None, gt=0, le=1e6)
+    """Its share of the samples, divided by the sum of all weights; null: all of its samples once."""
 
 
 class DataConfig(_Strict):
     """Where a job's samples come from and how long they may be."""
 
-    path: PathText
-    """A .jsonl, .json or .parquet file, or a Hugging Face dataset id."""
-    eval_path: PathText | None = None
+    path: PathText | list[DataSource]
+    """A .jsonl, .json, .csv or .parquet file, a pattern of such files (data/*.jsonl), the folder of a saved Hugging Face data
+    set, or the id of one on the hub; or a list of these, each with a weight or none."""
+    eval_path: PathText | list[PathText] | None = None
     """Held-out samples in the same format; their loss is measured before and after training."""
+    system: str | None = Field(None, min_length=1, max_length=10**6)
+    """A message of the system, for conversations and prompts without one."""
+    on_bad_row: Literal["error", "skip"] = "error"
+    """What to do with a row that is no sample: refuse the run, or leave it out; run.json lists what was left out."""
     max_length: int = Field(2048, ge=2, le=MOST_TOKENS)
     """Longest sample in tokens."""
     truncate: Literal["error", "drop", "right"] = "error"
     """What to do with a sample longer than max_length or a microbatch: refuse the run, leave it out, or cut off its end."""
+
+    @field_validator("path", mode="before")
+    @classmethod
+    def _sources(cls, value: Any) -> Any:
+        return [{"path": one} if isinstance(one, str) else one for one in value] if isinstance(value, list) else value
+
+    @field_validator("path", "eval_path")
+    @classmethod
+    def _enough(cls, value: Any) -> Any:
+        if not isinstance(value, list):
+            return value
+        if not 1 <= len(value) <= MOST_PATTERNS:
+            raise ValueError(f"is a list of {len(value)} paths; from 1 to {MOST_PATTERNS} are taken")
+        weighted = [isinstance(one, DataSource) and one.weight is not None for one in value]
+        if any(weighted) and not all(weighted):
+            raise ValueError(
+                f"has a weight at number {weighted.index(True)} and none at number {weighted.index(False)}; give every path of "
+                "the list a weight, or none of them"
+            )
+        return value
+
+    @property
+    def sources(self) -> list[tuple[str, float | None]]:
+        """Paths of the training samples with their weights."""
+        return [(self.path, None)] if isinstance(self.path, str) else [(one.path, one.weight) for one in self.path]
+
+    @property
+    def eval_paths(self) -> list[str]:
+        """Paths of the held-out samples."""
+        return [self.eval_path] if isinstance(self.eval_path, str) else self.eval_path or []
 
 
 class AdapterConfig(_Strict):
@@ -139,8 +186,24 @@ def _check_regex(pattern: str, used: str) -> None:
 
 
 Scheduler = Literal[
-    "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial", "inverse_sqrt"
-]
+    "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial", "inverse_sqrt",
+    "cosine_with_min_lr", "warmup_stable_decay",
+]  # fmt: skip
+_SHAPES = ("linear", "cosine", "1-sqrt")
+SCHEDULE_KEYS: dict[str, dict[str, tuple[type, float, float] | tuple[str, ...]]] = {
+    "cosine": {"num_cycles": (float, 1e-6, 1e6)},
+    "cosine_with_restarts": {"num_cycles": (int, 1, 1e6)},
+    "polynomial": {"lr_end": (float, 0, 1e30), "power": (float, 1e-6, 1e3)},
+    "inverse_sqrt": {"timescale": (int, 1, MOST_STEPS)},
+    "cosine_with_min_lr": {
+        "min_lr": (float, 0, 1e30), "min_lr_rate": (float, 0, 1), "num_cycles": (float, 1e-6, 1e6),
+    },
+    "warmup_stable_decay": {
+        "num_decay_steps": (int, 0, MOST_STEPS), "num_stable_steps": (int, 0, MOST_STEPS), "min_lr_ratio": (float, 0, 1),
+        "num_cycles": (float, 1e-6, 1e6), "warmup_type": _SHAPES, "decay_type": _SHAPES,
+    },
+}  # fmt: skip
+"""Keys of lr_scheduler_kwargs by schedule: type, least and most, or the texts that are taken."""
 
 
 class TrainConfig(_Strict):
@@ -156,10 +219,16 @@ class TrainConfig(_Strict):
     """The largest one of the schedule."""
     lr_scheduler_type: Scheduler = "constant"
     """How the learning rate goes over the steps, as transformers' schedule of that name."""
+    lr_scheduler_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """What else that schedule takes, by transformers' names."""
     warmup_steps: int = Field(0, ge=0, le=MOST_STEPS)
     """Optimizer steps in which the learning rate rises from 0."""
+    warmup_ratio: float = Field(0.0, ge=0, lt=1)
+    """The same as a share of all steps, rounded up."""
     weight_decay: float = Field(0.0, ge=0, le=1e6)
     """AdamW's, decoupled; not applied to biases."""
+    loraplus_lr_ratio: float | None = Field(None, gt=0, le=1e6)
+    """LoRA+: B, magnitudes and trained biases have the learning rate times this; null: that of A."""
     max_grad_norm: float = Field(1.0, ge=0, le=1e30)
     """Gradient norm of the job to clip at; 0 does not clip."""
     adam_beta1: float = Field(0.9, ge=0, lt=1)
@@ -172,17 +241,87 @@ class TrainConfig(_Strict):
     """Take the samples of every epoch in an order of its own; otherwise in file order."""
     drop_last: bool = False
     """Leave out an epoch's last global batch where it is smaller than the others."""
+    eval_steps: int | None = Field(None, ge=0, le=MOST_STEPS)
+    """Optimizer steps between evaluations; 0 only before and after training; null: the run's eval_every."""
+    load_best_model_at_end: bool = False
+    """The adapter of the evaluation with the best metric_for_best_model is the job's result, not that of its last step."""
+    metric_for_best_model: Literal["eval_loss"] = "eval_loss"
+    """What decides which adapter is the best, and whether training ends early: the held-out loss, the lower the better."""
+    early_stopping_patience: int | None = Field(None, ge=1, le=MOST_STEPS)
+    """End the job after so many evaluations in a row that were no better than the best one before; null never does."""
+    early_stopping_threshold: float = Field(0.0, ge=0, le=1e6)
+    """By how much one must be better to count."""
+
+    @field_validator("lr_scheduler_kwargs")
+    @classmethod
+    def _plain_keys(cls, value: dict[str, Any]) -> dict[str, Any]:
+        if len(value) > 100:
+            raise ValueError(f"has {len(value)} keys; no schedule takes so many")
+        return value
 
     @model_validator(mode="after")
     def _consistent(self) -> TrainConfig:
         if self.max_steps == 0:
             raise ValueError("max_steps is 0, so nothing would be trained; give -1 or a positive number")
-        if self.warmup_steps and self.lr_scheduler_type == "constant":
+        warmup = "warmup_steps" if self.warmup_steps else "warmup_ratio"
+        if (self.warmup_steps or self.warmup_ratio) and self.lr_scheduler_type == "constant":
             raise ValueError(
-                f"warmup_steps is {self.warmup_steps}, but the schedule 'constant' has no warm-up; "
-                "use lr_scheduler_type: constant_with_warmup, or warmup_steps: 0"
+                f"{warmup} is {getattr(self, warmup)}, but the schedule 'constant' has no warm-up; "
+                f"use lr_scheduler_type: constant_with_warmup, or {warmup}: 0"
             )
+        if self.warmup_steps and self.warmup_ratio:
+            raise ValueError(
+                f"warmup_steps is {self.warmup_steps} and warmup_ratio {self.warmup_ratio}; give one of them"
+            )
+        self._check_schedule()
+        if self.needs_evaluations and not self.eval_steps:
+            key = "load_best_model_at_end" if self.load_best_model_at_end else "early_stopping_patience"
+            raise ValueError(f"{key} needs evaluations between steps; set eval_steps")
+        if self.early_stopping_threshold and self.early_stopping_patience is None:
+            raise ValueError("early_stopping_threshold goes with early_stopping_patience; set both")
         return self
+
+    def _check_schedule(self) -> None:
+        known = SCHEDULE_KEYS.get(self.lr_scheduler_type, {})
+        for key, value in self.lr_scheduler_kwargs.items():
+            where = f"lr_scheduler_kwargs has {shown(key, 40)}: {quoted(value, 40)}"
+            if key not in known:
+                listed = ", ".join(known) or "none"
+                raise ValueError(
+                    f"{where}, which the schedule {self.lr_scheduler_type!r} does not take; its keys: {listed}"
+                )
+            rule = known[key]
+            if isinstance(rule[0], str):
+                if value not in rule:
+                    raise ValueError(f"{where}; it is one of {', '.join(map(str, rule))}")
+                continue
+            kind, least, most = rule
+            number = isinstance(value, int if kind is int else int | float) and not isinstance(value, bool)
+            if not number or not least <= value <= most:
+                raise ValueError(
+                    f"{where}; it is {'a whole' if kind is int else 'a'} number from {least:g} to {most:g}"
+                )
+        given = self.lr_scheduler_kwargs
+        if self.lr_scheduler_type == "cosine_with_min_lr" and len({"min_lr", "min_lr_rate"} & given.keys()) != 1:
+            raise ValueError(
+                "the schedule 'cosine_with_min_lr' needs one of min_lr and min_lr_rate in lr_scheduler_kwargs"
+            )
+        if self.lr_scheduler_type == "warmup_stable_decay" and "num_decay_steps" not in given:
+            raise ValueError("the schedule 'warmup_stable_decay' needs num_decay_steps in lr_scheduler_kwargs")
+        for key in ("min_lr", "lr_end"):
+            if given.get(key, 0) > self.learning_rate:
+                raise ValueError(
+                    f"lr_scheduler_kwargs has {key}: {given[key]:g}, which is over the learning rate, {self.learning_rate:g}"
+                )
+
+    @property
+    def needs_evaluations(self) -> bool:
+        """Whether held-out losses decide how the job ends."""
+        return self.load_best_model_at_end or self.early_stopping_patience is not None
+
+    def warmup_of(self, steps: int) -> int:
+        """Steps of the warm-up of so many optimizer steps."""
+        return self.warmup_steps or math.ceil(self.warmup_ratio * steps)
 
 
 class JobConfig(_Strict):
@@ -198,6 +337,13 @@ class JobConfig(_Strict):
     """How it is trained."""
     seed: int | None = Field(None, ge=0, lt=2**63)
     """Of its initial adapter, sample order and dropout; null: the run's. Equal seeds draw equally, whatever the names."""
+
+    @model_validator(mode="after")
+    def _evaluated(self) -> JobConfig:
+        if self.train.needs_evaluations and not self.data.eval_path:
+            key = "load_best_model_at_end" if self.train.load_best_model_at_end else "early_stopping_patience"
+            raise ValueError(f"train.{key} needs held-out samples; set data.eval_path")
+        return self
 
     @field_validator("name")
     @classmethod

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import glob
 import os
 import re
 from collections.abc import Mapping
@@ -21,6 +22,7 @@ from packlora.config import (
     MOST_NESTED,
     AdapterConfig,
     DataConfig,
+    DataSource,
     JobConfig,
     ParallelConfig,
     PlansConfig,
@@ -45,14 +47,13 @@ OTHER_TOOLS = {
     "lr_scheduler": "see a job's train.lr_scheduler_type",
     "batch_size": _BATCH, "micro_batch_size": _BATCH, "per_device_train_batch_size": _BATCH,
     "gradient_accumulation_steps": _BATCH,
-    "warmup_ratio": "see a job's train.warmup_steps, in optimizer steps",
     "optim": "the optimizer is AdamW", "optimizer": "the optimizer is AdamW",
     "logging_steps": "every optimizer step is logged",
     "packing": "samples are always packed", "sample_packing": "samples are always packed",
     "sequence_len": _LENGTH, "max_seq_length": _LENGTH, "max_seq_len": _LENGTH,
     "bf16": "see the run's dtype: bfloat16", "fp16": "see the run's dtype: float16",
     "load_in_4bit": _QUANTISED, "load_in_8bit": _QUANTISED, "quantization_config": _QUANTISED,
-    "save_steps": "see the run's save_every", "eval_steps": "see the run's eval_every",
+    "save_steps": "see the run's save_every",
     "datasets": "see a job's data.path", "dataset": "see a job's data.path", "model_name_or_path": "see the run's base_model",
 }  # fmt: skip
 """Keys of other tools, with what stands for them here; the nearest known key would often mean something else."""
@@ -131,13 +132,11 @@ def load_run(path: str | Path, overrides: list[str] | None = None) -> Run:
         raise InputError(f"{path}: a run file is a mapping with base_model, output_dir and jobs; found {_kind(tree)}")
     for override in overrides or []:
         _apply_override(tree, override)
-    run = parse_run(tree, str(path))
+    run = parse_run(expanded(tree, str(path)), str(path))
     for job in run.jobs:  # a relative data path is looked up from the current folder, then from the run file's
-        job.data.path = _beside(path, job.data.path)
-        if job.data.eval_path is not None:
-            job.data.eval_path = _beside(path, job.data.eval_path)
-        if job.adapter.init_from is not None:
-            job.adapter.init_from = _beside(path, job.adapter.init_from)
+        job.data.path = _all_beside(path, job.data.path)
+        job.data.eval_path = _all_beside(path, job.data.eval_path)
+        job.adapter.init_from = _all_beside(path, job.adapter.init_from)
     return run
 
 
@@ -149,12 +148,109 @@ def run_from(tree: Mapping[str, Any], overrides: list[str] | None = None) -> Run
         raise InputError("the run: lists or mappings are nested too deep in one another to be read") from None
     for override in overrides or []:
         _apply_override(own, override)
-    return parse_run(own, "the run")
+    return parse_run(expanded(own, "the run"), "the run")
+
+
+def _all_beside(run_file: Path, value: Any) -> Any:
+    """A path, or each of a list."""
+    if isinstance(value, list):
+        return [_all_beside(run_file, one) for one in value]
+    if isinstance(value, DataSource):
+        return DataSource(path=_beside(run_file, value.path), weight=value.weight)
+    return _beside(run_file, value) if isinstance(value, str) else value
 
 
 def _beside(run_file: Path, path: str) -> str:
     beside = run_file.parent / path
-    return str(beside) if not os.path.exists(path) and os.path.exists(beside) else path
+    return str(beside) if not _is_there(path) and _is_there(str(beside)) else path
+
+
+def _is_there(path: str) -> bool:
+    return os.path.exists(path) or next(glob.iglob(path, recursive=True), None) is not None
+
+
+# --- what stands for something else ------------------------------------------------------------------------------------
+
+REFERENCE = re.compile(r"\$\$\{|\$\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?::-(?P<otherwise>[^}]*))?\}|\$\{")
+"""A variable of the environment, with what stands for it where it is not set or empty; $${ is a plain ${."""
+SECTIONS = ("data", "adapter", "train")
+
+
+def expanded(tree: dict[str, Any], source: str) -> dict[str, Any]:
+    """The tree of a run file with variables of the environment filled in, `defaults` merged under every job, and without what
+    a run does not have: defaults, and keys that begin with x-.
+
+    Raises:
+        InputError: a variable is not set and has no default, or defaults is no mapping, or holds a name.
+    """
+    tree = {key: value for key, value in tree.items() if not (isinstance(key, str) and key.startswith("x-"))}
+    try:
+        done: dict[int, Any] = {}
+        tree = {key: _filled(value, shown(key), source, done) for key, value in tree.items()}
+    except RecursionError:
+        raise InputError(f"{source}: lists or mappings are nested too deep in one another to be read") from None
+    defaults, jobs = tree.pop("defaults", {}), tree.get("jobs")
+    if not isinstance(defaults, dict):
+        raise InputError(f"{source}: defaults: input should be a mapping of keys of a job; found {_kind(defaults)}")
+    if "name" in defaults:
+        raise InputError(f"{source}: defaults: has a name, which is each job's own; give it there")
+    if isinstance(jobs, list):
+        tree["jobs"] = [_under(defaults, job) if isinstance(job, dict) else job for job in jobs]
+    elif defaults:
+        tree.setdefault("jobs", None)
+    return tree
+
+
+def _under(defaults: dict[str, Any], job: dict[str, Any]) -> dict[str, Any]:
+    """A job with what it does not say itself: its sections key by key, everything else whole."""
+    merged = copy.deepcopy(defaults) | job
+    for section in SECTIONS:
+        if isinstance(ours := job.get(section), dict) and isinstance(theirs := defaults.get(section), dict):
+            merged[section] = copy.deepcopy(theirs) | ours
+    return merged
+
+
+def _filled(value: Any, where: str, source: str, done: dict[int, Any]) -> Any:
+    """A value with variables of the environment in the place of their references. done: what became of lists and mappings,
+    which YAML may hold several times, and in themselves."""
+    if id(value) in done:
+        return done[id(value)]
+    if isinstance(value, dict):
+        mapping = done[id(value)] = {}
+        mapping.update({key: _filled(part, f"{where}.{shown(key)}", source, done) for key, part in value.items()})
+        return mapping
+    if isinstance(value, list):
+        items = done[id(value)] = []
+        items += [_filled(part, f"{where}[{number}]", source, done) for number, part in enumerate(value)]
+        return items
+    return _filled_text(value, where, source) if isinstance(value, str) and "${" in value else value
+
+
+def _filled_text(value: str, where: str, source: str) -> Any:
+    """A text that is one reference alone is a number or a truth value where the variable reads like one."""
+
+    def variable(match: re.Match[str]) -> str:
+        if match[0] == "$${":
+            return "${"
+        name = match["name"]
+        if name is None:
+            raise InputError(
+                f"{source}: {where}: has '${{' in {quoted(value)}; write ${{NAME}} or ${{NAME:-otherwise}}"
+            )
+        if found := os.environ.get(name, ""):
+            return found
+        if match["otherwise"] is None:
+            raise InputError(
+                f"{source}: {where}: the environment variable {name} is not set; write ${{{name}:-otherwise}}"
+            )
+        return str(match["otherwise"])
+
+    text = REFERENCE.sub(variable, value)
+    whole = REFERENCE.fullmatch(value)
+    if whole is not None and whole["name"] and re.fullmatch(r"[-+.\w]{1,100}", text):
+        scalar = _parse_yaml(text, f"{source}: {where}")
+        return scalar if isinstance(scalar, bool | int | float) else text
+    return text
 
 
 def parse_run(tree: dict[str, Any], source: str) -> Run:
@@ -162,7 +258,7 @@ def parse_run(tree: dict[str, Any], source: str) -> Run:
     try:
         return Run.model_validate(tree)
     except ValidationError as error:
-        errors = error.errors()
+        errors = [one for one in error.errors() if _is_meant(one["loc"], tree)]
         lines = [shown(_explain(item, tree), 1000) for item in errors[:MOST_PROBLEMS]]
         if len(errors) > MOST_PROBLEMS:
             lines.append(f"and {len(errors) - MOST_PROBLEMS} more")
@@ -234,10 +330,25 @@ def _explain(error: Any, tree: Any) -> str:
     return f"{where}: {message}; found {what}"
 
 
+UNIONS = {"target_modules", "max_tokens_per_microbatch", "liger", "plan", "path", "eval_path"}
+"""Keys whose values may be of several types."""
+
+
 def _is_tag(loc: tuple[Any, ...], index: int) -> bool:
     """Pydantic names the branch of a union in the location (str, list[str], literal['auto']), and marks bad keys."""
-    after_union = index > 0 and loc[index - 1] in {"target_modules", "max_tokens_per_microbatch", "liger", "plan"}
+    after_union = index > 0 and loc[index - 1] in UNIONS
     return loc[index] == "[key]" or (after_union and isinstance(loc[index], str))
+
+
+def _is_meant(loc: tuple[Any, ...], tree: Any) -> bool:
+    """Of the complaints about a key that takes a text or a list, those about what was given."""
+    for index, part in enumerate(loc[1:], 1):
+        if loc[index - 1] in ("path", "eval_path") and isinstance(part, str):
+            node = tree
+            for key in loc[:index]:
+                node = node[key]
+            return isinstance(node, list) == part.startswith("list[")
+    return True
 
 
 def _where(loc: list[Any], tree: Any) -> str:
@@ -260,7 +371,7 @@ def _where(loc: list[Any], tree: Any) -> str:
 def _known_keys(loc: list[Any]) -> list[str]:
     models: dict[str, type[BaseModel]] = {
         "jobs": JobConfig, "data": DataConfig, "adapter": AdapterConfig, "train": TrainConfig,
-        "parallel": ParallelConfig, "plans": PlansConfig, "schedule": ScheduleConfig,
+        "path": DataSource, "parallel": ParallelConfig, "plans": PlansConfig, "schedule": ScheduleConfig,
     }  # fmt: skip
     names = [part for part in loc if isinstance(part, str)]
     return list((models[names[-1]] if names else Run).model_fields)

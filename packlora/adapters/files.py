@@ -122,12 +122,15 @@ def save_adapter(folder: Path, adapter: Adapter, whole: Mapping[str, torch.Tenso
         whole: its tensors by the names of named_parameters, where those of `adapter` are slices.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    config = adapter.spec.peft.to_dict()
-    config["inference_mode"] = True
-    config = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
     tensors = keyed(adapter, adapter.layout.views(adapter.flat.cpu()) if whole is None else whole)
     write_tensors(folder / WEIGHTS, {key + ".weight" * key.endswith(MAGNITUDE): tensors[key] for key in tensors})
-    write_json(folder / CONFIG, config)
+    write_json(folder / CONFIG, config_dict(adapter.spec.peft))
+
+
+def config_dict(peft: LoraConfig) -> dict[str, Any]:
+    """What an adapter_config.json says."""
+    config: dict[str, Any] = peft.to_dict() | {"inference_mode": True}
+    return {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
 
 
 def config_notes(raw: dict[str, Any]) -> list[str]:

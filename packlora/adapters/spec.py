@@ -57,10 +57,10 @@ class AdapterSpec:
 
 def peft_config(adapter: AdapterConfig, base_model: str, revision: str | None) -> LoraConfig:
     """The LoraConfig that PEFT users would write for the adapter."""
-    alpha = {key: _whole(value) for key, value in adapter.alpha_pattern.items()}
+    alpha = {key: whole_number(value) for key, value in adapter.alpha_pattern.items()}
     return LoraConfig(
         r=adapter.r,
-        lora_alpha=_whole(adapter.lora_alpha),
+        lora_alpha=whole_number(adapter.lora_alpha),
         lora_dropout=adapter.lora_dropout,
         target_modules=adapter.target_modules,
         use_rslora=adapter.use_rslora,
@@ -74,7 +74,7 @@ def peft_config(adapter: AdapterConfig, base_model: str, revision: str | None) -
     )
 
 
-def _whole(number: float) -> Any:
+def whole_number(number: float) -> Any:
     """PEFT writes whole alphas without a point."""
     return int(number) if float(number).is_integer() else number
 

@@ -79,7 +79,7 @@ def show_samples(run: Run, result: Result) -> None:
     attached, adapters = attach(model, specs, run.seed)
     for job, adapter in zip(run.jobs, adapters, strict=True):
         load_adapter(folders[job.name], adapter)
-        row = read_rows(job.data.eval_path or job.data.path, job.name)[0]
+        row = read_rows((job.data.eval_paths or [job.data.sources[0][0]])[0], job.name)[0]
         before = _answer(model, base.tokenizer, str(row.prompt))
         with attached.only(adapter.number):
             after = _answer(model, base.tokenizer, str(row.prompt))

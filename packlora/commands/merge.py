@@ -8,10 +8,9 @@ the other, so that memory holds one of them and not the model.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,11 +20,11 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
-from packlora.adapters.files import base_note, model_type, read_config, read_tensors, tensor_key, tensor_shapes
-from packlora.adapters.spec import AdapterSpec, ModuleSpec, resolve
-from packlora.base.demo_model import base_path
-from packlora.base.load import read_skeleton, read_tokenizer
+from packlora.adapters.files import tensor_key
+from packlora.adapters.spec import AdapterSpec, ModuleSpec
+from packlora.base.load import read_tokenizer
 from packlora.base.weight_files import INDEX, WeightFiles, keys_of
+from packlora.commands.adapter_folder import of_the_base, open_adapter
 from packlora.errors import InputError, WriteError, unwritten
 from packlora.files import write_folder, write_json
 from packlora.ops.row_norm.row_norm import row_norm
@@ -56,34 +55,21 @@ def merge_adapter(adapter_dir: Path, out: Path, base_model: str | None = None, d
         raise InputError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"{out} exists and is not empty; choose another folder")
-    name = adapter_dir.name
-    config = read_config(str(adapter_dir), name)
-    if base_model is None and config.base_model_name_or_path is None:
-        raise InputError(f"{adapter_dir} names no base model; give one with --base-model")
-    base = base_path(base_model or str(config.base_model_name_or_path))
-    note = base_note(str(adapter_dir), base)
-    kinds = [model_type(where) for where in (str(config.base_model_name_or_path), base)]
-    if note and all(kinds) and kinds[0] != kinds[1]:
-        raise InputError(f"{note}: the architectures differ; merge into a base model of the first kind")
-    with _of_the_base():
-        skeleton = read_skeleton(base, config.revision)
-        tokenizer = read_tokenizer(base, config.revision)
-    spec = resolve(config, skeleton, name)
-    tensors = read_tensors(adapter_dir, tensor_shapes(spec, skeleton), name)
-    with _of_the_base():
-        files = WeightFiles(base, config.revision)
+    opened = open_adapter(adapter_dir, base_model)
+    base, revision, skeleton = opened.base, opened.config.revision, opened.skeleton
+    with of_the_base():
+        tokenizer = read_tokenizer(base, revision)
+        files = WeightFiles(base, revision)
         skeleton.tie_weights()
         keys = keys_of(skeleton, files, computed=True)
     kept = skeleton.config.dtype or torch.float32
-    merged = Merged(files, spec, tensors, kept if dtype == "auto" else getattr(torch, dtype), adapter_dir)
+    merged = Merged(files, opened.spec, opened.tensors, kept if dtype == "auto" else getattr(torch, dtype), adapter_dir)
     merged.find(keys)
 
     def write(folder: Path) -> None:
         merged.write(folder)
         _write_config(folder, skeleton, merged.dtype)
-        if found := cached_file(
-            base, GENERATION, revision=config.revision, _raise_exceptions_for_missing_entries=False
-        ):
+        if found := cached_file(base, GENERATION, revision=revision, _raise_exceptions_for_missing_entries=False):
             shutil.copyfile(found, folder / GENERATION)
         tokenizer.save_pretrained(folder)
 
@@ -95,15 +81,7 @@ def merge_adapter(adapter_dir: Path, out: Path, base_model: str | None = None, d
         if reason := unwritten(error):
             raise WriteError(f"cannot write {out}: {reason}") from None
         raise InputError(f"cannot write {out}: {error}") from None
-    return note
-
-
-@contextlib.contextmanager
-def _of_the_base() -> Iterator[None]:
-    try:
-        yield
-    except InputError as error:
-        raise InputError(f"{error}; --base-model names another one") from None
+    return opened.note
 
 
 def _write_config(folder: Path, model: PreTrainedModel, dtype: torch.dtype) -> None:

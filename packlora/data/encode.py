@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from packlora.config import DataConfig
-from packlora.data.readers import Row
+from packlora.data.rows import Row, with_system
 from packlora.errors import InputError, quoted
 from packlora.terminal import Told, silent
 
@@ -58,6 +58,8 @@ class Encoded:
     samples: list[Sample]
     truncated: int = 0
     dropped: int = 0
+    skipped: list[str] = field(default_factory=list)
+    """Rows that are no samples, each with its place and what is wrong with it, where on_bad_row is skip."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,33 +103,66 @@ def encode_rows(
     limit = min(limits.values())
     limit_name = f"{min(limits, key=lambda name: limits[name])} {limit}"
     out = Encoded([])
-    for start in range(0, len(rows), ENCODE_BATCH):
-        batch = rows[start : start + ENCODE_BATCH]
-        marked: list[_Marked] = []
-        for row in batch:
-            told(f"job {job}: encoding samples", start + len(marked), len(rows))
-            marked.append(_mark(row, tokenizer, special, job))
-        for row, sample in zip(batch, _tokenize(marked, tokenizer), strict=True):
-            if sample.num_labels == 0:
-                raise InputError(f"job {job!r}: {row.where}: the sample has no label tokens, {_why_no_labels(row)}")
-            if sample.num_tokens > limit:
-                if data.truncate == "error":
-                    raise InputError(
-                        f"job {job!r}: {row.where}: the sample has {sample.num_tokens} tokens, over {limit_name}; "
-                        "raise it, or set truncate to drop or right"
-                    )
-                if data.truncate == "drop":
-                    out.dropped += 1
-                    continue
-                sample = Sample(sample.ids[:limit], sample.is_label[:limit])
-                if sample.num_labels == 0:  # the cut took all of the completion
-                    out.dropped += 1
-                    continue
-                out.truncated += 1
-            out.samples.append(sample)
+    for row, sample in _samples(rows, tokenizer, special, data, job, out.skipped, told):
+        if sample.num_tokens > limit:
+            if data.truncate == "error":
+                raise InputError(
+                    f"job {job!r}: {row.where}: the sample has {sample.num_tokens} tokens, over {limit_name}; "
+                    "raise it, or set truncate to drop or right"
+                )
+            if data.truncate == "drop":
+                out.dropped += 1
+                continue
+            sample = Sample(sample.ids[:limit], sample.is_label[:limit])
+            if sample.num_labels == 0:  # the cut took all of the completion
+                out.dropped += 1
+                continue
+            out.truncated += 1
+        out.samples.append(sample)
+    if not out.samples and len(out.skipped) == len(rows):
+        raise InputError(f"job {job!r}: none of {len(rows)} rows is a sample, the first: {out.skipped[0]}")
     if not out.samples:
         raise InputError(f"job {job!r}: truncate: {data.truncate} left no sample of {len(rows)} within {limit_name}")
     return out
+
+
+def _samples(
+    rows: Sequence[Row],
+    tokenizer: Any,
+    special: re.Pattern[str],
+    data: DataConfig,
+    job: str,
+    skipped: list[str],
+    told: Told,
+) -> Iterator[tuple[Row, Sample]]:
+    """Each row with its sample, in order. skipped: takes those that are none where on_bad_row is skip, else they are raised."""
+
+    def skip(error: InputError) -> None:
+        if data.on_bad_row == "error":
+            raise error
+        skipped.append(str(error).removeprefix(f"job {job!r}: "))
+
+    for start in range(0, len(rows), ENCODE_BATCH):
+        marked: list[tuple[Row, _Marked | None]] = []
+        for number, row in enumerate(rows[start : start + ENCODE_BATCH]):
+            told(f"job {job}: encoding samples", start + number, len(rows))
+            try:
+                marked.append((row, _mark(row, tokenizer, special, data.system, job)))
+            except InputError as error:
+                skip(error)
+        tokenized = iter(_tokenize([item for _, item in marked if item is not None], tokenizer))
+        for row, item in marked:
+            sample = next(tokenized) if item is not None else _given(row)
+            if sample.num_labels:
+                yield row, sample
+            else:
+                skip(InputError(f"job {job!r}: {row.where}: the sample has no label tokens, {_why_no_labels(row)}"))
+
+
+def _given(row: Row) -> Sample:
+    """Of a row of token ids."""
+    assert row.ids is not None and row.is_label is not None
+    return _up_to_last_label(row.ids, row.is_label.copy())
 
 
 def _why_no_labels(row: Row) -> str:
@@ -168,6 +203,10 @@ def _sample(ids: np.ndarray, offsets: np.ndarray, spans: list[tuple[int, int]]) 
     first, stop = offsets[:, 0], offsets[:, 1]
     for start, end in spans:
         is_label |= (stop > start) & (first < end)
+    return _up_to_last_label(ids, is_label)
+
+
+def _up_to_last_label(ids: np.ndarray, is_label: np.ndarray) -> Sample:
     is_label[:1] = False
     last = int(np.flatnonzero(is_label)[-1]) + 1 if is_label.any() else len(ids)
     return Sample(ids[:last], is_label[:last])
@@ -180,27 +219,32 @@ def _special_tokens(tokenizer: Any) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, tokens)) or "(?!)")
 
 
-def _mark(row: Row, tokenizer: Any, special: re.Pattern[str], job: str) -> _Marked:
+def _mark(row: Row, tokenizer: Any, special: re.Pattern[str], system: str | None, job: str) -> _Marked | None:
+    """Text of a row with what is learnt of it; None for a row of token ids. system: see DataConfig.system."""
+    where = f"job {job!r}: {row.where}"
+    if (row.ids is not None or row.text is not None) and system is not None:
+        raise InputError(f"{where}: data.system goes with prompts and messages; a plain text or token ids show none")
+    if row.ids is not None:
+        return None
     eos = tokenizer.eos_token or ""
-    messages: list[dict[str, Any]]
     if row.text is not None:
         text = row.text if row.text.endswith(eos) else row.text + eos
         return _Marked(text, [(0, len(text))] if row.text else [], False)
+    system = row.system or system
+    if not tokenizer.chat_template and (row.messages is not None or system is not None):
+        what = "a messages row" if row.messages is not None else "a message of the system"
+        raise InputError(f"{where}: {what} needs a chat template and the tokenizer has none")
     if row.messages is None:
+        assert row.prompt is not None
         if not row.completion:
-            return _Marked(row.prompt or "", [], False)
+            return _Marked(row.prompt, [], False)
         if not tokenizer.chat_template:
-            assert row.prompt is not None
             text = row.prompt + (row.completion if row.completion.endswith(eos) else row.completion + eos)
             return _Marked(text, [(len(row.prompt), len(text))], False)
         messages = [{"role": "user", "content": row.prompt}, {"role": "assistant", "content": row.completion}]
     else:
         messages = row.messages
-        if not tokenizer.chat_template:
-            raise InputError(
-                f"job {job!r}: {row.where}: a messages row needs a chat template and the tokenizer has none"
-            )
-    return _mark_conversation(messages, row.tools, tokenizer, special, f"job {job!r}: {row.where}")
+    return _mark_conversation(with_system(messages, system), row.tools, tokenizer, special, where)
 
 
 def _mark_conversation(

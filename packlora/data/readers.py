@@ -1,55 +1,58 @@
-"""Read rows from jsonl, json, parquet or a Hugging Face data set, each with the place it came from.
+"""Read rows from jsonl, json, csv, parquet or a Hugging Face data set, each with the place it came from.
 
-Owns file formats and the check that a row is one of the three accepted kinds. What the text becomes is encode.py's.
+Owns file formats and which files a path means. What a row may be is rows.py's, what its text becomes encode.py's.
 """
 
 from __future__ import annotations
 
-import json
+import csv
+import glob
 import os
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from packlora.errors import InputError, quoted, shown
+from packlora.data.rows import Row, check_row, parse_json
+from packlora.errors import InputError
 from packlora.terminal import Told, silent
 
-FORMATS = "rows are {prompt, completion}, {messages} or {text}"
-ROLES = {
-    "system": "system", "user": "user", "assistant": "assistant", "tool": "tool", "human": "user", "gpt": "assistant",
-    "chatgpt": "assistant", "bot": "assistant", "model": "assistant",
-}  # fmt: skip
-"""What chat templates call the roles that go by these names. Under another name most would take a turn for one of nobody."""
-FILE_KINDS = {".jsonl", ".json", ".parquet"}
+FILE_KINDS = {".jsonl", ".json", ".csv", ".parquet"}
+ACCEPTED = ".jsonl, .json, .csv and .parquet"
+MOST_CHARACTERS = 2**30
+"""Of a cell of a .csv file."""
+DATASET, SPLITS = "state.json", "dataset_dict.json"
+"""Files that mark the folder of a saved Hugging Face data set, and of one with splits."""
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One sample as text. Exactly one of the three kinds is filled."""
+@dataclass(slots=True)
+class Read:
+    """What was found under a data path."""
 
-    where: str
-    """File and line (or row number), for error messages."""
-    prompt: str | None = None
-    completion: str | None = None
-    messages: list[dict[str, Any]] | None = None
-    """A message's weight, 0 or 1, says whether an assistant turn is learnt; it is no part of what the template is given."""
-    text: str | None = None
-    tools: list[Any] | None = None
-    """What the assistant of `messages` may call, for the chat template."""
+    rows: list[Row] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """What the user should know: forms of other tools that were recognised."""
+    skipped: list[str] = field(default_factory=list)
+    """Rows that are no samples, each with its place and what is wrong with it."""
 
 
 def read_rows(path: str, job: str, told: Told = silent) -> list[Row]:
-    """All rows of a data file or data set, checked.
+    """As read_data, the rows alone; every row must be a sample."""
+    return read_data(path, job, told).rows
+
+
+def read_data(path: str, job: str, told: Told = silent, on_bad_row: str = "error") -> Read:
+    """All rows that a data path means, checked.
 
     Args:
-        path: of the file, or the id of a Hugging Face data set.
+        path: of a file or a saved data set, a pattern of files, or the id of a Hugging Face data set.
         job: name for messages.
         told: hears how far it is.
+        on_bad_row: skip: rows that are no samples are left out.
 
     Raises:
-        InputError: the file is missing, empty, unreadable or malformed, or a row lacks the fields it needs; the message
+        InputError: a file is missing, empty, unreadable or malformed, or a row lacks the fields it needs; the message
             names the job, the file and the line.
     """
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", path):
@@ -57,28 +60,65 @@ def read_rows(path: str, job: str, told: Told = silent) -> list[Row]:
             f"job {job!r}: data path {path} is an address; download the file and give the path of the copy, or give the id "
             "of a Hugging Face data set"
         )
-    if os.path.isdir(path):
-        raise InputError(f"job {job!r}: data path {path} is a folder; give a .jsonl, .json or .parquet file")
-    file = Path(path)
-    rows = []
-    for where, value in _read_file(file, job) if is_file_name(path) else _read_hub(path, job):
-        rows.append(_check(value, where, job))
-        told(f"job {job}: reading {file.name}, rows", len(rows))
-    if not rows:
-        raise InputError(f"job {job!r}: {path} has no rows")
-    return rows
+    out = Read()
+    for name in files_of(path, job):
+        before = len(out.rows)
+        for where, value in _values(name, job):
+            try:
+                if isinstance(value, InputError):
+                    raise value
+                out.rows.append(check_row(value, where, job))
+            except InputError as error:
+                if on_bad_row == "error":
+                    raise
+                out.skipped.append(str(error).removeprefix(f"job {job!r}: "))
+            told(f"job {job}: reading {Path(name).name}, rows", len(out.rows))
+        if len(out.rows) == before:  # also of files that hold nothing else than bad rows
+            skipped = f" but {len(out.skipped)} that are no samples, the first: {out.skipped[0]}" if out.skipped else ""
+            raise InputError(f"job {job!r}: {name} has no rows{skipped}")
+        forms = {row.form for row in out.rows[before:]} - {None}
+        out.notes += [f"job {job!r}: {name}: {form}" for form in sorted(str(form) for form in forms)]
+    return out
 
 
 def is_file_name(path: str) -> bool:
-    """Whether a data path means a file here, which may be missing, and not a data set of the hub."""
-    return os.path.lexists(path) or Path(path).suffix in FILE_KINDS | {".txt", ".csv"}
+    """Whether a data path means files here, which may be missing, and not a data set of the hub."""
+    return os.path.lexists(path) or _is_pattern(path) or Path(path).suffix in FILE_KINDS | {".txt"}
+
+
+def is_there(path: str) -> bool:
+    """Whether the files that a data path means are there; what may be a data set of the hub is not looked for."""
+    return (
+        os.path.exists(path) or not is_file_name(path) or (_is_pattern(path) and bool(glob.glob(path, recursive=True)))
+    )
+
+
+def _is_pattern(path: str) -> bool:
+    return glob.has_magic(path) and not os.path.lexists(path)
+
+
+def files_of(path: str, job: str) -> list[str]:
+    """The files, in the order of their names, or the one data set that a data path means; what is there may be no data."""
+    if not _is_pattern(path):
+        return [path]
+    found = sorted(glob.glob(path, recursive=True))
+    if not found:
+        raise InputError(f"job {job!r}: no file matches the data path {path}")
+    return found
+
+
+def _values(name: str, job: str) -> Iterator[tuple[str, Any]]:
+    """What stands in a file or a data set, each row with its place; an InputError where a row cannot be read by itself."""
+    if os.path.isdir(name):
+        return _read_saved(Path(name), job)
+    return _read_file(Path(name), job) if is_file_name(name) else _read_hub(name, job)
 
 
 def _read_file(file: Path, job: str) -> Iterator[tuple[str, Any]]:
     if not os.path.exists(file):
         raise InputError(f"job {job!r}: the data file {file} does not exist")
     if file.suffix not in FILE_KINDS:
-        raise InputError(f"job {job!r}: {file} ends in {file.suffix!r}; accepted are .jsonl, .json and .parquet")
+        raise InputError(f"job {job!r}: {file} ends in {file.suffix!r}; accepted are {ACCEPTED}")
     if not os.path.isfile(file):
         raise InputError(f"job {job!r}: {file} is a pipe, a socket or a device; a data file is read more than once")
     try:
@@ -86,6 +126,8 @@ def _read_file(file: Path, job: str) -> Iterator[tuple[str, Any]]:
             yield from _read_jsonl(file, job)
         elif file.suffix == ".json":
             yield from _read_json(file, job)
+        elif file.suffix == ".csv":
+            yield from _read_csv(file, job)
         else:
             yield from _read_parquet(file, job)
     except OSError as error:
@@ -94,42 +136,19 @@ def _read_file(file: Path, job: str) -> Iterator[tuple[str, Any]]:
         raise InputError(f"job {job!r}: {file} is not UTF-8 text: {error}") from None
 
 
-class _TwiceError(Exception):
-    """A key that a JSON object has twice; which of the values counts, nobody knows."""
-
-
-def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    out = dict(pairs)
-    if len(out) != len(pairs):
-        keys = [key for key, _ in pairs]
-        raise _TwiceError(next(key for key in keys if keys.count(key) > 1))
-    return out
-
-
-def _parse(text: str, bad: Callable[[str, int | None], InputError]) -> Any:
-    """JSON in which every key stands once. bad: makes the error of a problem and its line, where that is known."""
-    try:
-        return json.loads(text, object_pairs_hook=_pairs)
-    except json.JSONDecodeError as error:
-        raise bad(f"not valid JSON: {error.msg} (column {error.colno})", error.lineno) from None
-    except _TwiceError as error:
-        raise bad(f"the key {quoted(error.args[0])} stands twice in one mapping", None) from None
-    except RecursionError:
-        raise bad("lists or mappings are nested too deep in one another to be read", None) from None
-    except ValueError as error:  # e.g. a number of thousands of digits
-        raise bad(f"not valid JSON: {error}", None) from None
-
-
 def _read_jsonl(file: Path, job: str) -> Iterator[tuple[str, Any]]:
     with file.open("rb") as lines:
         for number, raw in enumerate(lines, 1):
             where = f"{file}, line {number}"
             try:
                 line = raw.decode("utf-8-sig" if number == 1 else "utf-8").strip()
+                value = parse_json(line, _at(job, where)) if line else None
             except UnicodeDecodeError as error:
-                raise InputError(f"job {job!r}: {where}: not UTF-8 text: {error}") from None
+                line, value = "?", InputError(f"job {job!r}: {where}: not UTF-8 text: {error}")
+            except InputError as error:
+                value = error
             if line:
-                yield where, _parse(line, _at(job, where))
+                yield where, value
 
 
 def _at(job: str, where: str) -> Callable[[str, int | None], InputError]:
@@ -141,11 +160,39 @@ def _read_json(file: Path, job: str) -> Iterator[tuple[str, Any]]:
     def bad(text: str, line: int | None) -> InputError:
         return InputError(f"job {job!r}: {file}" + (f", line {line}" if line else "") + f": {text}")
 
-    rows = _parse(file.read_text(encoding="utf-8-sig"), bad)
+    rows = parse_json(file.read_text(encoding="utf-8-sig"), bad)
     if not isinstance(rows, list):
         raise InputError(f"job {job!r}: {file} must hold a list of rows; found {type(rows).__name__}")
     for number, value in enumerate(rows, 1):
         yield f"{file}, row {number}", value
+
+
+def _read_csv(file: Path, job: str) -> Iterator[tuple[str, Any]]:
+    """The first line names the columns. An empty cell is none, but for an empty prompt or completion."""
+    before = csv.field_size_limit(MOST_CHARACTERS)
+    try:
+        with file.open(encoding="utf-8-sig", newline="") as lines:
+            reader = csv.reader(lines, strict=True)
+            names = next(reader, [])
+            if len(set(names)) != len(names) or not all(names):
+                raise InputError(
+                    f"job {job!r}: {file}, line 1: a .csv file begins with the names of its columns, each once"
+                )
+            start = reader.line_num + 1
+            for cells in reader:
+                where, start = f"{file}, line {start}", reader.line_num + 1
+                if len(cells) == len(names):
+                    row = dict(zip(names, cells, strict=True))
+                    yield where, {key: text for key, text in row.items() if text or key in ("prompt", "completion")}
+                elif cells:
+                    yield (
+                        where,
+                        InputError(f"job {job!r}: {where}: {len(cells)} cells, but there are {len(names)} columns"),
+                    )
+    except csv.Error as error:
+        raise InputError(f"job {job!r}: cannot read {file} as csv, near line {reader.line_num}: {error}") from None
+    finally:
+        csv.field_size_limit(before)
 
 
 def _read_parquet(file: Path, job: str) -> Iterator[tuple[str, Any]]:
@@ -158,6 +205,47 @@ def _read_parquet(file: Path, job: str) -> Iterator[tuple[str, Any]]:
         raise InputError(f"job {job!r}: cannot read {file} as parquet: {error}") from None
     for number, value in enumerate(table.to_pylist(), 1):
         yield f"{file}, row {number}", _without_nulls(value)
+
+
+def _read_saved(folder: Path, job: str) -> Iterator[tuple[str, Any]]:
+    """A data set of Hugging Face's save_to_disk, of one with splits the split train."""
+    if (folder / SPLITS).is_file():
+        if not (folder / "train" / DATASET).is_file():
+            found = ", ".join(sorted(file.parent.name for file in folder.glob(f"*/{DATASET}"))) or "none"
+            raise InputError(
+                f"job {job!r}: the data set {folder} has no split train (splits: {found}); give the folder of one"
+            )
+        folder = folder / "train"
+    if not (folder / DATASET).is_file():
+        raise InputError(
+            f"job {job!r}: data path {folder} is a folder, and not one that Hugging Face's save_to_disk wrote; give a file "
+            f"({ACCEPTED}), or a pattern such as {folder}/*.jsonl"
+        )
+
+    def bad(text: str, line: int | None = None) -> InputError:
+        return InputError(f"job {job!r}: {folder / DATASET}: {text}")
+
+    import pyarrow
+
+    try:
+        state = parse_json((folder / DATASET).read_text(encoding="utf-8"), bad)
+        names = [part["filename"] for part in state["_data_files"]]
+        columns, indices = state.get("_format_columns"), state.get("_indices_data_files")
+        if indices or not all(isinstance(name, str) and name == os.path.basename(name) for name in names):
+            raise bad(
+                "it does not name plain files beside it; save_to_disk the data set again, with flatten_indices() before"
+            )
+        number = 0
+        for name in names:
+            with pyarrow.OSFile(str(folder / name)) as file, pyarrow.ipc.open_stream(file) as stream:
+                for batch in stream:
+                    for value in (batch.select(columns) if columns else batch).to_pylist():
+                        number += 1
+                        yield f"{folder}, row {number}", _without_nulls(value)
+    except (KeyError, TypeError, AttributeError, UnicodeDecodeError) as error:
+        raise bad(f"it is not what save_to_disk writes ({type(error).__name__}: {error})") from None
+    except (OSError, pyarrow.ArrowException) as error:
+        raise InputError(f"job {job!r}: cannot read the data set {folder}: {error}") from None
 
 
 def _read_hub(name: str, job: str) -> Iterator[tuple[str, Any]]:
@@ -181,100 +269,3 @@ def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_nulls(part) for key, part in value.items() if part is not None}
     return [_without_nulls(part) for part in value] if isinstance(value, list) else value
-
-
-def _check(value: Any, where: str, job: str) -> Row:
-    def bad(problem: str) -> InputError:
-        return InputError(f"job {job!r}: {where}: {problem}; {FORMATS}")
-
-    if not isinstance(value, dict):
-        raise bad(f"a row must be a mapping, found {type(value).__name__}")
-    has = {key for key in ("prompt", "completion", "messages", "text") if value.get(key) is not None}
-    kinds = [kind for kind in ({"prompt", "completion"}, {"messages"}, {"text"}) if kind <= has]
-    if len(kinds) != 1:
-        raise bad(_no_kind(value, several=bool(kinds)))
-    tools = _check_tools(value, bad) if value.get("tools") else None
-    if kinds[0] == {"messages"}:
-        if "functions" in value:
-            raise bad("'functions' is an older form of 'tools'; write it as tools")
-        return Row(where, messages=_check_messages(value["messages"], bad), tools=tools)
-    if tools:
-        raise bad("'tools' go with messages, as they are shown to the model by the chat template")
-    for key in kinds[0]:
-        _check_text(value[key], repr(key), bad)
-    if kinds[0] == {"text"}:
-        return Row(where, text=value["text"])
-    return Row(where, prompt=value["prompt"], completion=value["completion"])
-
-
-def _no_kind(value: dict[Any, Any], several: bool) -> str:
-    """What to say of a row that is of no kind, or of several."""
-    found = shown(", ".join(map(str, value)) or "no fields")
-    if several:
-        return f"has fields of several kinds ({found})"
-    if nulls := [key for key in ("prompt", "completion", "messages", "text") if key in value and value[key] is None]:
-        return f"found {found}, where {' and '.join(nulls)} is null; a row needs a text there, or must be left out"
-    if "conversations" in value or "conversation" in value:
-        return (
-            f"found {found}: ShareGPT's form; write it as messages, with role for from (user for human, assistant for gpt) and "
-            "content for value"
-        )
-    if {"instruction", "output"} <= value.keys():
-        return f"found {found}: Alpaca's form; write instruction and input as the prompt, and output as the completion"
-    return f"found {found}"
-
-
-def _check_tools(row: dict[str, Any], bad: Any) -> list[Any]:
-    """The tools of a row: a list of mappings, or JSON of one, as tables hold it."""
-    tools = row["tools"]
-    if isinstance(tools, str):
-        tools = _parse(tools, lambda text, _: bad(f"the text in 'tools': {text}"))
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise bad("'tools' must be a list of mappings, each the JSON schema of a function")
-    return tools
-
-
-def _check_messages(messages: Any, bad: Any) -> list[dict[str, Any]]:
-    if not isinstance(messages, list) or not messages:
-        raise bad("'messages' must be a list of at least one {role, content}")
-    out = []
-    for number, message in enumerate(messages, 1):
-        if isinstance(message, dict) and {"from", "value"} <= message.keys():
-            raise bad(
-                f"message {number} has from and value, which is ShareGPT's form; write role (user for human, assistant for "
-                "gpt) and content"
-            )
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise bad(f"message {number} must be a mapping with a role and a content")
-        role = message["role"]
-        if role != (usual := ROLES.get(role.strip().lower(), role)):
-            raise bad(f"message {number} has the role {quoted(role)}; chat templates call it {usual}")
-        if message.get("content") is None and message.get("tool_calls"):  # as OpenAI writes a turn that only calls
-            message = message | {"content": ""}
-        _check_text(message.get("content"), f"the content of message {number} ({shown(role)})", bad)
-        _check_weight(message, number, bad)
-        out.append(message)
-    return out
-
-
-def _check_weight(message: dict[str, Any], number: int, bad: Any) -> None:
-    weight, role = message.get("weight"), message["role"]
-    if weight is None:
-        return
-    if isinstance(weight, bool) or weight not in (0, 1):
-        raise bad(
-            f"message {number} ({shown(role)}) has the weight {quoted(weight)}; only 0 (not learnt) and 1 are accepted"
-        )
-    if weight == 1 and role != "assistant":
-        raise bad(
-            f"message {number} ({shown(role)}) has the weight 1, but only turns of the assistant are learnt; give 0 or none"
-        )
-
-
-def _check_text(value: Any, what: str, bad: Any) -> None:
-    if not isinstance(value, str):
-        raise bad(f"{what} must be a text, found {type(value).__name__}")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:  # JSON can spell such a thing, e.g. "\\ud800"
-        raise bad(f"{what} holds half of a surrogate pair at character {error.start + 1}") from None

@@ -1,7 +1,7 @@
 """Checkpoints of jobs: written whole or not at all, checked to the last bit when they are read, and removed when they are old.
 
     <job>/checkpoint-<step>/   adapter_config.json, adapter_model.safetensors, optimizer.safetensors, last_good.safetensors,
-                               trainer_state.json, manifest.json
+                               best.safetensors, trainer_state.json, manifest.json
     <job>/                     the finished adapter, its trainer_state.json and manifest.json (written last: it marks the job
                                as ended)
 
@@ -35,6 +35,7 @@ from packlora.runtime.job import Job
 from packlora.runtime.optimizer import MOMENTS
 
 STATE, OPTIMIZER, LAST_GOOD = "trainer_state.json", "optimizer.safetensors", "last_good.safetensors"
+BEST = "best.safetensors"
 MANIFEST = "manifest.json"
 RESULT = {CONFIG, WEIGHTS, STATE}
 """Files of a finished job that its manifest names; the card beside them is the user's to edit."""
@@ -72,18 +73,19 @@ class Damaged(Exception):
 class Whole:
     """The whole tensors of a job, on the CPU, by the names of its parameters.
 
-    optimizer: of a checkpoint, see FlatAdamW.state. last_good: None where there is none yet.
+    optimizer: of a checkpoint, see FlatAdamW.state. last_good, best: None where there is none yet.
     """
 
     adapter: Mapping[str, torch.Tensor]
     optimizer: Mapping[str, Mapping[str, torch.Tensor]]
     last_good: Mapping[str, torch.Tensor] | None
+    best: Mapping[str, torch.Tensor] | None
 
     @staticmethod
     def of(job: Job) -> Whole:
         """All processes that have slices of the job call it."""
-        good = None if job.last_good is None else job.whole_of(job.last_good)
-        return Whole(job.whole_of(job.adapter.flat), job.optimizer.state(job.whole_of), good)
+        good, best = (None if flat is None else job.whole_of(flat) for flat in (job.last_good, job.best))
+        return Whole(job.whole_of(job.adapter.flat), job.optimizer.state(job.whole_of), good, best)
 
 
 def save_checkpoint(folder: Path, job: Job, whole: Whole, run: str, keep: int | None = None) -> Path:
@@ -101,8 +103,9 @@ def save_checkpoint(folder: Path, job: Job, whole: Whole, run: str, keep: int | 
         save_adapter(out, job.adapter, whole.adapter)
         moments = {f"{name}/{key}": value for name, own in whole.optimizer.items() for key, value in own.items()}
         write_tensors(out / OPTIMIZER, moments)
-        if whole.last_good is not None:
-            write_tensors(out / LAST_GOOD, keyed(job.adapter, whole.last_good))
+        for name, tensors in ((LAST_GOOD, whole.last_good), (BEST, whole.best)):
+            if tensors is not None:
+                write_tensors(out / name, keyed(job.adapter, tensors))
         write_json(out / STATE, job.trainer_state())
         _write_manifest(out, job, run, {file.name for file in out.iterdir()})
 
@@ -173,7 +176,7 @@ def check(folder: Path, job: str, run: str, step: int | None = None) -> Manifest
         raise Damaged(f"{folder} is of step {manifest.step}")
     if lacking := sorted((RESULT if step is None else RESULT | {OPTIMIZER}) - manifest.files.keys()):
         raise Damaged(f"{folder / MANIFEST} does not name {lacking[0]}")
-    if odd := sorted(manifest.files.keys() - RESULT - {OPTIMIZER, LAST_GOOD}):
+    if odd := sorted(manifest.files.keys() - RESULT - {OPTIMIZER, LAST_GOOD, BEST}):
         raise Damaged(f"{folder / MANIFEST} names {odd[0]!r}, which is no file of a checkpoint")
     for name, written in manifest.files.items():
         _check_file(folder / name, written)
@@ -308,13 +311,21 @@ def _read_checkpoint(path: Path, job: Job, manifest: Manifest, sent_back: bool) 
     _take_state(job, {**state, "stopped": None} if sent_back else state)
     _restore_optimizer(path / OPTIMIZER, job)
     if LAST_GOOD in manifest.files:
-        names, good = {name: name for name in job.parameters}, _load_tensors(path / LAST_GOOD, job)
-        whole = {name: good[key] for key, name in keyed(job.adapter, names).items()}
-        job.last_good = torch.zeros_like(job.adapter.flat)
-        views = job.adapter.layout.views(job.last_good)
-        for name, own in cut(job.adapter, whole).items():
-            views[name].copy_(own)
+        job.last_good = _flat(path / LAST_GOOD, job)
+    if BEST in manifest.files:
+        job.best = _flat(path / BEST, job)
     job.status = "running"
+
+
+def _flat(file: Path, job: Job) -> torch.Tensor:
+    """Other values of an adapter, like adapter.flat."""
+    names, tensors = {name: name for name in job.parameters}, _load_tensors(file, job)
+    whole = {name: tensors[key] for key, name in keyed(job.adapter, names).items()}
+    flat = torch.zeros_like(job.adapter.flat)
+    views = job.adapter.layout.views(flat)
+    for name, own in cut(job.adapter, whole).items():
+        views[name].copy_(own)
+    return flat
 
 
 def go_back(folder: Path, step: int) -> list[str]:

@@ -55,7 +55,9 @@ class Evaluator:
             return False
         if job.step >= job.data.num_steps:
             return True
-        return bool(job.eval_samples) and (job.step == 0 or is_multiple(job.step, self.every))
+        own = job.config.train.eval_steps
+        every = self.every if own is None else own
+        return bool(job.eval_samples) and (job.step == 0 or is_multiple(job.step, every))
 
     def evaluate(self, jobs: Sequence[Job]) -> dict[str, float]:
         """Held-out loss of those jobs that are due, by name: of all of them, or of none where a stop was asked for meanwhile.

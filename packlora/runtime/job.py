@@ -45,8 +45,36 @@ class StepResult:
 def learning_rates(config: TrainConfig, num_steps: int) -> Any:
     """The learning rate of step number n, counted from 0, as transformers' get_scheduler gives it; a pure function."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=config.learning_rate)
-    schedule = get_scheduler(config.lr_scheduler_type, optimizer, config.warmup_steps, num_steps)
+    warmup, more = config.warmup_of(num_steps), config.lr_scheduler_kwargs
+    schedule = get_scheduler(config.lr_scheduler_type, optimizer, warmup, num_steps, more)
     return lambda step: config.learning_rate * schedule.lr_lambdas[0](step)
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """The evaluations of a job: its best one after a step, and how many in a row, up to the last, were no better."""
+
+    step: int | None = None
+    loss: float = math.inf
+    worse: int = 0
+
+
+def judged(log_history: Sequence[Mapping[str, Any]], train: TrainConfig, last: int) -> Judged:
+    """As transformers' EarlyStoppingCallback counts: an evaluation that is better than the best, though not by more than the
+    threshold, is the best from then on, and counts as no better.
+
+    Args:
+        last: the last of the configured steps. Evaluations after others than this and multiples of eval_steps do not count:
+            they are made because a session ended there, which changes nothing.
+    """
+    found, threshold = Judged(), train.early_stopping_threshold
+    for line in log_history:
+        loss, step = line.get("eval_loss"), line["step"]
+        if loss is not None and step > 0 and (step == last or step % (train.eval_steps or 1) == 0):
+            better = loss < found.loss
+            worse = 0 if better and found.loss - loss > threshold else found.worse + 1
+            found = Judged(step, loss, worse) if better else replace(found, worse=worse)
+    return found
 
 
 def take_steps(
@@ -98,6 +126,8 @@ class Job:
         """Views of it, by parameter."""
         self.last_good: torch.Tensor | None = None
         """adapter.flat of the step before the last: the newest values that are known to give a finite loss."""
+        self.best: torch.Tensor | None = None
+        """adapter.flat of the best evaluation after a step, where it is to be the result."""
         self.untrained = set(self.parameters)
         """Parameters that have never had a gradient."""
         self.without = set(self.parameters)
@@ -116,6 +146,10 @@ class Job:
     @property
     def name(self) -> str:
         return self.config.name
+
+    @property
+    def judged(self) -> Judged:
+        return judged(self.log_history, self.config.train, self.data.configured_steps)
 
     @property
     def epoch(self) -> float:
@@ -281,15 +315,45 @@ class Job:
     def trainer_state(self) -> dict[str, Any]:
         """HF-shaped trainer_state.json, with the job's status beside it."""
         train = self.config.train
-        return {
-            "global_step": self.step,
-            "max_steps": self.data.num_steps,
-            "epoch": self.epoch,
-            "num_train_epochs": train.num_train_epochs,
-            "train_batch_size": train.global_batch_size,
-            "num_input_tokens_seen": self.tokens_seen,
-            "log_history": self.log_history,
-            "status": self.status,
-            "failure": self.failure,
-            "untrained": sorted(self.untrained),
-        } | ({} if self.stopped is None else {"stopped": self.stopped})
+        found = self.judged
+        known = train.needs_evaluations and found.step is not None
+        best = {"best_global_step": found.step, "best_metric": found.loss} if known else {}
+        return (
+            best
+            | {
+                "global_step": self.step,
+                "max_steps": self.data.num_steps,
+                "epoch": self.epoch,
+                "num_train_epochs": train.num_train_epochs,
+                "train_batch_size": train.global_batch_size,
+                "num_input_tokens_seen": self.tokens_seen,
+                "log_history": self.log_history,
+                "status": self.status,
+                "failure": self.failure,
+                "untrained": sorted(self.untrained),
+            }
+            | ({} if self.stopped is None else {"stopped": self.stopped})
+        )
+
+
+def keep_if_best(job: Job) -> str | None:
+    """After an evaluation, whose loss is the last line of the job's log: keep its adapter if it is the best.
+
+    Returns:
+        Why the job is to end here, where too many evaluations in a row were no better.
+    """
+    train, found = job.config.train, job.judged
+    if train.load_best_model_at_end and found.step == job.step:
+        job.best = job.adapter.flat.clone()
+    if train.early_stopping_patience is None or found.worse < train.early_stopping_patience:
+        return None
+    return f"early_stopping_patience {train.early_stopping_patience} (best: step {found.step}, {found.loss:.4g})"
+
+
+def take_best(job: Job) -> str | None:
+    """Let a job's best adapter be its result, if it is to be. Returns what the user should know."""
+    if job.best is None:
+        return None
+    found = job.judged
+    job.adapter.flat.copy_(job.best)
+    return f"job {job.name!r}: its result is the adapter of step {found.step}, with held-out loss {found.loss:.4g}"

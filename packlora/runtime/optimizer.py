@@ -3,7 +3,7 @@ operations on a CPU, where the bits are those of a step of every parameter on it
 
 A parameter without a gradient is left alone by a step, as by torch: it is not decayed, its moments stay and its steps are not
 counted. Parameters that lie side by side and have taken the same steps are a span, and step together. They are all one span,
-and biases another, unless a part of the adapter got no gradient in some step.
+and biases another, unless a part of the adapter got no gradient in some step, or A and B have learning rates of their own.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ class _Span:
     start: int
     stop: int
     decayed: bool
+    ratio: float
+    """Of its learning rate to that of the step."""
     steps: int
 
 
@@ -38,7 +40,8 @@ class FlatAdamW:
 
     Args:
         flat: the parameters; changed in place, and its version moves at every step.
-        layout: of `flat`. Names that end in /bias are not decayed.
+        layout: of `flat`. Names that end in /bias are not decayed; those that do not end in /A learn at loraplus_lr_ratio
+            times the learning rate.
     """
 
     def __init__(self, flat: torch.Tensor, layout: FlatLayout, config: TrainConfig) -> None:
@@ -59,14 +62,13 @@ class FlatAdamW:
             steps = {name: span.steps for span in self._spans for name in span.names}
             self._spans = self._spans_of(steps, without)
         due = [span for span in self._spans if span.names[0] not in without]
-        for decayed in (True, False):
-            self._step_spans([span for span in due if span.decayed == decayed], gradient, decayed, lr)
+        for decayed, ratio in dict.fromkeys((span.decayed, span.ratio) for span in due):
+            alike = [span for span in due if (span.decayed, span.ratio) == (decayed, ratio)]
+            self._step_spans(alike, gradient, decayed, lr * ratio)
         if self.flat.is_cuda:
             torch.autograd.graph.increment_version(self.flat)  # which torch's fused optimizers do not
 
     def _step_spans(self, spans: list[_Span], gradient: torch.Tensor, decayed: bool, lr: float) -> None:
-        if not spans:
-            return
         config, fused = self.config, self.flat.is_cuda
         values, grads, first, second = (
             [tensor[span.start : span.stop] for span in spans] for tensor in (self.flat, gradient, *self._made())
@@ -115,8 +117,12 @@ class FlatAdamW:
     def _spans_of(self, steps: Mapping[str, int], without: Iterable[str] = ()) -> list[_Span]:
         """As few as there can be, none of which has parameters both with a gradient and without one."""
         left_out, places, spans = set(without), self.layout.places, []
-        kinds = groupby(places, key=lambda name: (not name.endswith("/bias"), steps[name], name in left_out))
-        for (decayed, count, _), members in kinds:
+        fast = self.config.loraplus_lr_ratio or 1.0
+
+        def kind(name: str) -> tuple[bool, float, int, bool]:
+            return not name.endswith("/bias"), 1.0 if name.endswith("/A") else fast, steps[name], name in left_out
+
+        for (decayed, ratio, count, _), members in groupby(places, key=kind):
             names = tuple(members)
-            spans.append(_Span(names, places[names[0]].start, places[names[-1]].stop, decayed, count))
+            spans.append(_Span(names, places[names[0]].start, places[names[-1]].stop, decayed, ratio, count))
         return spans

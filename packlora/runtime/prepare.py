@@ -20,7 +20,8 @@ from packlora.base.load import load_skeleton, load_tokenizer
 from packlora.config import JobConfig, Run
 from packlora.data.dataset import JobData
 from packlora.data.encode import Encoded, encode_rows
-from packlora.data.readers import is_file_name, read_rows
+from packlora.data.mixture import encode_all, joined, mixed, read_all
+from packlora.data.readers import Read, is_there
 from packlora.errors import InputError
 from packlora.parallel.tensor import check_cut
 from packlora.plans.ask import Ask, asks_of
@@ -144,8 +145,8 @@ def prepare(run: Run, max_steps: int | None = None, resumed: bool = False, told:
     left_out = _jobs_without_data(run) if resumed else {}
     run_jobs = [job for job in run.jobs if job.name not in left_out]
     configs = {job.name: adapter_config(job, run) for job in run_jobs}
-    rows = {job.name: read_rows(job.data.path, job.name, told) for job in run_jobs}
-    eval_rows = {job.name: read_rows(job.data.eval_path, job.name, told) for job in run_jobs if job.data.eval_path}
+    read = {job.name: read_all(job.data, job.name, False, told) for job in run_jobs}
+    eval_read = {job.name: read_all(job.data, job.name, True, told) for job in run_jobs}
     told(f"laying out {run.base_model}")
     skeleton = load_skeleton(run)
     specs = {job.name: adapter_spec(job, configs[job.name], skeleton) for job in run_jobs}
@@ -163,10 +164,13 @@ def prepare(run: Run, max_steps: int | None = None, resumed: bool = False, told:
     vocabulary = skeleton.get_input_embeddings().weight.shape[0]
     jobs = []
     for job in run_jobs:
-        encoded = encode_rows(rows[job.name], tokenizer, job.data, budget, job.name, context, told)
-        eval_encoded = Encoded([])
-        if job.name in eval_rows:
-            eval_encoded = encode_rows(eval_rows[job.name], tokenizer, job.data, budget, job.name, context, told)
+
+        def encode(source: Read, job: JobConfig = job) -> Encoded:
+            return encode_rows(source.rows, tokenizer, job.data, budget, job.name, context, told)
+
+        warnings += [note for source in read[job.name] + eval_read[job.name] for note in source.notes]
+        encoded = mixed(encode_all(read[job.name], encode), job.data, run.seed_of(job), job.name, warnings)
+        eval_encoded = joined(encode_all(eval_read[job.name], encode))
         _check_vocabulary(job.name, encoded, eval_encoded, vocabulary)
         data = JobData(job.name, encoded.samples, job.train, run.seed_of(job), max_steps)
         _check_scheduler(job, data)
@@ -210,13 +214,17 @@ def _cut_samples(job: str, encoded: Encoded, eval_encoded: Encoded) -> list[str]
             out.append(f"job {job!r}: {part.truncated} {what} samples were cut to max_length")
         if part.dropped:
             out.append(f"job {job!r}: {part.dropped} {what} samples were dropped as too long")
+        if part.skipped:
+            out.append(
+                f"job {job!r}: {len(part.skipped)} {what} rows are no samples and were left out, the first: {part.skipped[0]}"
+            )
     return out
 
 
 def _check_vocabulary(job: str, encoded: Encoded, eval_encoded: Encoded, vocabulary: int) -> None:
     largest = max(int(sample.ids.max()) for sample in encoded.samples + eval_encoded.samples)
     if largest >= vocabulary:
-        raise InputError(f"job {job!r}: the tokenizer gives token {largest}, the model has embeddings for {vocabulary}")
+        raise InputError(f"job {job!r}: its data has token {largest}, the model has embeddings for {vocabulary}")
 
 
 def _check_scheduler(job: JobConfig, data: JobData) -> None:
@@ -233,19 +241,22 @@ def _jobs_without_data(run: Run) -> dict[str, str]:
     """
     gone = {}
     for job in run.jobs:
-        files = [path for path in (job.data.path, job.data.eval_path) if path and is_file_name(path)]
-        for path in [*files, job.adapter.init_from]:
-            if path is not None and not Path(path).exists():
-                gone[job.name] = f"{path} does not exist"
+        paths = [*(path for path, _ in job.data.sources), *job.data.eval_paths]
+        start = job.adapter.init_from
+        missing = [path for path in paths if not is_there(path)] + [start] * (
+            start is not None and not Path(start).exists()
+        )
+        if missing:
+            gone[job.name] = f"{missing[-1]} does not exist"
     return gone if len(gone) < len(run.jobs) else {}
 
 
 def _doubts(job: JobConfig, data: JobData) -> list[str]:
     """What can be trained, but is hardly meant."""
     train, out = job.train, []
-    if train.warmup_steps >= data.configured_steps:
+    if (warmup := train.warmup_of(data.configured_steps)) >= data.configured_steps and train.warmup_steps:
         out.append(
-            f"warmup_steps {train.warmup_steps} is no less than its {data.configured_steps} optimizer steps, so the learning "
+            f"warmup_steps {warmup} is no less than its {data.configured_steps} optimizer steps, so the learning "
             f"rate never comes to {train.learning_rate:g}"
         )
     if train.global_batch_size > len(data.samples):
@@ -253,7 +264,9 @@ def _doubts(job: JobConfig, data: JobData) -> list[str]:
             f"global_batch_size {train.global_batch_size} is more than its {len(data.samples)} samples, so every optimizer "
             "step takes all of them"
         )
-    if job.data.eval_path is not None and os.path.realpath(job.data.eval_path) == os.path.realpath(job.data.path):
+    if {os.path.realpath(path) for path in job.data.eval_paths} & {
+        os.path.realpath(path) for path, _ in job.data.sources
+    }:
         out.append("eval_path is the training data itself, so the held-out loss does not tell what was learnt")
     return [f"job {job.name!r}: {text}" for text in out]
 

@@ -37,6 +37,9 @@ from packlora.runtime.prepare import LEFT_OUT, PreparedRun
 from packlora.runtime.profiler import Profile
 from packlora.runtime.resume import SavedRun, start_hash
 
+MOST_SKIPPED = 1000
+"""Rows that are no samples that run.json lists of a job; it counts all of them."""
+
 
 def run_record(
     prepared: PreparedRun, base: Base, known: Profile, saved: SavedRun | None = None, layout: Layout | None = None
@@ -65,6 +68,8 @@ def run_record(
             "adapted_modules": len(job.spec.modules),
             "truncated": job.encoded.truncated + job.eval_encoded.truncated,
             "dropped": job.encoded.dropped + job.eval_encoded.dropped,
+            "skipped": len(job.encoded.skipped) + len(job.eval_encoded.skipped),
+            "skipped_rows": (job.encoded.skipped + job.eval_encoded.skipped)[:MOST_SKIPPED],
             "length_histogram": {"edges": edges.tolist(), "counts": counts.tolist()},
         }
     warnings, names = prepared.warnings + base.warnings, [job.name for job in prepared.run.jobs]
@@ -166,6 +171,8 @@ def job_result(job: Job, folder: Path, losses: Mapping[int, float | None], began
     told = losses if job.eval_samples else {}  # else they are of training samples
     known = {step: loss for step, loss in told.items() if step <= job.step and loss is not None and isfinite(loss)}
     after = max(known, default=0)
+    if job.config.train.load_best_model_at_end and job.status == "done":
+        after = job.judged.step or after
     own = [line for line in job.log_history if "loss" in line and line["elapsed"] >= began]
     rate = sum(line["tokens"] for line in own) / max(own[-1]["elapsed"] - began, 1e-9) if own else 0.0
     return JobResult(job.status, job.step, folder, job.failure, known.get(0), known[after] if after else None, rate)

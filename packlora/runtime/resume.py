@@ -130,14 +130,22 @@ def _changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     for old, new in zip(before["jobs"], now["jobs"], strict=True):
         for section in ("data", "adapter", "train"):
             free = {"num_train_epochs", "max_steps"} if section == "train" else set()
-            if section == "train" and new["train"]["lr_scheduler_type"] not in ("constant", "constant_with_warmup"):
+            scheduled = new["train"]["lr_scheduler_type"] not in ("constant", "constant_with_warmup")
+            if scheduled or new["train"]["warmup_ratio"]:
                 free = set()  # the learning rate of every step depends on the number of steps
+            if not _is_judged(new["train"]):
+                free |= {"eval_steps"}
             changed += [
                 f"job {new['name']!r} {section}.{key}"
                 for key in new[section]
                 if key not in free and old[section][key] != new[section][key]
             ]
     return changed
+
+
+def _is_judged(train: dict[str, Any]) -> bool:
+    """Whether a job's held-out losses decide how it ends."""
+    return train["load_best_model_at_end"] or train["early_stopping_patience"] is not None
 
 
 # --- jobs and their checkpoints ------------------------------------------------------------------------------------------

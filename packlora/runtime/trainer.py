@@ -39,7 +39,7 @@ from packlora.result import JobResult, Result
 from packlora.runtime.evaluate import Evaluator, is_multiple
 from packlora.runtime.events import Emitter, StopRequest
 from packlora.runtime.folder import OutputFolder
-from packlora.runtime.job import Job, take_steps
+from packlora.runtime.job import Job, keep_if_best, take_best, take_steps
 from packlora.runtime.memory import TokenBudget, free_memory, peak_memory
 from packlora.runtime.microbatch import Executor
 from packlora.runtime.prepare import PreparedRun
@@ -218,6 +218,8 @@ class Trainer:
         for job in self.jobs:
             if job.status == "running" and job.step >= job.data.num_steps and not self.stop.asked:
                 job.status = "done"
+                if (note := take_best(job)) is not None:
+                    self.events.emit(Note(note))
                 self.folder.save_result(job)
                 self.events.emit(JobDone(job.name, job.step, self.folder.of(job), job.stopped))
                 for text in _left_out(job):
@@ -232,6 +234,9 @@ class Trainer:
                 found = {"eval_loss": loss if math.isfinite(loss) else None, "elapsed": self._elapsed()}
                 job.log_history.append({"step": job.step, "epoch": job.epoch, **found})
                 self.events.emit(Evaluated(job.name, job.step, loss))
+                reason = keep_if_best(job) if job.step > 0 else None
+                if reason is not None and job.step < job.data.num_steps:
+                    self.stop.jobs.setdefault(job.name, reason)
             if not math.isfinite(loss) and job.step > 0:
                 job.fail(f"held-out loss {loss:g}", revert=True)
                 self._fail(job)

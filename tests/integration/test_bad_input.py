@@ -197,7 +197,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(make: Any, refus
     config = json.loads((tmp_path / "small" / "config.json").read_text())
     (tmp_path / "small" / "config.json").write_text(json.dumps(config | {"vocab_size": 50}))
     message = refusal(tree | {"base_model": str(tmp_path / "small")})
-    assert "job 'good': the tokenizer gives token " in message
+    assert "job 'good': its data has token " in message
     assert "the model has embeddings for 50" in message
 
 

@@ -94,6 +94,27 @@ def test_a_run_gives_what_one_device_gives(
     assert described == alone
 
 
+def test_jobs_end_as_on_one_device_where_held_out_losses_decide_it(
+    tree: dict[str, Any], ranks: Groups, tmp_path: Path
+) -> None:
+    """One job's result is its best adapter, the other ends early; a learning rate of its own for B."""
+    asked = (
+        {"load_best_model_at_end": True, "eval_steps": 1, "learning_rate": 0.3},
+        {"early_stopping_patience": 1, "early_stopping_threshold": 10.0, "eval_steps": 1, "loraplus_lr_ratio": 4.0},
+    )
+    jobs = [job | {"train": job["train"] | more} for job, more in zip(tree["jobs"][:2], asked, strict=True)]
+    one, two = ({**tree, "jobs": jobs, "output_dir": str(tmp_path / name)} for name in ("one", "two"))
+    alone = train(one)
+    assert alone.jobs["dropped"].step == 2
+    told = ranks(2).run(on_ranks, {**two, "parallel": {"devices_per_job": 2}}, {})
+    assert [status for status, *_ in told] == ["done", "done"]
+    for job in jobs:
+        found, wanted = (adapter(tmp_path / name, job["name"]) for name in ("two", "one"))
+        assert distance(found, wanted) <= 1e-10
+    states = [json.loads((tmp_path / name / "lora" / "trainer_state.json").read_text()) for name in ("one", "two")]
+    assert states[0]["best_global_step"] == states[1]["best_global_step"] < states[0]["global_step"]
+
+
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_sharded_base_gives_what_one_device_gives(
     checkpointing: bool, tree: dict[str, Any], whole: Path, ranks: Groups, tmp_path: Path

@@ -13,7 +13,7 @@ from tokenizers import AddedToken, processors
 
 from packlora.config import DataConfig
 from packlora.data.encode import Encoded, Sample, encode_rows
-from packlora.data.readers import Row
+from packlora.data.rows import Row
 from packlora.errors import InputError
 
 # Chat templates, each with the shape of a family of models: what it inserts, drops, strips, renames and refuses.

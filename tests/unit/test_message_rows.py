@@ -176,15 +176,13 @@ def test_tools_that_cannot_be_shown_are_refused_with_their_line(
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
-         "found conversations: ShareGPT's form; write it as messages, with role for from (user for human, assistant for gpt)"),
+        ({"conversation": [{"from": "human", "value": "a"}]}, "ShareGPT's form has the turns in 'conversations'"),
         ({"messages": [{"from": "human", "value": "a"}]}, "message 1 has from and value, which is ShareGPT's form"),
         ({"messages": [message("human", "a"), message("gpt", "b")]}, "has the role 'human'; chat templates call it user"),
         ({"messages": [message("user", "a"), message("gpt", "b")]}, "has the role 'gpt'; chat templates call it assistant"),
         ({"messages": [message("User", "a"), message("assistant", "b")]}, "has the role 'User'; chat templates call it user"),
         ({"messages": [message("user", "a"), message("narrator", "b")]},
          "no message has the role assistant (roles are 'user', 'narrator')"),
-        ({"instruction": "a", "input": "", "output": "b"}, "Alpaca's form; write instruction and input as the prompt"),
         ({"prompt": "a", "completion": None}, "found prompt, completion, where completion is null"),
         ({"prompt": None, "completion": None}, "where prompt and completion is null"),
         ({"messages": [message("user", "a"), message("assistant", None)]}, "2 (assistant) must be a text, found NoneType"),

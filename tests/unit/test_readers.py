@@ -10,7 +10,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from packlora.data.readers import Row, read_rows
+from packlora.data.readers import read_rows
+from packlora.data.rows import Row
 from packlora.errors import InputError
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
@@ -75,7 +76,10 @@ def test_blank_lines_and_a_byte_order_mark_are_passed_over_and_lines_keep_their_
         ("[1, 2]", "a row must be a mapping, found list"),
         ("null", "a row must be a mapping, found NoneType"),
         ("{}", "found no fields"),
-        ('{"prompt": "a"}', "found prompt; rows are {prompt, completion}, {messages} or {text}"),
+        (
+            '{"prompt": "a"}',
+            "found prompt; rows are {prompt, completion}, {messages}, {text}, {input_ids, labels}, ",
+        ),
         ('{"completion": "a", "input": 1}', "found completion, input"),
         ('{"prompt": "a", "completion": null}', "found prompt, completion"),
         ('{"prompt": "a", "completion": "b", "text": "c"}', "has fields of several kinds (prompt, completion, text)"),
@@ -120,7 +124,13 @@ def test_a_bad_row_of_a_json_list_is_refused_with_its_number(tmp_path: Path) -> 
         ("rows.json", b'{"text": "a"}', "must hold a list of rows; found dict"),
         ("rows.json", b'[\n{"text": "a"},\n]', "line 3: not valid JSON"), ("rows.json", b"", "line 1: not valid JSON"),
         ("rows.parquet", b"not parquet", "as parquet"), ("rows.parquet", b"", "as parquet"),
-        ("rows.csv", b"text\na\n", "ends in '.csv'; accepted are .jsonl, .json and .parquet"),
+        ("rows.tsv", b"text\na\n", "ends in '.tsv'; accepted are .jsonl, .json, .csv and .parquet"),
+        ("rows.csv", b"", "has no rows"), ("rows.csv", b"text\n", "has no rows"),
+        ("rows.csv", b"text,\na,b\n", "begins with the names"),
+        ("rows.csv", b"text,text\na,b\n", "begins with the names of its columns, each once"),
+        ("rows.csv", b"text\na,b\n", "line 2: 2 cells, but there are 1 columns"),
+        ("rows.csv", b'text\n"a\n', "as csv, near line 2: unexpected end of data"),
+        ("rows.csv", b"t\xe9xt\na\n", "is not UTF-8"),
         ("rows", b"text", "ends in ''; accepted are"), ("rows.JSONL", b"", "ends in '.JSONL'"),
     ],
 )  # fmt: skip

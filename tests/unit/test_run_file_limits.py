@@ -23,13 +23,18 @@ TREE: dict[str, Any] = {
     "parallel": {"pipeline": 1, "tensor": 1, "expert": 1, "sequence_parallel": False, "shard_base": False},
     "jobs": [{
         "name": "first", "seed": 3,
-        "data": {"path": "a.jsonl", "eval_path": "b.jsonl", "max_length": 2048, "truncate": "error"},
+        "data": {"path": [{"path": "a.jsonl", "weight": 2.0}], "eval_path": ["b.jsonl"], "system": "s", "on_bad_row": "skip",
+                 "max_length": 2048, "truncate": "error"},
         "adapter": {"r": 16, "lora_alpha": 32, "lora_dropout": 0.05, "target_modules": ["q"], "use_rslora": False,
                     "use_dora": False, "dora_dropout": "peft", "bias": "none", "rank_pattern": {"q": 4},
                     "alpha_pattern": {"q": 4.0}, "init_from": "c"},
         "train": {"global_batch_size": 8, "num_train_epochs": 1, "max_steps": -1, "learning_rate": 2e-4,
-                  "lr_scheduler_type": "constant", "warmup_steps": 0, "weight_decay": 0.0, "max_grad_norm": 1.0,
-                  "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8, "shuffle": True, "drop_last": False},
+                  "lr_scheduler_type": "constant", "warmup_steps": 0, "weight_decay": 0.0, "loraplus_lr_ratio": 2.0,
+                  "max_grad_norm": 1.0,
+                  "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8, "shuffle": True, "drop_last": False,
+                  "lr_scheduler_kwargs": {}, "warmup_ratio": 0.0, "eval_steps": 1, "load_best_model_at_end": True,
+                  "metric_for_best_model": "eval_loss",
+                  "early_stopping_patience": 2, "early_stopping_threshold": 0.1},
     }],
 }  # fmt: skip
 TEXT = "base_model: m\noutput_dir: out\njobs:\n  - name: first\n    data: {path: a.jsonl}\n"
@@ -77,7 +82,7 @@ def test_any_value_at_any_key_is_taken_or_refused_in_few_short_printable_lines(o
             assert all(line.isprintable() for line in message.split("\n")), place
             assert any(str(part) in message for part in (*place, "job number")), (place, message)
         else:
-            for text in (run.base_model, run.output_dir, run.revision or "x", run.jobs[0].data.path):
+            for text in (run.base_model, run.output_dir, run.revision or "x", run.jobs[0].data.sources[0][0]):
                 assert text.strip()
                 assert text.isprintable() or odd == "unicode"
                 os.path.exists(text)  # no error
@@ -102,8 +107,25 @@ def test_any_value_at_any_key_is_taken_or_refused_in_few_short_printable_lines(o
         ("data.path", "a\0b", r"has the character '\x00'"), ("data.path", "x" * 5000, "5000 characters long"),
         ("data.path", "x" * 256 + "/a.jsonl", "no file system has such a path"), ("data.path", "a/" * 2100, "no file system"),
         ("data.path", "a/" * 101, "101 folders in one another; at most 100"),
+        ("data.path", [], "is a list of 0 paths; from 1 to 10000"), ("data.path", ["a"] * 10**5, "list of 100000 paths"),
+        ("data.path", [{"path": "a", "weight": 1}, "b"], "a weight at number 0 and none at number 1"),
+        ("data.eval_path", [], "is a list of 0 paths"), ("data.on_bad_row", "ignore", "'error' or 'skip'"),
+        ("data.system", "", "at least 1 character"), ("data.system", 3, "valid string"),
         ("data.eval_path", "a\x1b[2Jb", r"has the character '\x1b'"), ("adapter.init_from", " ", "is empty"),
         ("name", ".lock", "which packlora itself uses"), ("name", ".LOCK", "which packlora itself uses"),
+        ("train.warmup_ratio", 1, "less than 1"), ("train.loraplus_lr_ratio", 0, "greater than 0"),
+        ("train.loraplus_lr_ratio", -1, "greater than 0"), ("train.loraplus_lr_ratio", float("nan"), "finite number"),
+        ("train.loraplus_lr_ratio", 1e30, "less than or equal to 1000000"), ("train.loraplus_lr_ratio", "2", "valid number"),
+        ("train.warmup_ratio", float("nan"), "finite number"),
+        ("train.warmup_ratio", -0.1, "greater than or equal to 0"), ("train.eval_steps", -1, "greater than or equal to 0"),
+        ("train.eval_steps", 10**30, "less than or equal to 1000000000"), ("train.eval_steps", 1.5, "valid integer"),
+        ("train.early_stopping_patience", 0, "greater than or equal to 1"),
+        ("train.early_stopping_patience", 10**12, "less than or equal to"),
+        ("train.early_stopping_threshold", float("nan"), "finite number"),
+        ("train.early_stopping_threshold", -1, "greater than or equal to 0"),
+        ("train.load_best_model_at_end", 1, "should be true or false"),
+        ("train.metric_for_best_model", "accuracy", "'eval_loss'"), ("train.lr_scheduler_kwargs", [], "should be a mapping"),
+        ("train.lr_scheduler_type", "greedy", "'cosine_with_min_lr'"),
         ("train.shuffle", "yes", "should be true or false; found 'yes'"),
     ],
 )  # fmt: skip

@@ -1,0 +1,114 @@
+"""A finished adapter folder with the model that it belongs to: what merge, export, generate, chat and eval begin with."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from peft import LoraConfig
+from transformers import PreTrainedModel
+
+from packlora.adapters.files import base_note, model_type, read_config, read_tensors, tensor_shapes
+from packlora.adapters.spec import AdapterSpec, resolve
+from packlora.base.demo_model import base_path
+from packlora.base.load import read_skeleton
+from packlora.config import JobConfig, Run
+from packlora.errors import InputError
+from packlora.runtime.checkpoint import NAME
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFolder:
+    """A folder that was held against its base model.
+
+    base: folder or hub id of the base model. skeleton: the base model without weights. tensors: of the adapter, by the keys of
+    its file, float32 or float64. note: that the adapter names another base model, None where it does not.
+    """
+
+    path: Path
+    config: LoraConfig
+    base: str
+    skeleton: PreTrainedModel
+    spec: AdapterSpec
+    tensors: dict[str, torch.Tensor]
+    note: str | None
+
+
+def open_adapter(path: Path, base_model: str | None = None) -> AdapterFolder:
+    """Read an adapter folder; of the base model its configuration alone.
+
+    Args:
+        base_model: where to load the base from; default is the adapter's base_model_name_or_path.
+
+    Raises:
+        InputError: the adapter or the base cannot be used, or the adapter was made for another architecture.
+    """
+    config = read_config(str(path), path.name)
+    if base_model is None and config.base_model_name_or_path is None:
+        raise InputError(f"{path} names no base model; give one with --base-model")
+    base = base_path(base_model or str(config.base_model_name_or_path))
+    note = base_note(str(path), base)
+    kinds = [model_type(where) for where in (str(config.base_model_name_or_path), base)]
+    if note and all(kinds) and kinds[0] != kinds[1]:
+        raise InputError(f"{note}: the architectures differ; give a base model of the first kind")
+    with of_the_base():
+        skeleton = read_skeleton(base, config.revision)
+    spec = resolve(config, skeleton, path.name)
+    return AdapterFolder(
+        path, config, base, skeleton, spec, read_tensors(path, tensor_shapes(spec, skeleton), path.name), note
+    )
+
+
+@contextlib.contextmanager
+def of_the_base() -> Iterator[None]:
+    """Adds to an InputError about the base model how another one is named."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"{error}; --base-model names another one") from None
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """What the run.json of a folder's run says of how its adapter was trained."""
+
+    run: Run
+    job: JobConfig
+
+
+def trained_by(path: Path) -> Trained | None:
+    """The run and the job that wrote a folder, a finished adapter or a checkpoint; None where it stands elsewhere, or where its
+    run.json is not what this version writes."""
+    path = Path(os.path.abspath(path))
+    job = path.parent if NAME.fullmatch(path.name) else path
+    try:
+        record = json.loads((job.parent / "run.json").read_text(encoding="utf-8"))
+        run = Run.model_validate_json(json.dumps(record["config"]))
+    except (OSError, ValueError, RecursionError, LookupError, TypeError):
+        return None
+    return next((Trained(run, one) for one in run.jobs if one.name == job.name), None)
+
+
+def same_base(folders: Sequence[Path], base_model: str | None) -> tuple[str, str | None]:
+    """Folder or hub id, and revision, of the base model that adapters share.
+
+    Raises:
+        InputError: they name none, or several.
+    """
+    configs = {folder: read_config(str(folder), folder.name) for folder in folders}
+    if base_model is not None:
+        return base_path(base_model), None
+    named = {folder: (config.base_model_name_or_path, config.revision) for folder, config in configs.items()}
+    for folder, (base, _) in named.items():
+        if base is None:
+            raise InputError(f"{folder} names no base model; give one with --base-model")
+    if len(set(named.values())) > 1:
+        listed = ", ".join(f"{folder} that of {base}" for folder, (base, _) in named.items())
+        raise InputError(f"the adapters are of several base models ({listed}); --base-model says which to load")
+    (base, revision), *_ = named.values()
+    return base_path(str(base)), revision

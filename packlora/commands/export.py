@@ -1,0 +1,150 @@
+"""`packlora export`: an adapter folder as another program reads it, with the same numbers.
+
+    peft           as it is, modules named one by one
+    vllm, sglang   one rank, one alpha, no rsLoRA: what these programs read of a configuration
+    gguf           the same in one file for llama.cpp, see gguf_file.py
+
+An adapter with ranks r_i and scalings s_i by layer is one of rank R = max r_i and scaling s with B_i multiplied by s_i / s, A_i
+padded with rows and B_i with columns of zeros. The products are made in float32 and rounded once, to the dtype that is written.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal, get_args
+
+import torch
+from peft import LoraConfig
+from safetensors import SafetensorError
+
+from packlora.adapters.files import CONFIG, MAGNITUDE, WEIGHTS, config_dict, tensor_key
+from packlora.adapters.spec import whole_number
+from packlora.commands.adapter_folder import AdapterFolder, open_adapter
+from packlora.commands.gguf_file import check_architecture, write_gguf
+from packlora.errors import InputError, WriteError, unwritten
+from packlora.files import write_file, write_folder, write_json, write_tensors
+
+Target = Literal["peft", "vllm", "sglang", "gguf"]
+TARGETS: tuple[Target, ...] = get_args(Target)
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+PROGRAM = {"vllm": "vLLM", "sglang": "SGLang", "gguf": "llama.cpp"}
+VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Values that vLLM takes for --max-lora-rank, which is 16 where it is not given."""
+VLLM_RANK = 16
+
+
+def export_adapter(
+    adapter_dir: Path, out: Path, target: str, base_model: str | None = None, dtype: str = "float32"
+) -> list[str]:
+    """Write an adapter for another program.
+
+    Args:
+        adapter_dir: a PEFT LoRA or DoRA adapter folder.
+        out: the folder to write, which must not exist or be empty; for gguf the file, which must not exist.
+        target: one of TARGETS.
+        base_model: where the base model is; default is the adapter's base_model_name_or_path. Its weights are not read.
+        dtype: of the tensors that are written; auto is the base's.
+
+    Returns:
+        What the user should know.
+
+    Raises:
+        InputError: the adapter, the base or `out` cannot be used, or the program cannot hold such an adapter.
+        WriteError: the disk is full or broken.
+    """
+    if target not in TARGETS:
+        raise InputError(f"--for {target!r} is not one of {', '.join(TARGETS)}")
+    if dtype not in DTYPES:
+        raise InputError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+    _check_out(out, target)
+    opened = open_adapter(adapter_dir, base_model)
+    notes = [opened.note] if opened.note else []
+    if target != "peft":
+        _check_plain(opened, PROGRAM[target])
+        opened = plain(opened)
+    if target == "gguf":
+        check_architecture(opened.skeleton.config, opened.base)
+    base_dtype = opened.skeleton.config.dtype or torch.float32
+    opened = replace(opened, tensors=_cast(opened, base_dtype if dtype == "auto" else getattr(torch, dtype)))
+
+    def write(folder: Path) -> None:
+        suffix = ".weight"  # of magnitudes, as adapters/files.py writes them
+        write_tensors(
+            folder / WEIGHTS, {key + suffix * key.endswith(MAGNITUDE): t for key, t in opened.tensors.items()}
+        )
+        write_json(folder / CONFIG, config_dict(opened.spec.peft))
+
+    try:
+        path = Path(os.path.realpath(out))  # a link stays, and what it leads to is written
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if target == "gguf":
+            write_file(path, lambda file: write_gguf(file, opened))
+        else:
+            write_folder(path, write)
+    except (OSError, SafetensorError) as error:
+        if reason := unwritten(error):
+            raise WriteError(f"cannot write {out}: {reason}") from None
+        raise InputError(f"cannot write {out}: {error}") from None
+    return notes + _to_know(opened, target)
+
+
+def _check_out(out: Path, target: str) -> None:
+    if target == "gguf":
+        if os.path.lexists(out):
+            raise InputError(f"{out} exists; choose another name for the file")
+    elif os.path.lexists(out) and (not out.is_dir() or any(out.iterdir())):
+        raise InputError(f"{out} exists and is not empty; choose another folder")
+
+
+def _check_plain(opened: AdapterFolder, program: str) -> None:
+    """Raises InputError where an adapter holds more than two low-rank factors a layer."""
+    remedy = f"`packlora merge {opened.path} OUT` makes a plain model of it, which has its numbers"
+    if any(module.use_dora for module in opened.spec.modules.values()):
+        raise InputError(
+            f"{opened.path} is a DoRA adapter: {program} reads none, and no LoRA adapter has its numbers; {remedy}"
+        )
+    if biased := [path for path, module in opened.spec.modules.items() if module.train_bias]:
+        raise InputError(
+            f"{opened.path} holds trained biases, the first of {biased[0]}, which {program} does not read; {remedy}"
+        )
+
+
+def plain(opened: AdapterFolder) -> AdapterFolder:
+    """The same adapter with one rank and one alpha / r for all layers. It has no magnitudes and no biases."""
+    modules, tensors = opened.spec.modules, {}
+    rank = max(module.rank for module in modules.values())
+    (scaling, _), *_ = Counter(module.scaling for module in modules.values()).most_common(1)
+    for path, module in modules.items():
+        keys = {name: tensor_key(path, name, module) for name in "AB"}
+        A, B = (opened.tensors[key] for key in keys.values())
+        more = rank - module.rank
+        tensors[keys["A"]] = torch.nn.functional.pad(A, (0, 0, 0, more))
+        tensors[keys["B"]] = torch.nn.functional.pad(B * (module.scaling / scaling), (0, more))
+    config: LoraConfig = copy.copy(opened.spec.peft)
+    config.r, config.lora_alpha, config.use_rslora = rank, whole_number(scaling * rank), False
+    config.rank_pattern, config.alpha_pattern = {}, {}
+    same = {path: replace(module, rank=rank, scaling=scaling) for path, module in modules.items()}
+    return replace(opened, config=config, spec=replace(opened.spec, peft=config, modules=same), tensors=tensors)
+
+
+def _cast(opened: AdapterFolder, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    out = {key: tensor.to(dtype) for key, tensor in opened.tensors.items()}
+    for key, tensor in out.items():
+        if not tensor.isfinite().all():
+            raise InputError(
+                f"{opened.path}: {key} is not finite in {str(dtype).removeprefix('torch.')}; take another dtype"
+            )
+    return out
+
+
+def _to_know(opened: AdapterFolder, target: str) -> list[str]:
+    rank = opened.spec.peft.r
+    if target != "vllm" or rank <= VLLM_RANK:
+        return []
+    if enough := [known for known in VLLM_RANKS if known >= rank]:
+        return [f"rank {rank}: start vLLM with --max-lora-rank {enough[0]}"]
+    return [f"rank {rank}: vLLM takes at most {VLLM_RANKS[-1]}; `packlora merge` makes a plain model"]

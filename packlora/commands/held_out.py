@@ -1,0 +1,87 @@
+"""`packlora eval`: the held-out loss of an adapter on any data, computed as training computes it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from packlora.adapters.attach import attach
+from packlora.adapters.files import load_adapter
+from packlora.base.model import load_base
+from packlora.commands.adapter_folder import same_base, trained_by
+from packlora.config import DataConfig
+from packlora.errors import InputError
+from packlora.parallel.replicas import ALONE
+from packlora.plans.select import PlanChooser
+from packlora.run_file import parse_run
+from packlora.runtime.evaluate import Evaluator
+from packlora.runtime.events import StopRequest
+from packlora.runtime.job import Job
+from packlora.runtime.memory import TokenBudget
+from packlora.runtime.microbatch import SingleDevice
+from packlora.runtime.prepare import prepare
+from packlora.runtime.team import Team
+from packlora.terminal import Activity
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOut:
+    """loss: mean cross entropy of a label token, in nats. tokens: with those that are no labels."""
+
+    loss: float
+    label_tokens: int
+    tokens: int
+    samples: int
+    notes: list[str]
+
+
+def evaluate_adapter(
+    folder: Path, data: str, max_length: int | None = None, truncate: str | None = None, base_model: str | None = None,
+    dtype: str = "auto", device: str = "auto",
+) -> HeldOut:  # fmt: skip
+    """The loss of an adapter, finished or a checkpoint, over all samples of a data path.
+
+    Args:
+        data: as data.path of a run file.
+        max_length, truncate, dtype: as in a run file; default, and auto, are those of the run that trained it, else a run
+            file's defaults.
+
+    Raises:
+        InputError: the adapter, its base or the data cannot be used.
+        MemoryError: out of memory.
+    """
+    path, revision = same_base([folder], base_model)
+    trained = trained_by(folder)
+    given = trained.job.data if trained else DataConfig(path="-")
+    tree = {
+        "base_model": path, "revision": revision, "output_dir": "-", "device": device, "max_tokens_per_microbatch": "auto",
+        "dtype": (trained.run.dtype if trained else "float32") if dtype == "auto" else dtype,
+        "jobs": [
+            {
+                "name": "eval", "adapter": {"init_from": str(folder)}, "train": {"global_batch_size": 1},
+                "data": {
+                    "path": data, "max_length": max_length or given.max_length, "truncate": truncate or given.truncate
+                },
+            }
+        ],
+    }  # fmt: skip
+    run = parse_run(tree, "packlora eval")
+    with Activity() as told:
+        prepared = prepare(run, told=told)
+        told(f"loading {path}")
+        base = load_base(run, prepared.tokenizer, prepared.longest_by_job)
+    (item,) = prepared.jobs
+    attached, (adapter,) = attach(base.model, {"eval": item.spec}, 0, PlanChooser(base.device))
+    load_adapter(folder, adapter)
+    samples = item.encoded.samples
+    job = Job(item.config, item.data, samples, adapter)
+    budget = TokenBudget(prepared.budget, prepared.longest, True, base.device)
+    team = Team(ALONE, StopRequest(), [job])
+    evaluator = Evaluator(base.device, SingleDevice(base, attached), [job], 0, budget, team)
+    (loss,) = evaluator.evaluate([job]).values()
+    if not np.isfinite(loss):
+        raise InputError(f"the loss of {folder} on {data} is {loss:g}")
+    labels, tokens = (sum(getattr(sample, what) for sample in samples) for what in ("num_labels", "num_tokens"))
+    return HeldOut(loss, labels, tokens, len(samples), prepared.warnings + base.warnings)

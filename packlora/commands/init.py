@@ -1,0 +1,90 @@
+"""`packlora init`: a run file with comments, from a data file."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+from packlora.config import DataConfig, TrainConfig
+from packlora.data.readers import read_data
+from packlora.data.rows import Row
+from packlora.errors import InputError
+
+TEXT = """\
+# {rows} rows of {path}: {kind}.
+# All keys: docs/run-file.md, or `packlora schema` for an editor. Then:  packlora plan {out}  and  packlora train {out}
+base_model: {base}          # a folder, a Hugging Face model id, or smollm2-135m, the small packaged one
+output_dir: {output}        # new or empty
+# dtype: bfloat16           # of the base model, on a GPU; float32 where nothing is said
+# max_tokens_per_microbatch: auto   # as many as fit; 4096 where nothing is said
+
+jobs:                       # all of them are trained at once, on one base model; copy one to compare settings
+  - name: {name}
+    data:
+      path: {data}
+      # eval_path: heldout.jsonl    # held-out samples, whose loss is shown
+      # max_length: {length}          # longest sample in tokens
+      # truncate: right             # cut longer ones, or drop them; error where nothing is said
+    adapter:
+      r: 16
+      lora_alpha: 32
+      # use_dora: true
+      # target_modules: [q_proj, v_proj]    # all linear layers where nothing is said
+    train:
+      global_batch_size: {batch}
+      num_train_epochs: 3
+      learning_rate: 2e-4
+      lr_scheduler_type: cosine
+      warmup_ratio: 0.03
+      # eval_steps: 50              # with an eval_path
+"""
+
+
+def write_run_file(data: Path, out: Path, base_model: str = "smollm2-135m") -> str:
+    """Write a run file that trains one adapter on a data file.
+
+    Args:
+        out: the file to write; must not exist.
+        base_model: of the run.
+
+    Returns:
+        What the rows of the data are, in words.
+
+    Raises:
+        InputError: the data cannot be read, or `out` exists or cannot be written.
+    """
+    if os.path.lexists(out):
+        raise InputError(f"{out} exists; give another name with -o, or remove it")
+    rows = read_data(str(data), "init").rows
+    kind, name = kind_of(rows[0]), re.sub(r"[^A-Za-z0-9._-]+", "-", data.stem).strip("-.")[:100] or "first"
+    seen = os.path.relpath(data, out.parent) if not data.is_absolute() else str(data)
+
+    def quoted(text: str) -> str:
+        return text if re.fullmatch(r"[A-Za-z][\w./-]*", text) else json.dumps(text)
+
+    text = TEXT.format(
+        rows=len(rows), path=json.dumps(str(data)), kind=kind, out=json.dumps(str(out)), base=quoted(base_model),
+        output=quoted(f"runs/{name}"), name=json.dumps(name), data=quoted(seen),
+        length=DataConfig.model_fields["max_length"].default,
+        batch=min(len(rows), TrainConfig.model_fields["global_batch_size"].default),
+    )  # fmt: skip
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with out.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise InputError(f"cannot write {out}: {error.strerror}") from None
+    return f"{len(rows)} rows: {kind}"
+
+
+def kind_of(row: Row) -> str:
+    """What a row is, in words."""
+    if row.form is not None:
+        return row.form
+    if row.messages is not None:
+        return "conversations, of which the assistant's turns are learnt"
+    if row.ids is not None:
+        return "token ids"
+    return "texts, of which everything is learnt" if row.text is not None else "prompts and completions"

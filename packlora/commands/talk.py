@@ -1,0 +1,212 @@
+"""`packlora generate` and `packlora chat`: what adapters answer, several from one loaded base model.
+
+transformers' own `generate` on the base model with packlora's adapters attached. A prompt is rendered and tokenized as in
+training (data/encode.py): by the tokenizer's chat template, or as plain text where there is none or where it is asked for. An
+answer ends where training ends a turn, or where the model's generation settings say.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from packlora.adapters.attach import Adapter, attach
+from packlora.adapters.files import load_adapter, read_config
+from packlora.adapters.linear import Attached
+from packlora.adapters.spec import resolve
+from packlora.base.device import choose_device
+from packlora.base.load import read_config as read_base_config
+from packlora.base.load import read_model, read_tokenizer
+from packlora.commands.adapter_folder import of_the_base, same_base, trained_by
+from packlora.config import DataConfig
+from packlora.data.encode import encode_rows
+from packlora.data.rows import Row
+from packlora.errors import InputError, printable
+from packlora.terminal import say, standard_output
+
+BASE = "base"
+"""Name of the base model without an adapter."""
+RESET = "/reset"
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How an answer is drawn. temperature 0 takes the likeliest token each time; else tokens are drawn from all of them."""
+
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    seed: int = 0
+
+
+@dataclass(slots=True)
+class Speakers:
+    """A base model with adapters that answer. adapters: by the name that they are shown under."""
+
+    model: Any
+    tokenizer: Any
+    attached: Attached
+    adapters: dict[str, Adapter]
+    context: int
+    ends: list[int]
+    """Tokens that end an answer."""
+
+    def answer(self, name: str, said: str | list[dict[str, str]], sampling: Sampling) -> str:
+        """What an adapter, or BASE, answers.
+
+        Args:
+            said: plain text that is continued, or the messages of a conversation.
+
+        Raises:
+            InputError: the chat template refuses the messages, or they fill the model's context.
+        """
+        ids = self._ids(said)
+        room = self.context - ids.shape[1]
+        if room < 1:
+            raise InputError(f"the prompt has {ids.shape[1]} tokens, the model's context {self.context}")
+        settings: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+        if sampling.temperature > 0:
+            settings = {"do_sample": True, "temperature": sampling.temperature, "top_p": 1.0, "top_k": 0}
+        torch.manual_seed(sampling.seed)
+        owner = self.attached.only(self.adapters[name].number) if name != BASE else contextlib.nullcontext()
+        with torch.no_grad(), owner:
+            out = self.model.generate(
+                input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=min(room, sampling.max_new_tokens),
+                eos_token_id=self.ends or None, pad_token_id=self.tokenizer.pad_token_id or (self.ends or [0])[0], **settings,
+            )  # fmt: skip
+        return str(self.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
+
+    def _ids(self, said: str | list[dict[str, str]]) -> torch.Tensor:
+        """[1, T]"""
+        if isinstance(said, str):
+            text = said
+        else:
+            try:
+                text = self.tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
+            except Exception as error:  # templates raise their own complaints, e.g. about a system message
+                raise InputError(f"the chat template refuses the messages: {error}") from None
+        ids = self.tokenizer(text, add_special_tokens=isinstance(said, str), return_tensors="pt")["input_ids"]
+        if ids.shape[1] == 0:
+            raise InputError("the prompt has no tokens; there is nothing to answer")
+        found: torch.Tensor = ids.to(self.model.device)
+        return found
+
+
+def load_speakers(folders: Sequence[Path], base_model: str | None, dtype: str, device: str) -> Speakers:
+    """Load the base model once, and put the adapters on it.
+
+    Args:
+        folders: finished adapters or checkpoints of one base model.
+        base_model: where to load the base from; default is what the adapters name.
+        dtype: auto is that of the run that trained the first adapter, else the base's.
+
+    Raises:
+        InputError: an adapter or the base cannot be used, or the adapters name several bases.
+    """
+    if dtype not in ("auto", "float32", "bfloat16", "float16", "float64"):
+        raise InputError(f"dtype {dtype!r} is not one of auto, float32, bfloat16, float16")
+    place, (path, revision) = choose_device(device), same_base(folders, base_model)
+    trained = trained_by(folders[0])
+    with of_the_base():
+        config, tokenizer = read_base_config(path, revision), read_tokenizer(path, revision)
+        chosen = getattr(torch, trained.run.dtype) if trained else config.dtype or torch.float32
+        model = read_model(path, revision, chosen if dtype == "auto" else getattr(torch, dtype))
+    model.to(place).eval()
+    model.set_attn_implementation("sdpa")  # generation keeps a cache and does not pack
+    names = _names(folders)
+    specs = {name: resolve(read_config(str(folder), name), model, name) for name, folder in names.items()}
+    attached, adapters = attach(model, specs, 0)
+    for adapter in adapters:
+        load_adapter(names[adapter.name], adapter)
+    context = int(getattr(config.get_text_config(), "max_position_embeddings", None) or 2**31)
+    ends = _ends(model, tokenizer)
+    return Speakers(model, tokenizer, attached, {adapter.name: adapter for adapter in adapters}, context, ends)
+
+
+def _names(folders: Sequence[Path]) -> dict[str, Path]:
+    """Last parts of paths where these differ from one another, else the paths."""
+    short = [folder.name for folder in folders]
+    named = [str(folder) if short.count(folder.name) > 1 or folder.name == BASE else folder.name for folder in folders]
+    if twice := next((name for name in named if named.count(name) > 1), None):
+        raise InputError(f"{twice} is given twice")
+    return dict(zip(named, folders, strict=True))
+
+
+def _ends(model: Any, tokenizer: Any) -> list[int]:
+    """Tokens that end an answer: what the model's generation settings say, and what training puts behind a turn."""
+    said = model.generation_config.eos_token_id
+    ends = {*(said if isinstance(said, list) else [said]), tokenizer.eos_token_id} - {None}
+    row = Row("a turn", prompt="a", completion="b")
+    with contextlib.suppress(InputError):  # a template that takes no such conversation
+        (sample,) = encode_rows([row], tokenizer, DataConfig(path="-"), 2**31, "chat").samples
+        last = int(sample.ids[-1])
+        if last in {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}:
+            ends.add(last)
+    return sorted(ends)
+
+
+def generate(
+    folder: Path, prompt: str, system: str | None, raw: bool, sampling: Sampling,
+    base_model: str | None = None, dtype: str = "auto", device: str = "auto",
+) -> str:  # fmt: skip
+    """The answer of one adapter.
+
+    Args:
+        system: a message of the system before the prompt.
+        raw: the prompt is continued as plain text.
+    """
+    speakers = load_speakers([folder], base_model, dtype, device)
+    said = _said([], prompt, system, raw or not speakers.tokenizer.chat_template)
+    return speakers.answer(next(iter(speakers.adapters)), said, sampling)
+
+
+def _said(before: list[dict[str, str]], prompt: str, system: str | None, raw: bool) -> str | list[dict[str, str]]:
+    if raw:
+        if system is not None:
+            raise InputError("a system message goes by the chat template, and the prompt is plain text here")
+        return prompt
+    start = [{"role": "system", "content": system}] if system is not None else []
+    return [*start, *before, {"role": "user", "content": prompt}]
+
+
+def chat(
+    folders: Sequence[Path], with_base: bool, system: str | None, sampling: Sampling,
+    base_model: str | None = None, dtype: str = "auto", device: str = "auto", lines: Iterable[str] | None = None,
+) -> None:  # fmt: skip
+    """Every line that is read is a turn, which each adapter answers in a conversation of its own; on standard output, each
+    answer behind the adapter's name where there are several.
+
+    Args:
+        with_base: the base model answers too, first.
+        lines: standard input where none are given.
+    """
+    speakers = load_speakers(folders, base_model, dtype, device)
+    raw = not speakers.tokenizer.chat_template
+    if raw:
+        _said([], "", system, raw)
+        say("the tokenizer has no chat template: each line is continued as plain text, by itself")
+    names, out = [BASE] * with_base + list(speakers.adapters), standard_output()
+    told: dict[str, list[dict[str, str]]] = {name: [] for name in names}
+    terminal = lines is None and sys.stdin.isatty()
+    if terminal:
+        say(f"{', '.join(names)} answer; {RESET} begins anew, Ctrl-D ends")
+    for line in lines if lines is not None else sys.stdin:
+        text = line.rstrip("\r\n")
+        if text.strip() == RESET:
+            told = {name: [] for name in names}
+        elif text.strip():
+            for name in names:
+                try:
+                    answer = speakers.answer(name, _said(told[name], text, system, raw), sampling)
+                except InputError as error:
+                    say(f"{name}: {error}; {RESET} begins anew")
+                    continue
+                told[name] += [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
+                shown = "\n".join(map(printable, answer.split("\n")))
+                out.write((f"{name}: " if len(names) > 1 else "") + shown + "\n")
+                out.flush()

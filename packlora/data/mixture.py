@@ -1,0 +1,88 @@
+"""The samples of a job from all its sources: one after the other, or in shares by weight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from packlora.config import DataConfig
+from packlora.data.encode import Encoded, Sample
+from packlora.data.readers import Read, read_data
+from packlora.errors import InputError
+from packlora.seeding import stable_hash
+from packlora.terminal import Told, silent
+
+
+def read_all(data: DataConfig, job: str, held_out: bool, told: Told = silent) -> list[Read]:
+    """What is found under each of a job's data paths, or of those of its held-out samples. Errors as of read_data."""
+    paths = data.eval_paths if held_out else [path for path, _ in data.sources]
+    return [read_data(path, job, told, data.on_bad_row) for path in paths]
+
+
+def encode_all(read: Sequence[Read], encode: Callable[[Read], Encoded]) -> list[Encoded]:
+    """Each source encoded, with the rows that its reader left out."""
+    out = []
+    for source in read:
+        encoded = encode(source)
+        encoded.skipped[:0] = source.skipped
+        out.append(encoded)
+    return out
+
+
+def mixed(parts: Sequence[Encoded], data: DataConfig, seed: int, job: str, notes: list[str]) -> Encoded:
+    """The samples of several sources as those of one.
+
+    Without weights they follow one another. With weights there are as many samples as in all sources together, of which each
+    source has its share: all its samples so many times, and the rest drawn without replacement.
+
+    Args:
+        parts: by source.
+        data: of the job.
+        seed: of what is drawn.
+        notes: takes what each source gives.
+
+    Raises:
+        InputError: a source's share is less than one sample.
+    """
+    out = joined(parts)
+    if data.sources[0][1] is None:
+        return out
+    out.samples = []
+    total = sum(len(part.samples) for part in parts)
+    shares = shares_of([float(weight or 0) for _, weight in data.sources], total)
+    for number, ((path, weight), part, share) in enumerate(zip(data.sources, parts, shares, strict=True)):
+        if not share:
+            raise InputError(
+                f"job {job!r}: data.path: {path} has the weight {weight:g}, which of {total} samples is none"
+            )
+        out.samples += _drawn(part.samples, share, stable_hash("mixture", seed, number))
+        notes.append(f"job {job!r}: {path} gives {share} of {total} samples, and has {len(part.samples)}")
+    return out
+
+
+def joined(parts: Sequence[Encoded]) -> Encoded:
+    """The samples of several sources, one after the other."""
+    return Encoded(
+        [sample for part in parts for sample in part.samples], sum(part.truncated for part in parts),
+        sum(part.dropped for part in parts), [row for part in parts for row in part.skipped],
+    )  # fmt: skip
+
+
+def shares_of(weights: Sequence[float], total: int) -> list[int]:
+    """`total` divided by weights into whole numbers; what rounding down leaves goes to the largest remainders, the first ones
+    of equal ones."""
+    exact = [weight / sum(weights) * total for weight in weights]
+    shares = [int(share) for share in exact]
+    order = sorted(range(len(exact)), key=lambda number: (shares[number] - exact[number], number))
+    for number in order[: total - sum(shares)]:
+        shares[number] += 1
+    return shares
+
+
+def _drawn(samples: Sequence[Sample], share: int, key: int) -> list[Sample]:
+    """So many of the samples, in their order: each as often as all can be, and some once more."""
+    times, rest = divmod(share, len(samples))
+    generator = np.random.Generator(np.random.Philox(key))
+    once_more = set(generator.permutation(len(samples))[:rest].tolist())
+    return [sample for number, sample in enumerate(samples) for _ in range(times + (number in once_more))]

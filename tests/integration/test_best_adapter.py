@@ -1,0 +1,102 @@
+"""The best adapter as the result, early ends, evaluations by job: what is written is what an evaluation saw."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import packlora
+from packlora.config import TrainConfig
+from packlora.errors import InputError
+from packlora.runtime.job import Judged, judged
+
+
+def adapter(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "adapter_model.safetensors")
+
+
+def same(one: Path, other: Path) -> bool:
+    a, b = adapter(one), adapter(other)
+    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
+def evals(folder: Path, job: str) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (folder / "evals.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["job"] == job]
+
+
+def best_of(folder: Path, job: str) -> Judged:
+    train = {"best": TrainConfig(eval_steps=2), "early": TrainConfig(eval_steps=1)}[job]
+    return judged(evals(folder, job), train, 9)
+
+
+@pytest.fixture
+def tree(
+    tiny_base: Callable[[str], str], write_rows: Callable[..., str], tmp_path: Path
+) -> Callable[..., dict[str, Any]]:
+    """Learning rates at which held-out losses rise again; jobs with the best adapter, with an early end, and a plain one."""
+    held = write_rows("held", 5, 9)
+
+    def make(out: str, **train: Any) -> dict[str, Any]:
+        def job(name: str, seed: int, **own: Any) -> dict[str, Any]:
+            data = {"path": write_rows(name, 8, seed), "eval_path": held}
+            common = {"max_steps": 9, "learning_rate": 1.0, "global_batch_size": 3}
+            return {"name": name, "data": data, "adapter": {"r": 3}, "train": common | own}
+
+        return {
+            "base_model": tiny_base("llama"), "output_dir": str(tmp_path / out), "save_every": 1, "save_total_limit": None,
+            "max_tokens_per_microbatch": 64, "eval_every": 4,
+            "jobs": [
+                job("best", 1, load_best_model_at_end=True, **{"eval_steps": 2} | train),
+                job("early", 2, load_best_model_at_end=True, early_stopping_patience=2, eval_steps=1, learning_rate=0.3),
+                job("plain", 3),
+            ],
+        }  # fmt: skip
+
+    return make
+
+
+def test_the_result_is_the_adapter_of_the_best_evaluation_and_an_interruption_changes_no_bit(
+    tree: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    result = packlora.train(tree("whole"))
+    whole = tmp_path / "whole"
+    assert [line["step"] for line in evals(whole, "best")] == [0, 2, 4, 6, 8, 9]
+    assert [line["step"] for line in evals(whole, "plain")] == [0, 4, 8, 9]
+    for name in ("best", "early"):
+        found = best_of(whole, name)
+        last = evals(whole, name)[-1]["step"]
+        assert found.step is not None and found.step < last, "the losses of this run rise at its end"
+        assert same(whole / name, whole / name / f"checkpoint-{found.step}")
+        assert not same(whole / name, whole / name / f"checkpoint-{last}")
+        assert result.jobs[name].eval_after == found.loss
+        state = json.loads((whole / name / "trainer_state.json").read_text())
+        assert (state["best_global_step"], state["best_metric"]) == (found.step, found.loss)
+    early = best_of(whole, "early")
+    assert result.jobs["early"].step == early.step + 2 < 9 and early.worse == 2
+    warned = json.loads((whole / "run.json").read_text())["warnings"]
+    assert any("'early' ends at step" in text and "early_stopping_patience 2 (best: step" in text for text in warned)
+    assert any("'best': its result is the adapter of step" in text for text in warned)
+    assert same(whole / "plain", whole / "plain" / "checkpoint-9")
+
+    packlora.train(tree("parts"), max_steps=7)  # which evaluates where the whole run does not
+    packlora.train(tree("parts"), resume=True)
+    parts = tmp_path / "parts"
+    for name in ("best", "early", "plain"):
+        assert same(whole / name, parts / name), name
+        assert [line["eval_loss"] for line in evals(parts, name)][-1] == evals(whole, name)[-1]["eval_loss"]
+    assert {line["step"] for line in evals(parts, "best")} - {line["step"] for line in evals(whole, "best")} == {7}
+    shutil.rmtree(parts / "best" / "checkpoint-1")  # a result that is lost is made again from the last checkpoint
+    (parts / "best" / "adapter_model.safetensors").unlink()
+    again = packlora.train(tree("parts"), resume=True)
+    assert same(whole / "best", parts / "best")
+    assert again.jobs["best"].eval_after == result.jobs["best"].eval_after
+    with pytest.raises(InputError, match=r"job 'best' train\.eval_steps"):
+        packlora.train(tree("parts", eval_steps=3), resume=True)
