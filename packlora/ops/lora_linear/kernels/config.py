@@ -75,12 +75,17 @@ _TUNED: dict[torch.device, Sizes] = {}
 
 def sizes_for(dtype: torch.dtype, device: torch.device) -> Sizes:
     """Those of the device in 16 bits, where it has some of its own."""
-    return FLOAT_32 if dtype == torch.float32 else _TUNED.get(device, BITS_16)
+    return FLOAT_32 if dtype == torch.float32 else _TUNED.get(_numbered(device), BITS_16)
 
 
 def use(device: torch.device, sizes: Sizes | None) -> Sizes | None:
     """Let calls in 16 bits that are settled from now on have these sizes, or the usual ones. Gives those that they had."""
-    before = _TUNED.pop(device, None)
+    before = _TUNED.pop(_numbered(device), None)
     if sizes is not None:
-        _TUNED[device] = sizes
+        _TUNED[_numbered(device)] = sizes
     return before
+
+
+def _numbered(device: torch.device) -> torch.device:
+    """That tensors are on."""
+    return torch.empty(0, device=device).device if device.type == "cuda" and device.index is None else device
