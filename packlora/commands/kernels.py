@@ -54,6 +54,8 @@ def tune_sizes(device: torch.device, minutes: float, console: Console) -> float:
 
 def said(item: Tuned) -> str:
     """Of one kernel, in a line."""
+    if item.error:
+        return f"not measured: {item.error}"
     if not item.record.ratios:
         return f"the usual sizes; {item.left} candidates not measured"
     chosen = described(item.record.fields)

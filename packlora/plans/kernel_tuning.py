@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from packlora.ops.dropout.keys import token_keys
+from packlora.ops.gpu import on_device
 from packlora.ops.lora_linear.call import Grads
 from packlora.ops.lora_linear.frozen import Dense
 from packlora.ops.lora_linear.kernels.candidates import KERNELS, Fields, Limits, combined, described
@@ -64,26 +65,28 @@ LARGE, FEW, WIDE, DEEP = (
 )
 SHAPES: dict[str, tuple[Shape, ...]] = {
     "down": (LARGE, DEEP, replace(LARGE, ranks=SEVERAL)),
-    "few_down": (FEW, replace(DEEP, T=2048)),
+    "few_down": (replace(DEEP, T=2048), replace(FEW, ranks=(32,))),
     "up": (LARGE, WIDE, replace(LARGE, ranks=SEVERAL)),
     "grad": (LARGE, WIDE, replace(LARGE, ranks=SEVERAL)),
     "several_grad": (replace(LARGE, ranks=SEVERAL), replace(WIDE, T=8192, ranks=SEVERAL)),
-    "joint": (replace(LARGE, dora=True), replace(WIDE, dora=True)),
+    "joint": (replace(LARGE, dora=True), replace(WIDE, dora=True, ranks=(32,))),
     "inputs": (replace(LARGE, ranks=(64,)), replace(FEW, ranks=(64,))),
     "narrow": (LARGE, FEW, DEEP),
 }
-"""By kernel: where it takes the time."""
+"""By kernel: where it takes the time, with the widest block of ranks among them, which needs the most memory."""
 Make = Callable[[str, Shape, Sizes], Step]
 
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
-    """What came of a kernel. tried: how many candidates were measured now; left: how many are not measured yet."""
+    """What came of a kernel. tried: how many candidates were measured now; left: how many are not measured yet; error: why none
+    could be, as where memory ends."""
 
     name: str
     record: Record
     tried: int
     left: int
+    error: str = ""
 
 
 # --- what is run -------------------------------------------------------------------------------------------------------
@@ -200,7 +203,11 @@ def tune_kernels(
         began = time.perf_counter()
         count = min(len(new), int(max(0.0, end - began) / (len(KERNELS) - at) / a_candidate))
         if count:
-            ratios, failed = measured(name, new[:count], base, device, make)
+            try:
+                ratios, failed = measured(name, new[:count], base, device, make)
+            except Exception as error:  # the usual sizes do not run: nothing is learnt of the others
+                yield Tuned(name, known, 0, len(new), f"{type(error).__name__}: {error}"[:400])
+                continue
             known = Record.of(name, {**known.ratios, **ratios}, {**known.failed, **failed})
             chosen[name] = known.fields
             a_candidate = (time.perf_counter() - began) / count
@@ -215,20 +222,26 @@ def measured(
 
     Args:
         base: the sizes of the other kernels.
+
+    Raises:
+        Exception: whatever the usual sizes fail with.
     """
     by_name = {USUAL: base} | {described(fields): replace(base, **fields) for fields in candidates}  # type: ignore[arg-type]
     found: dict[str, list[float]] = {own: [] for own in by_name}
     failed: dict[str, str] = {}
     for shape in SHAPES[name]:
         taking_part = {own: sizes for own, sizes in by_name.items() if own not in failed}
-        want = _results(make(name, shape, base))
-        contenders = [_contender(own, name, shape, sizes, make, want) for own, sizes in taking_part.items()]
-        timings = paired(contenders, device, seconds=BUDGET_S, rounds=COUNTED, ahead=True)
+        with on_device(device):
+            want = _results(make(name, shape, base))
+            contenders = [_contender(own, name, shape, sizes, make, want) for own, sizes in taking_part.items()]
+            timings = paired(contenders, device, seconds=BUDGET_S, rounds=COUNTED, ahead=True)
+        if (broken := timings.by_name[USUAL].error) is not None:
+            raise RuntimeError(broken)
         kind = "ahead_ms" if device.type == "cuda" else "ms"
         for own in taking_part:
             ratio, error = timings.ratio(own, USUAL, kind), timings.by_name[own].error
             if ratio is None:
-                failed[own] = error or f"the usual sizes failed: {timings.by_name[USUAL].error}"
+                failed[own] = str(error)
             else:
                 found[own].append(ratio)
     out = {own: (geomean(ratios) or math.nan, max(ratios)) for own, ratios in found.items() if own not in failed}

@@ -256,6 +256,17 @@ def test_sizes_that_give_other_numbers_are_left_out_however_fast(
     assert out.fields == {} and "more than rounding" in out.failed[grad[0]]
 
 
+def test_where_the_usual_sizes_do_not_run_nothing_is_remembered_of_the_others(
+    monkeypatch: pytest.MonkeyPatch, cache: KernelCache
+) -> None:
+    world = World(monkeypatch)
+    world.broken = {"usual"}
+    out = run(world, cache)
+    assert all("out of resource" in item.error and item.tried == 0 for item in out.values())
+    assert "not measured: " in kernels.said(out["up"]) and not cache.path.exists()
+    assert all(item.left == 0 and not item.error for item in run(World(monkeypatch), cache).values())
+
+
 def test_measuring_ends_when_the_time_is_over_and_another_call_goes_on(
     monkeypatch: pytest.MonkeyPatch, cache: KernelCache
 ) -> None:

@@ -5,8 +5,8 @@
     grad      dS and dB                 several_grad: where no segment has all tokens; joint: DoRA's, with e and the sums
     inputs    dx and dA                 narrow: with no more than 16 ranks
 
-Nothing here is measured (plans/tuning.py). Estimates of memory are of operands in 16 bits and of the widest block of ranks; a
-candidate that does not fit after all fails when it is tried, and is left out.
+Nothing here is measured (plans/kernel_tuning.py). Estimates of memory are of operands in 16 bits and of the widest block of
+ranks; a candidate that does not fit after all fails when it is tried, and is left out.
 """
 
 from __future__ import annotations
@@ -139,48 +139,42 @@ def _up(size: Sizes) -> Footprint:
 
 
 def _walk(
-    m: int, n: int, r: int, rings: int, stages: int, warps: int, chunks: tuple[int, ...], width: int
+    m: int, n: int, r: int, ring: int, stages: int, warps: int, chunks: tuple[int, ...], width: int, values: int
 ) -> Footprint:
-    """Blocks [m, n] of `rings` tensors, over the tokens of a chunk; a sum [n, r] and an operand [n, r] stay."""
+    """Blocks of m tokens and n columns, over the tokens of a chunk; a sum and an operand [n, r] stay. What was compiled for
+    sm_90 has 6 m r bytes beside them, to transpose."""
     programs = cdiv(width, n) * cdiv(NOMINAL[0], chunks[-1])
-    return Footprint(
-        stages, 2 * rings * m * n, 2 * n * r, n * r + m * r + rings * m * n // 2 + n * r // 2, warps, programs
-    )
+    return Footprint(stages, ring, 2 * n * r + 6 * m * r, n * r * 3 // 2 + m * r + values, warps, programs)
+
+
+def _outputs(size: Sizes, m: int, n: int, tensors: int, stages: int, warps: int) -> Footprint:
+    ring, values = 2 * tensors * m * n, tensors * m * n // 2
+    return _walk(m, n, size.grad_r, ring, stages, warps, size.grad_chunks, NOMINAL[2], values)
+
+
+def _of_inputs(size: Sizes, k: int, r: int, stages: int) -> Footprint:
+    m = size.inputs_m
+    return _walk(m, k, r, 2 * m * (k + r), stages, size.inputs_warps, size.inputs_chunks, NOMINAL[1], m * k // 2)
 
 
 def _grad(size: Sizes) -> Footprint:
-    return _walk(
-        size.grad_m, size.grad_n, size.grad_r, 1, size.grad_stages, size.grad_warps, size.grad_chunks, NOMINAL[2]
-    )
+    return _outputs(size, size.grad_m, size.grad_n, 1, size.grad_stages, size.grad_warps)
 
 
 def _several_grad(size: Sizes) -> Footprint:
-    return _grad(replace(size, grad_m=size.several_grad_m))
+    return _outputs(size, size.several_grad_m, size.grad_n, 1, size.grad_stages, size.grad_warps)
 
 
 def _joint(size: Sizes) -> Footprint:
-    return _walk(
-        size.joint_m, size.joint_n, size.grad_r, 2, size.joint_stages, size.joint_warps, size.grad_chunks, NOMINAL[2]
-    )
+    return _outputs(size, size.joint_m, size.joint_n, 2, size.joint_stages, size.joint_warps)
 
 
 def _inputs(size: Sizes) -> Footprint:
-    return _walk(
-        size.inputs_m,
-        size.inputs_k,
-        size.inputs_r,
-        1,
-        size.inputs_stages,
-        size.inputs_warps,
-        size.inputs_chunks,
-        NOMINAL[1],
-    )
+    return _of_inputs(size, size.inputs_k, size.inputs_r, size.inputs_stages)
 
 
 def _narrow(size: Sizes) -> Footprint:
-    return _walk(
-        size.inputs_m, size.narrow_k, 16, 1, size.narrow_stages, size.inputs_warps, size.inputs_chunks, NOMINAL[1]
-    )
+    return _of_inputs(size, size.narrow_k, 16, size.narrow_stages)
 
 
 def _each(names: tuple[str, ...], *values: tuple[int, ...]) -> tuple[Fields, ...]:
