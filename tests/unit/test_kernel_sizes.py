@@ -124,10 +124,10 @@ def test_every_candidate_is_as_exact_as_torch(number: int, dtype: torch.dtype, m
 
 
 def test_what_is_settled_keeps_the_sizes_that_its_tables_were_made_for() -> None:
-    case = make_case(70, 33, [29], with_bias=False, seed=SEED, dtype=torch.float16, **KINDS["dropout"])
+    case = make_case(40, 33, [29], with_bias=False, seed=SEED, dtype=torch.float16, **KINDS["dropout"])
     want = run_group(case, torch.float16, ROUTED)
     make = step_maker(CPU, torch.float16)
-    shape = Shape(70, 40, 48)
+    shape = Shape(40, 40, 48)
     usual = make("narrow", shape, BITS_16)
     first = usual.results()
     own = together(3)
@@ -244,6 +244,16 @@ def test_the_fastest_candidate_is_chosen_and_remembered_and_nothing_is_measured_
     world.measured.clear()
     second = run(world, again)
     assert world.measured == [] and second["up"].record == out["up"].record
+
+
+def test_the_best_of_many_must_be_so_twice(monkeypatch: pytest.MonkeyPatch, cache: KernelCache) -> None:
+    world = World(monkeypatch)
+    up, shapes = candidates_of("up"), len(SHAPES["up"])
+    world.times = {up[4]: (*[0.5] * shapes, *[1.0] * shapes), up[2]: 0.9}
+    out = run(world, cache)["up"].record
+    assert described(out.fields) == up[2] and out.ratios[up[4]] == (1.0, 1.0)
+    assert world.measured.count(up[2]) == world.measured.count(up[4]) == 2 * shapes
+    assert world.measured.count(up[0]) == shapes
 
 
 def test_sizes_that_give_other_numbers_are_left_out_however_fast(
