@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from group_cases import KINDS, GroupCase, group_is_as_exact, make_case, run_group
+from group_cases import KINDS, GroupCase, cast, group_is_as_exact, make_case, run_group
 from rich.console import Console
 from seeds import SEED, SOAK
 
@@ -22,6 +22,7 @@ from packlora.ops.lora_linear.kernels import config, sizes
 from packlora.ops.lora_linear.kernels.candidates import KERNELS, Limits, combined, described
 from packlora.ops.lora_linear.kernels.config import BITS_16, FLOAT_32, Sizes, sizes_for, use
 from packlora.ops.lora_linear.plan import ROUTED, Plan
+from packlora.ops.lora_linear.prepared import GroupState
 from packlora.plans import kernel_sizes, kernel_tuning
 from packlora.plans.cache import PlanCache
 from packlora.plans.kernel_sizes import KernelCache, Record
@@ -126,6 +127,15 @@ def test_every_candidate_is_as_exact_as_torch(number: int, dtype: torch.dtype, m
 def test_what_is_settled_keeps_the_sizes_that_its_tables_were_made_for() -> None:
     case = make_case(40, 33, [29], with_bias=False, seed=SEED, dtype=torch.float16, **KINDS["dropout"])
     want = run_group(case, torch.float16, ROUTED)
+    drawn, _ = cast(case, torch.float16)
+
+    def settled() -> Any:
+        tables = (
+            GroupState().prepared(drawn.x, drawn.layers, ROUTED).call(drawn.x, drawn.segments, 0, ROUTED).segment_tables
+        )
+        return tables and tables.config
+
+    assert settled() is BITS_16
     make = step_maker(CPU, torch.float16)
     shape = Shape(40, 40, 48)
     usual = make("narrow", shape, BITS_16)
@@ -134,6 +144,7 @@ def test_what_is_settled_keeps_the_sizes_that_its_tables_were_made_for() -> None
     use(CPU, own)
     try:
         assert sizes_for(torch.float16, CPU) is own and sizes_for(torch.float32, CPU) is FLOAT_32
+        assert settled() is own, "the same segments, settled anew"
         again = run_group(case, torch.float16, ROUTED)
         for mine, theirs in zip(usual.results(), first, strict=True):
             assert torch.equal(mine, theirs), "a call that was settled before goes on as it was"
