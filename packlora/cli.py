@@ -185,7 +185,7 @@ def tune(
         bool, typer.Option("--lossy", help="Also plans that merge weights, which only runs with plans.lossy use.")
     ] = False,
 ) -> None:
-    """Measure the ways to compute a layer on this device now, and remember the fastest."""
+    """Measure the kernels' sizes and the ways to compute a layer on this device now, and remember the fastest."""
 
     def action() -> None:
         from packlora.run_file import load_run

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from packlora.base.demo_model import DEMO_MODEL, PACKAGE, cache_folder
+from packlora.commands.kernels import described_sizes
 from packlora.ops.gpu import HAS_TRITON
 from packlora.runtime.record import processor_name, versions
 
@@ -42,6 +43,7 @@ def print_doctor() -> bool:
                 f"cuda:{index}",
                 f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, sm_{properties.major}{properties.minor}",
             )
+            table.add_row("", f"sizes of kernels: {described_sizes(torch.device('cuda', index))}")
     else:
         built = torch.version.cuda or "none"
         table.add_row("GPU", f"none usable (torch built for CUDA {built}); training runs on the CPU")

@@ -1,4 +1,5 @@
-"""`packlora tune`: measure the plans for what a run will meet, or for usual shapes, and remember them for this device."""
+"""`packlora tune`: measure the kernels' sizes (kernels.py), then the plans for what a run will meet, or for usual shapes, and
+remember both for this device."""
 
 from __future__ import annotations
 
@@ -20,6 +21,7 @@ from packlora.adapters.spec import AdapterSpec
 from packlora.base.device import choose_device
 from packlora.base.load import load_skeleton
 from packlora.base.packing import ATTENTION
+from packlora.commands.kernels import tune_sizes
 from packlora.config import Run
 from packlora.errors import InputError
 from packlora.ops.lora_linear.plan import CHAIN, Plan, ordered
@@ -210,16 +212,19 @@ def tune(
         raise InputError(f"minutes is {minutes:g}; give a number from 0 on")
     device = device or choose_device(run.device if run else "auto")
     cases, notes = cases_of_run(run, device) if run else (standard_cases(device), [])
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=160)
+    minutes -= min(
+        minutes, tune_sizes(device, minutes, console)
+    )  # plans are measured with the sizes that they will have
     cache = cache or PlanCache(device)
     several = [case for case in cases if len(legal_plans(case, lossy)) > 1]
     if len(several) < len(cases):
         notes.append(f"{len(cases) - len(several)} cases have one plan, the plain chain (DoRA), and are not measured")
     several.sort(key=lambda case: cache.get(case.key) is not None)
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=160)
     console.print(
-        f"measuring plans for {len(several)} cases, the most useful first, in at most {minutes:g} minutes",
+        f"measuring plans for {len(several)} cases, the most useful first, in at most {minutes:.3g} minutes",
         soft_wrap=True,
     )
     out = _measured(several, device, _Clock(several, device, 60 * minutes, budget_s, lossy), cache, console, progress)
@@ -229,7 +234,7 @@ def tune(
             console.print(Text(f"left out: {item.case.key}: {name}: {reason}"), soft_wrap=True)
     if len(out) < len(several):
         notes.append(
-            f"the {minutes:g} minutes are over: {len(several) - len(out)} of {len(several)} cases are left, the same command "
+            f"the {minutes:.3g} minutes are over: {len(several) - len(out)} of {len(several)} cases are left, the same command "
             "goes on with them, and --minutes gives more time; until then they are computed as if never measured"
         )
     for line in notes:

@@ -4,7 +4,8 @@
      "cases": {"cuda bfloat16 T2048 ...": {"plan": {...}, "ms": {"mm/after-mm/after": 0.31, ...}, "failed": {}, "date": "..."}}}
 
 A file that is broken, or of another device or other versions, is ignored with one warning and replaced by the next write: its
-figures say nothing about here and now. Writers take turns and merge; readers see the old file or the new one.
+figures say nothing about here and now, nor where kernels have other sizes (kernel_sizes.py). Writers take turns and merge;
+readers see the old file or the new one.
 """
 
 from __future__ import annotations
@@ -12,22 +13,18 @@ from __future__ import annotations
 import fcntl
 import json
 import math
-import os
-import platform
-import re
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
-import packlora
 from packlora.files import write_json
 from packlora.ops.lora_linear.plan import CHAIN, Plan
+from packlora.plans import identity, kernel_sizes
 from packlora.plans.measure import Measured
 
 SCHEMA = 2
@@ -61,45 +58,15 @@ def fastest(plans: Iterable[Plan], ms: Mapping[str, float]) -> Plan:
     return best if ms[best.name] < (1 - MARGIN) * ms[CHAIN.name] else CHAIN
 
 
-def device_name(device: torch.device) -> str:
-    """The GPU's name, or the CPU's with its threads, which change what is fastest."""
-    if device.type == "cuda":
-        return str(torch.cuda.get_device_name(device))
-    name = platform.processor() or platform.machine()
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                name = line.partition(":")[2].strip()
-                break
-    except OSError:
-        pass
-    return f"{name}, {torch.get_num_threads()} threads"
-
-
-def cache_path(device: torch.device) -> Path:
-    """plans/<device>.json in PACKLORA_CACHE, or in packlora in the user's cache folder."""
-    chosen = os.environ.get("PACKLORA_CACHE")
-    folder = Path(chosen or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "packlora")
-    slug = re.sub(r"[^a-z0-9]+", "-", device_name(device).lower()).strip("-")
-    return folder / "plans" / f"{slug}.json"
-
-
-def measured_versions() -> dict[str, str]:
-    """Of what the times depend on."""
-    out = {"packlora": packlora.__version__, "torch": torch.__version__, "cuda": str(torch.version.cuda or "none")}
-    try:
-        out["triton"] = version("triton")
-    except PackageNotFoundError:
-        out["triton"] = "none"
-    return out
-
-
 class PlanCache:
     """The records of one device. The file is read at the first question, and again before every write."""
 
     def __init__(self, device: torch.device, path: Path | None = None) -> None:
-        self.path = path or cache_path(device)
-        self.identity = {"schema": SCHEMA, "device": device_name(device), "versions": measured_versions()}
+        self.path = path or identity.cache_path(device)
+        versions = identity.measured_versions()
+        if (sizes := kernel_sizes.identity(device)) is not None:
+            versions["kernels"] = sizes
+        self.identity = {"schema": SCHEMA, "device": identity.device_name(device), "versions": versions}
         self._records: dict[str, Record] | None = None
         self._warned = False
 

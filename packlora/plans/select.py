@@ -17,6 +17,7 @@ from packlora.plans.ask import MEASURED, Ask
 from packlora.plans.cache import PlanCache, fastest
 from packlora.plans.case import Case
 from packlora.plans.cost import flops, machine, s_bytes, seconds
+from packlora.plans.kernel_sizes import use_tuned
 from packlora.plans.space import legal_plans
 
 Origin = Literal["measured", "estimated", "not measured", "only one", "flops", "asked for", "gave way"]
@@ -54,7 +55,8 @@ class PlanChooser:
     """Chooses one plan per case and remembers it: the fastest one measured; where nothing was measured, on a GPU the fastest
     one by the roofline estimate, on a CPU the plain chain: there the products are the library's in every plan, and the estimate
     would decide on a few per cent. As `ask` says: the plan that is asked for instead, and where it does not compute the case
-    the plain chain; or the one with the fewest floating-point operations.
+    the plain chain; or the one with the fewest floating-point operations. The kernels have the sizes that were measured on the
+    device (kernel_sizes.py).
 
     Args:
         device: of the layers.
@@ -64,6 +66,7 @@ class PlanChooser:
 
     def __init__(self, device: torch.device, cache: PlanCache | None = None, ask: Ask = MEASURED) -> None:
         self.device, self.estimates, self.ask = device, device.type == "cuda", ask
+        use_tuned(device)
         self.cache = cache or PlanCache(device)
         self.choices: dict[Case, Choice] = {}
         """By case, in the order in which they were first asked for."""

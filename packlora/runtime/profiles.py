@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from packlora.files import write_json
-from packlora.plans.cache import cache_path, device_name, measured_versions
+from packlora.plans.identity import cache_path, device_name, measured_versions
 
 SCHEMA = 1
 

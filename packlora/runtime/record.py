@@ -21,6 +21,7 @@ from packlora.base.model import Base
 from packlora.data.encode import samples_hash
 from packlora.files import write_json
 from packlora.parallel.layout import Layout
+from packlora.plans.kernel_sizes import tuned
 from packlora.report.events import (
     CheckpointSaved,
     Event,
@@ -88,6 +89,7 @@ def run_record(
         "versions": versions(),
         "device": device_name(base.device),
         "commit": source_commit(),
+        "kernels": {name: dict(fields) for name, fields in tuned(base.device).items()},
         "model": {
             "path": base.path,
             "parameters": prepared.shape.parameters,

@@ -506,7 +506,7 @@ def test_records_come_back_and_the_file_is_readable(tmp_path: Path) -> None:
 def test_the_file_is_named_after_the_device_in_the_users_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PACKLORA_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("packlora.plans.cache.device_name", lambda device: "NVIDIA H200 (80%)")
+    monkeypatch.setattr("packlora.plans.identity.device_name", lambda device: "NVIDIA H200 (80%)")
     assert PlanCache(CPU).path == tmp_path / "packlora" / "plans" / "nvidia-h200-80.json"
     monkeypatch.setenv("PACKLORA_CACHE", str(tmp_path / "mine"))
     assert PlanCache(CPU).path == tmp_path / "mine" / "plans" / "nvidia-h200-80.json"

@@ -125,7 +125,7 @@ def test_points_are_kept_by_key_as_readable_json_and_anything_broken_is_as_good_
 
 
 def test_profiles_lie_beside_the_measured_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from packlora.plans.cache import cache_path
+    from packlora.plans.identity import cache_path
 
     monkeypatch.setenv("PACKLORA_CACHE", str(tmp_path))
     device = torch.device("cpu")

@@ -11,6 +11,7 @@ from packlora.ops.gpu import HAS_TRITON
 from packlora.ops.lora_linear import torch_path
 from packlora.ops.lora_linear.call import Call, Part, Path, ScaleRows, Slot, Stack
 from packlora.ops.lora_linear.composed import drops_base, scale_rows
+from packlora.ops.lora_linear.kernels.config import sizes_for
 from packlora.ops.lora_linear.layout import Layout
 from packlora.ops.lora_linear.moving import MovingSegments
 from packlora.ops.lora_linear.plan import Plan, Up, legal, ordered
@@ -105,7 +106,7 @@ def _tables(
     def make() -> SegmentTables:
         return triton_path.segment_tables(known, T, device, dtype, num_adapters, most)
 
-    key = (device, dtype == torch.float32, num_adapters)
+    key = (device, sizes_for(dtype, device), num_adapters)
     return _SEGMENT_TABLES.get((known, T, *key), make) if moving is None else moving.tables(key, known, make)
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from packlora.ops.dropout.keys import dropout_threshold
+from packlora.ops.lora_linear.kernels.config import BITS_16, Sizes
 from packlora.ops.lora_linear.layout import Layout
 from packlora.ops.lora_linear.types import Segment
 
@@ -44,12 +45,14 @@ class SegmentTables:
     Args:
         most: parts (segments, and stretches of tokens between them) that `write` may be given later. The tables then have rows
             for them, where they are too many those of no tokens, so that grids and addresses stay.
+        config: of the kernels that are launched on these tables; `sizes` are its blocks of tokens.
     """
 
     def __init__(
         self, segments: Sequence[Segment], num_tokens: int, device: torch.device, sizes: Sequence[int], num_adapters: int,
-        tile: int, most: int | None = None,
+        tile: int, most: int | None = None, config: Sizes = BITS_16,
     ) -> None:  # fmt: skip
+        self.config = config
         self.num_tokens, self.num_adapters, self.tile = num_tokens, num_adapters, tile
         parts = cover(segments, num_tokens)
         self.num_parts = len(parts) if most is None else most

@@ -10,6 +10,7 @@ import torch
 
 from packlora.ops.lora_linear.call import Call, Gradients, Grads, Operands, Sums, Wanted
 from packlora.ops.lora_linear.kernels import backward_inputs, backward_outputs, forward, gemm, sizes
+from packlora.ops.lora_linear.kernels.config import sizes_for
 from packlora.ops.lora_linear.kernels.forward import down, scale_rows
 from packlora.ops.lora_linear.kernels.sizes import fusable
 from packlora.ops.lora_linear.tables import SegmentTables
@@ -24,7 +25,8 @@ def segment_tables(
     segments: Sequence[Segment], T: int, device: torch.device, dtype: torch.dtype, num_adapters: int, most: int | None = None
 ) -> SegmentTables:  # fmt: skip
     """Tables of the segments for the kernels' block sizes."""
-    return SegmentTables(segments, T, device, sizes.sizes_for(dtype).tokens, num_adapters, sizes.FUSED_M, most)
+    config = sizes_for(dtype, device)
+    return SegmentTables(segments, T, device, config.tokens, num_adapters, sizes.FUSED_M, most, config)
 
 
 def up(
@@ -65,8 +67,8 @@ def grads(
     wanted: Wanted,
 ) -> Grads:  # fmt: skip
     """e, dS, dB and the sums: one kernel reads d once for all, where one block of ranks covers the layer's."""
-    assert S is not None
-    layout, most = call.layout, sizes.sizes_for(call.dtype).grad_r
+    assert S is not None and call.segment_tables is not None
+    layout, most = call.layout, call.segment_tables.config.grad_r
     dS = torch.empty(call.T, layout.width, dtype=call.dtype, device=call.device)
     if any(d_TN is None for d_TN in d):
         dS.zero_()

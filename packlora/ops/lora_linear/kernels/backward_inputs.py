@@ -150,8 +150,9 @@ def inputs(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
     """drop(dS A) [T, K], onto which the base products are to be accumulated, and the stacked dA [rows, K] in the parameters'
     dtype."""
-    size, layout, segments, tables = sizes.sizes_for(call.dtype), call.layout, call.segment_tables, call.tables
+    layout, segments, tables = call.layout, call.segment_tables, call.tables
     assert segments is not None and tables is not None
+    size = segments.config
     T, K, device, width, single = call.T, call.K, call.device, layout.width, call.single_adapter
     BR = sizes.block_of(width, size.inputs_r)
     BK, stages = (size.narrow_k, size.narrow_stages) if BR == 16 and need_dx else (size.inputs_k, size.inputs_stages)

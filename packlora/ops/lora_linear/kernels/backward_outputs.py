@@ -280,8 +280,9 @@ class Scaling(NamedTuple):
 def scale(call: Call, d_TN: torch.Tensor, own: Scaling) -> tuple[torch.Tensor, torch.Tensor | None]:
     """e = g d [T, N], and by adapter, float32 [adapters, 2, N]: the gradient of the magnitude, from the sum of d times what was
     kept, and the sum of d. Those that are not needed hold anything."""
-    size, (T, N), segments, scales = sizes.sizes_for(call.dtype), d_TN.shape, call.segment_tables, own.scales
+    (T, N), segments, scales = d_TN.shape, call.segment_tables, own.scales
     assert segments is not None
+    size = segments.config
     chunks, num_chunks = segments.blocks[size.scale_chunk], segments.counts[size.scale_chunk]
     e_TN = torch.empty(T, N, dtype=d_TN.dtype, device=d_TN.device)
     needed = own.need_dm or own.need_d
@@ -317,8 +318,9 @@ def grad(
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
     """Writes the layer's columns of dS [T, width]. Gives e (d itself where it is not scaled), dB, flat as B is, in the
     parameters' dtype, and the sums by adapter, as `scale` gives them. Where d is scaled one block of ranks must cover all."""
-    size, layout, segments, tables = sizes.sizes_for(call.dtype), call.layout, call.segment_tables, call.tables
+    layout, segments, tables = call.layout, call.segment_tables, call.tables
     assert segments is not None and tables is not None
+    size = segments.config
     (T, width), device, part_width, N = S.shape, S.device, layout.max_padded[index], d_TN.shape[1]
     single = call.single_adapter
     BM, BN, BR, warps = size.grad_m, size.grad_n, size.grad_r, size.grad_warps
@@ -367,8 +369,9 @@ def _sum_grads(
     place: tuple[int, int, int],
 ) -> torch.Tensor | None:  # fmt: skip
     """Sums what grad_kernel made parts of: one layer's columns of dS, and its dB. place: as sizes.place_of gives it."""
-    size, layout, segments, tables = sizes.sizes_for(call.dtype), call.layout, call.segment_tables, call.tables
+    layout, segments, tables = call.layout, call.segment_tables, call.tables
     assert segments is not None and tables is not None
+    size = segments.config
     (spans, T, part_width), N, single = dS_parts.shape, layout.sizes[index], call.single_adapter
     dB = None if dB_parts is None else torch.empty(layout.b_shapes[index], dtype=call.wide, device=call.device)
     num_tiles, ranks = segments.counts[size.down_m], min(BR, 32)

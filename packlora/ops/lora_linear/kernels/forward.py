@@ -214,9 +214,10 @@ def rows_kernel(
 
 def down(call: Call, own: Operands, x_TK: torch.Tensor, keys_T2: torch.Tensor | None) -> torch.Tensor:
     """S [T, width]; rows of tokens without an adapter and columns past an adapter's rank are not written."""
-    size, width, T, K, stride = sizes.sizes_for(call.dtype), call.layout.width, call.T, call.K, x_TK.stride(0)
+    width, T, K, stride = call.layout.width, call.T, call.K, x_TK.stride(0)
     segments, tables, single = call.segment_tables, call.tables, call.single_adapter
     assert segments is not None and tables is not None
+    size = segments.config
     S = torch.empty(T, width, dtype=call.dtype, device=call.device)
     BM, BK, BR = size.down_m, size.down_k, sizes.block_of(width, size.down_r)
     if segments.counts[BM] < sizes.programs_at_once(call.device):
@@ -242,8 +243,9 @@ def up(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """S B' of one layer, [T, N], onto which the base product is to be accumulated. With the base product, which is written
     over: y, and z where it is to be kept. composed: y = g z + bias with the scales of the layer, else y = z + bias."""
-    size, layout, segments, tables = sizes.sizes_for(call.dtype), call.layout, call.segment_tables, call.tables
+    layout, segments, tables = call.layout, call.segment_tables, call.tables
     assert segments is not None and tables is not None
+    size = segments.config
     N, span, epilogue = layout.sizes[index], size.up_n * size.up_loop, base_TN is not None
     scales = own.scales[index] if composed else None
     bias = None if base_TN is None else own.biases[index] if scales is None else scales.bias
@@ -266,8 +268,9 @@ def up(
 
 def compose(call: Call, scales: Scales, z_TN: torch.Tensor, y_TN: torch.Tensor) -> None:
     """y = g z + bias, [T, N]; y may be z."""
-    size, N, segments = sizes.sizes_for(call.dtype), z_TN.shape[1], call.segment_tables
+    N, segments = z_TN.shape[1], call.segment_tables
     assert segments is not None
+    size = segments.config
     launcher.launch(
         compose_kernel, (sizes.cdiv(N, 256), segments.counts[size.up_m]),
         (z_TN, y_TN, scales.g, scales.bias, segments.blocks[size.up_m], scales.adapters, N),

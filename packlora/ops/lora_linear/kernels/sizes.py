@@ -1,9 +1,8 @@
-"""Block sizes of the kernels and how a launch chooses among them; benchmarks/LOG.md has what was measured."""
+"""How a launch chooses among the block sizes of its kernel (config.py)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -14,69 +13,6 @@ from packlora.ops.lora_linear.call import Call
 from packlora.ops.lora_linear.tables import SegmentTables
 from packlora.ops.lora_linear.types import Layer
 
-
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """Block sizes, warps and stages. *_m: tokens, *_n and *_k: columns, *_r: ranks, *_chunk: tokens that one program sums, or
-    *_chunks, of which the launch chooses. few_*: where there would be fewer programs than processors take. several_*: where
-    no segment has all tokens. narrow_*: of inputs_kernel where it writes dx and there are no more than 16 ranks."""
-
-    down_m: int = 32
-    down_k: int = 128
-    down_r: int = 64
-    down_warps: int = 4
-    down_stages: int = 4
-    few_down_m: int = 16
-    few_down_k: int = 256
-    up_m: int = 64
-    up_n: int = 64
-    up_loop: int = 8
-    up_warps: int = 4
-    up_stages: int = 2
-    grad_m: int = 64
-    several_grad_m: int = 64
-    grad_n: int = 256
-    few_grad_n: int = 128
-    grad_r: int = 32
-    several_grad_r: int = 64
-    grad_warps: int = 4
-    several_grad_warps: int = 8
-    grad_stages: int = 3
-    grad_chunks: tuple[int, ...] = (256, 512, 1024, 2048)
-    joint_m: int = 32
-    joint_n: int = 128
-    joint_warps: int = 4
-    joint_stages: int = 4
-    scale_m: int = 32
-    scale_n: int = 128
-    scale_chunk: int = 256
-    scale_warps: int = 4
-    scale_stages: int = 3
-    inputs_m: int = 64
-    inputs_k: int = 128
-    few_inputs_k: int = 64
-    several_inputs_k: int = 64
-    inputs_r: int = 64
-    inputs_chunks: tuple[int, ...] = (512, 1024)
-    inputs_warps: int = 4
-    inputs_stages: int = 3
-    narrow_k: int = 64
-    narrow_stages: int = 4
-
-    @property
-    def tokens(self) -> tuple[int, ...]:
-        """Block sizes for which SegmentTables must have a table."""
-        return (self.down_m, self.few_down_m, self.up_m, *self.grad_chunks, self.scale_chunk, *self.inputs_chunks)
-
-
-BITS_16 = Sizes()
-FLOAT_32 = Sizes(
-    down_m=32, down_k=32, down_r=32, down_stages=2, few_down_m=32, few_down_k=32, up_m=32, grad_m=32,
-    several_grad_m=32, several_grad_r=32, several_grad_warps=4, grad_n=64, few_grad_n=64,
-    grad_stages=2, grad_chunks=(128,), joint_m=32, joint_n=64, joint_stages=2, scale_chunk=64,
-    inputs_m=32, inputs_k=64, few_inputs_k=64, inputs_r=32, inputs_chunks=(128,), inputs_stages=2, narrow_k=64,
-    narrow_stages=2,
-)  # fmt: skip
 FUSED_M, FUSED_K = 128, 64
 FUSED_TILES = ((256, 8, 3, 1.0), (128, 8, 5, 0.54))
 """Columns of the fused product's tiles with their warps and stages, and what a tile takes, of the first one's time."""
@@ -88,10 +24,6 @@ CHUNK_START = 128
 def programs_at_once(device: torch.device) -> int:
     """How many programs run at the same time; one on the CPU, where the interpreter runs them."""
     return processors(device)
-
-
-def sizes_for(dtype: torch.dtype) -> Sizes:
-    return FLOAT_32 if dtype == torch.float32 else BITS_16
 
 
 def dtype_of(t: torch.Tensor | None) -> torch.dtype | None:

@@ -1,0 +1,86 @@
+"""The kernels' sizes in `packlora tune`, which measures them before the plans, and in `packlora doctor`."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from packlora.errors import InputError
+from packlora.ops.gpu import why_no_kernels
+from packlora.ops.lora_linear.kernels.candidates import KERNELS, Limits, described
+from packlora.plans import kernel_sizes
+from packlora.plans.kernel_sizes import USUAL, KernelCache
+from packlora.plans.kernel_tuning import Tuned, tune_kernels
+
+PART = 0.4
+"""Of the time that tuning has, at most."""
+
+
+def tune_sizes(device: torch.device, minutes: float, console: Console) -> float:
+    """Measure what was not measured before, print a table, and use what is best from now on. Gives the minutes it took.
+
+    Args:
+        minutes: of all tuning.
+
+    Raises:
+        InputError: what was measured cannot be written.
+    """
+    if why_no_kernels(device) is not None:
+        return 0.0
+    cache, began = KernelCache(device), time.perf_counter()
+    console.print(f"measuring sizes of {len(KERNELS)} kernels, in at most {PART * minutes:g} minutes", soft_wrap=True)
+    out = []
+    try:
+        for item in tune_kernels(device, Limits.of(device), cache, 60 * PART * minutes):
+            console.print(Text(f"{item.name}: {said(item)}"), soft_wrap=True)
+            out.append(item)
+    except OSError as error:
+        raise InputError(f"cannot write measured sizes to {cache.path}: {error}") from None
+    console.print(table(out))
+    for item in out:
+        for name, reason in item.record.failed.items():
+            console.print(Text(f"left out: {item.name}: {name}: {reason}"), soft_wrap=True)
+    if left := sum(item.left for item in out):
+        console.print(f"note: {left} candidates are left, the same command goes on with them", soft_wrap=True)
+    console.print(Text(f"remembered in {cache.path}"), soft_wrap=True)
+    kernel_sizes.forget(device)
+    kernel_sizes.use_tuned(device)
+    return (time.perf_counter() - began) / 60
+
+
+def said(item: Tuned) -> str:
+    """Of one kernel, in a line."""
+    if item.error:
+        return f"not measured: {item.error}"
+    if not item.record.ratios:
+        return f"the usual sizes; {item.left} candidates not measured"
+    chosen = described(item.record.fields)
+    return f"{chosen}; {item.tried} candidates measured now, {item.left} left"
+
+
+def table(tuned: list[Tuned]) -> Table:
+    """The choice for every kernel, over the usual sizes."""
+    out = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in ("kernel", "sizes", "time over the usual", "worst case", "candidates"):
+        out.add_column(heading, justify="left" if heading in ("kernel", "sizes") else "right")
+    for item in tuned:
+        name, ratios = described(item.record.fields), item.record.ratios
+        mean, worst = (f"{number:.3f}" for number in ratios[name]) if name in ratios else ("", "")
+        number = len(ratios.keys() - {USUAL})
+        out.add_row(item.name, Text(name), mean, worst, f"{number} of {number + item.left + len(item.record.failed)}")
+    return out
+
+
+def described_sizes(device: torch.device) -> str:
+    """Which kernels have sizes that were measured here, for the doctor."""
+    if (reason := why_no_kernels(device)) is not None:
+        return f"none: {reason}"
+    records = KernelCache(device).read()
+    if not records:
+        return "the usual ones, an H200's; packlora tune measures those of this device"
+    changed = [f"{name} ({described(record.fields)})" for name, record in records.items() if record.fields]
+    return f"{len(records)} kernels measured here; not the usual ones: {'; '.join(changed) or 'none'}"

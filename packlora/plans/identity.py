@@ -1,0 +1,46 @@
+"""What measurements depend on: the device and versions; and where they are remembered."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+import packlora
+
+
+def device_name(device: torch.device) -> str:
+    """The GPU's name, or the CPU's with its threads, which change what is fastest."""
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    name = platform.processor() or platform.machine()
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                name = line.partition(":")[2].strip()
+                break
+    except OSError:
+        pass
+    return f"{name}, {torch.get_num_threads()} threads"
+
+
+def cache_path(device: torch.device) -> Path:
+    """plans/<device>.json in PACKLORA_CACHE, or in packlora in the user's cache folder."""
+    chosen = os.environ.get("PACKLORA_CACHE")
+    folder = Path(chosen or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "packlora")
+    slug = re.sub(r"[^a-z0-9]+", "-", device_name(device).lower()).strip("-")
+    return folder / "plans" / f"{slug}.json"
+
+
+def measured_versions() -> dict[str, str]:
+    """Of what the times depend on."""
+    out = {"packlora": packlora.__version__, "torch": torch.__version__, "cuda": str(torch.version.cuda or "none")}
+    try:
+        out["triton"] = version("triton")
+    except PackageNotFoundError:
+        out["triton"] = "none"
+    return out
