@@ -92,8 +92,7 @@ class EightBit:
         return {"": self.stored, "SCB": self.largest_N}
 
     def values(self, dtype: torch.dtype) -> torch.Tensor:
-        own = torch.float32 if dtype == torch.float64 else dtype
-        return self.stored.to(own, copy=True).mul_((self.largest_N * (1.0 / LARGEST_CODE)).unsqueeze(1)).to(dtype)
+        return self.stored.to(dtype, copy=True).mul_((self.largest_N * (1.0 / LARGEST_CODE)).unsqueeze(1))
 
     def with_stored(self, stored: torch.Tensor) -> EightBit:
         return EightBit(stored, self.largest_N.to(stored.device))
@@ -134,18 +133,21 @@ class Quantized:
         accumulate: torch.Tensor | None = None,
         scale: float = 1.0,
     ) -> torch.Tensor:
-        return Dense(self.tensor()).matmul(x_TK, bias_N, accumulate, scale)
+        return Dense(self._made()).matmul(x_TK, bias_N, accumulate, scale)
 
     def matmul_t(self, d_TN: torch.Tensor, accumulate: torch.Tensor | None = None, scale: float = 1.0) -> torch.Tensor:
-        return Dense(self.tensor()).matmul_t(d_TN, accumulate, scale)
+        return Dense(self._made()).matmul_t(d_TN, accumulate, scale)
 
     def rows(self, start: int, stop: int) -> torch.Tensor:
-        return self.tensor()[start:stop]
+        return self._made()[start:stop]
 
     def dense(self) -> None:
         return None
 
-    def tensor(self) -> torch.Tensor:
+    def tensor(self) -> torch.Tensor | None:
+        return self._made()
+
+    def _made(self) -> torch.Tensor:
         return temporary(self.key, self.shape[0] * self.shape[1], self._values)
 
     def _values(self) -> torch.Tensor:
