@@ -128,7 +128,7 @@ def _adapter(name: str, number: int, spec: AdapterSpec, layers: Mapping[str, Ada
     shapes = {path: parameter_shapes(module, layers[path].base) for path, module in spec.modules.items()}
     named = {f"{path}/{attribute}": shape for path, own in shapes.items() for attribute, shape in own.items()}
     layout = FlatLayout(dict(sorted(named.items(), key=lambda item: item[0].endswith("/bias"))))
-    frozen = [layers[path].base.weight for path in spec.modules]
+    frozen = [layers[path].frozen() for path in spec.modules]
     wide = torch.float64 if any(weight.dtype == torch.float64 for weight in frozen) else torch.float32
     flat = torch.zeros(layout.size, dtype=wide, device=frozen[0].device)
     views, weights = layout.views(flat), {}

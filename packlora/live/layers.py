@@ -173,21 +173,9 @@ def look(owner: LayerForward) -> LayerCall | str:
     stored = owner.stored(base)
     if isinstance(stored, str):
         return stored
-    plain = (
-        (("lora_A", A), ("lora_B", B)) if stored is not None else (("base layer", base), ("lora_A", A), ("lora_B", B))
-    )
-    for role, module in plain:
-        if type(module) is not nn.Linear:
-            return f"its {role} is a {type(module).__module__}.{type(module).__qualname__}, not torch.nn.Linear"
-        if observed(module):
-            return why_called(role, module)
-        weight: Any = module._parameters.get("weight")
-        if type(weight) not in (nn.Parameter, torch.Tensor):
-            return why_no_weight(role, module)
-        if weight.shape != (module.out_features, module.in_features):
-            return NotWhole(f"the weight of its {role} is not whole here")
-        if weight.dtype not in DTYPES:
-            return f"the weight of its {role} is {weight.dtype}"
+    adapter = [("lora_A", A), ("lora_B", B)]
+    if reason := _why_not_read(adapter if stored is not None else [("base layer", base), *adapter]):
+        return reason
     if base._parameters["weight"].requires_grad:
         return "its base weight is trained too"
     if type(drop) not in (nn.Identity, nn.Dropout) or observed(drop):
@@ -201,6 +189,23 @@ def look(owner: LayerForward) -> LayerCall | str:
         owner, base._parameters["weight"], base._parameters.get("bias"), A._parameters["weight"], B._parameters["weight"],
         float(scaling), p, name, magnitude, stored,
     )  # fmt: skip
+
+
+def _why_not_read(modules: Sequence[tuple[str, Any]]) -> str | None:
+    """Why the weight of one of these modules, by its role, cannot be read in the place of calling it."""
+    for role, module in modules:
+        if type(module) is not nn.Linear:
+            return f"its {role} is a {type(module).__module__}.{type(module).__qualname__}, not torch.nn.Linear"
+        if observed(module):
+            return why_called(role, module)
+        weight: Any = module._parameters.get("weight")
+        if type(weight) not in (nn.Parameter, torch.Tensor):
+            return why_no_weight(role, module)
+        if weight.shape != (module.out_features, module.in_features):
+            return NotWhole(f"the weight of its {role} is not whole here")
+        if weight.dtype not in DTYPES:
+            return f"the weight of its {role} is {weight.dtype}"
+    return None
 
 
 # --- computing it ------------------------------------------------------------------------------------------------------

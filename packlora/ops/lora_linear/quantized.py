@@ -155,17 +155,18 @@ class Quantized:
             return self.codes.values(self.dtype)
 
 
-class QuantizedLinear(torch.nn.Module):
+class QuantizedLinear(torch.nn.Linear):
     """A frozen linear layer with a quantised weight, of the compute dtype.
 
     weight: the codes as they are stored. frozen: the weight as the operator takes it, always the same object on a device.
     """
 
     def __init__(self, codes: Codes, bias_N: torch.Tensor | None, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.out_features, self.in_features = codes.shape
-        self.weight = torch.nn.Parameter(codes.stored.detach(), requires_grad=False)
-        self.bias = None if bias_N is None else torch.nn.Parameter(bias_N.detach(), requires_grad=False)
+        super().__init__(codes.shape[1], codes.shape[0], bias_N is not None, "meta")
+        stored = codes.stored.detach().as_subclass(torch.Tensor)
+        self.weight = torch.nn.Parameter(stored, requires_grad=False)
+        if bias_N is not None:
+            self.bias = torch.nn.Parameter(bias_N.detach().to(dtype), requires_grad=False)
         self.frozen = Quantized(codes.with_stored(self.weight), dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
