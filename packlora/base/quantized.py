@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 from transformers import BitsAndBytesConfig, PreTrainedModel
+from transformers.quantizers.base import HfQuantizer
+from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils import is_bitsandbytes_available
 
 from packlora.config import QuantizationConfig
@@ -83,6 +85,16 @@ def loading(quantization: QuantizationConfig, stored: bool, dtype: torch.dtype, 
             bnb_4bit_compute_dtype=dtype,
         )
     return {"quantization_config": own, "device_map": {"": device}}
+
+
+def quantised_paths(model: PreTrainedModel) -> set[str]:
+    """The layers of a model without weights that are quantised where that is asked for."""
+    kept = HfQuantizer.get_modules_to_not_convert(model, None, model._keep_in_fp32_modules)
+    return {
+        path
+        for path, module in model.named_modules()
+        if type(module) is torch.nn.Linear and should_convert_module(path, kept)
+    }
 
 
 def made_of(dtype: torch.dtype) -> torch.dtype:

@@ -25,8 +25,10 @@ from test_training import (
     train,
     train_by_peft,
 )
+from transformers import AutoModelForCausalLM
 
 from packlora.base.model import load_base
+from packlora.commands.merge import merge_adapter
 from packlora.config import Run
 from packlora.errors import InputError
 from packlora.ops.lora_linear.quantized import Quantized, QuantizedLinear
@@ -184,3 +186,36 @@ def test_what_is_not_installed_or_known_is_refused_before_training(
     )
     with pytest.raises(InputError, match=r"is quantised by gptq; this version takes floats and .*dequantize"):
         prepare(Run.model_validate(tree))
+
+
+def test_an_adapter_of_a_quantised_base_is_merged_into_what_its_codes_stand_for(
+    tiny_base: Base, write_rows: Rows, tmp_path: Path
+) -> None:
+    base, ids = tiny_base("qwen2"), torch.arange(3, 40)[None]
+    job = {
+        "name": "dora",
+        "adapter": {"r": 4, "use_dora": True, "target_modules": ["q_proj", "up_proj"]},
+        "train": {"max_steps": 2},
+    }
+    train(config(base, tmp_path / "out", write_rows, [job], quantization=DOUBLE))
+    folder = tmp_path / "out" / "dora"
+    plain = dequantise(load_quantised(base, "nf4 double"), torch.float32)
+    with torch.no_grad():
+        want = PeftModel.from_pretrained(plain, folder)(ids).logits
+        for out, asked in (("auto", {}), ("told", {"quantization": "nf4", "double_quant": True})):
+            note = merge_adapter(folder, tmp_path / out, base, **asked)  # type: ignore[arg-type]
+            merged = AutoModelForCausalLM.from_pretrained(tmp_path / out, dtype=torch.float32)
+            torch.testing.assert_close(merged(ids).logits, want, rtol=1e-4, atol=1e-4)
+            assert note is not None and "nf4 with double_quant codes of the base stand for" in note and "% off" in note
+        assert merge_adapter(folder, tmp_path / "none", base, quantization="none") is None
+        dense = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+        want = PeftModel.from_pretrained(dense, folder)(ids).logits
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "none", dtype=torch.float32)
+        torch.testing.assert_close(merged(ids).logits, want, rtol=1e-4, atol=1e-4)
+    with pytest.raises(InputError, match=r"--quantization nf5: .*; give auto, none, nf4, fp4 or int8"):
+        merge_adapter(folder, tmp_path / "no", base, quantization="nf5")
+    load_quantised(base, "nf4").save_pretrained(tmp_path / "codes")
+    with pytest.raises(
+        InputError, match="holds codes; the model of floats that they were made of is needed; --base-model"
+    ):
+        merge_adapter(folder, tmp_path / "no", str(tmp_path / "codes"))

@@ -36,6 +36,10 @@ class Codes(Protocol):
     def method(self) -> str:
         """One of METHODS."""
 
+    @property
+    def double_quant(self) -> bool:
+        """The scales are quantised too."""
+
     def tensors(self) -> dict[str, torch.Tensor]:
         """All that the weight is made of, by names for files; empty for `stored`."""
 
@@ -59,6 +63,10 @@ class FourBit:
     @property
     def method(self) -> str:
         return str(self.state.quant_type)
+
+    @property
+    def double_quant(self) -> bool:
+        return bool(self.state.nested)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return {"": self.stored, **self.state.as_dict(packed=True)}
@@ -86,7 +94,7 @@ class EightBit:
     def shape(self) -> tuple[int, int]:
         return self.stored.shape  # type: ignore[return-value]
 
-    method = "int8"
+    method, double_quant = "int8", False
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return {"": self.stored, "SCB": self.largest_N}
