@@ -208,7 +208,7 @@ def bench(
         str,
         typer.Argument(
             metavar="NAME",
-            help="layer, multi, graphs, model, dora, schedule; under torchrun replicas, tensor-parallel.",
+            help="layer, multi, graphs, model, dora, quantised, schedule; under torchrun replicas, tensor-parallel.",
         ),
     ],
     out: Annotated[Path, typer.Option(metavar="FILE", help="The JSON file to write.")],
