@@ -285,6 +285,7 @@ class QuantizationConfig(_Strict):
 
     @property
     def described(self) -> str:
+        """In words, for messages."""
         return self.method + " with double_quant" * self.double_quant
 
     @property

@@ -15,6 +15,7 @@ from seeds import SEED
 from test_accelerate import IDS, assert_same, fill, outcome
 
 import packlora
+from packlora.ops.lora_linear.quantized import Quantized
 
 
 @pytest.fixture(scope="module")
@@ -99,8 +100,12 @@ def test_numbers_are_peft_s_own_in_float32(kind: str, folder: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["nf4 double", "int8"])
-def test_a_model_prepared_for_training_in_bfloat16_is_as_exact_as_peft_s(kind: str, folder: str) -> None:
+def test_a_model_prepared_for_training_in_bfloat16_is_as_exact_as_peft_s(
+    kind: str, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Norms, embeddings and adapters in float32, the quantised layers in bfloat16, activations recomputed."""
+    dtypes, values = set(), Quantized._values
+    monkeypatch.setattr(Quantized, "_values", lambda weight: dtypes.add(weight.dtype) or values(weight))
     base = prepare_model_for_kbit_training(
         load_quantised(folder, kind, torch.bfloat16), gradient_checkpointing_kwargs={"use_reentrant": False}
     )
@@ -116,6 +121,7 @@ def test_a_model_prepared_for_training_in_bfloat16_is_as_exact_as_peft_s(kind: s
         return sum(float((found[n].double() - exact[n]).norm() / exact[n].norm()) ** 2 for n in exact) ** 0.5
 
     assert error(got) <= 2 * error(peft)
+    assert dtypes == ({torch.float32} if kind == "int8" else {torch.bfloat16})
 
 
 def test_other_codes_are_seen_and_what_cannot_be_read_is_left_to_peft(folder: str) -> None:
