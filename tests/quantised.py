@@ -42,15 +42,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def load_quantised(
-    folder: str, kind: str, dtype: torch.dtype = torch.float32, compute: torch.dtype | None = None
-) -> Any:
-    """A model as users of PEFT load it for training on quantised weights. float64: all but those weights are."""
+def load_quantised(folder: str, kind: str, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Any:
+    """A model as users of PEFT load it for training on quantised weights."""
     settings = dict(CONFIGS[kind])
     if "load_in_4bit" in settings:
-        settings["bnb_4bit_compute_dtype"] = compute or dtype
+        settings["bnb_4bit_compute_dtype"] = dtype
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32 if dtype == torch.float64 else dtype, device_map={"": "cpu"},
+        folder, dtype=dtype, device_map={"": device},
         quantization_config=transformers.BitsAndBytesConfig(**settings), attn_implementation="eager",
     )  # fmt: skip
     return model.train()
