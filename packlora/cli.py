@@ -207,7 +207,7 @@ def bench(
         str,
         typer.Argument(
             metavar="NAME",
-            help="layer, multi, graphs, model, dora, small, schedule; under torchrun replicas, tensor-parallel.",
+            help="layer, multi, graphs, model, dora, small, quantised, schedule; under torchrun replicas, tensor-parallel.",
         ),
     ],
     out: Annotated[Path, typer.Option(metavar="FILE", help="The JSON file to write.")],
@@ -250,13 +250,22 @@ def merge(
     dtype: Annotated[
         str, typer.Option(help="Of the merged weights: auto (as the base), float32, bfloat16, float16.")
     ] = "auto",
+    quantization: Annotated[
+        str,
+        typer.Option(
+            help="Fold into what codes of the base stand for: nf4, fp4, int8; none: into its weights; auto: as it was trained."
+        ),
+    ] = "auto",
+    double_quant: Annotated[
+        bool, typer.Option("--double-quant", help="With nf4 or fp4: scales are quantised too.")
+    ] = False,
 ) -> None:
     """Fold an adapter into its base model's weights and save a plain Hugging Face model."""
 
     def action() -> None:
         from packlora.commands.merge import merge_adapter
 
-        if note := merge_adapter(adapter, out, base_model, dtype):
+        if note := merge_adapter(adapter, out, base_model, dtype, quantization, double_quant):
             say(f"note: {note}")
         print(f"merged model: {out}", flush=True)
 

@@ -415,6 +415,33 @@ class ParallelConfig(_Strict):
             )
 
 
+class QuantizationConfig(_Strict):
+    """How the frozen linear layers are stored, by bitsandbytes; a text in its place is its `method`."""
+
+    method: Literal["nf4", "fp4", "int8"]
+    """nf4, fp4: 4 bits a number, with a scale for each 64 of them; int8: 8 bits, with a scale for each output."""
+    double_quant: bool = False
+    """Of nf4 and fp4: the scales are quantised too, to 8 bits."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> QuantizationConfig:
+        if self.double_quant and self.method == "int8":
+            raise ValueError("double_quant is true, but the scales of int8 are not quantised; leave it out")
+        return self
+
+    @property
+    def described(self) -> str:
+        """In words, for messages."""
+        return self.method + " with double_quant" * self.double_quant
+
+    @property
+    def bytes_per_weight(self) -> float:
+        """Of a weight's numbers with their scales, but those of int8, which are one for each output."""
+        if self.method == "int8":
+            return 1.0
+        return 0.5 + ((1 + 4 / 256) / 64 if self.double_quant else 4 / 64)
+
+
 class PlansConfig(_Strict):
     """How layers with adapters are computed; a text in its place is its `plan`."""
 
@@ -462,6 +489,9 @@ class Run(_Strict):
     """Branch, tag or commit of a base model on the hub; null: its main branch."""
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
     """Of the base model and the activations; adapters and optimizer state are float32 (float64 is for verification)."""
+    quantization: QuantizationConfig | None = None
+    """Quantise the frozen linear layers while they are loaded, as QLoRA does: nf4, fp4 or int8, or a mapping with double_quant.
+    They are multiplied in dtype. null: as they are saved."""
     device: str = Field("auto", max_length=100)
     """auto takes the GPU if there is one; cpu, cuda or cuda:1 insist."""
     output_dir: PathText
@@ -506,6 +536,11 @@ class Run(_Strict):
     def _auto(cls, value: Any) -> Any:
         return {} if value == "auto" else value
 
+    @field_validator("quantization", mode="before")
+    @classmethod
+    def _one_method(cls, value: Any) -> Any:
+        return {"method": value} if isinstance(value, str) else value
+
     @field_validator("plans", mode="before")
     @classmethod
     def _one_plan(cls, value: Any) -> Any:
@@ -517,6 +552,22 @@ class Run(_Strict):
         if isinstance(value, int) and not 2 <= value <= MOST_TOKENS:
             raise ValueError(f"is {value}; give auto or a number of tokens, at least 2 and at most {MOST_TOKENS}")
         return value
+
+    @model_validator(mode="after")
+    def _whole_codes(self) -> Run:
+        if self.quantization is not None:
+            self.check_quantized("quantization")
+        return self
+
+    def check_quantized(self, what: str) -> None:
+        """Raises ValueError where a setting does not go with a quantised base model. what: makes it one, for the message."""
+        if self.parallel.shard_base or self.parallel.tensor > 1:
+            key = "shard_base" if self.parallel.shard_base else "tensor"
+            raise ValueError(f"parallel.{key} does not take quantised layers apart ({what}); leave one of them out")
+        if self.cuda_graphs is True:
+            raise ValueError(
+                f"cuda_graphs: true is not for quantised layers ({what}); leave it at auto, which is off there"
+            )
 
     @model_validator(mode="after")
     def _unique_names(self) -> Run:

@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -95,10 +95,10 @@ def _dump(file: Path, value: Any) -> None:
     file.write_text(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
 
 
-def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """safetensors, on the CPU."""
+def write_tensors(path: Path, tensors: dict[str, torch.Tensor], told: Mapping[str, str] | None = None) -> None:
+    """safetensors, on the CPU. told: texts for the file's header."""
     on_cpu = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
-    write_file(path, lambda file: save_file(on_cpu, file, {"format": "pt"}))
+    write_file(path, lambda file: save_file(on_cpu, file, {"format": "pt", **(told or {})}))
 
 
 def digest(path: Path) -> str:

@@ -38,7 +38,7 @@ MOST_PROBLEMS = 20
 """Lines of a refusal."""
 _BATCH = "a job's train.global_batch_size is its samples per optimizer step; the run's max_tokens_per_microbatch decides memory"
 _RANK, _EPOCHS, _LENGTH = "see a job's adapter.r", "see a job's train.num_train_epochs", "see a job's data.max_length"
-_QUANTISED = "quantised base models are not there in this version"
+_FOUR, _EIGHT = "see the run's quantization: nf4", "see the run's quantization: int8"
 OTHER_TOOLS = {
     "rank": _RANK, "lora_r": _RANK, "lora_rank": _RANK,
     "alpha": "see a job's adapter.lora_alpha", "dropout": "see a job's adapter.lora_dropout",
@@ -52,7 +52,7 @@ OTHER_TOOLS = {
     "packing": "samples are always packed", "sample_packing": "samples are always packed",
     "sequence_len": _LENGTH, "max_seq_length": _LENGTH, "max_seq_len": _LENGTH,
     "bf16": "see the run's dtype: bfloat16", "fp16": "see the run's dtype: float16",
-    "load_in_4bit": _QUANTISED, "load_in_8bit": _QUANTISED, "quantization_config": _QUANTISED,
+    "load_in_4bit": _FOUR, "load_in_8bit": _EIGHT, "quantization_config": _FOUR, "bnb_4bit_quant_type": _FOUR,
     "save_steps": "see the run's save_every",
     "datasets": "see a job's data.path", "dataset": "see a job's data.path", "model_name_or_path": "see the run's base_model",
 }  # fmt: skip

@@ -299,3 +299,22 @@ def others_keep_their_bits(
     for got, want in zip(results(spoilt), results(own.layers), strict=True):
         assert not got[segment.rows].isfinite().all()
         assert torch.equal(got[others], want[others])
+
+
+def outcome(case: GroupCase, plan: Plan) -> dict[str, torch.Tensor]:
+    """Outputs and gradients by name. Leaves are those of the dense case with its operands."""
+    named = {"x": case.x.clone().requires_grad_()}
+    layers: list[Layer] = []
+    for index, layer in enumerate(case.layers):
+        adapters = {}
+        for number, low in layer.adapters.items():
+            own = {name: t.clone().requires_grad_() for name, t in low.operands().items()}
+            named |= {f"{name}{number}.{index}": t for name, t in own.items()}
+            adapters[number] = replace(low, **own)
+        layers.append(replace(layer, adapters=adapters))
+    outputs = lora_group(named["x"], layers, case.segments, case.keys, case.salt, plan)
+    grads = torch.autograd.grad(outputs, list(named.values()), case.dy, allow_unused=True)
+    found = {f"y{index}": y.detach() for index, y in enumerate(outputs)}
+    for (name, leaf), grad in zip(named.items(), grads, strict=True):
+        found[f"d{name}"] = torch.zeros_like(leaf) if grad is None else grad
+    return found

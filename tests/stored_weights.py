@@ -39,8 +39,12 @@ class Bytes:
         self.asked.append((start, stop))
         return self.codes_NK[start:stop].to(self.dtype) * self._scales_N[start:stop, None]
 
+    has_tensor = False
+
     def dense(self) -> None:
         return None
+
+    tensor = dense
 
     def _starts(self) -> range:
         return range(0, self.shape[0], self.ROWS)

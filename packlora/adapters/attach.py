@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -22,6 +23,7 @@ from packlora.adapters.spec import AdapterSpec
 from packlora.adapters.weights import AdapterWeights, parameter_shapes
 from packlora.ops.dropout.keys import layer_salt
 from packlora.ops.lora_linear.frozen import Storage
+from packlora.ops.lora_linear.quantized import Quantized
 from packlora.ops.recompute import add_recompute
 from packlora.plans.select import PlanChooser
 from packlora.seeding import stable_hash
@@ -33,6 +35,7 @@ class Adapter:
 
     flat: all its trainable parameters, one tensor of float32 (float64 on a float64 base); those of `weights` are views of it.
     layout: of `flat`, by the names of `named_parameters`; biases lie behind all others.
+    trained_on: how the weights of its layers are quantised, as text for its file; None of dense ones.
     """
 
     name: str
@@ -41,6 +44,7 @@ class Adapter:
     weights: dict[str, AdapterWeights]
     layout: FlatLayout
     flat: torch.Tensor
+    trained_on: dict[str, Any] | None = None
 
     def named_parameters(self) -> dict[str, torch.nn.Parameter]:
         """All trainable parameters, as `module path/A` and so on, in model order."""
@@ -128,7 +132,7 @@ def _adapter(name: str, number: int, spec: AdapterSpec, layers: Mapping[str, Ada
     shapes = {path: parameter_shapes(module, layers[path].base) for path, module in spec.modules.items()}
     named = {f"{path}/{attribute}": shape for path, own in shapes.items() for attribute, shape in own.items()}
     layout = FlatLayout(dict(sorted(named.items(), key=lambda item: item[0].endswith("/bias"))))
-    frozen = [layers[path].base.weight for path in spec.modules]
+    frozen = [layers[path].frozen() for path in spec.modules]
     wide = torch.float64 if any(weight.dtype == torch.float64 for weight in frozen) else torch.float32
     flat = torch.zeros(layout.size, dtype=wide, device=frozen[0].device)
     views, weights = layout.views(flat), {}
@@ -136,7 +140,12 @@ def _adapter(name: str, number: int, spec: AdapterSpec, layers: Mapping[str, Ada
         room = {attribute: views[f"{path}/{attribute}"] for attribute in shapes[path]}
         weights[path] = AdapterWeights(module, layers[path].base, stable_hash("start", seed, path), room)
         layers[path].adapters[number] = weights[path]
-    return Adapter(name, number, spec, weights, layout, flat)
+    codes = next((one.codes for one in frozen if isinstance(one, Quantized)), None)
+    trained_on: dict[str, Any] | None = None
+    if codes is not None:
+        dtype = str(frozen[0].dtype).removeprefix("torch.")
+        trained_on = {"method": codes.method, "double_quant": codes.double_quant, "dtype": dtype}
+    return Adapter(name, number, spec, weights, layout, flat, trained_on)
 
 
 def shared_inputs(model: PreTrainedModel) -> dict[str, tuple[str, ...]]:

@@ -36,6 +36,8 @@ from packlora.files import write_file, write_json, write_tensors
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
+TRAINED_ON = "packlora.quantization"
+"""In the header of WEIGHTS: how the base model's layers were quantised, `Adapter.trained_on`. Others do not read it."""
 SUFFIX = {"A": "lora_A.weight", "B": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
 MAGNITUDE = ".lora_magnitude_vector"
 """PEFT reads magnitudes with and without .weight after it, and writes them without. transformers' own loader reads only those
@@ -123,7 +125,9 @@ def save_adapter(folder: Path, adapter: Adapter, whole: Mapping[str, torch.Tenso
     """
     folder.mkdir(parents=True, exist_ok=True)
     tensors = keyed(adapter, adapter.layout.views(adapter.flat.cpu()) if whole is None else whole)
-    write_tensors(folder / WEIGHTS, {key + ".weight" * key.endswith(MAGNITUDE): tensors[key] for key in tensors})
+    named = {key + ".weight" * key.endswith(MAGNITUDE): tensors[key] for key in tensors}
+    told = None if adapter.trained_on is None else {TRAINED_ON: json.dumps(adapter.trained_on)}
+    write_tensors(folder / WEIGHTS, named, told)
     write_json(folder / CONFIG, config_dict(adapter.spec.peft))
 
 
@@ -334,6 +338,16 @@ def read_tensors(folder: str | Path, shapes: Mapping[str, torch.Size], job: str)
         if problem:
             raise InputError(f"job {job!r}: {file}: {key!r} {problem}")
     return tensors
+
+
+def read_trained_on(folder: str | Path) -> dict[str, Any] | None:
+    """What save_adapter wrote of the base model's quantisation, unchecked; None where there is nothing to be read."""
+    try:
+        with safe_open(Path(folder) / WEIGHTS, "pt") as stored:
+            found = json.loads((stored.metadata() or {}).get(TRAINED_ON, "null"))
+    except (OSError, SafetensorError, ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def _stored_tensors(file: Path, job: str) -> dict[str, torch.Tensor]:

@@ -22,6 +22,7 @@ from packlora.ops.dropout.keys import keys_from
 from packlora.ops.lora_linear.autograd import lora_group
 from packlora.ops.lora_linear.frozen import FrozenWeight, InMemory, Storage
 from packlora.ops.lora_linear.prepared import GroupState
+from packlora.ops.lora_linear.quantized import QuantizedLinear
 from packlora.ops.lora_linear.types import Layer, Segment
 from packlora.ops.recompute import recompute_of
 from packlora.plans.select import PlanChooser
@@ -218,7 +219,7 @@ class AdaptedLinear(torch.nn.Module):
         known, base = self._layer, self.base
         bias = None if self.row_parallel else base.bias
         if (
-            known is None or known.frozen.dense() is not base.weight or known.bias is not bias
+            known is None or known.frozen is not self.frozen() or known.bias is not bias
             or known.keep_output != self.keep_output
         ):  # fmt: skip
             low_rank = {number: weights.low_rank() for number, weights in self.computed().items()}
@@ -229,6 +230,8 @@ class AdaptedLinear(torch.nn.Module):
 
     def frozen(self) -> FrozenWeight:
         """The frozen weight as the operator takes it: the same object while it is the same tensor."""
+        if isinstance(self.base, QuantizedLinear):
+            return self.base.frozen
         known = self._frozen
         if known is None or known.dense() is not self.base.weight:
             known = self._frozen = self.attached.storage.frozen(self.base.weight)

@@ -21,6 +21,7 @@ from typing import Any, Literal
 import torch
 
 from packlora.ops.first_order import first_order
+from packlora.ops.lora_linear.quantized import QuantizedLinear
 
 SLICED: dict[int, dict[str, int]] = {0: {"B": 0, "magnitude": 0, "bias": 0}, 1: {"A": 1}}
 """Of an adapter's tensors those that are sliced, with their dimension, by `Shard.dim`."""
@@ -105,7 +106,7 @@ class ShardedLinear(torch.nn.Linear):
         return y + self.bias if shard.dim and self.bias is not None else y
 
 
-LINEAR = (torch.nn.Linear, ShardedLinear)
+LINEAR = (torch.nn.Linear, ShardedLinear, QuantizedLinear)
 """The types of layers that can be adapted."""
 
 

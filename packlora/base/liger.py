@@ -67,9 +67,10 @@ def use_liger(
     counts: dict[str, int] = {}
     ops = importlib.import_module("liger_kernel.ops")
     known: dict[Any, Any] = {}  # what was found for a class of norms or attentions
+    like = torch.empty(0, dtype=model.dtype, device=model.device)  # weights may be codes
     for path in each([path for path, _ in model.named_modules()]):
         module = model.get_submodule(path)
-        forward = _norm(module, known) or _gated(module, ops) or _rotary(module, known, ops)
+        forward = _norm(module, known) or _gated(module, like, ops) or _rotary(module, like, known, ops)
         if forward is not None:
             module.forward = MethodType(forward, module)
             counts[type(module).__name__] = counts.get(type(module).__name__, 0) + 1
@@ -110,16 +111,16 @@ def _gradient(function: Callable[..., torch.Tensor], x: torch.Tensor, dy: torch.
         return torch.autograd.grad(function(leaf), leaf, dy)[0]
 
 
-def _gated(module: Any, ops: Any) -> Callable[..., Any] | None:
+def _gated(module: Any, like: torch.Tensor, ops: Any) -> Callable[..., Any] | None:
     """down(act(gate(x)) * up(x)) with SiLU, or with GELU in its tanh form. Each module is asked: a class has several kinds."""
     gate, up, down, act = (getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj", "act_fn"))
     if not all(isinstance(part, torch.nn.Linear) for part in (gate, up, down)) or act is None:
         return None
     assert gate is not None and up is not None and down is not None
-    x = _random(16, gate.in_features, like=gate.weight)
+    x = _random(16, gate.in_features, like=like)
     if _error(partial(module, x), lambda: down(act(gate(x)) * up(x))) != 0:
         return None
-    a, b = _random(2, 7, gate.out_features, like=gate.weight, scale=3)
+    a, b = _random(2, 7, gate.out_features, like=like, scale=3)
     for function in (ops.LigerSiLUMulFunction, ops.LigerGELUMulFunction):
         if _error(partial(function.apply, a.clone(), b.clone()), lambda: act(a) * b) <= ERROR[a.dtype]:
             return _product_by(function)
@@ -131,12 +132,12 @@ def _product_by(function: Any) -> Callable[..., Any]:
     return lambda self, x: self.down_proj(function.apply(self.gate_proj(x), self.up_proj(x)))
 
 
-def _rotary(module: Any, known: dict[Any, Any], ops: Any) -> Callable[..., Any] | None:
+def _rotary(module: Any, like: torch.Tensor, known: dict[Any, Any], ops: Any) -> Callable[..., Any] | None:
     """An attention whose forward calls apply_rotary_pos_emb(q, k, cos, sin): the same code, with liger's in its place."""
-    own, head, weight = type(module).forward, getattr(module, "head_dim", 0), next(module.parameters(), None)
+    own, head = type(module).forward, getattr(module, "head_dim", 0)
     if not isinstance(own, FunctionType) or ROTARY not in own.__code__.co_names or ROTARY not in own.__globals__:
         return None
-    if head < 2 or head % 2 or weight is None:
+    if head < 2 or head % 2:
         return None
 
     def rotate(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> Any:
@@ -144,14 +145,14 @@ def _rotary(module: Any, known: dict[Any, Any], ops: Any) -> Callable[..., Any] 
 
     if type(module) not in known:
         known[type(module)] = None
-        angles = 3 * _random(1, 5, head // 2, like=weight).float().repeat(1, 1, 2)
-        cos, sin = angles.cos().to(weight.dtype), angles.sin().to(weight.dtype)
-        q, k = (_random(1, 5, heads, head, like=weight).transpose(1, 2) for heads in (4, 2))
+        angles = 3 * _random(1, 5, head // 2, like=like).float().repeat(1, 1, 2)
+        cos, sin = angles.cos().to(like.dtype), angles.sin().to(like.dtype)
+        q, k = (_random(1, 5, heads, head, like=like).transpose(1, 2) for heads in (4, 2))
 
         def rotated(function: Callable[..., Any]) -> torch.Tensor:
             return torch.cat([y.flatten() for y in function(q.clone(), k.clone(), cos, sin)])
 
-        if _error(partial(rotated, rotate), partial(rotated, own.__globals__[ROTARY])) <= ERROR[weight.dtype]:
+        if _error(partial(rotated, rotate), partial(rotated, own.__globals__[ROTARY])) <= ERROR[like.dtype]:
             names = own.__globals__ | {ROTARY: rotate}
             patched = FunctionType(own.__code__, names, own.__name__, own.__defaults__, own.__closure__)
             patched.__kwdefaults__ = own.__kwdefaults__

@@ -18,6 +18,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from packlora.base.demo_model import base_path
+from packlora.base.quantized import stored_quantization
 from packlora.base.shape import check_sizes
 from packlora.config import Run
 from packlora.errors import InputError, foreign, quoted
@@ -74,8 +75,7 @@ def read_config(path: str, revision: str | None, trust_remote_code: bool = False
         path,
         lambda: AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code),
     )
-    if getattr(config, "quantization_config", None) is not None:
-        raise InputError(f"base_model {path!r} is quantised; this version takes float bases only")
+    stored_quantization(config, path)
     check_sizes(config, path)
     return config
 
@@ -96,8 +96,13 @@ def model_of(config: Any, path: str, trust_remote_code: bool, dtype: torch.dtype
     return model
 
 
-def read_model(path: str, revision: str | None, dtype: torch.dtype, trust_remote_code: bool = False) -> PreTrainedModel:
+def read_model(
+    path: str, revision: str | None, dtype: torch.dtype, trust_remote_code: bool = False, **how: Any
+) -> PreTrainedModel:
     """The model of a folder or a hub id, as transformers runs it, on the CPU.
+
+    Args:
+        how: more of from_pretrained's arguments.
 
     Raises:
         InputError: it cannot be loaded, or its weights are not those of its configuration.
@@ -117,6 +122,7 @@ def read_model(path: str, revision: str | None, dtype: torch.dtype, trust_remote
                 use_safetensors=True,  # the other format is a pickle
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
+                **how,
             ),
         )
     check_weights(path, found)

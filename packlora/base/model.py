@@ -17,11 +17,12 @@ from packlora.base.demo_model import base_path
 from packlora.base.device import choose_device
 from packlora.base.fingerprint import Fingerprint, fingerprint
 from packlora.base.liger import use_liger
-from packlora.base.load import read_model
+from packlora.base.load import read_config, read_model
 from packlora.base.packing import prepare_model
 from packlora.base.proof import check_packing, own_logits
+from packlora.base.quantized import check_stored, loading, made_of, own_layers
 from packlora.base.shape import check_row
-from packlora.config import Run
+from packlora.config import QuantizationConfig, Run
 from packlora.ops.lora_linear.frozen import InMemory, Storage
 
 
@@ -43,6 +44,8 @@ class Base:
     """In words, how many DoRA layers keep their outputs, where the run asks for it: adapters/kept_outputs.py."""
     storage: Storage = field(default_factory=InMemory)
     """How its weights lie."""
+    quantization: QuantizationConfig | None = None
+    """How its linear layers are stored; None of floats."""
     fingerprint: Fingerprint | None = None
     """Of the whole model; None of one that was not loaded."""
 
@@ -57,10 +60,18 @@ def load_base(run: Run, tokenizer: Any, longest: Mapping[str, int] | None = None
     Raises:
         InputError: it cannot be loaded, its weights are not those of its configuration, or packing would train it wrongly.
     """
-    path, device = base_path(run.base_model), choose_device(run.device)
-    model = read_model(path, run.revision, getattr(torch, run.dtype), run.trust_remote_code)
+    path, device, dtype = base_path(run.base_model), choose_device(run.device), getattr(torch, run.dtype)
+    config = read_config(path, run.revision, run.trust_remote_code)
+    quantization = check_stored(run.quantization, config, path)
+    if quantization is None:
+        model = read_model(path, run.revision, dtype, run.trust_remote_code).to(device)
+    else:
+        how = loading(quantization, hasattr(config, "quantization_config"), dtype, device)
+        model = own_layers(read_model(path, run.revision, made_of(dtype), run.trust_remote_code, **how), dtype)
     check_row(model, run.max_tokens_per_microbatch, path)
-    return ready_base(run, model.to(device), tokenizer, device, path, longest or {}, InMemory())
+    base = ready_base(run, model, tokenizer, device, path, longest or {}, InMemory())
+    base.quantization = quantization
+    return base
 
 
 def ready_base(

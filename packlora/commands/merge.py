@@ -2,6 +2,9 @@
 
     LoRA   W + s B A          DoRA   diag(m / ||W + s B A||_row) (W + s B A)          and the trained biases
 
+An adapter that was trained on a quantised base is folded into what the codes stand for, of all layers that were quantised: that
+is the model it was trained for. The result is dense.
+
 The sum is made in float32 whatever the base is stored in, and rounded once. The base's files are read and written one after
 the other, so that memory holds one of them and not the model.
 """
@@ -15,17 +18,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from pydantic import ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
-from packlora.adapters.files import tensor_key
+from packlora.adapters.files import read_trained_on, tensor_key
 from packlora.adapters.spec import AdapterSpec, ModuleSpec
+from packlora.base.device import choose_device
 from packlora.base.load import read_tokenizer
+from packlora.base.quantized import check_quantization, dequantised, quantised_paths
 from packlora.base.weight_files import INDEX, WeightFiles, keys_of
 from packlora.commands.adapter_folder import of_the_base, open_adapter
-from packlora.errors import InputError, WriteError, unwritten
+from packlora.config import QuantizationConfig
+from packlora.errors import InputError, WriteError, quoted, unwritten
 from packlora.files import write_folder, write_json
 from packlora.ops.row_norm.row_norm import row_norm
 
@@ -33,7 +40,14 @@ GENERATION = "generation_config.json"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
-def merge_adapter(adapter_dir: Path, out: Path, base_model: str | None = None, dtype: str = "auto") -> str | None:
+def merge_adapter(
+    adapter_dir: Path,
+    out: Path,
+    base_model: str | None = None,
+    dtype: str = "auto",
+    quantization: str = "auto",
+    double_quant: bool = False,
+) -> str | None:
     """Write the merged model and its tokenizer to `out`, as a plain Hugging Face folder.
 
     Args:
@@ -41,10 +55,13 @@ def merge_adapter(adapter_dir: Path, out: Path, base_model: str | None = None, d
         out: the folder to write; must not exist or be empty.
         base_model: where to load the base from; default is the adapter's base_model_name_or_path.
         dtype: of the result; auto keeps the base's.
+        quantization: what of the base the adapter is folded into: none, its weights; nf4, fp4 or int8, what these codes of them
+            stand for; auto, as the adapter was trained by packlora.
+        double_quant: of nf4 and fp4.
 
     Returns:
         What the user should know: the adapter names another base model, one that is not on this machine or of the same
-        architecture.
+        architecture; how far the weights that it was folded into are from those of the base.
 
     Raises:
         InputError: the adapter, the base or the output folder cannot be used, the adapter was made for another architecture,
@@ -58,6 +75,8 @@ def merge_adapter(adapter_dir: Path, out: Path, base_model: str | None = None, d
     opened = open_adapter(adapter_dir, base_model)
     base, revision, skeleton = opened.base, opened.config.revision, opened.skeleton
     with of_the_base():
+        if getattr(skeleton.config, "quantization_config", None) is not None:
+            raise InputError(f"base_model {base!r} holds codes; the model of floats that they were made of is needed")
         tokenizer = read_tokenizer(base, revision)
         files = WeightFiles(base, revision)
         skeleton.tie_weights()
@@ -65,6 +84,9 @@ def merge_adapter(adapter_dir: Path, out: Path, base_model: str | None = None, d
     kept = skeleton.config.dtype or torch.float32
     merged = Merged(files, opened.spec, opened.tensors, kept if dtype == "auto" else getattr(torch, dtype), adapter_dir)
     merged.find(keys)
+    if (into := Codes.of(adapter_dir, quantization, double_quant, kept)) is not None:
+        into.keys = {keys[name] for path in quantised_paths(skeleton) if (name := f"{path}.weight") in keys}
+        merged.codes = into
 
     def write(folder: Path) -> None:
         merged.write(folder)
@@ -81,12 +103,64 @@ def merge_adapter(adapter_dir: Path, out: Path, base_model: str | None = None, d
         if reason := unwritten(error):
             raise WriteError(f"cannot write {out}: {reason}") from None
         raise InputError(f"cannot write {out}: {error}") from None
-    return opened.note
+    notes = [text for text in (opened.note, None if into is None else into.told()) if text]
+    return "; ".join(notes) or None
 
 
 def _write_config(folder: Path, model: PreTrainedModel, dtype: torch.dtype) -> None:
     model.config.dtype, model.config.architectures = dtype, [type(model).__name__]
     model.config.save_pretrained(folder)
+
+
+@dataclass(slots=True)
+class Codes:
+    """What of the base the adapter is folded into: what codes of its weights stand for.
+
+    dtype: of the run that made them. keys: of the files, whose weights were quantised. error, size: sums of squares of what was
+    lost, and of the weights.
+    """
+
+    quantization: QuantizationConfig
+    dtype: torch.dtype
+    keys: set[str] = field(default_factory=set)
+    error: float = 0.0
+    size: float = 0.0
+
+    @staticmethod
+    def of(adapter_dir: Path, asked: str, double_quant: bool, dtype: torch.dtype) -> Codes | None:
+        """As asked for, or as the adapter says. dtype: of the base. Raises InputError where there are no such codes."""
+        told = read_trained_on(adapter_dir) if asked == "auto" else None
+        try:
+            if told is not None:
+                kind = getattr(torch, str(told.pop("dtype", "")), None)
+                found, dtype = QuantizationConfig(**told), kind if isinstance(kind, torch.dtype) else dtype
+            elif asked in ("auto", "none"):
+                return None
+            else:
+                found = QuantizationConfig(method=asked, double_quant=double_quant)  # type: ignore[arg-type]
+        except (ValidationError, TypeError) as error:
+            what = (
+                f"{adapter_dir} says that its base was quantised by {quoted(told)}"
+                if told
+                else f"--quantization {asked}"
+            )
+            reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
+            raise InputError(f"{what}: {reason}; give auto, none, nf4, fp4 or int8") from None
+        check_quantization(found, choose_device("auto"), "--quantization" if told is None else str(adapter_dir))
+        return Codes(found, dtype)
+
+    def stand_for(self, stored: torch.Tensor) -> torch.Tensor:
+        """Float32."""
+        made = dequantised(stored.to(choose_device("auto")), self.quantization, self.dtype).to(stored.device)
+        self.error += float((made - stored.float()).square().sum())
+        self.size += float(stored.float().square().sum())
+        return made
+
+    def told(self) -> str:
+        return (
+            f"the adapter is folded into what {self.quantization.described} codes of the base stand for, which is "
+            f"{(self.error / max(self.size, 1e-300)) ** 0.5:.2%} off its weights (root mean square); the model is dense"
+        )
 
 
 @dataclass(slots=True)
@@ -103,6 +177,8 @@ class Merged:
     adapter_dir: Path
     places: dict[str, tuple[str, str]] = field(default_factory=dict)
     """By key of the files of an adapted layer, the layer's path and weight or bias."""
+    codes: Codes | None = None
+    """Where the adapter is folded into what they stand for."""
 
     def find(self, keys: Mapping[str, str]) -> None:
         """Where adapted layers lie in the files.
@@ -140,6 +216,8 @@ class Merged:
         stored = self.files.read(key)
         if not stored.is_floating_point():
             return stored
+        if self.codes is not None and key in self.codes.keys:
+            stored = self.codes.stand_for(stored)
         if key not in self.places:
             return stored.float().to(self.dtype) if stored.dtype == torch.float64 else stored.to(self.dtype)
         path, leaf = self.places[key]

@@ -17,7 +17,6 @@ from itertools import chain
 from typing import Any, Literal
 
 import torch
-from peft.tuners.lora import Linear as PeftLinear
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 
 from packlora.adapters.kept_outputs import described, is_overwritten
@@ -26,6 +25,7 @@ from packlora.adapters.siblings import SiblingGroup, sibling_groups
 from packlora.live import dora
 from packlora.live.forward import OwnForward
 from packlora.live.layers import LayerCall, LayerForward, compute
+from packlora.live.quantized import left_as_they_are, linear_kinds
 from packlora.live.report import Report, grouped, report_of
 from packlora.live.wrapped import NotWhole, inner_model, kind_of, left_sharded, mend_widths, why_not_run
 from packlora.ops.gpu import why_no_kernels
@@ -47,7 +47,8 @@ def accelerate(
     """Run the LoRA layers of a PEFT model on packlora's operator, in place.
 
     Every `peft.tuners.lora.Linear` gets another `forward`, which at each call computes what PEFT would, or hands over to
-    PEFT's forward where it cannot (merged, disabled or several adapters, variants such as aLoRA, quantised bases, ...). Layers
+    PEFT's forward where it cannot (merged, disabled or several adapters, variants such as aLoRA, ...). So does every
+    `peft.tuners.lora.bnb.Linear4bit` and `Linear8bitLt` (docs/accelerate.md, "Quantised bases"). Layers
     that one parent gives the same tensor (q, k, v; gate, up) are computed by one call; they are found by running the model
     once on two tokens, without gradients. DoRA on embeddings, convolutions and transformers' Conv1D is computed one by one,
     with a norm that is kept until the adapter changes.
@@ -170,7 +171,7 @@ def _asks(
     """What the user wants of PEFT's linear layers, by path. Patterns are compared with paths in the model that PEFT adapts."""
     tuners = [path for path, module in model.named_modules() if isinstance(module, BaseTuner)]
     inner = [f"{path}.model.".removeprefix(".") for path in tuners]
-    paths = [path for path, layer in layers.items() if kind_of(layer) is PeftLinear]
+    paths = [path for path, layer in layers.items() if kind_of(layer) in linear_kinds()]
     own = {path: next((path.removeprefix(start) for start in inner if path.startswith(start)), path) for path in paths}
     return asks_of(plan, lossy, prefer, paths, own)
 
@@ -181,7 +182,7 @@ def _forward_for(layer: BaseTunerLayer, path: str, asks: Mapping[str, Ask], norm
         return "its forward was replaced by other code"
     if (served := dora.forward_for(layer, path, norms)) is not None:
         return served
-    return LayerForward(layer, path, norms, asks[path]) if kind_of(layer) is PeftLinear else dora.NOT_DORA
+    return LayerForward(layer, path, norms, asks[path]) if kind_of(layer) in linear_kinds() else dora.NOT_DORA
 
 
 def _group(
@@ -197,7 +198,7 @@ def _group(
     if reason := why_not_run(model):
         return [], [f"sibling groups: none, {reason}"]
     try:
-        with left_sharded(model), _seen_running(forwards, found):
+        with left_sharded(model), left_as_they_are(model), _seen_running(forwards, found):
             groups = sibling_groups(model, list(linear), _example(model) if example is None else example)
     except Exception as error:  # any model, any error: layers are computed one by one then, and the report says so
         first_line = (str(error).strip().splitlines() or [""])[0]

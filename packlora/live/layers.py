@@ -15,7 +15,6 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from peft.tuners.lora import Linear as PeftLinear
 from peft.tuners.lora.variants import DoraLinearVariant
 from torch import nn
 
@@ -23,9 +22,10 @@ from packlora.adapters.kept_outputs import is_on_liger, reader_of, why_product
 from packlora.adapters.norms import NormHandle, RowNorms
 from packlora.adapters.siblings import SiblingGroup
 from packlora.live.forward import DISABLED, DTYPES, MERGED, NOT_ACTIVE, OwnForward, observed
-from packlora.live.wrapped import NotWhole, why_called, why_no_weight
+from packlora.live.quantized import COMPILED, StoredWeight, linear_kinds, why_no_codes
+from packlora.live.wrapped import NotWhole, kind_of, why_called, why_no_weight
 from packlora.ops.lora_linear.autograd import lora_group
-from packlora.ops.lora_linear.frozen import Dense
+from packlora.ops.lora_linear.frozen import Dense, FrozenWeight
 from packlora.ops.lora_linear.plan import Plan
 from packlora.ops.lora_linear.prepared import GroupState
 from packlora.ops.lora_linear.traced import TracedLayer, traced_group
@@ -75,23 +75,38 @@ def _chooser(device: torch.device, ask: Ask) -> PlanChooser:
 
 class LayerCall:
     """One active LoRA or DoRA on one layer. bias [N] goes into the operator; outer_bias is one that is trained, added by
-    torch."""
+    torch. stored: the weight where it is quantised; `weight` is then its codes."""
 
-    __slots__ = ("A", "B", "bias", "magnitude", "name", "outer_bias", "owner", "p", "scaling", "weight")
+    __slots__ = ("A", "B", "bias", "magnitude", "name", "outer_bias", "owner", "p", "scaling", "stored", "weight")
 
     def __init__(
         self, owner: LayerForward, weight: torch.Tensor, bias: torch.Tensor | None, A: torch.Tensor, B: torch.Tensor,
-        scaling: float, p: float, name: str, magnitude: torch.Tensor | None,
+        scaling: float, p: float, name: str, magnitude: torch.Tensor | None, stored: StoredWeight | None = None,
     ) -> None:  # fmt: skip
         trained = bias is not None and bias.requires_grad
         self.owner, self.weight, self.A, self.B, self.scaling, self.p = owner, weight, A, B, scaling, p
-        self.name, self.magnitude = name, magnitude
+        self.name, self.magnitude, self.stored = name, magnitude, stored
         self.bias = None if trained else bias
         self.outer_bias = bias if trained else None
 
     @property
     def together(self) -> Hashable:
-        return (self.weight.shape[1], self.weight.dtype, self.weight.device, self.p, self.owner.ask)
+        own = None if self.stored is None else (type(self.stored.codes), self.stored.products(self.A, self.A.dtype))
+        return (self.shape[1], self.weight.dtype, own, self.weight.device, self.p, self.owner.ask)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[N, K]."""
+        return self.weight.shape if self.stored is None else self.stored.codes.shape  # type: ignore[return-value]
+
+    def dtypes(self, x: torch.Tensor) -> tuple[torch.dtype, torch.dtype, bool]:
+        """What x is multiplied in, what the base product is made in, and whether autocast is on."""
+        dtype, autocast = _product_dtype(x)
+        products = dtype if self.stored is None else self.stored.products(x, dtype)
+        return (products if products.itemsize > dtype.itemsize else dtype), products, autocast
+
+    def frozen(self, dtype: torch.dtype, products: torch.dtype) -> FrozenWeight:
+        return Dense(_to(self.weight, dtype)) if self.stored is None else self.stored.frozen(dtype, products)
 
     def operands(self) -> list[torch.Tensor]:
         operands = (self.weight, self.A, self.B, self.bias, self.outer_bias, self.magnitude)
@@ -155,18 +170,12 @@ def look(owner: LayerForward) -> LayerCall | str:
 
     base, A, B = modules["base_layer"], own_A[name], modules["lora_B"]._modules[name]
     drop = modules["lora_dropout"]._modules[name]
-    for role, module in (("base layer", base), ("lora_A", A), ("lora_B", B)):
-        if type(module) is not nn.Linear:
-            return f"its {role} is a {type(module).__module__}.{type(module).__qualname__}, not torch.nn.Linear"
-        if observed(module):
-            return why_called(role, module)
-        weight: Any = module._parameters.get("weight")
-        if type(weight) not in (nn.Parameter, torch.Tensor):
-            return why_no_weight(role, module)
-        if weight.shape != (module.out_features, module.in_features):
-            return NotWhole(f"the weight of its {role} is not whole here")
-        if weight.dtype not in DTYPES:
-            return f"the weight of its {role} is {weight.dtype}"
+    stored = owner.stored(base)
+    if isinstance(stored, str):
+        return stored
+    adapter = [("lora_A", A), ("lora_B", B)]
+    if reason := _why_not_read(adapter if stored is not None else [("base layer", base), *adapter]):
+        return reason
     if base._parameters["weight"].requires_grad:
         return "its base weight is trained too"
     if type(drop) not in (nn.Identity, nn.Dropout) or observed(drop):
@@ -178,8 +187,25 @@ def look(owner: LayerForward) -> LayerCall | str:
         return f"its lora_dropout drops everything or works in place (p = {p})"
     return LayerCall(
         owner, base._parameters["weight"], base._parameters.get("bias"), A._parameters["weight"], B._parameters["weight"],
-        float(scaling), p, name, magnitude,
+        float(scaling), p, name, magnitude, stored,
     )  # fmt: skip
+
+
+def _why_not_read(modules: Sequence[tuple[str, Any]]) -> str | None:
+    """Why the weight of one of these modules, by its role, cannot be read in the place of calling it."""
+    for role, module in modules:
+        if type(module) is not nn.Linear:
+            return f"its {role} is a {type(module).__module__}.{type(module).__qualname__}, not torch.nn.Linear"
+        if observed(module):
+            return why_called(role, module)
+        weight: Any = module._parameters.get("weight")
+        if type(weight) not in (nn.Parameter, torch.Tensor):
+            return why_no_weight(role, module)
+        if weight.shape != (module.out_features, module.in_features):
+            return NotWhole(f"the weight of its {role} is not whole here")
+        if weight.dtype not in DTYPES:
+            return f"the weight of its {role} is {weight.dtype}"
+    return None
 
 
 # --- computing it ------------------------------------------------------------------------------------------------------
@@ -196,12 +222,12 @@ def compute(x: torch.Tensor, calls: Sequence[LayerCall]) -> list[torch.Tensor]:
         calls: of layers that agree in `together`.
 
     Returns:
-        y [..., N] of every call, in the dtype that torch.nn.functional.linear would return.
+        y [..., N] of every call, in the dtype that torch.nn.functional.linear would return; in x's over quantised layers.
 
     Raises:
         ValueError: x does not fit a layer; the message names the layer and what it takes.
     """
-    dtype, autocast = _product_dtype(x)
+    dtype, products, autocast = calls[0].dtypes(x)
     for call in calls:
         _check(x, call, dtype, autocast)
     operator: Callable[..., Sequence[torch.Tensor]]
@@ -209,27 +235,30 @@ def compute(x: torch.Tensor, calls: Sequence[LayerCall]) -> list[torch.Tensor]:
     if torch.compiler.is_compiling():
         operator, arguments = _by_tracing, (x, calls, dtype)
     else:
-        operator, arguments = lora_group, _arguments(x, calls, dtype)
+        operator, arguments = lora_group, _arguments(x, calls, dtype, products)
     if autocast:
         with torch.autocast(x.device.type, enabled=False):
             outputs = operator(*arguments)
     else:
         outputs = operator(*arguments)
-    return [
+    outputs = [
         y if call.outer_bias is None else y + call.outer_bias.to(dtype) for call, y in zip(calls, outputs, strict=True)
     ]
+    return outputs if calls[0].stored is None else [_to(y, x.dtype) for y in outputs]
 
 
-def _arguments(x: torch.Tensor, calls: Sequence[LayerCall], dtype: torch.dtype) -> tuple[Any, ...]:
+def _arguments(
+    x: torch.Tensor, calls: Sequence[LayerCall], dtype: torch.dtype, products: torch.dtype
+) -> tuple[Any, ...]:
     """The arguments of lora_group."""
     first, recompute = calls[0], recompute_of(x) if x.dtype == dtype else None
     x = _to(x, dtype)
     x, T = x if x.is_contiguous() else x.contiguous(), x.numel() // x.shape[-1]
     keys_T2 = _dropout_keys(T, x.device) if first.p else None
-    weights = [_to(call.weight, dtype) for call in calls]
+    weights = [call.frozen(dtype, products) for call in calls]
     plan, _ = _chosen(calls, x.device, dtype, T)
     # a state would keep a copy of a weight that was cast just now
-    state = first.owner.state(len(calls)) if weights[0] is first.weight else None
+    state = first.owner.state(len(calls)) if first.stored is not None or first.weight.dtype == dtype else None
     last: Sequence[Layer | None] = (state.layers if state is not None else ()) or (None,) * len(calls)
     layers = tuple(map(_layer, calls, weights, last))
     return x, layers, _single_adapter(T, first.p), keys_T2, 0, plan, state, recompute
@@ -251,10 +280,10 @@ def _by_tracing(x: torch.Tensor, calls: Sequence[LayerCall], dtype: torch.dtype)
 
 
 def _chosen(calls: Sequence[LayerCall], device: torch.device, dtype: torch.dtype, T: int) -> tuple[Plan, Case]:
-    sizes = tuple(call.weight.shape[0] for call in calls)
+    sizes = tuple(call.shape[0] for call in calls)
     ranks = tuple(call.A.shape[0] for call in calls)
     dora = any(call.magnitude is not None for call in calls)
-    return choose_plan(device, dtype, T, calls[0].weight.shape[1], sizes, ranks, calls[0].p, dora, calls[0].owner.ask)
+    return choose_plan(device, dtype, T, calls[0].shape[1], sizes, ranks, calls[0].p, dora, calls[0].owner.ask)
 
 
 def _dropout_keys(T: int, device: torch.device) -> torch.Tensor:
@@ -276,20 +305,21 @@ def _product_dtype(x: torch.Tensor) -> tuple[torch.dtype, bool]:
     return x.dtype, autocast
 
 
-def _layer(call: LayerCall, weight: torch.Tensor, last: Layer | None) -> Layer:
+def _layer(call: LayerCall, weight: FrozenWeight, last: Layer | None) -> Layer:
     """As the operator takes it; `last`, the very object, where that still says the same."""
     norm, keep = None, False
     if call.magnitude is not None:
-        norm, keep = call.owner.norm(call), call.owner.keeps_output()
+        own = call.weight if call.stored is None else weight
+        norm, keep = call.owner.norm(call, own), call.owner.keeps_output()
     bias = None if call.bias is None else _to(call.bias, weight.dtype)
-    if last is not None and last.frozen.dense() is weight and last.bias is bias and last.keep_output == keep:
+    if last is not None and last.frozen == weight and last.bias is bias and last.keep_output == keep:
         low = last.adapters[0]
         if (
             low.A is call.A and low.B is call.B and low.scaling == call.scaling and low.magnitude is call.magnitude
             and low.norm is norm
         ):  # fmt: skip
             return last
-    return Layer(Dense(weight), bias, {0: LowRank(call.A, call.B, call.scaling, call.magnitude, norm)}, keep)
+    return Layer(weight, bias, {0: LowRank(call.A, call.B, call.scaling, call.magnitude, norm)}, keep)
 
 
 def _to(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -299,11 +329,13 @@ def _to(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def _check(x: torch.Tensor, call: LayerCall, dtype: torch.dtype, autocast: bool) -> None:
     """Raise ValueError, naming the operand and what is accepted, before anything runs on the device."""
-    weight = call.weight
-    K = weight.shape[1]
+    weight, K = call.weight, call.shape[1]
     if not x.ndim or x.shape[-1] != K:
         raise ValueError(f"{call.owner.path}: x must be [..., {K}], got {list(x.shape)}")
-    if (weight.dtype == torch.float64) != (dtype == torch.float64) if autocast else weight.dtype != dtype:
+    if call.stored is not None:
+        if not x.is_floating_point():
+            raise ValueError(f"{call.owner.path}: x is {x.dtype}; accepted is a floating-point tensor")
+    elif (weight.dtype == torch.float64) != (dtype == torch.float64) if autocast else weight.dtype != dtype:
         under = f" under autocast to {torch.get_autocast_dtype(x.device.type)}" if autocast else ""
         accepted = "any but torch.float64" if autocast and weight.dtype != torch.float64 else str(weight.dtype)
         raise ValueError(
@@ -320,12 +352,12 @@ def _check(x: torch.Tensor, call: LayerCall, dtype: torch.dtype, autocast: bool)
 
 
 class LayerForward(OwnForward):
-    """Of a lora.Linear: the operator where it can, else PEFT's own forward.
+    """Of a lora.Linear, also over a quantised layer: the operator where it can, else PEFT's own forward.
 
     ask: how the user wants it to be computed.
     """
 
-    def __init__(self, layer: PeftLinear, path: str, norms: RowNorms, ask: Ask = MEASURED) -> None:
+    def __init__(self, layer: Any, path: str, norms: RowNorms, ask: Ask = MEASURED) -> None:
         super().__init__(layer, path, norms)
         self.ask = ask
         self.group: SiblingGroup | None = None
@@ -338,14 +370,17 @@ class LayerForward(OwnForward):
         """What might be given liger's kernels later."""
         self._norms: dict[str, tuple[NormHandle, Callable[[], torch.Tensor]]] = {}
         """By adapter."""
+        self._stored: StoredWeight | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "states": {}, "_norms": {}}
+        return {**self.__dict__, "states": {}, "_norms": {}, "_stored": None}
 
     def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if not self.on:
             return self._peft(x, *args, **kwargs)
         call: LayerCall | str = self.why_peft(x, args, kwargs) or look(self)
+        if not isinstance(call, str) and call.stored is not None and torch.compiler.is_compiling():
+            call = COMPILED
         if isinstance(call, str):
             self.calls.leave(call)
             return self._peft(x, *args, **kwargs)
@@ -357,8 +392,21 @@ class LayerForward(OwnForward):
         return self.group.serve_traced(self.index, x, call) if compiling else self.group.serve(self.index, x, call)
 
     def _peft(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        y: torch.Tensor = PeftLinear.forward(self.layer, x, *args, **kwargs)
+        y: torch.Tensor = kind_of(self.layer).forward(self.layer, x, *args, **kwargs)  # type: ignore[attr-defined]
         return y
+
+    def stored(self, base: nn.Module) -> StoredWeight | str | None:
+        """The weight of a quantised base layer, or why it cannot be read; None of another layer."""
+        kind = linear_kinds()[kind_of(self.layer)]
+        if kind is nn.Linear:
+            return None
+        if type(base) is not kind:
+            return f"its base layer is a {type(base).__module__}.{type(base).__qualname__}, not {kind.__name__}"
+        if reason := why_no_codes(base):
+            return reason
+        if self._stored is None or not self._stored.is_of(base):
+            self._stored = StoredWeight(base)
+        return self._stored
 
     def ready(self) -> LayerCall | str:
         return look(self)
@@ -379,20 +427,23 @@ class LayerForward(OwnForward):
     def planned(self, found: Mapping[str, object]) -> tuple[str, str]:
         calls = [call for member in self._members() if isinstance(call := found[member.path], LayerCall)]
         device = calls[0].weight.device
-        plan, case = _chosen(calls, device, calls[0].weight.dtype, REPORTED_TOKENS)
+        dtype = calls[0].weight.dtype
+        if (stored := calls[0].stored) is not None:
+            dtype = stored.products(calls[0].A, calls[0].A.dtype)
+        plan, case = _chosen(calls, device, dtype, REPORTED_TOKENS)
         return plan.name, f"{_chooser(device, self.ask).choices[case].described(case)}, at {REPORTED_TOKENS} tokens"
 
     # --- DoRA ----------------------------------------------------------------------------------------------------------
 
-    def norm(self, call: LayerCall) -> Callable[[], torch.Tensor]:
+    def norm(self, call: LayerCall, weight: torch.Tensor | FrozenWeight) -> Callable[[], torch.Tensor]:
         """Gives the row norms [N] of a DoRA adapter for the present values; the same object as long as the adapter is there."""
         kept = self._norms.get(call.name)
         if kept is None:
             there = self.layer.lora_magnitude_vector.keys()
-            handle = self.norms.add(call.weight, call.A, call.B, call.scaling)
+            handle = self.norms.add(weight, call.A, call.B, call.scaling)
             kept = handle, handle.get
             self._norms = {name: own for name, own in self._norms.items() if name in there} | {call.name: kept}
-        kept[0].point(call.weight, call.A, call.B, call.scaling)
+        kept[0].point(weight, call.A, call.B, call.scaling)
         return kept[1]
 
     def use_output(self, model: nn.Module, overwritten: bool) -> str | None:

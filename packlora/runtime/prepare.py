@@ -17,7 +17,8 @@ from packlora.base.demo_model import base_path
 from packlora.base.device import choose_device
 from packlora.base.liger import check_liger
 from packlora.base.load import load_skeleton, load_tokenizer
-from packlora.config import JobConfig, Run
+from packlora.base.quantized import check_quantization, check_stored
+from packlora.config import JobConfig, QuantizationConfig, Run
 from packlora.data.dataset import JobData
 from packlora.data.encode import Encoded, encode_rows
 from packlora.data.mixture import encode_all, joined, mixed, read_all
@@ -52,7 +53,8 @@ class ModelShape:
     """What time and memory of a base model depend on.
 
     parameters: of the model; linear_parameters: of its linear layers without the output layer. attention, key_value: widths of
-    queries and of keys. inner: width inside the MLP. head_norms: queries and keys have norms of their own (Qwen 3).
+    queries and of keys. inner: width inside the MLP. head_norms: queries and keys have norms of their own (Qwen 3). largest,
+    outputs: of those linear layers, the most numbers of one and the outputs of all.
     """
 
     model_type: str
@@ -65,6 +67,8 @@ class ModelShape:
     inner: int
     vocabulary: int
     head_norms: bool = False
+    largest: int = 0
+    outputs: int = 0
 
     @staticmethod
     def of(model: PreTrainedModel) -> ModelShape:
@@ -85,6 +89,8 @@ class ModelShape:
             _number(config, "intermediate_size", _number(config, "ffn_dim", 4 * hidden)),
             model.get_input_embeddings().weight.shape[0],
             any(name.endswith("q_norm") for name, _ in model.named_modules()),
+            max((module.weight.numel() for module in linear), default=0),
+            sum(module.out_features for module in linear),
         )
 
 
@@ -100,7 +106,8 @@ class PreparedRun:
     """A checked run.
 
     budget: tokens of a microbatch, for auto the usual one of the device. left_out: jobs of a resumed run whose data is gone,
-    with the reason; `jobs` are the others. asks: how adapted layers are to be computed, by module path.
+    with the reason; `jobs` are the others. asks: how adapted layers are to be computed, by module path. quantization: of the
+    base model's linear layers, as the run file asks or as they are saved.
     """
 
     run: Run
@@ -111,6 +118,7 @@ class PreparedRun:
     warnings: list[str] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
     asks: dict[str, Ask] = field(default_factory=dict)
+    quantization: QuantizationConfig | None = None
 
     @property
     def longest(self) -> int:
@@ -142,6 +150,8 @@ def prepare(run: Run, max_steps: int | None = None, resumed: bool = False, told:
     """
     device = choose_device(run.device)
     check_liger(run.liger, device, run.dtype)
+    if run.quantization is not None:
+        check_quantization(run.quantization, device)
     left_out = _jobs_without_data(run) if resumed else {}
     run_jobs = [job for job in run.jobs if job.name not in left_out]
     configs = {job.name: adapter_config(job, run) for job in run_jobs}
@@ -149,6 +159,7 @@ def prepare(run: Run, max_steps: int | None = None, resumed: bool = False, told:
     eval_read = {job.name: read_all(job.data, job.name, True, told) for job in run_jobs}
     told(f"laying out {run.base_model}")
     skeleton = load_skeleton(run)
+    quantization = _quantization(run, skeleton, device)
     specs = {job.name: adapter_spec(job, configs[job.name], skeleton) for job in run_jobs}
     asks = _asks(run, skeleton, specs, bool(left_out))
     if run.parallel.tensor > 1:
@@ -177,10 +188,25 @@ def prepare(run: Run, max_steps: int | None = None, resumed: bool = False, told:
         warnings += _cut_samples(job.name, encoded, eval_encoded) + _doubts(job, data)
         trainable = trainable_parameters(specs[job.name], skeleton)
         jobs.append(PreparedJob(job, data, encoded, eval_encoded, specs[job.name], trainable))
-    prepared = PreparedRun(run, tokenizer, budget, ModelShape.of(skeleton), jobs, warnings, left_out, asks)
+    prepared = PreparedRun(
+        run, tokenizer, budget, ModelShape.of(skeleton), jobs, warnings, left_out, asks, quantization
+    )
     if auto:
         prepared.budget = max(AUTO_BUDGET[device.type], prepared.longest)
     return prepared
+
+
+def _quantization(run: Run, skeleton: PreTrainedModel, device: torch.device) -> QuantizationConfig | None:
+    """How the base model is to be quantised, or is. Raises InputError where that cannot be, or not with other settings."""
+    path = base_path(run.base_model)
+    found = check_stored(run.quantization, skeleton.config, path)
+    if found is not None and run.quantization is None:
+        check_quantization(found, device, f"base_model {path!r}")
+        try:
+            run.check_quantized(f"base_model {path!r} is saved as {found.described}")
+        except ValueError as error:
+            raise InputError(str(error)) from None
+    return found
 
 
 def _asks(run: Run, skeleton: PreTrainedModel, specs: dict[str, AdapterSpec], partly: bool) -> dict[str, Ask]:

@@ -180,11 +180,11 @@ def machine_flops(device: torch.device, dtype: str) -> float:
 def memory_parts(run: Run, prepared: PreparedRun, tokens: int) -> dict[str, int]:
     """Bytes by what holds them, in a microbatch of so many tokens.
 
-    Counted: frozen weights; per trainable parameter its value, the gradients of microbatch and global batch, two AdamW moments
-    and the last good value (4 bytes each); per token and layer the tensors that backward needs (or with checkpointing one per
-    layer and one layer's worth); logits of the label tokens, their softmax and gradient, or, where kernels make the loss, of
-    one chunk. Not counted: temporary buffers, the allocator's rounding, the interpreter and its libraries (about 0.6 GiB of a
-    CPU process).
+    Counted: frozen weights, of quantised ones the codes and the two largest as they are multiplied; per trainable parameter its
+    value, the gradients of microbatch and global batch, two AdamW moments and the last good value (4 bytes each); per token and
+    layer the tensors that backward needs (or with checkpointing one per layer and one layer's worth); logits of the label
+    tokens, their softmax and gradient, or, where kernels make the loss, of one chunk. Not counted: temporary buffers, the
+    allocator's rounding, the interpreter and its libraries (about 0.6 GiB of a CPU process).
     """
     shape, width = prepared.shape, getattr(torch, run.dtype).itemsize
     if _by_kernels(run):
@@ -202,11 +202,21 @@ def memory_parts(run: Run, prepared: PreparedRun, tokens: int) -> dict[str, int]
     labels = max(job.data.label_share for job in prepared.jobs)
     logits = CHUNK_BYTES["cuda"] if _by_kernels(run) else round(tokens * labels * shape.vocabulary * (4 * 2 + width))
     return {
-        "frozen weights": shape.parameters * width,
+        "frozen weights": _frozen_bytes(prepared, width),
         "adapters and optimizer": prepared.trainable * TRAINABLE_BYTES,
         "activations": tokens * kept,
         "logits": logits,
     }
+
+
+def _frozen_bytes(prepared: PreparedRun, width: int) -> int:
+    """Of quantised layers their codes, and the two largest weights as they are multiplied."""
+    shape, quantization = prepared.shape, prepared.quantization
+    if quantization is None:
+        return shape.parameters * width
+    codes = round(shape.linear_parameters * quantization.bytes_per_weight)
+    codes += 4 * shape.outputs * (quantization.method == "int8")
+    return (shape.parameters - shape.linear_parameters + 2 * shape.largest) * width + codes
 
 
 def _by_kernels(run: Run) -> bool:
@@ -261,7 +271,8 @@ def profile_key(run: Run, prepared: PreparedRun, base: Base | None) -> str:
         shape.model_type, f"{shape.parameters / 1e9:.3g}B", f"{shape.layers}x{shape.hidden}", run.dtype,
         "checkpointing" if run.gradient_checkpointing else "", "kept-outputs" if run.keep_outputs else "",
         f"liger-{liger}".lower(), asked, "+".join(adapters),
-        f"{prepared.trainable / 1e6:.1f}M", f"samples~{2 ** round(np.log2(mean))}",
+        f"{prepared.trainable / 1e6:.1f}M", "" if prepared.quantization is None else prepared.quantization.described,
+        f"samples~{2 ** round(np.log2(mean))}",
     )  # fmt: skip
     return " ".join(word for word in words if word)
 

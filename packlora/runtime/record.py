@@ -192,7 +192,18 @@ def device_name(device: torch.device) -> str:
 def versions() -> dict[str, str]:
     """Of Python and of the packages that can change a number."""
     out = {"python": platform.python_version(), "packlora": packlora.__version__}
-    for package in ("torch", "triton", "transformers", "tokenizers", "peft", "safetensors", "numpy", "liger-kernel"):
+    known = (
+        "torch",
+        "triton",
+        "transformers",
+        "tokenizers",
+        "peft",
+        "safetensors",
+        "numpy",
+        "liger-kernel",
+        "bitsandbytes",
+    )
+    for package in known:
         try:
             out[package] = version(package)
         except PackageNotFoundError:

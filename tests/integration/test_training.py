@@ -145,11 +145,11 @@ PEFT_KINDS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def perturbed_peft(base: str, kind: str, folder: Path) -> Any:
-    """A PEFT adapter far from its initial values (B and biases not zero, m not the norm), saved by PEFT."""
+def perturbed_peft(base: str, kind: str, folder: Path, loaded: Any = None) -> Any:
+    """A PEFT adapter far from its initial values (B and biases not zero, m not the norm), saved by PEFT. loaded: the base."""
     torch.manual_seed(3)
     model = get_peft_model(
-        AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32),
+        loaded or AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32),
         LoraConfig(task_type="CAUSAL_LM", **PEFT_KINDS[kind]),
     )
     with torch.no_grad():
@@ -160,23 +160,19 @@ def perturbed_peft(base: str, kind: str, folder: Path) -> Any:
     return model
 
 
-@pytest.mark.parametrize("kind", PEFT_KINDS)
-def test_training_on_from_a_peft_adapter_gives_the_losses_and_the_adapter_that_peft_gives(
-    kind: str, tiny_base: Base, write_rows: Rows, tmp_path: Path
-) -> None:
-    """Real PEFT, torch.optim.AdamW, transformers' schedule and one sample per forward against packlora's packed microbatches;
-    float32, with every setting of the optimizer away from its default."""
-    base = tiny_base("qwen2")
-    model = perturbed_peft(base, kind, tmp_path / "start")
-    job = {
-        "name": "job", "data": {"path": write_rows("rows")}, "adapter": {"init_from": str(tmp_path / "start")},
+def like_peft(data: str, start: Path) -> dict[str, Any]:
+    """A job that goes on from an adapter with every setting of the optimizer away from its default, as in train_by_peft."""
+    return {
+        "name": "job", "data": {"path": data}, "adapter": {"init_from": str(start)},
         "train": {
             "global_batch_size": 4, "learning_rate": 2e-3, "max_steps": 6, "weight_decay": 0.2, "max_grad_norm": 0.7,
             "adam_beta1": 0.8, "adam_beta2": 0.95, "adam_epsilon": 1e-5, "lr_scheduler_type": "cosine", "warmup_steps": 2,
         },
     }  # fmt: skip
-    tree = config(base, tmp_path / "out", write_rows, [job])
-    data = prepare(Run.model_validate(tree)).jobs[0].data
+
+
+def train_by_peft(model: Any, data: Any) -> list[float]:
+    """Losses of six steps with real PEFT, torch.optim.AdamW, transformers' schedule and one sample per forward."""
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     biases = [p for name, p in model.named_parameters() if p.requires_grad and name.endswith(".bias")]
     decayed = [p for name, p in model.named_parameters() if p.requires_grad and not name.endswith(".bias")]
@@ -204,6 +200,21 @@ def test_training_on_from_a_peft_adapter_gives_the_losses_and_the_adapter_that_p
         schedule.step()
         optimizer.zero_grad()
         losses.append(total)
+    return losses
+
+
+@pytest.mark.parametrize("kind", PEFT_KINDS)
+def test_training_on_from_a_peft_adapter_gives_the_losses_and_the_adapter_that_peft_gives(
+    kind: str, tiny_base: Base, write_rows: Rows, tmp_path: Path
+) -> None:
+    """Real PEFT, torch.optim.AdamW, transformers' schedule and one sample per forward against packlora's packed microbatches;
+    float32, with every setting of the optimizer away from its default."""
+    base = tiny_base("qwen2")
+    model = perturbed_peft(base, kind, tmp_path / "start")
+    job = like_peft(write_rows("rows"), tmp_path / "start")
+    tree = config(base, tmp_path / "out", write_rows, [job])
+    data = prepare(Run.model_validate(tree)).jobs[0].data
+    losses = train_by_peft(model, data)
     model.save_pretrained(tmp_path / "peft")
     train(tree)
     for ours, theirs in zip(steps(tmp_path / "out"), losses, strict=True):

@@ -56,6 +56,7 @@ def test_defaults_are_exactly_the_documented_ones() -> None:
         base_model: m
         revision: null
         dtype: float32
+        quantization: null
         device: auto
         output_dir: out
         seed: 0

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from group_cases import KINDS, GroupCase, cast, compare, make_case, run_reference
+from group_cases import KINDS, GroupCase, cast, compare, make_case, outcome, run_reference
 from seeds import SEED
 from stored_weights import Bytes
 
@@ -26,25 +26,6 @@ def stored(case: GroupCase) -> tuple[GroupCase, GroupCase]:
         replace(case, layers=tuple(replace(layer, frozen=w) for layer, w in zip(case.layers, own, strict=True)))
         for own in (weights, [Dense(weight.rows(0, weight.shape[0])) for weight in weights])
     )  # type: ignore[return-value]
-
-
-def outcome(case: GroupCase, plan: Plan) -> dict[str, torch.Tensor]:
-    """Outputs and gradients by name. Leaves are those of the dense case with its operands."""
-    named = {"x": case.x.clone().requires_grad_()}
-    layers: list[Layer] = []
-    for index, layer in enumerate(case.layers):
-        adapters = {}
-        for number, low in layer.adapters.items():
-            own = {name: t.clone().requires_grad_() for name, t in low.operands().items()}
-            named |= {f"{name}{number}.{index}": t for name, t in own.items()}
-            adapters[number] = replace(low, **own)
-        layers.append(replace(layer, adapters=adapters))
-    outputs = lora_group(named["x"], layers, case.segments, case.keys, case.salt, plan)
-    grads = torch.autograd.grad(outputs, list(named.values()), case.dy, allow_unused=True)
-    found = {f"y{index}": y.detach() for index, y in enumerate(outputs)}
-    for (name, leaf), grad in zip(named.items(), grads, strict=True):
-        found[f"d{name}"] = torch.zeros_like(leaf) if grad is None else grad
-    return found
 
 
 @pytest.mark.parametrize(

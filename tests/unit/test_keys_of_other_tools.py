@@ -27,7 +27,8 @@ def refusal(job: dict[str, Any], run: dict[str, Any]) -> str:
         ("train", "logging_steps", "every optimizer step is logged"),
         ("run", "sequence_len", "data.max_length"),
         ("run", "bf16", "dtype: bfloat16"),
-        ("run", "load_in_4bit", "quantised base models are not there"),
+        ("run", "load_in_4bit", "quantization: nf4"),
+        ("run", "load_in_8bit", "quantization: int8"),
     ],
 )
 def test_a_key_of_another_tool_is_refused_with_what_stands_for_it_here(part: str, key: str, here: str) -> None:

@@ -22,6 +22,7 @@ from packlora.ops.lora_linear.call import Call, Gradients
 from packlora.ops.lora_linear.moving import MovingSegments
 from packlora.ops.lora_linear.plan import CHAIN, Plan
 from packlora.ops.lora_linear.prepared import GroupState, Prepared
+from packlora.ops.lora_linear.temporary import no_longer_than_this
 from packlora.ops.lora_linear.types import Layer, Segment, check_tokens
 from packlora.ops.recompute import Recompute, recomputed
 
@@ -139,7 +140,8 @@ def outputs_of(
     kept: list[torch.Tensor | None] = []
     for index, path in enumerate(call.up):
         keep_z = index in trained and not call.from_y[index]
-        y_TN, z_TN = path.up(call, own, x_TK, keys_T2, S, index, keep_z)
+        with no_longer_than_this():
+            y_TN, z_TN = path.up(call, own, x_TK, keys_T2, S, index, keep_z)
         # no view: autograd lets nobody write into views that a node of ours made
         outputs.append(y_TN if len(shape) == 2 else y_TN.resize_(*shape[:-1], y_TN.shape[1]))
         kept.append(None if index not in trained else outputs[-1] if call.from_y[index] else z_TN)
@@ -159,7 +161,8 @@ def gradients(
     if S is None and call.needs_S(wanted):
         S = call.down.down(call, own, x_TK, keys_T2)
     e, dS, dB, sums, dA = call.grads.grads(call, own, x_TK, keys_T2, S, d, kept, wanted)
-    dx, dA_inputs = call.inputs.inputs(call, own, x_TK, keys_T2, dS, e, d, wanted)
+    with no_longer_than_this():
+        dx, dA_inputs = call.inputs.inputs(call, own, x_TK, keys_T2, dS, e, d, wanted)
     dA = dA_inputs if dA is None else dA
     out: list[torch.Tensor | None] = [None] * len(need_flat)
     A_blocks: dict[int, tuple[torch.Tensor, ...]] = {}

@@ -3,6 +3,8 @@ inputs, which PEFT's DoRA has, is made here and nowhere else."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from packlora.ops.dropout.keys import dropout_factor
@@ -102,15 +104,16 @@ def base_gradient(call: Call, index: int, e_TN: Optional, d_TN: Optional) -> Opt
     return out
 
 
-def plus_dropped(call: Call, own: Operands, low_tK: torch.Tensor, segment: Segment, d: Gradients) -> torch.Tensor:
-    """dS A of one segment, plus (g - 1) d c W of every layer where its base product is dropped, before it is dropped."""
+def add_dropped(call: Call, own: Operands, low: Mapping[Segment, torch.Tensor], d: Gradients) -> None:
+    """Add (g - 1) d c W of every layer whose base product is dropped to dS A [t, K] of each segment, before that is dropped."""
     for index, composed in call.composed.items():
         d_TN = d[index]
-        if d_TN is not None and any(one[0] is segment and drops_base(*one) for one in composed):
-            scaled_tN = torch.empty_like(d_TN[segment.rows])
-            call.scale_rows(d_TN[segment.rows], scaled_tN, own.scales[index].g[segment.adapter], None, 1, False)
-            own.frozen[index].matmul_t(scaled_tN, low_tK, dropout_factor(segment.dropout))
-    return low_tK
+        for segment, has_magnitude, has_bias in composed if d_TN is not None else ():
+            if segment in low and drops_base(segment, has_magnitude, has_bias):
+                assert d_TN is not None
+                scaled_tN = torch.empty_like(d_TN[segment.rows])
+                call.scale_rows(d_TN[segment.rows], scaled_tN, own.scales[index].g[segment.adapter], None, 1, False)
+                own.frozen[index].matmul_t(scaled_tN, low[segment], dropout_factor(segment.dropout))
 
 
 def drops_base(segment: Segment, has_magnitude: bool, has_bias: bool) -> bool:

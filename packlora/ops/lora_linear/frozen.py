@@ -1,8 +1,9 @@
 """What the operator asks of a frozen weight W [N, K], so that its storage is nobody else's business.
 
-`Dense` is a weight that lies in memory as it is multiplied, `Gathered` one that lies there while its layer runs. Others (4 bits
-a number) implement `FrozenWeight` beside them, and nothing of the operator changes: plans that need W itself are not legal for
-them (`dense`). `Storage` says how the weights of a whole model lie.
+`Dense` is a weight that lies in memory as it is multiplied, `Gathered` one that lies there while its layer runs. Those of
+quantized.py are codes, of which a tensor is made where it is read. Whatever implements `FrozenWeight` beside them changes
+nothing of the operator: plans that read W are not legal where there is no tensor of it (`has_tensor`). `Storage` says how the
+weights of a whole model lie.
 """
 
 from __future__ import annotations
@@ -57,7 +58,15 @@ class FrozenWeight(Protocol):
         """W[start:stop] as a dense tensor [stop - start, K], which may be the weight's own memory."""
 
     def dense(self) -> torch.Tensor | None:
-        """W [N, K] itself, for kernels that read it and for merged weights; None where there is no such tensor."""
+        """W [N, K] itself, where it lies in memory as a tensor."""
+
+    @property
+    def has_tensor(self) -> bool:
+        """Whether `tensor` gives one."""
+
+    def tensor(self) -> torch.Tensor | None:
+        """W [N, K] as a tensor, for kernels that read it and for merged weights. To be read before other weights are asked for
+        theirs, and not to be kept: it may be a temporary one (temporary.py)."""
 
 
 class Dense:
@@ -124,6 +133,9 @@ class Dense:
 
     def dense(self) -> torch.Tensor:
         return self.weight
+
+    has_tensor = True
+    tensor = dense
 
 
 class Gathered(Dense):

@@ -248,7 +248,7 @@ class Situation(NamedTuple):
     double: bool = False
     """In float64, which the kernels do not compute."""
     dense: bool = True
-    """All weights are tensors that a kernel or a sum can read (frozen.FrozenWeight.dense)."""
+    """A kernel or a sum can read all weights as tensors (frozen.FrozenWeight.has_tensor)."""
     moving: bool = False
     """The boundaries of its segments are on the device alone (moving.MovingSegments)."""
     target: Target | None = None
@@ -268,7 +268,7 @@ def why_not(plan: Plan, call: Situation) -> str | None:
     if plan.lossy and call.dropped:
         return "a merged weight has no place for dropout"
     if not call.dense and (plan.lossy or "fused" in (plan.up, plan.dx)):
-        return "a fused kernel or a merged weight reads the weight itself, which is not there as a dense tensor"
+        return "a fused kernel or a merged weight reads the weight itself, of which there is no tensor"
     if plan.up == "merged" and plan.keep_s and plan.dB == "S":
         return "S, which is to be kept, is not computed in a merged forward: keep_s must be False"
     if plan.rearranged and plan.needs_triton:

@@ -15,10 +15,11 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import linear
 
-from packlora.ops.lora_linear.call import Call, Gradients, Grads, Operands, Part, Sums, Wanted
-from packlora.ops.lora_linear.composed import base_gradient, compose_by_segment, magnitude, plus_dropped
+from packlora.ops.lora_linear.call import Call, Gradients, Grads, Operands, Part, Stack, Sums, Wanted
+from packlora.ops.lora_linear.composed import add_dropped, base_gradient, compose_by_segment, magnitude
 from packlora.ops.lora_linear.frozen import accumulator_dtype
 from packlora.ops.lora_linear.tables import gaps
+from packlora.ops.lora_linear.types import Segment
 
 __all__ = ["down", "grads", "inputs", "magnitude", "up"]
 
@@ -145,11 +146,17 @@ def inputs(
                 dx = own.frozen[index].matmul_t(d_TN, dx)
         return dx, dA
     assert dS is not None
+    low = dict[Segment, torch.Tensor]()
+    if call.base_dropped:  # of all segments at once: each layer's weight is read once for all of them
+        low = {stack.segment: _low_rank_dx(call, own, dS, stack) for stack in call.stacked if stack.segment.dropout}
+        add_dropped(call, own, low, d)
     dx = torch.empty_like(x_TK) if plan_dx == "before" else base_dx(own, base, None)
-    for segment, all_layers, *_ in call.stacked:
+    for stack in call.stacked:
+        segment, all_layers, *_ = stack
         dS_tR, dx_tK, (A_RK, _) = all_layers.of_S(dS), all_layers.of(dx), own.A(call.layout, segment.adapter)
         if segment.dropout:
-            low_tK = call.drop(plus_dropped(call, own, dS_tR @ A_RK, segment, d), keys_T2, segment)
+            low_tK = low.pop(segment) if segment in low else _low_rank_dx(call, own, dS, stack)
+            low_tK = call.drop(low_tK, keys_T2, segment)
             if plan_dx == "before":
                 dx_tK.copy_(low_tK)
             else:
@@ -163,6 +170,11 @@ def inputs(
             dx[start:stop] = 0
         dx = base_dx(own, base, dx)
     return dx, dA
+
+
+def _low_rank_dx(call: Call, own: Operands, dS: torch.Tensor, stack: Stack) -> torch.Tensor:
+    """dS A [t, K] of a segment, before it is dropped."""
+    return stack.all_layers.of_S(dS) @ own.A(call.layout, stack.segment.adapter)[0]
 
 
 def base_dx(own: Operands, base: Gradients, dx: Optional) -> torch.Tensor:
@@ -191,8 +203,8 @@ def stacked_dA(call: Call, x_TK: torch.Tensor, keys_T2: Optional, dS: torch.Tens
 
 def merged(call: Call, own: Operands, index: int) -> torch.Tensor:
     """W + s B A, [N, K], in W's dtype, of the adapter that owns all tokens."""
-    (part,), weight_NK = call.parts[index], own.frozen[index].dense()
-    assert weight_NK is not None, "merged weights are not legal for a weight that is not dense"
+    (part,), weight_NK = call.parts[index], own.frozen[index].tensor()
+    assert weight_NK is not None, "merged weights are not legal for a weight without a tensor"
     number = part.segment.adapter
     place = call.layout.places[number, index]
     A_rK = own.A(call.layout, number)[0][place.column : place.column + place.padded]

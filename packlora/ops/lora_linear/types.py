@@ -93,7 +93,7 @@ def situation(layers: Sequence[Layer], segments: Sequence[Segment], num_tokens: 
             composed |= not low.plain
             base_dropped |= segment.dropout > 0 and segment.base_dropped and low.magnitude is not None
     double = any(layer.frozen.dtype == torch.float64 for layer in layers)
-    dense = all(layer.frozen.dense() is not None for layer in layers)
+    dense = all(layer.frozen.has_tensor for layer in layers)
     single = owns_all(segments, num_tokens) and not moving
     return Situation(single, low_rank, dropped, composed, base_dropped, double, dense, moving)
 

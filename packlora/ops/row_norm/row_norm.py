@@ -30,16 +30,17 @@ import torch
 
 from packlora.ops.gpu import HAS_TRITON, capability
 from packlora.ops.lora_linear.frozen import FrozenWeight
+from packlora.ops.lora_linear.temporary import no_longer_than_this
 from packlora.ops.row_norm import torch_path
-from packlora.ops.row_norm.types import NormProblem, dense_of
+from packlora.ops.row_norm.types import NormProblem
 
 
 def squared_row_norm(weight: torch.Tensor | FrozenWeight, chunk_bytes: int | None = None) -> torch.Tensor:
     """||W||^2 by row, [N], float32 (float64 of float64); W [N, K] is read once and never copied as a whole."""
-    weight_NK = weight if (dense := dense_of(weight)) is None else dense
-    N = weight_NK.shape[0]
-    out_N = torch.empty(N, dtype=torch_path.compute_dtype(weight_NK.dtype), device=weight_NK.device)
-    with plainly(weight_NK.device):
+    N = weight.shape[0]
+    out_N = torch.empty(N, dtype=torch_path.compute_dtype(weight.dtype), device=weight.device)
+    with plainly(weight.device), no_longer_than_this():
+        weight_NK = weight if (tensor := _tensor_of(weight)) is None else tensor
         if isinstance(weight_NK, torch.Tensor) and _has_kernels(weight_NK) and N:
             from packlora.ops.row_norm import triton_path
 
@@ -92,7 +93,7 @@ def row_norms(
             elif isinstance(problem.weight, torch.Tensor):
                 out[index] = torch_path.row_norm(problem, budget_bytes)
             else:
-                out[index] = _by_chunks(problem, problem.weight, budget_bytes, in_graph)
+                out[index] = _of_stored(problem, problem.weight, budget_bytes, in_graph)
     if batched:
         from packlora.ops.row_norm import triton_path
 
@@ -143,8 +144,18 @@ def _as_stored(problem: NormProblem) -> NormProblem:
     return replace(problem, weight=dense)
 
 
-def _by_chunks(problem: NormProblem, weight: FrozenWeight, budget_bytes: int | None, in_graph: bool) -> torch.Tensor:
-    """Rows are asked for chunk by chunk; each chunk is a module of its own, by kernels where they take it."""
+def _tensor_of(weight: torch.Tensor | FrozenWeight) -> torch.Tensor | None:
+    """W where it is one, or a temporary one, to be read at once."""
+    return weight if isinstance(weight, torch.Tensor) else weight.tensor()
+
+
+def _of_stored(problem: NormProblem, weight: FrozenWeight, budget_bytes: int | None, in_graph: bool) -> torch.Tensor:
+    """Of a weight that does not lie in memory as a tensor: of its temporary one, by kernels where they take it. Where there is
+    none rows are asked for chunk by chunk, each a module of its own."""
+    with no_longer_than_this():
+        tensor = weight.tensor()
+        if tensor is not None:
+            return row_norms([replace(problem, weight=tensor)], budget_bytes, in_graph)[0]
     dtype = torch_path.compute_dtype(weight.dtype, problem.A.dtype, problem.B.dtype)
     norm_N = torch.empty(weight.shape[0], dtype=dtype, device=weight.device)
     for start, stop in torch_path.chunks(*weight.shape, dtype, weight.device, budget_bytes):

@@ -242,7 +242,7 @@ def up(
     call: Call, own: Operands, x_TK: torch.Tensor, S: torch.Tensor, index: int, composed: bool, keep_z: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """y [T, N] = x W' + S B' + bias of one layer, or g z + bias where `composed`, and z where it is to be kept."""
-    layout, tables, single, weight_NK = call.layout, call.tables, call.single_adapter, own.frozen[index].dense()
+    layout, tables, single, weight_NK = call.layout, call.tables, call.single_adapter, own.frozen[index].tensor()
     assert tables is not None and weight_NK is not None
     y_TN = torch.empty(call.T, layout.sizes[index], dtype=call.dtype, device=call.device)
     z_TN = torch.empty_like(y_TN) if keep_z else None
@@ -268,7 +268,7 @@ def dx(
     call: Call, own: Operands, d_TN: torch.Tensor, dS: torch.Tensor, index: int, keys_T2: torch.Tensor | None
 ) -> torch.Tensor:
     """d W + drop(dS A) of one layer, [T, K]."""
-    tables, single, weight_NK = call.tables, call.single_adapter, own.frozen[index].dense()
+    tables, single, weight_NK = call.tables, call.single_adapter, own.frozen[index].tensor()
     assert tables is not None and weight_NK is not None
     dx_TK = torch.empty(call.T, call.K, dtype=call.dtype, device=call.device)
     if single is None:

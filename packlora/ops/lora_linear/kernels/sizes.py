@@ -86,12 +86,14 @@ def fusable(x_TK: torch.Tensor, layers: Sequence[Layer]) -> bool:
     return (
         x_TK.element_size() == 2 and has_copy_engine(x_TK.device) and x_TK.shape[1] % 16 == 0 and x_TK.is_contiguous()
         and x_TK.data_ptr() % 16 == 0
-        and all(
-            (weight := layer.frozen.dense()) is not None
-            and weight.shape[0] % 16 == 0 and weight.is_contiguous() and weight.data_ptr() % 16 == 0
-            for layer in layers
-        )
+        and all(layer.frozen.has_tensor and layer.frozen.shape[0] % 16 == 0 and _lies_flat(layer) for layer in layers)
     )  # fmt: skip
+
+
+def _lies_flat(layer: Layer) -> bool:
+    """Temporary tensors do."""
+    weight = layer.frozen.dense()
+    return weight is None or (weight.is_contiguous() and weight.data_ptr() % 16 == 0)
 
 
 def rows_of(call: Call) -> tuple[int, int, int]:

@@ -1,0 +1,175 @@
+"""PEFT's LoRA layers over bitsandbytes' quantised ones: what of them the operator reads.
+
+4 bits: the operator multiplies with what the codes stand for, as bitsandbytes' own training does, in the layer's compute dtype
+(`CastProduct` where x is wider). 8 bits: base products of the forward stay the library's (`LibraryProduct`), which on a GPU
+quantises the inputs as well; those of the backward are with what the codes stand for, there and here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any
+
+import torch
+from peft.tuners.lora import Linear as PeftLinear
+from torch import nn
+
+from packlora.live.forward import observed
+from packlora.live.wrapped import why_called
+from packlora.ops.lora_linear.frozen import FrozenWeight
+from packlora.ops.lora_linear.quantized import Codes, EightBit, Quantized, codes_of
+
+COMPILED = "layers over quantised ones are not computed here in compiled graphs"
+
+
+@lru_cache
+def linear_kinds() -> dict[type, type]:
+    """PEFT's LoRA layers that the operator computes, with the layers that each must be over."""
+    from peft.tuners.lora import bnb  # has no classes without bitsandbytes
+
+    found: dict[type, type] = {PeftLinear: nn.Linear}
+    for name in ("Linear4bit", "Linear8bitLt"):
+        if hasattr(bnb, name):
+            found[getattr(bnb, name)] = getattr(bnb.bnb.nn, name)
+    return found
+
+
+def why_no_codes(base: Any) -> str | None:
+    """Why the operator cannot read the weight of a bitsandbytes layer."""
+    if observed(base):
+        return why_called("base layer", base)
+    weight = base._parameters.get("weight")
+    if hasattr(base, "state"):
+        if base.state.has_fp16_weights or weight.dtype != torch.int8:
+            return "its base layer is not quantised (has_fp16_weights)"
+        return "the scales of its base layer are gone" if base.state.SCB is None and weight.SCB is None else None
+    state = getattr(weight, "quant_state", None)
+    if state is None:
+        return "its base layer is not quantised yet"
+    if getattr(state, "packing_format_for_cpu", False):
+        return "bitsandbytes has packed its base layer for inference on a CPU, which cannot be trained"
+    return None if tuple(state.shape) == (base.out_features, base.in_features) else "its base layer is not whole here"
+
+
+class StoredWeight:
+    """A quantised base layer as the operator takes it: the same object for a dtype while it has the same codes."""
+
+    def __init__(self, base: Any) -> None:
+        self.base, self.codes = base, codes_of(base)
+        self._weights: dict[tuple[torch.dtype, torch.dtype], FrozenWeight] = {}
+
+    def is_of(self, base: Any) -> bool:
+        codes = codes_of(base)
+        return base is self.base and all(own is now for own, now in zip(_parts(self.codes), _parts(codes), strict=True))
+
+    def products(self, x: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
+        """In which the library would multiply x. dtype: in which torch would."""
+        if isinstance(self.codes, EightBit):
+            return dtype
+        own: torch.dtype | None = self.base.compute_dtype
+        return x.dtype if own is None else own
+
+    def frozen(self, dtype: torch.dtype, products: torch.dtype) -> FrozenWeight:
+        found = self._weights.get((dtype, products))
+        if found is None:
+            if isinstance(self.codes, EightBit):
+                found = LibraryProduct(self.base, self.codes, dtype)
+            else:
+                found = Quantized(self.codes, dtype) if dtype == products else CastProduct(self.codes, dtype, products)
+            self._weights[dtype, products] = found
+        return found
+
+
+def _parts(codes: Any) -> tuple[object, object]:
+    return codes.stored, codes.largest_N if isinstance(codes, EightBit) else codes.state
+
+
+class CastProduct(Quantized):
+    """A weight whose products are of another dtype than x and what else is computed of it."""
+
+    has_tensor = False
+
+    def __init__(self, codes: Codes, dtype: torch.dtype, products: torch.dtype) -> None:
+        super().__init__(codes, dtype)
+        self.products: FrozenWeight = Quantized(codes, products)
+
+    def matmul(
+        self,
+        x_TK: torch.Tensor,
+        bias_N: torch.Tensor | None = None,
+        accumulate: torch.Tensor | None = None,
+        scale: float = 1.0,
+    ) -> torch.Tensor:
+        return _onto(self.products.matmul(x_TK.to(self.products.dtype)), x_TK, bias_N, accumulate, scale)
+
+    def matmul_t(self, d_TN: torch.Tensor, accumulate: torch.Tensor | None = None, scale: float = 1.0) -> torch.Tensor:
+        return _onto(self.products.matmul_t(d_TN.to(self.products.dtype)), d_TN, None, accumulate, scale)
+
+    def rows(self, start: int, stop: int) -> torch.Tensor:
+        return self.products.rows(start, stop)
+
+    def tensor(self) -> None:
+        return None
+
+
+class LibraryProduct(Quantized):
+    """The weight of a Linear8bitLt whose products with x are bitsandbytes' own."""
+
+    has_tensor = False
+
+    def __init__(self, base: Any, codes: EightBit, dtype: torch.dtype) -> None:
+        import bitsandbytes
+
+        super().__init__(codes, dtype)
+        self.base, self.state = base, bitsandbytes.MatmulLtState()
+        self.state.CB, self.state.SCB = codes.stored, codes.largest_N
+        self.state.has_fp16_weights, self.state.threshold = False, base.state.threshold
+        self.state.use_pool = base.state.use_pool
+
+    def matmul(
+        self,
+        x_TK: torch.Tensor,
+        bias_N: torch.Tensor | None = None,
+        accumulate: torch.Tensor | None = None,
+        scale: float = 1.0,
+    ) -> torch.Tensor:
+        import bitsandbytes
+
+        self.state.is_training = self.base.training
+        with torch.no_grad():
+            y_TN: torch.Tensor = bitsandbytes.matmul(x_TK, self.codes.stored, state=self.state)
+        return _onto(y_TN, x_TK, bias_N, accumulate, scale)
+
+    def tensor(self) -> None:
+        return None
+
+
+def _onto(
+    product: torch.Tensor, x: torch.Tensor, bias_N: torch.Tensor | None, accumulate: torch.Tensor | None, scale: float
+) -> torch.Tensor:
+    """accumulate + scale product + bias in x's dtype, as FrozenWeight.matmul says."""
+    if accumulate is not None:
+        y = accumulate.add_(product, alpha=scale)
+    else:
+        y = product.to(x.dtype) if scale == 1.0 else product.to(x.dtype) * scale
+    if bias_N is not None:
+        y = y + bias_N
+    return y.to(x.dtype)
+
+
+@contextmanager
+def left_as_they_are(model: nn.Module) -> Iterator[None]:
+    """During a run of the model in evaluation: bitsandbytes' layers keep their layout, which they would change for good on some
+    CPUs, and the dtype that they compute in, which the first input decides."""
+    names = ("support_avx512bf16_for_cpu", "compute_dtype", "compute_type_is_set")
+    layers = [module for module in model.modules() if hasattr(module, "compute_type_is_set")]
+    before = [{name: getattr(layer, name) for name in names if hasattr(layer, name)} for layer in layers]
+    for layer in layers:
+        layer.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for layer, kept in zip(layers, before, strict=True):
+            layer.__dict__.update(kept)

@@ -1,0 +1,223 @@
+"""Frozen weights of four and eight bits a number, as bitsandbytes makes them, and the layer that has one.
+
+A product takes W as a tensor of the compute dtype, which is made of the codes where it is read and is gone when the call of the
+operator ends (temporary.py); then it is a product like any other, and any plan computes it. What is made is what bitsandbytes
+makes of the same codes, bit for bit.
+
+Shapes: N outputs, K inputs.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Hashable
+from typing import Any, Protocol
+
+import torch
+
+from packlora.ops.first_order import first_order
+from packlora.ops.lora_linear.frozen import Dense
+from packlora.ops.lora_linear.temporary import no_longer_than_this, temporary
+from packlora.ops.stamp import stamps
+
+LARGEST_CODE = 127
+METHODS = ("nf4", "fp4", "int8")
+
+
+class Codes(Protocol):
+    """The numbers of a quantised weight [N, K]. stored: the tensor that most of its memory is."""
+
+    stored: torch.Tensor
+
+    @property
+    def shape(self) -> tuple[int, int]: ...
+
+    @property
+    def method(self) -> str:
+        """One of METHODS."""
+
+    @property
+    def double_quant(self) -> bool:
+        """The scales are quantised too."""
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All that the weight is made of, by names for files; empty for `stored`."""
+
+    def values(self, dtype: torch.dtype) -> torch.Tensor:
+        """The weight [N, K], newly made."""
+
+    def with_stored(self, stored: torch.Tensor) -> Codes:
+        """The same with `stored` on a device, where the rest goes too."""
+
+
+class FourBit:
+    """Two codes a byte, a scale for each block of them; the scales may be quantised themselves. state: a QuantState."""
+
+    def __init__(self, stored: torch.Tensor, state: Any) -> None:
+        self.stored, self.state = stored, state
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return tuple(self.state.shape)
+
+    @property
+    def method(self) -> str:
+        return str(self.state.quant_type)
+
+    @property
+    def double_quant(self) -> bool:
+        return bool(self.state.nested)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {"": self.stored, **self.state.as_dict(packed=True)}
+
+    def values(self, dtype: torch.dtype) -> torch.Tensor:
+        from bitsandbytes.functional import dequantize_4bit
+
+        state = copy.copy(self.state)
+        state.dtype = torch.float32 if dtype == torch.float64 else dtype
+        W_NK: torch.Tensor = dequantize_4bit(self.stored.reshape(-1, 1), state)
+        return W_NK.view(self.shape).to(dtype)
+
+    def with_stored(self, stored: torch.Tensor) -> FourBit:
+        self.state.to(stored.device)
+        return FourBit(stored, self.state)
+
+
+class EightBit:
+    """A code a byte, [N, K], and the largest value of each row, [N] in float32."""
+
+    def __init__(self, stored: torch.Tensor, largest_N: torch.Tensor) -> None:
+        self.stored, self.largest_N = stored, largest_N
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.stored.shape  # type: ignore[return-value]
+
+    method, double_quant = "int8", False
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {"": self.stored, "SCB": self.largest_N}
+
+    def values(self, dtype: torch.dtype) -> torch.Tensor:
+        return self.stored.to(dtype, copy=True).mul_((self.largest_N * (1.0 / LARGEST_CODE)).unsqueeze(1))
+
+    def with_stored(self, stored: torch.Tensor) -> EightBit:
+        return EightBit(stored, self.largest_N.to(stored.device))
+
+
+class Quantized:
+    """A weight [N, K] of codes as the operator takes it (frozen.FrozenWeight). dtype: of its products."""
+
+    has_tensor = True
+
+    def __init__(self, codes: Codes, dtype: torch.dtype) -> None:
+        self.codes, self.dtype = codes, dtype
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.codes.shape
+
+    @property
+    def device(self) -> torch.device:
+        return self.codes.stored.device
+
+    @property
+    def key(self) -> Hashable:
+        found = stamps([self.codes.stored])
+        return None if found is None else (id(self.codes.stored), self.dtype, *found[0])
+
+    def __eq__(self, other: object) -> bool:
+        same = isinstance(other, Quantized) and type(other) is type(self) and other.dtype == self.dtype
+        return self is other or (same and other.codes.stored is self.codes.stored)  # type: ignore[attr-defined]
+
+    def __hash__(self) -> int:
+        return id(self.codes.stored)
+
+    def matmul(
+        self,
+        x_TK: torch.Tensor,
+        bias_N: torch.Tensor | None = None,
+        accumulate: torch.Tensor | None = None,
+        scale: float = 1.0,
+    ) -> torch.Tensor:
+        return Dense(self._made()).matmul(x_TK, bias_N, accumulate, scale)
+
+    def matmul_t(self, d_TN: torch.Tensor, accumulate: torch.Tensor | None = None, scale: float = 1.0) -> torch.Tensor:
+        return Dense(self._made()).matmul_t(d_TN, accumulate, scale)
+
+    def rows(self, start: int, stop: int) -> torch.Tensor:
+        return self._made()[start:stop]
+
+    def dense(self) -> None:
+        return None
+
+    def tensor(self) -> torch.Tensor | None:
+        return self._made()
+
+    def _made(self) -> torch.Tensor:
+        return temporary(self.key, self.shape[0] * self.shape[1], self._values)
+
+    def _values(self) -> torch.Tensor:
+        with torch.no_grad():
+            return self.codes.values(self.dtype)
+
+
+class QuantizedLinear(torch.nn.Linear):
+    """A frozen linear layer with a quantised weight, of the compute dtype.
+
+    weight: the codes as they are stored. frozen: the weight as the operator takes it, always the same object on a device.
+    """
+
+    def __init__(self, codes: Codes, bias_N: torch.Tensor | None, dtype: torch.dtype) -> None:
+        super().__init__(codes.shape[1], codes.shape[0], bias_N is not None, "meta")
+        stored = codes.stored.detach().as_subclass(torch.Tensor)
+        self.weight = torch.nn.Parameter(stored, requires_grad=False)
+        if bias_N is not None:
+            self.bias = torch.nn.Parameter(bias_N.detach().to(dtype), requires_grad=False)
+        self.frozen = Quantized(codes.with_stored(self.weight), dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = _Product.apply(x, self.bias, self.frozen)
+        return y
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> QuantizedLinear:
+        super()._apply(fn, recurse)
+        if self.weight is not self.frozen.codes.stored or self.weight.device != self.frozen.device:
+            self.frozen = Quantized(self.frozen.codes.with_stored(self.weight), self.frozen.dtype)
+        return self
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name, tensor in self.frozen.codes.tensors().items():
+            if name:
+                destination[f"{prefix}weight.{name}"] = tensor
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, {self.frozen.codes.method}"
+
+
+class _Product(torch.autograd.Function):
+    """x W' + bias for x [..., K], which is made again of the codes in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, bias_N: torch.Tensor | None, frozen: Quantized) -> torch.Tensor:
+        ctx.frozen = frozen
+        with no_longer_than_this():
+            return frozen.matmul(x.reshape(-1, x.shape[-1]), bias_N).view(*x.shape[:-1], frozen.shape[0])
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, d: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        with no_longer_than_this():
+            dx = ctx.frozen.matmul_t(d.reshape(-1, d.shape[-1]))
+        return dx.view(*d.shape[:-1], dx.shape[1]), None, None
+
+
+def codes_of(module: Any) -> Codes:
+    """The weight of a bitsandbytes Linear4bit or Linear8bitLt that is quantised and on its device."""
+    weight = module.weight
+    if hasattr(weight, "quant_state"):
+        return FourBit(weight, weight.quant_state)
+    largest_N = module.state.SCB if module.state.SCB is not None else weight.SCB
+    return EightBit(weight if module.state.CB is None else module.state.CB, largest_N)

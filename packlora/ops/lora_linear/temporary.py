@@ -1,0 +1,46 @@
+"""Tensors of frozen weights that are made where they are read, such as those of quantised ones (quantized.py).
+
+A tensor that was made stays until the call of the operator ends, so that all products of the call share it, however many jobs
+own its tokens; or until others need the room: all of them together take at most what the largest two would.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+class _Made(threading.local):
+    """Those of the call that runs in this thread, the one made last at the end, by what they were made of."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[Hashable, torch.Tensor] = {}
+
+
+_MADE = _Made()
+
+
+def temporary(key: Hashable, size: int, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """What `make` gives, a tensor of `size` elements, or gave under this key in this call. The key None is like no other."""
+    made = _MADE.tensors
+    found = None if key is None else made.get(key)
+    if found is not None:
+        return found
+    sizes = {known: tensor.numel() for known, tensor in made.items()}
+    while sizes and sum(sizes.values()) + size > 2 * max(size, *sizes.values()):
+        oldest = next(iter(sizes))
+        del made[oldest], sizes[oldest]
+    tensor = made[key] = make()
+    return tensor
+
+
+@contextmanager
+def no_longer_than_this() -> Iterator[None]:
+    """A call: temporary tensors that are made in it are gone afterwards."""
+    try:
+        yield
+    finally:
+        _MADE.tensors.clear()

@@ -1,0 +1,221 @@
+"""Runs on quantised base models: the numbers of PEFT on the same codes, of dense weights that say the same, of one another."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import tiny_model
+from peft import PeftModel
+from quantised import dequantise, load_quantised
+from safetensors.torch import load_file
+from test_training import (
+    JOBS,
+    adapter,
+    config,
+    distance,
+    like_peft,
+    perturbed_peft,
+    steps,
+    train,
+    train_by_peft,
+)
+from transformers import AutoModelForCausalLM
+
+from packlora.base.model import load_base
+from packlora.commands.merge import merge_adapter
+from packlora.config import Run
+from packlora.errors import InputError
+from packlora.ops.lora_linear.quantized import Quantized, QuantizedLinear
+from packlora.runtime.prepare import prepare
+from packlora.runtime.profiler import memory_parts
+
+DOUBLE = {"method": "nf4", "double_quant": True}
+Rows = Callable[..., str]
+Base = Callable[..., str]
+
+
+@pytest.mark.parametrize(
+    ("of_codes", "quantization", "kind"),
+    [("nf4 double", DOUBLE, "dora"), ("fp4", "fp4", "patterns"), ("int8", "int8", "bias lora_only")],
+)
+def test_losses_and_adapters_are_those_of_peft_on_the_same_codes(
+    of_codes: str, quantization: Any, kind: str, tiny_base: Base, write_rows: Rows, tmp_path: Path
+) -> None:
+    """Real PEFT over bitsandbytes' layers against a run of two jobs that share microbatches; float32. (PEFT's DoRA over 8 bits
+    loses its scales on a CPU.)"""
+    base = tiny_base("qwen2")
+    model = perturbed_peft(base, kind, tmp_path / "start", load_quantised(base, of_codes))
+    job = like_peft(write_rows("rows"), tmp_path / "start")
+    tree = config(base, tmp_path / "out", write_rows, [job, JOBS[1]], quantization=quantization)
+    prepared = prepare(Run.model_validate(tree))
+    losses = train_by_peft(model, prepared.jobs[0].data)
+    model.save_pretrained(tmp_path / "peft")
+    train(tree)
+    for ours, theirs in zip([line for line in steps(tmp_path / "out") if line["job"] == "job"], losses, strict=True):
+        assert abs(ours["loss"] - theirs) < 1e-5 * max(1, theirs)
+    assert distance(adapter(tmp_path / "out", "job"), load_file(tmp_path / "peft" / "adapter_model.safetensors")) < 1e-5
+    ids = torch.arange(3, 40)[None]
+    loaded = PeftModel.from_pretrained(load_quantised(base, of_codes), tmp_path / "out" / "job")
+    with torch.no_grad():
+        torch.testing.assert_close(loaded.train()(ids).logits, model.train()(ids).logits, rtol=2e-4, atol=2e-4)
+
+
+def test_a_run_is_that_on_dense_weights_which_say_the_same(tiny_base: Base, write_rows: Rows, tmp_path: Path) -> None:
+    """Together, alone, with activations recomputed and after a stop; in float64 to its last digits."""
+    base = tiny_base()
+    plain = dequantise(load_quantised(base, "nf4 double"), torch.float32)
+    plain.config.quantization_config = None
+    del plain.config.quantization_config
+    plain.save_pretrained(tmp_path / "plain")
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        if (Path(base) / name).exists():
+            (tmp_path / "plain" / name).write_bytes((Path(base) / name).read_bytes())
+    jobs = [{**job, "train": {**job["train"], "max_steps": 3}} for job in JOBS]
+    jobs[0]["data"] = {"path": write_rows("lora", 12, seed=5), "eval_path": write_rows("held", 5, seed=9)}
+    dense = config(str(tmp_path / "plain"), tmp_path / "dense", write_rows, jobs, dtype="float64")
+    train(dense)
+    tree = {**dense, "base_model": base, "output_dir": str(tmp_path / "codes"), "quantization": DOUBLE}
+    train(tree, max_steps=2)
+    train({**tree, "gradient_checkpointing": True}, resume=True)
+    alone = {**tree, "output_dir": str(tmp_path / "alone"), "jobs": tree["jobs"][3:], "max_tokens_per_microbatch": 64}
+    train(alone)
+    for job in jobs:
+        assert distance(adapter(tmp_path / "codes", job["name"]), adapter(tmp_path / "dense", job["name"])) < 1e-10
+    assert distance(adapter(tmp_path / "alone", jobs[3]["name"]), adapter(tmp_path / "dense", jobs[3]["name"])) < 1e-10
+    evals = [
+        [json.loads(line)["eval_loss"] for line in (tmp_path / out / "evals.jsonl").open()]
+        for out in ("dense", "codes")
+    ]
+    assert evals[0][0] == pytest.approx(evals[1][0], abs=1e-10) and evals[0][-1] == pytest.approx(
+        evals[1][-1], abs=1e-10
+    )
+    with pytest.raises(InputError, match="quantization changed"):
+        train({**tree, "quantization": "nf4"}, resume=True)
+
+
+def test_a_model_that_was_saved_quantised_gives_the_same_bits(
+    tiny_base: Base, write_rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = tiny_base()
+    for kind, asked in (("nf4 double", DOUBLE), ("int8", "int8")):
+        saved = tmp_path / kind
+        load_quantised(base, kind).save_pretrained(saved)
+        for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+            if (Path(base) / name).exists():
+                (saved / name).write_bytes((Path(base) / name).read_bytes())
+        tree = config(base, tmp_path / f"{kind} made", write_rows, JOBS[:1], quantization=asked)
+        tree["jobs"][0]["train"]["max_steps"] = 2
+        train(tree)
+        again = {**tree, "base_model": str(saved), "quantization": None, "output_dir": str(tmp_path / f"{kind} saved")}
+        train(again)
+        made, read = (adapter(tmp_path / f"{kind} {how}", "lora") for how in ("made", "saved"))
+        assert all(torch.equal(made[key], read[key]) for key in made)
+        with pytest.raises(
+            InputError, match=r"quantization is fp4, but base_model .* is saved as .*; leave the key out"
+        ):
+            prepare(Run.model_validate({**again, "quantization": "fp4"}))
+        with pytest.raises(InputError, match=r"parallel.shard_base does not take quantised layers apart \(base_model"):
+            prepare(Run.model_validate({**again, "parallel": {"shard_base": True}}))
+
+
+@pytest.mark.parametrize("quantization", [DOUBLE, "int8"], ids=str)
+def test_what_a_plan_predicts_is_what_codes_take_and_no_dense_copy_is_kept(
+    quantization: Any, write_rows: Rows, tmp_path: Path, tiny_base: Base
+) -> None:
+    tiny_model("llama", hidden_size=128, intermediate_size=512, vocab_size=320).save_pretrained(tmp_path / "base")
+    for file in Path(tiny_base()).glob("*token*"):
+        (tmp_path / "base" / file.name).write_bytes(file.read_bytes())
+    tree = config(
+        str(tmp_path / "base"), tmp_path / "out", write_rows, JOBS[:1], quantization=quantization, dtype="bfloat16"
+    )
+    run = Run.model_validate(tree)
+    prepared = prepare(run)
+    base = load_base(run, prepared.tokenizer)
+    layers = [module for module in base.model.modules() if isinstance(module, QuantizedLinear)]
+    assert len(layers) == 14 and type(base.model.get_output_embeddings()) is torch.nn.Linear
+    assert all(isinstance(layer.frozen, Quantized) and layer.frozen.dtype == torch.bfloat16 for layer in layers)
+    held = sum(tensor.nbytes for tensor in base.model.state_dict().values())
+    predicted = memory_parts(run, prepared, 1)["frozen weights"] - 2 * 2 * prepared.shape.largest
+    assert abs(predicted / held - 1) < 0.05
+    assert {parameter.dtype for layer in layers for parameter in layer.parameters()} <= {torch.uint8, torch.int8}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"quantization": "int4"}, "quantization.method: "),
+        ({"quantization": {"method": "int8", "double_quant": True}}, "the scales of int8 are not quantised"),
+        (
+            {"quantization": "nf4", "parallel": {"shard_base": True}},
+            "parallel.shard_base does not take quantised layers apart",
+        ),
+        ({"quantization": "nf4", "parallel": {"tensor": 2}}, "parallel.tensor does not take quantised layers apart"),
+        ({"quantization": "nf4", "cuda_graphs": True}, "cuda_graphs: true is not for quantised layers"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(changes: dict[str, Any], said: str, write_rows: Rows) -> None:
+    from packlora.run_file import run_from
+
+    with pytest.raises(InputError) as caught:
+        run_from(config("base", Path("out"), write_rows, JOBS[:1], **changes))
+    assert said in str(caught.value)
+
+
+def test_what_is_not_installed_or_known_is_refused_before_training(
+    tiny_base: Base, write_rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = tmp_path / "base"
+    tiny_model("llama").save_pretrained(base)
+    tree = config(str(base), tmp_path / "out", write_rows, JOBS[:1])
+    find = importlib.util.find_spec
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            importlib.util, "find_spec", lambda name, *a: None if name == "bitsandbytes" else find(name, *a)
+        )
+        with pytest.raises(InputError, match=r"quantization: nf4 cannot be met: .*pip install 'packlora\[quant\]'"):
+            prepare(Run.model_validate({**tree, "quantization": "nf4"}))
+    file = base / "config.json"
+    file.write_text(
+        json.dumps(json.loads(file.read_text()) | {"quantization_config": {"quant_method": "gptq", "bits": 4}})
+    )
+    with pytest.raises(InputError, match=r"is quantised by gptq; this version takes floats and .*dequantize"):
+        prepare(Run.model_validate(tree))
+
+
+def test_an_adapter_of_a_quantised_base_is_merged_into_what_its_codes_stand_for(
+    tiny_base: Base, write_rows: Rows, tmp_path: Path
+) -> None:
+    base, ids = tiny_base("qwen2"), torch.arange(3, 40)[None]
+    job = {
+        "name": "dora",
+        "adapter": {"r": 4, "use_dora": True, "target_modules": ["q_proj", "up_proj"]},
+        "train": {"max_steps": 2},
+    }
+    train(config(base, tmp_path / "out", write_rows, [job], quantization=DOUBLE))
+    folder = tmp_path / "out" / "dora"
+    plain = dequantise(load_quantised(base, "nf4 double"), torch.float32)
+    with torch.no_grad():
+        want = PeftModel.from_pretrained(plain, folder)(ids).logits
+        for out, asked in (("auto", {}), ("told", {"quantization": "nf4", "double_quant": True})):
+            note = merge_adapter(folder, tmp_path / out, base, **asked)  # type: ignore[arg-type]
+            merged = AutoModelForCausalLM.from_pretrained(tmp_path / out, dtype=torch.float32)
+            torch.testing.assert_close(merged(ids).logits, want, rtol=1e-4, atol=1e-4)
+            assert note is not None and "nf4 with double_quant codes of the base stand for" in note and "% off" in note
+        assert merge_adapter(folder, tmp_path / "none", base, quantization="none") is None
+        dense = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+        want = PeftModel.from_pretrained(dense, folder)(ids).logits
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "none", dtype=torch.float32)
+        torch.testing.assert_close(merged(ids).logits, want, rtol=1e-4, atol=1e-4)
+    with pytest.raises(InputError, match=r"--quantization nf5: .*; give auto, none, nf4, fp4 or int8"):
+        merge_adapter(folder, tmp_path / "no", base, quantization="nf5")
+    load_quantised(base, "nf4").save_pretrained(tmp_path / "codes")
+    with pytest.raises(
+        InputError, match="holds codes; the model of floats that they were made of is needed; --base-model"
+    ):
+        merge_adapter(folder, tmp_path / "no", str(tmp_path / "codes"))

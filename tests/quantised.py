@@ -1,0 +1,68 @@
+"""Weights as bitsandbytes quantises them, for tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from packlora.ops.lora_linear.quantized import Codes, EightBit, FourBit, codes_of
+
+bnb: Any = pytest.importorskip("bitsandbytes")
+KINDS = ("nf4", "nf4 double", "fp4", "int8")
+
+
+def codes(weight_NK: torch.Tensor, kind: str) -> Codes:
+    """A weight in codes of a kind; float64 is quantised as float32."""
+    weight_NK = weight_NK.float() if weight_NK.dtype == torch.float64 else weight_NK
+    method, _, double = kind.partition(" ")
+    if method == "int8":
+        stored, largest_N, _ = bnb.functional.int8_vectorwise_quant(weight_NK.half())
+        return EightBit(stored, largest_N)
+    stored, state = bnb.functional.quantize_4bit(weight_NK, quant_type=method, compress_statistics=bool(double))
+    return FourBit(stored, state)
+
+
+def dequantised(own: Codes) -> torch.Tensor:
+    """What bitsandbytes makes of codes, in float64."""
+    if isinstance(own, FourBit):
+        made: torch.Tensor = bnb.functional.dequantize_4bit(own.stored, own.state)
+        return made.double()
+    assert isinstance(own, EightBit)
+    return own.stored.double() * (own.largest_N[:, None] * (1 / 127))
+
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+    "nf4 double": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
+    "fp4": {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
+    "int8": {"load_in_8bit": True},
+}
+
+
+def load_quantised(folder: str, kind: str, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Any:
+    """A model as users of PEFT load it for training on quantised weights."""
+    settings = dict(CONFIGS[kind])
+    if "load_in_4bit" in settings:
+        settings["bnb_4bit_compute_dtype"] = dtype
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, device_map={"": device},
+        quantization_config=transformers.BitsAndBytesConfig(**settings), attn_implementation="eager",
+    )  # fmt: skip
+    return model.train()
+
+
+def dequantise(model: Any, dtype: torch.dtype) -> Any:
+    """The model with plain layers in the place of quantised ones, which hold what their codes stand for."""
+    for path, module in list(model.named_modules()):
+        if isinstance(module, bnb.nn.Linear4bit | bnb.nn.Linear8bitLt):
+            plain = torch.nn.Linear(module.in_features, module.out_features, module.bias is not None, dtype=dtype)
+            plain.weight = torch.nn.Parameter(dequantised(codes_of(module)).to(dtype), requires_grad=False)
+            if module.bias is not None:
+                plain.bias = torch.nn.Parameter(module.bias.detach().to(dtype), requires_grad=False)
+            model.set_submodule(path, plain)
+    for name in ("is_quantized", "is_loaded_in_4bit", "is_loaded_in_8bit", "quantization_method", "hf_quantizer"):
+        model.__dict__.pop(name, None)
+    return model.to(dtype)
