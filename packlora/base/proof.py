@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from packlora.base.masks import OWN_MASKS, MaskLimits
-from packlora.base.packing import packed_hidden, packed_logits
+from packlora.base.packing import hidden_states, packed_logits
 from packlora.base.shape import plain_head, scaled_by_place
 from packlora.errors import InputError
 
@@ -70,12 +70,20 @@ def own_logits(model: PreTrainedModel, path: str, longest: Mapping[str, int]) ->
 
 @torch.no_grad()
 def check_packing(
-    model: PreTrainedModel, own: OwnLogits, path: str, longest: Mapping[str, int], notes: list[str]
+    model: PreTrainedModel,
+    own: OwnLogits,
+    path: str,
+    longest: Mapping[str, int],
+    notes: list[str],
+    in_step: bool = False,
 ) -> bool:
     """Refuse a model that packed attention does not serve: most such models would run, and train something else.
 
     Two samples are packed, three times; the first one, at late positions, is another one the third time. Then the second one
     behind a sample as long as the longest of the run. Each must have the logits that the untouched model gives it alone.
+
+    Args:
+        in_step: each process has some of the layers, and the last one the output layer; all run the model as often.
 
     Returns:
         Whether the output layer on the decoder's hidden states gives these logits too, to the bit. It does not where a
@@ -111,10 +119,13 @@ def check_packing(
     if not difference < PROBE_ERROR[model.dtype]:
         raise InputError(what + f"its attention is of another kind (its own logits differ by {difference:.1%})")
     head = plain_head(model)
-    if head is None:
+    if head is None and not in_step:
         return False
     try:
-        hidden = packed_hidden(model, *packs[2].inputs)
+        hidden_TD = hidden_states(model, *packs[2].inputs[:3])
+        if head is None:
+            return False
+        hidden = hidden_TD[packs[2].inputs[3]]
         return torch.equal(torch.nn.functional.linear(hidden[None], head.weight, head.bias)[0].double(), outputs[2])
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
         return False  # a model that cannot be run without its output layer

@@ -83,7 +83,8 @@ class Whole:
     def of(job: Job) -> Whole:
         """All processes that have slices of the job call it."""
         good = None if job.last_good is None else job.whole_of(job.last_good)
-        return Whole(job.whole_of(job.adapter.flat), job.optimizer.state(job.whole_of), good)
+        job.join_untrained()
+        return Whole(job.whole_of(job.adapter.flat), job.optimizer.state(job.whole_of, job.everywhere), good)
 
 
 def save_checkpoint(folder: Path, job: Job, whole: Whole, run: str, keep: int | None = None) -> Path:
@@ -308,7 +309,7 @@ def _read_checkpoint(path: Path, job: Job, manifest: Manifest, sent_back: bool) 
     _take_state(job, {**state, "stopped": None} if sent_back else state)
     _restore_optimizer(path / OPTIMIZER, job)
     if LAST_GOOD in manifest.files:
-        names, good = {name: name for name in job.parameters}, _load_tensors(path / LAST_GOOD, job)
+        names, good = {name: name for name in job.adapter.whole_shapes}, _load_tensors(path / LAST_GOOD, job)
         whole = {name: good[key] for key, name in keyed(job.adapter, names).items()}
         job.last_good = torch.zeros_like(job.adapter.flat)
         views = job.adapter.layout.views(job.last_good)
@@ -351,10 +352,10 @@ def _restore_optimizer(file: Path, job: Job) -> None:
     for key, value in _load_tensors(file, job).items():
         name, _, leaf = key.rpartition("/")
         state.setdefault(name, {})[leaf] = value
-    if state.keys() != job.parameters.keys() - job.untrained:
-        odd = sorted(state.keys() ^ (job.parameters.keys() - job.untrained))[0]
-        raise InputError(f"job {job.name!r}: {file} does not fit the adapter: {odd} is in only one of them")
     shapes = job.adapter.whole_shapes
+    if state.keys() != shapes.keys() - job.untrained:
+        odd = sorted(state.keys() ^ (shapes.keys() - job.untrained))[0]
+        raise InputError(f"job {job.name!r}: {file} does not fit the adapter: {odd} is in only one of them")
     for name, moments in state.items():
         for leaf, value in moments.items():
             if leaf != "step" and value.shape != shapes[name]:
@@ -365,6 +366,7 @@ def _restore_optimizer(file: Path, job: Job) -> None:
         for name, own in cut(job.adapter, {name: moments[leaf] for name, moments in state.items()}).items():
             state[name][leaf] = own
     job.optimizer.load(state)
+    job.untrained &= job.parameters.keys()
 
 
 def _take_state(job: Job, state: dict[str, Any]) -> None:
