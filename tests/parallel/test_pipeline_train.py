@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import json
+import math
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 from conftest import rows_into
-from ranks import Ranks
-from test_replicas import lines, on_ranks, same_run
-from test_tensor_train import BIASED, saved_base
+from ranks import RankFailed, Ranks
+from test_replicas import heard, lines, on_ranks, same_run
+from test_tensor_train import BIASED, alike, saved_base
 from test_training import JOBS, adapter, config, distance, steps, train
+
+import packlora
+from packlora.runtime.job import Job
+from packlora.runtime.pipelined import PipelinedTrainer
+from packlora.runtime.stage import StageDevice
+from packlora.schedule.cost import CostModel
 
 Groups = Callable[[int], Ranks]
 
@@ -57,3 +67,237 @@ def test_a_run_gives_what_one_device_gives(
     assert (record["jobs"], record["model"]["fingerprint"]) == (alone["jobs"], alone["model"]["fingerprint"])
     ran = lines(tmp_path / "out", "microbatches")
     assert sorted(line["index"] for line in ran) == list(range(len(ran)))
+
+
+def on_stages(rank: int, tree: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    """A run, with what happens on a stage counted: forwards that wait for their backward, by their roots that are alive."""
+    waiting: list[weakref.ref[torch.Tensor]] = []
+    most, runs, noops = 0, 0, 0
+    forward, enter = StageDevice.forward, PipelinedTrainer._enter
+
+    def counted(self: StageDevice, *args: Any) -> Any:
+        nonlocal most
+        pending = forward(self, *args)
+        waiting.append(weakref.ref(pending.root))
+        most = max(most, sum(one() is not None for one in waiting))
+        return pending
+
+    def entered(self: PipelinedTrainer, slot: int) -> Any:
+        nonlocal noops
+        found = enter(self, slot)
+        noops += found is not None and not found.runs
+        return found
+
+    def dry(self: PipelinedTrainer) -> None:
+        nonlocal runs
+        runs += 1
+        original(self)
+
+    original = PipelinedTrainer._run_dry
+    with (
+        mock.patch.multiple(PipelinedTrainer, _enter=entered, _run_dry=dry),
+        mock.patch.object(StageDevice, "forward", counted),
+    ):
+        result = packlora.train(tree, **options)
+    return {"status": result.status, "most": most, "noops": noops, "runs": runs}
+
+
+def in_bits(tree: dict[str, Any], out: Path, names: list[str], batch: int = 1) -> dict[str, Any]:
+    """The jobs of those names with global batches of one sample and no clipping: every sum has one order."""
+    jobs = json.loads(json.dumps([job for job in tree["jobs"] if job["name"] in names]))
+    for job in jobs:
+        job["train"] |= {"global_batch_size": batch, "max_grad_norm": 0.0, "num_train_epochs": 1}
+    changes = {"dtype": "float32", "eval_every": 0, "save_every": 0, "schedule": {"method": "solo"}}
+    return {**tree, **changes, "jobs": jobs, "output_dir": str(out)}
+
+
+@pytest.mark.parametrize("names", [["dropped"], ["dora", "lora", "dora.drop"]])
+def test_where_sums_have_one_order_it_has_the_bits_of_one_device(
+    names: list[str], tree: dict[str, Any], ranks: Groups, tmp_path: Path
+) -> None:
+    """One job alone, which leaves a pipeline without work between its steps, and three; without a flush."""
+    asked = in_bits(tree, tmp_path / "alone", names)
+    train(asked)
+    two = {**asked, "output_dir": str(tmp_path / "out"), "parallel": {"pipeline": 2}}
+    first, second = ranks(2).run(on_stages, two, {})
+    assert (first["status"], first["most"], second["most"]) == ("done", 2 - (len(names) == 1), 1)
+    assert first["runs"] == second["runs"] <= len(names), "it runs dry where jobs end, and else nowhere"
+    assert (first["noops"] > 0) == (second["noops"] > 0) == (len(names) == 1)
+    for name in names:
+        file = Path(name, "adapter_model.safetensors")
+        assert (tmp_path / "out" / file).read_bytes() == (tmp_path / "alone" / file).read_bytes(), name
+
+
+# --- events, stops, resuming -------------------------------------------------------------------------------------------
+
+
+def test_the_first_process_hears_what_one_device_tells(
+    tree: dict[str, Any], whole: Path, ranks: Groups, tmp_path: Path
+) -> None:
+    asked = {**tree, "output_dir": str(tmp_path / "out"), "parallel": {"pipeline": 2}}
+    (status, told), (_, other) = ranks(2).run(heard, asked, None, 0, {})
+    assert (status, other) == ("done", [])
+    assert (told[0], told[-1]) == ("RunBegan", "RunEnded")
+    counts = {"TrainingBegan": 1, "Stepped": len(steps(whole)), "JobDone": 5, "Evaluated": len(lines(whole, "evals"))}
+    assert {kind: told.count(kind) for kind in counts} == counts
+    assert told.count("CheckpointSaved") == told.count("CheckpointBegins") > 5
+
+
+def test_a_run_that_is_stopped_goes_on_on_any_number_of_stages(
+    tree: dict[str, Any], whole: Path, ranks: Groups, tmp_path: Path
+) -> None:
+    """Stopped on two stages, on one device, on four, and ended on one. Their checkpoints are those of one device."""
+    out = tmp_path / "out"
+    asked = {**tree, "output_dir": str(out), "save_total_limit": None}
+    assert ranks(2).run(heard, {**asked, "parallel": {"pipeline": 2}}, "", 5, {})[0][0] == "interrupted"
+    assert heard(0, asked, "", 4, {"resume": True})[0] == "interrupted"
+    assert ranks(4).run(heard, {**asked, "parallel": {"pipeline": 4}}, "", 4, {"resume": True})[0][0] == "interrupted"
+    assert heard(0, asked, "", 0, {"resume": True})[0] == "done"
+    same(out, whole)
+    compared = [path for path in whole.glob("*/checkpoint-*") if (out / path.relative_to(whole)).exists()]
+    assert {path.parent.name for path in compared} == {job["name"] for job in tree["jobs"]}
+    for path in compared:
+        alike(out / path.relative_to(whole), path)
+    assert any((path / "last_good.safetensors").exists() for path in compared)
+
+
+def test_a_job_can_be_ended_from_the_first_process(tree: dict[str, Any], ranks: Groups, tmp_path: Path) -> None:
+    jobs = json.loads(json.dumps(tree["jobs"]))[1:4:2]
+    jobs[1]["train"]["num_train_epochs"] = 20
+    asked = {**tree, "jobs": jobs, "output_dir": str(tmp_path / "out"), "parallel": {"pipeline": 2}}
+    assert ranks(2).run(heard, asked, "rs", 1, {})[0][0] == "done"
+    ends = {
+        job["name"]: max(line["step"] for line in steps(tmp_path / "out") if line["job"] == job["name"]) for job in jobs
+    }
+    assert ends["lora"] == 4
+    assert ends["rs"] < 20
+    assert "enough" in json.loads((tmp_path / "out" / "rs" / "trainer_state.json").read_text())["stopped"]
+
+
+# --- jobs that fail ------------------------------------------------------------------------------------------------------
+
+
+def infinite(rank: int, tree: dict[str, Any], on: int) -> dict[str, str | None]:
+    """A run in which a parameter on one stage is not finite after the second step of job "lora"."""
+    original = Job.optimizer_step
+
+    def optimizer_step(job: Job, *args: Any) -> torch.Tensor:
+        numbers = original(job, *args)
+        if rank == on and job.name == "lora" and job.step == 1:
+            numbers[2] = math.inf
+        return numbers
+
+    with mock.patch.object(Job, "optimizer_step", optimizer_step):
+        return {name: job.failure for name, job in packlora.train(tree).jobs.items()}
+
+
+def failures(rank: int, tree: dict[str, Any]) -> dict[str, str | None]:
+    return {name: job.failure for name, job in packlora.train(tree).jobs.items()}
+
+
+@pytest.mark.parametrize(
+    ("rate", "says"), [(1e25, "after step 1: loss nan"), (None, "after step 2: the update made parameters infinite")]
+)
+def test_a_job_fails_alike_on_all_stages_and_the_others_go_on(
+    rate: float | None, says: str, tree: dict[str, Any], ranks: Groups, tmp_path: Path
+) -> None:
+    """One which a step gives no finite loss, and one whose parameters become infinite: the step before is kept."""
+    jobs = json.loads(json.dumps(tree["jobs"]))[:3]
+    if rate is not None:
+        jobs[1]["train"]["learning_rate"] = rate
+    changes = {"jobs": jobs, "save_every": 0, "eval_every": 0, "dtype": "float32" if rate else "float64"}
+    asked = {**tree, **changes, "output_dir": str(tmp_path / "whole")}
+    two = {**asked, "output_dir": str(tmp_path / "out"), "parallel": {"pipeline": 2}}
+    alone = failures(0, asked) if rate else infinite(0, asked, 0)
+    told = ranks(2).run(failures, two) if rate else ranks(2).run(infinite, two, 1)
+    assert says in str(alone["lora"])
+    assert told == [alone] * 2
+    for job in jobs:
+        bound = 1e-4 if rate else 1e-10
+        assert distance(adapter(tmp_path / "out", job["name"]), adapter(tmp_path / "whole", job["name"])) < bound
+    states = [json.loads((tmp_path / name / "lora" / "trainer_state.json").read_text()) for name in ("out", "whole")]
+    assert states[0]["global_step"] == states[1]["global_step"]
+    assert [line["step"] for line in states[0]["log_history"]] == [line["step"] for line in states[1]["log_history"]]
+
+
+# --- negative controls -------------------------------------------------------------------------------------------------
+
+
+def broken(rank: int, tree: dict[str, Any], how: str) -> str:
+    """A run in which something is wrong on all stages."""
+
+    def early(self: PipelinedTrainer, slot: int) -> None:
+        """Steps with the gradient of the stage alone."""
+        sums = self._inside[slot].sums
+        own = [float(job.square()) for job, _ in self._inside[slot].complete]
+        for row, square in zip(sums[1:], own, strict=True):  # type: ignore[index]
+            row[1] = square
+        steps_of(self, slot)
+
+    steps_of = PipelinedTrainer._take_steps
+    later = swapped(PipelinedTrainer._send_gradient)
+    changes = {
+        "clipped by the stage's own norm": mock.patch.object(PipelinedTrainer, "_take_steps", early),
+        "planned for one stage": mock.patch("packlora.runtime.profiler.planning_cost", return_value=CostModel()),
+        "sums before gradients": mock.patch.object(PipelinedTrainer, "_send_gradient", later),
+    }
+    with changes[how]:
+        return packlora.train(tree).status
+
+
+def swapped(send: Any) -> Any:
+    """Messages of a direction in another order than they are received in."""
+
+    def later(self: PipelinedTrainer, slot: int) -> None:
+        if self._inside[slot].complete:
+            self._add_sums, before = lambda slot: None, self._add_sums  # type: ignore[method-assign]
+            before(slot)
+            self._send_sums(slot)
+        send(self, slot)
+
+    return later
+
+
+def test_the_comparison_sees_what_is_wrong(tree: dict[str, Any], whole: Path, ranks: Groups, tmp_path: Path) -> None:
+    def asked(name: str) -> dict[str, Any]:
+        return {**tree, "output_dir": str(tmp_path / name), "parallel": {"pipeline": 2, "timeout_s": 5}}
+
+    ranks(2).run(broken, asked("clip"), "clipped by the stage's own norm")
+    assert distance(adapter(tmp_path / "clip", "dora"), adapter(whole, "dora")) > 1e-3
+    with pytest.raises(RankFailed, match="a global batch would begin before the step it follows"):
+        ranks(2).run(broken, asked("stale"), "planned for one stage")
+    with pytest.raises(RankFailed):
+        ranks(2).run(broken, asked("order"), "sums before gradients", seconds=30)
+
+
+# --- bad input ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_cut_is_refused_on_every_process(
+    tree: dict[str, Any], tokenizer: Any, ranks: Groups, tmp_path: Path
+) -> None:
+    fresh = {**tree, "jobs": tree["jobs"][1:], "output_dir": str(tmp_path / "out")}
+
+    def refused(parallel: dict[str, Any], **changes: Any) -> str:
+        told = ranks(2).run(on_ranks, {**fresh, **changes, "parallel": parallel}, {})
+        assert told[0] == told[1]
+        assert told[0][1] == -1, told
+        assert not (tmp_path / "out").exists(), "bad input leaves no trace"
+        return str(told[0][0])
+
+    assert "parallel.pipeline is 3, but 2 processes were started" in refused({"pipeline": 3})
+    assert (
+        "parallel.pipeline is 2, but 1 process was started"
+        in on_ranks(0, {**fresh, "parallel": {"pipeline": 2}}, {})[0]
+    )
+    for key, value in (("tensor", 2), ("shard_base", True), ("devices_per_job", 1)):
+        assert f"pipeline is 2 and {key} is {value}; this version takes pipeline alone" in refused(
+            {"pipeline": 2, key: value}
+        )
+    few = saved_base(tmp_path / "few", tokenizer, num_hidden_layers=1)
+    assert "parallel.pipeline is 2, but the model has 1 layers" in refused({"pipeline": 2}, base_model=few)
+    with mock.patch.dict("conftest.FAMILIES", {"mixtral": ("MixtralConfig", {})}):
+        experts = saved_base(tmp_path / "experts", tokenizer, "mixtral")
+    assert "parallel.pipeline: a mixtral model cannot be looked at" in refused(
+        {"pipeline": 2}, base_model=experts, jobs=fresh["jobs"][1:2]
+    )
