@@ -237,7 +237,7 @@ class Job:
         loss, lr = loss_sum / self.label_tokens(self.step), self.lr_at(self.step)
         before, self._before = self._before, None
         assert before is not None
-        refusal = self._refusal(loss, grad_norm)
+        refusal = _refusal(self, loss, grad_norm)
         if refusal is not None:
             self.adapter.flat.copy_(before)
             self.fail(refusal, revert=not math.isfinite(loss))
@@ -266,17 +266,6 @@ class Job:
             self.fail("the update made parameters infinite", revert=True)
             return None
         return replace(result, notice=self._notice(result, largest, bool(changed)))
-
-    def _refusal(self, loss: float, grad_norm: float) -> str | None:
-        """Why the job may not take the step."""
-        if not math.isfinite(loss):
-            return f"loss {loss:g}"
-        if not math.isfinite(grad_norm):
-            hint = "; float16 overflows easily, bfloat16 does not" if self.grad_scale != 1.0 else ""
-            return f"gradient norm {grad_norm:g}{hint}"
-        if not self.found_elsewhere and len(self.without) == len(self.parameters):
-            return "no parameter got a gradient: the adapted layers take no part in the model's output"
-        return None
 
     def _notice(self, result: StepResult, largest: float, changed: bool) -> str | None:
         """That the job goes on without learning, said once; not of one that has nothing left to learn (loss 0)."""
@@ -325,3 +314,15 @@ class Job:
             "failure": self.failure,
             "untrained": sorted(self.untrained),
         } | ({} if self.stopped is None else {"stopped": self.stopped})
+
+
+def _refusal(job: Job, loss: float, grad_norm: float) -> str | None:
+    """Why the job may not take the step."""
+    if not math.isfinite(loss):
+        return f"loss {loss:g}"
+    if not math.isfinite(grad_norm):
+        hint = "; float16 overflows easily, bfloat16 does not" if job.grad_scale != 1.0 else ""
+        return f"gradient norm {grad_norm:g}{hint}"
+    if not job.found_elsewhere and len(job.without) == len(job.parameters):
+        return "no parameter got a gradient: the adapted layers take no part in the model's output"
+    return None

@@ -116,7 +116,9 @@ class PipelinedTrainer(Trainer):
         due = [job for job in self.jobs if job.name in batches and job.is_due(batches[job.name])]
         if not due:
             return Slot(runs=False, steps=False)
-        assert all(job.step == batches[job.name] for job in due), "a global batch would begin before the step it follows"
+        assert all(job.step == batches[job.name] for job in due), (
+            "a global batch would begin before the step it follows"
+        )
         complete = [(self.by_name[name], batch) for name, batch in wave.completes if self.by_name[name].is_due(batch)]
         self._inside[slot] = _Inside(wave, complete, due)
         return Slot(runs=True, steps=bool(complete))

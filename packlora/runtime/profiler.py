@@ -101,6 +101,10 @@ class Profile:
         """Of forward and backward, all stages together."""
         return sum(sum(self.cost.both(microbatch, stage)) for stage in range(self.cost.stages))
 
+    def pace(self, microbatch: Microbatch) -> float:
+        """Seconds from one microbatch to the next like it: those of the slowest stage."""
+        return max(sum(self.cost.both(microbatch, stage)) for stage in range(self.cost.stages))
+
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
@@ -134,6 +138,13 @@ def estimate(run: Run, prepared: PreparedRun, stages: int = 1) -> Profile:
     kept = sum(parts.values()) - per_token
     cost = analytic_cost(run, prepared, machine_flops(device, run.dtype) * PRODUCTS_SHARE[device.type], stages)
     return Profile(stages, "estimated", cost, kept / stages, per_token, memory_room(device))
+
+
+def staged(known: Profile, run: Run, prepared: PreparedRun, stages: int) -> Profile:
+    """What is known of one device, of a pipeline of so many like it."""
+    split = estimate(run, prepared, stages)
+    cost = replace(known.cost, stage_shares=split.cost.stage_shares)
+    return replace(known, stages=stages, cost=cost, kept_bytes=known.kept_bytes / stages)
 
 
 def stage_layers(run: Run, prepared: PreparedRun, stages: int) -> tuple[int, ...]:

@@ -166,7 +166,7 @@ class Runner:
         self._untold.append(
             MicrobatchDone(
                 self.logged, wave.window.first_round, wave.slot + rank, min(batches.values()), batches, self.budget.tokens,
-                tokens, samples, 0.0, self.profile.seconds(microbatch), rank,
+                tokens, samples, 0.0, self.profile.pace(microbatch), rank,
             )
         )  # fmt: skip
         self.logged += 1
