@@ -83,7 +83,8 @@ def check_packing(
     behind a sample as long as the longest of the run. Each must have the logits that the untouched model gives it alone.
 
     Args:
-        in_step: each process has some of the layers, and the last one the output layer; all run the model as often.
+        in_step: each process has some of the layers, and the last one the output layer; all run the model as often, and
+            without gradients.
 
     Returns:
         Whether the output layer on the decoder's hidden states gives these logits too, to the bit. It does not where a
@@ -100,12 +101,13 @@ def check_packing(
     with _cannot_be_packed(model, path):
         outputs = [pack.logits(model) for pack in packs]
         same_bits = torch.equal(outputs[0][n:], outputs[2][n:])
-        apart = same_bits or not _gradient_crosses(model, packs[2], n)
+        apart = same_bits or (not in_step and not _gradient_crosses(model, packs[2], n))
     what = f"base_model {path!r}: packlora cannot train a {model.config.model_type} model: "
     if not torch.equal(outputs[0], outputs[1]):
         raise InputError(what + "it gives other numbers every time it is run, so it draws random numbers of its own")
     if not apart or outputs[0][n:].shape != own.second.shape:
-        raise InputError(what + "samples that are packed together see each other")
+        or_rounding = ", or change one another's rounding, as in experts" if in_step else ""
+        raise InputError(what + "samples that are packed together see each other" + or_rounding)
     if not same_bits:
         notes.append("the rounding of the model's experts depends on all samples of a microbatch, and so on other jobs")
     _check_limits(model, own.limits, path, longest)
