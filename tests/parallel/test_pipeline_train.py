@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import shutil
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -159,6 +161,44 @@ def test_a_run_that_is_stopped_goes_on_on_any_number_of_stages(
     for path in compared:
         alike(out / path.relative_to(whole), path)
     assert any((path / "last_good.safetensors").exists() for path in compared)
+
+
+def killed(rank: int, tree: dict[str, Any]) -> str:
+    """A run in which the second process dies at its fifth step."""
+    original, count = Job.count_step, 0
+
+    def count_step(job: Job, *numbers: Any) -> Any:
+        nonlocal count
+        count += 1
+        if rank == 1 and count == 5:
+            os._exit(9)
+        return original(job, *numbers)
+
+    with mock.patch.object(Job, "count_step", count_step):
+        return packlora.train(tree).status
+
+
+def test_a_run_that_was_killed_ends_with_a_reason_and_goes_on_with_the_bits_of_one_that_was_not(
+    tree: dict[str, Any], whole: Path, ranks: Groups, tmp_path: Path
+) -> None:
+    jobs = tree["jobs"][:2]
+    asked, other = (
+        {**tree, "jobs": jobs, "save_every": 1, "output_dir": str(tmp_path / name), "parallel": {"pipeline": 2}}
+        for name in ("out", "other")
+    )
+    with pytest.raises(RankFailed, match="rank 1: the process ended with 9") as caught:
+        ranks(2).run(killed, asked)
+    assert "process 0 of 2 waited in vain for another one of the run" in str(caught.value)
+    assert list((tmp_path / "out").glob("*/checkpoint-1"))
+    shutil.copytree(tmp_path / "out", tmp_path / "alone")
+    assert ranks(2).run(on_ranks, asked, {"resume": True})[0][0] == "done"
+    assert ranks(2).run(on_ranks, other, {})[0][0] == "done"
+    alone = {**asked, "output_dir": str(tmp_path / "alone"), "parallel": "auto"}
+    assert train(alone, resume=True).status == "done"
+    for job in jobs:
+        files = [tmp_path / name / job["name"] / "adapter_model.safetensors" for name in ("out", "other")]
+        assert files[0].read_bytes() == files[1].read_bytes()
+        assert distance(adapter(tmp_path / "alone", job["name"]), adapter(whole, job["name"])) < 1e-10
 
 
 def test_a_job_can_be_ended_from_the_first_process(tree: dict[str, Any], ranks: Groups, tmp_path: Path) -> None:
