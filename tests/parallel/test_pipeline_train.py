@@ -21,6 +21,8 @@ from test_tensor_train import BIASED, alike, saved_base
 from test_training import JOBS, adapter, config, distance, steps, train
 
 import packlora
+from packlora.commands.plan import make_plan
+from packlora.config import Run
 from packlora.runtime.job import Job
 from packlora.runtime.pipelined import PipelinedTrainer
 from packlora.runtime.stage import StageDevice
@@ -60,15 +62,20 @@ def test_a_run_gives_what_one_device_gives(
 ) -> None:
     parallel = {"pipeline": stages}
     asked = {**tree, "output_dir": str(tmp_path / "out"), "gradient_checkpointing": checkpointing, "parallel": parallel}
-    told = ranks(stages).run(on_ranks, asked, {})
-    tokens = sum(line["tokens"] for line in steps(whole))
-    assert told == [("done", tokens, [job["name"] for job in tree["jobs"]])] * stages
+    (status, told), *others = ranks(stages).run(heard, asked, None, 0, {})
+    assert [status, *others] == ["done"] + [("done", [])] * (stages - 1), "only the first process has subscribers"
+    assert (told[0], told[-1]) == ("RunBegan", "RunEnded")
+    counts = {"TrainingBegan": 1, "Stepped": len(steps(whole)), "JobDone": 5, "Evaluated": len(lines(whole, "evals"))}
+    assert {kind: told.count(kind) for kind in counts} == counts
+    assert told.count("CheckpointSaved") == told.count("CheckpointBegins") > 5
     same(tmp_path / "out", whole)
     record, alone = (json.loads((out / "run.json").read_text()) for out in (tmp_path / "out", whole))
     assert record["schedule"]["layout"]["pipeline"] == stages
     assert (record["jobs"], record["model"]["fingerprint"]) == (alone["jobs"], alone["model"]["fingerprint"])
     ran = lines(tmp_path / "out", "microbatches")
     assert sorted(line["index"] for line in ran) == list(range(len(ran)))
+    assert sum(sum(line["tokens"].values()) for line in ran) == sum(line["tokens"] for line in steps(whole))
+    assert (tmp_path / "out" / "report.html").stat().st_size > 1000
 
 
 def on_stages(rank: int, tree: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
@@ -130,19 +137,7 @@ def test_where_sums_have_one_order_it_has_the_bits_of_one_device(
         assert (tmp_path / "out" / file).read_bytes() == (tmp_path / "alone" / file).read_bytes(), name
 
 
-# --- events, stops, resuming -------------------------------------------------------------------------------------------
-
-
-def test_the_first_process_hears_what_one_device_tells(
-    tree: dict[str, Any], whole: Path, ranks: Groups, tmp_path: Path
-) -> None:
-    asked = {**tree, "output_dir": str(tmp_path / "out"), "parallel": {"pipeline": 2}}
-    (status, told), (_, other) = ranks(2).run(heard, asked, None, 0, {})
-    assert (status, other) == ("done", [])
-    assert (told[0], told[-1]) == ("RunBegan", "RunEnded")
-    counts = {"TrainingBegan": 1, "Stepped": len(steps(whole)), "JobDone": 5, "Evaluated": len(lines(whole, "evals"))}
-    assert {kind: told.count(kind) for kind in counts} == counts
-    assert told.count("CheckpointSaved") == told.count("CheckpointBegins") > 5
+# --- stops, resuming ---------------------------------------------------------------------------------------------------
 
 
 def test_a_run_that_is_stopped_goes_on_on_any_number_of_stages(
@@ -178,6 +173,7 @@ def killed(rank: int, tree: dict[str, Any]) -> str:
         return packlora.train(tree).status
 
 
+@pytest.mark.soak
 def test_a_run_that_was_killed_ends_with_a_reason_and_goes_on_with_the_bits_of_one_that_was_not(
     tree: dict[str, Any], whole: Path, ranks: Groups, tmp_path: Path
 ) -> None:
@@ -341,3 +337,24 @@ def test_what_cannot_be_cut_is_refused_on_every_process(
     assert "parallel.pipeline: a mixtral model cannot be looked at" in refused(
         {"pipeline": 2}, base_model=experts, jobs=fresh["jobs"][1:2]
     )
+
+
+def test_plan_predicts_what_is_trained(tree: dict[str, Any], ranks: Groups, tmp_path: Path) -> None:
+    """Microbatches and no-ops; and the time that the windows say, each of which is taken to begin with an empty pipeline."""
+    asked = {**tree, "jobs": tree["jobs"][1:3], "output_dir": str(tmp_path / "out"), "parallel": {"pipeline": 2}}
+    plan = make_plan(Run.model_validate(asked))
+    used = plan.methods[-1]
+    assert (plan.stages, plan.to_json()["stages"]) == (2, 2)
+    assert 0 < used.bubble < 1 and used.seconds > 0
+    ranks(2).run(on_ranks, asked, {})
+    windows = lines(tmp_path / "out", "windows")
+    assert (
+        used.microbatches
+        == sum(line["microbatches"] for line in windows)
+        == len(lines(tmp_path / "out", "microbatches"))
+    )
+    assert used.noops == sum(line["noops"] for line in windows)
+    with pytest.raises(packlora.InputError, match=r"--stages is 3, but parallel\.pipeline is 2"):
+        make_plan(Run.model_validate(asked), stages=3)
+    with pytest.raises(packlora.InputError, match=r"--gpus is 4, but parallel\.pipeline is 2"):
+        make_plan(Run.model_validate(asked), gpus=4)
