@@ -11,7 +11,6 @@ stages.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -281,10 +280,9 @@ def _alike(x: Any, y: Any) -> bool:
 
 
 def outside(model: PreTrainedModel, paths: Sequence[str]) -> list[str]:
-    """Of modules with adapters, those that are on every stage: neither in a layer nor the output layer."""
-    layers, head = decoder_layers(model), model.get_output_embeddings()
-    inside = re.compile("|".join(re.escape(path) + r"\." for path in layers))
-    return [path for path in paths if not inside.match(path) and model.get_submodule(path) is not head]
+    """Of modules with adapters, those that are in no layer, and so on every stage."""
+    inside = tuple(f"{path}." for path in decoder_layers(model))
+    return [path for path in paths if not path.startswith(inside)]
 
 
 def across_stages(adapters: Sequence[Adapter], links: Links, mesh: OneProcess) -> dict[str, AcrossStages]:
@@ -350,7 +348,7 @@ def check_stages(model: PreTrainedModel, layers: int, adapted: Mapping[str, Sequ
         if found := outside(model, paths):
             raise InputError(
                 f"job {job!r}: {found[0]} is outside of the decoder's layers, and so on every stage of a pipeline "
-                "(parallel.pipeline); adapters are taken on layers and on the output layer"
+                "(parallel.pipeline); adapters are taken in layers"
             )
 
 

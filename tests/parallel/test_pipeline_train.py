@@ -78,6 +78,29 @@ def test_a_run_gives_what_one_device_gives(
     assert (tmp_path / "out" / "report.html").stat().st_size > 1000
 
 
+def test_jobs_may_have_adapters_on_some_stages_alone(tree: dict[str, Any], ranks: Groups, tmp_path: Path) -> None:
+    """On the first layer, on the last one; and one that goes on from an adapter. Stopped on the way."""
+    targets = {"first": r".*layers\.0\..*_proj", "last": r".*layers\.4\.mlp\..*_proj"}
+    data = tree["jobs"][0]["data"]
+    jobs: list[dict[str, Any]] = [
+        {"name": name, "adapter": {"r": 3, "target_modules": own}, "data": data} for name, own in targets.items()
+    ]
+    asked = {**tree, "output_dir": str(tmp_path / "start"), "jobs": jobs, "save_every": 1}
+    train(asked, max_steps=1)
+    more = [{"name": "more", "adapter": {"init_from": str(tmp_path / "start" / "first")}, "data": jobs[0]["data"]}]
+    asked |= {"jobs": jobs + more, "output_dir": str(tmp_path / "alone")}
+    train(asked)
+    two = {**asked, "output_dir": str(tmp_path / "out"), "parallel": {"pipeline": 2}}
+    assert ranks(2).run(heard, two, "", 3, {})[0][0] == "interrupted"
+    assert ranks(2).run(on_ranks, two, {"resume": True})[0][0] == "done"
+    for job in asked["jobs"]:
+        assert distance(adapter(tmp_path / "out", job["name"]), adapter(tmp_path / "alone", job["name"])) < 1e-10
+        states = [
+            json.loads((tmp_path / out / job["name"] / "trainer_state.json").read_text()) for out in ("out", "alone")
+        ]
+        assert states[0]["untrained"] == states[1]["untrained"]
+
+
 def on_stages(rank: int, tree: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
     """A run, with what happens on a stage counted: forwards that wait for their backward, by their roots that are alive."""
     waiting: list[weakref.ref[torch.Tensor]] = []

@@ -144,7 +144,7 @@ def test_only_models_whose_layers_hand_hidden_states_on_are_cut() -> None:
         InputError, match="a llama model has 2 layers in its list of layers, and 3 in its configuration"
     ):
         check_stages(model, 3, {})
-    check_stages(model, 2, {"a": ["model.layers.1.mlp.up_proj", "lm_head"]})
+    check_stages(model, 2, {"a": ["model.layers.1.mlp.up_proj"]})
     opt = transformers.OPTForCausalLM(transformers.OPTConfig(**TINY, ffn_dim=64, word_embed_proj_dim=32))
     with pytest.raises(InputError, match=r"job 'a': model.decoder.project_out is outside of the decoder's layers"):
         check_stages(opt, 2, {"a": ["model.decoder.layers.0.fc1", "model.decoder.project_out"]})
