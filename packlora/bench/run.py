@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from packlora.base.device import choose_device
-from packlora.bench import dora, graphs, layer, model, multi, replicas, tensor_parallel
+from packlora.bench import dora, graphs, layer, model, multi, pipeline, replicas, tensor_parallel
 from packlora.bench.options import PARTS, SHAPE, WITH_LAYERS, Options, Outcome
 from packlora.bench.plots import write_plots
 from packlora.bench.processes import processes
@@ -31,7 +31,7 @@ from packlora.parallel.mesh import Mesh, world_size
 from packlora.runtime.record import device_name
 
 ON_A_DEVICE: dict[str, Any] = {"layer": layer, "multi": multi, "graphs": graphs, "model": model, "dora": dora}
-ON_PROCESSES: dict[str, Any] = {"replicas": replicas, "tensor-parallel": tensor_parallel}
+ON_PROCESSES: dict[str, Any] = {"replicas": replicas, "tensor-parallel": tensor_parallel, "pipeline": pipeline}
 NAMES = (*ON_A_DEVICE, "schedule", *ON_PROCESSES)
 
 
