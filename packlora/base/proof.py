@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,8 +44,17 @@ class OwnLogits:
 
 
 @torch.no_grad()
-def own_logits(model: PreTrainedModel, path: str, longest: Mapping[str, int]) -> OwnLogits:
-    """Run the untouched model on each probe alone. Raises InputError if it does not give numbers."""
+def own_logits(
+    model: PreTrainedModel, path: str, longest: Mapping[str, int], everywhere: Callable[[list[str]], list[str]] = list
+) -> OwnLogits:
+    """Run the untouched model on each probe alone.
+
+    Args:
+        everywhere: names of weights, of all processes that have different ones, from those here; all call it.
+
+    Raises:
+        InputError: it does not give numbers.
+    """
     model.eval()
     second, first = _probe(model, 2), _probe(model, 1)
     start, tokens = _late_start(longest, len(first)), max(longest.values(), default=0)
@@ -55,7 +64,7 @@ def own_logits(model: PreTrainedModel, path: str, longest: Mapping[str, int]) ->
     found, long = MaskLimits({id(module): name for name, module in model.named_modules()}, limits), None
     with _cannot_be_packed(model, path):
         alone = model(input_ids=second[None], use_cache=False).logits[0].double()
-        _check_finite(model, alone, path)
+        _check_finite(model, alone, path, everywhere)
         if tokens > len(first):
             model.set_attn_implementation(OWN_MASKS)
             long = model(
@@ -181,10 +190,12 @@ def _cannot_be_packed(model: PreTrainedModel, path: str) -> Iterator[None]:
         ) from None
 
 
-def _check_finite(model: PreTrainedModel, logits: torch.Tensor, path: str) -> None:
+def _check_finite(
+    model: PreTrainedModel, logits: torch.Tensor, path: str, everywhere: Callable[[list[str]], list[str]]
+) -> None:
     if bool(logits.isfinite().all()):
         return
-    bad = [name for name, tensor in model.state_dict().items() if not _is_finite(tensor)]
+    bad = everywhere([name for name, tensor in model.state_dict().items() if not _is_finite(tensor)])
     if bad:
         more = f" and {len(bad) - 1} more tensors" if bad[1:] else ""
         raise InputError(f"base_model {path!r}: the weights hold NaN or infinity: {bad[0]}{more}; load a sound copy")

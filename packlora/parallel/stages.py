@@ -151,7 +151,7 @@ def load_stage(
     path, device = base_path(run.base_model), choose_device(run.device)
     model, stage, known = together(mesh, lambda: _filled(run, path, device, links, counts, mesh))
     with stage.in_step(model):
-        own = own_logits(model, path, longest)
+        own = own_logits(model, path, longest, lambda bad: [name for found in mesh.gather(bad) for name in found])
         for limits in mesh.gather(own.limits):
             own.limits |= limits
         notes = [f"a pipeline of {len(counts)} stages, of {', '.join(map(str, counts))} layers"]

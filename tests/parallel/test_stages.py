@@ -109,6 +109,16 @@ def test_four_stages_and_a_model_that_packing_does_not_serve(ranks: Callable[[in
         assert own[0][0] == f"{alone.value}, or change one another's rounding, as in experts"
 
 
+def test_weights_that_are_no_numbers_are_named_by_all_stages(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+    model = tiny_model("llama", num_hidden_layers=2)
+    model.model.layers[1].mlp.up_proj.weight.data[0, 0] = float("nan")
+    model.save_pretrained(tmp_path)
+    with pytest.raises(InputError, match=r"layers\.1\.mlp\.up_proj") as alone:
+        load_base(run_of(str(tmp_path)), None, {"a": 70})
+    for own in ranks(2).run(loaded, [str(tmp_path)], [1, 1]):
+        assert own[0][0] == str(alone.value)
+
+
 def test_a_layer_that_mixes_samples_is_found_on_whatever_stage_it_is(
     ranks: Callable[[int], Ranks], tmp_path: Path
 ) -> None:
