@@ -207,7 +207,8 @@ def bench(
         str,
         typer.Argument(
             metavar="NAME",
-            help="layer, multi, graphs, model, dora, small, quantised, schedule; under torchrun replicas, tensor-parallel.",
+            help="layer, multi, graphs, model, dora, small, quantised, schedule; under torchrun replicas, tensor-parallel, "
+            "pipeline.",
         ),
     ],
     out: Annotated[Path, typer.Option(metavar="FILE", help="The JSON file to write.")],
@@ -215,7 +216,8 @@ def bench(
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:<number>.")] = "auto",
     only: Annotated[str | None, typer.Option(help="Contenders, packlora:PLAN, words of cases; commas between.")] = None,
     layers: Annotated[
-        int | None, typer.Option(min=1, help="model, dora, replicas, tensor-parallel: shrink models to so many layers.")
+        int | None,
+        typer.Option(min=1, help="model, dora, under torchrun all: shrink models to so many layers."),
     ] = None,
     parts: Annotated[
         str | None,

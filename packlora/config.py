@@ -366,7 +366,8 @@ class ParallelConfig(_Strict):
     timeout_s: float = Field(600, gt=0, le=1e6)
     """Seconds after which a process that does not answer is given up, and the run ends."""
     pipeline: int = Field(1, ge=1)
-    """Devices, one behind the other, that hold a part of the layers each."""
+    """Devices, one behind the other, that hold some of the layers each; microbatches of all jobs pass through them. It is the
+    number of processes."""
     tensor: int = Field(1, ge=1)
     """Devices that hold the base model together, a part of each layer's weights each. It divides the number of processes."""
     expert: int = Field(1, ge=1)
@@ -380,8 +381,16 @@ class ParallelConfig(_Strict):
     def _known(self) -> ParallelConfig:
         if self.devices_per_job != "auto" and self.devices_per_job < 1:
             raise ValueError(f"devices_per_job is {self.devices_per_job}; give auto or a number of devices, at least 1")
-        if self.pipeline != 1 or self.expert != 1:
-            raise ValueError("this version takes neither pipeline nor expert; leave these keys out")
+        if self.expert != 1:
+            raise ValueError("this version does not take expert; leave this key out")
+        others = {"tensor": self.tensor > 1, "shard_base": self.shard_base}
+        others["devices_per_job"] = self.devices_per_job not in ("auto", self.pipeline)
+        for name, is_set in others.items():
+            if self.pipeline > 1 and is_set:
+                raise ValueError(
+                    f"pipeline is {self.pipeline} and {name} is {getattr(self, name)}; this version takes pipeline "
+                    "alone, over all processes"
+                )
         if self.tensor > 1 and self.shard_base:
             raise ValueError(f"tensor is {self.tensor} and shard_base is true, two ways to share the weights; give one")
         if self.sequence_parallel and self.tensor == 1:
@@ -397,6 +406,8 @@ class ParallelConfig(_Strict):
         """Raises InputError where so many processes cannot be divided as asked."""
         each = self.devices_per_job
         started = f"{processes} {'process was' if processes == 1 else 'processes were'} started, one for each device"
+        if self.pipeline > 1 and processes != self.pipeline:
+            raise InputError(f"parallel.pipeline is {self.pipeline}, but {started}; start {self.pipeline}")
         if processes % self.tensor:
             raise InputError(
                 f"parallel.tensor is {self.tensor}, but {started}; start a multiple of {self.tensor}, or give a number that "
@@ -561,8 +572,11 @@ class Run(_Strict):
 
     def check_quantized(self, what: str) -> None:
         """Raises ValueError where a setting does not go with a quantised base model. what: makes it one, for the message."""
-        if self.parallel.shard_base or self.parallel.tensor > 1:
-            key = "shard_base" if self.parallel.shard_base else "tensor"
+        apart = {
+            "shard_base": self.parallel.shard_base, "tensor": self.parallel.tensor > 1, "pipeline": self.parallel.pipeline > 1,
+        }  # fmt: skip
+        if any(apart.values()):
+            key = next(key for key, asked in apart.items() if asked)
             raise ValueError(f"parallel.{key} does not take quantised layers apart ({what}); leave one of them out")
         if self.cuda_graphs is True:
             raise ValueError(

@@ -6,8 +6,8 @@ Adapted linear layers are replaced in place by AdaptedLinear; everything else of
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ class Adapter:
     flat: all its trainable parameters, one tensor of float32 (float64 on a float64 base); those of `weights` are views of it.
     layout: of `flat`, by the names of `named_parameters`; biases lie behind all others.
     trained_on: how the weights of its layers are quantised, as text for its file; None of dense ones.
+    elsewhere: shapes of its parameters on layers that are not of this model, but of other stages (parallel/stages.py), by name.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Adapter:
     layout: FlatLayout
     flat: torch.Tensor
     trained_on: dict[str, Any] | None = None
+    elsewhere: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def named_parameters(self) -> dict[str, torch.nn.Parameter]:
         """All trainable parameters, as `module path/A` and so on, in model order."""
@@ -56,8 +58,8 @@ class Adapter:
 
     @property
     def whole_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of all of them by name, also where other processes have slices of them."""
-        return {
+        """Of all of them by name, also where other processes have them, or slices of them."""
+        return dict(self.elsewhere) | {
             f"{path}/{name}": weights.whole_shape(name, parameter.shape)
             for path, weights in self.weights.items()
             for name, parameter in weights.named_parameters().items()
@@ -86,7 +88,8 @@ def attach(
         seed: of every adapter, or by job name.
         chooser: chooses how layers are computed, one for all or by path; by default from what is known of the device. Siblings
             with different ones are computed apart.
-        storage: how the weights of the model lie; None: in memory.
+        storage: how the weights of the model lie; None: in memory. Where it is not whole, modules that the model lacks are
+            elsewhere.
     """
     model.requires_grad_(False)
     if not isinstance(chooser, Mapping):
@@ -97,12 +100,14 @@ def attach(
     norms = RowNorms()
     groups = shared_inputs(model)
     seeds = dict.fromkeys(specs, seed) if isinstance(seed, int) else seed
+    own = {path for path, _ in model.named_modules()}
+    here = {job: [p for p in spec.modules if attached.storage.is_whole or p in own] for job, spec in specs.items()}
     adapters = []
     for number, (job, spec) in enumerate(specs.items()):
-        for path in spec.modules:
+        for path in here[job]:
             if path not in layers:
                 layers[path] = _replace(model, path, groups.get(path, (path,))[0], attached, chooser[path])
-        adapters.append(_adapter(job, number, spec, layers, seeds[job]))
+        adapters.append(_adapter(job, number, spec, here[job], layers, seeds[job], model))
     made = [
         first
         for path in attached.storage.each(layers)
@@ -127,18 +132,22 @@ def attach(
     return attached, adapters
 
 
-def _adapter(name: str, number: int, spec: AdapterSpec, layers: Mapping[str, AdaptedLinear], seed: int) -> Adapter:
-    """Make an adapter and put it onto its layers."""
-    shapes = {path: parameter_shapes(module, layers[path].base) for path, module in spec.modules.items()}
+def _adapter(
+    name: str, number: int, spec: AdapterSpec, here: Sequence[str], layers: Mapping[str, AdaptedLinear], seed: int,
+    model: PreTrainedModel,
+) -> Adapter:  # fmt: skip
+    """Make an adapter and put it onto those of its layers that are here."""
+    shapes = {path: parameter_shapes(spec.modules[path], layers[path].base) for path in here}
     named = {f"{path}/{attribute}": shape for path, own in shapes.items() for attribute, shape in own.items()}
     layout = FlatLayout(dict(sorted(named.items(), key=lambda item: item[0].endswith("/bias"))))
-    frozen = [layers[path].frozen() for path in spec.modules]
-    wide = torch.float64 if any(weight.dtype == torch.float64 for weight in frozen) else torch.float32
-    flat = torch.zeros(layout.size, dtype=wide, device=frozen[0].device)
+    frozen = [layers[path].frozen() for path in here]
+    dtypes = [weight.dtype for weight in frozen] or [model.dtype]
+    wide = torch.float64 if torch.float64 in dtypes else torch.float32
+    flat = torch.zeros(layout.size, dtype=wide, device=model.device)
     views, weights = layout.views(flat), {}
-    for path, module in spec.modules.items():
+    for path in here:
         room = {attribute: views[f"{path}/{attribute}"] for attribute in shapes[path]}
-        weights[path] = AdapterWeights(module, layers[path].base, stable_hash("start", seed, path), room)
+        weights[path] = AdapterWeights(spec.modules[path], layers[path].base, stable_hash("start", seed, path), room)
         layers[path].adapters[number] = weights[path]
     codes = next((one.codes for one in frozen if isinstance(one, Quantized)), None)
     trained_on: dict[str, Any] | None = None

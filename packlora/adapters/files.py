@@ -87,11 +87,11 @@ class _Stored(AdapterConfig):
 
 def keyed(adapter: Adapter, named: Mapping[str, T]) -> dict[str, T]:
     """By PEFT's keys what is named by the adapter's parameters."""
-    return {
-        tensor_key(path, name, weights.spec): named[f"{path}/{name}"]
-        for path, weights in adapter.weights.items()
-        for name in weights.named_parameters()
-    }
+    out = {}
+    for name, value in named.items():
+        path, _, attribute = name.rpartition("/")
+        out[tensor_key(path, attribute, adapter.spec.modules[path])] = value
+    return out
 
 
 def tensor_shapes(spec: AdapterSpec, model: PreTrainedModel) -> dict[str, torch.Size]:
@@ -300,7 +300,7 @@ def load_adapter(folder: str | Path, adapter: Adapter) -> None:
         for path, weights in adapter.weights.items()
         for name, parameter in weights.named_parameters().items()
     }
-    shapes = {key: torch.Size(own.whole_shape(name, target.shape)) for key, (own, name, target) in wanted.items()}
+    shapes = {key: torch.Size(shape) for key, shape in keyed(adapter, adapter.whole_shapes).items()}
     tensors = read_tensors(folder, shapes, adapter.name)
     with torch.no_grad():
         for key, (own, name, target) in wanted.items():

@@ -29,7 +29,7 @@ class Place(NamedTuple):
 class FlatLayout:
     """The places of tensors in one tensor of one dimension, by name, in the order in which they lie.
 
-    size: elements of the whole.
+    size: elements of the whole, at least one row.
     """
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -39,7 +39,7 @@ class FlatLayout:
             stop = start + _rounded(math.prod(shape), ALIGNED)
             self.places[name] = Place(start, stop, shape)
             start = stop
-        self.size = _rounded(start, ROW)
+        self.size = max(_rounded(start, ROW), ROW)
 
     def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         """The tensors that lie in `flat` [size]. Writes into them move its version, and the other way round."""

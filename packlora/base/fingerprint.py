@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -37,9 +37,22 @@ def fingerprint(model: PreTrainedModel, path: str, revision: str | None) -> Fing
         model: in the dtype that it is used in, so what the cast rounds away does not count.
         path, revision: what it was loaded from.
     """
-    weights, held = hashlib.blake2b(digest_size=16), model.state_dict()
-    for (name, tensor), words in zip(held.items(), word_sums([*held.values()]), strict=True):
-        weights.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {words}\n".encode())
+    held = model.state_dict()
+    return fingerprint_of(held, dict(zip(held, word_sums([*held.values()]), strict=True)), path, revision)
+
+
+def fingerprint_of(
+    held: Mapping[str, torch.Tensor], sums: Mapping[str, int], path: str, revision: str | None
+) -> Fingerprint:
+    """The same of a model whose weights are elsewhere.
+
+    Args:
+        held: its state dict, on the meta device.
+        sums: the word sum of each tensor.
+    """
+    weights = hashlib.blake2b(digest_size=16)
+    for name, tensor in held.items():
+        weights.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {sums[name]}\n".encode())
     file = cached_file(path, "config.json", revision=revision)
     assert file is not None
     config = json.loads(Path(file).read_text(encoding="utf-8"))

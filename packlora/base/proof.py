@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from packlora.base.masks import OWN_MASKS, MaskLimits
-from packlora.base.packing import packed_hidden, packed_logits
+from packlora.base.packing import hidden_states, packed_logits
 from packlora.base.shape import plain_head, scaled_by_place
 from packlora.errors import InputError
 
@@ -44,8 +44,17 @@ class OwnLogits:
 
 
 @torch.no_grad()
-def own_logits(model: PreTrainedModel, path: str, longest: Mapping[str, int]) -> OwnLogits:
-    """Run the untouched model on each probe alone. Raises InputError if it does not give numbers."""
+def own_logits(
+    model: PreTrainedModel, path: str, longest: Mapping[str, int], everywhere: Callable[[list[str]], list[str]] = list
+) -> OwnLogits:
+    """Run the untouched model on each probe alone.
+
+    Args:
+        everywhere: names of weights, of all processes that have different ones, from those here; all call it.
+
+    Raises:
+        InputError: it does not give numbers.
+    """
     model.eval()
     second, first = _probe(model, 2), _probe(model, 1)
     start, tokens = _late_start(longest, len(first)), max(longest.values(), default=0)
@@ -55,7 +64,7 @@ def own_logits(model: PreTrainedModel, path: str, longest: Mapping[str, int]) ->
     found, long = MaskLimits({id(module): name for name, module in model.named_modules()}, limits), None
     with _cannot_be_packed(model, path):
         alone = model(input_ids=second[None], use_cache=False).logits[0].double()
-        _check_finite(model, alone, path)
+        _check_finite(model, alone, path, everywhere)
         if tokens > len(first):
             model.set_attn_implementation(OWN_MASKS)
             long = model(
@@ -70,12 +79,21 @@ def own_logits(model: PreTrainedModel, path: str, longest: Mapping[str, int]) ->
 
 @torch.no_grad()
 def check_packing(
-    model: PreTrainedModel, own: OwnLogits, path: str, longest: Mapping[str, int], notes: list[str]
+    model: PreTrainedModel,
+    own: OwnLogits,
+    path: str,
+    longest: Mapping[str, int],
+    notes: list[str],
+    in_step: bool = False,
 ) -> bool:
     """Refuse a model that packed attention does not serve: most such models would run, and train something else.
 
     Two samples are packed, three times; the first one, at late positions, is another one the third time. Then the second one
     behind a sample as long as the longest of the run. Each must have the logits that the untouched model gives it alone.
+
+    Args:
+        in_step: each process has some of the layers, and the last one the output layer; all run the model as often, and
+            without gradients.
 
     Returns:
         Whether the output layer on the decoder's hidden states gives these logits too, to the bit. It does not where a
@@ -92,12 +110,13 @@ def check_packing(
     with _cannot_be_packed(model, path):
         outputs = [pack.logits(model) for pack in packs]
         same_bits = torch.equal(outputs[0][n:], outputs[2][n:])
-        apart = same_bits or not _gradient_crosses(model, packs[2], n)
+        apart = same_bits or (not in_step and not _gradient_crosses(model, packs[2], n))
     what = f"base_model {path!r}: packlora cannot train a {model.config.model_type} model: "
     if not torch.equal(outputs[0], outputs[1]):
         raise InputError(what + "it gives other numbers every time it is run, so it draws random numbers of its own")
     if not apart or outputs[0][n:].shape != own.second.shape:
-        raise InputError(what + "samples that are packed together see each other")
+        or_rounding = ", or change one another's rounding, as in experts" if in_step else ""
+        raise InputError(what + "samples that are packed together see each other" + or_rounding)
     if not same_bits:
         notes.append("the rounding of the model's experts depends on all samples of a microbatch, and so on other jobs")
     _check_limits(model, own.limits, path, longest)
@@ -111,10 +130,13 @@ def check_packing(
     if not difference < PROBE_ERROR[model.dtype]:
         raise InputError(what + f"its attention is of another kind (its own logits differ by {difference:.1%})")
     head = plain_head(model)
-    if head is None:
+    if head is None and not in_step:
         return False
     try:
-        hidden = packed_hidden(model, *packs[2].inputs)
+        hidden_TD = hidden_states(model, *packs[2].inputs[:3])
+        if head is None:
+            return False
+        hidden = hidden_TD[packs[2].inputs[3]]
         return torch.equal(torch.nn.functional.linear(hidden[None], head.weight, head.bias)[0].double(), outputs[2])
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
         return False  # a model that cannot be run without its output layer
@@ -168,10 +190,12 @@ def _cannot_be_packed(model: PreTrainedModel, path: str) -> Iterator[None]:
         ) from None
 
 
-def _check_finite(model: PreTrainedModel, logits: torch.Tensor, path: str) -> None:
+def _check_finite(
+    model: PreTrainedModel, logits: torch.Tensor, path: str, everywhere: Callable[[list[str]], list[str]]
+) -> None:
     if bool(logits.isfinite().all()):
         return
-    bad = [name for name, tensor in model.state_dict().items() if not _is_finite(tensor)]
+    bad = everywhere([name for name, tensor in model.state_dict().items() if not _is_finite(tensor)])
     if bad:
         more = f" and {len(bad) - 1} more tensors" if bad[1:] else ""
         raise InputError(f"base_model {path!r}: the weights hold NaN or infinity: {bad[0]}{more}; load a sound copy")

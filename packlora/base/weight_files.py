@@ -105,7 +105,7 @@ def keys_of(model: PreTrainedModel, files: WeightFiles, computed: bool = False) 
     found, unexpected, made = _renamed(model, wanted, files.shapes)
     if made and not computed:
         raise InputError(
-            f"base_model {files.path!r}: parallel.shard_base reads weights as they lie in the files, but {made[0]} of a "
+            f"base_model {files.path!r}: the weights of a model in parts are read as they lie in the files, but {made[0]} of a "
             f"{model.config.model_type} model is computed from others; save_pretrained it with save_original_format=False"
         )
     there = {id(parameter) for name, parameter in _parameters(model) if name in found}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from packlora.report.progress import GAP, NAME, duration
 from packlora.runtime import profiler
 from packlora.runtime.prepare import PreparedJob, PreparedRun, prepare
 from packlora.runtime.profiler import Prediction, Profile
+from packlora.schedule.cost import CostModel
 from packlora.schedule.planner import Planner
 from packlora.schedule.simulate import simulate
 from packlora.schedule.types import Microbatch
@@ -98,11 +99,13 @@ def figures(
     stages: int = 1,
     padding_multiple: int = 1,
     told: Told = silent,
+    cost: CostModel | None = None,
 ) -> tuple[Figures, list[Microbatch]]:
     """Plan the run with a method, and the microbatches that were planned.
 
     Args:
         told: hears how far it is.
+        cost: that a pipeline is planned by; None: the profile's.
 
     Raises:
         InputError: the budget holds no sample of the run once it is padded.
@@ -111,7 +114,7 @@ def figures(
     ahead = sum(order.num_batches * min(order.global_batch_size, len(order.lengths)) for order in orders)
     planner = Planner(
         orders, prepared.budget, stages=stages, method=method, padding_multiple=padding_multiple,
-        time_limit_s=prepared.run.schedule.time_limit_s, cost=known.cost if stages > 1 else None,
+        time_limit_s=prepared.run.schedule.time_limit_s, cost=(cost or known.cost) if stages > 1 else None,
     )  # fmt: skip
     out, samples = Figures(method, prepared.budget), 0
     planned: list[Microbatch] = []
@@ -189,6 +192,13 @@ def make_plan(run: Run, stages: int = 1, gpus: int | None = None, told: Told = s
     Raises:
         InputError: as for training, more stages than the model has layers, or stages on several devices each.
     """
+    pipeline = run.parallel.pipeline
+    if pipeline > 1 and stages not in (1, pipeline):
+        raise InputError(f"--stages is {stages}, but parallel.pipeline is {pipeline}; give one of them")
+    if pipeline > 1 and gpus not in (None, pipeline):
+        raise InputError(f"--gpus is {gpus}, but parallel.pipeline is {pipeline}, the number of processes")
+    if pipeline > 1:
+        stages, gpus = pipeline, None
     if gpus is not None and stages > 1:
         raise InputError("--gpus spreads jobs over devices, --stages the layers of the model; give one of them")
     prepared, tensor = prepare(run, told=told), run.parallel.tensor
@@ -206,14 +216,15 @@ def make_plan(run: Run, stages: int = 1, gpus: int | None = None, told: Told = s
     if run.max_tokens_per_microbatch == "auto" and choose_device(run.device).type == "cuda":
         budgets = profiler.predictions(prepared, [known])
         prepared.budget = profiler.choose(budgets).budget
+    cost = None
+    if pipeline > 1:
+        cost = profiler.planning_cost(run, prepared, stages)
     if stages > 1:
-        split = profiler.estimate(run, prepared, stages)
-        cost = replace(known.cost, stage_shares=split.cost.stage_shares)
-        known = replace(known, stages=split.stages, cost=cost, kept_bytes=known.kept_bytes / stages)
+        known = profiler.staged(known, run, prepared, stages)
     other = "auto" if run.schedule.method == "solo" else run.schedule.method
     methods = []
     for method in ("solo", other):
-        made, shown = figures(prepared, known, method, stages, run.schedule.padding_multiple, told)
+        made, shown = figures(prepared, known, method, stages, run.schedule.padding_multiple, told, cost)
         methods.append(made)
     layouts = None
     if gpus is not None and taken is not None:

@@ -106,5 +106,6 @@ def cut(adapter: Adapter, whole: Mapping[str, torch.Tensor]) -> dict[str, torch.
     own = {}
     for name, tensor in whole.items():
         path, leaf = _split_name(name)
-        own[name] = adapter.weights[path].own(leaf, tensor)
+        if path in adapter.weights:
+            own[name] = adapter.weights[path].own(leaf, tensor)
     return own

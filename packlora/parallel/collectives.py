@@ -39,7 +39,7 @@ GATHER, SCATTER = (
 
 
 @contextmanager
-def _answered() -> Iterator[None]:
+def answered() -> Iterator[None]:
     """Around a message: what fails there is that another process has ended, or does not answer."""
     try:
         yield
@@ -53,7 +53,7 @@ def _answered() -> Iterator[None]:
 def add_up(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
     """Sum over the group, in place."""
     assert tensor.is_contiguous()
-    with _answered():
+    with answered():
         dist.all_reduce(tensor, group=group)
 
 
@@ -61,7 +61,7 @@ def all_of(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]
     """The tensors of all processes, which are of one shape, in their order."""
     assert tensor.is_contiguous()
     found = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
-    with _answered():
+    with answered():
         dist.all_gather(found, tensor, group=group)
     return found
 
@@ -127,7 +127,7 @@ def joined_tokens(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 def _join_tokens(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     x = x.contiguous()
     whole = x.new_empty(1, x.shape[1] * dist.get_world_size(group), x.shape[2])
-    with _answered():
+    with answered():
         getattr(dist, GATHER)(whole[0], x[0], group=group)
     return whole.data  # of version 0, as recompute_of wants what nobody has written into since it was made
 
@@ -135,7 +135,7 @@ def _join_tokens(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 def _sum_tokens(y: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     y = y.contiguous()
     own = y.new_empty(1, y.shape[1] // dist.get_world_size(group), y.shape[2])
-    with _answered():
+    with answered():
         getattr(dist, SCATTER)(own[0], y[0], group=group)
     return own
 

@@ -24,11 +24,12 @@ takes a wave of its own. From 0.9 to 0.97 makes a difference of 0.4 % on average
 @dataclass(frozen=True, slots=True)
 class Layout:
     """groups: names of the jobs of each group, in the order of the run. split: replicas of a group, which share each job.
-    tensor: processes of a replica, side by side."""
+    tensor: processes of a replica, side by side; pipeline: the same, one behind the other."""
 
     groups: tuple[tuple[str, ...], ...]
     split: int = 1
     tensor: int = 1
+    pipeline: int = 1
 
     @property
     def replicas(self) -> int:
@@ -36,12 +37,12 @@ class Layout:
 
     @property
     def processes(self) -> int:
-        return self.replicas * self.tensor
+        return self.replicas * self.tensor * self.pipeline
 
     @property
     def devices_per_job(self) -> int:
         """Processes of a group."""
-        return self.split * self.tensor
+        return self.split * self.tensor * self.pipeline
 
     def group_of(self, rank: int) -> int:
         return rank // self.devices_per_job

@@ -22,8 +22,7 @@ forward or a backward (out of memory), the run ends.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -32,19 +31,17 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from packlora.adapters.owners import MIN_ROWS
 from packlora.adapters.sharded import Shard, ShardedLinear, Through
 from packlora.base.demo_model import base_path
 from packlora.base.device import choose_device
 from packlora.base.load import read_model
 from packlora.base.model import Base, ready_base
-from packlora.base.packing import ATTENTION
 from packlora.base.shape import check_row
 from packlora.config import Run
 from packlora.errors import InputError, foreign
 from packlora.ops.lora_linear.frozen import InMemory
-from packlora.ops.modules import undisturbed
 from packlora.parallel.collectives import add_up, copied, gathered, split, summed
+from packlora.parallel.meta import on_meta
 from packlora.parallel.sequence import TokenSlices, with_input
 
 Dim = Literal[0, 1]
@@ -292,7 +289,7 @@ def _check_blocks(model: PreTrainedModel, blocks: Mapping[str, list[str]], what:
     paths = [path for own in blocks.values() for path in own]
     hooks += [model.get_submodule(path).register_forward_pre_hook(partial(reads, path)) for path in paths]
     try:
-        with _on_meta(model) as run:
+        with on_meta(model) as run:
             run()
     except Exception as error:  # any model, any error
         raise InputError(f"{what}a {kind} model cannot be looked at without weights: {foreign(error)}") from None
@@ -308,24 +305,3 @@ def _check_blocks(model: PreTrainedModel, blocks: Mapping[str, list[str]], what:
         raise InputError(
             f"{what}others than the cut layers read the input of {block} in this {kind} model; it cannot be cut"
         )
-
-
-@contextmanager
-def _on_meta(model: PreTrainedModel) -> Iterator[Any]:
-    """A function that runs the model on the meta device, with gradients of nothing, and leaves no trace."""
-    tensors = {
-        name: torch.empty_like(tensor, device="meta", requires_grad=False)
-        for name, tensor in [
-            *model.named_parameters(remove_duplicate=False),
-            *model.named_buffers(remove_duplicate=False),
-        ]
-    }
-    ids = torch.zeros(1, MIN_ROWS, dtype=torch.int64, device="meta")
-    example = {"input_ids": ids, "position_ids": ids, "use_cache": False, "sample_lengths": (MIN_ROWS,)}
-    attention = model.config._attn_implementation
-    with undisturbed(model), torch.enable_grad():
-        model.set_attn_implementation(ATTENTION)  # which needs no mask, whose values would be asked for
-        try:
-            yield lambda: torch.func.functional_call(model, tensors, (), example, tie_weights=False)
-        finally:
-            model.set_attn_implementation(attention)

@@ -85,7 +85,8 @@ class Whole:
     def of(job: Job) -> Whole:
         """All processes that have slices of the job call it."""
         good, best = (None if flat is None else job.whole_of(flat) for flat in (job.last_good, job.best))
-        return Whole(job.whole_of(job.adapter.flat), job.optimizer.state(job.whole_of), good, best)
+        job.join_untrained()
+        return Whole(job.whole_of(job.adapter.flat), job.optimizer.state(job.whole_of, job.everywhere), good, best)
 
 
 def save_checkpoint(folder: Path, job: Job, whole: Whole, run: str, keep: int | None = None) -> Path:
@@ -319,7 +320,7 @@ def _read_checkpoint(path: Path, job: Job, manifest: Manifest, sent_back: bool) 
 
 def _flat(file: Path, job: Job) -> torch.Tensor:
     """Other values of an adapter, like adapter.flat."""
-    names, tensors = {name: name for name in job.parameters}, _load_tensors(file, job)
+    names, tensors = {name: name for name in job.adapter.whole_shapes}, _load_tensors(file, job)
     whole = {name: tensors[key] for key, name in keyed(job.adapter, names).items()}
     flat = torch.zeros_like(job.adapter.flat)
     views = job.adapter.layout.views(flat)
@@ -362,10 +363,10 @@ def _restore_optimizer(file: Path, job: Job) -> None:
     for key, value in _load_tensors(file, job).items():
         name, _, leaf = key.rpartition("/")
         state.setdefault(name, {})[leaf] = value
-    if state.keys() != job.parameters.keys() - job.untrained:
-        odd = sorted(state.keys() ^ (job.parameters.keys() - job.untrained))[0]
-        raise InputError(f"job {job.name!r}: {file} does not fit the adapter: {odd} is in only one of them")
     shapes = job.adapter.whole_shapes
+    if state.keys() != shapes.keys() - job.untrained:
+        odd = sorted(state.keys() ^ (shapes.keys() - job.untrained))[0]
+        raise InputError(f"job {job.name!r}: {file} does not fit the adapter: {odd} is in only one of them")
     for name, moments in state.items():
         for leaf, value in moments.items():
             if leaf != "step" and value.shape != shapes[name]:
@@ -376,6 +377,7 @@ def _restore_optimizer(file: Path, job: Job) -> None:
         for name, own in cut(job.adapter, {name: moments[leaf] for name, moments in state.items()}).items():
             state[name][leaf] = own
     job.optimizer.load(state)
+    job.untrained &= job.parameters.keys()
 
 
 def _take_state(job: Job, state: dict[str, Any]) -> None:

@@ -146,6 +146,7 @@ class OutputFolder:
         """
         if self.group.rank:
             return
+        job.join_untrained()
         whole = job.whole_of(job.adapter.flat)
         if not self.group.leads:
             return

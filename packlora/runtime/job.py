@@ -135,6 +135,13 @@ class Job:
         self.whole_of: Callable[[torch.Tensor], Mapping[str, torch.Tensor]] = self._views
         """Whole tensors on the CPU by parameter, from one like adapter.flat. Where that is of slices, all processes that have
         some call it."""
+        self.everywhere: Callable[[Mapping[str, int]], Mapping[str, int]] = dict
+        """Numbers by parameter, from those of the parameters here. Where processes have different ones, all call it."""
+        self.untrained_elsewhere: set[str] = set()
+        self.found_elsewhere = 0
+        """Parameters that other processes have, and that got a gradient in the global batch that is about to step."""
+        self._told: StepResult | None = None
+        """Of a step that was counted and not confirmed."""
         self._before: torch.Tensor | None = None
         """adapter.flat before the step that was begun."""
         self.loss_sum: torch.Tensor | None = None
@@ -212,10 +219,23 @@ class Job:
         for parameter in self.parameters.values():
             parameter.grad = None
 
+    def join_untrained(self) -> None:
+        """Learn of the parameters elsewhere that have never had a gradient. All processes that have some call it."""
+        self.untrained_elsewhere = set(self.everywhere(dict.fromkeys(self.untrained, 0))) - self.parameters.keys()
+
+    def square(self) -> torch.Tensor:
+        """The square of the norm of the gradient of what is here, [] float64, of a global batch that is complete."""
+        if self.gradient is None:
+            return torch.zeros((), dtype=torch.float64, device=self.adapter.flat.device)
+        return (total_norm(self.gradient).double() / self.grad_scale).square()
+
     @torch.no_grad()
-    def optimizer_step(self) -> torch.Tensor:
+    def optimizer_step(self, norm: torch.Tensor | None = None) -> torch.Tensor:
         """Finish a global batch: clip and step, without waiting for the device. `after_step` takes back a step that is not to
         be.
+
+        Args:
+            norm: [] of the gradient, where that here is a part of it and the others are elsewhere; None: `norm_of` gives it.
 
         Returns:
             What `after_step` needs to know, [4] float64: the sum of the losses, the norm of the gradient, the largest
@@ -224,11 +244,11 @@ class Job:
         assert self.loss_sum is not None
         train, flat = self.config.train, self.adapter.flat
         self._before = flat.clone()
-        norm = flat.new_zeros(())
+        whole, norm = norm, flat.new_zeros(()) if norm is None else norm.to(flat)
         if self.gradient is not None and len(self.without) < len(self.parameters):
             if self.grad_scale != 1.0:
                 self.gradient.div_(self.grad_scale)
-            norm = self.norm_of(self.gradient)
+            norm = self.norm_of(self.gradient) if whole is None else norm
             if train.max_grad_norm > 0:
                 self.gradient.mul_((train.max_grad_norm / (norm + 1e-6)).clamp(max=1.0))
             self.optimizer.step(self.gradient, self.without, self.lr_at(self.step))
@@ -243,10 +263,15 @@ class Job:
             numbers: from optimizer_step.
         """
         loss_sum, grad_norm, largest, changed = numbers
+        counted = self.count_step(loss_sum, grad_norm)
+        return None if counted is None else self.confirm(largest, changed)
+
+    def count_step(self, loss_sum: float, grad_norm: float) -> StepResult | None:
+        """The first half of `after_step`: what is known of a step when it is taken. None if it may not be."""
         loss, lr = loss_sum / self.label_tokens(self.step), self.lr_at(self.step)
         before, self._before = self._before, None
         assert before is not None
-        refusal = self._refusal(loss, grad_norm)
+        refusal = _refusal(self, loss, grad_norm)
         if refusal is not None:
             self.adapter.flat.copy_(before)
             self.fail(refusal, revert=not math.isfinite(loss))
@@ -264,21 +289,17 @@ class Job:
                 "tokens": tokens,
             }
         )  # fmt: skip
+        self._told = result
+        return result
+
+    def confirm(self, largest: float, changed: float) -> StepResult | None:
+        """The second half: what the last step that was counted has made of the parameters, before the next one."""
+        result, self._told = self._told, None
+        assert result is not None
         if not math.isfinite(largest):
             self.fail("the update made parameters infinite", revert=True)
             return None
         return replace(result, notice=self._notice(result, largest, bool(changed)))
-
-    def _refusal(self, loss: float, grad_norm: float) -> str | None:
-        """Why the job may not take the step."""
-        if not math.isfinite(loss):
-            return f"loss {loss:g}"
-        if not math.isfinite(grad_norm):
-            hint = "; float16 overflows easily, bfloat16 does not" if self.grad_scale != 1.0 else ""
-            return f"gradient norm {grad_norm:g}{hint}"
-        if len(self.without) == len(self.parameters):
-            return "no parameter got a gradient: the adapted layers take no part in the model's output"
-        return None
 
     def _notice(self, result: StepResult, largest: float, changed: bool) -> str | None:
         """That the job goes on without learning, said once; not of one that has nothing left to learn (loss 0)."""
@@ -357,3 +378,15 @@ def take_best(job: Job) -> str | None:
     found = job.judged
     job.adapter.flat.copy_(job.best)
     return f"job {job.name!r}: its result is the adapter of step {found.step}, with held-out loss {found.loss:.4g}"
+
+
+def _refusal(job: Job, loss: float, grad_norm: float) -> str | None:
+    """Why the job may not take the step."""
+    if not math.isfinite(loss):
+        return f"loss {loss:g}"
+    if not math.isfinite(grad_norm):
+        hint = "; float16 overflows easily, bfloat16 does not" if job.grad_scale != 1.0 else ""
+        return f"gradient norm {grad_norm:g}{hint}"
+    if not job.found_elsewhere and len(job.without) == len(job.parameters):
+        return "no parameter got a gradient: the adapted layers take no part in the model's output"
+    return None

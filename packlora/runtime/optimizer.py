@@ -83,18 +83,21 @@ class FlatAdamW:
             span.steps += 1
 
     def state(
-        self, whole_of: Callable[[torch.Tensor], Mapping[str, torch.Tensor]] | None = None
+        self,
+        whole_of: Callable[[torch.Tensor], Mapping[str, torch.Tensor]] | None = None,
+        everywhere: Callable[[Mapping[str, int]], Mapping[str, int]] = dict,
     ) -> dict[str, dict[str, torch.Tensor]]:
         """By parameter that has taken a step, what torch.optim.AdamW keeps of it: step, exp_avg, exp_avg_sq; on the CPU.
 
         Args:
             whole_of: see Job.whole_of; None: what is here.
+            everywhere: see Job.everywhere.
         """
         first, second = map(whole_of or (lambda moment: self.layout.views(moment.cpu())), self._made())
+        steps = everywhere({name: span.steps for span in self._spans for name in span.names})
         return {
-            name: {"step": torch.tensor(float(span.steps)), **dict(zip(MOMENTS, (first[name], second[name]), strict=True))}
-            for span in self._spans if span.steps
-            for name in span.names
+            name: {"step": torch.tensor(float(count)), **dict(zip(MOMENTS, (first[name], second[name]), strict=True))}
+            for name, count in steps.items() if count and name in first
         }  # fmt: skip
 
     def load(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:

@@ -24,6 +24,7 @@ from packlora.data.encode import Encoded, encode_rows
 from packlora.data.mixture import encode_all, joined, mixed, read_all
 from packlora.data.readers import Read, is_there
 from packlora.errors import InputError
+from packlora.parallel.stages import check_stages
 from packlora.parallel.tensor import check_cut
 from packlora.plans.ask import Ask, asks_of
 from packlora.runtime.job import learning_rates
@@ -162,8 +163,6 @@ def prepare(run: Run, max_steps: int | None = None, resumed: bool = False, told:
     quantization = _quantization(run, skeleton, device)
     specs = {job.name: adapter_spec(job, configs[job.name], skeleton) for job in run_jobs}
     asks = _asks(run, skeleton, specs, bool(left_out))
-    if run.parallel.tensor > 1:
-        check_cut(skeleton, run.parallel.tensor)
     warnings = _doubts_of_starts(run, run_jobs) + [
         f"job {name!r} {LEFT_OUT}: {why}; --resume takes it up again when that is back"
         for name, why in left_out.items()
@@ -191,6 +190,7 @@ def prepare(run: Run, max_steps: int | None = None, resumed: bool = False, told:
     prepared = PreparedRun(
         run, tokenizer, budget, ModelShape.of(skeleton), jobs, warnings, left_out, asks, quantization
     )
+    _check_parallel(prepared, skeleton)
     if auto:
         prepared.budget = max(AUTO_BUDGET[device.type], prepared.longest)
     return prepared
@@ -207,6 +207,19 @@ def _quantization(run: Run, skeleton: PreTrainedModel, device: torch.device) -> 
         except ValueError as error:
             raise InputError(str(error)) from None
     return found
+
+
+def _check_parallel(prepared: PreparedRun, skeleton: PreTrainedModel) -> None:
+    """Raises InputError where the model cannot be divided as the run file asks."""
+    parallel, layers = prepared.run.parallel, prepared.shape.layers
+    if parallel.tensor > 1:
+        check_cut(skeleton, parallel.tensor)
+    if parallel.pipeline > layers:
+        raise InputError(
+            f"parallel.pipeline is {parallel.pipeline}, but the model has {layers} layers; give at most {layers}"
+        )
+    if parallel.pipeline > 1:
+        check_stages(skeleton, layers, {job.config.name: list(job.spec.modules) for job in prepared.jobs})
 
 
 def _asks(run: Run, skeleton: PreTrainedModel, specs: dict[str, AdapterSpec], partly: bool) -> dict[str, Ask]:

@@ -46,6 +46,8 @@ REPEATS = 2
 PRODUCTS_SHARE = {"cuda": 0.68, "cpu": 0.55}
 """Part of a step that its matrix products would take at full speed: Llama-3.1-8B's shape on an H200, SmolLM2-135M on two
 cores."""
+PLANNED_FLOPS = {"cuda": 4e14, "cpu": 1e11}
+"""FLOP/s that schedules of a pipeline are planned for, on any machine."""
 PRODUCTS_SECONDS = 0.1
 """For finding out how fast the machine multiplies."""
 LAYER_SECONDS = {"cuda": 5e-5, "cpu": 3e-4}
@@ -99,6 +101,10 @@ class Profile:
         """Of forward and backward, all stages together."""
         return sum(sum(self.cost.both(microbatch, stage)) for stage in range(self.cost.stages))
 
+    def pace(self, microbatch: Microbatch) -> float:
+        """Seconds from one microbatch to the next like it: those of the slowest stage."""
+        return max(sum(self.cost.both(microbatch, stage)) for stage in range(self.cost.stages))
+
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
@@ -132,6 +138,26 @@ def estimate(run: Run, prepared: PreparedRun, stages: int = 1) -> Profile:
     kept = sum(parts.values()) - per_token
     cost = analytic_cost(run, prepared, machine_flops(device, run.dtype) * PRODUCTS_SHARE[device.type], stages)
     return Profile(stages, "estimated", cost, kept / stages, per_token, memory_room(device))
+
+
+def staged(known: Profile, run: Run, prepared: PreparedRun, stages: int) -> Profile:
+    """What is known of one device, of a pipeline of so many like it."""
+    split = estimate(run, prepared, stages)
+    cost = replace(known.cost, stage_shares=split.cost.stage_shares)
+    return replace(known, stages=stages, cost=cost, kept_bytes=known.kept_bytes / stages)
+
+
+def stage_layers(run: Run, prepared: PreparedRun, stages: int) -> tuple[int, ...]:
+    """Layers of each stage of a pipeline, so that the slowest one is as fast as it can be; the last one has the output layer
+    and the loss too."""
+    shares = analytic_cost(run, prepared, 1.0, stages).stage_shares
+    return tuple(round(share * prepared.shape.layers) for share in shares)
+
+
+def planning_cost(run: Run, prepared: PreparedRun, stages: int) -> CostModel:
+    """What a microbatch costs on each stage, for the planner: the same on every machine, so that a resumed run is planned as it
+    was."""
+    return analytic_cost(run, prepared, PLANNED_FLOPS[choose_device(run.device).type], stages)
 
 
 def analytic_cost(run: Run, prepared: PreparedRun, flops: float, stages: int = 1) -> CostModel:

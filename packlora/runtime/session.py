@@ -20,6 +20,7 @@ import torch.distributed as dist
 from packlora.adapters.attach import attach
 from packlora.adapters.files import load_adapter
 from packlora.adapters.kept_outputs import keep_outputs
+from packlora.base.device import choose_device
 from packlora.base.model import Base, load_base
 from packlora.config import Run
 from packlora.errors import InputError
@@ -29,8 +30,10 @@ from packlora.parallel.agreement import together
 from packlora.parallel.layout import planned
 from packlora.parallel.loss import LossRows
 from packlora.parallel.mesh import Mesh, OneProcess
-from packlora.parallel.replicas import ALONE, Replicas
+from packlora.parallel.pipeline import Links
+from packlora.parallel.replicas import ALONE, Alone, Replicas
 from packlora.parallel.sharded import load_sharded
+from packlora.parallel.stages import Stage, across_stages, load_stage
 from packlora.parallel.tensor import load_cut
 from packlora.plans.cache import PlanCache
 from packlora.plans.select import PlanChooser
@@ -45,6 +48,7 @@ from packlora.runtime.folder import OutputFolder
 from packlora.runtime.graphs import graphed
 from packlora.runtime.job import Job
 from packlora.runtime.microbatch import Executor, SingleDevice
+from packlora.runtime.pipelined import PipelinedTrainer
 from packlora.runtime.prepare import PreparedRun, prepare
 from packlora.runtime.profiler import Profile
 from packlora.runtime.record import RunRecord, earlier_warnings, run_record, versions
@@ -63,6 +67,7 @@ from packlora.runtime.resume import (
 )
 from packlora.runtime.signals import stop_signals
 from packlora.runtime.spread import layout_of
+from packlora.runtime.stage import StageDevice
 from packlora.runtime.trainer import Trainer
 from packlora.runtime.windows import first_round
 from packlora.terminal import Activity, Told, silent
@@ -145,7 +150,7 @@ class Session:
         self.starts, prepared = together(mesh, self._prepare)
         self.layout, self.group = layout_of(prepared, mesh.size), ALONE
         if isinstance(mesh, Mesh):
-            self.group = Replicas(mesh, self.layout)
+            self.group = self._group(mesh)
         names = self.layout.groups[self.layout.group_of(mesh.rank)]
         own = replace(prepared, jobs=[job for job in prepared.jobs if job.config.name in names])
 
@@ -155,7 +160,9 @@ class Session:
         # 3. Choose the size of microbatches where that is left to us.
         known = self._choose_budget(prepared, own, base, single, jobs)
         events = Emitter()
-        executor = graphed(run, base, single, jobs, prepared.budget, lambda text: events.emit(Note(text)))
+        executor: Executor = single
+        if isinstance(single, SingleDevice):
+            executor = graphed(run, base, single, jobs, prepared.budget, lambda text: events.emit(Note(text)))
 
         # 4. Continue where checkpoints say, or start.
         record = run_record(prepared, base, known, self.saved, self.layout)
@@ -177,7 +184,10 @@ class Session:
         left_out = left_out_results(self.output_dir, prepared.left_out, record) if mesh.is_first else {}
         if not jobs:
             return None
-        return Trainer(run, own, base, executor, jobs, known, folder, events, notes, left_out, self.group, self.logged)
+        parts = (run, own, base, executor, jobs, known, folder, events, notes, left_out, self.group, self.logged)
+        if isinstance(self.group, Links):
+            return PipelinedTrainer(*parts, cost=profiler.planning_cost(run, prepared, self.group.stages))
+        return Trainer(*parts)
 
     # --- the parts -----------------------------------------------------------------------------------------------------
 
@@ -196,10 +206,19 @@ class Session:
         check_sent_back(starts, prepared.left_out)
         return starts, prepared
 
-    def _load(self, prepared: PreparedRun, own: PreparedRun) -> tuple[Base, SingleDevice, list[Job]]:
+    def _group(self, mesh: Mesh) -> Replicas:
+        if self.layout.pipeline == 1:
+            return Replicas(mesh, self.layout)
+        device = choose_device(self.run.device)
+        return Links(mesh, torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device)
+
+    def _load(self, prepared: PreparedRun, own: PreparedRun) -> tuple[Base, SingleDevice | StageDevice, list[Job]]:
         with self._told() as told:
             told(f"loading {self.run.base_model}")
-            if self.group.model is not None:
+            if isinstance(self.group, Links):
+                counts = profiler.stage_layers(self.run, prepared, self.group.stages)
+                base = load_stage(self.run, prepared.tokenizer, prepared.longest_by_job, self.mesh, self.group, counts)
+            elif self.group.model is not None:
                 base = load_cut(self.run, prepared.tokenizer, prepared.longest_by_job, self.group.model)
             else:
                 load = load_sharded if self.run.parallel.shard_base else load_base
@@ -208,13 +227,15 @@ class Session:
         self.fingerprint = base.fingerprint
         if self.saved is not None:
             same_base(base.path, self.saved.model.fingerprint, self.fingerprint)
-        return base, *_attach(own, base, self.group.model)
+        return base, *_attach(own, base, self.group, self.mesh)
 
     def _choose_budget(
         self, prepared: PreparedRun, own: PreparedRun, base: Base, executor: Executor, jobs: list[Job]
     ) -> Profile:
         """The first process's budget goes for all."""
         known = choose_budget(self.run, own if jobs else prepared, base, executor, jobs, self.saved)
+        if self.layout.pipeline > 1:
+            known = profiler.staged(known, self.run, prepared, self.layout.pipeline)
         found = own.budget if jobs else prepared.budget
         prepared.budget = own.budget = max(self.mesh.gather(found)[0], prepared.longest)
         return known
@@ -258,8 +279,10 @@ class Session:
         return notes
 
 
-def _attach(prepared: PreparedRun, base: Base, group: dist.ProcessGroup | None) -> tuple[SingleDevice, list[Job]]:
-    """Put an adapter of each job onto the model. group: over which that is cut, None where it is whole."""
+def _attach(
+    prepared: PreparedRun, base: Base, replica: Alone, mesh: OneProcess
+) -> tuple[SingleDevice | StageDevice, list[Job]]:
+    """Put an adapter of each job onto the model. replica: the processes that hold it."""
     cache = PlanCache(base.device)
     choosers = {ask: PlanChooser(base.device, cache, ask) for ask in dict.fromkeys(prepared.asks.values())}
     attached, adapters = attach(
@@ -269,7 +292,9 @@ def _attach(prepared: PreparedRun, base: Base, group: dist.ProcessGroup | None) 
         {path: choosers[ask] for path, ask in prepared.asks.items()},
         base.storage,
     )
+    group = None if isinstance(replica, Links) else replica.model
     jobs = []
+    across = across_stages(adapters, replica, mesh) if isinstance(replica, Links) else {}
     for item, adapter in zip(prepared.jobs, adapters, strict=True):
         if item.config.adapter.init_from is not None:
             load_adapter(item.config.adapter.init_from, adapter)
@@ -277,9 +302,13 @@ def _attach(prepared: PreparedRun, base: Base, group: dist.ProcessGroup | None) 
         job = Job(item.config, item.data, item.eval_encoded.samples, adapter, scale)
         if group is not None:
             job.norm_of, job.whole_of = WholeGradient(adapter, group).norm, partial(joined, adapter, group)
+        if (parts := across.get(job.name)) is not None:
+            job.whole_of, job.everywhere = parts.whole, parts.everywhere
         jobs.append(job)
     if prepared.run.keep_outputs:
         base.kept_outputs = keep_outputs(base.model)
+    if isinstance(base.storage, Stage):
+        return StageDevice(base, attached, base.storage), jobs
     if group is None:
         return SingleDevice(base, attached), jobs
     multiple = dist.get_world_size(group) if prepared.run.parallel.sequence_parallel else 1

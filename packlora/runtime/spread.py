@@ -44,6 +44,8 @@ class Spread:
 def candidates(prepared: PreparedRun, devices: int) -> list[Layout]:
     """The layouts that the run file allows on so many devices, those whose jobs share the fewest first."""
     parallel = prepared.run.parallel
+    if parallel.pipeline > 1:
+        return [Layout((tuple(job.data.name for job in prepared.jobs),), pipeline=parallel.pipeline)]
     asked = devices if parallel.shard_base else parallel.devices_per_job
     tokens = {job.data.name: float(job.data.tokens) for job in prepared.jobs}
     found = layouts.layouts(tokens, devices, parallel.tensor)

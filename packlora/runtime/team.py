@@ -26,6 +26,12 @@ class Team:
         self.group, self.jobs, self._asked = group, list(jobs), asked
         self.stop = asked if group.processes == 1 else StopRequest()
 
+    @property
+    def is_asked(self) -> bool:
+        """Whether this process was asked for what the others do not know of yet."""
+        names = {job.name for job in self.jobs}
+        return (self._asked.asked and not self.stop.asked) or not names.isdisjoint(self._asked.jobs)
+
     def agree(self, tokens: int, complete: Sequence[Job]) -> int:
         """After a wave: whether it was too large for a process, who was asked to stop, and which parameters got gradients.
 

@@ -191,7 +191,7 @@ class Trainer:
                 self._fail(job)
                 continue
             self.stepped.append(job)
-            self.events.emit(_event(job.name, job.log_history[-1]))
+            self.events.emit(event_of(job.name, job.log_history[-1]))
             if result.notice is not None:
                 self.events.emit(Note(f"job {job.name!r}: {result.notice}"))
 
@@ -281,7 +281,7 @@ class Trainer:
 
 def _left_out(job: Job) -> list[str]:
     """What a person should know of modules that its training did not reach."""
-    names = sorted({name.rpartition("/")[0] for name in job.untrained})
+    names = sorted({name.rpartition("/")[0] for name in job.untrained | job.untrained_elsewhere})
     return [f"job {job.name!r}: {name} took no part in training, its adapter is as it began" for name in names]
 
 
@@ -314,10 +314,10 @@ def _beginning(run: Run, folder: OutputFolder, jobs: Sequence[Job], notes: Seque
 def _told_before(jobs: Sequence[Job]) -> tuple[Stepped | Evaluated, ...]:
     """What earlier sessions told of the steps that the jobs have taken, in the order of time."""
     lines = [(line["elapsed"], job.name, line) for job in jobs for line in job.log_history]
-    return tuple(_event(name, line) for _, name, line in sorted(lines, key=lambda found: found[0]))
+    return tuple(event_of(name, line) for _, name, line in sorted(lines, key=lambda found: found[0]))
 
 
-def _event(job: str, line: Mapping[str, Any]) -> Stepped | Evaluated:
+def event_of(job: str, line: Mapping[str, Any]) -> Stepped | Evaluated:
     """The event of a line of a log history, which holds null for a loss that is not finite."""
     if "loss" not in line:
         loss = line["eval_loss"]

@@ -101,7 +101,7 @@ class Runner:
         complete = [self.by_name[name] for name, batch in wave.completes if self.by_name[name].is_due(batch)]
         if not due and not complete:
             return 0
-        self._start = self._elapsed()
+        self.begin()
         for job in due:
             self.began.setdefault(job.name, self._start)
         own = self._own(wave)
@@ -112,7 +112,7 @@ class Runner:
             return lacking
         for rank, microbatch in enumerate(wave.microbatches):
             if self._is_run(microbatch):
-                self._ran(wave, rank)
+                self.ran(wave, rank)
         for job in due:
             job.count(sum(done.tokens.get(job.name, 0) for done in self._untold))
         return 0
@@ -122,6 +122,10 @@ class Runner:
         own = self._own(wave) if wave is not None else None
         if own is not None:
             self.executor.prepare(*self.packer.packed(own))
+
+    def begin(self) -> None:
+        """What is told next begins now."""
+        self._start = self._elapsed()
 
     def told(self) -> list[MicrobatchDone]:
         """The microbatches that have been run since this was last asked; they end now."""
@@ -150,7 +154,7 @@ class Runner:
                 job.discard()
         return 0
 
-    def _ran(self, wave: Wave, rank: int) -> None:
+    def ran(self, wave: Wave, rank: int) -> None:
         """Note that a replica has run its microbatch."""
         microbatch = wave.microbatches[rank]
         batches, tokens, samples = dict[str, int](), dict[str, int](), dict[str, int]()
@@ -162,7 +166,7 @@ class Runner:
         self._untold.append(
             MicrobatchDone(
                 self.logged, wave.window.first_round, wave.slot + rank, min(batches.values()), batches, self.budget.tokens,
-                tokens, samples, 0.0, self.profile.seconds(microbatch), rank,
+                tokens, samples, 0.0, self.profile.pace(microbatch), rank,
             )
         )  # fmt: skip
         self.logged += 1

@@ -13,26 +13,30 @@ from packlora.runtime.events import Emitter
 from packlora.runtime.job import Job
 from packlora.runtime.profiler import Profile
 from packlora.schedule.background import BackgroundPlanner
+from packlora.schedule.cost import CostModel
 from packlora.schedule.planner import Planner
+from packlora.schedule.simulate import makespan
 from packlora.schedule.types import Window
 from packlora.schedule.wire import window_from_json, window_to_json
 
 
 @contextmanager
 def planned_windows(
-    schedule: ScheduleConfig, jobs: Sequence[Job], budget: int, profile: Profile, events: Emitter, group: Alone = ALONE
-) -> Iterator[Iterator[Window]]:
+    schedule: ScheduleConfig, jobs: Sequence[Job], budget: int, profile: Profile, events: Emitter, group: Alone = ALONE,
+    cost: CostModel | None = None,
+) -> Iterator[Iterator[Window]]:  # fmt: skip
     """Windows from the slowest job's on, each told when it is handed out.
 
     Args:
         budget: tokens of a microbatch.
         profile: predicts the time of microbatches.
         group: of processes that train the same windows; its first one plans them.
+        cost: of a microbatch on each stage of a pipeline.
     """
     if not group.leads:
         yield _received(group)
         return
-    with BackgroundPlanner(_planner(schedule, jobs, budget)) as planner:
+    with BackgroundPlanner(_planner(schedule, jobs, budget, cost)) as planner:
         yield _told(planner.windows(_slowest(jobs)), budget, profile, events, group)
 
 
@@ -41,9 +45,10 @@ def first_round(schedule: ScheduleConfig, jobs: Sequence[Job], budget: int) -> i
     return _planner(schedule, jobs, budget).window_start(_slowest(jobs))
 
 
-def _planner(schedule: ScheduleConfig, jobs: Sequence[Job], budget: int) -> Planner:
+def _planner(schedule: ScheduleConfig, jobs: Sequence[Job], budget: int, cost: CostModel | None = None) -> Planner:
     orders = [job.data.planned for job in jobs]
-    return Planner(orders, budget, method=schedule.method, time_limit_s=schedule.time_limit_s)
+    stages = 1 if cost is None else cost.stages
+    return Planner(orders, budget, stages=stages, method=schedule.method, time_limit_s=schedule.time_limit_s, cost=cost)
 
 
 def _slowest(jobs: Sequence[Job]) -> int:
@@ -52,8 +57,8 @@ def _slowest(jobs: Sequence[Job]) -> int:
 
 
 def _received(group: Alone) -> Iterator[Window]:
-    while True:
-        yield window_from_json(group.told(None))
+    while (tree := group.told(None)) is not None:
+        yield window_from_json(tree)
 
 
 def _told(windows: Iterator[Window], budget: int, profile: Profile, events: Emitter, group: Alone) -> Iterator[Window]:
@@ -61,7 +66,7 @@ def _told(windows: Iterator[Window], budget: int, profile: Profile, events: Emit
         if group.processes > 1:
             group.told(window_to_json(window))
         report = window.report
-        predicted = sum(profile.seconds(microbatch) for microbatch in window.microbatches)
+        predicted = makespan(window.microbatches, profile.cost)
         events.emit(
             WindowPlanned(
                 window.first_round, window.num_rounds, report.method, budget, report.microbatches, report.noops,
@@ -71,6 +76,8 @@ def _told(windows: Iterator[Window], budget: int, profile: Profile, events: Emit
         for text in report.notes:
             events.emit(Note(f"schedule, rounds from {window.first_round}: {text}"))
         yield window
+    if group.processes > 1:
+        group.told(None)
 
 
 def _next(windows: Iterator[Window], events: Emitter) -> Window | None:

@@ -134,6 +134,7 @@ class _Candidate:
     waits: int
     """no-ops, and those that a window like this one would begin with behind it"""
     score: tuple[float, int]
+    merge: bool
 
 
 def _candidates(task: Task, capacity: int, lengths: list[list[list[int]]]) -> Iterator[_Candidate]:
@@ -149,10 +150,13 @@ def _candidates(task: Task, capacity: int, lengths: list[list[list[int]]]) -> It
         ]
     for groups in grouped:
         queues = _queues(task, groups)
-        best, worse = None, 0
+        best, worse, fullest = None, 0, capacity + 1
         for part in FILLS if task.stages > 1 and task.cost is not None else FILLS[:1]:
             fill = max(int(capacity * part) // task.multiple, 1) * task.multiple
+            if fill >= fullest:  # nothing was filled so far: the layout would be the same
+                continue
             candidate = _lay_out(task, groups, queues, fill, partial(_greedy, task, fill))
+            fullest = max(slot_tokens(slot, task.multiple) for slot in candidate.layout.slots)
             yield candidate
             if best is None or candidate.score < best:
                 best, worse = candidate.score, 0
@@ -160,6 +164,8 @@ def _candidates(task: Task, capacity: int, lengths: list[list[list[int]]]) -> It
                 worse += 1
             if worse == PATIENCE or not (candidate.waits or worse):
                 break
+        if task.method != "solo" and len(groups) > 1 and task.stages > 1 and task.cost is not None:
+            yield _lay_out(task, groups, queues, capacity, partial(_greedy, task, capacity), merge=False)
 
 
 def _queues(task: Task, groups: Sequence[Sequence[int]]) -> list[list[Unit]]:
@@ -185,19 +191,23 @@ def _queues(task: Task, groups: Sequence[Sequence[int]]) -> list[list[Unit]]:
     return queues
 
 
-def _lay_out(task: Task, groups: list[list[int]], queues: list[list[Unit]], fill: int, packer: Packer) -> _Candidate:
-    """The better of the layout and the layout compacted."""
-    shared = task.method != "solo"
+def _lay_out(
+    task: Task, groups: list[list[int]], queues: list[list[Unit]], fill: int, packer: Packer, merge: bool = True
+) -> _Candidate:
+    """The better of the layout and the layout compacted. merge: whether groups may share a microbatch."""
+    shared = merge and task.method != "solo"
     layout = lay_out(queues, fill, task.stages, task.multiple, shared, packer)
-    best = _scored(task, groups, fill, layout)
+    best = _scored(task, groups, fill, layout, merge)
     if shared and task.multiple == 1 and len(layout.slots) > 1:
         slots = [list(slot) for slot in layout.slots]
         compact(slots, fill, task.stages)
-        best = min(best, _scored(task, groups, fill, SlotLayout(slots, layout.packs)), key=lambda each: each.score)
+        best = min(
+            best, _scored(task, groups, fill, SlotLayout(slots, layout.packs), merge), key=lambda each: each.score
+        )
     return best
 
 
-def _scored(task: Task, groups: list[list[int]], fill: int, layout: SlotLayout) -> _Candidate:
+def _scored(task: Task, groups: list[list[int]], fill: int, layout: SlotLayout, merge: bool) -> _Candidate:
     """Score: time, or slots without a cost model; then microbatches. The no-ops that a window like this would need behind
     this one count as well."""
     microbatches = with_noops(to_microbatches(task, layout), task.stages)
@@ -208,7 +218,7 @@ def _scored(task: Task, groups: list[list[int]], fill: int, layout: SlotLayout) 
         score = makespan(microbatches, task.cost) * again / count, count - noops
     else:
         score = float(again), count - noops
-    return _Candidate(groups, fill, layout, microbatches, noops, again - count + noops, score)
+    return _Candidate(groups, fill, layout, microbatches, noops, again - count + noops, score, merge)
 
 
 def to_microbatches(task: Task, layout: SlotLayout) -> list[Microbatch]:
@@ -314,7 +324,7 @@ def _solve_again(
             return packing, bound, "wrong answer"
         return found, bound, answer["stopped"]
 
-    again = _lay_out(task, best.groups, _queues(task, best.groups), best.fill, packer)
+    again = _lay_out(task, best.groups, _queues(task, best.groups), best.fill, packer, best.merge)
     if again.score <= best.score:
         return again, "solver" if again.score < best.score else stopped
     return best, stopped

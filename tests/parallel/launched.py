@@ -32,16 +32,16 @@ def main() -> None:
 
     kind, rank = sys.argv[1], sys.argv[2]
     if kind != "none" and os.environ["RANK"] == rank:
-        original, steps = Job.after_step, 0
+        original, steps = Job.count_step, 0
 
-        def after_step(job: Job, numbers: Any) -> Any:
+        def count_step(job: Job, *numbers: Any) -> Any:
             nonlocal steps
             steps += 1
             if steps == 3:
                 mishap(kind)
-            return original(job, numbers)
+            return original(job, *numbers)
 
-        Job.after_step = after_step  # type: ignore[method-assign]
+        Job.count_step = count_step  # type: ignore[method-assign]
     sys.argv[1:] = sys.argv[3:]
     app()
 

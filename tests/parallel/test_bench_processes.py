@@ -12,7 +12,7 @@ import pytest
 from ranks import Ranks
 
 from packlora.adapters.flat import ROW
-from packlora.bench import replicas, tensor_parallel
+from packlora.bench import pipeline, replicas, tensor_parallel
 from packlora.bench.results import rows_of_other_parts
 from packlora.bench.run import run_bench
 from packlora.bench.studies import short_jobs
@@ -38,6 +38,21 @@ def file_of(out: Path) -> dict[str, Any]:
 
 
 # --- whole runs --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.soak
+def test_a_pipeline_on_two_processes(ranks: Pool, tmp_path: Path) -> None:
+    """All ways train on the same tokens; only one has a pipeline that is empty between jobs."""
+    out = tmp_path / "pipeline.json"
+    assert ranks(2).run(benched, "pipeline", out) == [0, 0]
+    content = file_of(out)
+    assert content["name"] == "pipeline-cpu"
+    keys = {"speedup_over_1f1b_2gpu", "speedup_over_unbalanced_2gpu", "bubble_4jobs_2gpu", "makespan_error"}
+    assert {f"part_{key}" for key in keys | {"tokens_per_s_per_gpu_70b"}} <= content["summary"].keys()
+    for row in content["rows"]:
+        assert len({row[way]["tokens"] for way in pipeline.WAYS}) == 1
+        assert all(0 < row[way]["bubble"] < 1 and row[way]["simulated_s"] < row[way]["s"] for way in pipeline.WAYS)
+        assert row["one_job"]["noops"] > row["no_flush"]["noops"]
 
 
 @pytest.mark.soak
@@ -172,3 +187,21 @@ def refusal(rank: int, out: Path) -> str:
     with pytest.raises(InputError) as caught:
         benched(rank, "tensor-parallel", out)
     return str(caught.value)
+
+
+def test_figures_of_a_pipeline_are_those_of_known_times() -> None:
+    """Two units on two processes and one on four, of which the second is twice as fast as one job after the other."""
+
+    def row(size: int, s: float, bubble: float) -> dict[str, Any]:
+        way = {"s": s, "bubble": bubble, "tokens": 1000, "simulated_s": 0.9 * s, "slots": 4, "noops": 0}
+        others = {"one_job": way | {"s": 2 * s, "bubble": 0.5}, "fixed_samples": way | {"s": 1.5 * s}}
+        return {"case": "x", "processes": size, "layers": 8, "no_flush": way, "failed": {}, **others}
+
+    found = pipeline.summary([row(2, 1.0, 0.1), row(2, 3.0, 0.2), row(4, 1.0, 0.05)])
+    assert found["speedup_over_1f1b_2gpu"] == found["speedup_over_1f1b_4gpu"] == 2.0
+    assert found["speedup_over_unbalanced_4gpu"] == pytest.approx(1.5)
+    assert found["bubble_4jobs_2gpu"] == pytest.approx(0.15)
+    assert found["bubble_1job_4gpu"] == 0.5
+    assert found["makespan_error"] == pytest.approx(0.1)
+    assert found["tokens_per_s_per_gpu_70b"] == pytest.approx(1000 / 4 * 8 / 80)
+    assert len(pipeline.table([row(2, 1.0, 0.1)])) == 4 + (len(pipeline.table([])) - 1)

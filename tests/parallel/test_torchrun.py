@@ -85,12 +85,14 @@ def ended(process: subprocess.Popen[str], seconds: float = 120) -> tuple[int, st
     ("mishap", "rank", "parallel", "says"),
     some(
         [
-            ("kill", 0, {"devices_per_job": 2}, "Signal 9"), ("kill", 1, {"devices_per_job": 1}, "Signal 9"),
+            ("kill", 0, {"devices_per_job": 2}, "Signal 9"), ("kill", 1, {"pipeline": 2}, "Signal 9"),
+            ("raise", 0, {"pipeline": 2}, "a mishap, for this test"), ("term", 1, {"pipeline": 2}, "SIGTERM"),
+            ("kill", 1, {"devices_per_job": 1}, "Signal 9"),
             ("raise", 1, {"devices_per_job": 1}, "a mishap, for this test"),
             ("raise", 0, {"devices_per_job": 2}, "a mishap, for this test"), ("term", 0, {"devices_per_job": 2}, "SIGTERM"),
             ("raise", 1, {"tensor": 2}, "process 1 of 2 failed: ValueError: a mishap"), ("term", 0, {"tensor": 2}, "SIGTERM"),
         ],
-        one_in=7,
+        one_in=10,
     ),
 )  # fmt: skip
 def test_what_ends_one_process_ends_the_run_and_it_goes_on_from_there(

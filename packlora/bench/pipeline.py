@@ -1,0 +1,306 @@
+"""`packlora bench pipeline`: four jobs through the stages of a pipeline, without a flush and otherwise.
+
+    torchrun --nproc-per-node 2 -m packlora bench pipeline --out pipeline-h200.json
+
+A run with another number of processes adds its rows to the file.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from packlora.adapters.attach import attach
+from packlora.bench.model import LLAMA_70B, TARGETS, TINY, build
+from packlora.bench.options import Options, Outcome
+from packlora.bench.processes import alarm
+from packlora.bench.replicas import Sizes, short_jobs
+from packlora.bench.results import text_table
+from packlora.bench.studies.short_jobs import CLIP, DROPOUT, JOBS, LR, prepared_on, synchronize
+from packlora.config import Run
+from packlora.parallel.mesh import Mesh
+from packlora.parallel.pipeline import Links
+from packlora.parallel.stages import Stage, load_stage
+from packlora.runtime import profiler
+from packlora.runtime.events import Emitter
+from packlora.runtime.folder import OutputFolder
+from packlora.runtime.job import Job
+from packlora.runtime.memory import free_memory
+from packlora.runtime.microbatch import MicrobatchResult
+from packlora.runtime.pipelined import PipelinedTrainer
+from packlora.runtime.prepare import ModelShape, PreparedRun
+from packlora.runtime.run import deterministic
+from packlora.runtime.stage import StageDevice, StagePending
+from packlora.runtime.wave import Wave
+from packlora.schedule.planner import Planner
+from packlora.schedule.simulate import end_times
+from packlora.schedule.types import Microbatch, Placed, Window, WindowReport
+from packlora.schedule.verify import check, with_noops
+
+LAYERS_EACH, WHOLE = 4, 80
+"""Layers of a stage, about; and of the model whose shape they have."""
+WAYS = ("no_flush", "one_job", "fixed_samples")
+PROTOCOL = (
+    "{layers} layers of Llama-3.1-70B's shape over the stages, the vocabulary cut as the layers are, random bfloat16 "
+    "weights; four LoRA jobs (ranks {ranks}) on all linear layers, dropout {dropout}, AdamW, clipping; lengths of samples "
+    "as in bench replicas, of at most {longest} tokens, about {step_tokens} tokens a job and optimizer step, loss on all "
+    "tokens. The training loop's own classes. A unit is {rounds} optimizer steps of every job on the same samples, the "
+    "ways in turn, one unit to warm up and {units} counted; planning is not counted. no_flush: as training runs it, "
+    "microbatches of at most {budget} tokens planned for the pipeline. one_job: 1F1B of one job after the other, the "
+    "pipeline empty at every step of a job. fixed_samples: all jobs without a flush, jobs in turn, as many samples of a "
+    "job to a microbatch as fit if all were as long as its longest. s: until the first stage is done with the last "
+    "backward. bubble: share of the stages' time in which they run neither forward nor backward, both timed on the device. "
+    "makespan_error: the simulator's end of the order that ran, from these times, beside the measured one, relative. "
+    "tokens_per_s_per_gpu_70b: scaled from these layers to 80."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Timed(StageDevice):
+    """Times its forwards and backwards on the device. spans: start and end of each by kind, in order."""
+
+    spans: dict[str, list[Any]] = field(default_factory=lambda: {"forward": [], "backward": []})
+
+    def forward(self, samples: Any, weights: np.ndarray, incoming: torch.Tensor | None = None) -> StagePending:
+        with self._timed("forward"):
+            return StageDevice.forward(self, samples, weights, incoming)
+
+    def backward(self, pending: StagePending) -> MicrobatchResult:
+        with self._timed("backward"):
+            return StageDevice.backward(self, pending)
+
+    @contextmanager
+    def _timed(self, kind: str) -> Iterator[None]:
+        start = self._now()
+        yield
+        self.spans[kind].append((start, self._now()))
+
+    def _now(self) -> Any:
+        if self.base.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def taken(self) -> dict[str, list[float]]:
+        """Seconds by kind of what has run since this was asked; the device is waited for."""
+        synchronize(self.base.device)
+        cuda, out = self.base.device.type == "cuda", {}
+        for kind, own in self.spans.items():
+            out[kind] = [a.elapsed_time(b) / 1e3 if cuda else b - a for a, b in own]
+            own.clear()
+        return out
+
+
+# --- what is trained -----------------------------------------------------------------------------------------------------
+
+
+class Piped:
+    """Four jobs in training on the stages."""
+
+    def __init__(self, options: Options, sizes: Sizes, mesh: Mesh, scratch: Path) -> None:
+        self.sizes, self.mesh, self.links = sizes, mesh, Links(mesh, options.device)
+        layers = options.layers or (mesh.size if sizes.tiny else LAYERS_EACH * mesh.size)
+        vocabulary = LLAMA_70B["vocab_size"] * layers // WHOLE
+        values = {**LLAMA_70B, "vocab_size": vocabulary} | (TINY if sizes.tiny else {})
+        config = LlamaConfig(**values | {"num_hidden_layers": layers}, tie_word_embeddings=False, use_cache=False)
+        self.layers, folder = layers, scratch / "model"
+        if mesh.is_first:
+            alarm(600)
+            build(config, options.device, LlamaForCausalLM).save_pretrained(folder)  # type: ignore[operator]
+            free_memory(options.device)
+        alarm(600)
+        (path, *_) = mesh.gather(str(folder))
+        with torch.device("meta"):
+            skeleton: Any = LlamaForCausalLM(config)
+        self.prepared = self._prepared(skeleton, path, options)
+        self.cost = profiler.planning_cost(self.prepared.run, self.prepared, mesh.size)
+        counts = profiler.stage_layers(self.prepared.run, self.prepared, mesh.size)
+        longest = {job.config.name: sizes.longest for job in self.prepared.jobs}
+        base = load_stage(self.prepared.run, None, longest, mesh, self.links, counts)
+        assert isinstance(base.storage, Stage)
+        specs = {job.config.name: job.spec for job in self.prepared.jobs}
+        attached, adapters = attach(base.model, specs, 0, None, base.storage)
+        jobs = [Job(one.config, one.data, [], own) for one, own in zip(self.prepared.jobs, adapters, strict=True)]
+        self.device, events = Timed(base, attached, base.storage), Emitter()
+        folder_of_run = OutputFolder(scratch, "benchmark", None, events)
+        known = profiler.estimate(self.prepared.run, self.prepared, mesh.size)
+        self.trainer = PipelinedTrainer(
+            self.prepared.run, self.prepared, base, self.device, jobs, known, folder_of_run, events, group=self.links,
+            cost=self.cost,
+        )  # fmt: skip
+
+    def _prepared(self, skeleton: Any, path: str, options: Options) -> PreparedRun:
+        sizes, short = self.sizes, short_jobs(self.sizes, skeleton.config.vocab_size)
+        jobs = [
+            {
+                "name": job.name, "data": {"path": "random"},
+                "adapter": {"r": job.rank, "lora_alpha": 2 * job.rank, "lora_dropout": DROPOUT, "target_modules": TARGETS},
+                "train": {
+                    "global_batch_size": job.batch, "max_steps": 10**6, "learning_rate": LR, "max_grad_norm": CLIP,
+                    "shuffle": False,
+                },
+            }
+            for job in short
+        ]  # fmt: skip
+        tree = {
+            "base_model": path, "output_dir": path, "dtype": "bfloat16", "device": options.device.type, "save_every": 0,
+            "max_tokens_per_microbatch": sizes.budget, "parallel": {"pipeline": self.mesh.size}, "jobs": jobs,
+        }  # fmt: skip
+        whole: Any = SimpleNamespace(model=skeleton)
+        run = Run.model_validate(tree)
+        return prepared_on(run, whole, sizes.budget, ModelShape.of(skeleton), [job.samples for job in short])
+
+    def windows(self, way: str, number: int) -> list[Window]:
+        """What a way runs in unit `number`; the pipeline is empty between the windows."""
+        orders, first = [job.data.planned for job in self.prepared.jobs], number * self.sizes.rounds
+        if way == "fixed_samples":
+            return [fixed_samples(orders, first, self.sizes.rounds, self.sizes.budget, self.mesh.size)]
+        each = [orders] if way == "no_flush" else [[order] for order in orders]
+        return [
+            Planner(
+                own, self.sizes.budget, stages=self.mesh.size, method="greedy", cost=self.cost,
+                window_rounds=self.sizes.rounds,
+            ).window(first)
+            for own in each
+        ]  # fmt: skip
+
+    def unit(self, way: str, number: int) -> dict[str, Any]:
+        """Figures of a way's unit, the same on all processes."""
+        alarm(600)
+        windows = self.windows(way, number)
+        self.device.taken()
+        self.mesh.barrier()
+        start = time.perf_counter()
+        for window in windows:
+            trainer = self.trainer
+            trainer._waves = iter([Wave(window, slot, [one]) for slot, one in enumerate(window.microbatches)])
+            trainer._ended = False
+            while not trainer._ended:
+                trainer._run_dry()
+        synchronize(self.trainer.base.device)
+        seconds = self.mesh.gather(time.perf_counter() - start)[0]
+        times = self.mesh.gather(self.device.taken())
+        busy = sum(sum(own["forward"]) + sum(own["backward"]) for own in times)
+        slots = [one for window in windows for one in window.microbatches]
+        return {
+            "s": seconds, "tokens": sum(one.num_tokens for one in slots), "slots": len(slots),
+            "noops": sum(one.is_noop for one in slots), "bubble": 1 - busy / (self.mesh.size * seconds),
+            "simulated_s": simulated(windows, times),
+        }  # fmt: skip
+
+
+def fixed_samples(orders: Sequence[Any], first: int, rounds: int, budget: int, stages: int) -> Window:
+    """Global batches of the jobs in turn, each in microbatches of equally many samples in their order."""
+    out: list[Microbatch] = []
+    for number in range(first, first + rounds):
+        for order in orders:
+            batch = order.batch(number)
+            each = max(1, budget // int(max(order.lengths)))
+            parts = [batch[at : at + each] for at in range(0, len(batch), each)]
+            for part in parts:
+                placed = tuple(Placed(order.name, number, int(sample), int(length)) for sample, length in part)
+                out.append(Microbatch(placed, ((order.name, number),) if part is parts[-1] else ()))
+    out = with_noops(out, stages)
+    check(out, stages, capacity=budget)
+    noops = sum(one.is_noop for one in out)
+    return Window(first, rounds, tuple(out), WindowReport("fixed", 0, len(out) - noops, noops, "", 0.0))
+
+
+def simulated(windows: Sequence[Window], times: Sequence[dict[str, list[float]]]) -> float:
+    """The end of the order that ran, from the times of forwards and backwards by stage."""
+    out, at = 0.0, 0
+    for window in windows:
+        by_stage: list[list[tuple[float, float]]] = [[] for _ in times]
+        for microbatch in window.microbatches:
+            for own, stage in zip(times, by_stage, strict=True):
+                stage.append((0.0, 0.0) if microbatch.is_noop else (own["forward"][at], own["backward"][at]))
+            at += not microbatch.is_noop
+        out += max(ends[-1] for ends in end_times(by_stage)[1])
+    return out
+
+
+# --- results -----------------------------------------------------------------------------------------------------------
+
+
+def run(options: Options, mesh: Mesh) -> Outcome:
+    """Measure; the first process prints a line per unit."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # as deterministic() has it: read at the first product
+    rows, units, sizes = list(options.kept), 0, Sizes.of(options)
+    sizes = replace(sizes, rounds=max(sizes.rounds, 3))  # fewer are no pipeline
+    with ExitStack() as held:
+        scratch = Path(held.enter_context(tempfile.TemporaryDirectory()))
+        held.enter_context(deterministic())
+        piped = Piped(options, sizes, mesh, scratch)
+        for number in range(1 + sizes.units):
+            row: dict[str, Any] = {
+                "case": f"x{mesh.size} unit {number}",
+                "processes": mesh.size,
+                "layers": piped.layers,
+            }
+            order = WAYS[number % len(WAYS) :] + WAYS[: number % len(WAYS)]
+            for way in order:
+                row[way] = piped.unit(way, units)
+                units += 1
+            if number:  # the first one warms up
+                rows.append(row | {"failed": {}})
+            if mesh.is_first:
+                print(f"{row['case']}: { {way: round(row[way]['s'], 3) for way in WAYS} }", flush=True)
+        mesh.barrier()  # nobody reads the first one's folder any more
+    protocol = PROTOCOL.format(
+        layers=", ".join(sorted({str(row["layers"]) for row in rows})), longest=sizes.longest, dropout=DROPOUT,
+        ranks=", ".join(str(rank) for _, rank in JOBS.values()), step_tokens=sizes.step_tokens, rounds=sizes.rounds,
+        units=sizes.units, budget=sizes.budget,
+    )  # fmt: skip
+    return Outcome(protocol, rows, options.keys(summary(rows)), table(rows))
+
+
+def part_of(row: dict[str, Any]) -> str:
+    return f"all {row['processes']}"
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The figures that are quoted: medians over units; of makespan_error the largest of all numbers of processes."""
+    out: dict[str, Any] = {}
+    errors = []
+    for size in sorted({row["processes"] for row in rows}):
+        own = [row for row in rows if row["processes"] == size]
+
+        def median(figure: Callable[[dict[str, Any]], float], own: list[dict[str, Any]] = own) -> float:
+            return statistics.median(map(figure, own))
+
+        out[f"speedup_over_1f1b_{size}gpu"] = median(lambda row: row["one_job"]["s"] / row["no_flush"]["s"])
+        out[f"speedup_over_unbalanced_{size}gpu"] = median(lambda row: row["fixed_samples"]["s"] / row["no_flush"]["s"])
+        out[f"bubble_{len(JOBS)}jobs_{size}gpu"] = median(lambda row: row["no_flush"]["bubble"])
+        out[f"bubble_1job_{size}gpu"] = median(lambda row: row["one_job"]["bubble"])
+        errors.append(median(lambda row: abs(row["no_flush"]["simulated_s"] / row["no_flush"]["s"] - 1)))
+        out[f"tokens_per_s_per_gpu_70b_{size}gpu"] = median(
+            lambda row, size=size: row["no_flush"]["tokens"] / row["no_flush"]["s"] / size * row["layers"] / WHOLE  # type: ignore[misc]
+        )
+    out["makespan_error"] = max(errors, default=None)
+    rates = [value for key, value in out.items() if key.startswith("tokens_per_s")]
+    out["tokens_per_s_per_gpu_70b"] = rates[-1] if rates else None
+    return out
+
+
+def table(rows: list[dict[str, Any]]) -> list[str]:
+    lines = [
+        [
+            row["case"], way, f"{row[way]['s']:.3f}", str(row[way]["slots"]), str(row[way]["noops"]),
+            f"{row[way]['bubble']:.1%}", f"{row[way]['simulated_s']:.3f}", f"{row[way]['tokens'] / row[way]['s']:,.0f}",
+        ]
+        for row in rows for way in WAYS
+    ]  # fmt: skip
+    return text_table(["case", "way", "s", "slots", "no-ops", "bubble", "simulated s", "tokens/s"], lines)

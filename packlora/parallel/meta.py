@@ -1,0 +1,35 @@
+"""Running a model without weights, to see how its parts are called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from packlora.adapters.owners import MIN_ROWS
+from packlora.base.packing import ATTENTION
+from packlora.ops.modules import undisturbed
+
+
+@contextmanager
+def on_meta(model: PreTrainedModel) -> Iterator[Callable[[], Any]]:
+    """A function that runs the model on the meta device, with gradients of nothing, and leaves no trace."""
+    tensors = {
+        name: torch.empty_like(tensor, device="meta", requires_grad=False)
+        for name, tensor in [
+            *model.named_parameters(remove_duplicate=False),
+            *model.named_buffers(remove_duplicate=False),
+        ]
+    }
+    ids = torch.zeros(1, MIN_ROWS, dtype=torch.int64, device="meta")
+    example = {"input_ids": ids, "position_ids": ids, "use_cache": False, "sample_lengths": (MIN_ROWS,)}
+    attention = model.config._attn_implementation
+    with undisturbed(model), torch.enable_grad():
+        model.set_attn_implementation(ATTENTION)  # which needs no mask, whose values would be asked for
+        try:
+            yield lambda: torch.func.functional_call(model, tensors, (), example, tie_weights=False)
+        finally:
+            model.set_attn_implementation(attention)

@@ -1,0 +1,254 @@
+"""A pipeline of processes without flushes: which actions a stage takes, in which order, and what passes between two stages.
+
+Stage s of S runs at most S - s forwards before the backward of the first of them, then a backward and a forward in turn, over
+all microbatches of all jobs (1F1B). A slot is a place in the order of microbatches. A job's global batch that ends in slot p:
+
+    sums     after its backward of slot p, each stage adds what the step needs to what the stage above has sent, and sends it
+             on down: squares of the gradient, the loss
+    totals   the first stage, whose backward is the last one, has all of them; they go up again
+    step     a stage takes the job's step right before its forward of slot p + S
+
+Nothing waits for this. The totals leave a stage before the hidden states of slot p + S do, and no sample of the job's next
+global batch is in an earlier slot (schedule/verify.py). So all stages clip by the same norm, take the same decisions from the
+same bits, and know at a slot's forward of the same steps: a pipeline may end before any slot, if that was in the totals.
+
+Two directions are two channels. In each, messages are received in the order in which they were sent. A stage receives when it
+needs what comes, and a send does not wait for that: so every order of actions that a single process could take ends.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from enum import Enum
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from packlora.parallel.collectives import answered
+from packlora.parallel.mesh import Mesh
+from packlora.parallel.replicas import Replicas
+
+
+class Kind(Enum):
+    """What a stage does for a slot."""
+
+    RECEIVE_HIDDEN = "receive hidden states"
+    FORWARD = "forward"
+    SEND_HIDDEN = "send hidden states"
+    RECEIVE_GRADIENT = "receive gradient"
+    BACKWARD = "backward"
+    SEND_GRADIENT = "send gradient"
+    RECEIVE_SUMS = "receive sums"
+    ADD_SUMS = "add sums"
+    SEND_SUMS = "send sums"
+    RECEIVE_TOTALS = "receive totals"
+    SEND_TOTALS = "send totals"
+    STEP = "step"
+    NOOP = "no-op"
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """kind: of the slot, counted from 0."""
+
+    kind: Kind
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """runs: whether it has a microbatch; else it is a no-op. steps: whether a job's global batch ends in it."""
+
+    runs: bool
+    steps: bool
+
+
+def actions(stage: int, stages: int, enter: Callable[[int], Slot | None]) -> Iterator[Action]:
+    """What a stage does, in order. Each action must be done before the next one is asked for.
+
+    Args:
+        enter: asked right before the forward of a slot what is in it; None: the pipeline ends before it. All stages must be
+            told the same.
+    """
+    first, last = stage == 0, stage == stages - 1
+    inside: dict[int, Slot] = {}
+    end: int | None = None
+    for number in itertools.count():
+        back, done = number - (stages - stage), number - stages
+        if back in inside:
+            yield from _backward(back, inside[back], first, last)
+        if done in inside and inside.pop(done).steps:
+            if not first:
+                yield Action(Kind.RECEIVE_TOTALS, done)
+            if not last:
+                yield Action(Kind.SEND_TOTALS, done)
+            yield Action(Kind.STEP, done)
+        if end is None:
+            slot = enter(number)
+            if slot is None:
+                end = number
+            else:
+                inside[number] = slot
+                yield from _forward(number, slot, first, last)
+        if end is not None and number >= end + stages - 1:
+            return
+
+
+def _forward(number: int, slot: Slot, first: bool, last: bool) -> Iterator[Action]:
+    if not slot.runs:
+        yield Action(Kind.NOOP, number)
+        return
+    if not first:
+        yield Action(Kind.RECEIVE_HIDDEN, number)
+    yield Action(Kind.FORWARD, number)
+    if not last:
+        yield Action(Kind.SEND_HIDDEN, number)
+
+
+def _backward(number: int, slot: Slot, first: bool, last: bool) -> Iterator[Action]:
+    if slot.runs:
+        if not last:
+            yield Action(Kind.RECEIVE_GRADIENT, number)
+        yield Action(Kind.BACKWARD, number)
+        if not first:
+            yield Action(Kind.SEND_GRADIENT, number)
+    if slot.steps:
+        if not last:
+            yield Action(Kind.RECEIVE_SUMS, number)
+        yield Action(Kind.ADD_SUMS, number)
+        if not first:
+            yield Action(Kind.SEND_SUMS, number)
+
+
+class Channel:
+    """Messages in one direction between neighbours. All stages make it together.
+
+    Args:
+        group: of all stages; no other messages go through it.
+        before, after: ranks that this one receives from and sends to; None at an end.
+        keep: messages that may be on their way at once.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, before: int | None, after: int | None, device: torch.device, keep: int
+    ) -> None:
+        self.group, self.before, self.after, self.device, self.keep = group, before, after, device, keep
+        self._sent: deque[tuple[torch.Tensor, list[Any]]] = deque()
+        with answered():
+            dist.all_reduce(torch.zeros(1, device=device), group=group)  # a group's first message takes all of them
+
+    def send(self, tensor: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> None:
+        """Does not wait for the receiver, but for that of `keep` messages before. shape, dtype: what the receiver expects."""
+        found = (tuple(tensor.shape), tensor.dtype, tensor.device.type)
+        wanted = (tuple(shape), dtype, self.device.type)
+        assert found == wanted and tensor.is_contiguous(), f"{found} to be sent, {wanted} expected"
+        assert self.after is not None
+        with answered():
+            work = dist.batch_isend_irecv([dist.P2POp(dist.isend, tensor, self.after, self.group)])
+        self._sent.append((tensor, work))
+        self.drain(self.keep)
+
+    def receive(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        assert self.before is not None
+        tensor = torch.empty(tuple(shape), dtype=dtype, device=self.device)
+        with answered():
+            for work in dist.batch_isend_irecv([dist.P2POp(dist.irecv, tensor, self.before, self.group)]):
+                work.wait()
+        return tensor
+
+    def drain(self, keep: int = 0) -> None:
+        """Wait until no more than so many messages are on their way."""
+        with answered():
+            while len(self._sent) > keep:
+                for work in self._sent.popleft()[1]:
+                    work.wait()
+
+
+class Links(Replicas):
+    """The processes of a pipeline, each of them a stage, as the group that trains the jobs: one replica of the model.
+
+    Args:
+        mesh: of all processes.
+        device: of the tensors that pass between stages.
+    """
+
+    def __init__(self, mesh: Mesh, device: torch.device) -> None:
+        self._mesh, self.stage, self.stages = mesh, mesh.rank, mesh.size
+        self.processes, self.leads = mesh.size, mesh.is_first
+        timeout = timedelta(seconds=mesh.timeout)
+        below = self.stage - 1 if self.stage else None
+        above = self.stage + 1 if self.stage < self.stages - 1 else None
+        ranks, keep = list(range(self.stages)), 2 * (self.stages + 1)
+        up, down = (dist.new_group(ranks, timeout=timeout) for _ in range(2))
+        self.up, self.down = Channel(up, below, above, device, keep), Channel(down, above, below, device, keep)
+        self._control = self._sums = dist.new_group(ranks, backend="gloo", timeout=timeout)
+        self.model, self.device = up, device
+        self._told = 0
+
+    @property
+    def is_first(self) -> bool:
+        return self.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.stage == self.stages - 1
+
+    def drain(self) -> None:
+        """Wait until nothing is on its way."""
+        self.up.drain()
+        self.down.drain()
+
+    def of_last(self, tensor: torch.Tensor | None) -> torch.Tensor:
+        """What the last stage has, on all stages; any floating-point tensor of three dimensions, as float64."""
+        size = torch.zeros(3, dtype=torch.int64, device=self.device)
+        if tensor is not None:
+            size = torch.tensor(tensor.shape, device=self.device)
+        assert self.model is not None
+        with answered():
+            dist.broadcast(size, self.stages - 1, group=self.model)
+            found = torch.zeros(size.tolist(), dtype=torch.float64, device=self.device)
+            if tensor is not None:
+                found = tensor.double().contiguous()
+            dist.broadcast(found, self.stages - 1, group=self.model)
+        return found
+
+    def told(self, value: Any) -> Any:
+        """See Alone. The first process does not wait for the others to hear it."""
+        key, store = f"told/{self._told}", self._mesh.store
+        self._told += 1
+        if self.leads:
+            store.set(key, json.dumps(value))
+            return value
+        with self._mesh.told():
+            text: bytes = store.get(key)
+            if store.add(f"{key}/heard", 1) == self.stages - 1:
+                store.delete_key(key)
+                store.delete_key(f"{key}/heard")
+        return json.loads(text)
+
+    def largest_of(self, numbers: torch.Tensor) -> torch.Tensor:
+        """The largest of each element over the stages; NaN where it is so on one of them. On the CPU."""
+        every = torch.stack([torch.tensor(own, dtype=torch.float64) for own in self._mesh.gather(numbers.tolist())])
+        return every.amax(0)
+
+    def flats(self, flat: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
+        """On the first process tensors of one dimension of all stages, on the CPU; on the others their own. All call it.
+
+        Args:
+            sizes: by stage, the elements of its tensor.
+        """
+        own = flat.detach().cpu()
+        with self._mesh.told():
+            if not self.is_first:
+                dist.send(own, 0, group=self._control)
+                return [own]
+            out = [own, *(torch.empty(size, dtype=own.dtype) for size in sizes[1:])]
+            for stage, others in enumerate(out[1:], 1):
+                dist.recv(others, stage, group=self._control)
+        return out

@@ -1,0 +1,358 @@
+"""A frozen base model of which each process holds some consecutive layers: `parallel: {pipeline: N}`.
+
+A stage is the model with its own layers. In the places of all others stand modules that let hidden states pass; before the
+first own layer they are those of the stage below, behind the last one they go to the stage above. So a stage runs the model's
+own forward: what is computed beside the layers, positions and masks, is computed on every stage. The embedding is on the first
+stage, the output layer on the last one, also where they are tied. What else there is (norms) is on all.
+
+Only models are cut whose layers hand hidden states [1, T, D] from one to the next. The proof of packing runs through all
+stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from packlora.adapters.attach import Adapter
+from packlora.adapters.flat import FlatLayout
+from packlora.base.demo_model import base_path
+from packlora.base.device import choose_device
+from packlora.base.fingerprint import fingerprint_of, word_sum
+from packlora.base.liger import use_liger
+from packlora.base.model import Base
+from packlora.base.packing import prepare_model
+from packlora.base.proof import check_packing, own_logits
+from packlora.base.shape import check_row
+from packlora.base.weight_files import WeightFiles, keys_of
+from packlora.config import Run
+from packlora.errors import InputError, foreign
+from packlora.ops.lora_linear.frozen import InMemory
+from packlora.parallel.agreement import together
+from packlora.parallel.mesh import OneProcess
+from packlora.parallel.meta import on_meta
+from packlora.parallel.pipeline import Links
+from packlora.parallel.sharded import decoder_layers, empty_model
+
+
+class Stage(InMemory):
+    """This process's part of a model, and the Storage of it.
+
+    Args:
+        links: to the other stages.
+        layers: numbers of the layers that are here.
+        width, dtype: of the hidden states.
+    """
+
+    is_whole = False
+
+    def __init__(self, links: Links, layers: range, width: int, dtype: torch.dtype) -> None:
+        self.links, self.layers, self.width, self.dtype = links, layers, width, dtype
+        self.outgoing: torch.Tensor | None = None
+        """Hidden states [1, T, D] that the last forward has left for the stage above."""
+        self._incoming: torch.Tensor | None = None
+        self._in_step = False
+
+    @contextmanager
+    def given(self, incoming_TD: torch.Tensor | None) -> Iterator[None]:
+        """Around a forward of the model: hidden states [1, T, D] of the stage below; None on the first stage."""
+        self._incoming, self.outgoing = incoming_TD, None
+        try:
+            yield
+        finally:
+            self._incoming = None
+
+    @contextmanager
+    def in_step(self, model: PreTrainedModel) -> Iterator[None]:
+        """Here the model gives the logits of the whole one, on every stage. All stages run it as often, without gradients."""
+        own = model.forward
+        model.forward = partial(self._logits, model, own)
+        self._in_step = True
+        try:
+            yield
+        finally:
+            self._in_step, model.forward = False, own
+
+    def _logits(self, model: PreTrainedModel, own: Any, **inputs: Any) -> Any:
+        if self.links.is_last:
+            return SimpleNamespace(logits=self.links.of_last(own(**inputs).logits))
+        inputs.pop("logits_to_keep", None)
+        model.base_model(**inputs)
+        return SimpleNamespace(logits=self.links.of_last(None))
+
+    def enter(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What the first layer here is given, in the place of hidden states of nobody."""
+        if self._in_step:
+            return self.links.up.receive(hidden.shape, hidden.dtype)
+        return hidden if self._incoming is None else self._incoming
+
+    def leave(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Take what the last layer here gives. Returns what the rest of the model may be run on: as little as there can be."""
+        self.outgoing = hidden
+        if self._in_step:
+            self.links.up.send(hidden.contiguous(), hidden.shape, self.dtype)
+            self.links.up.drain()
+        return hidden[:, :1].detach()
+
+
+class Elsewhere(torch.nn.Module):
+    """In the place of a layer that is on another stage.
+
+    Args:
+        layer: which it is, on the meta device; what the model asks it for beside its forward is kept.
+        gives_tuple: whether it gives its hidden states in a tuple.
+    """
+
+    def __init__(self, stage: Stage, number: int, layer: torch.nn.Module, gives_tuple: bool) -> None:
+        super().__init__()
+        self._stage, self._number, self._gives_tuple = stage, number, gives_tuple
+        for name, value in vars(layer).items():
+            if isinstance(value, str | int | bool) and not name.startswith("_") and name != "training":
+                setattr(self, name, value)
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if self._number == self._stage.layers.start - 1:
+            hidden_states = self._stage.enter(hidden_states)
+        elif self._number == self._stage.layers.stop:
+            hidden_states = self._stage.leave(hidden_states)
+        return (hidden_states,) if self._gives_tuple else hidden_states
+
+
+class NoEmbedding(torch.nn.Module):
+    """In the place of the embedding: hidden states of nobody. weight: on the meta device, and no parameter."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = weight.detach()
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(*ids.shape, self.weight.shape[1], dtype=self.weight.dtype, device=ids.device)
+
+
+def load_stage(
+    run: Run, tokenizer: Any, longest: Mapping[str, int], mesh: OneProcess, links: Links, counts: Sequence[int]
+) -> Base:
+    """Load this process's stage of the base model for packed training. All processes call it, with equal arguments; none reads
+    more than its own weights.
+
+    Args:
+        longest: see load_base.
+        counts: layers of each stage.
+
+    Raises:
+        InputError: see load_base; or the model cannot be cut. On every process.
+    """
+    path, device = base_path(run.base_model), choose_device(run.device)
+    model, stage, known = together(mesh, lambda: _filled(run, path, device, links, counts, mesh))
+    with stage.in_step(model):
+        own = own_logits(model, path, longest, lambda bad: [name for found in mesh.gather(bad) for name in found])
+        for limits in mesh.gather(own.limits):
+            own.limits |= limits
+        notes = [f"a pipeline of {len(counts)} stages, of {', '.join(map(str, counts))} layers"]
+        notes += prepare_model(model, run.gradient_checkpointing)
+        replaced = together(mesh, lambda: use_liger(model, run.liger))
+        fused_loss = check_packing(model, own, path, longest, notes, in_step=True)
+    return Base(model, tokenizer, device, path, notes, fused_loss, replaced, storage=stage, fingerprint=known)
+
+
+def _filled(
+    run: Run, path: str, device: torch.device, links: Links, counts: Sequence[int], mesh: OneProcess
+) -> tuple[PreTrainedModel, Stage, Any]:
+    """The model of this stage on its device, as transformers runs it, and the fingerprint of the whole one."""
+    files = WeightFiles(path, run.revision)
+    model = empty_model(path, run.revision, getattr(torch, run.dtype), run.trust_remote_code)
+    check_row(model, run.max_tokens_per_microbatch, path)
+    held, keys = model.state_dict(), _keys(model, files)
+    stage = cut(model, links, counts)
+    fill(model, files, keys, device)
+    sums = {name: word_sum(tensor) for name, tensor in model.state_dict().items()}
+    every = {name: value for own in mesh.gather(sums) for name, value in own.items()}
+    return model, stage, fingerprint_of(held, every, path, run.revision)
+
+
+def _keys(model: PreTrainedModel, files: WeightFiles) -> dict[str, str]:
+    """By the name of every tensor of the model that is read, its key in the files; tied ones that are there once share it."""
+    keys = keys_of(model, files)
+    tied = {
+        id(parameter): keys[name] for name, parameter in model.named_parameters(remove_duplicate=False) if name in keys
+    }
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        keys.setdefault(name, tied[id(parameter)])
+    return keys
+
+
+@torch.no_grad()
+def fill(model: PreTrainedModel, files: WeightFiles, keys: Mapping[str, str], device: torch.device) -> None:
+    """Read all weights that a model has, and move it to its device."""
+    for name, parameter in list(model.named_parameters()):
+        parent, _, leaf = name.rpartition(".")
+        filled = torch.empty_like(parameter, device=device)
+        filled.copy_(files.read(keys[name]))
+        setattr(model.get_submodule(parent), leaf, torch.nn.Parameter(filled, requires_grad=False))
+    for name, buffer in model.named_buffers():
+        if name in keys:
+            buffer.copy_(files.read(keys[name]))
+    model.to(device)
+
+
+def cut(model: PreTrainedModel, links: Links, counts: Sequence[int]) -> Stage:
+    """Make a model, whole and on the meta device, this process's stage of it, in place.
+
+    Raises:
+        InputError: it cannot be cut.
+    """
+    layers = decoder_layers(model)
+    width, dtype, tuples = layer_chain(model)
+    _check_layers(model, sum(counts))
+    first = sum(counts[: links.stage])
+    stage = Stage(links, range(first, first + counts[links.stage]), width, dtype)
+    for number, (path, layer) in enumerate(layers.items()):
+        if number not in stage.layers:
+            parent, _, leaf = path.rpartition(".")
+            setattr(model.get_submodule(parent), leaf, Elsewhere(stage, number, layer, tuples[number]))
+    if not links.is_first:
+        model.set_input_embeddings(NoEmbedding(model.get_input_embeddings().weight))
+    if not links.is_last:
+        model.set_output_embeddings(torch.nn.Identity())
+    return stage
+
+
+def _what(model: PreTrainedModel) -> str:
+    """How messages begin."""
+    return f"parallel.pipeline: a {model.config.model_type} model"
+
+
+def layer_chain(model: PreTrainedModel) -> tuple[int, torch.dtype, list[bool]]:
+    """Width and dtype of the hidden states that the decoder's layers hand from one to the next, and which give them in a tuple.
+
+    Args:
+        model: may be without weights.
+
+    Raises:
+        InputError: they do something else.
+    """
+    layers = list(decoder_layers(model).values())
+    given: dict[int, Any] = {}
+    got: dict[int, Any] = {}
+
+    def before(number: int, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given[number] = args[0] if args else kwargs.get("hidden_states")
+
+    def after(number: int, _: torch.nn.Module, args: Any, output: Any) -> None:
+        got[number] = output
+
+    hooks = [layer.register_forward_pre_hook(partial(before, n), with_kwargs=True) for n, layer in enumerate(layers)]
+    hooks += [layer.register_forward_hook(partial(after, number)) for number, layer in enumerate(layers)]
+    try:
+        with on_meta(model) as run:
+            run()
+    except Exception as error:  # any model, any error
+        raise InputError(f"{_what(model)} cannot be looked at without weights: {foreign(error)}") from None
+    finally:
+        for hook in hooks:
+            hook.remove()
+    tuples = [isinstance(got.get(number), tuple) for number in range(len(layers))]
+    handed: torch.Tensor | None = None
+    for number in range(len(layers)):
+        x, y = given.get(number), got.get(number)
+        y = y[0] if isinstance(y, tuple) else y
+        if not _alike(x, y) or (handed is not None and x is not handed):
+            raise InputError(
+                f"{_what(model)} cannot be cut into stages: its layers do not hand hidden states [1, tokens, width] from one "
+                f"to the next (layer {number})"
+            )
+        handed = y
+    if handed is None:
+        raise InputError(f"{_what(model)} cannot be cut into stages: it has no list of layers")
+    return handed.shape[-1], handed.dtype, tuples
+
+
+def _alike(x: Any, y: Any) -> bool:
+    """Whether both are hidden states, of the same shape and dtype."""
+    tensors = isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor)
+    return tensors and x.ndim == 3 and x.shape == y.shape and x.dtype == y.dtype
+
+
+def outside(model: PreTrainedModel, paths: Sequence[str]) -> list[str]:
+    """Of modules with adapters, those that are in no layer, and so on every stage."""
+    inside = tuple(f"{path}." for path in decoder_layers(model))
+    return [path for path in paths if not path.startswith(inside)]
+
+
+def across_stages(adapters: Sequence[Adapter], links: Links, mesh: OneProcess) -> dict[str, AcrossStages]:
+    """By job, from the adapters of all jobs on this stage. All processes call it."""
+    shapes = [{name: place.shape for name, place in adapter.layout.places.items()} for adapter in adapters]
+    told = mesh.gather(shapes)
+    return {
+        adapter.name: AcrossStages(adapter, links, mesh, [own[number] for own in told])
+        for number, adapter in enumerate(adapters)
+    }
+
+
+class AcrossStages:
+    """An adapter over the stages of a pipeline: what is saved of it.
+
+    Args:
+        shapes: by stage, those of its parameters by name, as its flat tensor has them.
+    """
+
+    def __init__(
+        self, adapter: Adapter, links: Links, mesh: OneProcess, shapes: Sequence[Mapping[str, Sequence[int]]]
+    ) -> None:
+        self.links, self.mesh = links, mesh
+        self.layouts = [FlatLayout({name: tuple(shape) for name, shape in own.items()}) for own in shapes]
+        adapter.elsewhere = {
+            name: tuple(shape)
+            for stage, own in enumerate(shapes)
+            if stage != links.stage
+            for name, shape in own.items()
+        }
+
+    def whole(self, flat: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        """See Job.whole_of; on the first process alone."""
+        if not self.links.is_first:
+            self.links.flats(flat, ())
+            return {}
+        flats = self.links.flats(flat, [layout.size for layout in self.layouts])
+        return {
+            name: tensor
+            for layout, own in zip(self.layouts, flats, strict=True)
+            for name, tensor in layout.views(own).items()
+        }
+
+    def everywhere(self, own: Mapping[str, int]) -> Mapping[str, int]:
+        """See Job.everywhere."""
+        return {name: number for numbers in self.mesh.gather(dict(own)) for name, number in numbers.items()}
+
+
+def check_stages(model: PreTrainedModel, layers: int, adapted: Mapping[str, Sequence[str]]) -> None:
+    """Refuse what cannot be trained in stages, before anything is loaded.
+
+    Args:
+        model: may be without weights.
+        layers: that its configuration says it has.
+        adapted: by job the paths of its modules with adapters.
+
+    Raises:
+        InputError: naming the model or the job and its module.
+    """
+    layer_chain(model)
+    _check_layers(model, layers)
+    for job, paths in adapted.items():
+        if found := outside(model, paths):
+            raise InputError(
+                f"job {job!r}: {found[0]} is outside of the decoder's layers, and so on every stage of a pipeline "
+                "(parallel.pipeline); adapters are taken in layers"
+            )
+
+
+def _check_layers(model: PreTrainedModel, layers: int) -> None:
+    found = len(decoder_layers(model))
+    if found != layers:
+        raise InputError(f"{_what(model)} has {found} layers in its list of layers, and {layers} in its configuration")

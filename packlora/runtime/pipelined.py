@@ -1,0 +1,267 @@
+"""The training loop on one stage of a pipeline: trainer.py's, but for what runs between two quiet moments.
+
+Microbatches of all jobs pass through the stages without a flush, over the borders of windows too (parallel/pipeline.py). The
+pipeline runs dry only where something must find it so: an evaluation, a checkpoint, a job's end, a stop. Which one is next is
+in the totals that all stages get with a step, so all of them end before the same slot.
+
+A step is taken by what is known before it: loss and norm. What it has made of the parameters, whether they are finite and have
+changed, goes down with the sums of the job's next step, or is told when the pipeline is dry. Both come before the next step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from packlora.parallel.pipeline import Kind, Slot, actions
+from packlora.report.events import Note
+from packlora.runtime.evaluate import is_multiple
+from packlora.runtime.job import Job, StepResult
+from packlora.runtime.stage import StageDevice, StagePending
+from packlora.runtime.trainer import Trainer, event_of
+from packlora.runtime.wave import Wave
+from packlora.runtime.windows import planned_windows
+from packlora.schedule.cost import CostModel
+from packlora.schedule.types import Microbatch
+
+LOSS, SQUARE, FOUND, LARGEST, CHANGED = range(5)
+"""Columns of sums and totals, float64 [1 + steps, 5]. The first three are added up, of the others the largest is taken. Row 0
+says in column LARGEST whether the pipeline is to run dry; the others are of the jobs that step, in the order of the slot.
+FOUND: parameters with a gradient. LARGEST, CHANGED: of the job's step before, see Job.confirm."""
+
+
+@dataclass(slots=True)
+class _Inside:
+    """A slot in the pipeline. complete: jobs and global batches that end in it. due: jobs that take part."""
+
+    wave: Wave
+    complete: list[tuple[Job, int]]
+    due: list[Job]
+    pending: StagePending | None = None
+    incoming: torch.Tensor | None = None
+    gradient: torch.Tensor | None = None
+    sums: torch.Tensor | None = None
+
+    @property
+    def microbatch(self) -> Microbatch:
+        return self.wave.microbatches[0]
+
+
+class PipelinedTrainer(Trainer):
+    """
+    Args:
+        cost: what a microbatch costs on each stage, for the planner; the same on every process and in every session.
+    """
+
+    executor: StageDevice
+
+    def __init__(self, *args: Any, cost: CostModel, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.cost, self.links = cost, self.executor.stage.links
+        self._inside: dict[int, _Inside] = {}
+        self._waves: Iterator[Wave] = iter(())
+        self._quiet = self._ended = False
+        """Whether nothing more enters the pipeline; whether there is nothing more."""
+        self._unconfirmed: dict[str, torch.Tensor] = {}
+        """By job that has stepped, columns LARGEST and CHANGED of this stage."""
+        self._failed: list[Job] = []
+        self._do: dict[Kind, Callable[[int], None]] = {
+            Kind.NOOP: lambda slot: None, Kind.RECEIVE_HIDDEN: self._receive_hidden, Kind.FORWARD: self._forward,
+            Kind.SEND_HIDDEN: self._send_hidden, Kind.RECEIVE_GRADIENT: self._receive_gradient,
+            Kind.BACKWARD: self._backward, Kind.SEND_GRADIENT: self._send_gradient, Kind.RECEIVE_SUMS: self._receive_sums,
+            Kind.ADD_SUMS: self._add_sums, Kind.SEND_SUMS: self._send_sums, Kind.RECEIVE_TOTALS: self._receive_totals,
+            Kind.SEND_TOTALS: self._send_totals, Kind.STEP: self._take_steps,
+        }  # fmt: skip
+
+    def _train_windows(self) -> None:
+        schedule, budget = self.run.schedule, self.budget.tokens
+        with planned_windows(
+            schedule, self.jobs, budget, self.profile, self.events, self.team.group, self.cost
+        ) as windows:
+            self._waves = (
+                Wave(window, slot, [microbatch])
+                for window in windows
+                for slot, microbatch in enumerate(window.microbatches)
+            )
+            while self._goes_on():
+                assert not self._ended, "the plan has ended, but a job has not"
+                self._run_dry()
+
+    def _run_dry(self) -> None:
+        """Run microbatches through the pipeline until it is empty, and do what was to find it so."""
+        self._quiet = False
+        self.runner.begin()
+        for action in actions(self.links.stage, self.links.stages, self._enter):
+            self._do[action.kind](action.slot)
+        self.links.drain()
+        self._confirm_all()
+        self.team.agree(0, [])
+        failed, self._failed = self._failed, []
+        for job in failed:
+            self._fail(job)
+        self._after_steps()
+
+    def _enter(self, slot: int) -> Slot | None:
+        """What enters the pipeline, as all stages find it."""
+        wave = None if self._quiet else next(self._waves, None)
+        self._inside.pop(slot - self.links.stages, None)  # one in which no job has stepped
+        if wave is None:
+            self._ended |= not self._quiet
+            return None
+        batches = {placed.job: placed.batch for placed in wave.microbatches[0].samples}
+        due = [job for job in self.jobs if job.name in batches and job.is_due(batches[job.name])]
+        if not due:
+            return Slot(runs=False, steps=False)
+        assert all(job.step == batches[job.name] for job in due), (
+            "a global batch would begin before the step it follows"
+        )
+        complete = [(self.by_name[name], batch) for name, batch in wave.completes if self.by_name[name].is_due(batch)]
+        self._inside[slot] = _Inside(wave, complete, due)
+        return Slot(runs=True, steps=bool(complete))
+
+    # --- forward and backward ------------------------------------------------------------------------------------------
+
+    def _shape(self, slot: int) -> tuple[int, int, int]:
+        return self.executor.shape(self._inside[slot].microbatch.num_tokens)
+
+    def _receive_hidden(self, slot: int) -> None:
+        self._inside[slot].incoming = self.links.up.receive(self._shape(slot), self.executor.stage.dtype)
+
+    def _forward(self, slot: int) -> None:
+        inside = self._inside[slot]
+        for job in inside.due:
+            self.runner.began.setdefault(job.name, self._elapsed())
+        samples, weights = self.runner.packer.packed(inside.microbatch)
+        tokens, incoming, inside.incoming = inside.microbatch.num_tokens, inside.incoming, None
+        inside.pending = self.budget.attempt(tokens, lambda: self.executor.forward(samples, weights, incoming))
+
+    def _send_hidden(self, slot: int) -> None:
+        pending = self._inside[slot].pending
+        assert pending is not None
+        self.links.up.send(pending.root.detach(), self._shape(slot), self.executor.stage.dtype)
+
+    def _receive_gradient(self, slot: int) -> None:
+        pending = self._inside[slot].pending
+        assert pending is not None
+        pending.gradient = self.links.down.receive(self._shape(slot), self.executor.stage.dtype)
+
+    def _backward(self, slot: int) -> None:
+        inside = self._inside[slot]
+        microbatch, pending = inside.microbatch, inside.pending
+        assert pending is not None
+        done = self.budget.attempt(microbatch.num_tokens, lambda: self.executor.backward(pending))
+        assert done is not None
+        inside.gradient, inside.pending = pending.gradient, None
+        due = {job.name for job in inside.due}
+        for name in dict.fromkeys(placed.job for placed in microbatch.samples):
+            job = self.by_name[name]
+            if name in due:
+                job.collect(done.sums[job.adapter.number])
+                job.count(done.tokens[job.adapter.number])
+            else:
+                job.discard()
+        self.runner.ran(inside.wave, 0)
+        for told in self.runner.told():
+            self.events.emit(told)
+        self.runner.begin()
+
+    def _send_gradient(self, slot: int) -> None:
+        inside = self._inside[slot]
+        gradient, inside.gradient = inside.gradient, None
+        assert gradient is not None
+        self.links.down.send(gradient, self._shape(slot), self.executor.stage.dtype)
+
+    # --- steps ---------------------------------------------------------------------------------------------------------
+
+    def _rows(self, slot: int) -> tuple[int, int]:
+        return 1 + len(self._inside[slot].complete), 5
+
+    def _receive_sums(self, slot: int) -> None:
+        self._inside[slot].sums = self.links.down.receive(self._rows(slot), torch.float64)
+
+    def _add_sums(self, slot: int) -> None:
+        inside = self._inside[slot]
+        own = torch.zeros(self._rows(slot), dtype=torch.float64, device=self.base.device)
+        own[0, LARGEST] = self.team.is_asked
+        for row, (job, _) in zip(own[1:], inside.complete, strict=True):
+            assert job.loss_sum is not None
+            row[LOSS], row[SQUARE], row[FOUND] = job.loss_sum, job.square(), len(job.parameters) - len(job.without)
+            if job.name in self._unconfirmed:
+                row[LARGEST:] = self._unconfirmed[job.name]
+        if inside.sums is not None:
+            own[:, :LARGEST] += inside.sums[:, :LARGEST]
+            own[:, LARGEST:] = torch.maximum(own[:, LARGEST:], inside.sums[:, LARGEST:])
+        inside.sums = own
+
+    def _send_sums(self, slot: int) -> None:
+        sums = self._inside[slot].sums
+        assert sums is not None
+        self.links.down.send(sums, self._rows(slot), torch.float64)
+
+    def _receive_totals(self, slot: int) -> None:
+        self._inside[slot].sums = self.links.up.receive(self._rows(slot), torch.float64)
+
+    def _send_totals(self, slot: int) -> None:
+        sums = self._inside[slot].sums
+        assert sums is not None
+        self.links.up.send(sums, self._rows(slot), torch.float64)
+
+    def _take_steps(self, slot: int) -> None:
+        """Those of the jobs whose global batches end in the slot."""
+        inside = self._inside.pop(slot)
+        assert inside.sums is not None
+        (_, _, _, asked, _), *rows = inside.sums.tolist()  # the device is waited for
+        self._quiet |= asked > 0
+        for (job, batch), totals, (loss, square, found, largest, changed) in zip(
+            inside.complete, inside.sums[1:], rows, strict=True
+        ):
+            self._confirm(job, largest, changed)
+            if not job.is_due(batch):
+                job.discard()
+                continue
+            assert job.step == batch, "a step was left out"
+            job.loss_sum, job.found_elsewhere = totals[LOSS], int(found)
+            numbers = job.optimizer_step(totals[SQUARE].sqrt())
+            self._count(job, job.count_step(loss, math.sqrt(square)), numbers[2:])
+
+    def _count(self, job: Job, result: StepResult | None, made: torch.Tensor) -> None:
+        """Tell a step, or that it may not be."""
+        elapsed = self._elapsed()
+        seconds = elapsed - self.runner.began.pop(job.name)
+        if result is None:
+            self._failed.append(job)
+            self._quiet = True
+            return
+        job.log_history[-1] |= {"seconds": seconds, "elapsed": elapsed}
+        self._unconfirmed[job.name] = made
+        self.stepped.append(job)
+        self.events.emit(event_of(job.name, job.log_history[-1]))
+        self._quiet |= (
+            job.step >= job.data.num_steps
+            or is_multiple(job.step, self.run.save_every)
+            or self.evaluator.is_due(job)
+            or job.name in self.stop.jobs
+        )
+
+    def _confirm(self, job: Job, largest: float, changed: float) -> None:
+        """Tell what the job's last step has made of the parameters, if it was not told yet."""
+        if self._unconfirmed.pop(job.name, None) is None:
+            return
+        result = job.confirm(largest, changed)
+        if result is None:
+            self._failed.append(job)
+            self._quiet = True
+        elif result.notice is not None:
+            self.events.emit(Note(f"job {job.name!r}: {result.notice}"))
+
+    def _confirm_all(self) -> None:
+        if not self._unconfirmed:
+            return
+        made = torch.stack(list(self._unconfirmed.values())).cpu()
+        most = self.links.largest_of(made)
+        for name, (largest, changed) in zip(list(self._unconfirmed), most.tolist(), strict=True):
+            self._confirm(self.by_name[name], largest, changed)

@@ -1,0 +1,108 @@
+"""Forward, backward and evaluation of a microbatch on one stage of a pipeline, which needs what its neighbours send."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from packlora.adapters.linear import Attached
+from packlora.adapters.owners import MIN_ROWS
+from packlora.base.model import Base
+from packlora.base.packing import hidden_states
+from packlora.parallel.stages import Stage
+from packlora.runtime.collate import PackedBatch, PackedSample, collate
+from packlora.runtime.loss import sum_by_owner, token_losses
+from packlora.runtime.microbatch import MicrobatchResult, one_error_for_memory
+
+
+@dataclass(slots=True)
+class StagePending:
+    """A forward that waits for its backward.
+
+    incoming: hidden states of the stage below. root: what the backward begins at, the hidden states for the stage above or, on
+    the last stage, the loss, whose losses_L are by label token. gradient: [1, T, D] of the hidden states; before the backward
+    from the stage above, after it for the stage below.
+    """
+
+    batch: PackedBatch
+    incoming: torch.Tensor | None
+    root: torch.Tensor
+    losses_L: torch.Tensor | None
+    num_owners: int
+    gradient: torch.Tensor | None = None
+
+    def sums(self) -> torch.Tensor:
+        """Of losses by owner, as MicrobatchResult has them; zeros where the losses are on another stage."""
+        if self.losses_L is None:
+            return torch.zeros(self.num_owners, dtype=torch.float64, device=self.root.device)
+        return sum_by_owner(self.losses_L, self.batch, self.num_owners)
+
+
+@dataclass(frozen=True, slots=True)
+class StageDevice:
+    """The Executor of a stage; `forward` and `backward` are given what the neighbours send, `evaluate` receives it itself."""
+
+    base: Base
+    attached: Attached
+    stage: Stage
+
+    def shape(self, num_tokens: int) -> tuple[int, int, int]:
+        """Of hidden states and their gradient, of a microbatch of so many tokens of samples."""
+        return 1, max(MIN_ROWS, num_tokens), self.stage.width
+
+    def prepare(self, samples: Sequence[PackedSample], weights: np.ndarray) -> None:
+        """Nothing."""
+
+    def forward(
+        self, samples: Sequence[PackedSample], weights: np.ndarray, incoming: torch.Tensor | None = None
+    ) -> StagePending:
+        """incoming: hidden states [1, T, D] of the stage below; None on the first stage."""
+        with one_error_for_memory():
+            return self._run(collate(samples, self.base.device, weights), incoming, len(weights))
+
+    def _run(self, batch: PackedBatch, incoming: torch.Tensor | None, num_owners: int) -> StagePending:
+        if incoming is not None and torch.is_grad_enabled():
+            incoming.requires_grad_()
+        model, losses_L = self.base.model, None
+        with self.attached.active(batch.owners), self.stage.given(incoming):
+            if self.stage.links.is_last:
+                losses_L, root = token_losses(model, batch, batch.weights_L, self.base.fused_loss)
+            else:
+                hidden_states(model, batch.input_ids_T, batch.position_ids_T, batch.sample_lengths)
+                assert self.stage.outgoing is not None
+                root, self.stage.outgoing = self.stage.outgoing.contiguous(), None
+        return StagePending(batch, incoming, root, losses_L, num_owners)
+
+    def backward(self, pending: StagePending) -> MicrobatchResult:
+        """Gradients go to the parameters, and to pending.gradient. Losses are those of the last stage, zeros elsewhere."""
+        batch, incoming, gradient = pending.batch, pending.incoming, pending.gradient
+        pending.gradient = None
+        with one_error_for_memory():
+            if pending.root.requires_grad:
+                with self.attached.active(batch.owners):
+                    torch.autograd.backward(pending.root, gradient)
+            if incoming is not None:
+                back = torch.zeros_like(incoming) if incoming.grad is None else incoming.grad
+                pending.gradient = back.contiguous()
+            return MicrobatchResult(pending.sums(), batch.num_tokens, batch.num_samples)
+
+    @torch.no_grad()
+    def evaluate(self, samples: Sequence[PackedSample], num_owners: int) -> MicrobatchResult:
+        """All stages call it for the same microbatches."""
+        links, shape = self.stage.links, self.shape(sum(item.sample.num_tokens for item in samples))
+        incoming = None if links.is_first else links.up.receive(shape, self.stage.dtype)
+        with one_error_for_memory():
+            pending = self._run(collate(samples, self.base.device), incoming, num_owners)
+        if not links.is_last:
+            links.up.send(pending.root, shape, self.stage.dtype)
+        return MicrobatchResult(pending.sums(), pending.batch.num_tokens, pending.batch.num_samples)
+
+    def idle(self, backward: bool) -> None:
+        """Nothing: the stages have the same microbatches."""
+
+    def plans(self) -> list[dict[str, Any]]:
+        return [line for chooser in self.attached.choosers for line in chooser.record()]

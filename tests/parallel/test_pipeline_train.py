@@ -1,0 +1,390 @@
+"""`packlora.train` with `parallel: {pipeline: N}`: stages train what one device trains, and leave what it leaves."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from conftest import rows_into
+from ranks import RankFailed, Ranks
+from seeds import some
+from test_replicas import heard, lines, on_ranks, same_run
+from test_tensor_train import BIASED, alike, saved_base
+from test_training import JOBS, adapter, config, distance, steps, train
+
+import packlora
+from packlora.commands.plan import make_plan
+from packlora.config import Run
+from packlora.runtime.job import Job
+from packlora.runtime.pipelined import PipelinedTrainer
+from packlora.runtime.stage import StageDevice
+from packlora.schedule.cost import CostModel
+
+Groups = Callable[[int], Ranks]
+
+
+@pytest.fixture(scope="module")
+def tree(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Five different jobs of different lengths, two of them with held-out data, on a model of five layers."""
+    folder = tmp_path_factory.mktemp("pipeline")
+    base = saved_base(folder / "base", tokenizer, attention_bias=True, mlp_bias=True, num_hidden_layers=5)
+    jobs = [BIASED, *JOBS]
+    out = config(base, folder / "whole", rows_into(folder), jobs, dtype="float64", max_tokens_per_microbatch=120)
+    for job in out["jobs"][:2]:
+        job["data"]["eval_path"] = job["data"]["path"]
+    return out | {"eval_every": 2}
+
+
+@pytest.fixture(scope="module")
+def whole(tree: dict[str, Any]) -> Path:
+    """The run on one device; all checkpoints are kept."""
+    train({**tree, "save_total_limit": None})
+    return Path(tree["output_dir"])
+
+
+def same(out: Path, whole: Path) -> None:
+    """What same_run compares, and the fifth job's adapter."""
+    same_run(out, whole, 1e-10)
+    assert distance(adapter(out, "dora"), adapter(whole, "dora")) <= 1e-10
+
+
+@pytest.mark.parametrize(("stages", "checkpointing"), [(2, True), (4, False)])
+def test_a_run_gives_what_one_device_gives(
+    stages: int, checkpointing: bool, tree: dict[str, Any], whole: Path, ranks: Groups, tmp_path: Path
+) -> None:
+    parallel = {"pipeline": stages}
+    asked = {**tree, "output_dir": str(tmp_path / "out"), "gradient_checkpointing": checkpointing, "parallel": parallel}
+    (status, told), *others = ranks(stages).run(heard, asked, None, 0, {})
+    assert [status, *others] == ["done"] + [("done", [])] * (stages - 1), "only the first process has subscribers"
+    assert (told[0], told[-1]) == ("RunBegan", "RunEnded")
+    counts = {"TrainingBegan": 1, "Stepped": len(steps(whole)), "JobDone": 5, "Evaluated": len(lines(whole, "evals"))}
+    assert {kind: told.count(kind) for kind in counts} == counts
+    assert told.count("CheckpointSaved") == told.count("CheckpointBegins") > 5
+    same(tmp_path / "out", whole)
+    record, alone = (json.loads((out / "run.json").read_text()) for out in (tmp_path / "out", whole))
+    assert record["schedule"]["layout"]["pipeline"] == stages
+    assert (record["jobs"], record["model"]["fingerprint"]) == (alone["jobs"], alone["model"]["fingerprint"])
+    ran = lines(tmp_path / "out", "microbatches")
+    assert sorted(line["index"] for line in ran) == list(range(len(ran)))
+    assert sum(sum(line["tokens"].values()) for line in ran) == sum(line["tokens"] for line in steps(whole))
+    assert (tmp_path / "out" / "report.html").stat().st_size > 1000
+
+
+def test_jobs_may_have_adapters_on_some_stages_alone(tree: dict[str, Any], ranks: Groups, tmp_path: Path) -> None:
+    """On the first layer, on the last one; and one that goes on from an adapter. Stopped on the way."""
+    targets = {"first": r".*layers\.0\..*_proj", "last": r".*layers\.4\.mlp\..*_proj"}
+    data = tree["jobs"][0]["data"]
+    jobs: list[dict[str, Any]] = [
+        {"name": name, "adapter": {"r": 3, "target_modules": own}, "data": data} for name, own in targets.items()
+    ]
+    asked = {**tree, "output_dir": str(tmp_path / "start"), "jobs": jobs, "save_every": 1}
+    train(asked, max_steps=1)
+    more = [{"name": "more", "adapter": {"init_from": str(tmp_path / "start" / "first")}, "data": jobs[0]["data"]}]
+    asked |= {"jobs": jobs + more, "output_dir": str(tmp_path / "alone")}
+    train(asked)
+    two = {**asked, "output_dir": str(tmp_path / "out"), "parallel": {"pipeline": 2}}
+    assert ranks(2).run(heard, two, "", 3, {})[0][0] == "interrupted"
+    assert ranks(2).run(on_ranks, two, {"resume": True})[0][0] == "done"
+    for job in asked["jobs"]:
+        assert distance(adapter(tmp_path / "out", job["name"]), adapter(tmp_path / "alone", job["name"])) < 1e-10
+        states = [
+            json.loads((tmp_path / out / job["name"] / "trainer_state.json").read_text()) for out in ("out", "alone")
+        ]
+        assert states[0]["untrained"] == states[1]["untrained"]
+
+
+def on_stages(rank: int, tree: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    """A run, with what happens on a stage counted: forwards that wait for their backward, by their roots that are alive."""
+    waiting: list[weakref.ref[torch.Tensor]] = []
+    most, runs, noops = 0, 0, 0
+    forward, enter = StageDevice.forward, PipelinedTrainer._enter
+
+    def counted(self: StageDevice, *args: Any) -> Any:
+        nonlocal most
+        pending = forward(self, *args)
+        waiting.append(weakref.ref(pending.root))
+        most = max(most, sum(one() is not None for one in waiting))
+        return pending
+
+    def entered(self: PipelinedTrainer, slot: int) -> Any:
+        nonlocal noops
+        found = enter(self, slot)
+        noops += found is not None and not found.runs
+        return found
+
+    def dry(self: PipelinedTrainer) -> None:
+        nonlocal runs
+        runs += 1
+        original(self)
+
+    original = PipelinedTrainer._run_dry
+    with (
+        mock.patch.multiple(PipelinedTrainer, _enter=entered, _run_dry=dry),
+        mock.patch.object(StageDevice, "forward", counted),
+    ):
+        result = packlora.train(tree, **options)
+    return {"status": result.status, "most": most, "noops": noops, "runs": runs}
+
+
+def in_bits(tree: dict[str, Any], out: Path, names: list[str], batch: int = 1) -> dict[str, Any]:
+    """The jobs of those names with global batches of one sample and no clipping: every sum has one order."""
+    jobs = json.loads(json.dumps([job for job in tree["jobs"] if job["name"] in names]))
+    for job in jobs:
+        job["train"] |= {"global_batch_size": batch, "max_grad_norm": 0.0, "max_steps": 5}
+    changes = {"dtype": "float32", "eval_every": 0, "save_every": 0, "schedule": {"method": "solo"}}
+    return {**tree, **changes, "jobs": jobs, "output_dir": str(out)}
+
+
+@pytest.mark.parametrize("names", [["dropped"], ["dora", "lora", "dora.drop"]])
+def test_where_sums_have_one_order_it_has_the_bits_of_one_device(
+    names: list[str], tree: dict[str, Any], ranks: Groups, tmp_path: Path
+) -> None:
+    """One job alone, which leaves a pipeline without work between its steps, and three; without a flush."""
+    asked = in_bits(tree, tmp_path / "alone", names)
+    train(asked)
+    two = {**asked, "output_dir": str(tmp_path / "out"), "parallel": {"pipeline": 2}}
+    first, second = ranks(2).run(on_stages, two, {})
+    assert (first["status"], first["most"], second["most"]) == ("done", 2 - (len(names) == 1), 1)
+    assert first["runs"] == second["runs"] <= len(names), "it runs dry where jobs end, and else nowhere"
+    assert (first["noops"] > 0) == (second["noops"] > 0) == (len(names) == 1)
+    for name in names:
+        file = Path(name, "adapter_model.safetensors")
+        assert (tmp_path / "out" / file).read_bytes() == (tmp_path / "alone" / file).read_bytes(), name
+
+
+# --- stops, resuming ---------------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_is_stopped_goes_on_on_any_number_of_stages(
+    tree: dict[str, Any], whole: Path, ranks: Groups, tmp_path: Path
+) -> None:
+    """Stopped on two stages, on one device, on four, and ended on one. Their checkpoints are those of one device."""
+    out = tmp_path / "out"
+    asked = {**tree, "output_dir": str(out), "save_total_limit": None}
+    assert ranks(2).run(heard, {**asked, "parallel": {"pipeline": 2}}, "", 5, {})[0][0] == "interrupted"
+    assert heard(0, asked, "", 4, {"resume": True})[0] == "interrupted"
+    assert ranks(4).run(heard, {**asked, "parallel": {"pipeline": 4}}, "", 4, {"resume": True})[0][0] == "interrupted"
+    assert heard(0, asked, "", 0, {"resume": True})[0] == "done"
+    same(out, whole)
+    compared = [path for path in whole.glob("*/checkpoint-*") if (out / path.relative_to(whole)).exists()]
+    assert {path.parent.name for path in compared} == {job["name"] for job in tree["jobs"]}
+    for path in compared:
+        alike(out / path.relative_to(whole), path)
+    assert any((path / "last_good.safetensors").exists() for path in compared)
+
+
+def killed(rank: int, tree: dict[str, Any]) -> str:
+    """A run in which the second process dies at its fifth step."""
+    original, count = Job.count_step, 0
+
+    def count_step(job: Job, *numbers: Any) -> Any:
+        nonlocal count
+        count += 1
+        if rank == 1 and count == 5:
+            os._exit(9)
+        return original(job, *numbers)
+
+    with mock.patch.object(Job, "count_step", count_step):
+        return packlora.train(tree).status
+
+
+@pytest.mark.soak
+def test_a_run_that_was_killed_ends_with_a_reason_and_goes_on_with_the_bits_of_one_that_was_not(
+    tree: dict[str, Any], whole: Path, ranks: Groups, tmp_path: Path
+) -> None:
+    jobs = tree["jobs"][:2]
+    asked, other = (
+        {**tree, "jobs": jobs, "save_every": 1, "output_dir": str(tmp_path / name), "parallel": {"pipeline": 2}}
+        for name in ("out", "other")
+    )
+    with pytest.raises(RankFailed, match="rank 1: the process ended with 9") as caught:
+        ranks(2).run(killed, asked)
+    assert "process 0 of 2 waited in vain for another one of the run" in str(caught.value)
+    assert list((tmp_path / "out").glob("*/checkpoint-1"))
+    shutil.copytree(tmp_path / "out", tmp_path / "alone")
+    assert ranks(2).run(on_ranks, asked, {"resume": True})[0][0] == "done"
+    assert ranks(2).run(on_ranks, other, {})[0][0] == "done"
+    alone = {**asked, "output_dir": str(tmp_path / "alone"), "parallel": "auto"}
+    assert train(alone, resume=True).status == "done"
+    for job in jobs:
+        files = [tmp_path / name / job["name"] / "adapter_model.safetensors" for name in ("out", "other")]
+        assert files[0].read_bytes() == files[1].read_bytes()
+        assert distance(adapter(tmp_path / "alone", job["name"]), adapter(whole, job["name"])) < 1e-10
+
+
+def test_a_job_can_be_ended_from_the_first_process(tree: dict[str, Any], ranks: Groups, tmp_path: Path) -> None:
+    jobs = json.loads(json.dumps(tree["jobs"]))[1:4:2]
+    jobs[1]["train"]["num_train_epochs"] = 20
+    asked = {**tree, "jobs": jobs, "output_dir": str(tmp_path / "out"), "parallel": {"pipeline": 2}}
+    assert ranks(2).run(heard, asked, "rs", 1, {})[0][0] == "done"
+    ends = {
+        job["name"]: max(line["step"] for line in steps(tmp_path / "out") if line["job"] == job["name"]) for job in jobs
+    }
+    assert ends["lora"] == 4
+    assert ends["rs"] < 20
+    assert "enough" in json.loads((tmp_path / "out" / "rs" / "trainer_state.json").read_text())["stopped"]
+
+
+# --- jobs that fail ------------------------------------------------------------------------------------------------------
+
+
+def infinite(rank: int, tree: dict[str, Any], on: int) -> dict[str, str | None]:
+    """A run in which a parameter on one stage is not finite after the second step of job "lora"."""
+    original = Job.optimizer_step
+
+    def optimizer_step(job: Job, *args: Any) -> torch.Tensor:
+        numbers = original(job, *args)
+        if rank == on and job.name == "lora" and job.step == 1:
+            numbers[2] = math.inf
+        return numbers
+
+    with mock.patch.object(Job, "optimizer_step", optimizer_step):
+        return {name: job.failure for name, job in packlora.train(tree).jobs.items()}
+
+
+def failures(rank: int, tree: dict[str, Any]) -> dict[str, str | None]:
+    return {name: job.failure for name, job in packlora.train(tree).jobs.items()}
+
+
+@pytest.mark.parametrize(
+    ("rate", "says"),
+    some([(None, "after step 2: the update made parameters infinite"), (1e25, "after step 1: loss nan")], one_in=2),
+)
+def test_a_job_fails_alike_on_all_stages_and_the_others_go_on(
+    rate: float | None, says: str, tree: dict[str, Any], ranks: Groups, tmp_path: Path
+) -> None:
+    """One which a step gives no finite loss, and one whose parameters become infinite: the step before is kept."""
+    jobs = json.loads(json.dumps(tree["jobs"]))[:3]
+    if rate is not None:
+        jobs[1]["train"]["learning_rate"] = rate
+    changes = {"jobs": jobs, "save_every": 0, "eval_every": 0, "dtype": "float32" if rate else "float64"}
+    asked = {**tree, **changes, "output_dir": str(tmp_path / "whole")}
+    two = {**asked, "output_dir": str(tmp_path / "out"), "parallel": {"pipeline": 2}}
+    alone = failures(0, asked) if rate else infinite(0, asked, 0)
+    told = ranks(2).run(failures, two) if rate else ranks(2).run(infinite, two, 1)
+    assert says in str(alone["lora"])
+    assert told == [alone] * 2
+    for job in jobs:
+        bound = 1e-4 if rate else 1e-10
+        assert distance(adapter(tmp_path / "out", job["name"]), adapter(tmp_path / "whole", job["name"])) < bound
+    states = [json.loads((tmp_path / name / "lora" / "trainer_state.json").read_text()) for name in ("out", "whole")]
+    assert states[0]["global_step"] == states[1]["global_step"]
+    assert [line["step"] for line in states[0]["log_history"]] == [line["step"] for line in states[1]["log_history"]]
+
+
+# --- negative controls -------------------------------------------------------------------------------------------------
+
+
+def broken(rank: int, tree: dict[str, Any], how: str) -> str:
+    """A run in which something is wrong on all stages."""
+
+    def early(self: PipelinedTrainer, slot: int) -> None:
+        """Steps with the gradient of the stage alone."""
+        sums = self._inside[slot].sums
+        own = [float(job.square()) for job, _ in self._inside[slot].complete]
+        for row, square in zip(sums[1:], own, strict=True):  # type: ignore[index]
+            row[1] = square
+        steps_of(self, slot)
+
+    steps_of = PipelinedTrainer._take_steps
+    later = swapped(PipelinedTrainer._send_gradient)
+    changes = {
+        "clipped by the stage's own norm": mock.patch.object(PipelinedTrainer, "_take_steps", early),
+        "planned for one stage": mock.patch("packlora.runtime.profiler.planning_cost", return_value=CostModel()),
+        "sums before gradients": mock.patch.object(PipelinedTrainer, "_send_gradient", later),
+    }
+    with changes[how]:
+        return packlora.train(tree).status
+
+
+def swapped(send: Any) -> Any:
+    """Messages of a direction in another order than they are received in."""
+
+    def later(self: PipelinedTrainer, slot: int) -> None:
+        if self._inside[slot].complete:
+            self._add_sums, before = lambda slot: None, self._add_sums  # type: ignore[method-assign]
+            before(slot)
+            self._send_sums(slot)
+        send(self, slot)
+
+    return later
+
+
+def test_the_comparison_sees_what_is_wrong(tree: dict[str, Any], whole: Path, ranks: Groups, tmp_path: Path) -> None:
+    def asked(name: str) -> dict[str, Any]:
+        return {**tree, "jobs": tree["jobs"][:2], "output_dir": str(tmp_path / name), "parallel": {"pipeline": 2}}
+
+    ranks(2).run(broken, asked("clip"), "clipped by the stage's own norm")
+    assert distance(adapter(tmp_path / "clip", "dora"), adapter(whole, "dora")) > 1e-3
+    with pytest.raises(RankFailed, match="a global batch would begin before the step it follows"):
+        ranks(2).run(broken, asked("stale"), "planned for one stage")
+
+
+@pytest.mark.soak
+def test_messages_in_another_order_are_no_run(tree: dict[str, Any], ranks: Groups, tmp_path: Path) -> None:
+    asked = {**tree, "output_dir": str(tmp_path / "out"), "parallel": {"pipeline": 2, "timeout_s": 5}}
+    with pytest.raises(RankFailed):
+        ranks(2).run(broken, asked, "sums before gradients", seconds=30)
+
+
+# --- bad input ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_cut_is_refused_on_every_process(
+    tree: dict[str, Any], tokenizer: Any, ranks: Groups, tmp_path: Path
+) -> None:
+    fresh = {**tree, "jobs": tree["jobs"][1:], "output_dir": str(tmp_path / "out")}
+
+    def refused(parallel: dict[str, Any], **changes: Any) -> str:
+        told = ranks(2).run(on_ranks, {**fresh, **changes, "parallel": parallel}, {})
+        assert told[0] == told[1]
+        assert told[0][1] == -1, told
+        assert not (tmp_path / "out").exists(), "bad input leaves no trace"
+        return str(told[0][0])
+
+    assert "parallel.pipeline is 3, but 2 processes were started" in refused({"pipeline": 3})
+    assert (
+        "parallel.pipeline is 2, but 1 process was started"
+        in on_ranks(0, {**fresh, "parallel": {"pipeline": 2}}, {})[0]
+    )
+    for key, value in (("tensor", 2), ("shard_base", True), ("devices_per_job", 1)):
+        assert f"pipeline is 2 and {key} is {value}; this version takes pipeline alone" in refused(
+            {"pipeline": 2, key: value}
+        )
+    few = saved_base(tmp_path / "few", tokenizer, num_hidden_layers=1)
+    assert "parallel.pipeline is 2, but the model has 1 layers" in refused({"pipeline": 2}, base_model=few)
+    with mock.patch.dict("conftest.FAMILIES", {"mixtral": ("MixtralConfig", {})}):
+        experts = saved_base(tmp_path / "experts", tokenizer, "mixtral")
+    assert "parallel.pipeline: a mixtral model cannot be looked at" in refused(
+        {"pipeline": 2}, base_model=experts, jobs=fresh["jobs"][1:2]
+    )
+
+
+def test_plan_predicts_what_is_trained(tree: dict[str, Any], ranks: Groups, tmp_path: Path) -> None:
+    """Microbatches and no-ops; and the time that the windows say, each of which is taken to begin with an empty pipeline."""
+    asked = {**tree, "jobs": tree["jobs"][1:3], "output_dir": str(tmp_path / "out"), "parallel": {"pipeline": 2}}
+    plan = make_plan(Run.model_validate(asked))
+    used = plan.methods[-1]
+    assert (plan.stages, plan.to_json()["stages"]) == (2, 2)
+    assert 0 < used.bubble < 1 and used.seconds > 0
+    ranks(2).run(on_ranks, asked, {})
+    windows = lines(tmp_path / "out", "windows")
+    assert (
+        used.microbatches
+        == sum(line["microbatches"] for line in windows)
+        == len(lines(tmp_path / "out", "microbatches"))
+    )
+    assert used.noops == sum(line["noops"] for line in windows)
+    with pytest.raises(packlora.InputError, match=r"--stages is 3, but parallel\.pipeline is 2"):
+        make_plan(Run.model_validate(asked), stages=3)
+    with pytest.raises(packlora.InputError, match=r"--gpus is 4, but parallel\.pipeline is 2"):
+        make_plan(Run.model_validate(asked), gpus=4)
