@@ -16,6 +16,7 @@ from packlora.runtime import profiler
 from packlora.runtime.prepare import PreparedRun
 from packlora.runtime.profiler import Profile
 from packlora.runtime.spread import Spread, candidates, spread
+from packlora.runtime.work import Work
 from packlora.schedule.types import Microbatch
 
 GATHER_BYTES_PER_SECOND = 2e11
@@ -28,8 +29,8 @@ class LayoutFigures:
     """A layout of the run, predicted.
 
     groups: names of their jobs. sharded: the base model is in parts on all devices, and gathered layer by layer. waves: of the
-    group with the most. speedup: over one device. idle: share of all devices' time in which they have no microbatch, counted in
-    tokens. bytes: of a device of the group that needs the most.
+    group with the most. speedup: over one device. idle: share of all devices' time in which they have no microbatch, by
+    predicted work (runtime/work.py). bytes: of a device of the group that needs the most.
     """
 
     devices_per_job: int
@@ -77,7 +78,8 @@ def taken_layout(prepared: PreparedRun, devices: int) -> tuple[Layout, str]:
     Raises:
         InputError: devices_per_job does not divide so many devices.
     """
-    found = candidates(prepared, devices)
+    work = Work(prepared)
+    found = candidates(prepared, devices, work.jobs())
     if not found:
         raise InputError(
             f"parallel.devices_per_job is {prepared.run.parallel.devices_per_job}, which does not divide {devices} devices"
@@ -86,7 +88,7 @@ def taken_layout(prepared: PreparedRun, devices: int) -> tuple[Layout, str]:
         return found[0], "there is one device"
     if len(found) == 1:
         return found[0], f"parallel.devices_per_job is {found[0].split}"
-    predictions = [spread(prepared, own).predict() for own in found]
+    predictions = [spread(prepared, own).predict(work.of) for own in found]
     taken = choose(predictions)
     if taken.idle > MOST_IDLE:
         return (
@@ -107,17 +109,21 @@ def figures_of(prepared: PreparedRun, known: Profile, devices: int, taken: tuple
         taken: from taken_layout.
         alone: seconds that the run takes on one device.
     """
-    rows = [_row(prepared, known, spread(prepared, own), taken[0], alone) for own in candidates(prepared, devices)]
+    work = Work(prepared)
+    found = candidates(prepared, devices, work.jobs())
+    rows = [_row(prepared, known, spread(prepared, own), work, taken[0], alone) for own in found]
     if devices > 1:
-        rows.append(_sharded(prepared, known, devices, alone))
+        rows.append(_sharded(prepared, known, devices, work, alone))
     return Layouts(devices, rows, taken[1])
 
 
-def _row(prepared: PreparedRun, known: Profile, own: Spread, taken: Layout, alone: float) -> LayoutFigures:
+def _row(
+    prepared: PreparedRun, known: Profile, own: Spread, work: Work, taken: Layout, alone: float
+) -> LayoutFigures:  # fmt: skip
     needed, fits = _memory(prepared, known, own)
-    seconds = own.predict(known.seconds).time
+    seconds, balance = own.predict(known.seconds).time, own.predict(work.of)
     return LayoutFigures(
-        own.layout.split, own.layout.groups, False, own.predict().waves, seconds, alone / seconds, own.predict().idle,
+        own.layout.split, own.layout.groups, False, balance.waves, seconds, alone / seconds, balance.idle,
         needed, fits and all(map(known.fits, own.fullest)), own.layout == taken,
     )  # fmt: skip
 
@@ -132,7 +138,7 @@ def _memory(prepared: PreparedRun, known: Profile, own: Spread) -> tuple[int, bo
     return needed, needed <= profiler.ROOM_SHARE * known.room
 
 
-def _sharded(prepared: PreparedRun, known: Profile, devices: int, alone: float) -> LayoutFigures:
+def _sharded(prepared: PreparedRun, known: Profile, devices: int, work: Work, alone: float) -> LayoutFigures:
     """All devices share every job, and hold a part of the base model each. Two layers are whole at a time. Each is gathered in
     the forward and again in the backward, which is taken to overlap with nothing."""
     names = tuple(job.data.name for job in prepared.jobs)
@@ -143,10 +149,10 @@ def _sharded(prepared: PreparedRun, known: Profile, devices: int, alone: float) 
     def cost(microbatch: Microbatch) -> float:
         return known.seconds(microbatch) + gathering
 
-    seconds = own.predict(cost).time
+    seconds, balance = own.predict(cost).time, own.predict(work.of)
     needed = known.bytes(max(own.fullest)) - base + base // devices + 2 * layer
     return LayoutFigures(
-        devices, (names,), True, own.predict().waves, seconds, alone / seconds, own.predict().idle, needed,
+        devices, (names,), True, balance.waves, seconds, alone / seconds, balance.idle, needed,
         needed <= profiler.ROOM_SHARE * known.room, False,
     )  # fmt: skip
 

@@ -1,16 +1,17 @@
 """How a run spreads over devices: what each layout is predicted to take, and which one training takes.
 
-Work is counted in tokens here, not in seconds: so every process of a run finds the same layout, and a resumed run too.
+Work is predicted from shapes alone (work.py): so every process of a run finds the same layout, and a resumed run too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from packlora.parallel import layout as layouts
 from packlora.parallel.layout import Layout, Prediction, Wave
 from packlora.runtime.prepare import PreparedRun
+from packlora.runtime.work import Work
 from packlora.schedule.planner import Planner
 from packlora.schedule.types import Microbatch
 
@@ -34,26 +35,30 @@ class Spread:
         """By group, tokens of its fullest microbatch; 0 where it has no jobs."""
         return [max((one.num_tokens for wave in own for one in wave), default=0) for own in self.waves]
 
-    def predict(
-        self, cost: Callable[[Microbatch], float] = lambda microbatch: float(microbatch.num_tokens)
-    ) -> Prediction:
+    def predict(self, cost: Callable[[Microbatch], float]) -> Prediction:
         """See layout.predict."""
         return layouts.predict(self.layout, self.waves, self.parts, cost)
 
 
-def candidates(prepared: PreparedRun, devices: int) -> list[Layout]:
-    """The layouts that the run file allows on so many devices, those whose jobs share the fewest first."""
+def candidates(prepared: PreparedRun, devices: int, work: Mapping[str, float]) -> list[Layout]:
+    """The layouts that the run file allows on so many devices, those whose jobs share the fewest first.
+
+    Args:
+        work: by job, what it is predicted to take.
+    """
     parallel = prepared.run.parallel
     asked = devices if parallel.shard_base else parallel.devices_per_job
-    tokens = {job.data.name: float(job.data.tokens) for job in prepared.jobs}
-    found = layouts.layouts(tokens, devices, parallel.tensor)
+    found = layouts.layouts(work, devices, parallel.tensor)
     return [own for own in found if asked in ("auto", own.devices_per_job)]
 
 
 def layout_of(prepared: PreparedRun, devices: int) -> Layout:
     """The layout in which the run is trained on so many devices."""
-    found = candidates(prepared, devices)
-    return found[0] if len(found) == 1 else layouts.choose([spread(prepared, own).predict() for own in found]).layout
+    work = Work(prepared)
+    found = candidates(prepared, devices, work.jobs())
+    if len(found) == 1:
+        return found[0]
+    return layouts.choose([spread(prepared, own).predict(work.of) for own in found]).layout
 
 
 def spread(prepared: PreparedRun, layout: Layout) -> Spread:
