@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import random
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
+from conftest import tiny_model
 from ranks import Ranks
 from schedule_cases import some_jobs
 from seeds import SEED, SOAK
@@ -28,7 +31,7 @@ from packlora.data.encode import Sample
 from packlora.parallel.layout import Layout, Prediction, choose, layouts, place, predict, waves
 from packlora.runtime import profiler
 from packlora.runtime.prepare import prepare
-from packlora.runtime.spread import layout_of
+from packlora.runtime.spread import choose as chosen
 from packlora.runtime.work import WORK_FLOPS, Work
 from packlora.schedule.planner import Planner
 from packlora.schedule.types import Microbatch, Placed
@@ -234,7 +237,8 @@ def trained(rank: int, tree: dict[str, Any]) -> str:
 
 def test_all_processes_find_the_same_layout(make: Callable[..., dict[str, Any]]) -> None:
     tree = make((8, 2), (20, 5), (3, 3), max_tokens_per_microbatch=60)
-    assert len({repr(layout_of(prepare(Run.model_validate(tree)), 4)) for _ in range(3)}) == 1
+    prepared = [prepare(Run.model_validate(tree)) for _ in range(3)]
+    assert len({repr(chosen(own, 4, profiler.profile(own.run, own)).layout) for own in prepared}) == 1
 
 
 def test_a_long_run_is_scaled_up_from_its_beginning(
@@ -264,8 +268,9 @@ def test_a_device_holds_its_own_jobs_and_a_part_of_a_sharded_base(
     assert sizes == [24 * sum(trainable.values())]
     assert apart.bytes < together.bytes - 24 * min(trainable.values()) + known.bytes_per_token * 96
     base = 4 * shape.parameters
-    layer = 4 * max(shape.linear_parameters // shape.layers, shape.vocabulary * shape.hidden)
-    assert together.bytes - sharded.bytes == base - base // 2 - 2 * layer
+    others = 4 * (shape.parameters - shape.linear_parameters)  # whole from one end of a microbatch to the other
+    layers = 4 * 2 * shape.linear_parameters // shape.layers
+    assert together.bytes - sharded.bytes == base - base // 2 - others - layers
     monkeypatch.setattr(plan_layouts, "GATHER_BYTES_PER_SECOND", base / 5.0)  # five seconds for all of it
     slow = planned(make((8, 2), (8, 4)), 2).layouts
     assert slow is not None
@@ -355,12 +360,9 @@ def test_jobs_of_equal_tokens_are_placed_by_what_their_samples_take(make: Callab
         for own, (n, _) in zip(found, kinds.values(), strict=True)
     ]
     names = dict(zip(jobs, kinds, strict=True))
-    for taken in (layout_of(prepared, 2), plan_layouts.taken_layout(prepared, 2)[0]):
-        groups = {tuple(names[name] for name in own) for own in taken.groups}
-        assert groups == {
-            ("long", "few labels"),
-            ("short", "long, few labels"),
-        }  # by tokens: in their order, 1 3 and 2 4
+    taken = chosen(prepared, 2, profiler.profile(prepared.run, prepared)).layout
+    groups = {tuple(names[name] for name in own) for own in taken.groups}
+    assert groups == {("long", "few labels"), ("short", "long, few labels")}  # by tokens: in their order, 1 3 and 2 4
 
 
 def test_all_steps_of_a_job_count_with_their_own_samples() -> None:
@@ -372,3 +374,46 @@ def test_all_steps_of_a_job_count_with_their_own_samples() -> None:
         values[number] for step in range(data.num_steps) for number in data.global_batch(step)
     )
     assert data.tokens == sum(lengths[number] for step in range(data.num_steps) for number in data.global_batch(step))
+
+
+# --- by memory ---------------------------------------------------------------------------------------------------------
+
+
+def trained_in(rank: int, tree: dict[str, Any], room: int) -> str:
+    """On devices of so many bytes, the second of which has one less than the first."""
+    with mock.patch.object(profiler, "memory_room", return_value=room - rank):
+        return packlora.train(tree).status
+
+
+def test_a_base_that_no_device_can_hold_is_sharded_by_itself_and_the_plan_says_so(
+    write_rows: Rows, tokenizer: Any, ranks: Callable[[int], Ranks], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny_model("llama", num_hidden_layers=12, intermediate_size=768).save_pretrained(tmp_path / "deep")
+    tokenizer.save_pretrained(tmp_path / "deep")
+    jobs = [{"name": name, "adapter": {"r": 2}, "train": {"global_batch_size": 2, "max_steps": 1}} for name in "ab"]
+    for job in jobs:
+        job["data"] = {"path": write_rows(f"rows of {job['name']}", 2, seed=3, longest=4)}
+    tree = config(str(tmp_path / "deep"), tmp_path / "out", write_rows, jobs, max_tokens_per_microbatch=48)
+    free = planned(tree, 2).layouts
+    assert free is not None and not free.taken.sharded
+    whole, sharded = min(row.bytes for row in free.rows[:2]), free.rows[2].bytes
+    assert sharded < whole
+
+    room = math.ceil(whole / profiler.ROOM_SHARE)  # the first process has it, the second one does not
+    monkeypatch.setattr(profiler, "memory_room", lambda device: room - 1)
+    tight = planned(tree, 2).layouts
+    assert tight is not None and tight.taken.sharded and tight.taken.fits and "is estimated to take" in tight.reason
+    assert [row.fits for row in tight.rows] == [False, False, True]
+    assert ranks(2).run(trained_in, tree, room) == ["done", "done"]
+    record = json.loads((tmp_path / "out" / "run.json").read_text())
+    assert record["schedule"]["layout"] == {"groups": [["a", "b"]], "split": 2, "tensor": 1, "sharded": True}
+    assert [text for text in record["warnings"] if text == f"parallel.shard_base is taken: {tight.reason}"]
+
+    for changes in ({"shard_base": False}, {"devices_per_job": 1}):
+        kept = planned({**tree, "parallel": changes}, 2).layouts
+        assert kept is not None and not kept.taken.sharded and not kept.taken.fits
+    monkeypatch.setattr(profiler, "memory_room", lambda device: room)
+    enough = planned(tree, 2).layouts
+    assert enough is not None and not enough.taken.sharded and enough.taken.fits
+    asked = planned({**tree, "parallel": {"shard_base": True}}, 2).layouts
+    assert asked is not None and asked.taken.sharded and asked.reason == "parallel.shard_base is true"
