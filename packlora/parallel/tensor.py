@@ -8,8 +8,8 @@
     rowwise_split_input      as the second, on its part of inputs that every process has
 
 A block, the module that has column-parallel layers, gets its input through `copied`: its layers still read one tensor, and its
-gradient is added up once for all of them. Embedding, norms and the output layer are whole on every process; all compute the
-same loss, or each the losses of some rows (loss.py). An attention with fewer key-value heads than there are processes has each
+gradient is added up once for all of them. Embedding and output layer are cut by words (vocabulary.py), norms are whole on every
+process. An attention with fewer key-value heads than there are processes has each
 of them on several.
 
 Adapters are put on a model that was cut (adapters/attach.py), and are cut alike (adapters/sharded.py); adapter.py adds up their
@@ -46,6 +46,7 @@ from packlora.ops.lora_linear.frozen import InMemory
 from packlora.ops.modules import undisturbed
 from packlora.parallel.collectives import add_up, copied, gathered, split, summed
 from packlora.parallel.sequence import TokenSlices, with_input
+from packlora.parallel.vocabulary import cut_vocabulary
 
 Dim = Literal[0, 1]
 STYLES: dict[str, tuple[Dim, bool]] = {
@@ -55,7 +56,7 @@ STYLES: dict[str, tuple[Dim, bool]] = {
 }  # fmt: skip
 """By transformers' name, newer and older: which dimension of W is cut, and whether what is outside of the layer is whole."""
 WHOLE = ("replicated_with_grad_allreduce", "embedding_rowwise", "embedding_colwise")
-"""Styles of what is frozen and stays whole."""
+"""Styles that are not looked at: of embeddings, which vocabulary.py cuts, and of what stays whole."""
 SHARED_HEADS = ("k_proj", "v_proj")
 """Layers whose heads several processes may have."""
 ROOM = 0.8
@@ -134,7 +135,8 @@ def shard(model: PreTrainedModel, group: dist.ProcessGroup, sequence: bool = Fal
         _count_heads(model, path, cuts, degree)
         model.get_submodule(path).register_forward_pre_hook(partial(_enter, enter), with_kwargs=True)
     shared = sorted({path.rpartition(".")[2] for path, cut in cuts.items() if cut.copies > 1})
-    notes = [f"{what}{len(cuts)} layers are cut; embedding, norms and output layer are whole on each"]
+    whole = "norms" if cut_vocabulary(model, group) else "embedding, norms and output layer"
+    notes = [f"{what}{len(cuts)} layers are cut; {whole} are whole on each"]
     if shared:
         notes.append(f"{what}{' and '.join(shared)} have fewer heads than processes, so each head is on several")
     while cuts:  # a whole layer goes before the next one is cut

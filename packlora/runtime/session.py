@@ -27,7 +27,6 @@ from packlora.files import remove_leftovers, write_json
 from packlora.parallel.adapter import WholeGradient, joined
 from packlora.parallel.agreement import together
 from packlora.parallel.layout import Layout, planned
-from packlora.parallel.loss import LossRows
 from packlora.parallel.mesh import Mesh, OneProcess
 from packlora.parallel.replicas import ALONE, Replicas
 from packlora.parallel.sharded import load_sharded
@@ -296,7 +295,7 @@ def _attach(prepared: PreparedRun, base: Base, group: dist.ProcessGroup | None) 
     if group is None:
         return SingleDevice(base, attached), jobs
     multiple = dist.get_world_size(group) if prepared.run.parallel.sequence_parallel else 1
-    return SingleDevice(base, attached, multiple, LossRows(group)), jobs
+    return SingleDevice(base, attached, multiple), jobs
 
 
 def choose_budget(
