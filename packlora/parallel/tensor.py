@@ -34,15 +34,8 @@ from transformers import PreTrainedModel
 
 from packlora.adapters.owners import MIN_ROWS
 from packlora.adapters.sharded import Shard, ShardedLinear, Through
-from packlora.base.demo_model import base_path
-from packlora.base.device import choose_device
-from packlora.base.load import read_model
-from packlora.base.model import Base, ready_base
 from packlora.base.packing import ATTENTION
-from packlora.base.shape import check_row
-from packlora.config import Run
 from packlora.errors import InputError, foreign
-from packlora.ops.lora_linear.frozen import InMemory
 from packlora.ops.modules import undisturbed
 from packlora.parallel.collectives import add_up, copied, gathered, split, summed
 from packlora.parallel.sequence import TokenSlices, with_input
@@ -59,8 +52,6 @@ WHOLE = ("replicated_with_grad_allreduce", "embedding_rowwise", "embedding_colwi
 """Styles that are not looked at: of embeddings, which vocabulary.py cuts, and of what stays whole."""
 SHARED_HEADS = ("k_proj", "v_proj")
 """Layers whose heads several processes may have."""
-ROOM = 0.8
-"""Of the free memory of a device, what a whole model may take while it is looked at."""
 HEADS = ("num_heads", "num_attention_heads", "num_key_value_heads")
 """Names of attributes in which attentions count heads."""
 
@@ -73,36 +64,6 @@ class _Cut:
     dim: Dim
     whole: bool
     copies: int = 1
-
-
-class Slices(InMemory):
-    """The Storage of a model of which the process holds a slice of every layer."""
-
-    is_whole = False
-
-
-def load_cut(run: Run, tokenizer: Any, longest: Mapping[str, int], group: dist.ProcessGroup) -> Base:
-    """Load the base model for packed training, cut over a group. All its processes call it, with equal arguments; each reads
-    the whole model, and holds it until it is cut: on its device, or where that has no room for it on the CPU.
-
-    Args:
-        longest: see load_base.
-
-    Raises:
-        InputError: see load_base and shard.
-    """
-    path, device = base_path(run.base_model), choose_device(run.device)
-    model: Any = read_model(path, run.revision, getattr(torch, run.dtype), run.trust_remote_code)
-    check_row(model, run.max_tokens_per_microbatch, path)
-    if device.type != "cuda" or model.get_memory_footprint() < ROOM * torch.cuda.mem_get_info(device)[0]:
-        model.to(device)
-
-    def cut(whole: PreTrainedModel) -> list[str]:
-        notes = shard(whole, group, run.parallel.sequence_parallel)
-        model.to(device)
-        return notes
-
-    return ready_base(run, model, tokenizer, device, path, longest, Slices(), cut)
 
 
 def shard(model: PreTrainedModel, group: dist.ProcessGroup, sequence: bool = False) -> list[str]:

@@ -40,6 +40,7 @@ def cut_vocabulary(model: PreTrainedModel, group: dist.ProcessGroup) -> bool:
         part_of(head.out_features, group),
     )
     embedding.weight = _rows(embedding.weight, own)
+    embedding.vocabulary = own  # type: ignore[assignment]
     embedding.padding_idx = None  # says which gradient is 0, and may be a word of another process
     embedding.forward = partial(_embedded, embedding.forward, own, group)  # type: ignore[method-assign]
     head.weight = embedding.weight if tied else _rows(head.weight, part)

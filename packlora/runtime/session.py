@@ -26,11 +26,11 @@ from packlora.errors import InputError
 from packlora.files import remove_leftovers, write_json
 from packlora.parallel.adapter import WholeGradient, joined
 from packlora.parallel.agreement import together
+from packlora.parallel.cut import load_cut
 from packlora.parallel.layout import Layout, planned
 from packlora.parallel.mesh import Mesh, OneProcess
 from packlora.parallel.replicas import ALONE, Replicas
 from packlora.parallel.sharded import load_sharded
-from packlora.parallel.tensor import load_cut
 from packlora.plans.cache import PlanCache
 from packlora.plans.select import PlanChooser
 from packlora.report.events import Note, Subscriber
