@@ -374,8 +374,9 @@ class ParallelConfig(_Strict):
     """Devices that hold a part of the experts each."""
     sequence_parallel: bool = False
     """With tensor: share the tokens of what lies between the layers that are cut, too: norms and residuals."""
-    shard_base: bool = False
-    """Hold a part of the base model on each device, and gather a layer when it is computed. All devices share every job."""
+    shard_base: bool | Literal["auto"] = "auto"
+    """Hold a part of the base model on each device, and gather a layer when it is computed. All devices share every job. auto:
+    where a device is estimated to hold no whole one with what training needs."""
 
     @model_validator(mode="after")
     def _known(self) -> ParallelConfig:
@@ -383,7 +384,7 @@ class ParallelConfig(_Strict):
             raise ValueError(f"devices_per_job is {self.devices_per_job}; give auto or a number of devices, at least 1")
         if self.expert != 1:
             raise ValueError("this version does not take expert; leave this key out")
-        others = {"tensor": self.tensor > 1, "shard_base": self.shard_base}
+        others = {"tensor": self.tensor > 1, "shard_base": self.shard_base is True}
         others["devices_per_job"] = self.devices_per_job not in ("auto", self.pipeline)
         for name, is_set in others.items():
             if self.pipeline > 1 and is_set:
@@ -391,7 +392,7 @@ class ParallelConfig(_Strict):
                     f"pipeline is {self.pipeline} and {name} is {getattr(self, name)}; this version takes pipeline "
                     "alone, over all processes"
                 )
-        if self.tensor > 1 and self.shard_base:
+        if self.tensor > 1 and self.shard_base is True:
             raise ValueError(f"tensor is {self.tensor} and shard_base is true, two ways to share the weights; give one")
         if self.sequence_parallel and self.tensor == 1:
             raise ValueError("sequence_parallel goes with tensor, the devices that share the tokens; set both")
@@ -413,9 +414,9 @@ class ParallelConfig(_Strict):
                 f"parallel.tensor is {self.tensor}, but {started}; start a multiple of {self.tensor}, or give a number that "
                 f"divides {processes}"
             )
-        if self.shard_base and processes == 1:
+        if self.shard_base is True and processes == 1:
             raise InputError("parallel.shard_base shares the base model over processes, but one process was started")
-        if self.shard_base and each not in ("auto", processes):
+        if self.shard_base is True and each not in ("auto", processes):
             raise InputError(
                 f"parallel.devices_per_job is {each}, but with shard_base all {processes} processes share every job; leave it "
                 "out"
@@ -573,7 +574,8 @@ class Run(_Strict):
     def check_quantized(self, what: str) -> None:
         """Raises ValueError where a setting does not go with a quantised base model. what: makes it one, for the message."""
         apart = {
-            "shard_base": self.parallel.shard_base, "tensor": self.parallel.tensor > 1, "pipeline": self.parallel.pipeline > 1,
+            "shard_base": self.parallel.shard_base is True, "tensor": self.parallel.tensor > 1,
+            "pipeline": self.parallel.pipeline > 1,
         }  # fmt: skip
         if any(apart.values()):
             key = next(key for key, asked in apart.items() if asked)

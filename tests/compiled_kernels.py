@@ -172,6 +172,8 @@ def captured(capability: int, kinds: dict[str, dict[str, Any]] = USUAL) -> list[
         logits, labels = torch.zeros(64, 5008, dtype=dtype), torch.zeros(64, dtype=torch.int64)
         for gradient in (False, True):
             cross_entropy_path.softmax_gradient(logits, labels, torch.ones(64), gradient)
+        cross_entropy_path.part_sums(logits, labels)
+        cross_entropy_path.part_gradient(logits, labels, torch.ones(64), torch.ones(64), labels == 0)
         dropping.masked(logits, torch.zeros(64, 2, dtype=torch.int32), 3, 0.1, scaled=gradient)
         for (at, D), (number, (offset, rounding)) in itertools.product(
             enumerate(RMS_NORMS), enumerate(KINDS_OF_RMS_NORMS)

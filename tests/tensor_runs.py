@@ -28,7 +28,6 @@ from packlora.data.encode import Sample
 from packlora.ops.recompute import add_recompute
 from packlora.parallel.adapter import WholeGradient, joined
 from packlora.parallel.collectives import GATHER, SCATTER, all_of
-from packlora.parallel.loss import LossRows
 from packlora.parallel.tensor import shard
 from packlora.runtime.collate import PackedSample
 from packlora.runtime.job import Job, take_steps
@@ -67,8 +66,6 @@ class Case:
     steps: int = 3
     sequence: bool = False
     """Each process has tokens of its own between the layers."""
-    own_rows: bool = False
-    """Each process computes the losses of some rows."""
     saving: bool = False
     """As on a GPU: layers' inputs are recomputed where that is cheap; and DoRA layers keep their outputs where they can."""
 
@@ -230,8 +227,7 @@ def learn(case: Case, group: Any = None) -> Learnt:
     multiple = dist.get_world_size(group) if case.sequence and group is not None else 1
     fused = case.family not in ("gemma2", "cohere")  # which cap and scale logits
     base = Base(model, None, torch.device("cpu"), "tiny", [], fused_loss=fused)
-    rows = LossRows(group) if case.own_rows and group is not None else None
-    executor = SingleDevice(base, attached, multiple, rows)
+    executor = SingleDevice(base, attached, multiple)
     losses, norms = {}, {}
     plain = {name: getattr(dist, name) for name in COLLECTIVES}
     for step in range(case.steps):

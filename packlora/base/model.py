@@ -1,12 +1,12 @@
 """The frozen base model of a run, ready for packed training.
 
 load.py reads it, packing.py runs it on packed samples, proof.py shows that it may be packed. Adapters are put on by
-adapters/attach.py. A model in parts on several processes is loaded by parallel/sharded.py and parallel/tensor.py.
+adapters/attach.py. A model in parts on several processes is loaded by parallel/sharded.py and parallel/cut.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ from packlora.base.fingerprint import Fingerprint, fingerprint
 from packlora.base.liger import use_liger
 from packlora.base.load import read_config, read_model
 from packlora.base.packing import prepare_model
-from packlora.base.proof import check_packing, own_logits
+from packlora.base.proof import OwnLogits, check_packing, own_logits
 from packlora.base.quantized import check_stored, loading, made_of, own_layers
 from packlora.base.shape import check_row
 from packlora.config import QuantizationConfig, Run
@@ -74,22 +74,29 @@ def load_base(run: Run, tokenizer: Any, longest: Mapping[str, int] | None = None
     return base
 
 
+LookedAt = tuple[Fingerprint, OwnLogits]
+"""What is known of a model as transformers runs it."""
+
+
+def look_at(run: Run, model: PreTrainedModel, path: str, longest: Mapping[str, int]) -> LookedAt:
+    """Of a whole model, before it is packed; one that is sharded by rows counts as whole. Raises InputError."""
+    return fingerprint(model, path, run.revision), own_logits(model, path, longest)
+
+
 def ready_base(
     run: Run, model: PreTrainedModel, tokenizer: Any, device: torch.device, path: str, longest: Mapping[str, int],
-    storage: Storage, cut: Callable[[PreTrainedModel], list[str]] | None = None,
+    storage: Storage, looked_at: LookedAt | None = None,
 ) -> Base:  # fmt: skip
     """A model on its device, as transformers runs it, made ready for packed training, with the proof that it may be packed.
 
     Args:
-        cut: makes of the whole model this process's part of it, on the device, and tells what the user should know. What is
-            packed then is held against the whole one.
+        looked_at: of the whole model, where this one is a process's part of it: what is packed is held against the whole one.
 
     Raises:
         InputError: packing would train it wrongly.
     """
-    known, own = fingerprint(model, path, run.revision), own_logits(model, path, longest)
-    notes = [] if cut is None else cut(model)
-    notes += prepare_model(model, run.gradient_checkpointing)
+    known, own = looked_at or look_at(run, model, path, longest)
+    notes = prepare_model(model, run.gradient_checkpointing)
     replaced = use_liger(model, run.liger, storage.each)
     fused_loss = check_packing(model, own, path, longest, notes)
     return Base(model, tokenizer, device, path, notes, fused_loss, replaced, storage=storage, fingerprint=known)

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from packlora.base.masks import OWN_MASKS, MaskLimits
 from packlora.base.packing import hidden_states, packed_logits
-from packlora.base.shape import plain_head, scaled_by_place
+from packlora.base.shape import plain_head, scaled_by_place, vocabulary
 from packlora.errors import InputError
 
 PROBE_TOKENS = 48
@@ -137,7 +137,7 @@ def check_packing(
         if head is None:
             return False
         hidden = hidden_TD[packs[2].inputs[3]]
-        return torch.equal(torch.nn.functional.linear(hidden[None], head.weight, head.bias)[0].double(), outputs[2])
+        return torch.equal(head(hidden[None])[0].double(), outputs[2])
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
         return False  # a model that cannot be run without its output layer
 
@@ -167,8 +167,7 @@ def _probe(model: PreTrainedModel, seed: int, length: int | None = None) -> torc
         window = getattr(config, "sliding_window", None) or 0
         length = PROBE_TOKENS + (window if window <= PROBE_TOKENS else 0)
         length = min(length, getattr(config, "max_position_embeddings", None) or length)
-    vocabulary = model.get_input_embeddings().weight.shape[0]
-    return torch.randint(vocabulary, (length,), generator=torch.Generator().manual_seed(seed)).to(model.device)
+    return torch.randint(vocabulary(model), (length,), generator=torch.Generator().manual_seed(seed)).to(model.device)
 
 
 def _late_start(longest: Mapping[str, int], length: int) -> int:

@@ -56,3 +56,9 @@ def plain_head(model: PreTrainedModel) -> torch.nn.Linear | None:
     head = model.get_output_embeddings()
     frozen = type(head) is torch.nn.Linear and not any(parameter.requires_grad for parameter in head.parameters())
     return head if frozen else None
+
+
+def vocabulary(model: PreTrainedModel) -> int:
+    """Words that the model has embeddings for, wherever their weights are."""
+    embedding: Any = model.get_input_embeddings()
+    return int(getattr(embedding, "num_embeddings", 0) or embedding.weight.shape[0])

@@ -54,10 +54,14 @@ class WeightFiles:
             out.setdefault(Path(file).name, []).append(key)
         return out
 
-    def read(self, key: str, rows: slice | None = None) -> torch.Tensor:
-        """A weight, or rows of it, in the dtype of the file. It may be the file itself, mapped into memory: copy it."""
+    def read(self, key: str, *part: slice) -> torch.Tensor:
+        """A weight, or a part of it, in the dtype of the file. It may be the file itself, mapped into memory: copy it.
+
+        Args:
+            part: of each dimension that is not whole, from the first one on.
+        """
         with safe_open(self._files[key], framework="pt") as opened:
-            read: torch.Tensor = opened.get_tensor(key) if rows is None else opened.get_slice(key)[rows]
+            read: torch.Tensor = opened.get_slice(key)[part] if part else opened.get_tensor(key)
         self.bytes_read += read.numel() * read.element_size()
         return read
 

@@ -52,8 +52,9 @@ from packlora.parallel.mesh import Mesh
 from packlora.parallel.replicas import ALONE, Alone, Replicas
 from packlora.parallel.sharded import load_sharded
 from packlora.runtime.memory import free_memory
-from packlora.runtime.prepare import ModelShape
+from packlora.runtime.prepare import ModelShape, PreparedRun
 from packlora.runtime.trainer import Trainer
+from packlora.runtime.work import Work
 from packlora.schedule.planner import Planner
 from packlora.schedule.wire import window_from_json, window_to_json
 
@@ -67,8 +68,8 @@ PROTOCOL = (
     "layers, dropout {dropout}, AdamW, clipping; lengths of samples as in short-jobs, evenly spread quantiles of at most "
     "{longest} tokens, as many samples per optimizer step as make about {step_tokens} tokens for each job, loss on all "
     "tokens. The training loop's own classes, greedy microbatches of at most {budget} tokens a process. one: the first "
-    "process trains all jobs while the others wait; jobs: each job whole on one process, placed by tokens; samples: every "
-    "microbatch divided over all processes, gradients added up once a step. A unit is {rounds} optimizer steps of every "
+    "process trains all jobs while the others wait; jobs: each job whole on one process, placed by predicted time; samples: "
+    "every microbatch divided over all processes, gradients added up once a step. A unit is {rounds} optimizer steps of every "
     "job on the same samples, the three ways in turn from a common start, {warmup} units to warm up (sizes of microbatches "
     "are recorded as CUDA graphs) and {units} counted, planning not counted. "
     "Efficiency is tokens/s over that of one and the number of processes: for jobs until the last process is done with all "
@@ -187,17 +188,19 @@ class Jobs:
         self.config = kind(**values, attn_implementation="sdpa", use_cache=False)
         self.frozen = build(self.config, self.device, make)
         self.jobs = short_jobs(sizes, self.config.vocab_size)
-        work = {job.name: float(sum(sample.num_tokens for sample in job.samples)) for job in self.jobs}
-        self.groups = place(work, mesh.size)
+        self.groups = place(Work(self.prepared()[0]).jobs(), mesh.size)
+
+    def prepared(self) -> tuple[PreparedRun, Base]:
+        """All jobs on a model of their own, over the frozen weights."""
+        model, sizes = shared_copy(self.frozen), self.sizes
+        return prepared_run(model, self.device, sizes.budget, sizes.steps, self.scratch, self.jobs)
 
     def way(self, names: Sequence[str], group: Alone = ALONE) -> Way:
         """In which this process, or those of a group together, train these jobs."""
         if not names:
             return Way(None, self.sizes.rounds, self.mesh)
         alarm()
-        prepared, base = prepared_run(
-            shared_copy(self.frozen), self.device, self.sizes.budget, self.sizes.steps, self.scratch, self.jobs
-        )
+        prepared, base = self.prepared()
         own = replace(prepared, jobs=[job for job in prepared.jobs if job.config.name in names])
         return Way(trainer_of(own, base, self.scratch, group), self.sizes.rounds, self.mesh, group)
 

@@ -19,7 +19,7 @@ from rich.text import Text
 
 import packlora
 from packlora.base.device import choose_device
-from packlora.commands.plan_layouts import HEADINGS, Layouts, figures_of, sentences, table, taken_layout
+from packlora.commands.plan_layouts import HEADINGS, Layouts, figures_of, sentences, table
 from packlora.config import Run
 from packlora.errors import InputError
 from packlora.files import write_json
@@ -28,6 +28,7 @@ from packlora.report.progress import GAP, NAME, duration
 from packlora.runtime import profiler
 from packlora.runtime.prepare import PreparedJob, PreparedRun, prepare
 from packlora.runtime.profiler import Prediction, Profile
+from packlora.runtime.spread import choose
 from packlora.schedule.cost import CostModel
 from packlora.schedule.planner import Planner
 from packlora.schedule.simulate import simulate
@@ -209,11 +210,12 @@ def make_plan(run: Run, stages: int = 1, gpus: int | None = None, told: Told = s
             f"with parallel.tensor {tensor} devices hold the base model together; times, memory and layouts are not predicted "
             "for that: what is above is of one device that holds all of it"
         )
-    taken = None if gpus is None or tensor > 1 else taken_layout(prepared, gpus)
     if stages > prepared.shape.layers:
         raise InputError(f"stages: {stages} are more than the {prepared.shape.layers} layers of the model")
     known, budgets = profiler.profile(run, prepared), []
-    if run.max_tokens_per_microbatch == "auto" and choose_device(run.device).type == "cuda":
+    taken = None if gpus is None or tensor > 1 else choose(prepared, gpus, known)
+    decides = taken is None or not taken.layout.sharded  # in parts nothing is measured
+    if run.max_tokens_per_microbatch == "auto" and choose_device(run.device).type == "cuda" and decides:
         budgets = profiler.predictions(prepared, [known])
         prepared.budget = profiler.choose(budgets).budget
     cost = None

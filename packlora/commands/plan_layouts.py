@@ -6,17 +6,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
-
-from packlora.config import Run
-from packlora.errors import InputError
-from packlora.parallel.layout import MOST_IDLE, Layout, choose
+from packlora.parallel.layout import Layout
 from packlora.report.progress import duration
-from packlora.runtime import profiler
 from packlora.runtime.prepare import PreparedRun
 from packlora.runtime.profiler import Profile
-from packlora.runtime.spread import Spread, candidates, spread
-from packlora.schedule.types import Microbatch
+from packlora.runtime.spread import Choice, Spread, base_bytes, candidates, fits, needed_bytes, spread
+from packlora.runtime.work import Work
 
 GATHER_BYTES_PER_SECOND = 2e11
 """Assumed, of a device that gathers a layer from the others: four H200s by NVLink reach 2.1e11 to 2.5e11."""
@@ -28,8 +23,8 @@ class LayoutFigures:
     """A layout of the run, predicted.
 
     groups: names of their jobs. sharded: the base model is in parts on all devices, and gathered layer by layer. waves: of the
-    group with the most. speedup: over one device. idle: share of all devices' time in which they have no microbatch, counted in
-    tokens. bytes: of a device of the group that needs the most.
+    group with the most. speedup: over one device. idle: share of all devices' time in which they have no microbatch, by
+    predicted work (runtime/work.py). bytes: of a device of the group that needs the most.
     """
 
     devices_per_job: int
@@ -71,92 +66,34 @@ class Layouts:
         }  # fmt: skip
 
 
-def taken_layout(prepared: PreparedRun, devices: int) -> tuple[Layout, str]:
-    """The layout that training takes, and why. To be asked before the budget is chosen, as training does.
-
-    Raises:
-        InputError: devices_per_job does not divide so many devices.
-    """
-    found = candidates(prepared, devices)
-    if not found:
-        raise InputError(
-            f"parallel.devices_per_job is {prepared.run.parallel.devices_per_job}, which does not divide {devices} devices"
-        )
-    if devices == 1:
-        return found[0], "there is one device"
-    if len(found) == 1:
-        return found[0], f"parallel.devices_per_job is {found[0].split}"
-    predictions = [spread(prepared, own).predict() for own in found]
-    taken = choose(predictions)
-    if taken.idle > MOST_IDLE:
-        return (
-            taken.layout,
-            f"no layout leaves less than {MOST_IDLE:.0%} of the devices' time idle, and this one is done first",
-        )
-    why = f"{taken.idle:.0%} of the devices' time is idle"
-    fewer = [f"{one.layout.split}: {one.idle:.0%}" for one in predictions if one.layout.split < taken.layout.split]
-    if fewer:
-        why += f"; with fewer devices per job it is more than {MOST_IDLE:.0%} ({', '.join(fewer)})"
-    return taken.layout, why
-
-
-def figures_of(prepared: PreparedRun, known: Profile, devices: int, taken: tuple[Layout, str], alone: float) -> Layouts:
+def figures_of(prepared: PreparedRun, known: Profile, devices: int, taken: Choice, alone: float) -> Layouts:
     """All layouts on so many devices.
 
     Args:
-        taken: from taken_layout.
+        taken: from spread.choose.
         alone: seconds that the run takes on one device.
     """
-    rows = [_row(prepared, known, spread(prepared, own), taken[0], alone) for own in candidates(prepared, devices)]
+    work, names = Work(prepared), tuple(job.data.name for job in prepared.jobs)
+    found = candidates(prepared, devices, work.jobs())
     if devices > 1:
-        rows.append(_sharded(prepared, known, devices, alone))
-    return Layouts(devices, rows, taken[1])
+        found.append(Layout((names,), devices, sharded=True))
+    rows = [_row(prepared, known, spread(prepared, own), work, taken.layout, alone) for own in found]
+    return Layouts(devices, rows, taken.reason)
 
 
-def _row(prepared: PreparedRun, known: Profile, own: Spread, taken: Layout, alone: float) -> LayoutFigures:
-    needed, fits = _memory(prepared, known, own)
-    seconds = own.predict(known.seconds).time
+def _row(
+    prepared: PreparedRun, known: Profile, own: Spread, work: Work, taken: Layout, alone: float
+) -> LayoutFigures:  # fmt: skip
+    layout, gathering = own.layout, 0.0
+    if layout.sharded:  # in the forward and again in the backward, which is taken to overlap with nothing
+        gathering = 2 * base_bytes(prepared)[0] * (layout.split - 1) / layout.split / GATHER_BYTES_PER_SECOND
+    seconds = own.predict(lambda microbatch: known.seconds(microbatch) + gathering).time
+    balance, needed = own.predict(work.of), needed_bytes(prepared, known, own)
+    has_failed = known.failed is not None and max(own.fullest) >= known.failed and not layout.sharded
     return LayoutFigures(
-        own.layout.split, own.layout.groups, False, own.predict().waves, seconds, alone / seconds, own.predict().idle,
-        needed, fits and all(map(known.fits, own.fullest)), own.layout == taken,
+        layout.split, layout.groups, layout.sharded, balance.waves, seconds, alone / seconds, balance.idle, needed,
+        fits(known, needed) and not has_failed, layout == taken,
     )  # fmt: skip
-
-
-def _memory(prepared: PreparedRun, known: Profile, own: Spread) -> tuple[int, bool]:
-    """Bytes of a device of the group that needs the most, and whether it has them. A device holds its own jobs alone."""
-    trainable = {job.data.name: job.trainable for job in prepared.jobs}
-    needed = 0
-    for names, fullest in zip(own.layout.groups, own.fullest, strict=True):
-        others = prepared.trainable - sum(trainable[name] for name in names)
-        needed = max(needed, known.bytes(fullest) - profiler.TRAINABLE_BYTES * others)
-    return needed, needed <= profiler.ROOM_SHARE * known.room
-
-
-def _sharded(prepared: PreparedRun, known: Profile, devices: int, alone: float) -> LayoutFigures:
-    """All devices share every job, and hold a part of the base model each. Two layers are whole at a time. Each is gathered in
-    the forward and again in the backward, which is taken to overlap with nothing."""
-    names = tuple(job.data.name for job in prepared.jobs)
-    own = spread(prepared, Layout((names,), devices))
-    base, layer = _base_bytes(prepared.run, prepared)
-    gathering = 2 * base * (devices - 1) / devices / GATHER_BYTES_PER_SECOND
-
-    def cost(microbatch: Microbatch) -> float:
-        return known.seconds(microbatch) + gathering
-
-    seconds = own.predict(cost).time
-    needed = known.bytes(max(own.fullest)) - base + base // devices + 2 * layer
-    return LayoutFigures(
-        devices, (names,), True, own.predict().waves, seconds, alone / seconds, own.predict().idle, needed,
-        needed <= profiler.ROOM_SHARE * known.room, False,
-    )  # fmt: skip
-
-
-def _base_bytes(run: Run, prepared: PreparedRun) -> tuple[int, int]:
-    """Of the base model, and of its largest layer, which may be that of the embeddings."""
-    shape, width = prepared.shape, getattr(torch, run.dtype).itemsize
-    return shape.parameters * width, width * max(
-        shape.linear_parameters // shape.layers, shape.vocabulary * shape.hidden
-    )
 
 
 def table(found: Layouts) -> Sequence[Sequence[str]]:
@@ -178,7 +115,8 @@ def sentences(found: Layouts, limit: int) -> list[str]:
     """
     taken, out = found.taken, []
     each = "is whole on one device" if taken.devices_per_job == 1 else f"is shared by {taken.devices_per_job} devices"
-    out.append(f"training takes {taken.devices_per_job}, so each job {each}: {found.reason}")
+    what = "the sharded base" if taken.sharded else str(taken.devices_per_job)
+    out.append(f"training takes {what}, so each job {each}: {found.reason}")
     if len(taken.groups) > 1:
         listed = [" + ".join(group) or "nothing" for group in taken.groups[:limit]]
         more = len(taken.groups) - limit
@@ -187,7 +125,7 @@ def sentences(found: Layouts, limit: int) -> list[str]:
         out.append("note: this does not fit; lower max_tokens_per_microbatch or set gradient_checkpointing: true")
     if any(row.sharded for row in found.rows):
         out.append(
-            "base sharded: with parallel.shard_base, for a base model that fits no device. Layers are assumed to be "
+            "base sharded: with parallel.shard_base, by itself where nothing else fits. Layers are assumed to be "
             f"gathered at {GATHER_BYTES_PER_SECOND / 1e9:.0f} GB/s"
         )
     return out

@@ -60,13 +60,17 @@ class JobData:
 
     @property
     def tokens(self) -> int:
-        """Of all steps that are taken. With drop_last, what whole epochs leave out is taken to be of mean length."""
+        """Of all steps that are taken, see `total`."""
+        return round(self.total(self.planned.lengths))
+
+    def total(self, values: np.ndarray) -> float:
+        """The sum over all steps that are taken of a value of each sample. What drop_last leaves out is taken to be of mean
+        value."""
         epochs, rest = divmod(self.num_steps, self.batches_per_epoch)
-        lengths, size = self.planned.lengths.astype(np.int64), self.config.global_batch_size
-        taken = min(self.batches_per_epoch * size, len(lengths)) / len(lengths)
-        return round(epochs * taken * int(lengths.sum())) + int(
-            lengths[self.planned.epoch(epochs)[: rest * size]].sum()
-        )
+        size = self.planned.global_batch_size
+        taken = min(self.batches_per_epoch * size, len(values)) / len(values)
+        last = values[self.planned.epoch(epochs)[: rest * size]]
+        return epochs * taken * float(values.sum(dtype=np.float64)) + float(last.sum(dtype=np.float64))
 
     def last_batch(self) -> list[Sample]:
         """Samples of the last optimizer step."""

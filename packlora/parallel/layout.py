@@ -24,12 +24,14 @@ takes a wave of its own. From 0.9 to 0.97 makes a difference of 0.4 % on average
 @dataclass(frozen=True, slots=True)
 class Layout:
     """groups: names of the jobs of each group, in the order of the run. split: replicas of a group, which share each job.
-    tensor: processes of a replica, side by side; pipeline: the same, one behind the other."""
+    tensor: processes of a replica, side by side; pipeline: the same, one behind the other. sharded: each process holds a part
+    of every weight of the base model (sharded.py); there is one group then."""
 
     groups: tuple[tuple[str, ...], ...]
     split: int = 1
     tensor: int = 1
     pipeline: int = 1
+    sharded: bool = False
 
     @property
     def replicas(self) -> int:

@@ -97,7 +97,7 @@ class Shards:
         cuda = mesh.device_type == "cuda"
         self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         _check_shapes(model, files.path)
-        _untie(model, mesh, files, keys)
+        untie(model, mesh, files, keys)
         self.layers = decoder_layers(model)
         for layer in self.layers.values():
             fully_shard(layer, mesh=mesh)
@@ -199,12 +199,10 @@ def decoder_layers(model: PreTrainedModel) -> dict[str, torch.nn.Module]:
 def _check_shapes(model: PreTrainedModel, path: str) -> None:
     for name, parameter in model.named_parameters():
         if not parameter.ndim:
-            raise InputError(
-                f"base_model {path!r}: parallel.shard_base shards weights by rows, and {name} is one number"
-            )
+            raise InputError(f"base_model {path!r}: several processes share weights by rows, and {name} is one number")
 
 
-def _untie(model: PreTrainedModel, mesh: DeviceMesh, files: WeightFiles, keys: Mapping[str, str]) -> None:
+def untie(model: PreTrainedModel, mesh: DeviceMesh, files: WeightFiles, keys: Mapping[str, str]) -> None:
     """Parameters that the model ties stay apart where the files hold both and they differ, as transformers has it."""
     first: dict[int, str] = {}
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):

@@ -8,8 +8,8 @@
     rowwise_split_input      as the second, on its part of inputs that every process has
 
 A block, the module that has column-parallel layers, gets its input through `copied`: its layers still read one tensor, and its
-gradient is added up once for all of them. Embedding, norms and the output layer are whole on every process; all compute the
-same loss, or each the losses of some rows (loss.py). An attention with fewer key-value heads than there are processes has each
+gradient is added up once for all of them. Embedding and output layer are cut by words (vocabulary.py), norms are whole on every
+process. An attention with fewer key-value heads than there are processes has each
 of them on several.
 
 Adapters are put on a model that was cut (adapters/attach.py), and are cut alike (adapters/sharded.py); adapter.py adds up their
@@ -32,17 +32,11 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from packlora.adapters.sharded import Shard, ShardedLinear, Through
-from packlora.base.demo_model import base_path
-from packlora.base.device import choose_device
-from packlora.base.load import read_model
-from packlora.base.model import Base, ready_base
-from packlora.base.shape import check_row
-from packlora.config import Run
 from packlora.errors import InputError, foreign
-from packlora.ops.lora_linear.frozen import InMemory
 from packlora.parallel.collectives import add_up, copied, gathered, split, summed
 from packlora.parallel.meta import on_meta
 from packlora.parallel.sequence import TokenSlices, with_input
+from packlora.parallel.vocabulary import cut_vocabulary
 
 Dim = Literal[0, 1]
 STYLES: dict[str, tuple[Dim, bool]] = {
@@ -52,11 +46,9 @@ STYLES: dict[str, tuple[Dim, bool]] = {
 }  # fmt: skip
 """By transformers' name, newer and older: which dimension of W is cut, and whether what is outside of the layer is whole."""
 WHOLE = ("replicated_with_grad_allreduce", "embedding_rowwise", "embedding_colwise")
-"""Styles of what is frozen and stays whole."""
+"""Styles that are not looked at: of embeddings, which vocabulary.py cuts, and of what stays whole."""
 SHARED_HEADS = ("k_proj", "v_proj")
 """Layers whose heads several processes may have."""
-ROOM = 0.8
-"""Of the free memory of a device, what a whole model may take while it is looked at."""
 HEADS = ("num_heads", "num_attention_heads", "num_key_value_heads")
 """Names of attributes in which attentions count heads."""
 
@@ -69,36 +61,6 @@ class _Cut:
     dim: Dim
     whole: bool
     copies: int = 1
-
-
-class Slices(InMemory):
-    """The Storage of a model of which the process holds a slice of every layer."""
-
-    is_whole = False
-
-
-def load_cut(run: Run, tokenizer: Any, longest: Mapping[str, int], group: dist.ProcessGroup) -> Base:
-    """Load the base model for packed training, cut over a group. All its processes call it, with equal arguments; each reads
-    the whole model, and holds it until it is cut: on its device, or where that has no room for it on the CPU.
-
-    Args:
-        longest: see load_base.
-
-    Raises:
-        InputError: see load_base and shard.
-    """
-    path, device = base_path(run.base_model), choose_device(run.device)
-    model: Any = read_model(path, run.revision, getattr(torch, run.dtype), run.trust_remote_code)
-    check_row(model, run.max_tokens_per_microbatch, path)
-    if device.type != "cuda" or model.get_memory_footprint() < ROOM * torch.cuda.mem_get_info(device)[0]:
-        model.to(device)
-
-    def cut(whole: PreTrainedModel) -> list[str]:
-        notes = shard(whole, group, run.parallel.sequence_parallel)
-        model.to(device)
-        return notes
-
-    return ready_base(run, model, tokenizer, device, path, longest, Slices(), cut)
 
 
 def shard(model: PreTrainedModel, group: dist.ProcessGroup, sequence: bool = False) -> list[str]:
@@ -131,7 +93,8 @@ def shard(model: PreTrainedModel, group: dist.ProcessGroup, sequence: bool = Fal
         _count_heads(model, path, cuts, degree)
         model.get_submodule(path).register_forward_pre_hook(partial(_enter, enter), with_kwargs=True)
     shared = sorted({path.rpartition(".")[2] for path, cut in cuts.items() if cut.copies > 1})
-    notes = [f"{what}{len(cuts)} layers are cut; embedding, norms and output layer are whole on each"]
+    whole = "norms" if cut_vocabulary(model, group) else "embedding, norms and output layer"
+    notes = [f"{what}{len(cuts)} layers are cut; {whole} are whole on each"]
     if shared:
         notes.append(f"{what}{' and '.join(shared)} have fewer heads than processes, so each head is on several")
     while cuts:  # a whole layer goes before the next one is cut

@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 from packlora.base.packing import packed_hidden, packed_logits
 from packlora.base.shape import plain_head
 from packlora.ops.cross_entropy.linear_cross_entropy import linear_cross_entropy
-from packlora.parallel.loss import LossRows
 from packlora.runtime.collate import IGNORE, PackedBatch
 
 
@@ -23,7 +22,6 @@ def token_losses(
     batch: PackedBatch,
     weights_L: torch.Tensor | None = None,
     fused: bool = False,
-    rows: LossRows | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cross entropy of the label tokens. The owners of the batch must be active.
 
@@ -32,7 +30,6 @@ def token_losses(
         batch: on the model's device.
         weights_L: of each label's loss in the total; None is 1 for each.
         fused: the logits are the output layer's alone (Base.fused_loss), so they need not exist all at once.
-        rows: which of the rows this process takes, where several run the model and `fused`.
 
     Returns:
         losses [L] without gradient, in float32 (float64 for a float64 model), 0 for padding rows; and the root for
@@ -41,12 +38,9 @@ def token_losses(
     head = plain_head(model) if fused else None
     at = (batch.input_ids_T, batch.position_ids_T, batch.sample_lengths, batch.rows_L)
     if head is not None:
-        hidden_LD, labels_L = packed_hidden(model, *at), batch.labels_L
-        if rows is None:
-            return linear_cross_entropy(hidden_LD, head.weight, head.bias, labels_L, weights_L)
-        hidden_lD, labels_l, weights_l = rows.own(hidden_LD, labels_L, weights_L)
-        losses_l, total = linear_cross_entropy(hidden_lD, head.weight, head.bias, labels_l, weights_l)
-        return rows.joined(losses_l, len(labels_L)), total
+        part = getattr(head, "vocabulary", None)  # of one that is cut
+        hidden_LD = packed_hidden(model, *at)
+        return linear_cross_entropy(hidden_LD, head.weight, head.bias, batch.labels_L, weights_L, part=part)
     logits_LV = packed_logits(model, *at)
     wide = logits_LV.to(torch.promote_types(logits_LV.dtype, torch.float32))
     losses_L = F.cross_entropy(wide, batch.labels_L, reduction="none", ignore_index=IGNORE)

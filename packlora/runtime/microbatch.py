@@ -18,7 +18,6 @@ import torch
 from packlora.adapters.linear import Attached
 from packlora.adapters.owners import MIN_ROWS
 from packlora.base.model import Base
-from packlora.parallel.loss import LossRows
 from packlora.parallel.sharded import Shards
 from packlora.runtime.collate import PackedBatch, PackedSample, collate
 from packlora.runtime.loss import sum_by_owner, token_losses
@@ -90,14 +89,12 @@ class Pending:
 class SingleDevice:
     """The Executor of a model that is on one device, or cut over several.
 
-    attached: what its adapted layers share. multiple: of which the numbers of tokens are, with tokens of nobody. rows: whose
-    losses this process computes.
+    attached: what its adapted layers share. multiple: of which the numbers of tokens are, with tokens of nobody.
     """
 
     base: Base
     attached: Attached
     multiple: int = 1
-    rows: LossRows | None = None
 
     def prepare(self, samples: Sequence[PackedSample], weights: np.ndarray) -> None:
         """Nothing."""
@@ -107,7 +104,7 @@ class SingleDevice:
             batch = collate(samples, self.base.device, weights, self._total(samples))
             # Each label's own weight is its gradient; the total is for backward alone, whatever NaN is in it.
             with self.attached.active(batch.owners):
-                losses_L, total = token_losses(self.base.model, batch, batch.weights_L, self.base.fused_loss, self.rows)
+                losses_L, total = token_losses(self.base.model, batch, batch.weights_L, self.base.fused_loss)
             return Pending(batch, losses_L, total, len(weights))
 
     def backward(self, pending: Pending) -> MicrobatchResult:
@@ -122,7 +119,7 @@ class SingleDevice:
         with one_error_for_memory():
             batch = collate(samples, self.base.device, total=self._total(samples))
             with self.attached.active(batch.owners):
-                losses_L, total = token_losses(self.base.model, batch, fused=self.base.fused_loss, rows=self.rows)
+                losses_L, total = token_losses(self.base.model, batch, fused=self.base.fused_loss)
             return Pending(batch, losses_L, total, num_owners).result()
 
     def _total(self, samples: Sequence[PackedSample]) -> int:

@@ -27,14 +27,13 @@ from packlora.errors import InputError
 from packlora.files import remove_leftovers, write_json
 from packlora.parallel.adapter import WholeGradient, joined
 from packlora.parallel.agreement import together
-from packlora.parallel.layout import planned
-from packlora.parallel.loss import LossRows
+from packlora.parallel.cut import load_cut
+from packlora.parallel.layout import Layout, planned
 from packlora.parallel.mesh import Mesh, OneProcess
 from packlora.parallel.pipeline import Links
 from packlora.parallel.replicas import ALONE, Alone, Replicas
 from packlora.parallel.sharded import load_sharded
 from packlora.parallel.stages import Stage, across_stages, load_stage
-from packlora.parallel.tensor import load_cut
 from packlora.plans.cache import PlanCache
 from packlora.plans.select import PlanChooser
 from packlora.report.events import Note, Subscriber
@@ -66,7 +65,7 @@ from packlora.runtime.resume import (
     starting_steps,
 )
 from packlora.runtime.signals import stop_signals
-from packlora.runtime.spread import layout_of
+from packlora.runtime.spread import choose, one_device
 from packlora.runtime.stage import StageDevice
 from packlora.runtime.trainer import Trainer
 from packlora.runtime.windows import first_round
@@ -148,7 +147,7 @@ class Session:
         # 1. Check everything that can be wrong, and agree on who trains what.
         self.saved = together(mesh, self._saved)
         self.starts, prepared = together(mesh, self._prepare)
-        self.layout, self.group = layout_of(prepared, mesh.size), ALONE
+        self.layout, self.group = self._choose_layout(prepared), ALONE
         if isinstance(mesh, Mesh):
             self.group = self._group(mesh)
         names = self.layout.groups[self.layout.group_of(mesh.rank)]
@@ -206,6 +205,19 @@ class Session:
         check_sent_back(starts, prepared.left_out)
         return starts, prepared
 
+    def _choose_layout(self, prepared: PreparedRun) -> Layout:
+        """By what the first process knows of memory, and the least that a device has."""
+        if self.mesh.size == 1:
+            return one_device(prepared)
+        known = profiler.profile(self.run, prepared)
+        told = self.mesh.gather([float(known.kept_bytes), float(known.bytes_per_token), known.room])
+        kept, each, _ = told[0]
+        known = replace(known, kept_bytes=kept, bytes_per_token=each, room=min(room for *_, room in told))
+        taken = choose(prepared, self.mesh.size, known)
+        if taken.layout.sharded and self.run.parallel.shard_base == "auto":
+            prepared.warnings.append(f"parallel.shard_base is taken: {taken.reason}")
+        return taken.layout
+
     def _group(self, mesh: Mesh) -> Replicas:
         if self.layout.pipeline == 1:
             return Replicas(mesh, self.layout)
@@ -221,7 +233,7 @@ class Session:
             elif self.group.model is not None:
                 base = load_cut(self.run, prepared.tokenizer, prepared.longest_by_job, self.group.model)
             else:
-                load = load_sharded if self.run.parallel.shard_base else load_base
+                load = load_sharded if self.layout.sharded else load_base
                 base = load(self.run, prepared.tokenizer, prepared.longest_by_job)
         assert base.fingerprint is not None
         self.fingerprint = base.fingerprint
@@ -312,7 +324,7 @@ def _attach(
     if group is None:
         return SingleDevice(base, attached), jobs
     multiple = dist.get_world_size(group) if prepared.run.parallel.sequence_parallel else 1
-    return SingleDevice(base, attached, multiple, LossRows(group)), jobs
+    return SingleDevice(base, attached, multiple), jobs
 
 
 def choose_budget(

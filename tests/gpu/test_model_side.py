@@ -19,7 +19,13 @@ from conftest import FAMILIES, TINY, tiny_model
 
 from packlora.ops.attention.attention import packed_attention, uses_kernels
 from packlora.ops.attention.by_sample import visible
-from packlora.ops.cross_entropy.linear_cross_entropy import linear_cross_entropy, softmax_gradient
+from packlora.ops.cross_entropy import torch_path
+from packlora.ops.cross_entropy.linear_cross_entropy import (
+    _part_gradient,
+    _part_sums,
+    linear_cross_entropy,
+    softmax_gradient,
+)
 from packlora.ops.cross_entropy.reference import IGNORE
 
 pytestmark = [
@@ -301,3 +307,21 @@ def test_a_run_says_what_it_used(tiny_base: Any, write_rows: Any, tmp_path: Path
     assert record["model"]["loss"] == "fused"
     assert sorted(record["model"]["liger"]) == ["2 LlamaAttention", "2 LlamaMLP", "5 LlamaRMSNorm"]
     assert "liger-kernel" in record["versions"]
+
+
+@pytest.mark.parametrize("V", [1, 33, 4096, 9001])
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
+def test_kernels_over_a_part_of_the_vocabulary_do_what_the_torch_path_does(dtype: torch.dtype, V: int) -> None:
+    logits = (3 * torch.randn(40, V, device="cuda")).to(dtype)
+    here, weights = torch.randint(-V, 2 * V, (40,), device="cuda"), torch.rand(40, device="cuda")
+    ignored = torch.arange(40, device="cuda") == 3
+    logits[3] = math.nan
+    logits[5, : V // 2] = -math.inf
+    found, want = _part_sums(logits, here, torch.float32), torch_path.part_sums(logits.cpu(), here.cpu(), torch.float32)
+    torch.testing.assert_close(found.cpu(), want, rtol=1e-5, atol=1e-5, equal_nan=True)
+    sums = want[0].nan_to_num(0.0) + 1
+    on_gpu, on_cpu = logits.clone(), logits.cpu()
+    _part_gradient(on_gpu, here, weights, sums.cuda(), ignored)
+    torch_path.part_gradient(on_cpu, here.cpu(), weights.cpu(), sums, ignored.cpu())
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(on_gpu.cpu(), on_cpu, rtol=tolerance, atol=1e-5, equal_nan=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -45,11 +46,14 @@ from packlora.adapters.weights import AdapterWeights
 from packlora.base.packing import prepare_model
 from packlora.base.proof import check_packing, own_logits
 from packlora.errors import InputError
+from packlora.ops.cross_entropy.linear_cross_entropy import linear_cross_entropy
+from packlora.ops.cross_entropy.reference import IGNORE
 from packlora.parallel import adapter as parallel_adapter
-from packlora.parallel import collectives, loss, tensor
+from packlora.parallel import collectives, tensor, vocabulary
 from packlora.parallel.adapter import cut, joined
-from packlora.parallel.collectives import GATHER, copied
+from packlora.parallel.collectives import copied
 from packlora.parallel.tensor import shard
+from packlora.parallel.vocabulary import part_of
 
 Pool = Callable[[int], Ranks]
 FAMILIES = ("llama", "qwen2", "qwen3", "gemma2")
@@ -94,14 +98,55 @@ def test_other_families_learn_the_same(ranks: Pool) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_losses_of_some_rows_each_teach_what_all_of_them_teach(size: int, ranks: Pool) -> None:
-    """More rows than processes times the fewest that a process takes, and fewer; gemma2's logits are all computed by all."""
-    cases = [
-        case_of("qwen2", *threes(0.1), own_rows=True),
-        case_of("llama", adapter_of("LoRA"), own_rows=True, steps=2),
+def test_a_vocabulary_in_parts_teaches_what_the_whole_one_teaches(size: int, ranks: Pool) -> None:
+    """Of words that do not divide, one or three too many; tied or not; gemma2 caps its logits, so they are joined."""
+    words = [
+        {"vocab_size": 321},
+        {"vocab_size": 323, "tie_word_embeddings": True},
+        {"vocab_size": 323, "pad_token_id": 322},
     ]
-    cases += [case_of("gemma2", adapter_of("LoRA"), own_rows=True, steps=2)]
-    assert_exact(ranks(size).run(compared, cases, seconds=PATIENCE))
+    cases = [case_of("qwen2", *threes(0.1)), case_of("llama", adapter_of("LoRA"), steps=2)]
+    cases += [case_of("gemma2", adapter_of("LoRA"), steps=2)]
+    assert_exact(
+        ranks(size).run(compared, [replace(c, model=w) for c, w in zip(cases, words, strict=True)], seconds=PATIENCE)
+    )
+
+
+def parted(rank: int, dtype: torch.dtype, chunk_bytes: int | None) -> list[tuple[float, float]]:
+    """Errors of losses and gradients of an output layer in parts; its words divide, do not, and are as few as the processes."""
+    errors, group = [], dist.group.WORLD
+    for words in (64, 65, 67, dist.get_world_size()):
+        generator = torch.Generator().manual_seed(words)
+        hidden, weight, bias = (
+            torch.randn(*shape, generator=generator).to(dtype) for shape in ((70, 8), (words, 8), (words,))
+        )
+        labels, weights = torch.randint(words, (70,), generator=generator), torch.rand(70, generator=generator).double()
+        labels[3], labels[5], labels[7], hidden[5], hidden[9] = IGNORE, IGNORE, words, math.nan, math.nan
+        own = part_of(words, group)
+        here = slice(own.start, own.start + own.count)
+        pairs = []
+        for operands, part in (((weight, bias), None), ((weight[here], bias[here]), own)):
+            leaf = hidden.clone().requires_grad_()
+            losses, total = linear_cross_entropy(leaf, *operands, labels, weights, chunk_bytes, part)
+            with torch.no_grad():
+                again, _ = linear_cross_entropy(leaf, *operands, labels, weights, chunk_bytes, part)
+            assert torch.equal(losses.nan_to_num(-1), again.nan_to_num(-1))
+            pairs.append((losses, *torch.autograd.grad(2 * total, leaf)))
+        assert all(torch.equal(a.isnan(), b.isnan()) for a, b in zip(*pairs, strict=True)), words
+        assert [row for row in range(70) if pairs[1][0][row].isnan()] == [7, 9]
+        assert not pairs[1][1][[3, 5]].any()
+        errors.append(
+            tuple(difference(b.nan_to_num().double(), a.nan_to_num().double()) for a, b in zip(*pairs, strict=True))
+        )
+    return errors
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_losses_over_parts_of_the_vocabulary_are_those_of_the_whole_one(size: int, ranks: Pool) -> None:
+    for dtype, bound in ((torch.float64, 1e-14), (torch.bfloat16, 1e-2)):
+        for chunk_bytes in (None, 1):
+            for errors in ranks(size).run(parted, dtype, chunk_bytes):
+                assert max(itertools.chain(*errors)) < bound, (dtype, errors)
 
 
 def inputs_recomputed(rank: int, case: Case) -> tuple[float, int, int]:
@@ -163,11 +208,20 @@ def gradients_of_inputs_not_added_up() -> Any:
     return mock.patch.object(tensor, "copied", lambda x, group: x)
 
 
-def gradients_of_rows_not_joined() -> Any:
-    def own(x: torch.Tensor, group: Any) -> torch.Tensor:
-        return x.chunk(dist.get_world_size(group), 1)[dist.get_rank(group)]
+def sums_of_own_words() -> Any:
+    def own(words: int, group: Any) -> Any:
+        part = part_of(words, group)
+        return replace(part, join=lambda found: found[None])
 
-    return mock.patch.object(loss, "own_tokens", own)
+    return mock.patch.object(vocabulary, "part_of", own)
+
+
+def gradients_of_own_words() -> Any:
+    return mock.patch.object(vocabulary, "part_of", lambda *at: replace(part_of(*at), add_up=lambda gradient: None))
+
+
+def vectors_of_own_words() -> Any:
+    return mock.patch.object(vocabulary, "summed", lambda y, group: y)
 
 
 def biases_before_the_sum() -> Any:
@@ -197,14 +251,16 @@ BREAKS: dict[Callable[[], AbstractContextManager[Any]], dict[str, Any]] = {
     norms_of_slices: adapter_of("DoRA"),
     gradients_of_inputs_added_up_twice: adapter_of("LoRA"),
     gradients_of_inputs_not_added_up: adapter_of("LoRA"),
-    gradients_of_rows_not_joined: adapter_of("LoRA"),
+    sums_of_own_words: adapter_of("LoRA"),
+    gradients_of_own_words: adapter_of("LoRA"),
+    vectors_of_own_words: adapter_of("LoRA"),
     biases_before_the_sum: adapter_of("LoRA", bias="all"),
 }
 
 
 @pytest.mark.parametrize("wrong", BREAKS, ids=lambda wrong: wrong.__name__)
 def test_the_comparison_sees_what_is_broken(wrong: Callable[[], Any], ranks: Pool) -> None:
-    case = case_of("llama", BREAKS[wrong], steps=2, own_rows=wrong is gradients_of_rows_not_joined)
+    case = case_of("llama", BREAKS[wrong], steps=2)
     assert min(ranks(2).run(error_when_broken, wrong, case)) > WRONG
 
 
@@ -284,7 +340,7 @@ def messages(rank: int, case: Case) -> tuple[int, list[str]]:
     model = model_of(case, dist.group.WORLD)
     hidden = torch.randn(1, 20, model.config.hidden_size, dtype=torch.float64, requires_grad=True)
     with counted() as calls:
-        model(inputs_embeds=hidden, use_cache=False, sample_lengths=(20,)).logits.sum().backward()
+        model.base_model(inputs_embeds=hidden, use_cache=False, sample_lengths=(20,)).last_hidden_state.sum().backward()
     return len(calls), learn(case, dist.group.WORLD).collectives
 
 
@@ -293,16 +349,11 @@ def messages(rank: int, case: Case) -> tuple[int, list[str]]:
 def test_a_step_sends_what_the_frozen_model_sends_and_one_message_for_each_job(
     kind: str, jobs: int, ranks: Pool
 ) -> None:
-    """For the norms of DoRA one more, of all jobs together. Of two microbatches; nothing flows back into the first block."""
+    """For the norms of DoRA one more, of all jobs together. Of two microbatches; nothing flows back into the first block. The
+    vocabulary takes three each: vectors of words, two numbers a row of the loss, and the gradient of the hidden states."""
     for frozen, calls in ranks(2).run(messages, case_of("llama", *[adapter_of(kind, 0.1)] * jobs)):
         assert frozen == 2 * 2 + 2 * 2
-        assert calls == ["all_reduce"] * (2 * (frozen - 1) + jobs + (kind == "DoRA"))
-
-
-def test_losses_of_some_rows_each_send_two_messages_a_microbatch(ranks: Pool) -> None:
-    """The gradients of the rows' hidden states, and the losses."""
-    for frozen, calls in ranks(2).run(messages, case_of("llama", adapter_of("LoRA"), own_rows=True)):
-        assert Counter(calls) == {"all_reduce": 2 * (frozen - 1) + 1, GATHER: 2, "all_gather": 2}
+        assert Counter(calls) == {"all_reduce": 2 * (frozen - 1 + 2) + jobs + (kind == "DoRA"), "all_gather": 2}
 
 
 # --- what cannot be cut ------------------------------------------------------------------------------------------------

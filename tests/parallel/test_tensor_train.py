@@ -3,6 +3,7 @@ what one device leaves."""
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import os
@@ -13,17 +14,23 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import rows_into, tiny_model
+import torch.distributed as dist
+from conftest import FAMILIES, rows_into, tiny_model
 from ranks import RankFailed, Ranks
 from safetensors.torch import load_file
+from tensor_runs import MORE_FAMILIES
 from test_replicas import heard, lines, on_ranks, same_run
 from test_training import JOBS, adapter, config, distance, steps, train
+from torch.distributed.tensor import DTensor
 
 import packlora
 from packlora.adapters.flat import total_norm
+from packlora.base.load import read_model
 from packlora.commands.plan import make_plan
 from packlora.config import Run
+from packlora.parallel import cut
 from packlora.parallel.adapter import WholeGradient
+from packlora.parallel.tensor import shard
 from packlora.runtime.folder import OutputFolder
 from packlora.runtime.job import Job
 
@@ -254,3 +261,49 @@ def test_plan_says_that_it_does_not_predict_it(tree: dict[str, Any]) -> None:
     )
     with pytest.raises(packlora.InputError, match=r"parallel.tensor is 2, but 3 processes were started"):
         make_plan(run, gpus=3)
+
+
+# --- loading -----------------------------------------------------------------------------------------------------------
+
+LOADED: dict[str, tuple[str, dict[str, Any]]] = {
+    "untied, biases, words that do not divide": ("qwen2", {"vocab_size": 323}),
+    "tied": ("llama", {"tie_word_embeddings": True, "vocab_size": 321}),
+    "a head with a bias": ("phi", {}), "joined projections": ("phi3", {}),
+}  # fmt: skip
+
+
+def loaded(rank: int, folder: str, wrong: bool) -> tuple[list[str], float, bool]:
+    """Names of parameters that are not the slices of the whole model; the part of its bytes that is here; whether tied."""
+    run = Run(base_model=folder, device="cpu", output_dir="unused", jobs=[{"name": "a", "data": {"path": "unused"}}])
+    own = cut._part
+
+    def misread(model: Any, name: str) -> tuple[slice, ...]:
+        found = own(model, name)
+        return (slice(0, found[0].stop - found[0].start),) if name.endswith("gate_proj.weight") else found
+
+    with mock.patch.object(cut, "_part", misread if wrong else own):
+        base = cut.load_cut(run, None, {"a": 60}, dist.group.WORLD)
+    assert not [held for held in gc.get_objects() if type(held) is DTensor], "of the model that was looked at"
+    whole = read_model(folder, None, torch.float32)
+    total = sum(parameter.numel() for parameter in whole.parameters())
+    shard(whole, dist.group.WORLD)
+    want, got = dict(whole.named_parameters()), dict(base.model.named_parameters())
+    assert got.keys() == want.keys()
+    tied = base.model.get_output_embeddings().weight is base.model.get_input_embeddings().weight
+    odd = [name for name, own in want.items() if not torch.equal(own, got[name])]
+    return odd, sum(parameter.numel() for parameter in got.values()) / total, tied
+
+
+@pytest.mark.parametrize("what", LOADED)
+def test_a_process_reads_the_slices_that_it_holds(what: str, tokenizer: Any, ranks: Groups, tmp_path: Path) -> None:
+    family, changes = LOADED[what]
+    with mock.patch.dict(FAMILIES, MORE_FAMILIES):
+        tiny_model(family, **changes).save_pretrained(tmp_path)
+    for odd, part, tied in ranks(2).run(loaded, str(tmp_path), False):
+        assert odd == [] and part < 0.53 and tied == (what == "tied")
+
+
+def test_wrong_slices_are_refused_as_the_whole_model_has_other_logits(ranks: Groups, tmp_path: Path) -> None:
+    tiny_model("llama").save_pretrained(tmp_path)
+    with pytest.raises(RankFailed, match="its own logits differ by"):
+        ranks(2).run(loaded, str(tmp_path), True)

@@ -116,6 +116,34 @@ def test_what_ends_one_process_ends_the_run_and_it_goes_on_from_there(
     same_run(tmp_path / "out", whole, 1e-10)
 
 
+REPLICAS_OF_TWO = {"tensor": 2, "devices_per_job": 4}
+CHAINS = (
+    [
+        (4, REPLICAS_OF_TWO, "kill", 3), (2, {"shard_base": True}, "term", 0),
+        (4, {"tensor": 2, "devices_per_job": 2}, "kill", 0),
+    ],
+    [(2, {"shard_base": True}, "kill", 1), (4, REPLICAS_OF_TWO, "term", 2), (3, {"shard_base": True}, "kill", 0)],
+    [(4, {**REPLICAS_OF_TWO, "sequence_parallel": True}, "kill", 0), (2, {"tensor": 2}, "kill", 1), (2, {}, "term", 1)],
+)  # fmt: skip
+"""Processes, layout, what happens to which process."""
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("chain", CHAINS, ids=range(len(CHAINS)))
+def test_stopped_and_killed_again_and_again_it_goes_on_on_other_layouts(
+    chain: list[tuple[int, dict[str, Any], str, int]], tree: dict[str, Any], whole: Path, tmp_path: Path
+) -> None:
+    for at, (processes, parallel, mishap, rank) in enumerate(chain):
+        options = ("--standalone", "--nproc-per-node", str(processes))
+        words = ("--resume",) * (at > 0)
+        split = {**tree, "parallel": parallel}
+        code, said = ended(launch(split, tmp_path / "out", mishap, rank, options, *words), 400)
+        assert code != 0, f"{parallel}: it ended before anything happened: {said[-2000:]}"
+        assert ("Signal 9" if mishap == "kill" else "SIGTERM") in said, said
+    assert train({**tree, "output_dir": str(tmp_path / "out")}, resume=True).status == "done"
+    same_run(tmp_path / "out", whole, 1e-10)
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize(
     ("each", "says"), some([(2, "waited in vain"), (1, "process 1 of 2 gives no sign of life")], one_in=2)

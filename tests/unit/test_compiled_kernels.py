@@ -45,6 +45,8 @@ def test_kernels_fit_and_load_whole_vectors(capability: int, tmp_path: Path) -> 
     assert found >= {"down_kernel", "up_kernel", "grad_kernel", "inputs_kernel", "cross_kernel", "wide_tail_kernel"}
     assert found >= {
         "softmax_gradient_kernel",
+        "part_sums_kernel",
+        "part_gradient_kernel",
         "masked_kernel",
         "attention_keys_kernel",
         "rms_forward_kernel",

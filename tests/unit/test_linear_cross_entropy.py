@@ -198,6 +198,7 @@ KERNEL = """
 import math, torch
 from packlora.ops.cross_entropy.triton_path import softmax_gradient as kernel
 from packlora.ops.cross_entropy.reference import IGNORE
+from packlora.ops.cross_entropy import torch_path, triton_path
 from packlora.ops.cross_entropy.torch_path import softmax_gradient
 for C, V, dtype in ((3, 1, torch.float32), (6, 4096, torch.float32), (6, 9001, torch.float32), (7, 131, torch.float16)):
     logits = (3 * torch.randn(C, V)).to(dtype)
@@ -219,6 +220,15 @@ for C, V, dtype in ((3, 1, torch.float32), (6, 4096, torch.float32), (6, 9001, t
             torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance, equal_nan=True)
         else:
             assert torch.equal(ours.nan_to_num(), logits.nan_to_num())
+    ours, theirs, ignored, start = logits.clone(), logits.clone(), labels == IGNORE, V // 3  # as a part from here on
+    found, wide = triton_path.part_sums(ours, labels - start), torch_path.part_sums(theirs, labels - start, torch.float32)
+    torch.testing.assert_close(found, wide, rtol=1e-5, atol=1e-5, equal_nan=True)
+    assert torch.equal(ours.nan_to_num(), logits.nan_to_num())
+    sums = wide[0].nan_to_num(1.0) + torch.rand(C)
+    for path, out in ((triton_path, ours), (torch_path, theirs)):
+        path.part_gradient(out, labels - start, weights, sums, ignored)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5 if dtype == torch.float32 else 1e-3, atol=1e-5, equal_nan=True)
+    assert not ours[1].any()
 print("equal")
 """
 

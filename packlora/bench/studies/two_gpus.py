@@ -43,8 +43,9 @@ def _replicas() -> list[str]:
             f"| {size} | every microbatch divided | {samples} | {summary[f'efficiency_samples_{size}']:.3f} | |",
         ]
     lines += [""]
+    placed = "predicted time" if "placed by predicted time" in file["protocol"] else "tokens"
     for size in sizes:
-        lines.append(_divided_jobs(size, [row for row in rows if row["part"] == "jobs"], summary))
+        lines.append(_divided_jobs(size, [row for row in rows if row["part"] == "jobs"], summary, placed))
     for size in sorted({row["processes"] for row in rows if row["part"] == "fsdp2"}):
         value, layers = summary.get(f"fsdp2_over_replica_{size}"), _of_part(rows, "fsdp2", size)[0]["layers"]
         lines.append(
@@ -63,15 +64,15 @@ def _of_part(rows: list[dict[str, Any]], part: str, size: int) -> list[dict[str,
     return [row for row in rows if row["part"] == part and row["processes"] == size]
 
 
-def _divided_jobs(size: int, rows: list[dict[str, Any]], summary: dict[str, Any]) -> str:
-    """What the table shows of them, in words."""
+def _divided_jobs(size: int, rows: list[dict[str, Any]], summary: dict[str, Any], placed: str) -> str:
+    """What the table shows of them, in words. placed: by what of theirs."""
     rows = _of_part(rows, "jobs", size)
     seconds, tokens = ([sum(row["jobs"][key][rank] for row in rows) for rank in range(size)] for key in ("s", "tokens"))
     met = "met" if summary[f"efficiency_jobs_{size}"] >= REPLICAS_GOAL else "missed"
     bits = "have" if all(same for row in rows for same in row["bits_equal"].values()) else "do not have"
     return (
         f"On {size} GPUs the goal for divided jobs, an efficiency of {REPLICAS_GOAL}, is {met}. Jobs are placed by their "
-        f"tokens: the most on a GPU are {max(tokens) / min(tokens):.3f} times the fewest, but the longest time is "
+        f"{placed}: the most tokens on a GPU are {max(tokens) / min(tokens):.3f} times the fewest, but the longest time is "
         f"{max(seconds) / min(seconds):.3f} times the shortest. Adapters of divided jobs {bits} the bits that one GPU gives "
         "the same jobs."
     )

@@ -23,6 +23,7 @@ import numpy as np
 from packlora.bench.schedule_cases import SETS, make_jobs
 from packlora.parallel.layout import choose
 from packlora.runtime.spread import candidates, spread
+from packlora.schedule.types import Microbatch
 
 KINDS: tuple[tuple[str, ...], ...] = (
     SETS["real"], SETS["het"], SETS["mix"], ("xsum",), ("wikisum",), ("py_docstrings",), ("manpages",), ("newsgroups20",),
@@ -47,6 +48,10 @@ class Found:
     auto: list[float]
 
 
+def tokens(microbatch: Microbatch) -> float:
+    return float(microbatch.num_tokens)
+
+
 def prepared_run(kinds: Sequence[str], capacity: int, batch: int) -> Any:
     """What runtime/spread.py reads of a PreparedRun."""
     jobs = [
@@ -63,9 +68,10 @@ def prepared_run(kinds: Sequence[str], capacity: int, batch: int) -> Any:
 def measure(kinds: Sequence[str], capacity: int, batch: int, devices: int, shares: Sequence[float]) -> Found:
     """Plan a set of jobs with each of the shares."""
     found, run = Found(capacity, [], [], [], []), prepared_run(kinds, capacity, batch)
+    work = {job.data.name: float(job.data.tokens) for job in run.jobs}
     for share in shares:
         with mock.patch("packlora.parallel.layout.FULL", share):
-            predictions = [spread(run, layout).predict() for layout in candidates(run, devices)]
+            predictions = [spread(run, layout).predict(tokens) for layout in candidates(run, devices, work)]
         shared = predictions[-1]
         found.times.append(shared.time)
         found.waves.append(shared.waves)

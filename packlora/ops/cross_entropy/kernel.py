@@ -1,4 +1,4 @@
-"""The Triton kernel of triton_path.py: losses of a chunk of logits, and their gradient written over them.
+"""The Triton kernels of triton_path.py: losses of a chunk of logits, and their gradient written over them.
 
 One program to a row, which is read twice and written once; the sum of the exponentials is kept relative to the largest
 logit so far (Milakov & Gimelshein 2018, Online normalizer calculation for softmax).
@@ -58,3 +58,52 @@ def softmax_gradient_kernel(
                 x = tl.load(logits + here, mask=here < V, other=0.0).to(tl.float32)
                 d = tl.exp(x - largest) * factor - tl.where(here == label, weight, 0.0)
                 tl.store(logits + here, d.to(logits.dtype.element_ty), mask=here < V)
+
+
+@triton.jit
+def part_sums_kernel(logits, here, found, C, V, stride, BLOCK: tl.constexpr):
+    """Grid (rows), of the logits of a part of the vocabulary.
+
+    Args:
+        logits: [C, V].
+        here: [C] int64, the label's place in the part.
+        found: [2, C] float32, written: the logarithm of the sum of the exponentials; the label's logit, 0 where it is not here.
+        V, stride: columns, and elements from one row to the next.
+        BLOCK: columns read at a time.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * stride
+    label = tl.load(here + row)
+    columns = tl.arange(0, BLOCK)
+    largest = tl.full((), float("-inf"), tl.float32)
+    total = tl.zeros((), tl.float32)
+    for start in range(0, V, BLOCK):
+        x = tl.load(logits + start + columns, mask=start + columns < V, other=float("-inf")).to(tl.float32)
+        higher = tl.maximum(largest, tl.max(x, 0))
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        total = total * tl.exp(largest - base) + tl.sum(tl.exp(x - base), 0)
+        largest = higher
+    tl.store(found + row, tl.log(total) + largest)
+    at_label = tl.load(logits + label, mask=(label >= 0) & (label < V), other=0.0).to(tl.float32)
+    tl.store(found + C + row, at_label)
+
+
+@triton.jit
+def part_gradient_kernel(logits, here, weights, sums, ignored, V, stride, BLOCK: tl.constexpr):
+    """Grid (rows): writes weight * (softmax - one-hot) over the logits of a part of the vocabulary, 0 in ignored rows.
+
+    Args:
+        here, V, stride, BLOCK: see part_sums_kernel.
+        weights, sums: [C] float32; of each loss in the total, and the logarithm of the sum over the whole vocabulary.
+        ignored: [C] int32.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * stride
+    label, weight, log_sum = tl.load(here + row), tl.load(weights + row), tl.load(sums + row)
+    counts = tl.load(ignored + row) == 0
+    columns = tl.arange(0, BLOCK)
+    for start in range(0, V, BLOCK):
+        at = start + columns
+        x = tl.load(logits + at, mask=at < V, other=0.0).to(tl.float32)
+        d = tl.exp(x - log_sum) * weight - tl.where(at == label, weight, 0.0)
+        tl.store(logits + at, tl.where(counts, d, 0.0).to(logits.dtype.element_ty), mask=at < V)

@@ -20,11 +20,14 @@ Shapes: L label rows, D hidden size, V vocabulary, C rows of a chunk.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from packlora.ops.cross_entropy import torch_path
+from packlora.ops.cross_entropy.reference import IGNORE
 from packlora.ops.first_order import first_order
 from packlora.ops.gpu import HAS_TRITON
 
@@ -35,6 +38,22 @@ ROWS_WITH_EQUAL_BITS = 16
 """Products of fewer rows take other routines with other rounding; chunks are never smaller, unless L is."""
 
 
+@dataclass(frozen=True, slots=True)
+class VocabularyPart:
+    """Consecutive rows of an output layer that are here; others have the rest, and make the same calls.
+
+    words: of the vocabulary. start, count: of the rows here. share: the most rows that anyone has. join: own [2, C] to those of
+    all parts, [parts, 2, C]. add_up: sums a tensor over all parts, in place.
+    """
+
+    words: int
+    start: int
+    count: int
+    share: int
+    join: Callable[[torch.Tensor], torch.Tensor]
+    add_up: Callable[[torch.Tensor], None]
+
+
 def linear_cross_entropy(
     hidden_LD: torch.Tensor,
     weight_VD: torch.Tensor,
@@ -42,6 +61,7 @@ def linear_cross_entropy(
     labels_L: torch.Tensor,
     weights_L: torch.Tensor | None = None,
     chunk_bytes: int | None = None,
+    part: VocabularyPart | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Losses of logits = hidden weight' + bias, which are rounded to hidden's dtype; softmax in float32 at least.
 
@@ -51,6 +71,8 @@ def linear_cross_entropy(
         labels_L: int64; reference.IGNORE counts nothing. A label outside the vocabulary gives NaN.
         weights_L: of each loss in the total; None is 1 for each.
         chunk_bytes: memory for the logits of a chunk; None is CHUNK_BYTES of the device.
+        part: which rows of the output layer weight_VD and bias_V are; None: all. Losses and the gradient are those of the whole
+            vocabulary, for one message a chunk and one for the gradient.
 
     Returns:
         losses [L], without gradient, and their weighted sum, a number with one; float32 (float64 for float64 operands).
@@ -71,9 +93,14 @@ def linear_cross_entropy(
     wide = torch.promote_types(hidden_LD.dtype, torch.float32)
     if weights_L is None:
         weights_L = torch.ones(L, device=hidden_LD.device)
-    rows = chunk_rows(L, V, hidden_LD.dtype, chunk_bytes or CHUNK_BYTES.get(hidden_LD.device.type, 2**26))
+    rows = chunk_rows(
+        L,
+        V if part is None else part.share,
+        hidden_LD.dtype,
+        chunk_bytes or CHUNK_BYTES.get(hidden_LD.device.type, 2**26),
+    )
     losses_L, total = _LinearCrossEntropy.apply(
-        hidden_LD, weight_VD, bias_V, labels_L, weights_L.detach().to(wide), rows
+        hidden_LD, weight_VD, bias_V, labels_L, weights_L.detach().to(wide), rows, part
     )
     return losses_L, total
 
@@ -97,20 +124,24 @@ class _LinearCrossEntropy(torch.autograd.Function):
         labels_L: torch.Tensor,
         weights_L: torch.Tensor,
         rows: list[int],
+        part: VocabularyPart | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         losses_L = torch.empty_like(weights_L)
         gradient_LD = torch.empty_like(hidden_LD) if ctx.needs_input_grad[0] else None
         start = 0
         for count in rows:
-            part = slice(start, start + count)
-            logits_CV = hidden_LD[part] @ weight_VD.T
+            chunk = slice(start, start + count)
+            logits_CV = hidden_LD[chunk] @ weight_VD.T
             if bias_V is not None:
                 logits_CV += bias_V
-            losses_L[part] = softmax_gradient(logits_CV, labels_L[part], weights_L[part], gradient_LD is not None)
+            what = logits_CV, labels_L[chunk], weights_L[chunk], gradient_LD is not None
+            losses_L[chunk] = softmax_gradient(*what) if part is None else part_gradient(*what, part)
             if gradient_LD is not None:
-                torch.mm(logits_CV, weight_VD, out=gradient_LD[part])
-            del logits_CV  # before the next chunk's are made
+                torch.mm(logits_CV, weight_VD, out=gradient_LD[chunk])
+            del logits_CV, what  # before the next chunk's are made
             start += count
+        if part is not None and gradient_LD is not None:
+            part.add_up(gradient_LD)
         ctx.save_for_backward(gradient_LD)
         ctx.mark_non_differentiable(losses_L)
         return losses_L, (losses_L * weights_L).sum()
@@ -119,15 +150,52 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (gradient_LD,) = ctx.saved_tensors
-        return gradient_LD * grad_outputs[1], None, None, None, None, None
+        return gradient_LD * grad_outputs[1], None, None, None, None, None, None
 
 
 def softmax_gradient(
     logits_CV: torch.Tensor, labels_C: torch.Tensor, weights_C: torch.Tensor, gradient: bool
 ) -> torch.Tensor:
     """Losses [C] in the dtype of the weights. With gradient, the logits are overwritten: weight * (softmax - one-hot)."""
-    if logits_CV.is_cuda and HAS_TRITON and logits_CV.dtype != torch.float64:
+    if _has_kernels(logits_CV):
         from packlora.ops.cross_entropy import triton_path
 
         return triton_path.softmax_gradient(logits_CV, labels_C, weights_C, gradient)
     return torch_path.softmax_gradient(logits_CV, labels_C, weights_C, gradient)
+
+
+def part_gradient(
+    logits_Cv: torch.Tensor, labels_C: torch.Tensor, weights_C: torch.Tensor, gradient: bool, part: VocabularyPart
+) -> torch.Tensor:
+    """As softmax_gradient, of the logits [C, v] of a part of the vocabulary: losses of the whole one, gradient of the part."""
+    here_C = labels_C - part.start
+    sums_C, at_label_C = part.join(_part_sums(logits_Cv, here_C, weights_C.dtype)).unbind(1)
+    sum_C = sums_C.logsumexp(0)
+    ignored_C = labels_C == IGNORE
+    outside_C = ~ignored_C & ((labels_C < 0) | (labels_C >= part.words))
+    losses_C = (sum_C - at_label_C.sum(0)).masked_fill_(ignored_C, 0).masked_fill_(outside_C, math.nan)
+    if gradient:
+        weights_C = weights_C.masked_fill(outside_C, math.nan)
+        _part_gradient(logits_Cv, here_C, weights_C, sum_C, ignored_C)
+    return losses_C
+
+
+def _part_sums(logits_Cv: torch.Tensor, here_C: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if _has_kernels(logits_Cv):
+        from packlora.ops.cross_entropy import triton_path
+
+        return triton_path.part_sums(logits_Cv, here_C)
+    return torch_path.part_sums(logits_Cv, here_C, dtype)
+
+
+def _part_gradient(logits_Cv: torch.Tensor, *operands: torch.Tensor) -> None:
+    if _has_kernels(logits_Cv):
+        from packlora.ops.cross_entropy import triton_path
+
+        triton_path.part_gradient(logits_Cv, *operands)
+    else:
+        torch_path.part_gradient(logits_Cv, *operands)
+
+
+def _has_kernels(logits: torch.Tensor) -> bool:
+    return logits.is_cuda and HAS_TRITON and logits.dtype != torch.float64

@@ -39,3 +39,37 @@ def softmax_gradient(
         if wide_CV.data_ptr() != logits_CV.data_ptr():
             logits_CV.copy_(wide_CV)
     return losses_C
+
+
+# --- a part of the vocabulary ------------------------------------------------------------------------------------------
+# v: words that are here.
+
+
+def part_sums(logits_Cv: torch.Tensor, here_C: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """[2, C] in a wide dtype: the logarithm of the sum of the exponentials, and the logit of the label, 0 where it is not here.
+
+    Args:
+        here_C: int64, the label's place in the part.
+    """
+    is_here_C = (here_C >= 0) & (here_C < logits_Cv.shape[1])
+    at_label_C = logits_Cv.gather(1, here_C.where(is_here_C, 0)[:, None])[:, 0].to(dtype)
+    return torch.stack([logits_Cv.to(dtype).logsumexp(1), at_label_C.masked_fill(~is_here_C, 0)])
+
+
+def part_gradient(
+    logits_Cv: torch.Tensor, here_C: torch.Tensor, weights_C: torch.Tensor, sum_C: torch.Tensor, ignored_C: torch.Tensor
+) -> None:
+    """Overwrite the logits with weight * (softmax - one-hot), 0 in ignored rows.
+
+    Args:
+        here_C: see part_sums.
+        sum_C: of the whole vocabulary, in the dtype of the weights.
+    """
+    wide_Cv = logits_Cv.to(weights_C.dtype)  # a copy, unless the logits are wide themselves
+    wide_Cv.sub_(sum_C[:, None]).exp_().mul_(weights_C[:, None])
+    is_here_C = (here_C >= 0) & (here_C < logits_Cv.shape[1])
+    rows_C = torch.arange(len(here_C), device=here_C.device)
+    wide_Cv[rows_C, here_C.where(is_here_C, 0)] -= weights_C.masked_fill(~is_here_C, 0)
+    wide_Cv.masked_fill_(ignored_C[:, None], 0)
+    if wide_Cv.data_ptr() != logits_Cv.data_ptr():
+        logits_Cv.copy_(wide_Cv)

@@ -1,0 +1,86 @@
+"""Embedding and output layer of a model that is cut: each process holds the rows of some words of the vocabulary.
+
+The embedding gives each process the vectors of its own words, and a sum over the group gives it the others': one message of the
+size of the hidden states. The loss takes the logits of the words that are here, and the processes tell one another two numbers
+a row (ops/cross_entropy/linear_cross_entropy.py, VocabularyPart); the gradient of the hidden states is added up. So neither the
+logits nor a weight is whole anywhere. Who asks the output layer for logits is given all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch.nn.functional import pad
+from transformers import PreTrainedModel
+
+from packlora.ops.cross_entropy.linear_cross_entropy import VocabularyPart
+from packlora.parallel.collectives import add_up, all_of, copied, gathered, summed
+
+Forward = Callable[[torch.Tensor], torch.Tensor]
+
+
+def cut_vocabulary(model: PreTrainedModel, group: dist.ProcessGroup) -> bool:
+    """Cut the embedding and the output layer, in place; tied ones stay tied. All processes of the group call it.
+
+    Returns:
+        Whether they were cut. They stay whole where they are no embedding without max_norm and no plain linear layer, or where
+        there are fewer words than processes.
+    """
+    head, embedding, degree = model.get_output_embeddings(), model.get_input_embeddings(), dist.get_world_size(group)
+    if type(head) is not torch.nn.Linear or not isinstance(embedding, torch.nn.Embedding):
+        return False
+    if embedding.max_norm is not None or min(head.out_features, embedding.num_embeddings) < degree:
+        return False
+    tied, own, part = (
+        head.weight is embedding.weight,
+        part_of(embedding.num_embeddings, group),
+        part_of(head.out_features, group),
+    )
+    embedding.weight = _rows(embedding.weight, own)
+    embedding.vocabulary = own  # type: ignore[assignment]
+    embedding.padding_idx = None  # says which gradient is 0, and may be a word of another process
+    embedding.forward = partial(_embedded, embedding.forward, own, group)  # type: ignore[method-assign]
+    head.weight = embedding.weight if tied else _rows(head.weight, part)
+    if head.bias is not None:
+        head.bias = _rows(head.bias, part)
+    head.vocabulary = part  # type: ignore[assignment]
+    head.forward = partial(_all_logits, head.forward, part, group)  # type: ignore[method-assign]
+    return True
+
+
+def part_of(words: int, group: dist.ProcessGroup) -> VocabularyPart:
+    """Equal shares of the words in order, one more on the first processes where they do not divide."""
+    rank, degree = dist.get_rank(group), dist.get_world_size(group)
+    each, more = divmod(words, degree)
+    return VocabularyPart(
+        words, rank * each + min(rank, more), each + (rank < more), -(-words // degree),
+        join=lambda own: torch.stack(all_of(own, group)), add_up=partial(add_up, group=group),
+    )  # fmt: skip
+
+
+def _rows(whole: torch.Tensor, part: VocabularyPart) -> torch.nn.Parameter:
+    """A copy, so that the whole one can go."""
+    return torch.nn.Parameter(whole.detach()[part.start : part.start + part.count].clone(), requires_grad=False)
+
+
+def _embedded(own_words: Forward, part: VocabularyPart, group: dist.ProcessGroup, ids: torch.Tensor) -> torch.Tensor:
+    """Vectors of all words: zeros here for those of other processes, and the sum."""
+    others = (ids < part.start) | (ids >= part.start + part.count)
+    return summed(own_words((ids - part.start).masked_fill(others, 0)).masked_fill(others[..., None], 0), group)
+
+
+def _all_logits(
+    own_words: Forward, part: VocabularyPart, group: dist.ProcessGroup, hidden: torch.Tensor
+) -> torch.Tensor:
+    """Those of all words, from those of the words that are here."""
+    share = pad(own_words(copied(hidden, group)), (0, part.share - part.count))
+    whole, degree = gathered(share, group), dist.get_world_size(group)
+    fewer = degree * part.share - part.words  # processes with a word less, which come last
+    if not fewer:
+        return whole
+    full = whole[..., : (degree - fewer) * part.share]
+    rest = whole[..., (degree - fewer) * part.share :].unflatten(-1, (fewer, part.share))
+    return torch.cat([full, rest[..., : part.share - 1].flatten(-2)], -1)
