@@ -25,7 +25,8 @@ from packlora.errors import InputError, quoted
 
 JOB_NAME = re.compile(r"[A-Za-z0-9._-]+")
 RESERVED_NAMES = {
-    ".", "..", ".lock", "run.json", "metrics.jsonl", "evals.jsonl", "microbatches.jsonl", "windows.jsonl", "report.html"
+    ".", "..", ".lock", "run.json", "metrics.jsonl", "evals.jsonl", "microbatches.jsonl", "windows.jsonl", "report.html",
+    "control", "best", "sweep.json", "trackers",
 }  # fmt: skip
 """Not for jobs: a job's folder stands beside these files of the run."""
 TEMPORARY = ".tmp-"  # as in files.py, which needs torch

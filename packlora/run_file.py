@@ -118,6 +118,17 @@ def load_run(path: str | Path, overrides: list[str] | None = None) -> Run:
         InputError: the file cannot be read, or anything in it is unknown, misspelt, of the wrong type or out of range.
     """
     path = Path(path)
+    tree = _read_tree(path, "a run file is a mapping with base_model, output_dir and jobs")
+    for override in overrides or []:
+        _apply_override(tree, override)
+    run = parse_run(tree, str(path))
+    for job in run.jobs:
+        _find_files(path, job)
+    return run
+
+
+def _read_tree(path: Path, what: str) -> dict[str, Any]:
+    """The mapping of a YAML file. what: it should be."""
     try:
         with path.open("rb") as file:
             raw = file.read(MOST_BYTES + 1)
@@ -128,17 +139,23 @@ def load_run(path: str | Path, overrides: list[str] | None = None) -> Run:
         raise InputError(f"the run file {path} is larger than {MOST_BYTES // 2**20} MiB; this is not a run file")
     tree = _parse_yaml(text, str(path))
     if not isinstance(tree, dict):
-        raise InputError(f"{path}: a run file is a mapping with base_model, output_dir and jobs; found {_kind(tree)}")
-    for override in overrides or []:
-        _apply_override(tree, override)
-    run = parse_run(tree, str(path))
-    for job in run.jobs:  # a relative data path is looked up from the current folder, then from the run file's
-        job.data.path = _beside(path, job.data.path)
-        if job.data.eval_path is not None:
-            job.data.eval_path = _beside(path, job.data.eval_path)
-        if job.adapter.init_from is not None:
-            job.adapter.init_from = _beside(path, job.adapter.init_from)
-    return run
+        raise InputError(f"{path}: {what}; found {_kind(tree)}")
+    return tree
+
+
+def _find_files(run_file: Path, job: JobConfig, absolute: bool = False) -> None:
+    """A relative path of a job is looked up from the current folder, then from the run file's. absolute: made so where it is
+    that of a file."""
+
+    def found(path: str) -> str:
+        beside = _beside(run_file, path)
+        return os.path.abspath(beside) if absolute and os.path.exists(beside) else beside
+
+    job.data.path = found(job.data.path)
+    if job.data.eval_path is not None:
+        job.data.eval_path = found(job.data.eval_path)
+    if job.adapter.init_from is not None:
+        job.adapter.init_from = found(job.adapter.init_from)
 
 
 def run_from(tree: Mapping[str, Any], overrides: list[str] | None = None) -> Run:
@@ -264,3 +281,34 @@ def _known_keys(loc: list[Any]) -> list[str]:
     }  # fmt: skip
     names = [part for part in loc if isinstance(part, str)]
     return list((models[names[-1]] if names else Run).model_fields)
+
+
+# --- jobs by themselves --------------------------------------------------------------------------------------------------
+
+
+def parse_jobs(jobs: Any, source: str) -> list[JobConfig]:
+    """Validate the value of a `jobs:` key by itself. Raises InputError as parse_run."""
+    return parse_run({"base_model": "-", "output_dir": "-", "jobs": jobs}, source).jobs
+
+
+def load_jobs(path: str | Path, overrides: list[str] | None = None) -> list[JobConfig]:
+    """Read a file that holds `jobs:` alone; its paths are looked up as load_run does, and are absolute. Raises InputError."""
+    path = Path(path)
+    tree = _read_tree(path, "a file of jobs is a mapping with jobs alone")
+    if odd := sorted(map(str, tree.keys() - {"jobs"})):
+        raise InputError(
+            f"{path}: {quoted(odd[0])} is of the whole run, which trains already; a file of jobs holds jobs alone"
+        )
+    for override in overrides or []:
+        _apply_override(tree, override)
+    jobs = parse_jobs(tree.get("jobs"), str(path))
+    for job in jobs:
+        _find_files(path, job, absolute=True)
+    return jobs
+
+
+def changed_job(tree: dict[str, Any], overrides: list[str]) -> JobConfig:
+    """A job with `dotted.key=value` changes, e.g. `train.learning_rate=1e-4`. Raises InputError."""
+    for override in overrides:
+        _apply_override(tree, override)
+    return parse_jobs([tree], "the request")[0]

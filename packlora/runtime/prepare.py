@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from packlora.base.load import load_skeleton, load_tokenizer
 from packlora.config import JobConfig, Run
 from packlora.data.dataset import JobData
 from packlora.data.encode import Encoded, encode_rows
-from packlora.data.readers import is_file_name, read_rows
+from packlora.data.readers import Row, is_file_name, read_rows
 from packlora.errors import InputError
 from packlora.parallel.tensor import check_cut
 from packlora.plans.ask import Ask, asks_of
@@ -31,6 +33,14 @@ AUTO_BUDGET = {"cpu": 2048, "cuda": 8192}
 """Tokens of a microbatch for max_tokens_per_microbatch: auto, by device, where no sample is longer and nothing better is
 known (profiler.py)."""
 LEFT_OUT = "is left out, the others go on"
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """What was read. stamp: of the file before that, None where there was none."""
+
+    rows: list[Row]
+    stamp: tuple[int, ...] | None
 
 
 @dataclass(slots=True)
@@ -99,7 +109,8 @@ class PreparedRun:
     """A checked run.
 
     budget: tokens of a microbatch, for auto the usual one of the device. left_out: jobs of a resumed run whose data is gone,
-    with the reason; `jobs` are the others. asks: how adapted layers are to be computed, by module path.
+    with the reason; `jobs` are the others. asks: how adapted layers are to be computed, by module path. encoder: makes samples
+    of data, also those of jobs that join later.
     """
 
     run: Run
@@ -110,6 +121,7 @@ class PreparedRun:
     warnings: list[str] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
     asks: dict[str, Ask] = field(default_factory=dict)
+    encoder: Encoder | None = None
 
     @property
     def longest(self) -> int:
@@ -130,7 +142,56 @@ class PreparedRun:
         return sum(job.trainable for job in self.jobs)
 
 
-def prepare(run: Run, max_steps: int | None = None, resumed: bool = False, told: Told = silent) -> PreparedRun:
+@dataclass(slots=True)
+class Encoder:
+    """Makes samples of the data of jobs. Jobs with the same data share them.
+
+    skeleton: the base model without weights. longest: tokens of a sample that the model takes.
+    """
+
+    run: Run
+    skeleton: PreTrainedModel
+    tokenizer: Any
+    longest: int
+    max_steps: int | None = None
+    _known: dict[tuple[Any, ...], Encoded] = field(default_factory=dict)
+
+    @staticmethod
+    def of(run: Run, skeleton: PreTrainedModel, tokenizer: Any, max_steps: int | None) -> Encoder:
+        longest = getattr(skeleton.config.get_text_config(), "max_position_embeddings", None)
+        return Encoder(run, skeleton, tokenizer, int(longest or 2**31), max_steps)
+
+    def job(
+        self, job: JobConfig, spec: AdapterSpec, rows: Rows, eval_rows: Rows | None, budget: int, told: Told
+    ) -> tuple[PreparedJob, list[str]]:  # fmt: skip
+        """A job whose rows have been read, and what can be trained of it but is hardly meant."""
+        encoded = self._encoded(rows, job.data.path, job, budget, told)
+        eval_encoded = Encoded([])
+        if eval_rows is not None and job.data.eval_path:
+            eval_encoded = self._encoded(eval_rows, job.data.eval_path, job, budget, told)
+        vocabulary = self.skeleton.get_input_embeddings().weight.shape[0]
+        _check_vocabulary(job.name, encoded, eval_encoded, vocabulary)
+        data = JobData(job.name, encoded.samples, job.train, self.run.seed_of(job), self.max_steps)
+        _check_scheduler(job, data)
+        doubts = _cut_samples(job.name, encoded, eval_encoded) + _doubts(job, data)
+        trainable = trainable_parameters(spec, self.skeleton)
+        return PreparedJob(job, data, encoded, eval_encoded, spec, trainable), doubts
+
+    def _encoded(self, rows: Rows, path: str, job: JobConfig, budget: int, told: Told) -> Encoded:
+        key = (path, rows.stamp, job.data.max_length, job.data.truncate, budget)
+        if key not in self._known:
+            self._known[key] = encode_rows(rows.rows, self.tokenizer, job.data, budget, job.name, self.longest, told)
+        return self._known[key]
+
+
+def prepare(
+    run: Run,
+    max_steps: int | None = None,
+    resumed: bool = False,
+    told: Told = silent,
+    gone: Mapping[str, str] | None = None,
+    budgets: Mapping[str, int] | None = None,
+) -> PreparedRun:
     """Read, encode and match everything. Raises InputError at the first thing that cannot work.
 
     Args:
@@ -138,14 +199,18 @@ def prepare(run: Run, max_steps: int | None = None, resumed: bool = False, told:
         max_steps: train no job for more optimizer steps than this.
         resumed: leave out jobs whose data is no longer there, as long as one is left.
         told: hears what is being done.
+        gone: jobs of a resumed run that take no part any more, and why.
+        budgets: of jobs that joined a run whose budget is its own choice, the most tokens of a sample.
     """
     device = choose_device(run.device)
     check_liger(run.liger, device, run.dtype)
-    left_out = _jobs_without_data(run) if resumed else {}
-    run_jobs = [job for job in run.jobs if job.name not in left_out]
+    gone, budgets = gone or {}, budgets or {}
+    left_out = _jobs_without_data(run, gone) if resumed else {}
+    run_jobs = [job for job in run.jobs if job.name not in left_out and job.name not in gone]
     configs = {job.name: adapter_config(job, run) for job in run_jobs}
-    rows = {job.name: read_rows(job.data.path, job.name, told) for job in run_jobs}
-    eval_rows = {job.name: read_rows(job.data.eval_path, job.name, told) for job in run_jobs if job.data.eval_path}
+    reader = Reader(told)
+    rows = {job.name: reader.rows(job.data.path, job.name) for job in run_jobs}
+    eval_rows = {job.name: reader.rows(job.data.eval_path, job.name) for job in run_jobs if job.data.eval_path}
     told(f"laying out {run.base_model}")
     skeleton = load_skeleton(run)
     specs = {job.name: adapter_spec(job, configs[job.name], skeleton) for job in run_jobs}
@@ -159,24 +224,67 @@ def prepare(run: Run, max_steps: int | None = None, resumed: bool = False, told:
     tokenizer = load_tokenizer(run)
     auto = run.max_tokens_per_microbatch == "auto"
     budget = 2**31 if auto else int(run.max_tokens_per_microbatch)
-    context = int(getattr(skeleton.config.get_text_config(), "max_position_embeddings", None) or 2**31)
-    vocabulary = skeleton.get_input_embeddings().weight.shape[0]
+    encoder = Encoder.of(run, skeleton, tokenizer, max_steps)
     jobs = []
     for job in run_jobs:
-        encoded = encode_rows(rows[job.name], tokenizer, job.data, budget, job.name, context, told)
-        eval_encoded = Encoded([])
-        if job.name in eval_rows:
-            eval_encoded = encode_rows(eval_rows[job.name], tokenizer, job.data, budget, job.name, context, told)
-        _check_vocabulary(job.name, encoded, eval_encoded, vocabulary)
-        data = JobData(job.name, encoded.samples, job.train, run.seed_of(job), max_steps)
-        _check_scheduler(job, data)
-        warnings += _cut_samples(job.name, encoded, eval_encoded) + _doubts(job, data)
-        trainable = trainable_parameters(specs[job.name], skeleton)
-        jobs.append(PreparedJob(job, data, encoded, eval_encoded, specs[job.name], trainable))
-    prepared = PreparedRun(run, tokenizer, budget, ModelShape.of(skeleton), jobs, warnings, left_out, asks)
+        most = budgets.get(job.name, budget) if auto else budget
+        one, doubts = encoder.job(job, specs[job.name], rows[job.name], eval_rows.get(job.name), most, told)
+        jobs.append(one)
+        warnings += doubts
+    left_out |= gone
+    prepared = PreparedRun(run, tokenizer, budget, ModelShape.of(skeleton), jobs, warnings, left_out, asks, encoder)
     if auto:
         prepared.budget = max(AUTO_BUDGET[device.type], prepared.longest)
     return prepared
+
+
+class Reader:
+    """Reads the rows of jobs, those of several jobs with one path once."""
+
+    def __init__(self, told: Told = silent) -> None:
+        self.told = told
+        self._known: dict[str, Rows] = {}
+
+    def rows(self, path: str, job: str) -> Rows:
+        if path not in self._known:
+            stamp = None
+            with contextlib.suppress(OSError):  # read_rows says what is wrong
+                found = os.stat(path)
+                stamp = found.st_mtime_ns, found.st_size, found.st_ino
+            self._known[path] = Rows(read_rows(path, job, self.told), stamp)
+        return self._known[path]
+
+
+def prepare_more(prepared: PreparedRun, jobs: list[JobConfig], budget: int) -> tuple[list[PreparedJob], list[str]]:
+    """Prepare jobs that join a run that trains. Nothing of the run changes.
+
+    Args:
+        budget: tokens of a microbatch by now.
+
+    Returns:
+        They, and what should be known of them.
+
+    Raises:
+        InputError: as prepare.
+    """
+    run, encoder = prepared.run, prepared.encoder
+    assert encoder is not None
+    configs = {job.name: adapter_config(job, run) for job in jobs}
+    reader, out, notes = Reader(), [], _doubts_of_starts(run, jobs)
+    for job in jobs:
+        rows = reader.rows(job.data.path, job.name)
+        eval_rows = reader.rows(job.data.eval_path, job.name) if job.data.eval_path else None
+        spec = adapter_spec(job, configs[job.name], encoder.skeleton)
+        one, doubts = encoder.job(job, spec, rows, eval_rows, budget, silent)
+        out.append(one)
+        notes += doubts
+    return out, notes
+
+
+def asks_of_more(prepared: PreparedRun, jobs: list[PreparedJob]) -> dict[str, Ask]:
+    """How the layers of jobs that join are to be computed, by module path."""
+    assert prepared.encoder is not None
+    return _asks(prepared.run, prepared.encoder.skeleton, {job.config.name: job.spec for job in jobs}, True)
 
 
 def _asks(run: Run, skeleton: PreTrainedModel, specs: dict[str, AdapterSpec], partly: bool) -> dict[str, Ask]:
@@ -226,18 +334,18 @@ def _check_scheduler(job: JobConfig, data: JobData) -> None:
         raise InputError(f"job {job.name!r}: train.lr_scheduler_type {job.train.lr_scheduler_type}: {error}") from None
 
 
-def _jobs_without_data(run: Run) -> dict[str, str]:
+def _jobs_without_data(run: Run, gone: Collection[str]) -> dict[str, str]:
     """Jobs of which a file has gone since the run began, with the name of the file; none where it is so of all jobs.
 
     What never was a file here, a data set of the hub, is not looked for.
     """
-    gone = {}
-    for job in run.jobs:
+    lost, jobs = {}, [job for job in run.jobs if job.name not in gone]
+    for job in jobs:
         files = [path for path in (job.data.path, job.data.eval_path) if path and is_file_name(path)]
         for path in [*files, job.adapter.init_from]:
             if path is not None and not Path(path).exists():
-                gone[job.name] = f"{path} does not exist"
-    return gone if len(gone) < len(run.jobs) else {}
+                lost[job.name] = f"{path} does not exist"
+    return lost if len(lost) < len(jobs) else {}
 
 
 def _doubts(job: JobConfig, data: JobData) -> list[str]:

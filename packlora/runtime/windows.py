@@ -1,12 +1,17 @@
-"""The windows that a run trains on: planned in a process beside it (schedule/), and told to subscribers."""
+"""The windows that a run trains on: planned in a process beside it (schedule/), and told to subscribers.
+
+A job takes part from the round in which it joins to the one in which it leaves, both at borders of windows (members.py).
+"""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
 
-from packlora.config import ScheduleConfig
+from packlora.config import Run
 from packlora.parallel.replicas import ALONE, Alone
 from packlora.report.events import Note, WindowPlanned
 from packlora.runtime.events import Emitter
@@ -18,11 +23,32 @@ from packlora.schedule.types import Window
 from packlora.schedule.wire import window_from_json, window_to_json
 
 
+@dataclass(slots=True)
+class Plan:
+    """Windows, each told when it is handed out, and who takes part in them. planner: None where another process plans."""
+
+    windows: Iterator[Window]
+    planner: Planner | None
+    _known: set[str] = field(default_factory=set)
+    _gone: set[str] = field(default_factory=set)
+
+    def follow(self, jobs: Sequence[Job]) -> None:
+        """Windows that are yet to be handed out hold the jobs that have joined, and not those that have left."""
+        assert self.planner is not None
+        for job in jobs:
+            if job.name not in self._known:
+                self.planner.add(job.data.planned, job.joined)
+                self._known.add(job.name)
+            if job.left is not None and job.name not in self._gone:
+                self.planner.remove(job.name, job.left)
+                self._gone.add(job.name)
+
+
 @contextmanager
 def planned_windows(
-    schedule: ScheduleConfig, jobs: Sequence[Job], budget: int, profile: Profile, events: Emitter, group: Alone = ALONE
-) -> Iterator[Iterator[Window]]:
-    """Windows from the slowest job's on, each told when it is handed out.
+    run: Run, jobs: Sequence[Job], budget: int, profile: Profile, events: Emitter, group: Alone = ALONE
+) -> Iterator[Plan]:
+    """Windows from the slowest job's on.
 
     Args:
         budget: tokens of a microbatch.
@@ -30,25 +56,37 @@ def planned_windows(
         group: of processes that train the same windows; its first one plans them.
     """
     if not group.leads:
-        yield _received(group)
+        yield Plan(_received(group), None)
         return
-    with BackgroundPlanner(_planner(schedule, jobs, budget)) as planner:
-        yield _told(planner.windows(_slowest(jobs)), budget, profile, events, group)
+    planner = _planner(run, budget)
+    plan = Plan(iter(()), planner)
+    plan.follow(jobs)
+    with BackgroundPlanner(planner) as background:
+        plan.windows = _told(background.windows(slowest(jobs)), budget, profile, events, group)
+        yield plan
 
 
-def first_round(schedule: ScheduleConfig, jobs: Sequence[Job], budget: int) -> int:
-    """Of the first window. A resumed run plans from the slowest job's window on, and so plans what it planned before."""
-    return _planner(schedule, jobs, budget).window_start(_slowest(jobs))
+def window_of(run: Run, round_: int) -> range:
+    """The rounds of the window that a round is in. A resumed run plans from the slowest job's window on, and so plans what it
+    planned before."""
+    planner = _planner(run, 2**31)
+    start = planner.window_start(round_)
+    return range(start, start + planner.window_rounds)
 
 
-def _planner(schedule: ScheduleConfig, jobs: Sequence[Job], budget: int) -> Planner:
-    orders = [job.data.planned for job in jobs]
-    return Planner(orders, budget, method=schedule.method, time_limit_s=schedule.time_limit_s)
+def _planner(run: Run, budget: int) -> Planner:
+    more: dict[str, Any] = {}
+    return Planner([], budget, method=run.schedule.method, time_limit_s=run.schedule.time_limit_s, **more)
 
 
-def _slowest(jobs: Sequence[Job]) -> int:
+def last_round(jobs: Sequence[Job]) -> int:
+    """In which the last of jobs that have ended did so."""
+    return max((job.joined + max(job.step, 1) - 1 for job in jobs), default=0)
+
+
+def slowest(jobs: Sequence[Job]) -> int:
     """Round that the slowest job is in."""
-    return min((job.step for job in jobs if job.status == "running"), default=2**31)
+    return min((job.joined + job.step for job in jobs if job.status == "running"), default=2**31)
 
 
 def _received(group: Alone) -> Iterator[Window]:
