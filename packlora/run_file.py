@@ -24,8 +24,11 @@ from packlora.config import (
     JobConfig,
     ParallelConfig,
     PlansConfig,
+    RangeConfig,
     Run,
     ScheduleConfig,
+    StoppingConfig,
+    SweepConfig,
     TrainConfig,
 )
 from packlora.errors import InputError, quoted, shown
@@ -277,7 +280,8 @@ def _where(loc: list[Any], tree: Any) -> str:
 def _known_keys(loc: list[Any]) -> list[str]:
     models: dict[str, type[BaseModel]] = {
         "jobs": JobConfig, "data": DataConfig, "adapter": AdapterConfig, "train": TrainConfig,
-        "parallel": ParallelConfig, "plans": PlansConfig, "schedule": ScheduleConfig,
+        "parallel": ParallelConfig, "plans": PlansConfig, "schedule": ScheduleConfig, "sweep": SweepConfig,
+        "stopping": StoppingConfig, "parameters": RangeConfig,
     }  # fmt: skip
     names = [part for part in loc if isinstance(part, str)]
     return list((models[names[-1]] if names else Run).model_fields)
@@ -305,6 +309,20 @@ def load_jobs(path: str | Path, overrides: list[str] | None = None) -> list[JobC
     for job in jobs:
         _find_files(path, job, absolute=True)
     return jobs
+
+
+def with_values(tree: dict[str, Any], values: Mapping[str, Any], source: str) -> JobConfig:
+    """A job with other values by dotted key. Raises InputError."""
+    own = copy.deepcopy(tree)
+    for key, value in values.items():
+        node: Any = own
+        *path, last = key.split(".")
+        for part in path:
+            node = node.setdefault(part, {}) if isinstance(node, dict) else None
+        if not isinstance(node, dict) or not last:
+            raise InputError(f"{source}: a job has no key {quoted(key)}")
+        node[last] = value
+    return parse_jobs([own], source)[0]
 
 
 def changed_job(tree: dict[str, Any], overrides: list[str]) -> JobConfig:

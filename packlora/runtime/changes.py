@@ -97,5 +97,5 @@ def leaves(changes: Sequence[Change]) -> Mapping[str, Change]:
 
 
 def trained(run: Run) -> list[JobConfig]:
-    """The jobs of a run that are trained."""
-    return run.jobs
+    """The jobs of a run that are trained: not the one that a sweep's candidates are made from."""
+    return [job for job in run.jobs if run.sweep is None or job.name != run.sweep.job]

@@ -26,6 +26,7 @@ from packlora.data.readers import Row, is_file_name, read_rows
 from packlora.errors import InputError
 from packlora.parallel.tensor import check_cut
 from packlora.plans.ask import Ask, asks_of
+from packlora.runtime.changes import trained
 from packlora.runtime.job import learning_rates
 from packlora.terminal import Told, silent
 
@@ -206,7 +207,7 @@ def prepare(
     check_liger(run.liger, device, run.dtype)
     gone, budgets = gone or {}, budgets or {}
     left_out = _jobs_without_data(run, gone) if resumed else {}
-    run_jobs = [job for job in run.jobs if job.name not in left_out and job.name not in gone]
+    run_jobs = [job for job in trained(run) if job.name not in left_out and job.name not in gone]
     configs = {job.name: adapter_config(job, run) for job in run_jobs}
     reader = Reader(told)
     rows = {job.name: reader.rows(job.data.path, job.name) for job in run_jobs}
@@ -339,7 +340,7 @@ def _jobs_without_data(run: Run, gone: Collection[str]) -> dict[str, str]:
 
     What never was a file here, a data set of the hub, is not looked for.
     """
-    lost, jobs = {}, [job for job in run.jobs if job.name not in gone]
+    lost, jobs = {}, [job for job in trained(run) if job.name not in gone]
     for job in jobs:
         files = [path for path in (job.data.path, job.data.eval_path) if path and is_file_name(path)]
         for path in [*files, job.adapter.init_from]:

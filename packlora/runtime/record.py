@@ -33,7 +33,7 @@ from packlora.report.events import (
 )
 from packlora.report.metrics import BestEffort
 from packlora.result import JobResult
-from packlora.runtime.changes import Change
+from packlora.runtime.changes import Change, trained
 from packlora.runtime.job import Job
 from packlora.runtime.prepare import LEFT_OUT, PreparedJob, PreparedRun
 from packlora.runtime.profiler import Profile
@@ -75,7 +75,7 @@ def run_record(
     for name, own in described.items():
         if saved is not None and name in saved.jobs:
             own["start_hash"] = saved.jobs[name].start_hash or own["start_hash"]
-    warnings, names = prepared.warnings + base.warnings, [job.name for job in prepared.run.jobs]
+    warnings, names = prepared.warnings + base.warnings, [job.name for job in trained(prepared.run)]
     if saved is not None:
         described |= {name: saved.jobs[name].model_dump() for name in prepared.left_out}
         warnings += [

@@ -5,6 +5,7 @@ checkpoints that jobs go on from.
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from packlora.runtime.windows import window_of
 FREE_TO_CHANGE = {
     "output_dir", "save_every", "save_total_limit", "eval_every", "gradient_checkpointing", "device",
     "max_tokens_per_microbatch", "schedule", "liger", "keep_outputs", "cuda_graphs", "plans", "parallel",
+    "trackers",
 }  # fmt: skip
 """Keys of the run file that may differ when a run is resumed; of a job also how long it trains."""
 
@@ -90,6 +92,8 @@ def check_output(run: Run, resume: bool) -> SavedRun | None:
     saved = _read_saved(folder / "run.json")
     run, new = whole_run(run, saved)
     changed = _changes(saved.config.model_dump(mode="json"), run.model_dump(mode="json"), len(new))
+    if run.sweep is not None and run.eval_every != saved.config.eval_every:
+        changed.append("eval_every (candidates of the sweep are compared by it)")
     changed += [] if "seed" in changed else _other_seeds(saved, run)
     if changed:
         raise InputError(
@@ -148,17 +152,18 @@ def _changes(before: dict[str, Any], now: dict[str, Any], new: int) -> list[str]
 # --- jobs and their checkpoints ------------------------------------------------------------------------------------------
 
 
-def starting_steps(run: Run, words: list[str]) -> dict[str, int]:
+def starting_steps(run: Run, words: list[str], left: Collection[str] = ()) -> dict[str, int]:
     """The checkpoints to go on from, by job; jobs that are not there go on from their newest.
 
     Args:
         run: its output_dir holds the checkpoints.
+        left: jobs that have left the run, which cannot be sent back.
         words: "STEP" goes for every job that has got so far, "JOB=STEP" for one; step 0 begins a job again.
 
     Raises:
         InputError: a word is neither, or there is no such checkpoint.
     """
-    have = {job.name: checkpoint.steps(Path(run.output_dir) / job.name) for job in run.jobs}
+    have = {job.name: checkpoint.steps(Path(run.output_dir) / job.name) for job in trained(run) if job.name not in left}
     starts: dict[str, int] = {}
     for word in sorted(words, key=lambda word: "=" not in word):  # jobs that are named come first
         name, _, number = word.rpartition("=")
@@ -253,7 +258,10 @@ def gone_jobs(run: Run, saved: SavedRun, starts: dict[str, int]) -> dict[str, st
         elif job.name in left:
             ended.append(job.name)
     first = window_of(run, slowest).start
-    return {name: left[name].reason for name in ended if left[name].round <= first}
+    gone = {name: left[name].reason for name in ended if left[name].round <= first}
+    if len(gone) == len(trained(run)):  # one has to be there
+        gone.popitem()
+    return gone
 
 
 def left_out_results(output_dir: Path, left_out: dict[str, str], record: dict[str, Any]) -> dict[str, JobResult]:

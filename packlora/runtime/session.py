@@ -36,15 +36,17 @@ from packlora.report.events import Note, Subscriber
 from packlora.report.metrics import Logs
 from packlora.report.progress import Progress
 from packlora.report.report import ReportPage
+from packlora.report.trackers import trackers
 from packlora.result import Result
 from packlora.runtime import profiler
-from packlora.runtime.changes import Change, leaves, whole_run, with_jobs
+from packlora.runtime.changes import Change, leaves, whole_run
 from packlora.runtime.events import Emitter
 from packlora.runtime.folder import OutputFolder
 from packlora.runtime.graphs import graphed
 from packlora.runtime.job import Job
-from packlora.runtime.members import Members, make_job, place
+from packlora.runtime.members import make_job, place
 from packlora.runtime.microbatch import Executor, SingleDevice
+from packlora.runtime.open_members import OpenMembers
 from packlora.runtime.prepare import PreparedRun, prepare
 from packlora.runtime.profiler import Profile
 from packlora.runtime.record import RunRecord, earlier_warnings, run_record, versions
@@ -64,6 +66,7 @@ from packlora.runtime.resume import (
 )
 from packlora.runtime.signals import stop_signals
 from packlora.runtime.spread import layout_of
+from packlora.runtime.sweep import begun
 from packlora.runtime.trainer import Trainer
 from packlora.runtime.windows import last_round, slowest, window_of
 from packlora.terminal import Activity, Told, silent
@@ -141,7 +144,10 @@ class Session:
         # 1. Check everything that can be wrong, and agree on who trains what.
         self.saved = together(mesh, self._saved)
         self.run, self.new = whole_run(run, self.saved) if self.saved is not None else (run, [])
-        run, self.changes = self.run, self.saved.changes if self.saved is not None else []
+        self.changes = self.saved.changes if self.saved is not None else []
+        if self.saved is None:
+            self.run, self.changes = together(mesh, lambda: begun(run))
+        run = self.run
         self.starts, prepared = together(mesh, self._prepare)
         self.layout, self.group = layout_of(prepared, mesh.size), ALONE
         if isinstance(mesh, Mesh):
@@ -168,12 +174,16 @@ class Session:
         writer = RunRecord(self.output_dir, record, executor.plans, folder.files)
         members = None
         if mesh.size == 1:
-            members = Members(run, prepared, base, single, executor, writer, self.changes, self.output_dir)
+            members = OpenMembers(run, prepared, base, single, executor, writer, self.changes, self.output_dir)
         self.writers: list[Subscriber] = (
             [Logs(self.output_dir, folder.files), writer, ReportPage(self.output_dir, folder.files)]
             if mesh.is_first
             else []
         )
+        if mesh.is_first:
+            told, failed = trackers(run.trackers, self.output_dir)
+            self.writers += told
+            notes += failed
         left_out = left_out_results(self.output_dir, prepared.left_out, record) if mesh.is_first else {}
         if not jobs:
             return None
@@ -193,8 +203,7 @@ class Session:
 
     def _prepare(self) -> tuple[dict[str, int], PreparedRun]:
         left = leaves(self.changes)
-        staying = [job for job in self.run.jobs if job.name not in left]
-        starts = starting_steps(with_jobs(self.run, staying) if staying else self.run, self.resume_from)
+        starts = starting_steps(self.run, self.resume_from, left)
         if self.saved is not None and self.mesh.size > 1 and (self.changes or self.new):
             raise InputError(
                 f"output_dir {self.output_dir}: jobs have joined this run or left it while it trained, or are to do so now, "

@@ -40,9 +40,10 @@ from packlora.runtime.evaluate import Evaluator, is_multiple
 from packlora.runtime.events import Emitter, StopRequest
 from packlora.runtime.folder import OutputFolder
 from packlora.runtime.job import Job, take_steps
-from packlora.runtime.members import Members
+from packlora.runtime.members import off
 from packlora.runtime.memory import TokenBudget, free_memory, peak_memory
 from packlora.runtime.microbatch import Executor
+from packlora.runtime.open_members import OpenMembers
 from packlora.runtime.prepare import PreparedRun
 from packlora.runtime.profiler import Profile, remember_failure
 from packlora.runtime.record import job_result
@@ -57,21 +58,10 @@ class Trainer:
     """The state of a running loop."""
 
     def __init__(
-        self,
-        run: Run,
-        prepared: PreparedRun,
-        base: Base,
-        executor: Executor,
-        jobs: list[Job],
-        profile: Profile,
-        folder: OutputFolder,
-        events: Emitter,
-        notes: Sequence[str] = (),
-        left_out: Mapping[str, JobResult] | None = None,
-        group: Alone = ALONE,
-        logged: int = 0,
-        members: Members | None = None,
-    ) -> None:
+        self, run: Run, prepared: PreparedRun, base: Base, executor: Executor, jobs: list[Job], profile: Profile,
+        folder: OutputFolder, events: Emitter, notes: Sequence[str] = (), left_out: Mapping[str, JobResult] | None = None,
+        group: Alone = ALONE, logged: int = 0, members: OpenMembers | None = None,
+    ) -> None:  # fmt: skip
         """
         Args:
             executor: runs microbatches.
@@ -129,10 +119,10 @@ class Trainer:
         self._settle()
         self.training_began = self._elapsed()
         self.events.emit(TrainingBegan())
-        if self.members is not None and not self._is_running():  # a sweep may have more
-            self._change(window_of(self.run, last_round(self.jobs)).stop)
+        self._follow_the_last()
         while self._goes_on():
             self._train_windows()
+            self._follow_the_last()
         if self.stop.asked:
             self.folder.save_unsaved(self.jobs)
 
@@ -173,13 +163,19 @@ class Trainer:
         self._after_steps()
         return True
 
+    def _follow_the_last(self) -> None:
+        """Where all jobs have ended, a sweep may have more; of one that failed it knows a round later."""
+        for later in (0, 2):
+            if self.members is not None and not self._is_running():
+                self._change(window_of(self.run, last_round(self.jobs) + later).stop)
+
     def _change(self, given: int, plan: Plan | None = None) -> None:
         """Let jobs join and leave between two windows. given: the round that is next."""
         assert self.members is not None
         if self.stop.asked:
             return
         changed = self.members.change(given, self.jobs, self.budget)
-        if not changed:
+        if not changed and not off(self.jobs, given):
             return
         self.runner.follow()
         for event in changed.told:
@@ -296,24 +292,27 @@ class Trainer:
         for name in sorted(self.stop.jobs.keys() - self.by_name.keys()):
             self.events.emit(Note(f"no job {name!r} could end, as asked by {self.stop.jobs[name]}: there is none"))
         if self.members is not None:
-            self.members.end()
+            self.members.end(self.jobs, self.folder.files)
         seconds = time.perf_counter() - self.start
         ends = self.left_out | {job.name: self._result_of(job) for job in self.jobs}
         tokens = self.tokens_of_gone + sum(job.tokens_seen for job in self.jobs)
-        result = _result(self.run, self.folder, ends, seconds, self.runner.tokens, self._is_running(), self.stop.signal)
+        status = "interrupted" if self._is_running() else "done"
+        judged = ends if self.members is None else self.members.judged(ends)
+        if status == "done" and any(end.status != "done" for end in judged.values()):
+            status = "failed"
+        result = _result(self.run, self.folder, ends, status, seconds, self.runner.tokens, self.stop.signal)
         self.events.emit(RunEnded(result, self.elapsed_before + seconds, tokens, peak_memory(self.base.device)))
         return result
 
 
 def _result(
-    run: Run, folder: OutputFolder, ends: Mapping[str, JobResult], seconds: float, tokens: int, running: bool,
+    run: Run, folder: OutputFolder, ends: Mapping[str, JobResult], status: str, seconds: float, tokens: int,
     signal: int | None,
 ) -> Result:  # fmt: skip
     """How a session ended. ends: its jobs, in any order."""
     order = dict.fromkeys([*(job.name for job in run.jobs), *ends])
-    status = "done" if all(end.status == "done" for end in ends.values()) else "failed"
     return Result(
-        "interrupted" if running else status, seconds, tokens, folder.path, folder.path / "report.html",
+        status, seconds, tokens, folder.path, folder.path / "report.html",
         {name: ends[name] for name in order if name in ends}, signal, folder.files.incomplete,
     )  # fmt: skip
 

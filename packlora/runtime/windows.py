@@ -18,7 +18,7 @@ from packlora.runtime.events import Emitter
 from packlora.runtime.job import Job
 from packlora.runtime.profiler import Profile
 from packlora.schedule.background import BackgroundPlanner
-from packlora.schedule.planner import Planner
+from packlora.schedule.planner import WINDOW_ROUNDS, Planner
 from packlora.schedule.types import Window
 from packlora.schedule.wire import window_from_json, window_to_json
 
@@ -76,6 +76,8 @@ def window_of(run: Run, round_: int) -> range:
 
 def _planner(run: Run, budget: int) -> Planner:
     more: dict[str, Any] = {}
+    if run.sweep is not None and run.eval_every:  # candidates are compared between windows
+        more["window_rounds"] = min(run.eval_every, WINDOW_ROUNDS)
     return Planner([], budget, method=run.schedule.method, time_limit_s=run.schedule.time_limit_s, **more)
 
 
