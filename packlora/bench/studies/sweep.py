@@ -23,10 +23,10 @@ RATES = [5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 2e-2]
 STEPS, BATCH, EVERY, FACTOR = 12, 2, 2, 3
 PROTOCOL = (
     "SmolLM2-135M-Instruct, float32, CPU. {count} LoRA candidates (all linear layers): every combination of {keys}. {steps} "
-    "optimizer steps of AdamW, global batch {batch}, on 24 rows of examples/data/debian_synopsis (package name -> synopsis), 8 "
-    "held-out rows evaluated every {every} steps, all candidates at the same time in one run. grid: all take all steps. halving: "
-    "successive_halving with min_resource {every} and reduction_factor {factor}. seconds: of the whole run, loading, evaluations "
-    "and saving included; one after the other in one process. eval_loss: of the best candidate at its end."
+    "optimizer steps of AdamW, global batch {batch}, on 24 rows of examples/data/debian_synopsis (package name -> synopsis), "
+    "8 held-out rows evaluated every {every} steps, all candidates at the same time in one run. grid: all take all steps. "
+    "halving: successive_halving with min_resource {every} and reduction_factor {factor}. seconds: of the whole run, loading, "
+    "evaluations and saving included; one after the other in one process. eval_loss: of the best candidate at its end."
 )
 
 
