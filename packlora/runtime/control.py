@@ -26,6 +26,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from packlora.errors import InputError, shown
 from packlora.files import LOCK, make_folder, write_json
+from packlora.report.events import Event, RunEnded, WindowPlanned
 
 FOLDER = "control"
 NAME = re.compile(r"request-([0-9a-f]{16})\.json", re.ASCII)
@@ -117,6 +118,19 @@ class Control:
 
     def _request(self, number: str) -> Path:
         return self.folder / f"request-{number}.json"
+
+
+class Refusal:
+    """A subscriber that refuses what is asked of a run on several processes."""
+
+    def __init__(self, output_dir: Path, processes: int) -> None:
+        self.control, self.processes = Control(output_dir), processes
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, WindowPlanned | RunEnded):
+            self.control.refuse_all(
+                f"the run trains on {self.processes} processes; jobs join and leave a run of one process alone"
+            )
 
 
 def _read(path: Path) -> Add | StopJob | Clone | str:

@@ -40,6 +40,7 @@ from packlora.report.trackers import trackers
 from packlora.result import Result
 from packlora.runtime import profiler
 from packlora.runtime.changes import Change, leaves, whole_run
+from packlora.runtime.control import Refusal
 from packlora.runtime.events import Emitter
 from packlora.runtime.folder import OutputFolder
 from packlora.runtime.graphs import graphed
@@ -180,6 +181,8 @@ class Session:
             if mesh.is_first
             else []
         )
+        if mesh.is_first and mesh.size > 1:
+            self.writers.append(Refusal(self.output_dir, mesh.size))
         if mesh.is_first:
             told, failed = trackers(run.trackers, self.output_dir)
             self.writers += told

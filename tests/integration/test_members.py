@@ -22,8 +22,9 @@ from typer.testing import CliRunner
 import packlora
 from packlora.cli import app
 from packlora.commands.control import add_jobs, clone_job, stop_job
+from packlora.files import lock_folder
 from packlora.report.events import Event, JobJoined, MicrobatchDone, Stepped, WindowPlanned
-from packlora.runtime.control import Add, Control, StopJob
+from packlora.runtime.control import Add, Control, Refusal, StopJob
 from packlora.schedule.planner import Planner
 
 ADAPTERS: dict[str, dict[str, Any]] = {
@@ -273,3 +274,24 @@ def test_what_is_no_request_is_refused_and_costs_the_run_nothing(base: str, tmp_
     assert not any(answer["accepted"] for answer in answers.values())
     assert "cannot be a folder name" in answers["5"]["text"]
     assert sorted(answers) == list("12345")
+
+
+def test_a_run_on_several_processes_refuses_what_is_asked(tmp_path: Path) -> None:
+    tmp_path.joinpath("run.json").write_text("{}")
+    calls = InThreads(tmp_path)
+    with lock_folder(tmp_path):
+        calls.call("stop", stop_job, "a")
+        Refusal(tmp_path, 2)(WindowPlanned(0, 16, "greedy", 60, 1, 0, 1, 0.0, "at bound", 0.0, 0.0))
+        calls.join()
+    assert calls.answers["stop"].startswith("refused: the run trains on 2 processes")
+
+
+def test_a_command_whose_run_is_killed_takes_its_request_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("packlora.runtime.control.LOOK_S", 0.05)
+    tmp_path.joinpath("run.json").write_text("{}")
+    calls = InThreads(tmp_path)
+    with lock_folder(tmp_path):
+        calls.call("stop", stop_job, "a")
+    calls.join()
+    assert "has ended without an answer; nothing was changed" in calls.answers["stop"]
+    assert not list((tmp_path / "control").iterdir())
