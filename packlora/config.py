@@ -15,7 +15,9 @@ from pydantic import (
     AfterValidator,
     BaseModel,
     ConfigDict,
+    Discriminator,
     Field,
+    Tag,
     ValidationInfo,
     field_validator,
     model_validator,
@@ -320,6 +322,13 @@ class RangeConfig(_Strict):
         return self
 
 
+Values = Annotated[
+    Annotated[list[Any], Tag("list")] | Annotated[RangeConfig, Tag("range")],
+    Discriminator(lambda value: "list" if isinstance(value, list) else "range"),
+]
+"""Of a swept key."""
+
+
 class StoppingConfig(_Strict):
     """Which candidates of a sweep end before their last step; looked at between windows, by held-out losses."""
 
@@ -354,7 +363,7 @@ class SweepConfig(_Strict):
 
     job: str
     """The job of the list that they are made from; it is not trained itself."""
-    parameters: dict[str, list[Any] | RangeConfig] = Field(min_length=1)
+    parameters: dict[str, Values] = Field(min_length=1)
     """By dotted key of the job, e.g. train.learning_rate, its values, or their range."""
     method: Literal["grid", "random", "optuna"] = "grid"
     """grid: all combinations. random: drawn. optuna: by its TPE sampler, which learns from candidates that have ended."""

@@ -247,7 +247,10 @@ def _explain(error: Any, tree: Any) -> str:
         return f"{where}: {message}" if where else message
     message = error["msg"][0].lower() + error["msg"][1:]
     if kind in {"model_type", "dict_type"}:
-        message = "input should be a mapping"
+        swept = len(loc) > 1 and loc[-2] == "parameters"
+        message = (
+            "input should be a list of values, or a range {min, max, log}" if swept else "input should be a mapping"
+        )
     if kind == "bool_type":
         message = "input should be true or false"
     what = _kind(found) if isinstance(found, (dict, list)) else quoted(found)
@@ -257,7 +260,9 @@ def _explain(error: Any, tree: Any) -> str:
 def _is_tag(loc: tuple[Any, ...], index: int) -> bool:
     """Pydantic names the branch of a union in the location (str, list[str], literal['auto']), and marks bad keys."""
     after_union = index > 0 and loc[index - 1] in {"target_modules", "max_tokens_per_microbatch", "liger", "plan"}
-    return loc[index] == "[key]" or (after_union and isinstance(loc[index], str))
+    swept = index > 1 and loc[index - 2] == "parameters"
+    number = index > 3 and loc[index - 4] == "parameters" and loc[index] in ("int", "float")
+    return loc[index] == "[key]" or ((after_union or swept or number) and isinstance(loc[index], str))
 
 
 def _where(loc: list[Any], tree: Any) -> str:
@@ -284,6 +289,8 @@ def _known_keys(loc: list[Any]) -> list[str]:
         "stopping": StoppingConfig, "parameters": RangeConfig,
     }  # fmt: skip
     names = [part for part in loc if isinstance(part, str)]
+    if names[-2:-1] == ["parameters"]:
+        names = names[:-1]
     return list((models[names[-1]] if names else Run).model_fields)
 
 

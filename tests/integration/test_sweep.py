@@ -192,6 +192,11 @@ def test_what_cannot_be_swept_is_refused_before_training(
         ({"method": "random"}, "num_trials goes with random and optuna"),
         ({"stopping": {"method": "target"}}, "method: target goes with a target"),
         ({"parameters": {"name": ["b"]}}, "name cannot be swept"),
+        (
+            {"parameters": {"adapter.r": {"mim": 1, "max": 2}}},
+            r"sweep\.parameters\.adapter\.r\.mim: .*did you mean 'min'",
+        ),
+        ({"parameters": {"adapter.r": 3}}, "adapter.r: input should be a list of values, or a range"),
         ({"concurent": 3}, "did you mean 'concurrent'"),
     ]
     for sweep, message in cases:
