@@ -146,6 +146,58 @@ def train(
     _guarded(action, "stopped at once; --resume continues from the last checkpoints")
 
 
+RunDir = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The output folder of a run that trains now.")]
+
+
+@app.command()
+def add(
+    run_dir: RunDir,
+    jobs: Annotated[Path, typer.Argument(metavar="JOBS.yaml", help="A file with jobs: alone, as in a run file.")],
+    overrides: Set = None,
+) -> None:
+    """Let more jobs join a run that trains now."""
+
+    def action() -> None:
+        from packlora.commands.control import add_jobs
+
+        print(add_jobs(run_dir, jobs, overrides), flush=True)
+
+    _guarded(action)
+
+
+@app.command()
+def stop(run_dir: RunDir, job: Annotated[str, typer.Argument(metavar="JOB", help="Its name.")]) -> None:
+    """End one job of a run that trains now, with its adapter saved; the others go on."""
+
+    def action() -> None:
+        from packlora.commands.control import stop_job
+
+        print(stop_job(run_dir, job), flush=True)
+
+    _guarded(action)
+
+
+@app.command()
+def clone(
+    run_dir: RunDir,
+    job: Annotated[str, typer.Argument(metavar="JOB", help="The job whose settings are taken.")],
+    name: Annotated[str, typer.Argument(metavar="NEW_NAME", help="Of the new job.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="A key of the job, e.g. train.learning_rate=1e-4; repeatable."),
+    ] = None,
+    weights: Annotated[bool, typer.Option("--from-weights", help="Begin with the job's present adapter.")] = False,
+) -> None:
+    """Let a job join a run that trains now which differs from another in some keys."""
+
+    def action() -> None:
+        from packlora.commands.control import clone_job
+
+        print(clone_job(run_dir, job, name, overrides, weights), flush=True)
+
+    _guarded(action)
+
+
 @app.command()
 def plan(
     run: RunFile,

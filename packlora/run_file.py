@@ -11,7 +11,7 @@ import difflib
 import glob
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,11 @@ from packlora.config import (
     JobConfig,
     ParallelConfig,
     PlansConfig,
+    RangeConfig,
     Run,
     ScheduleConfig,
+    StoppingConfig,
+    SweepConfig,
     TrainConfig,
 )
 from packlora.errors import InputError, quoted, shown
@@ -119,6 +122,17 @@ def load_run(path: str | Path, overrides: list[str] | None = None) -> Run:
         InputError: the file cannot be read, or anything in it is unknown, misspelt, of the wrong type or out of range.
     """
     path = Path(path)
+    tree = _read_tree(path, "a run file is a mapping with base_model, output_dir and jobs")
+    for override in overrides or []:
+        _apply_override(tree, override)
+    run = parse_run(expanded(tree, str(path)), str(path))
+    for job in run.jobs:
+        _find_files(path, job)
+    return run
+
+
+def _read_tree(path: Path, what: str) -> dict[str, Any]:
+    """The mapping of a YAML file. what: it should be."""
     try:
         with path.open("rb") as file:
             raw = file.read(MOST_BYTES + 1)
@@ -129,15 +143,21 @@ def load_run(path: str | Path, overrides: list[str] | None = None) -> Run:
         raise InputError(f"the run file {path} is larger than {MOST_BYTES // 2**20} MiB; this is not a run file")
     tree = _parse_yaml(text, str(path))
     if not isinstance(tree, dict):
-        raise InputError(f"{path}: a run file is a mapping with base_model, output_dir and jobs; found {_kind(tree)}")
-    for override in overrides or []:
-        _apply_override(tree, override)
-    run = parse_run(expanded(tree, str(path)), str(path))
-    for job in run.jobs:  # a relative data path is looked up from the current folder, then from the run file's
-        job.data.path = _all_beside(path, job.data.path)
-        job.data.eval_path = _all_beside(path, job.data.eval_path)
-        job.adapter.init_from = _all_beside(path, job.adapter.init_from)
-    return run
+        raise InputError(f"{path}: {what}; found {_kind(tree)}")
+    return tree
+
+
+def _find_files(run_file: Path, job: JobConfig, absolute: bool = False) -> None:
+    """A relative path of a job is looked up from the current folder, then from the run file's. absolute: made so where it is
+    that of a file."""
+
+    def found(path: str) -> str:
+        beside = _beside(run_file, path)
+        return os.path.abspath(beside) if absolute and os.path.exists(beside) else beside
+
+    job.data.path = _each(job.data.path, found)
+    job.data.eval_path = _each(job.data.eval_path, found)
+    job.adapter.init_from = _each(job.adapter.init_from, found)
 
 
 def run_from(tree: Mapping[str, Any], overrides: list[str] | None = None) -> Run:
@@ -151,13 +171,13 @@ def run_from(tree: Mapping[str, Any], overrides: list[str] | None = None) -> Run
     return parse_run(expanded(own, "the run"), "the run")
 
 
-def _all_beside(run_file: Path, value: Any) -> Any:
-    """A path, or each of a list."""
+def _each(value: Any, found: Callable[[str], str]) -> Any:
+    """What is found for a path, or for each of a list."""
     if isinstance(value, list):
-        return [_all_beside(run_file, one) for one in value]
+        return [_each(one, found) for one in value]
     if isinstance(value, DataSource):
-        return DataSource(path=_beside(run_file, value.path), weight=value.weight)
-    return _beside(run_file, value) if isinstance(value, str) else value
+        return DataSource(path=found(value.path), weight=value.weight)
+    return found(value) if isinstance(value, str) else value
 
 
 def _beside(run_file: Path, path: str) -> str:
@@ -323,7 +343,10 @@ def _explain(error: Any, tree: Any) -> str:
         return f"{where}: {message}" if where else message
     message = error["msg"][0].lower() + error["msg"][1:]
     if kind in {"model_type", "dict_type"}:
-        message = "input should be a mapping"
+        swept = len(loc) > 1 and loc[-2] == "parameters"
+        message = (
+            "input should be a list of values, or a range {min, max, log}" if swept else "input should be a mapping"
+        )
     if kind == "bool_type":
         message = "input should be true or false"
     what = _kind(found) if isinstance(found, (dict, list)) else quoted(found)
@@ -337,7 +360,9 @@ UNIONS = {"target_modules", "max_tokens_per_microbatch", "liger", "plan", "path"
 def _is_tag(loc: tuple[Any, ...], index: int) -> bool:
     """Pydantic names the branch of a union in the location (str, list[str], literal['auto']), and marks bad keys."""
     after_union = index > 0 and loc[index - 1] in UNIONS
-    return loc[index] == "[key]" or (after_union and isinstance(loc[index], str))
+    swept = index > 1 and loc[index - 2] == "parameters"
+    number = index > 3 and loc[index - 4] == "parameters" and loc[index] in ("int", "float")
+    return loc[index] == "[key]" or ((after_union or swept or number) and isinstance(loc[index], str))
 
 
 def _is_meant(loc: tuple[Any, ...], tree: Any) -> bool:
@@ -371,7 +396,56 @@ def _where(loc: list[Any], tree: Any) -> str:
 def _known_keys(loc: list[Any]) -> list[str]:
     models: dict[str, type[BaseModel]] = {
         "jobs": JobConfig, "data": DataConfig, "adapter": AdapterConfig, "train": TrainConfig,
-        "path": DataSource, "parallel": ParallelConfig, "plans": PlansConfig, "schedule": ScheduleConfig,
+        "path": DataSource,
+        "parallel": ParallelConfig, "plans": PlansConfig, "schedule": ScheduleConfig, "sweep": SweepConfig,
+        "stopping": StoppingConfig, "parameters": RangeConfig,
     }  # fmt: skip
     names = [part for part in loc if isinstance(part, str)]
+    if names[-2:-1] == ["parameters"]:
+        names = names[:-1]
     return list((models[names[-1]] if names else Run).model_fields)
+
+
+# --- jobs by themselves --------------------------------------------------------------------------------------------------
+
+
+def parse_jobs(jobs: Any, source: str) -> list[JobConfig]:
+    """Validate the value of a `jobs:` key by itself. Raises InputError as parse_run."""
+    return parse_run({"base_model": "-", "output_dir": "-", "jobs": jobs}, source).jobs
+
+
+def load_jobs(path: str | Path, overrides: list[str] | None = None) -> list[JobConfig]:
+    """Read a file that holds `jobs:` alone; its paths are looked up as load_run does, and are absolute. Raises InputError."""
+    path = Path(path)
+    tree = expanded(_read_tree(path, "a file of jobs is a mapping with jobs alone"), str(path))
+    if odd := sorted(map(str, tree.keys() - {"jobs"})):
+        raise InputError(
+            f"{path}: {quoted(odd[0])} is of the whole run, which trains already; a file of jobs holds jobs alone"
+        )
+    for override in overrides or []:
+        _apply_override(tree, override)
+    jobs = parse_jobs(tree.get("jobs"), str(path))
+    for job in jobs:
+        _find_files(path, job, absolute=True)
+    return jobs
+
+
+def with_values(tree: dict[str, Any], values: Mapping[str, Any], source: str) -> JobConfig:
+    """A job with other values by dotted key. Raises InputError."""
+    own = copy.deepcopy(tree)
+    for key, value in values.items():
+        node: Any = own
+        *path, last = key.split(".")
+        for part in path:
+            node = node.setdefault(part, {}) if isinstance(node, dict) else None
+        if not isinstance(node, dict) or not last:
+            raise InputError(f"{source}: a job has no key {quoted(key)}")
+        node[last] = value
+    return parse_jobs([own], source)[0]
+
+
+def changed_job(tree: dict[str, Any], overrides: list[str]) -> JobConfig:
+    """A job with `dotted.key=value` changes, e.g. `train.learning_rate=1e-4`. Raises InputError."""
+    for override in overrides:
+        _apply_override(tree, override)
+    return parse_jobs([tree], "the request")[0]

@@ -1,4 +1,4 @@
-"""Put the adapters of several jobs onto one model.
+"""Put the adapters of several jobs onto one model, at once or one after the other, and take them off again.
 
 Adapted linear layers are replaced in place by AdaptedLinear; everything else of the model is left alone and frozen.
 """
@@ -6,7 +6,7 @@ Adapted linear layers are replaced in place by AdaptedLinear; everything else of
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 
 from packlora.adapters.flat import FlatLayout
 from packlora.adapters.linear import AdaptedCall, AdaptedLinear, Attached, compute
-from packlora.adapters.norms import RowNorms
 from packlora.adapters.owners import MIN_ROWS
 from packlora.adapters.sharded import LINEAR
 from packlora.adapters.siblings import SiblingGroup, sibling_groups
@@ -97,39 +96,92 @@ def attach(
         chooser = dict.fromkeys(adapted, chooser or PlanChooser(model.device))
     attached = Attached([*chooser.values()], storage)
     layers: dict[str, AdaptedLinear] = {}
-    norms = RowNorms()
-    groups = shared_inputs(model)
+    attached.groups = shared_inputs(model)
     seeds = dict.fromkeys(specs, seed) if isinstance(seed, int) else seed
     own = {path for path, _ in model.named_modules()}
     here = {job: [p for p in spec.modules if attached.storage.is_whole or p in own] for job, spec in specs.items()}
     adapters = []
     for number, (job, spec) in enumerate(specs.items()):
-        for path in here[job]:
-            if path not in layers:
-                layers[path] = _replace(model, path, groups.get(path, (path,))[0], attached, chooser[path])
+        _replace(model, here[job], attached, layers, chooser)
         adapters.append(_adapter(job, number, spec, here[job], layers, seeds[job], model))
+    _write_first_values(attached, layers, range(len(specs)))
+    _join_siblings(model, layers, attached.groups.values())
+    attached.storage.adapted(layers)
+    if model.device.type == "cuda":  # where activations are what memory goes to
+        add_recompute(model, attached.storage.each)
+    return attached, adapters
+
+
+def attach_one(
+    model: PreTrainedModel, attached: Attached, name: str, number: int, spec: AdapterSpec, seed: int,
+    chooser: Mapping[str, PlanChooser],
+) -> Adapter:  # fmt: skip
+    """Attach one more adapter to a model that has some, between two microbatches. It starts as it would have at first.
+
+    Args:
+        model: whole on its device.
+        number: larger than those of all that were attached.
+        chooser: by path.
+    """
+    layers = adapted_layers(model)
+    before = set(layers)
+    _replace(model, list(spec.modules), attached, layers, chooser)
+    adapter = _adapter(name, number, spec, list(spec.modules), layers, seed, model)
+    _write_first_values(attached, layers, [number])
+    changed = [attached.groups[path] for path in layers.keys() - before if path in attached.groups]
+    parents = {_parent(paths[0]) for paths in changed}
+    for path in parents:
+        SiblingGroup.detach(model.get_submodule(path))
+    _join_siblings(model, layers, [paths for paths in attached.groups.values() if _parent(paths[0]) in parents])
+    for path in spec.modules:
+        layers[path].adapters_changed()
+    return adapter
+
+
+def detach_one(model: PreTrainedModel, adapter: Adapter) -> None:
+    """Take an adapter off again, between two microbatches. Layers that have none any more stay, and do as the model does."""
+    layers = adapted_layers(model)
+    for path in adapter.spec.modules:
+        del layers[path].adapters[adapter.number]
+        layers[path].adapters_changed()
+
+
+def adapted_layers(model: PreTrainedModel) -> dict[str, AdaptedLinear]:
+    """Layers that have adapters, or had some, by path."""
+    return {path: module for path, module in model.named_modules() if isinstance(module, AdaptedLinear)}
+
+
+def _parent(path: str) -> str:
+    return path.rpartition(".")[0]
+
+
+def _write_first_values(attached: Attached, layers: Mapping[str, AdaptedLinear], numbers: Collection[int]) -> None:
+    """Those that are made of the frozen layers, of adapters with these numbers."""
     made = [
         first
         for path in attached.storage.each(layers)
-        for weights in layers[path].adapters.values()
-        for first in weights.first_values(layers[path].frozen, layers[path].bias, norms)
+        for number, weights in layers[path].adapters.items()
+        if number in numbers
+        for first in weights.first_values(layers[path].frozen, layers[path].bias, attached.norms)
     ]
     with torch.no_grad():
         for parameter, value in made:
             parameter.copy_(value)
-    for paths in set(groups.values()):
+
+
+def _join_siblings(
+    model: PreTrainedModel, layers: Mapping[str, AdaptedLinear], groups: Iterable[tuple[str, ...]]
+) -> None:
+    """Let siblings of one chooser be computed together."""
+    for paths in set(groups):
         siblings = [layers[path] for path in paths if path in layers]
         for one in dict.fromkeys(member.chooser for member in siblings):
             members = [member for member in siblings if member.chooser is one]
             if len(members) > 1:
                 group = SiblingGroup(members, compute, AdaptedCall)
-                group.attach(model.get_submodule(paths[0].rpartition(".")[0]))
+                group.attach(model.get_submodule(_parent(paths[0])))
                 for index, member in enumerate(members):
                     member.siblings, member.index = group, index
-    attached.storage.adapted(layers)
-    if model.device.type == "cuda":  # where activations are what memory goes to
-        add_recompute(model, attached.storage.each)
-    return attached, adapters
 
 
 def _adapter(
@@ -169,11 +221,18 @@ def shared_inputs(model: PreTrainedModel) -> dict[str, tuple[str, ...]]:
     return {path: group for group in sibling_groups(model, paths, example) for path in group}
 
 
-def _replace(model: PreTrainedModel, path: str, salt: str, attached: Attached, chooser: PlanChooser) -> AdaptedLinear:
-    parent_path, _, leaf = path.rpartition(".")
-    parent = model.get_submodule(parent_path)
-    base = getattr(parent, leaf)
-    assert type(base) in LINEAR
-    layer = AdaptedLinear(base, layer_salt(salt), attached, chooser)
-    setattr(parent, leaf, layer)
-    return layer
+def _replace(
+    model: PreTrainedModel, paths: Sequence[str], attached: Attached, layers: dict[str, AdaptedLinear],
+    chooser: Mapping[str, PlanChooser],
+) -> None:  # fmt: skip
+    """Make adapted layers of those at these paths that are none yet, and put them into `layers`."""
+    for path in paths:
+        if path in layers:
+            continue
+        parent_path, _, leaf = path.rpartition(".")
+        parent = model.get_submodule(parent_path)
+        base = getattr(parent, leaf)
+        assert type(base) in LINEAR
+        salt = layer_salt(attached.groups.get(path, (path,))[0])
+        layers[path] = AdaptedLinear(base, salt, attached, chooser[path])
+        setattr(parent, leaf, layers[path])

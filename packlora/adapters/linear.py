@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from packlora.adapters.norms import RowNorms
 from packlora.adapters.owners import TokenOwners
 from packlora.adapters.sharded import AddBiases, shard_of
 from packlora.adapters.siblings import SiblingGroup
@@ -45,6 +46,10 @@ class Attached:
         """How the frozen weights lie."""
         self.choosers = tuple(dict.fromkeys(choosers))
         """Of plans: each layer has one of them."""
+        self.groups: dict[str, tuple[str, ...]] = {}
+        """Of siblings, by the path of each, adapted or not."""
+        self.norms = RowNorms()
+        """DoRA's, of all adapters."""
         self._active: TokenOwners | int | None = None
         self._kept: dict[tuple[int, ...], tuple[tuple[Layer, ...], GroupState]] = {}
 
@@ -213,6 +218,10 @@ class AdaptedLinear(torch.nn.Module):
         kept = [[(start, stop) for start, stop in places if start < stop] for places in here]
         with_biases: torch.Tensor = AddBiases.apply(y, kept, *biases)
         return with_biases
+
+    def adapters_changed(self) -> None:
+        """An adapter has come or gone."""
+        self._layer = None
 
     def layer(self) -> Layer:
         """The layer and all its adapters as the operator takes them."""

@@ -29,6 +29,7 @@ from packlora.runtime import profiler
 from packlora.runtime.prepare import PreparedJob, PreparedRun, prepare
 from packlora.runtime.profiler import Prediction, Profile
 from packlora.runtime.spread import choose
+from packlora.runtime.sweep import begun
 from packlora.schedule.cost import CostModel
 from packlora.schedule.planner import Planner
 from packlora.schedule.simulate import simulate
@@ -202,6 +203,7 @@ def make_plan(run: Run, stages: int = 1, gpus: int | None = None, told: Told = s
         stages, gpus = pipeline, None
     if gpus is not None and stages > 1:
         raise InputError("--gpus spreads jobs over devices, --stages the layers of the model; give one of them")
+    run = begun(run)[0]
     prepared, tensor = prepare(run, told=told), run.parallel.tensor
     if tensor > 1:
         if gpus is not None:

@@ -2,32 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from packlora.config import DataConfig
 from packlora.data.encode import Encoded, Sample
-from packlora.data.readers import Read, read_data
 from packlora.errors import InputError
 from packlora.seeding import stable_hash
-from packlora.terminal import Told, silent
-
-
-def read_all(data: DataConfig, job: str, held_out: bool, told: Told = silent) -> list[Read]:
-    """What is found under each of a job's data paths, or of those of its held-out samples. Errors as of read_data."""
-    paths = data.eval_paths if held_out else [path for path, _ in data.sources]
-    return [read_data(path, job, told, data.on_bad_row) for path in paths]
-
-
-def encode_all(read: Sequence[Read], encode: Callable[[Read], Encoded]) -> list[Encoded]:
-    """Each source encoded, with the rows that its reader left out."""
-    out = []
-    for source in read:
-        encoded = encode(source)
-        encoded.skipped[:0] = source.skipped
-        out.append(encoded)
-    return out
 
 
 def mixed(parts: Sequence[Encoded], data: DataConfig, seed: int, job: str, notes: list[str]) -> Encoded:

@@ -165,6 +165,18 @@ class MemoryRanOut:
 
 
 @dataclass(frozen=True, slots=True)
+class JobJoined:
+    """A job joins the run in `round`, which is next. num_steps, tokens: of all its optimizer steps. config: as of a run file,
+    with every default."""
+
+    job: str
+    round: int
+    num_steps: int
+    tokens: int
+    config: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
 class JobFailed:
     """A job ends with the adapter of `step`; the others go on."""
 
@@ -221,7 +233,7 @@ class RunEnded:
 
 Event = (
     RunBegan | TrainingBegan | WindowPlanned | MicrobatchDone | Stepped | Evaluated | CheckpointBegins | CheckpointSaved
-    | SavePointReached | MemoryRanOut | JobFailed | JobDone | Note | StopAsked | RunEnded
+    | SavePointReached | MemoryRanOut | JobJoined | JobFailed | JobDone | Note | StopAsked | RunEnded
 )  # fmt: skip
 
 

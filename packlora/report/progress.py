@@ -20,6 +20,7 @@ from packlora.report.events import (
     Event,
     JobDone,
     JobFailed,
+    JobJoined,
     MemoryRanOut,
     Note,
     RunBegan,
@@ -100,6 +101,9 @@ class Progress:
                 self.jobs[job].eval_loss = loss
                 if self._live is None:
                     self._print(f"{job}  step {step}  held-out loss {loss:.4f}")
+            case JobJoined(job, round_, steps, tokens):
+                self.jobs[job] = _Shown(job, "running", 0, steps, tokens)
+                self._print(f"{job} joins at round {round_}, for {steps} steps")
             case JobFailed(job, step):
                 self.jobs[job].status, self.jobs[job].step = "failed", step
                 self._print(f"{event.text}; the other jobs go on")

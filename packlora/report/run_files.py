@@ -93,7 +93,9 @@ def read_run(folder: Path) -> RunFiles:
     about = _parse(_read_text(folder / "run.json")) or {}
     metrics = read_lines(folder / "metrics.jsonl", "job", "step")
     evals = read_lines(folder / "evals.jsonl", "job", "step", "eval_loss")
-    configs = {str(job["name"]): job for job in (about.get("config") or {}).get("jobs", [])}
+    config = about.get("config") or {}
+    template = (config.get("sweep") or {}).get("job")  # which is not trained itself
+    configs = {str(job["name"]): job for job in config.get("jobs", []) if job["name"] != template}
     names = list(configs) or list(dict.fromkeys(str(line["job"]) for line in metrics))
     information, results = about.get("jobs") or {}, (about.get("result") or {}).get("jobs") or {}
     jobs = [

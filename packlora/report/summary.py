@@ -7,6 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from packlora.report.progress import duration
+from packlora.report.sweep import ranked_table
 from packlora.result import Result
 from packlora.terminal import standard_output
 
@@ -23,8 +24,9 @@ def print_summary(result: Result, resume_command: str) -> None:
             loss = f"{job.eval_before:.4f} -> {loss}"
         status = "stopped" if job.status == "running" else job.status
         table.add_row(Text(name), status, str(job.step), loss, f"{job.tokens_per_second:.0f}")
+    ranked = ranked_table(result.output_dir)
     console.print()
-    console.print(table)
+    console.print(table if ranked is None else ranked)
     console.print()
     going = [job.status in ("running", "stopped") for job in result.jobs.values()]
     if not all(going):

@@ -388,6 +388,11 @@ def _take_state(job: Job, state: dict[str, Any]) -> None:
         job.stop(state["stopped"])
 
 
+def read_state(folder: Path) -> dict[str, Any]:
+    """The trainer_state.json of a job that has ended. Raises InputError."""
+    return _read_state(folder / STATE)
+
+
 def _read_state(file: Path) -> dict[str, Any]:
     try:
         state: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))

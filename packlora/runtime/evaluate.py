@@ -92,7 +92,8 @@ class Evaluator:
         budget = min(self.budget.tokens, self.budget.held_out)
         planners = [Planner([order], budget, method="greedy") for order in orders]
         microbatches = [microbatch for planner in planners for microbatch in planner.window(0).microbatches]
-        found, lacking = torch.zeros(len(microbatches), len(self.jobs), dtype=torch.float64), 0
+        owners = 1 + max(job.adapter.number for job in self.jobs)
+        found, lacking = torch.zeros(len(microbatches), owners, dtype=torch.float64), 0
         rank, size = self.team.group.rank, self.team.group.size
         for number in range(rank, -(-len(microbatches) // size) * size, size):
             if self.team.stop.asked:
@@ -100,7 +101,7 @@ class Evaluator:
             if number >= len(microbatches):
                 self.executor.idle(backward=False)
                 continue
-            sums = self._microbatch(microbatches[number], samples)
+            sums = self._microbatch(microbatches[number], samples, owners)
             if sums is None:
                 lacking = microbatches[number].num_tokens
                 break
@@ -110,18 +111,20 @@ class Evaluator:
             self.budget.held_out = self.budget.below(lacking)
             return None
         self.team.group.add([found])
-        total = np.zeros(len(self.jobs))
+        total = np.zeros(owners)
         for own in found.numpy():  # in the order of one process
             total += own
         return total
 
-    def _microbatch(self, microbatch: Microbatch, samples: Mapping[str, list[Sample]]) -> torch.Tensor | None:
+    def _microbatch(
+        self, microbatch: Microbatch, samples: Mapping[str, list[Sample]], owners: int
+    ) -> torch.Tensor | None:
         number = {job.name: job.adapter.number for job in self.jobs}
         packed = [
             PackedSample(number[placed.job], samples[placed.job][placed.sample], 0, 0, None)
             for placed in microbatch.samples
         ]
-        done = self.budget.attempt(microbatch.num_tokens, lambda: self.executor.evaluate(packed, len(self.jobs)))
+        done = self.budget.attempt(microbatch.num_tokens, lambda: self.executor.evaluate(packed, owners))
         return None if done is None else done.sums.cpu()
 
 

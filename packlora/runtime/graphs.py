@@ -263,6 +263,8 @@ class GraphedDevice:
     ) -> None:  # fmt: skip
         self.single, self.tell = single, tell
         self.why_not: str | None = None
+        self._unfit: str | None = None
+        """Why these adapters cannot have graphs."""
         self._adapters, self._dropout, self._budget = tuple(buffers), dropout, budget
         self._gradients = Gradients(buffers)
         self._new_recorder = recorder
@@ -375,6 +377,21 @@ class GraphedDevice:
         self._bodies[shape] = body
         return body
 
+    def change(self, buffers: Buffers, dropout: bool, why_not: str | None) -> None:
+        """The adapters that may own tokens are others now: what was recorded is recorded anew. Between two microbatches.
+
+        Args:
+            buffers, dropout: as at first.
+            why_not: in words, where these adapters cannot have graphs.
+        """
+        if why_not is not None and why_not != self._unfit:
+            self.tell(f"{NO_GRAPHS}: {why_not}")
+        if self.why_not == self._unfit:
+            self.why_not = why_not
+        self._unfit = why_not
+        self._adapters, self._dropout, self._gradients = tuple(buffers), dropout, Gradients(buffers)
+        self._drop()
+
     def _drop(self) -> None:
         """Free the memory of all graphs."""
         self._waiting, self._ready, self._recorder = False, None, None
@@ -424,11 +441,15 @@ def graphed(
             base.warnings.append(f"{NO_GRAPHS}: {reason}")
         return single
     dropout = any(job.dropout_key is not None for job in jobs)
-    buffers = {
+    return GraphedDevice(single, buffers_of(jobs), dropout, budget, tell)
+
+
+def buffers_of(jobs: Sequence[Job]) -> Buffers:
+    """Where the gradients of jobs are added up, see Gradients."""
+    return {
         job.adapter.number: [(job.parameters[name], buffer) for name, buffer in job.gradient_buffers().items()]
         for job in jobs
     }
-    return GraphedDevice(single, buffers, dropout, budget, tell)
 
 
 def why_no_graphs(run: Run, base: Base, jobs: Sequence[Job]) -> str | None:

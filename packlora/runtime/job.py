@@ -110,6 +110,10 @@ class Job:
     """Why it ends before the steps that it was to take, where it was asked to."""
     tokens_seen: int = 0
     log_history: list[dict[str, Any]] = field(default_factory=list)
+    joined: int = 0
+    """Round of its first global batch."""
+    left: int | None = None
+    """Round from which on no window holds a global batch of it, where it leaves before its last one."""
     norm_of: Callable[[torch.Tensor], torch.Tensor] = total_norm
     """The norm of a whole gradient from `gradient`, which may be of slices and parts: then those are added up in place."""
 
@@ -318,9 +322,9 @@ class Job:
             f"{result.lr:g}, largest parameter {largest:.3g}); a learning rate that is too high or too low does this"
         )
 
-    def stop(self, reason: str) -> None:
-        """Let the present step be the last one; learning rates stay those of the configured steps."""
-        self.stopped, self.data.step_limit = reason, self.step
+    def stop(self, reason: str, step: int | None = None) -> None:
+        """Let a step be the last one, by default the present one; learning rates stay those of the configured steps."""
+        self.stopped, self.data.step_limit = reason, self.step if step is None else step
 
     def fail(self, reason: str, revert: bool) -> None:
         """Stop for good; with revert, take back the last step, whose values give no finite loss."""

@@ -23,6 +23,10 @@ class TokenBudget:
         """The same for evaluations, which may come in the middle of a window."""
         self._longest, self._is_auto, self._device = longest, is_auto, device
 
+    def take(self, longest: int) -> None:
+        """There is a sample of so many tokens now."""
+        self._longest = max(self._longest, longest)
+
     def attempt(self, tokens: int, compute: Callable[[], T]) -> T | None:
         """What `compute` returns, or None where a microbatch of so many tokens does not fit and a smaller one can be tried.
 

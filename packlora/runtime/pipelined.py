@@ -78,13 +78,13 @@ class PipelinedTrainer(Trainer):
         }  # fmt: skip
 
     def _train_windows(self) -> None:
-        schedule, budget = self.run.schedule, self.budget.tokens
+        budget = self.budget.tokens
         with planned_windows(
-            schedule, self.jobs, budget, self.profile, self.events, self.team.group, self.cost
-        ) as windows:
+            self.run, self.jobs, budget, self.profile, self.events, self.team.group, self.cost
+        ) as plan:
             self._waves = (
                 Wave(window, slot, [microbatch])
-                for window in windows
+                for window in plan.windows
                 for slot, microbatch in enumerate(window.microbatches)
             )
             while self._goes_on():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,12 +23,13 @@ from packlora.base.quantized import check_quantization, check_stored
 from packlora.config import JobConfig, QuantizationConfig, Run
 from packlora.data.dataset import JobData
 from packlora.data.encode import Encoded, encode_rows
-from packlora.data.mixture import encode_all, joined, mixed, read_all
-from packlora.data.readers import Read, is_there
+from packlora.data.mixture import joined, mixed
+from packlora.data.readers import Read, is_there, read_data
 from packlora.errors import InputError
 from packlora.parallel.stages import check_stages
 from packlora.parallel.tensor import check_cut
 from packlora.plans.ask import Ask, asks_of
+from packlora.runtime.changes import trained
 from packlora.runtime.job import learning_rates
 from packlora.terminal import Told, silent
 
@@ -34,6 +37,15 @@ AUTO_BUDGET = {"cpu": 2048, "cuda": 8192}
 """Tokens of a microbatch for max_tokens_per_microbatch: auto, by device, where no sample is longer and nothing better is
 known (profiler.py)."""
 LEFT_OUT = "is left out, the others go on"
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """What was read under a path. stamp: of the file before that, None where it is no single file."""
+
+    path: str
+    read: Read
+    stamp: tuple[int, ...] | None
 
 
 @dataclass(slots=True)
@@ -108,7 +120,8 @@ class PreparedRun:
 
     budget: tokens of a microbatch, for auto the usual one of the device. left_out: jobs of a resumed run whose data is gone,
     with the reason; `jobs` are the others. asks: how adapted layers are to be computed, by module path. quantization: of the
-    base model's linear layers, as the run file asks or as they are saved.
+    base model's linear layers, as the run file asks or as they are saved. encoder: makes samples of data, also those of jobs
+    that join later.
     """
 
     run: Run
@@ -120,6 +133,7 @@ class PreparedRun:
     left_out: dict[str, str] = field(default_factory=dict)
     asks: dict[str, Ask] = field(default_factory=dict)
     quantization: QuantizationConfig | None = None
+    encoder: Encoder | None = None
 
     @property
     def longest(self) -> int:
@@ -140,7 +154,64 @@ class PreparedRun:
         return sum(job.trainable for job in self.jobs)
 
 
-def prepare(run: Run, max_steps: int | None = None, resumed: bool = False, told: Told = silent) -> PreparedRun:
+@dataclass(slots=True)
+class Encoder:
+    """Makes samples of the data of jobs. Jobs with the same data share them.
+
+    skeleton: the base model without weights. longest: tokens of a sample that the model takes.
+    """
+
+    run: Run
+    skeleton: PreTrainedModel
+    tokenizer: Any
+    longest: int
+    max_steps: int | None = None
+    _known: dict[tuple[Any, ...], Encoded] = field(default_factory=dict)
+
+    @staticmethod
+    def of(run: Run, skeleton: PreTrainedModel, tokenizer: Any, max_steps: int | None) -> Encoder:
+        longest = getattr(skeleton.config.get_text_config(), "max_position_embeddings", None)
+        return Encoder(run, skeleton, tokenizer, int(longest or 2**31), max_steps)
+
+    def job(
+        self, job: JobConfig, spec: AdapterSpec, rows: list[Rows], eval_rows: list[Rows], budget: int, told: Told
+    ) -> tuple[PreparedJob, list[str]]:  # fmt: skip
+        """A job whose rows have been read, and what should be known of it."""
+        notes = [note for one in rows + eval_rows for note in one.read.notes]
+        parts, held_out = ([self._encoded(one, job, budget, told) for one in some] for some in (rows, eval_rows))
+        encoded, eval_encoded = mixed(parts, job.data, self.run.seed_of(job), job.name, notes), joined(held_out)
+        vocabulary = self.skeleton.get_input_embeddings().weight.shape[0]
+        _check_vocabulary(job.name, encoded, eval_encoded, vocabulary)
+        data = JobData(job.name, encoded.samples, job.train, self.run.seed_of(job), self.max_steps)
+        _check_scheduler(job, data)
+        notes += _cut_samples(job.name, encoded, eval_encoded) + _doubts(job, data)
+        trainable = trainable_parameters(spec, self.skeleton)
+        return PreparedJob(job, data, encoded, eval_encoded, spec, trainable), notes
+
+    def _encoded(self, rows: Rows, job: JobConfig, budget: int, told: Told) -> Encoded:
+        settings = job.data.model_dump_json(exclude={"path", "eval_path"})
+        if rows.stamp is None:  # it may be something else the next time
+            return self._newly_encoded(rows, job, budget, told)
+        key = (rows.path, rows.stamp, settings, budget)
+        if key not in self._known:
+            self._known[key] = self._newly_encoded(rows, job, budget, told)
+        return self._known[key]
+
+    def _newly_encoded(self, rows: Rows, job: JobConfig, budget: int, told: Told) -> Encoded:
+        read = rows.read
+        encoded = encode_rows(read.rows, self.tokenizer, job.data, budget, job.name, self.longest, told)
+        encoded.skipped[:0] = read.skipped
+        return encoded
+
+
+def prepare(
+    run: Run,
+    max_steps: int | None = None,
+    resumed: bool = False,
+    told: Told = silent,
+    gone: Mapping[str, str] | None = None,
+    budgets: Mapping[str, int] | None = None,
+) -> PreparedRun:
     """Read, encode and match everything. Raises InputError at the first thing that cannot work.
 
     Args:
@@ -148,16 +219,20 @@ def prepare(run: Run, max_steps: int | None = None, resumed: bool = False, told:
         max_steps: train no job for more optimizer steps than this.
         resumed: leave out jobs whose data is no longer there, as long as one is left.
         told: hears what is being done.
+        gone: jobs of a resumed run that take no part any more, and why.
+        budgets: of jobs that joined a run whose budget is its own choice, the most tokens of a sample.
     """
     device = choose_device(run.device)
     check_liger(run.liger, device, run.dtype)
     if run.quantization is not None:
         check_quantization(run.quantization, device)
-    left_out = _jobs_without_data(run) if resumed else {}
-    run_jobs = [job for job in run.jobs if job.name not in left_out]
+    gone, budgets = gone or {}, budgets or {}
+    left_out = _jobs_without_data(run, gone) if resumed else {}
+    run_jobs = [job for job in trained(run) if job.name not in left_out and job.name not in gone]
     configs = {job.name: adapter_config(job, run) for job in run_jobs}
-    read = {job.name: read_all(job.data, job.name, False, told) for job in run_jobs}
-    eval_read = {job.name: read_all(job.data, job.name, True, told) for job in run_jobs}
+    reader = Reader(told)
+    rows = {job.name: reader.rows(job) for job in run_jobs}
+    eval_rows = {job.name: reader.held_out(job) for job in run_jobs}
     told(f"laying out {run.base_model}")
     skeleton = load_skeleton(run)
     quantization = _quantization(run, skeleton, device)
@@ -170,25 +245,16 @@ def prepare(run: Run, max_steps: int | None = None, resumed: bool = False, told:
     tokenizer = load_tokenizer(run)
     auto = run.max_tokens_per_microbatch == "auto"
     budget = 2**31 if auto else int(run.max_tokens_per_microbatch)
-    context = int(getattr(skeleton.config.get_text_config(), "max_position_embeddings", None) or 2**31)
-    vocabulary = skeleton.get_input_embeddings().weight.shape[0]
+    encoder = Encoder.of(run, skeleton, tokenizer, max_steps)
     jobs = []
     for job in run_jobs:
-
-        def encode(source: Read, job: JobConfig = job) -> Encoded:
-            return encode_rows(source.rows, tokenizer, job.data, budget, job.name, context, told)
-
-        warnings += [note for source in read[job.name] + eval_read[job.name] for note in source.notes]
-        encoded = mixed(encode_all(read[job.name], encode), job.data, run.seed_of(job), job.name, warnings)
-        eval_encoded = joined(encode_all(eval_read[job.name], encode))
-        _check_vocabulary(job.name, encoded, eval_encoded, vocabulary)
-        data = JobData(job.name, encoded.samples, job.train, run.seed_of(job), max_steps)
-        _check_scheduler(job, data)
-        warnings += _cut_samples(job.name, encoded, eval_encoded) + _doubts(job, data)
-        trainable = trainable_parameters(specs[job.name], skeleton)
-        jobs.append(PreparedJob(job, data, encoded, eval_encoded, specs[job.name], trainable))
+        most = budgets.get(job.name, budget) if auto else budget
+        one, doubts = encoder.job(job, specs[job.name], rows[job.name], eval_rows[job.name], most, told)
+        jobs.append(one)
+        warnings += doubts
+    left_out |= gone
     prepared = PreparedRun(
-        run, tokenizer, budget, ModelShape.of(skeleton), jobs, warnings, left_out, asks, quantization
+        run, tokenizer, budget, ModelShape.of(skeleton), jobs, warnings, left_out, asks, quantization, encoder
     )
     _check_parallel(prepared, skeleton)
     if auto:
@@ -220,6 +286,61 @@ def _check_parallel(prepared: PreparedRun, skeleton: PreTrainedModel) -> None:
         )
     if parallel.pipeline > 1:
         check_stages(skeleton, layers, {job.config.name: list(job.spec.modules) for job in prepared.jobs})
+
+
+class Reader:
+    """Reads the rows of jobs, those of several jobs with one path once."""
+
+    def __init__(self, told: Told = silent) -> None:
+        self.told = told
+        self._known: dict[tuple[str, str], Rows] = {}
+
+    def rows(self, job: JobConfig) -> list[Rows]:
+        """Of each of a job's sources."""
+        return [self._rows(path, job) for path, _ in job.data.sources]
+
+    def held_out(self, job: JobConfig) -> list[Rows]:
+        return [self._rows(path, job) for path in job.data.eval_paths]
+
+    def _rows(self, path: str, job: JobConfig) -> Rows:
+        key = path, job.data.on_bad_row
+        if key not in self._known:
+            stamp = None
+            with contextlib.suppress(OSError):  # read_data says what is wrong
+                found = os.stat(path)
+                stamp = (found.st_mtime_ns, found.st_size, found.st_ino) if os.path.isfile(path) else None
+            self._known[key] = Rows(path, read_data(path, job.name, self.told, job.data.on_bad_row), stamp)
+        return self._known[key]
+
+
+def prepare_more(prepared: PreparedRun, jobs: list[JobConfig], budget: int) -> tuple[list[PreparedJob], list[str]]:
+    """Prepare jobs that join a run that trains. Nothing of the run changes.
+
+    Args:
+        budget: tokens of a microbatch by now.
+
+    Returns:
+        They, and what should be known of them.
+
+    Raises:
+        InputError: as prepare.
+    """
+    run, encoder = prepared.run, prepared.encoder
+    assert encoder is not None
+    configs = {job.name: adapter_config(job, run) for job in jobs}
+    reader, out, notes = Reader(), [], _doubts_of_starts(run, jobs)
+    for job in jobs:
+        spec = adapter_spec(job, configs[job.name], encoder.skeleton)
+        one, doubts = encoder.job(job, spec, reader.rows(job), reader.held_out(job), budget, silent)
+        out.append(one)
+        notes += doubts
+    return out, notes
+
+
+def asks_of_more(prepared: PreparedRun, jobs: list[PreparedJob]) -> dict[str, Ask]:
+    """How the layers of jobs that join are to be computed, by module path."""
+    assert prepared.encoder is not None
+    return _asks(prepared.run, prepared.encoder.skeleton, {job.config.name: job.spec for job in jobs}, True)
 
 
 def _asks(run: Run, skeleton: PreTrainedModel, specs: dict[str, AdapterSpec], partly: bool) -> dict[str, Ask]:
@@ -273,21 +394,21 @@ def _check_scheduler(job: JobConfig, data: JobData) -> None:
         raise InputError(f"job {job.name!r}: train.lr_scheduler_type {job.train.lr_scheduler_type}: {error}") from None
 
 
-def _jobs_without_data(run: Run) -> dict[str, str]:
+def _jobs_without_data(run: Run, gone: Collection[str]) -> dict[str, str]:
     """Jobs of which a file has gone since the run began, with the name of the file; none where it is so of all jobs.
 
     What never was a file here, a data set of the hub, is not looked for.
     """
-    gone = {}
-    for job in run.jobs:
+    lost, jobs = {}, [job for job in trained(run) if job.name not in gone]
+    for job in jobs:
         paths = [*(path for path, _ in job.data.sources), *job.data.eval_paths]
         start = job.adapter.init_from
         missing = [path for path in paths if not is_there(path)] + [start] * (
             start is not None and not Path(start).exists()
         )
         if missing:
-            gone[job.name] = f"{missing[-1]} does not exist"
-    return gone if len(gone) < len(run.jobs) else {}
+            lost[job.name] = f"{missing[-1]} does not exist"
+    return lost if len(lost) < len(jobs) else {}
 
 
 def _doubts(job: JobConfig, data: JobData) -> list[str]:

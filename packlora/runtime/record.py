@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import secrets
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -18,6 +18,7 @@ import torch
 
 import packlora
 from packlora.base.model import Base
+from packlora.config import Run
 from packlora.data.encode import samples_hash
 from packlora.files import write_json
 from packlora.parallel.layout import Layout
@@ -33,13 +34,38 @@ from packlora.report.events import (
 )
 from packlora.report.metrics import BestEffort
 from packlora.result import JobResult
+from packlora.runtime.changes import Change, trained
 from packlora.runtime.job import Job
-from packlora.runtime.prepare import LEFT_OUT, PreparedRun
+from packlora.runtime.prepare import LEFT_OUT, PreparedJob, PreparedRun
 from packlora.runtime.profiler import Profile
 from packlora.runtime.resume import SavedRun, start_hash
 
 MOST_SKIPPED = 1000
 """Rows that are no samples that run.json lists of a job; it counts all of them."""
+
+
+def described_job(job: PreparedJob) -> dict[str, Any]:
+    """What run.json says of a job."""
+    held_out = job.eval_encoded.samples
+    lengths = [sample.num_tokens for sample in job.data.samples]
+    counts, edges = np.histogram(lengths, bins=min(24, max(1, max(lengths) - min(lengths))))
+    return {
+        "seed": job.data.seed,
+        "start_hash": start_hash(job.config),
+        "samples": len(lengths),
+        "eval_samples": len(held_out),
+        "tokens": sum(lengths),
+        "label_tokens": sum(sample.num_labels for sample in job.data.samples),
+        "data_hash": samples_hash(job.data.samples + held_out),
+        "steps": job.data.num_steps,
+        "trainable_parameters": job.trainable,
+        "adapted_modules": len(job.spec.modules),
+        "truncated": job.encoded.truncated + job.eval_encoded.truncated,
+        "dropped": job.encoded.dropped + job.eval_encoded.dropped,
+        "skipped": len(job.encoded.skipped) + len(job.eval_encoded.skipped),
+        "skipped_rows": (job.encoded.skipped + job.eval_encoded.skipped)[:MOST_SKIPPED],
+        "length_histogram": {"edges": edges.tolist(), "counts": counts.tolist()},
+    }
 
 
 def run_record(
@@ -51,29 +77,11 @@ def run_record(
         saved: what it has said until now.
         layout: of several processes.
     """
-    described = {}
-    for job in prepared.jobs:
-        name, held_out = job.config.name, job.eval_encoded.samples
-        lengths = [sample.num_tokens for sample in job.data.samples]
-        counts, edges = np.histogram(lengths, bins=min(24, max(1, max(lengths) - min(lengths))))
-        described[name] = {
-            "seed": job.data.seed,
-            "start_hash": (saved and saved.jobs[name].start_hash) or start_hash(job.config),
-            "samples": len(lengths),
-            "eval_samples": len(held_out),
-            "tokens": sum(lengths),
-            "label_tokens": sum(sample.num_labels for sample in job.data.samples),
-            "data_hash": samples_hash(job.data.samples + held_out),
-            "steps": job.data.num_steps,
-            "trainable_parameters": job.trainable,
-            "adapted_modules": len(job.spec.modules),
-            "truncated": job.encoded.truncated + job.eval_encoded.truncated,
-            "dropped": job.encoded.dropped + job.eval_encoded.dropped,
-            "skipped": len(job.encoded.skipped) + len(job.eval_encoded.skipped),
-            "skipped_rows": (job.encoded.skipped + job.eval_encoded.skipped)[:MOST_SKIPPED],
-            "length_histogram": {"edges": edges.tolist(), "counts": counts.tolist()},
-        }
-    warnings, names = prepared.warnings + base.warnings, [job.name for job in prepared.run.jobs]
+    described = {job.config.name: described_job(job) for job in prepared.jobs}
+    for name, own in described.items():
+        if saved is not None and name in saved.jobs:
+            own["start_hash"] = saved.jobs[name].start_hash or own["start_hash"]
+    warnings, names = prepared.warnings + base.warnings, [job.name for job in trained(prepared.run)]
     if saved is not None:
         described |= {name: saved.jobs[name].model_dump() for name in prepared.left_out}
         warnings += [
@@ -100,6 +108,7 @@ def run_record(
         },
         "jobs": {name: described[name] for name in names},
         "saved": {name: saved.saved.get(name, 0) if saved else 0 for name in names},
+        "changes": [change.record() for change in saved.changes] if saved else [],
         "schedule": {
             "budget": prepared.budget,
             "layout": "one device" if layout is None or layout.processes == 1 else asdict(layout),
@@ -139,6 +148,23 @@ class RunRecord:
             case RunEnded():
                 self.record["result"] = result_record(event)
                 self._write()
+
+    def amend(self, changes: Sequence[Change], described: Mapping[str, Any], run: Run) -> None:
+        """Record changes before they are made. Raises OSError where that cannot be written; nothing is changed then.
+
+        Args:
+            changes: all of them.
+            described: what is said of jobs that join, by name.
+            run: with them.
+        """
+        new = {
+            "config": run.model_dump(mode="json"),
+            "changes": [change.record() for change in changes],
+            "jobs": {**self.record["jobs"], **described},
+            "saved": {**self.record["saved"], **dict.fromkeys(described, 0)},
+        }
+        write_json(self.output_dir / "run.json", {**self.record, **new})
+        self.record.update(new)
 
     def _write(self) -> None:
         self.record["plans"] = self._plans()

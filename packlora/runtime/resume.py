@@ -5,6 +5,7 @@ checkpoints that jobs go on from.
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,14 @@ from packlora.errors import InputError
 from packlora.files import LOCK, TEMPORARY, digest, remove_leftovers
 from packlora.result import JobResult
 from packlora.runtime import checkpoint
+from packlora.runtime.changes import Change, joined_rounds, leaves, trained, whole_run
 from packlora.runtime.job import Job
+from packlora.runtime.windows import window_of
 
 FREE_TO_CHANGE = {
     "output_dir", "save_every", "save_total_limit", "eval_every", "gradient_checkpointing", "device",
     "max_tokens_per_microbatch", "schedule", "liger", "keep_outputs", "cuda_graphs", "plans", "parallel",
+    "trackers",
 }  # fmt: skip
 """Keys of the run file that may differ when a run is resumed; of a job also how long it trains."""
 
@@ -59,6 +63,7 @@ class SavedRun(BaseModel):
     schedule: _SavedSchedule
     model: _SavedModel
     saved: dict[str, int]
+    changes: list[Change] = Field(default_factory=list)
 
 
 def check_output(run: Run, resume: bool) -> SavedRun | None:
@@ -85,13 +90,16 @@ def check_output(run: Run, resume: bool) -> SavedRun | None:
             f"output_dir {folder} already holds a run; continue it with --resume, or choose another folder"
         )
     saved = _read_saved(folder / "run.json")
-    changed = _changes(saved.config.model_dump(mode="json"), run.model_dump(mode="json"))
+    run, new = whole_run(run, saved)
+    changed = _changes(saved.config.model_dump(mode="json"), run.model_dump(mode="json"), len(new))
+    if run.sweep is not None and run.eval_every != saved.config.eval_every:
+        changed.append("eval_every (candidates of the sweep are compared by it)")
     changed += [] if "seed" in changed else _other_seeds(saved, run)
     if changed:
         raise InputError(
             f"output_dir {folder} holds a run with other settings, which cannot be continued: {', '.join(changed)} changed"
         )
-    if missing := sorted({job.name for job in run.jobs} - saved.jobs.keys()):
+    if missing := sorted({job.name for job in trained(run)} - saved.jobs.keys() - set(new)):
         raise InputError(f"output_dir {folder}: run.json cannot be read: jobs: {missing[0]!r} is missing")
     return saved
 
@@ -123,22 +131,23 @@ def _other_seeds(saved: SavedRun, run: Run) -> list[str]:
     ]
 
 
-def _changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+def _changes(before: dict[str, Any], now: dict[str, Any], new: int) -> list[str]:
+    """new: jobs at the end of the list that the run has not had until now."""
     changed = [key for key in now if key != "jobs" and key not in FREE_TO_CHANGE and before[key] != now[key]]
-    if [job["name"] for job in before["jobs"]] != [job["name"] for job in now["jobs"]]:
+    if [job["name"] for job in before["jobs"]] != [job["name"] for job in now["jobs"][: len(now["jobs"]) - new]]:
         return [*changed, "jobs (names or order)"]
-    for old, new in zip(before["jobs"], now["jobs"], strict=True):
+    for old, own in zip(before["jobs"], now["jobs"], strict=False):
         for section in ("data", "adapter", "train"):
             free = {"num_train_epochs", "max_steps"} if section == "train" else set()
-            scheduled = new["train"]["lr_scheduler_type"] not in ("constant", "constant_with_warmup")
-            if scheduled or new["train"]["warmup_ratio"]:
+            scheduled = own["train"]["lr_scheduler_type"] not in ("constant", "constant_with_warmup")
+            if section == "train" and (scheduled or own["train"]["warmup_ratio"]):
                 free = set()  # the learning rate of every step depends on the number of steps
-            if not _is_judged(new["train"]):
+            if not _is_judged(own["train"]):
                 free |= {"eval_steps"}
             changed += [
-                f"job {new['name']!r} {section}.{key}"
-                for key in new[section]
-                if key not in free and old[section][key] != new[section][key]
+                f"job {own['name']!r} {section}.{key}"
+                for key in own[section]
+                if key not in free and old[section][key] != own[section][key]
             ]
     return changed
 
@@ -151,17 +160,18 @@ def _is_judged(train: dict[str, Any]) -> bool:
 # --- jobs and their checkpoints ------------------------------------------------------------------------------------------
 
 
-def starting_steps(run: Run, words: list[str]) -> dict[str, int]:
+def starting_steps(run: Run, words: list[str], left: Collection[str] = ()) -> dict[str, int]:
     """The checkpoints to go on from, by job; jobs that are not there go on from their newest.
 
     Args:
         run: its output_dir holds the checkpoints.
+        left: jobs that have left the run, which cannot be sent back.
         words: "STEP" goes for every job that has got so far, "JOB=STEP" for one; step 0 begins a job again.
 
     Raises:
         InputError: a word is neither, or there is no such checkpoint.
     """
-    have = {job.name: checkpoint.steps(Path(run.output_dir) / job.name) for job in run.jobs}
+    have = {job.name: checkpoint.steps(Path(run.output_dir) / job.name) for job in trained(run) if job.name not in left}
     starts: dict[str, int] = {}
     for word in sorted(words, key=lambda word: "=" not in word):  # jobs that are named come first
         name, _, number = word.rpartition("=")
@@ -194,7 +204,7 @@ def restore_jobs(output_dir: Path, jobs: list[Job], saved: SavedRun, starts: dic
         try:
             note = checkpoint.restore(folder, job, saved.id, reached, starts.get(job.name))
             notes += [note] if note else []
-            before = saved.jobs[job.name].start_hash
+            before = saved.jobs[job.name].start_hash if job.name in saved.jobs else None
             if job.step == 0 and before is not None and start_hash(job.config) != before:
                 problems.append(
                     f"job {job.name!r}: {job.config.adapter.init_from} is not the adapter that the run began with; put that "
@@ -239,6 +249,29 @@ def left_out_steps(run: Run, name: str, saved: SavedRun, max_steps: int | None) 
     return min(wanted, max_steps or wanted)
 
 
+def gone_jobs(run: Run, saved: SavedRun, starts: dict[str, int]) -> dict[str, str]:
+    """Jobs that have left before the window with which a run goes on, and why: they have ended, and nothing is left to be done
+    for them.
+
+    Args:
+        starts: steps that jobs are sent back to.
+    """
+    left, joined, ended, slowest = leaves(saved.changes), joined_rounds(saved.changes), [], 2**40
+    for job in trained(run):
+        known = saved.jobs.get(job.name)
+        steps = configured_steps(job.train, known.samples) if known is not None else 1
+        status, step, _ = checkpoint.standing(Path(run.output_dir) / job.name, job.name, saved.id, steps)
+        if job.name in starts or status == "stopped":
+            slowest = min(slowest, joined.get(job.name, 0) + starts.get(job.name, step))
+        elif job.name in left:
+            ended.append(job.name)
+    first = window_of(run, slowest).start
+    gone = {name: left[name].reason for name in ended if left[name].round <= first}
+    if len(gone) == len(trained(run)):  # one has to be there
+        gone.popitem()
+    return gone
+
+
 def left_out_results(output_dir: Path, left_out: dict[str, str], record: dict[str, Any]) -> dict[str, JobResult]:
     """How the jobs stand whose data is gone.
 
@@ -273,8 +306,8 @@ def same_base(path: str, before: Fingerprint, now: Fingerprint) -> None:
 
 def same_data(saved: SavedRun, record: dict[str, Any]) -> None:
     """A run goes on only with the samples that it began with."""
-    for name, now in record["jobs"].items():
-        before = saved.jobs[name]
+    for name, before in saved.jobs.items():
+        now = record["jobs"].get(name) or before.model_dump()
         if before.data_hash != now["data_hash"]:
             raise InputError(
                 f"job {name!r}: its data has changed since the run began ({before.samples} training and "

@@ -20,6 +20,7 @@ from packlora.files import lock_folder
 from packlora.parallel.agreement import same, together
 from packlora.parallel.mesh import OneProcess, started, was_restarted
 from packlora.report.events import Subscriber
+from packlora.report.trackers import check_trackers
 from packlora.result import Result
 from packlora.run_file import load_run, run_from
 from packlora.runtime.events import name_of
@@ -69,6 +70,10 @@ def train(
     with started() as mesh:
         asked = together(mesh, lambda: _checked(_run_of(run, overrides), mesh))
         mesh.timeout = asked.parallel.timeout_s
+        if asked.sweep is not None and max_steps is not None:
+            raise InputError(
+                "--max-steps would end candidates of a sweep for good; set train.max_steps of its job instead"
+            )
         session = Session(asked, mesh, resume or was_restarted(), max_steps, resume_from or [])
         same(mesh, session.must_be_the_same())
         with contextlib.ExitStack() as held:
@@ -95,6 +100,9 @@ def _checked(run: Run, mesh: OneProcess) -> Run:
             "which no kernel here needs; leave it at 1. `packlora plan` shows what padding would cost"
         )
     run.parallel.check(mesh.size)
+    check_trackers(run.trackers)
+    if run.sweep is not None and mesh.size > 1:
+        raise InputError(f"sweep: candidates join and leave in one process, but {mesh.size} were started; start one")
     if mesh.size > 1 and run.device not in ("auto", "cpu", "cuda"):
         raise InputError(f"device: {run.device!r} is one device, but {mesh.size} processes were started; use auto")
     if mesh.no_gpu and run.device != "cpu":

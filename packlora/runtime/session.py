@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 
 from packlora.adapters.attach import attach
-from packlora.adapters.files import load_adapter
 from packlora.adapters.kept_outputs import keep_outputs
 from packlora.base.device import choose_device
 from packlora.base.model import Base, load_base
@@ -28,7 +27,7 @@ from packlora.files import remove_leftovers, write_json
 from packlora.parallel.adapter import WholeGradient, joined
 from packlora.parallel.agreement import together
 from packlora.parallel.cut import load_cut
-from packlora.parallel.layout import Layout, planned
+from packlora.parallel.layout import Layout
 from packlora.parallel.mesh import Mesh, OneProcess
 from packlora.parallel.pipeline import Links
 from packlora.parallel.replicas import ALONE, Alone, Replicas
@@ -40,13 +39,18 @@ from packlora.report.events import Note, Subscriber
 from packlora.report.metrics import Logs
 from packlora.report.progress import Progress
 from packlora.report.report import ReportPage
+from packlora.report.trackers import trackers
 from packlora.result import Result
 from packlora.runtime import profiler
+from packlora.runtime.changes import Change, leaves, whole_run
+from packlora.runtime.control import Refusal
 from packlora.runtime.events import Emitter
 from packlora.runtime.folder import OutputFolder
 from packlora.runtime.graphs import graphed
 from packlora.runtime.job import Job
+from packlora.runtime.members import make_job, place
 from packlora.runtime.microbatch import Executor, SingleDevice
+from packlora.runtime.open_members import OpenMembers
 from packlora.runtime.pipelined import PipelinedTrainer
 from packlora.runtime.prepare import PreparedRun, prepare
 from packlora.runtime.profiler import Profile
@@ -56,6 +60,7 @@ from packlora.runtime.resume import (
     SavedRun,
     check_output,
     check_sent_back,
+    gone_jobs,
     left_out_results,
     left_out_steps,
     put_aside,
@@ -67,12 +72,10 @@ from packlora.runtime.resume import (
 from packlora.runtime.signals import stop_signals
 from packlora.runtime.spread import choose, one_device
 from packlora.runtime.stage import StageDevice
+from packlora.runtime.sweep import begun
 from packlora.runtime.trainer import Trainer
-from packlora.runtime.windows import first_round
+from packlora.runtime.windows import last_round, slowest, window_of
 from packlora.terminal import Activity, Told, silent
-
-FLOAT16_SCALE = 4096.0
-"""Losses are multiplied with this before a float16 backward and gradients divided after it, so that small ones survive."""
 
 
 @dataclass(slots=True)
@@ -146,6 +149,11 @@ class Session:
         mesh, run = self.mesh, self.run
         # 1. Check everything that can be wrong, and agree on who trains what.
         self.saved = together(mesh, self._saved)
+        self.run, self.new = whole_run(run, self.saved) if self.saved is not None else (run, [])
+        self.changes = self.saved.changes if self.saved is not None else []
+        if self.saved is None:
+            self.run, self.changes = together(mesh, lambda: begun(run))
+        run = self.run
         self.starts, prepared = together(mesh, self._prepare)
         self.layout, self.group = self._choose_layout(prepared), ALONE
         if isinstance(mesh, Mesh):
@@ -171,22 +179,28 @@ class Session:
 
         # 5. The loop, and who writes files of what it tells.
         folder = OutputFolder(self.output_dir, record["id"], run.save_total_limit, events, self.group)
+        writer = RunRecord(self.output_dir, record, executor.plans, folder.files)
+        members = None
+        if isinstance(single, SingleDevice) and mesh.size == 1:
+            members = OpenMembers(run, prepared, base, single, executor, writer, self.changes, self.output_dir)
         self.writers: list[Subscriber] = (
-            [
-                Logs(self.output_dir, folder.files),
-                RunRecord(self.output_dir, record, executor.plans, folder.files),
-                ReportPage(self.output_dir, folder.files),
-            ]
+            [Logs(self.output_dir, folder.files), writer, ReportPage(self.output_dir, folder.files)]
             if mesh.is_first
             else []
         )
+        if mesh.is_first and mesh.size > 1:
+            self.writers.append(Refusal(self.output_dir, mesh.size))
+        if mesh.is_first:
+            told, failed = trackers(run.trackers, self.output_dir)
+            self.writers += told
+            notes += failed
         left_out = left_out_results(self.output_dir, prepared.left_out, record) if mesh.is_first else {}
         if not jobs:
             return None
         parts = (run, own, base, executor, jobs, known, folder, events, notes, left_out, self.group, self.logged)
         if isinstance(self.group, Links):
             return PipelinedTrainer(*parts, cost=profiler.planning_cost(run, prepared, self.group.stages))
-        return Trainer(*parts)
+        return Trainer(*parts, members)
 
     # --- the parts -----------------------------------------------------------------------------------------------------
 
@@ -199,9 +213,17 @@ class Session:
         return Activity() if self.mesh.is_first else contextlib.nullcontext(silent)
 
     def _prepare(self) -> tuple[dict[str, int], PreparedRun]:
-        starts = starting_steps(self.run, self.resume_from)
+        left = leaves(self.changes)
+        starts = starting_steps(self.run, self.resume_from, left)
+        if self.saved is not None and self.mesh.size > 1 and (self.changes or self.new):
+            raise InputError(
+                f"output_dir {self.output_dir}: jobs have joined this run or left it while it trained, or are to do so now, "
+                "which one process can do; this run goes on in one process alone"
+            )
+        gone = gone_jobs(self.run, self.saved, starts) if self.saved is not None else {}
+        budgets = {change.join.name: change.budget for change in self.changes if change.join and change.budget}
         with self._told() as told:
-            prepared = prepare(self.run, self.max_steps, resumed=self.saved is not None, told=told)
+            prepared = prepare(self.run, self.max_steps, self.saved is not None, told, gone, budgets)
         check_sent_back(starts, prepared.left_out)
         return starts, prepared
 
@@ -241,6 +263,18 @@ class Session:
             same_base(base.path, self.saved.model.fingerprint, self.fingerprint)
         return base, *_attach(own, base, self.group, self.mesh)
 
+    def _let_new_jobs_join(self, prepared: PreparedRun, jobs: list[Job], record: dict[str, Any]) -> None:
+        """Jobs that a run file has in addition begin in the window that the others go on with."""
+        known = [job for job in jobs if job.name not in self.new]
+        running = [job for job in known if job.status == "running"]
+        round_ = window_of(self.run, slowest(running)).start if running else window_of(self.run, last_round(known)).stop
+        most = prepared.budget if self.run.max_tokens_per_microbatch == "auto" else 0
+        for job in jobs:
+            if job.name in self.new:
+                job.joined = round_
+                self.changes = [*self.changes, Change(round=round_, by="run file", join=job.config, budget=most)]
+        record["changes"] = [change.record() for change in self.changes]
+
     def _choose_budget(
         self, prepared: PreparedRun, own: PreparedRun, base: Base, executor: Executor, jobs: list[Job]
     ) -> Profile:
@@ -266,7 +300,9 @@ class Session:
         own_notes = together(
             mesh, lambda: restore_jobs(self.output_dir, jobs, saved, starts) if saved is not None else []
         )
-        begins = first_round(self.run.schedule, jobs, planned(prepared.budget, self.group.size)) if jobs else 2**31
+        place(jobs, self.changes)
+        self._let_new_jobs_join(prepared, jobs, record)
+        begins = window_of(self.run, slowest(jobs)).start if jobs else 2**31
         standing = [asdict(Standing.of(job)) for job in jobs]
         told = mesh.gather([own_notes, standing, begins] if self.group.leads else [[], [], begins])
         if not mesh.is_first:
@@ -308,10 +344,7 @@ def _attach(
     jobs = []
     across = across_stages(adapters, replica, mesh) if isinstance(replica, Links) else {}
     for item, adapter in zip(prepared.jobs, adapters, strict=True):
-        if item.config.adapter.init_from is not None:
-            load_adapter(item.config.adapter.init_from, adapter)
-        scale = FLOAT16_SCALE if prepared.run.dtype == "float16" else 1.0
-        job = Job(item.config, item.data, item.eval_encoded.samples, adapter, scale)
+        job = make_job(prepared.run, item, adapter)
         if group is not None:
             job.norm_of, job.whole_of = WholeGradient(adapter, group).norm, partial(joined, adapter, group)
         if (parts := across.get(job.name)) is not None:

@@ -40,15 +40,17 @@ from packlora.runtime.evaluate import Evaluator, is_multiple
 from packlora.runtime.events import Emitter, StopRequest
 from packlora.runtime.folder import OutputFolder
 from packlora.runtime.job import Job, keep_if_best, take_best, take_steps
+from packlora.runtime.members import off
 from packlora.runtime.memory import TokenBudget, free_memory, peak_memory
 from packlora.runtime.microbatch import Executor
+from packlora.runtime.open_members import OpenMembers
 from packlora.runtime.prepare import PreparedRun
 from packlora.runtime.profiler import Profile, remember_failure
 from packlora.runtime.record import job_result
 from packlora.runtime.signals import stop_signals
 from packlora.runtime.team import Team
 from packlora.runtime.wave import Runner, Wave, waves_of
-from packlora.runtime.windows import planned_windows
+from packlora.runtime.windows import Plan, last_round, planned_windows, window_of
 from packlora.schedule.types import Window
 
 
@@ -56,20 +58,10 @@ class Trainer:
     """The state of a running loop."""
 
     def __init__(
-        self,
-        run: Run,
-        prepared: PreparedRun,
-        base: Base,
-        executor: Executor,
-        jobs: list[Job],
-        profile: Profile,
-        folder: OutputFolder,
-        events: Emitter,
-        notes: Sequence[str] = (),
-        left_out: Mapping[str, JobResult] | None = None,
-        group: Alone = ALONE,
-        logged: int = 0,
-    ) -> None:
+        self, run: Run, prepared: PreparedRun, base: Base, executor: Executor, jobs: list[Job], profile: Profile,
+        folder: OutputFolder, events: Emitter, notes: Sequence[str] = (), left_out: Mapping[str, JobResult] | None = None,
+        group: Alone = ALONE, logged: int = 0, members: OpenMembers | None = None,
+    ) -> None:  # fmt: skip
         """
         Args:
             executor: runs microbatches.
@@ -79,11 +71,12 @@ class Trainer:
             left_out: how the jobs of the run stand that are not trained.
             group: the processes that train these jobs.
             logged: microbatches that earlier sessions have logged.
+            members: lets jobs join and leave; None on several processes.
         """
         self.run, self.prepared, self.base, self.executor, self.jobs = run, prepared, base, executor, jobs
         self.profile, self.folder, self.events, self.notes = profile, folder, events, notes
         self.left_out = dict(left_out or {})
-        self.by_name = {job.name: job for job in jobs}
+        self.members = members
         self.team = Team(group, events.stop, jobs)
         self.stop = self.team.stop
         # where others have parts of the model, nobody can go on alone
@@ -91,8 +84,11 @@ class Trainer:
         self.budget = TokenBudget(prepared.budget, prepared.longest, is_auto, base.device)
         self.evaluator = Evaluator(base.device, executor, jobs, run.eval_every, self.budget, self.team)
         self.runner = Runner(executor, jobs, self.team, self.budget, profile, logged, self._elapsed)
+        self.by_name = self.runner.by_name
         self.stepped: list[Job] = []
         """Jobs that have stepped since evaluations and checkpoints were last seen to."""
+        self.tokens_of_gone = 0
+        """That jobs were trained on which are off the model."""
         self.start = time.perf_counter()
         self.elapsed_before = max((line["elapsed"] for job in jobs for line in job.log_history), default=0.0)
 
@@ -123,18 +119,24 @@ class Trainer:
         self._settle()
         self.training_began = self._elapsed()
         self.events.emit(TrainingBegan())
+        self._follow_the_last()
         while self._goes_on():
             self._train_windows()
+            self._follow_the_last()
         if self.stop.asked:
             self.folder.save_unsaved(self.jobs)
 
     def _train_windows(self) -> None:
         """Train on the windows that are left, or until one must be planned again because its microbatches are too large."""
-        schedule, group = self.run.schedule, self.team.group
+        group = self.team.group
         budget = planned(self.budget.tokens, group.size)
-        with planned_windows(schedule, self.jobs, budget, self.profile, self.events, group) as windows:
-            for window in windows:
-                if not self._train_window(window) or not self._goes_on():
+        with planned_windows(self.run, self.jobs, budget, self.profile, self.events, group) as plan:
+            for window in plan.windows:
+                if not self._train_window(window):
+                    return
+                if self.members is not None:
+                    self._change(window.first_round + window.num_rounds, plan)
+                if not self._goes_on():
                     return
         raise AssertionError("the plan has ended, but a job has not")
 
@@ -160,6 +162,35 @@ class Trainer:
                 break
         self._after_steps()
         return True
+
+    def _follow_the_last(self) -> None:
+        """Where all jobs have ended, a sweep may have more; of one that failed it knows a round later."""
+        for later in (0, 2):
+            if self.members is not None and not self._is_running():
+                self._change(window_of(self.run, last_round(self.jobs) + later).stop)
+
+    def _change(self, given: int, plan: Plan | None = None) -> None:
+        """Let jobs join and leave between two windows. given: the round that is next."""
+        assert self.members is not None
+        if self.stop.asked:
+            return
+        changed = self.members.change(given, self.jobs, self.budget)
+        if not changed and not off(self.jobs, given):
+            return
+        self.runner.follow()
+        for event in changed.told:
+            self.events.emit(event)
+        for job in changed.left:
+            if job.status == "running":
+                self.folder.save_checkpoint(job)
+        self._settle()
+        if plan is not None:
+            plan.follow(self.jobs)
+        for job in self.members.take_off(self.jobs, given):
+            self.left_out[job.name] = self._result_of(job)
+            self.tokens_of_gone += job.tokens_seen
+        self.runner.follow()
+        self.events.emit(SavePointReached())
 
     def _lower_budget(self, tokens: int) -> None:
         """After memory ran out: nothing of the present global batches is kept, and what follows is planned with less."""
@@ -258,25 +289,37 @@ class Trainer:
         """Seconds since the run began, over all sessions."""
         return self.elapsed_before + time.perf_counter() - self.start
 
+    def _result_of(self, job: Job) -> JobResult:
+        return job_result(job, self.folder.of(job), self.evaluator.losses_of(job), self.training_began)
+
     def _end(self) -> Result:
         self.folder.check()
         for name in sorted(self.stop.jobs.keys() - self.by_name.keys()):
             self.events.emit(Note(f"no job {name!r} could end, as asked by {self.stop.jobs[name]}: there is none"))
+        if self.members is not None:
+            self.members.end(self.jobs, self.folder.files)
         seconds = time.perf_counter() - self.start
-        ends = dict(self.left_out)
-        order = [job.name for job in self.run.jobs]
-        for job in self.jobs:
-            losses = self.evaluator.losses_of(job)
-            ends[job.name] = job_result(job, self.folder.of(job), losses, self.training_began)
-        status = "done" if all(end.status == "done" for end in ends.values()) else "failed"
-        result = Result(
-            "interrupted" if self._is_running() else status, seconds, self.runner.tokens, self.folder.path,
-            self.folder.path / "report.html", {name: ends[name] for name in order if name in ends}, self.stop.signal,
-            self.folder.files.incomplete,
-        )  # fmt: skip
-        tokens = sum(job.tokens_seen for job in self.jobs)
+        ends = self.left_out | {job.name: self._result_of(job) for job in self.jobs}
+        tokens = self.tokens_of_gone + sum(job.tokens_seen for job in self.jobs)
+        status = "interrupted" if self._is_running() else "done"
+        judged = ends if self.members is None else self.members.judged(ends)
+        if status == "done" and any(end.status != "done" for end in judged.values()):
+            status = "failed"
+        result = _result(self.run, self.folder, ends, status, seconds, self.runner.tokens, self.stop.signal)
         self.events.emit(RunEnded(result, self.elapsed_before + seconds, tokens, peak_memory(self.base.device)))
         return result
+
+
+def _result(
+    run: Run, folder: OutputFolder, ends: Mapping[str, JobResult], status: str, seconds: float, tokens: int,
+    signal: int | None,
+) -> Result:  # fmt: skip
+    """How a session ended. ends: its jobs, in any order."""
+    order = dict.fromkeys([*(job.name for job in run.jobs), *ends])
+    return Result(
+        status, seconds, tokens, folder.path, folder.path / "report.html",
+        {name: ends[name] for name in order if name in ends}, signal, folder.files.incomplete,
+    )  # fmt: skip
 
 
 def _left_out(job: Job) -> list[str]:

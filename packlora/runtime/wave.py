@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,6 +18,11 @@ from packlora.runtime.team import Team
 from packlora.schedule.types import Microbatch, Window
 
 
+def num_owners(jobs: Iterable[Job]) -> int:
+    """Length of what is kept by the numbers of the jobs' adapters; some numbers may be those of jobs that have left."""
+    return 1 + max(job.adapter.number for job in jobs)
+
+
 class Packer:
     """Microbatches as the executor is given them: the same objects where one was packed ahead."""
 
@@ -29,7 +34,7 @@ class Packer:
         """Its samples, ordered by owner, and by owner the weight of a label token's loss in the gradient."""
         if self._last is not None and self._last[0] is microbatch:
             return self._last[1]
-        weights = np.zeros(len(self.jobs))
+        weights = np.zeros(num_owners(self.jobs.values()))
         for name, batch in {(sample.job, sample.batch) for sample in microbatch.samples}:
             job = self.jobs[name]
             weights[job.adapter.number] = job.grad_scale / job.label_tokens(batch)
@@ -82,13 +87,19 @@ class Runner:
         elapsed: Callable[[], float],
     ) -> None:  # fmt: skip
         self.executor, self.jobs, self.team, self.budget, self.profile = executor, jobs, team, budget, profile
-        self.by_name = {job.name: job for job in jobs}
+        self.by_name: dict[str, Job] = {}
         self.packer = Packer(self.by_name)
         self.began: dict[str, float] = {}
         """When the global batch that a job is in began."""
         self.tokens, self.logged, self._elapsed = 0, logged, elapsed
         self._untold: list[MicrobatchDone] = []
         self._start = 0.0
+        self.follow()
+
+    def follow(self) -> None:
+        """The jobs are others now."""
+        self.by_name.clear()
+        self.by_name.update({job.name: job for job in self.jobs})
 
     def run(self, wave: Wave) -> int:
         """Gradients go to the parameters, losses to the jobs. Of a job a wave holds samples of one global batch only.
@@ -163,9 +174,10 @@ class Runner:
             batches[name] = placed.batch
             tokens[name], samples[name] = tokens.get(name, 0) + placed.length, samples.get(name, 0) + 1
         self.tokens += microbatch.num_tokens
+        first = min(self.by_name[name].joined + batch for name, batch in batches.items())
         self._untold.append(
             MicrobatchDone(
-                self.logged, wave.window.first_round, wave.slot + rank, min(batches.values()), batches, self.budget.tokens,
+                self.logged, wave.window.first_round, wave.slot + rank, first, batches, self.budget.tokens,
                 tokens, samples, 0.0, self.profile.pace(microbatch), rank,
             )
         )  # fmt: skip

@@ -1,12 +1,17 @@
-"""The windows that a run trains on: planned in a process beside it (schedule/), and told to subscribers."""
+"""The windows that a run trains on: planned in a process beside it (schedule/), and told to subscribers.
+
+A job takes part from the round in which it joins to the one in which it leaves, both at borders of windows (members.py).
+"""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
 
-from packlora.config import ScheduleConfig
+from packlora.config import Run
 from packlora.parallel.replicas import ALONE, Alone
 from packlora.report.events import Note, WindowPlanned
 from packlora.runtime.events import Emitter
@@ -14,18 +19,39 @@ from packlora.runtime.job import Job
 from packlora.runtime.profiler import Profile
 from packlora.schedule.background import BackgroundPlanner
 from packlora.schedule.cost import CostModel
-from packlora.schedule.planner import Planner
+from packlora.schedule.planner import WINDOW_ROUNDS, Planner
 from packlora.schedule.simulate import makespan
 from packlora.schedule.types import Window
 from packlora.schedule.wire import window_from_json, window_to_json
 
 
+@dataclass(slots=True)
+class Plan:
+    """Windows, each told when it is handed out, and who takes part in them. planner: None where another process plans."""
+
+    windows: Iterator[Window]
+    planner: Planner | None
+    _known: set[str] = field(default_factory=set)
+    _gone: set[str] = field(default_factory=set)
+
+    def follow(self, jobs: Sequence[Job]) -> None:
+        """Windows that are yet to be handed out hold the jobs that have joined, and not those that have left."""
+        assert self.planner is not None
+        for job in jobs:
+            if job.name not in self._known:
+                self.planner.add(job.data.planned, job.joined)
+                self._known.add(job.name)
+            if job.left is not None and job.name not in self._gone:
+                self.planner.remove(job.name, job.left)
+                self._gone.add(job.name)
+
+
 @contextmanager
 def planned_windows(
-    schedule: ScheduleConfig, jobs: Sequence[Job], budget: int, profile: Profile, events: Emitter, group: Alone = ALONE,
+    run: Run, jobs: Sequence[Job], budget: int, profile: Profile, events: Emitter, group: Alone = ALONE,
     cost: CostModel | None = None,
-) -> Iterator[Iterator[Window]]:  # fmt: skip
-    """Windows from the slowest job's on, each told when it is handed out.
+) -> Iterator[Plan]:  # fmt: skip
+    """Windows from the slowest job's on.
 
     Args:
         budget: tokens of a microbatch.
@@ -34,26 +60,42 @@ def planned_windows(
         cost: of a microbatch on each stage of a pipeline.
     """
     if not group.leads:
-        yield _received(group)
+        yield Plan(_received(group), None)
         return
-    with BackgroundPlanner(_planner(schedule, jobs, budget, cost)) as planner:
-        yield _told(planner.windows(_slowest(jobs)), budget, profile, events, group)
+    planner = _planner(run, budget, cost)
+    plan = Plan(iter(()), planner)
+    plan.follow(jobs)
+    with BackgroundPlanner(planner) as background:
+        plan.windows = _told(background.windows(slowest(jobs)), budget, profile, events, group)
+        yield plan
 
 
-def first_round(schedule: ScheduleConfig, jobs: Sequence[Job], budget: int) -> int:
-    """Of the first window. A resumed run plans from the slowest job's window on, and so plans what it planned before."""
-    return _planner(schedule, jobs, budget).window_start(_slowest(jobs))
+def window_of(run: Run, round_: int) -> range:
+    """The rounds of the window that a round is in. A resumed run plans from the slowest job's window on, and so plans what it
+    planned before."""
+    planner = _planner(run, 2**31)
+    start = planner.window_start(round_)
+    return range(start, start + planner.window_rounds)
 
 
-def _planner(schedule: ScheduleConfig, jobs: Sequence[Job], budget: int, cost: CostModel | None = None) -> Planner:
-    orders = [job.data.planned for job in jobs]
-    stages = 1 if cost is None else cost.stages
-    return Planner(orders, budget, stages=stages, method=schedule.method, time_limit_s=schedule.time_limit_s, cost=cost)
+def _planner(run: Run, budget: int, cost: CostModel | None = None) -> Planner:
+    more: dict[str, Any] = {}
+    if run.sweep is not None and run.eval_every:  # candidates are compared between windows
+        more["window_rounds"] = min(run.eval_every, WINDOW_ROUNDS)
+    stages, schedule = 1 if cost is None else cost.stages, run.schedule
+    return Planner(
+        [], budget, stages=stages, method=schedule.method, time_limit_s=schedule.time_limit_s, cost=cost, **more
+    )
 
 
-def _slowest(jobs: Sequence[Job]) -> int:
+def last_round(jobs: Sequence[Job]) -> int:
+    """In which the last of jobs that have ended did so."""
+    return max((job.joined + max(job.step, 1) - 1 for job in jobs), default=0)
+
+
+def slowest(jobs: Sequence[Job]) -> int:
     """Round that the slowest job is in."""
-    return min((job.step for job in jobs if job.status == "running"), default=2**31)
+    return min((job.joined + job.step for job in jobs if job.status == "running"), default=2**31)
 
 
 def _received(group: Alone) -> Iterator[Window]:

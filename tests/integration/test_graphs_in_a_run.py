@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,18 @@ import torch
 from conftest import WORDS, tiny_model
 from graph_runs import attention_by_starts
 from safetensors.torch import load_file
+from test_members import at_window, request
 
 import packlora
 from packlora.ops.attention import attention
 from packlora.ops.lora_linear.plan import CHAIN, ROUTED
 from packlora.plans.select import PlanChooser
-from packlora.report.events import Note
-from packlora.runtime import graphs
+from packlora.report.events import Note, Subscriber, WindowPlanned
+from packlora.runtime import graphs, members
+from packlora.runtime.control import Add, StopJob
 from packlora.runtime.graphs import Recorder
 from packlora.runtime.job import Job
+from packlora.schedule.planner import Planner
 
 Tree = dict[str, Any]
 RECORDED: list[Callable[[], None]] = []
@@ -56,10 +60,12 @@ def tree(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> Tre
     return {"base_model": str(base), "device": "cpu", "max_tokens_per_microbatch": 60, "save_every": 1, "jobs": jobs}
 
 
-def trained(tree: Tree, out: Path, graphs: bool = True, **options: Any) -> dict[str, dict[str, torch.Tensor]]:
+def trained(
+    tree: Tree, out: Path, graphs: bool = True, more: Sequence[Subscriber] = (), **options: Any
+) -> dict[str, dict[str, torch.Tensor]]:
     RECORDED.clear()
     notes: list[Any] = []
-    told = [lambda event: notes.append(event.text) if isinstance(event, Note) else None]
+    told: list[Any] = [lambda event: notes.append(event.text) if isinstance(event, Note) else None, *more]
     with pytest.MonkeyPatch.context() as patch:
         attention_by_starts(patch)
         patch.setattr(attention, "uses_kernels", lambda *_: graphs)
@@ -67,7 +73,8 @@ def trained(tree: Tree, out: Path, graphs: bool = True, **options: Any) -> dict[
             {**tree, "output_dir": str(out), "cuda_graphs": graphs}, resume=True, subscribers=told, **options
         )
     assert bool(RECORDED) == graphs and not any("CUDA graphs" in note for note in notes)
-    return {name: load_file(out / name / "adapter_model.safetensors") for name in "ab"}
+    ended = sorted(path.parent.name for path in out.glob("*/adapter_model.safetensors"))
+    return {name: load_file(out / name / "adapter_model.safetensors") for name in ended}
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
@@ -87,6 +94,33 @@ def test_a_run_by_graphs_is_one_without_and_has_its_bits_whatever_becomes_of_it(
     spoil(monkeypatch)
     beside = trained(tree, tmp_path / "beside")
     assert same(beside["a"], whole["a"]) and not same(beside["b"], whole["b"])
+
+
+def test_graphs_are_recorded_anew_for_the_jobs_that_have_joined_and_left(
+    tree: Tree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(members, "why_no_graphs", lambda *_: None)
+    monkeypatch.setattr("packlora.runtime.windows.Planner", partial(Planner, window_rounds=1))
+    tree["jobs"][0]["train"]["num_train_epochs"] = 2
+    c = {
+        **tree["jobs"][1],
+        "name": "c",
+        "adapter": {"r": 5, "lora_dropout": 0.2, "target_modules": ["v_proj", "o_proj"]},
+    }
+    counts: list[int] = []
+
+    def asking(out: Path) -> list[Subscriber]:
+        add, stop = Add(kind="add", jobs=[c]).model_dump(), StopJob(kind="stop", job="b").model_dump()
+        at = [at_window(1, lambda: request(out, add)), at_window(3, lambda: request(out, stop))]
+        return [*at, lambda event: counts.append(len(RECORDED)) if isinstance(event, WindowPlanned) else None]
+
+    tree["jobs"][1]["train"]["num_train_epochs"] = 2
+    whole = trained(tree, tmp_path / "whole", more=asking(tmp_path / "whole"))
+    assert counts[-1] > counts[4] > counts[2] > 0
+    plain = trained(tree, tmp_path / "plain", graphs=False, more=asking(tmp_path / "plain"))
+    for name in "abc":
+        for key, tensor in whole[name].items():
+            torch.testing.assert_close(tensor, plain[name][key], rtol=1e-3, atol=1e-4)
 
 
 def spoil(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,6 +74,8 @@ def test_defaults_are_exactly_the_documented_ones() -> None:
           {devices_per_job: auto, timeout_s: 600.0, pipeline: 1, tensor: 1, expert: 1, sequence_parallel: false,
            shard_base: auto}
         schedule: {method: auto, padding_multiple: 1, time_limit_s: 10}
+        trackers: []
+        sweep: null
         jobs:
           - name: first
             data: {path: a.jsonl, eval_path: null, system: null, on_bad_row: error, max_length: 2048, truncate: error}

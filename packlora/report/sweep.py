@@ -1,0 +1,150 @@
+"""The sweep of a run, as report.html and the last words on the terminal show it: from sweep.json, which may be missing.
+
+Candidates are coloured by their place in the ranking, from blue, the best, to orange.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from packlora.report import charts
+
+Line = dict[str, Any]
+FILE = "sweep.json"
+BEST_HUE, WORST_HUE = 215.0, 25.0
+SHOWN = 200
+"""Candidates in a picture, the best ones; and in the table on the terminal a tenth of them."""
+
+
+def read_sweep(folder: Path) -> Line | None:
+    """What sweep.json holds, None where there is none, or nothing of use in it."""
+    try:
+        found = json.loads((folder / FILE).read_text(encoding="utf-8"))
+        lines = [line for line in found["candidates"] if isinstance(line["parameters"], dict) and line["name"]]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return {**found, "candidates": lines} if lines else None
+
+
+def section(folder: Path) -> str:
+    """Of the page: parallel coordinates, learning curves and the ranking."""
+    sweep = read_sweep(folder)
+    if sweep is None:
+        return ""
+    lines: list[Line] = sweep["candidates"][:SHOWN]
+    share = [index / max(1, len(lines) - 1) for index in range(len(lines))]
+    hues = [BEST_HUE + (WORST_HUE - BEST_HUE) * part for part in share]
+    style = "".join(f".rank-{index}{{--ink:hsl({hue:.0f} 65% 50%)}}" for index, hue in enumerate(hues))
+    best = f"Best: <b>{escape(str(sweep['best']))}</b>, a copy is in <code>best/</code>." if sweep.get("best") else ""
+    caption = f"Blue: the best held-out loss, orange: the worst. {best if sweep.get('status') == 'done' else ''}"
+    return (
+        f"<section><style>{style}</style><h2>Sweep</h2>{_coordinates(lines)}{_curves(lines)}"
+        f"<p class='caption'>{caption}</p>{_table(lines)}</section>"
+    )
+
+
+def _coordinates(lines: list[Line]) -> str:
+    """A vertical axis for each swept key and one for the loss; a line for each candidate that has one."""
+    keys = list(lines[0]["parameters"])
+    columns = [[line["parameters"].get(key) for line in lines] for key in keys] + [
+        [line["eval_loss"] for line in lines]
+    ]
+    scales = [_Scale(column) for column in columns]
+    labels = [*keys, "held-out loss"]
+    x = charts.Axis("", -0.15, len(labels) - 0.85, tuple((float(at), label) for at, label in enumerate(labels)))
+    y = charts.Axis("", -0.08, 1.08, ())
+    marks = [charts.line([(at, 0.0), (at, 1.0)], x, y, "grid") for at in range(len(labels))]
+    for rank, line in reversed(list(enumerate(lines))):
+        if line["eval_loss"] is not None:
+            values = [column[rank] for column in columns]
+            places = [
+                (float(at), scale.at(value)) for at, (scale, value) in enumerate(zip(scales, values, strict=True))
+            ]
+            marks.append(charts.line(places, x, y, f"mark bold rank-{rank}"))
+    overlay = "".join(
+        charts.note(text, (at, place), x, y, "", f"{labels[at]}: {text}")
+        for at, scale in enumerate(scales)
+        for text, place in scale.marks
+    )
+    return charts.chart("Values of the candidates and what came of them", marks, x, y, height=320, overlay=overlay)
+
+
+class _Scale:
+    """Places of a column's values from 0 to 1; numbers by size, by their logarithm where they span much, all else in a row."""
+
+    def __init__(self, column: list[Any]) -> None:
+        known = [value for value in column if value is not None]
+        self.numbers = [
+            float(value) for value in known if isinstance(value, int | float) and not isinstance(value, bool)
+        ]
+        self.is_number = bool(self.numbers) and len(self.numbers) == len(known)
+        self.words = list(dict.fromkeys(map(_text, known)))
+        if self.is_number:
+            self.low, self.high = min(self.numbers), max(self.numbers)
+            self.log = self.low > 0 and self.high / self.low > 30
+            self.marks = [(f"{value:.4g}", self.at(value)) for value in dict.fromkeys((self.low, self.high))]
+        else:
+            self.marks = [(word, self.at(word)) for word in self.words]
+
+    def at(self, value: Any) -> float:
+        if not self.is_number:
+            return self.words.index(_text(value)) / max(1, len(self.words) - 1) if value is not None else 0.0
+        low, high, value = (map(math.log, (self.low, self.high, value))) if self.log else (self.low, self.high, value)
+        return (value - low) / (high - low) if high > low else 0.5
+
+
+def _curves(lines: list[Line]) -> str:
+    points = [[(float(step), float(loss)) for step, loss in line["evals"] if loss is not None] for line in lines]
+    drawn = [point for own in points for point in own]
+    if not drawn:
+        return ""
+    x = charts.linear_axis("optimizer step of the candidate", [0, *(step for step, _ in drawn)], tight=True, whole=True)
+    y = charts.linear_axis("nats per token", [loss for _, loss in drawn])
+    marks = [charts.line(own, x, y, f"mark bold rank-{rank}") for rank, own in reversed(list(enumerate(points))) if own]
+    return charts.chart("Held-out loss", marks, x, y, height=280)
+
+
+def _table(lines: list[Line]) -> str:
+    keys = list(lines[0]["parameters"])
+    head = "".join(
+        f"<th scope='col'>{escape(name)}</th>" for name in ("", "Candidate", *keys, "Steps", "Held-out loss", "")
+    )
+    rows = "".join(
+        f"<tr><td>{line['rank']}</td><th scope='row'>{escape(str(line['name']))}</th>"
+        + "".join(f"<td>{escape(_text(line['parameters'].get(key)))}</td>" for key in keys)
+        + f"<td>{line['step']}</td><td>{_loss(line)}</td><td title='{escape(str(line['reason']), quote=True)}'>"
+        f"{escape(str(line['status']))}</td></tr>"
+        for line in lines
+    )
+    return f"<div class='scroll' tabindex='0'><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>"
+
+
+def ranked_table(folder: Path) -> Table | None:
+    """The best candidates, for the terminal."""
+    sweep = read_sweep(folder)
+    if sweep is None:
+        return None
+    keys = list(sweep["candidates"][0]["parameters"])
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("rank", "candidate", *keys, "steps", "held-out loss", "status"):
+        table.add_column(name, overflow="fold")
+    for line in sweep["candidates"][: SHOWN // 10]:
+        values = [_text(line["parameters"].get(key)) for key in keys]
+        cells = [line["rank"], line["name"], *values, line["step"], _loss(line), line["status"]]
+        table.add_row(*(Text(str(cell)) for cell in cells))
+    return table
+
+
+def _text(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _loss(line: Line) -> str:
+    return "" if line["eval_loss"] is None else f"{line['eval_loss']:.4f}"

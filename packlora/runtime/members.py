@@ -1,0 +1,215 @@
+"""Who takes part in a run: jobs join and leave between two windows of microbatches, as open_members.py decides.
+
+A change is recorded in run.json before it is made, so a run that is killed at any moment goes on with the same jobs in the same
+rounds. A job that joins is checked as those of the run file are, before anything of the run is changed for it. One that leaves
+ends with its adapter saved; then its adapter is taken off the model, and the memory is free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from packlora.adapters.attach import Adapter, attach_one, detach_one
+from packlora.adapters.files import load_adapter
+from packlora.adapters.kept_outputs import keep_outputs
+from packlora.base.model import Base
+from packlora.config import JobConfig, Run
+from packlora.errors import InputError, WriteError, unwritten
+from packlora.plans.ask import Ask
+from packlora.plans.cache import PlanCache
+from packlora.plans.select import PlanChooser
+from packlora.report.events import Event, JobJoined, Note
+from packlora.runtime.changes import Change, joined_rounds, leaves, with_jobs
+from packlora.runtime.graphs import GraphedDevice, buffers_of, why_no_graphs
+from packlora.runtime.job import Job
+from packlora.runtime.memory import TokenBudget
+from packlora.runtime.microbatch import Executor, SingleDevice
+from packlora.runtime.prepare import PreparedJob, PreparedRun, asks_of_more, prepare_more
+from packlora.runtime.record import RunRecord, described_job
+
+FLOAT16_SCALE = 4096.0
+"""Losses are multiplied with this before a float16 backward and gradients divided after it, so that small ones survive."""
+START = "start"
+"""Folder in that of a job which holds the adapter that it was begun with."""
+
+
+def make_job(run: Run, item: PreparedJob, adapter: Adapter) -> Job:
+    """A job before its first step, its adapter on the model."""
+    if item.config.adapter.init_from is not None:
+        load_adapter(item.config.adapter.init_from, adapter)
+    return Job(
+        item.config,
+        item.data,
+        item.eval_encoded.samples,
+        adapter,
+        FLOAT16_SCALE if run.dtype == "float16" else 1.0,
+    )
+
+
+def place(jobs: Sequence[Job], changes: Sequence[Change]) -> None:
+    """Let restored jobs stand in their rounds. One that was asked to leave ends at the step at which it was asked."""
+    rounds, left = joined_rounds(changes), leaves(changes)
+    for job in jobs:
+        job.joined = rounds.get(job.name, 0)
+        if job.name in left:
+            change = left[job.name]
+            job.left = change.round
+            if change.reason and job.status == "running" and job.stopped is None:
+                job.stop(change.reason, change.step)
+
+
+def off(jobs: Sequence[Job], given: int) -> list[Job]:
+    """Those that have ended and left before round `given`."""
+    return [job for job in jobs if job.left is not None and job.left <= given and job.status != "running"]
+
+
+class Members:
+    """Makes changes of a run on one process.
+
+    Args:
+        run: with all jobs, also those that have left.
+        record: of the run; holds the changes.
+        changes: those of earlier sessions.
+        single: the executor without graphs.
+        executor: the one that trains.
+    """
+
+    def __init__(
+        self, run: Run, prepared: PreparedRun, base: Base, single: SingleDevice, executor: Executor, record: RunRecord,
+        changes: Sequence[Change], output_dir: Path,
+    ) -> None:  # fmt: skip
+        self.run, self.prepared, self.base, self.single, self.executor = run, prepared, base, single, executor
+        self.record, self.changes, self.output_dir = record, list(changes), output_dir
+        self._choosers: dict[Ask, PlanChooser] = {chooser.ask: chooser for chooser in single.attached.choosers}
+        self._number = 0
+        """Of the adapter that is attached next."""
+        self.doubts: list[str] = []
+        """Of jobs that were checked last: what can be trained, but is hardly meant."""
+
+    def take_off(self, jobs: list[Job], given: int) -> list[Job]:
+        """Take jobs that have ended and left off the model, and out of `jobs`. Returns them."""
+        gone = off(jobs, given)
+        for job in gone:
+            jobs.remove(job)
+            detach_one(self.base.model, job.adapter)
+            self.prepared.jobs = [item for item in self.prepared.jobs if item.config.name != job.name]
+        if gone:
+            self.follow(jobs)
+        return gone
+
+    def follow(self, jobs: Sequence[Job]) -> None:
+        """These are the jobs on the model now: graphs and kept outputs are made for them."""
+        if self.run.keep_outputs:
+            self.base.kept_outputs = keep_outputs(self.base.model)
+        if isinstance(self.executor, GraphedDevice) and jobs:
+            dropout = any(job.dropout_key is not None for job in jobs)
+            self.executor.change(buffers_of(jobs), dropout, why_no_graphs(self.run, self.base, jobs))
+
+    # --- joining and leaving ---------------------------------------------------------------------------------------------
+
+    def check(self, configs: Sequence[JobConfig], there: Mapping[str, Job], budget: TokenBudget) -> list[PreparedJob]:
+        """Jobs that are to join, checked as those of a run file. Raises InputError."""
+        self._check_names(configs)
+        most = (
+            budget.tokens if self.run.max_tokens_per_microbatch == "auto" else int(self.run.max_tokens_per_microbatch)
+        )
+        items, self.doubts = prepare_more(self.prepared, list(configs), most)
+        if self.run.cuda_graphs is True and isinstance(self.executor, GraphedDevice):
+            for item in items:
+                if len(there) + len(items) > 1 and any(
+                    own.use_dora and own.dropout and own.base_dropped for own in item.spec.modules.values()
+                ):
+                    raise InputError(
+                        f"job {item.config.name!r}: DoRA with dropout beside other jobs has no CUDA graphs, and cuda_graphs is "
+                        "true; set adapter.dora_dropout: low_rank, or lora_dropout: 0"
+                    )
+        return items
+
+    def _check_names(self, configs: Sequence[JobConfig]) -> None:
+        with_jobs(self.run, [*self.run.jobs, *configs])
+        for config in configs:
+            folder = self.output_dir / config.name
+            if folder.exists() and [path.name for path in folder.iterdir()] != [START]:
+                raise InputError(f"job {config.name!r}: {folder} is there already; choose another name")
+
+    def join(
+        self, items: Sequence[PreparedJob], given: int, there: dict[str, Job], budget: TokenBudget, by: Any,
+        request: str | None = None, parameters: Mapping[str, Mapping[str, Any]] | None = None,
+        leaving: Sequence[Change] = (),
+    ) -> tuple[list[Job], list[Event]]:  # fmt: skip
+        """Let jobs that were checked last join in round `given`; they are put into `there`. Returns them, and what to tell.
+
+        Args:
+            leaving: changes that are made at the same time.
+
+        Raises:
+            WriteError: it cannot be recorded; nothing was changed.
+        """
+        most = budget.tokens if self.run.max_tokens_per_microbatch == "auto" else 0
+        own = {item.config.name: dict((parameters or {}).get(item.config.name, {})) for item in items}
+        changes = [
+            Change(round=given, by=by, join=item.config, budget=most, request=request, parameters=own[item.config.name])
+            for item in items
+        ]
+        run = with_jobs(self.run, [*self.run.jobs, *(item.config for item in items)])
+        if not changes and not leaving:
+            return [], []
+        self._write([*leaving, *changes], {item.config.name: described_job(item) for item in items}, run)
+        self.run = run
+        gone = {change.leave for change in leaving}
+        place([job for job in there.values() if job.name in gone], self.changes)
+        asks = asks_of_more(self.prepared, list(items))
+        cache = PlanCache(self.base.device)
+        for ask in asks.values():
+            if ask not in self._choosers:
+                self._choosers[ask] = PlanChooser(self.base.device, cache, ask)
+        choosers = {path: self._choosers[ask] for path, ask in asks.items()}
+        attached = self.single.attached
+        attached.choosers = tuple(dict.fromkeys([*attached.choosers, *choosers.values()]))
+        out = []
+        self._number = max([self._number, *(job.adapter.number + 1 for job in there.values())])
+        for item in items:
+            adapter = attach_one(
+                self.base.model, attached, item.config.name, self._number, item.spec, item.data.seed, choosers
+            )
+            self._number += 1
+            job = make_job(self.run, item, adapter)
+            job.joined = given
+            there[job.name] = job
+            out.append(job)
+            self.prepared.jobs.append(item)
+            samples = item.encoded.samples + item.eval_encoded.samples
+            budget.take(max(sample.num_tokens for sample in samples))
+        told: list[Event] = [Note(text) for text in self.doubts]
+        told += [
+            JobJoined(job.name, given, job.data.num_steps, job.data.tokens, job.config.model_dump(mode="json"))
+            for job in out
+        ]
+        return out, told
+
+    def leave(self, jobs: Sequence[tuple[Job, str]], given: int, by: Any, request: str | None = None) -> None:
+        """Let jobs leave at their present step, each for a reason; one that has ended already needs none.
+
+        Raises:
+            WriteError: it cannot be recorded; nothing was changed.
+        """
+        self._write(self.leaving(jobs, given, by, request), {}, self.run)
+        place([job for job, _ in jobs], self.changes)
+
+    def leaving(self, jobs: Sequence[tuple[Job, str]], given: int, by: Any, request: str | None = None) -> list[Change]:
+        """The same as changes that are yet to be made."""
+        return [
+            Change(
+                round=max(given, job.joined + job.step), by=by, leave=job.name, step=job.step, reason=reason, request=request
+            )
+            for job, reason in jobs
+        ]  # fmt: skip
+
+    def _write(self, changes: Sequence[Change], described: Mapping[str, Any], run: Run) -> None:
+        try:
+            self.record.amend([*self.changes, *changes], described, run)
+        except OSError as error:
+            raise WriteError(f"run.json cannot be written: {unwritten(error) or error}") from error
+        self.changes += changes

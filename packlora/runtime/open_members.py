@@ -1,0 +1,205 @@
+"""What changes the members of a run between two windows: requests of packlora add, stop and clone, and a sweep."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from packlora.adapters.files import save_adapter
+from packlora.base.model import Base
+from packlora.config import JobConfig, Run
+from packlora.errors import InputError, unwritten
+from packlora.files import make_folder, write_folder
+from packlora.report.events import Event, Note
+from packlora.report.metrics import BestEffort
+from packlora.result import JobResult
+from packlora.run_file import changed_job, parse_jobs
+from packlora.runtime.changes import Change
+from packlora.runtime.control import Add, Asked, Clone, Control, StopJob
+from packlora.runtime.job import Job
+from packlora.runtime.members import START, Members
+from packlora.runtime.memory import TokenBudget
+from packlora.runtime.microbatch import Executor, SingleDevice
+from packlora.runtime.prepare import PreparedJob, PreparedRun
+from packlora.runtime.record import RunRecord
+from packlora.runtime.sweep import RANKING, Sweep
+
+
+@dataclass(slots=True)
+class Changed:
+    """What was changed between two windows."""
+
+    left: list[Job] = field(default_factory=list)
+    told: list[Event] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.left or self.told)
+
+
+class OpenMembers(Members):
+    """Members that change as is asked for. Arguments as of Members."""
+
+    def __init__(
+        self, run: Run, prepared: PreparedRun, base: Base, single: SingleDevice, executor: Executor, record: RunRecord,
+        changes: Sequence[Change], output_dir: Path,
+    ) -> None:  # fmt: skip
+        super().__init__(run, prepared, base, single, executor, record, changes, output_dir)
+        self.control = Control(output_dir)
+        self.sweep: Sweep | None = None
+        if run.sweep is not None:
+            self.sweep = Sweep(run)
+            self.sweep.follow(changes)
+            self.sweep.read(output_dir, list(prepared.left_out))
+
+    def change(self, given: int, jobs: list[Job], budget: TokenBudget) -> Changed:
+        """Make the changes that are asked for.
+
+        Args:
+            given: the round that is next; those before it were trained.
+            jobs: that are on the model; those that join are added.
+
+        Raises:
+            WriteError: a change cannot be recorded; it was not made.
+        """
+        out, there = Changed(), {job.name: job for job in jobs}
+        before = len(there)
+        if self.sweep is not None:
+            self._sweep(self.sweep, given, there, budget, out)
+        for asked in self.control.asked():
+            if any(change.request == asked.id for change in self.changes):  # the run was killed before it said so
+                self.control.answer(asked.id, True, "accepted before the run was interrupted")
+                continue
+            try:
+                text = self._carry_out(asked, given, there, budget, out)
+            except InputError as error:
+                self.control.answer(asked.id, False, str(error))
+                continue
+            self.control.answer(asked.id, True, text)
+        if len(there) > before:
+            jobs += list(there.values())[before:]
+            self.follow(jobs)
+        return out
+
+    def take_off(self, jobs: list[Job], given: int) -> list[Job]:
+        gone = super().take_off(jobs, given)
+        if self.sweep is not None:
+            for job in gone:
+                self.sweep.see(job)
+        return gone
+
+    def end(self, jobs: Sequence[Job], files: BestEffort) -> None:
+        """The session ends, with these jobs on the model."""
+        if self.sweep is not None:
+            for job in jobs:
+                self.sweep.see(job)
+            sweep = self.sweep
+            files.write(RANKING, lambda: sweep.write(self.output_dir))
+        self.control.refuse_all("the run has ended")
+
+    def judged(self, ends: Mapping[str, JobResult]) -> Mapping[str, JobResult]:
+        """By which a run is done or has failed. Candidates that fail are no failure of a sweep, if another is done."""
+        tried = self.sweep.trials.keys() if self.sweep is not None else set()
+        if not any(ends[name].status == "done" for name in tried & ends.keys()):
+            return ends
+        return {name: end for name, end in ends.items() if name not in tried or end.status == "done"}
+
+    # --- a sweep ---------------------------------------------------------------------------------------------------------
+
+    def _sweep(self, sweep: Sweep, given: int, there: dict[str, Job], budget: TokenBudget, out: Changed) -> None:
+        """Candidates leave, and others join, as the sweep decides. What was decided for a round is not decided again."""
+        sweep.follow(self.changes)
+        if any(change.by == "sweep" and change.round >= given for change in self.changes):
+            return
+        for job in there.values():
+            sweep.see(job)
+        decided = sweep.decide(given)
+        left = [(there[name], reason) for name, reason in decided.items()]
+        changes = self.leaving(left, given, "sweep")
+        for job, reason in left:
+            out.left.append(job)
+            if reason:
+                steps = f"step {job.step} of {job.data.configured_steps}"
+                out.told.append(Note(f"job {job.name!r} ends at {steps}: {reason}"))
+        sweep.follow(changes)
+        drawn = sweep.successors()
+        items = self.check([config for config, _ in drawn], there, budget)
+        parameters = {config.name: own for config, own in drawn}
+        _, told = self.join(items, given, there, budget, "sweep", parameters=parameters, leaving=changes)
+        sweep.follow(self.changes)
+        out.told += told
+
+    # --- requests --------------------------------------------------------------------------------------------------------
+
+    def _carry_out(self, asked: Asked, given: int, there: dict[str, Job], budget: TokenBudget, out: Changed) -> str:
+        """Returns the answer. Raises InputError where it is refused."""
+        request = asked.request
+        if isinstance(request, str):
+            raise InputError(request)
+        if isinstance(request, StopJob):
+            job = self._running(request.job, there)
+            if job.step == 0:
+                raise InputError(f"job {job.name!r} has not taken a step yet, so it has no adapter to end with")
+            self.leave([(job, "packlora stop")], given, "request", asked.id)
+            out.left.append(job)
+            steps = f"step {job.step} of {job.data.configured_steps}"
+            out.told.append(Note(f"job {job.name!r} ends at {steps}, as asked by packlora stop"))
+            return f"job {job.name!r} ends at step {job.step}; its adapter is saved to {self.output_dir / job.name}"
+        if isinstance(request, Add):
+            items = self.check(parse_jobs(request.jobs, "the request"), there, budget)
+        else:
+            items = self._cloned(request, there, budget)
+        joined, told = self.join(items, given, there, budget, "request", asked.id)
+        out.told += told
+        names = ", ".join(repr(job.name) for job in joined)
+        steps = ", ".join(str(job.data.num_steps) for job in joined)
+        return f"{'job' if len(joined) == 1 else 'jobs'} {names} joined at round {given}, for {steps} optimizer steps"
+
+    def _running(self, name: str, there: Mapping[str, Job]) -> Job:
+        job = there.get(name)
+        if job is None or job.status != "running":
+            running = ", ".join(own.name for own in there.values() if own.status == "running") or "none"
+            known = name in {own.name for own in self.run.jobs}
+            raise InputError(
+                f"{'job' if known else 'there is no job'} {name!r}{' has ended' * known}; running: {running}"
+            )
+        return job
+
+    def _clone(self, request: Clone) -> JobConfig:
+        source = next((job for job in self.run.jobs if job.name == request.job), None)
+        if source is None:
+            raise InputError(
+                f"there is no job {request.job!r}; there are {', '.join(job.name for job in self.run.jobs)}"
+            )
+        tree = source.model_dump(mode="json", exclude_unset=True)
+        tree["name"] = request.name
+        if tree.get("seed") is None:
+            tree["seed"] = self.run.seed_of(source)
+        if request.weights:  # what the adapter is, its folder says
+            own = tree.get("adapter", {})
+            tree["adapter"] = {key: own[key] for key in ("lora_dropout", "dora_dropout") if key in own}
+            tree["adapter"]["init_from"] = str((self.output_dir / request.name / START).absolute())
+        return changed_job(tree, request.overrides)
+
+    def _cloned(self, request: Clone, there: Mapping[str, Job], budget: TokenBudget) -> list[PreparedJob]:
+        config = self._clone(request)
+        if not request.weights:
+            return self.check([config], there, budget)
+        self._check_names([config])
+        if request.job not in there:
+            raise InputError(
+                f"job {request.job!r} has left the model; begin with the adapter in its folder by adapter.init_from"
+            )
+        job, folder = there[request.job], self.output_dir / request.name
+        try:
+            make_folder(folder)
+            write_folder(folder / START, lambda out: save_adapter(out, job.adapter, job.whole_of(job.adapter.flat)))
+            return self.check([config], there, budget)
+        except (OSError, InputError) as error:
+            shutil.rmtree(folder, ignore_errors=True)
+            if isinstance(error, InputError):
+                raise
+            raise InputError(
+                f"the adapter of {job.name!r} cannot be written to {folder}: {unwritten(error) or error}"
+            ) from None

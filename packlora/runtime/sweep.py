@@ -1,0 +1,329 @@
+"""A sweep: candidates of one job which differ in some keys and train in one run, those that end early, and who is the best.
+
+What is decided between two windows is a function of the sweep's settings and of the held-out losses up to that round. So a run
+that is broken off and resumed makes the same decisions.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import shutil
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from packlora.adapters.files import CONFIG, WEIGHTS
+from packlora.config import JobConfig, RangeConfig, Run
+from packlora.errors import InputError
+from packlora.files import write_folder, write_json
+from packlora.run_file import with_values
+from packlora.runtime import checkpoint
+from packlora.runtime.changes import Change, leaves, with_jobs
+from packlora.runtime.job import Job
+from packlora.runtime.windows import window_of
+from packlora.seeding import stable_hash
+
+BEST, RANKING = "best", "sweep.json"
+NEEDS_OPTUNA = "sweep.method: optuna needs the package optuna: pip install 'packlora[sweep]'; or use random"
+
+
+@dataclass(slots=True)
+class Trial:
+    """A candidate. joined: round of its first global batch. num_steps: that it is to take. evals: held-out loss by step; of a
+    failed step infinite. reason: why it ended early.
+    """
+
+    number: int
+    name: str
+    parameters: dict[str, Any]
+    joined: int
+    num_steps: int = 0
+    step: int = 0
+    status: str = "running"
+    evals: dict[int, float] = field(default_factory=dict)
+    has_left: bool = False
+    reason: str = ""
+
+    def see(self, step: int, status: str, num_steps: int, history: Sequence[Mapping[str, Any]]) -> None:
+        """How it stands now."""
+        self.step, self.status, self.num_steps = step, status, num_steps
+        found = {line["step"]: line["eval_loss"] for line in history if "eval_loss" in line}
+        self.evals = {step: math.inf if loss is None else loss for step, loss in found.items()}
+
+    def has_ended(self, given: int) -> bool:
+        """Whether it had taken its last step before round `given`. Of a failed one, which may have taken a step back, this is
+        known a round later."""
+        if self.status == "failed":
+            return self.joined + self.step + 2 <= given
+        return self.joined + self.num_steps <= given
+
+    def seen(self, age: int, every: int) -> list[tuple[int, float]]:
+        """(step, loss) of the evaluations that were due up to a step, without that before the first."""
+        return [(step, self.evals[step]) for step in sorted(self.evals) if 0 < step <= age and step % every == 0]
+
+    def value(self, age: int, every: int) -> float | None:
+        found = self.seen(age, every)
+        return found[-1][1] if found else None
+
+    @property
+    def last(self) -> float | None:
+        """The held-out loss of its adapter."""
+        steps = [step for step in self.evals if 0 < step <= self.step]
+        return self.evals[max(steps)] if steps and self.status != "failed" else None
+
+
+class Sweep:
+    """The candidates of a run.
+
+    Raises:
+        InputError: a candidate would not be a job, or a package is missing.
+    """
+
+    def __init__(self, run: Run) -> None:
+        assert run.sweep is not None
+        self.run, self.config = run, run.sweep
+        self.template = next(job for job in run.jobs if job.name == self.config.job)
+        self.trials: dict[str, Trial] = {}
+        self.every, self.window = max(run.eval_every, 1), len(window_of(run, 0))
+        self.seed = run.seed if self.config.seed is None else self.config.seed
+        self._grid = list(itertools.product(*self._lists())) if self.config.method == "grid" else []
+        self.total = len(self._grid) or int(self.config.num_trials or 0)
+        if self.config.method == "optuna":
+            _optuna()
+        self._check()
+
+    def _lists(self) -> list[list[Any]]:
+        return [values for values in self.config.parameters.values() if isinstance(values, list)]
+
+    def _check(self) -> None:
+        """Every value that can be taken must make a job."""
+        if self.total > 100_000:
+            raise InputError(f"sweep: the grid has {self.total} combinations; at most 100000 are taken")
+        numbers = range(self.total) if self.config.method != "optuna" else range(0)
+        drawn = [self._drawn(number) for number in numbers[:1000]]
+        for key, values in self.config.parameters.items():
+            ends = values if isinstance(values, list) else [values.min, values.max]
+            drawn += [{key: value} for value in ends]
+        for parameters in drawn:
+            self.job(0, parameters)
+
+    # --- candidates ------------------------------------------------------------------------------------------------------
+
+    def job(self, number: int, parameters: Mapping[str, Any]) -> JobConfig:
+        """A candidate as a job of a run file."""
+        tree = self.template.model_dump(mode="json", exclude_unset=True)
+        tree["name"] = f"{self.template.name}-{number:03d}"
+        return with_values(tree, parameters, "sweep")
+
+    def begin(self) -> list[Change]:
+        """The first candidates, which are there from the first round on."""
+        return [
+            Change(round=0, by="sweep", join=job, parameters=own) for job, own in self._next(self.config.concurrent)
+        ]
+
+    def follow(self, changes: Sequence[Change]) -> None:
+        """Know the candidates that these changes have made."""
+        for change in changes:
+            if change.by == "sweep" and change.join is not None and change.join.name not in self.trials:
+                name, number = change.join.name, len(self.trials)
+                self.trials[name] = Trial(number, name, dict(change.parameters), change.round)
+        for name, change in leaves(changes).items():
+            if name in self.trials:
+                self.trials[name].has_left, self.trials[name].reason = True, change.reason
+
+    def see(self, job: Job) -> None:
+        if job.name in self.trials:
+            self.trials[job.name].see(job.step, job.status, job.data.num_steps, job.log_history)
+
+    def read(self, output_dir: Path, names: Sequence[str]) -> None:
+        """How candidates stand that have left, from their folders."""
+        for name in names:
+            if name in self.trials:
+                state = checkpoint.read_state(output_dir / name)
+                self.trials[name].see(state["global_step"], state["status"], state["max_steps"], state["log_history"])
+
+    def _next(self, count: int) -> list[tuple[JobConfig, dict[str, Any]]]:
+        numbers = range(len(self.trials), min(len(self.trials) + count, self.total))
+        drawn = [(number, self._drawn(number)) for number in numbers]
+        return [(self.job(number, own), own) for number, own in drawn]
+
+    def _drawn(self, number: int) -> dict[str, Any]:
+        if self.config.method == "grid":
+            return dict(zip(self.config.parameters, self._grid[number], strict=True))
+        if self.config.method == "optuna":
+            return self._asked(number)
+        generator = np.random.Generator(np.random.Philox(stable_hash("sweep", self.seed, number)))
+        return {key: _draw(values, generator) for key, values in self.config.parameters.items()}
+
+    def _asked(self, number: int) -> dict[str, Any]:
+        """What Optuna proposes. It is told anew of all candidates that have ended, so a proposal depends on them and on the
+        seed alone."""
+        optuna = _optuna()
+        kinds = {key: _distribution(values) for key, values in self.config.parameters.items()}
+        sampler = optuna.samplers.TPESampler(seed=stable_hash("sweep", self.seed, number) % 2**32)
+        study = optuna.create_study(direction="minimize", sampler=sampler)
+        for trial in self.trials.values():
+            if trial.has_left and trial.last is not None and math.isfinite(trial.last):
+                told = {
+                    key: values.index(trial.parameters[key]) if isinstance(values, list) else trial.parameters[key]
+                    for key, values in self.config.parameters.items()
+                }
+                study.add_trial(optuna.trial.create_trial(params=told, distributions=kinds, value=trial.last))
+        asked = study.ask(kinds).params
+        return {
+            key: values[asked[key]] if isinstance(values, list) else asked[key]
+            for key, values in self.config.parameters.items()
+        }
+
+    # --- decisions -------------------------------------------------------------------------------------------------------
+
+    def decide(self, given: int) -> dict[str, str]:
+        """Candidates that leave before round `given`, and why; without a reason where they have ended by themselves."""
+        there = [trial for trial in self.trials.values() if not trial.has_left]
+        out = {trial.name: "" for trial in there if trial.has_ended(given)}
+        running = [trial for trial in there if trial.name not in out and given > trial.joined]
+        for trial in running:
+            if reason := self._why_stop(trial, given):
+                out[trial.name] = reason
+        return out
+
+    def successors(self) -> list[tuple[JobConfig, dict[str, Any]]]:
+        """Candidates that take the places of those that have left."""
+        if self._reached_target(2**40) is not None:
+            return []
+        return self._next(self.config.concurrent - sum(not trial.has_left for trial in self.trials.values()))
+
+    def _why_stop(self, trial: Trial, given: int) -> str:
+        rule, age = self.config.stopping, given - trial.joined
+        seen = trial.seen(age, self.every)
+        if rule.method == "target" and (first := self._reached_target(given)) is not None:
+            return f"{first.name} has reached the held-out loss {rule.target:g}"
+        if rule.method == "patience":
+            best, since = math.inf, 0
+            for _, loss in seen:
+                best, since = (loss, 0) if loss < best - rule.min_delta else (best, since + 1)
+            if since >= rule.patience:
+                return f"patience: no held-out loss under {best:.4f} for {since} evaluations"
+        if rule.method == "median" and seen and age > rule.n_warmup_steps:
+            others = self._values(age, given)
+            if len(others) >= rule.n_startup_trials:
+                median, best = statistics.median(others), min(loss for _, loss in seen)
+                if best > median:
+                    return f"median: held-out loss {best:.4f} at step {age}, where the median is {median:.4f}"
+        if rule.method == "successive_halving":
+            return self._why_halved(trial, given)
+        return ""
+
+    def _why_halved(self, trial: Trial, given: int) -> str:
+        rule, age = self.config.stopping, given - trial.joined
+        rung = rule.min_resource
+        while rung < trial.num_steps:
+            at = -(-rung // self.window) * self.window
+            value = trial.value(at, self.every)
+            if at == age and value is not None:
+                others = sorted(self._values(at, given))
+                bound = others[max(1, len(others) // rule.reduction_factor) - 1]
+                if value > bound:
+                    return (
+                        f"successive halving: held-out loss {value:.4f} at step {at}, where one in {rule.reduction_factor} "
+                        f"goes on, up to {bound:.4f}"
+                    )
+            rung *= rule.reduction_factor
+        return ""
+
+    def _values(self, age: int, given: int) -> list[float]:
+        """Held-out losses at a step of all candidates that had come as far before round `given`."""
+        came = [own for own in self.trials.values() if own.joined + age <= given and own.step >= age]
+        values = [own.value(age, self.every) for own in came]
+        return [value for value in values if value is not None]
+
+    def _reached_target(self, given: int) -> Trial | None:
+        target = self.config.stopping.target
+        for trial in self.trials.values():
+            if target is not None and any(loss <= target for _, loss in trial.seen(given - trial.joined, self.every)):
+                return trial
+        return None
+
+    # --- the end ---------------------------------------------------------------------------------------------------------
+
+    def ranking(self) -> list[Trial]:
+        """The best first; those without a loss at the end."""
+        return sorted(
+            self.trials.values(), key=lambda trial: (math.inf if trial.last is None else trial.last, trial.number)
+        )
+
+    def write(self, output_dir: Path) -> None:
+        """sweep.json; and where all candidates have left, a copy of the best one's adapter. Raises OSError."""
+        ranked = self.ranking()
+        ended = all(trial.has_left for trial in ranked) and not self.successors()
+        best = ranked[0] if ranked and ranked[0].last is not None else None
+        if ended and best is not None:
+            source = output_dir / best.name
+
+            def copy(out: Path) -> None:
+                for name in (CONFIG, WEIGHTS, checkpoint.STATE, "README.md"):
+                    if (source / name).is_file():
+                        shutil.copyfile(source / name, out / name)
+
+            write_folder(output_dir / BEST, copy)
+        lines = [
+            {
+                "rank": rank, "name": trial.name, "parameters": trial.parameters, "eval_loss": trial.last,
+                "status": "stopped" if trial.reason and trial.status == "done" else trial.status, "reason": trial.reason,
+                "step": trial.step,
+                "evals": [[step, _finite(loss)] for step, loss in sorted(trial.evals.items())],
+            }
+            for rank, trial in enumerate(ranked, 1)
+        ]  # fmt: skip
+        about = {"job": self.config.job, "metric": self.config.metric, "method": self.config.method}
+        state = {"status": "done" if ended else "running", "best": best.name if best is not None else None}
+        write_json(output_dir / RANKING, about | state | {"candidates": lines})
+
+
+def begun(run: Run) -> tuple[Run, list[Change]]:
+    """A run with the first candidates of its sweep, and the changes that they are."""
+    if run.sweep is None:
+        return run, []
+    changes = Sweep(run).begin()
+    return with_jobs(run, [*run.jobs, *(change.join for change in changes if change.join is not None)]), changes
+
+
+def _finite(number: float) -> float | None:
+    return number if math.isfinite(number) else None
+
+
+def _draw(values: list[Any] | RangeConfig, generator: np.random.Generator) -> Any:
+    if isinstance(values, list):
+        return values[int(generator.integers(len(values)))]
+    low, high = values.min, values.max
+    if isinstance(low, int) and isinstance(high, int):
+        if not values.log:
+            return int(generator.integers(low, high + 1))
+        drawn = math.exp(generator.uniform(math.log(low - 0.5), math.log(high + 0.5)))
+        return min(max(round(drawn), low), high)
+    if values.log:
+        return min(max(math.exp(generator.uniform(math.log(low), math.log(high))), low), high)
+    return float(generator.uniform(low, high))
+
+
+def _distribution(values: list[Any] | RangeConfig) -> Any:
+    distributions = _optuna().distributions
+    if isinstance(values, list):
+        return distributions.CategoricalDistribution(tuple(range(len(values))))
+    whole = isinstance(values.min, int) and isinstance(values.max, int)
+    kind = distributions.IntDistribution if whole else distributions.FloatDistribution
+    return kind(values.min, values.max, log=values.log)
+
+
+def _optuna() -> Any:
+    try:
+        import optuna
+    except ImportError:
+        raise InputError(NEEDS_OPTUNA) from None
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    return optuna

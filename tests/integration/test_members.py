@@ -1,0 +1,297 @@
+"""Jobs that join and leave while a run trains: their numbers, those of the others, and what becomes of them in a run that is
+broken off and resumed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import WORDS, tiny_model
+from seeds import SOAK
+from test_training import adapter, distance
+from typer.testing import CliRunner
+
+import packlora
+from packlora.cli import app
+from packlora.commands.control import add_jobs, clone_job, stop_job
+from packlora.files import lock_folder
+from packlora.report.events import Event, JobJoined, MicrobatchDone, Stepped, WindowPlanned
+from packlora.runtime.control import Add, Control, Refusal, StopJob
+from packlora.schedule.planner import Planner
+
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "a": {"r": 3, "target_modules": ["q_proj", "down_proj"]},
+    "b": {"r": 2, "use_dora": True, "lora_dropout": 0.1, "target_modules": ["v_proj"]},
+    "c": {"r": 5, "use_dora": True, "lora_dropout": 0.2, "bias": "all"},  # on layers that had no adapter
+    "d": {"r": 4, "lora_dropout": 0.0, "target_modules": ["k_proj", "up_proj"]},
+}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> str:
+    """qwen2, which has biases."""
+    folder = tmp_path_factory.mktemp("base")
+    tiny_model("qwen2", num_hidden_layers=1, hidden_size=32, intermediate_size=48).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(autouse=True)
+def short_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("packlora.runtime.windows.Planner", partial(Planner, window_rounds=2))
+
+
+def job(name: str, folder: Path, rows: int = 12, **train: Any) -> dict[str, Any]:
+    path = folder / f"{name}.jsonl"
+    picks = [[WORDS[(at * 5 + len(name) + turn) % len(WORDS)] for turn in range(2 + at % 5)] for at in range(rows)]
+    path.write_text("".join(json.dumps({"prompt": " ".join(p), "completion": name + p[0]}) + "\n" for p in picks))
+    settings = {"global_batch_size": 2, "learning_rate": 1e-2, "num_train_epochs": 1} | train
+    data = {"path": str(path), "eval_path": str(path)}
+    return {"name": name, "data": data, "adapter": ADAPTERS[name[0]], "train": settings, "seed": 7}
+
+
+def tree_of(base: str, folder: Path, names: str, dtype: str = "float64", **changes: Any) -> dict[str, Any]:
+    return {
+        "base_model": base, "device": "cpu", "dtype": dtype, "max_tokens_per_microbatch": 60, "save_every": 2,
+        "save_total_limit": None, "output_dir": str(folder / "out"), "jobs": [job(name, folder) for name in names],
+    } | changes  # fmt: skip
+
+
+def at_window(number: int, action: Callable[[], Any]) -> Callable[[Event], Any]:
+    """A subscriber that does something while the window whose first round is `number` trains, once in all sessions."""
+    done: list[int] = []
+
+    def heard(event: Event) -> Any:
+        if isinstance(event, WindowPlanned) and event.window == number and not done:
+            done.append(1)
+            return action()
+        return None
+
+    return heard
+
+
+class InThreads:
+    """Calls of commands in threads of their own; the run goes on when their requests are there. `answers` gives theirs."""
+
+    def __init__(self, out: Path) -> None:
+        self.out, self.answers, self.threads = out, dict[str, str](), list[threading.Thread]()
+
+    def call(self, name: str, command: Callable[..., str], *arguments: Any) -> None:
+        def called() -> None:
+            try:
+                self.answers[name] = command(self.out, *arguments)
+            except packlora.InputError as error:
+                self.answers[name] = str(error)
+
+        before = len(Control(self.out).asked())
+        thread = threading.Thread(target=called)
+        thread.start()
+        self.threads.append(thread)
+        until = time.monotonic() + 20
+        while len(Control(self.out).asked()) == before and thread.is_alive() and time.monotonic() < until:
+            time.sleep(0.005)
+
+    def join(self) -> None:
+        for thread in self.threads:
+            thread.join(20)
+
+
+def alone(tree: dict[str, Any], own: dict[str, Any], folder: Path) -> Path:
+    packlora.train({**tree, "jobs": [own], "output_dir": str(folder)})
+    return folder
+
+
+def losses(out: Path, name: str) -> list[Any]:
+    lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
+    return [[line["step"], line["loss"], line["tokens"]] for line in lines if line["job"] == name]
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [("float64", 1e-10), ("float32", 1e-5)])
+def test_jobs_that_join_stop_and_are_cloned_have_the_numbers_of_the_same_jobs_alone(
+    dtype: str, bound: float, base: str, tmp_path: Path
+) -> None:
+    tree, out = tree_of(base, tmp_path, "ab", dtype), tmp_path / "out"
+    more = tmp_path / "more.yaml"
+    c = job("c", tmp_path, global_batch_size=3)
+    c["data"]["path"] = "c.jsonl"  # beside the file
+    more.write_text(json.dumps({"jobs": [c]}))
+    calls, heard = InThreads(out), list[Event]()
+
+    def ask() -> None:
+        calls.call("add", add_jobs, more)
+        calls.call("stop", stop_job, "b")
+        calls.call("clone", clone_job, "a", "a-2", ["train.learning_rate=2e-2", "adapter.r=6"])
+        calls.call("weights", clone_job, "a", "a-3", ["train.learning_rate=5e-3"], True)
+        calls.call("twice", clone_job, "a", "A", [])
+        calls.call("unknown", stop_job, "z")
+        calls.call("key", clone_job, "a", "a-4", ["train.rate=1"])
+        calls.call("file", clone_job, "a", "a-5", ["data.path=nowhere.jsonl"])
+
+    result = packlora.train(tree, subscribers=[at_window(2, ask), heard.append])
+    calls.join()
+    assert calls.answers["add"] == "job 'c' joined at round 4, for 4 optimizer steps"
+    assert calls.answers["stop"].startswith("job 'b' ends at step 4; its adapter is saved to ")
+    assert calls.answers["clone"] == "job 'a-2' joined at round 4, for 6 optimizer steps"
+    assert calls.answers["weights"] == "job 'a-3' joined at round 4, for 6 optimizer steps"
+    assert "refused: jobs: the name 'A' is used twice (also as 'a')" in calls.answers["twice"]
+    assert calls.answers["unknown"].startswith("refused: there is no job 'z'; running: a")
+    assert "job 'a-4': train.rate: unknown key" in calls.answers["key"]
+    assert "nowhere.jsonl" in calls.answers["file"]
+    assert {name: (own.status, own.step) for name, own in result.jobs.items()} == {
+        "a": ("done", 6), "b": ("done", 4), "c": ("done", 4), "a-2": ("done", 6), "a-3": ("done", 6),
+    }  # fmt: skip
+    assert [event.job for event in heard if isinstance(event, JobJoined)] == ["c", "a-2", "a-3"]
+    rounds = [event.round for event in heard if isinstance(event, MicrobatchDone)]
+    assert rounds == sorted(rounds) and rounds[-1] == 9
+    assert not any("b" in event.batches for event in heard if isinstance(event, MicrobatchDone) and event.round >= 4)
+    record = json.loads((out / "run.json").read_text())
+    joined = {change["join"]["name"]: change["join"] for change in record["changes"] if "join" in change}
+    assert list(record["jobs"]) == ["a", "b", "c", "a-2", "a-3"]
+    names = {"a": tree["jobs"][0], **joined}
+    for name, own in names.items():
+        by_itself = alone(tree, own, tmp_path / f"alone-{name}")
+        assert distance(adapter(out, name), adapter(by_itself, name)) < bound, name
+        for ours, theirs in zip(losses(out, name), losses(by_itself, name), strict=True):
+            assert ours[::2] == theirs[::2] and abs(ours[1] - theirs[1]) < bound
+    by_itself = alone(tree, tree["jobs"][1], tmp_path / "alone-b")
+    shutil.copytree(by_itself / "b" / "checkpoint-4", tmp_path / "at4" / "b")
+    assert distance(adapter(out, "b"), adapter(tmp_path / "at4", "b")) < bound
+    state = json.loads((out / "b" / "trainer_state.json").read_text())
+    assert (state["stopped"], state["max_steps"]) == ("packlora stop", 4)
+
+
+def request(out: Path, tree: dict[str, Any]) -> None:
+    """As the commands write it, without a wait."""
+    (out / "control").mkdir(exist_ok=True)
+    number = f"{len(list((out / 'control').iterdir())) + 1:016x}"
+    (out / "control" / f"request-{number}.json").write_text(json.dumps(tree))
+
+
+def test_a_run_whose_jobs_join_and_leave_has_the_same_bits_wherever_it_is_broken_off_and_resumed(
+    base: str, tmp_path: Path
+) -> None:
+    tree = tree_of(base, tmp_path, "ab", "float32", save_every=3, eval_every=2)
+    tree["jobs"][0]["train"]["num_train_epochs"] = 1.5
+    c, d = job("c", tmp_path), job("d", tmp_path, rows=16)
+
+    def asking(out: Path) -> list[Callable[[Event], Any]]:
+        add_c = Add(kind="add", jobs=[c]).model_dump()
+        add_d, stop_b = Add(kind="add", jobs=[d]).model_dump(), StopJob(kind="stop", job="b").model_dump()
+        stop_c = StopJob(kind="stop", job="c").model_dump()
+        return [
+            at_window(2, lambda: request(out, add_c)),
+            at_window(4, lambda: (request(out, stop_b), request(out, add_d))[2:]),
+            at_window(6, lambda: request(out, stop_c)),
+        ]
+
+    whole, events = tmp_path / "whole", list[Event]()
+    want = packlora.train({**tree, "output_dir": str(whole)}, subscribers=[*asking(whole), events.append])
+    assert {name: own.step for name, own in want.jobs.items()} == {"a": 9, "b": 6, "c": 4, "d": 8}
+    places = range(20, len(events), 9) if SOAK else [len(events) * part // 20 for part in (9, 14, 18)]
+    for number, at in enumerate(places):
+        out, count = tmp_path / f"out-{number}", [0]
+
+        def break_off(event: Event, count: list[int] = count, at: int = at, out: Path = out) -> None:
+            count[0] += 1
+            if count[0] >= at and not list((out / "control").glob("request-*")):  # one that waits is carried out later
+                signal.default_int_handler(signal.SIGINT, None)
+
+        subscribers = asking(out)
+        with pytest.raises(KeyboardInterrupt):
+            packlora.train({**tree, "output_dir": str(out)}, subscribers=[*subscribers, break_off])
+        got = packlora.train({**tree, "output_dir": str(out)}, resume=True, subscribers=subscribers)
+        assert {name: own.step for name, own in got.jobs.items()} == {name: own.step for name, own in want.jobs.items()}
+        for name in "abcd":
+            file = Path(name, "adapter_model.safetensors")
+            assert (out / file).read_bytes() == (whole / file).read_bytes(), (at, name)
+            assert losses(out, name) == losses(whole, name)
+        ours, theirs = (json.loads((folder / "run.json").read_text())["changes"] for folder in (out, whole))
+        assert ours == theirs
+
+
+def test_a_run_goes_on_with_more_jobs_in_its_file_and_with_more_epochs_of_one_that_has_ended(
+    base: str, tmp_path: Path
+) -> None:
+    tree = tree_of(base, tmp_path, "ab")
+    packlora.train(tree, max_steps=3)
+    more = {**tree, "jobs": [*tree["jobs"], job("c", tmp_path)]}
+    assert {name: own.step for name, own in packlora.train(more, resume=True).jobs.items()} == {"a": 6, "b": 6, "c": 6}
+    longer = json.loads(json.dumps(more))
+    longer["jobs"][1]["train"]["num_train_epochs"] = 2
+    longer["jobs"].append(job("d", tmp_path))
+    heard: list[Event] = []
+    result = packlora.train(longer, resume=True, subscribers=[heard.append])
+    assert {name: own.step for name, own in result.jobs.items()} == {"a": 6, "b": 12, "c": 6, "d": 6}
+    assert {event.job for event in heard if isinstance(event, Stepped)} == {"b", "d"}
+    for own in longer["jobs"]:
+        by_itself = alone(tree, own, tmp_path / f"alone-{own['name']}")
+        assert distance(adapter(tmp_path / "out", own["name"]), adapter(by_itself, own["name"])) < 1e-10, own["name"]
+    longer["jobs"][0]["train"]["learning_rate"] = 1.0
+    with pytest.raises(packlora.InputError, match=r"job 'a' train\.learning_rate changed"):
+        packlora.train(longer, resume=True)
+    with pytest.raises(packlora.InputError, match=r"jobs \(names or order\) changed"):
+        packlora.train({**longer, "jobs": longer["jobs"][1:]}, resume=True)
+
+
+def test_commands_say_what_is_wrong_where_no_run_trains(base: str, tmp_path: Path) -> None:
+    runner = CliRunner()
+    jobs = tmp_path / "jobs.yaml"
+    jobs.write_text(json.dumps({"jobs": [job("c", tmp_path)], "seed": 1}))
+    said = runner.invoke(app, ["add", str(tmp_path), str(jobs)])
+    assert said.exit_code == 2 and "'seed' is of the whole run" in said.output
+    said = runner.invoke(app, ["stop", str(tmp_path), "a"])
+    assert said.exit_code == 2 and "holds no run" in said.output
+    (tmp_path / "run.json").write_text("{}")
+    said = runner.invoke(app, ["clone", str(tmp_path), "a", "b"])
+    assert said.exit_code == 2 and "no run trains in" in said.output
+    assert not (tmp_path / "control").exists()
+
+
+def test_what_is_no_request_is_refused_and_costs_the_run_nothing(base: str, tmp_path: Path) -> None:
+    tree, out = tree_of(base, tmp_path, "a"), tmp_path / "out"
+
+    def spoil() -> None:
+        control = out / "control"
+        control.mkdir()
+        (control / f"request-{1:016x}.json").write_text("{")
+        (control / f"request-{2:016x}.json").write_text('{"kind": "stop", "job": "a", "path": "/"}')
+        (control / f"request-{3:016x}.json").symlink_to(tmp_path / "a.jsonl")
+        (control / f"request-{4:016x}.json").mkdir()
+        (control / "request-../x.json").parent.mkdir()
+        bad = job("c", tmp_path) | {"name": "../c"}
+        (control / f"request-{5:016x}.json").write_text(json.dumps({"kind": "add", "jobs": [bad]}))
+
+    assert packlora.train(tree, subscribers=[at_window(0, spoil)]).status == "done"
+    answers = {path.name[-6]: json.loads(path.read_text()) for path in (out / "control").glob("answer-*")}
+    assert not any(answer["accepted"] for answer in answers.values())
+    assert "cannot be a folder name" in answers["5"]["text"]
+    assert sorted(answers) == list("12345")
+
+
+def test_a_run_on_several_processes_refuses_what_is_asked(tmp_path: Path) -> None:
+    tmp_path.joinpath("run.json").write_text("{}")
+    calls = InThreads(tmp_path)
+    with lock_folder(tmp_path):
+        calls.call("stop", stop_job, "a")
+        Refusal(tmp_path, 2)(WindowPlanned(0, 16, "greedy", 60, 1, 0, 1, 0.0, "at bound", 0.0, 0.0))
+        calls.join()
+    assert calls.answers["stop"].startswith("refused: the run trains on 2 processes")
+
+
+def test_a_command_whose_run_is_killed_takes_its_request_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("packlora.runtime.control.LOOK_S", 0.05)
+    tmp_path.joinpath("run.json").write_text("{}")
+    calls = InThreads(tmp_path)
+    with lock_folder(tmp_path):
+        calls.call("stop", stop_job, "a")
+    calls.join()
+    assert "has ended without an answer; nothing was changed" in calls.answers["stop"]
+    assert not list((tmp_path / "control").iterdir())

@@ -1,0 +1,236 @@
+"""Sweeps: a candidate is the job that it would be alone, the rules end the right ones, and a run that is broken off makes the
+same decisions."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from seeds import SOAK
+from test_members import base, job, losses
+from test_training import adapter, distance
+from typer.testing import CliRunner
+
+import packlora
+from packlora.cli import app
+from packlora.config import Run
+from packlora.report.events import Event, JobDone, JobJoined, MicrobatchDone
+from packlora.runtime.changes import Change
+from packlora.runtime.sweep import Sweep
+
+assert callable(base)  # a fixture
+Tree = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def tree(base: str, tmp_path: Path) -> Tree:
+    def make(**sweep: Any) -> dict[str, Any]:
+        template = job("a", tmp_path, rows=16)  # 8 steps
+        template["adapter"] = {"r": 3, "lora_dropout": 0.1, "target_modules": ["q_proj", "down_proj"]}
+        return {
+            "base_model": base, "device": "cpu", "dtype": "float32", "max_tokens_per_microbatch": 60, "save_every": 3,
+            "eval_every": 2, "save_total_limit": None, "output_dir": str(tmp_path / "out"), "jobs": [template],
+            "sweep": {
+                "job": "a", "parameters": {"train.learning_rate": [1e-4, 3e-2, 1e30, 1e-2], "adapter.r": [2, 5]},
+                "concurrent": 3, "stopping": {"method": "successive_halving", "min_resource": 2, "reduction_factor": 2},
+            } | sweep,
+        }  # fmt: skip
+
+    return make
+
+
+def ranking(out: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((out / "sweep.json").read_text())
+    return found
+
+
+def test_candidates_are_the_jobs_that_they_would_be_alone_and_the_best_one_is_kept(tree: Tree, tmp_path: Path) -> None:
+    run, out, heard = tree(), tmp_path / "out", list[Event]()
+    result = packlora.train(run, subscribers=[heard.append])
+    found = ranking(out)
+    assert (result.status, found["status"], len(found["candidates"])) == ("done", "done", 8)
+    names = [f"a-{number:03d}" for number in range(8)]
+    assert sorted(result.jobs) == names and not (out / "a").exists()
+    for name in names if SOAK else names[1:5]:  # a run of the one job, with its values written out
+        own = next(line for line in found["candidates"] if line["name"] == name)
+        alone = json.loads(json.dumps(run["jobs"][0])) | {"name": name}
+        alone["train"]["learning_rate"] = own["parameters"]["train.learning_rate"]
+        alone["adapter"]["r"] = own["parameters"]["adapter.r"]
+        folder = tmp_path / f"alone-{name}"
+        by_itself = {key: value for key, value in run.items() if key != "sweep"}
+        steps = {"max_steps": own["step"]} if own["step"] else {}
+        packlora.train({**by_itself, "jobs": [alone], "output_dir": str(folder), "save_every": 0}, **steps)
+        if alone["train"]["learning_rate"] == 1e30:
+            assert own["status"] == "failed" and own["eval_loss"] is None
+            continue
+        assert distance(adapter(out, name), adapter(folder, name)) < 1e-5
+        for ours, theirs in zip(losses(out, name), losses(folder, name), strict=True):
+            assert ours[::2] == theirs[::2] and abs(ours[1] - theirs[1]) < 1e-5
+    values = [line["eval_loss"] for line in found["candidates"] if line["eval_loss"] is not None]
+    assert values == sorted(values) and len(values) == 6
+    best = out / "best" / "adapter_model.safetensors"
+    assert best.read_bytes() == (out / found["best"] / "adapter_model.safetensors").read_bytes()
+    stopped = [line for line in found["candidates"] if line["status"] == "stopped"]
+    assert stopped and all(line["reason"].startswith("successive halving") for line in stopped)
+    assert {event.job for event in heard if isinstance(event, JobDone) and event.stopped} == {
+        own["name"] for own in stopped
+    }
+    assert {event.job for event in heard if isinstance(event, JobJoined)} == set(names[3:])
+    most = max(len(event.batches) for event in heard if isinstance(event, MicrobatchDone))
+    assert 1 < most <= 3
+    page = (out / "report.html").read_text()
+    assert "Sweep" in page and "train.learning_rate" in page and "a-001" in page
+
+
+def test_candidates_that_share_every_microbatch_shape_have_the_bits_of_the_job_alone(
+    tree: Tree, tmp_path: Path
+) -> None:
+    run = tree(parameters={"train.learning_rate": [1e-3, 1e-2]}, concurrent=2, stopping={"method": "none"})
+    run["schedule"] = {"method": "solo"}  # each candidate's own microbatches: nothing else differs from the job alone
+    packlora.train(run)
+    for name, rate in (("a-000", 1e-3), ("a-001", 1e-2)):
+        alone = json.loads(json.dumps(run["jobs"][0])) | {"name": name}
+        alone["train"]["learning_rate"] = rate
+        by_itself = {key: value for key, value in run.items() if key != "sweep"}
+        packlora.train({**by_itself, "jobs": [alone], "output_dir": str(tmp_path / name)})
+        file = Path(name, "adapter_model.safetensors")
+        assert (tmp_path / "out" / file).read_bytes() == (tmp_path / name / file).read_bytes()
+        assert losses(tmp_path / "out", name) == losses(tmp_path / name, name)
+
+
+@pytest.mark.parametrize("method", ["grid", "optuna"])
+def test_a_sweep_has_the_same_ranking_and_bits_wherever_it_is_broken_off_and_resumed(
+    method: str, tree: Tree, tmp_path: Path
+) -> None:
+    pytest.importorskip("optuna") if method == "optuna" else None
+    run = tree()
+    if method == "optuna":
+        ranges = {"train.learning_rate": {"min": 1e-4, "max": 0.1, "log": True}, "adapter.r": [2, 5]}
+        run = tree(parameters=ranges, method="optuna", num_trials=7, concurrent=4)
+    whole, events = tmp_path / "whole", list[Event]()
+    packlora.train({**run, "output_dir": str(whole)}, subscribers=[events.append])
+    want = ranking(whole)
+    places = (
+        range(12, len(events), 7)
+        if SOAK
+        else [len(events) * part // 20 for part in ((12,) if method == "optuna" else (9, 18))]
+    )
+    for number, at in enumerate(places):
+        out, count = tmp_path / f"out-{number}", [0]
+
+        def break_off(event: Event, count: list[int] = count, at: int = at) -> None:
+            count[0] += 1
+            if count[0] == at:
+                signal.default_int_handler(signal.SIGINT, None)
+
+        with pytest.raises(KeyboardInterrupt):
+            packlora.train({**run, "output_dir": str(out)}, subscribers=[break_off])
+        packlora.train({**run, "output_dir": str(out)}, resume=True)
+        assert ranking(out) == want, at
+        assert (
+            json.loads((out / "run.json").read_text())["changes"]
+            == json.loads((whole / "run.json").read_text())["changes"]
+        )
+        for line in want["candidates"]:
+            file = Path(line["name"], "adapter_model.safetensors")
+            assert (out / file).read_bytes() == (whole / file).read_bytes(), (at, line["name"])
+    assert packlora.train({**run, "output_dir": str(out)}, resume=True).tokens == 0  # nothing is left to be done
+    assert ranking(out) == want
+
+
+def decided(rule: dict[str, Any], curves: list[list[float]], base: str, tmp_path: Path) -> list[tuple[str, int]]:
+    """Which candidates with these held-out losses, every second step, leave in which round."""
+    template = {"name": "a", "data": {"path": "x", "eval_path": "y"}, "train": {"max_steps": 2 * len(curves[0])}}
+    sweep = Sweep(
+        Run.model_validate(
+            {
+                "base_model": "-", "output_dir": "-", "eval_every": 2, "jobs": [template],
+                "sweep": {"job": "a", "parameters": {"seed": list(range(len(curves)))}, "stopping": rule},
+            }
+        )
+    )  # fmt: skip
+    changes, out = sweep.begin(), []
+    sweep.follow(changes)
+    for given in range(2, 2 * len(curves[0]) + 2, 2):
+        for trial, curve in zip(sweep.trials.values(), curves, strict=True):
+            if not trial.has_left:
+                history = [{"step": 2 * at + 2, "eval_loss": curve[at]} for at in range(given // 2)]
+                trial.see(given, "running", 2 * len(curve), history)
+        for name, reason in sweep.decide(given).items():
+            out += [(name, given)] if reason else []
+            sweep.follow([Change(round=given, by="sweep", leave=name, step=given, reason=reason)])
+    return out
+
+
+def test_each_rule_ends_the_candidates_that_it_should(base: str, tmp_path: Path) -> None:
+    falling = [[4 - 0.1 * speed * step for step in range(8)] for speed in range(4)]
+    rule: dict[str, Any] = {"method": "successive_halving", "min_resource": 4, "reduction_factor": 2}
+    assert decided(rule, falling, base, tmp_path) == [("a-000", 4), ("a-001", 4), ("a-002", 8)]
+    rule = {"method": "median", "n_startup_trials": 4, "n_warmup_steps": 4}
+    assert decided(rule, falling, base, tmp_path) == [("a-000", 6), ("a-001", 6), ("a-000", 6), ("a-001", 6)][:2]
+    up = [[3.0, 2.0, 2.1, 1.9, 2.0, 2.0, 2.0, 1.0], [3.0, 2.9, 2.8, 2.7, 2.6, 2.5, 2.4, 2.3]]
+    assert decided({"method": "patience", "patience": 3, "min_delta": 0.05}, up, base, tmp_path) == [("a-000", 14)]
+    assert decided({"method": "target", "target": 2.75}, up, base, tmp_path) == [("a-000", 4), ("a-001", 4)]
+    assert decided({"method": "none"}, up, base, tmp_path) == []
+
+
+def test_what_cannot_be_swept_is_refused_before_training(
+    tree: Tree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"job": "b"}, "there is no job 'b'; there are a"),
+        ({"parameters": {"train.rate": [1, 2]}}, r"sweep:\n.*train.rate: unknown key"),
+        ({"parameters": {"adapter.r": [8, 0]}}, "adapter.r: input should be greater"),
+        ({"parameters": {"adapter.r": {"min": 1, "max": 8}}}, "adapter.r is a range, and a grid takes lists"),
+        ({"parameters": {"adapter.r": {"min": 8, "max": 1}}, "method": "random", "num_trials": 2}, "goes from 8 to 1"),
+        ({"method": "random"}, "num_trials goes with random and optuna"),
+        ({"stopping": {"method": "target"}}, "method: target goes with a target"),
+        ({"parameters": {"name": ["b"]}}, "name cannot be swept"),
+        (
+            {"parameters": {"adapter.r": {"mim": 1, "max": 2}}},
+            r"sweep\.parameters\.adapter\.r\.mim: .*did you mean 'min'",
+        ),
+        ({"parameters": {"adapter.r": 3}}, "adapter.r: input should be a list of values, or a range"),
+        ({"concurent": 3}, "did you mean 'concurrent'"),
+    ]
+    for sweep, message in cases:
+        with pytest.raises(packlora.InputError, match=message):
+            packlora.train(tree(**sweep))
+    run = tree()
+    with pytest.raises(packlora.InputError, match="eval_every is 0"):
+        packlora.train({**run, "eval_every": 0})
+    with pytest.raises(packlora.InputError, match="max-steps would end"):
+        packlora.train(run, max_steps=2)
+    del run["jobs"][0]["data"]["eval_path"]
+    with pytest.raises(packlora.InputError, match=r"has no data\.eval_path"):
+        packlora.train(run)
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    with pytest.raises(packlora.InputError, match=r"pip install 'packlora\[sweep\]'"):
+        packlora.train(tree(method="optuna", num_trials=2))
+    assert not (tmp_path / "out").exists()
+
+
+def test_random_draws_are_in_their_ranges_and_the_same_every_time(tree: Tree) -> None:
+    ranges = {
+        "train.learning_rate": {"min": 1e-5, "max": 1e-3, "log": True}, "adapter.r": {"min": 2, "max": 9},
+        "train.weight_decay": {"min": 0.0, "max": 0.5}, "adapter.use_dora": [True, False],
+    }  # fmt: skip
+    run = Run.model_validate(tree(parameters=ranges, method="random", num_trials=40, concurrent=40))
+    drawn = [change.parameters for change in Sweep(run).begin()]
+    assert drawn == [change.parameters for change in Sweep(run).begin()]
+    rates, ranks = ([own[key] for own in drawn] for key in ("train.learning_rate", "adapter.r"))
+    assert min(rates) >= 1e-5 and max(rates) <= 1e-3 and -4.4 < sum(map(math.log10, rates)) / 40 < -3.6
+    assert set(ranks) == set(range(2, 10)) and len({own["adapter.use_dora"] for own in drawn}) == 2
+
+
+def test_plan_shows_the_first_candidates(tree: Tree, tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(json.dumps(tree()))
+    said = CliRunner().invoke(app, ["plan", str(file)])
+    assert said.exit_code == 0 and "a-002" in said.output
