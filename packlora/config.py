@@ -29,9 +29,10 @@ from packlora.errors import InputError, quoted, shown
 JOB_NAME = re.compile(r"[A-Za-z0-9._-]+")
 RESERVED_NAMES = {
     ".", "..", ".lock", "run.json", "metrics.jsonl", "evals.jsonl", "microbatches.jsonl", "windows.jsonl", "report.html",
-    "control", "best", "sweep.json", "trackers",
+    "control", "trackers",
 }  # fmt: skip
 """Not for jobs: a job's folder stands beside these files of the run."""
+RESERVED_BY_SWEEPS = {"best", "sweep.json"}
 TEMPORARY = ".tmp-"  # as in files.py, which needs torch
 
 MOST_TOKENS = 2**31 - 1
@@ -695,6 +696,11 @@ class Run(_Strict):
     def _sweep_has_what_it_needs(self) -> Run:
         if self.sweep is None:
             return self
+        for job in self.jobs:
+            if job.name.lower() in RESERVED_BY_SWEEPS:
+                raise ValueError(
+                    f"jobs: a sweep itself uses {job.name!r} in output_dir; choose another name for the job"
+                )
         template = next((job for job in self.jobs if job.name == self.sweep.job), None)
         if template is None:
             names = ", ".join(job.name for job in self.jobs)

@@ -31,7 +31,7 @@ from packlora.adapters.files import CONFIG, WEIGHTS, keyed, load_adapter, save_a
 from packlora.errors import InputError
 from packlora.files import digest, make_folder, remove_folder, write_folder, write_json, write_tensors
 from packlora.parallel.adapter import cut
-from packlora.runtime.job import Job
+from packlora.runtime.job import Job, trainer_state
 from packlora.runtime.optimizer import MOMENTS
 
 STATE, OPTIMIZER, LAST_GOOD = "trainer_state.json", "optimizer.safetensors", "last_good.safetensors"
@@ -107,7 +107,7 @@ def save_checkpoint(folder: Path, job: Job, whole: Whole, run: str, keep: int | 
         for name, tensors in ((LAST_GOOD, whole.last_good), (BEST, whole.best)):
             if tensors is not None:
                 write_tensors(out / name, keyed(job.adapter, tensors))
-        write_json(out / STATE, job.trainer_state())
+        write_json(out / STATE, trainer_state(job))
         _write_manifest(out, job, run, {file.name for file in out.iterdir()})
 
     write_folder(path, write)
@@ -145,7 +145,7 @@ def save_result(folder: Path, job: Job, adapter: Mapping[str, torch.Tensor], run
     if job.failure:
         lines.append(f"Stopped early: {job.failure}.")
     write_card(folder, job.adapter, lines)
-    write_json(folder / STATE, job.trainer_state())
+    write_json(folder / STATE, trainer_state(job))
     _write_manifest(folder, job, run, RESULT)
 
 

@@ -337,28 +337,25 @@ class Job:
             self.adapter.flat.copy_(self.last_good)
         self.failure += f"; the adapter of step {self.step} is kept"
 
-    def trainer_state(self) -> dict[str, Any]:
-        """HF-shaped trainer_state.json, with the job's status beside it."""
-        train = self.config.train
-        found = self.judged
-        known = train.needs_evaluations and found.step is not None
-        best = {"best_global_step": found.step, "best_metric": found.loss} if known else {}
-        return (
-            best
-            | {
-                "global_step": self.step,
-                "max_steps": self.data.num_steps,
-                "epoch": self.epoch,
-                "num_train_epochs": train.num_train_epochs,
-                "train_batch_size": train.global_batch_size,
-                "num_input_tokens_seen": self.tokens_seen,
-                "log_history": self.log_history,
-                "status": self.status,
-                "failure": self.failure,
-                "untrained": sorted(self.untrained),
-            }
-            | ({} if self.stopped is None else {"stopped": self.stopped})
-        )
+
+def trainer_state(job: Job) -> dict[str, Any]:
+    """HF-shaped trainer_state.json, with the job's status beside it."""
+    train, found = job.config.train, job.judged
+    state: dict[str, Any] = {
+        "global_step": job.step,
+        "max_steps": job.data.num_steps,
+        "epoch": job.epoch,
+        "num_train_epochs": train.num_train_epochs,
+        "train_batch_size": train.global_batch_size,
+        "num_input_tokens_seen": job.tokens_seen,
+        "log_history": job.log_history,
+        "status": job.status,
+        "failure": job.failure,
+        "untrained": sorted(job.untrained),
+    }
+    if train.needs_evaluations and found.step is not None:
+        state |= {"best_global_step": found.step, "best_metric": found.loss}
+    return state if job.stopped is None else state | {"stopped": job.stopped}
 
 
 def keep_if_best(job: Job) -> str | None:

@@ -265,9 +265,7 @@ class Trainer:
                 found = {"eval_loss": loss if math.isfinite(loss) else None, "elapsed": self._elapsed()}
                 job.log_history.append({"step": job.step, "epoch": job.epoch, **found})
                 self.events.emit(Evaluated(job.name, job.step, loss))
-                reason = keep_if_best(job) if job.step > 0 else None
-                if reason is not None and job.step < job.data.num_steps:
-                    self.stop.jobs.setdefault(job.name, reason)
+                _judge(job, self.stop)
             if not math.isfinite(loss) and job.step > 0:
                 job.fail(f"held-out loss {loss:g}", revert=True)
                 self._fail(job)
@@ -301,10 +299,9 @@ class Trainer:
         seconds = time.perf_counter() - self.start
         ends = self.left_out | {job.name: self._result_of(job) for job in self.jobs}
         tokens = self.tokens_of_gone + sum(job.tokens_seen for job in self.jobs)
-        status = "interrupted" if self._is_running() else "done"
         judged = ends if self.members is None else self.members.judged(ends)
-        if status == "done" and any(end.status != "done" for end in judged.values()):
-            status = "failed"
+        failed = any(end.status != "done" for end in judged.values())
+        status = "interrupted" if self._is_running() else "failed" if failed else "done"
         result = _result(self.run, self.folder, ends, status, seconds, self.runner.tokens, self.stop.signal)
         self.events.emit(RunEnded(result, self.elapsed_before + seconds, tokens, peak_memory(self.base.device)))
         return result
@@ -320,6 +317,13 @@ def _result(
         status, seconds, tokens, folder.path, folder.path / "report.html",
         {name: ends[name] for name in order if name in ends}, signal, folder.files.incomplete,
     )  # fmt: skip
+
+
+def _judge(job: Job, stop: StopRequest) -> None:
+    """After an evaluation: keep a job's adapter if it is the best, or let the job end if too many were no better."""
+    reason = keep_if_best(job) if job.step > 0 else None
+    if reason is not None and job.step < job.data.num_steps:
+        stop.jobs.setdefault(job.name, reason)
 
 
 def _left_out(job: Job) -> list[str]:

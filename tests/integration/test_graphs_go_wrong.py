@@ -213,7 +213,9 @@ def reason(dora_dropout: str, monkeypatch: pytest.MonkeyPatch, jobs: int = 2) ->
     config = LoraConfig(r=2, use_dora=True, lora_dropout=0.1, target_modules=["q_proj"])
     spec = resolve(config, model, "a", base_dropped=dora_dropout == "peft")
     job: Any = SimpleNamespace(name="a", adapter=SimpleNamespace(spec=spec))
-    base: Any = SimpleNamespace(device=torch.device("cuda"), fused_loss=True, model=model, storage=InMemory())
+    base: Any = SimpleNamespace(
+        device=torch.device("cuda"), quantization=None, fused_loss=True, model=model, storage=InMemory()
+    )
     run: Any = SimpleNamespace(dtype="bfloat16", gradient_checkpointing=False)
     model.requires_grad_(False)
     return why_no_graphs(run, base, [job] * jobs)

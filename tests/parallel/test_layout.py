@@ -406,7 +406,13 @@ def test_a_base_that_no_device_can_hold_is_sharded_by_itself_and_the_plan_says_s
     assert [row.fits for row in tight.rows] == [False, False, True]
     assert ranks(2).run(trained_in, tree, room) == ["done", "done"]
     record = json.loads((tmp_path / "out" / "run.json").read_text())
-    assert record["schedule"]["layout"] == {"groups": [["a", "b"]], "split": 2, "tensor": 1, "sharded": True}
+    assert record["schedule"]["layout"] == {
+        "groups": [["a", "b"]],
+        "split": 2,
+        "tensor": 1,
+        "pipeline": 1,
+        "sharded": True,
+    }
     assert [text for text in record["warnings"] if text == f"parallel.shard_base is taken: {tight.reason}"]
 
     for changes in ({"shard_base": False}, {"devices_per_job": 1}):

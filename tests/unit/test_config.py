@@ -190,6 +190,10 @@ def test_a_value_of_the_wrong_type_is_refused_with_its_place_and_what_was_found(
         (tree({"data": {}}), "job 'first': data.path: is missing"),
         (tree(max_tokens_per_microbatch=1), "max_tokens_per_microbatch: is 1; give auto or a number of tokens"),
         (tree(seed=-1), "seed: input should be greater than or equal to 0"),
+        (
+            tree({"name": "best"}, sweep={"job": "best", "parameters": {"adapter.r": [4, 8]}}),
+            "a sweep itself uses 'best' in output_dir",
+        ),
         (tree(schedule={"method": "best"}), "schedule.method: input should be 'auto', 'greedy', 'milp' or 'solo'"),
         (
             tree(schedule={"padding_multiple": 0}),

@@ -13,6 +13,7 @@ from typing import Any
 
 from packlora.bench.studies import result_files
 from packlora.bench.studies.every_mode import every_mode
+from packlora.bench.studies.four_bits import four_bits
 from packlora.bench.studies.result_files import measured, ratio, results
 from packlora.bench.studies.two_gpus import two_gpus
 
@@ -434,6 +435,7 @@ SECTIONS = (
     multi,
     graphs,
     model,
+    four_bits,
     dora,
     short_jobs,
     every_mode,
@@ -451,6 +453,7 @@ TITLES = {
     "multi": "Four adapters in one batch",
     "graphs": "Small models",
     "model": "An 8B model",
+    "four_bits": "A model of 4-bit weights",
     "dora": "DoRA",
     "short_jobs": "Four jobs of short samples",
     "every_mode": "Small models in every mode",
@@ -518,8 +521,12 @@ def _overview_rows() -> list[str]:
         for key, title in (("lora_r16", "LoRA r 16"), ("dora_r384", "DoRA r 384")):
             own, peer = (file["summary"][f"{start}{key}_over_frozen"] for start in ("", "peft_"))
             rows.append(_compared(f"Llama-3.1-8B's shape, {title}, 8192 tokens", (own, None), (peer, None), "model"))
+    if (file := measured("quantised-h200")) is not None:
+        row = next(row for row in file["rows"] if row["jobs"] == 1 and not row["dora"])
+        own, peer = (row["over_frozen"][name] for name in ("packlora", "peft_bnb"))
+        title = "Llama-3.1-8B's shape in 4 bits, LoRA r 16, 8192 tokens"
+        rows.append(_compared(title, (own, None), (peer, None), "four_bits"))
     for name, start, title, section in (
-        ("short-jobs-h200", "throughput_vs_peft_", "four jobs of short samples at once, 8B shape", "short_jobs"),
         ("short-jobs-06b-h200", "throughput_vs_peft_", "four jobs of short samples at once, 0.6B shape", "short_jobs"),
         ("speed-cpu", "one_job_vs_peft_", "one job, SmolLM2-135M on two CPU threads", "speed"),
     ):
