@@ -6,6 +6,8 @@ import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
+# one thread, in all processes: the models are tiny, and threads that wait for each other on a busy machine cost minutes
+os.environ["OMP_NUM_THREADS"] = "1"
 if not os.path.exists("/dev/nvidiactl"):
     os.environ["TRITON_INTERPRET"] = "1"  # kernels run on the CPU; read when they are defined
 
@@ -30,7 +32,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     from interpreter import make_fast
 
     make_fast()
-torch.set_num_threads(1)  # the models are tiny; threads that wait for each other on a busy machine cost minutes
+torch.set_num_threads(1)
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
 

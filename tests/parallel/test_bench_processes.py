@@ -73,6 +73,7 @@ def test_replicas_on_two_processes(ranks: Pool, tmp_path: Path) -> None:
     assert sorted(content["rows"][0]["bits_equal"].values()) == [False, False, True, True]
 
 
+@pytest.mark.soak
 def test_tensor_parallel_on_two_processes(ranks: Pool, tmp_path: Path) -> None:
     """One message more a step than the frozen layers send; where tokens are apart, each of the four blocks joins its input once
     more."""
