@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -55,7 +56,7 @@ def evaluate_adapter(
     path, revision = same_base([folder], base_model)
     trained = trained_by(folder)
     given = trained.job.data if trained else DataConfig(path="-")
-    tree = {
+    tree: dict[str, Any] = {
         "base_model": path, "revision": revision, "output_dir": "-", "device": device, "max_tokens_per_microbatch": "auto",
         "dtype": (trained.run.dtype if trained else "float32") if dtype == "auto" else dtype,
         "jobs": [
@@ -67,6 +68,8 @@ def evaluate_adapter(
             }
         ],
     }  # fmt: skip
+    if trained and trained.run.quantization is not None:
+        tree["quantization"] = trained.run.quantization.model_dump()
     run = parse_run(tree, "packlora eval")
     with Activity() as told:
         prepared = prepare(run, told=told)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from packlora.adapters.attach import Adapter, attach
-from packlora.adapters.files import load_adapter, read_config
+from packlora.adapters.files import load_adapter, read_config, read_trained_on
 from packlora.adapters.linear import Attached
 from packlora.adapters.spec import resolve
 from packlora.base.device import choose_device
@@ -27,7 +27,7 @@ from packlora.commands.adapter_folder import of_the_base, same_base, trained_by
 from packlora.config import DataConfig
 from packlora.data.encode import encode_rows
 from packlora.data.rows import Row
-from packlora.errors import InputError, printable
+from packlora.errors import InputError, printable, quoted
 from packlora.terminal import say, standard_output
 
 BASE = "base"
@@ -123,6 +123,11 @@ def load_speakers(folders: Sequence[Path], base_model: str | None, dtype: str, d
     attached, adapters = attach(model, specs, 0)
     for adapter in adapters:
         load_adapter(names[adapter.name], adapter)
+        if (codes := read_trained_on(names[adapter.name])) is not None:
+            say(
+                f"{adapter.name} was trained on a base model in {quoted(codes.get('method'))}, and answers here on the base's "
+                "own weights; packlora merge folds it into what the codes stand for"
+            )
     context = int(getattr(config.get_text_config(), "max_position_embeddings", None) or 2**31)
     ends = _ends(model, tokenizer)
     return Speakers(model, tokenizer, attached, {adapter.name: adapter for adapter in adapters}, context, ends)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,12 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 import packlora
+from packlora.adapters.files import TRAINED_ON
 from packlora.cli import app
 from packlora.commands import talk
 from packlora.commands.held_out import evaluate_adapter
@@ -180,3 +183,15 @@ def test_what_cannot_answer_is_refused_in_a_sentence(
         out = invoke(*words, input="")
         assert out.exit_code == 2 and said in out.output, (words, out.output)
         assert "Traceback" not in out.output
+
+
+def test_an_adapter_of_a_quantised_base_says_on_what_it_answers(run: Path, tmp_path: Path, capsys: Any) -> None:
+    folder = tmp_path / "one"
+    shutil.copytree(run / "one", folder)
+    weights = folder / "adapter_model.safetensors"
+    save_file(load_file(weights), weights, {TRAINED_ON: json.dumps({"method": "nf4"})})
+    load_speakers([folder], None, "auto", "cpu")
+    assert (
+        "one was trained on a base model in 'nf4', and answers here on the base's own weights"
+        in capsys.readouterr().err
+    )
