@@ -79,6 +79,27 @@ def test_a_run_gives_what_one_device_gives(
     assert (tmp_path / "out" / "report.html").stat().st_size > 1000
 
 
+def test_the_best_adapter_and_an_early_end_are_those_of_one_device(
+    tree: dict[str, Any], ranks: Groups, tmp_path: Path
+) -> None:
+    jobs = json.loads(json.dumps(tree["jobs"][:2]))
+    for job in jobs:
+        job["train"] |= {
+            "max_steps": 6, "eval_steps": 1, "learning_rate": 0.5, "load_best_model_at_end": True,
+            "early_stopping_patience": 2, "early_stopping_threshold": 100.0, "loraplus_lr_ratio": 4.0,
+        }  # fmt: skip
+    asked = {**tree, "jobs": jobs, "output_dir": str(tmp_path / "one")}
+    train(asked)
+    ended = [line for line in steps(tmp_path / "one") if line["job"] == jobs[0]["name"]]
+    assert len(ended) == 3, "nothing is better by so much"
+    staged = {**asked, "output_dir": str(tmp_path / "two"), "parallel": {"pipeline": 2}}
+    assert [status for status, _ in ranks(2).run(heard, staged, None, 0, {})] == ["done", "done"]
+    assert len(steps(tmp_path / "two")) == len(steps(tmp_path / "one"))
+    for job in jobs:
+        one, two = (adapter(tmp_path / out, job["name"]) for out in ("one", "two"))
+        assert distance(two, one) <= 1e-10
+
+
 def test_jobs_may_have_adapters_on_some_stages_alone(tree: dict[str, Any], ranks: Groups, tmp_path: Path) -> None:
     """On the first layer, on the last one; and one that goes on from an adapter. Stopped on the way."""
     targets = {"first": r".*layers\.0\..*_proj", "last": r".*layers\.4\.mlp\..*_proj"}
