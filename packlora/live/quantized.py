@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from peft.import_utils import is_bnb_available
 from peft.tuners.lora import Linear as PeftLinear
 from torch import nn
 
@@ -27,9 +28,11 @@ COMPILED = "layers over quantised ones are not computed here in compiled graphs"
 @lru_cache
 def linear_kinds() -> dict[type, type]:
     """PEFT's LoRA layers that the operator computes, with the layers that each must be over."""
-    from peft.tuners.lora import bnb  # has no classes without bitsandbytes
-
     found: dict[type, type] = {PeftLinear: nn.Linear}
+    if not is_bnb_available():
+        return found
+    from peft.tuners.lora import bnb  # imports bitsandbytes
+
     for name in ("Linear4bit", "Linear8bitLt"):
         if hasattr(bnb, name):
             found[getattr(bnb, name)] = getattr(bnb.bnb.nn, name)
