@@ -55,8 +55,10 @@ def traced_group(
     if p:
         assert keys_T2 is not None
         xd_TK = (x_TK * dropout_factor(p)).masked_fill(dropped(keys_T2, salt, x_TK.shape[1], p), 0.0)
-    S_TR = linear(xd_TK, torch.cat([layer.A.to(x_TK.dtype) for layer in layers]))
-    parts = S_TR.split([layer.A.shape[0] for layer in layers], dim=1)
+    factors = [layer.A.to(x_TK.dtype) for layer in layers]
+    if len(layers) == 1:  # a compiler keeps the copy that joining one would be
+        return [_up(x_TK, xd_TK, linear(xd_TK, factors[0]), layers[0], bool(p))]
+    parts = linear(xd_TK, torch.cat(factors)).split([len(A_rK) for A_rK in factors], dim=1)
     return [_up(x_TK, xd_TK, S_Tr, layer, bool(p)) for layer, S_Tr in zip(layers, parts, strict=True)]
 
 

@@ -50,21 +50,23 @@ def squared_row_norm(weight_NK: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def direct(problem: NormProblem) -> torch.Tensor:
-    """The norms of one module that row_norm.takes_kernels, by one launch: no table is copied to the device and nothing is kept,
-    so a CUDA graph may be recorded meanwhile."""
+    """The norms of one module that row_norm.takes_kernels: no table is copied to the device and nothing is kept, so a CUDA graph
+    may be recorded meanwhile. K is cut in chunks until every processor has two programs."""
     weight, A, B = problem.weight, problem.A.contiguous(), problem.B.contiguous()
     assert isinstance(weight, torch.Tensor)
     (N, K), rank = weight.shape, len(A)
     ranks = 16 if rank <= 16 else 32
     rows, cols, warps, blocks = (128, 64, 8, 0) if rank > WIDE else (32, 128, 4, cdiv(rank, ranks))
-    out_N = torch.empty(N, dtype=torch.float32, device=weight.device)
+    chunks = min(cdiv(2 * processors(weight.device), cdiv(N, rows)), cdiv(K, 4 * cols))
+    chunk = cdiv(cdiv(K, chunks), cols) * cols
+    squares = torch.empty(cdiv(K, chunk), N, dtype=torch.float32, device=weight.device)
     with on_device(weight.device):
         launch(
-            norm.direct_kernel, (cdiv(N, rows),),
-            (weight, A, B, out_N, N, K, rank, weight.stride(0), float(problem.scaling)),
-            EPS=NORM_EPS, BLOCKS=blocks, BM=rows, BR=ranks, BK=cols, num_warps=warps, num_stages=3,
+            norm.direct_kernel, (cdiv(N, rows), len(squares)),
+            (weight, A, B, squares, N, K, rank, weight.stride(0), float(problem.scaling), chunk),
+            BLOCKS=blocks, BM=rows, BR=ranks, BK=cols, num_warps=warps, num_stages=3,
         )  # fmt: skip
-    return out_N
+    return squares.sum(0).sqrt_().clamp_(min=NORM_EPS)
 
 
 def run(problems: Sequence[NormProblem], budget_bytes: int | None) -> list[torch.Tensor]:

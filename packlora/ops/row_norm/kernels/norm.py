@@ -278,23 +278,25 @@ def _plus_low_rank(
     """merged + s B A over a block of ranks. Added outside of the tensor cores, which would cut long sums off."""
     ranks = first + tl.arange(0, BR)
     has = ranks < rank
-    B_tile = tl.load(B + ranks[None, :], mask=inside[:, None] & has[None, :], other=0.0).to(tl.float32)
+    B_tile = tl.load(B + ranks[None, :], mask=inside[:, None] & has[None, :], other=0.0)
     A_at = A + ranks.to(tl.int64)[:, None] * K + cols[None, :]
-    A_tile = tl.load(A_at, mask=has[:, None] & fits, other=0.0).to(tl.float32)
-    return merged + s * tl.dot(B_tile, A_tile, input_precision=PRECISION)
+    A_tile = tl.load(A_at, mask=has[:, None] & fits, other=0.0)
+    if PRECISION == "tf32x3" and B_tile.dtype == A_tile.dtype and B_tile.dtype.primitive_bitwidth == 16:
+        return merged + s * tl.dot(B_tile, A_tile)  # products of 16 bits are exact
+    return merged + s * tl.dot(B_tile.to(tl.float32), A_tile.to(tl.float32), input_precision=PRECISION)
 
 
 @triton.jit
 def _merged_squares(
-    W, A, B, s, inside, K, rank, PRECISION: tl.constexpr, BLOCKS: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr,
-    BK: tl.constexpr,
+    W, A, B, s, inside, first_k, end_k, K, rank, PRECISION: tl.constexpr, BLOCKS: tl.constexpr, BM: tl.constexpr,
+    BR: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """||W + s B A||^2 by row, element by element. W, B: pointers [rows, 1]. BLOCKS: of ranks, or 0 where that is not known; the
-    loop over K is pipelined where it is."""
+    """||W + s B A||^2 by row over some of K, element by element. W, B: pointers [rows, 1]. BLOCKS: of ranks, or 0 where that is
+    not known; the loop over K is pipelined where it is."""
     total = tl.zeros((BM,), dtype=tl.float32)
-    for k in range(0, K, BK):
+    for k in range(first_k, end_k, BK):
         cols = k + tl.arange(0, BK)
-        fits = (cols < K)[None, :]
+        fits = (cols < end_k)[None, :]
         merged = tl.load(W + cols[None, :], mask=inside[:, None] & fits, other=0.0).to(tl.float32)
         if BLOCKS > 0:
             for block in tl.static_range(BLOCKS):
@@ -308,27 +310,28 @@ def _merged_squares(
 
 @triton.jit
 def direct_kernel(
-    W, A, B, out, N, K, rank, W_stride, s,
-    EPS: tl.constexpr, BLOCKS: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr,
+    W, A, B, out, N, K, rank, W_stride, s, chunk,
+    BLOCKS: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """The norms of a block of rows of one module, by one launch that needs no tables.
+    """||W + s B A||^2 of a block of rows of one module over a chunk of K, without tables. Grid (blocks of rows, chunks).
 
     Args:
         W: [N, K], its rows W_stride apart; read once.
         A, B: [rank, K] and [N, rank], contiguous, of any types.
-        out: float32 [N]; written.
+        out: float32 [chunks, N]; written.
         N, K, rank, W_stride: sizes, in elements.
         s: float, the scaling.
-        EPS: the smallest norm.
+        chunk: columns of a chunk, a multiple of BK.
         BLOCKS: of ranks, or 0 for any number.
         BM, BR, BK: rows of the block; ranks and k at a time.
     """
     rows = tl.program_id(0) * BM + tl.arange(0, BM)
     inside = rows < N
     W_rows, B_rows = row_pointers(W, rows, inside, W_stride), row_pointers(B, rows, inside, rank)
-    w2 = _merged_squares(W_rows, A, B_rows, s, inside, K, rank, "tf32x3", BLOCKS, BM, BR, BK)
-    norm = tl.maximum(tl.sqrt_rn(w2), EPS, propagate_nan=tl.PropagateNan.ALL)
-    tl.store(out + rows, norm, mask=inside)
+    first = tl.program_id(1) * chunk
+    end = tl.minimum(first + chunk, K)
+    w2 = _merged_squares(W_rows, A, B_rows, s, inside, first, end, K, rank, "tf32x3", BLOCKS, BM, BR, BK)
+    tl.store(out + tl.program_id(1).to(tl.int64) * N + rows, w2, mask=inside)
 
 
 @triton.jit
@@ -386,7 +389,7 @@ def finish_kernel(
             W = row_pointers(tl.load(own).to(tl.pointer_type(W_like.dtype.element_ty)), rows, inside, tl.load(own + 1))
             B = row_pointers(tl.load(own + 5).to(tl.pointer_type(B_like.dtype.element_ty)), rows, inside, rank)
             A = tl.load(own + 4).to(tl.pointer_type(A_like.dtype.element_ty))
-            total = _merged_squares(W, A, B, s, inside, K, rank, "ieee", 0, BM, BR, BK)
+            total = _merged_squares(W, A, B, s, inside, 0, K, K, rank, "ieee", 0, BM, BR, BK)
             w2 = tl.where(cancels, total, w2)
         norm = tl.maximum(tl.sqrt_rn(w2), EPS, propagate_nan=tl.PropagateNan.ALL)
         tl.store(out + at, norm, mask=inside)
