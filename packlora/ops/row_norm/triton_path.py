@@ -50,8 +50,8 @@ def squared_row_norm(weight_NK: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def direct(problem: NormProblem) -> torch.Tensor:
-    """The norms of one module that row_norm.takes_kernels. No table is copied to the device and nothing is kept, as in a graph it
-    must be. K is cut in chunks until every processor has two programs."""
+    """The norms of one module that row_norm.takes_kernels. No table is copied to the device and nothing is kept, for graphs
+    allow neither. K is cut in chunks until every processor has two programs."""
     weight, A, B = problem.weight, problem.A.contiguous(), problem.B.contiguous()
     assert isinstance(weight, torch.Tensor)
     (N, K), rank = weight.shape, len(A)
