@@ -182,9 +182,9 @@ def test_what_is_not_installed_or_known_is_refused_before_training(
             prepare(Run.model_validate({**tree, "quantization": "nf4"}))
     file = base / "config.json"
     file.write_text(
-        json.dumps(json.loads(file.read_text()) | {"quantization_config": {"quant_method": "gptq", "bits": 4}})
+        json.dumps(json.loads(file.read_text()) | {"quantization_config": {"quant_method": "hqq", "bits": 4}})
     )
-    with pytest.raises(InputError, match=r"is quantised by gptq; this version takes floats and .*dequantize"):
+    with pytest.raises(InputError, match=r"is quantised by hqq; this version takes floats, and .*dequantize"):
         prepare(Run.model_validate(tree))
 
 
