@@ -14,7 +14,7 @@ from conftest import tiny_model
 from peft import LoraConfig, get_peft_model
 from seeds import SEED
 from stored_codes import FORMATS, save_dense, save_stored
-from test_accelerate import assert_same, fill, outcome
+from test_accelerate import assert_same, outcome
 
 import packlora
 from packlora.ops.lora_linear.library_codes import library_codes
@@ -60,6 +60,16 @@ def loaded(kind: str, source: Path, folder: Path, dtype: torch.dtype = torch.flo
             dense[path] = module.weight.dequantize().float()
     save_dense(source, folder / "dense", dense)
     return model.train(), folder / "dense"
+
+
+def fill(model: Any) -> Any:
+    """Adapters that matter, by name: GPTQ's layers come in another order."""
+    generator = torch.Generator().manual_seed(SEED)
+    with torch.no_grad():
+        for name, tensor in sorted(model.named_parameters()):
+            if "lora_" in name:
+                tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.2)
+    return model
 
 
 def adapted(base: Any, **changes: Any) -> Any:
