@@ -12,11 +12,14 @@ from typing import Any
 import pytest
 import torch
 from conftest import tiny_model
+from peft import PeftModel
 from stored_codes import FORMATS, NEEDS, save_dense, save_stored, write_config
 from test_training import JOBS, adapter, config, distance, train
 from transformers import AutoModelForCausalLM
 
+from packlora.base import dequantised_files
 from packlora.base.model import Base, load_base
+from packlora.commands.merge import merge_adapter
 from packlora.config import Run
 from packlora.errors import InputError
 from packlora.ops.lora_linear.quantized import QuantizedLinear
@@ -139,6 +142,43 @@ def test_codes_take_what_a_plan_predicts_and_no_dense_copy_is_kept(
     vectors = {id(module.weight) for module in base.model.modules() if type(module) is torch.nn.Embedding}
     vectors.add(id(base.model.get_output_embeddings().weight))
     assert {id(found) for found in left} <= vectors
+
+
+def test_an_adapter_is_merged_into_what_the_codes_of_its_base_stand_for(
+    made: Made, source: Path, write_rows: Rows, tmp_path: Path
+) -> None:
+    """Over several files; the oracle is PEFT on the dense model."""
+    codes, dense, _ = made("fp8")
+    job = {**JOBS[3], "train": {**JOBS[3]["train"], "max_steps": 1}}
+    train(config(str(codes), tmp_path / "out", write_rows, [job]))
+    folder, ids = tmp_path / "out" / job["name"], torch.arange(3, 40)[None]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dequantised_files, "SHARD_BYTES", 100_000)
+        note = merge_adapter(folder, tmp_path / "merged")
+    assert note is not None and "folded into what the base's fp8 codes stand for; the model is dense" in note
+    assert len(list((tmp_path / "merged").glob("*.safetensors"))) > 1
+    with torch.no_grad():
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+        plain = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32)
+        want = PeftModel.from_pretrained(plain, folder)(ids).logits
+        torch.testing.assert_close(merged(ids).logits, want, rtol=1e-4, atol=1e-4)
+    with pytest.raises(InputError, match="fp8 codes are not made here; give the base that is saved so"):
+        merge_adapter(folder, tmp_path / "no", str(source))
+
+
+def test_an_adapter_of_torchao_s_codes_is_merged_into_them(made: Made, write_rows: Rows, tmp_path: Path) -> None:
+    _, dense, quantization = made("int8_weight_only")
+    codes, _, _ = made("int8_weight_only")
+    job = {**JOBS[0], "train": {**JOBS[0]["train"], "max_steps": 1}}
+    train(config(str(codes), tmp_path / "out", write_rows, [job], quantization=quantization))
+    note = merge_adapter(tmp_path / "out" / "lora", tmp_path / "merged")
+    assert note is not None and "torchao int8_weight_only codes of the base stand for" in note
+    ids = torch.arange(3, 40)[None]
+    with torch.no_grad():
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+        plain = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32)
+        want = PeftModel.from_pretrained(plain, tmp_path / "out" / "lora")(ids).logits
+        torch.testing.assert_close(merged(ids).logits, want, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
