@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from packlora.base.load import read_model
-from packlora.base.quantized import check_quantization, loading, made_of, own_layers
+from packlora.base.quantized import check_quantization, read_quantised
 from packlora.base.stored import Stored
 from packlora.base.weight_files import SINGLE, WeightFiles
 from packlora.ops.lora_linear.quantized import QuantizedLinear
@@ -29,9 +28,8 @@ class DequantisedFiles:
     ) -> None:
         """dtype: in which a run computed with what the codes stand for."""
         check_quantization(stored.as_asked, device, f"base_model {path!r}")
-        how = loading(stored.as_asked, stored, dtype, device)
         self.path, self.dtype, self._files = path, dtype, WeightFiles(path, revision)
-        model = own_layers(read_model(path, revision, made_of(dtype), **how), dtype, path)
+        model = read_quantised(path, revision, stored.as_asked, stored, dtype, device)
         self._layers: dict[str, QuantizedLinear] = {
             f"{name}.weight": layer for name, layer in model.named_modules() if isinstance(layer, QuantizedLinear)
         }

@@ -20,7 +20,7 @@ from packlora.base.liger import use_liger
 from packlora.base.load import read_config, read_model
 from packlora.base.packing import prepare_model
 from packlora.base.proof import OwnLogits, check_packing, own_logits
-from packlora.base.quantized import check_stored, loading, made_of, own_layers
+from packlora.base.quantized import check_stored, read_quantised
 from packlora.base.shape import check_row
 from packlora.base.stored import stored_as
 from packlora.config import QuantizationConfig, Run
@@ -67,9 +67,8 @@ def load_base(run: Run, tokenizer: Any, longest: Mapping[str, int] | None = None
     if quantization is None:
         model = read_model(path, run.revision, dtype, run.trust_remote_code).to(device)
     else:
-        how = loading(quantization, stored_as(config, path), dtype, device)
-        model = read_model(path, run.revision, made_of(dtype), run.trust_remote_code, **how)
-        model = own_layers(model, dtype, path, notes)
+        stored = stored_as(config, path)
+        model = read_quantised(path, run.revision, quantization, stored, dtype, device, run.trust_remote_code, notes)
     check_row(model, run.max_tokens_per_microbatch, path)
     base = ready_base(run, model, tokenizer, device, path, longest or {}, InMemory())
     base.quantization = quantization

@@ -17,6 +17,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils import is_bitsandbytes_available, is_torchao_available
 
+from packlora.base.load import read_model
 from packlora.base.stored import Stored, stored_as
 from packlora.config import QuantizationConfig
 from packlora.errors import InputError
@@ -33,6 +34,8 @@ LIBRARIES = {
     "fp8": ((), ""),
 }  # fmt: skip
 """By method the modules that read it, and how they are installed; the others are bitsandbytes'."""
+MADE = ("nf4", "fp4", "int8", "torchao")
+"""Methods whose codes are made while a model is loaded."""
 DEFAULT_GROUP = 128
 
 
@@ -80,7 +83,7 @@ def check_stored(asked: QuantizationConfig | None, config: Any, path: str) -> Qu
             f"quantization is {asked.described}, but base_model {path!r} is saved as {stored.as_asked.described}; leave the "
             "key out"
         )
-    if stored is None and asked.method in LIBRARIES and asked.method != "torchao":
+    if stored is None and asked.method not in MADE:
         raise InputError(
             f"quantization is {asked.described}, which is not made while a model is loaded, and base_model {path!r} is saved "
             "as floats; give one that is saved so, or ask for nf4, fp4, int8 or torchao"
@@ -132,10 +135,27 @@ def _bytes_of(quantization: QuantizationConfig, N: int, K: int, dtype: torch.dty
 # --- loading -----------------------------------------------------------------------------------------------------------
 
 
-def loading(
+def read_quantised(
+    path: str, revision: str | None, quantization: QuantizationConfig, stored: Stored | None, dtype: torch.dtype,
+    device: torch.device, trust_remote_code: bool = False, notes: list[str] | None = None,
+) -> PreTrainedModel:  # fmt: skip
+    """A model on its device whose quantised layers are this package's, the rest of this dtype.
+
+    Args:
+        stored: the files have the codes; None: they are made while they are read.
+        notes: gets what is to be known of it.
+
+    Raises:
+        InputError: it cannot be loaded, or something of it is in codes that are not read here.
+    """
+    how = _loading(quantization, stored, dtype, device)
+    return own_layers(read_model(path, revision, made_of(dtype), trust_remote_code, **how), dtype, path, notes)
+
+
+def _loading(
     quantization: QuantizationConfig, stored: Stored | None, dtype: torch.dtype, device: torch.device
 ) -> dict[str, Any]:
-    """What from_pretrained is given for it. stored: the files have it."""
+    """What from_pretrained is given for it."""
     own: Any
     if stored is not None:
         own = stored.loading()

@@ -109,7 +109,8 @@ def _torchao(told: Mapping[str, Any], path: str) -> Stored:
     name, data = str(kind["_type"]), kind["_data"]
     if name == "Int4WeightOnlyConfig":
         group = int(data["group_size"])
-        own = QuantizationConfig(method="torchao", quant_type="int4_weight_only", group_size=group)  # type: ignore[arg-type]
+        sized: Any = group if group != 128 else None
+        own = QuantizationConfig(method="torchao", quant_type="int4_weight_only", group_size=sized)
         return Stored(own, told, 4, group, 2, 2)
     if name == "Int8WeightOnlyConfig":
         return Stored(QuantizationConfig(method="torchao", quant_type="int8_weight_only"), told)

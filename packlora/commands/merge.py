@@ -29,7 +29,7 @@ from packlora.adapters.spec import AdapterSpec, ModuleSpec
 from packlora.base.dequantised_files import DequantisedFiles
 from packlora.base.device import choose_device
 from packlora.base.load import read_tokenizer
-from packlora.base.quantized import check_quantization, dequantised, quantised_paths
+from packlora.base.quantized import MADE, check_quantization, dequantised, quantised_paths
 from packlora.base.stored import Stored, stored_as
 from packlora.base.weight_files import INDEX, WeightFiles, keys_of
 from packlora.commands.adapter_folder import of_the_base, open_adapter
@@ -175,7 +175,7 @@ class Codes:
             reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
             raise InputError(f"{what}: {reason}; give auto, none, nf4, fp4 or int8") from None
         what = "--quantization" if told is None else str(adapter_dir)
-        if found.method in ("gptq", "awq", "compressed-tensors", "fp8"):
+        if found.method not in MADE:
             raise InputError(
                 f"{what}: {found.method} codes are not made here; give the base that is saved so, --base-model"
             )
