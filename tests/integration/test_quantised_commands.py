@@ -109,6 +109,6 @@ def test_an_adapter_of_codes_that_were_made_of_floats_answers_on_them(base: str,
     pytest.importorskip("bitsandbytes")
     packlora.train(tree_of(base, tmp_path, "d", dtype="float32", quantization={"method": "nf4", "double_quant": True}))
     speakers = load_speakers([tmp_path / "out" / "d"], None, "auto", "cpu")
-    kinds = [module.frozen.codes.settings for module in speakers.model.modules() if hasattr(module, "frozen")]
-    assert {"method": "nf4", "double_quant": True} in [own for own in kinds if isinstance(own, dict)]
+    kinds = [m.frozen.codes.settings for m in speakers.model.modules() if isinstance(m, QuantizedLinear)]
+    assert kinds and all(own == {"method": "nf4", "double_quant": True} for own in kinds)
     assert "own weights" not in capsys.readouterr().err
