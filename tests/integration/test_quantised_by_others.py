@@ -14,8 +14,8 @@ import torch
 from conftest import tiny_model
 from peft import PeftModel
 from stored_codes import FORMATS, NEEDS, save_dense, save_stored, write_config
-from test_training import JOBS, adapter, config, distance, train
-from transformers import AutoModelForCausalLM
+from test_training import JOBS, adapter, config, distance, like_peft, perturbed_peft, steps, train, train_by_peft
+from transformers import AutoModelForCausalLM, TorchAoConfig
 
 from packlora.base import dequantised_files
 from packlora.base.model import Base, load_base
@@ -142,6 +142,38 @@ def test_codes_take_what_a_plan_predicts_and_no_dense_copy_is_kept(
     vectors = {id(module.weight) for module in base.model.modules() if type(module) is torch.nn.Embedding}
     vectors.add(id(base.model.get_output_embeddings().weight))
     assert {id(found) for found in left} <= vectors
+
+
+@pytest.mark.parametrize("kind", ["int8_weight_only", pytest.param("float8_weight_only", marks=pytest.mark.soak)])
+def test_losses_and_adapters_are_those_of_peft_on_torchao_s_codes_saved_or_made(
+    kind: str, made: Made, source: Path, write_rows: Rows, tmp_path: Path
+) -> None:
+    """Real PEFT over the layers of torchao against a job beside another; float32. The saved model gives the same bits."""
+    need(kind)
+    torchao: Any = pytest.importorskip("torchao.quantization")
+    own = {"int8": torchao.Int8WeightOnlyConfig, "float8": torchao.Float8WeightOnlyConfig}[kind.split("_")[0]]()
+    model = AutoModelForCausalLM.from_pretrained(
+        source, dtype=torch.float32, quantization_config=TorchAoConfig(own), device_map={"": "cpu"},
+        attn_implementation="eager",
+    )  # fmt: skip
+    save_dense(source, tmp_path / "saved", {})
+    model.save_pretrained(tmp_path / "saved")
+    model = perturbed_peft(str(source), "dora", tmp_path / "start", model.train())
+    job = like_peft(write_rows("rows", 6, seed=3), tmp_path / "start")
+    job["train"]["max_steps"] = 3
+    tree = config(str(source), tmp_path / "out", write_rows, [job, JOBS[1]], quantization=TORCHAO[kind])
+    tree["jobs"][1]["train"]["max_steps"] = 2
+    losses = train_by_peft(model, prepare(Run.model_validate(tree)).jobs[0].data)[:3]
+    train(tree)
+    ours = [line["loss"] for line in steps(tmp_path / "out") if line["job"] == "job"]
+    assert ours == pytest.approx(losses, rel=1e-5)
+    again = {**tree, "base_model": str(tmp_path / "saved"), "quantization": None, "output_dir": str(tmp_path / "again")}
+    train(again)
+    one, other = (adapter(tmp_path / out, "job") for out in ("out", "again"))
+    assert all(torch.equal(one[key], other[key]) for key in one)
+    other_kind = "float8_weight_only" if kind.startswith("int8") else "int8_weight_only"
+    with pytest.raises(InputError, match=f"quantization is torchao {other_kind}, but .* is saved as torchao {kind}"):
+        prepare(Run.model_validate({**again, "quantization": TORCHAO[other_kind]}))
 
 
 def test_an_adapter_is_merged_into_what_the_codes_of_its_base_stand_for(
