@@ -8,6 +8,7 @@ Shapes: N outputs, K inputs, G inputs that share a scale.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -140,10 +141,12 @@ NEEDS = {
 """Modules without which transformers does not load it."""
 
 
-def save_stored(kind: str, source: str | Path, folder: Path, **changes: Any) -> dict[str, torch.Tensor]:
-    """Write a checkpoint of the model in `source`, all of whose layers but the output layer are stored in codes.
+def save_stored(
+    kind: str, source: str | Path, folder: Path, picked: str = r".*_proj", **changes: Any
+) -> dict[str, torch.Tensor]:
+    """Write a checkpoint of the model in `source`, whose layers are stored in codes.
 
-    changes: of what config.json says of the codes.
+    picked: which layers, by a pattern of their paths. changes: of what config.json says of the codes.
 
     Returns:
         What they stand for, by path of the layer.
@@ -153,7 +156,7 @@ def save_stored(kind: str, source: str | Path, folder: Path, **changes: Any) -> 
     tensors, dense = {}, {}
     for name, tensor in load_file(folder / "model.safetensors").items():
         path = name.removesuffix(".weight")
-        if not path.endswith("_proj") or tensor.ndim != 2:
+        if name == path or tensor.ndim != 2 or not re.fullmatch(picked, path):
             tensors[name] = tensor
             continue
         parts, dense[path] = pack(tensor)

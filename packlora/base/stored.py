@@ -45,9 +45,10 @@ class Stored:
     def layers(self, skeleton: PreTrainedModel) -> list[str]:
         """The layers that are stored so, by path."""
         linear = [path for path, module in skeleton.named_modules() if type(module) is torch.nn.Linear]
-        kept = self.told.get("modules_to_not_convert") or []
-        if self.as_asked.method != "fp8" or not kept:
-            kept = [*kept, *get_keys_to_not_convert(skeleton)]
+        kept = list(self.told.get("modules_to_not_convert") or [])
+        said = {"fp8": "modules_to_not_convert", "compressed-tensors": "ignore"}.get(self.as_asked.method, "")
+        if self.told.get(said) is None:  # these two then leave out nothing else
+            kept += get_keys_to_not_convert(skeleton)
         ignored = [re.compile(one[3:]) for one in self.told.get("ignore") or [] if one.startswith("re:")]
         kept += [one for one in self.told.get("ignore") or [] if not one.startswith("re:")]
         inside = [name for names in self.told.get("modules_in_block_to_quantize") or [] for name in names]

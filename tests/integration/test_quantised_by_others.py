@@ -144,6 +144,40 @@ def test_codes_take_what_a_plan_predicts_and_no_dense_copy_is_kept(
     assert {id(found) for found in left} <= vectors
 
 
+@pytest.mark.parametrize(
+    ("kind", "picked", "changes", "number"),
+    [
+        ("fp8", r".*1.*_proj", {"modules_to_not_convert": ["lm_head", "model.layers.0"]}, 7),
+        ("fp8", r".*(_proj|lm_head)", {"modules_to_not_convert": []}, 15),
+        pytest.param(
+            "packed int4",
+            r".*(self_attn|gate|up).*",
+            {"ignore": ["lm_head", "re:.*down_proj"]},
+            12,
+            marks=pytest.mark.soak,
+        ),
+        ("gptq", r".*[qk]_proj", {"modules_in_block_to_quantize": [["q_proj", "k_proj"]]}, 4),
+        ("awq", r".*self_attn.*", {"modules_to_not_convert": ["gate_proj", "up_proj", "down_proj"]}, 8),
+    ],
+)
+def test_layers_that_a_configuration_leaves_out_are_dense(
+    kind: str, picked: str, changes: dict[str, Any], number: int, source: Path, write_rows: Rows, tmp_path: Path
+) -> None:
+    """Beside layers in codes, or the output layer in codes as well; in float64 as on dense weights."""
+    need(kind)
+    save_dense(source, tmp_path / "dense", save_stored(kind, source, tmp_path / "codes", picked, **changes))
+    jobs = [{**JOBS[0], "train": {**JOBS[0]["train"], "max_steps": 1}}]
+    tree = config(str(tmp_path / "dense"), tmp_path / "out", write_rows, jobs, dtype="float64")
+    again = {**tree, "base_model": str(tmp_path / "codes"), "output_dir": str(tmp_path / "again")}
+    base, layers, (run, prepared) = loaded(again)
+    assert len(layers) == number
+    held = sum(tensor.nbytes for tensor in base.model.state_dict().values())
+    assert abs((memory_parts(run, prepared, 1)["frozen weights"] - 2 * 8 * 64 * 128) / held - 1) < 0.02
+    train(tree)
+    train(again)
+    assert distance(adapter(tmp_path / "again", "lora"), adapter(tmp_path / "out", "lora")) < 1e-10
+
+
 @pytest.mark.parametrize("kind", ["int8_weight_only", pytest.param("float8_weight_only", marks=pytest.mark.soak)])
 def test_losses_and_adapters_are_those_of_peft_on_torchao_s_codes_saved_or_made(
     kind: str, made: Made, source: Path, write_rows: Rows, tmp_path: Path

@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import tiny_model
 from stored_codes import BLOCK, FORMATS, fp8
 from transformers.integrations.finegrained_fp8 import FP8Linear
 
+from packlora.base.quantized import own_layers
 from packlora.base.stored import stored_as
+from packlora.errors import InputError
 from packlora.ops.lora_linear.library_codes import IDENTITY_ROWS, LibraryCodes, by_identity, library_codes
 from packlora.ops.lora_linear.quantized import QuantizedLinear
 
@@ -96,6 +99,16 @@ def test_torchao_s_tensors_without_a_dense_form_are_read_by_the_identity(monkeyp
     monkeypatch.setattr(kind, "dequantize", lambda self, *a: none(self) if not asked else dequantize(self, *a))
     assert torch.equal(codes.values(torch.bfloat16), want) and asked
     assert library_codes(torch.nn.Linear(3, 3)) is None
+
+
+def test_codes_that_nobody_has_read_are_refused_by_the_name_of_their_layer() -> None:
+    model = tiny_model("llama", num_hidden_layers=1)
+    layer = model.model.layers[0].mlp.up_proj
+    layer.weight = torch.nn.Parameter(layer.weight.detach().to(torch.float8_e4m3fn), requires_grad=False)
+    with pytest.raises(
+        InputError, match=r"'base': model.layers.0.mlp.up_proj is a quantised torch.nn.*, which is not read"
+    ):
+        own_layers(model, torch.float32, "base")
 
 
 @pytest.mark.parametrize("kind", FORMATS)
