@@ -223,8 +223,6 @@ def own_layers(
     for name, module, codes in found:
         bias = getattr(module, "bias", None)
         model.set_submodule(name, QuantizedLinear(codes, bias, dtype))
-    del module, codes
-    found.clear()
     _check_left(model, path)
     hook = model.__dict__.pop("ct_decompress_hook", None)  # would look for what is not there any more
     if hook is not None:
