@@ -19,7 +19,7 @@ from packlora.base.demo_model import base_path
 from packlora.base.device import choose_device
 from packlora.base.liger import check_liger
 from packlora.base.load import load_skeleton, load_tokenizer
-from packlora.base.quantized import check_quantization, check_stored, codes_in
+from packlora.base.quantized import MADE, check_quantization, check_stored, codes_in
 from packlora.config import JobConfig, QuantizationConfig, Run
 from packlora.data.dataset import JobData
 from packlora.data.encode import Encoded, encode_rows
@@ -223,7 +223,7 @@ def prepare(
     """
     device = choose_device(run.device)
     check_liger(run.liger, device, run.dtype)
-    if run.quantization is not None:
+    if run.quantization is not None and run.quantization.method in MADE:
         check_quantization(run.quantization, device)
     gone, budgets = gone or {}, budgets or {}
     left_out = _jobs_without_data(run, gone) if resumed else {}
@@ -268,7 +268,7 @@ def _quantization(
     with other settings."""
     path = base_path(run.base_model)
     found = check_stored(run.quantization, skeleton.config, path)
-    if found is not None and run.quantization is None:
+    if found is not None and (run.quantization is None or found.method not in MADE):
         check_quantization(found, device, f"base_model {path!r}")
         try:
             run.check_quantized(f"base_model {path!r} is saved as {found.described}")
