@@ -432,30 +432,37 @@ class ParallelConfig(_Strict):
 
 
 class QuantizationConfig(_Strict):
-    """How the frozen linear layers are stored, by bitsandbytes; a text in its place is its `method`."""
+    """How the frozen linear layers are stored; a text in its place is its `method`."""
 
-    method: Literal["nf4", "fp4", "int8"]
-    """nf4, fp4: 4 bits a number, with a scale for each 64 of them; int8: 8 bits, with a scale for each output."""
+    method: Literal["nf4", "fp4", "int8", "torchao", "gptq", "awq", "compressed-tensors", "fp8"]
+    """By bitsandbytes: nf4, fp4, 4 bits a number, with a scale for each 64 of them; int8, 8 bits, with a scale for each output.
+    By torchao: quant_type says how. The others are only for a base_model that is saved so, and may be left out."""
     double_quant: bool = False
     """Of nf4 and fp4: the scales are quantised too, to 8 bits."""
+    quant_type: Literal["int4_weight_only", "int8_weight_only", "float8_weight_only"] | None = None
+    """Of torchao: 4 bits a number, with a scale and a zero for each group, on CUDA; 8 bits with a scale for each output."""
+    group_size: Literal[32, 64, 128, 256] | None = None
+    """Of torchao's int4_weight_only: numbers that share a scale; null: 128."""
 
     @model_validator(mode="after")
     def _consistent(self) -> QuantizationConfig:
-        if self.double_quant and self.method == "int8":
-            raise ValueError("double_quant is true, but the scales of int8 are not quantised; leave it out")
+        if self.double_quant and self.method not in ("nf4", "fp4"):
+            raise ValueError(f"double_quant is true, but the scales of {self.method} are not quantised; leave it out")
+        if (self.method == "torchao") != (self.quant_type is not None):
+            if self.quant_type is not None:
+                raise ValueError(f"quant_type is torchao's, but method is {self.method}; leave it out")
+            kinds = "int4_weight_only, int8_weight_only or float8_weight_only"
+            raise ValueError(f"method is torchao, so quant_type is needed: {kinds}")
+        if self.group_size is not None and self.quant_type != "int4_weight_only":
+            raise ValueError("group_size is for torchao's int4_weight_only; leave it out")
         return self
 
     @property
     def described(self) -> str:
         """In words, for messages."""
-        return self.method + " with double_quant" * self.double_quant
-
-    @property
-    def bytes_per_weight(self) -> float:
-        """Of a weight's numbers with their scales, but those of int8, which are one for each output."""
-        if self.method == "int8":
-            return 1.0
-        return 0.5 + ((1 + 4 / 256) / 64 if self.double_quant else 4 / 64)
+        grouped = "" if self.quant_type != "int4_weight_only" else f", group_size {self.group_size or 128}"
+        kind = "" if self.quant_type is None else f" {self.quant_type}{grouped}"
+        return self.method + kind + " with double_quant" * self.double_quant
 
 
 class PlansConfig(_Strict):
@@ -593,8 +600,8 @@ class Run(_Strict):
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
     """Of the base model and the activations; adapters and optimizer state are float32 (float64 is for verification)."""
     quantization: QuantizationConfig | None = None
-    """Quantise the frozen linear layers while they are loaded, as QLoRA does: nf4, fp4 or int8, or a mapping with double_quant.
-    They are multiplied in dtype. null: as they are saved."""
+    """Quantise the frozen linear layers while they are loaded, as QLoRA does: nf4, fp4 or int8, or a mapping: double_quant, or
+    method torchao with its quant_type. They are multiplied in dtype. null: as they are saved."""
     device: str = Field("auto", max_length=100)
     """auto takes the GPU if there is one; cpu, cuda or cuda:1 insist."""
     output_dir: PathText

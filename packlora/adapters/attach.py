@@ -205,7 +205,7 @@ def _adapter(
     trained_on: dict[str, Any] | None = None
     if codes is not None:
         dtype = str(frozen[0].dtype).removeprefix("torch.")
-        trained_on = {"method": codes.method, "double_quant": codes.double_quant, "dtype": dtype}
+        trained_on = {**codes.settings, "dtype": dtype}
     return Adapter(name, number, spec, weights, layout, flat, trained_on)
 
 

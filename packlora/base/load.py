@@ -18,8 +18,8 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from packlora.base.demo_model import base_path
-from packlora.base.quantized import stored_quantization
 from packlora.base.shape import check_sizes
+from packlora.base.stored import as_stored, stored_as
 from packlora.config import Run
 from packlora.errors import InputError, foreign, quoted
 
@@ -75,7 +75,7 @@ def read_config(path: str, revision: str | None, trust_remote_code: bool = False
         path,
         lambda: AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code),
     )
-    stored_quantization(config, path)
+    stored_as(config, path)
     check_sizes(config, path)
     return config
 
@@ -109,7 +109,7 @@ def read_model(
     """
     check_files(path)
     transformers.utils.logging.disable_progress_bar()
-    with _quiet():  # its report of the weights is check_weights' matter
+    with _quiet(), as_stored():  # its report of the weights is check_weights' matter
         model, found = load_part(
             "model",
             path,

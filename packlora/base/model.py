@@ -20,8 +20,9 @@ from packlora.base.liger import use_liger
 from packlora.base.load import read_config, read_model
 from packlora.base.packing import prepare_model
 from packlora.base.proof import OwnLogits, check_packing, own_logits
-from packlora.base.quantized import check_stored, loading, made_of, own_layers
+from packlora.base.quantized import check_stored, read_quantised
 from packlora.base.shape import check_row
+from packlora.base.stored import stored_as
 from packlora.config import QuantizationConfig, Run
 from packlora.ops.lora_linear.frozen import InMemory, Storage
 
@@ -62,15 +63,16 @@ def load_base(run: Run, tokenizer: Any, longest: Mapping[str, int] | None = None
     """
     path, device, dtype = base_path(run.base_model), choose_device(run.device), getattr(torch, run.dtype)
     config = read_config(path, run.revision, run.trust_remote_code)
-    quantization = check_stored(run.quantization, config, path)
+    quantization, notes = check_stored(run.quantization, config, path), list[str]()
     if quantization is None:
         model = read_model(path, run.revision, dtype, run.trust_remote_code).to(device)
     else:
-        how = loading(quantization, hasattr(config, "quantization_config"), dtype, device)
-        model = own_layers(read_model(path, run.revision, made_of(dtype), run.trust_remote_code, **how), dtype)
+        stored = stored_as(config, path)
+        model = read_quantised(path, run.revision, quantization, stored, dtype, device, run.trust_remote_code, notes)
     check_row(model, run.max_tokens_per_microbatch, path)
     base = ready_base(run, model, tokenizer, device, path, longest or {}, InMemory())
     base.quantization = quantization
+    base.warnings += notes
     return base
 
 

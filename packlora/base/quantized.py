@@ -1,8 +1,8 @@
 """Base models whose linear layers are quantised: as they are loaded, which the run file asks for, or as they were saved.
 
-bitsandbytes makes the codes and transformers loads them, one tensor after the other: neither the host nor the device ever holds
-the whole model in the wider type. What they leave are layers of their own, in whose place `own_layers` puts this package's.
-Embeddings and the output layer stay as they are, as transformers has it.
+bitsandbytes and torchao make codes while transformers loads a model, one tensor after the other: neither the host nor the
+device ever holds the whole model in the wider type. How models are saved in codes is in stored.py. What transformers leaves
+are layers of the libraries, in whose place `own_layers` puts this package's. Embeddings and the output layer stay as they are.
 """
 
 from __future__ import annotations
@@ -12,22 +12,56 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from transformers import BitsAndBytesConfig, PreTrainedModel
+from transformers import BitsAndBytesConfig, PreTrainedModel, TorchAoConfig
 from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
-from transformers.utils import is_bitsandbytes_available
+from transformers.utils import is_bitsandbytes_available, is_torchao_available
 
+from packlora.base.load import read_model
+from packlora.base.stored import Stored, stored_as
 from packlora.config import QuantizationConfig
 from packlora.errors import InputError
-from packlora.ops.lora_linear.quantized import EightBit, FourBit, QuantizedLinear, codes_of
+from packlora.ops.lora_linear.library_codes import library_codes
+from packlora.ops.lora_linear.quantized import Codes, EightBit, FourBit, QuantizedLinear, codes_of
 
 FLAGS = ("is_quantized", "is_loaded_in_4bit", "is_loaded_in_8bit", "quantization_method", "hf_quantizer")
 """What transformers writes onto a quantised model; it refuses things that are right for other layers."""
+LIBRARIES = {
+    "torchao": (("torchao",), "pip install 'packlora[quant]'"),
+    "compressed-tensors": (("compressed_tensors",), "pip install 'packlora[quant]'"),
+    "gptq": (("gptqmodel", "optimum"), "pip install gptqmodel optimum"),
+    "awq": (("gptqmodel",), "pip install gptqmodel"),
+    "fp8": ((), ""),
+}  # fmt: skip
+"""By method the modules that read it, and how they are installed; the others are bitsandbytes'."""
+MADE = ("nf4", "fp4", "int8", "torchao")
+"""Methods whose codes are made while a model is loaded."""
+DEFAULT_GROUP = 128
+
+
+# --- what can be done here ---------------------------------------------------------------------------------------------
 
 
 def check_quantization(asked: QuantizationConfig, device: torch.device, what: str = "quantization") -> None:
     """Raise InputError where codes cannot be made or read here. what: asks for them, for the message."""
-    said = f"{what}: {asked.method} cannot be met: "
+    said = f"{what}: {asked.described} cannot be met: "
+    if asked.method not in LIBRARIES:
+        _check_bitsandbytes(device, said)
+        return
+    modules, remedy = LIBRARIES[asked.method]
+    for name in modules:
+        if importlib.util.find_spec(name) is None:
+            raise InputError(f"{said}{name} is not installed; {remedy}")
+    if asked.method == "torchao" and not is_torchao_available():
+        raise InputError(f"{said}torchao is too old for transformers; pip install -U 'packlora[quant]'")
+    if asked.quant_type == "int4_weight_only" and device.type != "cuda":
+        raise InputError(
+            f"{said}torchao packs 4 bits for CUDA devices only, not for {device.type}; int8_weight_only, float8_weight_only "
+            "and bitsandbytes' nf4 are made here"
+        )
+
+
+def _check_bitsandbytes(device: torch.device, said: str) -> None:
     if importlib.util.find_spec("bitsandbytes") is None:
         raise InputError(f"{said}bitsandbytes is not installed; pip install 'packlora[quant]'")
     if not is_bitsandbytes_available():
@@ -39,43 +73,95 @@ def check_quantization(asked: QuantizationConfig, device: torch.device, what: st
         raise InputError(f"{said}bitsandbytes {bitsandbytes.__version__} has nothing for {device.type}; it has {known}")
 
 
-def stored_quantization(config: Any, path: str) -> QuantizationConfig | None:
-    """How the files of a model are quantised, by its configuration. Raises InputError where that is not known here."""
-    found = getattr(config, "quantization_config", None)
-    if found is None:
-        return None
-    stored: dict[str, Any] = found if isinstance(found, dict) else found.to_dict()
-    method = str(getattr(stored.get("quant_method"), "value", stored.get("quant_method")))
-    if method != "bitsandbytes":
-        raise InputError(
-            f"base_model {path!r} is quantised by {method}; this version takes floats and bitsandbytes' nf4, fp4 and int8. "
-            "Where transformers can, load it there, call model.dequantize(), and save_pretrained it"
-        )
-    if stored.get("load_in_8bit"):
-        if stored.get("llm_int8_has_fp16_weight"):
-            raise InputError(f"base_model {path!r} is saved with llm_int8_has_fp16_weight; save its weights as floats")
-        return QuantizationConfig(method="int8")
-    return QuantizationConfig(
-        method=stored.get("bnb_4bit_quant_type", "fp4"),
-        double_quant=bool(stored.get("bnb_4bit_use_double_quant", False)),
-    )
-
-
 def check_stored(asked: QuantizationConfig | None, config: Any, path: str) -> QuantizationConfig | None:
     """How the base model of a run is quantised. Raises InputError where it is saved in another way than it is asked for."""
-    stored = stored_quantization(config, path)
-    if asked is not None and stored is not None and asked != stored:
+    stored = stored_as(config, path)
+    if asked is None:
+        return None if stored is None else stored.as_asked
+    if stored is not None and asked != stored.as_asked:
         raise InputError(
-            f"quantization is {asked.described}, but base_model {path!r} is saved as {stored.described}; leave the key out"
+            f"quantization is {asked.described}, but base_model {path!r} is saved as {stored.as_asked.described}; leave the "
+            "key out"
         )
-    return asked or stored
+    if stored is None and asked.method not in MADE:
+        raise InputError(
+            f"quantization is {asked.described}, which is not made while a model is loaded, and base_model {path!r} is saved "
+            "as floats; give one that is saved so, or ask for nf4, fp4, int8 or torchao"
+        )
+    return asked
 
 
-def loading(quantization: QuantizationConfig, stored: bool, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-    """What from_pretrained is given for it. stored: the files have it."""
-    if stored:
-        return {"device_map": {"": device}}
+# --- what it takes -----------------------------------------------------------------------------------------------------
+
+
+def codes_in(
+    skeleton: PreTrainedModel, quantization: QuantizationConfig, path: str, dtype: torch.dtype
+) -> tuple[int, int]:
+    """Numbers of the layers that are quantised, and the bytes that their codes take. dtype: of the run.
+
+    Raises:
+        InputError: a layer cannot be quantised so.
+    """
+    stored = stored_as(skeleton.config, path)
+    paths = quantised_paths(skeleton) if stored is None else stored.layers(skeleton)
+    numbers = held = 0
+    for name in paths:
+        layer: Any = skeleton.get_submodule(name)
+        N, K = layer.weight.shape
+        numbers += N * K
+        held += _bytes_of(quantization, N, K, dtype, name) if stored is None else stored.bytes_of(N, K, dtype)
+    return numbers, held
+
+
+def _bytes_of(quantization: QuantizationConfig, N: int, K: int, dtype: torch.dtype, name: str) -> int:
+    if quantization.method == "torchao":
+        width = made_of(dtype).itemsize
+        if quantization.quant_type == "float8_weight_only":
+            return N * K + 4 * N
+        if quantization.quant_type == "int8_weight_only":
+            return N * K + width * N
+        group = quantization.group_size or DEFAULT_GROUP
+        if K % group:
+            raise InputError(
+                f"quantization: group_size {group} does not divide the {K} inputs of {name}; give one that does, of 32, 64, "
+                "128 and 256, or int8_weight_only"
+            )
+        return N * K // 2 + 2 * 2 * N * K // group
     if quantization.method == "int8":
+        return N * K + 4 * N
+    return round(N * K * (0.5 + ((1 + 4 / 256) / 64 if quantization.double_quant else 4 / 64)))
+
+
+# --- loading -----------------------------------------------------------------------------------------------------------
+
+
+def read_quantised(
+    path: str, revision: str | None, quantization: QuantizationConfig, stored: Stored | None, dtype: torch.dtype,
+    device: torch.device, trust_remote_code: bool = False, notes: list[str] | None = None,
+) -> PreTrainedModel:  # fmt: skip
+    """A model on its device whose quantised layers are this package's, the rest of this dtype.
+
+    Args:
+        stored: the files have the codes; None: they are made while they are read.
+        notes: gets what is to be known of it.
+
+    Raises:
+        InputError: it cannot be loaded, or something of it is in codes that are not read here.
+    """
+    how = _loading(quantization, stored, dtype, device)
+    return own_layers(read_model(path, revision, made_of(dtype), trust_remote_code, **how), dtype, path, notes)
+
+
+def _loading(
+    quantization: QuantizationConfig, stored: Stored | None, dtype: torch.dtype, device: torch.device
+) -> dict[str, Any]:
+    """What from_pretrained is given for it."""
+    own: Any
+    if stored is not None:
+        own = stored.loading()
+    elif quantization.method == "torchao":
+        own = TorchAoConfig(_torchao_config(quantization))
+    elif quantization.method == "int8":
         own = BitsAndBytesConfig(load_in_8bit=True)
     else:
         own = BitsAndBytesConfig(
@@ -84,48 +170,110 @@ def loading(quantization: QuantizationConfig, stored: bool, dtype: torch.dtype, 
             bnb_4bit_use_double_quant=quantization.double_quant,
             bnb_4bit_compute_dtype=dtype,
         )
-    return {"quantization_config": own, "device_map": {"": device}}
+    return {"device_map": {"": device}} | ({} if own is None else {"quantization_config": own})
 
 
-def quantised_paths(model: PreTrainedModel) -> set[str]:
+def _torchao_config(quantization: QuantizationConfig) -> Any:
+    from torchao.quantization import Float8WeightOnlyConfig, Int4WeightOnlyConfig, Int8WeightOnlyConfig
+
+    if quantization.quant_type == "int8_weight_only":
+        return Int8WeightOnlyConfig(set_inductor_config=False)
+    if quantization.quant_type == "float8_weight_only":
+        return Float8WeightOnlyConfig(set_inductor_config=False)
+    return Int4WeightOnlyConfig(
+        group_size=quantization.group_size or DEFAULT_GROUP,
+        int4_packing_format="tile_packed_to_4d",
+        set_inductor_config=False,
+    )
+
+
+def quantised_paths(model: PreTrainedModel) -> list[str]:
     """The layers of a model without weights that are quantised where that is asked for."""
     kept = HfQuantizer.get_modules_to_not_convert(model, None, model._keep_in_fp32_modules)
-    return {
+    return [
         path
         for path, module in model.named_modules()
         if type(module) is torch.nn.Linear and should_convert_module(path, kept)
-    }
+    ]
 
 
 def made_of(dtype: torch.dtype) -> torch.dtype:
-    """What codes are made of in a run of this dtype; bitsandbytes has none of float64."""
+    """What codes are made of in a run of this dtype; libraries have none of float64."""
     return torch.float32 if dtype == torch.float64 else dtype
 
 
-def own_layers(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """Put layers of ours in the place of bitsandbytes', which compute in this dtype; the rest of the model gets it."""
-    for path, module in list(_quantised(model)):
-        model.set_submodule(path, QuantizedLinear(codes_of(module), module.bias, dtype))
-    for name in FLAGS:
-        model.__dict__.pop(name, None)
+def own_layers(
+    model: PreTrainedModel, dtype: torch.dtype, path: str = "", notes: list[str] | None = None
+) -> PreTrainedModel:
+    """Put layers of ours in the place of the libraries', which compute in this dtype; the rest of the model gets it.
+
+    Args:
+        path: the model, for messages.
+        notes: gets what is to be known of it.
+
+    Raises:
+        InputError: something of the model is in codes that are not read here.
+    """
+    found = list(_quantised(model))
+    if notes is not None and any(getattr(codes, "quantises_inputs", False) for _, _, codes in found):
+        notes.append(
+            f"base_model {path!r}: its library rounds the inputs of quantised layers too; here they are multiplied as they "
+            "are, with what the codes stand for"
+        )
+    for name, module, codes in found:
+        bias = getattr(module, "bias", None)
+        model.set_submodule(name, QuantizedLinear(codes, bias, dtype))
+    _check_left(model, path)
+    hook = model.__dict__.pop("ct_decompress_hook", None)  # would look for what is not there any more
+    if hook is not None:
+        hook.remove()
+    for flag in FLAGS:
+        model.__dict__.pop(flag, None)
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     return model.to(dtype)
 
 
-def _quantised(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    from bitsandbytes.nn import Linear4bit, Linear8bitLt
+def _quantised(model: torch.nn.Module) -> Iterator[tuple[str, Any, Codes]]:
+    kinds: tuple[type, ...] = ()
+    if importlib.util.find_spec("bitsandbytes") is not None:
+        from bitsandbytes.nn import Linear4bit, Linear8bitLt
 
+        kinds = (Linear4bit, Linear8bitLt)
     for path, module in model.named_modules():
-        if isinstance(module, Linear4bit | Linear8bitLt):
-            yield path, module
+        codes: Codes | None = codes_of(module) if isinstance(module, kinds) else library_codes(module)
+        if codes is not None:
+            yield path, module, codes
+
+
+def _check_left(model: PreTrainedModel, path: str) -> None:
+    """Raises InputError for a layer whose codes nobody has read."""
+    for name, module in model.named_modules():
+        if isinstance(module, QuantizedLinear):
+            continue
+        codes = [leaf for leaf, own in module.named_parameters(recurse=False) if own.dtype.itemsize == 1]
+        kind = type(module)
+        if codes or hasattr(module, "quantization_scheme") or kind.__module__.startswith("gptqmodel."):
+            raise InputError(
+                f"base_model {path!r}: {name} is a quantised {kind.__module__}.{kind.__qualname__}, which is not read here; "
+                "linear layers of bitsandbytes, torchao, GPTQModel, compressed-tensors and FP8 in blocks are"
+            )
 
 
 def dequantised(weight_NK: torch.Tensor, quantization: QuantizationConfig, dtype: torch.dtype) -> torch.Tensor:
     """What a run of this dtype computes with in the place of a weight: float32, on the weight's device."""
+    weight_NK = weight_NK.to(made_of(dtype))
+    if quantization.method == "torchao":
+        from torchao.quantization import quantize_
+
+        layer = torch.nn.Linear(weight_NK.shape[1], weight_NK.shape[0], False, "meta")
+        layer.weight = torch.nn.Parameter(weight_NK, requires_grad=False)
+        quantize_(layer, _torchao_config(quantization))
+        made = library_codes(layer)
+        assert made is not None
+        return made.values(made_of(dtype)).float()
     from bitsandbytes.functional import int8_vectorwise_quant, quantize_4bit
 
-    weight_NK = weight_NK.to(made_of(dtype))
     if quantization.method == "int8":
         stored, largest_N, _ = int8_vectorwise_quant(weight_NK.half())
         return EightBit(stored, largest_N).values(made_of(dtype)).float()

@@ -3,7 +3,7 @@
     LoRA   W + s B A          DoRA   diag(m / ||W + s B A||_row) (W + s B A)          and the trained biases
 
 An adapter that was trained on a quantised base is folded into what the codes stand for, of all layers that were quantised: that
-is the model it was trained for. The result is dense.
+is the model it was trained for. So is one whose base is saved in codes. The result is dense.
 
 The sum is made in float32 whatever the base is stored in, and rounded once. The base's files are read and written one after
 the other, so that memory holds one of them and not the model.
@@ -26,9 +26,11 @@ from transformers.utils import cached_file
 
 from packlora.adapters.files import read_trained_on, tensor_key
 from packlora.adapters.spec import AdapterSpec, ModuleSpec
+from packlora.base.dequantised_files import DequantisedFiles
 from packlora.base.device import choose_device
 from packlora.base.load import read_tokenizer
-from packlora.base.quantized import check_quantization, dequantised, quantised_paths
+from packlora.base.quantized import MADE, check_quantization, dequantised, quantised_paths
+from packlora.base.stored import Stored, stored_as
 from packlora.base.weight_files import INDEX, WeightFiles, keys_of
 from packlora.commands.adapter_folder import of_the_base, open_adapter
 from packlora.config import QuantizationConfig
@@ -74,17 +76,24 @@ def merge_adapter(
         raise InputError(f"{out} exists and is not empty; choose another folder")
     opened = open_adapter(adapter_dir, base_model)
     base, revision, skeleton = opened.base, opened.config.revision, opened.skeleton
-    with of_the_base():
-        if getattr(skeleton.config, "quantization_config", None) is not None:
-            raise InputError(f"base_model {base!r} holds codes; the model of floats that they were made of is needed")
-        tokenizer = read_tokenizer(base, revision)
-        files = WeightFiles(base, revision)
-        skeleton.tie_weights()
-        keys = keys_of(skeleton, files, computed=True)
     kept = skeleton.config.dtype or torch.float32
+    into: Codes | None = None
+    files: WeightFiles | DequantisedFiles
+    with of_the_base():
+        tokenizer = read_tokenizer(base, revision)
+        stored = stored_as(skeleton.config, base)
+        if stored is not None:
+            files = _in_codes(adapter_dir, quantization, stored, base, revision, kept)
+            keys = files.keys
+            del skeleton.config.quantization_config
+        else:
+            files = WeightFiles(base, revision)
+            skeleton.tie_weights()
+            keys = keys_of(skeleton, files, computed=True)
+            into = Codes.of(adapter_dir, quantization, double_quant, kept)
     merged = Merged(files, opened.spec, opened.tensors, kept if dtype == "auto" else getattr(torch, dtype), adapter_dir)
     merged.find(keys)
-    if (into := Codes.of(adapter_dir, quantization, double_quant, kept)) is not None:
+    if into is not None:
         into.keys = {keys[name] for path in quantised_paths(skeleton) if (name := f"{path}.weight") in keys}
         merged.codes = into
 
@@ -103,8 +112,27 @@ def merge_adapter(
         if reason := unwritten(error):
             raise WriteError(f"cannot write {out}: {reason}") from None
         raise InputError(f"cannot write {out}: {error}") from None
-    notes = [text for text in (opened.note, None if into is None else into.told()) if text]
-    return "; ".join(notes) or None
+    folded = None if into is None else into.told()
+    if stored is not None:
+        folded = f"the adapter is folded into what the base's {stored.as_asked.described} codes stand for; the model is dense"
+    return "; ".join(text for text in (opened.note, folded) if text) or None
+
+
+def _in_codes(
+    adapter_dir: Path, asked: str, stored: Stored, base: str, revision: str | None, dtype: torch.dtype
+) -> DequantisedFiles:
+    """A base that is saved in codes. dtype: of the base, for adapters that do not say in which they were trained."""
+    own, told = stored.as_asked, read_trained_on(adapter_dir)
+    if asked not in ("auto", "none", own.method):
+        raise InputError(f"--quantization {asked}, but base_model {base!r} is saved as {own.described}; leave it out")
+    if asked == "auto" and told is not None and told.get("method") != own.method:
+        raise InputError(
+            f"{adapter_dir} says that its base was quantised by {quoted(told)}, but base_model {base!r} is saved as "
+            f"{own.described}; give the base that it was trained on, or --quantization none"
+        )
+    found = getattr(torch, str((told or {}).get("dtype")), None)
+    made = found if isinstance(found, torch.dtype) else dtype
+    return DequantisedFiles(base, revision, stored, made, choose_device("auto"))
 
 
 def _write_config(folder: Path, model: PreTrainedModel, dtype: torch.dtype) -> None:
@@ -146,7 +174,12 @@ class Codes:
             )
             reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
             raise InputError(f"{what}: {reason}; give auto, none, nf4, fp4 or int8") from None
-        check_quantization(found, choose_device("auto"), "--quantization" if told is None else str(adapter_dir))
+        what = "--quantization" if told is None else str(adapter_dir)
+        if found.method not in MADE:
+            raise InputError(
+                f"{what}: {found.method} codes are not made here; give the base that is saved so, --base-model"
+            )
+        check_quantization(found, choose_device("auto"), what)
         return Codes(found, dtype)
 
     def stand_for(self, stored: torch.Tensor) -> torch.Tensor:
@@ -170,7 +203,7 @@ class Merged:
     tensors: of the adapter, by the keys of its file. dtype: of what is written.
     """
 
-    files: WeightFiles
+    files: WeightFiles | DequantisedFiles
     spec: AdapterSpec
     tensors: Mapping[str, torch.Tensor]
     dtype: torch.dtype

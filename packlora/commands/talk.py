@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 
 from packlora.adapters.attach import Adapter, attach
 from packlora.adapters.files import load_adapter, read_config, read_trained_on
@@ -23,8 +24,10 @@ from packlora.adapters.spec import resolve
 from packlora.base.device import choose_device
 from packlora.base.load import read_config as read_base_config
 from packlora.base.load import read_model, read_tokenizer
+from packlora.base.quantized import MADE, check_quantization, read_quantised
+from packlora.base.stored import stored_as
 from packlora.commands.adapter_folder import of_the_base, same_base, trained_by
-from packlora.config import DataConfig
+from packlora.config import DataConfig, QuantizationConfig
 from packlora.data.encode import encode_rows
 from packlora.data.rows import Row
 from packlora.errors import InputError, printable, quoted
@@ -115,7 +118,14 @@ def load_speakers(folders: Sequence[Path], base_model: str | None, dtype: str, d
     with of_the_base():
         config, tokenizer = read_base_config(path, revision), read_tokenizer(path, revision)
         chosen = getattr(torch, trained.run.dtype) if trained else config.dtype or torch.float32
-        model = read_model(path, revision, chosen if dtype == "auto" else getattr(torch, dtype))
+        kind = chosen if dtype == "auto" else getattr(torch, dtype)
+        stored = stored_as(config, path)
+        quantization = _quantization(folders, place) if stored is None else stored.as_asked
+        if quantization is None:
+            model = read_model(path, revision, kind)
+        else:
+            check_quantization(quantization, place, f"base_model {path!r}")
+            model = read_quantised(path, revision, quantization, stored, kind, place)
     model.to(place).eval()
     model.set_attn_implementation("sdpa")  # generation keeps a cache and does not pack
     names = _names(folders)
@@ -123,7 +133,8 @@ def load_speakers(folders: Sequence[Path], base_model: str | None, dtype: str, d
     attached, adapters = attach(model, specs, 0)
     for adapter in adapters:
         load_adapter(names[adapter.name], adapter)
-        if (codes := read_trained_on(names[adapter.name])) is not None:
+        codes = read_trained_on(names[adapter.name])
+        if codes is not None and (quantization is None or codes.get("method") != quantization.method):
             say(
                 f"{adapter.name} was trained on a base model in {quoted(codes.get('method'))}, and answers here on the base's "
                 "own weights; packlora merge folds it into what the codes stand for"
@@ -131,6 +142,20 @@ def load_speakers(folders: Sequence[Path], base_model: str | None, dtype: str, d
     context = int(getattr(config.get_text_config(), "max_position_embeddings", None) or 2**31)
     ends = _ends(model, tokenizer)
     return Speakers(model, tokenizer, attached, {adapter.name: adapter for adapter in adapters}, context, ends)
+
+
+def _quantization(folders: Sequence[Path], device: torch.device) -> QuantizationConfig | None:
+    """How the base of all of these adapters was quantised when they were trained, where that can be done here."""
+    found = []
+    for folder in folders:
+        told = read_trained_on(folder) or {}
+        told.pop("dtype", None)
+        try:
+            found.append(QuantizationConfig(**told))
+            check_quantization(found[-1], device)
+        except (ValidationError, TypeError, InputError):
+            return None
+    return found[0] if found[0].method in MADE and all(one == found[0] for one in found) else None
 
 
 def _names(folders: Sequence[Path]) -> dict[str, Path]:

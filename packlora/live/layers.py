@@ -22,7 +22,7 @@ from packlora.adapters.kept_outputs import is_on_liger, reader_of, why_product
 from packlora.adapters.norms import NormHandle, RowNorms
 from packlora.adapters.siblings import SiblingGroup
 from packlora.live.forward import DISABLED, DTYPES, MERGED, NOT_ACTIVE, OwnForward, observed
-from packlora.live.quantized import COMPILED, StoredWeight, linear_kinds, why_no_codes
+from packlora.live.quantized import COMPILED, StoredWeight, linear_kinds, stored_weight
 from packlora.live.wrapped import NotWhole, kind_of, why_called, why_no_weight
 from packlora.ops.lora_linear.autograd import lora_group
 from packlora.ops.lora_linear.frozen import Dense, FrozenWeight
@@ -162,7 +162,7 @@ def look(owner: LayerForward) -> LayerCall | str:
             return why_no_weight("lora_magnitude_vector", holder)
     if layer.lora_bias.get(name):
         return "lora_bias is set"
-    if layer.fan_in_fan_out:
+    if getattr(layer, "fan_in_fan_out", False):
         return "fan_in_fan_out is set"
     scaling = layer.scaling[name]
     if not isinstance(scaling, float | int):
@@ -176,7 +176,8 @@ def look(owner: LayerForward) -> LayerCall | str:
     adapter = [("lora_A", A), ("lora_B", B)]
     if reason := _why_not_read(adapter if stored is not None else [("base layer", base), *adapter]):
         return reason
-    if base._parameters["weight"].requires_grad:
+    weight, bias = (stored or base).weight, (stored or base).bias
+    if weight.requires_grad:
         return "its base weight is trained too"
     if type(drop) not in (nn.Identity, nn.Dropout) or observed(drop):
         return f"its lora_dropout is a {type(drop).__name__} of its own or has hooks; known are Dropout and Identity"
@@ -186,8 +187,7 @@ def look(owner: LayerForward) -> LayerCall | str:
     if p >= 1.0 or (p and drop.inplace):
         return f"its lora_dropout drops everything or works in place (p = {p})"
     return LayerCall(
-        owner, base._parameters["weight"], base._parameters.get("bias"), A._parameters["weight"], B._parameters["weight"],
-        float(scaling), p, name, magnitude, stored,
+        owner, weight, bias, A._parameters["weight"], B._parameters["weight"], float(scaling), p, name, magnitude, stored,
     )  # fmt: skip
 
 
@@ -359,7 +359,7 @@ class LayerForward(OwnForward):
 
     def __init__(self, layer: Any, path: str, norms: RowNorms, ask: Ask = MEASURED) -> None:
         super().__init__(layer, path, norms)
-        self.ask = ask
+        self.ask, self.base_kind = ask, linear_kinds()[kind_of(layer)]
         self.group: SiblingGroup | None = None
         self.index = 0
         self.states: dict[int, GroupState] = {}
@@ -397,16 +397,11 @@ class LayerForward(OwnForward):
 
     def stored(self, base: nn.Module) -> StoredWeight | str | None:
         """The weight of a quantised base layer, or why it cannot be read; None of another layer."""
-        kind = linear_kinds()[kind_of(self.layer)]
-        if kind is nn.Linear:
+        if self.base_kind is nn.Linear:
             return None
-        if type(base) is not kind:
-            return f"its base layer is a {type(base).__module__}.{type(base).__qualname__}, not {kind.__name__}"
-        if reason := why_no_codes(base):
-            return reason
-        if self._stored is None or not self._stored.is_of(base):
-            self._stored = StoredWeight(base)
-        return self._stored
+        found = stored_weight(base, self.base_kind, self._stored)
+        self._stored = None if isinstance(found, str) else found
+        return found
 
     def ready(self) -> LayerCall | str:
         return look(self)

@@ -1,12 +1,13 @@
-"""PEFT's LoRA layers over bitsandbytes' quantised ones: what of them the operator reads.
+"""PEFT's LoRA layers over quantised ones: what of them the operator reads.
 
-4 bits: the operator multiplies with what the codes stand for, as bitsandbytes' own training does, in the layer's compute dtype
-(`CastProduct` where x is wider). 8 bits: base products of the forward stay the library's (`LibraryProduct`), which on a GPU
-quantises the inputs as well; those of the backward are with what the codes stand for, there and here.
+The operator multiplies with what the codes stand for, as the libraries' own training does, in the layer's compute dtype
+(`CastProduct` where x is wider). bitsandbytes' 8 bits: base products of the forward stay the library's (`LibraryProduct`),
+which on a GPU quantises the inputs as well; those of the backward are with what the codes stand for, there and here.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -20,15 +21,23 @@ from torch import nn
 from packlora.live.forward import observed
 from packlora.live.wrapped import why_called
 from packlora.ops.lora_linear.frozen import FrozenWeight
-from packlora.ops.lora_linear.quantized import Codes, EightBit, Quantized, codes_of
+from packlora.ops.lora_linear.library_codes import library_codes
+from packlora.ops.lora_linear.quantized import Codes, EightBit, FourBit, Quantized, codes_of
 
 COMPILED = "layers over quantised ones are not computed here in compiled graphs"
 
 
 @lru_cache
-def linear_kinds() -> dict[type, type]:
-    """PEFT's LoRA layers that the operator computes, with the layers that each must be over."""
-    found: dict[type, type] = {PeftLinear: nn.Linear}
+def linear_kinds() -> dict[type, type | None]:
+    """PEFT's LoRA layers that the operator computes, with the layers that each must be over; None: those of which library_codes
+    reads the weight."""
+    from peft.tuners.lora.awq import AwqLoraLinear
+    from peft.tuners.lora.gptq import GPTQLoraLinear
+    from peft.tuners.lora.torchao import TorchaoLoraLinear
+
+    found: dict[type, type | None] = {
+        PeftLinear: nn.Linear, TorchaoLoraLinear: None, GPTQLoraLinear: None, AwqLoraLinear: None,
+    }  # fmt: skip
     if not is_bnb_available():
         return found
     from peft.tuners.lora import bnb  # imports bitsandbytes
@@ -39,10 +48,32 @@ def linear_kinds() -> dict[type, type]:
     return found
 
 
-def why_no_codes(base: Any) -> str | None:
-    """Why the operator cannot read the weight of a bitsandbytes layer."""
+def stored_weight(base: Any, kind: type | None, known: StoredWeight | None) -> StoredWeight | str:
+    """The weight of a quantised base layer, or why it cannot be read.
+
+    Args:
+        kind: of linear_kinds.
+        known: what was read the last time.
+    """
+    name = f"{type(base).__module__}.{type(base).__qualname__}"
+    if kind is not None and type(base) is not kind:
+        return f"its base layer is a {name}, not {kind.__name__}"
     if observed(base):
         return why_called("base layer", base)
+    if kind is not None and (reason := _why_no_codes(base)):
+        return reason
+    if known is not None and known.is_of(base):
+        return known
+    codes: Codes | None = library_codes(base) if kind is None else codes_of(base)
+    if codes is None:
+        return f"its base layer is a {name}, whose codes are not read here"
+    if getattr(codes, "quantises_inputs", False):
+        return f"its base layer is a {name}, which quantises its inputs too"
+    return StoredWeight(base, codes)
+
+
+def _why_no_codes(base: Any) -> str | None:
+    """Why the operator cannot read the weight of a bitsandbytes layer."""
     weight = base._parameters.get("weight")
     if hasattr(base, "state"):
         if base.state.has_fp16_weights or weight.dtype != torch.int8:
@@ -59,20 +90,34 @@ def why_no_codes(base: Any) -> str | None:
 class StoredWeight:
     """A quantised base layer as the operator takes it: the same object for a dtype while it has the same codes."""
 
-    def __init__(self, base: Any) -> None:
-        self.base, self.codes = base, codes_of(base)
+    def __init__(self, base: Any, codes: Codes) -> None:
+        self.base, self.codes = base, codes
+        self._parts = _parts(base)
         self._weights: dict[tuple[torch.dtype, torch.dtype], FrozenWeight] = {}
 
     def is_of(self, base: Any) -> bool:
-        codes = codes_of(base)
-        return base is self.base and all(own is now for own, now in zip(_parts(self.codes), _parts(codes), strict=True))
+        now = _parts(base)
+        return base is self.base and len(now) == len(self._parts) and all(map(operator.is_, now, self._parts))
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The tensor of integers that stands for it."""
+        found = self.base._parameters.get("weight")
+        return found if isinstance(self.codes, FourBit | EightBit) else self.codes.stored
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        own: torch.Tensor | None = self.base._parameters.get("bias")
+        return self.base._buffers.get("bias") if own is None else own
 
     def products(self, x: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
         """In which the library would multiply x. dtype: in which torch would."""
-        if isinstance(self.codes, EightBit):
-            return dtype
-        own: torch.dtype | None = self.base.compute_dtype
-        return x.dtype if own is None else own
+        if isinstance(self.codes, FourBit):
+            own: torch.dtype | None = self.base.compute_dtype
+            return x.dtype if own is None else own
+        if self.codes.settings["method"] == "awq":
+            return dtype if dtype in (torch.float16, torch.bfloat16) else torch.float16
+        return dtype
 
     def frozen(self, dtype: torch.dtype, products: torch.dtype) -> FrozenWeight:
         found = self._weights.get((dtype, products))
@@ -85,8 +130,15 @@ class StoredWeight:
         return found
 
 
-def _parts(codes: Any) -> tuple[object, object]:
-    return codes.stored, codes.largest_N if isinstance(codes, EightBit) else codes.state
+def _parts(base: Any) -> list[object]:
+    """What the codes of a layer are made of: all of its tensors, and what bitsandbytes keeps beside them."""
+    parts: list[object] = [*base._parameters.values(), *base._buffers.values()]
+    weight, state = base._parameters.get("weight"), getattr(base, "state", None)
+    if state is not None:
+        parts += state.CB, state.SCB, weight.SCB
+    elif hasattr(weight, "quant_state"):
+        parts.append(weight.quant_state)
+    return parts
 
 
 class CastProduct(Quantized):
@@ -165,10 +217,16 @@ def _onto(
 @contextmanager
 def left_as_they_are(model: nn.Module) -> Iterator[None]:
     """During a run of the model in evaluation: bitsandbytes' layers keep their layout, which they would change for good on some
-    CPUs, and the dtype that they compute in, which the first input decides."""
+    CPUs, and the dtype that they compute in, which the first input decides; GPTQModel's keep their scales, which AWQ's layers
+    would round to the input's dtype."""
     names = ("support_avx512bf16_for_cpu", "compute_dtype", "compute_type_is_set")
     layers = [module for module in model.modules() if hasattr(module, "compute_type_is_set")]
     before = [{name: getattr(layer, name) for name in names if hasattr(layer, name)} for layer in layers]
+    buffers = [
+        (module, dict(module._buffers))
+        for module in model.modules()
+        if type(module).__module__.startswith("gptqmodel.")
+    ]
     for layer in layers:
         layer.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
     try:
@@ -176,3 +234,5 @@ def left_as_they_are(model: nn.Module) -> Iterator[None]:
     finally:
         for layer, kept in zip(layers, before, strict=True):
             layer.__dict__.update(kept)
+        for module, own in buffers:
+            module._buffers.update(own)

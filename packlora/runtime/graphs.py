@@ -457,7 +457,7 @@ def why_no_graphs(run: Run, base: Base, jobs: Sequence[Job]) -> str | None:
     if base.device.type != "cuda":
         return f"there are none on {base.device.type}"
     if base.quantization is not None:
-        return "bitsandbytes makes the weights of quantised layers where they are read, by kernels of its own"
+        return "the weights of quantised layers are made where they are read, by their libraries"
     if not base.storage.is_whole:
         return "the base model is in parts on several processes, which exchange what they compute from the host"
     if run.dtype not in ("bfloat16", "float16"):

@@ -19,7 +19,7 @@ from packlora.base.demo_model import base_path
 from packlora.base.device import choose_device
 from packlora.base.liger import check_liger
 from packlora.base.load import load_skeleton, load_tokenizer
-from packlora.base.quantized import check_quantization, check_stored
+from packlora.base.quantized import MADE, check_quantization, check_stored, codes_in
 from packlora.config import JobConfig, QuantizationConfig, Run
 from packlora.data.dataset import JobData
 from packlora.data.encode import Encoded, encode_rows
@@ -66,8 +66,8 @@ class ModelShape:
     """What time and memory of a base model depend on.
 
     parameters: of the model; linear_parameters: of its linear layers without the output layer. attention, key_value: widths of
-    queries and of keys. inner: width inside the MLP. head_norms: queries and keys have norms of their own (Qwen 3). largest,
-    outputs: of those linear layers, the most numbers of one and the outputs of all.
+    queries and of keys. inner: width inside the MLP. head_norms: queries and keys have norms of their own (Qwen 3). largest:
+    numbers of the largest of those linear layers.
     """
 
     model_type: str
@@ -81,7 +81,6 @@ class ModelShape:
     vocabulary: int
     head_norms: bool = False
     largest: int = 0
-    outputs: int = 0
 
     @staticmethod
     def of(model: PreTrainedModel) -> ModelShape:
@@ -103,7 +102,6 @@ class ModelShape:
             model.get_input_embeddings().weight.shape[0],
             any(name.endswith("q_norm") for name, _ in model.named_modules()),
             max((module.weight.numel() for module in linear), default=0),
-            sum(module.out_features for module in linear),
         )
 
 
@@ -120,8 +118,8 @@ class PreparedRun:
 
     budget: tokens of a microbatch, for auto the usual one of the device. left_out: jobs of a resumed run whose data is gone,
     with the reason; `jobs` are the others. asks: how adapted layers are to be computed, by module path. quantization: of the
-    base model's linear layers, as the run file asks or as they are saved. encoder: makes samples of data, also those of jobs
-    that join later.
+    base model's linear layers, as the run file asks or as they are saved. in_codes: numbers of these layers, and bytes of their
+    codes. encoder: makes samples of data, also those of jobs that join later.
     """
 
     run: Run
@@ -134,6 +132,7 @@ class PreparedRun:
     asks: dict[str, Ask] = field(default_factory=dict)
     quantization: QuantizationConfig | None = None
     encoder: Encoder | None = None
+    in_codes: tuple[int, int] = (0, 0)
 
     @property
     def longest(self) -> int:
@@ -224,7 +223,7 @@ def prepare(
     """
     device = choose_device(run.device)
     check_liger(run.liger, device, run.dtype)
-    if run.quantization is not None:
+    if run.quantization is not None and run.quantization.method in MADE:
         check_quantization(run.quantization, device)
     gone, budgets = gone or {}, budgets or {}
     left_out = _jobs_without_data(run, gone) if resumed else {}
@@ -235,7 +234,7 @@ def prepare(
     eval_rows = {job.name: reader.held_out(job) for job in run_jobs}
     told(f"laying out {run.base_model}")
     skeleton = load_skeleton(run)
-    quantization = _quantization(run, skeleton, device)
+    quantization, in_codes = _quantization(run, skeleton, device)
     specs = {job.name: adapter_spec(job, configs[job.name], skeleton) for job in run_jobs}
     asks = _asks(run, skeleton, specs, bool(left_out))
     warnings = _doubts_of_starts(run, run_jobs) + [
@@ -254,7 +253,7 @@ def prepare(
         warnings += doubts
     left_out |= gone
     prepared = PreparedRun(
-        run, tokenizer, budget, ModelShape.of(skeleton), jobs, warnings, left_out, asks, quantization, encoder
+        run, tokenizer, budget, ModelShape.of(skeleton), jobs, warnings, left_out, asks, quantization, encoder, in_codes
     )
     _check_parallel(prepared, skeleton)
     if auto:
@@ -262,17 +261,20 @@ def prepare(
     return prepared
 
 
-def _quantization(run: Run, skeleton: PreTrainedModel, device: torch.device) -> QuantizationConfig | None:
-    """How the base model is to be quantised, or is. Raises InputError where that cannot be, or not with other settings."""
+def _quantization(
+    run: Run, skeleton: PreTrainedModel, device: torch.device
+) -> tuple[QuantizationConfig | None, tuple[int, int]]:
+    """How the base model is to be quantised, or is, and what its codes take. Raises InputError where that cannot be, or not
+    with other settings."""
     path = base_path(run.base_model)
     found = check_stored(run.quantization, skeleton.config, path)
-    if found is not None and run.quantization is None:
+    if found is not None and (run.quantization is None or found.method not in MADE):
         check_quantization(found, device, f"base_model {path!r}")
         try:
             run.check_quantized(f"base_model {path!r} is saved as {found.described}")
         except ValueError as error:
             raise InputError(str(error)) from None
-    return found
+    return found, (0, 0) if found is None else codes_in(skeleton, found, path, getattr(torch, run.dtype))
 
 
 def _check_parallel(prepared: PreparedRun, skeleton: PreTrainedModel) -> None:

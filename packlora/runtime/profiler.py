@@ -237,12 +237,8 @@ def memory_parts(run: Run, prepared: PreparedRun, tokens: int) -> dict[str, int]
 
 def _frozen_bytes(prepared: PreparedRun, width: int) -> int:
     """Of quantised layers their codes, and the two largest weights as they are multiplied."""
-    shape, quantization = prepared.shape, prepared.quantization
-    if quantization is None:
-        return shape.parameters * width
-    codes = round(shape.linear_parameters * quantization.bytes_per_weight)
-    codes += 4 * shape.outputs * (quantization.method == "int8")
-    return (shape.parameters - shape.linear_parameters + 2 * shape.largest) * width + codes
+    shape, (numbers, codes) = prepared.shape, prepared.in_codes
+    return (shape.parameters - numbers + 2 * shape.largest * (numbers > 0)) * width + codes
 
 
 def _by_kernels(run: Run) -> bool:

@@ -122,4 +122,4 @@ def test_a_run_has_the_losses_of_dense_weights_which_say_the_same_and_no_graphs(
         losses.append([json.loads(line)["loss"] for line in (tmp_path / name / "metrics.jsonl").open()])
     assert losses[0] == pytest.approx(losses[1], rel=1e-2)
     record = (tmp_path / "codes" / "run.json").read_text()
-    assert "bitsandbytes makes the weights of quantised layers where they are read" in record
+    assert "the weights of quantised layers are made where they are read" in record

@@ -185,13 +185,15 @@ def test_what_cannot_answer_is_refused_in_a_sentence(
         assert "Traceback" not in out.output
 
 
-def test_an_adapter_of_a_quantised_base_says_on_what_it_answers(run: Path, tmp_path: Path, capsys: Any) -> None:
+def test_an_adapter_of_codes_that_are_not_made_here_says_on_what_it_answers(
+    run: Path, tmp_path: Path, capsys: Any
+) -> None:
     folder = tmp_path / "one"
     shutil.copytree(run / "one", folder)
     weights = folder / "adapter_model.safetensors"
-    save_file(load_file(weights), weights, {TRAINED_ON: json.dumps({"method": "nf4"})})
+    save_file(load_file(weights), weights, {TRAINED_ON: json.dumps({"method": "gptq"})})
     load_speakers([folder], None, "auto", "cpu")
     assert (
-        "one was trained on a base model in 'nf4', and answers here on the base's own weights"
+        "one was trained on a base model in 'gptq', and answers here on the base's own weights"
         in capsys.readouterr().err
     )

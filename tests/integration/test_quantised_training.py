@@ -182,9 +182,9 @@ def test_what_is_not_installed_or_known_is_refused_before_training(
             prepare(Run.model_validate({**tree, "quantization": "nf4"}))
     file = base / "config.json"
     file.write_text(
-        json.dumps(json.loads(file.read_text()) | {"quantization_config": {"quant_method": "gptq", "bits": 4}})
+        json.dumps(json.loads(file.read_text()) | {"quantization_config": {"quant_method": "hqq", "bits": 4}})
     )
-    with pytest.raises(InputError, match=r"is quantised by gptq; this version takes floats and .*dequantize"):
+    with pytest.raises(InputError, match=r"is quantised by hqq; this version takes floats, and .*dequantize"):
         prepare(Run.model_validate(tree))
 
 
@@ -214,8 +214,15 @@ def test_an_adapter_of_a_quantised_base_is_merged_into_what_its_codes_stand_for(
         torch.testing.assert_close(merged(ids).logits, want, rtol=1e-4, atol=1e-4)
     with pytest.raises(InputError, match=r"--quantization nf5: .*; give auto, none, nf4, fp4 or int8"):
         merge_adapter(folder, tmp_path / "no", base, quantization="nf5")
-    load_quantised(base, "nf4").save_pretrained(tmp_path / "codes")
-    with pytest.raises(
-        InputError, match="holds codes; the model of floats that they were made of is needed; --base-model"
-    ):
-        merge_adapter(folder, tmp_path / "no", str(tmp_path / "codes"))
+    saved = load_quantised(base, "nf4 double")
+    saved.save_pretrained(tmp_path / "codes")
+    for file in Path(base).glob("*token*"):
+        (tmp_path / "codes" / file.name).write_bytes(file.read_bytes())
+    note = merge_adapter(folder, tmp_path / "of codes", str(tmp_path / "codes"))
+    assert note is not None and "folded into what the base's nf4 with double_quant codes stand for" in note
+    one, other = (load_file(tmp_path / out / "model.safetensors") for out in ("auto", "of codes"))
+    assert one.keys() == other.keys()
+    for key, tensor in one.items():
+        torch.testing.assert_close(other[key], tensor, rtol=0, atol=1e-6)
+    with pytest.raises(InputError, match=r"--quantization fp4, but base_model .* is saved as nf4 with double_quant"):
+        merge_adapter(folder, tmp_path / "no", str(tmp_path / "codes"), quantization="fp4")

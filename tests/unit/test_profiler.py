@@ -38,7 +38,7 @@ def test_memory_of_a_gpu_is_estimated_as_it_was_measured(
     shape = ModelShape("llama", 8_030_261_248, 6_979_321_856, 32, 4096, 4096, 1024, 14336, 128256)
     job = SimpleNamespace(data=SimpleNamespace(label_share=1.0))
     run = SimpleNamespace(dtype="bfloat16", device="auto", gradient_checkpointing=checkpointing)
-    prepared: Any = SimpleNamespace(shape=shape, trainable=0, jobs=[job], quantization=None)
+    prepared: Any = SimpleNamespace(shape=shape, trainable=0, jobs=[job], in_codes=(0, 0))
     parts = profiler.memory_parts(run, prepared, 8192)  # type: ignore[arg-type]
     adapters = 41_943_040 * 2 * 2  # values and gradients
     measured = json.loads((RESULTS / "model-h200.json").read_text())["summary"][key] * 2**30

@@ -75,7 +75,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
 def test_codes_stand_for_what_bitsandbytes_makes_of_them(kind: str, dtype: torch.dtype) -> None:
     for shape in ((9, 33), (24, 64), (3, 2)):
         own = codes(torch.randn(shape), kind)
-        assert own.shape == shape and own.method == kind.split()[0]
+        assert own.shape == shape and own.settings["method"] == kind.split()[0]
         wide = torch.promote_types(dtype, torch.float32)  # 16 bits are rounded from there
         assert torch.equal(own.values(dtype), dequantised(own).to(wide).to(dtype))
 

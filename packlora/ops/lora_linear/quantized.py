@@ -1,7 +1,8 @@
-"""Frozen weights of four and eight bits a number, as bitsandbytes makes them, and the layer that has one.
+"""Frozen weights of four and eight bits a number, and the layer that has one. What bitsandbytes makes is read here, what other
+libraries make in library_codes.py.
 
 A product takes W as a tensor of the compute dtype, which is made of the codes where it is read and is gone when the call of the
-operator ends (temporary.py); then it is a product like any other, and any plan computes it. What is made is what bitsandbytes
+operator ends (temporary.py); then it is a product like any other, and any plan computes it. What is made is what the library
 makes of the same codes, bit for bit.
 
 Shapes: N outputs, K inputs.
@@ -21,24 +22,19 @@ from packlora.ops.lora_linear.temporary import no_longer_than_this, temporary
 from packlora.ops.stamp import stamps
 
 LARGEST_CODE = 127
-METHODS = ("nf4", "fp4", "int8")
 
 
 class Codes(Protocol):
-    """The numbers of a quantised weight [N, K]. stored: the tensor that most of its memory is."""
+    """The numbers of a quantised weight [N, K].
+
+    stored: the tensor that most of its memory is, of integers. settings: how they were made, as a run file says it.
+    """
 
     stored: torch.Tensor
+    settings: dict[str, Any]
 
     @property
     def shape(self) -> tuple[int, int]: ...
-
-    @property
-    def method(self) -> str:
-        """One of METHODS."""
-
-    @property
-    def double_quant(self) -> bool:
-        """The scales are quantised too."""
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """All that the weight is made of, by names for files; empty for `stored`."""
@@ -55,18 +51,11 @@ class FourBit:
 
     def __init__(self, stored: torch.Tensor, state: Any) -> None:
         self.stored, self.state = stored, state
+        self.settings: dict[str, Any] = {"method": str(state.quant_type), "double_quant": bool(state.nested)}
 
     @property
     def shape(self) -> tuple[int, int]:
         return tuple(self.state.shape)
-
-    @property
-    def method(self) -> str:
-        return str(self.state.quant_type)
-
-    @property
-    def double_quant(self) -> bool:
-        return bool(self.state.nested)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return {"": self.stored, **self.state.as_dict(packed=True)}
@@ -89,12 +78,11 @@ class EightBit:
 
     def __init__(self, stored: torch.Tensor, largest_N: torch.Tensor) -> None:
         self.stored, self.largest_N = stored, largest_N
+        self.settings: dict[str, Any] = {"method": "int8", "double_quant": False}
 
     @property
     def shape(self) -> tuple[int, int]:
         return self.stored.shape  # type: ignore[return-value]
-
-    method, double_quant = "int8", False
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return {"": self.stored, "SCB": self.largest_N}
@@ -194,7 +182,9 @@ class QuantizedLinear(torch.nn.Linear):
                 destination[f"{prefix}weight.{name}"] = tensor
 
     def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, {self.frozen.codes.method}"
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, {self.frozen.codes.settings['method']}"
+        )
 
 
 class _Product(torch.autograd.Function):

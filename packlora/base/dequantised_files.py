@@ -1,0 +1,78 @@
+"""The weights of a model that is saved in codes as dense tensors, one by one: what is merged in the place of weight files."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from packlora.base.quantized import check_quantization, read_quantised
+from packlora.base.stored import Stored
+from packlora.base.weight_files import SINGLE, WeightFiles
+from packlora.ops.lora_linear.quantized import QuantizedLinear
+
+SHARD_BYTES = 4 * 2**30
+"""Of a file that is written of it, in float32."""
+
+
+class DequantisedFiles:
+    """As WeightFiles; the model is held in codes, and a read makes one weight of them.
+
+    Raises:
+        InputError: the model cannot be loaded.
+    """
+
+    def __init__(
+        self, path: str, revision: str | None, stored: Stored, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """dtype: in which a run computed with what the codes stand for."""
+        check_quantization(stored.as_asked, device, f"base_model {path!r}")
+        self.path, self.dtype, self._files = path, dtype, WeightFiles(path, revision)
+        model = read_quantised(path, revision, stored.as_asked, stored, dtype, device)
+        self._layers: dict[str, QuantizedLinear] = {
+            f"{name}.weight": layer for name, layer in model.named_modules() if isinstance(layer, QuantizedLinear)
+        }
+        self._rest: dict[str, torch.Tensor] = {
+            name: tensor for name, tensor in _of_one_name(model).items() if name not in self._layers
+        }
+        self.names = self._shared_out()
+
+    @property
+    def keys(self) -> dict[str, str]:
+        """By the model's names, as weight_files.keys_of: they are the keys."""
+        return {name: name for names in self.names.values() for name in names}
+
+    @property
+    def in_codes(self) -> set[str]:
+        return set(self._layers)
+
+    def read(self, key: str) -> torch.Tensor:
+        """A weight on the CPU: of a layer in codes in float32, else as the files have it."""
+        if key in self._layers:
+            return self._layers[key].frozen.codes.values(self.dtype).float().cpu()
+        own = self._rest[key]
+        return self._files.read(key) if self._files.shapes.get(key) == tuple(own.shape) else own.detach().cpu()
+
+    def _shared_out(self) -> dict[str, list[str]]:
+        """The keys of each file that is to be written, by its name."""
+        shards: list[list[str]] = [[]]
+        size = 0
+        for name in (*self._rest, *self._layers):
+            own: Any = self._layers[name].frozen.shape if name in self._layers else self._rest[name].shape
+            more = 4 * torch.Size(own).numel()
+            if shards[-1] and size + more > SHARD_BYTES:
+                shards.append([])
+                size = 0
+            shards[-1].append(name)
+            size += more
+        if len(shards) == 1:
+            return {SINGLE: shards[0]}
+        return {f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors": names for i, names in enumerate(shards)}
+
+
+def _of_one_name(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Its parameters and buffers that are saved, tied ones under the first of their names."""
+    saved, parameters = model.state_dict().keys(), dict(model.named_parameters())
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
+    return parameters | buffers

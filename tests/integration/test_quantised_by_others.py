@@ -1,0 +1,345 @@
+"""Runs on base models in the codes of torchao, GPTQ, AWQ, compressed-tensors and FP8: the numbers of dense weights that say the
+same, and PEFT's; what is refused before training."""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import tiny_model
+from peft import PeftModel
+from stored_codes import FORMATS, NEEDS, save_dense, save_stored, write_config
+from test_training import JOBS, adapter, config, distance, like_peft, perturbed_peft, steps, train, train_by_peft
+from transformers import AutoModelForCausalLM, TorchAoConfig
+
+from packlora.base import dequantised_files
+from packlora.base.model import Base, load_base
+from packlora.commands.merge import merge_adapter
+from packlora.config import Run
+from packlora.errors import InputError
+from packlora.ops.lora_linear.quantized import QuantizedLinear
+from packlora.runtime.prepare import prepare
+from packlora.runtime.profiler import memory_parts
+
+Rows = Callable[..., str]
+TORCHAO = {
+    "int8_weight_only": {"method": "torchao", "quant_type": "int8_weight_only"},
+    "float8_weight_only": {"method": "torchao", "quant_type": "float8_weight_only"},
+}
+NIGHTLY = {"int8", "float8", "float8_weight_only"}
+KINDS = [
+    pytest.param(kind, marks=pytest.mark.soak) if kind in NIGHTLY else kind
+    for kind in (*FORMATS, *TORCHAO)
+]  # fmt: skip
+
+
+def need(kind: str) -> None:
+    for name in NEEDS.get(kind, ("torchao",)):
+        pytest.importorskip(name)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
+    folder = tmp_path_factory.mktemp("source") / "base"
+    model = tiny_model("qwen2", hidden_size=64, intermediate_size=128, num_attention_heads=4)
+    with torch.no_grad():  # GPTQModel keeps biases in 16 bits
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.copy_(parameter.half())
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+Made = Callable[[str], tuple[Path, Path, Any]]
+
+
+@pytest.fixture(scope="module")
+def made(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """kind -> a base model in codes, one of the dense weights that they stand for, and `quantization` of a run."""
+    known: dict[str, tuple[Path, Path, Any]] = {}
+
+    def make(kind: str) -> tuple[Path, Path, Any]:
+        need(kind)
+        if kind not in known:
+            folder = tmp_path_factory.mktemp("stored")
+            stored = source
+            if kind in TORCHAO:
+                dense = by_torchao(source, kind)
+            else:
+                stored = folder / "codes"
+                dense = save_stored(kind, source, stored)
+            save_dense(source, folder / "dense", dense)
+            known[kind] = stored, folder / "dense", TORCHAO.get(kind)
+        return known[kind]
+
+    return make
+
+
+def by_torchao(source: Path, kind: str) -> dict[str, torch.Tensor]:
+    """What the user of torchao gets of it."""
+    from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
+
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    quantize_(model.model, {"int8": Int8WeightOnlyConfig, "float8": Float8WeightOnlyConfig}[kind.split("_")[0]]())
+    return {
+        path: module.weight.dequantize()
+        for path, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and path != "lm_head"
+    }
+
+
+def loaded(tree: dict[str, Any]) -> tuple[Base, dict[str, QuantizedLinear], Any]:
+    run = Run.model_validate(tree)
+    prepared = prepare(run)
+    base = load_base(run, prepared.tokenizer)
+    layers = {path: own for path, own in base.model.named_modules() if isinstance(own, QuantizedLinear)}
+    return base, layers, (run, prepared)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_is_that_on_dense_weights_which_say_the_same(
+    kind: str, made: Made, write_rows: Rows, tmp_path: Path
+) -> None:
+    """Two jobs, LoRA and DoRA with dropout, with activations recomputed; in float64 to its last digits."""
+    codes, dense, quantization = made(kind)
+    jobs = [{**job, "train": {**job["train"], "max_steps": 2}} for job in JOBS[1::2]]
+    tree = config(str(dense), tmp_path / "dense", write_rows, jobs, dtype="float64")
+    train(tree)
+    again = {**tree, "base_model": str(codes), "quantization": quantization, "output_dir": str(tmp_path / "codes")}
+    train({**again, "gradient_checkpointing": True})
+    for job in jobs:
+        assert distance(adapter(tmp_path / "codes", job["name"]), adapter(tmp_path / "dense", job["name"])) < 1e-10
+
+
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.soak), "bfloat16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_codes_take_what_a_plan_predicts_and_no_dense_copy_is_kept(
+    kind: str, dtype: str, made: Made, write_rows: Rows, tmp_path: Path
+) -> None:
+    codes, _, quantization = made(kind)
+    tree = config(str(codes), tmp_path / "out", write_rows, JOBS[:1], quantization=quantization, dtype=dtype)
+    gc.collect()
+    before = {id(found) for found in gc.get_objects() if isinstance(found, torch.Tensor)}
+    base, layers, (run, prepared) = loaded(tree)
+    assert len(layers) == 14 and type(base.model.get_output_embeddings()) is torch.nn.Linear
+    held = sum(tensor.nbytes for tensor in base.model.state_dict().values())
+    predicted = memory_parts(run, prepared, 1)["frozen weights"] - 2 * getattr(torch, dtype).itemsize * 64 * 128
+    assert abs(predicted / held - 1) < 0.02
+    ids = torch.arange(6)[None]
+    base.model(input_ids=ids, position_ids=ids, sample_lengths=(6,), use_cache=False)
+    gc.collect()
+    left = [
+        found for found in gc.get_objects()
+        if isinstance(found, torch.Tensor) and id(found) not in before and found.is_floating_point() and not found.is_meta
+        and found.dtype.itemsize > 1 and found.numel() >= 32 * 64
+    ]  # fmt: skip
+    vectors = {id(module.weight) for module in base.model.modules() if type(module) is torch.nn.Embedding}
+    vectors.add(id(base.model.get_output_embeddings().weight))
+    assert {id(found) for found in left} <= vectors
+
+
+@pytest.mark.parametrize(
+    ("kind", "picked", "changes", "number"),
+    [
+        ("fp8", r".*1.*_proj", {"modules_to_not_convert": ["lm_head", "model.layers.0"]}, 7),
+        ("fp8", r".*(_proj|lm_head)", {"modules_to_not_convert": []}, 15),
+        pytest.param(
+            "packed int4",
+            r".*(self_attn|gate|up).*",
+            {"ignore": ["lm_head", "re:.*down_proj"]},
+            12,
+            marks=pytest.mark.soak,
+        ),
+        ("gptq", r".*[qk]_proj", {"modules_in_block_to_quantize": [["q_proj", "k_proj"]]}, 4),
+        ("awq", r".*self_attn.*", {"modules_to_not_convert": ["gate_proj", "up_proj", "down_proj"]}, 8),
+    ],
+)
+def test_layers_that_a_configuration_leaves_out_are_dense(
+    kind: str, picked: str, changes: dict[str, Any], number: int, source: Path, write_rows: Rows, tmp_path: Path
+) -> None:
+    """Beside layers in codes, or the output layer in codes as well; in float64 as on dense weights."""
+    need(kind)
+    save_dense(source, tmp_path / "dense", save_stored(kind, source, tmp_path / "codes", picked, **changes))
+    jobs = [{**JOBS[0], "train": {**JOBS[0]["train"], "max_steps": 1}}]
+    tree = config(str(tmp_path / "dense"), tmp_path / "out", write_rows, jobs, dtype="float64")
+    again = {**tree, "base_model": str(tmp_path / "codes"), "output_dir": str(tmp_path / "again")}
+    base, layers, (run, prepared) = loaded(again)
+    assert len(layers) == number
+    held = sum(tensor.nbytes for tensor in base.model.state_dict().values())
+    assert abs((memory_parts(run, prepared, 1)["frozen weights"] - 2 * 8 * 64 * 128) / held - 1) < 0.02
+    train(tree)
+    train(again)
+    assert distance(adapter(tmp_path / "again", "lora"), adapter(tmp_path / "out", "lora")) < 1e-10
+
+
+@pytest.mark.parametrize("kind", ["int8_weight_only", pytest.param("float8_weight_only", marks=pytest.mark.soak)])
+def test_losses_and_adapters_are_those_of_peft_on_torchao_s_codes_saved_or_made(
+    kind: str, made: Made, source: Path, write_rows: Rows, tmp_path: Path
+) -> None:
+    """Real PEFT over the layers of torchao against a job beside another; float32. The saved model gives the same bits."""
+    need(kind)
+    torchao: Any = pytest.importorskip("torchao.quantization")
+    own = {"int8": torchao.Int8WeightOnlyConfig, "float8": torchao.Float8WeightOnlyConfig}[kind.split("_")[0]]()
+    model = AutoModelForCausalLM.from_pretrained(
+        source, dtype=torch.float32, quantization_config=TorchAoConfig(own), device_map={"": "cpu"},
+        attn_implementation="eager",
+    )  # fmt: skip
+    save_dense(source, tmp_path / "saved", {})
+    model.save_pretrained(tmp_path / "saved")
+    model = perturbed_peft(str(source), "dora", tmp_path / "start", model.train())
+    job = like_peft(write_rows("rows", 6, seed=3), tmp_path / "start")
+    job["train"]["max_steps"] = 3
+    tree = config(str(source), tmp_path / "out", write_rows, [job, JOBS[1]], quantization=TORCHAO[kind])
+    tree["jobs"][1]["train"]["max_steps"] = 2
+    losses = train_by_peft(model, prepare(Run.model_validate(tree)).jobs[0].data)[:3]
+    train(tree)
+    ours = [line["loss"] for line in steps(tmp_path / "out") if line["job"] == "job"]
+    assert ours == pytest.approx(losses, rel=1e-5)
+    again = {**tree, "base_model": str(tmp_path / "saved"), "quantization": None, "output_dir": str(tmp_path / "again")}
+    train(again)
+    one, other = (adapter(tmp_path / out, "job") for out in ("out", "again"))
+    assert all(torch.equal(one[key], other[key]) for key in one)
+    other_kind = "float8_weight_only" if kind.startswith("int8") else "int8_weight_only"
+    with pytest.raises(InputError, match=f"quantization is torchao {other_kind}, but .* is saved as torchao {kind}"):
+        prepare(Run.model_validate({**again, "quantization": TORCHAO[other_kind]}))
+
+
+def test_an_adapter_is_merged_into_what_the_codes_of_its_base_stand_for(
+    made: Made, source: Path, write_rows: Rows, tmp_path: Path
+) -> None:
+    """Over several files; the oracle is PEFT on the dense model."""
+    codes, dense, _ = made("fp8")
+    job = {**JOBS[3], "train": {**JOBS[3]["train"], "max_steps": 1}}
+    train(config(str(codes), tmp_path / "out", write_rows, [job]))
+    folder, ids = tmp_path / "out" / job["name"], torch.arange(3, 40)[None]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dequantised_files, "SHARD_BYTES", 100_000)
+        note = merge_adapter(folder, tmp_path / "merged")
+    assert note is not None and "folded into what the base's fp8 codes stand for; the model is dense" in note
+    assert len(list((tmp_path / "merged").glob("*.safetensors"))) > 1
+    with torch.no_grad():
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+        plain = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32)
+        want = PeftModel.from_pretrained(plain, folder)(ids).logits
+        torch.testing.assert_close(merged(ids).logits, want, rtol=1e-4, atol=1e-4)
+    with pytest.raises(InputError, match="fp8 codes are not made here; give the base that is saved so"):
+        merge_adapter(folder, tmp_path / "no", str(source))
+
+
+def test_an_adapter_of_torchao_s_codes_is_merged_into_them(made: Made, write_rows: Rows, tmp_path: Path) -> None:
+    _, dense, quantization = made("int8_weight_only")
+    codes, _, _ = made("int8_weight_only")
+    job = {**JOBS[0], "train": {**JOBS[0]["train"], "max_steps": 1}}
+    train(config(str(codes), tmp_path / "out", write_rows, [job], quantization=quantization))
+    note = merge_adapter(tmp_path / "out" / "lora", tmp_path / "merged")
+    assert note is not None and "torchao int8_weight_only codes of the base stand for" in note
+    ids = torch.arange(3, 40)[None]
+    with torch.no_grad():
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+        plain = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32)
+        want = PeftModel.from_pretrained(plain, tmp_path / "out" / "lora")(ids).logits
+        torch.testing.assert_close(merged(ids).logits, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"quantization": "torchao"}, "so quant_type is needed"),
+        ({"quantization": {"method": "nf4", "quant_type": "int8_weight_only"}}, "quant_type is torchao's"),
+        ({"quantization": {"method": "torchao", "quant_type": "int2_weight_only"}}, "quant_type"),
+        (
+            {"quantization": {"method": "torchao", "quant_type": "int8_weight_only", "group_size": 64}},
+            "group_size is for torchao's int4_weight_only",
+        ),
+        ({"quantization": {"method": "gptq", "double_quant": True}}, "the scales of gptq are not quantised"),
+        (
+            {"quantization": TORCHAO["int8_weight_only"], "parallel": {"pipeline": 2}},
+            "parallel.pipeline does not take quantised layers apart",
+        ),
+        ({"quantization": "hqq"}, "quantization.method: "),
+    ],
+)
+def test_what_does_not_go_together_is_refused(changes: dict[str, Any], said: str, write_rows: Rows) -> None:
+    from packlora.run_file import run_from
+
+    with pytest.raises(InputError) as caught:
+        run_from(config("base", Path("out"), write_rows, JOBS[:1], **changes))
+    assert said in str(caught.value)
+
+
+COMPRESSED = FORMATS["int8"][1]
+
+
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [
+        ({"quant_method": "hqq"}, r"is quantised by hqq; this version takes floats, and .*gptq"),
+        ({"quant_method": "gptq", "bits": 4}, r"quantization_config of gptq cannot be read \(KeyError: 'group_size'\)"),
+        ({**FORMATS["awq"][1], "version": "gemv"}, "by awq with version gemv, and not gemm"),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, "by fp8 with fmt 'e5m2'"),
+        ({**COMPRESSED, "transform_config": {"config_groups": {"a": {}}}}, "with a transform_config"),
+        ({**COMPRESSED, "quantization_status": "frozen"}, "with quantization_status frozen, and not compressed"),
+        (
+            {"quant_method": "torchao", "quant_type": {"default": {"_type": "FqnToConfig", "_data": {}}}},
+            "by torchao with FqnToConfig",
+        ),
+    ],
+)
+def test_codes_that_are_not_read_are_refused_by_name(
+    told: dict[str, Any], said: str, source: Path, write_rows: Rows, tmp_path: Path
+) -> None:
+    save_dense(source, tmp_path / "base", {})
+    write_config(tmp_path / "base", told)
+    with pytest.raises(InputError, match=said):
+        prepare(Run.model_validate(config(str(tmp_path / "base"), tmp_path / "out", write_rows, JOBS[:1])))
+
+
+def test_what_cannot_be_met_here_is_refused_with_the_remedy(
+    source: Path, write_rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(said: str, told: Any = None, **changes: Any) -> None:
+        folder = tmp_path / "base"
+        if not folder.exists():
+            save_dense(source, folder, {})
+        write_config(folder, told)
+        with pytest.raises(InputError, match=said):
+            prepare(Run.model_validate(config(str(folder), tmp_path / "out", write_rows, JOBS[:1], **changes)))
+
+    refused("quantization is gptq, which is not made while a model is loaded", quantization="gptq")
+    for changes, said in (
+        ({"shard_base": True}, "parallel.shard_base does not"),
+        ({"tensor": 2}, "parallel.tensor does not"),
+        ({"pipeline": 2}, "parallel.pipeline does not"),
+    ):
+        refused(
+            said + r" take quantised layers apart \(base_model .* is saved as fp8", FORMATS["fp8"][1], parallel=changes
+        )
+    refused("cuda_graphs: true is not for quantised layers", FORMATS["fp8"][1], cuda_graphs=True)
+    refused("quantization is nf4, but base_model .* is saved as fp8", FORMATS["fp8"][1], quantization="nf4")
+    find = importlib.util.find_spec
+    gone = {"gptqmodel", "optimum", "compressed_tensors", "torchao"}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name in gone else find(name, *a))
+    for kind, said in (
+        ("gptq", "gptq cannot be met: gptqmodel is not installed; pip install gptqmodel optimum"),
+        ("awq", "awq cannot be met: gptqmodel is not installed; pip install gptqmodel"),
+        (
+            "int8",
+            r"compressed-tensors cannot be met: compressed_tensors is not installed; pip install 'packlora\[quant\]'",
+        ),
+    ):
+        refused(said, FORMATS[kind][1])
+    refused(r"torchao is not installed; pip install 'packlora\[quant\]'", quantization=TORCHAO["int8_weight_only"])
+
+
+def test_four_bits_of_torchao_are_refused_where_it_packs_none(source: Path, write_rows: Rows, tmp_path: Path) -> None:
+    pytest.importorskip("torchao")
+    int4 = {"method": "torchao", "quant_type": "int4_weight_only"}
+    tree = config(str(source), tmp_path / "out", write_rows, JOBS[:1], quantization=int4)
+    with pytest.raises(InputError, match=r"int4_weight_only, group_size 128 cannot be met: .*not for cpu; .*nf4"):
+        prepare(Run.model_validate(tree))
