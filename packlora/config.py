@@ -193,6 +193,12 @@ Scheduler = Literal[
     "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial", "inverse_sqrt",
     "cosine_with_min_lr", "warmup_stable_decay",
 ]  # fmt: skip
+Optim = Literal[
+    "adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit",
+    "paged_adamw_32bit", "lion_32bit", "lion_8bit", "paged_lion_32bit", "paged_lion_8bit",
+]  # fmt: skip
+CUT_OPTIMS = ("adamw_torch", "adamw_torch_fused", "sgd")
+"""Those that step slices of a job as they do the whole one."""
 _SHAPES = ("linear", "cosine", "1-sqrt")
 SCHEDULE_KEYS: dict[str, dict[str, tuple[type, float, float] | tuple[str, ...]]] = {
     "cosine": {"num_cycles": (float, 1e-6, 1e6)},
@@ -211,7 +217,7 @@ SCHEDULE_KEYS: dict[str, dict[str, tuple[type, float, float] | tuple[str, ...]]]
 
 
 class TrainConfig(_Strict):
-    """Optimization of one job (AdamW); the meaning of every key is that of transformers' TrainingArguments."""
+    """Optimization of one job; the meaning of every key is that of transformers' TrainingArguments."""
 
     global_batch_size: int = Field(8, ge=1, le=MOST_STEPS)
     """Samples per optimizer step."""
@@ -219,6 +225,8 @@ class TrainConfig(_Strict):
     """Passes over the samples; may be a fraction."""
     max_steps: int = Field(-1, ge=-1, le=MOST_STEPS)
     """Optimizer steps; -1 lets num_train_epochs decide, a positive number overrides it."""
+    optim: Optim = "adamw_torch"
+    """The optimizer. Those with 8bit, paged or lion in their names are bitsandbytes'."""
     learning_rate: float = Field(2e-4, gt=0, le=1e30)
     """The largest one of the schedule."""
     lr_scheduler_type: Scheduler = "constant"
@@ -230,17 +238,17 @@ class TrainConfig(_Strict):
     warmup_ratio: float = Field(0.0, ge=0, lt=1)
     """The same as a share of all steps, rounded up."""
     weight_decay: float = Field(0.0, ge=0, le=1e6)
-    """AdamW's, decoupled; not applied to biases."""
+    """The optimizer's own, which is decoupled but for sgd; not applied to biases."""
     loraplus_lr_ratio: float | None = Field(None, gt=0, le=1e6)
     """LoRA+: B, magnitudes and trained biases have the learning rate times this; null: that of A."""
     max_grad_norm: float = Field(1.0, ge=0, le=1e30)
     """Gradient norm of the job to clip at; 0 does not clip."""
     adam_beta1: float = Field(0.9, ge=0, lt=1)
-    """Decay of the mean of gradients."""
+    """Decay of the mean of gradients, of AdamW and Lion."""
     adam_beta2: float = Field(0.999, ge=0, lt=1)
-    """Decay of the mean of their squares."""
+    """Decay of the mean of their squares; of Lion that of the mean which is kept."""
     adam_epsilon: float = Field(1e-8, ge=1e-30, le=1)
-    """Added to the root of that mean."""
+    """Added to the root of that mean, by AdamW."""
     shuffle: bool = True
     """Take the samples of every epoch in an order of its own; otherwise in file order."""
     drop_last: bool = False
@@ -679,6 +687,17 @@ class Run(_Strict):
             raise ValueError(
                 f"cuda_graphs: true is not for quantised layers ({what}); leave it at auto, which is off there"
             )
+
+    @model_validator(mode="after")
+    def _cut_as_it_can_be(self) -> Run:
+        key = next((key for key in ("tensor", "pipeline") if getattr(self.parallel, key) > 1), None)
+        for job in self.jobs if key is not None else ():
+            if job.train.optim not in CUT_OPTIMS:
+                raise ValueError(
+                    f"jobs: job {job.name!r} has train.optim: {job.train.optim}, which parallel.{key} does not take; use "
+                    f"one of {', '.join(CUT_OPTIMS)}"
+                )
+        return self
 
     @model_validator(mode="after")
     def _unique_names(self) -> Run:

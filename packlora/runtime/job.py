@@ -19,6 +19,7 @@ from packlora.adapters.flat import total_norm
 from packlora.config import JobConfig, TrainConfig
 from packlora.data.dataset import JobData
 from packlora.data.encode import Sample
+from packlora.runtime.library_optimizer import LibraryOptimizer
 from packlora.runtime.optimizer import FlatAdamW
 from packlora.seeding import stable_hash
 
@@ -120,7 +121,8 @@ class Job:
     def __post_init__(self) -> None:
         self.parameters = self.adapter.named_parameters()
         train = self.config.train
-        self.optimizer = FlatAdamW(self.adapter.flat, self.adapter.layout, train)
+        kind = FlatAdamW if train.optim.startswith("adamw_torch") else LibraryOptimizer
+        self.optimizer = kind(self.adapter.flat, self.adapter.layout, train)
         self.lr_at = learning_rates(train, self.data.configured_steps)
         dropout = self.adapter.spec.peft.lora_dropout
         self.dropout_key = stable_hash("dropout", self.data.seed) if dropout else None

@@ -31,6 +31,7 @@ from packlora.parallel.tensor import check_cut
 from packlora.plans.ask import Ask, asks_of
 from packlora.runtime.changes import trained
 from packlora.runtime.job import learning_rates
+from packlora.runtime.library_optimizer import check_optim
 from packlora.terminal import Told, silent
 
 AUTO_BUDGET = {"cpu": 2048, "cuda": 8192}
@@ -230,6 +231,8 @@ def prepare(
     left_out = _jobs_without_data(run, gone) if resumed else {}
     run_jobs = [job for job in trained(run) if job.name not in left_out and job.name not in gone]
     configs = {job.name: adapter_config(job, run) for job in run_jobs}
+    for job in run_jobs:
+        check_optim(job, device, run.dtype)
     reader = Reader(told)
     rows = {job.name: reader.rows(job) for job in run_jobs}
     eval_rows = {job.name: reader.held_out(job) for job in run_jobs}
@@ -328,6 +331,8 @@ def prepare_more(prepared: PreparedRun, jobs: list[JobConfig], budget: int) -> t
     run, encoder = prepared.run, prepared.encoder
     assert encoder is not None
     configs = {job.name: adapter_config(job, run) for job in jobs}
+    for job in jobs:
+        check_optim(job, choose_device(run.device), run.dtype)
     reader, out, notes = Reader(), [], _doubts_of_starts(run, jobs)
     for job in jobs:
         spec = adapter_spec(job, configs[job.name], encoder.skeleton)
