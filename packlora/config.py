@@ -241,6 +241,10 @@ class TrainConfig(_Strict):
     """The optimizer's own, which is decoupled but for sgd; not applied to biases."""
     loraplus_lr_ratio: float | None = Field(None, gt=0, le=1e6)
     """LoRA+: B, magnitudes and trained biases have the learning rate times this; null: that of A."""
+    label_smoothing_factor: float = Field(0.0, ge=0, lt=1)
+    """Share of every label that all words have in equal parts, in training; held-out losses are without."""
+    neftune_noise_alpha: float | None = Field(None, gt=0, le=1e6)
+    """NEFTune: uniform noise of alpha / sqrt(tokens * width) on the embeddings of training samples; null: none."""
     max_grad_norm: float = Field(1.0, ge=0, le=1e30)
     """Gradient norm of the job to clip at; 0 does not clip."""
     adam_beta1: float = Field(0.9, ge=0, lt=1)
@@ -249,6 +253,8 @@ class TrainConfig(_Strict):
     """Decay of the mean of their squares; of Lion that of the mean which is kept."""
     adam_epsilon: float = Field(1e-8, ge=1e-30, le=1)
     """Added to the root of that mean, by AdamW."""
+    logging_steps: int = Field(1, ge=1, le=MOST_STEPS)
+    """Optimizer steps from one that is logged to the next: in metrics.jsonl, on the terminal and by trackers."""
     shuffle: bool = True
     """Take the samples of every epoch in an order of its own; otherwise in file order."""
     drop_last: bool = False

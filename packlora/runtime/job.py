@@ -126,6 +126,9 @@ class Job:
         self.lr_at = learning_rates(train, self.data.configured_steps)
         dropout = self.adapter.spec.peft.lora_dropout
         self.dropout_key = stable_hash("dropout", self.data.seed) if dropout else None
+        alpha = train.neftune_noise_alpha
+        self.noise = None if alpha is None else (stable_hash("neftune", self.data.seed), alpha)
+        """Key and alpha of the noise on the embeddings of its samples."""
         self.gradient: torch.Tensor | None = None
         """Of the present global batch, like adapter.flat; made by the first microbatch."""
         self.gradients: dict[str, torch.Tensor] = {}

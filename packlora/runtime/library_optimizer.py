@@ -35,7 +35,9 @@ def check_optim(job: JobConfig, device: torch.device, dtype: str) -> None:
 
     known: set[str] = getattr(bitsandbytes, "supported_torch_devices", {"cuda"})
     if device.type not in known:
-        raise InputError(f"{said}: bitsandbytes {bitsandbytes.__version__} has nothing for {device.type}; use adamw_torch")
+        raise InputError(
+            f"{said}: bitsandbytes {bitsandbytes.__version__} has nothing for {device.type}; use adamw_torch"
+        )
     if name.startswith("paged_") and device.type == "cpu":
         raise InputError(f"{said} pages its state between GPU and host, and this run is on the CPU; use {name[6:]}")
 

@@ -105,7 +105,9 @@ class Members:
             self.base.kept_outputs = keep_outputs(self.base.model)
         if isinstance(self.executor, GraphedDevice) and jobs:
             dropout = any(job.dropout_key is not None for job in jobs)
-            self.executor.change(buffers_of(jobs), dropout, why_no_graphs(self.run, self.base, jobs))
+            self.executor.change(
+                buffers_of(jobs), dropout, why_no_graphs(self.run, self.base, jobs), any(job.noise for job in jobs)
+            )
 
     # --- joining and leaving ---------------------------------------------------------------------------------------------
 

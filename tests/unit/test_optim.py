@@ -18,7 +18,16 @@ from packlora.runtime.optimizer import FlatAdamW
 SETTINGS = {"adam_beta1": 0.8, "adam_beta2": 0.97, "adam_epsilon": 1e-7, "weight_decay": 0.1, "learning_rate": 0.01}
 SIZES = {**SHAPES, "wide/A": (9, 1000), "wide/B": (700, 9), "odd/A": (33, 131)}
 """With some of at least 4096 numbers, which is where bitsandbytes begins to keep 8 bits."""
-OPTIMS = ["adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adamw_bnb_8bit", "adamw_8bit", "lion_32bit", "lion_8bit"]
+OPTIMS = [
+    "adamw_torch",
+    "adamw_torch_fused",
+    "adafactor",
+    "sgd",
+    "adamw_bnb_8bit",
+    "adamw_8bit",
+    "lion_32bit",
+    "lion_8bit",
+]
 
 
 def theirs(optim: str, start: dict[str, torch.Tensor], ratio: float, folder: Path) -> tuple[Any, dict[str, Any]]:
