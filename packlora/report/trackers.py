@@ -29,6 +29,7 @@ from packlora.report.events import (
     Stepped,
     Subscriber,
 )
+from packlora.report.metrics import LoggedSteps
 
 FOLDER = "trackers"
 PACKAGES = {"tensorboard": "tensorboard", "trackio": "trackio", "wandb": "wandb", "mlflow": "mlflow"}
@@ -70,8 +71,10 @@ class Tracker:
         self._open, self._tells_all = open_job, tells_all
         self._runs: dict[str, JobRun] = {}
         self._run, self._group = "", ""
+        self._steps = LoggedSteps()
 
     def __call__(self, event: Event) -> None:
+        logged = self._steps.takes(event)
         match event:
             case RunBegan():
                 self._run, self._group = event.run, event.output_dir.resolve().name
@@ -82,7 +85,7 @@ class Tracker:
                     self(earlier)
             case JobJoined(job=name, config=config):
                 self._begin(name, config, 0)
-            case Stepped():
+            case Stepped() if logged:
                 rate = event.tokens / max(event.seconds, 1e-9)
                 values = {"loss": event.loss, "grad_norm": event.grad_norm, "learning_rate": event.lr}
                 self._log(event.job, event.step, values | {"tokens_per_second": rate})

@@ -164,6 +164,10 @@ class Job:
         return self.config.name
 
     @property
+    def logging_steps(self) -> int:
+        return self.config.train.logging_steps
+
+    @property
     def judged(self) -> Judged:
         return judged(self.log_history, self.config.train, self.data.configured_steps)
 

@@ -88,10 +88,11 @@ class Standing:
     step: int
     num_steps: int
     log_history: list[dict[str, Any]]
+    logging_steps: int
 
     @staticmethod
     def of(job: Job) -> Standing:
-        return Standing(job.name, job.status, job.step, job.data.num_steps, job.log_history)
+        return Standing(job.name, job.status, job.step, job.data.num_steps, job.log_history, job.logging_steps)
 
     def is_due(self, batch: int) -> bool:
         """As Job.is_due."""
