@@ -50,7 +50,9 @@ def test_jobs_of_several_optimizers_go_on_to_the_bit_and_learn_what_each_learns_
         assert all(torch.equal(ours[key], theirs[key]) for key in ours), name
         alone = whole | {"jobs": [j for j in whole["jobs"] if j["name"] == name], "output_dir": str(tmp_path / name)}
         packlora.train(alone)
-        bound = 1e-5 if KEYS[name]["optim"] not in ("lion_32bit", "adamw_bnb_8bit") else 1e-2  # signs and codes are steps
+        bound = (
+            1e-5 if KEYS[name]["optim"] not in ("lion_32bit", "adamw_bnb_8bit") else 1e-2
+        )  # signs and codes are steps
         assert distance(ours, adapter(tmp_path / name, name)) < bound, name
     told = {folder: lines(tmp_path / folder, "metrics.jsonl") for folder in ("out", "broken")}
     for found in told.values():
