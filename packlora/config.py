@@ -97,6 +97,11 @@ class DataConfig(_Strict):
     truncate: Literal["error", "drop", "right"] = "error"
     """What to do with a sample longer than max_length or a microbatch: refuse the run, leave it out, or cut off its end."""
 
+    streaming: bool = False
+    """Read the samples while training, for data larger than memory; the job's max_steps say how many."""
+    shuffle_buffer_size: int | None = Field(None, ge=1, le=10**8)
+    """Rows that a stream is shuffled through; null: 1000."""
+
     @field_validator("path", mode="before")
     @classmethod
     def _sources(cls, value: Any) -> Any:
@@ -116,6 +121,21 @@ class DataConfig(_Strict):
                 "the list a weight, or none of them"
             )
         return value
+
+    @model_validator(mode="after")
+    def _streamed(self) -> DataConfig:
+        if self.shuffle_buffer_size is not None and not self.streaming:
+            raise ValueError("shuffle_buffer_size goes with streaming: true; without it all samples are shuffled")
+        if not self.streaming:
+            return self
+        if any(weight is not None for _, weight in self.sources):
+            raise ValueError("streaming takes no weights: they are shares of numbers of samples that nobody knows")
+        if self.truncate == "error" or self.on_bad_row == "error":
+            raise ValueError(
+                "streaming reads rows when training has begun, where an error would end the run; set truncate to drop or "
+                "right, and on_bad_row: skip"
+            )
+        return self
 
     @property
     def sources(self) -> list[tuple[str, float | None]]:
@@ -361,6 +381,19 @@ class JobConfig(_Strict):
         if self.train.needs_evaluations and not self.data.eval_path:
             key = "load_best_model_at_end" if self.train.load_best_model_at_end else "early_stopping_patience"
             raise ValueError(f"train.{key} needs held-out samples; set data.eval_path")
+        return self
+
+    @model_validator(mode="after")
+    def _streamed(self) -> JobConfig:
+        if self.data.streaming and self.train.max_steps < 1:
+            raise ValueError(
+                "data.streaming does not know how many samples there are, so num_train_epochs says nothing; set "
+                "train.max_steps"
+            )
+        if self.data.streaming and self.train.drop_last:
+            raise ValueError(
+                "train.drop_last says nothing of a stream, whose global batches are all full; leave it out"
+            )
         return self
 
     @field_validator("name")

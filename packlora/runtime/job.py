@@ -181,7 +181,7 @@ class Job:
 
     def label_tokens(self, step: int) -> int:
         """Of the global batch of a step: what its loss is divided by."""
-        return int(self.data.num_labels[self.data.planned.samples(step)].sum())
+        return self.data.label_tokens(step)
 
     def gradient_buffers(self) -> dict[str, torch.Tensor]:
         """Views of `gradient` by parameter. Whoever adds to them in a backward leaves them as the parameters' `grad`."""

@@ -182,8 +182,7 @@ class Members:
             there[job.name] = job
             out.append(job)
             self.prepared.jobs.append(item)
-            samples = item.encoded.samples + item.eval_encoded.samples
-            budget.take(max(sample.num_tokens for sample in samples))
+            budget.take(item.longest)
         told: list[Event] = [Note(text) for text in self.doubts]
         told += [
             JobJoined(job.name, given, job.data.num_steps, job.data.tokens, job.config.model_dump(mode="json"))
