@@ -133,7 +133,9 @@ class LibraryOptimizer:
                 self._inner.state[parameter] = fresh
 
     def _kept(self, name: str) -> dict[str, torch.Tensor]:
-        own = self._inner.state.get(self.parameters[name], {})
+        """Nothing of a parameter of another stage, which sgd alone knows of."""
+        parameter = self.parameters.get(name)
+        own = {} if parameter is None else self._inner.state.get(parameter, {})
         return {leaf: own[leaf].cpu() for leaf in self._shapes(own)}
 
     @torch.no_grad()
