@@ -97,6 +97,11 @@ class DataConfig(_Strict):
     truncate: Literal["error", "drop", "right"] = "error"
     """What to do with a sample longer than max_length or a microbatch: refuse the run, leave it out, or cut off its end."""
 
+    streaming: bool = False
+    """Read the samples while training, for data larger than memory; the job's max_steps say how many."""
+    shuffle_buffer_size: int | None = Field(None, ge=1, le=10**8)
+    """Rows that a stream is shuffled through; null: 1000."""
+
     @field_validator("path", mode="before")
     @classmethod
     def _sources(cls, value: Any) -> Any:
@@ -116,6 +121,21 @@ class DataConfig(_Strict):
                 "the list a weight, or none of them"
             )
         return value
+
+    @model_validator(mode="after")
+    def _streamed(self) -> DataConfig:
+        if self.shuffle_buffer_size is not None and not self.streaming:
+            raise ValueError("shuffle_buffer_size goes with streaming: true; without it all samples are shuffled")
+        if not self.streaming:
+            return self
+        if any(weight is not None for _, weight in self.sources):
+            raise ValueError("streaming takes no weights: they are shares of numbers of samples that nobody knows")
+        if self.truncate == "error" or self.on_bad_row == "error":
+            raise ValueError(
+                "streaming reads rows when training has begun, where an error would end the run; set truncate to drop or "
+                "right, and on_bad_row: skip"
+            )
+        return self
 
     @property
     def sources(self) -> list[tuple[str, float | None]]:
@@ -193,6 +213,12 @@ Scheduler = Literal[
     "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial", "inverse_sqrt",
     "cosine_with_min_lr", "warmup_stable_decay",
 ]  # fmt: skip
+Optim = Literal[
+    "adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit",
+    "paged_adamw_32bit", "lion_32bit", "lion_8bit", "paged_lion_32bit", "paged_lion_8bit",
+]  # fmt: skip
+CUT_OPTIMS = ("adamw_torch", "adamw_torch_fused", "sgd")
+"""Those that step slices of a job as they do the whole one."""
 _SHAPES = ("linear", "cosine", "1-sqrt")
 SCHEDULE_KEYS: dict[str, dict[str, tuple[type, float, float] | tuple[str, ...]]] = {
     "cosine": {"num_cycles": (float, 1e-6, 1e6)},
@@ -211,7 +237,7 @@ SCHEDULE_KEYS: dict[str, dict[str, tuple[type, float, float] | tuple[str, ...]]]
 
 
 class TrainConfig(_Strict):
-    """Optimization of one job (AdamW); the meaning of every key is that of transformers' TrainingArguments."""
+    """Optimization of one job; the meaning of every key is that of transformers' TrainingArguments."""
 
     global_batch_size: int = Field(8, ge=1, le=MOST_STEPS)
     """Samples per optimizer step."""
@@ -219,6 +245,8 @@ class TrainConfig(_Strict):
     """Passes over the samples; may be a fraction."""
     max_steps: int = Field(-1, ge=-1, le=MOST_STEPS)
     """Optimizer steps; -1 lets num_train_epochs decide, a positive number overrides it."""
+    optim: Optim = "adamw_torch"
+    """The optimizer. Those with 8bit, paged or lion in their names are bitsandbytes'."""
     learning_rate: float = Field(2e-4, gt=0, le=1e30)
     """The largest one of the schedule."""
     lr_scheduler_type: Scheduler = "constant"
@@ -230,17 +258,23 @@ class TrainConfig(_Strict):
     warmup_ratio: float = Field(0.0, ge=0, lt=1)
     """The same as a share of all steps, rounded up."""
     weight_decay: float = Field(0.0, ge=0, le=1e6)
-    """AdamW's, decoupled; not applied to biases."""
+    """The optimizer's own, which is decoupled but for sgd; not applied to biases."""
     loraplus_lr_ratio: float | None = Field(None, gt=0, le=1e6)
     """LoRA+: B, magnitudes and trained biases have the learning rate times this; null: that of A."""
+    label_smoothing_factor: float = Field(0.0, ge=0, lt=1)
+    """Share of every label that all words have in equal parts, in training; held-out losses are without."""
+    neftune_noise_alpha: float | None = Field(None, gt=0, le=1e6)
+    """NEFTune: uniform noise of alpha / sqrt(tokens * width) on the embeddings of training samples; null: none."""
     max_grad_norm: float = Field(1.0, ge=0, le=1e30)
     """Gradient norm of the job to clip at; 0 does not clip."""
     adam_beta1: float = Field(0.9, ge=0, lt=1)
-    """Decay of the mean of gradients."""
+    """Decay of the mean of gradients, of AdamW and Lion."""
     adam_beta2: float = Field(0.999, ge=0, lt=1)
-    """Decay of the mean of their squares."""
+    """Decay of the mean of their squares; of Lion that of the mean which is kept."""
     adam_epsilon: float = Field(1e-8, ge=1e-30, le=1)
-    """Added to the root of that mean."""
+    """Added to the root of that mean, by AdamW."""
+    logging_steps: int = Field(1, ge=1, le=MOST_STEPS)
+    """Optimizer steps from one that is logged to the next: in metrics.jsonl, on the terminal and by trackers."""
     shuffle: bool = True
     """Take the samples of every epoch in an order of its own; otherwise in file order."""
     drop_last: bool = False
@@ -347,6 +381,19 @@ class JobConfig(_Strict):
         if self.train.needs_evaluations and not self.data.eval_path:
             key = "load_best_model_at_end" if self.train.load_best_model_at_end else "early_stopping_patience"
             raise ValueError(f"train.{key} needs held-out samples; set data.eval_path")
+        return self
+
+    @model_validator(mode="after")
+    def _streamed(self) -> JobConfig:
+        if self.data.streaming and self.train.max_steps < 1:
+            raise ValueError(
+                "data.streaming does not know how many samples there are, so num_train_epochs says nothing; set "
+                "train.max_steps"
+            )
+        if self.data.streaming and self.train.drop_last:
+            raise ValueError(
+                "train.drop_last says nothing of a stream, whose global batches are all full; leave it out"
+            )
         return self
 
     @field_validator("name")
@@ -686,6 +733,17 @@ class Run(_Strict):
             raise ValueError(
                 f"cuda_graphs: true is not for quantised layers ({what}); leave it at auto, which is off there"
             )
+
+    @model_validator(mode="after")
+    def _cut_as_it_can_be(self) -> Run:
+        key = next((key for key in ("tensor", "pipeline") if getattr(self.parallel, key) > 1), None)
+        for job in self.jobs if key is not None else ():
+            if job.train.optim not in CUT_OPTIMS:
+                raise ValueError(
+                    f"jobs: job {job.name!r} has train.optim: {job.train.optim}, which parallel.{key} does not take; use "
+                    f"one of {', '.join(CUT_OPTIMS)}"
+                )
+        return self
 
     @model_validator(mode="after")
     def _unique_names(self) -> Run:

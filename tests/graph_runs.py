@@ -11,6 +11,7 @@ from conftest import TINY, tiny_model
 from peft import LoraConfig
 
 from packlora.adapters.attach import attach
+from packlora.adapters.noise import noisy_embeddings
 from packlora.adapters.spec import resolve
 from packlora.base.model import Base, prepare_model
 from packlora.data.encode import Sample
@@ -52,6 +53,7 @@ class Run:
         }
         specs = {name: resolve(config, model, name) for name, config in configs.items()}
         attached, self.adapters = attach(model, specs, 0, chooser)
+        noisy_embeddings(model, attached)
         with torch.no_grad():
             for index, parameter in enumerate(self.parameters()):
                 noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(index)) / 16
@@ -65,7 +67,7 @@ class Run:
             for adapter in self.adapters
         }
         if graphs is not None:
-            self.executor = GraphedDevice(single, self.buffers, True, 64, self.told.append, graphs)
+            self.executor = GraphedDevice(single, self.buffers, True, 64, self.told.append, graphs, noise=True)
 
     def parameters(self) -> list[torch.nn.Parameter]:
         return [parameter for adapter in self.adapters for parameter in adapter.named_parameters().values()]
@@ -92,7 +94,8 @@ class Run:
         generator, packed = np.random.default_rng(number), []
         for index, (owner, length) in enumerate(self.owned(number)):
             sample = Sample(generator.integers(3, TINY["vocab_size"], length).astype(np.int32), np.arange(length) > 2)
-            packed.append(PackedSample(owner, sample, index, number, 11 if owner == 0 else None))
+            smoothing, noise = 0.1 if owner == 2 else 0.0, (23, 9.0) if owner == 1 else None
+            packed.append(PackedSample(owner, sample, index, number, 11 if owner == 0 else None, smoothing, noise))
         return packed
 
     def train(self, times: int = 1, evaluate: bool = False) -> list[torch.Tensor]:

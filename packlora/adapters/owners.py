@@ -14,6 +14,17 @@ take other routines with other rounding (MKL on the CPU: fewer than 12 rows)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Noise:
+    """What NEFTune adds to the embeddings of T tokens (noise.py).
+
+    keys_T2: [T, 2] int32, as of dropout. scale_T: float32, alpha / sqrt(tokens of the sample), 0 for tokens without noise.
+    """
+
+    keys_T2: torch.Tensor
+    scale_T: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class TokenOwners:
     """The owners of the T tokens of one packed microbatch. Two of them are equal only if they are the same object.
 
@@ -21,12 +32,14 @@ class TokenOwners:
     segments: (adapter number, start, stop) of consecutive tokens, in order; tokens in no segment see the base model alone.
     keys_T2: dropout keys [T, 2] int32 (ops.dropout.token_keys), or None when nothing is dropped (evaluation).
     moving: whose nominal segments these are, the true ones being on the device (ops.lora_linear.moving).
+    noise: of the embeddings; None where no token has any.
     """
 
     total: int
     segments: tuple[tuple[int, int, int], ...]
     keys_T2: torch.Tensor | None = None
     moving: MovingSegments | None = None
+    noise: Noise | None = None
     adapters: frozenset[int] = field(init=False)
     """Numbers of those that own tokens."""
 

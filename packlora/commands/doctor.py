@@ -20,8 +20,20 @@ from packlora.ops.gpu import HAS_TRITON
 from packlora.runtime.record import processor_name, versions
 
 OPTIONAL = {
-    "datasets": "Hugging Face data sets as data paths",
+    "bitsandbytes": (
+        "'packlora[quant]'",
+        "base models of 4 and 8 bits (quantization), 8-bit AdamW and Lion (train.optim)",
+    ),
+    "datasets": ("'packlora[datasets]'", "data sets of the Hugging Face hub as data paths"),
+    "liger_kernel": ("'packlora[liger]'", "liger-kernel's rotary embedding and gated activations on a GPU (liger)"),
+    "optuna": ("'packlora[sweep]'", "sweeps by optuna's sampler (sweep.method)"),
+    "tensorboard": ("'packlora[trackers]'", "trackers: [tensorboard]"),
+    "trackio": ("'packlora[trackers]'", "trackers: [trackio]"),
+    "wandb": ("wandb", "trackers: [wandb]"),
+    "mlflow": ("mlflow", "trackers: [mlflow]"),
+    "triton": ("triton", "packlora's kernels on an NVIDIA GPU"),
 }
+"""Packages that are not required: what pip is given to install them, and what they are for."""
 
 
 def print_doctor() -> bool:
@@ -54,9 +66,10 @@ def print_doctor() -> bool:
         "converted" if cached else "installed, converted at first use" if packaged else "fetched with pip at first use"
     )
     table.add_row(DEMO_MODEL, f"{state} ({cache_folder() / DEMO_MODEL})")
-    for module, purpose in OPTIONAL.items():
+    for module, (package, purpose) in OPTIONAL.items():
         there = importlib.util.find_spec(module) is not None
-        table.add_row(module, f"{'installed' if there else 'not installed'}: {purpose}")
+        found = "installed" if there else f"not installed, pip install {package}"
+        table.add_row(module, Text(f"{found}: {purpose}"))  # brackets would be markup
     console = Console()
     console.print(table)
     problems = _problems()

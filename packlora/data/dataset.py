@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from packlora.config import TrainConfig
-from packlora.data.encode import Sample
+from packlora.data.encode import Sample, samples_hash
 from packlora.data.order import SampleOrder, count_batches
 from packlora.errors import InputError
 
@@ -18,7 +19,7 @@ class JobData:
     """The samples of a job and the order in which they are taken."""
 
     name: str
-    samples: list[Sample]
+    samples: Sequence[Sample]
     config: TrainConfig
     seed: int
     step_limit: int | None = None
@@ -43,6 +44,10 @@ class JobData:
         self.planned = SampleOrder(
             self.name, lengths, size, seed, self.configured_steps, self.config.shuffle, self.config.drop_last
         )
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.samples)
 
     @property
     def batches_per_epoch(self) -> int:
@@ -71,6 +76,18 @@ class JobData:
         taken = min(self.batches_per_epoch * size, len(values)) / len(values)
         last = values[self.planned.epoch(epochs)[: rest * size]]
         return epochs * taken * float(values.sum(dtype=np.float64)) + float(last.sum(dtype=np.float64))
+
+    def label_tokens(self, step: int) -> int:
+        """Of the global batch of a step, counted from 0."""
+        return int(self.num_labels[self.planned.samples(step)].sum())
+
+    def fingerprint(self, held_out: Sequence[Sample]) -> str:
+        """Tells whether the samples, and those that are held out, are what they were."""
+        return samples_hash([*self.samples, *held_out])
+
+    def notes(self) -> list[str]:
+        """What became known of the samples in training."""
+        return []
 
     def last_batch(self) -> list[Sample]:
         """Samples of the last optimizer step."""

@@ -94,16 +94,45 @@ def encode_rows(
     Raises:
         InputError: a row has no label tokens, its template cannot be followed, or it is too long and truncate is error.
     """
+    out = encode_some(rows, tokenizer, data, budget, job, context, told)
+    if not out.samples and len(out.skipped) == len(rows):
+        raise InputError(f"job {job!r}: none of {len(rows)} rows is a sample, the first: {out.skipped[0]}")
+    if not out.samples:
+        raise InputError(
+            f"job {job!r}: truncate: {data.truncate} left no sample of {len(rows)} within {_limit(data, budget, context)[1]}"
+        )
+    return out
+
+
+def _limit(data: DataConfig, budget: int, context: int) -> tuple[int, str]:
+    """Most tokens of a sample, and what sets them."""
+    limits = {"max_length": data.max_length, "max_tokens_per_microbatch": budget, "the model's context of": context}
+    limit = min(limits.values())
+    return limit, f"{min(limits, key=lambda name: limits[name])} {limit}"
+
+
+def encode_some(
+    rows: Sequence[Row],
+    tokenizer: Any,
+    data: DataConfig,
+    budget: int,
+    job: str,
+    context: int = 2**31,
+    told: Told = silent,
+    vocabulary: int | None = None,
+) -> Encoded:
+    """As encode_rows, where no sample may be left. vocabulary: rows with tokens beyond it are none; None: not looked at."""
     if not getattr(tokenizer, "is_fast", False):
         raise InputError(
             f"job {job!r}: the tokenizer {type(tokenizer).__name__} gives no offsets; a fast one is needed"
         )
     special = _special_tokens(tokenizer)
-    limits = {"max_length": data.max_length, "max_tokens_per_microbatch": budget, "the model's context of": context}
-    limit = min(limits.values())
-    limit_name = f"{min(limits, key=lambda name: limits[name])} {limit}"
+    limit, limit_name = _limit(data, budget, context)
     out = Encoded([])
     for row, sample in _samples(rows, tokenizer, special, data, job, out.skipped, told):
+        if vocabulary is not None and int(sample.ids.max()) >= vocabulary:
+            out.skipped.append(f"{row.where}: it has a token beyond the model's {vocabulary} embeddings")
+            continue
         if sample.num_tokens > limit:
             if data.truncate == "error":
                 raise InputError(
@@ -119,10 +148,6 @@ def encode_rows(
                 continue
             out.truncated += 1
         out.samples.append(sample)
-    if not out.samples and len(out.skipped) == len(rows):
-        raise InputError(f"job {job!r}: none of {len(rows)} rows is a sample, the first: {out.skipped[0]}")
-    if not out.samples:
-        raise InputError(f"job {job!r}: truncate: {data.truncate} left no sample of {len(rows)} within {limit_name}")
     return out
 
 

@@ -20,6 +20,8 @@ from packlora.terminal import Told, silent
 
 FILE_KINDS = {".jsonl", ".json", ".csv", ".parquet"}
 ACCEPTED = ".jsonl, .json, .csv and .parquet"
+PARQUET_ROWS = 1024
+"""Of a .parquet file that are in memory at once as Python's objects."""
 MOST_CHARACTERS = 2**30
 """Of a cell of a .csv file."""
 DATASET, SPLITS = "state.json", "dataset_dict.json"
@@ -63,15 +65,13 @@ def read_data(path: str, job: str, told: Told = silent, on_bad_row: str = "error
     out = Read()
     for name in files_of(path, job):
         before = len(out.rows)
-        for where, value in _values(name, job):
-            try:
-                if isinstance(value, InputError):
-                    raise value
-                out.rows.append(check_row(value, where, job))
-            except InputError as error:
-                if on_bad_row == "error":
-                    raise
-                out.skipped.append(str(error).removeprefix(f"job {job!r}: "))
+        for row in _rows(name, job):
+            if isinstance(row, Row):
+                out.rows.append(row)
+            elif on_bad_row == "error":
+                raise row
+            else:
+                out.skipped.append(str(row).removeprefix(f"job {job!r}: "))
             told(f"job {job}: reading {Path(name).name}, rows", len(out.rows))
         if len(out.rows) == before:  # also of files that hold nothing else than bad rows
             skipped = f" but {len(out.skipped)} that are no samples, the first: {out.skipped[0]}" if out.skipped else ""
@@ -79,6 +79,29 @@ def read_data(path: str, job: str, told: Told = silent, on_bad_row: str = "error
         forms = {row.form for row in out.rows[before:]} - {None}
         out.notes += [f"job {job!r}: {name}: {form}" for form in sorted(str(form) for form in forms)]
     return out
+
+
+def rows_of(path: str, job: str) -> Iterator[Row | InputError]:
+    """Rows that a data path means, in order, one at a time, and in the place of a row that is no sample why.
+
+    Raises:
+        InputError: as read_data.
+    """
+    for name in files_of(path, job):
+        if Path(name).suffix == ".json" and not os.path.isdir(name):
+            raise InputError(f"job {job!r}: {name} is read whole, not row by row; write it as .jsonl to stream it")
+        yield from _rows(name, job)
+
+
+def _rows(name: str, job: str) -> Iterator[Row | InputError]:
+    for where, value in _values(name, job):
+        try:
+            if isinstance(value, InputError):
+                raise value
+            row: Row | InputError = check_row(value, where, job)
+        except InputError as error:
+            row = error
+        yield row
 
 
 def is_file_name(path: str) -> bool:
@@ -199,12 +222,15 @@ def _read_parquet(file: Path, job: str) -> Iterator[tuple[str, Any]]:
     import pyarrow
     import pyarrow.parquet
 
+    number = 0
     try:
-        table = pyarrow.parquet.read_table(file)
+        with pyarrow.parquet.ParquetFile(file) as table:
+            for batch in table.iter_batches(PARQUET_ROWS):
+                for value in batch.to_pylist():
+                    number += 1
+                    yield f"{file}, row {number}", _without_nulls(value)
     except pyarrow.ArrowException as error:
         raise InputError(f"job {job!r}: cannot read {file} as parquet: {error}") from None
-    for number, value in enumerate(table.to_pylist(), 1):
-        yield f"{file}, row {number}", _without_nulls(value)
 
 
 def _read_saved(folder: Path, job: str) -> Iterator[tuple[str, Any]]:

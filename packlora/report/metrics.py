@@ -16,7 +16,17 @@ from typing import Any
 
 from packlora.errors import unwritten
 from packlora.files import write_file
-from packlora.report.events import CheckpointBegins, Evaluated, Event, MicrobatchDone, RunEnded, Stepped, WindowPlanned
+from packlora.report.events import (
+    CheckpointBegins,
+    Evaluated,
+    Event,
+    JobJoined,
+    MicrobatchDone,
+    RunBegan,
+    RunEnded,
+    Stepped,
+    WindowPlanned,
+)
 
 METRICS, EVALS, MICROBATCHES, WINDOWS = "metrics.jsonl", "evals.jsonl", "microbatches.jsonl", "windows.jsonl"
 LINES = {Stepped: METRICS, Evaluated: EVALS, MicrobatchDone: MICROBATCHES, WindowPlanned: WINDOWS}
@@ -46,15 +56,42 @@ class BestEffort:
             self._note(f"{name} is incomplete: {reason}; training goes on")
 
 
+class LoggedSteps:
+    """Which steps are logged, by what the jobs ask for; it hears all events of a run."""
+
+    def __init__(self) -> None:
+        self._every: dict[str, int] = {}
+
+    def takes(self, event: Event) -> bool:
+        """Whether an event is to be logged: not a step between two that are due."""
+        match event:
+            case RunBegan(config=config):
+                self._every |= {job["name"]: logging_steps(job) for job in config.get("jobs", ())}
+            case JobJoined(job=name, config=job):
+                self._every[name] = logging_steps(job)
+            case Stepped(job=name, step=step):
+                return step % self._every.get(name, 1) == 0
+        return True
+
+
+def logging_steps(job: Mapping[str, Any]) -> int:
+    """Of a job as in a run file."""
+    every: int = job.get("train", {}).get("logging_steps", 1)
+    return every
+
+
 class Logs:
     """The jsonl files of a run, a subscriber. A checkpoint waits until they are on the disk."""
 
     def __init__(self, folder: Path, files: BestEffort) -> None:
+        self._steps = LoggedSteps()
         self._files: dict[type, JsonLines] = {
             kind: JsonLines(folder / name, files.failed) for kind, name in LINES.items()
         }
 
     def __call__(self, event: Event) -> None:
+        if not self._steps.takes(event):
+            return
         if isinstance(event, CheckpointBegins):
             for file in self._files.values():
                 file.sync()
@@ -126,9 +163,18 @@ def read_lines(path: Path, *keys: str) -> list[dict[str, Any]]:
     return out
 
 
-def metric_lines(histories: Mapping[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """What metrics.jsonl holds of jobs with these log histories, in the order of time."""
-    steps = [(line["elapsed"], name, line) for name, own in histories.items() for line in own if "loss" in line]
+def metric_lines(
+    histories: Mapping[str, list[dict[str, Any]]], every: Mapping[str, int] | None = None
+) -> list[dict[str, Any]]:
+    """What metrics.jsonl holds of jobs with these log histories, in the order of time. every: logging_steps of jobs, 1 of
+    others."""
+    each = every or {}
+    steps = [
+        (line["elapsed"], name, line)
+        for name, own in histories.items()
+        for line in own
+        if "loss" in line and line["step"] % each.get(name, 1) == 0
+    ]
     return [
         {
             "job": name, "step": line["step"], "loss": line["loss"], "grad_norm": line["grad_norm"],

@@ -29,6 +29,7 @@ from packlora.report.events import (
     StopAsked,
     TrainingBegan,
 )
+from packlora.report.metrics import LoggedSteps
 from packlora.terminal import standard_output
 
 RATE_WINDOW = 20
@@ -77,6 +78,7 @@ class Progress:
         self.jobs: dict[str, _Shown] = {}
         self._start = time.perf_counter()
         self._live: Live | None = None
+        self._steps = LoggedSteps()
 
     def __enter__(self) -> Progress:
         return self
@@ -90,13 +92,14 @@ class Progress:
             live.stop()
 
     def __call__(self, event: Event) -> None:
+        logged = self._steps.takes(event)
         match event:
             case RunBegan():
                 self._begin(event)
             case TrainingBegan():  # rates count from here: loading and the first evaluation are not training
                 self._start = time.perf_counter()
             case Stepped():
-                self._stepped(event)
+                self._stepped(event, logged)
             case Evaluated(job, step, loss):
                 self.jobs[job].eval_loss = loss
                 if self._live is None:
@@ -125,11 +128,11 @@ class Progress:
         for text in event.notes:
             self._print(f"note: {text}")
 
-    def _stepped(self, event: Stepped) -> None:
+    def _stepped(self, event: Stepped, logged: bool) -> None:
         job = self.jobs[event.job]
         job.step = event.step
         job.recent.append((time.perf_counter(), event))
-        if self._live is None:
+        if self._live is None and logged:
             left = self.time_left()
             self._print(
                 f"{job.name}  step {job.step}/{job.num_steps}  loss {event.loss:.4f}  "

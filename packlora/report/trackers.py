@@ -12,6 +12,7 @@ import math
 import os
 import shutil
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -29,8 +30,11 @@ from packlora.report.events import (
     Stepped,
     Subscriber,
 )
+from packlora.report.metrics import LoggedSteps
 
 FOLDER = "trackers"
+WRITTEN_EVERY, MOST_KEPT = 10.0, 900
+"""Of numbers that mlflow is told in one transaction: seconds, and how many; it takes 1000."""
 PACKAGES = {"tensorboard": "tensorboard", "trackio": "trackio", "wandb": "wandb", "mlflow": "mlflow"}
 """By tracker, the package that it needs."""
 
@@ -70,8 +74,10 @@ class Tracker:
         self._open, self._tells_all = open_job, tells_all
         self._runs: dict[str, JobRun] = {}
         self._run, self._group = "", ""
+        self._steps = LoggedSteps()
 
     def __call__(self, event: Event) -> None:
+        logged = self._steps.takes(event)
         match event:
             case RunBegan():
                 self._run, self._group = event.run, event.output_dir.resolve().name
@@ -82,7 +88,7 @@ class Tracker:
                     self(earlier)
             case JobJoined(job=name, config=config):
                 self._begin(name, config, 0)
-            case Stepped():
+            case Stepped() if logged:
                 rate = event.tokens / max(event.seconds, 1e-9)
                 values = {"loss": event.loss, "grad_norm": event.grad_norm, "learning_rate": event.lr}
                 self._log(event.job, event.step, values | {"tokens_per_second": rate})
@@ -206,7 +212,12 @@ class Mlflow(Tracker):
 
 class _MlflowRun:
     def __init__(self, client: Any, run: str, group: str, job: str, config: Mapping[str, Any]) -> None:
-        self.client = client
+        from mlflow.entities import Metric
+
+        self.client, self._metric = client, Metric
+        self._kept: list[Any] = []
+        """Numbers that are not written yet."""
+        self._written = time.time()
         known = client.get_experiment_by_name(group)
         experiment = known.experiment_id if known is not None else client.create_experiment(group)
         tag = f"{run}-{job}"
@@ -221,13 +232,19 @@ class _MlflowRun:
                 client.log_param(self.id, f"{section}.{key}", value)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        for name, value in values.items():
-            self.client.log_metric(self.id, name, value, step=step)
+        """Kept for WRITTEN_EVERY seconds: a transaction takes longer than many a step."""
+        now = time.time()
+        self._kept += [self._metric(name, value, int(now * 1000), step) for name, value in values.items()]
+        if len(self._kept) > MOST_KEPT or now - self._written > WRITTEN_EVERY:
+            self.flush()
 
     def flush(self) -> None:
-        pass
+        kept, self._kept, self._written = self._kept, [], time.time()
+        if kept:
+            self.client.log_batch(self.id, kept)
 
     def finish(self, status: str) -> None:
+        self.flush()
         ends = {"done": "FINISHED", "failed": "FAILED"}
         self.client.set_terminated(self.id, status=ends.get(status, "KILLED"))
 

@@ -32,7 +32,7 @@ from packlora.errors import InputError
 from packlora.files import digest, make_folder, remove_folder, write_folder, write_json, write_tensors
 from packlora.parallel.adapter import cut
 from packlora.runtime.job import Job, trainer_state
-from packlora.runtime.optimizer import MOMENTS
+from packlora.runtime.optimizer import MOMENTS, FlatAdamW
 
 STATE, OPTIMIZER, LAST_GOOD = "trainer_state.json", "optimizer.safetensors", "last_good.safetensors"
 BEST = "best.safetensors"
@@ -367,6 +367,18 @@ def _restore_optimizer(file: Path, job: Job) -> None:
     if state.keys() != shapes.keys() - job.untrained:
         odd = sorted(state.keys() ^ (shapes.keys() - job.untrained))[0]
         raise InputError(f"job {job.name!r}: {file} does not fit the adapter: {odd} is in only one of them")
+    if isinstance(job.optimizer, FlatAdamW):
+        _take_slices(file, job, state)
+    try:
+        job.optimizer.load(state)
+    except ValueError as error:
+        raise InputError(f"job {job.name!r}: {file}: {error}") from None
+    job.untrained &= job.parameters.keys()
+
+
+def _take_slices(file: Path, job: Job, state: dict[str, dict[str, torch.Tensor]]) -> None:
+    """Of whole moments by parameter those of what is here, in place."""
+    shapes = job.adapter.whole_shapes
     for name, moments in state.items():
         for leaf, value in moments.items():
             if leaf != "step" and value.shape != shapes[name]:
@@ -376,8 +388,6 @@ def _restore_optimizer(file: Path, job: Job) -> None:
     for leaf in MOMENTS:
         for name, own in cut(job.adapter, {name: moments[leaf] for name, moments in state.items()}).items():
             state[name][leaf] = own
-    job.optimizer.load(state)
-    job.untrained &= job.parameters.keys()
 
 
 def _take_state(job: Job, state: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from packlora.adapters.owners import MIN_ROWS, TokenOwners
+from packlora.adapters.owners import MIN_ROWS, Noise, TokenOwners
 from packlora.data.encode import Sample
 from packlora.ops.dropout.keys import packed_token_keys
 
@@ -24,13 +24,16 @@ ALIGNED = 16
 
 @dataclass(frozen=True, slots=True)
 class PackedSample:
-    """A sample on its way into a microbatch. owner: number of its adapter; key: of its dropout, None for no dropout."""
+    """A sample on its way into a microbatch. owner: number of its adapter; dropout_key: None for no dropout; smoothing: of its
+    labels; noise: key and alpha of NEFTune's, None for none."""
 
     owner: int
     sample: Sample
     number: int
     step: int
     dropout_key: int | None
+    smoothing: float = 0.0
+    noise: tuple[int, float] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,8 @@ class PackedBatch:
     weights_L: torch.Tensor | None
     """Of each label's loss in the gradient, float64; None where none were given."""
     owners: TokenOwners
+    smoothing_L: torch.Tensor | None
+    """Of each label, float64; None where no job smooths its labels."""
     num_tokens: Mapping[int, int]
     """By owner, without padding."""
     num_samples: Mapping[int, int]
@@ -87,10 +92,7 @@ def collate(
         num_samples[owner] = num_samples.get(owner, 0) + 1
         num_rows[owner] = num_rows.get(owner, 0) + len(at)
         start += length
-    longest = max(lengths)
-    while start < total:
-        filler = min(total - start, max(longest, MIN_ROWS))
-        start += filler
+    for filler in _fillers(total - start, max(lengths)):
         ids.append(np.resize(samples[0].sample.ids, filler))
         positions.append(np.arange(filler))
         lengths.append(filler)
@@ -99,10 +101,12 @@ def collate(
         rows.append(np.zeros(few, np.int64))
         labels.append(np.full(few, IGNORE))
         num_rows[samples[-1].owner] += few
-    keys = _keys(samples, sum(lengths))
+    total = sum(lengths)
+    keys, (noise_keys, scales) = _keys(samples, total), _noise(samples, total)
     of_rows = [] if weights is None else [np.full(count, weights[owner]) for owner, count in num_rows.items()]
-    ids_T, positions_T, rows_L, labels_L, weights_L, keys_T = _send(
-        (ids, positions, rows, labels, of_rows, keys), device
+    smoothings = _smoothings(samples, num_rows)
+    ids_T, positions_T, rows_L, labels_L, weights_L, keys_T, smoothing_L, noise_T, scale_T = _send(
+        (ids, positions, rows, labels, of_rows, keys, smoothings, noise_keys, scales), device
     )
     return PackedBatch(
         input_ids_T=ids_T,
@@ -112,19 +116,54 @@ def collate(
         labels_L=labels_L,
         weights_L=None if weights is None else weights_L.view(torch.float64),
         owners=TokenOwners(
-            sum(lengths),
+            total,
             tuple((owner, first, stop) for owner, first, stop in segments),
-            keys_T.view(torch.int32).view(-1, 2) if keys else None,
+            _pairs(keys_T) if keys else None,
+            noise=Noise(_pairs(noise_T), scale_T.view(torch.float64).float()) if scales else None,
         ),
+        smoothing_L=smoothing_L.view(torch.float64) if smoothings else None,
         num_tokens=num_tokens,
         num_samples=num_samples,
         num_rows=num_rows,
     )
 
 
+def _fillers(tokens: int, longest: int) -> list[int]:
+    """Lengths of samples of nobody's tokens."""
+    each = max(longest, MIN_ROWS)
+    return [min(each, tokens - first) for first in range(0, tokens, each)]
+
+
+def _pairs(words_T: torch.Tensor) -> torch.Tensor:
+    """Words of 64 bits as keys, [T, 2] int32."""
+    return words_T.view(torch.int32).view(-1, 2)
+
+
+def _smoothings(samples: Sequence[PackedSample], num_rows: Mapping[int, int]) -> list[np.ndarray]:
+    """That of each label, by owner; nothing where no job smooths its labels."""
+    own = {item.owner: item.smoothing for item in samples}
+    return [np.full(count, own[owner]) for owner, count in num_rows.items()] if any(own.values()) else []
+
+
 def _keys(samples: Sequence[PackedSample], total: int) -> list[np.ndarray]:
     """The two words of each token's key as one of 64 bits, 0 for tokens without dropout; nothing where no token has it."""
-    own = [(item.dropout_key, item.step, item.number, item.sample.num_tokens) for item in samples]
+    return _token_keys([(item.dropout_key, item.step, item.number, item.sample.num_tokens) for item in samples], total)
+
+
+def _noise(samples: Sequence[PackedSample], total: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """The same for NEFTune's noise, and of each token its scale; nothing where no token has any."""
+    keys = [None if item.noise is None else item.noise[0] for item in samples]
+    lengths = [item.sample.num_tokens for item in samples]
+    own = [(key, item.step, item.number, n) for key, item, n in zip(keys, samples, lengths, strict=True)]
+    if not (words := _token_keys(own, total)):
+        return [], []
+    alphas = [0.0 if item.noise is None else item.noise[1] for item in samples]
+    scales = np.repeat([alpha * n**-0.5 for alpha, n in zip(alphas, lengths, strict=True)], lengths)
+    return words, [scales, np.zeros(total - len(scales))]
+
+
+def _token_keys(own: Sequence[tuple[int | None, int, int, int]], total: int) -> list[np.ndarray]:
+    """own: key, step, number and tokens of each sample."""
     if all(key is None for key, *_ in own):
         return []
     job_keys, steps, numbers, lengths = zip(*own, strict=True)

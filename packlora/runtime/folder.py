@@ -70,6 +70,9 @@ class JobStanding(Protocol):
     @property
     def log_history(self) -> list[dict[str, Any]]: ...
 
+    @property
+    def logging_steps(self) -> int: ...
+
     def is_due(self, batch: int) -> bool:
         """Whether the job has yet to step on this global batch."""
         ...
@@ -194,8 +197,8 @@ class OutputFolder:
         Returns:
             The microbatches that are logged.
         """
-        histories = {job.name: job.log_history for job in jobs}
-        self._rebuild(METRICS, metric_lines(histories), left_out)
+        histories, every = {job.name: job.log_history for job in jobs}, {job.name: job.logging_steps for job in jobs}
+        self._rebuild(METRICS, metric_lines(histories, every), left_out)
         self._rebuild(EVALS, eval_lines(histories), left_out)
         keep_lines(self.path / WINDOWS, lambda line: line["window"] < first_round)
         by_name = {job.name: job for job in jobs}

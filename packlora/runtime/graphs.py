@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 
-from packlora.adapters.owners import TokenOwners
+from packlora.adapters.owners import Noise, TokenOwners
 from packlora.base.model import Base
 from packlora.base.packing import hidden_states
 from packlora.base.shape import plain_head
@@ -123,11 +123,12 @@ class Body:
 
     Args:
         adapters: numbers of all that may own tokens.
-        dropout: whether one of them has it.
+        dropout, noise: whether one of them has it.
     """
 
     def __init__(
-        self, device: SingleDevice, shape: Shape, adapters: Sequence[int], dropout: bool, gradients: Gradients, room: Room
+        self, device: SingleDevice, shape: Shape, adapters: Sequence[int], dropout: bool, gradients: Gradients, room: Room,
+        noise: bool = False,
     ) -> None:  # fmt: skip
         self.shape, self.gradients, self._room = shape, gradients, room
         self._model, self._attached, where = device.base.model, device.attached, device.base.device
@@ -136,8 +137,11 @@ class Body:
         self._positions_T = torch.zeros(T, dtype=torch.int64, device=where)
         self._samples = SampleBlocks(torch.zeros(2, 3, most_blocks(T, shape.samples), dtype=torch.int32, device=where))
         self._keys_T2 = torch.zeros(T, 2, dtype=torch.int32, device=where) if dropout else None
+        self._noise = None
+        if noise:
+            self._noise = Noise(torch.zeros(T, 2, dtype=torch.int32, device=where), torch.zeros(T, device=where))
         self._moving = MovingSegments(T, adapters)
-        self._owners = TokenOwners(T, self._moving.nominal, self._keys_T2, self._moving)
+        self._owners = TokenOwners(T, self._moving.nominal, self._keys_T2, self._moving, self._noise)
         self._hidden_TD: torch.Tensor | None = None
         self._d_TD: torch.Tensor | None = None
         self._forward: Callable[[], None] | None = None
@@ -159,6 +163,11 @@ class Body:
         self._samples.table.copy_(table.pin_memory() if self._ids_T.is_cuda else table, non_blocking=True)
         if self._keys_T2 is not None and batch.owners.keys_T2 is not None:
             self._keys_T2.copy_(batch.owners.keys_T2)
+        if self._noise is not None and batch.owners.noise is not None:
+            self._noise.keys_T2.copy_(batch.owners.noise.keys_T2)
+            self._noise.scale_T.copy_(batch.owners.noise.scale_T)
+        elif self._noise is not None:
+            self._noise.scale_T.zero_()
         self._moving.write(batch.owners.segments)
         self._moving.refresh()
 
@@ -255,17 +264,19 @@ class GraphedDevice:
         dropout: whether one of them has it.
         budget: most tokens that microbatches are planned with.
         tell: is told once why there are no graphs.
+        noise: whether an adapter's embeddings have it.
     """
 
     def __init__(
         self, single: SingleDevice, buffers: Buffers, dropout: bool, budget: int,
         tell: Callable[[str], None] = lambda text: None, recorder: Callable[[torch.device], Any] = Recorder,
+        noise: bool = False,
     ) -> None:  # fmt: skip
         self.single, self.tell = single, tell
         self.why_not: str | None = None
         self._unfit: str | None = None
         """Why these adapters cannot have graphs."""
-        self._adapters, self._dropout, self._budget = tuple(buffers), dropout, budget
+        self._adapters, self._dropout, self._budget, self._noise = tuple(buffers), dropout, budget, noise
         self._gradients = Gradients(buffers)
         self._new_recorder = recorder
         self._recorder: Any = None
@@ -323,7 +334,12 @@ class GraphedDevice:
         head = plain_head(base.model)
         assert head is not None
         losses_L, total = linear_cross_entropy(
-            hidden_TD[batch.rows_L], head.weight, head.bias, batch.labels_L, batch.weights_L
+            hidden_TD[batch.rows_L],
+            head.weight,
+            head.bias,
+            batch.labels_L,
+            batch.weights_L,
+            smoothing_L=batch.smoothing_L,
         )
         self._waiting = True
         return Waiting(Pending(batch, losses_L, total, len(weights)), hidden_TD, body, samples, weights)
@@ -371,17 +387,17 @@ class GraphedDevice:
     def _body(self, shape: Shape) -> Body:
         body = self._bodies.pop(shape, None)
         if body is None:
-            body = Body(self.single, shape, self._adapters, self._dropout, self._gradients, self._room)
+            body = Body(self.single, shape, self._adapters, self._dropout, self._gradients, self._room, self._noise)
             if len(self._bodies) >= MOST:
                 del self._bodies[next(iter(self._bodies))]
         self._bodies[shape] = body
         return body
 
-    def change(self, buffers: Buffers, dropout: bool, why_not: str | None) -> None:
+    def change(self, buffers: Buffers, dropout: bool, why_not: str | None, noise: bool = False) -> None:
         """The adapters that may own tokens are others now: what was recorded is recorded anew. Between two microbatches.
 
         Args:
-            buffers, dropout: as at first.
+            buffers, dropout, noise: as at first.
             why_not: in words, where these adapters cannot have graphs.
         """
         if why_not is not None and why_not != self._unfit:
@@ -390,6 +406,7 @@ class GraphedDevice:
             self.why_not = why_not
         self._unfit = why_not
         self._adapters, self._dropout, self._gradients = tuple(buffers), dropout, Gradients(buffers)
+        self._noise = noise
         self._drop()
 
     def _drop(self) -> None:
@@ -441,7 +458,7 @@ def graphed(
             base.warnings.append(f"{NO_GRAPHS}: {reason}")
         return single
     dropout = any(job.dropout_key is not None for job in jobs)
-    return GraphedDevice(single, buffers_of(jobs), dropout, budget, tell)
+    return GraphedDevice(single, buffers_of(jobs), dropout, budget, tell, noise=any(job.noise for job in jobs))
 
 
 def buffers_of(jobs: Sequence[Job]) -> Buffers:

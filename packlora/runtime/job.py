@@ -19,6 +19,7 @@ from packlora.adapters.flat import total_norm
 from packlora.config import JobConfig, TrainConfig
 from packlora.data.dataset import JobData
 from packlora.data.encode import Sample
+from packlora.runtime.library_optimizer import LibraryOptimizer
 from packlora.runtime.optimizer import FlatAdamW
 from packlora.seeding import stable_hash
 
@@ -120,10 +121,14 @@ class Job:
     def __post_init__(self) -> None:
         self.parameters = self.adapter.named_parameters()
         train = self.config.train
-        self.optimizer = FlatAdamW(self.adapter.flat, self.adapter.layout, train)
+        kind = FlatAdamW if train.optim.startswith("adamw_torch") else LibraryOptimizer
+        self.optimizer = kind(self.adapter.flat, self.adapter.layout, train)
         self.lr_at = learning_rates(train, self.data.configured_steps)
         dropout = self.adapter.spec.peft.lora_dropout
         self.dropout_key = stable_hash("dropout", self.data.seed) if dropout else None
+        alpha = train.neftune_noise_alpha
+        self.noise = None if alpha is None else (stable_hash("neftune", self.data.seed), alpha)
+        """Key and alpha of the noise on the embeddings of its samples."""
         self.gradient: torch.Tensor | None = None
         """Of the present global batch, like adapter.flat; made by the first microbatch."""
         self.gradients: dict[str, torch.Tensor] = {}
@@ -159,6 +164,10 @@ class Job:
         return self.config.name
 
     @property
+    def logging_steps(self) -> int:
+        return self.config.train.logging_steps
+
+    @property
     def judged(self) -> Judged:
         return judged(self.log_history, self.config.train, self.data.configured_steps)
 
@@ -172,7 +181,7 @@ class Job:
 
     def label_tokens(self, step: int) -> int:
         """Of the global batch of a step: what its loss is divided by."""
-        return int(self.data.num_labels[self.data.planned.samples(step)].sum())
+        return self.data.label_tokens(step)
 
     def gradient_buffers(self) -> dict[str, torch.Tensor]:
         """Views of `gradient` by parameter. Whoever adds to them in a backward leaves them as the parameters' `grad`."""

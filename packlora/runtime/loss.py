@@ -40,12 +40,23 @@ def token_losses(
     if head is not None:
         part = getattr(head, "vocabulary", None)  # of one that is cut
         hidden_LD = packed_hidden(model, *at)
-        return linear_cross_entropy(hidden_LD, head.weight, head.bias, batch.labels_L, weights_L, part=part)
+        return linear_cross_entropy(
+            hidden_LD, head.weight, head.bias, batch.labels_L, weights_L, part=part, smoothing_L=batch.smoothing_L
+        )
     logits_LV = packed_logits(model, *at)
     wide = logits_LV.to(torch.promote_types(logits_LV.dtype, torch.float32))
     losses_L = F.cross_entropy(wide, batch.labels_L, reduction="none", ignore_index=IGNORE)
+    if batch.smoothing_L is not None:
+        losses_L = losses_L + _smoothed(wide, batch.labels_L, batch.smoothing_L.to(wide))
     total = losses_L.sum() if weights_L is None else (losses_L * weights_L.to(losses_L)).sum()
     return losses_L.detach(), total
+
+
+def _smoothed(logits_LV: torch.Tensor, labels_L: torch.Tensor, smoothing_L: torch.Tensor) -> torch.Tensor:
+    """What smoothing adds to losses [L]: its share of the way from the label's logit to the mean of all."""
+    at_label_L = logits_LV.gather(1, labels_L.clamp(0)[:, None])[:, 0]
+    counts_L = (smoothing_L != 0) & (labels_L != IGNORE)
+    return torch.where(counts_L, smoothing_L * (at_label_L - logits_LV.mean(1)), 0.0)
 
 
 def sum_by_owner(losses_L: torch.Tensor, batch: PackedBatch, num_owners: int) -> torch.Tensor:

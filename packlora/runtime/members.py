@@ -105,7 +105,9 @@ class Members:
             self.base.kept_outputs = keep_outputs(self.base.model)
         if isinstance(self.executor, GraphedDevice) and jobs:
             dropout = any(job.dropout_key is not None for job in jobs)
-            self.executor.change(buffers_of(jobs), dropout, why_no_graphs(self.run, self.base, jobs))
+            self.executor.change(
+                buffers_of(jobs), dropout, why_no_graphs(self.run, self.base, jobs), any(job.noise for job in jobs)
+            )
 
     # --- joining and leaving ---------------------------------------------------------------------------------------------
 
@@ -180,8 +182,7 @@ class Members:
             there[job.name] = job
             out.append(job)
             self.prepared.jobs.append(item)
-            samples = item.encoded.samples + item.eval_encoded.samples
-            budget.take(max(sample.num_tokens for sample in samples))
+            budget.take(item.longest)
         told: list[Event] = [Note(text) for text in self.doubts]
         told += [
             JobJoined(job.name, given, job.data.num_steps, job.data.tokens, job.config.model_dump(mode="json"))

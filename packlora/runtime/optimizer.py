@@ -46,6 +46,7 @@ class FlatAdamW:
 
     def __init__(self, flat: torch.Tensor, layout: FlatLayout, config: TrainConfig) -> None:
         self.flat, self.layout, self.config = flat, layout, config
+        self._fused = flat.is_cuda or config.optim == "adamw_torch_fused"
         self._spans = self._spans_of(dict.fromkeys(layout.places, 0))
         self._moments: tuple[torch.Tensor, torch.Tensor] | None = None
         """MOMENTS, like `flat`; made by the first step."""
@@ -65,17 +66,17 @@ class FlatAdamW:
         for decayed, ratio in dict.fromkeys((span.decayed, span.ratio) for span in due):
             alike = [span for span in due if (span.decayed, span.ratio) == (decayed, ratio)]
             self._step_spans(alike, gradient, decayed, lr * ratio)
-        if self.flat.is_cuda:
+        if self._fused:
             torch.autograd.graph.increment_version(self.flat)  # which torch's fused optimizers do not
 
     def _step_spans(self, spans: list[_Span], gradient: torch.Tensor, decayed: bool, lr: float) -> None:
-        config, fused = self.config, self.flat.is_cuda
+        config = self.config
         values, grads, first, second = (
             [tensor[span.start : span.stop] for span in spans] for tensor in (self.flat, gradient, *self._made())
         )
         steps = [torch.full((), float(span.steps), device=self.flat.device) for span in spans]
         adamw(
-            values, grads, first, second, [], steps, foreach=False, fused=fused, amsgrad=False, beta1=config.adam_beta1,
+            values, grads, first, second, [], steps, foreach=False, fused=self._fused, amsgrad=False, beta1=config.adam_beta1,
             beta2=config.adam_beta2, lr=lr, weight_decay=config.weight_decay if decayed else 0.0,
             eps=config.adam_epsilon, maximize=False,
         )  # fmt: skip
@@ -101,7 +102,11 @@ class FlatAdamW:
         }  # fmt: skip
 
     def load(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-        """Take what `state` gave, of what of the parameters is here; those that are not there have taken no step."""
+        """Take what `state` gave, of what of the parameters is here; those that are not there have taken no step.
+
+        Raises:
+            ValueError: it does not fit a parameter.
+        """
         moments = self._made()
         for leaf, moment in zip(MOMENTS, moments, strict=True):
             moment.zero_()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,16 +21,19 @@ from packlora.base.liger import check_liger
 from packlora.base.load import load_skeleton, load_tokenizer
 from packlora.base.quantized import MADE, check_quantization, check_stored, codes_in
 from packlora.config import JobConfig, QuantizationConfig, Run
+from packlora.data import stream as streams
 from packlora.data.dataset import JobData
-from packlora.data.encode import Encoded, encode_rows
+from packlora.data.encode import Encoded, encode_rows, encode_some
 from packlora.data.mixture import joined, mixed
 from packlora.data.readers import Read, is_there, read_data
+from packlora.data.rows import Row
 from packlora.errors import InputError
 from packlora.parallel.stages import check_stages
 from packlora.parallel.tensor import check_cut
 from packlora.plans.ask import Ask, asks_of
 from packlora.runtime.changes import trained
 from packlora.runtime.job import learning_rates
+from packlora.runtime.library_optimizer import check_optim
 from packlora.terminal import Told, silent
 
 AUTO_BUDGET = {"cpu": 2048, "cuda": 8192}
@@ -59,6 +62,13 @@ class PreparedJob:
     spec: AdapterSpec
     trainable: int
     """Parameters of its adapter."""
+    most: int = 0
+    """Tokens that a sample of a stream may have."""
+
+    @property
+    def longest(self) -> int:
+        """Tokens of its longest sample, also of those held out."""
+        return max([self.most, *(s.num_tokens for s in self.encoded.samples + self.eval_encoded.samples)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,10 +152,7 @@ class PreparedRun:
     @property
     def longest_by_job(self) -> dict[str, int]:
         """Tokens of the longest sample of each job."""
-        return {
-            job.config.name: max(s.num_tokens for s in job.encoded.samples + job.eval_encoded.samples)
-            for job in self.jobs
-        }
+        return {job.config.name: job.longest for job in self.jobs}
 
     @property
     def trainable(self) -> int:
@@ -176,6 +183,8 @@ class Encoder:
         self, job: JobConfig, spec: AdapterSpec, rows: list[Rows], eval_rows: list[Rows], budget: int, told: Told
     ) -> tuple[PreparedJob, list[str]]:  # fmt: skip
         """A job whose rows have been read, and what should be known of it."""
+        if job.data.streaming:
+            return self._streamed(job, spec, eval_rows, budget, told)
         notes = [note for one in rows + eval_rows for note in one.read.notes]
         parts, held_out = ([self._encoded(one, job, budget, told) for one in some] for some in (rows, eval_rows))
         encoded, eval_encoded = mixed(parts, job.data, self.run.seed_of(job), job.name, notes), joined(held_out)
@@ -186,6 +195,37 @@ class Encoder:
         notes += _cut_samples(job.name, encoded, eval_encoded) + _doubts(job, data)
         trainable = trainable_parameters(spec, self.skeleton)
         return PreparedJob(job, data, encoded, eval_encoded, spec, trainable), notes
+
+    def _streamed(
+        self, job: JobConfig, spec: AdapterSpec, eval_rows: list[Rows], budget: int, told: Told
+    ) -> tuple[PreparedJob, list[str]]:
+        """As `job`, of one whose rows are read in training."""
+        seed, size, own = self.run.seed_of(job), job.train.global_batch_size, job.data
+        vocabulary = self.skeleton.get_input_embeddings().weight.shape[0]
+
+        def encode(rows: Sequence[Row]) -> Encoded:
+            return encode_some(rows, self.tokenizer, own, budget, job.name, self.longest, vocabulary=vocabulary)
+
+        buffer = (own.shuffle_buffer_size or streams.BUFFER) * job.train.shuffle
+        told(f"job {job.name}: reading the first samples")
+        stream = streams.Stream(
+            job.name,
+            [path for path, _ in own.sources],
+            seed,
+            buffer,
+            encode,
+            streams.KEPT_BATCHES * size,
+            max(streams.PROBE, size),
+        )
+        held_out = joined([self._encoded(one, job, budget, told) for one in eval_rows])
+        encoded = Encoded(list(stream))
+        _check_vocabulary(job.name, encoded, held_out, vocabulary)
+        data = streams.StreamData(job.name, stream, job.train, seed, self.max_steps)
+        _check_scheduler(job, data)
+        notes = [note for one in eval_rows for note in one.read.notes] + _doubts(job, data)
+        notes += _cut_samples(job.name, encoded, held_out)
+        trainable, most = trainable_parameters(spec, self.skeleton), min(own.max_length, budget, self.longest)
+        return PreparedJob(job, data, encoded, held_out, spec, trainable, most), notes
 
     def _encoded(self, rows: Rows, job: JobConfig, budget: int, told: Told) -> Encoded:
         settings = job.data.model_dump_json(exclude={"path", "eval_path"})
@@ -229,6 +269,8 @@ def prepare(
     left_out = _jobs_without_data(run, gone) if resumed else {}
     run_jobs = [job for job in trained(run) if job.name not in left_out and job.name not in gone]
     configs = {job.name: adapter_config(job, run) for job in run_jobs}
+    for job in run_jobs:
+        check_optim(job, device, run.dtype)
     reader = Reader(told)
     rows = {job.name: reader.rows(job) for job in run_jobs}
     eval_rows = {job.name: reader.held_out(job) for job in run_jobs}
@@ -298,8 +340,8 @@ class Reader:
         self._known: dict[tuple[str, str], Rows] = {}
 
     def rows(self, job: JobConfig) -> list[Rows]:
-        """Of each of a job's sources."""
-        return [self._rows(path, job) for path, _ in job.data.sources]
+        """Of each of a job's sources; none of those that are read in training."""
+        return [] if job.data.streaming else [self._rows(path, job) for path, _ in job.data.sources]
 
     def held_out(self, job: JobConfig) -> list[Rows]:
         return [self._rows(path, job) for path in job.data.eval_paths]
@@ -330,6 +372,8 @@ def prepare_more(prepared: PreparedRun, jobs: list[JobConfig], budget: int) -> t
     run, encoder = prepared.run, prepared.encoder
     assert encoder is not None
     configs = {job.name: adapter_config(job, run) for job in jobs}
+    for job in jobs:
+        check_optim(job, choose_device(run.device), run.dtype)
     reader, out, notes = Reader(), [], _doubts_of_starts(run, jobs)
     for job in jobs:
         spec = adapter_spec(job, configs[job.name], encoder.skeleton)
@@ -421,9 +465,9 @@ def _doubts(job: JobConfig, data: JobData) -> list[str]:
             f"warmup_steps {warmup} is no less than its {data.configured_steps} optimizer steps, so the learning "
             f"rate never comes to {train.learning_rate:g}"
         )
-    if train.global_batch_size > len(data.samples):
+    if train.global_batch_size > data.num_samples:
         out.append(
-            f"global_batch_size {train.global_batch_size} is more than its {len(data.samples)} samples, so every optimizer "
+            f"global_batch_size {train.global_batch_size} is more than its {data.num_samples} samples, so every optimizer "
             "step takes all of them"
         )
     if {os.path.realpath(path) for path in job.data.eval_paths} & {

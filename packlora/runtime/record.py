@@ -19,7 +19,6 @@ import torch
 import packlora
 from packlora.base.model import Base
 from packlora.config import Run
-from packlora.data.encode import samples_hash
 from packlora.files import write_json
 from packlora.parallel.layout import Layout
 from packlora.plans.kernel_sizes import tuned
@@ -52,11 +51,11 @@ def described_job(job: PreparedJob) -> dict[str, Any]:
     return {
         "seed": job.data.seed,
         "start_hash": start_hash(job.config),
-        "samples": len(lengths),
+        "samples": job.data.num_samples,
         "eval_samples": len(held_out),
-        "tokens": sum(lengths),
-        "label_tokens": sum(sample.num_labels for sample in job.data.samples),
-        "data_hash": samples_hash(job.data.samples + held_out),
+        "tokens": round(sum(lengths) / len(lengths) * job.data.num_samples),
+        "label_tokens": round(int(job.data.num_labels.sum()) / len(lengths) * job.data.num_samples),
+        "data_hash": job.data.fingerprint(held_out),
         "steps": job.data.num_steps,
         "trainable_parameters": job.trainable,
         "adapted_modules": len(job.spec.modules),

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from packlora.adapters.attach import attach
 from packlora.adapters.kept_outputs import keep_outputs
+from packlora.adapters.noise import noisy_embeddings
 from packlora.base.device import choose_device
 from packlora.base.model import Base, load_base
 from packlora.config import Run
@@ -87,10 +88,11 @@ class Standing:
     step: int
     num_steps: int
     log_history: list[dict[str, Any]]
+    logging_steps: int
 
     @staticmethod
     def of(job: Job) -> Standing:
-        return Standing(job.name, job.status, job.step, job.data.num_steps, job.log_history)
+        return Standing(job.name, job.status, job.step, job.data.num_steps, job.log_history, job.logging_steps)
 
     def is_due(self, batch: int) -> bool:
         """As Job.is_due."""
@@ -340,6 +342,8 @@ def _attach(
         {path: choosers[ask] for path, ask in prepared.asks.items()},
         base.storage,
     )
+    if not isinstance(replica, Links) or replica.is_first:
+        noisy_embeddings(base.model, attached)
     group = None if isinstance(replica, Links) else replica.model
     jobs = []
     across = across_stages(adapters, replica, mesh) if isinstance(replica, Links) else {}

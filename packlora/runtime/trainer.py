@@ -253,7 +253,7 @@ class Trainer:
                     self.events.emit(Note(note))
                 self.folder.save_result(job)
                 self.events.emit(JobDone(job.name, job.step, self.folder.of(job), job.stopped))
-                for text in _left_out(job):
+                for text in [*_left_out(job), *job.data.notes()]:
                     self.events.emit(Note(text))
 
     def _evaluate(self, jobs: Sequence[Job]) -> list[Job]:

@@ -40,9 +40,12 @@ class Packer:
             weights[job.adapter.number] = job.grad_scale / job.label_tokens(batch)
         placed = [(self.jobs[sample.job], sample) for sample in microbatch.samples]
         samples = [
-            PackedSample(job.adapter.number, job.data.samples[own.sample], own.sample, own.batch, job.dropout_key)
+            PackedSample(
+                job.adapter.number, job.data.samples[own.sample], own.sample, own.batch, job.dropout_key,
+                job.config.train.label_smoothing_factor, job.noise,
+            )
             for job, own in placed
-        ]
+        ]  # fmt: skip
         self._last = microbatch, (sorted(samples, key=lambda sample: sample.owner), weights)
         return self._last[1]
 

@@ -45,7 +45,12 @@ class Work:
         """Of a microbatch; 0 of a no-op."""
         if microbatch.is_noop:
             return 0.0
-        return self.fixed + sum(float(self.samples[placed.job][placed.sample]) for placed in microbatch.samples)
+        return self.fixed + sum(self._sample(placed.job, placed.sample) for placed in microbatch.samples)
+
+    def _sample(self, job: str, number: int) -> float:
+        """Of a stream, the first samples stand for all."""
+        known = self.samples[job]
+        return float(known[number % len(known)])
 
 
 def _seconds(prepared: PreparedRun, job: PreparedJob, flops: float) -> np.ndarray:

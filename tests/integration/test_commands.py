@@ -87,6 +87,23 @@ def test_merge_writes_a_plain_model_and_refuses_a_filled_folder(run_file: Path, 
     assert wrong.exit_code == 2
 
 
+def test_doctor_says_how_to_install_what_is_missing_and_what_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    import tomllib
+
+    from packlora.commands.doctor import OPTIONAL
+
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    said = CliRunner().invoke(app, ["doctor"], env={"COLUMNS": "200"}).output
+    for module, (package, purpose) in OPTIONAL.items():
+        line = next(line for line in said.splitlines() if line.startswith(f"{module} ") and "not installed" in line)
+        assert f"pip install {package}: {purpose}" in line
+    extras = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    named = {package.strip("'")[9:-1] for package, _ in OPTIONAL.values() if "packlora" in package}
+    assert named == extras.keys() - {"dev", "docs"}
+
+
 def test_doctor_names_versions_and_devices_and_finds_nothing_missing() -> None:
     out = CliRunner().invoke(app, ["doctor"], env={"COLUMNS": "200"})
     assert out.exit_code == 0, out.output

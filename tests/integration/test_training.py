@@ -34,12 +34,24 @@ JOBS: list[dict[str, Any]] = [
     {
         "name": "dropped",
         "adapter": {"r": 6, "lora_alpha": 3, "lora_dropout": 0.2, "target_modules": ["q_proj", "v_proj"]},
-        "train": {"global_batch_size": 4, "learning_rate": 1e-2, "lr_scheduler_type": "cosine", "warmup_steps": 2},
+        "train": {
+            "global_batch_size": 4,
+            "learning_rate": 1e-2,
+            "lr_scheduler_type": "cosine",
+            "warmup_steps": 2,
+            "neftune_noise_alpha": 5.0,
+        },
     },
     {
         "name": "rs",
         "adapter": {"r": 16, "use_rslora": True, "rank_pattern": {"o_proj": 3}, "alpha_pattern": {"gate_proj": 2}},
-        "train": {"global_batch_size": 2, "weight_decay": 0.1, "max_grad_norm": 0.5, "num_train_epochs": 0.5},
+        "train": {
+            "global_batch_size": 2,
+            "weight_decay": 0.1,
+            "max_grad_norm": 0.5,
+            "num_train_epochs": 0.5,
+            "label_smoothing_factor": 0.2,
+        },
     },
     {
         "name": "dora.drop",

@@ -78,14 +78,16 @@ def test_defaults_are_exactly_the_documented_ones() -> None:
         sweep: null
         jobs:
           - name: first
-            data: {path: a.jsonl, eval_path: null, system: null, on_bad_row: error, max_length: 2048, truncate: error}
+            data: {path: a.jsonl, eval_path: null, system: null, on_bad_row: error, max_length: 2048, truncate: error,
+                   streaming: false, shuffle_buffer_size: null}
             adapter: {r: 16, lora_alpha: 32, lora_dropout: 0.05, target_modules: all-linear, use_rslora: false,
                       use_dora: false, dora_dropout: peft, bias: none, rank_pattern: {}, alpha_pattern: {}, init_from: null}
             seed: null
-            train: {global_batch_size: 8, num_train_epochs: 1, max_steps: -1, learning_rate: 2.0e-4,
+            train: {global_batch_size: 8, num_train_epochs: 1, max_steps: -1, optim: adamw_torch, learning_rate: 2.0e-4,
                     lr_scheduler_type: constant, lr_scheduler_kwargs: {}, warmup_steps: 0,
-                    warmup_ratio: 0.0, weight_decay: 0.0, loraplus_lr_ratio: null, max_grad_norm: 1.0,
-                    adam_beta1: 0.9, adam_beta2: 0.999, adam_epsilon: 1.0e-8, shuffle: true, drop_last: false,
+                    warmup_ratio: 0.0, weight_decay: 0.0, loraplus_lr_ratio: null, label_smoothing_factor: 0.0,
+                    neftune_noise_alpha: null, max_grad_norm: 1.0,
+                    adam_beta1: 0.9, adam_beta2: 0.999, adam_epsilon: 1.0e-8, logging_steps: 1, shuffle: true, drop_last: false,
                     eval_steps: null, load_best_model_at_end: false, metric_for_best_model: eval_loss,
                     early_stopping_patience: null, early_stopping_threshold: 0.0}
         """

@@ -24,7 +24,7 @@ def refusal(job: dict[str, Any], run: dict[str, Any]) -> str:
         ("adapter", "lora_r", "adapter.r"),
         ("train", "lr", "train.learning_rate"),
         ("train", "gradient_accumulation_steps", "train.global_batch_size"),
-        ("train", "logging_steps", "every optimizer step is logged"),
+        ("train", "optimizer", "train.optim"),
         ("run", "sequence_len", "data.max_length"),
         ("run", "bf16", "dtype: bfloat16"),
         ("run", "load_in_4bit", "quantization: nf4"),

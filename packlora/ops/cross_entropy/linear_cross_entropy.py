@@ -28,6 +28,7 @@ import torch
 
 from packlora.ops.cross_entropy import torch_path
 from packlora.ops.cross_entropy.reference import IGNORE
+from packlora.ops.cross_entropy.smoothing import Smoothing
 from packlora.ops.first_order import first_order
 from packlora.ops.gpu import HAS_TRITON
 
@@ -62,6 +63,7 @@ def linear_cross_entropy(
     weights_L: torch.Tensor | None = None,
     chunk_bytes: int | None = None,
     part: VocabularyPart | None = None,
+    smoothing_L: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Losses of logits = hidden weight' + bias, which are rounded to hidden's dtype; softmax in float32 at least.
 
@@ -73,6 +75,7 @@ def linear_cross_entropy(
         chunk_bytes: memory for the logits of a chunk; None is CHUNK_BYTES of the device.
         part: which rows of the output layer weight_VD and bias_V are; None: all. Losses and the gradient are those of the whole
             vocabulary, for one message a chunk and one for the gradient.
+        smoothing_L: share of each label that all words have in equal parts, as of torch's label_smoothing; None: 0 for each.
 
     Returns:
         losses [L], without gradient, and their weighted sum, a number with one; float32 (float64 for float64 operands).
@@ -85,7 +88,7 @@ def linear_cross_entropy(
         raise ValueError(
             f"hidden states of {D} features do not fit an output layer {tuple(weight_VD.shape)} and its bias"
         )
-    for name, tensor in (("labels", labels_L), ("weights", weights_L)):
+    for name, tensor in (("labels", labels_L), ("weights", weights_L), ("smoothing", smoothing_L)):
         if tensor is not None and tensor.shape != (L,):
             raise ValueError(f"{name} of shape {tuple(tensor.shape)} for {L} rows; there must be one a row")
     if torch.is_grad_enabled() and (weight_VD.requires_grad or (bias_V is not None and bias_V.requires_grad)):
@@ -100,8 +103,9 @@ def linear_cross_entropy(
         chunk_bytes or CHUNK_BYTES.get(hidden_LD.device.type, 2**26),
     )
     losses_L, total = _LinearCrossEntropy.apply(
-        hidden_LD, weight_VD, bias_V, labels_L, weights_L.detach().to(wide), rows, part
-    )
+        hidden_LD, weight_VD, bias_V, labels_L, weights_L.detach().to(wide), rows, part,
+        None if smoothing_L is None else smoothing_L.detach().to(wide),
+    )  # fmt: skip
     return losses_L, total
 
 
@@ -125,6 +129,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weights_L: torch.Tensor,
         rows: list[int],
         part: VocabularyPart | None,
+        smoothing_L: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         losses_L = torch.empty_like(weights_L)
         gradient_LD = torch.empty_like(hidden_LD) if ctx.needs_input_grad[0] else None
@@ -140,6 +145,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 torch.mm(logits_CV, weight_VD, out=gradient_LD[chunk])
             del logits_CV, what  # before the next chunk's are made
             start += count
+        if smoothing_L is not None:
+            _smooth(losses_L, gradient_LD, hidden_LD, weight_VD, bias_V, labels_L, weights_L, rows, part, smoothing_L)
         if part is not None and gradient_LD is not None:
             part.add_up(gradient_LD)
         ctx.save_for_backward(gradient_LD)
@@ -150,7 +157,30 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (gradient_LD,) = ctx.saved_tensors
-        return gradient_LD * grad_outputs[1], None, None, None, None, None, None
+        return gradient_LD * grad_outputs[1], None, None, None, None, None, None, None
+
+
+def _smooth(
+    losses_L: torch.Tensor, gradient_LD: torch.Tensor | None, hidden_LD: torch.Tensor, weight_VD: torch.Tensor,
+    bias_V: torch.Tensor | None, labels_L: torch.Tensor, weights_L: torch.Tensor, rows: list[int],
+    part: VocabularyPart | None, smoothing_L: torch.Tensor,
+) -> None:  # fmt: skip
+    """Add what smoothing of labels makes of the losses, and of the gradient that is here."""
+    words, first = (len(weight_VD), 0) if part is None else (part.words, part.start)
+    smoothing, added_L, start = (
+        Smoothing(weight_VD, bias_V, words, first, weights_L.dtype),
+        torch.empty_like(losses_L),
+        0,
+    )
+    for count in rows:
+        chunk = slice(start, start + count)
+        added_L[chunk], gradient_CD = smoothing.term(hidden_LD[chunk], labels_L[chunk], smoothing_L[chunk])
+        if gradient_LD is not None:
+            gradient_LD[chunk] += (weights_L[chunk, None] * gradient_CD).to(gradient_LD.dtype)
+        start += count
+    if part is not None:
+        part.add_up(added_L)
+    losses_L += added_L
 
 
 def softmax_gradient(

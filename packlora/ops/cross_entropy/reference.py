@@ -13,9 +13,16 @@ IGNORE = -100
 
 
 def cross_entropy(
-    hidden_LD: torch.Tensor, weight_VD: torch.Tensor, bias_V: torch.Tensor | None, labels_L: torch.Tensor
+    hidden_LD: torch.Tensor,
+    weight_VD: torch.Tensor,
+    bias_V: torch.Tensor | None,
+    labels_L: torch.Tensor,
+    smoothing: float = 0.0,
 ) -> torch.Tensor:
-    """Losses [L] of logits = hidden weight' + bias in hidden's dtype; softmax in float32 at least. All logits are held."""
+    """Losses [L] of logits = hidden weight' + bias in hidden's dtype; softmax in float32 at least. All logits are held.
+
+    smoothing: share of every label that all words have in equal parts.
+    """
     logits_LV = F.linear(hidden_LD, weight_VD, bias_V)
     wide_LV = logits_LV.to(torch.promote_types(logits_LV.dtype, torch.float32))
-    return F.cross_entropy(wide_LV, labels_L, reduction="none", ignore_index=IGNORE)
+    return F.cross_entropy(wide_LV, labels_L, reduction="none", ignore_index=IGNORE, label_smoothing=smoothing)

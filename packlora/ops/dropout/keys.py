@@ -117,11 +117,20 @@ def dropped(keys_T2: torch.Tensor, salt: int, num_features: int, p: float) -> to
         num_features: K, the width of what is dropped.
         p: rate in [0, 1).
     """
+    return _lanes(keys_T2, salt, num_features) < dropout_threshold(p) - LANE // 2
+
+
+def uniform(keys_T2: torch.Tensor, salt: int, num_features: int) -> torch.Tensor:
+    """Numbers of (-1, 1), evenly distributed over the 65536 odd multiples of 2^-16, float32 [T, num_features]; see dropped."""
+    return (_lanes(keys_T2, salt, num_features).float() + 0.5) / (LANE // 2)
+
+
+def _lanes(keys_T2: torch.Tensor, salt: int, num_features: int) -> torch.Tensor:
+    """The 16 bits of each element, int16 [T, num_features]."""
     pairs = (num_features + 1) // 2
     counter = torch.arange(pairs, dtype=torch.int32, device=keys_T2.device) * signed(STRIDE)
     v = counter + (keys_T2[:, :1] ^ signed(salt))
     _shift_xor_(v, 16).mul_(signed(MIX_1)).bitwise_xor_(keys_T2[:, 1:])
     _shift_xor_(v, 15).mul_(signed(MIX_2))
     _shift_xor_(v, 15)
-    lanes = v.view(torch.int16)[:, :num_features]  # little-endian: feature 2j is the low half
-    return lanes < dropout_threshold(p) - LANE // 2
+    return v.view(torch.int16)[:, :num_features]  # little-endian: feature 2j is the low half

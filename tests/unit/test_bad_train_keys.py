@@ -1,0 +1,99 @@
+"""Values of train.optim, logging_steps, neftune_noise_alpha, label_smoothing_factor and of streams that are refused, with the
+place, what was found and what is accepted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from test_config import refusal, tree
+
+INF, NAN = float("inf"), float("nan")
+STREAM = {"path": "a.jsonl", "streaming": True, "truncate": "drop", "on_bad_row": "skip"}
+STEPS = {"max_steps": 5}
+
+
+def train(**keys: Any) -> Any:
+    return tree({"train": keys})
+
+
+def data(keys: Any, **more: Any) -> Any:
+    return tree({"data": {"path": "a.jsonl"} | keys, "train": more})
+
+
+def streamed(*without: str, train: Any = None, **keys: Any) -> Any:
+    kept = {key: value for key, value in STREAM.items() if key not in without}
+    return tree({"data": kept | keys, "train": STEPS if train is None else train})
+
+
+def cut(key: str, optim: str) -> Any:
+    return tree({"train": {"optim": optim}}, parallel={key: 2})
+
+
+CASES: list[tuple[Any, str, str]] = [
+    (train(optim="adam"), "train.optim", "'adam'"),
+    (train(optim="AdamW_torch"), "train.optim", "'AdamW_torch'"),
+    (train(optim="adamw"), "train.optim", "adamw_torch"),
+    (train(optim="adamw_torch_xla"), "train.optim", "'adamw_torch_xla'"),
+    (train(optim="galore_adamw"), "train.optim", "'galore_adamw'"),
+    (train(optim="lion"), "train.optim", "lion_32bit"),
+    (train(optim="paged_adafactor"), "train.optim", "'paged_adafactor'"),
+    (train(optim=""), "train.optim", "''"),
+    (train(optim=None), "train.optim", "None"),
+    (train(optim=8), "train.optim", "8"),
+    (train(optim=True), "train.optim", "True"),
+    (train(optim=["sgd"]), "train.optim", "list"),
+    (train(optim={"name": "sgd"}), "train.optim", "mapping"),
+    (train(optimizer="sgd"), "train.optimizer", "train.optim"),
+    (train(optims="sgd"), "train.optims", "did you mean 'optim'?"),
+    (train(optim_args="momentum=0.9"), "train.optim_args", "unknown key"),
+    (cut("tensor", "adafactor"), "job 'first'", "parallel.tensor does not take"),
+    (cut("pipeline", "adafactor"), "job 'first'", "parallel.pipeline does not take"),
+    (cut("tensor", "lion_32bit"), "train.optim: lion_32bit", "adamw_torch, adamw_torch_fused, sgd"),
+    (cut("pipeline", "adamw_bnb_8bit"), "train.optim: adamw_bnb_8bit", "parallel.pipeline"),
+    (cut("pipeline", "paged_lion_8bit"), "train.optim: paged_lion_8bit", "parallel.pipeline"),
+    (train(logging_steps=0), "train.logging_steps", "0"),
+    (train(logging_steps=-1), "train.logging_steps", "-1"),
+    (train(logging_steps=0.5), "train.logging_steps", "0.5"),
+    (train(logging_steps="10"), "train.logging_steps", "'10'"),
+    (train(logging_steps=True), "train.logging_steps", "True"),
+    (train(logging_steps=None), "train.logging_steps", "None"),
+    (train(logging_steps=10**10), "train.logging_steps", "10000000000"),
+    (tree(logging_steps=5), "logging_steps", "unknown key"),
+    (train(neftune_noise_alpha=0), "train.neftune_noise_alpha", "0"),
+    (train(neftune_noise_alpha=-5.0), "train.neftune_noise_alpha", "-5"),
+    (train(neftune_noise_alpha=NAN), "train.neftune_noise_alpha", "nan"),
+    (train(neftune_noise_alpha=INF), "train.neftune_noise_alpha", "inf"),
+    (train(neftune_noise_alpha=1e7), "train.neftune_noise_alpha", "1000000"),
+    (train(neftune_noise_alpha="5"), "train.neftune_noise_alpha", "'5'"),
+    (train(neftune_alpha=5), "train.neftune_alpha", "neftune_noise_alpha"),
+    (train(label_smoothing_factor=1), "train.label_smoothing_factor", "less than 1"),
+    (train(label_smoothing_factor=-0.1), "train.label_smoothing_factor", "-0.1"),
+    (train(label_smoothing_factor=NAN), "train.label_smoothing_factor", "nan"),
+    (train(label_smoothing_factor=None), "train.label_smoothing_factor", "None"),
+    (train(label_smoothing_factor="0.1"), "train.label_smoothing_factor", "'0.1'"),
+    (train(label_smoothing=0.1), "train.label_smoothing", "label_smoothing_factor"),
+    (data({"streaming": "yes"}), "data.streaming", "'yes'"),
+    (data({"streaming": 1}), "data.streaming", "1"),
+    (data({"stream": True}), "data.stream", "'streaming'"),
+    (data({"shuffle_buffer_size": 5}), "data", "goes with streaming: true"),
+    (streamed(shuffle_buffer_size=0), "data.shuffle_buffer_size", "0"),
+    (streamed(shuffle_buffer_size=-3), "data.shuffle_buffer_size", "-3"),
+    (streamed(shuffle_buffer_size=2.5), "data.shuffle_buffer_size", "2.5"),
+    (streamed(shuffle_buffer_size=10**9), "data.shuffle_buffer_size", "1000000000"),
+    (streamed(buffer_size=5), "data.buffer_size", "unknown key"),
+    (streamed("truncate"), "data", "set truncate to drop or right"),
+    (streamed("on_bad_row"), "data", "on_bad_row: skip"),
+    (streamed(train={}), "job 'first'", "set train.max_steps"),
+    (streamed(train={"num_train_epochs": 3}), "job 'first'", "num_train_epochs says nothing"),
+    (streamed(train=STEPS | {"drop_last": True}), "job 'first'", "train.drop_last says nothing of a stream"),
+    (streamed(path=[{"path": "a", "weight": 1.0}, {"path": "b", "weight": 2.0}]), "data", "streaming takes no weights"),
+]
+
+
+@pytest.mark.parametrize(("value", "where", "said"), CASES, ids=[str(number) for number in range(len(CASES))])
+def test_a_value_that_is_not_accepted_is_refused_with_its_place(value: Any, where: str, said: str) -> None:
+    message = refusal(value)
+    assert where in message
+    assert said in message
+    assert "Traceback" not in message and len(message) < 2500
