@@ -370,8 +370,8 @@ class ParallelConfig(_Strict):
     timeout_s: float = Field(600, gt=0, le=1e6)
     """Seconds after which a process that does not answer is given up, and the run ends."""
     pipeline: int = Field(1, ge=1)
-    """Devices, one behind the other, that hold some of the layers each; microbatches of all jobs pass through them. It is the
-    number of processes."""
+    """Stages, one behind the other, that hold some of the layers each; microbatches of all jobs pass through them. A stage is a
+    device, or as many as tensor says. It divides the number of processes."""
     tensor: int = Field(1, ge=1)
     """Devices that hold the base model together, a part of each layer's weights each. It divides the number of processes."""
     expert: int = Field(1, ge=1)
@@ -388,22 +388,20 @@ class ParallelConfig(_Strict):
             raise ValueError(f"devices_per_job is {self.devices_per_job}; give auto or a number of devices, at least 1")
         if self.expert != 1:
             raise ValueError("this version does not take expert; leave this key out")
-        others = {"tensor": self.tensor > 1, "shard_base": self.shard_base is True}
-        others["devices_per_job"] = self.devices_per_job not in ("auto", self.pipeline)
-        for name, is_set in others.items():
-            if self.pipeline > 1 and is_set:
-                raise ValueError(
-                    f"pipeline is {self.pipeline} and {name} is {getattr(self, name)}; this version takes pipeline "
-                    "alone, over all processes"
-                )
+        if self.pipeline > 1 and self.shard_base is True:
+            raise ValueError(
+                f"pipeline is {self.pipeline} and shard_base is true, two ways to share the weights; give one"
+            )
         if self.tensor > 1 and self.shard_base is True:
             raise ValueError(f"tensor is {self.tensor} and shard_base is true, two ways to share the weights; give one")
         if self.sequence_parallel and self.tensor == 1:
             raise ValueError("sequence_parallel goes with tensor, the devices that share the tokens; set both")
-        if self.devices_per_job != "auto" and self.devices_per_job % self.tensor:
+        together, named = self.tensor * self.pipeline, "tensor" if self.pipeline == 1 else "pipeline"
+        named = "pipeline times tensor" if self.tensor > 1 and self.pipeline > 1 else named
+        if self.devices_per_job != "auto" and self.devices_per_job % together:
             raise ValueError(
-                f"devices_per_job is {self.devices_per_job}, but {self.tensor} devices hold the base model together (tensor); "
-                f"give a multiple of {self.tensor}"
+                f"devices_per_job is {self.devices_per_job}, but {together} devices hold the base model together ({named}); "
+                f"give a multiple of {together}"
             )
         return self
 
@@ -411,12 +409,16 @@ class ParallelConfig(_Strict):
         """Raises InputError where so many processes cannot be divided as asked."""
         each = self.devices_per_job
         started = f"{processes} {'process was' if processes == 1 else 'processes were'} started, one for each device"
-        if self.pipeline > 1 and processes != self.pipeline:
-            raise InputError(f"parallel.pipeline is {self.pipeline}, but {started}; start {self.pipeline}")
-        if processes % self.tensor:
+        for name, together in (("tensor", self.tensor), ("pipeline", self.pipeline)):
+            if processes % together:
+                raise InputError(
+                    f"parallel.{name} is {together}, but {started}; start a multiple of {together}, or give a number that "
+                    f"divides {processes}"
+                )
+        if processes % (self.tensor * self.pipeline):
             raise InputError(
-                f"parallel.tensor is {self.tensor}, but {started}; start a multiple of {self.tensor}, or give a number that "
-                f"divides {processes}"
+                f"parallel.pipeline is {self.pipeline} and parallel.tensor {self.tensor}, but {started}; start a multiple of "
+                f"{self.tensor * self.pipeline}"
             )
         if self.shard_base is True and processes == 1:
             raise InputError("parallel.shard_base shares the base model over processes, but one process was started")

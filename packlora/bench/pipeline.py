@@ -30,6 +30,7 @@ from packlora.bench.replicas import Sizes, short_jobs
 from packlora.bench.results import text_table
 from packlora.bench.studies.short_jobs import CLIP, DROPOUT, JOBS, LR, prepared_on, synchronize
 from packlora.config import Run
+from packlora.parallel.layout import Layout
 from packlora.parallel.mesh import Mesh
 from packlora.parallel.pipeline import Links
 from packlora.parallel.stages import Stage, load_stage
@@ -111,7 +112,7 @@ class Piped:
     """Four jobs in training on the stages."""
 
     def __init__(self, options: Options, sizes: Sizes, mesh: Mesh, scratch: Path) -> None:
-        self.sizes, self.mesh, self.links = sizes, mesh, Links(mesh, options.device)
+        self.sizes, self.mesh, self.links = sizes, mesh, Links(mesh, Layout(((),), pipeline=mesh.size), options.device)
         layers = options.layers or (mesh.size if sizes.tiny else LAYERS_EACH * mesh.size)
         vocabulary = LLAMA_70B["vocab_size"] * layers // WHOLE
         values = {**LLAMA_70B, "vocab_size": vocabulary} | (TINY if sizes.tiny else {})

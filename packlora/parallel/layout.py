@@ -24,8 +24,11 @@ takes a wave of its own. From 0.9 to 0.97 makes a difference of 0.4 % on average
 @dataclass(frozen=True, slots=True)
 class Layout:
     """groups: names of the jobs of each group, in the order of the run. split: replicas of a group, which share each job.
-    tensor: processes of a replica, side by side; pipeline: the same, one behind the other. sharded: each process holds a part
-    of every weight of the base model (sharded.py); there is one group then."""
+    tensor: processes that hold a layer together, side by side; pipeline: stages of such processes, one behind the other; both
+    together are a replica. sharded: each process holds a part of every weight of the base model (sharded.py); there is one
+    group then.
+
+    In a group the replicas lie one behind the other, in a replica its stages, in a stage its processes."""
 
     groups: tuple[tuple[str, ...], ...]
     split: int = 1
@@ -38,13 +41,17 @@ class Layout:
         return len(self.groups) * self.split
 
     @property
+    def devices_per_replica(self) -> int:
+        return self.tensor * self.pipeline
+
+    @property
     def processes(self) -> int:
-        return self.replicas * self.tensor * self.pipeline
+        return self.replicas * self.devices_per_replica
 
     @property
     def devices_per_job(self) -> int:
         """Processes of a group."""
-        return self.split * self.tensor * self.pipeline
+        return self.split * self.devices_per_replica
 
     def group_of(self, rank: int) -> int:
         return rank // self.devices_per_job
@@ -70,16 +77,16 @@ class Prediction:
         return 1.0 - self.busy / (self.time * self.layout.replicas) if self.time else 0.0
 
 
-def layouts(work: Mapping[str, float], world: int, tensor: int = 1) -> list[Layout]:
+def layouts(work: Mapping[str, float], world: int, tensor: int = 1, pipeline: int = 1) -> list[Layout]:
     """All layouts of a run on `world` processes, those whose jobs share the fewest first.
 
     Args:
         work: by job, what it is predicted to take on one replica, in any unit.
-        tensor: processes of a replica; divides world.
+        tensor, pipeline: see Layout; their product divides world.
     """
-    replicas = world // tensor
+    replicas = world // (tensor * pipeline)
     sizes = [size for size in range(1, replicas + 1) if replicas % size == 0]
-    return [Layout(place(work, replicas // size), size, tensor) for size in sizes]
+    return [Layout(place(work, replicas // size), size, tensor, pipeline) for size in sizes]
 
 
 def predict(

@@ -155,7 +155,9 @@ class Hub:
                 self._said.add(kind)
             case MicrobatchDone():
                 event = replace(
-                    event, index=self._logged, rank=self.layout.ranks(group)[event.rank * self.layout.tensor]
+                    event,
+                    index=self._logged,
+                    rank=self.layout.ranks(group)[event.rank * self.layout.devices_per_replica],
                 )
                 self._logged += 1
             case WindowPlanned():

@@ -244,7 +244,8 @@ class Session:
         if self.layout.pipeline == 1:
             return Replicas(mesh, self.layout)
         device = choose_device(self.run.device)
-        return Links(mesh, torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device)
+        own = torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device
+        return Links(mesh, self.layout, own)
 
     def _load(self, prepared: PreparedRun, own: PreparedRun) -> tuple[Base, SingleDevice | StageDevice, list[Job]]:
         with self._told() as told:
@@ -261,7 +262,7 @@ class Session:
         self.fingerprint = base.fingerprint
         if self.saved is not None:
             same_base(base.path, self.saved.model.fingerprint, self.fingerprint)
-        return base, *_attach(own, base, self.group, self.mesh)
+        return base, *_attach(own, base, self.group)
 
     def _let_new_jobs_join(self, prepared: PreparedRun, jobs: list[Job], record: dict[str, Any]) -> None:
         """Jobs that a run file has in addition begin in the window that the others go on with."""
@@ -327,9 +328,7 @@ class Session:
         return notes
 
 
-def _attach(
-    prepared: PreparedRun, base: Base, replica: Alone, mesh: OneProcess
-) -> tuple[SingleDevice | StageDevice, list[Job]]:
+def _attach(prepared: PreparedRun, base: Base, replica: Alone) -> tuple[SingleDevice | StageDevice, list[Job]]:
     """Put an adapter of each job onto the model. replica: the processes that hold it."""
     cache = PlanCache(base.device)
     choosers = {ask: PlanChooser(base.device, cache, ask) for ask in dict.fromkeys(prepared.asks.values())}
@@ -340,9 +339,9 @@ def _attach(
         {path: choosers[ask] for path, ask in prepared.asks.items()},
         base.storage,
     )
-    group = None if isinstance(replica, Links) else replica.model
+    group = replica.tensor if isinstance(replica, Links) else replica.model
     jobs = []
-    across = across_stages(adapters, replica, mesh) if isinstance(replica, Links) else {}
+    across = across_stages(adapters, replica) if isinstance(replica, Links) else {}
     for item, adapter in zip(prepared.jobs, adapters, strict=True):
         job = make_job(prepared.run, item, adapter)
         if group is not None:
@@ -352,11 +351,9 @@ def _attach(
         jobs.append(job)
     if prepared.run.keep_outputs:
         base.kept_outputs = keep_outputs(base.model)
+    multiple = dist.get_world_size(group) if group is not None and prepared.run.parallel.sequence_parallel else 1
     if isinstance(base.storage, Stage):
-        return StageDevice(base, attached, base.storage), jobs
-    if group is None:
-        return SingleDevice(base, attached), jobs
-    multiple = dist.get_world_size(group) if prepared.run.parallel.sequence_parallel else 1
+        return StageDevice(base, attached, base.storage, multiple), jobs
     return SingleDevice(base, attached, multiple), jobs
 
 

@@ -69,8 +69,6 @@ def choose(prepared: PreparedRun, devices: int, known: Profile) -> Choice:
         raise InputError(
             f"parallel.devices_per_job is {parallel.devices_per_job}, which does not divide {devices} devices"
         )
-    if parallel.pipeline > 1:
-        return Choice(found[0], f"parallel.pipeline is {parallel.pipeline}")
     if devices == 1:
         return Choice(one_device(prepared), "there is one device")
     if parallel.shard_base is True and sharded is not None:
@@ -126,10 +124,8 @@ def candidates(prepared: PreparedRun, devices: int, work: Mapping[str, float]) -
         work: by job, what it is predicted to take.
     """
     parallel = prepared.run.parallel
-    if parallel.pipeline > 1:
-        return [Layout((tuple(job.data.name for job in prepared.jobs),), pipeline=parallel.pipeline)]
     asked = devices if parallel.shard_base is True else parallel.devices_per_job
-    found = layouts.layouts(work, devices, parallel.tensor)
+    found = layouts.layouts(work, devices, parallel.tensor, parallel.pipeline)
     return [own for own in found if asked in ("auto", own.devices_per_job)]
 
 

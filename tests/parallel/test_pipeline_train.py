@@ -57,21 +57,32 @@ def same(out: Path, whole: Path) -> None:
     assert distance(adapter(out, "dora"), adapter(whole, "dora")) <= 1e-10
 
 
-@pytest.mark.parametrize(("stages", "checkpointing"), [(2, True), (4, False)])
+@pytest.mark.parametrize(
+    ("processes", "parallel", "checkpointing"),
+    [
+        (2, {"pipeline": 2}, True),
+        (4, {"pipeline": 4}, False),
+        (4, {"pipeline": 2, "devices_per_job": 2}, False),
+        (4, {"pipeline": 2, "devices_per_job": 4}, False),
+        (4, {"pipeline": 2, "tensor": 2}, True),
+        (4, {"pipeline": 2, "tensor": 2, "sequence_parallel": True}, False),
+    ],
+)
 def test_a_run_gives_what_one_device_gives(
-    stages: int, checkpointing: bool, tree: dict[str, Any], whole: Path, ranks: Groups, tmp_path: Path
-) -> None:
-    parallel = {"pipeline": stages}
+    processes: int, parallel: dict[str, Any], checkpointing: bool, tree: dict[str, Any], whole: Path, ranks: Groups,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    """One pipeline; two of them with jobs of their own, and that share all jobs; one whose stages are cut."""
     asked = {**tree, "output_dir": str(tmp_path / "out"), "gradient_checkpointing": checkpointing, "parallel": parallel}
-    (status, told), *others = ranks(stages).run(heard, asked, None, 0, {})
-    assert [status, *others] == ["done"] + [("done", [])] * (stages - 1), "only the first process has subscribers"
+    (status, told), *others = ranks(processes).run(heard, asked, None, 0, {})
+    assert [status, *others] == ["done"] + [("done", [])] * (processes - 1), "only the first process has subscribers"
     assert (told[0], told[-1]) == ("RunBegan", "RunEnded")
     counts = {"TrainingBegan": 1, "Stepped": len(steps(whole)), "JobDone": 5, "Evaluated": len(lines(whole, "evals"))}
     assert {kind: told.count(kind) for kind in counts} == counts
     assert told.count("CheckpointSaved") == told.count("CheckpointBegins") > 5
     same(tmp_path / "out", whole)
     record, alone = (json.loads((out / "run.json").read_text()) for out in (tmp_path / "out", whole))
-    assert record["schedule"]["layout"]["pipeline"] == stages
+    assert record["schedule"]["layout"]["pipeline"] == parallel["pipeline"]
     assert (record["jobs"], record["model"]["fingerprint"]) == (alone["jobs"], alone["model"]["fingerprint"])
     ran = lines(tmp_path / "out", "microbatches")
     assert sorted(line["index"] for line in ran) == list(range(len(ran)))
