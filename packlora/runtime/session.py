@@ -238,6 +238,8 @@ class Session:
         taken = choose(prepared, self.mesh.size, known)
         if taken.layout.sharded and self.run.parallel.shard_base == "auto":
             prepared.warnings.append(f"parallel.shard_base is taken: {taken.reason}")
+        if taken.layout.pipeline > self.run.parallel.stages:
+            prepared.warnings.append(f"parallel.pipeline is {taken.layout.pipeline}: {taken.reason}")
         return taken.layout
 
     def _group(self, mesh: Mesh) -> Replicas:
