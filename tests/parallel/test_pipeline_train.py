@@ -6,6 +6,7 @@ import json
 import math
 import os
 import shutil
+import signal
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -62,9 +63,9 @@ def same(out: Path, whole: Path) -> None:
     [
         (2, {"pipeline": 2}, True),
         (4, {"pipeline": 4}, False),
-        (4, {"pipeline": 2, "devices_per_job": 2}, False),
+        pytest.param(4, {"pipeline": 2, "devices_per_job": 2}, False, marks=pytest.mark.soak),
         (4, {"pipeline": 2, "devices_per_job": 4}, False),
-        (4, {"pipeline": 2, "tensor": 2}, True),
+        pytest.param(4, {"pipeline": 2, "tensor": 2}, True, marks=pytest.mark.soak),
         (4, {"pipeline": 2, "tensor": 2, "sequence_parallel": True}, False),
     ],
 )
@@ -87,6 +88,8 @@ def test_a_run_gives_what_one_device_gives(
     ran = lines(tmp_path / "out", "microbatches")
     assert sorted(line["index"] for line in ran) == list(range(len(ran)))
     assert sum(sum(line["tokens"].values()) for line in ran) == sum(line["tokens"] for line in steps(whole))
+    replicas = range(0, processes, parallel["pipeline"] * parallel.get("tensor", 1))
+    assert {line["rank"] for line in ran} == set(replicas), "the first process of each pipeline"
     assert (tmp_path / "out" / "report.html").stat().st_size > 1000
 
 
@@ -196,16 +199,36 @@ def test_where_sums_have_one_order_it_has_the_bits_of_one_device(
 # --- stops, resuming ---------------------------------------------------------------------------------------------------
 
 
+def asked_on_one(rank: int, tree: dict[str, Any]) -> str:
+    """A run that the last process alone is asked to stop, at its third step; it goes on."""
+    original, count = Job.count_step, 0
+
+    def count_step(job: Job, *numbers: Any) -> Any:
+        nonlocal count
+        count += 1
+        if rank == 3 and count == 3:
+            signal.raise_signal(signal.SIGTERM)
+        return original(job, *numbers)
+
+    with mock.patch.object(Job, "count_step", count_step):
+        return packlora.train(tree, resume=True).status
+
+
 def test_a_run_that_is_stopped_goes_on_on_any_number_of_stages(
     tree: dict[str, Any], whole: Path, ranks: Groups, tmp_path: Path
 ) -> None:
-    """Stopped on two stages, on one device, on four, and ended on one. Their checkpoints are those of one device."""
+    """Stopped on processes that hold each layer together, on two stages, on one device, on four processes in two stages, where
+    the last one alone is asked, and ended on one device. Their checkpoints are those of one device."""
     out = tmp_path / "out"
     asked = {**tree, "output_dir": str(out), "save_total_limit": None}
-    assert ranks(2).run(heard, {**asked, "parallel": {"pipeline": 2}}, "", 5, {})[0][0] == "interrupted"
-    assert heard(0, asked, "", 4, {"resume": True})[0] == "interrupted"
-    assert ranks(4).run(heard, {**asked, "parallel": {"pipeline": 4}}, "", 4, {"resume": True})[0][0] == "interrupted"
-    assert heard(0, asked, "", 0, {"resume": True})[0] == "done"
+    beside = {**asked, "parallel": {"tensor": 2, "sequence_parallel": True}}
+    assert ranks(2).run(heard, beside, "", 4, {})[0][0] == "interrupted"
+    again = {"resume": True}
+    assert ranks(2).run(heard, {**asked, "parallel": {"pipeline": 2}}, "", 4, again)[0][0] == "interrupted"
+    assert heard(0, asked, "", 3, again)[0] == "interrupted"
+    both = {**asked, "parallel": {"pipeline": 2, "tensor": 2}}
+    assert ranks(4).run(asked_on_one, both) == ["interrupted"] * 4
+    assert heard(0, asked, "", 0, again)[0] == "done"
     same(out, whole)
     compared = [path for path in whole.glob("*/checkpoint-*") if (out / path.relative_to(whole)).exists()]
     assert {path.parent.name for path in compared} == {job["name"] for job in tree["jobs"]}
@@ -383,15 +406,24 @@ def test_what_cannot_be_cut_is_refused_on_every_process(
         assert not (tmp_path / "out").exists(), "bad input leaves no trace"
         return str(told[0][0])
 
-    assert "parallel.pipeline is 3, but 2 processes were started" in refused({"pipeline": 3})
+    assert (
+        "parallel.pipeline is 3, but 2 processes were started, one for each device; start a multiple of 3"
+        in refused({"pipeline": 3})
+    )
+    assert "parallel.pipeline is 2 and parallel.tensor 2, but 2 processes were started" in refused(
+        {"pipeline": 2, "tensor": 2}
+    )
     assert (
         "parallel.pipeline is 2, but 1 process was started"
         in on_ranks(0, {**fresh, "parallel": {"pipeline": 2}}, {})[0]
     )
-    for key, value in (("tensor", 2), ("shard_base", True), ("devices_per_job", 1)):
-        assert f"pipeline is 2 and {key} is {value}; this version takes pipeline alone" in refused(
-            {"pipeline": 2, key: value}
-        )
+    assert "pipeline is 2 and shard_base is true, two ways to share the weights" in refused(
+        {"pipeline": 2, "shard_base": True}
+    )
+    assert "devices_per_job is 1, but 2 devices hold the base model together (pipeline)" in refused(
+        {"pipeline": 2, "devices_per_job": 1}
+    )
+    assert "pipeline is 0; give auto or a number of stages" in refused({"pipeline": 0})
     few = saved_base(tmp_path / "few", tokenizer, num_hidden_layers=1)
     assert "parallel.pipeline is 2, but the model has 1 layers" in refused({"pipeline": 2}, base_model=few)
     with mock.patch.dict("conftest.FAMILIES", {"mixtral": ("MixtralConfig", {})}):
@@ -418,5 +450,8 @@ def test_plan_predicts_what_is_trained(tree: dict[str, Any], ranks: Groups, tmp_
     assert used.noops == sum(line["noops"] for line in windows)
     with pytest.raises(packlora.InputError, match=r"--stages is 3, but parallel\.pipeline is 2"):
         make_plan(Run.model_validate(asked), stages=3)
-    with pytest.raises(packlora.InputError, match=r"--gpus is 4, but parallel\.pipeline is 2"):
-        make_plan(Run.model_validate(asked), gpus=4)
+    with pytest.raises(packlora.InputError, match=r"parallel\.pipeline is 2, but 3 processes were started"):
+        make_plan(Run.model_validate(asked), gpus=3)
+    found = make_plan(Run.model_validate(asked), gpus=4).layouts
+    assert found is not None and [(row.pipeline, row.devices_per_job) for row in found.rows] == [(2, 2), (2, 4)]
+    assert found.taken.pipeline == 2 and 0 < found.taken.idle < 1 and found.taken.seconds > 0
