@@ -199,26 +199,11 @@ def test_where_sums_have_one_order_it_has_the_bits_of_one_device(
 # --- stops, resuming ---------------------------------------------------------------------------------------------------
 
 
-def asked_on_one(rank: int, tree: dict[str, Any]) -> str:
-    """A run that the last process alone is asked to stop, at its third step; it goes on."""
-    original, count = Job.count_step, 0
-
-    def count_step(job: Job, *numbers: Any) -> Any:
-        nonlocal count
-        count += 1
-        if rank == 3 and count == 3:
-            signal.raise_signal(signal.SIGTERM)
-        return original(job, *numbers)
-
-    with mock.patch.object(Job, "count_step", count_step):
-        return packlora.train(tree, resume=True).status
-
-
 def test_a_run_that_is_stopped_goes_on_on_any_number_of_stages(
     tree: dict[str, Any], whole: Path, ranks: Groups, tmp_path: Path
 ) -> None:
-    """Stopped on processes that hold each layer together, on two stages, on one device, on four processes in two stages, where
-    the last one alone is asked, and ended on one device. Their checkpoints are those of one device."""
+    """Stopped on processes that hold each layer together, on two stages, on one device, on two stages of two processes, and
+    ended on one device. Their checkpoints are those of one device."""
     out = tmp_path / "out"
     asked = {**tree, "output_dir": str(out), "save_total_limit": None}
     beside = {**asked, "parallel": {"tensor": 2, "sequence_parallel": True}}
@@ -227,7 +212,7 @@ def test_a_run_that_is_stopped_goes_on_on_any_number_of_stages(
     assert ranks(2).run(heard, {**asked, "parallel": {"pipeline": 2}}, "", 4, again)[0][0] == "interrupted"
     assert heard(0, asked, "", 3, again)[0] == "interrupted"
     both = {**asked, "parallel": {"pipeline": 2, "tensor": 2}}
-    assert ranks(4).run(asked_on_one, both) == ["interrupted"] * 4
+    assert ranks(4).run(heard, both, "", 3, again)[0][0] == "interrupted"
     assert heard(0, asked, "", 0, again)[0] == "done"
     same(out, whole)
     compared = [path for path in whole.glob("*/checkpoint-*") if (out / path.relative_to(whole)).exists()]
@@ -235,6 +220,35 @@ def test_a_run_that_is_stopped_goes_on_on_any_number_of_stages(
     for path in compared:
         alike(out / path.relative_to(whole), path)
     assert any((path / "last_good.safetensors").exists() for path in compared)
+
+
+def asked_on_one(rank: int, tree: dict[str, Any]) -> str:
+    """A run that the last process alone is asked to stop, at its second step."""
+    original, count = Job.count_step, 0
+
+    def count_step(job: Job, *numbers: Any) -> Any:
+        nonlocal count
+        count += 1
+        if rank == 3 and count == 2:
+            signal.raise_signal(signal.SIGTERM)
+        return original(job, *numbers)
+
+    with mock.patch.object(Job, "count_step", count_step):
+        return packlora.train(tree).status
+
+
+@pytest.mark.parametrize(
+    "parallel", some([{"pipeline": 2, "tensor": 2}, {"pipeline": 2, "devices_per_job": 4}], one_in=2)
+)
+def test_all_processes_stop_where_one_of_them_is_asked(
+    parallel: dict[str, Any], tree: dict[str, Any], ranks: Groups, tmp_path: Path
+) -> None:
+    """Of two chains one alone hears of it; nothing else lets the pipeline run dry there."""
+    asked = in_bits(tree, tmp_path / "out", ["lora", "rs"])
+    for job in asked["jobs"]:
+        job["train"]["max_steps"] = 12
+        job["data"].pop("eval_path", None)
+    assert ranks(4).run(asked_on_one, {**asked, "parallel": parallel}) == ["interrupted"] * 4
 
 
 def killed(rank: int, tree: dict[str, Any]) -> str:
