@@ -25,7 +25,7 @@ from packlora.runtime.job import Job, StepResult
 from packlora.runtime.stage import StageDevice, StagePending
 from packlora.runtime.trainer import Trainer, event_of
 from packlora.runtime.wave import Wave, waves_of
-from packlora.runtime.windows import planned_windows
+from packlora.runtime.windows import Plan, planned_windows
 from packlora.schedule.cost import CostModel
 from packlora.schedule.types import Microbatch
 
@@ -67,7 +67,9 @@ class PipelinedTrainer(Trainer):
         super().__init__(*args, **kwargs)
         self.cost, self.links = cost, self.executor.stage.links
         self._inside: dict[int, _Inside] = {}
-        self._waves: Iterator[Wave] = iter(())
+        self._waves: Iterator[Wave | None] = iter(())
+        self._border: int | None = None
+        """The round before which members change, once the pipeline is dry."""
         self._quiet = self._ended = False
         """Whether nothing more enters the pipeline; whether there is nothing more."""
         self._unconfirmed: dict[str, torch.Tensor] = {}
@@ -86,10 +88,21 @@ class PipelinedTrainer(Trainer):
         with planned_windows(
             self.run, self.jobs, planned(capacity, size), self.profile, self.events, self.team.group, self.cost
         ) as plan:
-            self._waves = (wave for window in plan.windows for wave in waves_of(window, size, capacity))
+            self._waves = self._all_waves(plan, size, capacity)
             while self._goes_on():
                 assert not self._ended, "the plan has ended, but a job has not"
                 self._run_dry()
+                if (border := self._border) is not None:
+                    self._border = None
+                    self._change(border, plan)
+
+    def _all_waves(self, plan: Plan, size: int, capacity: int) -> Iterator[Wave | None]:
+        """Of all windows; None behind one after which jobs are to join or to leave."""
+        for window in plan.windows:
+            yield from waves_of(window, size, capacity)
+            if self.members is not None and self.members.is_asked():
+                self._border = window.first_round + window.num_rounds
+                yield None
 
     def _run_dry(self) -> None:
         """Run microbatches through the pipeline until it is empty, and do what was to find it so."""
@@ -111,7 +124,7 @@ class PipelinedTrainer(Trainer):
         wave = None if self._quiet else next(self._waves, None)
         self._inside.pop(slot - self.links.stages, None)  # one in which no job has stepped
         if wave is None:
-            self._ended |= not self._quiet
+            self._ended |= not self._quiet and self._border is None
             return None
         batches = {placed.job: placed.batch for one in wave.microbatches for placed in one.samples}
         due = [job for job in self.jobs if job.name in batches and job.is_due(batches[job.name])]

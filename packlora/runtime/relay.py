@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -190,7 +190,11 @@ class Hub:
         first, every = self._began[0], [self._began[group] for group in self.groups]
         jobs = {job.name: job for event in every for job in event.jobs}
         earlier = [told for event in every for told in event.earlier]
-        return replace(first, jobs=tuple(jobs[name] for name in self.order if name in jobs), earlier=tuple(earlier))
+        return replace(first, jobs=tuple(jobs[name] for name in self._in_order(jobs)), earlier=tuple(earlier))
+
+    def _in_order(self, jobs: Collection[str]) -> list[str]:
+        """Those of the run file in its order, then those that have joined."""
+        return [name for name in dict.fromkeys([*self.order, *jobs]) if name in jobs]
 
     def _end(self) -> RunEnded:
         every = [self._ended[group] for group in self.groups]
@@ -201,7 +205,7 @@ class Hub:
         signals = [result.signal for result in results if result.signal is not None]
         result = replace(
             results[0], status=status, seconds=max(own.seconds for own in results), tokens=sum(own.tokens for own in results),
-            jobs={name: jobs[name] for name in self.order if name in jobs}, signal=signals[0] if signals else None,
+            jobs={name: jobs[name] for name in self._in_order(jobs)}, signal=signals[0] if signals else None,
         )  # fmt: skip
         seconds, memory = max(event.seconds for event in every), max(event.peak_memory for event in every)
         return RunEnded(result, seconds, sum(event.tokens for event in every), memory)
