@@ -144,20 +144,22 @@ class NoEmbedding(torch.nn.Module):
 
 
 def load_stage(
-    run: Run, tokenizer: Any, longest: Mapping[str, int], mesh: OneProcess, links: Links, counts: Sequence[int]
-) -> Base:
+    run: Run, tokenizer: Any, longest: Mapping[str, int], mesh: OneProcess, links: Links, counts: Sequence[int],
+    weights: WeightFiles | None = None,
+) -> Base:  # fmt: skip
     """Load this process's stage of the base model for packed training. All processes call it, with equal arguments; none reads
     more than its own weights.
 
     Args:
         longest: see load_base.
         counts: layers of each stage.
+        weights: of the base model; None: its files.
 
     Raises:
         InputError: see load_base; or the model cannot be cut. On every process.
     """
     path, device = base_path(run.base_model), choose_device(run.device)
-    files = together(mesh, lambda: WeightFiles(path, run.revision))
+    files = together(mesh, lambda: weights or WeightFiles(path, run.revision))
 
     def empty() -> tuple[PreTrainedModel, Stage, dict[str, str], dict[str, torch.Tensor]]:
         model = empty_model(path, run.revision, getattr(torch, run.dtype), run.trust_remote_code)
