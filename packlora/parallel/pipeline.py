@@ -293,8 +293,6 @@ class Links(Replicas):
 
     def found_by_one(self, found: Sequence[int]) -> list[int]:
         """The largest of each number over the processes in this one's place in all replicas."""
-        if self.size == 1:
-            return list(found)
         most = torch.tensor(list(found), dtype=torch.int64)
         with self._mesh.told():
             dist.all_reduce(most, dist.ReduceOp.MAX, group=self._sums)

@@ -16,10 +16,27 @@ from typing import Any
 
 from packlora.errors import unwritten
 from packlora.files import write_file
-from packlora.report.events import CheckpointBegins, Evaluated, Event, MicrobatchDone, RunEnded, Stepped, WindowPlanned
+from packlora.report.events import (
+    CheckpointBegins,
+    Evaluated,
+    Event,
+    MicrobatchDone,
+    PipelineRan,
+    RunEnded,
+    Stepped,
+    WindowPlanned,
+)
 
 METRICS, EVALS, MICROBATCHES, WINDOWS = "metrics.jsonl", "evals.jsonl", "microbatches.jsonl", "windows.jsonl"
-LINES = {Stepped: METRICS, Evaluated: EVALS, MicrobatchDone: MICROBATCHES, WindowPlanned: WINDOWS}
+PIPELINE = "pipeline.jsonl"
+"""Which there is where a pipeline trains."""
+LINES = {
+    Stepped: METRICS,
+    Evaluated: EVALS,
+    MicrobatchDone: MICROBATCHES,
+    WindowPlanned: WINDOWS,
+    PipelineRan: PIPELINE,
+}
 """Events that are a line each, and of which file; the keys are the names of their fields."""
 
 
@@ -51,8 +68,9 @@ class Logs:
 
     def __init__(self, folder: Path, files: BestEffort) -> None:
         self._files: dict[type, JsonLines] = {
-            kind: JsonLines(folder / name, files.failed) for kind, name in LINES.items()
+            kind: JsonLines(folder / name, files.failed) for kind, name in LINES.items() if name != PIPELINE
         }
+        self._new = lambda name: JsonLines(folder / name, files.failed)
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, CheckpointBegins):
@@ -62,6 +80,8 @@ class Logs:
             for file in self._files.values():
                 file.close()
         elif type(event) in LINES:
+            if type(event) not in self._files:
+                self._files[type(event)] = self._new(LINES[type(event)])
             self._files[type(event)].write(**{field.name: getattr(event, field.name) for field in fields(event)})
 
 

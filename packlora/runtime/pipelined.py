@@ -18,10 +18,11 @@ from typing import Any
 import torch
 
 from packlora.parallel.layout import planned
-from packlora.parallel.pipeline import Kind, Slot, actions
+from packlora.parallel.pipeline import Kind, Links, Slot, actions
 from packlora.report.events import Note
 from packlora.runtime.evaluate import is_multiple
 from packlora.runtime.job import Job, StepResult
+from packlora.runtime.pipeline_times import PipelineTimes
 from packlora.runtime.stage import StageDevice, StagePending
 from packlora.runtime.trainer import Trainer, event_of
 from packlora.runtime.wave import Wave, waves_of
@@ -55,6 +56,13 @@ class _Inside:
         return self.own
 
 
+def join_found(jobs: Sequence[Job], links: Links) -> None:
+    """Let jobs know of parameters that have got a gradient in another replica alone."""
+    most = iter(links.found_by_one([int(name not in job.without) for job in jobs for name in job.parameters]))
+    for job in jobs:
+        job.without = {name for name in job.parameters if not next(most)}
+
+
 class PipelinedTrainer(Trainer):
     """
     Args:
@@ -72,6 +80,7 @@ class PipelinedTrainer(Trainer):
         """The round before which members change, once the pipeline is dry."""
         self._quiet = self._ended = False
         """Whether nothing more enters the pipeline; whether there is nothing more."""
+        self.times = PipelineTimes(self.run, self.prepared.shape, self.links, self.base.device, self.profile.cost)
         self._unconfirmed: dict[str, torch.Tensor] = {}
         """By job that has stepped, columns LARGEST and CHANGED of this stage."""
         self._failed: list[Job] = []
@@ -108,10 +117,13 @@ class PipelinedTrainer(Trainer):
         """Run microbatches through the pipeline until it is empty, and do what was to find it so."""
         self._quiet = False
         self._inside.clear()  # slots are counted anew
+        self.times.begin()
         self.runner.begin()
         for action in actions(self.links.stage, self.links.stages, self._enter):
             self._do[action.kind](action.slot)
         self.links.drain()
+        if (times := self.times.told(self.by_name)) is not None:
+            self.events.emit(times)
         self._confirm_all()
         self.team.agree(0, [])
         failed, self._failed = self._failed, []
@@ -126,6 +138,8 @@ class PipelinedTrainer(Trainer):
         if wave is None:
             self._ended |= not self._quiet and self._border is None
             return None
+        own = self.runner.own(wave)
+        self.times.entered(wave.window.first_round, own)
         batches = {placed.job: placed.batch for one in wave.microbatches for placed in one.samples}
         due = [job for job in self.jobs if job.name in batches and job.is_due(batches[job.name])]
         if not due:
@@ -136,7 +150,6 @@ class PipelinedTrainer(Trainer):
         complete = [(self.by_name[name], batch) for name, batch in wave.completes if self.by_name[name].is_due(batch)]
         for job in due:
             self.runner.began.setdefault(job.name, self._elapsed())
-        own = self.runner.own(wave)
         self._inside[slot] = _Inside(wave, own, complete, due)
         return Slot(runs=own is not None, steps=bool(complete))
 
@@ -156,7 +169,8 @@ class PipelinedTrainer(Trainer):
         inside = self._inside[slot]
         samples, weights = self.runner.packer.packed(inside.microbatch)
         tokens, incoming, inside.incoming = inside.microbatch.num_tokens, inside.incoming, None
-        inside.pending = self.budget.attempt(tokens, lambda: self.executor.forward(samples, weights, incoming))
+        with self.times.clock.span("forward", slot):
+            inside.pending = self.budget.attempt(tokens, lambda: self.executor.forward(samples, weights, incoming))
 
     def _send_hidden(self, slot: int) -> None:
         pending = self._inside[slot].pending
@@ -172,7 +186,8 @@ class PipelinedTrainer(Trainer):
         inside = self._inside[slot]
         microbatch, pending = inside.microbatch, inside.pending
         assert pending is not None
-        done = self.budget.attempt(microbatch.num_tokens, lambda: self.executor.backward(pending))
+        with self.times.clock.span("backward", slot):
+            done = self.budget.attempt(microbatch.num_tokens, lambda: self.executor.backward(pending))
         assert done is not None
         inside.gradient, inside.pending = pending.gradient, None
         due = {job.name for job in inside.due}
@@ -217,7 +232,10 @@ class PipelinedTrainer(Trainer):
         inside = self._inside[slot]
         own = torch.zeros(self._rows(slot), dtype=torch.float64, device=self.base.device)
         own[0, LARGEST] = self.team.is_asked
-        self._join_replicas([job for job, _ in inside.complete])
+        if self.links.size > 1:
+            jobs = [job for job, _ in inside.complete]
+            join_found(jobs, self.links)
+            self.team.add_up(jobs)
         for row, (job, _) in zip(own[1:], inside.complete, strict=True):
             assert job.loss_sum is not None
             row[LOSS], row[SQUARE], row[FOUND] = job.loss_sum, job.square(), len(job.parameters) - len(job.without)
@@ -227,16 +245,6 @@ class PipelinedTrainer(Trainer):
             own[:, :LARGEST] += inside.sums[:, :LARGEST]
             own[:, LARGEST:] = torch.maximum(own[:, LARGEST:], inside.sums[:, LARGEST:])
         inside.sums = self.links.agreed(own) if self.links.is_first else own
-
-    def _join_replicas(self, jobs: Sequence[Job]) -> None:
-        """Add up what the replicas have of global batches."""
-        if self.links.size == 1:
-            return
-        found = self.links.found_by_one([int(name not in job.without) for job in jobs for name in job.parameters])
-        most = iter(found)
-        for job in jobs:
-            job.without = {name for name in job.parameters if not next(most)}
-        self.team.add_up(jobs)
 
     def _send_sums(self, slot: int) -> None:
         sums = self._inside[slot].sums

@@ -18,7 +18,16 @@ from pydantic import TypeAdapter
 from packlora.errors import ProcessError
 from packlora.parallel.layout import Layout
 from packlora.parallel.mesh import Mesh
-from packlora.report.events import Event, MicrobatchDone, RunBegan, RunEnded, StopAsked, TrainingBegan, WindowPlanned
+from packlora.report.events import (
+    Event,
+    MicrobatchDone,
+    PipelineRan,
+    RunBegan,
+    RunEnded,
+    StopAsked,
+    TrainingBegan,
+    WindowPlanned,
+)
 from packlora.result import Result
 from packlora.runtime.events import Emitter
 
@@ -160,7 +169,7 @@ class Hub:
                     rank=self.layout.ranks(group)[event.rank * self.layout.devices_per_replica],
                 )
                 self._logged += 1
-            case WindowPlanned():
+            case WindowPlanned() | PipelineRan():
                 event = replace(event, group=group)
         self.outer.emit(event)
 

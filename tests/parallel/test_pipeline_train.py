@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -90,7 +91,31 @@ def test_a_run_gives_what_one_device_gives(
     assert sum(sum(line["tokens"].values()) for line in ran) == sum(line["tokens"] for line in steps(whole))
     replicas = range(0, processes, parallel["pipeline"] * parallel.get("tensor", 1))
     assert {line["rank"] for line in ran} == set(replicas), "the first process of each pipeline"
+    check_timelines(tmp_path / "out", parallel["pipeline"], [line for line in ran if line["rank"] == 0])
     assert (tmp_path / "out" / "report.html").stat().st_size > 1000
+
+
+def check_timelines(out: Path, stages: int, ran: list[dict[str, Any]]) -> None:
+    """What pipeline.jsonl says of the first pipeline: a stage does one thing at a time, and nothing before what it needs."""
+    told = lines(out, "pipeline")
+    assert sum(line["slots"] - line["noops"] for line in told) == len(ran)
+    assert sum(line["tokens"] for line in told) == sum(sum(line["tokens"].values()) for line in ran)
+    for line in told:
+        assert len(line["busy"]) == len(line["peak_memory"]) == stages and line["mfu"] > 0
+        assert line["bubble"] == pytest.approx(1 - sum(line["busy"]) / (stages * line["seconds"]))
+        assert 0 <= line["bubble"] < 1 and 0 <= line["predicted_bubble"] < 1 and line["predicted_seconds"] > 0
+        ends = {(stage, kind, slot): end for stage, kind, slot, _, end in line["spans"]}
+        for stage in range(stages):
+            own = [(start, end) for at, _, _, start, end in line["spans"] if at == stage]
+            assert all(a[1] <= b[0] for a, b in itertools.pairwise(own))
+        for stage, kind, slot, start, _ in line["spans"]:
+            before = (stage - 1, "forward", slot) if kind == "forward" else (stage + 1, "backward", slot)
+            assert start >= ends.get(before, 0.0) - 1e-3
+        drawn, foreseen = ({tuple(own[:3]) for own in line[key]} for key in ("spans", "predicted_spans"))
+        assert drawn == foreseen
+    assert any(line["spans"] for line in told)
+    page = (out / "report.html").read_text()
+    assert "<h2>Pipeline</h2>" in page and "backward of slot 0 on stage 1" in page
 
 
 def test_the_best_adapter_and_an_early_end_are_those_of_one_device(
