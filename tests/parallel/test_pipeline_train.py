@@ -26,6 +26,7 @@ from test_training import JOBS, adapter, config, distance, steps, train
 import packlora
 from packlora.commands.plan import make_plan
 from packlora.config import Run
+from packlora.runtime import checkpoint
 from packlora.runtime.job import Job
 from packlora.runtime.pipelined import PipelinedTrainer
 from packlora.runtime.stage import StageDevice
@@ -313,6 +314,42 @@ def test_a_run_that_was_killed_ends_with_a_reason_and_goes_on_with_the_bits_of_o
         files = [tmp_path / name / job["name"] / "adapter_model.safetensors" for name in ("out", "other")]
         assert files[0].read_bytes() == files[1].read_bytes()
         assert distance(adapter(tmp_path / "alone", job["name"]), adapter(whole, job["name"])) < 1e-10
+
+
+def killed_in_a_save(rank: int, tree: dict[str, Any], resume: bool) -> str:
+    """A run whose first process dies while it writes its third checkpoint: the adapter is there, the rest is not."""
+    original, count = checkpoint.write_tensors, 0
+
+    def write_tensors(path: Path, tensors: Any) -> None:
+        nonlocal count
+        count += path.name == checkpoint.OPTIMIZER
+        if count == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        original(path, tensors)
+
+    with mock.patch.object(checkpoint, "write_tensors", write_tensors):
+        return packlora.train(tree, resume=resume).status
+
+
+@pytest.mark.soak
+def test_a_run_that_is_killed_in_the_middle_of_a_save_loses_nothing_that_was_saved(
+    tree: dict[str, Any], whole: Path, ranks: Groups, tmp_path: Path
+) -> None:
+    """On two stages of two processes; then on processes that hold each layer together; then on two stages, to the end."""
+    out = tmp_path / "out"
+    asked = {**tree, "save_every": 1, "output_dir": str(out)}
+    kinds = [(4, {"pipeline": 2, "tensor": 2}), (2, {"tensor": 2, "sequence_parallel": True})]
+    before: dict[str, int] = {}
+    for number, (processes, parallel) in enumerate(kinds):
+        with pytest.raises(RankFailed, match="rank 0: the process ended with -9"):
+            ranks(processes).run(killed_in_a_save, {**asked, "parallel": parallel}, number > 0)
+        saved = {path: path.stat().st_mtime_ns for path in out.glob("*/checkpoint-*/manifest.json")}
+        assert len(saved) >= 2 and list(out.glob("**/.tmp-*")), "it was in the middle of a save"
+        reached = {path.parent.parent.name: max(checkpoint.steps(path.parent.parent)) for path in saved}
+        assert all(reached[name] >= step for name, step in before.items())
+        before = reached
+    assert ranks(2).run(on_ranks, {**asked, "parallel": {"pipeline": 2}}, {"resume": True})[0][0] == "done"
+    same(out, whole)
 
 
 def test_a_job_can_be_ended_from_the_first_process(tree: dict[str, Any], ranks: Groups, tmp_path: Path) -> None:
