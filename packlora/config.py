@@ -416,9 +416,10 @@ class ParallelConfig(_Strict):
     number of processes, and `tensor` divides it. auto: as few as leave no device without work for long."""
     timeout_s: float = Field(600, gt=0, le=1e6)
     """Seconds after which a process that does not answer is given up, and the run ends."""
-    pipeline: int = Field(1, ge=1)
-    """Devices, one behind the other, that hold some of the layers each; microbatches of all jobs pass through them. It is the
-    number of processes."""
+    pipeline: int | Literal["auto"] = Field("auto")
+    """Stages, one behind the other, that hold some of the layers each; microbatches of all jobs pass through them. A stage is a
+    device, or as many as tensor says. It divides the number of processes. auto: one, and several where a device is estimated
+    to hold no whole base model with what training needs, and they are predicted to be faster than shard_base."""
     tensor: int = Field(1, ge=1)
     """Devices that hold the base model together, a part of each layer's weights each. It divides the number of processes."""
     expert: int = Field(1, ge=1)
@@ -435,35 +436,44 @@ class ParallelConfig(_Strict):
             raise ValueError(f"devices_per_job is {self.devices_per_job}; give auto or a number of devices, at least 1")
         if self.expert != 1:
             raise ValueError("this version does not take expert; leave this key out")
-        others = {"tensor": self.tensor > 1, "shard_base": self.shard_base is True}
-        others["devices_per_job"] = self.devices_per_job not in ("auto", self.pipeline)
-        for name, is_set in others.items():
-            if self.pipeline > 1 and is_set:
-                raise ValueError(
-                    f"pipeline is {self.pipeline} and {name} is {getattr(self, name)}; this version takes pipeline "
-                    "alone, over all processes"
-                )
+        if self.pipeline != "auto" and self.pipeline < 1:
+            raise ValueError(f"pipeline is {self.pipeline}; give auto or a number of stages, at least 1")
+        if self.stages > 1 and self.shard_base is True:
+            raise ValueError(
+                f"pipeline is {self.pipeline} and shard_base is true, two ways to share the weights; give one"
+            )
         if self.tensor > 1 and self.shard_base is True:
             raise ValueError(f"tensor is {self.tensor} and shard_base is true, two ways to share the weights; give one")
         if self.sequence_parallel and self.tensor == 1:
             raise ValueError("sequence_parallel goes with tensor, the devices that share the tokens; set both")
-        if self.devices_per_job != "auto" and self.devices_per_job % self.tensor:
+        together, named = self.tensor * self.stages, "tensor" if self.stages == 1 else "pipeline"
+        named = "pipeline times tensor" if self.tensor > 1 and self.stages > 1 else named
+        if self.devices_per_job != "auto" and self.devices_per_job % together:
             raise ValueError(
-                f"devices_per_job is {self.devices_per_job}, but {self.tensor} devices hold the base model together (tensor); "
-                f"give a multiple of {self.tensor}"
+                f"devices_per_job is {self.devices_per_job}, but {together} devices hold the base model together ({named}); "
+                f"give a multiple of {together}"
             )
         return self
+
+    @property
+    def stages(self) -> int:
+        """Of the pipeline that is asked for; 1 where that is left to us."""
+        return 1 if self.pipeline == "auto" else self.pipeline
 
     def check(self, processes: int) -> None:
         """Raises InputError where so many processes cannot be divided as asked."""
         each = self.devices_per_job
         started = f"{processes} {'process was' if processes == 1 else 'processes were'} started, one for each device"
-        if self.pipeline > 1 and processes != self.pipeline:
-            raise InputError(f"parallel.pipeline is {self.pipeline}, but {started}; start {self.pipeline}")
-        if processes % self.tensor:
+        for name, together in (("tensor", self.tensor), ("pipeline", self.stages)):
+            if processes % together:
+                raise InputError(
+                    f"parallel.{name} is {together}, but {started}; start a multiple of {together}, or give a number that "
+                    f"divides {processes}"
+                )
+        if processes % (self.tensor * self.stages):
             raise InputError(
-                f"parallel.tensor is {self.tensor}, but {started}; start a multiple of {self.tensor}, or give a number that "
-                f"divides {processes}"
+                f"parallel.pipeline is {self.stages} and parallel.tensor {self.tensor}, but {started}; start a multiple of "
+                f"{self.tensor * self.stages}"
             )
         if self.shard_base is True and processes == 1:
             raise InputError("parallel.shard_base shares the base model over processes, but one process was started")
@@ -724,7 +734,7 @@ class Run(_Strict):
         """Raises ValueError where a setting does not go with a quantised base model. what: makes it one, for the message."""
         apart = {
             "shard_base": self.parallel.shard_base is True, "tensor": self.parallel.tensor > 1,
-            "pipeline": self.parallel.pipeline > 1,
+            "pipeline": self.parallel.stages > 1,
         }  # fmt: skip
         if any(apart.values()):
             key = next(key for key, asked in apart.items() if asked)

@@ -119,21 +119,22 @@ def attach_one(
     """Attach one more adapter to a model that has some, between two microbatches. It starts as it would have at first.
 
     Args:
-        model: whole on its device.
+        model: on its device; modules that it lacks are elsewhere, where it is not whole.
         number: larger than those of all that were attached.
         chooser: by path.
     """
     layers = adapted_layers(model)
-    before = set(layers)
-    _replace(model, list(spec.modules), attached, layers, chooser)
-    adapter = _adapter(name, number, spec, list(spec.modules), layers, seed, model)
+    before, own = set(layers), {path for path, _ in model.named_modules()}
+    here = [path for path in spec.modules if attached.storage.is_whole or path in own]
+    _replace(model, here, attached, layers, chooser)
+    adapter = _adapter(name, number, spec, here, layers, seed, model)
     _write_first_values(attached, layers, [number])
     changed = [attached.groups[path] for path in layers.keys() - before if path in attached.groups]
     parents = {_parent(paths[0]) for paths in changed}
     for path in parents:
         SiblingGroup.detach(model.get_submodule(path))
     _join_siblings(model, layers, [paths for paths in attached.groups.values() if _parent(paths[0]) in parents])
-    for path in spec.modules:
+    for path in here:
         layers[path].adapters_changed()
     return adapter
 
@@ -141,7 +142,7 @@ def attach_one(
 def detach_one(model: PreTrainedModel, adapter: Adapter) -> None:
     """Take an adapter off again, between two microbatches. Layers that have none any more stay, and do as the model does."""
     layers = adapted_layers(model)
-    for path in adapter.spec.modules:
+    for path in adapter.weights:
         del layers[path].adapters[adapter.number]
         layers[path].adapters_changed()
 

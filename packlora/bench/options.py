@@ -30,7 +30,8 @@ SHAPE = "0.6B"
 class Options:
     """only: words that choose contenders and cases, see `choose`; layers: of the model, None for all of them; parts: of the
     benchmark that are measured, none meaning all; kept: rows of the other parts, from the file that is written again; out: that
-    file; progress: where rows go as they are measured; shape: of the model in `replicas`."""
+    file; progress: where rows go as they are measured; shape: of the model in `replicas`; units: that are counted in
+    `pipeline`, None for the usual number."""
 
     device: torch.device
     quick: bool = False
@@ -41,6 +42,7 @@ class Options:
     out: Path | None = None
     progress: Progress | None = None
     shape: str = SHAPE
+    units: int | None = None
 
     @property
     def tiny(self) -> bool:
@@ -57,7 +59,7 @@ class Options:
     def keys(self, summary: dict[str, Any]) -> dict[str, Any]:
         """The summary, with keys that begin with `part_` where less than everything was measured: no figure of a part can
         be taken for one of the whole."""
-        part = self.quick or self.only or self.layers is not None
+        part = self.quick or self.only or self.layers is not None or self.units is not None
         return {f"part_{key}": value for key, value in summary.items()} if part else summary
 
 

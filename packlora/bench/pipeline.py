@@ -1,8 +1,10 @@
 """`packlora bench pipeline`: four jobs through the stages of a pipeline, without a flush and otherwise.
 
     torchrun --nproc-per-node 2 -m packlora bench pipeline --out pipeline-h200.json
+    torchrun --nproc-per-node 2 -m packlora bench pipeline --out short.json --layers 4 --units 1 --quick
 
-A run with another number of processes adds its rows to the file.
+A run with another number of processes adds its rows to the file. Each way of a unit is kept as soon as it is measured, for
+--resume.
 """
 
 from __future__ import annotations
@@ -23,13 +25,16 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from packlora.adapters.attach import attach
-from packlora.bench.model import LLAMA_70B, TARGETS, TINY, build
+from packlora.base.weight_files import WeightFiles
+from packlora.bench.model import LLAMA_70B, TARGETS, TINY
 from packlora.bench.options import Options, Outcome
 from packlora.bench.processes import alarm
 from packlora.bench.replicas import Sizes, short_jobs
 from packlora.bench.results import text_table
 from packlora.bench.studies.short_jobs import CLIP, DROPOUT, JOBS, LR, prepared_on, synchronize
 from packlora.config import Run
+from packlora.errors import InputError
+from packlora.parallel.layout import Layout
 from packlora.parallel.mesh import Mesh
 from packlora.parallel.pipeline import Links
 from packlora.parallel.stages import Stage, load_stage
@@ -37,7 +42,6 @@ from packlora.runtime import profiler
 from packlora.runtime.events import Emitter
 from packlora.runtime.folder import OutputFolder
 from packlora.runtime.job import Job
-from packlora.runtime.memory import free_memory
 from packlora.runtime.microbatch import MicrobatchResult
 from packlora.runtime.pipelined import PipelinedTrainer
 from packlora.runtime.prepare import ModelShape, PreparedRun
@@ -45,25 +49,26 @@ from packlora.runtime.run import deterministic
 from packlora.runtime.stage import StageDevice, StagePending
 from packlora.runtime.wave import Wave
 from packlora.schedule.planner import Planner
-from packlora.schedule.simulate import end_times
+from packlora.schedule.simulate import end_times, makespan
 from packlora.schedule.types import Microbatch, Placed, Window, WindowReport
 from packlora.schedule.verify import check, with_noops
 
 LAYERS_EACH, WHOLE = 4, 80
 """Layers of a stage, about; and of the model whose shape they have."""
-WAYS = ("no_flush", "one_job", "fixed_samples")
+FLOWING = "no_flush"
+WAYS = (FLOWING, "one_job", "fixed_samples")
 PROTOCOL = (
-    "{layers} layers of Llama-3.1-70B's shape over the stages, the vocabulary cut as the layers are, random bfloat16 "
-    "weights; four LoRA jobs (ranks {ranks}) on all linear layers, dropout {dropout}, AdamW, clipping; lengths of samples "
-    "as in bench replicas, of at most {longest} tokens, about {step_tokens} tokens a job and optimizer step, loss on all "
-    "tokens. The training loop's own classes. A unit is {rounds} optimizer steps of every job on the same samples, the "
+    "{layers} layers of Llama-3.1-70B's shape over the stages, the vocabulary cut as the layers are, random bfloat16 weights "
+    "made on the devices; four LoRA jobs (ranks {ranks}) on all linear layers, dropout {dropout}, AdamW, clipping; lengths of"
+    " samples as in bench replicas, of at most {longest} tokens, about {step_tokens} tokens a job and optimizer step, loss on"
+    " all tokens. The training loop's own classes. A unit is {rounds} optimizer steps of every job on the same samples, the "
     "ways in turn, one unit to warm up and {units} counted; planning is not counted. no_flush: as training runs it, "
-    "microbatches of at most {budget} tokens planned for the pipeline. one_job: 1F1B of one job after the other, the "
-    "pipeline empty at every step of a job. fixed_samples: all jobs without a flush, jobs in turn, as many samples of a "
-    "job to a microbatch as fit if all were as long as its longest. s: until the first stage is done with the last "
-    "backward. bubble: share of the stages' time in which they run neither forward nor backward, both timed on the device. "
-    "makespan_error: the simulator's end of the order that ran, from these times, beside the measured one, relative. "
-    "tokens_per_s_per_gpu_70b: scaled from these layers to 80."
+    "microbatches of at most {budget} tokens planned for the pipeline. one_job: 1F1B of one job after the other, the pipeline"
+    " empty at every step of a job. fixed_samples: all jobs without a flush, jobs in turn, as many samples of a job to a "
+    "microbatch as fit if all were as long as its longest. s: until the first stage is done with the last backward. bubble: "
+    "share of the stages' time in which they run neither forward nor backward, both timed on the device. makespan_error: the "
+    "simulator's end of the order that ran, from these times, beside the measured one, relative. tokens_per_s_per_gpu_70b: "
+    "scaled from these layers to 80."
 )
 
 
@@ -104,6 +109,26 @@ class Timed(StageDevice):
         return out
 
 
+class RandomWeights(WeightFiles):
+    """Weights in no file: they are made on the device as they are asked for. Writing and reading those of 8 layers of a 70B
+    model takes longer than measuring them.
+
+    Args:
+        path: folder with the configuration of the model.
+    """
+
+    def __init__(self, path: str, skeleton: torch.nn.Module, device: torch.device) -> None:
+        self.path, self.device, self.bytes_read = path, device, 0
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in skeleton.state_dict().items()}
+
+    def read(self, key: str, *part: slice) -> torch.Tensor:
+        assert not part, "a stage has whole weights"
+        shape = self.shapes[key]
+        if len(shape) == 1:
+            return torch.ones(shape, dtype=torch.bfloat16, device=self.device)
+        return torch.randn(shape, dtype=torch.bfloat16, device=self.device).mul_(0.02)
+
+
 # --- what is trained -----------------------------------------------------------------------------------------------------
 
 
@@ -111,25 +136,22 @@ class Piped:
     """Four jobs in training on the stages."""
 
     def __init__(self, options: Options, sizes: Sizes, mesh: Mesh, scratch: Path) -> None:
-        self.sizes, self.mesh, self.links = sizes, mesh, Links(mesh, options.device)
+        self.sizes, self.mesh, self.links = sizes, mesh, Links(mesh, Layout(((),), pipeline=mesh.size), options.device)
         layers = options.layers or (mesh.size if sizes.tiny else LAYERS_EACH * mesh.size)
         vocabulary = LLAMA_70B["vocab_size"] * layers // WHOLE
         values = {**LLAMA_70B, "vocab_size": vocabulary} | (TINY if sizes.tiny else {})
         config = LlamaConfig(**values | {"num_hidden_layers": layers}, tie_word_embeddings=False, use_cache=False)
-        self.layers, folder = layers, scratch / "model"
-        if mesh.is_first:
-            alarm(600)
-            build(config, options.device, LlamaForCausalLM).save_pretrained(folder)  # type: ignore[operator]
-            free_memory(options.device)
+        self.layers, path = layers, str(scratch / "model")
         alarm(600)
-        (path, *_) = mesh.gather(str(folder))
+        config.save_pretrained(path)
         with torch.device("meta"):
             skeleton: Any = LlamaForCausalLM(config)
         self.prepared = self._prepared(skeleton, path, options)
         self.cost = profiler.planning_cost(self.prepared.run, self.prepared, mesh.size)
         counts = profiler.stage_layers(self.prepared.run, self.prepared, mesh.size)
         longest = {job.config.name: sizes.longest for job in self.prepared.jobs}
-        base = load_stage(self.prepared.run, None, longest, mesh, self.links, counts)
+        weights = RandomWeights(path, skeleton, self.links.device)
+        base = load_stage(self.prepared.run, None, longest, mesh, self.links, counts, weights)
         assert isinstance(base.storage, Stage)
         specs = {job.config.name: job.spec for job in self.prepared.jobs}
         attached, adapters = attach(base.model, specs, 0, None, base.storage)
@@ -176,6 +198,12 @@ class Piped:
             ).window(first)
             for own in each
         ]  # fmt: skip
+
+    def predicted(self, ways: Sequence[str]) -> float:
+        """Seconds of a unit, estimated from shapes and the speed of this machine; messages cost nothing."""
+        return sum(
+            makespan(one.microbatches, self.trainer.profile.cost) for way in ways for one in self.windows(way, 0)
+        )
 
     def unit(self, way: str, number: int) -> dict[str, Any]:
         """Figures of a way's unit, the same on all processes."""
@@ -235,36 +263,115 @@ def simulated(windows: Sequence[Window], times: Sequence[dict[str, list[float]]]
 # --- results -----------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A way's turn in a unit, which is counted from 1."""
+
+    number: int
+    way: str
+    processes: int
+
+    @property
+    def label(self) -> str:
+        return f"x{self.processes} unit {self.number} {self.way}"
+
+
+def turns(units: int, ways: Sequence[str], processes: int) -> list[Turn]:
+    """Of all units that are counted, each of which begins with another way."""
+    shifts = [number % len(ways) for number in range(1, units + 1)]
+    return [
+        Turn(number, way, processes)
+        for number, shift in enumerate(shifts, 1)
+        for way in [*ways[shift:], *ways[:shift]]
+    ]  # fmt: skip
+
+
+def ways_of(only: Sequence[str]) -> tuple[str, ...]:
+    """Raises InputError for a word that is no way."""
+    for word in only:
+        if word not in WAYS:
+            raise InputError(f"only: {word!r} is none of {', '.join(WAYS)}")
+    return tuple(way for way in WAYS if way in only) or WAYS
+
+
 def run(options: Options, mesh: Mesh) -> Outcome:
-    """Measure; the first process prints a line per unit."""
+    """Measure; the first process prints a line for each way of a unit."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # as deterministic() has it: read at the first product
-    rows, units, sizes = list(options.kept), 0, Sizes.of(options)
-    sizes = replace(sizes, rounds=max(sizes.rounds, 3))  # fewer are no pipeline
+    sizes, start = Sizes.of(options), time.perf_counter()
+    sizes = replace(
+        sizes, rounds=max(sizes.rounds, 3), units=options.units or sizes.units
+    )  # fewer rounds are no pipeline
+    ways, measured = ways_of(options.only), list[dict[str, Any]]()
+    every = turns(sizes.units, ways, mesh.size)
+    known = options.progress.rows if options.progress is not None else {}
+    done = set(mesh.gather(sorted(known))[0])
+    left = [turn for turn in every if turn.label not in done]
     with ExitStack() as held:
         scratch = Path(held.enter_context(tempfile.TemporaryDirectory()))
         held.enter_context(deterministic())
-        piped = Piped(options, sizes, mesh, scratch)
-        for number in range(1 + sizes.units):
-            row: dict[str, Any] = {
-                "case": f"x{mesh.size} unit {number}",
-                "processes": mesh.size,
-                "layers": piped.layers,
-            }
-            order = WAYS[number % len(WAYS) :] + WAYS[: number % len(WAYS)]
-            for way in order:
-                row[way] = piped.unit(way, units)
-                units += 1
-            if number:  # the first one warms up
-                rows.append(row | {"failed": {}})
-            if mesh.is_first:
-                print(f"{row['case']}: { {way: round(row[way]['s'], 3) for way in WAYS} }", flush=True)
-        mesh.barrier()  # nobody reads the first one's folder any more
+        if left:
+            piped, told = Piped(options, sizes, mesh, scratch), Told(mesh, start)
+            told.begins(piped, ways, len(left))
+            for number, way in enumerate(ways):
+                told.measured(f"x{mesh.size} to warm up {way}", piped.unit(way, number)["s"])
+        for number, turn in enumerate(options.each(left, measured), len(ways)):
+            own = piped.unit(turn.way, number)
+            told.measured(turn.label, own["s"])
+            row = {"case": turn.label, "number": turn.number, "way": turn.way, "layers": piped.layers}
+            measured.append(row | {"figures": own, "failed": {}})
+        mesh.barrier()
+    rows = [
+        *options.kept,
+        *unit_rows([*(known[label] for label in done if label in known), *measured], mesh.size, ways),
+    ]
     protocol = PROTOCOL.format(
         layers=", ".join(sorted({str(row["layers"]) for row in rows})), longest=sizes.longest, dropout=DROPOUT,
         ranks=", ".join(str(rank) for _, rank in JOBS.values()), step_tokens=sizes.step_tokens, rounds=sizes.rounds,
         units=sizes.units, budget=sizes.budget,
     )  # fmt: skip
     return Outcome(protocol, rows, options.keys(summary(rows)), table(rows))
+
+
+class Told:
+    """What the first process prints while it measures: how long everything takes."""
+
+    def __init__(self, mesh: Mesh, start: float) -> None:
+        self.mesh, self.start = mesh, start
+        self.left, self.seconds = 0, list[float]()
+
+    def begins(self, piped: Piped, ways: Sequence[str], left: int) -> None:
+        """left: turns that are to be measured."""
+        self.left = left + len(ways)
+        alone = piped.predicted(ways) / len(ways)
+        self._say(
+            f"{piped.layers} layers on {self.mesh.size} stages are ready after {self._passed:.0f} s; {self.left} turns, those "
+            f"to warm up included, of about {alone:.1f} s each: {alone * self.left:.0f} s and what compiling takes"
+        )
+
+    def measured(self, label: str, seconds: float) -> None:
+        self.left -= 1
+        self.seconds.append(seconds)
+        rest = statistics.median(self.seconds) * self.left
+        self._say(f"{label}: {seconds:.3f} s; {self._passed:.0f} s so far, about {rest:.0f} s left")
+
+    @property
+    def _passed(self) -> float:
+        return time.perf_counter() - self.start
+
+    def _say(self, text: str) -> None:
+        if self.mesh.is_first:
+            print(text, flush=True)
+
+
+def unit_rows(measured: Sequence[dict[str, Any]], processes: int, ways: Sequence[str]) -> list[dict[str, Any]]:
+    """A row a unit, with the figures of each way."""
+    out = []
+    for number in sorted({row["number"] for row in measured}):
+        own = {row["way"]: row for row in measured if row["number"] == number}
+        layers = {row["layers"] for row in own.values()}
+        row = {"case": f"x{processes} unit {number}", "processes": processes, "layers": max(layers), "failed": {}}
+        out.append(row | {way: own[way]["figures"] for way in ways if way in own})
+    return out
 
 
 def part_of(row: dict[str, Any]) -> str:
@@ -278,18 +385,26 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     for size in sorted({row["processes"] for row in rows}):
         own = [row for row in rows if row["processes"] == size]
 
-        def median(figure: Callable[[dict[str, Any]], float], own: list[dict[str, Any]] = own) -> float:
-            return statistics.median(map(figure, own))
+        def median(
+            figure: Callable[[dict[str, Any]], float], *ways: str, own: list[dict[str, Any]] = own
+        ) -> float | None:  # fmt: skip
+            found = [figure(row) for row in own if all(way in row for way in ways)]
+            return statistics.median(found) if found else None
 
-        out[f"speedup_over_1f1b_{size}gpu"] = median(lambda row: row["one_job"]["s"] / row["no_flush"]["s"])
-        out[f"speedup_over_unbalanced_{size}gpu"] = median(lambda row: row["fixed_samples"]["s"] / row["no_flush"]["s"])
-        out[f"bubble_{len(JOBS)}jobs_{size}gpu"] = median(lambda row: row["no_flush"]["bubble"])
-        out[f"bubble_1job_{size}gpu"] = median(lambda row: row["one_job"]["bubble"])
-        errors.append(median(lambda row: abs(row["no_flush"]["simulated_s"] / row["no_flush"]["s"] - 1)))
-        out[f"tokens_per_s_per_gpu_70b_{size}gpu"] = median(
-            lambda row, size=size: row["no_flush"]["tokens"] / row["no_flush"]["s"] / size * row["layers"] / WHOLE  # type: ignore[misc]
+        out[f"speedup_over_1f1b_{size}gpu"] = median(
+            lambda row: row["one_job"]["s"] / row[FLOWING]["s"], "one_job", FLOWING
         )
-    out["makespan_error"] = max(errors, default=None)
+        out[f"speedup_over_unbalanced_{size}gpu"] = median(
+            lambda row: row["fixed_samples"]["s"] / row[FLOWING]["s"], "fixed_samples", FLOWING
+        )
+        out[f"bubble_{len(JOBS)}jobs_{size}gpu"] = median(lambda row: row[FLOWING]["bubble"], FLOWING)
+        out[f"bubble_1job_{size}gpu"] = median(lambda row: row["one_job"]["bubble"], "one_job")
+        errors.append(median(lambda row: abs(row[FLOWING]["simulated_s"] / row[FLOWING]["s"] - 1), FLOWING))
+        out[f"tokens_per_s_per_gpu_70b_{size}gpu"] = median(
+            lambda row, size=size: row[FLOWING]["tokens"] / row[FLOWING]["s"] / size * row["layers"] / WHOLE,  # type: ignore[misc]
+            FLOWING,
+        )
+    out["makespan_error"] = max([error for error in errors if error is not None], default=None)
     rates = [value for key, value in out.items() if key.startswith("tokens_per_s")]
     out["tokens_per_s_per_gpu_70b"] = rates[-1] if rates else None
     return out
@@ -301,6 +416,6 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
             row["case"], way, f"{row[way]['s']:.3f}", str(row[way]["slots"]), str(row[way]["noops"]),
             f"{row[way]['bubble']:.1%}", f"{row[way]['simulated_s']:.3f}", f"{row[way]['tokens'] / row[way]['s']:,.0f}",
         ]
-        for row in rows for way in WAYS
+        for row in rows for way in WAYS if way in row
     ]  # fmt: skip
     return text_table(["case", "way", "s", "slots", "no-ops", "bubble", "simulated s", "tokens/s"], lines)

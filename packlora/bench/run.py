@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ def run_bench(
     parts: str | None = None,
     resume: bool = False,
     shape: str | None = None,
+    units: int | None = None,
 ) -> int:
     """Run a benchmark, write its results and print a table.
 
@@ -65,6 +67,7 @@ def run_bench(
         ncu: measure nothing; print the command lines that count the DRAM traffic of `layer`.
         resume: go on where a run that was ended left off.
         shape: of the model in `replicas`, one of short_jobs.SHAPES.
+        units: that are counted in `pipeline`.
 
     Returns:
         Exit code: 0, or 1 where a contender failed (the others' figures are written).
@@ -79,6 +82,8 @@ def run_bench(
         raise InputError(f"bench {name}: --layers is for {', '.join(WITH_LAYERS)}")
     if shape is not None and (name != "replicas" or shape not in SHAPES):
         raise InputError(f"bench {name}: --shape is for replicas, and one of {', '.join(SHAPES)}")
+    if units is not None and name != "pipeline":
+        raise InputError(f"bench {name}: --units is for pipeline")
     if ncu and name != "layer":
         raise InputError(f"bench {name}: --ncu is for layer")
     wanted = _parts(name, parts)
@@ -94,10 +99,11 @@ def run_bench(
             raise InputError("bench schedule runs in one piece; --resume is not for it")
         return run_schedule(out, quick, plots)
     if name in ON_PROCESSES:
-        if resume or plots:
+        if plots or (resume and name != "pipeline"):
             raise InputError(f"bench {name} runs in one piece and has no pictures; --resume and --plots are not for it")
+        plain = Options(torch.device("cpu"), quick, _words(only), layers, wanted, (), out, None, shape or SHAPE, units)
         with processes(name) as mesh:
-            return _measure_together(name, out, quick, device, _words(only), layers, wanted, shape or SHAPE, mesh)
+            return _measure_together(name, plain, device, resume, mesh)
     if world_size() > 1:
         raise InputError(f"bench {name} runs on one process; torchrun is for {' and '.join(ON_PROCESSES)}")
     chosen = _device(name, device, quick)
@@ -124,31 +130,44 @@ def _write(label: str, options: Options, outcome: Outcome) -> None:
     write_results(options.out, label, outcome.protocol, outcome.rows, outcome.summary, str(options.device))
 
 
-def _measure_together(
-    name: str, out: Path, quick: bool, device: str, only: tuple[str, ...], layers: int | None, parts: tuple[str, ...],
-    shape: str, mesh: Mesh,
-) -> int:  # fmt: skip
-    """Measure on all processes; the first one writes. Its file keeps the rows of other numbers of processes."""
-    bench = ON_PROCESSES[name]
+def _measure_together(name: str, plain: Options, device: str, resume: bool, mesh: Mesh) -> int:
+    """Measure on all processes; the first one writes. Its file keeps the rows of other numbers of processes.
+
+    Args:
+        plain: the options but for the device, what is kept and where rows go meanwhile.
+    """
+    bench, out, shape = ON_PROCESSES[name], plain.out, plain.shape
+    assert out is not None
 
     def asked() -> tuple[str, Options]:
-        chosen = _device(name, device, quick)
+        chosen = _device(name, device, plain.quick)
         if device not in ("auto", "cpu", "cuda"):
             raise InputError(f"device: {device!r} is one device, but {mesh.size} processes were started; use auto")
         label = f"{name}-{device_slug(chosen)}" if shape == SHAPE else f"{name}-{shape.lower()}-{device_slug(chosen)}"
         kept: tuple[dict[str, Any], ...] = ()
+        progress = None
+        if name == "pipeline":
+            pipeline.ways_of(plain.only)
         if mesh.is_first:
             check_writable(out)
-            if not (quick or only or layers is not None):
-                again = [f"{part} {mesh.size}" for part in parts or PARTS.get(name, ("all",))]
+            if not (plain.quick or plain.only or plain.layers is not None or plain.units is not None):
+                again = [f"{part} {mesh.size}" for part in plain.parts or PARTS.get(name, ("all",))]
                 kept = rows_of_other_parts(out, label, device_name(chosen), again, bench.part_of)
-        return label, Options(chosen, quick, only, layers, parts, kept, out, None, shape)
+            if name == "pipeline":
+                words = {
+                    "name": label, "device": device_name(chosen), "processes": mesh.size, "quick": plain.quick,
+                    "only": list(plain.only), "layers": plain.layers, "units": plain.units,
+                }  # fmt: skip
+                progress = Progress(out, words, resume)
+        return label, replace(plain, device=chosen, kept=kept, progress=progress)
 
     label, options = together(mesh, asked)
     outcome = bench.run(options, mesh)
     if not mesh.is_first:
         return 0
     _write(label, options, outcome)
+    if options.progress is not None:
+        options.progress.done()
     return report_failures(outcome.rows)
 
 

@@ -194,14 +194,14 @@ def make_plan(run: Run, stages: int = 1, gpus: int | None = None, told: Told = s
     Raises:
         InputError: as for training, more stages than the model has layers, or stages on several devices each.
     """
-    pipeline = run.parallel.pipeline
+    pipeline = run.parallel.stages
     if pipeline > 1 and stages not in (1, pipeline):
         raise InputError(f"--stages is {stages}, but parallel.pipeline is {pipeline}; give one of them")
-    if pipeline > 1 and gpus not in (None, pipeline):
-        raise InputError(f"--gpus is {gpus}, but parallel.pipeline is {pipeline}, the number of processes")
     if pipeline > 1:
-        stages, gpus = pipeline, None
-    if gpus is not None and stages > 1:
+        if gpus is not None:
+            run.parallel.check(gpus)
+        stages, gpus = pipeline, None if gpus == pipeline else gpus
+    elif gpus is not None and stages > 1:
         raise InputError("--gpus spreads jobs over devices, --stages the layers of the model; give one of them")
     run = begun(run)[0]
     prepared, tensor = prepare(run, told=told), run.parallel.tensor
@@ -214,9 +214,10 @@ def make_plan(run: Run, stages: int = 1, gpus: int | None = None, told: Told = s
         )
     if stages > prepared.shape.layers:
         raise InputError(f"stages: {stages} are more than the {prepared.shape.layers} layers of the model")
-    known, budgets = profiler.profile(run, prepared), []
+    known, budgets = profiler.profile(run, prepared), list[Prediction]()
+    one = known
     taken = None if gpus is None or tensor > 1 else choose(prepared, gpus, known)
-    decides = taken is None or not taken.layout.sharded  # in parts nothing is measured
+    decides = taken is None or not taken.layout.is_in_parts  # in parts nothing is measured
     if run.max_tokens_per_microbatch == "auto" and choose_device(run.device).type == "cuda" and decides:
         budgets = profiler.predictions(prepared, [known])
         prepared.budget = profiler.choose(budgets).budget
@@ -233,7 +234,8 @@ def make_plan(run: Run, stages: int = 1, gpus: int | None = None, told: Told = s
     layouts = None
     if gpus is not None and taken is not None:
         told(f"planning microbatches on {gpus} devices")
-        layouts = figures_of(prepared, known, gpus, taken, methods[-1].seconds)
+        alone = sum(map(one.seconds, shown)) / methods[-1].part if stages > 1 else methods[-1].seconds
+        layouts = figures_of(prepared, one, gpus, taken, alone)
     return PlannedRun(prepared, known, stages, methods, shown, budgets, layouts)
 
 

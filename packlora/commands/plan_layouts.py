@@ -8,13 +8,22 @@ from typing import Any
 
 from packlora.parallel.layout import Layout
 from packlora.report.progress import duration
+from packlora.runtime import profiler
 from packlora.runtime.prepare import PreparedRun
 from packlora.runtime.profiler import Profile
-from packlora.runtime.spread import Choice, Spread, base_bytes, candidates, fits, needed_bytes, spread
+from packlora.runtime.spread import (
+    GATHER_BYTES_PER_SECOND,
+    Choice,
+    Spread,
+    candidates,
+    fits,
+    gather_seconds,
+    needed_bytes,
+    piped,
+    spread,
+)
 from packlora.runtime.work import Work
 
-GATHER_BYTES_PER_SECOND = 2e11
-"""Assumed, of a device that gathers a layer from the others: four H200s by NVLink reach 2.1e11 to 2.5e11."""
 HEADINGS = ("devices per job", "groups", "waves", "time", "speedup", "idle", "memory GiB", "")
 
 
@@ -22,14 +31,16 @@ HEADINGS = ("devices per job", "groups", "waves", "time", "speedup", "idle", "me
 class LayoutFigures:
     """A layout of the run, predicted.
 
-    groups: names of their jobs. sharded: the base model is in parts on all devices, and gathered layer by layer. waves: of the
-    group with the most. speedup: over one device. idle: share of all devices' time in which they have no microbatch, by
-    predicted work (runtime/work.py). bytes: of a device of the group that needs the most.
+    groups: names of their jobs. sharded: the base model is in parts on all devices, and gathered layer by layer. pipeline:
+    stages, a device each, that have a part of its layers each. waves: of the group with the most. speedup: over one device.
+    idle: share of all devices' time in which they have no microbatch, by predicted work (runtime/work.py). bytes: of a device
+    of the group that needs the most.
     """
 
     devices_per_job: int
     groups: tuple[tuple[str, ...], ...]
     sharded: bool
+    pipeline: int
     waves: int
     seconds: float
     speedup: float
@@ -43,6 +54,7 @@ class LayoutFigures:
         """For the last column."""
         words = ["taken"] if self.taken else []
         words += ["base sharded"] if self.sharded else []
+        words += [f"pipeline of {self.pipeline}"] if self.pipeline > 1 else []
         words += [] if self.fits else ["does not fit"]
         return ", ".join(words)
 
@@ -75,8 +87,9 @@ def figures_of(prepared: PreparedRun, known: Profile, devices: int, taken: Choic
     """
     work, names = Work(prepared), tuple(job.data.name for job in prepared.jobs)
     found = candidates(prepared, devices, work.jobs())
-    if devices > 1:
+    if devices > 1 and prepared.run.parallel.stages == 1:
         found.append(Layout((names,), devices, sharded=True))
+        found += piped(prepared, devices, work.jobs())
     rows = [_row(prepared, known, spread(prepared, own), work, taken.layout, alone) for own in found]
     return Layouts(devices, rows, taken.reason)
 
@@ -84,15 +97,16 @@ def figures_of(prepared: PreparedRun, known: Profile, devices: int, taken: Choic
 def _row(
     prepared: PreparedRun, known: Profile, own: Spread, work: Work, taken: Layout, alone: float
 ) -> LayoutFigures:  # fmt: skip
-    layout, gathering = own.layout, 0.0
-    if layout.sharded:  # in the forward and again in the backward, which is taken to overlap with nothing
-        gathering = 2 * base_bytes(prepared)[0] * (layout.split - 1) / layout.split / GATHER_BYTES_PER_SECOND
-    seconds = own.predict(lambda microbatch: known.seconds(microbatch) + gathering).time
-    balance, needed = own.predict(work.of), needed_bytes(prepared, known, own)
-    has_failed = known.failed is not None and max(own.fullest) >= known.failed and not layout.sharded
+    layout = own.layout
+    gathering, piped = gather_seconds(prepared, layout), layout.pipeline > 1
+    staged = profiler.staged(known, prepared.run, prepared, layout.pipeline).cost if piped else None
+    seconds = own.predict(lambda microbatch: known.seconds(microbatch) + gathering, staged).time
+    balance, needed = own.predict(work.of, work.staged(layout)), needed_bytes(prepared, known, own)
+    in_parts = layout.sharded or piped
+    has_failed = known.failed is not None and max(own.fullest) >= known.failed and not in_parts
     return LayoutFigures(
-        layout.split, layout.groups, layout.sharded, balance.waves, seconds, alone / seconds, balance.idle, needed,
-        fits(known, needed) and not has_failed, layout == taken,
+        layout.devices_per_job, layout.groups, layout.sharded, layout.pipeline, balance.waves, seconds, alone / seconds,
+        balance.idle, needed, fits(known, needed) and not has_failed, layout == taken,
     )  # fmt: skip
 
 
@@ -116,6 +130,11 @@ def sentences(found: Layouts, limit: int) -> list[str]:
     taken, out = found.taken, []
     each = "is whole on one device" if taken.devices_per_job == 1 else f"is shared by {taken.devices_per_job} devices"
     what = "the sharded base" if taken.sharded else str(taken.devices_per_job)
+    if taken.pipeline > 1:
+        what = f"a pipeline of {taken.pipeline}"
+        each = (
+            f"is on {taken.devices_per_job} devices, {taken.devices_per_job // taken.pipeline} for each of its stages"
+        )
     out.append(f"training takes {what}, so each job {each}: {found.reason}")
     if len(taken.groups) > 1:
         listed = [" + ".join(group) or "nothing" for group in taken.groups[:limit]]
@@ -127,5 +146,9 @@ def sentences(found: Layouts, limit: int) -> list[str]:
         out.append(
             "base sharded: with parallel.shard_base, by itself where nothing else fits. Layers are assumed to be "
             f"gathered at {GATHER_BYTES_PER_SECOND / 1e9:.0f} GB/s"
+        )
+    if any(row.pipeline > 1 for row in found.rows):
+        out.append(
+            "pipeline of N: with parallel.pipeline, by itself where nothing else fits. Messages are taken to cost nothing"
         )
     return out

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from packlora.schedule.cost import CostModel
+from packlora.schedule.simulate import end_times
 from packlora.schedule.types import Microbatch, Placed
 
 Wave = Sequence[Microbatch]
@@ -24,8 +26,11 @@ takes a wave of its own. From 0.9 to 0.97 makes a difference of 0.4 % on average
 @dataclass(frozen=True, slots=True)
 class Layout:
     """groups: names of the jobs of each group, in the order of the run. split: replicas of a group, which share each job.
-    tensor: processes of a replica, side by side; pipeline: the same, one behind the other. sharded: each process holds a part
-    of every weight of the base model (sharded.py); there is one group then."""
+    tensor: processes that hold a layer together, side by side; pipeline: stages of such processes, one behind the other; both
+    together are a replica. sharded: each process holds a part of every weight of the base model (sharded.py); there is one
+    group then.
+
+    In a group the replicas lie one behind the other, in a replica its stages, in a stage its processes."""
 
     groups: tuple[tuple[str, ...], ...]
     split: int = 1
@@ -38,13 +43,22 @@ class Layout:
         return len(self.groups) * self.split
 
     @property
+    def devices_per_replica(self) -> int:
+        return self.tensor * self.pipeline
+
+    @property
+    def is_in_parts(self) -> bool:
+        """Whether no process holds the whole base model."""
+        return self.sharded or self.devices_per_replica > 1
+
+    @property
     def processes(self) -> int:
-        return self.replicas * self.tensor * self.pipeline
+        return self.replicas * self.devices_per_replica
 
     @property
     def devices_per_job(self) -> int:
         """Processes of a group."""
-        return self.split * self.tensor * self.pipeline
+        return self.split * self.devices_per_replica
 
     def group_of(self, rank: int) -> int:
         return rank // self.devices_per_job
@@ -66,35 +80,50 @@ class Prediction:
 
     @property
     def idle(self) -> float:
-        """Share of all devices' time in which they have no microbatch."""
-        return 1.0 - self.busy / (self.time * self.layout.replicas) if self.time else 0.0
+        """Share of all devices' time in which they have no microbatch; those that hold a layer together count as one."""
+        return 1.0 - self.busy / (self.time * self.layout.replicas * self.layout.pipeline) if self.time else 0.0
 
 
-def layouts(work: Mapping[str, float], world: int, tensor: int = 1) -> list[Layout]:
+def layouts(work: Mapping[str, float], world: int, tensor: int = 1, pipeline: int = 1) -> list[Layout]:
     """All layouts of a run on `world` processes, those whose jobs share the fewest first.
 
     Args:
         work: by job, what it is predicted to take on one replica, in any unit.
-        tensor: processes of a replica; divides world.
+        tensor, pipeline: see Layout; their product divides world.
     """
-    replicas = world // tensor
+    replicas = world // (tensor * pipeline)
     sizes = [size for size in range(1, replicas + 1) if replicas % size == 0]
-    return [Layout(place(work, replicas // size), size, tensor) for size in sizes]
+    return [Layout(place(work, replicas // size), size, tensor, pipeline) for size in sizes]
 
 
 def predict(
-    layout: Layout, planned: Sequence[Sequence[Wave]], parts: Sequence[float], cost: Callable[[Microbatch], float]
-) -> Prediction:
+    layout: Layout, planned: Sequence[Sequence[Wave]], parts: Sequence[float], cost: Callable[[Microbatch], float],
+    staged: CostModel | None = None,
+) -> Prediction:  # fmt: skip
     """What a layout takes whose groups run these waves. A wave takes what its costliest microbatch does.
 
     Args:
         planned: by group, its waves, or those of its beginning.
         parts: by group, the part of its work that `planned` is.
+        staged: in the place of cost, where replicas are pipelines: of their stages.
     """
-    times = [sum(max(map(cost, wave)) for wave in own) / part for own, part in zip(planned, parts, strict=True)]
-    busy = [sum(cost(one) for wave in own for one in wave) / part for own, part in zip(planned, parts, strict=True)]
+    if staged is None:
+        times = [sum(max(map(cost, wave)) for wave in own) / part for own, part in zip(planned, parts, strict=True)]
+        busy = [sum(cost(one) for wave in own for one in wave) / part for own, part in zip(planned, parts, strict=True)]
+    else:
+        taken = [_piped(own, staged) for own in planned]
+        times = [time / part for (time, _), part in zip(taken, parts, strict=True)]
+        busy = [work / part for (_, work), part in zip(taken, parts, strict=True)]
     most = max(round(len(own) / part) for own, part in zip(planned, parts, strict=True))
     return Prediction(layout, most, max(times), sum(busy))
+
+
+def _piped(waves: Sequence[Wave], cost: CostModel) -> tuple[float, float]:
+    """Until pipelines side by side are done, each with its microbatch of every wave; and the sum of what all stages do."""
+    each = [[[cost.both(one, stage) for one in wave] for wave in waves] for stage in range(cost.stages)]
+    slowest = [[(max(f for f, _ in wave), max(b for _, b in wave)) for wave in stage] for stage in each]
+    work = sum(f + b for stage in each for wave in stage for f, b in wave)
+    return max((ends[-1] for ends in end_times(slowest)[1] if ends), default=0.0), work
 
 
 def choose(predictions: Sequence[Prediction]) -> Prediction:

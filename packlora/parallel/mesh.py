@@ -88,13 +88,17 @@ class Mesh(OneProcess):
         self._heart.start()
 
     def gather(self, value: Any) -> list[Any]:
-        own = as_bytes(value)
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        return self.gather_in(self._control, value)
+
+    def gather_in(self, group: dist.ProcessGroup, value: Any) -> list[Any]:
+        """The same of the processes of a group, which has gloo for what is on the CPU."""
+        own, among = as_bytes(value), dist.get_world_size(group)
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(among)]
         with self.told():
-            dist.all_gather(sizes, torch.tensor([own.numel()]), group=self._control)
+            dist.all_gather(sizes, torch.tensor([own.numel()]), group=group)
             most = max(int(size) for size in sizes)
-            texts = [torch.zeros(most, dtype=torch.uint8) for _ in range(self.size)]
-            dist.all_gather(texts, torch.nn.functional.pad(own, (0, most - own.numel())), group=self._control)
+            texts = [torch.zeros(most, dtype=torch.uint8) for _ in range(among)]
+            dist.all_gather(texts, torch.nn.functional.pad(own, (0, most - own.numel())), group=group)
         return [from_bytes(text[: int(size)]) for text, size in zip(texts, sizes, strict=True)]
 
     def barrier(self) -> None:

@@ -12,6 +12,10 @@ Nothing waits for this. The totals leave a stage before the hidden states of slo
 global batch is in an earlier slot (schedule/verify.py). So all stages clip by the same norm, take the same decisions from the
 same bits, and know at a slot's forward of the same steps: a pipeline may end before any slot, if that was in the totals.
 
+Where several pipelines share their jobs, each runs its own microbatch of a slot, or none; before a job's sums they add up its
+gradient, each stage with the same stage of the others. The processes of a stage that is cut have the same microbatches and the
+same sums. What they decide by is made one on the first stage, before the totals go up.
+
 Two directions are two channels. In each, messages are received in the order in which they were sent. A stage receives when it
 needs what comes, and a send does not wait for that: so every order of actions that a single process could take ends.
 """
@@ -31,6 +35,7 @@ import torch
 import torch.distributed as dist
 
 from packlora.parallel.collectives import answered
+from packlora.parallel.layout import Layout
 from packlora.parallel.mesh import Mesh
 from packlora.parallel.replicas import Replicas
 
@@ -130,7 +135,7 @@ class Channel:
     """Messages in one direction between neighbours. All stages make it together.
 
     Args:
-        group: of all stages; no other messages go through it.
+        group: of a chain; while microbatches pass through the stages no other messages go through it.
         before, after: ranks that this one receives from and sends to; None at an end.
         keep: messages that may be on their way at once.
     """
@@ -171,25 +176,63 @@ class Channel:
 
 
 class Links(Replicas):
-    """The processes of a pipeline, each of them a stage, as the group that trains the jobs: one replica of the model.
+    """The processes of a group whose replicas are pipelines.
+
+    A stage is one process, or several that hold its layers together (tensor.py). Each of these sends to the one in its own
+    place in the next stage: these are a chain.
+
+    stage, stages: of this process, and how many there are. part: its place in the stage. tensor: the processes of the stage,
+    None where it is one.
 
     Args:
         mesh: of all processes.
+        layout: its groups.
         device: of the tensors that pass between stages.
     """
 
-    def __init__(self, mesh: Mesh, device: torch.device) -> None:
-        self._mesh, self.stage, self.stages = mesh, mesh.rank, mesh.size
-        self.processes, self.leads = mesh.size, mesh.is_first
-        timeout = timedelta(seconds=mesh.timeout)
-        below = self.stage - 1 if self.stage else None
-        above = self.stage + 1 if self.stage < self.stages - 1 else None
-        ranks, keep = list(range(self.stages)), 2 * (self.stages + 1)
-        up, down = (dist.new_group(ranks, timeout=timeout) for _ in range(2))
-        self.up, self.down = Channel(up, below, above, device, keep), Channel(down, above, below, device, keep)
-        self._control = self._sums = dist.new_group(ranks, backend="gloo", timeout=timeout)
-        self.model, self.device = up, device
-        self._told = 0
+    tensor: dist.ProcessGroup | None = None
+
+    def __init__(self, mesh: Mesh, layout: Layout, device: torch.device) -> None:
+        super().__init__(mesh, layout)
+        self.stages, self.device, self._told = layout.pipeline, device, 0
+        timeout, width, each = timedelta(seconds=mesh.timeout), layout.tensor, layout.devices_per_replica
+        self._ends: dist.ProcessGroup | None = None
+        for number in range(len(layout.groups)):  # a group is made by all processes together
+            every = layout.ranks(number)
+            for replica in [every[at : at + each] for at in range(0, len(every), each)]:
+                for part in range(width):
+                    self._chain(mesh, replica[part::width], part, timeout)
+                for stage in [list(replica[at : at + width]) for at in range(0, each, width)] if width > 1 else []:
+                    beside = dist.new_group(stage, timeout=timeout)
+                    if mesh.rank in stage:
+                        self.tensor = beside
+            ends = [rank for rank in every if every.index(rank) % each < width]
+            first = dist.new_group(ends, timeout=timeout) if len(ends) > 1 else None
+            if mesh.rank in ends:
+                self._ends = first
+            for part in range(width):
+                losses = dist.new_group(list(every[part::width]), backend="gloo", timeout=timeout)
+                if mesh.rank in every[part::width]:
+                    self._losses = losses
+        keep = 2 * (self.stages + 1)
+        self.up = Channel(self._groups[0], self._below, self._above, device, keep)
+        self.down = Channel(self._groups[1], self._above, self._below, device, keep)
+
+    def _chain(self, mesh: Mesh, ranks: Sequence[int], part: int, timeout: timedelta) -> None:
+        """Make the groups of a chain, which has these ranks."""
+        groups = tuple(dist.new_group(list(ranks), timeout=timeout) for _ in range(2))
+        among = dist.new_group(list(ranks), backend="gloo", timeout=timeout)
+        if mesh.rank not in ranks:
+            return
+        self.stage, self.part, self._groups, self._among, self._ranks = (
+            ranks.index(mesh.rank),
+            part,
+            groups,
+            among,
+            ranks,
+        )
+        self._below = ranks[self.stage - 1] if self.stage else None
+        self._above = ranks[self.stage + 1] if self.stage < len(ranks) - 1 else None
 
     @property
     def is_first(self) -> bool:
@@ -206,39 +249,58 @@ class Links(Replicas):
 
     def of_last(self, tensor: torch.Tensor | None) -> torch.Tensor:
         """What the last stage has, on all stages; any floating-point tensor of three dimensions, as float64."""
-        size = torch.zeros(3, dtype=torch.int64, device=self.device)
+        size, last = torch.zeros(3, dtype=torch.int64, device=self.device), self._ranks[-1]
         if tensor is not None:
             size = torch.tensor(tensor.shape, device=self.device)
-        assert self.model is not None
         with answered():
-            dist.broadcast(size, self.stages - 1, group=self.model)
+            dist.broadcast(size, last, group=self.up.group)
             found = torch.zeros(size.tolist(), dtype=torch.float64, device=self.device)
             if tensor is not None:
                 found = tensor.double().contiguous()
-            dist.broadcast(found, self.stages - 1, group=self.model)
+            dist.broadcast(found, last, group=self.up.group)
         return found
+
+    def gather(self, value: Any) -> list[Any]:
+        """What the processes of this one's chain give, by stage; plain values, as JSON holds them."""
+        return self._mesh.gather_in(self._among, value)
 
     def told(self, value: Any) -> Any:
         """See Alone. The first process does not wait for the others to hear it."""
-        key, store = f"told/{self._told}", self._mesh.store
+        key, store = f"told/{self.number}/{self._told}", self._mesh.store
         self._told += 1
         if self.leads:
             store.set(key, json.dumps(value))
             return value
         with self._mesh.told():
             text: bytes = store.get(key)
-            if store.add(f"{key}/heard", 1) == self.stages - 1:
+            if store.add(f"{key}/heard", 1) == self.processes - 1:
                 store.delete_key(key)
                 store.delete_key(f"{key}/heard")
         return json.loads(text)
 
     def largest_of(self, numbers: torch.Tensor) -> torch.Tensor:
-        """The largest of each element over the stages; NaN where it is so on one of them. On the CPU."""
-        every = torch.stack([torch.tensor(own, dtype=torch.float64) for own in self._mesh.gather(numbers.tolist())])
-        return every.amax(0)
+        """The largest of each element over the processes; NaN where it is so on one of them. On the CPU."""
+        told = self._mesh.gather_in(self._control, numbers.tolist())
+        return torch.stack([torch.tensor(own, dtype=torch.float64) for own in told]).amax(0)
+
+    def agreed(self, totals: torch.Tensor) -> torch.Tensor:
+        """On the first stage, the largest of each element over its processes in all replicas."""
+        return totals if self._ends is None else self._largest(totals, self._ends)
+
+    def add_losses(self, losses: torch.Tensor) -> None:
+        with self._mesh.told():
+            dist.all_reduce(losses, group=self._losses)
+
+    def found_by_one(self, found: Sequence[int]) -> list[int]:
+        """The largest of each number over the processes in this one's place in all replicas."""
+        most = torch.tensor(list(found), dtype=torch.int64)
+        with self._mesh.told():
+            dist.all_reduce(most, dist.ReduceOp.MAX, group=self._sums)
+        return most.tolist()
 
     def flats(self, flat: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
-        """On the first process tensors of one dimension of all stages, on the CPU; on the others their own. All call it.
+        """On the first stage tensors of one dimension of all stages, on the CPU; on the others their own. All of a chain call
+        it.
 
         Args:
             sizes: by stage, the elements of its tensor.
@@ -246,9 +308,9 @@ class Links(Replicas):
         own = flat.detach().cpu()
         with self._mesh.told():
             if not self.is_first:
-                dist.send(own, 0, group=self._control)
+                dist.send(own, self._ranks[0], group=self._among)
                 return [own]
             out = [own, *(torch.empty(size, dtype=own.dtype) for size in sizes[1:])]
-            for stage, others in enumerate(out[1:], 1):
-                dist.recv(others, stage, group=self._control)
+            for rank, others in zip(self._ranks[1:], out[1:], strict=True):
+                dist.recv(others, rank, group=self._among)
         return out

@@ -1,7 +1,7 @@
 """Replicas of the model that train the same jobs: each runs its own microbatches, and at a job's step they add up its gradient.
 
-A replica is one process, or several that hold the model together (tensor.py). All replicas hold the same adapters and
-optimizers, and take the same steps: what the processes decide by, they have agreed on.
+A replica is one process, or several that hold the model together (tensor.py, pipeline.py). All replicas hold the same adapters
+and optimizers, and take the same steps: what the processes decide by, they have agreed on.
 """
 
 from __future__ import annotations
@@ -35,6 +35,10 @@ class Alone:
     def add(self, tensors: Sequence[torch.Tensor]) -> None:
         """Sum each over the replicas, in place; all of them get the same bits."""
 
+    def add_losses(self, losses: torch.Tensor) -> None:
+        """The same of losses, which a replica of several processes may have on some of them alone; on the CPU."""
+        self.add([losses])
+
     def largest(self, tensor: torch.Tensor) -> torch.Tensor:
         """The largest of each element over the processes of the replica; not finite where it is not on one of them."""
         return tensor
@@ -55,16 +59,17 @@ class Replicas(Alone):
     """
 
     def __init__(self, mesh: Mesh, layout: Layout) -> None:
-        timeout, tensor = timedelta(seconds=mesh.timeout), layout.tensor
+        timeout, each = timedelta(seconds=mesh.timeout), layout.devices_per_replica
         self.size, self.processes = layout.split, layout.devices_per_job
         for number in range(len(layout.groups)):  # a group is made by all processes together
             every = layout.ranks(number)
             control = dist.new_group(list(every), backend="gloo", timeout=timeout)
-            replicas = [every[at : at + tensor] for at in range(0, len(every), tensor)]
-            models = [dist.new_group(list(own), timeout=timeout) if tensor > 1 else None for own in replicas]
-            sums = [dist.new_group(list(every[at::tensor]), timeout=timeout) for at in range(tensor)]
+            replicas = [every[at : at + each] for at in range(0, len(every), each)]
+            models = [dist.new_group(list(own), timeout=timeout) if each > 1 else None for own in replicas]
+            sums = [dist.new_group(list(every[at::each]), timeout=timeout) for at in range(each)]
             if mesh.rank in every:
-                self.rank, part = divmod(every.index(mesh.rank), tensor)
+                self.number = number
+                self.rank, part = divmod(every.index(mesh.rank), each)
                 self.leads, self.model = mesh.rank == every[0], models[self.rank]
                 self._control, self._sums, self._first = control, sums[part], every[0]
         self._mesh = mesh
@@ -81,11 +86,12 @@ class Replicas(Alone):
                 dist.all_reduce(tensor, group=self._sums)
 
     def largest(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self.model is None:
-            return tensor
+        return tensor if self.model is None else self._largest(tensor, self.model)
+
+    def _largest(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         found = tensor.nan_to_num(math.inf, math.inf, -math.inf).contiguous()
         with self._mesh.told():
-            dist.all_reduce(found, dist.ReduceOp.MAX, group=self.model)
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
         return torch.where(tensor.isnan(), tensor, found)
 
     def told(self, value: Any) -> Any:

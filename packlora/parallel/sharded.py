@@ -98,7 +98,9 @@ class Shards:
         self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         _check_shapes(model, files.path)
         untie(model, mesh, files, keys)
-        self.layers = decoder_layers(model)
+        self.layers = {
+            path: layer for path, layer in decoder_layers(model).items() if next(layer.parameters(), None) is not None
+        }  # others are on another stage
         for layer in self.layers.values():
             fully_shard(layer, mesh=mesh)
         # the embedding and the output layer are read at both ends of a microbatch: they stay from one to the other

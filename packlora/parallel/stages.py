@@ -5,12 +5,16 @@ first own layer they are those of the stage below, behind the last one they go t
 own forward: what is computed beside the layers, positions and masks, is computed on every stage. The embedding is on the first
 stage, the output layer on the last one, also where they are tied. What else there is (norms) is on all.
 
+A stage may be cut over several processes (tensor.py). Hidden states pass whole between stages, from each process to the one in
+its own place.
+
 Only models are cut whose layers hand hidden states [1, T, D] from one to the next. The proof of packing runs through all
 stages.
 """
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -18,13 +22,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from packlora.adapters.attach import Adapter
 from packlora.adapters.flat import FlatLayout
 from packlora.base.demo_model import base_path
 from packlora.base.device import choose_device
-from packlora.base.fingerprint import fingerprint_of, word_sum
+from packlora.base.fingerprint import fingerprint_of, word_sums
 from packlora.base.liger import use_liger
 from packlora.base.model import Base
 from packlora.base.packing import prepare_model
@@ -34,11 +39,14 @@ from packlora.base.weight_files import WeightFiles, keys_of
 from packlora.config import Run
 from packlora.errors import InputError, foreign
 from packlora.ops.lora_linear.frozen import InMemory
+from packlora.parallel.adapter import joined
 from packlora.parallel.agreement import together
+from packlora.parallel.cut import fill
 from packlora.parallel.mesh import OneProcess
 from packlora.parallel.meta import on_meta
 from packlora.parallel.pipeline import Links
-from packlora.parallel.sharded import decoder_layers, empty_model
+from packlora.parallel.sharded import Shards, decoder_layers, empty_model
+from packlora.parallel.tensor import shard
 
 
 class Stage(InMemory):
@@ -136,44 +144,55 @@ class NoEmbedding(torch.nn.Module):
 
 
 def load_stage(
-    run: Run, tokenizer: Any, longest: Mapping[str, int], mesh: OneProcess, links: Links, counts: Sequence[int]
-) -> Base:
+    run: Run, tokenizer: Any, longest: Mapping[str, int], mesh: OneProcess, links: Links, counts: Sequence[int],
+    weights: WeightFiles | None = None,
+) -> Base:  # fmt: skip
     """Load this process's stage of the base model for packed training. All processes call it, with equal arguments; none reads
     more than its own weights.
 
     Args:
         longest: see load_base.
         counts: layers of each stage.
+        weights: of the base model; None: its files.
 
     Raises:
         InputError: see load_base; or the model cannot be cut. On every process.
     """
     path, device = base_path(run.base_model), choose_device(run.device)
-    model, stage, known = together(mesh, lambda: _filled(run, path, device, links, counts, mesh))
+    files = together(mesh, lambda: weights or WeightFiles(path, run.revision))
+
+    def empty() -> tuple[PreTrainedModel, Stage, dict[str, str], dict[str, torch.Tensor]]:
+        model = empty_model(path, run.revision, getattr(torch, run.dtype), run.trust_remote_code)
+        check_row(model, run.max_tokens_per_microbatch, path)
+        held, keys = model.state_dict(), _keys(model, files)
+        return model, cut(model, links, counts), keys, held
+
+    model, stage, keys, held = together(mesh, empty)
+    notes = [f"a pipeline of {len(counts)} stages, of {', '.join(map(str, counts))} layers"]
+    if (beside := links.tensor) is None:
+        together(mesh, lambda: fill(model, files, keys, device))
+        model.to(device)
+    else:  # held against a stage that is sharded by rows, as in cut.py
+        together(mesh, lambda: Shards(model, DeviceMesh.from_group(beside, device.type), files, keys))
+    sums = dict(zip(model.state_dict(), word_sums([*model.state_dict().values()]), strict=True))
+    every = {name: value for one in links.gather(sums) for name, value in one.items()}
+    known = fingerprint_of(held, every, path, run.revision)
     with stage.in_step(model):
-        own = own_logits(model, path, longest, lambda bad: [name for found in mesh.gather(bad) for name in found])
-        for limits in mesh.gather(own.limits):
-            own.limits |= limits
-        notes = [f"a pipeline of {len(counts)} stages, of {', '.join(map(str, counts))} layers"]
+        own = own_logits(model, path, longest, lambda bad: [name for found in links.gather(bad) for name in found])
+    for limits in links.gather(own.limits):
+        own.limits |= limits
+    if beside is not None:
+        del model
+        gc.collect()  # its modules and their hooks refer to one another
+        model, stage, keys, _ = together(mesh, empty)
+        notes += together(mesh, lambda: shard(model, beside, run.parallel.sequence_parallel))
+        together(mesh, lambda: fill(model, files, keys, device))
+        model.to(device)
+    with stage.in_step(model):
         notes += prepare_model(model, run.gradient_checkpointing)
         replaced = together(mesh, lambda: use_liger(model, run.liger))
         fused_loss = check_packing(model, own, path, longest, notes, in_step=True)
     return Base(model, tokenizer, device, path, notes, fused_loss, replaced, storage=stage, fingerprint=known)
-
-
-def _filled(
-    run: Run, path: str, device: torch.device, links: Links, counts: Sequence[int], mesh: OneProcess
-) -> tuple[PreTrainedModel, Stage, Any]:
-    """The model of this stage on its device, as transformers runs it, and the fingerprint of the whole one."""
-    files = WeightFiles(path, run.revision)
-    model = empty_model(path, run.revision, getattr(torch, run.dtype), run.trust_remote_code)
-    check_row(model, run.max_tokens_per_microbatch, path)
-    held, keys = model.state_dict(), _keys(model, files)
-    stage = cut(model, links, counts)
-    fill(model, files, keys, device)
-    sums = {name: word_sum(tensor) for name, tensor in model.state_dict().items()}
-    every = {name: value for own in mesh.gather(sums) for name, value in own.items()}
-    return model, stage, fingerprint_of(held, every, path, run.revision)
 
 
 def _keys(model: PreTrainedModel, files: WeightFiles) -> dict[str, str]:
@@ -185,20 +204,6 @@ def _keys(model: PreTrainedModel, files: WeightFiles) -> dict[str, str]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         keys.setdefault(name, tied[id(parameter)])
     return keys
-
-
-@torch.no_grad()
-def fill(model: PreTrainedModel, files: WeightFiles, keys: Mapping[str, str], device: torch.device) -> None:
-    """Read all weights that a model has, and move it to its device."""
-    for name, parameter in list(model.named_parameters()):
-        parent, _, leaf = name.rpartition(".")
-        filled = torch.empty_like(parameter, device=device)
-        filled.copy_(files.read(keys[name]))
-        setattr(model.get_submodule(parent), leaf, torch.nn.Parameter(filled, requires_grad=False))
-    for name, buffer in model.named_buffers():
-        if name in keys:
-            buffer.copy_(files.read(keys[name]))
-    model.to(device)
 
 
 def cut(model: PreTrainedModel, links: Links, counts: Sequence[int]) -> Stage:
@@ -285,12 +290,11 @@ def outside(model: PreTrainedModel, paths: Sequence[str]) -> list[str]:
     return [path for path in paths if not path.startswith(inside)]
 
 
-def across_stages(adapters: Sequence[Adapter], links: Links, mesh: OneProcess) -> dict[str, AcrossStages]:
-    """By job, from the adapters of all jobs on this stage. All processes call it."""
-    shapes = [{name: place.shape for name, place in adapter.layout.places.items()} for adapter in adapters]
-    told = mesh.gather(shapes)
+def across_stages(adapters: Sequence[Adapter], links: Links) -> dict[str, AcrossStages]:
+    """By job, from the adapters of all jobs on this stage. All processes of the group call it."""
+    told = links.gather([adapter.whole_shapes for adapter in adapters])
     return {
-        adapter.name: AcrossStages(adapter, links, mesh, [own[number] for own in told])
+        adapter.name: AcrossStages(adapter, links, [own[number] for own in told])
         for number, adapter in enumerate(adapters)
     }
 
@@ -299,13 +303,11 @@ class AcrossStages:
     """An adapter over the stages of a pipeline: what is saved of it.
 
     Args:
-        shapes: by stage, those of its parameters by name, as its flat tensor has them.
+        shapes: by stage, those of its whole parameters by name.
     """
 
-    def __init__(
-        self, adapter: Adapter, links: Links, mesh: OneProcess, shapes: Sequence[Mapping[str, Sequence[int]]]
-    ) -> None:
-        self.links, self.mesh = links, mesh
+    def __init__(self, adapter: Adapter, links: Links, shapes: Sequence[Mapping[str, Sequence[int]]]) -> None:
+        self.adapter, self.links = adapter, links
         self.layouts = [FlatLayout({name: tuple(shape) for name, shape in own.items()}) for own in shapes]
         adapter.elsewhere = {
             name: tuple(shape)
@@ -316,19 +318,28 @@ class AcrossStages:
 
     def whole(self, flat: torch.Tensor) -> Mapping[str, torch.Tensor]:
         """See Job.whole_of; on the first process alone."""
-        if not self.links.is_first:
-            self.links.flats(flat, ())
+        here = self.layouts[self.links.stage]
+        own = self.adapter.layout.views(flat.cpu())
+        if self.links.tensor is not None:
+            own = joined(self.adapter, self.links.tensor, flat)
+        if self.links.part:
             return {}
-        flats = self.links.flats(flat, [layout.size for layout in self.layouts])
+        lined_up = torch.zeros(here.size, dtype=flat.dtype)
+        for name, view in here.views(lined_up).items():
+            view.copy_(own[name])
+        if not self.links.is_first:
+            self.links.flats(lined_up, ())
+            return {}
+        flats = self.links.flats(lined_up, [layout.size for layout in self.layouts])
         return {
             name: tensor
-            for layout, own in zip(self.layouts, flats, strict=True)
-            for name, tensor in layout.views(own).items()
+            for layout, found in zip(self.layouts, flats, strict=True)
+            for name, tensor in layout.views(found).items()
         }
 
     def everywhere(self, own: Mapping[str, int]) -> Mapping[str, int]:
         """See Job.everywhere."""
-        return {name: number for numbers in self.mesh.gather(dict(own)) for name, number in numbers.items()}
+        return {name: number for numbers in self.links.gather(dict(own)) for name, number in numbers.items()}
 
 
 def check_stages(model: PreTrainedModel, layers: int, adapted: Mapping[str, Sequence[str]]) -> None:

@@ -23,31 +23,35 @@ Forward = Callable[[torch.Tensor], torch.Tensor]
 
 
 def cut_vocabulary(model: PreTrainedModel, group: dist.ProcessGroup) -> bool:
-    """Cut the embedding and the output layer, in place; tied ones stay tied. All processes of the group call it.
+    """Cut the embedding and the output layer, in place; tied ones stay tied. All processes of the group call it. What has no
+    parameters is on another stage, and is left alone.
 
     Returns:
         Whether they were cut. They stay whole where they are no embedding without max_norm and no plain linear layer, or where
         there are fewer words than processes.
     """
     head, embedding, degree = model.get_output_embeddings(), model.get_input_embeddings(), dist.get_world_size(group)
-    if type(head) is not torch.nn.Linear or not isinstance(embedding, torch.nn.Embedding):
+    has_head, has_embedding = (next(one.parameters(), None) is not None for one in (head, embedding))
+    if has_head and (type(head) is not torch.nn.Linear or head.out_features < degree):
         return False
-    if embedding.max_norm is not None or min(head.out_features, embedding.num_embeddings) < degree:
+    if has_embedding and (not isinstance(embedding, torch.nn.Embedding) or embedding.max_norm is not None):
         return False
-    tied, own, part = (
-        head.weight is embedding.weight,
-        part_of(embedding.num_embeddings, group),
-        part_of(head.out_features, group),
-    )
-    embedding.weight = _rows(embedding.weight, own)
-    embedding.vocabulary = own  # type: ignore[assignment]
-    embedding.padding_idx = None  # says which gradient is 0, and may be a word of another process
-    embedding.forward = partial(_embedded, embedding.forward, own, group)  # type: ignore[method-assign]
-    head.weight = embedding.weight if tied else _rows(head.weight, part)
-    if head.bias is not None:
-        head.bias = _rows(head.bias, part)
-    head.vocabulary = part  # type: ignore[assignment]
-    head.forward = partial(_all_logits, head.forward, part, group)  # type: ignore[method-assign]
+    if has_embedding and embedding.num_embeddings < degree:
+        return False
+    tied = has_head and has_embedding and head.weight is embedding.weight
+    if has_embedding:
+        own = part_of(embedding.num_embeddings, group)
+        embedding.weight = _rows(embedding.weight, own)
+        embedding.vocabulary = own
+        embedding.padding_idx = None  # says which gradient is 0, and may be a word of another process
+        embedding.forward = partial(_embedded, embedding.forward, own, group)
+    if has_head:
+        part = part_of(head.out_features, group)
+        head.weight = embedding.weight if tied else _rows(head.weight, part)
+        if head.bias is not None:
+            head.bias = _rows(head.bias, part)
+        head.vocabulary = part
+        head.forward = partial(_all_logits, head.forward, part, group)
     return True
 
 

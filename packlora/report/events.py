@@ -100,6 +100,34 @@ class MicrobatchDone:
 
 
 @dataclass(frozen=True, slots=True)
+class PipelineRan:
+    """A pipeline ran from empty to empty: a line of pipeline.jsonl.
+
+    window: first round of the window in which it began. noops: slots without a microbatch. seconds: from the first forward to
+    the last backward, predicted without messages; busy: of each stage. bubble: share of the stages' time in which they wait.
+    mfu: floating-point operations a second over those of as many matrix products as there are stages. peak_memory: bytes on
+    each stage. Of the longest one so far: jobs, by slot the tokens of each; spans and predicted_spans, (stage, forward or
+    backward, slot, start, end), seconds since the first. group: of the processes that train it.
+    """
+
+    window: int
+    slots: int
+    noops: int
+    tokens: int
+    seconds: float
+    busy: tuple[float, ...]
+    bubble: float
+    predicted_seconds: float
+    predicted_bubble: float
+    mfu: float
+    peak_memory: tuple[int, ...]
+    jobs: tuple[Mapping[str, int], ...] = ()
+    spans: tuple[tuple[int, str, int, float, float], ...] = ()
+    predicted_spans: tuple[tuple[int, str, int, float, float], ...] = ()
+    group: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Stepped:
     """A job took an optimizer step: a line of metrics.jsonl.
 
@@ -232,8 +260,8 @@ class RunEnded:
 
 
 Event = (
-    RunBegan | TrainingBegan | WindowPlanned | MicrobatchDone | Stepped | Evaluated | CheckpointBegins | CheckpointSaved
-    | SavePointReached | MemoryRanOut | JobJoined | JobFailed | JobDone | Note | StopAsked | RunEnded
+    RunBegan | TrainingBegan | WindowPlanned | MicrobatchDone | PipelineRan | Stepped | Evaluated | CheckpointBegins
+    | CheckpointSaved | SavePointReached | MemoryRanOut | JobJoined | JobFailed | JobDone | Note | StopAsked | RunEnded
 )  # fmt: skip
 
 

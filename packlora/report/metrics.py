@@ -22,6 +22,7 @@ from packlora.report.events import (
     Event,
     JobJoined,
     MicrobatchDone,
+    PipelineRan,
     RunBegan,
     RunEnded,
     Stepped,
@@ -29,7 +30,15 @@ from packlora.report.events import (
 )
 
 METRICS, EVALS, MICROBATCHES, WINDOWS = "metrics.jsonl", "evals.jsonl", "microbatches.jsonl", "windows.jsonl"
-LINES = {Stepped: METRICS, Evaluated: EVALS, MicrobatchDone: MICROBATCHES, WindowPlanned: WINDOWS}
+PIPELINE = "pipeline.jsonl"
+"""Which there is where a pipeline trains."""
+LINES = {
+    Stepped: METRICS,
+    Evaluated: EVALS,
+    MicrobatchDone: MICROBATCHES,
+    WindowPlanned: WINDOWS,
+    PipelineRan: PIPELINE,
+}
 """Events that are a line each, and of which file; the keys are the names of their fields."""
 
 
@@ -86,8 +95,9 @@ class Logs:
     def __init__(self, folder: Path, files: BestEffort) -> None:
         self._steps = LoggedSteps()
         self._files: dict[type, JsonLines] = {
-            kind: JsonLines(folder / name, files.failed) for kind, name in LINES.items()
+            kind: JsonLines(folder / name, files.failed) for kind, name in LINES.items() if name != PIPELINE
         }
+        self._new = lambda name: JsonLines(folder / name, files.failed)
 
     def __call__(self, event: Event) -> None:
         if not self._steps.takes(event):
@@ -99,6 +109,8 @@ class Logs:
             for file in self._files.values():
                 file.close()
         elif type(event) in LINES:
+            if type(event) not in self._files:
+                self._files[type(event)] = self._new(LINES[type(event)])
             self._files[type(event)].write(**{field.name: getattr(event, field.name) for field in fields(event)})
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import yaml
 
 from packlora.files import write_file
-from packlora.report import charts, sweep
+from packlora.report import charts, sweep, timeline
 from packlora.report.events import Event, RunEnded, SavePointReached
 from packlora.report.metrics import BestEffort
 from packlora.report.run_files import JobFiles, Line, RunFiles, read_run
@@ -105,8 +105,16 @@ def _mean(values: Sequence[float]) -> float | None:
 def _page(run: RunFiles) -> str:
     model = str(run.config.get("base_model") or run.folder.resolve().name)
     parts = [_header(run, model), _tiles(run), _warnings(run), sweep.section(run.folder), _legend(run), _job_table(run)]
+    styles = {job.name: job.style for job in run.jobs}
     if run.metrics:
-        parts += [_losses(run), _microbatches(run), _schedule(run), _throughput(run), _optimization(run)]
+        parts += [
+            _losses(run),
+            _microbatches(run),
+            _schedule(run),
+            timeline.section(run.folder, styles),
+            _throughput(run),
+            _optimization(run),
+        ]
     elif any(job.held_out for job in run.jobs):
         parts.append(_losses(run))
     else:

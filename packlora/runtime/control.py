@@ -17,7 +17,7 @@ import re
 import secrets
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -85,6 +85,15 @@ class Asked:
     id: str
     request: Add | StopJob | Clone | str
 
+    def to_json(self) -> list[Any]:
+        return [self.id, self.request if isinstance(self.request, str) else self.request.model_dump(mode="json")]
+
+
+def asked_from(tree: Sequence[Any]) -> Asked:
+    """What `Asked.to_json` gave."""
+    number, request = tree
+    return Asked(number, request if isinstance(request, str) else _REQUEST.validate_python(request))
+
 
 class Control:
     """The requests to a run."""
@@ -129,7 +138,8 @@ class Refusal:
     def __call__(self, event: Event) -> None:
         if isinstance(event, WindowPlanned | RunEnded):
             self.control.refuse_all(
-                f"the run trains on {self.processes} processes; jobs join and leave a run of one process alone"
+                f"the run trains on {self.processes} processes; jobs join and leave a run of one process, or "
+                "of pipelines that share all jobs"
             )
 
 

@@ -110,7 +110,7 @@ class Evaluator:
             free_memory(self.device)
             self.budget.held_out = self.budget.below(lacking)
             return None
-        self.team.group.add([found])
+        self.team.group.add_losses(found)
         total = np.zeros(owners)
         for own in found.numpy():  # in the order of one process
             total += own

@@ -240,7 +240,7 @@ class Job:
         """The square of the norm of the gradient of what is here, [] float64, of a global batch that is complete."""
         if self.gradient is None:
             return torch.zeros((), dtype=torch.float64, device=self.adapter.flat.device)
-        return (total_norm(self.gradient).double() / self.grad_scale).square()
+        return (self.norm_of(self.gradient).double() / self.grad_scale).square()
 
     @torch.no_grad()
     def optimizer_step(self, norm: torch.Tensor | None = None) -> torch.Tensor:

@@ -17,6 +17,10 @@ from packlora.adapters.kept_outputs import keep_outputs
 from packlora.base.model import Base
 from packlora.config import JobConfig, Run
 from packlora.errors import InputError, WriteError, unwritten
+from packlora.parallel.agreement import together
+from packlora.parallel.mesh import OneProcess
+from packlora.parallel.replicas import Alone
+from packlora.parallel.stages import Stage, check_stages
 from packlora.plans.ask import Ask
 from packlora.plans.cache import PlanCache
 from packlora.plans.select import PlanChooser
@@ -26,8 +30,10 @@ from packlora.runtime.graphs import GraphedDevice, buffers_of, why_no_graphs
 from packlora.runtime.job import Job
 from packlora.runtime.memory import TokenBudget
 from packlora.runtime.microbatch import Executor, SingleDevice
+from packlora.runtime.parts import parts_of
 from packlora.runtime.prepare import PreparedJob, PreparedRun, asks_of_more, prepare_more
 from packlora.runtime.record import RunRecord, described_job
+from packlora.runtime.stage import StageDevice
 
 FLOAT16_SCALE = 4096.0
 """Losses are multiplied with this before a float16 backward and gradients divided after it, so that small ones survive."""
@@ -66,7 +72,7 @@ def off(jobs: Sequence[Job], given: int) -> list[Job]:
 
 
 class Members:
-    """Makes changes of a run on one process.
+    """Makes changes of a run. All processes that train its jobs make the same; the first one writes what is recorded.
 
     Args:
         run: with all jobs, also those that have left.
@@ -74,12 +80,14 @@ class Members:
         changes: those of earlier sessions.
         single: the executor without graphs.
         executor: the one that trains.
+        group, mesh: the processes that train the jobs, all of the run.
     """
 
     def __init__(
-        self, run: Run, prepared: PreparedRun, base: Base, single: SingleDevice, executor: Executor, record: RunRecord,
-        changes: Sequence[Change], output_dir: Path,
+        self, run: Run, prepared: PreparedRun, base: Base, single: SingleDevice | StageDevice, executor: Executor,
+        record: RunRecord, changes: Sequence[Change], output_dir: Path, group: Alone, mesh: OneProcess,
     ) -> None:  # fmt: skip
+        self.group, self.mesh = group, mesh
         self.run, self.prepared, self.base, self.single, self.executor = run, prepared, base, single, executor
         self.record, self.changes, self.output_dir = record, list(changes), output_dir
         self._choosers: dict[Ask, PlanChooser] = {chooser.ask: chooser for chooser in single.attached.choosers}
@@ -112,8 +120,13 @@ class Members:
     # --- joining and leaving ---------------------------------------------------------------------------------------------
 
     def check(self, configs: Sequence[JobConfig], there: Mapping[str, Job], budget: TokenBudget) -> list[PreparedJob]:
-        """Jobs that are to join, checked as those of a run file. Raises InputError."""
-        self._check_names(configs)
+        """Jobs that are to join, checked as those of a run file. Raises InputError, on all processes."""
+        return together(self.mesh, lambda: self._checked(configs, there, budget))
+
+    def _checked(
+        self, configs: Sequence[JobConfig], there: Mapping[str, Job], budget: TokenBudget
+    ) -> list[PreparedJob]:
+        self.check_names(configs)
         most = (
             budget.tokens if self.run.max_tokens_per_microbatch == "auto" else int(self.run.max_tokens_per_microbatch)
         )
@@ -127,9 +140,12 @@ class Members:
                         f"job {item.config.name!r}: DoRA with dropout beside other jobs has no CUDA graphs, and cuda_graphs is "
                         "true; set adapter.dora_dropout: low_rank, or lora_dropout: 0"
                     )
+        if isinstance(self.base.storage, Stage) and self.prepared.encoder is not None:
+            adapted = {item.config.name: list(item.spec.modules) for item in items}
+            check_stages(self.prepared.encoder.skeleton, self.prepared.shape.layers, adapted)
         return items
 
-    def _check_names(self, configs: Sequence[JobConfig]) -> None:
+    def check_names(self, configs: Sequence[JobConfig]) -> None:
         with_jobs(self.run, [*self.run.jobs, *configs])
         for config in configs:
             folder = self.output_dir / config.name
@@ -177,7 +193,9 @@ class Members:
                 self.base.model, attached, item.config.name, self._number, item.spec, item.data.seed, choosers
             )
             self._number += 1
+            whole = parts_of([adapter], self.group)
             job = make_job(self.run, item, adapter)
+            whole(job)
             job.joined = given
             there[job.name] = job
             out.append(job)
@@ -210,7 +228,8 @@ class Members:
 
     def _write(self, changes: Sequence[Change], described: Mapping[str, Any], run: Run) -> None:
         try:
-            self.record.amend([*self.changes, *changes], described, run)
+            if self.group.leads:
+                self.record.amend([*self.changes, *changes], described, run)
         except OSError as error:
             raise WriteError(f"run.json cannot be written: {unwritten(error) or error}") from error
         self.changes += changes

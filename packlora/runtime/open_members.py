@@ -7,23 +7,29 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+
 from packlora.adapters.files import save_adapter
 from packlora.base.model import Base
 from packlora.config import JobConfig, Run
 from packlora.errors import InputError, unwritten
 from packlora.files import make_folder, write_folder
+from packlora.parallel.agreement import together
+from packlora.parallel.mesh import OneProcess
+from packlora.parallel.replicas import Alone
 from packlora.report.events import Event, Note
 from packlora.report.metrics import BestEffort
 from packlora.result import JobResult
 from packlora.run_file import changed_job, parse_jobs
 from packlora.runtime.changes import Change
-from packlora.runtime.control import Add, Asked, Clone, Control, StopJob
+from packlora.runtime.control import Add, Asked, Clone, Control, StopJob, asked_from
 from packlora.runtime.job import Job
 from packlora.runtime.members import START, Members
 from packlora.runtime.memory import TokenBudget
 from packlora.runtime.microbatch import Executor, SingleDevice
 from packlora.runtime.prepare import PreparedJob, PreparedRun
 from packlora.runtime.record import RunRecord
+from packlora.runtime.stage import StageDevice
 from packlora.runtime.sweep import RANKING, Sweep
 
 
@@ -42,16 +48,29 @@ class OpenMembers(Members):
     """Members that change as is asked for. Arguments as of Members."""
 
     def __init__(
-        self, run: Run, prepared: PreparedRun, base: Base, single: SingleDevice, executor: Executor, record: RunRecord,
-        changes: Sequence[Change], output_dir: Path,
+        self, run: Run, prepared: PreparedRun, base: Base, single: SingleDevice | StageDevice, executor: Executor,
+        record: RunRecord, changes: Sequence[Change], output_dir: Path, group: Alone, mesh: OneProcess,
     ) -> None:  # fmt: skip
-        super().__init__(run, prepared, base, single, executor, record, changes, output_dir)
+        super().__init__(run, prepared, base, single, executor, record, changes, output_dir, group, mesh)
         self.control = Control(output_dir)
         self.sweep: Sweep | None = None
         if run.sweep is not None:
             self.sweep = Sweep(run)
             self.sweep.follow(changes)
             self.sweep.read(output_dir, list(prepared.left_out))
+
+    def is_asked(self) -> bool:
+        """Whether something is asked for, as the first process finds it."""
+        return bool(self.group.told(self.group.leads and bool(self.control.asked())))
+
+    def _asked(self) -> list[Asked]:
+        """What the first process is asked for."""
+        found = self.control.asked() if self.group.leads else []
+        return [asked_from(tree) for tree in self.group.told([asked.to_json() for asked in found])]
+
+    def _answer(self, asked: Asked, accepted: bool, text: str) -> None:
+        if self.group.leads:
+            self.control.answer(asked.id, accepted, text)
 
     def change(self, given: int, jobs: list[Job], budget: TokenBudget) -> Changed:
         """Make the changes that are asked for.
@@ -67,16 +86,16 @@ class OpenMembers(Members):
         before = len(there)
         if self.sweep is not None:
             self._sweep(self.sweep, given, there, budget, out)
-        for asked in self.control.asked():
+        for asked in self._asked():
             if any(change.request == asked.id for change in self.changes):  # the run was killed before it said so
-                self.control.answer(asked.id, True, "accepted before the run was interrupted")
+                self._answer(asked, True, "accepted before the run was interrupted")
                 continue
             try:
                 text = self._carry_out(asked, given, there, budget, out)
             except InputError as error:
-                self.control.answer(asked.id, False, str(error))
+                self._answer(asked, False, str(error))
                 continue
-            self.control.answer(asked.id, True, text)
+            self._answer(asked, True, text)
         if len(there) > before:
             jobs += list(there.values())[before:]
             self.follow(jobs)
@@ -96,7 +115,8 @@ class OpenMembers(Members):
                 self.sweep.see(job)
             sweep = self.sweep
             files.write(RANKING, lambda: sweep.write(self.output_dir))
-        self.control.refuse_all("the run has ended")
+        if self.group.leads:
+            self.control.refuse_all("the run has ended")
 
     def judged(self, ends: Mapping[str, JobResult]) -> Mapping[str, JobResult]:
         """By which a run is done or has failed. Candidates that fail are no failure of a sweep, if another is done."""
@@ -186,20 +206,28 @@ class OpenMembers(Members):
         config = self._clone(request)
         if not request.weights:
             return self.check([config], there, budget)
-        self._check_names([config])
+        together(self.mesh, lambda: self.check_names([config]))
         if request.job not in there:
             raise InputError(
                 f"job {request.job!r} has left the model; begin with the adapter in its folder by adapter.init_from"
             )
         job, folder = there[request.job], self.output_dir / request.name
+        whole = job.whole_of(job.adapter.flat)
         try:
-            make_folder(folder)
-            write_folder(folder / START, lambda out: save_adapter(out, job.adapter, job.whole_of(job.adapter.flat)))
+            together(self.mesh, lambda: _write_start(folder, job, whole) if self.group.leads else None)
             return self.check([config], there, budget)
-        except (OSError, InputError) as error:
-            shutil.rmtree(folder, ignore_errors=True)
-            if isinstance(error, InputError):
-                raise
-            raise InputError(
-                f"the adapter of {job.name!r} cannot be written to {folder}: {unwritten(error) or error}"
-            ) from None
+        except InputError:
+            if self.group.leads:
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
+
+
+def _write_start(folder: Path, job: Job, whole: Mapping[str, torch.Tensor]) -> None:
+    """The adapter of a job, as another one's beginning."""
+    try:
+        make_folder(folder)
+        write_folder(folder / START, lambda out: save_adapter(out, job.adapter, whole))
+    except OSError as error:
+        raise InputError(
+            f"the adapter of {job.name!r} cannot be written to {folder}: {unwritten(error) or error}"
+        ) from None

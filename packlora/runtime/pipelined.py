@@ -11,20 +11,22 @@ changed, goes down with the sums of the job's next step, or is told when the pip
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from packlora.parallel.pipeline import Kind, Slot, actions
+from packlora.parallel.layout import planned
+from packlora.parallel.pipeline import Kind, Links, Slot, actions
 from packlora.report.events import Note
 from packlora.runtime.evaluate import is_multiple
 from packlora.runtime.job import Job, StepResult
+from packlora.runtime.pipeline_times import PipelineTimes
 from packlora.runtime.stage import StageDevice, StagePending
 from packlora.runtime.trainer import Trainer, event_of
-from packlora.runtime.wave import Wave
-from packlora.runtime.windows import planned_windows
+from packlora.runtime.wave import Wave, waves_of
+from packlora.runtime.windows import Plan, planned_windows
 from packlora.schedule.cost import CostModel
 from packlora.schedule.types import Microbatch
 
@@ -36,9 +38,11 @@ FOUND: parameters with a gradient. LARGEST, CHANGED: of the job's step before, s
 
 @dataclass(slots=True)
 class _Inside:
-    """A slot in the pipeline. complete: jobs and global batches that end in it. due: jobs that take part."""
+    """A slot in the pipeline. own: the microbatch of this replica. complete: jobs and global batches that end in the slot. due:
+    jobs that take part."""
 
     wave: Wave
+    own: Microbatch | None
     complete: list[tuple[Job, int]]
     due: list[Job]
     pending: StagePending | None = None
@@ -48,7 +52,15 @@ class _Inside:
 
     @property
     def microbatch(self) -> Microbatch:
-        return self.wave.microbatches[0]
+        assert self.own is not None
+        return self.own
+
+
+def join_found(jobs: Sequence[Job], links: Links) -> None:
+    """Let jobs know of parameters that have got a gradient in another replica alone."""
+    most = iter(links.found_by_one([int(name not in job.without) for job in jobs for name in job.parameters]))
+    for job in jobs:
+        job.without = {name for name in job.parameters if not next(most)}
 
 
 class PipelinedTrainer(Trainer):
@@ -63,14 +75,17 @@ class PipelinedTrainer(Trainer):
         super().__init__(*args, **kwargs)
         self.cost, self.links = cost, self.executor.stage.links
         self._inside: dict[int, _Inside] = {}
-        self._waves: Iterator[Wave] = iter(())
+        self._waves: Iterator[Wave | None] = iter(())
+        self._border: int | None = None
+        """The round before which members change, once the pipeline is dry."""
         self._quiet = self._ended = False
         """Whether nothing more enters the pipeline; whether there is nothing more."""
+        self.times = PipelineTimes(self.run, self.prepared.shape, self.links, self.base.device, self.profile.cost)
         self._unconfirmed: dict[str, torch.Tensor] = {}
         """By job that has stepped, columns LARGEST and CHANGED of this stage."""
         self._failed: list[Job] = []
         self._do: dict[Kind, Callable[[int], None]] = {
-            Kind.NOOP: lambda slot: None, Kind.RECEIVE_HIDDEN: self._receive_hidden, Kind.FORWARD: self._forward,
+            Kind.NOOP: self._noop, Kind.RECEIVE_HIDDEN: self._receive_hidden, Kind.FORWARD: self._forward,
             Kind.SEND_HIDDEN: self._send_hidden, Kind.RECEIVE_GRADIENT: self._receive_gradient,
             Kind.BACKWARD: self._backward, Kind.SEND_GRADIENT: self._send_gradient, Kind.RECEIVE_SUMS: self._receive_sums,
             Kind.ADD_SUMS: self._add_sums, Kind.SEND_SUMS: self._send_sums, Kind.RECEIVE_TOTALS: self._receive_totals,
@@ -78,26 +93,37 @@ class PipelinedTrainer(Trainer):
         }  # fmt: skip
 
     def _train_windows(self) -> None:
-        budget = self.budget.tokens
+        size, capacity = self.links.size, self.budget.tokens
         with planned_windows(
-            self.run, self.jobs, budget, self.profile, self.events, self.team.group, self.cost
+            self.run, self.jobs, planned(capacity, size), self.profile, self.events, self.team.group, self.cost
         ) as plan:
-            self._waves = (
-                Wave(window, slot, [microbatch])
-                for window in plan.windows
-                for slot, microbatch in enumerate(window.microbatches)
-            )
+            self._waves = self._all_waves(plan, size, capacity)
             while self._goes_on():
                 assert not self._ended, "the plan has ended, but a job has not"
                 self._run_dry()
+                if (border := self._border) is not None:
+                    self._border = None
+                    self._change(border, plan)
+
+    def _all_waves(self, plan: Plan, size: int, capacity: int) -> Iterator[Wave | None]:
+        """Of all windows; None behind one after which jobs are to join or to leave."""
+        for window in plan.windows:
+            yield from waves_of(window, size, capacity)
+            if self.members is not None and self.members.is_asked():
+                self._border = window.first_round + window.num_rounds
+                yield None
 
     def _run_dry(self) -> None:
         """Run microbatches through the pipeline until it is empty, and do what was to find it so."""
         self._quiet = False
+        self._inside.clear()  # slots are counted anew
+        self.times.begin()
         self.runner.begin()
         for action in actions(self.links.stage, self.links.stages, self._enter):
             self._do[action.kind](action.slot)
         self.links.drain()
+        if (times := self.times.told(self.by_name)) is not None:
+            self.events.emit(times)
         self._confirm_all()
         self.team.agree(0, [])
         failed, self._failed = self._failed, []
@@ -110,9 +136,11 @@ class PipelinedTrainer(Trainer):
         wave = None if self._quiet else next(self._waves, None)
         self._inside.pop(slot - self.links.stages, None)  # one in which no job has stepped
         if wave is None:
-            self._ended |= not self._quiet
+            self._ended |= not self._quiet and self._border is None
             return None
-        batches = {placed.job: placed.batch for placed in wave.microbatches[0].samples}
+        own = self.runner.own(wave)
+        self.times.entered(wave.window.first_round, own)
+        batches = {placed.job: placed.batch for one in wave.microbatches for placed in one.samples}
         due = [job for job in self.jobs if job.name in batches and job.is_due(batches[job.name])]
         if not due:
             return Slot(runs=False, steps=False)
@@ -120,8 +148,14 @@ class PipelinedTrainer(Trainer):
             "a global batch would begin before the step it follows"
         )
         complete = [(self.by_name[name], batch) for name, batch in wave.completes if self.by_name[name].is_due(batch)]
-        self._inside[slot] = _Inside(wave, complete, due)
-        return Slot(runs=True, steps=bool(complete))
+        for job in due:
+            self.runner.began.setdefault(job.name, self._elapsed())
+        self._inside[slot] = _Inside(wave, own, complete, due)
+        return Slot(runs=own is not None, steps=bool(complete))
+
+    def _noop(self, slot: int) -> None:
+        if slot in self._inside:  # of other replicas it is none
+            self._count_tokens(self._inside[slot])
 
     # --- forward and backward ------------------------------------------------------------------------------------------
 
@@ -133,11 +167,10 @@ class PipelinedTrainer(Trainer):
 
     def _forward(self, slot: int) -> None:
         inside = self._inside[slot]
-        for job in inside.due:
-            self.runner.began.setdefault(job.name, self._elapsed())
         samples, weights = self.runner.packer.packed(inside.microbatch)
         tokens, incoming, inside.incoming = inside.microbatch.num_tokens, inside.incoming, None
-        inside.pending = self.budget.attempt(tokens, lambda: self.executor.forward(samples, weights, incoming))
+        with self.times.clock.span("forward", slot):
+            inside.pending = self.budget.attempt(tokens, lambda: self.executor.forward(samples, weights, incoming))
 
     def _send_hidden(self, slot: int) -> None:
         pending = self._inside[slot].pending
@@ -153,7 +186,8 @@ class PipelinedTrainer(Trainer):
         inside = self._inside[slot]
         microbatch, pending = inside.microbatch, inside.pending
         assert pending is not None
-        done = self.budget.attempt(microbatch.num_tokens, lambda: self.executor.backward(pending))
+        with self.times.clock.span("backward", slot):
+            done = self.budget.attempt(microbatch.num_tokens, lambda: self.executor.backward(pending))
         assert done is not None
         inside.gradient, inside.pending = pending.gradient, None
         due = {job.name for job in inside.due}
@@ -161,10 +195,21 @@ class PipelinedTrainer(Trainer):
             job = self.by_name[name]
             if name in due:
                 job.collect(done.sums[job.adapter.number])
-                job.count(done.tokens[job.adapter.number])
             else:
                 job.discard()
-        self.runner.ran(inside.wave, 0)
+        self._count_tokens(inside)
+
+    def _count_tokens(self, inside: _Inside) -> None:
+        """Those of all replicas, and tell their microbatches."""
+        tokens = dict.fromkeys((job.name for job in inside.due), 0)
+        for rank, microbatch in enumerate(inside.wave.microbatches):
+            if any(placed.job in tokens for placed in microbatch.samples):
+                self.runner.ran(inside.wave, rank)
+            for placed in microbatch.samples:
+                if placed.job in tokens:
+                    tokens[placed.job] += placed.length
+        for job in inside.due:
+            job.count(tokens[job.name])
         for told in self.runner.told():
             self.events.emit(told)
         self.runner.begin()
@@ -187,6 +232,10 @@ class PipelinedTrainer(Trainer):
         inside = self._inside[slot]
         own = torch.zeros(self._rows(slot), dtype=torch.float64, device=self.base.device)
         own[0, LARGEST] = self.team.is_asked
+        if self.links.size > 1:
+            jobs = [job for job, _ in inside.complete]
+            join_found(jobs, self.links)
+            self.team.add_up(jobs)
         for row, (job, _) in zip(own[1:], inside.complete, strict=True):
             assert job.loss_sum is not None
             row[LOSS], row[SQUARE], row[FOUND] = job.loss_sum, job.square(), len(job.parameters) - len(job.without)
@@ -195,7 +244,7 @@ class PipelinedTrainer(Trainer):
         if inside.sums is not None:
             own[:, :LARGEST] += inside.sums[:, :LARGEST]
             own[:, LARGEST:] = torch.maximum(own[:, LARGEST:], inside.sums[:, LARGEST:])
-        inside.sums = own
+        inside.sums = self.links.agreed(own) if self.links.is_first else own
 
     def _send_sums(self, slot: int) -> None:
         sums = self._inside[slot].sums

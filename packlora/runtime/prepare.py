@@ -155,6 +155,11 @@ class PreparedRun:
         return {job.config.name: job.longest for job in self.jobs}
 
     @property
+    def adapted(self) -> dict[str, list[str]]:
+        """Paths of the modules with adapters of each job."""
+        return {job.config.name: list(job.spec.modules) for job in self.jobs}
+
+    @property
     def trainable(self) -> int:
         """Trainable parameters of all jobs."""
         return sum(job.trainable for job in self.jobs)
@@ -324,12 +329,12 @@ def _check_parallel(prepared: PreparedRun, skeleton: PreTrainedModel) -> None:
     parallel, layers = prepared.run.parallel, prepared.shape.layers
     if parallel.tensor > 1:
         check_cut(skeleton, parallel.tensor)
-    if parallel.pipeline > layers:
+    if parallel.stages > layers:
         raise InputError(
-            f"parallel.pipeline is {parallel.pipeline}, but the model has {layers} layers; give at most {layers}"
+            f"parallel.pipeline is {parallel.stages}, but the model has {layers} layers; give at most {layers}"
         )
-    if parallel.pipeline > 1:
-        check_stages(skeleton, layers, {job.config.name: list(job.spec.modules) for job in prepared.jobs})
+    if parallel.stages > 1:
+        check_stages(skeleton, layers, prepared.adapted)
 
 
 class Reader:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from itertools import cycle
@@ -27,7 +27,7 @@ from packlora.runtime.collate import PackedSample
 from packlora.runtime.job import Job
 from packlora.runtime.memory import free_memory, memory_room
 from packlora.runtime.microbatch import Executor, run_microbatch
-from packlora.runtime.prepare import PreparedRun
+from packlora.runtime.prepare import ModelShape, PreparedRun
 from packlora.runtime.profiles import Point, ProfileCache
 from packlora.schedule.cost import CostModel, balance
 from packlora.schedule.planner import Planner
@@ -185,6 +185,17 @@ def analytic_cost(run: Run, prepared: PreparedRun, flops: float, stages: int = 1
         stage_shares=tuple(count / shape.layers for count in counts),
         head_backward_ratio=1.0,
     )
+
+
+def model_flops(shape: ModelShape, jobs: Mapping[str, Job], microbatches: Sequence[Microbatch]) -> float:
+    """Floating-point operations of forward and backward: frozen linear layers and the output layer twice, without gradients of
+    their weights, a token's own adapter three times; attention scores are not counted."""
+    head = 4 * shape.hidden * shape.vocabulary
+    each = {
+        name: 4 * shape.linear_parameters + 6 * job.adapter.num_parameters + head * job.data.label_share
+        for name, job in jobs.items()
+    }
+    return sum(placed.length * each[placed.job] for one in microbatches for placed in one.samples)
 
 
 @lru_cache

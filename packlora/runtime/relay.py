@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -18,7 +18,16 @@ from pydantic import TypeAdapter
 from packlora.errors import ProcessError
 from packlora.parallel.layout import Layout
 from packlora.parallel.mesh import Mesh
-from packlora.report.events import Event, MicrobatchDone, RunBegan, RunEnded, StopAsked, TrainingBegan, WindowPlanned
+from packlora.report.events import (
+    Event,
+    MicrobatchDone,
+    PipelineRan,
+    RunBegan,
+    RunEnded,
+    StopAsked,
+    TrainingBegan,
+    WindowPlanned,
+)
 from packlora.result import Result
 from packlora.runtime.events import Emitter
 
@@ -155,10 +164,12 @@ class Hub:
                 self._said.add(kind)
             case MicrobatchDone():
                 event = replace(
-                    event, index=self._logged, rank=self.layout.ranks(group)[event.rank * self.layout.tensor]
+                    event,
+                    index=self._logged,
+                    rank=self.layout.ranks(group)[event.rank * self.layout.devices_per_replica],
                 )
                 self._logged += 1
-            case WindowPlanned():
+            case WindowPlanned() | PipelineRan():
                 event = replace(event, group=group)
         self.outer.emit(event)
 
@@ -188,7 +199,11 @@ class Hub:
         first, every = self._began[0], [self._began[group] for group in self.groups]
         jobs = {job.name: job for event in every for job in event.jobs}
         earlier = [told for event in every for told in event.earlier]
-        return replace(first, jobs=tuple(jobs[name] for name in self.order if name in jobs), earlier=tuple(earlier))
+        return replace(first, jobs=tuple(jobs[name] for name in self._in_order(jobs)), earlier=tuple(earlier))
+
+    def _in_order(self, jobs: Collection[str]) -> list[str]:
+        """Those of the run file in its order, then those that have joined."""
+        return [name for name in dict.fromkeys([*self.order, *jobs]) if name in jobs]
 
     def _end(self) -> RunEnded:
         every = [self._ended[group] for group in self.groups]
@@ -199,7 +214,7 @@ class Hub:
         signals = [result.signal for result in results if result.signal is not None]
         result = replace(
             results[0], status=status, seconds=max(own.seconds for own in results), tokens=sum(own.tokens for own in results),
-            jobs={name: jobs[name] for name in self.order if name in jobs}, signal=signals[0] if signals else None,
+            jobs={name: jobs[name] for name in self._in_order(jobs)}, signal=signals[0] if signals else None,
         )  # fmt: skip
         seconds, memory = max(event.seconds for event in every), max(event.peak_memory for event in every)
         return RunEnded(result, seconds, sum(event.tokens for event in every), memory)

@@ -10,7 +10,6 @@ import contextlib
 import hashlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ from packlora.base.model import Base, load_base
 from packlora.config import Run
 from packlora.errors import InputError
 from packlora.files import remove_leftovers, write_json
-from packlora.parallel.adapter import WholeGradient, joined
 from packlora.parallel.agreement import together
 from packlora.parallel.cut import load_cut
 from packlora.parallel.layout import Layout
@@ -33,7 +31,7 @@ from packlora.parallel.mesh import Mesh, OneProcess
 from packlora.parallel.pipeline import Links
 from packlora.parallel.replicas import ALONE, Alone, Replicas
 from packlora.parallel.sharded import load_sharded
-from packlora.parallel.stages import Stage, across_stages, load_stage
+from packlora.parallel.stages import Stage, load_stage
 from packlora.plans.cache import PlanCache
 from packlora.plans.select import PlanChooser
 from packlora.report.events import Note, Subscriber
@@ -52,6 +50,7 @@ from packlora.runtime.job import Job
 from packlora.runtime.members import make_job, place
 from packlora.runtime.microbatch import Executor, SingleDevice
 from packlora.runtime.open_members import OpenMembers
+from packlora.runtime.parts import holders, parts_of
 from packlora.runtime.pipelined import PipelinedTrainer
 from packlora.runtime.prepare import PreparedRun, prepare
 from packlora.runtime.profiler import Profile
@@ -77,6 +76,11 @@ from packlora.runtime.sweep import begun
 from packlora.runtime.trainer import Trainer
 from packlora.runtime.windows import last_round, slowest, window_of
 from packlora.terminal import Activity, Told, silent
+
+CLOSED = (
+    "output_dir {}: jobs have joined this run or left it while it trained, or are to do so now, which one process can do, or "
+    "pipelines that share all jobs (parallel.pipeline); this run goes on there"
+)
 
 
 @dataclass(slots=True)
@@ -160,6 +164,8 @@ class Session:
         self.layout, self.group = self._choose_layout(prepared), ALONE
         if isinstance(mesh, Mesh):
             self.group = self._group(mesh)
+        if self.saved is not None and not self._is_open and (self.changes or self.new):
+            raise InputError(CLOSED.format(self.output_dir))
         names = self.layout.groups[self.layout.group_of(mesh.rank)]
         own = replace(prepared, jobs=[job for job in prepared.jobs if job.config.name in names])
 
@@ -183,26 +189,33 @@ class Session:
         folder = OutputFolder(self.output_dir, record["id"], run.save_total_limit, events, self.group)
         writer = RunRecord(self.output_dir, record, executor.plans, folder.files)
         members = None
-        if isinstance(single, SingleDevice) and mesh.size == 1:
-            members = OpenMembers(run, prepared, base, single, executor, writer, self.changes, self.output_dir)
-        self.writers: list[Subscriber] = (
-            [Logs(self.output_dir, folder.files), writer, ReportPage(self.output_dir, folder.files)]
-            if mesh.is_first
-            else []
-        )
-        if mesh.is_first and mesh.size > 1:
-            self.writers.append(Refusal(self.output_dir, mesh.size))
-        if mesh.is_first:
-            told, failed = trackers(run.trackers, self.output_dir)
-            self.writers += told
-            notes += failed
+        if self._is_open:
+            parts = (run, prepared, base, single, executor, writer, self.changes, self.output_dir)
+            members = OpenMembers(*parts, self.group, mesh)
+        self.writers, failed = self._writers(folder, writer, members is None) if mesh.is_first else ([], [])
+        notes += failed
         left_out = left_out_results(self.output_dir, prepared.left_out, record) if mesh.is_first else {}
         if not jobs:
             return None
-        parts = (run, own, base, executor, jobs, known, folder, events, notes, left_out, self.group, self.logged)
+        loop = (run, own, base, executor, jobs, known, folder, events, notes, left_out, self.group, self.logged)
+        more: dict[str, Any] = {"members": members}
         if isinstance(self.group, Links):
-            return PipelinedTrainer(*parts, cost=profiler.planning_cost(run, prepared, self.group.stages))
-        return Trainer(*parts, members)
+            more["cost"] = profiler.planning_cost(run, prepared, self.group.stages)
+            return PipelinedTrainer(*loop, **more)
+        return Trainer(*loop, **more)
+
+    def _writers(self, folder: OutputFolder, writer: RunRecord, closed: bool) -> tuple[list[Subscriber], list[str]]:
+        """Who hears of the run on its first process, and what to tell of those that cannot. closed: no job may join."""
+        out: list[Subscriber] = [Logs(self.output_dir, folder.files), writer, ReportPage(self.output_dir, folder.files)]
+        if closed:
+            out.append(Refusal(self.output_dir, self.mesh.size))
+        told, failed = trackers(self.run.trackers, self.output_dir)
+        return out + told, failed
+
+    @property
+    def _is_open(self) -> bool:
+        """Whether jobs may join and leave while the run trains: on one process, or on pipelines that share all jobs."""
+        return self.mesh.size == 1 or (self.layout.pipeline > 1 and len(self.layout.groups) == 1)
 
     # --- the parts -----------------------------------------------------------------------------------------------------
 
@@ -217,11 +230,6 @@ class Session:
     def _prepare(self) -> tuple[dict[str, int], PreparedRun]:
         left = leaves(self.changes)
         starts = starting_steps(self.run, self.resume_from, left)
-        if self.saved is not None and self.mesh.size > 1 and (self.changes or self.new):
-            raise InputError(
-                f"output_dir {self.output_dir}: jobs have joined this run or left it while it trained, or are to do so now, "
-                "which one process can do; this run goes on in one process alone"
-            )
         gone = gone_jobs(self.run, self.saved, starts) if self.saved is not None else {}
         budgets = {change.join.name: change.budget for change in self.changes if change.join and change.budget}
         with self._told() as told:
@@ -240,13 +248,16 @@ class Session:
         taken = choose(prepared, self.mesh.size, known)
         if taken.layout.sharded and self.run.parallel.shard_base == "auto":
             prepared.warnings.append(f"parallel.shard_base is taken: {taken.reason}")
+        if taken.layout.pipeline > self.run.parallel.stages:
+            prepared.warnings.append(f"parallel.pipeline is {taken.layout.pipeline}: {taken.reason}")
         return taken.layout
 
     def _group(self, mesh: Mesh) -> Replicas:
         if self.layout.pipeline == 1:
             return Replicas(mesh, self.layout)
         device = choose_device(self.run.device)
-        return Links(mesh, torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device)
+        own = torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device
+        return Links(mesh, self.layout, own)
 
     def _load(self, prepared: PreparedRun, own: PreparedRun) -> tuple[Base, SingleDevice | StageDevice, list[Job]]:
         with self._told() as told:
@@ -263,7 +274,7 @@ class Session:
         self.fingerprint = base.fingerprint
         if self.saved is not None:
             same_base(base.path, self.saved.model.fingerprint, self.fingerprint)
-        return base, *_attach(own, base, self.group, self.mesh)
+        return base, *_attach(own, base, self.group)
 
     def _let_new_jobs_join(self, prepared: PreparedRun, jobs: list[Job], record: dict[str, Any]) -> None:
         """Jobs that a run file has in addition begin in the window that the others go on with."""
@@ -329,9 +340,7 @@ class Session:
         return notes
 
 
-def _attach(
-    prepared: PreparedRun, base: Base, replica: Alone, mesh: OneProcess
-) -> tuple[SingleDevice | StageDevice, list[Job]]:
+def _attach(prepared: PreparedRun, base: Base, replica: Alone) -> tuple[SingleDevice | StageDevice, list[Job]]:
     """Put an adapter of each job onto the model. replica: the processes that hold it."""
     cache = PlanCache(base.device)
     choosers = {ask: PlanChooser(base.device, cache, ask) for ask in dict.fromkeys(prepared.asks.values())}
@@ -344,23 +353,16 @@ def _attach(
     )
     if not isinstance(replica, Links) or replica.is_first:
         noisy_embeddings(base.model, attached)
-    group = None if isinstance(replica, Links) else replica.model
-    jobs = []
-    across = across_stages(adapters, replica, mesh) if isinstance(replica, Links) else {}
+    jobs, whole, group = [], parts_of(adapters, replica), holders(replica)
     for item, adapter in zip(prepared.jobs, adapters, strict=True):
         job = make_job(prepared.run, item, adapter)
-        if group is not None:
-            job.norm_of, job.whole_of = WholeGradient(adapter, group).norm, partial(joined, adapter, group)
-        if (parts := across.get(job.name)) is not None:
-            job.whole_of, job.everywhere = parts.whole, parts.everywhere
+        whole(job)
         jobs.append(job)
     if prepared.run.keep_outputs:
         base.kept_outputs = keep_outputs(base.model)
+    multiple = dist.get_world_size(group) if group is not None and prepared.run.parallel.sequence_parallel else 1
     if isinstance(base.storage, Stage):
-        return StageDevice(base, attached, base.storage), jobs
-    if group is None:
-        return SingleDevice(base, attached), jobs
-    multiple = dist.get_world_size(group) if prepared.run.parallel.sequence_parallel else 1
+        return StageDevice(base, attached, base.storage, multiple), jobs
     return SingleDevice(base, attached, multiple), jobs
 
 

@@ -14,13 +14,17 @@ from packlora.base.device import choose_device
 from packlora.errors import InputError
 from packlora.parallel import layout as layouts
 from packlora.parallel.layout import Layout, Prediction, Wave
+from packlora.parallel.stages import check_stages
 from packlora.runtime import profiler
 from packlora.runtime.prepare import PreparedRun
 from packlora.runtime.profiler import Profile
 from packlora.runtime.work import Work
+from packlora.schedule.cost import CostModel
 from packlora.schedule.planner import Planner
 from packlora.schedule.types import Microbatch
 
+GATHER_BYTES_PER_SECOND = 2e11
+"""Assumed, of a device that gathers a layer from the others: four H200s by NVLink reach 2.1e11 to 2.5e11."""
 SAMPLES = 20_000
 """Samples of a group that are planned; of a longer run the first windows, scaled up."""
 
@@ -41,9 +45,9 @@ class Spread:
         """By group, tokens of its fullest microbatch; 0 where it has no jobs."""
         return [max((one.num_tokens for wave in own for one in wave), default=0) for own in self.waves]
 
-    def predict(self, cost: Callable[[Microbatch], float]) -> Prediction:
+    def predict(self, cost: Callable[[Microbatch], float], staged: CostModel | None = None) -> Prediction:
         """See layout.predict."""
-        return layouts.predict(self.layout, self.waves, self.parts, cost)
+        return layouts.predict(self.layout, self.waves, self.parts, cost, staged)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +73,6 @@ def choose(prepared: PreparedRun, devices: int, known: Profile) -> Choice:
         raise InputError(
             f"parallel.devices_per_job is {parallel.devices_per_job}, which does not divide {devices} devices"
         )
-    if parallel.pipeline > 1:
-        return Choice(found[0], f"parallel.pipeline is {parallel.pipeline}")
     if devices == 1:
         return Choice(one_device(prepared), "there is one device")
     if parallel.shard_base is True and sharded is not None:
@@ -81,20 +83,56 @@ def choose(prepared: PreparedRun, devices: int, known: Profile) -> Choice:
     if parallel.tensor == 1:  # of a model that is cut nothing is predicted
         needed = [needed_bytes(prepared, known, own, first=True) for own in planned]
         fitting = [own for own, size in zip(planned, needed, strict=True) if fits(known, size)]
-        if sharded is not None and not fitting:
-            least = needed_bytes(prepared, known, spread(prepared, sharded), first=True)
-            if least < min(needed):
-                return Choice(sharded, _does_not_fit(known, min(needed), least))
+        if not fitting:
+            parts = [sharded] * (sharded is not None) + piped(prepared, devices, work.jobs())
+            taken = _choose_in_parts(prepared, known, work, [own for own in parts if own is not None], min(needed))
+            if taken is not None:
+                return taken
         planned = fitting or planned
-    return _choose_whole([own.predict(work.of) for own in planned], parallel.devices_per_job)
+    return _choose_whole([own.predict(work.of, work.staged(own.layout)) for own in planned], parallel.devices_per_job)
 
 
-def _does_not_fit(known: Profile, whole: int, sharded: int) -> str:
-    gib = 2**30
-    return (
+def _choose_in_parts(
+    prepared: PreparedRun, known: Profile, work: Work, parts: list[Layout], whole: int
+) -> Choice | None:  # fmt: skip
+    """Of layouts whose devices hold a part of the base model each the one that is done first; None where none needs less.
+
+    Args:
+        whole: bytes that a whole one takes, which no device has.
+    """
+    gib, spreads = 2**30, [spread(prepared, own) for own in parts]
+    needed = {own.layout: needed_bytes(prepared, known, own, first=True) for own in spreads}
+    less = [own for own in spreads if needed[own.layout] < whole]
+    if not less:
+        return None
+    gathering = {own.layout: gather_seconds(prepared, own.layout) for own in less}
+    times = {
+        own.layout: own.predict(
+            lambda one, more=gathering[own.layout]: work.of(one) + more, work.staged(own.layout)  # type: ignore[misc]
+        ).time
+        for own in [own for own in less if fits(known, needed[own.layout])] or less
+    }  # fmt: skip
+    taken = min(times, key=times.__getitem__)
+    why = (
         f"training on the whole base model is estimated to take {whole / gib:.2f} GiB of a device, which has "
-        f"{known.room / gib:.2f} free, of which {profiler.ROOM_SHARE:.0%} are planned with; on a part of it {sharded / gib:.2f}"
+        f"{known.room / gib:.2f} free, of which {profiler.ROOM_SHARE:.0%} are planned with; on a part of it "
+        f"{needed[taken] / gib:.2f}"
     )
+    others = [
+        f"{_words(own)} takes {time / times[taken]:.2f} of its time" for own, time in times.items() if own != taken
+    ]
+    return Choice(taken, f"{why}; {', '.join(others)}" if others else why)
+
+
+def _words(layout: Layout) -> str:
+    return "a sharded base" if layout.sharded else f"a pipeline of {layout.pipeline}"
+
+
+def gather_seconds(prepared: PreparedRun, layout: Layout) -> float:
+    """Of a wave, for gathering layers in the forward and again in the backward, which is taken to overlap with nothing."""
+    if not layout.sharded:
+        return 0.0
+    return 2 * base_bytes(prepared)[0] * (layout.split - 1) / layout.split / GATHER_BYTES_PER_SECOND
 
 
 def _choose_whole(predictions: list[Prediction], asked: int | str) -> Choice:
@@ -126,11 +164,33 @@ def candidates(prepared: PreparedRun, devices: int, work: Mapping[str, float]) -
         work: by job, what it is predicted to take.
     """
     parallel = prepared.run.parallel
-    if parallel.pipeline > 1:
-        return [Layout((tuple(job.data.name for job in prepared.jobs),), pipeline=parallel.pipeline)]
     asked = devices if parallel.shard_base is True else parallel.devices_per_job
-    found = layouts.layouts(work, devices, parallel.tensor)
+    found = layouts.layouts(work, devices, parallel.tensor, parallel.stages)
     return [own for own in found if asked in ("auto", own.devices_per_job)]
+
+
+def piped(prepared: PreparedRun, devices: int, work: Mapping[str, float]) -> list[Layout]:
+    """Pipelines of every length that the run file allows and the model can be cut into, where that is left to us; each job on
+    as few of them as leave none without a job.
+
+    Args:
+        work: by job, what it is predicted to take.
+    """
+    parallel, encoder = prepared.run.parallel, prepared.encoder
+    asked = parallel.pipeline == "auto" and parallel.tensor == 1 and parallel.shard_base is not True
+    if not asked or prepared.quantization is not None or encoder is None:
+        return []
+    try:
+        check_stages(encoder.skeleton, prepared.shape.layers, prepared.adapted)
+    except InputError:
+        return []
+    out = []
+    for stages in range(2, min(devices, prepared.shape.layers) + 1):
+        if devices % stages == 0:
+            every = layouts.layouts(work, devices, pipeline=stages)
+            own = [one for one in every if parallel.devices_per_job in ("auto", one.devices_per_job)]
+            out += [one for one in own if all(one.groups)][:1]
+    return out
 
 
 def sharded_layout(prepared: PreparedRun, devices: int) -> Layout | None:
@@ -139,7 +199,7 @@ def sharded_layout(prepared: PreparedRun, devices: int) -> Layout | None:
     if (
         devices == 1
         or parallel.tensor > 1
-        or parallel.pipeline > 1
+        or parallel.stages > 1
         or prepared.quantization is not None
         or not parallel.shard_base
         or parallel.devices_per_job not in ("auto", devices)
@@ -152,7 +212,8 @@ def sharded_layout(prepared: PreparedRun, devices: int) -> Layout | None:
 
 
 def needed_bytes(prepared: PreparedRun, known: Profile, own: Spread, first: bool = False) -> int:
-    """Of the device of a layout that needs the most. A device holds its own jobs alone.
+    """Of the device of a layout that needs the most. A device holds its own jobs alone; a stage of a pipeline its part of them
+    and of the base model, and parts of as many microbatches as there are stages.
 
     Args:
         first: with the fewest tokens to a microbatch that the profiler would choose, where that is left to it.
@@ -165,7 +226,8 @@ def needed_bytes(prepared: PreparedRun, known: Profile, own: Spread, first: bool
     for names, fullest in zip(own.layout.groups, own.fullest, strict=True):
         others = prepared.trainable - sum(trainable[name] for name in names)
         tokens = fullest if smallest is None else min(fullest, smallest)
-        needed = max(needed, known.bytes(tokens) - profiler.TRAINABLE_BYTES * others)
+        kept = known.kept_bytes - profiler.TRAINABLE_BYTES * others
+        needed = max(needed, round(kept / own.layout.pipeline + known.bytes_per_token * tokens))
     if not own.layout.sharded:
         return needed
     base, gathered = base_bytes(prepared)
@@ -190,11 +252,11 @@ def base_bytes(prepared: PreparedRun) -> tuple[int, int]:
 
 def spread(prepared: PreparedRun, layout: Layout) -> Spread:
     """Plan what the groups of a layout run."""
-    planned = [_waves(prepared, names, layout.split) for names in layout.groups]
+    planned = [_waves(prepared, names, layout) for names in layout.groups]
     return Spread(layout, [waves for waves, _ in planned], [part for _, part in planned])
 
 
-def _waves(prepared: PreparedRun, names: tuple[str, ...], split: int) -> tuple[list[Wave], float]:
+def _waves(prepared: PreparedRun, names: tuple[str, ...], layout: Layout) -> tuple[list[Wave], float]:
     """Of the jobs of a group, and the part of their tokens that they are."""
     jobs = [job.data for job in prepared.jobs if job.data.name in names]
     if not jobs:
@@ -202,9 +264,10 @@ def _waves(prepared: PreparedRun, names: tuple[str, ...], split: int) -> tuple[l
     method = "solo" if prepared.run.schedule.method == "solo" else "greedy"
     out: list[Wave] = []
     samples = tokens = 0
-    for window in Planner(
-        [job.planned for job in jobs], layouts.planned(prepared.budget, split), method=method
-    ).windows():
+    stages, split = layout.pipeline, layout.split
+    cost = profiler.planning_cost(prepared.run, prepared, stages) if stages > 1 else None
+    budget = layouts.planned(prepared.budget, split)
+    for window in Planner([job.planned for job in jobs], budget, stages=stages, method=method, cost=cost).windows():
         out += layouts.waves(window.microbatches, split, prepared.budget)
         samples += sum(len(microbatch.samples) for microbatch in window.microbatches)
         tokens += sum(microbatch.num_tokens for microbatch in window.microbatches)

@@ -49,10 +49,15 @@ class StageDevice:
     base: Base
     attached: Attached
     stage: Stage
+    multiple: int = 1
+    """Of which the numbers of tokens are, with tokens of nobody."""
 
     def shape(self, num_tokens: int) -> tuple[int, int, int]:
         """Of hidden states and their gradient, of a microbatch of so many tokens of samples."""
-        return 1, max(MIN_ROWS, num_tokens), self.stage.width
+        return 1, -(-max(MIN_ROWS, num_tokens) // self.multiple) * self.multiple, self.stage.width
+
+    def _total(self, samples: Sequence[PackedSample]) -> int:
+        return self.shape(sum(item.sample.num_tokens for item in samples))[1]
 
     def prepare(self, samples: Sequence[PackedSample], weights: np.ndarray) -> None:
         """Nothing."""
@@ -62,7 +67,8 @@ class StageDevice:
     ) -> StagePending:
         """incoming: hidden states [1, T, D] of the stage below; None on the first stage."""
         with one_error_for_memory():
-            return self._run(collate(samples, self.base.device, weights), incoming, len(weights))
+            batch = collate(samples, self.base.device, weights, self._total(samples))
+            return self._run(batch, incoming, len(weights))
 
     def _run(self, batch: PackedBatch, incoming: torch.Tensor | None, num_owners: int) -> StagePending:
         if incoming is not None and torch.is_grad_enabled():
@@ -96,7 +102,8 @@ class StageDevice:
         links, shape = self.stage.links, self.shape(sum(item.sample.num_tokens for item in samples))
         incoming = None if links.is_first else links.up.receive(shape, self.stage.dtype)
         with one_error_for_memory():
-            pending = self._run(collate(samples, self.base.device), incoming, num_owners)
+            batch = collate(samples, self.base.device, total=self._total(samples))
+            pending = self._run(batch, incoming, num_owners)
         if not links.is_last:
             links.up.send(pending.root, shape, self.stage.dtype)
         return MicrobatchResult(pending.sums(), pending.batch.num_tokens, pending.batch.num_samples)

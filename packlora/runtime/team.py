@@ -19,11 +19,11 @@ class Team:
     Args:
         group: the processes.
         asked: what this process was asked for; `stop` is what all of them have agreed on.
-        jobs: the same on every process.
+        jobs: the same on every process; those that join and leave come and go.
     """
 
     def __init__(self, group: Alone, asked: StopRequest, jobs: Sequence[Job]) -> None:
-        self.group, self.jobs, self._asked = group, list(jobs), asked
+        self.group, self.jobs, self._asked = group, jobs, asked
         self.stop = asked if group.processes == 1 else StopRequest()
 
     @property

@@ -71,7 +71,7 @@ class Trainer:
             left_out: how the jobs of the run stand that are not trained.
             group: the processes that train these jobs.
             logged: microbatches that earlier sessions have logged.
-            members: lets jobs join and leave; None on several processes.
+            members: lets jobs join and leave; None where they cannot.
         """
         self.run, self.prepared, self.base, self.executor, self.jobs = run, prepared, base, executor, jobs
         self.profile, self.folder, self.events, self.notes = profile, folder, events, notes

@@ -118,14 +118,14 @@ class Runner:
         self.begin()
         for job in due:
             self.began.setdefault(job.name, self._start)
-        own = self._own(wave)
+        own = self.own(wave)
         if own is None:
             self.executor.idle(backward=True)
         lacking = self._run(own) if own is not None else 0
         if lacking := self.team.agree(lacking, complete):
             return lacking
         for rank, microbatch in enumerate(wave.microbatches):
-            if self._is_run(microbatch):
+            if self.is_run(microbatch):
                 self.ran(wave, rank)
         for job in due:
             job.count(sum(done.tokens.get(job.name, 0) for done in self._untold))
@@ -133,7 +133,7 @@ class Runner:
 
     def prepare(self, wave: Wave | None) -> None:
         """Let the executor make ready what comes next, if anything does."""
-        own = self._own(wave) if wave is not None else None
+        own = self.own(wave) if wave is not None else None
         if own is not None:
             self.executor.prepare(*self.packer.packed(own))
 
@@ -146,12 +146,12 @@ class Runner:
         out, self._untold = [replace(done, seconds=self._elapsed() - self._start) for done in self._untold], []
         return out
 
-    def _own(self, wave: Wave) -> Microbatch | None:
+    def own(self, wave: Wave) -> Microbatch | None:
         """The microbatch of this replica, if it has one that anybody needs."""
         own = wave.microbatches[self.team.group.rank : self.team.group.rank + 1]
-        return own[0] if own and self._is_run(own[0]) else None
+        return own[0] if own and self.is_run(own[0]) else None
 
-    def _is_run(self, microbatch: Microbatch) -> bool:
+    def is_run(self, microbatch: Microbatch) -> bool:
         return any(self.by_name[placed.job].is_due(placed.batch) for placed in microbatch.samples)
 
     def _run(self, microbatch: Microbatch) -> int:

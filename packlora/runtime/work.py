@@ -11,8 +11,10 @@ from dataclasses import replace
 import numpy as np
 
 from packlora.base.device import choose_device
+from packlora.parallel.layout import Layout
 from packlora.runtime.prepare import PreparedJob, PreparedRun
 from packlora.runtime.profiler import analytic_cost
+from packlora.schedule.cost import CostModel
 from packlora.schedule.types import Microbatch
 
 WORK_FLOPS = {"cuda": 4e14, "cpu": 4e10}
@@ -31,7 +33,13 @@ class Work:
         cost = analytic_cost(prepared.run, prepared, flops)
         self.fixed = cost.fixed * (1 + cost.backward_ratio)
         self.samples = {job.data.name: _seconds(prepared, job, flops) for job in prepared.jobs}
-        self._prepared = prepared
+        self._prepared, self._flops = prepared, flops
+
+    def staged(self, layout: Layout) -> CostModel | None:
+        """Of the stages of a layout's pipelines; None where it has none."""
+        if layout.pipeline == 1:
+            return None
+        return analytic_cost(self._prepared.run, self._prepared, self._flops, layout.pipeline)
 
     def jobs(self) -> dict[str, float]:
         """By job, of all its samples on one device, with its share of what is fixed for a microbatch."""

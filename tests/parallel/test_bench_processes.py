@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,10 @@ Pool = Callable[[int], Ranks]
 
 def benched(rank: int, name: str, out: Path, **options: Any) -> int:
     return run_bench(name, out, quick=True, device="cpu", **options)
+
+
+def limited(rank: int, out: Path, options: dict[str, Any]) -> int:
+    return benched(rank, "pipeline", out, **options)
 
 
 def jobs_of_rank_1_at_another_rate(rank: int, out: Path) -> int:
@@ -206,3 +211,51 @@ def test_figures_of_a_pipeline_are_those_of_known_times() -> None:
     assert found["makespan_error"] == pytest.approx(0.1)
     assert found["tokens_per_s_per_gpu_70b"] == pytest.approx(1000 / 4 * 8 / 80)
     assert len(pipeline.table([row(2, 1.0, 0.1)])) == 4 + (len(pipeline.table([])) - 1)
+
+
+def ended_early(rank: int, out: Path) -> None:
+    """A run that ends at its second turn that is counted."""
+    original, turns = pipeline.Piped.unit, 0
+
+    def unit(self: pipeline.Piped, way: str, number: int) -> dict[str, Any]:
+        nonlocal turns
+        turns += 1
+        if turns == 3 + 2:
+            raise ValueError("the machine was taken away")
+        return original(self, way, number)
+
+    with mock.patch.object(pipeline.Piped, "unit", unit), pytest.raises(ValueError, match="taken away"):
+        benched(rank, "pipeline", out, units=1)
+    faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.mark.soak
+def test_a_pipeline_s_turns_are_kept_and_a_run_that_was_ended_goes_on(
+    ranks: Pool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "pipeline.json"
+    ranks(2).run(ended_early, out)
+    part = json.loads((tmp_path / "pipeline.part.json").read_text())
+    assert [row["case"] for row in part["rows"]] == ["x2 unit 1 one_job"]
+    capfd.readouterr()
+    assert ranks(2).run(limited, out, {"units": 1, "resume": True}) == [0, 0]
+    said = capfd.readouterr().out
+    assert "5 turns, those to warm up included, of about " in said
+    assert [f"x2 unit 1 {way}: " in said for way in pipeline.WAYS] == [True, False, True]
+    content = file_of(out)
+    (row,) = content["rows"]
+    assert row["one_job"] == part["rows"][0]["figures"] and set(pipeline.WAYS) < row.keys()
+    assert not (tmp_path / "pipeline.part.json").exists()
+    assert ranks(2).run(limited, out, {"units": 1, "only": "no_flush"}) == [0, 0]
+    summary = file_of(out)["summary"]
+    assert summary["part_bubble_4jobs_2gpu"] > 0 and summary["part_speedup_over_1f1b_2gpu"] is None
+
+
+def test_what_bench_pipeline_is_asked_for_is_checked(tmp_path: Path) -> None:
+    assert pipeline.ways_of(["one_job", "no_flush"]) == ("no_flush", "one_job")
+    labels = [turn.label for turn in pipeline.turns(2, ("no_flush", "one_job"), 4)]
+    assert labels == ["x4 unit 1 one_job", "x4 unit 1 no_flush", "x4 unit 2 no_flush", "x4 unit 2 one_job"]
+    with pytest.raises(InputError, match="only: 'flush' is none of no_flush, one_job, fixed_samples"):
+        pipeline.ways_of(["flush"])
+    with pytest.raises(InputError, match="--units is for pipeline"):
+        benched(0, "layer", tmp_path / "out.json", units=2)

@@ -23,16 +23,17 @@ from typer.testing import CliRunner
 
 import packlora
 from packlora.cli import app
-from packlora.commands import plan_layouts
 from packlora.commands.plan import PlannedRun, make_plan
 from packlora.config import Run, TrainConfig
 from packlora.data.dataset import JobData
 from packlora.data.encode import Sample
 from packlora.parallel.layout import Layout, Prediction, choose, layouts, place, predict, waves
-from packlora.runtime import profiler
+from packlora.runtime import profiler, spread
 from packlora.runtime.prepare import prepare
+from packlora.runtime.spread import base_bytes
 from packlora.runtime.spread import choose as chosen
 from packlora.runtime.work import WORK_FLOPS, Work
+from packlora.schedule.cost import CostModel
 from packlora.schedule.planner import Planner
 from packlora.schedule.types import Microbatch, Placed
 
@@ -167,6 +168,18 @@ def test_a_wave_takes_what_its_costliest_microbatch_does() -> None:
     assert (nothing.time, nothing.idle) == (9.0, 0.5)
 
 
+def test_pipelines_side_by_side_wait_for_the_slowest_stage_of_each_wave() -> None:
+    """Two stages, two waves: forwards of 4 and 1, backwards alike; and one where another replica has none."""
+    staged = CostModel(per_token=1.0, stage_shares=(0.5, 0.5))
+    layout = Layout((("a",),), 2, pipeline=2)
+    waves = [[microbatch(("a", 0, 8)), microbatch(("a", 0, 2))], [microbatch(("a", 0, 2))]]
+    found = predict(layout, [waves], [0.5], tokens, staged)
+    # stage 0: forwards to 4, 5; stage 1: 4 to 8 and back to 12, 13 and 14; stage 0: back from 12 to 16, then to 17
+    assert (found.time, found.busy, found.waves) == (34.0, 48.0, 4)
+    assert found.idle == 1 - 48 / (34 * 4)
+    assert (layout.processes, layout.is_in_parts) == (4, True)
+
+
 def test_the_fewest_devices_per_job_that_leave_a_twentieth_idle_are_chosen_else_the_first_to_be_done() -> None:
     def of(split: int, time: float, busy: float) -> Prediction:
         return Prediction(Layout((("a",),) * (4 // split), split), 1, time, busy)
@@ -206,7 +219,8 @@ def planned(tree: dict[str, Any], gpus: int) -> PlannedRun:
 
 def test_equal_jobs_are_whole_on_a_device_each_and_one_large_job_is_shared(make: Callable[..., dict[str, Any]]) -> None:
     equal = planned(make((8, 2), (8, 2), (8, 2), (8, 2)), 4).layouts
-    assert equal is not None and [row.devices_per_job for row in equal.rows] == [1, 2, 4, 4]
+    assert equal is not None and [row.devices_per_job for row in equal.rows] == [1, 2, 4, 4, 2]
+    assert [row.pipeline for row in equal.rows] == [1, 1, 1, 1, 2]  # the model has two layers
     assert equal.taken.devices_per_job == 1 and equal.taken.speedup > 2
     assert equal.taken.idle < 0.02  # of equal samples; ranks are 2 to 5
     assert sorted(equal.taken.groups) == [("job0",), ("job1",), ("job2",), ("job3",)]
@@ -250,6 +264,8 @@ def test_a_long_run_is_scaled_up_from_its_beginning(
     part = planned(tree, 2).layouts
     assert whole is not None and part is not None
     for one, other in zip(whole.rows, part.rows, strict=True):
+        if one.pipeline > 1:  # one job outlasts the other, and leaves it waiting: not so at the beginning
+            continue
         assert other.groups == one.groups
         assert (other.waves, other.seconds, other.idle) == pytest.approx(
             (one.waves, one.seconds, one.idle), rel=0.15, abs=0.05
@@ -261,7 +277,8 @@ def test_a_device_holds_its_own_jobs_and_a_part_of_a_sharded_base(
 ) -> None:
     run = planned(make((8, 2), (8, 4)), 2)
     assert run.layouts is not None
-    apart, together, sharded = run.layouts.rows
+    apart, together, sharded, staged = run.layouts.rows
+    assert base_bytes(run.prepared)[0] // 2 < staged.bytes < together.bytes - base_bytes(run.prepared)[0] // 3
     known, shape = run.known, run.prepared.shape
     sizes = [profiler.memory_parts(run.prepared.run, run.prepared, 1)["adapters and optimizer"]]
     trainable = {job.config.name: job.trainable for job in run.prepared.jobs}
@@ -271,12 +288,12 @@ def test_a_device_holds_its_own_jobs_and_a_part_of_a_sharded_base(
     others = 4 * (shape.parameters - shape.linear_parameters)  # whole from one end of a microbatch to the other
     layers = 4 * 2 * shape.linear_parameters // shape.layers
     assert together.bytes - sharded.bytes == base - base // 2 - others - layers
-    monkeypatch.setattr(plan_layouts, "GATHER_BYTES_PER_SECOND", base / 5.0)  # five seconds for all of it
+    monkeypatch.setattr(spread, "GATHER_BYTES_PER_SECOND", base / 5.0)  # five seconds for all of it
     slow = planned(make((8, 2), (8, 4)), 2).layouts
     assert slow is not None
     assert slow.rows[2].seconds == pytest.approx(slow.rows[2].waves * 5.0, rel=0.1)  # half of it, twice a wave
     monkeypatch.setattr(profiler, "memory_room", lambda device: 1000)
-    tight = planned(make((8, 2), (8, 4)), 2).layouts
+    tight = planned(make((8, 2), (8, 4), parallel={"pipeline": 1}), 2).layouts
     assert tight is not None and not any(row.fits for row in tight.rows) and tight.taken.status == "taken, does not fit"
 
 
@@ -293,7 +310,7 @@ def test_the_table_fits_80_columns_and_the_json_has_all_of_it(
     start = next(number for number, line in enumerate(lines) if line.startswith("devices per job"))
     assert all(len(line) <= 80 for line in lines[start : start + 5])
     told = json.loads(figures.read_text())["parallel"]
-    assert told["devices"] == 4 and len(told["layouts"]) == 4
+    assert told["devices"] == 4 and len(told["layouts"]) == 5
     (taken,) = (row for row in told["layouts"] if row["taken"])
     assert sorted(name for group in taken["groups"] for name in group) == ["job0", "job1", "job2"]
     assert f"training takes {taken['devices_per_job']}, so each job is" in out.output.replace("\n", " ")
@@ -325,7 +342,7 @@ def test_what_cannot_be_planned_is_refused_with_a_reason(
 def test_devices_per_job_of_the_run_file_goes(make: Callable[..., dict[str, Any]]) -> None:
     found = planned(make((8, 2), (8, 2), parallel={"devices_per_job": 2}), 4).layouts
     assert found is not None and found.taken.devices_per_job == 2 and "devices_per_job is 2" in found.reason
-    assert [row.sharded for row in found.rows] == [False, True]
+    assert [(row.sharded, row.pipeline) for row in found.rows] == [(False, 1), (True, 1), (False, 2)]
     alone = planned(make((8, 2), (8, 2)), 1).layouts
     assert alone is not None and [row.speedup for row in alone.rows] == [pytest.approx(1, rel=0.05)]
 
@@ -401,6 +418,7 @@ def test_a_base_that_no_device_can_hold_is_sharded_by_itself_and_the_plan_says_s
 
     room = math.ceil(whole / profiler.ROOM_SHARE)  # the first process has it, the second one does not
     monkeypatch.setattr(profiler, "memory_room", lambda device: room - 1)
+    tree |= {"parallel": {"pipeline": 1}}
     tight = planned(tree, 2).layouts
     assert tight is not None and tight.taken.sharded and tight.taken.fits and "is estimated to take" in tight.reason
     assert [row.fits for row in tight.rows] == [False, False, True]
@@ -415,9 +433,18 @@ def test_a_base_that_no_device_can_hold_is_sharded_by_itself_and_the_plan_says_s
     }
     assert [text for text in record["warnings"] if text == f"parallel.shard_base is taken: {tight.reason}"]
 
-    for changes in ({"shard_base": False}, {"devices_per_job": 1}):
+    for changes in ({"shard_base": False, "pipeline": 1}, {"devices_per_job": 1}):
         kept = planned({**tree, "parallel": changes}, 2).layouts
         assert kept is not None and not kept.taken.sharded and not kept.taken.fits
+    staged = {**tree, "parallel": "auto", "output_dir": str(tmp_path / "staged")}
+    piped = planned(staged, 2).layouts
+    assert piped is not None and piped.taken.pipeline == 2 and piped.taken.fits and 0 < piped.taken.idle < 1
+    assert piped.taken.status == "taken, pipeline of 2" and piped.taken.groups == (("a", "b"),)
+    assert "is estimated to take" in piped.reason and "a sharded base takes 1." in piped.reason
+    assert ranks(2).run(trained_in, staged, room) == ["done", "done"]
+    record = json.loads((tmp_path / "staged" / "run.json").read_text())
+    assert record["schedule"]["layout"]["pipeline"] == 2
+    assert f"parallel.pipeline is 2: {piped.reason}" in record["warnings"]
     monkeypatch.setattr(profiler, "memory_room", lambda device: room)
     enough = planned(tree, 2).layouts
     assert enough is not None and not enough.taken.sharded and enough.taken.fits

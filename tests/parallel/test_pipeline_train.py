@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
 import shutil
+import signal
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +26,7 @@ from test_training import JOBS, adapter, config, distance, steps, train
 import packlora
 from packlora.commands.plan import make_plan
 from packlora.config import Run
+from packlora.runtime import checkpoint
 from packlora.runtime.job import Job
 from packlora.runtime.pipelined import PipelinedTrainer
 from packlora.runtime.stage import StageDevice
@@ -57,26 +60,63 @@ def same(out: Path, whole: Path) -> None:
     assert distance(adapter(out, "dora"), adapter(whole, "dora")) <= 1e-10
 
 
-@pytest.mark.parametrize(("stages", "checkpointing"), [(2, True), (4, False)])
+@pytest.mark.parametrize(
+    ("processes", "parallel", "checkpointing"),
+    [
+        (2, {"pipeline": 2}, True),
+        (4, {"pipeline": 4}, False),
+        pytest.param(4, {"pipeline": 2, "devices_per_job": 2}, False, marks=pytest.mark.soak),
+        (4, {"pipeline": 2, "devices_per_job": 4}, False),
+        pytest.param(4, {"pipeline": 2, "tensor": 2}, True, marks=pytest.mark.soak),
+        (4, {"pipeline": 2, "tensor": 2, "sequence_parallel": True}, False),
+    ],
+)
 def test_a_run_gives_what_one_device_gives(
-    stages: int, checkpointing: bool, tree: dict[str, Any], whole: Path, ranks: Groups, tmp_path: Path
-) -> None:
-    parallel = {"pipeline": stages}
+    processes: int, parallel: dict[str, Any], checkpointing: bool, tree: dict[str, Any], whole: Path, ranks: Groups,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    """One pipeline; two of them with jobs of their own, and that share all jobs; one whose stages are cut."""
     asked = {**tree, "output_dir": str(tmp_path / "out"), "gradient_checkpointing": checkpointing, "parallel": parallel}
-    (status, told), *others = ranks(stages).run(heard, asked, None, 0, {})
-    assert [status, *others] == ["done"] + [("done", [])] * (stages - 1), "only the first process has subscribers"
+    (status, told), *others = ranks(processes).run(heard, asked, None, 0, {})
+    assert [status, *others] == ["done"] + [("done", [])] * (processes - 1), "only the first process has subscribers"
     assert (told[0], told[-1]) == ("RunBegan", "RunEnded")
     counts = {"TrainingBegan": 1, "Stepped": len(steps(whole)), "JobDone": 5, "Evaluated": len(lines(whole, "evals"))}
     assert {kind: told.count(kind) for kind in counts} == counts
     assert told.count("CheckpointSaved") == told.count("CheckpointBegins") > 5
     same(tmp_path / "out", whole)
     record, alone = (json.loads((out / "run.json").read_text()) for out in (tmp_path / "out", whole))
-    assert record["schedule"]["layout"]["pipeline"] == stages
+    assert record["schedule"]["layout"]["pipeline"] == parallel["pipeline"]
     assert (record["jobs"], record["model"]["fingerprint"]) == (alone["jobs"], alone["model"]["fingerprint"])
     ran = lines(tmp_path / "out", "microbatches")
     assert sorted(line["index"] for line in ran) == list(range(len(ran)))
     assert sum(sum(line["tokens"].values()) for line in ran) == sum(line["tokens"] for line in steps(whole))
+    replicas = range(0, processes, parallel["pipeline"] * parallel.get("tensor", 1))
+    assert {line["rank"] for line in ran} == set(replicas), "the first process of each pipeline"
+    check_timelines(tmp_path / "out", parallel["pipeline"], [line for line in ran if line["rank"] == 0])
     assert (tmp_path / "out" / "report.html").stat().st_size > 1000
+
+
+def check_timelines(out: Path, stages: int, ran: list[dict[str, Any]]) -> None:
+    """What pipeline.jsonl says of the first pipeline: a stage does one thing at a time, and nothing before what it needs."""
+    told = lines(out, "pipeline")
+    assert sum(line["slots"] - line["noops"] for line in told) == len(ran)
+    assert sum(line["tokens"] for line in told) == sum(sum(line["tokens"].values()) for line in ran)
+    for line in told:
+        assert len(line["busy"]) == len(line["peak_memory"]) == stages and line["mfu"] > 0
+        assert line["bubble"] == pytest.approx(1 - sum(line["busy"]) / (stages * line["seconds"]))
+        assert 0 <= line["bubble"] < 1 and 0 <= line["predicted_bubble"] < 1 and line["predicted_seconds"] > 0
+        ends = {(stage, kind, slot): end for stage, kind, slot, _, end in line["spans"]}
+        for stage in range(stages):
+            own = [(start, end) for at, _, _, start, end in line["spans"] if at == stage]
+            assert all(a[1] <= b[0] for a, b in itertools.pairwise(own))
+        for stage, kind, slot, start, _ in line["spans"]:
+            before = (stage - 1, "forward", slot) if kind == "forward" else (stage + 1, "backward", slot)
+            assert start >= ends.get(before, 0.0) - 1e-3
+        drawn, foreseen = ({tuple(own[:3]) for own in line[key]} for key in ("spans", "predicted_spans"))
+        assert drawn == foreseen
+    assert any(line["spans"] for line in told)
+    page = (out / "report.html").read_text()
+    assert "<h2>Pipeline</h2>" in page and "backward of slot 0 on stage 1" in page
 
 
 def test_the_best_adapter_and_an_early_end_are_those_of_one_device(
@@ -188,19 +228,53 @@ def test_where_sums_have_one_order_it_has_the_bits_of_one_device(
 def test_a_run_that_is_stopped_goes_on_on_any_number_of_stages(
     tree: dict[str, Any], whole: Path, ranks: Groups, tmp_path: Path
 ) -> None:
-    """Stopped on two stages, on one device, on four, and ended on one. Their checkpoints are those of one device."""
+    """Stopped on processes that hold each layer together, on two stages, on one device, on two stages of two processes, and
+    ended on one device. Their checkpoints are those of one device."""
     out = tmp_path / "out"
     asked = {**tree, "output_dir": str(out), "save_total_limit": None}
-    assert ranks(2).run(heard, {**asked, "parallel": {"pipeline": 2}}, "", 5, {})[0][0] == "interrupted"
-    assert heard(0, asked, "", 4, {"resume": True})[0] == "interrupted"
-    assert ranks(4).run(heard, {**asked, "parallel": {"pipeline": 4}}, "", 4, {"resume": True})[0][0] == "interrupted"
-    assert heard(0, asked, "", 0, {"resume": True})[0] == "done"
+    beside = {**asked, "parallel": {"tensor": 2, "sequence_parallel": True}}
+    assert ranks(2).run(heard, beside, "", 4, {})[0][0] == "interrupted"
+    again = {"resume": True}
+    assert ranks(2).run(heard, {**asked, "parallel": {"pipeline": 2}}, "", 4, again)[0][0] == "interrupted"
+    assert heard(0, asked, "", 3, again)[0] == "interrupted"
+    both = {**asked, "parallel": {"pipeline": 2, "tensor": 2}}
+    assert ranks(4).run(heard, both, "", 3, again)[0][0] == "interrupted"
+    assert heard(0, asked, "", 0, again)[0] == "done"
     same(out, whole)
     compared = [path for path in whole.glob("*/checkpoint-*") if (out / path.relative_to(whole)).exists()]
     assert {path.parent.name for path in compared} == {job["name"] for job in tree["jobs"]}
     for path in compared:
         alike(out / path.relative_to(whole), path)
     assert any((path / "last_good.safetensors").exists() for path in compared)
+
+
+def asked_on_one(rank: int, tree: dict[str, Any]) -> str:
+    """A run that the last process alone is asked to stop, at its second step."""
+    original, count = Job.count_step, 0
+
+    def count_step(job: Job, *numbers: Any) -> Any:
+        nonlocal count
+        count += 1
+        if rank == 3 and count == 2:
+            signal.raise_signal(signal.SIGTERM)
+        return original(job, *numbers)
+
+    with mock.patch.object(Job, "count_step", count_step):
+        return packlora.train(tree).status
+
+
+@pytest.mark.parametrize(
+    "parallel", some([{"pipeline": 2, "tensor": 2}, {"pipeline": 2, "devices_per_job": 4}], one_in=2)
+)
+def test_all_processes_stop_where_one_of_them_is_asked(
+    parallel: dict[str, Any], tree: dict[str, Any], ranks: Groups, tmp_path: Path
+) -> None:
+    """Of two chains one alone hears of it; nothing else lets the pipeline run dry there."""
+    asked = in_bits(tree, tmp_path / "out", ["lora", "rs"])
+    for job in asked["jobs"]:
+        job["train"]["max_steps"] = 12
+        job["data"].pop("eval_path", None)
+    assert ranks(4).run(asked_on_one, {**asked, "parallel": parallel}) == ["interrupted"] * 4
 
 
 def killed(rank: int, tree: dict[str, Any]) -> str:
@@ -240,6 +314,42 @@ def test_a_run_that_was_killed_ends_with_a_reason_and_goes_on_with_the_bits_of_o
         files = [tmp_path / name / job["name"] / "adapter_model.safetensors" for name in ("out", "other")]
         assert files[0].read_bytes() == files[1].read_bytes()
         assert distance(adapter(tmp_path / "alone", job["name"]), adapter(whole, job["name"])) < 1e-10
+
+
+def killed_in_a_save(rank: int, tree: dict[str, Any], resume: bool) -> str:
+    """A run whose first process dies while it writes its third checkpoint: the adapter is there, the rest is not."""
+    original, count = checkpoint.write_tensors, 0
+
+    def write_tensors(path: Path, tensors: Any) -> None:
+        nonlocal count
+        count += path.name == checkpoint.OPTIMIZER
+        if count == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        original(path, tensors)
+
+    with mock.patch.object(checkpoint, "write_tensors", write_tensors):
+        return packlora.train(tree, resume=resume).status
+
+
+@pytest.mark.soak
+def test_a_run_that_is_killed_in_the_middle_of_a_save_loses_nothing_that_was_saved(
+    tree: dict[str, Any], whole: Path, ranks: Groups, tmp_path: Path
+) -> None:
+    """On two stages of two processes; then on processes that hold each layer together; then on two stages, to the end."""
+    out = tmp_path / "out"
+    asked = {**tree, "save_every": 1, "output_dir": str(out)}
+    kinds = [(4, {"pipeline": 2, "tensor": 2}), (2, {"tensor": 2, "sequence_parallel": True})]
+    before: dict[str, int] = {}
+    for number, (processes, parallel) in enumerate(kinds):
+        with pytest.raises(RankFailed, match="rank 0: the process ended with -9"):
+            ranks(processes).run(killed_in_a_save, {**asked, "parallel": parallel}, number > 0)
+        saved = {path: path.stat().st_mtime_ns for path in out.glob("*/checkpoint-*/manifest.json")}
+        assert len(saved) >= 2 and list(out.glob("**/.tmp-*")), "it was in the middle of a save"
+        reached = {path.parent.parent.name: max(checkpoint.steps(path.parent.parent)) for path in saved}
+        assert all(reached[name] >= step for name, step in before.items())
+        before = reached
+    assert ranks(2).run(on_ranks, {**asked, "parallel": {"pipeline": 2}}, {"resume": True})[0][0] == "done"
+    same(out, whole)
 
 
 def test_a_job_can_be_ended_from_the_first_process(tree: dict[str, Any], ranks: Groups, tmp_path: Path) -> None:
@@ -372,15 +482,24 @@ def test_what_cannot_be_cut_is_refused_on_every_process(
         assert not (tmp_path / "out").exists(), "bad input leaves no trace"
         return str(told[0][0])
 
-    assert "parallel.pipeline is 3, but 2 processes were started" in refused({"pipeline": 3})
+    assert (
+        "parallel.pipeline is 3, but 2 processes were started, one for each device; start a multiple of 3"
+        in refused({"pipeline": 3})
+    )
+    assert "parallel.pipeline is 2 and parallel.tensor 2, but 2 processes were started" in refused(
+        {"pipeline": 2, "tensor": 2}
+    )
     assert (
         "parallel.pipeline is 2, but 1 process was started"
         in on_ranks(0, {**fresh, "parallel": {"pipeline": 2}}, {})[0]
     )
-    for key, value in (("tensor", 2), ("shard_base", True), ("devices_per_job", 1)):
-        assert f"pipeline is 2 and {key} is {value}; this version takes pipeline alone" in refused(
-            {"pipeline": 2, key: value}
-        )
+    assert "pipeline is 2 and shard_base is true, two ways to share the weights" in refused(
+        {"pipeline": 2, "shard_base": True}
+    )
+    assert "devices_per_job is 1, but 2 devices hold the base model together (pipeline)" in refused(
+        {"pipeline": 2, "devices_per_job": 1}
+    )
+    assert "pipeline is 0; give auto or a number of stages" in refused({"pipeline": 0})
     few = saved_base(tmp_path / "few", tokenizer, num_hidden_layers=1)
     assert "parallel.pipeline is 2, but the model has 1 layers" in refused({"pipeline": 2}, base_model=few)
     with mock.patch.dict("conftest.FAMILIES", {"mixtral": ("MixtralConfig", {})}):
@@ -407,5 +526,8 @@ def test_plan_predicts_what_is_trained(tree: dict[str, Any], ranks: Groups, tmp_
     assert used.noops == sum(line["noops"] for line in windows)
     with pytest.raises(packlora.InputError, match=r"--stages is 3, but parallel\.pipeline is 2"):
         make_plan(Run.model_validate(asked), stages=3)
-    with pytest.raises(packlora.InputError, match=r"--gpus is 4, but parallel\.pipeline is 2"):
-        make_plan(Run.model_validate(asked), gpus=4)
+    with pytest.raises(packlora.InputError, match=r"parallel\.pipeline is 2, but 3 processes were started"):
+        make_plan(Run.model_validate(asked), gpus=3)
+    found = make_plan(Run.model_validate(asked), gpus=4).layouts
+    assert found is not None and [(row.pipeline, row.devices_per_job) for row in found.rows] == [(2, 2), (2, 4)]
+    assert found.taken.pipeline == 2 and 0 < found.taken.idle < 1 and found.taken.seconds > 0

@@ -19,6 +19,7 @@ from packlora.base.packing import packed_logits
 from packlora.base.weight_files import WeightFiles
 from packlora.config import Run
 from packlora.errors import InputError
+from packlora.parallel.layout import Layout
 from packlora.parallel.mesh import started
 from packlora.parallel.pipeline import Links
 from packlora.parallel.stages import Stage, check_stages, layer_chain, load_stage
@@ -49,7 +50,7 @@ def loaded(rank: int, folders: list[str], counts: list[int]) -> list[tuple[str, 
         made.append(self)
 
     with started() as mesh, mock.patch.object(WeightFiles, "__init__", remembered):
-        links = Links(mesh, torch.device("cpu"))  # type: ignore[arg-type]
+        links = Links(mesh, Layout(((),), pipeline=mesh.size), torch.device("cpu"))  # type: ignore[arg-type]
         for folder in folders:
             try:
                 base = load_stage(run_of(folder), None, {"a": 70}, mesh, links, counts)

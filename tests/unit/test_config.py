@@ -71,7 +71,7 @@ def test_defaults_are_exactly_the_documented_ones() -> None:
         keep_outputs: false
         plans: {plan: measured, lossy: false, prefer: time}
         parallel:
-          {devices_per_job: auto, timeout_s: 600.0, pipeline: 1, tensor: 1, expert: 1, sequence_parallel: false,
+          {devices_per_job: auto, timeout_s: 600.0, pipeline: auto, tensor: 1, expert: 1, sequence_parallel: false,
            shard_base: auto}
         schedule: {method: auto, padding_multiple: 1, time_limit_s: 10}
         trackers: []

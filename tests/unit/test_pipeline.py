@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 
 import pytest
 
@@ -70,6 +71,23 @@ def test_two_stages_run_four_slots_in_this_order() -> None:
         "send gradient:1 add sums:1 send sums:1 no-op:2 receive totals:1 step:1 receive hidden states:3 forward:3 backward:3 "
         "send gradient:3 add sums:3 send sums:3 receive totals:3 step:3"
     )
+
+
+@pytest.mark.parametrize(("stages", "count"), [(2, 2), (2, 7), (3, 5), (4, 9)])
+def test_without_steps_it_is_the_order_of_torch_s_1f1b(stages: int, count: int) -> None:
+    """What torch's own schedule says of equal microbatches: forwards and backwards of each stage, which are both in order."""
+    schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
+    order = getattr(schedules.Schedule1F1B, "_get_pipeline_order", None)
+    if order is None:
+        pytest.skip("this version of torch does not tell the order of its schedule")
+    theirs = order(SimpleNamespace(_num_stages=stages, _n_microbatches=count))
+    names = {"FORWARD": Kind.FORWARD, "FULL_BACKWARD": Kind.BACKWARD}
+    for stage, own in enumerate(of_all([Slot(True, False)] * count, stages)):
+        computed = [action for action in own if action.kind in names.values()]
+        told = [one.computation_type.name for one in theirs[stage] if one is not None]
+        assert [action.kind for action in computed] == [names[kind] for kind in told if kind in names]
+        for kind in names.values():
+            assert [action.slot for action in computed if action.kind is kind] == list(range(count))
 
 
 def test_no_order_of_messages_waits_for_itself() -> None:

@@ -1,0 +1,34 @@
+"""Jobs whose adapters several processes have parts of: one norm of the gradient, whole tensors for what is saved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch.distributed as dist
+
+from packlora.adapters.attach import Adapter
+from packlora.parallel.adapter import WholeGradient, joined
+from packlora.parallel.pipeline import Links
+from packlora.parallel.replicas import Alone
+from packlora.parallel.stages import across_stages
+from packlora.runtime.job import Job
+
+
+def holders(group: Alone) -> dist.ProcessGroup | None:
+    """The processes that hold the layers of this one together with it; None where it holds them alone."""
+    return group.tensor if isinstance(group, Links) else group.model
+
+
+def parts_of(adapters: Sequence[Adapter], group: Alone) -> Callable[[Job], None]:
+    """What makes jobs of these adapters whole. All processes of the replica call it, before the adapters' values are read."""
+    beside = holders(group)
+    across = across_stages(adapters, group) if isinstance(group, Links) else {}
+
+    def whole(job: Job) -> None:
+        if beside is not None:
+            job.norm_of, job.whole_of = WholeGradient(job.adapter, beside).norm, partial(joined, job.adapter, beside)
+        if (stages := across.get(job.name)) is not None:
+            job.whole_of, job.everywhere = stages.whole, stages.everywhere
+
+    return whole

@@ -1,0 +1,93 @@
+"""Jobs that join and leave a run on the stages of a pipeline: as on one process, between two windows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from conftest import tiny_model
+from ranks import Ranks
+from test_members import InThreads, at_window, job, losses, tree_of
+from test_training import adapter, distance
+
+import packlora
+from packlora.commands.control import add_jobs, clone_job, stop_job
+from packlora.report.events import Event, JobJoined, Stepped, Stop
+from packlora.schedule.planner import Planner
+
+Groups = Callable[[int], Ranks]
+NAMES = ("a", "b", "c", "a-2", "a-3")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> str:
+    folder = tmp_path_factory.mktemp("base")
+    tiny_model("qwen2", num_hidden_layers=3, hidden_size=32, intermediate_size=48).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def asking(rank: int, tree: dict[str, Any], more: str, until: int, resume: bool) -> tuple[Any, ...]:
+    """A run of which much is asked in its second window, and which is stopped at the until-th step from there on. Its status,
+    the answers, who has joined, and the names in its result."""
+    calls, joined, stepped = InThreads(Path(tree["output_dir"])), list[str](), 0
+
+    def ask() -> None:
+        calls.call("add", add_jobs, Path(more))
+        calls.call("stop", stop_job, "b")
+        calls.call("clone", clone_job, "a", "a-2", ["train.learning_rate=2e-2", "adapter.r=6"])
+        calls.call("weights", clone_job, "a", "a-3", ["train.learning_rate=5e-3"], True)
+        calls.call("twice", clone_job, "a", "A", [])
+        calls.call("file", clone_job, "a", "a-5", ["data.path=nowhere.jsonl"])
+
+    def heard(event: Event) -> Stop | None:
+        nonlocal stepped
+        if isinstance(event, JobJoined):
+            joined.append(event.job)
+        stepped += isinstance(event, Stepped) and bool(joined)
+        return Stop() if until and stepped == until else None
+
+    asks = [] if resume else [at_window(2, ask)]
+    with mock.patch("packlora.runtime.windows.Planner", partial(Planner, window_rounds=2)):
+        result = packlora.train(tree, subscribers=[*asks, heard], resume=resume)
+    calls.join()
+    return result.status, calls.answers, joined, list(result.jobs)
+
+
+@pytest.mark.parametrize("processes", [1, pytest.param(4, marks=pytest.mark.soak)])
+def test_jobs_join_and_leave_stages_as_they_join_and_leave_one_process(
+    processes: int, base: str, ranks: Groups, tmp_path: Path
+) -> None:
+    """Asked on two stages; stopped after that, and ended on one process, or on two stages of two."""
+    tree = tree_of(base, tmp_path, "ab", save_every=0)
+    more = tmp_path / "more.yaml"
+    more.write_text(json.dumps({"jobs": [job("c", tmp_path, global_batch_size=3)]}))
+    one, out = tmp_path / "one", tmp_path / "out"
+    assert asking(0, {**tree, "output_dir": str(one)}, str(more), 0, False)[0] == "done"
+
+    staged = {**tree, "parallel": {"pipeline": 2}}
+    (status, answers, joined, names), (_, _, nobody, same) = ranks(2).run(asking, staged, str(more), 3, False)
+    assert (status, names, same, nobody) == ("interrupted", list(NAMES), list(NAMES), [])
+    assert joined == ["c", "a-2", "a-3"]
+    assert answers["add"] == "job 'c' joined at round 4, for 4 optimizer steps"
+    assert "job 'b' ends at step 4" in answers["stop"] and "joined at round 4" in answers["weights"]
+    assert "twice" in answers["twice"] and "nowhere.jsonl does not exist" in answers["file"]
+    both = {**tree, "parallel": {"pipeline": 2, "tensor": 2}}
+    told = ranks(4).run(asking, both, str(more), 0, True) if processes == 4 else [asking(0, tree, str(more), 0, True)]
+    assert [(own[0], own[3]) for own in told] == [("done", list(NAMES))] * processes
+    for name in NAMES:
+        assert distance(adapter(out, name), adapter(one, name)) <= 1e-10, name
+        ours, theirs = losses(out, name), losses(one, name)
+        assert [line[0] for line in ours] == [line[0] for line in theirs] == list(range(1, len(theirs) + 1))
+        assert [line[1] for line in ours] == pytest.approx([line[1] for line in theirs], rel=1e-10)
+    records = [json.loads((folder / "run.json").read_text()) for folder in (out, one)]
+    for record in records:
+        for change in record["changes"]:
+            change.pop("request")
+    assert records[0]["changes"] == json.loads(json.dumps(records[1]["changes"]).replace(str(one), str(out)))
+    assert records[0]["jobs"].keys() == records[1]["jobs"].keys()
