@@ -25,15 +25,15 @@ from pydantic import (
 )
 
 from packlora.errors import InputError, quoted, shown
+from packlora.files import TEMPORARY
 
 JOB_NAME = re.compile(r"[A-Za-z0-9._-]+")
 RESERVED_NAMES = {
-    ".", "..", ".lock", "run.json", "metrics.jsonl", "evals.jsonl", "microbatches.jsonl", "windows.jsonl", "report.html",
-    "control", "trackers",
+    ".", "..", ".lock", "run.json", "metrics.jsonl", "evals.jsonl", "microbatches.jsonl", "windows.jsonl", "samples.jsonl",
+    "report.html", "control", "trackers",
 }  # fmt: skip
 """Not for jobs: a job's folder stands beside these files of the run."""
 RESERVED_BY_SWEEPS = {"best", "sweep.json"}
-TEMPORARY = ".tmp-"  # as in files.py, which needs torch
 
 MOST_TOKENS = 2**31 - 1
 MOST_STEPS = 10**9

@@ -1,4 +1,4 @@
-"""What a run logs while it trains, from its events: metrics.jsonl, evals.jsonl, microbatches.jsonl and windows.jsonl.
+"""What a run logs while it trains, from its events: metrics.jsonl, evals.jsonl, samples.jsonl and others, see LINES.
 
 Training depends on none of these files: what cannot be written is lost, and said once.
 """
@@ -16,10 +16,22 @@ from typing import Any
 
 from packlora.errors import unwritten
 from packlora.files import write_file
-from packlora.report.events import CheckpointBegins, Evaluated, Event, MicrobatchDone, RunEnded, Stepped, WindowPlanned
+from packlora.report.events import (
+    CheckpointBegins,
+    Evaluated,
+    Event,
+    MicrobatchDone,
+    RunEnded,
+    Sampled,
+    Stepped,
+    WindowPlanned,
+)
 
 METRICS, EVALS, MICROBATCHES, WINDOWS = "metrics.jsonl", "evals.jsonl", "microbatches.jsonl", "windows.jsonl"
-LINES = {Stepped: METRICS, Evaluated: EVALS, MicrobatchDone: MICROBATCHES, WindowPlanned: WINDOWS}
+SAMPLES = "samples.jsonl"
+LINES = {
+    Stepped: METRICS, Evaluated: EVALS, MicrobatchDone: MICROBATCHES, WindowPlanned: WINDOWS, Sampled: SAMPLES,
+}  # fmt: skip
 """Events that are a line each, and of which file; the keys are the names of their fields."""
 
 

@@ -12,6 +12,7 @@ from test_report import write_run
 
 from packlora.report import charts
 from packlora.report.events import Evaluated, JobFailed
+from packlora.report.page import STYLE
 from packlora.report.progress import Progress
 from packlora.report.report import write_report
 
@@ -92,10 +93,10 @@ def test_from_the_eighth_job_on_lines_are_dashed_and_the_legend_shows_it(page: s
 
 def test_the_legend_shows_every_name_whole(page: str) -> None:
     (legend,) = re.findall('<nav class="legend".*?</nav>', page)
-    assert all(f">{name}</a>" in legend for name in MANY)
-    (rule,) = re.findall(r"\.legend{(.*?)}", charts.STYLE, re.DOTALL)[:1]
+    assert all(f">{name}</button>" in legend for name in MANY)
+    (rule,) = re.findall(r"\.legend{(.*?)}", STYLE, re.DOTALL)[:1]
     assert "flex-wrap:wrap" in rule
-    (entries,) = re.findall(r"\.legend a{(.*?)}", charts.STYLE, re.DOTALL)[:1]
+    (entries,) = re.findall(r"\.legend button\[data-job\]{(.*?)}", STYLE, re.DOTALL)[:1]
     assert "ellipsis" not in entries and "overflow:hidden" not in entries
 
 
@@ -104,7 +105,7 @@ def test_on_a_narrow_screen_every_value_of_a_job_stands_under_its_own_heading(pa
     rows = re.findall("<tr id=.*?</tr>", page)
     assert len(rows) == len(MANY)
     for row in rows:
-        assert re.findall('<td data-label="(.*?)">', row) == headings
-    narrow = charts.STYLE.partition("@media(max-width:900px){")[2]
+        assert re.findall('<td data-label="(.*?)"', row) == headings
+    narrow = STYLE.partition("@media(max-width:900px){")[2]
     assert "thead{display:none}" in narrow and "content:attr(data-label)" in narrow
     assert "white-space:normal" in narrow and "display:grid" in narrow
