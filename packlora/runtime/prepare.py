@@ -24,6 +24,7 @@ from packlora.config import JobConfig, QuantizationConfig, Run
 from packlora.data.dataset import JobData
 from packlora.data.encode import Encoded, encode_rows
 from packlora.data.mixture import joined, mixed
+from packlora.data.prompts import Prompt, encode_prompts
 from packlora.data.readers import Read, is_there, read_data
 from packlora.errors import InputError
 from packlora.parallel.stages import check_stages
@@ -59,6 +60,7 @@ class PreparedJob:
     spec: AdapterSpec
     trainable: int
     """Parameters of its adapter."""
+    prompts: list[Prompt] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +151,12 @@ class PreparedRun:
         }
 
     @property
+    def longest_run(self) -> dict[str, int]:
+        """Of each job the tokens of the longest sample or answered prompt: the model must be right for as many."""
+        prompts = {job.config.name: max((prompt.most for prompt in job.prompts), default=0) for job in self.jobs}
+        return {name: max(most, prompts[name]) for name, most in self.longest_by_job.items()}
+
+    @property
     def trainable(self) -> int:
         """Trainable parameters of all jobs."""
         return sum(job.trainable for job in self.jobs)
@@ -186,7 +194,10 @@ class Encoder:
         _check_scheduler(job, data)
         notes += _cut_samples(job.name, encoded, eval_encoded) + _doubts(job, data)
         trainable = trainable_parameters(spec, self.skeleton)
-        return PreparedJob(job, data, encoded, eval_encoded, spec, trainable), notes
+        prompts = encode_prompts(
+            self.run.prompts_of(job), self.tokenizer, job.data, self.run.sample_max_new_tokens, self.longest, job.name
+        )
+        return PreparedJob(job, data, encoded, eval_encoded, spec, trainable, prompts), notes
 
     def _encoded(self, rows: Rows, job: JobConfig, budget: int, told: Told) -> Encoded:
         settings = job.data.model_dump_json(exclude={"path", "eval_path"})

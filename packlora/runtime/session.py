@@ -36,7 +36,7 @@ from packlora.parallel.stages import Stage, across_stages, load_stage
 from packlora.plans.cache import PlanCache
 from packlora.plans.select import PlanChooser
 from packlora.report.events import Note, Subscriber
-from packlora.report.metrics import Logs
+from packlora.report.metrics import SAMPLES, Logs, read_lines
 from packlora.report.progress import Progress
 from packlora.report.report import ReportPage
 from packlora.report.trackers import trackers
@@ -69,6 +69,7 @@ from packlora.runtime.resume import (
     same_data,
     starting_steps,
 )
+from packlora.runtime.sampling import Sampler
 from packlora.runtime.signals import stop_signals
 from packlora.runtime.spread import choose, one_device
 from packlora.runtime.stage import StageDevice
@@ -161,6 +162,9 @@ class Session:
         names = self.layout.groups[self.layout.group_of(mesh.rank)]
         own = replace(prepared, jobs=[job for job in prepared.jobs if job.config.name in names])
 
+        if self.layout.sharded:
+            together(mesh, self._check_prompts)
+
         # 2. Load the base model once and put the jobs' adapters on it.
         base, single, jobs = together(mesh, lambda: self._load(prepared, own))
 
@@ -183,6 +187,9 @@ class Session:
         members = None
         if isinstance(single, SingleDevice) and mesh.size == 1:
             members = OpenMembers(run, prepared, base, single, executor, writer, self.changes, self.output_dir)
+        sampler = None
+        if isinstance(single, SingleDevice) and base.storage.is_whole and self.group.leads:
+            sampler = self._sampler(base, single, prepared.budget, events)
         self.writers: list[Subscriber] = (
             [Logs(self.output_dir, folder.files), writer, ReportPage(self.output_dir, folder.files)]
             if mesh.is_first
@@ -200,7 +207,7 @@ class Session:
         parts = (run, own, base, executor, jobs, known, folder, events, notes, left_out, self.group, self.logged)
         if isinstance(self.group, Links):
             return PipelinedTrainer(*parts, cost=profiler.planning_cost(run, prepared, self.group.stages))
-        return Trainer(*parts, members)
+        return Trainer(*parts, members, sampler)
 
     # --- the parts -----------------------------------------------------------------------------------------------------
 
@@ -227,6 +234,16 @@ class Session:
         check_sent_back(starts, prepared.left_out)
         return starts, prepared
 
+    def _check_prompts(self) -> None:
+        try:
+            self.run.check_prompts("parallel.shard_base, which is taken here,")
+        except ValueError as error:
+            raise InputError(str(error)) from None
+
+    def _sampler(self, base: Base, single: SingleDevice, tokens: int, events: Emitter) -> Sampler:
+        known = {(str(line["job"]), line["step"]) for line in read_lines(self.output_dir / SAMPLES, "job", "step")}
+        return Sampler(base, single.attached, self.run.eval_every, tokens, known, lambda: events.stop.asked)
+
     def _choose_layout(self, prepared: PreparedRun) -> Layout:
         """By what the first process knows of memory, and the least that a device has."""
         if self.mesh.size == 1:
@@ -251,12 +268,12 @@ class Session:
             told(f"loading {self.run.base_model}")
             if isinstance(self.group, Links):
                 counts = profiler.stage_layers(self.run, prepared, self.group.stages)
-                base = load_stage(self.run, prepared.tokenizer, prepared.longest_by_job, self.mesh, self.group, counts)
+                base = load_stage(self.run, prepared.tokenizer, prepared.longest_run, self.mesh, self.group, counts)
             elif self.group.model is not None:
-                base = load_cut(self.run, prepared.tokenizer, prepared.longest_by_job, self.group.model)
+                base = load_cut(self.run, prepared.tokenizer, prepared.longest_run, self.group.model)
             else:
                 load = load_sharded if self.layout.sharded else load_base
-                base = load(self.run, prepared.tokenizer, prepared.longest_by_job)
+                base = load(self.run, prepared.tokenizer, prepared.longest_run)
         assert base.fingerprint is not None
         self.fingerprint = base.fingerprint
         if self.saved is not None:
