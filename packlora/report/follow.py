@@ -63,7 +63,7 @@ class Followed:
             return changed
         self._at += len(whole)
         self._before = (self._before + whole)[-REMEMBERED:]
-        for text in whole.split(b"\n"):
+        for text in whole[:-1].split(b"\n"):
             line = parsed(text)
             if line is not None and all(key in line for key in self.keys) and self._is_sound(line):
                 self.lines.append(line)

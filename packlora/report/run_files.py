@@ -48,7 +48,7 @@ class JobFiles:
 
     @property
     def tokens(self) -> int:
-        return sum(int(line.get("tokens") or 0) for line in self.metrics)
+        return sum(int(_number(line, "tokens")) for line in self.metrics)
 
 
 @dataclass
@@ -77,7 +77,7 @@ class RunFiles:
     @property
     def elapsed(self) -> float:
         last = [line for job in self.jobs for line in job.metrics[-1:]]
-        return max((float(line.get("elapsed") or 0.0) for line in last), default=0.0)
+        return max((_number(line, "elapsed") for line in last), default=0.0)
 
     @property
     def is_broken_off(self) -> bool:
@@ -221,5 +221,9 @@ def _stamp(path: Path) -> tuple[int, ...] | None:
 
 def _series(lines: list[Line], key: str) -> list[Point]:
     """(step, value) of every line with a finite number at `key`."""
-    points = [(float(line["step"]), line.get(key)) for line in lines]
-    return [(step, float(value)) for step, value in points if isinstance(value, (int, float)) and math.isfinite(value)]
+    return [(float(line["step"]), float(value)) for line in lines if is_number(value := line.get(key))]
+
+
+def _number(line: Line, key: str) -> float:
+    value = line.get(key)
+    return value if is_number(value) else 0.0
