@@ -703,11 +703,16 @@
     tools.querySelector(".all").disabled = !hidden.size;
   }
 
+  let before = [];
   legend.addEventListener("click", event => {
     const button = event.target.closest("button[data-job]"), job = button && run.jobs[+button.dataset.job];
     if (!job) return;
-    if (event.shiftKey || event.altKey) solo(job.name);
-    else if (event.detail === 2) solo(job.name);  // its first click has changed it, and solo asks for all others
+    if (event.detail === 2) {  // its first click has changed what was shown
+      hidden.clear();
+      before.forEach(name => hidden.add(name));
+    }
+    before = [...hidden];
+    if (event.shiftKey || event.altKey || event.detail === 2) solo(job.name);
     else if (!hidden.delete(job.name)) hidden.add(job.name);
     marked();
     redrawAll();
