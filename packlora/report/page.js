@@ -63,7 +63,6 @@
     return minutes ? `${minutes} min ${String(whole % 60).padStart(2, "0")} s` : `${(+seconds).toPrecision(seconds < 10 ? 2 : 3) * 1} s`;
   }
 
-  const bytes = value => value >= 2 ** 30 ? `${(value / 2 ** 30).toFixed(2)} GiB` : `${(value / 2 ** 20).toFixed(0)} MiB`;
   const percent = value => `${(100 * value).toFixed(1)} %`;
 
   function number(value) {
@@ -208,13 +207,13 @@
   class Chart {
     constructor(host, height, content) {
       this.height = height; this.content = content; this.drag = null; this.pointer = null; this.yZoom = null;
-      this.title = make("b"); this.unit = make("span");
+      this.title = make("b"); this.unit = make("span"); this.keys = make("span", {class: "keys"});
       this.reset = make("button", {type: "button", class: "reset", hidden: true, onclick: () => this.zoom(null, null)}, "whole range");
       this.box = make("div", {class: "canvas", tabindex: "0", role: "img"});
       this.svg = draw("svg", {}, this.box);
       this.tip = make("div", {class: "tip", hidden: true});
       this.box.append(this.tip);
-      this.figure = make("figure", {class: "curve"}, make("figcaption", {}, this.title, " ", this.unit, this.reset), this.box);
+      this.figure = make("figure", {class: "curve"}, make("figcaption", {}, this.title, " ", this.unit, this.keys, this.reset), this.box);
       host.append(this.figure);
       const on = (kind, does) => this.box.addEventListener(kind, does);
       on("pointerdown", event => this.press(event));
@@ -242,6 +241,8 @@
       if (this.figure.hidden) return;
       this.title.textContent = shown.title; this.unit.textContent = shown.unit || "";
       this.box.setAttribute("aria-label", `${shown.title}: ${shown.lines.map(line => line.name).join(", ")}`);
+      const named = shown.lines.filter(line => line.job == null);
+      this.keys.replaceChildren(...(named.length > 1 ? named.map(line => make("span", {class: `name ${line.style}`}, line.name)) : []));
       this.reset.hidden = !this.range && !this.yZoom;
       const width = this.box.clientWidth;
       if (!width) return;
@@ -594,7 +595,7 @@
   /** Of microbatches between two points in time: what share of the time they took, and how full they were. */
   function machine() {
     const own = run.machine;
-    if (!own) return {memory: [], use: []};
+    if (!own) return {unit: "", memory: [], use: []};
     const time = own.places.time, sum = key => own.mean.get(key).map((value, at) => value * own.count[at]);
     const tokens = sum("tokens"), room = sum("capacity"), seconds = sum("seconds");
     const size = Math.max(1, Math.ceil(time.length / 120)), xs = [], busy = [], fill = [];
@@ -606,16 +607,18 @@
       const span = time[stop - 1] - began;
       busy.push(span > 0 ? Math.max(0, Math.min(1, 1 - total(seconds) / run.ranks / span)) : null);
     }
-    const memory = own.mean.get("memory");
+    const memory = own.high.get("memory") || own.mean.get("memory");
+    const unit = memory && Math.max(...memory.filter(finite)) >= 2 ** 30 ? 30 : 20;
     return {
-      memory: memory ? [{name: "memory", style: "hue-0", xs: time, ys: (own.high.get("memory") || memory)}] : [],
-      use: [{name: "tokens of a microbatch, of its capacity", style: "hue-0", xs, ys: fill}, {name: "time outside of microbatches", style: "hue-1", xs, ys: busy}],
+      unit: unit === 30 ? "GiB" : "MiB",
+      memory: memory ? [{name: "memory", style: "hue-0", xs: time, ys: memory.map(value => finite(value) ? value / 2 ** unit : null)}] : [],
+      use: [{name: "microbatches full", style: "hue-0", xs, ys: fill}, {name: "time outside of them", style: "hue-1", xs, ys: busy}],
     };
   }
 
   function machineCharts(host) {
     const section = make("section", {}, make("h2", {}, "Throughput and memory")), pair = make("div", {class: "pair three"});
-    const caption = make("p", {class: "caption"}, "Time outside of microbatches: evaluations, generated samples, checkpoints, and waiting for the schedule.");
+    const caption = make("p", {class: "caption"}, "Microbatches full: their tokens, as a share of what they can hold. Time outside of them: evaluations, generated samples, checkpoints, and waiting for the schedule.");
     section.append(pair, caption);
     host.append(section);
     const text = placeText("time");
@@ -625,7 +628,10 @@
       caption.hidden = !run.machine;
       return {title: "Tokens per second", unit: "job on job", place: "time", zero: true, lines, placeText: text, format: value => Math.round(value).toLocaleString("en")};
     });
-    new Chart(pair, 200, () => ({title: "Memory", unit: "", place: "time", zero: true, lines: machine().memory, placeText: text, format: bytes, tick: value => value >= 2 ** 30 ? `${+(value / 2 ** 30).toPrecision(3)} G` : `${+(value / 2 ** 20).toPrecision(3)} M`}));
+    new Chart(pair, 200, () => {
+      const {unit, memory} = machine();
+      return {title: "Memory", unit, place: "time", zero: true, lines: memory, placeText: text, format: value => `${value.toPrecision(3)} ${unit}`};
+    });
     new Chart(pair, 200, () => ({title: "Utilisation", unit: "", place: "time", zero: true, lines: machine().use, placeText: text, format: percent, tick: value => `${+(100 * value).toFixed(1)} %`}));
   }
 
