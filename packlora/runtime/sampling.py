@@ -7,7 +7,7 @@ The prompts of each job run by themselves: a text depends on the job's adapter a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -16,58 +16,68 @@ from packlora.adapters.owners import MIN_ROWS, TokenOwners
 from packlora.base.model import Base
 from packlora.base.packing import packed_logits
 from packlora.data.prompts import Prompt, answer_ends
-from packlora.report.events import Event, Note, Sampled
+from packlora.report.events import Evaluated, Event, JobJoined, Note, RunBegan, Sampled, Stepped
 from packlora.runtime.evaluate import is_multiple
+from packlora.runtime.events import Emitter
 from packlora.runtime.job import Job
 from packlora.runtime.memory import free_memory
 from packlora.runtime.microbatch import one_error_for_memory
 
+MOST_TOKENS = 4096
+"""Of prompts with their answers that run together, where there are several."""
+
 
 class Sampler:
-    """Generates texts of jobs before their first step, when they are evaluated, and after their last step, once each.
+    """A subscriber that generates texts of jobs before their first step, at evaluations and after the last step, once each.
 
     Args:
         base, attached: the model, whole on this device, with the adapters of the jobs on it.
+        jobs: those that train; some may join.
         every: optimizer steps between evaluations, of jobs that do not say so themselves.
-        tokens: of prompts with their answers that run together, where there are several.
+        events: are told of the texts. Where the run is to end no more are made; --resume makes them.
         known: jobs and steps of which there are texts.
-        stopped: whether the run is to end; texts are made after --resume then.
     """
 
     def __init__(
-        self, base: Base, attached: Attached, every: int, tokens: int, known: Collection[tuple[str, int]],
-        stopped: Callable[[], bool],
+        self, base: Base, attached: Attached, jobs: Sequence[Job], every: int, events: Emitter,
+        known: Collection[tuple[str, int]],
     ) -> None:  # fmt: skip
-        self.base, self.attached, self.every, self.tokens, self.stopped = base, attached, every, tokens, stopped
+        self.base, self.attached, self.jobs, self.every, self.events = base, attached, jobs, every, events
         self.known = set(known)
         self._ends: list[int] | None = None
 
-    def sample(self, jobs: Sequence[Job]) -> Iterator[Event]:
-        """Texts of those jobs that are due, or that there are none, and why."""
-        for job in jobs:
-            if not self._is_due(job) or self.stopped():
-                continue
-            try:
-                with one_error_for_memory():
-                    texts = self._texts(job)
-            except torch.OutOfMemoryError:
-                texts = []
-                yield Note(f"job {job.name!r}: no samples after step {job.step}: out of memory; training goes on")
-                free_memory(self.base.device)
-            if texts is None:
-                return
-            self.known.add((job.name, job.step))
-            if texts:
-                pairs = zip(job.prompts, texts, strict=True)
-                yield Sampled(
-                    job.name, job.step, tuple({"prompt": prompt.text, "text": text} for prompt, text in pairs)
-                )
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, RunBegan):
+            for job in self.jobs:
+                self._sample(job, is_judged=False)
+        elif isinstance(event, JobJoined | Stepped | Evaluated):
+            for job in self.jobs:
+                if job.name == event.job:
+                    self._sample(job, isinstance(event, Evaluated))
 
-    def _is_due(self, job: Job) -> bool:
-        if not job.prompts or job.status != "running" or (job.name, job.step) in self.known:
-            return False
+    def _sample(self, job: Job, is_judged: bool) -> None:
+        """Tell the texts of a job, if they are due, or that there are none, and why."""
+        if not job.prompts or job.status != "running" or (job.name, job.step) in self.known or self.events.stop.asked:
+            return
         own = job.config.train.eval_steps
-        return job.step in (0, job.data.num_steps) or is_multiple(job.step, self.every if own is None else own)
+        every = self.every if own is None else own
+        if not (is_judged or job.step in (0, job.data.num_steps) or is_multiple(job.step, every)):
+            return
+        try:
+            with one_error_for_memory():
+                texts = self._texts(job)
+        except torch.OutOfMemoryError:
+            texts = []
+            self.events.emit(
+                Note(f"job {job.name!r}: no samples after step {job.step}: out of memory; training goes on")
+            )
+            free_memory(self.base.device)
+        if texts is None:
+            return
+        self.known.add((job.name, job.step))
+        if texts:
+            pairs = [{"prompt": prompt.text, "text": text} for prompt, text in zip(job.prompts, texts, strict=True)]
+            self.events.emit(Sampled(job.name, job.step, tuple(pairs)))
 
     def _texts(self, job: Job) -> list[str] | None:
         """Answers to a job's prompts; None where the run is to end before."""
@@ -75,7 +85,7 @@ class Sampler:
         while len(out) < len(job.prompts):
             part, total = [job.prompts[len(out)]], job.prompts[len(out)].most
             for prompt in job.prompts[len(out) + 1 :]:
-                if (total := total + prompt.most) > self.tokens:
+                if (total := total + prompt.most) > MOST_TOKENS:
                     break
                 part.append(prompt)
             answers = self._answers(job.adapter.number, part)
@@ -91,7 +101,7 @@ class Sampler:
         rows = [prompt.ids.tolist() for prompt in prompts]
         going = list(range(len(rows)))
         while going:
-            if self.stopped():
+            if self.events.stop.asked:
                 return None
             for number, token in zip(going, self._next([rows[number] for number in going], owner), strict=True):
                 rows[number].append(token)

@@ -136,6 +136,8 @@ class Session:
                 told.subscribe(Relay(mesh, self.layout.group_of(mesh.rank), told))
             if mesh.is_first:
                 outer.subscribe(*self.writers, held.enter_context(Progress()), *subscribers)
+            if trainer is not None and self.group.leads and isinstance(self.single, SingleDevice):
+                told.subscribe(self._sampler(trainer))
             result = trainer.fit() if trainer is not None else None
             if hub is not None:
                 with stop_signals(outer):
@@ -162,18 +164,15 @@ class Session:
         names = self.layout.groups[self.layout.group_of(mesh.rank)]
         own = replace(prepared, jobs=[job for job in prepared.jobs if job.config.name in names])
 
-        if self.layout.sharded:
-            together(mesh, self._check_prompts)
-
         # 2. Load the base model once and put the jobs' adapters on it.
-        base, single, jobs = together(mesh, lambda: self._load(prepared, own))
+        base, self.single, jobs = together(mesh, lambda: self._load(prepared, own))
 
         # 3. Choose the size of microbatches where that is left to us.
-        known = self._choose_budget(prepared, own, base, single, jobs)
+        known = self._choose_budget(prepared, own, base, self.single, jobs)
         events = Emitter()
-        executor: Executor = single
-        if isinstance(single, SingleDevice):
-            executor = graphed(run, base, single, jobs, prepared.budget, lambda text: events.emit(Note(text)))
+        executor: Executor = self.single
+        if isinstance(self.single, SingleDevice):
+            executor = graphed(run, base, self.single, jobs, prepared.budget, lambda text: events.emit(Note(text)))
 
         # 4. Continue where checkpoints say, or start.
         record = run_record(prepared, base, known, self.saved, self.layout)
@@ -185,11 +184,8 @@ class Session:
         folder = OutputFolder(self.output_dir, record["id"], run.save_total_limit, events, self.group)
         writer = RunRecord(self.output_dir, record, executor.plans, folder.files)
         members = None
-        if isinstance(single, SingleDevice) and mesh.size == 1:
-            members = OpenMembers(run, prepared, base, single, executor, writer, self.changes, self.output_dir)
-        sampler = None
-        if isinstance(single, SingleDevice) and base.storage.is_whole and self.group.leads:
-            sampler = self._sampler(base, single, prepared.budget, events)
+        if isinstance(self.single, SingleDevice) and mesh.size == 1:
+            members = OpenMembers(run, prepared, base, self.single, executor, writer, self.changes, self.output_dir)
         self.writers: list[Subscriber] = (
             [Logs(self.output_dir, folder.files), writer, ReportPage(self.output_dir, folder.files)]
             if mesh.is_first
@@ -207,7 +203,7 @@ class Session:
         parts = (run, own, base, executor, jobs, known, folder, events, notes, left_out, self.group, self.logged)
         if isinstance(self.group, Links):
             return PipelinedTrainer(*parts, cost=profiler.planning_cost(run, prepared, self.group.stages))
-        return Trainer(*parts, members, sampler)
+        return Trainer(*parts, members)
 
     # --- the parts -----------------------------------------------------------------------------------------------------
 
@@ -234,16 +230,6 @@ class Session:
         check_sent_back(starts, prepared.left_out)
         return starts, prepared
 
-    def _check_prompts(self) -> None:
-        try:
-            self.run.check_prompts("parallel.shard_base, which is taken here,")
-        except ValueError as error:
-            raise InputError(str(error)) from None
-
-    def _sampler(self, base: Base, single: SingleDevice, tokens: int, events: Emitter) -> Sampler:
-        known = {(str(line["job"]), line["step"]) for line in read_lines(self.output_dir / SAMPLES, "job", "step")}
-        return Sampler(base, single.attached, self.run.eval_every, tokens, known, lambda: events.stop.asked)
-
     def _choose_layout(self, prepared: PreparedRun) -> Layout:
         """By what the first process knows of memory, and the least that a device has."""
         if self.mesh.size == 1:
@@ -255,7 +241,18 @@ class Session:
         taken = choose(prepared, self.mesh.size, known)
         if taken.layout.sharded and self.run.parallel.shard_base == "auto":
             prepared.warnings.append(f"parallel.shard_base is taken: {taken.reason}")
+        if taken.layout.sharded:
+            try:
+                self.run.check_prompts("parallel.shard_base, which is taken here,")
+            except ValueError as error:
+                raise InputError(str(error)) from None
         return taken.layout
+
+    def _sampler(self, trainer: Trainer) -> Sampler:
+        """What generates texts, a subscriber of the process that leads these jobs."""
+        known = {(str(line["job"]), line["step"]) for line in read_lines(self.output_dir / SAMPLES, "job", "step")}
+        assert isinstance(self.single, SingleDevice)
+        return Sampler(trainer.base, self.single.attached, trainer.jobs, self.run.eval_every, trainer.events, known)
 
     def _group(self, mesh: Mesh) -> Replicas:
         if self.layout.pipeline == 1:

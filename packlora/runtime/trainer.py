@@ -47,7 +47,6 @@ from packlora.runtime.open_members import OpenMembers
 from packlora.runtime.prepare import PreparedRun
 from packlora.runtime.profiler import Profile, remember_failure
 from packlora.runtime.record import job_result
-from packlora.runtime.sampling import Sampler
 from packlora.runtime.signals import stop_signals
 from packlora.runtime.team import Team
 from packlora.runtime.wave import Runner, Wave, waves_of
@@ -61,7 +60,7 @@ class Trainer:
     def __init__(
         self, run: Run, prepared: PreparedRun, base: Base, executor: Executor, jobs: list[Job], profile: Profile,
         folder: OutputFolder, events: Emitter, notes: Sequence[str] = (), left_out: Mapping[str, JobResult] | None = None,
-        group: Alone = ALONE, logged: int = 0, members: OpenMembers | None = None, sampler: Sampler | None = None,
+        group: Alone = ALONE, logged: int = 0, members: OpenMembers | None = None,
     ) -> None:  # fmt: skip
         """
         Args:
@@ -73,12 +72,11 @@ class Trainer:
             group: the processes that train these jobs.
             logged: microbatches that earlier sessions have logged.
             members: lets jobs join and leave; None on several processes.
-            sampler: generates texts; None where another process does, or the model is not whole.
         """
         self.run, self.prepared, self.base, self.executor, self.jobs = run, prepared, base, executor, jobs
         self.profile, self.folder, self.events, self.notes = profile, folder, events, notes
         self.left_out = dict(left_out or {})
-        self.members, self.sampler = members, sampler
+        self.members = members
         self.team = Team(group, events.stop, jobs)
         self.stop = self.team.stop
         # where others have parts of the model, nobody can go on alone
@@ -271,8 +269,6 @@ class Trainer:
             if not math.isfinite(loss) and job.step > 0:
                 job.fail(f"held-out loss {loss:g}", revert=True)
                 self._fail(job)
-        for event in self.sampler.sample(jobs) if self.sampler is not None else ():
-            self.events.emit(event)
         return [self.by_name[name] for name in losses]
 
     # --- ends ----------------------------------------------------------------------------------------------------------

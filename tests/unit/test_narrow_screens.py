@@ -86,7 +86,9 @@ def test_without_a_terminal_the_last_words_have_a_line_for_each_job(capsys: pyte
     jobs = {name: JobResult("failed", 7, Path("o"), "loss nan", 3.0, 2.0, 5.0)}
     print_summary(Result("failed", 5.0, 10, Path("o"), Path("o/report.html"), jobs), "packlora train run.yaml --resume")
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split() for line in lines if line.startswith("x")] == [[name, "failed", "7", "3.0000", "->", "2.0000", "5"]]
+    assert [line.split() for line in lines if line.startswith("x")] == [
+        [name, "failed", "7", "3.0000", "->", "2.0000", "5"]
+    ]
     assert f"job {name!r} failed: loss nan" in lines
 
 
