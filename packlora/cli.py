@@ -146,6 +146,37 @@ def train(
     _guarded(action, "stopped at once; --resume continues from the last checkpoints")
 
 
+Watched = Annotated[Path, typer.Argument(metavar="RUN", help="The output folder of a run, or its run file.")]
+
+
+@app.command()
+def watch(
+    run: Watched,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Of the page; 0 takes a free one.")] = 0,
+    browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open the page in a browser.")] = True,
+) -> None:
+    """Serve the page of a run on this machine, with curves that grow while it trains; the run may begin later."""
+
+    def action() -> None:
+        from packlora.commands.watch import watch as serve
+
+        serve(run, port, browser)
+
+    _guarded(action, "watching has ended", light=True)
+
+
+@app.command()
+def report(run: Watched) -> None:
+    """Write report.html of a run again from what is in its folder, also of one that was killed."""
+
+    def action() -> None:
+        from packlora.commands.watch import report_again
+
+        print(f"report: {report_again(run)}", flush=True)
+
+    _guarded(action, light=True)
+
+
 RunDir = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The output folder of a run that trains now.")]
 
 

@@ -25,15 +25,15 @@ from pydantic import (
 )
 
 from packlora.errors import InputError, quoted, shown
+from packlora.files import TEMPORARY
 
 JOB_NAME = re.compile(r"[A-Za-z0-9._-]+")
 RESERVED_NAMES = {
-    ".", "..", ".lock", "run.json", "metrics.jsonl", "evals.jsonl", "microbatches.jsonl", "windows.jsonl", "report.html",
-    "control", "trackers",
+    ".", "..", ".lock", "run.json", "metrics.jsonl", "evals.jsonl", "microbatches.jsonl", "windows.jsonl", "samples.jsonl",
+    "report.html", "control", "trackers",
 }  # fmt: skip
 """Not for jobs: a job's folder stands beside these files of the run."""
 RESERVED_BY_SWEEPS = {"best", "sweep.json"}
-TEMPORARY = ".tmp-"  # as in files.py, which needs torch
 
 MOST_TOKENS = 2**31 - 1
 MOST_STEPS = 10**9
@@ -63,6 +63,11 @@ def _path_text(path: str) -> str:
 
 
 PathText = Annotated[str, Field(min_length=1), AfterValidator(_path_text)]
+
+
+Prompt = Annotated[str, Field(min_length=1, max_length=10**6)]
+"""That an adapter is asked."""
+MOST_PROMPTS = 100
 
 
 class _Strict(BaseModel):
@@ -373,6 +378,8 @@ class JobConfig(_Strict):
     """What is trained."""
     train: TrainConfig = Field(default_factory=TrainConfig)
     """How it is trained."""
+    sample_prompts: list[Prompt] | None = Field(None, max_length=MOST_PROMPTS)
+    """What its adapter is asked whenever it is evaluated; null: the run's."""
     seed: int | None = Field(None, ge=0, lt=2**63)
     """Of its initial adapter, sample order and dropout; null: the run's. Equal seeds draw equally, whatever the names."""
 
@@ -691,12 +698,20 @@ class Run(_Strict):
     """How a run is spread over devices."""
     schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
     """How samples are shared out to microbatches."""
+    sample_prompts: list[Prompt] = Field(default_factory=list, max_length=MOST_PROMPTS)
+    """What each job's adapter is asked whenever it is evaluated; samples.jsonl and the page show what it writes."""
+    sample_max_new_tokens: int = Field(64, ge=1, le=MOST_TOKENS)
+    """Most tokens of what it writes."""
     trackers: list[Literal["tensorboard", "trackio", "wandb", "mlflow"]] = Field(default_factory=list)
     """Who else is told of steps and held-out losses; on this machine, unless their own settings say otherwise."""
     sweep: SweepConfig | None = None
     """Search for the best values of a job's keys."""
     jobs: list[JobConfig] = Field(min_length=1)
     """The adapters to train, at least one, all at the same time."""
+
+    def prompts_of(self, job: JobConfig) -> list[str]:
+        """What a job's adapter is asked whenever it is evaluated: its own prompts or the run's."""
+        return self.sample_prompts if job.sample_prompts is None else job.sample_prompts
 
     def seed_of(self, job: JobConfig) -> int:
         """The seed, 0 to 2**63 - 1, that a job draws from: its own or the run's."""
@@ -746,7 +761,8 @@ class Run(_Strict):
 
     @model_validator(mode="after")
     def _cut_as_it_can_be(self) -> Run:
-        key = next((key for key in ("tensor", "pipeline") if getattr(self.parallel, key) > 1), None)
+        parts = {"tensor": self.parallel.tensor > 1, "pipeline": self.parallel.stages > 1}
+        key = next((key for key, asked in parts.items() if asked), None)
         for job in self.jobs if key is not None else ():
             if job.train.optim not in CUT_OPTIMS:
                 raise ValueError(
@@ -754,6 +770,23 @@ class Run(_Strict):
                     f"one of {', '.join(CUT_OPTIMS)}"
                 )
         return self
+
+    @model_validator(mode="after")
+    def _whole_for_prompts(self) -> Run:
+        parts = {"tensor": self.parallel.tensor > 1, "pipeline": self.parallel.stages > 1}
+        if any(parts.values()) or self.parallel.shard_base is True:
+            key = next((key for key, asked in parts.items() if asked), "shard_base")
+            self.check_prompts(f"parallel.{key}")
+        return self
+
+    def check_prompts(self, what: str) -> None:
+        """Raises ValueError where a job has sample_prompts. what: shares the base model out, for the message."""
+        asked = [job.name for job in self.jobs if self.prompts_of(job)]
+        if asked:
+            raise ValueError(
+                f"job {asked[0]!r} has sample_prompts, which a process answers by itself, but with {what} each holds a part of "
+                "the base model; leave one of them out"
+            )
 
     @model_validator(mode="after")
     def _unique_names(self) -> Run:

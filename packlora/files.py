@@ -9,15 +9,16 @@ import hashlib
 import json
 import os
 import shutil
+import socket
 import stat
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
-
-import torch
-from safetensors.torch import save_file
+from typing import TYPE_CHECKING, Any
 
 from packlora.errors import InputError
+
+if TYPE_CHECKING:
+    import torch
 
 LOCK = ".lock"
 TEMPORARY = ".tmp-"
@@ -97,6 +98,8 @@ def _dump(file: Path, value: Any) -> None:
 
 def write_tensors(path: Path, tensors: dict[str, torch.Tensor], told: Mapping[str, str] | None = None) -> None:
     """safetensors, on the CPU. told: texts for the file's header."""
+    from safetensors.torch import save_file  # which loads torch; whoever only reads a run needs neither
+
     on_cpu = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
     write_file(path, lambda file: save_file(on_cpu, file, {"format": "pt", **(told or {})}))
 
@@ -130,6 +133,8 @@ def lock_folder(folder: Path) -> Iterator[None]:
         if not ours:
             raise InputError(f"{folder} is in use by another run of packlora")
         try:
+            os.truncate(handle, 0)
+            os.write(handle, f"{socket.gethostname()} {os.getpid()}\n".encode())  # for whoever watches from elsewhere
             yield
         finally:
             if _same(handle, path.lstat):  # else the folder was deleted, and another run may be in its place

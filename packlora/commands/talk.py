@@ -27,9 +27,8 @@ from packlora.base.load import read_model, read_tokenizer
 from packlora.base.quantized import MADE, check_quantization, read_quantised
 from packlora.base.stored import stored_as
 from packlora.commands.adapter_folder import of_the_base, same_base, trained_by
-from packlora.config import DataConfig, QuantizationConfig
-from packlora.data.encode import encode_rows
-from packlora.data.rows import Row
+from packlora.config import QuantizationConfig
+from packlora.data.prompts import answer_ends, prompt_ids
 from packlora.errors import InputError, printable, quoted
 from packlora.terminal import say, standard_output
 
@@ -86,18 +85,7 @@ class Speakers:
 
     def _ids(self, said: str | list[dict[str, str]]) -> torch.Tensor:
         """[1, T]"""
-        if isinstance(said, str):
-            text = said
-        else:
-            try:
-                text = self.tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
-            except Exception as error:  # templates raise their own complaints, e.g. about a system message
-                raise InputError(f"the chat template refuses the messages: {error}") from None
-        ids = self.tokenizer(text, add_special_tokens=isinstance(said, str), return_tensors="pt")["input_ids"]
-        if ids.shape[1] == 0:
-            raise InputError("the prompt has no tokens; there is nothing to answer")
-        found: torch.Tensor = ids.to(self.model.device)
-        return found
+        return torch.tensor([prompt_ids(said, self.tokenizer)], device=self.model.device)
 
 
 def load_speakers(folders: Sequence[Path], base_model: str | None, dtype: str, device: str) -> Speakers:
@@ -140,7 +128,7 @@ def load_speakers(folders: Sequence[Path], base_model: str | None, dtype: str, d
                 "own weights; packlora merge folds it into what the codes stand for"
             )
     context = int(getattr(config.get_text_config(), "max_position_embeddings", None) or 2**31)
-    ends = _ends(model, tokenizer)
+    ends = answer_ends(tokenizer, model.generation_config.eos_token_id)
     return Speakers(model, tokenizer, attached, {adapter.name: adapter for adapter in adapters}, context, ends)
 
 
@@ -165,19 +153,6 @@ def _names(folders: Sequence[Path]) -> dict[str, Path]:
     if twice := next((name for name in named if named.count(name) > 1), None):
         raise InputError(f"{twice} is given twice")
     return dict(zip(named, folders, strict=True))
-
-
-def _ends(model: Any, tokenizer: Any) -> list[int]:
-    """Tokens that end an answer: what the model's generation settings say, and what training puts behind a turn."""
-    said = model.generation_config.eos_token_id
-    ends = {*(said if isinstance(said, list) else [said]), tokenizer.eos_token_id} - {None}
-    row = Row("a turn", prompt="a", completion="b")
-    with contextlib.suppress(InputError):  # a template that takes no such conversation
-        (sample,) = encode_rows([row], tokenizer, DataConfig(path="-"), 2**31, "chat").samples
-        last = int(sample.ids[-1])
-        if last in {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}:
-            ends.add(last)
-    return sorted(ends)
 
 
 def generate(

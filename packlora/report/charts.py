@@ -1,4 +1,4 @@
-"""Charts as HTML with inline SVG, for the report: scales, ticks, marks and the style sheet. What they show is report.py's.
+"""Drawings as HTML with inline SVG, for the page of a run: scales, ticks and marks. What they show is sections.py's.
 
 The SVG of a chart is stretched to its box while strokes keep their width, and tick labels are text beside it; so a chart
 fits any screen and its text stays as large as the page's. Colours come from the page's style sheet: a mark of class
@@ -196,101 +196,14 @@ def colour(index: int, paper: str) -> str:
 
 
 def job_style(count: int) -> str:
-    """CSS: per job its colour; its dashes, from the eighth job on, shown in the legend too; and that its legend entry dims the
-    other jobs when it is pointed at."""
+    """CSS: per job its colour; its dashes, from the eighth job on, shown in the legend too."""
     rules, dark = [], []
     for index in range(count):
         long = 4 + 3 * (index // len(LIGHT))
         dash = f"--dash:{long} 3;--swatch:{STRIPES};" if index >= len(LIGHT) else ""
         rules.append(f".job-{index}{{--ink:{colour(index, 'light')};{dash}}}")
-        rules.append(f"body:has(.legend .job-{index}:is(:hover,:focus)) .mark:not(.job-{index}){{opacity:.1}}")
         dark.append(f".job-{index}{{--ink:{colour(index, 'dark')}}}")
     return f"{''.join(rules)}@media(prefers-color-scheme:dark){{{''.join(dark)}}}"
 
 
 STRIPES = "repeating-linear-gradient(90deg,var(--ink) 0 4px,transparent 4px 6px)"
-STYLE = """
-:root{color-scheme:light dark;--paper:#fcfcfa;--text:#1c1d1f;--soft:#63666b;--rule:#e3e3de;--panel:#f4f4f0;
---bad:#b3261e;--badbg:#fbeae8;--warn:#7a5200;--warnbg:#fbf3df;--good:#1c7a45}
-@media(prefers-color-scheme:dark){:root{--paper:#15171a;--text:#e8e8e4;--soft:#9a9da3;--rule:#2d3034;--panel:#1d2024;
---bad:#ff8a80;--badbg:#3a1f1e;--warn:#f0c060;--warnbg:#332a17;--good:#5fd08f}}
-*{box-sizing:border-box}
-body{margin:0;background:var(--paper);color:var(--text);font:15px/1.5 system-ui,-apple-system,"Segoe UI",sans-serif}
-main{max-width:1240px;margin:0 auto;padding:36px 28px 48px}
-h1{font-size:30px;line-height:1.25;font-weight:650;letter-spacing:-.015em;margin:2px 0 8px;overflow-wrap:anywhere}
-h2{font-size:19px;font-weight:650;letter-spacing:-.01em;margin:0 0 10px}
-p{margin:0}section{margin-top:44px}
-header p{color:var(--soft)}header p span:not(:last-child)::after{content:" · "}
-.over{font-size:13px;letter-spacing:.04em}
-.badge{white-space:nowrap;font-size:13px;font-weight:600;letter-spacing:0;color:var(--soft)}
-h1 .badge{display:inline-block;vertical-align:middle;padding:2px 11px;margin-left:6px;border:1px solid;border-radius:99px}
-.badge.done{color:var(--good)}.badge.failed{color:var(--bad)}.badge:is(.interrupted,.stopped){color:var(--warn)}
-.tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(148px,1fr));gap:1px;margin:26px 0 0;
-border:1px solid var(--rule);border-radius:10px;overflow:hidden}
-.tiles div{box-shadow:0 0 0 1px var(--rule);padding:12px 14px}.tiles dt{color:var(--soft);font-size:13px}
-dd{margin:0}.tiles dd{font-size:23px;font-weight:600;letter-spacing:-.01em;white-space:nowrap;line-height:1.35}
-.tiles .sub{font-size:13px;font-weight:400;color:var(--soft);letter-spacing:0;white-space:normal}
-.warnings{list-style:none;margin:20px 0 0;padding:0;display:grid;gap:6px}
-.warnings li{background:var(--warnbg);border-left:3px solid var(--warn);padding:7px 12px;border-radius:4px;
-overflow-wrap:anywhere;white-space:pre-line}
-.warnings .bad{background:var(--badbg);border-color:var(--bad)}
-.legend{position:sticky;top:0;z-index:3;display:flex;flex-wrap:wrap;gap:4px 20px;margin:26px -28px -20px;padding:10px 28px;
-max-height:30vh;overflow-y:auto;background:var(--paper);border-bottom:1px solid var(--rule)}
-.legend a{color:inherit;text-decoration:none;font-weight:550;overflow-wrap:anywhere}
-.name{display:block;padding-left:18px;width:max-content;max-width:200px;white-space:normal;overflow-wrap:anywhere}
-.legend a::before,.name::before{content:"";display:inline-block;width:11px;height:11px;border-radius:3px;margin-right:7px;
-background:var(--swatch,var(--ink))}.name::before{margin-left:-18px}
-[id]{scroll-margin-top:31vh}
-.scroll{overflow-x:auto}
-table{border-collapse:collapse;width:100%;font-size:14px;font-variant-numeric:tabular-nums}
-th,td{padding:9px 10px;text-align:right;vertical-align:top;white-space:nowrap;border-bottom:1px solid var(--rule)}
-thead th{color:var(--soft);font-weight:500;font-size:13px}
-th:first-child{text-align:left;padding-left:0}td:nth-child(2),thead th:nth-child(2){text-align:left}
-tbody th{font-weight:600;position:sticky;left:0;background:var(--paper)}
-tr:target th,tr:target td{background:var(--panel)}
-small{display:block;font-size:12.5px;font-weight:400;color:var(--soft)}
-th small{white-space:normal;max-width:190px;padding-left:18px;overflow-wrap:anywhere}
-.bar{display:block;height:3px;min-width:64px;margin:5px 0 3px;border-radius:2px;background:var(--rule)}
-.bar span{display:block;height:3px;border-radius:2px;background:var(--ink)}
-.caption{color:var(--soft);font-size:13.5px;margin-top:8px;max-width:86ch}
-.empty{color:var(--soft);padding:36px;text-align:center;border:1px dashed var(--rule);border-radius:10px}
-figure{display:flow-root;margin:0;min-width:0}figcaption span{color:var(--soft);font-size:13.5px}
-.plot{position:relative;margin:10px 14px 44px 48px}
-.plot svg{display:block;width:100%;height:100%;overflow:visible}
-.plot i{position:absolute;font:12.5px/1 system-ui,sans-serif;color:var(--soft);white-space:nowrap;
-font-variant-numeric:tabular-nums}
-.plot .y{right:100%;margin-right:8px;transform:translateY(50%)}
-.plot .x{top:100%;margin-top:8px;transform:translateX(-50%)}
-.plot .axis{right:0;top:100%;margin-top:27px}
-.plot .note{transform:translate(-50%,50%);font-size:18px;font-weight:700;color:var(--ink);
-text-shadow:0 0 2px var(--paper),0 0 3px var(--paper),0 0 4px var(--paper)}
-svg *{vector-effect:non-scaling-stroke}
-svg polyline{fill:none;stroke:var(--ink);stroke-linejoin:round;stroke-dasharray:var(--dash,none)}
-.grid{stroke:var(--rule);stroke-width:1}.faint{stroke-width:1;opacity:.4}.bold{stroke-width:2.2}
-.neutral{--ink:var(--soft)}.dot.small{stroke-width:5;opacity:.55}
-svg .even{stroke:var(--text);stroke-width:1.2;stroke-dasharray:5 4}
-svg .thread{stroke-width:1.2;stroke-dasharray:2 4}
-.dot{stroke:var(--ink);stroke-width:8;stroke-linecap:round}.dot.ring{stroke:var(--paper);stroke-width:12}
-.fill{fill:var(--ink)}.area{shape-rendering:crispEdges}.fill:hover{filter:brightness(1.15)}
-svg .capacity{stroke:var(--text);stroke-width:1.5}
-.mark{transition:opacity .15s}
-.pair{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,440px),1fr));gap:8px 32px}
-.many{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,270px),1fr));gap:20px 24px}
-.many .plot{margin-bottom:42px}.many .caption{margin-top:0}.many b{overflow-wrap:anywhere}
-.facts{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,200px),1fr));gap:12px 24px;margin:0 0 18px}
-.facts dt{color:var(--soft);font-size:13px}.facts dd{overflow-wrap:anywhere}
-summary{cursor:pointer;font-weight:550}
-pre{background:var(--panel);border-radius:8px;padding:14px 16px;overflow-x:auto;
-font:13px/1.5 ui-monospace,SFMono-Regular,Menlo,monospace}
-@media(max-width:900px){table,tbody{display:block}thead{display:none}
-tr{display:grid;grid-template-columns:repeat(auto-fill,minmax(128px,1fr));gap:8px 16px;padding:14px 0;
-border-bottom:1px solid var(--rule)}
-th,td,td:nth-child(2){padding:0;border:0;text-align:left;white-space:normal}
-tbody th{grid-column:1/-1;position:static}th small,.name{width:auto;max-width:none}
-td::before{content:attr(data-label);display:block;font-size:12.5px;color:var(--soft)}}
-@media(max-width:600px){main{padding:22px 16px 36px}h1{font-size:24px}
-tr{grid-template-columns:repeat(auto-fill,minmax(100px,1fr))}
-.legend{position:static;max-height:none;margin-inline:-16px;padding-inline:16px}[id]{scroll-margin-top:8px}
-.tiles{grid-template-columns:1fr 1fr}.plot{margin-left:42px}}
-@media(prefers-reduced-motion:reduce){.mark{transition:none}}
-"""

@@ -83,7 +83,9 @@ class MicrobatchDone:
 
     batches: global batch by job. capacity: the token budget. tokens, samples: by job. seconds: with the steps that it
     completes; on a GPU, which is waited for where a job steps, one without a step ends when it is launched, and its time is in
-    that of the next. predicted: seconds without steps. rank: of the process that ran it, among those that train these jobs.
+    that of the next.
+    predicted: seconds without steps. rank: of the process that ran it, among those that train these jobs. elapsed: at its end,
+    since the run began, over all sessions. memory: bytes then, that torch holds on the GPU or the process has on a CPU.
     """
 
     index: int
@@ -97,6 +99,8 @@ class MicrobatchDone:
     seconds: float
     predicted: float
     rank: int = 0
+    elapsed: float = 0.0
+    memory: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +156,16 @@ class Evaluated:
     job: str
     step: int
     eval_loss: float
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What a job's adapter wrote for its sample_prompts at an evaluation: a line of samples.jsonl. samples: for each of them
+    `prompt` and `text`, in their order."""
+
+    job: str
+    step: int
+    samples: tuple[Mapping[str, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,8 +274,9 @@ class RunEnded:
 
 
 Event = (
-    RunBegan | TrainingBegan | WindowPlanned | MicrobatchDone | PipelineRan | Stepped | Evaluated | CheckpointBegins
-    | CheckpointSaved | SavePointReached | MemoryRanOut | JobJoined | JobFailed | JobDone | Note | StopAsked | RunEnded
+    RunBegan | TrainingBegan | WindowPlanned | MicrobatchDone | PipelineRan | Stepped | Evaluated | Sampled
+    | CheckpointBegins | CheckpointSaved | SavePointReached | MemoryRanOut | JobJoined | JobFailed | JobDone | Note | StopAsked
+    | RunEnded
 )  # fmt: skip
 
 

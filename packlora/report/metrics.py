@@ -1,4 +1,4 @@
-"""What a run logs while it trains, from its events: metrics.jsonl, evals.jsonl, microbatches.jsonl and windows.jsonl.
+"""What a run logs while it trains, from its events: metrics.jsonl, evals.jsonl, samples.jsonl and others, see LINES.
 
 Training depends on none of these files: what cannot be written is lost, and said once.
 """
@@ -25,18 +25,20 @@ from packlora.report.events import (
     PipelineRan,
     RunBegan,
     RunEnded,
+    Sampled,
     Stepped,
     WindowPlanned,
 )
 
 METRICS, EVALS, MICROBATCHES, WINDOWS = "metrics.jsonl", "evals.jsonl", "microbatches.jsonl", "windows.jsonl"
-PIPELINE = "pipeline.jsonl"
-"""Which there is where a pipeline trains."""
+PIPELINE, SAMPLES = "pipeline.jsonl", "samples.jsonl"
+"""The first is there where a pipeline trains."""
 LINES = {
     Stepped: METRICS,
     Evaluated: EVALS,
     MicrobatchDone: MICROBATCHES,
     WindowPlanned: WINDOWS,
+    Sampled: SAMPLES,
     PipelineRan: PIPELINE,
 }
 """Events that are a line each, and of which file; the keys are the names of their fields."""

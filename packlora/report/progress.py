@@ -37,6 +37,8 @@ RATE_WINDOW = 20
 
 GAP, NAME, BAR = 2, 20, 20
 """Of the live table, in characters: between columns, of a name that must be cut, of the bar at its longest."""
+AROUND = 4
+"""Lines of a terminal that are not for jobs: headings, the last line, and two of what was said before."""
 LEAST_NEEDED = ("lr", "grad norm", "progress", "held-out")
 """Columns that are left out of it on a narrow terminal, the first one first."""
 
@@ -161,7 +163,8 @@ class Progress:
         return max(left, default=0.0)
 
     def _table(self) -> Group:
-        jobs = tuple(self.jobs.values())
+        every = list(self.jobs.values())
+        jobs = _most_wanted(every, self.console.height - AROUND) if self.console.is_terminal else every
         rows = [self._row(job) for job in jobs]
         widths = _fitting(rows, self.console.width)
         table = Table(box=None, pad_edge=False, header_style="bold")
@@ -176,10 +179,12 @@ class Progress:
             cells["progress"] = Text.assemble(("━" * done, colour), ("━" * (bar - done), "dim"))
             table.add_row(*(cells[name] for name in widths))
         foot = f"{duration(time.perf_counter() - self._start)} elapsed"
-        if running := [job for job in jobs if job.status == "running"]:
+        if running := [job for job in every if job.status == "running"]:
             left = self.time_left()
             foot += f", {sum(job.rate(self._start) for job in running):.0f} tokens/s"
             foot += f", {duration(left)} left" if left is not None else ""
+        if len(jobs) < len(every):
+            foot += f", {len(every) - len(jobs)} of {len(every)} jobs not shown"
         return Group(table, Text(foot, style="dim"))
 
     def _row(self, job: _Shown) -> dict[str, str]:
@@ -195,6 +200,13 @@ class Progress:
             "grad norm": f"{last.grad_norm:.3g}" if last else "",
             "tokens/s": "failed" if job.status == "failed" else f"{job.rate(self._start):.0f}",
         }
+
+
+def _most_wanted(jobs: list[_Shown], room: int) -> list[_Shown]:
+    """So many jobs, in their order: those that train, then those that have failed, then the last ones that are done."""
+    places = {"running": 0, "failed": 1, "done": 2}
+    order = sorted(range(len(jobs)), key=lambda at: (places[jobs[at].status], -at if jobs[at].status == "done" else at))
+    return [jobs[at] for at in sorted(order[: max(1, room)])]
 
 
 def _fitting(rows: Sequence[dict[str, str]], room: int) -> dict[str, int]:

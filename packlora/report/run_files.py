@@ -1,20 +1,20 @@
-"""What a run has written, read back: run.json, metrics.jsonl, evals.jsonl, microbatches.jsonl and windows.jsonl.
+"""What a run has written, read back: run.json, the jsonl files and sweep.json, at once or again and again while it trains.
 
 Any of them may be missing, empty or still growing.
 """
 
 from __future__ import annotations
 
-import json
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
+from packlora.files import LOCK
 from packlora.report.charts import Point
-from packlora.report.metrics import read_lines
-
-Line = dict[str, Any]
+from packlora.report.follow import Followed, Line, is_held, read_object
+from packlora.report.metrics import EVALS, METRICS, MICROBATCHES, SAMPLES, WINDOWS
 
 
 @dataclass
@@ -28,6 +28,7 @@ class JobFiles:
     result: Line
     metrics: list[Line]
     evals: list[Line]
+    samples: list[Line] = field(default_factory=list)
 
     def series(self, key: str) -> list[Point]:
         return _series(self.metrics, key)
@@ -43,23 +44,27 @@ class JobFiles:
 
     @property
     def step(self) -> int:
-        return max([int(self.result.get("step") or 0), *(int(line["step"]) for line in self.metrics)])
+        return max(int(self.result.get("step") or 0), int(self.metrics[-1]["step"]) if self.metrics else 0)
 
     @property
     def tokens(self) -> int:
-        return sum(int(line.get("tokens") or 0) for line in self.metrics)
+        return sum(int(_number(line, "tokens")) for line in self.metrics)
 
 
 @dataclass
 class RunFiles:
-    """Everything read from an output folder."""
+    """Everything read from an output folder. alive: whether a process holds the folder, None where that cannot be told."""
 
     folder: Path
     about: Line
     jobs: list[JobFiles]
-    metrics: list[Line]
     microbatches: list[Line]
     windows: list[Line]
+    alive: bool | None = None
+
+    @property
+    def has_steps(self) -> bool:
+        return any(job.metrics for job in self.jobs)
 
     @property
     def config(self) -> Line:
@@ -71,71 +76,154 @@ class RunFiles:
 
     @property
     def elapsed(self) -> float:
-        return max((float(line.get("elapsed") or 0.0) for line in self.metrics), default=0.0)
+        last = [line for job in self.jobs for line in job.metrics[-1:]]
+        return max((_number(line, "elapsed") for line in last), default=0.0)
+
+    @property
+    def is_broken_off(self) -> bool:
+        """Whether it ended without saying so: killed, or by an error."""
+        return bool(self.about) and not self.result and self.alive is False
 
     @property
     def status(self) -> str:
-        return str(self.result.get("status") or ("running" if self.metrics else "waiting"))
+        if self.is_broken_off:
+            return "broken off"
+        return str(self.result.get("status") or ("running" if self.has_steps else "waiting"))
 
     def status_of(self, job: JobFiles) -> str:
         status = str(job.result.get("status") or "")
         if status in {"done", "failed"}:
             return status
-        if self.result:
+        if self.result or self.is_broken_off:
             return "stopped"
         if job.step and job.step >= (job.info.get("steps") or math.inf):
             return "done"
         return "running" if job.step else "waiting"
 
 
+class _ByJob:
+    """Lines of a file by job, kept while it grows."""
+
+    def __init__(self, path: Path, *keys: str) -> None:
+        self.file = Followed(path, "job", "step", *keys, is_sound=_is_of_a_job)
+        self.jobs: dict[str, list[Line]] = {}
+        self._known, self._times = 0, 0
+
+    def look(self) -> bool:
+        changed = self.file.look()
+        if self.file.times != self._times:
+            self.jobs, self._known, self._times = {}, 0, self.file.times
+        for line in self.file.lines[self._known :]:
+            self.jobs.setdefault(line["job"], []).append(line)
+        self._known = len(self.file.lines)
+        return changed
+
+
+class FollowedRun:
+    """A run's output folder, which may not be there yet; each look reads what is new."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.metrics, self.samples = _ByJob(folder / METRICS), _ByJob(folder / SAMPLES, "samples")
+        self.evals = _ByJob(folder / EVALS, "eval_loss")
+        self.microbatches = Followed(folder / MICROBATCHES, "capacity", "tokens", is_sound=_is_microbatch)
+        self.windows = Followed(folder / WINDOWS, "window", "microbatches", "bound", is_sound=_is_window)
+        self.about: Line = {}
+        self.alive: bool | None = None
+        self._state: Any = None
+        self._ends: dict[str, tuple[Any, Line]] = {}
+
+    @property
+    def times(self) -> tuple[int, ...]:
+        """Another value where a file became another one."""
+        files = (self.metrics.file, self.evals.file, self.samples.file, self.microbatches, self.windows)
+        return tuple(file.times for file in files)
+
+    def look(self) -> bool:
+        """Whether anything is new."""
+        files = (self.metrics, self.evals, self.samples, self.microbatches, self.windows)
+        changed = [file.look() for file in files]  # all of them
+        alive = is_held(self.folder / LOCK)
+        state = alive, *(_stamp(self.folder / name) for name in ("run.json", "sweep.json"))
+        if state != self._state:
+            self._state, self.alive = state, alive
+            found = read_object(self.folder / "run.json")
+            self.about = found or {}
+            return True
+        return any(changed)
+
+    def files(self) -> RunFiles:
+        """What is known by now."""
+        config = self.about.get("config") or {}
+        template = (config.get("sweep") or {}).get("job")  # which is not trained itself
+        configs = {str(job["name"]): job for job in config.get("jobs", []) if job["name"] != template}
+        names = list(configs) or list(self.metrics.jobs)
+        information, results = self.about.get("jobs") or {}, (self.about.get("result") or {}).get("jobs") or {}
+        jobs = [
+            JobFiles(
+                name, f"job-{index}", configs.get(name, {}), information.get(name) or {},
+                results.get(name) or self._ended(name, configs), self.metrics.jobs.get(name, []),
+                self.evals.jobs.get(name, []), self.samples.jobs.get(name, []),
+            )
+            for index, name in enumerate(names)
+        ]  # fmt: skip
+        # a window that was planned again, after memory ran out, stands there twice
+        windows = {line["window"]: line for line in self.windows.lines}
+        return RunFiles(
+            self.folder, self.about, jobs, self.microbatches.lines, list(windows.values()), self.alive
+        )  # fmt: skip
+
+    def _ended(self, name: str, known: Mapping[str, Any]) -> Line:
+        """How a job of a run in progress has ended already, if it has. Only names in run.json are those of folders."""
+        if name not in known or "/" in name:
+            return {}
+        file = self.folder / name / "trainer_state.json"
+        stamp = _stamp(file)
+        if name not in self._ends or self._ends[name][0] != stamp:
+            state = read_object(file) or {} if stamp is not None else {}
+            self._ends[name] = stamp, {key: state.get(key) for key in ("status", "failure")}
+        return self._ends[name][1]
+
+
 def read_run(folder: Path) -> RunFiles:
     """Everything in an output folder."""
-    about = _parse(_read_text(folder / "run.json")) or {}
-    metrics = read_lines(folder / "metrics.jsonl", "job", "step")
-    evals = read_lines(folder / "evals.jsonl", "job", "step", "eval_loss")
-    config = about.get("config") or {}
-    template = (config.get("sweep") or {}).get("job")  # which is not trained itself
-    configs = {str(job["name"]): job for job in config.get("jobs", []) if job["name"] != template}
-    names = list(configs) or list(dict.fromkeys(str(line["job"]) for line in metrics))
-    information, results = about.get("jobs") or {}, (about.get("result") or {}).get("jobs") or {}
-    jobs = [
-        JobFiles(
-            name,
-            style=f"job-{index}",
-            config=configs.get(name, {}),
-            info=information.get(name) or {},
-            result=results.get(name) or _ended(folder / name),
-            metrics=[line for line in metrics if line["job"] == name],
-            evals=[line for line in evals if line["job"] == name],
-        )
-        for index, name in enumerate(names)
-    ]
-    microbatches = read_lines(folder / "microbatches.jsonl", "capacity", "tokens")
-    # a window that was planned again, after memory ran out, stands there twice
-    windows = {line["window"]: line for line in read_lines(folder / "windows.jsonl", "window", "microbatches", "bound")}
-    return RunFiles(folder, about, jobs, metrics, microbatches, list(windows.values()))
+    run = FollowedRun(folder)
+    while run.look():
+        pass
+    return run.files()
 
 
-def _ended(folder: Path) -> Line:
-    """How a job of a run in progress has ended already, if it has."""
-    state = _parse(_read_text(folder / "trainer_state.json")) or {}
-    return {key: state.get(key) for key in ("status", "failure")}
+def is_number(value: Any) -> TypeGuard[float]:
+    """Whether it is one that can be drawn."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
 
 
-def _read_text(path: Path) -> str:
-    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+def _is_of_a_job(line: Line) -> bool:
+    return isinstance(line["job"], str) and is_number(line["step"])
 
 
-def _parse(text: str) -> Line | None:
-    """A JSON object, or None where the text is not one, as a line that is still being written."""
+def _is_microbatch(line: Line) -> bool:
+    tokens = line["tokens"]
+    return isinstance(tokens, dict) and all(map(is_number, [line["capacity"], *tokens.values()]))
+
+
+def _is_window(line: Line) -> bool:
+    return all(is_number(line[key]) for key in ("window", "microbatches", "bound"))
+
+
+def _stamp(path: Path) -> tuple[int, ...] | None:
     try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
+        found = path.stat()
+    except OSError:
         return None
-    return value if isinstance(value, dict) else None
+    return found.st_mtime_ns, found.st_size, found.st_ino
 
 
 def _series(lines: list[Line], key: str) -> list[Point]:
     """(step, value) of every line with a finite number at `key`."""
-    points = [(float(line["step"]), line.get(key)) for line in lines]
-    return [(step, float(value)) for step, value in points if isinstance(value, (int, float)) and math.isfinite(value)]
+    return [(float(line["step"]), float(value)) for line in lines if is_number(value := line.get(key))]
+
+
+def _number(line: Line, key: str) -> float:
+    value = line.get(key)
+    return value if is_number(value) else 0.0

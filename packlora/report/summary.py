@@ -11,10 +11,14 @@ from packlora.report.sweep import ranked_table
 from packlora.result import Result
 from packlora.terminal import standard_output
 
+UNBROKEN = 400
+"""Characters of a line where there is no terminal: in a file a job is one line, whatever its name."""
+
 
 def print_summary(result: Result, resume_command: str) -> None:
     """How each job ended, and the next step: resume_command goes on with an interrupted run."""
-    console = Console(file=standard_output())
+    output = standard_output()
+    console = Console(file=output, width=None if output.isatty() else UNBROKEN)
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("job", "status", "steps", "held-out loss", "tokens/s"):
         table.add_column(name, justify="right" if name in ("steps", "tokens/s") else "left", overflow="fold")
@@ -36,7 +40,7 @@ def print_summary(result: Result, resume_command: str) -> None:
         console.print(Text(f"checkpoints: {result.output_dir}/<job>/checkpoint-<step>"), soft_wrap=True)
     for name, job in result.jobs.items():
         if job.failure:
-            how = "failed" if job.status == "failed" else "was left out:"
+            how = "failed:" if job.status == "failed" else "was left out:"
             console.print(Text(f"job {name!r} {how} {job.failure}"), soft_wrap=True)
     rate = result.tokens / result.seconds if result.seconds else 0.0
     trained = f"{result.tokens} tokens in {duration(result.seconds)} ({rate:.0f} tokens/s)"

@@ -21,6 +21,7 @@ from packlora.report.metrics import (
     EVALS,
     METRICS,
     MICROBATCHES,
+    SAMPLES,
     WINDOWS,
     BestEffort,
     eval_lines,
@@ -66,6 +67,9 @@ class JobStanding(Protocol):
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def step(self) -> int: ...
 
     @property
     def log_history(self) -> list[dict[str, Any]]: ...
@@ -207,6 +211,11 @@ class OutputFolder:
             own = [(by_name[name], batch) for name, batch in line["batches"].items() if name in by_name]
             return line["index"] >= 0 and not any(job.is_due(batch) for job, batch in own)
 
+        def is_of_a_step(line: dict[str, Any]) -> bool:
+            own = by_name.get(line["job"])
+            return type(line["step"]) is int and (own is None or line["step"] <= own.step)
+
+        keep_lines(self.path / SAMPLES, is_of_a_step)
         lines = keep_lines(self.path / MICROBATCHES, is_kept)
         return max((line["index"] + 1 for line in lines), default=0)
 

@@ -19,6 +19,7 @@ from packlora.adapters.flat import total_norm
 from packlora.config import JobConfig, TrainConfig
 from packlora.data.dataset import JobData
 from packlora.data.encode import Sample
+from packlora.data.prompts import Prompt
 from packlora.runtime.library_optimizer import LibraryOptimizer
 from packlora.runtime.optimizer import FlatAdamW
 from packlora.seeding import stable_hash
@@ -111,6 +112,8 @@ class Job:
     """Why it ends before the steps that it was to take, where it was asked to."""
     tokens_seen: int = 0
     log_history: list[dict[str, Any]] = field(default_factory=list)
+    prompts: Sequence[Prompt] = ()
+    """That it is asked when it is evaluated."""
     joined: int = 0
     """Round of its first global batch."""
     left: int | None = None

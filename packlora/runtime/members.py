@@ -51,6 +51,7 @@ def make_job(run: Run, item: PreparedJob, adapter: Adapter) -> Job:
         item.eval_encoded.samples,
         adapter,
         FLOAT16_SCALE if run.dtype == "float16" else 1.0,
+        prompts=item.prompts,
     )
 
 

@@ -21,7 +21,7 @@ class TokenBudget:
         self.tokens = tokens
         self.held_out = tokens
         """The same for evaluations, which may come in the middle of a window."""
-        self._longest, self._is_auto, self._device = longest, is_auto, device
+        self._longest, self._is_auto, self.device = longest, is_auto, device
 
     def take(self, longest: int) -> None:
         """There is a sample of so many tokens now."""
@@ -41,7 +41,7 @@ class TokenBudget:
             if self._is_auto and self.below(tokens) < tokens:
                 return None
             raise MemoryError(
-                f"out of memory on {self._device} in a microbatch of {tokens} tokens; lower "
+                f"out of memory on {self.device} in a microbatch of {tokens} tokens; lower "
                 "max_tokens_per_microbatch or set gradient_checkpointing: true, then continue with --resume"
             ) from error
 
@@ -62,6 +62,17 @@ def peak_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def memory_now(device: torch.device) -> int:
+    """Bytes that torch holds on the GPU, or that the process has resident on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.memory_reserved(device)
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * resource.getpagesize()
+    except OSError:
+        return peak_memory(device)
 
 
 def memory_room(device: torch.device) -> int:

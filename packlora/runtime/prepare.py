@@ -25,6 +25,7 @@ from packlora.data import stream as streams
 from packlora.data.dataset import JobData
 from packlora.data.encode import Encoded, encode_rows, encode_some
 from packlora.data.mixture import joined, mixed
+from packlora.data.prompts import Prompt, encode_prompts
 from packlora.data.readers import Read, is_there, read_data
 from packlora.data.rows import Row
 from packlora.errors import InputError
@@ -62,6 +63,7 @@ class PreparedJob:
     spec: AdapterSpec
     trainable: int
     """Parameters of its adapter."""
+    prompts: list[Prompt] = field(default_factory=list)
     most: int = 0
     """Tokens that a sample of a stream may have."""
 
@@ -160,6 +162,12 @@ class PreparedRun:
         return {job.config.name: list(job.spec.modules) for job in self.jobs}
 
     @property
+    def longest_run(self) -> dict[str, int]:
+        """Of each job the tokens of the longest sample or answered prompt: the model must be right for as many."""
+        prompts = {job.config.name: max((prompt.most for prompt in job.prompts), default=0) for job in self.jobs}
+        return {name: max(most, prompts[name]) for name, most in self.longest_by_job.items()}
+
+    @property
     def trainable(self) -> int:
         """Trainable parameters of all jobs."""
         return sum(job.trainable for job in self.jobs)
@@ -199,7 +207,7 @@ class Encoder:
         _check_scheduler(job, data)
         notes += _cut_samples(job.name, encoded, eval_encoded) + _doubts(job, data)
         trainable = trainable_parameters(spec, self.skeleton)
-        return PreparedJob(job, data, encoded, eval_encoded, spec, trainable), notes
+        return PreparedJob(job, data, encoded, eval_encoded, spec, trainable, self._prompts(job)), notes
 
     def _streamed(
         self, job: JobConfig, spec: AdapterSpec, eval_rows: list[Rows], budget: int, told: Told
@@ -230,7 +238,11 @@ class Encoder:
         notes = [note for one in eval_rows for note in one.read.notes] + _doubts(job, data)
         notes += _cut_samples(job.name, encoded, held_out)
         trainable, most = trainable_parameters(spec, self.skeleton), min(own.max_length, budget, self.longest)
-        return PreparedJob(job, data, encoded, held_out, spec, trainable, most), notes
+        return PreparedJob(job, data, encoded, held_out, spec, trainable, self._prompts(job), most), notes
+
+    def _prompts(self, job: JobConfig) -> list[Prompt]:
+        texts, new = self.run.prompts_of(job), self.run.sample_max_new_tokens
+        return encode_prompts(texts, self.tokenizer, job.data, new, self.longest, job.name)
 
     def _encoded(self, rows: Rows, job: JobConfig, budget: int, told: Told) -> Encoded:
         settings = job.data.model_dump_json(exclude={"path", "eval_path"})

@@ -26,7 +26,7 @@ from packlora.runtime.windows import window_of
 FREE_TO_CHANGE = {
     "output_dir", "save_every", "save_total_limit", "eval_every", "gradient_checkpointing", "device",
     "max_tokens_per_microbatch", "schedule", "liger", "keep_outputs", "cuda_graphs", "plans", "parallel",
-    "trackers",
+    "trackers", "sample_prompts", "sample_max_new_tokens",
 }  # fmt: skip
 """Keys of the run file that may differ when a run is resumed; of a job also how long it trains."""
 

@@ -35,7 +35,7 @@ from packlora.parallel.stages import Stage, load_stage
 from packlora.plans.cache import PlanCache
 from packlora.plans.select import PlanChooser
 from packlora.report.events import Note, Subscriber
-from packlora.report.metrics import Logs
+from packlora.report.metrics import SAMPLES, Logs, read_lines
 from packlora.report.progress import Progress
 from packlora.report.report import ReportPage
 from packlora.report.trackers import trackers
@@ -69,6 +69,7 @@ from packlora.runtime.resume import (
     same_data,
     starting_steps,
 )
+from packlora.runtime.sampling import Sampler
 from packlora.runtime.signals import stop_signals
 from packlora.runtime.spread import choose, one_device
 from packlora.runtime.stage import StageDevice
@@ -141,6 +142,8 @@ class Session:
                 told.subscribe(Relay(mesh, self.layout.group_of(mesh.rank), told))
             if mesh.is_first:
                 outer.subscribe(*self.writers, held.enter_context(Progress()), *subscribers)
+            if trainer is not None and self.group.leads and isinstance(self.single, SingleDevice):
+                told.subscribe(self._sampler(trainer))
             result = trainer.fit() if trainer is not None else None
             if hub is not None:
                 with stop_signals(outer):
@@ -170,14 +173,14 @@ class Session:
         own = replace(prepared, jobs=[job for job in prepared.jobs if job.config.name in names])
 
         # 2. Load the base model once and put the jobs' adapters on it.
-        base, single, jobs = together(mesh, lambda: self._load(prepared, own))
+        base, self.single, jobs = together(mesh, lambda: self._load(prepared, own))
 
         # 3. Choose the size of microbatches where that is left to us.
-        known = self._choose_budget(prepared, own, base, single, jobs)
+        known = self._choose_budget(prepared, own, base, self.single, jobs)
         events = Emitter()
-        executor: Executor = single
-        if isinstance(single, SingleDevice):
-            executor = graphed(run, base, single, jobs, prepared.budget, lambda text: events.emit(Note(text)))
+        executor: Executor = self.single
+        if isinstance(self.single, SingleDevice):
+            executor = graphed(run, base, self.single, jobs, prepared.budget, lambda text: events.emit(Note(text)))
 
         # 4. Continue where checkpoints say, or start.
         record = run_record(prepared, base, known, self.saved, self.layout)
@@ -190,7 +193,7 @@ class Session:
         writer = RunRecord(self.output_dir, record, executor.plans, folder.files)
         members = None
         if self._is_open:
-            parts = (run, prepared, base, single, executor, writer, self.changes, self.output_dir)
+            parts = (run, prepared, base, self.single, executor, writer, self.changes, self.output_dir)
             members = OpenMembers(*parts, self.group, mesh)
         self.writers, failed = self._writers(folder, writer, members is None) if mesh.is_first else ([], [])
         notes += failed
@@ -252,6 +255,12 @@ class Session:
             prepared.warnings.append(f"parallel.pipeline is {taken.layout.pipeline}: {taken.reason}")
         return taken.layout
 
+    def _sampler(self, trainer: Trainer) -> Sampler:
+        """What generates texts, a subscriber of the process that leads these jobs."""
+        known = {(str(line["job"]), line["step"]) for line in read_lines(self.output_dir / SAMPLES, "job", "step")}
+        assert isinstance(self.single, SingleDevice)
+        return Sampler(trainer.base, self.single.attached, trainer.jobs, self.run.eval_every, trainer.events, known)
+
     def _group(self, mesh: Mesh) -> Replicas:
         if self.layout.pipeline == 1:
             return Replicas(mesh, self.layout)
@@ -264,12 +273,12 @@ class Session:
             told(f"loading {self.run.base_model}")
             if isinstance(self.group, Links):
                 counts = profiler.stage_layers(self.run, prepared, self.group.stages)
-                base = load_stage(self.run, prepared.tokenizer, prepared.longest_by_job, self.mesh, self.group, counts)
+                base = load_stage(self.run, prepared.tokenizer, prepared.longest_run, self.mesh, self.group, counts)
             elif self.group.model is not None:
-                base = load_cut(self.run, prepared.tokenizer, prepared.longest_by_job, self.group.model)
+                base = load_cut(self.run, prepared.tokenizer, prepared.longest_run, self.group.model)
             else:
                 load = load_sharded if self.layout.sharded else load_base
-                base = load(self.run, prepared.tokenizer, prepared.longest_by_job)
+                base = load(self.run, prepared.tokenizer, prepared.longest_run)
         assert base.fingerprint is not None
         self.fingerprint = base.fingerprint
         if self.saved is not None:

@@ -11,11 +11,14 @@ from packlora.parallel.layout import waves
 from packlora.report.events import MicrobatchDone
 from packlora.runtime.collate import PackedSample
 from packlora.runtime.job import Job
-from packlora.runtime.memory import TokenBudget
+from packlora.runtime.memory import TokenBudget, memory_now
 from packlora.runtime.microbatch import Executor, run_microbatch
 from packlora.runtime.profiler import Profile
 from packlora.runtime.team import Team
 from packlora.schedule.types import Microbatch, Window
+
+MEASURED_EVERY = 1.0
+"""Seconds between two looks at memory."""
 
 
 def num_owners(jobs: Iterable[Job]) -> int:
@@ -97,6 +100,8 @@ class Runner:
         self.tokens, self.logged, self._elapsed = 0, logged, elapsed
         self._untold: list[MicrobatchDone] = []
         self._start = 0.0
+        self._measured = (-MEASURED_EVERY, 0)
+        """When memory was last looked at, and how much there was."""
         self.follow()
 
     def follow(self) -> None:
@@ -143,7 +148,12 @@ class Runner:
 
     def told(self) -> list[MicrobatchDone]:
         """The microbatches that have been run since this was last asked; they end now."""
-        out, self._untold = [replace(done, seconds=self._elapsed() - self._start) for done in self._untold], []
+        now = self._elapsed()
+        if self._untold and now - self._measured[0] >= MEASURED_EVERY:
+            self._measured = now, memory_now(self.budget.device)
+        seconds, memory = now - self._start, self._measured[1]
+        out = [replace(done, seconds=seconds, elapsed=now, memory=memory) for done in self._untold]
+        self._untold = []
         return out
 
     def own(self, wave: Wave) -> Microbatch | None:

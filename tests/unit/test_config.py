@@ -74,6 +74,8 @@ def test_defaults_are_exactly_the_documented_ones() -> None:
           {devices_per_job: auto, timeout_s: 600.0, pipeline: auto, tensor: 1, expert: 1, sequence_parallel: false,
            shard_base: auto}
         schedule: {method: auto, padding_multiple: 1, time_limit_s: 10}
+        sample_prompts: []
+        sample_max_new_tokens: 64
         trackers: []
         sweep: null
         jobs:
@@ -82,6 +84,7 @@ def test_defaults_are_exactly_the_documented_ones() -> None:
                    streaming: false, shuffle_buffer_size: null}
             adapter: {r: 16, lora_alpha: 32, lora_dropout: 0.05, target_modules: all-linear, use_rslora: false,
                       use_dora: false, dora_dropout: peft, bias: none, rank_pattern: {}, alpha_pattern: {}, init_from: null}
+            sample_prompts: null
             seed: null
             train: {global_batch_size: 8, num_train_epochs: 1, max_steps: -1, optim: adamw_torch, learning_rate: 2.0e-4,
                     lr_scheduler_type: constant, lr_scheduler_kwargs: {}, warmup_steps: 0,
@@ -238,7 +241,17 @@ def test_a_name_that_is_no_safe_folder_name_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["run.json", "Metrics.jsonl", "evals.jsonl", "microbatches.jsonl", "Windows.jsonl", "report.html", ".tmp-a"]
+    "name",
+    [
+        "run.json",
+        "Metrics.jsonl",
+        "evals.jsonl",
+        "microbatches.jsonl",
+        "Windows.jsonl",
+        "report.html",
+        "samples.jsonl",
+        ".tmp-a",
+    ],
 )
 def test_a_name_that_packlora_uses_in_the_output_folder_is_refused(name: str) -> None:
     assert f"is {name!r}, which packlora itself uses" in refusal(tree({"name": name}))

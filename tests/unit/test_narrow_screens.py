@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -11,9 +12,12 @@ from test_progress import began, job, stepped
 from test_report import write_run
 
 from packlora.report import charts
-from packlora.report.events import Evaluated, JobFailed
+from packlora.report.events import Evaluated, JobDone, JobFailed
+from packlora.report.page import STYLE
 from packlora.report.progress import Progress
 from packlora.report.report import write_report
+from packlora.report.summary import print_summary
+from packlora.result import JobResult, Result
 
 
 def table(width: int, *names: str) -> list[str]:
@@ -34,7 +38,7 @@ def table(width: int, *names: str) -> list[str]:
     return re.sub(r"\x1b\[[\d;]*m", "", out.getvalue()).splitlines()
 
 
-@pytest.mark.parametrize("width", [60, 80, 100, 140])
+@pytest.mark.parametrize("width", [60, 80, 100, 120, 140])
 @pytest.mark.parametrize(
     "names", [("colours", "greetings"), tuple(f"an-adapter-of-r-16-and-lr-{n}e-4" for n in (1, 2))]
 )
@@ -60,6 +64,32 @@ def test_in_80_columns_short_names_leave_room_for_every_column() -> None:
 
 def test_on_a_wide_terminal_a_long_name_is_whole() -> None:
     assert table(240, "x" * 100, "y")[1].startswith("x" * 100)
+
+
+def test_more_jobs_than_lines_leave_the_last_line_and_those_that_train_in_sight() -> None:
+    names = tuple(f"job-{number}" for number in range(40))
+    progress, out = Progress(Console(file=io.StringIO(), force_terminal=True, width=100, height=20)), io.StringIO()
+    progress(began(*(job(name, 9000) for name in names)))
+    progress._stop()
+    for name in names[:30]:
+        progress(JobDone(name, 9000, Path(name)) if name != "job-7" else JobFailed(name, 3, "loss nan"))
+    Console(file=out, force_terminal=True, width=100, height=20, no_color=True).print(progress._table())
+    lines = re.sub(r"\x1b\[[\d;]*m", "", out.getvalue()).splitlines()
+    assert len(lines) <= 18
+    shown = [line.split()[0] for line in lines[1:-1]]
+    assert shown == ["job-7", *(f"job-{number}" for number in range(25, 40))]
+    assert lines[-1].endswith(", 24 of 40 jobs not shown")
+
+
+def test_without_a_terminal_the_last_words_have_a_line_for_each_job(capsys: pytest.CaptureFixture[str]) -> None:
+    name = "x" * 100
+    jobs = {name: JobResult("failed", 7, Path("o"), "loss nan", 3.0, 2.0, 5.0)}
+    print_summary(Result("failed", 5.0, 10, Path("o"), Path("o/report.html"), jobs), "packlora train run.yaml --resume")
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split() for line in lines if line.startswith("x")] == [
+        [name, "failed", "7", "3.0000", "->", "2.0000", "5"]
+    ]
+    assert f"job {name!r} failed: loss nan" in lines
 
 
 # --- the report --------------------------------------------------------------------------------------------------------
@@ -92,10 +122,10 @@ def test_from_the_eighth_job_on_lines_are_dashed_and_the_legend_shows_it(page: s
 
 def test_the_legend_shows_every_name_whole(page: str) -> None:
     (legend,) = re.findall('<nav class="legend".*?</nav>', page)
-    assert all(f">{name}</a>" in legend for name in MANY)
-    (rule,) = re.findall(r"\.legend{(.*?)}", charts.STYLE, re.DOTALL)[:1]
+    assert all(f">{name}</button>" in legend for name in MANY)
+    (rule,) = re.findall(r"\.legend{(.*?)}", STYLE, re.DOTALL)[:1]
     assert "flex-wrap:wrap" in rule
-    (entries,) = re.findall(r"\.legend a{(.*?)}", charts.STYLE, re.DOTALL)[:1]
+    (entries,) = re.findall(r"\.legend button\[data-job\]{(.*?)}", STYLE, re.DOTALL)[:1]
     assert "ellipsis" not in entries and "overflow:hidden" not in entries
 
 
@@ -104,7 +134,7 @@ def test_on_a_narrow_screen_every_value_of_a_job_stands_under_its_own_heading(pa
     rows = re.findall("<tr id=.*?</tr>", page)
     assert len(rows) == len(MANY)
     for row in rows:
-        assert re.findall('<td data-label="(.*?)">', row) == headings
-    narrow = charts.STYLE.partition("@media(max-width:900px){")[2]
+        assert re.findall('<td data-label="(.*?)"', row) == headings
+    narrow = STYLE.partition("@media(max-width:900px){")[2]
     assert "thead{display:none}" in narrow and "content:attr(data-label)" in narrow
     assert "white-space:normal" in narrow and "display:grid" in narrow

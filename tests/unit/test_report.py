@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import base64
+import contextlib
+import hashlib
 import json
 import math
 import random
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from packlora.files import lock_folder
 from packlora.report import charts
+from packlora.report.page import STYLE
 from packlora.report.report import write_report
 
 NAMES = ("synopsis", "docstrings", "manpages", "dora-x", "a.b-c_d")
@@ -24,14 +29,17 @@ MakeRun = Callable[..., Path]
 
 
 @pytest.fixture
-def make_run(tmp_path: Path) -> MakeRun:
-    """A folder as a run leaves it. `steps` is that of the longest job; `ending` None is a run in progress."""
+def make_run(tmp_path: Path) -> Iterator[MakeRun]:
+    """A folder as a run leaves it. `steps` is that of the longest job; `ending` None is a run in progress, which holds it."""
+    with contextlib.ExitStack() as held:
 
-    def make(steps: int = 120, ending: str | None = "done", names: tuple[str, ...] = NAMES, **changes: Any) -> Path:
-        write_run(tmp_path, steps, ending, names, **changes)
-        return tmp_path
+        def make(steps: int = 120, ending: str | None = "done", names: tuple[str, ...] = NAMES, **changes: Any) -> Path:
+            write_run(tmp_path, steps, ending, names, **changes)
+            if ending is None:
+                held.enter_context(lock_folder(tmp_path))
+            return tmp_path
 
-    return make
+        yield make
 
 
 def write_run(folder: Path, steps: int, ending: str | None, names: tuple[str, ...], **changes: Any) -> None:
@@ -183,7 +191,7 @@ class _Page(HTMLParser):
             self.crossed.append(tag)
 
     def handle_data(self, data: str) -> None:
-        if not self.open or self.open[-1] != "style":
+        if not self.open or self.open[-1] not in ("style", "script"):
             self.words.append(data)
 
 
@@ -246,7 +254,7 @@ def test_headline_figures_add_up_the_files(make_run: MakeRun) -> None:
 def test_every_drawn_microbatch_is_as_long_as_its_tokens(make_run: MakeRun) -> None:
     folder = make_run(steps=10)
     html, _ = _write(folder)
-    section = html[html.index("<h2>Microbatches") : html.index("<h2>Throughput")]
+    section = html[html.index("<h2>Microbatches") : html.index("<h2>Schedule")]
     widths = [float(width) for width in re.findall(r'<rect class="mark fill job-\d+"[^>]* width="([\d.]+)"', section)]
     tokens = [count for line in _lines(folder, "microbatches.jsonl") for count in line["tokens"].values()]
     assert len(widths) == len(tokens)
@@ -327,7 +335,7 @@ def test_the_schedule_is_described_and_predicted_times_stand_against_measured_on
     assert f"median {ratios[round(0.5 * (len(ratios) - 1))]:.2f}" in page.text
     chart = html[html.index("Time of a microbatch") : html.index("In order")]
     assert chart.count('<path class="dot small neutral"') == len(ratios)
-    assert "var(--ink)" in charts.STYLE and ".neutral{--ink:var(--soft)}" in charts.STYLE  # of the page's theme
+    assert "var(--ink)" in STYLE and ".neutral{--ink:var(--soft)}" in STYLE  # of the page's theme
 
 
 def test_a_window_that_was_planned_again_counts_once(make_run: MakeRun) -> None:
@@ -373,9 +381,15 @@ def test_text_from_users_is_escaped_wherever_it_appears(make_run: MakeRun) -> No
     run["jobs"][f"x{nasty}"]["truncated"] = 1
     (folder / "run.json").write_text(json.dumps(run))
     html, page = _write(folder)
-    assert "<script" not in html
+    assert nasty not in html and "<script>alert" not in html
     assert "alert(" in page.text
-    assert {tag for tag, _ in page.tags}.isdisjoint({"script", "img", "link", "iframe", "object", "style="})
+    assert [tags for tag, tags in page.tags if tag == "script"] == [
+        {"type": "application/json", "class": "numbers"},
+        {},
+    ]
+    assert {tag for tag, _ in page.tags}.isdisjoint({"img", "link", "iframe", "object", "style="})
+    (numbers,) = re.findall('<script type="application/json" class="numbers">(.*?)</script>', html)
+    assert json.loads(numbers)["jobs"][1]["name"] == f"x{nasty}"
 
 
 # --- what it survives --------------------------------------------------------------------------------------------------
@@ -448,12 +462,25 @@ def test_ten_thousand_steps_are_drawn_in_two_seconds_and_two_megabytes(make_run:
 # --- what it does not do -----------------------------------------------------------------------------------------------
 
 
-def test_the_page_loads_nothing_and_forbids_the_browser_to(make_run: MakeRun) -> None:
+def test_the_page_loads_nothing_and_runs_nothing_but_its_own_script_and_holds_the_browser_to_that(
+    make_run: MakeRun,
+) -> None:
     html, page = _write(make_run(steps=30, ending="failed"))
-    assert not re.search(r"https?://|url\(|@import|src=", html.replace("default-src=", ""))
+    namespace = "http://www.w3.org/2000/svg"  # a name, which nobody asks for
+    assert not re.search(r"https?://|url\((?!#)|@import|src=", html.replace(namespace, ""))
     assert all((tags.get("href") or "#").startswith("#") for _, tags in page.tags)
     policies = [tags["content"] for tag, tags in page.tags if tag == "meta" and "http-equiv" in tags]
-    assert policies == ["default-src 'none'; style-src 'unsafe-inline'"]
+    own = base64.b64encode(hashlib.sha256(html.split("<script>")[1].split("</script>")[0].encode()).digest()).decode()
+    rules = {rule.split()[0]: rule.split()[1:] for rule in policies[0].split(";")}
+    assert len(policies) == 1 and rules == {
+        "default-src": ["'none'"], "style-src": ["'unsafe-inline'"], "script-src": [f"'sha256-{own}'"],
+        "base-uri": ["'none'"], "form-action": ["'none'"],
+    }  # fmt: skip
+
+
+def test_the_page_is_small(make_run: MakeRun) -> None:
+    folder = make_run(steps=0, names=())
+    assert len(_write(folder)[0]) < 80_000
 
 
 def test_no_id_stands_twice_in_a_page(make_run: MakeRun) -> None:

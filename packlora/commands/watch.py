@@ -1,0 +1,191 @@
+"""packlora watch and packlora report: the page of a run, served while it trains, or written once more.
+
+The server answers on this machine's own address alone, reads the run's folder and writes nothing. A page of another site in the
+same browser can reach such an address, by a name of its own too (DNS rebinding): requests whose Host or origin is not ours are
+refused. Neither command loads torch.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import threading
+import webbrowser
+from collections.abc import Callable
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from packlora.errors import InputError
+from packlora.report.page import LivePage, policy
+from packlora.report.report import write_report
+from packlora.run_file import load_run
+from packlora.terminal import say
+
+HOST = "127.0.0.1"
+ASKED = re.compile(r"look=(-?\d{1,15})&epoch=(-?\d{1,15})", re.ASCII)
+HEADERS = {
+    "Cache-Control": "no-store",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+}
+
+
+def output_folder(run: Path) -> Path:
+    """The output folder of a run, which is named by itself or by its run file. It may not be there yet.
+
+    Raises:
+        InputError: it is another kind of file, or a run file that cannot be read.
+    """
+    if run.suffix in (".yaml", ".yml") and not run.is_dir():
+        return Path(load_run(run).output_dir)
+    if run.exists() and not run.is_dir():
+        raise InputError(f"{run} is neither the output folder of a run nor a run file (.yaml)")
+    return run
+
+
+def report_again(run: Path) -> Path:
+    """Write report.html of a run anew, and return its path.
+
+    Raises:
+        InputError: there is no run.
+    """
+    folder = output_folder(run)
+    if not any((folder / name).is_file() for name in ("run.json", "metrics.jsonl")):
+        raise InputError(f"{folder} holds no run: there is neither run.json nor metrics.jsonl")
+    return write_report(folder)
+
+
+class Server(ThreadingHTTPServer):
+    """Serves the page of a run.
+
+    Args:
+        port: 0 takes a free one.
+
+    Raises:
+        InputError: the port is taken, or may not be used.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, output_dir: Path, port: int) -> None:
+        self.page, self.one_at_a_time = LivePage(output_dir), threading.Lock()
+        try:
+            super().__init__((HOST, port), _Handler)
+        except OSError as error:
+            raise InputError(f"--port {port}: {error.strerror}; leave it out for a free one") from None
+        self.own = {f"{name}:{self.server_port}" for name in (HOST, "localhost")}
+
+    @property
+    def url(self) -> str:
+        """Of the page."""
+        return f"http://{HOST}:{self.server_port}/"
+
+    def server_bind(self) -> None:
+        """As the class above, without asking for the name of the address."""
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self.socket.bind(self.server_address)
+        self.server_name, self.server_port = HOST, self.socket.getsockname()[1]
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A reader that goes away in the middle is nobody's concern."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Server
+    protocol_version = "HTTP/1.1"
+    server_version, sys_version = "packlora", ""
+    timeout = 60
+
+    def do_GET(self) -> None:
+        if (refused := self._refused()) is not None:
+            self._answer(refused, "text/plain", f"{refused.phrase}\n")
+            return
+        path, _, query = self.path.partition("?")
+        asked = ASKED.fullmatch(query)
+        if path == "/" and not query:
+            self._answer_with("text/html", self.server.page.html)
+        elif path == "/data" and asked is not None:
+            look, epoch = map(int, asked.groups())
+            self._answer_with(
+                "application/json", lambda: json.dumps(self.server.page.news(look, epoch), allow_nan=False)
+            )
+        else:
+            self._answer(HTTPStatus.NOT_FOUND, "text/plain", "Not Found\n")
+
+    do_HEAD = do_GET
+
+    def _answer_with(self, kind: str, made: Callable[[], str]) -> None:
+        """What is made, or why it cannot be: files of a folder may hold anything."""
+        try:
+            with self.server.one_at_a_time:
+                text = made()
+        except Exception as error:
+            self._answer(HTTPStatus.INTERNAL_SERVER_ERROR, "text/plain", f"{type(error).__name__}: {error}\n")
+            return
+        self._answer(HTTPStatus.OK, kind, text)
+
+    def _refused(self) -> HTTPStatus | None:
+        """Why the request is not one of our own page, or of somebody who opens it."""
+        hosts, origin = self.headers.get_all("Host") or [], self.headers.get("Origin")
+        if len(hosts) != 1 or hosts[0].lower() not in self.server.own or not self.path.startswith("/"):
+            return HTTPStatus.FORBIDDEN
+        if origin is not None and origin.removeprefix("http://") not in self.server.own:
+            return HTTPStatus.FORBIDDEN
+        if self.headers.get("Sec-Fetch-Site", "none") == "cross-site" and self.path != "/":
+            return HTTPStatus.FORBIDDEN
+        return None
+
+    def _answer(self, status: HTTPStatus, kind: str, text: str) -> None:
+        body = text.encode(errors="replace")
+        self.send_response(status)
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Content-Security-Policy", f"{policy(is_live=True)}; frame-ancestors 'none'")
+        for name, value in HEADERS.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Requests are not told."""
+
+
+def watch(run: Path, port: int, browser: bool) -> None:
+    """Serve the page of a run until Ctrl-C.
+
+    Args:
+        run: its output folder, or its run file.
+        port: 0 for a free one.
+        browser: open the page in the user's browser, if there is one.
+
+    Raises:
+        InputError: there can be no such run, or the port cannot be used.
+    """
+    folder = output_folder(run)
+    with Server(folder, port) as server:
+        print(f"the page of {folder} is at {server.url} (Ctrl-C ends; the run goes on)", flush=True)
+        if not folder.is_dir():
+            say(f"{folder} is not there yet; the page shows the run when it begins")
+        if browser:
+            threading.Thread(target=_open, args=(server.url,), daemon=True).start()
+        try:
+            server.serve_forever(poll_interval=0.2)
+        except KeyboardInterrupt:
+            print("watching has ended", flush=True)
+
+
+def _open(url: str) -> None:
+    """Text browsers, which would take the terminal, are left alone."""
+    try:
+        found = webbrowser.get()
+        if not isinstance(found, webbrowser.GenericBrowser) or isinstance(found, webbrowser.BackgroundBrowser):
+            found.open(url)
+    except webbrowser.Error:
+        pass

@@ -1,0 +1,87 @@
+"""Prompts that a model is to answer: their tokens, rendered as training renders them, and the tokens that end an answer."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from packlora.config import DataConfig
+from packlora.data.encode import encode_rows
+from packlora.data.rows import Row, with_system
+from packlora.errors import InputError
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt of a job. ids [T]: its tokens. most: tokens that it may have together with its answer."""
+
+    text: str
+    ids: np.ndarray
+    most: int
+
+
+def prompt_ids(said: str | list[dict[str, Any]], tokenizer: Any) -> list[int]:
+    """Tokens of what an answer follows.
+
+    Args:
+        said: plain text, which is continued, or the messages of a conversation, by the tokenizer's chat template.
+
+    Raises:
+        InputError: the template refuses the messages, or there are no tokens.
+    """
+    if isinstance(said, str):
+        text = said
+    else:
+        try:
+            text = tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # templates raise their own complaints, e.g. about a system message
+            raise InputError(f"the chat template refuses the messages: {error}") from None
+    ids = list(tokenizer(text, add_special_tokens=isinstance(said, str))["input_ids"])
+    if not ids:
+        raise InputError("the prompt has no tokens; there is nothing to answer")
+    return ids
+
+
+def encode_prompts(
+    texts: Sequence[str], tokenizer: Any, data: DataConfig, new_tokens: int, context: int, job: str
+) -> list[Prompt]:
+    """The sample_prompts of a job: each is a user's message where the tokenizer has a chat template, else it is continued.
+
+    Args:
+        new_tokens: of an answer at most.
+        context: most positions that the model knows.
+
+    Raises:
+        InputError: a prompt cannot be rendered, or leaves no room for its answer.
+    """
+    out = []
+    for number, text in enumerate(texts):
+        where = f"job {job!r}: sample_prompts.{number}"
+        messages = with_system([{"role": "user", "content": text}], data.system)
+        try:
+            ids = prompt_ids(messages if tokenizer.chat_template else text, tokenizer)
+        except InputError as error:
+            raise InputError(f"{where}: {error}") from None
+        if len(ids) + new_tokens > context:
+            raise InputError(
+                f"{where}: the prompt has {len(ids)} tokens and its answer up to {new_tokens} (sample_max_new_tokens), but the "
+                f"model's context is {context}; shorten one of them"
+            )
+        out.append(Prompt(text, np.asarray(ids), len(ids) + new_tokens))
+    return out
+
+
+def answer_ends(tokenizer: Any, said: int | list[int] | None) -> list[int]:
+    """Tokens that end an answer: what the model's generation settings say, and what training puts behind a turn."""
+    ends = {*(said if isinstance(said, list) else [said]), tokenizer.eos_token_id} - {None}
+    row = Row("a turn", prompt="a", completion="b")
+    with contextlib.suppress(InputError):  # a template that takes no such conversation
+        (sample,) = encode_rows([row], tokenizer, DataConfig(path="-"), 2**31, "chat").samples
+        last = int(sample.ids[-1])
+        if last in {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}:
+            ends.add(last)
+    return sorted(ends)

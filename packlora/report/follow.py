@@ -1,0 +1,109 @@
+"""Reading what a run writes while it writes: jsonl files are read on from where the last look ended, nothing is written.
+
+Any file may be missing, empty, half-written, or another one than before, as after a run was resumed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+Line = dict[str, Any]
+MOST_BYTES = 2**26
+"""Read of one file in one look; more comes with the next."""
+REMEMBERED = 64
+"""Bytes before the end of what was read, by which a file is known again."""
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[IO[bytes] | None]:
+    """A plain file, or None: what is no file is not waited for, as a pipe would be."""
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        yield None
+        return
+    with os.fdopen(handle, "rb") as file:
+        yield file if stat.S_ISREG(os.fstat(handle).st_mode) else None
+
+
+class Followed:
+    """Lines of a jsonl file that hold all of `keys`. A last line without its end is left for the next look.
+
+    lines: all of them. times: how often they were begun anew, since the file became another one. is_sound: whether a line that
+    has the keys holds what a run writes there.
+    """
+
+    def __init__(self, path: Path, *keys: str, is_sound: Callable[[Line], bool] = bool) -> None:
+        self.path, self.keys, self._is_sound = path, keys, is_sound
+        self.lines: list[Line] = []
+        self.times = 0
+        self._at, self._before = 0, b""
+
+    def look(self) -> bool:
+        """Read what is new; whether anything is."""
+        with opened(self.path) as file:
+            if file is None or not self._is_known(file):
+                changed = bool(self._at)
+                self.lines, self._at, self._before = [], 0, b""
+                self.times += changed
+                if file is None:
+                    return changed
+            else:
+                changed = False
+            data = file.read(MOST_BYTES)
+        whole = data[: data.rfind(b"\n") + 1]
+        if not whole:
+            return changed
+        self._at += len(whole)
+        self._before = (self._before + whole)[-REMEMBERED:]
+        for text in whole[:-1].split(b"\n"):
+            line = parsed(text)
+            if line is not None and all(key in line for key in self.keys) and self._is_sound(line):
+                self.lines.append(line)
+        return True
+
+    def _is_known(self, file: IO[bytes]) -> bool:
+        """Whether it goes on from where the last look ended; it is read from there, else from its beginning."""
+        file.seek(max(0, self._at - REMEMBERED))
+        if file.read(min(self._at, REMEMBERED)) == self._before:
+            return True
+        file.seek(0)
+        return False
+
+
+def parsed(text: bytes | str) -> Line | None:
+    """A JSON object, or None where the text is none, as a line that is still being written."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):  # also a number of thousands of digits
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def read_object(path: Path) -> Line | None:
+    """A JSON object in a file of its own; None where there is none."""
+    with opened(path) as file:
+        return parsed(file.read()) if file is not None else None
+
+
+def is_held(lock: Path) -> bool | None:
+    """Whether a process holds the lock file of a run (`lock_folder`); None where that cannot be told from here, as on another
+    machine that shares the folder. The lock is not tried: a run that starts meanwhile would find it taken."""
+    try:
+        with opened(lock) as file:
+            if file is None:
+                return False if not os.path.lexists(lock) else None
+            host, inode = file.read(1000).decode(errors="replace").split(" ")[0], os.fstat(file.fileno()).st_ino
+        locks = Path("/proc/locks").read_text()
+    except OSError:
+        return None
+    if host != socket.gethostname():
+        return None
+    return any("FLOCK" in line and line.split()[-3].endswith(f":{inode}") for line in locks.splitlines())

@@ -1,0 +1,126 @@
+"""The page of a run: one HTML file that needs nothing but a browser, written by a run and served by packlora watch alike.
+
+Owns how its pieces are put together: sections.py's HTML, series.py's numbers as JSON, page.css, and page.js, which draws the
+curves. The page runs no script but its own, whose hash its Content-Security-Policy names, and asks nobody but the address that
+it came from.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import time
+from collections.abc import Callable, Mapping
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from packlora.report import charts, sections
+from packlora.report.run_files import FollowedRun
+from packlora.report.series import PageData
+
+STYLE = (Path(__file__).parent / "page.css").read_text(encoding="utf-8")
+SCRIPT = (Path(__file__).parent / "page.js").read_text(encoding="utf-8")
+REMADE = 2.0
+"""Seconds between two makings of what stands still on a live page."""
+
+
+def policy(is_live: bool) -> str:
+    """The Content-Security-Policy of a page."""
+    digest = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
+    return (
+        f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
+        + "; connect-src 'self'" * is_live
+    )
+
+
+def whole_page(output_dir: Path) -> str:
+    """Of what a run has written so far, to be opened as a file."""
+    run = FollowedRun(output_dir)
+    data = PageData(run)
+    while data.follow():
+        pass
+    return _assembled(data, sections.parts(data.files), is_live=False)
+
+
+class LivePage:
+    """The page of a run that may train now: whole, and what is new of it.
+
+    Drawings and tables are made again at most every REMADE seconds, and so seldom that it takes a fiftieth of the time.
+    """
+
+    def __init__(self, output_dir: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self._data, self._clock = PageData(FollowedRun(output_dir)), clock
+        self._parts: dict[str, str] = {}
+        self._made: dict[str, int] = {}
+        """By part, the look of which its present text is new."""
+        self._is_stale, self._next = True, 0.0
+
+    def html(self) -> str:
+        """The whole page."""
+        while self._data.follow():
+            self._is_stale = True
+        self._make()
+        return _assembled(self._data, self._parts, is_live=True)
+
+    def news(self, look: int, epoch: int) -> dict[str, Any]:
+        """What a page does not know that has this look and epoch."""
+        self._is_stale |= self._data.follow()
+        if self._is_stale and self._clock() >= self._next:
+            self._make()
+        numbers = self._data.since(look, epoch)
+        return {
+            **numbers,
+            "parts": {n: html for n, html in self._parts.items() if numbers["whole"] or self._made[n] > look},
+        }
+
+    def _make(self) -> None:
+        began, run = self._clock(), self._data.files
+        parts = {
+            **sections.parts(run), "title": sections.title(run), "colours": charts.job_style(len(run.jobs)),
+        }  # fmt: skip
+        changed = [name for name, html in parts.items() if self._parts.get(name) != html]
+        if changed:
+            self._data.look += 1
+            self._made |= dict.fromkeys(changed, self._data.look)
+        self._parts, self._is_stale = parts, False
+        now = self._clock()
+        self._next = now + max(REMADE, 50 * (now - began))
+
+
+def _assembled(data: PageData, part: Mapping[str, str], is_live: bool) -> str:
+    def place(name: str) -> str:
+        return f'<div data-part="{name}">{part[name]}</div>'
+
+    title = escape(sections.title(data.files))
+    numbers = embedded({**data.since(-1, -1), "live": is_live})
+    page = f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="{policy(is_live)}">
+<title>{title}</title>
+<style>{STYLE}</style><style class="job-colours">{charts.job_style(len(data.files.jobs))}</style></head>
+<body><main>
+{place("header")}{place("tiles")}{place("warnings")}{place("sweep")}
+<noscript><p class="empty">The curves are drawn by JavaScript, which is off.</p></noscript>
+<nav class="legend" aria-label="Jobs"><div data-part="legend">{part["legend"]}</div></nav>
+{place("nothing")}
+<div data-chart="curves"></div>
+{place("jobs")}
+<div data-chart="optimization"></div>
+<div data-chart="machine"></div>
+<div data-chart="samples"></div>
+{place("microbatches")}{place("schedule")}{place("pipeline")}{place("lengths")}{place("reproducibility")}
+</main>
+<script type="application/json" class="numbers">{numbers}</script>
+<script>{SCRIPT}</script>
+</body></html>
+"""
+    return page.encode(errors="replace").decode()  # of texts of users, halves of characters
+
+
+def embedded(value: Any) -> str:
+    """JSON that may stand in a script element: no text in it can end the element."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

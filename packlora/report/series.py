@@ -1,0 +1,205 @@
+"""What the page draws of a run: the numbers of its jobs by step and of its machine by time, thinned, and what of it is new.
+
+A run writes a line per optimizer step and per microbatch; a page holds a few hundred points of each. Lines are put together in
+buckets of equal numbers, with mean, lowest and highest. Where there are too many buckets, two and two become one.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from packlora.report.follow import Line
+from packlora.report.run_files import FollowedRun, RunFiles, is_number
+
+MOST_BUCKETS = ((40, 800), (150, 300), (10**9, 120))
+"""Of a job, by the most jobs of the run."""
+MOST_METRICS = 100
+"""Kinds of numbers of a job."""
+MOST_SAMPLED = 24
+"""Evaluations of a job whose generated texts are kept."""
+NO_METRICS = {"job", "step", "elapsed"}
+
+
+class _Bucket:
+    __slots__ = ("count", "numbers", "places")
+
+    def __init__(self) -> None:
+        self.count, self.places = 0, list[float]()
+        self.numbers: dict[str, tuple[float, int, float, float]] = {}  # sum, how many, lowest, highest
+
+    def add(self, places: list[float], numbers: Mapping[str, tuple[float, int, float, float]], count: int = 1) -> None:
+        self.count, self.places = self.count + count, places
+        for key, (total, many, low, high) in numbers.items():
+            if (old := self.numbers.get(key)) is not None:
+                self.numbers[key] = (old[0] + total, old[1] + many, min(old[2], low), max(old[3], high))
+            else:
+                self.numbers[key] = (total, many, low, high)
+
+
+class Thinned:
+    """A growing series of lines: `places`, columns of where they stand, of which the last of a bucket holds, and metrics."""
+
+    def __init__(self, places: Sequence[str], most: int) -> None:
+        self.places, self.most, self.every = places, most, 1
+        self._buckets: list[_Bucket] = []
+        self._touched: list[int] = []
+        """By bucket, the number of the look that last added to it."""
+        self._begun = 0
+        """The look in which buckets were last put together."""
+
+    def add(self, places: list[float], numbers: Mapping[str, float], look: int) -> None:
+        """look: its number, never less than before."""
+        if not self._buckets or self._buckets[-1].count >= self.every:
+            if len(self._buckets) >= self.most:
+                self._halve(look)
+            if not self._buckets or self._buckets[-1].count >= self.every:
+                self._buckets.append(_Bucket())
+                self._touched.append(look)
+        self._buckets[-1].add(places, {key: (value, 1, value, value) for key, value in numbers.items()})
+        self._touched[-1] = look
+
+    def _halve(self, look: int) -> None:
+        buckets = []
+        for start in range(0, len(self._buckets), 2):
+            one = _Bucket()
+            for other in self._buckets[start : start + 2]:
+                one.add(other.places, other.numbers, other.count)
+            buckets.append(one)
+        self._buckets, self.every = buckets, 2 * self.every
+        self._touched, self._begun = [look] * len(buckets), look
+
+    def since(self, look: int) -> Line | None:
+        """What came after a look, as columns from bucket `from` on; None where nothing did."""
+        start = 0 if self._begun > look else bisect_right(self._touched, look)
+        new = self._buckets[start:]
+        if not new:
+            return None
+        keys = list(dict.fromkeys(key for bucket in new for key in bucket.numbers))
+        columns = {name: [_short(one.places[at]) for one in new] for at, name in enumerate(self.places)}
+        out: Line = {"from": start, "every": self.every, "count": [one.count for one in new], **columns}
+        found = {key: [one.numbers.get(key) for one in new] for key in keys}
+        out["mean"] = {key: [n and _short(n[0] / n[1]) for n in column] for key, column in found.items()}
+        if self.every > 1:
+            out["low"] = {key: [n and _short(n[2]) for n in column] for key, column in found.items()}
+            out["high"] = {key: [n and _short(n[3]) for n in column] for key, column in found.items()}
+        return out
+
+
+def _short(value: float) -> float:
+    return value if isinstance(value, int) else float(f"{value:.6g}")
+
+
+def numbers_of(line: Line) -> dict[str, float]:
+    """All finite numbers of a line by name, also those of an object in it."""
+    out: dict[str, float] = {}
+    for key, value in line.items():
+        inner: Iterable[tuple[str, Any]] = value.items() if isinstance(value, dict) else [(key, value)]
+        out.update((str(name), one) for name, one in inner if name not in NO_METRICS and is_number(one))
+        if len(out) > MOST_METRICS:
+            break
+    if out.get("seconds", 0) > 0 and "tokens" in out:
+        out["tokens_per_second"] = out["tokens"] / out["seconds"]
+    return out
+
+
+class _JobSeries:
+    def __init__(self, most: int) -> None:
+        self.steps, self.evals = Thinned(("step", "time", "seen"), most), Thinned(("step",), most)
+        self.seen, self.known, self.judged, self.sampled = 0.0, 0, 0, 0
+        self.sampled_at = 0
+
+    def follow(self, metrics: list[Line], evals: list[Line], samples: list[Line], look: int) -> None:
+        for line in metrics[self.known :]:
+            numbers = numbers_of(line)
+            self.seen += numbers.get("tokens", 0)
+            elapsed = line.get("elapsed")
+            time = float(elapsed) if is_number(elapsed) else 0.0
+            self.steps.add([line["step"], time, self.seen], numbers, look)
+        for line in evals[self.judged :]:
+            numbers = {key.removeprefix("eval_"): value for key, value in numbers_of(line).items()}
+            self.evals.add([line["step"]], numbers, look)
+        if len(samples) != self.sampled:
+            self.sampled_at = look
+        self.known, self.judged, self.sampled = len(metrics), len(evals), len(samples)
+
+
+class PageData:
+    """The numbers of a run for its page; grows with the run.
+
+    look: number of the last look that found anything. epoch: another one where what was handed out before is no longer so.
+    """
+
+    def __init__(self, run: FollowedRun) -> None:
+        self.run, self.look, self.epoch = run, 0, 0
+        self.files: RunFiles = run.files()
+        self._jobs: dict[str, _JobSeries] = {}
+        self._machine = Thinned(("time",), MOST_BUCKETS[0][1])
+        self._measured, self._ranks = 0, 1
+        self._begun: Any = None
+
+    def follow(self) -> bool:
+        """Read on. Whether anything is new."""
+        if not self.run.look():
+            return False
+        self.look += 1
+        self.files = self.run.files()
+        names = [job.name for job in self.files.jobs]
+        most = next(buckets for jobs, buckets in MOST_BUCKETS if len(names) <= jobs)
+        begun = self.run.times, most
+        if begun != self._begun or list(self._jobs) != names[: len(self._jobs)]:
+            self._begun, self.epoch, self._jobs = begun, self.look, {}
+            self._machine, self._measured = Thinned(("time",), MOST_BUCKETS[0][1]), 0
+        for job in self.files.jobs:
+            series = self._jobs.setdefault(job.name, _JobSeries(most))
+            series.follow(job.metrics, job.evals, job.samples, self.look)
+        for line in self.files.microbatches[self._measured :]:
+            time, seconds = line.get("elapsed"), line.get("seconds")
+            if is_number(time) and is_number(seconds) and time:
+                held = {"tokens": sum(line["tokens"].values()), "capacity": line["capacity"], "seconds": seconds}
+                memory = line.get("memory")
+                self._machine.add(
+                    [time], held | ({"memory": memory} if is_number(memory) and memory else {}), self.look
+                )
+                self._ranks = max(self._ranks, 1 + int(line.get("rank") or 0))
+        self._measured = len(self.files.microbatches)
+        return True
+
+    def since(self, look: int, epoch: int) -> Line:
+        """What the page does not know yet that knows what there was after a look of an epoch; all of it for others."""
+        if epoch != self.epoch or look > self.look:
+            look = -1
+        files = self.files
+        jobs = [
+            {"name": job.name, "style": job.style, "status": files.status_of(job), "step": job.step, "kind": job.kind}
+            for job in files.jobs
+        ]  # fmt: skip
+        series = [
+            found
+            for job, own in enumerate(self._jobs.values())
+            if (found := {"job": job, **self._new(own, files.jobs[job].samples, look)}) and len(found) > 1
+        ]
+        return {
+            "look": self.look, "epoch": self.epoch, "whole": look < 0, "status": files.status, "jobs": jobs,
+            "series": series, "machine": self._machine.since(look), "ranks": self._ranks,
+        }  # fmt: skip
+
+    def _new(self, own: _JobSeries, samples: list[Line], look: int) -> Line:
+        out: dict[str, Any] = {"steps": own.steps.since(look), "evals": own.evals.since(look)}
+        if own.sampled_at > look and samples:
+            out["samples"] = [_sampled(line) for line in _spread(samples, MOST_SAMPLED)]
+        return {key: value for key, value in out.items() if value is not None}
+
+
+def _sampled(line: Line) -> Line:
+    pairs = line["samples"] if isinstance(line["samples"], list) else []
+    texts = [(str(one.get("prompt")), str(one.get("text"))) for one in pairs if isinstance(one, dict)]
+    return {"step": line["step"], "texts": texts}
+
+
+def _spread(lines: list[Line], most: int) -> list[Line]:
+    """At most so many, evenly, with the first and the last."""
+    if len(lines) <= most:
+        return lines
+    return [lines[round(number * (len(lines) - 1) / (most - 1))] for number in range(most)]

@@ -1,0 +1,127 @@
+"""What jobs' adapters write for their sample_prompts, greedily, at evaluations.
+
+A job's prompts are packed as its samples are, and run through the model once for each new token, without dropout and without a
+cache of keys: nothing of the model is changed for it and nothing random is drawn, so training has the bits that it has without.
+The prompts of each job run by themselves: a text depends on the job's adapter alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+
+from packlora.adapters.linear import Attached
+from packlora.adapters.owners import MIN_ROWS, TokenOwners
+from packlora.base.model import Base
+from packlora.base.packing import packed_logits
+from packlora.data.prompts import Prompt, answer_ends
+from packlora.report.events import Evaluated, Event, JobJoined, Note, RunBegan, Sampled, Stepped
+from packlora.runtime.evaluate import is_multiple
+from packlora.runtime.events import Emitter
+from packlora.runtime.job import Job
+from packlora.runtime.memory import free_memory
+from packlora.runtime.microbatch import one_error_for_memory
+
+MOST_TOKENS = 4096
+"""Of prompts with their answers that run together, where there are several."""
+
+
+class Sampler:
+    """A subscriber that generates texts of jobs before their first step, at evaluations and after the last step, once each.
+
+    Args:
+        base, attached: the model, whole on this device, with the adapters of the jobs on it.
+        jobs: those that train; some may join.
+        every: optimizer steps between evaluations, of jobs that do not say so themselves.
+        events: are told of the texts. Where the run is to end no more are made; --resume makes them.
+        known: jobs and steps of which there are texts.
+    """
+
+    def __init__(
+        self, base: Base, attached: Attached, jobs: Sequence[Job], every: int, events: Emitter,
+        known: Collection[tuple[str, int]],
+    ) -> None:  # fmt: skip
+        self.base, self.attached, self.jobs, self.every, self.events = base, attached, jobs, every, events
+        self.known = set(known)
+        self._ends: list[int] | None = None
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, RunBegan):
+            for job in self.jobs:
+                self._sample(job, is_judged=False)
+        elif isinstance(event, JobJoined | Stepped | Evaluated):
+            for job in self.jobs:
+                if job.name == event.job:
+                    self._sample(job, isinstance(event, Evaluated))
+
+    def _sample(self, job: Job, is_judged: bool) -> None:
+        """Tell the texts of a job, if they are due, or that there are none, and why."""
+        if not job.prompts or job.status != "running" or (job.name, job.step) in self.known or self.events.stop.asked:
+            return
+        own = job.config.train.eval_steps
+        every = self.every if own is None else own
+        if not (is_judged or job.step in (0, job.data.num_steps) or is_multiple(job.step, every)):
+            return
+        try:
+            with one_error_for_memory():
+                texts = self._texts(job)
+        except torch.OutOfMemoryError:
+            texts = []
+            self.events.emit(
+                Note(f"job {job.name!r}: no samples after step {job.step}: out of memory; training goes on")
+            )
+            free_memory(self.base.device)
+        if texts is None:
+            return
+        self.known.add((job.name, job.step))
+        if texts:
+            pairs = [{"prompt": prompt.text, "text": text} for prompt, text in zip(job.prompts, texts, strict=True)]
+            self.events.emit(Sampled(job.name, job.step, tuple(pairs)))
+
+    def _texts(self, job: Job) -> list[str] | None:
+        """Answers to a job's prompts; None where the run is to end before."""
+        out: list[str] = []
+        while len(out) < len(job.prompts):
+            part, total = [job.prompts[len(out)]], job.prompts[len(out)].most
+            for prompt in job.prompts[len(out) + 1 :]:
+                if (total := total + prompt.most) > MOST_TOKENS:
+                    break
+                part.append(prompt)
+            answers = self._answers(job.adapter.number, part)
+            if answers is None:
+                return None
+            out += [str(self.base.tokenizer.decode(answer, skip_special_tokens=True)) for answer in answers]
+        return out
+
+    def _answers(self, owner: int, prompts: Sequence[Prompt]) -> list[list[int]] | None:
+        """New tokens of each prompt, without the one that ends it."""
+        if self._ends is None:
+            self._ends = answer_ends(self.base.tokenizer, self.base.model.generation_config.eos_token_id)
+        rows = [prompt.ids.tolist() for prompt in prompts]
+        going = list(range(len(rows)))
+        while going:
+            if self.events.stop.asked:
+                return None
+            for number, token in zip(going, self._next([rows[number] for number in going], owner), strict=True):
+                rows[number].append(token)
+            going = [n for n in going if rows[n][-1] not in self._ends and len(rows[n]) < prompts[n].most]
+        answers = [row[len(prompt.ids) :] for row, prompt in zip(rows, prompts, strict=True)]
+        return [answer[:-1] if answer[-1] in self._ends else answer for answer in answers]
+
+    @torch.no_grad()
+    def _next(self, rows: Sequence[list[int]], owner: int) -> list[int]:
+        """The likeliest next token of each row of tokens."""
+        lengths = [len(row) for row in rows]
+        total = sum(lengths)
+        if filler := max(0, MIN_ROWS - total):
+            rows = [*rows, (rows[0] * filler)[:filler]]
+        sizes = [len(row) for row in rows]
+        device = self.base.device
+        ids_T = torch.tensor([token for row in rows for token in row], device=device)
+        positions_T = torch.cat([torch.arange(size) for size in sizes]).to(device)
+        last_L = torch.tensor(lengths, device=device).cumsum(0) - 1
+        with self.attached.active(TokenOwners(len(ids_T), ((owner, 0, total),))):
+            logits_LV = packed_logits(self.base.model, ids_T, positions_T, sizes, last_L)
+        found: list[int] = logits_LV.argmax(-1).tolist()
+        return found

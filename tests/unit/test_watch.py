@@ -1,0 +1,306 @@
+"""packlora watch: whom its server answers, and what it makes of a folder that a run writes to, has left, or has yet to make."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_report import write_run
+
+from packlora.cli import app
+from packlora.commands.watch import HOST, Server, output_folder
+from packlora.errors import InputError
+from packlora.files import lock_folder
+from packlora.report.page import LivePage
+from packlora.report.run_files import FollowedRun
+from packlora.report.series import PageData, Thinned
+
+NAMES = ("one", "two")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """A run in progress, which this process holds."""
+    out = tmp_path / "out"
+    out.mkdir()
+    write_run(out, 20, None, NAMES)
+    with lock_folder(out):
+        yield out
+
+
+@pytest.fixture
+def served(folder: Path) -> Iterator[Server]:
+    with Server(folder, 0) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+Ask = Callable[..., tuple[int, dict[str, str], bytes]]
+
+
+@pytest.fixture
+def ask(served: Server) -> Ask:
+    def request(path: str, method: str = "GET", **headers: str) -> tuple[int, dict[str, str], bytes]:
+        connection = http.client.HTTPConnection(HOST, served.server_port, timeout=20)
+        connection.putrequest(method, path, skip_host="Host" in headers, skip_accept_encoding=True)
+        for name, value in headers.items():
+            connection.putheader(name.replace("_", "-"), value)
+        connection.endheaders()
+        answer = connection.getresponse()
+        return answer.status, dict(answer.getheaders()), answer.read()
+
+    return request
+
+
+def lines(values: list[dict[str, Any]]) -> str:
+    return "".join(json.dumps(value) + "\n" for value in values)
+
+
+def step(job: str, number: int, **more: Any) -> dict[str, Any]:
+    return {"job": job, "step": number, "loss": 2.0, "grad_norm": 1.0, "lr": 1e-4, "tokens": 10, "seconds": 1.0, **more}
+
+
+# --- whom it answers ---------------------------------------------------------------------------------------------------
+
+
+def test_the_page_and_its_data_are_served_and_nothing_else(ask: Ask, folder: Path) -> None:
+    (folder.parent / "secret").write_text("secret")
+    status, headers, page = ask("/")
+    assert status == 200 and b"<!doctype html>" in page and headers["Content-Type"] == "text/html; charset=utf-8"
+    status, headers, data = ask("/data?look=-1&epoch=-1")
+    assert status == 200 and {job["name"] for job in json.loads(data)["jobs"]} == set(NAMES)
+    assert ask("/", "HEAD")[0] == 200 and ask("/", "HEAD")[2] == b""
+    for path in (
+        "/run.json", "/metrics.jsonl", "/../secret", "/..%2fsecret", "/%2e%2e/secret", "/./", "/data", "/data?look=1",
+        "/data?look=x&epoch=1", "/data?look=1&epoch=1&more=1", "/?x=1", "/page.js", "/data/../", "/\\..\\secret",
+        "/data?look=" + "9" * 400 + "&epoch=1",
+    ):  # fmt: skip
+        assert ask(path)[0] == 404, path
+    for path in ("http://evil.example/", "evil.example:80", "*"):
+        assert ask(path)[0] in (403, 404), path
+    for method in ("POST", "PUT", "DELETE", "OPTIONS", "PATCH", "TRACE"):
+        assert ask("/", method)[0] == 501
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "evil.example", "evil.example:{port}", "127.0.0.1", "127.0.0.1:1", "127.0.0.1.evil.example:{port}", "0.0.0.0:{port}",
+        "", "[::1]:{port}",
+    ],
+)  # fmt: skip
+def test_another_host_is_refused_as_dns_rebinding_would_name_it(host: str, ask: Ask, served: Server) -> None:
+    for path in ("/", "/data?look=-1&epoch=-1"):
+        status, _, body = ask(path, Host=host.format(port=served.server_port))
+        assert (status, body) == (403, b"Forbidden\n")
+
+
+def test_own_names_are_answered_and_other_origins_refused(ask: Ask, served: Server) -> None:
+    port = served.server_port
+    assert ask("/", Host=f"localhost:{port}")[0] == ask("/", Host=f"LOCALHOST:{port}")[0] == 200
+    assert ask("/", Origin=f"http://127.0.0.1:{port}")[0] == 200
+    for origin in ("http://evil.example", "null", f"https://127.0.0.1:{port}", f"http://127.0.0.1:{port + 1}"):
+        assert ask("/data?look=-1&epoch=-1", Origin=origin)[0] == 403
+    assert ask("/data?look=-1&epoch=-1", Sec_Fetch_Site="cross-site")[0] == 403
+    assert ask("/", Sec_Fetch_Site="cross-site")[0] == 200  # a link to it
+
+
+def test_only_this_machine_is_listened_to_and_the_browser_is_held_to_the_page(ask: Ask, served: Server) -> None:
+    assert served.socket.getsockname()[0] == "127.0.0.1"
+    headers = ask("/")[1]
+    assert "frame-ancestors 'none'" in headers["Content-Security-Policy"]
+    assert "connect-src 'self'" in headers["Content-Security-Policy"]
+    assert "'unsafe-inline'" not in headers["Content-Security-Policy"].partition("script-src")[2]
+    assert (headers["X-Content-Type-Options"], headers["Cache-Control"]) == ("nosniff", "no-store")
+
+
+def test_a_port_that_is_taken_and_what_is_no_run_are_refused(served: Server, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=f"--port {served.server_port}: .*; leave it out for a free one"):
+        Server(tmp_path, served.server_port)
+    (tmp_path / "notes.txt").write_text("")
+    with pytest.raises(InputError, match="neither the output folder of a run nor a run file"):
+        output_folder(tmp_path / "notes.txt")
+
+
+def test_a_request_that_never_ends_keeps_nobody_waiting(ask: Ask, served: Server) -> None:
+    with socket.create_connection((HOST, served.server_port)) as slow:
+        slow.sendall(b"GET / HTTP/1.1\r\nHost: ")
+        assert ask("/")[0] == 200
+
+
+# --- what it shows of a folder ---------------------------------------------------------------------------------------------
+
+
+def test_each_look_reads_and_sends_what_is_new_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = FollowedRun(folder)
+    data = PageData(run)
+    assert data.follow() and not data.follow()
+    before = data.since(-1, -1)
+    (first,) = (one for one in before["series"] if one["job"] == 0)
+    known = len(first["steps"]["step"])
+    seen: list[bytes] = []
+    monkeypatch.setattr("packlora.report.follow.parsed", lambda text: seen.append(text) or json.loads(text))
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(lines([step("one", 99, **{"rewards/margins": 0.25, "metrics": {"rewards/accuracies": 0.5}})]))
+    assert data.follow() and len(seen) == 1
+    news = data.since(before["look"], before["epoch"])
+    assert not news["whole"] and [one["job"] for one in news["series"]] == [0]
+    steps = news["series"][0]["steps"]
+    assert (steps["from"], steps["step"]) == (known, [99])
+    assert steps["mean"]["rewards/margins"] == [0.25] and steps["mean"]["rewards/accuracies"] == [0.5]  # any numbers
+    assert data.since(news["look"], news["epoch"])["series"] == []
+
+
+def test_a_half_written_line_is_shown_once_it_is_whole(folder: Path) -> None:
+    data = PageData(FollowedRun(folder))
+    data.follow()
+    look, epoch = data.look, data.epoch
+    text = lines([step("two", 50), step("two", 51)])
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(text[:-30])
+        file.flush()
+        data.follow()
+        assert data.since(look, epoch)["series"][0]["steps"]["step"] == [50]
+        file.write(text[-30:])
+        file.flush()
+        data.follow()
+    assert data.since(look, epoch)["series"][0]["steps"]["step"] == [50, 51]
+    assert data.files.jobs[1].step == 51
+
+
+@pytest.mark.parametrize("how", ["renamed", "in place", "gone"])
+def test_a_file_that_a_resumed_run_has_written_anew_is_read_anew(folder: Path, how: str) -> None:
+    data = PageData(FollowedRun(folder))
+    data.follow()
+    look, epoch, path = data.look, data.epoch, folder / "metrics.jsonl"
+    kept = [line for line in path.read_text().splitlines(keepends=True) if json.loads(line)["step"] <= 2]
+    if how == "renamed":
+        (folder / "new").write_text("".join(kept))
+        os.replace(folder / "new", path)
+    elif how == "in place":
+        path.write_text("".join(kept))
+    else:
+        path.unlink()
+    assert data.follow()
+    news = data.since(look, epoch)
+    assert news["whole"] and news["epoch"] != epoch
+    steps = {one["job"]: one["steps"]["step"] for one in news["series"] if "steps" in one}
+    assert steps == ({} if how == "gone" else {0: [1, 2], 1: [1, 2]})
+
+
+def test_a_run_that_has_not_begun_is_waited_for_and_a_killed_one_is_told_from_a_running_one(tmp_path: Path) -> None:
+    out = tmp_path / "later"
+    page = LivePage(out, clock=lambda: 0.0)
+    assert "later" in page.html() and page.news(-1, -1)["jobs"] == []
+    out.mkdir()
+    with lock_folder(out):
+        write_run(out, 10, None, NAMES)
+        page = LivePage(out)
+        assert page.news(-1, -1)["status"] == "running"
+        (out / ".lock").rename(tmp_path / "lock")  # what a killed process leaves
+        (out / ".lock").write_text((tmp_path / "lock").read_text())
+        html = page.html()
+        assert "◼ broken off" in html and "◼ stopped" in html and "▶ running" not in html
+        (out / ".lock").write_text("another-machine 7\n")  # which shares the folder
+        assert "▶ running" in page.html()
+        (out / ".lock").unlink()
+        (tmp_path / "lock").rename(out / ".lock")
+    write_run(out, 10, "done", NAMES)
+    news = page.news(1, 1)
+    assert news["status"] == "done" and {job["status"] for job in news["jobs"]} == {"done"}
+
+
+def test_watching_writes_nothing(ask: Ask, folder: Path) -> None:
+    def state() -> dict[str, Any]:
+        return {
+            str(path): (path.stat().st_mtime_ns, path.read_bytes())
+            for path in folder.parent.rglob("*")
+            if path.is_file()
+        }
+
+    before = state()
+    ask("/")
+    ask("/data?look=-1&epoch=-1")
+    assert state() == before
+
+
+def test_files_of_any_content_end_in_an_answer(ask: Ask, folder: Path) -> None:
+    odd = [
+        {"job": ["x"], "step": 1}, {"job": "one", "step": "2"}, {"job": "one", "step": 1e400},
+        {"job": "one", "step": 3, "loss": 10**400}, {"job": "__proto__", "step": 1, "loss": 1.0},
+        {"job": "one", "step": 4, "tokens": "many", "elapsed": [], "loss": True},
+        {"job": "one", "step": 5, "loss": "\ud800"}, {"job": "one", "step": 6, **{f"m{n}": n for n in range(500)}},
+    ]  # fmt: skip
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(lines(odd) + "[" * 100_000 + "\n" + "9" * 10_000 + "\n")
+    texts = [{"job": "one", "step": 1, "samples": [3, {"prompt": "\ud800"}]}, {"job": "one", "step": 2, "samples": 1}]
+    (folder / "samples.jsonl").write_text(lines(texts))
+    (folder / "windows.jsonl").unlink()
+    os.mkfifo(folder / "windows.jsonl")
+    assert ask("/")[0] == ask("/data?look=-1&epoch=-1")[0] == 200
+    (folder / "run.json").write_text('{"config": {"jobs": 3}}')
+    assert ask("/data?look=-1&epoch=-1")[0] == 500  # and the server goes on
+    (folder / "run.json").write_text("{}")
+    assert ask("/data?look=-1&epoch=-1")[0] == 200
+
+
+# --- long runs -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_long_series_becomes_few_means_with_their_lowest_and_highest() -> None:
+    thin, values = Thinned(("step",), 50), [((n * 7919) % 1000) / 10 for n in range(1, 1338)]
+    for number, value in enumerate(values, 1):
+        thin.add([number], {"loss": value}, number)
+    found = thin.since(-1)
+    assert found is not None
+    size = found["every"]
+    assert size == 32 and len(found["step"]) == -(-len(values) // size) <= 50
+    for at, last in enumerate(found["step"]):
+        part = values[at * size : (at + 1) * size]
+        assert last == min((at + 1) * size, len(values)) and found["count"][at] == len(part)
+        assert found["mean"]["loss"][at] == pytest.approx(sum(part) / len(part), rel=1e-5)
+        assert (found["low"]["loss"][at], found["high"]["loss"][at]) == (min(part), max(part))
+    tail = thin.since(len(values) - 1)
+    assert tail is not None and tail["from"] == len(found["step"]) - 1  # the bucket that has grown
+
+
+# --- the commands ----------------------------------------------------------------------------------------------------------
+
+
+def test_ctrl_c_ends_watching_with_a_line(folder: Path) -> None:
+    command = [sys.executable, "-m", "packlora", "watch", str(folder), "--no-browser"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        first = process.stdout.readline()
+        port = int(first.split("http://127.0.0.1:")[1].split("/")[0])
+        connection = http.client.HTTPConnection(HOST, port, timeout=20)
+        connection.request("GET", "/")
+        assert connection.getresponse().status == 200
+        process.send_signal(signal.SIGINT)
+        assert (process.stdout.read(), process.stderr.read(), process.wait()) == ("watching has ended\n", "", 0)
+
+
+def test_report_writes_the_page_of_a_killed_run_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    with pytest.raises(SystemExit) as ended:
+        app(["report", str(out)])
+    assert ended.value.code == 2 and "holds no run" in capsys.readouterr().err
+    write_run(out, 10, None, NAMES)
+    with pytest.raises(SystemExit) as ended:
+        app(["report", str(out)])
+    assert ended.value.code == 0 and capsys.readouterr().out == f"report: {out / 'report.html'}\n"
+    assert "◼ broken off" in (out / "report.html").read_text()
