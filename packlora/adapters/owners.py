@@ -21,14 +21,22 @@ class TokenOwners:
     segments: (adapter number, start, stop) of consecutive tokens, in order; tokens in no segment see the base model alone.
     keys_T2: dropout keys [T, 2] int32 (ops.dropout.token_keys), or None when nothing is dropped (evaluation).
     moving: whose nominal segments these are, the true ones being on the device (ops.lora_linear.moving).
+    rows: owners of the rows of labels, which the output layer is given; None where it is given all tokens, if any.
     """
 
     total: int
     segments: tuple[tuple[int, int, int], ...]
     keys_T2: torch.Tensor | None = None
     moving: MovingSegments | None = None
+    rows: TokenOwners | None = None
     adapters: frozenset[int] = field(init=False)
     """Numbers of those that own tokens."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "adapters", frozenset(number for number, _, _ in self.segments))
+
+    def part(self, start: int, stop: int) -> TokenOwners:
+        """Of consecutive ones of these tokens."""
+        inside = [(number, max(a, start) - start, min(b, stop) - start) for number, a, b in self.segments]
+        keys = None if self.keys_T2 is None else self.keys_T2[start:stop]
+        return TokenOwners(stop - start, tuple(one for one in inside if one[1] < one[2]), keys)

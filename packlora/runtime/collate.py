@@ -99,11 +99,13 @@ def collate(
         rows.append(np.zeros(few, np.int64))
         labels.append(np.full(few, IGNORE))
         num_rows[samples[-1].owner] += few
+    at_rows = _segments(num_rows, max(few, 0))
     keys = _keys(samples, sum(lengths))
     of_rows = [] if weights is None else [np.full(count, weights[owner]) for owner, count in num_rows.items()]
     ids_T, positions_T, rows_L, labels_L, weights_L, keys_T = _send(
         (ids, positions, rows, labels, of_rows, keys), device
     )
+    keys_T2 = keys_T.view(torch.int32).view(-1, 2) if keys else None
     return PackedBatch(
         input_ids_T=ids_T,
         position_ids_T=positions_T,
@@ -114,12 +116,21 @@ def collate(
         owners=TokenOwners(
             sum(lengths),
             tuple((owner, first, stop) for owner, first, stop in segments),
-            keys_T.view(torch.int32).view(-1, 2) if keys else None,
+            keys_T2,
+            rows=TokenOwners(len(rows_L), at_rows, None if keys_T2 is None else keys_T2[rows_L]),
         ),
         num_tokens=num_tokens,
         num_samples=num_samples,
         num_rows=num_rows,
     )
+
+
+def _segments(num_rows: Mapping[int, int], padding: int) -> tuple[tuple[int, int, int], ...]:
+    """(owner, start, stop) of the label rows; those of padding, the last ones, are nobody's."""
+    stops = list(itertools.accumulate(num_rows.values()))
+    stops[-1] -= padding
+    starts = [0, *stops[:-1]]
+    return tuple(one for one in zip(num_rows, starts, stops, strict=True) if one[1] < one[2])
 
 
 def _keys(samples: Sequence[PackedSample], total: int) -> list[np.ndarray]:
