@@ -203,7 +203,9 @@ class AdapterConfig(_Strict):
     def _plain_start(cls, value: Any) -> Any:
         if isinstance(value, str) and value not in ("gaussian", "orthogonal"):
             why = next((reason for start, reason in OTHER_STARTS.items() if value.startswith(start)), None)
-            raise ValueError(f"is {quoted(value)}{'' if why is None else ', ' + why}; give true, false, gaussian or orthogonal")
+            raise ValueError(
+                f"is {quoted(value)}{'' if why is None else ', ' + why}; give true, false, gaussian or orthogonal"
+            )
         return value
 
     @field_validator("layers_to_transform")

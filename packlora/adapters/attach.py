@@ -195,7 +195,8 @@ def _write_first_values(attached: Attached, layers: Layers, numbers: Collection[
         first
         for path in attached.storage.each(kinds)
         for linear in kinds[path]
-        for number in layers[path, linear].adapters if number in numbers
+        for number in layers[path, linear].adapters
+        if number in numbers
         for first in layers[path, linear].first_values(number)
     ]
     with torch.no_grad():

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import copy
 import json
-import re
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,7 +23,7 @@ from typing import Any, TypeVar
 
 import torch
 from peft import LoraConfig
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, ValidationError
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedConfig, PreTrainedModel
 

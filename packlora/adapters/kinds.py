@@ -1,4 +1,4 @@
-"""What can be trained on a module of the base model, by its kind: the one list that matching, attaching, files and merging read.
+"""What can be trained on a module of the base model, by its kind; matching, attaching, files and merging go by it.
 
     kind        base module                                what a job has there
     linear      torch.nn.Linear, quantised, in slices;     A [r, K], B [N, r], magnitude [N], bias [N]      (linear.py)

@@ -100,9 +100,7 @@ class Attached:
             raise RuntimeError(
                 "a backward that recomputes activations must run inside active(owners) of its microbatch"
             )
-        if of_rows and isinstance(active, TokenOwners) and active.rows is not None:
-            return active.rows
-        return active
+        return (active.rows or active) if of_rows and isinstance(active, TokenOwners) else active
 
     def owners(self, total: int, of_rows: bool = False) -> TokenOwners | None:
         """Of a forward over `total` tokens; None runs the base model alone.

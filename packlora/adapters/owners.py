@@ -21,19 +21,28 @@ class TokenOwners:
     segments: (adapter number, start, stop) of consecutive tokens, in order; tokens in no segment see the base model alone.
     keys_T2: dropout keys [T, 2] int32 (ops.dropout.token_keys), or None when nothing is dropped (evaluation).
     moving: whose nominal segments these are, the true ones being on the device (ops.lora_linear.moving).
-    rows: owners of the rows of labels, which the output layer is given; None where it is given all tokens, if any.
+    label_rows: segments of the rows of labels, which the output layer is given, and which tokens these are; None where it is
+        given all tokens, if any.
     """
 
     total: int
     segments: tuple[tuple[int, int, int], ...]
     keys_T2: torch.Tensor | None = None
     moving: MovingSegments | None = None
-    rows: TokenOwners | None = None
+    label_rows: tuple[tuple[tuple[int, int, int], ...], torch.Tensor] | None = None
     adapters: frozenset[int] = field(init=False)
     """Numbers of those that own tokens."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "adapters", frozenset(number for number, _, _ in self.segments))
+
+    @property
+    def rows(self) -> TokenOwners | None:
+        """Owners of the rows of labels."""
+        if self.label_rows is None:
+            return None
+        segments, rows_L = self.label_rows
+        return TokenOwners(len(rows_L), segments, None if self.keys_T2 is None else self.keys_T2[rows_L])
 
     def part(self, start: int, stop: int) -> TokenOwners:
         """Of consecutive ones of these tokens."""

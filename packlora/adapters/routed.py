@@ -100,7 +100,7 @@ class CopyWeights(RoutedWeights):
     def forward(self, base: Any, x: torch.Tensor, y: torch.Tensor | None) -> torch.Tensor:
         names = copied(base)
         if "norm" in names or "weight" not in names:  # a product in 16 bits would lose what is small beside 1
-            wide = {own: self.parameters[name] for name, own in names.items()}
+            wide: dict[str, torch.Tensor] = {own: self.parameters[name] for name, own in names.items()}
             dtype = next(iter(wide.values())).dtype
             return functional_call(base, wide, (x.to(dtype),)).to(x.dtype)  # type: ignore[no-any-return]
         cast = {own: self.parameters[name].to(base.weight.dtype) for name, own in names.items()}
@@ -253,5 +253,7 @@ class Routed(torch.nn.Module):
         if len(found) == 1:
             self._dim = found[0]
         elif self._dim not in found:
-            raise RuntimeError(f"the microbatch has {total} tokens, {type(self.base).__name__} was given {list(x.shape)}")
-        return self._dim  # type: ignore[return-value]
+            raise RuntimeError(
+                f"the microbatch has {total} tokens, {type(self.base).__name__} was given {list(x.shape)}"
+            )
+        return self._dim

@@ -102,10 +102,10 @@ def resolve(peft: LoraConfig, model: PreTrainedModel, job: str, base_dropped: bo
         base_dropped: DoRA under dropout scales the base product of the dropped inputs, as PEFT does.
 
     Raises:
-        InputError: nothing matches, a named module matches nothing, a match is of no kind that is adapted (kinds.py), PEFT would
-            also adapt experts or routers, which are no linear layers, a pattern matches no adapted module or takes too long to,
-            bias: all meets a bias that is the output layer's or that no linear layer has, or one module is to be trained in
-            two ways.
+        InputError: nothing matches, a named module matches nothing, a match is of no kind that is adapted (kinds.py), PEFT
+            would also adapt experts or routers, which are no linear layers, a pattern matches no adapted module or takes
+            too long to, bias: all meets a bias that is the output layer's or that no linear layer has, or one module is
+            to be trained in two ways.
     """
     _try_patterns(peft, [name for name, _ in model.named_modules()], job)
     linears = {name: module for name, module in model.named_modules() if is_linear(module)}
@@ -124,7 +124,9 @@ def resolve(peft: LoraConfig, model: PreTrainedModel, job: str, base_dropped: bo
     for name, module in model.named_modules(remove_duplicate=False):
         if name in others:
             if name in chosen or name in biased:
-                raise InputError(f"job {job!r}: {name} is to be trained in two ways: by target_modules or bias, and {others[name].kind}")
+                raise InputError(
+                    f"job {job!r}: {name} is to be trained in two ways: by target_modules or bias, and {others[name].kind}"
+                )
             spec.modules[name] = others[name]
         elif name in chosen:
             rank = peft.rank_pattern.get(get_pattern_key(peft.rank_pattern.keys(), name), peft.r)
@@ -214,7 +216,9 @@ def other_modules(peft: LoraConfig, model: PreTrainedModel, job: str) -> dict[st
     for name in peft.modules_to_save or ():
         paths = [path for path in modules if path.endswith(name)]
         if not paths:
-            raise InputError(f"job {job!r}: modules_to_save names {quoted(name, 300)}, which matches nothing in the model")
+            raise InputError(
+                f"job {job!r}: modules_to_save names {quoted(name, 300)}, which matches nothing in the model"
+            )
         for path in paths:
             try:
                 copied(modules[path])
@@ -227,7 +231,9 @@ def other_modules(peft: LoraConfig, model: PreTrainedModel, job: str) -> dict[st
         return found
     for path, tokens in _token_rows(peft, model, modules, job).items():
         if path in found:
-            raise InputError(f"job {job!r}: {path} is in modules_to_save and has trainable_token_indices; give one of them")
+            raise InputError(
+                f"job {job!r}: {path} is in modules_to_save and has trainable_token_indices; give one of them"
+            )
         found[path] = ModuleSpec(0, 1.0, 0.0, False, False, kind="tokens" if tokens else "tied", tokens=tokens)
     return found
 
@@ -253,8 +259,8 @@ def _token_rows(
             plain = type(module) is torch.nn.Linear and module.bias is None
             if not plain and (not isinstance(module, torch.nn.Embedding) or why_no_rows(module)):
                 raise InputError(
-                    f"job {job!r}: trainable_token_indices matches {path}, of type {type(module).__name__}; taken are embeddings "
-                    "and output layers without a bias"
+                    f"job {job!r}: trainable_token_indices matches {path}, of type {type(module).__name__}; taken are "
+                    "embeddings and output layers without a bias"
                 )
             most = module.weight.shape[0]
             if wrong := [token for token in tokens if not 0 <= token < most]:
@@ -266,7 +272,9 @@ def _token_rows(
     if tied and rows.get(outputs or "", rows[inputs]) == rows[inputs]:
         assert outputs is not None
         if getattr(head, "bias", None) is not None:
-            raise InputError(f"job {job!r}: trainable_token_indices: {outputs}, tied to {inputs}, has a bias; that is not taken")
+            raise InputError(
+                f"job {job!r}: trainable_token_indices: {outputs}, tied to {inputs}, has a bias; that is not taken"
+            )
         rows[outputs] = ()
     return rows
 
@@ -393,7 +401,11 @@ def _biased(
     for name, _ in model.named_parameters():
         owner, _, leaf = name.rpartition(".")
         if leaf == "bias" and (owner not in have or owner in heads):
-            why = "of the output layer, which sees other rows than the tokens" if owner in heads else "not of a linear layer"
+            why = (
+                "of the output layer, which sees other rows than the tokens"
+                if owner in heads
+                else "not of a linear layer"
+            )
             raise InputError(f"job {job!r}: bias: all would train {name}, which is {why}; use lora_only")
     if not have:
         raise InputError(f"job {job!r}: bias: all, but the model has no biases; use bias: none")

@@ -33,9 +33,7 @@ def parameter_shapes(spec: ModuleSpec, base: Any) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def first_factors(
-    start: bool | str, r: int, K: int, N: int, seed: int
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def first_factors(start: bool | str, r: int, K: int, N: int, seed: int) -> tuple[torch.Tensor, torch.Tensor | None]:
     """A [r, K] and B [N, r] as PEFT's init_lora_weights draws them; B is None for zeros.
 
     True and False draw A from kaiming_uniform_ with a = sqrt(5), False B as well; gaussian A with the deviation 1 / r;
@@ -78,7 +76,9 @@ class AdapterWeights:
         self.A = self.B = self.magnitude = self.bias = None
         if spec.rank:
             (r, K), N = self.whole_shape("A", room["A"].shape), self.whole_shape("B", room["B"].shape)[0]
-            A_rK, B_Nr = first_factors(spec.start, r, K, N, seed)  # drawn whole: the same values in any number of slices
+            A_rK, B_Nr = first_factors(
+                spec.start, r, K, N, seed
+            )  # drawn whole: the same values in any number of slices
             self.A = torch.nn.Parameter(room["A"].copy_(self.own("A", A_rK)))
             self.B = torch.nn.Parameter(room["B"] if B_Nr is None else room["B"].copy_(self.own("B", B_Nr)))
             if spec.use_dora:

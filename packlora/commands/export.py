@@ -65,6 +65,7 @@ def export_adapter(
     notes = [opened.note] if opened.note else []
     if target != "peft":
         _check_plain(opened, PROGRAM[target])
+        _check_ends(opened, target)
         opened = plain(opened)
     if target == "gguf":
         check_architecture(opened.skeleton.config, opened.base)
@@ -107,10 +108,26 @@ def _check_plain(opened: AdapterFolder, program: str) -> None:
         raise InputError(
             f"{opened.path} is a DoRA adapter: {program} reads none, and no LoRA adapter has its numbers; {remedy}"
         )
+    if others := [path for path, module in opened.spec.modules.items() if module.kind in ("copy", "tokens")]:
+        raise InputError(
+            f"{opened.path} holds parameters of {others[0]} itself, which {program} does not read; {remedy}"
+        )
     if biased := [path for path, module in opened.spec.modules.items() if module.train_bias]:
         raise InputError(
             f"{opened.path} holds trained biases, the first of {biased[0]}, which {program} does not read; {remedy}"
         )
+
+
+def _check_ends(opened: AdapterFolder, target: str) -> None:
+    """Raises InputError where an adapter of an embedding or of the output layer is none that the program takes."""
+    model = opened.skeleton
+    ends = {id(model.get_input_embeddings()), id(model.get_output_embeddings())}
+    for path, module in opened.spec.modules.items():
+        if (module.kind == "embedding" or id(model.get_submodule(path)) in ends) and target == "gguf":
+            raise InputError(
+                f"{opened.path} adapts {path}, which {PROGRAM[target]} does not read of an adapter; "
+                f"`packlora merge {opened.path} OUT` makes a plain model of it, which has its numbers"
+            )
 
 
 def plain(opened: AdapterFolder) -> AdapterFolder:

@@ -99,13 +99,11 @@ def collate(
         rows.append(np.zeros(few, np.int64))
         labels.append(np.full(few, IGNORE))
         num_rows[samples[-1].owner] += few
-    at_rows = _segments(num_rows, max(few, 0))
     keys = _keys(samples, sum(lengths))
     of_rows = [] if weights is None else [np.full(count, weights[owner]) for owner, count in num_rows.items()]
     ids_T, positions_T, rows_L, labels_L, weights_L, keys_T = _send(
         (ids, positions, rows, labels, of_rows, keys), device
     )
-    keys_T2 = keys_T.view(torch.int32).view(-1, 2) if keys else None
     return PackedBatch(
         input_ids_T=ids_T,
         position_ids_T=positions_T,
@@ -116,8 +114,8 @@ def collate(
         owners=TokenOwners(
             sum(lengths),
             tuple((owner, first, stop) for owner, first, stop in segments),
-            keys_T2,
-            rows=TokenOwners(len(rows_L), at_rows, None if keys_T2 is None else keys_T2[rows_L]),
+            keys_T.view(torch.int32).view(-1, 2) if keys else None,
+            label_rows=(_segments(num_rows, max(few, 0)), rows_L),
         ),
         num_tokens=num_tokens,
         num_samples=num_samples,

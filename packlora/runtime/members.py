@@ -119,7 +119,9 @@ class Members:
         if self.run.cuda_graphs is True and isinstance(self.executor, GraphedDevice):
             for item in items:
                 if found := why_unfit(item.spec):
-                    raise InputError(f"job {item.config.name!r} {found}; so there are no CUDA graphs, and cuda_graphs is true")
+                    raise InputError(
+                        f"job {item.config.name!r} {found}; so there are no CUDA graphs, and cuda_graphs is true"
+                    )
                 if len(there) + len(items) > 1 and any(
                     own.use_dora and own.dropout and own.base_dropped for own in item.spec.modules.values()
                 ):

@@ -15,7 +15,7 @@ from packlora.errors import InputError
 from packlora.parallel import layout as layouts
 from packlora.parallel.layout import Layout, Prediction, Wave
 from packlora.runtime import profiler
-from packlora.runtime.prepare import PreparedRun
+from packlora.runtime.prepare import PreparedRun, whole_alone
 from packlora.runtime.profiler import Profile
 from packlora.runtime.work import Work
 from packlora.schedule.planner import Planner
@@ -141,6 +141,7 @@ def sharded_layout(prepared: PreparedRun, devices: int) -> Layout | None:
         or parallel.tensor > 1
         or parallel.pipeline > 1
         or prepared.quantization is not None
+        or any(whole_alone(job.spec, prepared.encoder.skeleton) for job in prepared.jobs if prepared.encoder)
         or not parallel.shard_base
         or parallel.devices_per_job not in ("auto", devices)
     ):

@@ -1,4 +1,4 @@
-"""Jobs that train embeddings, output layers, copies of modules and rows of tokens beside each other: each as PEFT trains it alone."""
+"""Jobs that train embeddings, output layers, copies of modules and rows of tokens: beside each other, each as by PEFT."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from conftest import TINY, tiny_model
 from peft import LoraConfig, PeftModel
 
 from packlora.adapters.attach import Adapter, attach
-from packlora.adapters.files import load_adapter, save_adapter
+from packlora.adapters.files import save_adapter
 from packlora.adapters.spec import resolve
 from packlora.base.model import Base, prepare_model
 from packlora.data.encode import Sample
@@ -41,7 +41,6 @@ TIED: dict[str, dict[str, Any]] = {
     "head": {"target_modules": ["lm_head", "v_proj"], "lora_dropout": 0.2},
     "scaled embedding": {"target_modules": [*LINEAR, "embed_tokens"]},
     "scaled dora embedding": {"target_modules": ["embed_tokens"], "use_dora": True},
-    "norms": {"target_modules": ["v_proj"], "modules_to_save": ["q_norm", "input_layernorm"]},
     "copied embedding": {"target_modules": LINEAR, "modules_to_save": ["embed_tokens"]},
     "copied head": {"target_modules": LINEAR, "modules_to_save": ["lm_head"]},
     "different tokens": {"target_modules": LINEAR, "trainable_token_indices": {"embed_tokens": [9, 8], "lm_head": [8]}},
@@ -90,7 +89,9 @@ class Beside:
                 ids = generator.integers(0, TINY["vocab_size"], length)
                 ids[3:6] = [7, 0, 9]
                 labels = np.arange(length) > 2 + number
-                self.samples.append(PackedSample(adapter.number, Sample(ids, labels), number, STEP, KEY + adapter.number))
+                self.samples.append(
+                    PackedSample(adapter.number, Sample(ids, labels), number, STEP, KEY + adapter.number)
+                )
 
     def peft(self, adapter: Adapter, folder: Path) -> Any:
         """PEFT's model of what an adapter's folder holds."""
@@ -133,10 +134,13 @@ def ours(adapter: Adapter, own: str) -> str:
     """PEFT's name of a parameter."""
     path, _, leaf = own.rpartition("/")
     spec = adapter.spec.modules[path]
-    ends = {
-        "linear": {"A": "lora_A.default.weight", "B": "lora_B.default.weight", "magnitude": "lora_magnitude_vector.default.weight"},
-        "embedding": {"A": "lora_embedding_A.default", "B": "lora_embedding_B.default", "magnitude": "lora_magnitude_vector.default.weight"},
-        "copy": {"norm": "modules_to_save.default.weight", "weight": "modules_to_save.default.weight", "bias": "modules_to_save.default.bias"},
+    if spec.kind == "linear" and leaf == "bias":
+        return f"base_model.model.{path}.{'base_layer.' * bool(spec.rank)}bias"
+    magnitude = "lora_magnitude_vector.default.weight"
+    ends: dict[str, dict[str, str]] = {
+        "linear": {"A": "lora_A.default.weight", "B": "lora_B.default.weight", "magnitude": magnitude},
+        "embedding": {"A": "lora_embedding_A.default", "B": "lora_embedding_B.default", "magnitude": magnitude},
+        "copy": {name: f"modules_to_save.default.{name.replace('norm', 'weight')}" for name in ("norm", "weight", "bias")},
         "tokens": {"tokens": "token_adapter.trainable_tokens_delta.default"},
     }  # fmt: skip
     return f"base_model.model.{path}.{ends[spec.kind][leaf]}"
@@ -156,8 +160,8 @@ def hold_against_peft(beside: Beside, tmp_path: Path) -> None:
             assert largest > 0 and float((own[name] - grad).abs().max()) < 1e-10 * max(largest, 1), (adapter.name, name)
 
 
-def llama() -> Any:
-    return tiny_model("llama", torch.float64, tie_word_embeddings=False)
+def qwen() -> Any:
+    return tiny_model("qwen3", torch.float64, tie_word_embeddings=False)
 
 
 def gemma() -> Any:
@@ -167,7 +171,15 @@ def gemma() -> Any:
 def gpt2() -> Any:
     torch.manual_seed(0)
     config = transformers.GPT2Config(
-        n_layer=2, n_embd=64, n_head=4, n_positions=64, vocab_size=320, attn_pdrop=0, embd_pdrop=0, resid_pdrop=0, bos_token_id=1
+        n_layer=2,
+        n_embd=64,
+        n_head=4,
+        n_positions=64,
+        vocab_size=320,
+        attn_pdrop=0,
+        embd_pdrop=0,
+        resid_pdrop=0,
+        bos_token_id=1,
     )
     model = transformers.AutoModelForCausalLM.from_config(config).double()
     with torch.no_grad():
@@ -178,10 +190,14 @@ def gpt2() -> Any:
 
 @pytest.mark.parametrize("fused", [True, False], ids=["in chunks", "whole logits"])
 def test_losses_and_gradients_are_those_of_peft(fused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunked, "CHUNK_BYTES", {"cpu": 320 * 8 * 40})  # several chunks, whose borders lie inside of jobs
-    hold_against_peft(Beside(llama, JOBS, fused), tmp_path)
+    monkeypatch.setattr(
+        chunked, "CHUNK_BYTES", {"cpu": 320 * 8 * 40}
+    )  # several chunks, whose borders lie inside of jobs
+    hold_against_peft(Beside(qwen, JOBS, fused), tmp_path)
 
 
-@pytest.mark.parametrize(("make", "jobs"), [(gemma, TIED), (gpt2, TURNED)], ids=["output tied to embedding", "transposed weights"])
+@pytest.mark.parametrize(
+    ("make", "jobs"), [(gemma, TIED), (gpt2, TURNED)], ids=["output tied to embedding", "transposed weights"]
+)
 def test_the_same_where_weights_are_tied_scaled_or_transposed(make: Any, jobs: Any, tmp_path: Path) -> None:
     hold_against_peft(Beside(make, jobs, fused=True), tmp_path)

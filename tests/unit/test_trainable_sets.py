@@ -15,7 +15,6 @@ from peft.utils import get_peft_model_state_dict
 
 from packlora.adapters.files import tensor_shapes
 from packlora.adapters.spec import resolve
-from packlora.errors import InputError
 
 PLAIN = {"vocab_size": 320, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 GPT2 = {"n_layer": 2, "n_embd": 64, "n_head": 4, "n_positions": 64}
@@ -26,7 +25,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "GPTNeoX": WIDE | {"intermediate_size": 96}, "OPT": WIDE | {"ffn_dim": 96, "word_embed_proj_dim": 64},
     "Falcon": WIDE | {"new_decoder_architecture": False}, "Bloom": PLAIN | {"n_layer": 2, "hidden_size": 64, "n_head": 4},
 }  # fmt: skip
-LAYERED = ("GPT2", "Bloom", "Falcon", "GPTNeoX")
 INNER = {
     "GPT2": ["c_attn", "c_proj"], "GPTNeoX": ["query_key_value", "dense"], "OPT": ["q_proj", "fc1"],
     "Falcon": ["query_key_value", "dense_h_to_4h"], "Bloom": ["query_key_value", "dense"], "Phi3": ["qkv_proj", "down_proj"],
@@ -47,6 +45,7 @@ def cases(model: Any, family: str) -> dict[str, dict[str, Any]]:
     embedding = paths[id(model.get_input_embeddings())].rpartition(".")[2]
     head = paths[id(model.get_output_embeddings())].rpartition(".")[2]
     norms = [path for path, module in model.named_modules() if type(module).__name__.endswith("Norm")]
+    layers = next(path for path, module in model.named_modules() if isinstance(module, torch.nn.ModuleList))
     last = norms[-1].rpartition(".")[2]
     return {
         "all-linear": {"target_modules": "all-linear", "use_dora": True},
@@ -57,7 +56,7 @@ def cases(model: Any, family: str) -> dict[str, dict[str, Any]]:
         "layers": {"target_modules": names, "layers_to_transform": [1]},
         "a layer of a list": {
             "target_modules": names, "layers_to_transform": 0,
-            "layers_pattern": next(path for path, m in model.named_modules() if isinstance(m, torch.nn.ModuleList)).rpartition(".")[2],
+            "layers_pattern": layers.rpartition(".")[2],
         },
         "embedding": {"target_modules": [*names, embedding], "use_dora": True},
         "output layer": {"target_modules": [*names, head]},
