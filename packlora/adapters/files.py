@@ -54,6 +54,8 @@ FORKED = {
     "_dora_composition_version": "written by a fork of PEFT with other DoRA code; what a linear layer computes is the same"
 }
 """Keys that are not PEFT's and change nothing here, with what they are."""
+BASE_WEIGHT = ".base_layer.weight"
+"""How the keys of base weights end, which PEFT writes beside the adapter of an embedding or of an output layer."""
 MAY_BE_EMPTY = (
     "modules_to_save", "target_parameters", "exclude_modules", "layers_to_transform", "layers_pattern",
     "trainable_token_indices",
@@ -310,6 +312,7 @@ def read_tensors(folder: str | Path, shapes: Mapping[str, torch.Size], job: str)
     tensors = _stored_tensors(file, job)
     suffix = MAGNITUDE + ".weight"
     tensors = {key.removesuffix(".weight") if key.endswith(suffix) else key: value for key, value in tensors.items()}
+    _drop_base(tensors, shapes, f"job {job!r}: {file}")
     missing, extra = sorted(shapes.keys() - tensors.keys()), sorted(tensors.keys() - shapes.keys())
     if missing or extra:
         problem = f"lacks {missing[0]} (and {len(missing) - 1} more)" if missing else ""
@@ -330,6 +333,20 @@ def read_tensors(folder: str | Path, shapes: Mapping[str, torch.Size], job: str)
         if problem:
             raise InputError(f"job {job!r}: {file}: {key!r} {problem}")
     return tensors
+
+
+def _drop_base(tensors: dict[str, torch.Tensor], shapes: Mapping[str, torch.Size], where: str) -> None:
+    """Leave out copies of the base weights of adapted modules, where they are of the model's shapes."""
+    for key in [key for key in tensors if key.endswith(BASE_WEIGHT)]:
+        path = key.removesuffix(BASE_WEIGHT)
+        wanted: tuple[int, int] | None = None
+        if (A := shapes.get(f"{path}.lora_A.weight")) is not None:
+            wanted = shapes[f"{path}.lora_B.weight"][0], A[1]
+        elif (A := shapes.get(f"{path}.lora_embedding_A")) is not None:
+            wanted = A[1], shapes[f"{path}.lora_embedding_B"][0]
+        if wanted == tensors[key].shape:
+            del tensors[key]
+            warnings.warn(f"{where}: {key!r} is a copy of a base weight; the base model's own is used", stacklevel=4)
 
 
 def read_trained_on(folder: str | Path) -> dict[str, Any] | None:

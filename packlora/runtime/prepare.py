@@ -476,6 +476,12 @@ def adapter_config(job: JobConfig, run: Run) -> LoraConfig:
 def adapter_spec(job: JobConfig, config: LoraConfig, skeleton: PreTrainedModel) -> AdapterSpec:
     """The layers that a job adapts, held against the adapter that it begins with. config: from adapter_config."""
     spec = resolve(config, skeleton, job.name, job.adapter.dora_dropout == "peft")
+    embedding = next((path for path, own in spec.modules.items() if own.kind == "embedding"), None)
+    if embedding is not None and job.train.loraplus_lr_ratio is not None:
+        raise InputError(
+            f"job {job.name!r}: loraplus_lr_ratio does not go with an adapter of {embedding}, for which LoRA+ has a learning "
+            "rate of its own; leave one of them out"
+        )
     if job.adapter.init_from is not None:
         check_start(job.adapter, spec, skeleton, job.name)
     return spec

@@ -12,15 +12,18 @@ import torch
 import transformers
 from conftest import TINY, tiny_model
 from peft import LoraConfig, PeftModel
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from packlora.adapters.attach import Adapter, attach
+from packlora.adapters.attach import Adapter, attach, attach_one, detach_one
 from packlora.adapters.files import save_adapter
-from packlora.adapters.spec import resolve
+from packlora.adapters.routed import CopyWeights
+from packlora.adapters.spec import ModuleSpec, resolve
 from packlora.base.model import Base, prepare_model
 from packlora.data.encode import Sample
 from packlora.ops.cross_entropy import chunked
 from packlora.ops.dropout import dropout
 from packlora.ops.dropout.keys import layer_salt, packed_token_keys
+from packlora.plans.select import PlanChooser
 from packlora.runtime.collate import PackedSample
 from packlora.runtime.microbatch import SingleDevice, run_microbatch
 
@@ -201,3 +204,107 @@ def test_losses_and_gradients_are_those_of_peft(fused: bool, tmp_path: Path, mon
 )
 def test_the_same_where_weights_are_tied_scaled_or_transposed(make: Any, jobs: Any, tmp_path: Path) -> None:
     hold_against_peft(Beside(make, jobs, fused=True), tmp_path)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_jobs_come_and_go_whatever_others_have_on_the_same_modules(checkpointing: bool) -> None:
+    """An output layer with a copy of one job and a low-rank adapter of another, whichever came first and whichever is left."""
+    names = ["copies", "dropped head", "tokens of both", "embedding"]
+
+    def gradients(order: list[str], gone: list[str]) -> dict[str, torch.Tensor]:
+        model = qwen()
+        prepare_model(model, checkpointing)
+        configs = {name: LoraConfig(r=3, task_type="CAUSAL_LM", **JOBS[name]) for name in order}
+        specs = {name: resolve(config, model, name) for name, config in configs.items()}
+        attached, adapters = attach(model, {order[0]: specs[order[0]]}, 0)
+        chooser = PlanChooser(model.device)
+        choosers = {path: chooser for spec in specs.values() for path in spec.modules}
+        for number, name in enumerate(order[1:], 1):
+            adapters.append(attach_one(model, attached, name, number, specs[name], 0, choosers))
+        for adapter in adapters:
+            with torch.no_grad():
+                for parameter in adapter.named_parameters().values():
+                    noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(parameter.numel()))
+                    parameter.add_(0.1 * noise)
+            if adapter.name in gone:
+                detach_one(model, adapter)
+        device = SingleDevice(Base(model, Any, torch.device("cpu"), "random", [], fused_loss=True), attached)
+        generator = np.random.default_rng(1)
+        rows = {name: Sample(generator.integers(0, 320, 20), np.arange(20) > 5) for name in names}
+        samples = [
+            PackedSample(a.number, rows[a.name], 0, STEP, KEY + len(a.name)) for a in adapters if a.name not in gone
+        ]
+        run_microbatch(device, samples, np.ones(len(order)))
+        return {
+            f"{a.name} {name}": parameter.grad
+            for a in adapters if a.name not in gone for name, parameter in a.named_parameters().items()
+        }  # fmt: skip
+
+    whole = gradients(names, [])
+    assert sum(float(grad.abs().max()) > 0 for grad in whole.values()) > len(whole) - 3  # tokens that do not occur
+    for order, gone in (
+        (names[::-1], []),
+        (names, ["copies"]),
+        (names[::-1], ["dropped head", "embedding"]),
+        (names[1:2], []),
+    ):
+        for name, grad in gradients(order, gone).items():
+            assert float((grad - whole[name]).abs().max()) < 1e-10 * max(1, float(whole[name].abs().max())), name
+
+
+def test_a_nan_of_one_job_is_no_other_jobs() -> None:
+    beside = Beside(qwen, JOBS, fused=True)
+    weights = np.ones(len(beside.adapters))
+    run_microbatch(beside.device, beside.samples, weights)
+    healthy = {a.name: {n: p.grad.clone() for n, p in a.named_parameters().items()} for a in beside.adapters}
+    for broken in ("dora embedding and head", "copies"):
+        for adapter in beside.adapters:
+            for parameter in adapter.named_parameters().values():
+                parameter.grad = None
+        parameters = next(a for a in beside.adapters if a.name == broken).named_parameters()
+        before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+        with torch.no_grad():
+            for parameter in parameters.values():
+                parameter.fill_(torch.nan)
+        result = run_microbatch(beside.device, beside.samples, weights)
+        for adapter in beside.adapters:
+            if adapter.name == broken:
+                assert result.sums[adapter.number].isnan()
+                continue
+            for name, parameter in adapter.named_parameters().items():
+                assert float((parameter.grad - healthy[adapter.name][name]).abs().max()) < 1e-10, (adapter.name, name)
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                parameter.copy_(before[name])
+
+
+def test_logits_of_all_rows_are_held_at_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    beside, largest = Beside(qwen, JOBS, fused=True), 0
+    rows = sum(int(item.sample.is_label.sum()) for item in beside.samples)
+    monkeypatch.setattr(chunked, "CHUNK_BYTES", {"cpu": 320 * 8 * 40})
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            for tensor in out if isinstance(out, tuple | list) else [out]:
+                if isinstance(tensor, torch.Tensor) and tensor.ndim and tensor.shape[-1] == TINY["vocab_size"]:
+                    largest = max(largest, tensor.numel() // TINY["vocab_size"])
+            return out
+
+    with Sizes():
+        run_microbatch(beside.device, beside.samples, np.ones(len(beside.adapters)))
+    assert 0 < largest < rows / 3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_in_16_bits_a_small_change_of_a_copied_norm_is_not_lost(dtype: torch.dtype) -> None:
+    """Under half of the last bit of 1, beside which it is."""
+    small, width = 2e-4, 64
+    torch.manual_seed(0)
+    norm = torch.nn.RMSNorm(width, dtype=dtype)
+    spec, room = ModuleSpec(0, 1.0, 0.0, False, False, kind="copy"), {"norm": torch.full((width,), 1 + small)}
+    copy, x = CopyWeights(spec, norm, 0, room), torch.randn(20000, width).to(dtype)
+    exact = torch.nn.functional.rms_norm(x.double(), (width,))
+    gain = ((copy.forward(norm, x, None).double() - exact) * exact).sum() / exact.square().sum()
+    assert abs(float(gain) - small) < small / 2

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from conftest import rows_into, tiny_model
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -21,6 +22,7 @@ from packlora.commands.merge import merge_adapter
 from packlora.commands.talk import Sampling, load_speakers
 from packlora.config import Run
 from packlora.errors import InputError
+from packlora.runtime.prepare import prepare
 
 JOBS: dict[str, dict[str, Any]] = {
     "plain": {"target_modules": ["q_proj"], "lora_dropout": 0.1, "init_lora_weights": "gaussian"},
@@ -96,6 +98,60 @@ def test_merged_it_answers_as_peft_does_with_its_folder(job: str, trained: Any, 
         with spoken.attached.only(0):
             assert float((spoken.model(IDS).logits - wanted).abs().max()) < 2e-5 * float(wanted.abs().max())
     assert isinstance(spoken.answer(job, "the quick", Sampling(max_new_tokens=3, temperature=0.0)), str)
+
+
+STARTS: dict[str, dict[str, Any]] = {
+    "both ends": {"target_modules": ["embed_tokens", "lm_head", "v_proj"], "use_dora": True},
+    "copies and rows": {"target_modules": ["v_proj"], "modules_to_save": ["norm"], "trainable_token_indices": [7, 31, 9]},
+    "a copied embedding": {"target_modules": ["v_proj"], "modules_to_save": ["embed_tokens"]},
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("kind", STARTS)
+def test_from_a_folder_of_peft_three_steps_are_those_of_peft_and_adamw(kind: str, trained: Any, tmp_path: Path) -> None:
+    """Whatever PEFT writes beside its tensors; with weight decay, which is not for norms, and clipping."""
+    base, _, asked = trained
+    loaded = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float64, attn_implementation="sdpa")
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)  # of the parameters that PEFT makes
+    try:
+        peft = get_peft_model(loaded, LoraConfig(r=3, lora_alpha=5, task_type="CAUSAL_LM", **STARTS[kind]))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    parameters = {name: parameter for name, parameter in peft.named_parameters() if parameter.requires_grad}
+    with torch.no_grad():
+        for parameter in parameters.values():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    peft.save_pretrained(tmp_path / "start")
+    job = asked["jobs"][0] | {"name": "job", "adapter": {"init_from": str(tmp_path / "start")}}
+    job["train"] = job["train"] | {"max_steps": 3, "max_grad_norm": 0.5}
+    run = Run.model_validate(asked | {"output_dir": str(tmp_path / "out"), "jobs": [job]})
+    data = prepare(run).jobs[0].data
+    plain = [name for name in parameters if "norm" in name]
+    groups = [
+        {"params": [p for name, p in parameters.items() if name not in plain]},
+        {"params": [parameters[name] for name in plain], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=5e-3, weight_decay=0.1)
+    for step in range(3):
+        batch = [data.samples[number] for number in data.global_batch(step)]
+        for sample in batch:
+            ids = torch.from_numpy(sample.ids).long()[None]
+            labels = torch.where(torch.from_numpy(sample.is_label), ids[0], -100)[1:]
+            logits = peft(input_ids=ids, use_cache=False).logits[0, :-1]
+            loss = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+            (loss / sum(one.num_labels for one in batch)).backward()
+        torch.nn.utils.clip_grad_norm_(parameters.values(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    with pytest.warns(UserWarning, match="is a copy of a base weight") if kind == "both ends" else nullcontext():
+        packlora.train(run)
+    theirs = get_peft_model_state_dict(peft, save_embedding_layers=False)
+    mine = {key.replace("vector.weight", "vector"): tensor for key, tensor in tensors(tmp_path / "out" / "job").items()}
+    assert mine.keys() == theirs.keys()
+    for key, tensor in theirs.items():
+        assert float((mine[key] - tensor).abs().max()) < 1e-10, key
 
 
 def test_a_run_continues_such_adapters_and_evaluates_them(trained: Any, tmp_path: Path) -> None:
