@@ -174,5 +174,19 @@ def test_programs_that_do_not_read_such_adapters_are_named(trained: Any, tmp_pat
             export_adapter(run / job, tmp_path / "out", "vllm")
     with pytest.raises(InputError, match=r"adapts lm_head, which llama\.cpp does not read"):
         export_adapter(run / "head", tmp_path / "out.gguf", "gguf")
-    export_adapter(run / "head", tmp_path / "head", "vllm")
+    (note,) = export_adapter(run / "head", tmp_path / "head", "vllm")
+    assert note.startswith("it adapts lm_head: vLLM takes that for some families")
     assert "base_model.model.lm_head.lora_A.weight" in tensors(tmp_path / "head")
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_jobs_beside_each_other_on_a_quantised_base_are_what_they_are_alone(trained: Any, tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    _, _, asked = trained
+    both = asked | {"output_dir": str(tmp_path / "both"), "quantization": "nf4", "jobs": asked["jobs"][1:]}
+    packlora.train(Run.model_validate(both), max_steps=2)
+    for job in both["jobs"][::2]:
+        alone = both | {"output_dir": str(tmp_path / job["name"]), "jobs": [job]}
+        packlora.train(Run.model_validate(alone), max_steps=2)
+        mine, other = tensors(tmp_path / "both" / job["name"]), tensors(tmp_path / job["name"] / job["name"])
+        assert all(float((mine[key] - other[key]).abs().max()) < 1e-10 for key in other)
