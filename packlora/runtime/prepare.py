@@ -373,7 +373,7 @@ def asks_of_more(prepared: PreparedRun, jobs: list[PreparedJob]) -> dict[str, As
 
 def _asks(run: Run, skeleton: PreTrainedModel, specs: dict[str, AdapterSpec], partly: bool) -> dict[str, Ask]:
     """How adapted layers are to be computed. partly: a pattern may be for the layers of a job that is left out."""
-    adapted = {path for spec in specs.values() for path in spec.modules}
+    adapted = {path for spec in specs.values() for path, own in spec.modules.items() if own.kind == "linear"}
     linear = [name for name, module in skeleton.named_modules() if partly or name in adapted]
     plan = run.plans.plan
     if isinstance(plan, dict):
