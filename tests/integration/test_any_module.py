@@ -194,7 +194,7 @@ def gpt2() -> Any:
 @pytest.mark.parametrize("fused", [True, False], ids=["in chunks", "whole logits"])
 def test_losses_and_gradients_are_those_of_peft(fused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        chunked, "CHUNK_BYTES", {"cpu": 320 * 8 * 40}
+        chunked, "CHUNK_BYTES", {"cpu": 320 * 8 * 50}
     )  # several chunks, whose borders lie inside of jobs
     hold_against_peft(Beside(qwen, JOBS, fused), tmp_path)
 
@@ -281,7 +281,7 @@ def test_a_nan_of_one_job_is_no_other_jobs() -> None:
 def test_logits_of_all_rows_are_held_at_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     beside, largest = Beside(qwen, JOBS, fused=True), 0
     rows = sum(int(item.sample.is_label.sum()) for item in beside.samples)
-    monkeypatch.setattr(chunked, "CHUNK_BYTES", {"cpu": 320 * 8 * 40})
+    monkeypatch.setattr(chunked, "CHUNK_BYTES", {"cpu": 320 * 8 * 50})
 
     class Sizes(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
