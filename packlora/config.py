@@ -153,6 +153,14 @@ class DataConfig(_Strict):
         return [self.eval_path] if isinstance(self.eval_path, str) else self.eval_path or []
 
 
+_CHANGED = "which changes the base weights, and these are shared by all jobs"
+OTHER_STARTS = {
+    "pissa": _CHANGED, "olora": _CHANGED, "corda": _CHANGED, "loftq": _CHANGED, "lora_ga": _CHANGED,
+    "eva": "which takes a pass over the data before training",
+}  # fmt: skip
+"""Values of PEFT's init_lora_weights that are not taken, and why."""
+
+
 class AdapterConfig(_Strict):
     """The adapter of a job; the meaning of every key is PEFT's."""
 
@@ -177,6 +185,18 @@ class AdapterConfig(_Strict):
     """Other ranks, by a name or a regular expression of modules."""
     alpha_pattern: dict[str, float] = Field(default_factory=dict)
     """Other values of lora_alpha, likewise."""
+    exclude_modules: str | list[str] | None = None
+    """Modules that target_modules leaves alone: a list of names, or a regular expression."""
+    layers_to_transform: int | list[int] | None = None
+    """Numbers of the layers whose modules target_modules, a list, means."""
+    layers_pattern: str | list[str] | None = None
+    """With layers_to_transform: the name of the list of layers, such as layers or h."""
+    init_lora_weights: bool | Literal["gaussian", "orthogonal"] = True
+    """What A and B begin with: true, A random and B zeros; false, both random; gaussian; orthogonal."""
+    modules_to_save: list[str] | None = None
+    """Linear layers, embeddings and norms of which the job trains a copy of its own."""
+    trainable_token_indices: list[int] | dict[str, list[int]] | None = None
+    """Tokens whose rows of the embedding are trained, also of an output layer that is tied to it; or by module."""
     init_from: PathText | None = None
     """A PEFT adapter folder to continue from; its adapter_config.json then gives the keys that are not set here."""
 
@@ -190,6 +210,57 @@ class AdapterConfig(_Strict):
         elif len(value) > MOST_PATTERNS:
             raise ValueError(f"has {len(value)} names; at most {MOST_PATTERNS} are taken")
         return value
+
+    @field_validator("exclude_modules", "layers_pattern", "modules_to_save")
+    @classmethod
+    def _some_names(cls, value: str | list[str] | None, info: ValidationInfo) -> str | list[str] | None:
+        names = [value] if isinstance(value, str) else value or []
+        if value is not None and not all(names or [""]):
+            raise ValueError("is empty; give names of modules, or leave the key out")
+        if len(names) > MOST_PATTERNS:
+            raise ValueError(f"has {len(names)} names; at most {MOST_PATTERNS} are taken")
+        for name in names:
+            _check_regex(name, rf"(^|.*\.){name}($|\..*)")  # as PEFT puts those of modules_to_save together
+        return value
+
+    @field_validator("init_lora_weights", mode="before")
+    @classmethod
+    def _plain_start(cls, value: Any) -> Any:
+        if isinstance(value, str) and value not in ("gaussian", "orthogonal"):
+            why = next((reason for start, reason in OTHER_STARTS.items() if value.startswith(start)), None)
+            raise ValueError(
+                f"is {quoted(value)}{'' if why is None else ', ' + why}; give true, false, gaussian or orthogonal"
+            )
+        return value
+
+    @field_validator("layers_to_transform")
+    @classmethod
+    def _layer_numbers(cls, value: int | list[int] | None) -> int | list[int] | None:
+        numbers = [value] if isinstance(value, int) else value or []
+        if value is not None and (not numbers or min(numbers) < 0 or len(numbers) > MOST_PATTERNS):
+            raise ValueError("is no list of numbers of layers, which count from 0")
+        return value
+
+    @field_validator("trainable_token_indices")
+    @classmethod
+    def _tokens(cls, value: list[int] | dict[str, list[int]] | None) -> list[int] | dict[str, list[int]] | None:
+        for name, tokens in (value if isinstance(value, dict) else {} if value is None else {"": value}).items():
+            where = f" for {quoted(name)}" if name else ""
+            if not tokens or min(tokens) < 0:
+                raise ValueError(f"has no tokens{where}, or negative ones; give numbers of tokens")
+            if len(set(tokens)) < len(tokens):
+                raise ValueError(f"names a token twice{where}")
+        if value == {} or (isinstance(value, dict) and not all(value)):
+            raise ValueError("names no module; give numbers of tokens, or these by name of a module")
+        return value
+
+    @model_validator(mode="after")
+    def _layers_of_names(self) -> AdapterConfig:
+        if self.layers_to_transform is not None and isinstance(self.target_modules, str):
+            raise ValueError("layers_to_transform goes with a list of names in target_modules")
+        if self.layers_pattern is not None and self.layers_to_transform is None:
+            raise ValueError("layers_pattern goes with layers_to_transform")
+        return self
 
     @field_validator("rank_pattern", "alpha_pattern")
     @classmethod

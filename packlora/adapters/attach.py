@@ -1,6 +1,7 @@
 """Put the adapters of several jobs onto one model, at once or one after the other, and take them off again.
 
-Adapted linear layers are replaced in place by AdaptedLinear; everything else of the model is left alone and frozen.
+Adapted linear layers are replaced in place by AdaptedLinear, other modules on which a job trains something by Routed, which may
+stand around an AdaptedLinear; everything else of the model is left alone and frozen.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from packlora.adapters.flat import FlatLayout
+from packlora.adapters.flat import UNDECAYED, FlatLayout
+from packlora.adapters.kinds import as_linear
 from packlora.adapters.linear import AdaptedCall, AdaptedLinear, Attached, compute
 from packlora.adapters.owners import MIN_ROWS
+from packlora.adapters.routed import WEIGHTS, Routed, RoutedWeights, TiedWeights, TokenWeights
 from packlora.adapters.sharded import LINEAR
 from packlora.adapters.siblings import SiblingGroup, sibling_groups
-from packlora.adapters.spec import AdapterSpec
+from packlora.adapters.spec import AdapterSpec, ModuleSpec
 from packlora.adapters.weights import AdapterWeights, parameter_shapes
 from packlora.ops.dropout.keys import layer_salt
 from packlora.ops.lora_linear.frozen import Storage
@@ -33,7 +36,7 @@ class Adapter:
     """One job's adapter on the model: its number among the owners of tokens and its weights by module path.
 
     flat: all its trainable parameters, one tensor of float32 (float64 on a float64 base); those of `weights` are views of it.
-    layout: of `flat`, by the names of `named_parameters`; biases lie behind all others.
+    layout: of `flat`, by the names of `named_parameters`; what is not decayed lies behind all others.
     trained_on: how the weights of its layers are quantised, as text for its file; None of dense ones.
     elsewhere: shapes of its parameters on layers that are not of this model, but of other stages (parallel/stages.py), by name.
     """
@@ -41,7 +44,7 @@ class Adapter:
     name: str
     number: int
     spec: AdapterSpec
-    weights: dict[str, AdapterWeights]
+    weights: dict[str, AdapterWeights | RoutedWeights]
     layout: FlatLayout
     flat: torch.Tensor
     trained_on: dict[str, Any] | None = None
@@ -95,18 +98,18 @@ def attach(
         adapted = [path for spec in specs.values() for path in spec.modules]
         chooser = dict.fromkeys(adapted, chooser or PlanChooser(model.device))
     attached = Attached([*chooser.values()], storage)
-    layers: dict[str, AdaptedLinear] = {}
+    layers: Layers = {}
     attached.groups = shared_inputs(model)
     seeds = dict.fromkeys(specs, seed) if isinstance(seed, int) else seed
     own = {path for path, _ in model.named_modules()}
     here = {job: [p for p in spec.modules if attached.storage.is_whole or p in own] for job, spec in specs.items()}
     adapters = []
     for number, (job, spec) in enumerate(specs.items()):
-        _replace(model, here[job], attached, layers, chooser)
+        _replace(model, spec, here[job], attached, layers, chooser)
         adapters.append(_adapter(job, number, spec, here[job], layers, seeds[job], model))
     _write_first_values(attached, layers, range(len(specs)))
     _join_siblings(model, layers, attached.groups.values())
-    attached.storage.adapted(layers)
+    attached.storage.adapted([path for path, _ in layers])
     if model.device.type == "cuda":  # where activations are what memory goes to
         add_recompute(model, attached.storage.each)
     return attached, adapters
@@ -126,16 +129,17 @@ def attach_one(
     layers = adapted_layers(model)
     before, own = set(layers), {path for path, _ in model.named_modules()}
     here = [path for path in spec.modules if attached.storage.is_whole or path in own]
-    _replace(model, here, attached, layers, chooser)
+    _replace(model, spec, here, attached, layers, chooser)
     adapter = _adapter(name, number, spec, here, layers, seed, model)
     _write_first_values(attached, layers, [number])
-    changed = [attached.groups[path] for path in layers.keys() - before if path in attached.groups]
+    new = [path for path, linear in layers.keys() - before if linear]
+    changed = [attached.groups[path] for path in new if path in attached.groups]
     parents = {_parent(paths[0]) for paths in changed}
     for path in parents:
         SiblingGroup.detach(model.get_submodule(path))
     _join_siblings(model, layers, [paths for paths in attached.groups.values() if _parent(paths[0]) in parents])
     for path in here:
-        layers[path].adapters_changed()
+        layers[path, is_linear(spec.modules[path])].adapters_changed()
     return adapter
 
 
@@ -143,39 +147,68 @@ def detach_one(model: PreTrainedModel, adapter: Adapter) -> None:
     """Take an adapter off again, between two microbatches. Layers that have none any more stay, and do as the model does."""
     layers = adapted_layers(model)
     for path in adapter.weights:
-        del layers[path].adapters[adapter.number]
-        layers[path].adapters_changed()
+        layer = layers[path, is_linear(adapter.spec.modules[path])]
+        del layer.adapters[adapter.number]
+        layer.adapters_changed()
 
 
-def adapted_layers(model: PreTrainedModel) -> dict[str, AdaptedLinear]:
-    """Layers that have adapters, or had some, by path."""
-    return {path: module for path, module in model.named_modules() if isinstance(module, AdaptedLinear)}
+Layers = dict[tuple[str, bool], AdaptedLinear | Routed]
+"""By path, and whether it is for low-rank adapters of a linear layer: one path may have both, of different jobs."""
+
+
+def is_linear(spec: ModuleSpec) -> bool:
+    return spec.kind == "linear"
+
+
+def adapted_layers(model: PreTrainedModel) -> Layers:
+    """Modules that have adapters, or had some."""
+    found: Layers = {}
+    for path, module in model.named_modules():
+        if isinstance(module, Routed):
+            found[path, False] = module
+        elif isinstance(module, AdaptedLinear):
+            inside = isinstance(model.get_submodule(_parent(path)), Routed)
+            found[_parent(path) if inside else path, True] = module
+    return found
+
+
+AdaptedHead = (AdaptedLinear, Routed)
+"""What stands in the place of an output layer on which a job trains something."""
+
+
+def trained_on(layer: AdaptedLinear | Routed) -> dict[int, AdapterWeights | RoutedWeights]:
+    """What jobs train on a module, in either way, by the adapter's number."""
+    found: dict[int, AdapterWeights | RoutedWeights] = dict(layer.adapters)
+    if isinstance(layer, Routed):
+        found |= layer.inner.adapters if isinstance(layer.inner, AdaptedLinear) else {}
+        found |= {n: own.tokens for n, own in layer.adapters.items() if isinstance(own, TiedWeights)}
+    return found
 
 
 def _parent(path: str) -> str:
     return path.rpartition(".")[0]
 
 
-def _write_first_values(attached: Attached, layers: Mapping[str, AdaptedLinear], numbers: Collection[int]) -> None:
+def _write_first_values(attached: Attached, layers: Layers, numbers: Collection[int]) -> None:
     """Those that are made of the frozen layers, of adapters with these numbers."""
+    kinds = {path: [linear for at, linear in layers if at == path] for path, _ in layers}
     made = [
         first
-        for path in attached.storage.each(layers)
-        for number, weights in layers[path].adapters.items()
+        for path in attached.storage.each(kinds)
+        for linear in kinds[path]
+        for number in layers[path, linear].adapters
         if number in numbers
-        for first in weights.first_values(layers[path].frozen, layers[path].bias, attached.norms)
+        for first in layers[path, linear].first_values(number)
     ]
     with torch.no_grad():
         for parameter, value in made:
             parameter.copy_(value)
 
 
-def _join_siblings(
-    model: PreTrainedModel, layers: Mapping[str, AdaptedLinear], groups: Iterable[tuple[str, ...]]
-) -> None:
+def _join_siblings(model: PreTrainedModel, layers: Layers, groups: Iterable[tuple[str, ...]]) -> None:
     """Let siblings of one chooser be computed together."""
     for paths in set(groups):
-        siblings = [layers[path] for path in paths if path in layers]
+        siblings = [layer for path in paths if isinstance(layer := layers.get((path, True)), AdaptedLinear)]
         for one in dict.fromkeys(member.chooser for member in siblings):
             members = [member for member in siblings if member.chooser is one]
             if len(members) > 1:
@@ -186,22 +219,33 @@ def _join_siblings(
 
 
 def _adapter(
-    name: str, number: int, spec: AdapterSpec, here: Sequence[str], layers: Mapping[str, AdaptedLinear], seed: int,
-    model: PreTrainedModel,
-) -> Adapter:  # fmt: skip
-    """Make an adapter and put it onto those of its layers that are here."""
-    shapes = {path: parameter_shapes(spec.modules[path], layers[path].base) for path in here}
-    named = {f"{path}/{attribute}": shape for path, own in shapes.items() for attribute, shape in own.items()}
-    layout = FlatLayout(dict(sorted(named.items(), key=lambda item: item[0].endswith("/bias"))))
-    frozen = [layers[path].frozen() for path in here]
+    name: str, number: int, spec: AdapterSpec, here: Sequence[str], layers: Layers, seed: int, model: PreTrainedModel
+) -> Adapter:
+    """Make an adapter and put it onto those of its modules that are here."""
+    own = {path: layers[path, is_linear(spec.modules[path])] for path in here}
+    shapes = {path: parameter_shapes(spec.modules[path], layer.base) for path, layer in own.items()}
+    named = {f"{path}/{attribute}": shape for path, of_path in shapes.items() for attribute, shape in of_path.items()}
+    layout = FlatLayout(dict(sorted(named.items(), key=lambda item: item[0].endswith(UNDECAYED))))
+    frozen = [layer.frozen() for layer in own.values() if isinstance(layer, AdaptedLinear)]
     dtypes = [weight.dtype for weight in frozen] or [model.dtype]
     wide = torch.float64 if torch.float64 in dtypes else torch.float32
     flat = torch.zeros(layout.size, dtype=wide, device=model.device)
-    views, weights = layout.views(flat), {}
-    for path in here:
+    views = layout.views(flat)
+    weights: dict[str, AdapterWeights | RoutedWeights] = {}
+    tokens: TokenWeights | None = None
+    for path, layer in own.items():
+        module, at = spec.modules[path], stable_hash("start", seed, path)
         room = {attribute: views[f"{path}/{attribute}"] for attribute in shapes[path]}
-        weights[path] = AdapterWeights(spec.modules[path], layers[path].base, stable_hash("start", seed, path), room)
-        layers[path].adapters[number] = weights[path]
+        if isinstance(layer, AdaptedLinear):
+            weights[path] = layer.adapters[number] = AdapterWeights(module, layer.base, at, room)
+            continue
+        if module.kind == "tied":
+            assert tokens is not None  # the embedding comes first
+            routed: RoutedWeights = TiedWeights(module, tokens)
+        else:
+            routed = WEIGHTS[module.kind](module, layer.base, at, room)
+        tokens = routed if isinstance(routed, TokenWeights) and layer.takes_ids else tokens
+        weights[path] = layer.adapters[number] = routed
     codes = next((one.codes for one in frozen if isinstance(one, Quantized)), None)
     trained_on: dict[str, Any] | None = None
     if codes is not None:
@@ -223,17 +267,26 @@ def shared_inputs(model: PreTrainedModel) -> dict[str, tuple[str, ...]]:
 
 
 def _replace(
-    model: PreTrainedModel, paths: Sequence[str], attached: Attached, layers: dict[str, AdaptedLinear],
+    model: PreTrainedModel, spec: AdapterSpec, paths: Sequence[str], attached: Attached, layers: Layers,
     chooser: Mapping[str, PlanChooser],
 ) -> None:  # fmt: skip
-    """Make adapted layers of those at these paths that are none yet, and put them into `layers`."""
+    """Put what serves a job's adapter at these paths, where there is none yet, and into `layers`."""
     for path in paths:
-        if path in layers:
+        linear = is_linear(spec.modules[path])
+        if (path, linear) in layers:
             continue
         parent_path, _, leaf = path.rpartition(".")
         parent = model.get_submodule(parent_path)
-        base = getattr(parent, leaf)
-        assert type(base) in LINEAR
+        there = getattr(parent, leaf)
+        of_rows = there is model.get_output_embeddings()
+        if not linear:
+            layers[path, False] = routed = Routed(there, attached, of_rows)
+            setattr(parent, leaf, routed)
+            continue
         salt = layer_salt(attached.groups.get(path, (path,))[0])
-        layers[path] = AdaptedLinear(base, salt, attached, chooser[path])
-        setattr(parent, leaf, layers[path])
+        base = as_linear(there.inner if isinstance(there, Routed) else there)
+        layers[path, True] = adapted = AdaptedLinear(base, salt, attached, chooser[path], of_rows)
+        if isinstance(there, Routed):
+            there.inner = adapted
+        else:
+            setattr(parent, leaf, adapted)

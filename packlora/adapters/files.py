@@ -5,6 +5,8 @@ The tensors of an adapted layer, each under base_model.model.<path of the layer>
     .lora_A.weight [r, K]      .lora_B.weight [N, r]      .lora_magnitude_vector.weight [N]
     .base_layer.bias [N]       its trained bias, or .bias where the layer has no low-rank part
 
+Modules of other kinds have the keys that kinds.py lists.
+
 Any float dtype is read, float32 is written. Magnitudes of older adapters are bfloat16, or were rounded to it when PEFT made
 them from a bfloat16 base. They are taken as they are: g = m / ||W + s B A|| of a fresh one is then within 0.4 % of 1 instead of
 1, which is what PEFT gives too where it computes in float32.
@@ -14,7 +16,6 @@ from __future__ import annotations
 
 import copy
 import json
-import re
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,11 +23,12 @@ from typing import Any, TypeVar
 
 import torch
 from peft import LoraConfig
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, ValidationError
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from packlora.adapters.attach import Adapter
+from packlora.adapters.kinds import SUFFIXES
 from packlora.adapters.sharded import shard_of
 from packlora.adapters.spec import AdapterSpec, ModuleSpec, peft_config, resolve
 from packlora.adapters.weights import parameter_shapes
@@ -38,13 +40,12 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 TRAINED_ON = "packlora.quantization"
 """In the header of WEIGHTS: how the base model's layers were quantised, `Adapter.trained_on`. Others do not read it."""
-SUFFIX = {"A": "lora_A.weight", "B": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
 MAGNITUDE = ".lora_magnitude_vector"
 """PEFT reads magnitudes with and without .weight after it, and writes them without. transformers' own loader reads only those
 with it, and begins with others where it finds none; so they are written with it."""
 UNSUPPORTED = {
-    "lora_bias": False, "modules_to_save": None, "layer_replication": None, "target_parameters": None,
-    "trainable_token_indices": None, "fan_in_fan_out": False, "megatron_config": None, "use_qalora": False,
+    "lora_bias": False, "layer_replication": None, "target_parameters": None, "ensure_weight_tying": False,
+    "megatron_config": None, "use_qalora": False,
     "use_bdlora": None, "arrow_config": None, "alora_invocation_tokens": None, "velora_config": None,
     "monteclora_config": None, "kasa_config": None,
 }  # fmt: skip
@@ -53,8 +54,13 @@ FORKED = {
     "_dora_composition_version": "written by a fork of PEFT with other DoRA code; what a linear layer computes is the same"
 }
 """Keys that are not PEFT's and change nothing here, with what they are."""
-MAY_BE_EMPTY = ("modules_to_save", "target_parameters")
-"""Of these, what PEFT writes as an empty list where a model could have had them, as one with experts."""
+BASE_WEIGHT = ".base_layer.weight"
+"""How the keys of base weights end, which PEFT writes beside the adapter of an embedding or of an output layer."""
+MAY_BE_EMPTY = (
+    "modules_to_save", "target_parameters", "exclude_modules", "layers_to_transform", "layers_pattern",
+    "trainable_token_indices",
+)  # fmt: skip
+"""Keys that may be there with nothing in them, which means the same as without them."""
 PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 """Values of init_lora_weights that leave the base weights alone; pissa, olora, corda, loftq, lora_ga change them."""
 OURS_ALONE = {"init_from", "dora_dropout"}
@@ -67,22 +73,9 @@ class _Stored(AdapterConfig):
     """What is read of an adapter_config.json: types and ranges of the run file, and what only PEFT has."""
 
     target_modules: str | list[str] = Field()
-    exclude_modules: str | list[str] | None = None
-    layers_to_transform: int | list[int] | None = None
-    layers_pattern: str | list[str] | None = None
     task_type: str | None = None
     base_model_name_or_path: str | None = None
     revision: str | None = None
-
-    @field_validator("exclude_modules", "layers_pattern")
-    @classmethod
-    def _expressions(cls, value: str | list[str] | None) -> str | list[str] | None:
-        for pattern in [value] if isinstance(value, str) else value or []:
-            try:
-                re.compile(pattern)
-            except (re.error, OverflowError, RecursionError) as error:
-                raise ValueError(f"has what is not a valid regular expression: {error}") from None
-        return value
 
 
 def keyed(adapter: Adapter, named: Mapping[str, T]) -> dict[str, T]:
@@ -98,10 +91,9 @@ def tensor_shapes(spec: AdapterSpec, model: PreTrainedModel) -> dict[str, torch.
     """Those of the whole tensors of an adapter of the model, which may be without weights, or of slices."""
     shapes: dict[str, torch.Size] = {}
     for path, module in spec.modules.items():
-        linear = model.get_submodule(path)
-        assert isinstance(linear, torch.nn.Linear)
-        for name, shape in parameter_shapes(module, linear).items():
-            shard = shard_of(linear)
+        base = model.get_submodule(path)
+        for name, shape in parameter_shapes(module, base).items():
+            shard = shard_of(base)
             shapes[tensor_key(path, name, module)] = torch.Size(
                 shape if shard is None else shard.whole_shape(name, shape)
             )
@@ -110,10 +102,9 @@ def tensor_shapes(spec: AdapterSpec, model: PreTrainedModel) -> dict[str, torch.
 
 def tensor_key(path: str, attribute: str, spec: ModuleSpec) -> str:
     """The key of one of an adapter's tensors in its file, a magnitude's without its last part."""
-    if attribute == "bias":
-        suffix = "base_layer.bias" if spec.rank else "bias"
-    else:
-        suffix = SUFFIX[attribute]
+    suffix = SUFFIXES[spec.kind][attribute]
+    if attribute == "bias" and not spec.rank:
+        suffix = "bias"
     return f"{PREFIX}{path}.{suffix}"
 
 
@@ -174,6 +165,9 @@ def read_config(folder: str, job: str) -> LoraConfig:
         warnings.warn(f"job {job!r}: {file}: {note}", stacklevel=2)
     try:
         found = {key: raw[key] for key in _Stored.model_fields.keys() - OURS_ALONE if key in raw}
+        found = {key: value for key, value in found.items() if key not in MAY_BE_EMPTY or value not in ([], "", {})}
+        if found.get("init_lora_weights") in (None, "eva"):  # of what the tensors began with nothing depends
+            found.pop("init_lora_weights", None)
         _Stored.model_validate(found)
         config = LoraConfig(**found)
     except ValidationError as error:
@@ -318,6 +312,7 @@ def read_tensors(folder: str | Path, shapes: Mapping[str, torch.Size], job: str)
     tensors = _stored_tensors(file, job)
     suffix = MAGNITUDE + ".weight"
     tensors = {key.removesuffix(".weight") if key.endswith(suffix) else key: value for key, value in tensors.items()}
+    _drop_base(tensors, shapes, f"job {job!r}: {file}")
     missing, extra = sorted(shapes.keys() - tensors.keys()), sorted(tensors.keys() - shapes.keys())
     if missing or extra:
         problem = f"lacks {missing[0]} (and {len(missing) - 1} more)" if missing else ""
@@ -338,6 +333,20 @@ def read_tensors(folder: str | Path, shapes: Mapping[str, torch.Size], job: str)
         if problem:
             raise InputError(f"job {job!r}: {file}: {key!r} {problem}")
     return tensors
+
+
+def _drop_base(tensors: dict[str, torch.Tensor], shapes: Mapping[str, torch.Size], where: str) -> None:
+    """Leave out copies of the base weights of adapted modules, where they are of the model's shapes."""
+    for key in [key for key in tensors if key.endswith(BASE_WEIGHT)]:
+        path = key.removesuffix(BASE_WEIGHT)
+        wanted: tuple[int, int] | None = None
+        if (A := shapes.get(f"{path}.lora_A.weight")) is not None:
+            wanted = shapes[f"{path}.lora_B.weight"][0], A[1]
+        elif (A := shapes.get(f"{path}.lora_embedding_A")) is not None:
+            wanted = A[1], shapes[f"{path}.lora_embedding_B"][0]
+        if wanted == tensors[key].shape:
+            del tensors[key]
+            warnings.warn(f"{where}: {key!r} is a copy of a base weight; the base model's own is used", stacklevel=4)
 
 
 def read_trained_on(folder: str | Path) -> dict[str, Any] | None:

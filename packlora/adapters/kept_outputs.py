@@ -94,6 +94,8 @@ def keep_outputs(model: nn.Module) -> str | None:
         )
         if layer.row_parallel:
             reason = "an output that is added up over processes"
+        if layer.of_rows:
+            reason = "an output that the loss writes over"
         layer.keep_output = reason is None
         reasons.append(reason)
     return described(reasons) if reasons else None

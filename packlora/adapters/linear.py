@@ -77,19 +77,42 @@ class Attached:
         """Owners of the microbatch that is running; None where the number of tokens is not known ahead."""
         return None if isinstance(self._active, int) else self._active
 
-    def owners(self, total: int) -> TokenOwners | None:
-        """Of a forward over `total` tokens; None runs the base model alone.
+    @contextmanager
+    def among_rows(self, owners: TokenOwners) -> Iterator[None]:
+        """Run the output layer on some rows of labels of the microbatch that is running. owners: of these rows."""
+        before, self._active = self._active, owners
+        try:
+            yield
+        finally:
+            self._active = before
+
+    def among(self, of_rows: bool) -> TokenOwners | int | None:
+        """Owners of a forward, or the one adapter; None runs the base model alone.
+
+        Args:
+            of_rows: of the output layer, which is given the rows of labels.
 
         Raises:
-            RuntimeError: the microbatch has another number of tokens, or a backward recomputes activations of nobody knows
-                which microbatch.
+            RuntimeError: a backward recomputes activations of nobody knows which microbatch.
         """
         active = self._active
+        if active is None and _graph_task() != -1:
+            raise RuntimeError(
+                "a backward that recomputes activations must run inside active(owners) of its microbatch"
+            )
+        return (active.rows or active) if of_rows and isinstance(active, TokenOwners) else active
+
+    def owners(self, total: int, of_rows: bool = False) -> TokenOwners | None:
+        """Of a forward over `total` tokens; None runs the base model alone.
+
+        Args:
+            of_rows: see `among`.
+
+        Raises:
+            RuntimeError: the microbatch has another number of tokens, or see `among`.
+        """
+        active = self.among(of_rows)
         if active is None:
-            if _graph_task() != -1:
-                raise RuntimeError(
-                    "a backward that recomputes activations must run inside active(owners) of its microbatch"
-                )
             return None
         if isinstance(active, int):
             return TokenOwners(total, ((active, 0, total),))
@@ -135,11 +158,14 @@ class AdaptedLinear(torch.nn.Module):
         salt: of the tensor that the layer reads, so the same for siblings: see ops.dropout.layer_salt.
         attached: what the layers of the model share.
         chooser: of plans; the same for siblings.
+        of_rows: it is the output layer, which is given the rows of labels and not all tokens.
     """
 
-    def __init__(self, base: torch.nn.Linear, salt: int, attached: Attached, chooser: PlanChooser) -> None:
+    def __init__(
+        self, base: torch.nn.Linear, salt: int, attached: Attached, chooser: PlanChooser, of_rows: bool = False
+    ) -> None:
         super().__init__()
-        self.base = base
+        self.base, self.of_rows = base, of_rows
         self.adapters: dict[int, AdapterWeights] = {}
         self.attached, self.chooser = attached, chooser
         self.salt = salt
@@ -161,7 +187,7 @@ class AdaptedLinear(torch.nn.Module):
         return self.base.bias
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        owners, shard = self.attached.owners(math.prod(x.shape[:-1])), self.shard
+        owners, shard = self.attached.owners(math.prod(x.shape[:-1]), self.of_rows), self.shard
         if owners is None or owners.adapters.isdisjoint(self.adapters):
             return self.base.forward(x)
         if shard is None:
@@ -236,6 +262,10 @@ class AdaptedLinear(torch.nn.Module):
                 low_rank = {number: replace(low, bias=None) for number, low in low_rank.items()}
             known = self._layer = Layer(self.frozen(), bias, low_rank, self.keep_output)
         return known
+
+    def first_values(self, number: int) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
+        """Those of an adapter's that are made of the frozen layer: for the caller to write."""
+        return self.adapters[number].first_values(self.frozen, self.bias, self.attached.norms)
 
     def frozen(self) -> FrozenWeight:
         """The frozen weight as the operator takes it: the same object while it is the same tensor."""

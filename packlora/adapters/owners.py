@@ -33,6 +33,8 @@ class TokenOwners:
     keys_T2: dropout keys [T, 2] int32 (ops.dropout.token_keys), or None when nothing is dropped (evaluation).
     moving: whose nominal segments these are, the true ones being on the device (ops.lora_linear.moving).
     noise: of the embeddings; None where no token has any.
+    label_rows: segments of the rows of labels, which the output layer is given, and which tokens these are; None where it is
+        given all tokens, if any.
     """
 
     total: int
@@ -40,8 +42,23 @@ class TokenOwners:
     keys_T2: torch.Tensor | None = None
     moving: MovingSegments | None = None
     noise: Noise | None = None
+    label_rows: tuple[tuple[tuple[int, int, int], ...], torch.Tensor] | None = None
     adapters: frozenset[int] = field(init=False)
     """Numbers of those that own tokens."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "adapters", frozenset(number for number, _, _ in self.segments))
+
+    @property
+    def rows(self) -> TokenOwners | None:
+        """Owners of the rows of labels."""
+        if self.label_rows is None:
+            return None
+        segments, rows_L = self.label_rows
+        return TokenOwners(len(rows_L), segments, None if self.keys_T2 is None else self.keys_T2[rows_L])
+
+    def part(self, start: int, stop: int) -> TokenOwners:
+        """Of consecutive ones of these tokens."""
+        inside = [(number, max(a, start) - start, min(b, stop) - start) for number, a, b in self.segments]
+        keys = None if self.keys_T2 is None else self.keys_T2[start:stop]
+        return TokenOwners(stop - start, tuple(one for one in inside if one[1] < one[2]), keys)

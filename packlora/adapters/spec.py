@@ -24,8 +24,9 @@ from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils.other import get_pattern_key
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
-from packlora.adapters.sharded import LINEAR
+from packlora.adapters.kinds import Kind, copied, is_linear, kind_of, why_no_rows
 from packlora.config import AdapterConfig
 from packlora.errors import InputError, quoted
 
@@ -35,7 +36,10 @@ MATCH_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class ModuleSpec:
-    """The adapter of one linear layer. rank 0: only the bias is trained. base_dropped: see ops.lora_linear.layout.Run."""
+    """What a job trains on one module. rank 0: no low-rank part. base_dropped: see ops.lora_linear.layout.Run.
+
+    kind: see kinds.py. start: what A and B begin with, as PEFT's init_lora_weights. tokens: whose rows are trained.
+    """
 
     rank: int
     scaling: float
@@ -43,11 +47,14 @@ class ModuleSpec:
     use_dora: bool
     train_bias: bool
     base_dropped: bool = True
+    kind: Kind = "linear"
+    start: bool | str = True
+    tokens: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
 class AdapterSpec:
-    """An adapter of a model: its configuration in PEFT's terms and the layers that it adapts."""
+    """An adapter of a model: its configuration in PEFT's terms and the modules that it trains something on."""
 
     peft: LoraConfig
     """With names of modules as its target_modules, see `resolve`."""
@@ -68,6 +75,12 @@ def peft_config(adapter: AdapterConfig, base_model: str, revision: str | None) -
         bias=adapter.bias,
         rank_pattern=dict(adapter.rank_pattern),
         alpha_pattern=alpha,
+        exclude_modules=adapter.exclude_modules,
+        layers_to_transform=adapter.layers_to_transform,
+        layers_pattern=adapter.layers_pattern,
+        init_lora_weights=adapter.init_lora_weights,
+        modules_to_save=adapter.modules_to_save,
+        trainable_token_indices=adapter.trainable_token_indices,
         task_type="CAUSAL_LM",
         base_model_name_or_path=base_model,
         revision=revision,
@@ -89,12 +102,13 @@ def resolve(peft: LoraConfig, model: PreTrainedModel, job: str, base_dropped: bo
         base_dropped: DoRA under dropout scales the base product of the dropped inputs, as PEFT does.
 
     Raises:
-        InputError: nothing matches, a named module matches nothing, a match is not a linear layer or is the output or
-            embedding layer, PEFT would also adapt experts or routers, which are no linear layers, a pattern matches no adapted
-            module or takes too long to, or bias: all meets a bias that is the output layer's or that no linear layer has.
+        InputError: nothing matches, a named module matches nothing, a match is of no kind that is adapted (kinds.py), PEFT
+            would also adapt experts or routers, which are no linear layers, a pattern matches no adapted module or takes
+            too long to, bias: all meets a bias that is the output layer's or that no linear layer has, or one module is
+            to be trained in two ways.
     """
     _try_patterns(peft, [name for name, _ in model.named_modules()], job)
-    linears = {name: module for name, module in model.named_modules() if type(module) in LINEAR}
+    linears = {name: module for name, module in model.named_modules() if is_linear(module)}
     head = model.get_output_embeddings()
     head_names = {name for name, module in linears.items() if module is head}
     chosen = _targets(peft, model, linears, head_names, job)
@@ -105,14 +119,25 @@ def resolve(peft: LoraConfig, model: PreTrainedModel, job: str, base_dropped: bo
                     f"job {job!r}: adapter.{pattern_key} has {quoted(pattern, 300)}, which matches no adapted module"
                 )
     biased = _biased(peft, model, linears, chosen, head_names, job)
+    others = other_modules(peft, model, job)
     spec = AdapterSpec(_named(peft, model, chosen))
-    for name in linears:
-        if name in chosen:
+    for name, module in model.named_modules(remove_duplicate=False):
+        if name in others:
+            if name in chosen or name in biased:
+                raise InputError(
+                    f"job {job!r}: {name} is to be trained in two ways: by target_modules or bias, and {others[name].kind}"
+                )
+            spec.modules[name] = others[name]
+        elif name in chosen:
             rank = peft.rank_pattern.get(get_pattern_key(peft.rank_pattern.keys(), name), peft.r)
             alpha = peft.alpha_pattern.get(get_pattern_key(peft.alpha_pattern.keys(), name), peft.lora_alpha)
             scaling = alpha / (math.sqrt(rank) if peft.use_rslora else rank)
+            kind = kind_of(module)
+            assert kind is not None
+            dropout = peft.lora_dropout if kind == "linear" else 0.0
+            start = _start(peft, rank, name, job)
             spec.modules[name] = ModuleSpec(
-                rank, scaling, peft.lora_dropout, peft.use_dora, name in biased, base_dropped
+                rank, scaling, dropout, peft.use_dora, name in biased, base_dropped, kind, start
             )
         elif name in biased:
             spec.modules[name] = ModuleSpec(0, 1.0, 0.0, False, True)
@@ -124,10 +149,13 @@ def _targets(
 ) -> set[str]:
     targets = sorted(peft.target_modules) if isinstance(peft.target_modules, set) else peft.target_modules
     if isinstance(targets, str) and targets.lower() == "all-linear":
-        chosen = set(linears) - head_names
+        every = copy.copy(peft)
+        every.target_modules = set(linears) - head_names
+        chosen = {name for name in every.target_modules if _matches(every, name)}
         if not chosen:
             raise InputError(
-                f"job {job!r}: target_modules all-linear matches nothing: the model has no layers of type torch.nn.Linear"
+                f"job {job!r}: target_modules all-linear matches nothing: the model has no linear layers"
+                + (" but those that exclude_modules or modules_to_save name" if every.target_modules else "")
             )
         if left_out := _other_matrices(model, linears):
             others, _ = _converted(peft, {name.rpartition(".")[2] for name in chosen}, model)
@@ -160,16 +188,95 @@ def _targets(
                 + (f"did you mean {near[0]!r}?" if near else f"linear layers are {leaves}")
             )
     for name in sorted(matched):
-        if name in head_names:
+        module = model.get_submodule(name)
+        kind = kind_of(module)
+        found = f"of type {type(module).__name__}" if kind is None else None
+        if isinstance(module, torch.nn.Embedding):
+            found = why_no_rows(module)
+        if found:
             raise InputError(
-                f"job {job!r}: target_modules matches the output layer {name}; this version cannot adapt it"
-            )
-        if name not in set(linears):
-            kind = type(model.get_submodule(name)).__name__
-            raise InputError(
-                f"job {job!r}: target_modules matches {name}, of type {kind}; only linear layers can be adapted"
+                f"job {job!r}: target_modules matches {name}, {found}; linear layers and embeddings can be adapted"
             )
     return matched
+
+
+def _start(peft: LoraConfig, rank: int, name: str, job: str) -> bool | str:
+    """What A and B of a module begin with. PEFT takes null for False."""
+    start: Any = peft.init_lora_weights or False
+    if start == "orthogonal" and rank % 2:
+        raise InputError(f"job {job!r}: init_lora_weights: orthogonal takes even ranks, and {name} has {rank}")
+    return start  # type: ignore[no-any-return]
+
+
+def other_modules(peft: LoraConfig, model: PreTrainedModel, job: str) -> dict[str, ModuleSpec]:
+    """What is trained beside low-rank adapters, by path: modules_to_save and trainable_token_indices, which PEFT compares with
+    the ends of paths."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    found: dict[str, ModuleSpec] = {}
+    for name in peft.modules_to_save or ():
+        paths = [path for path in modules if path.endswith(name)]
+        if not paths:
+            raise InputError(
+                f"job {job!r}: modules_to_save names {quoted(name, 300)}, which matches nothing in the model"
+            )
+        for path in paths:
+            try:
+                copied(modules[path])
+            except ValueError as error:
+                raise InputError(
+                    f"job {job!r}: modules_to_save matches {path}, {error}; taken are linear layers, embeddings and norms"
+                ) from None
+            found[path] = ModuleSpec(0, 1.0, 0.0, False, False, kind="copy")
+    if not peft.trainable_token_indices:
+        return found
+    for path, tokens in _token_rows(peft, model, modules, job).items():
+        if path in found:
+            raise InputError(
+                f"job {job!r}: {path} is in modules_to_save and has trainable_token_indices; give one of them"
+            )
+        found[path] = ModuleSpec(0, 1.0, 0.0, False, False, kind="tokens" if tokens else "tied", tokens=tokens)
+    return found
+
+
+def _token_rows(
+    peft: LoraConfig, model: PreTrainedModel, modules: dict[str, torch.nn.Module], job: str
+) -> dict[str, tuple[int, ...]]:
+    """By path the tokens whose rows are trained; none for an output layer that has those of the embedding."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    inputs = next(path for path, module in modules.items() if module is embedding)
+    outputs = next((path for path, module in modules.items() if module is head), None)
+    asked: Any = peft.trainable_token_indices
+    asked = asked if isinstance(asked, dict) else {inputs.rpartition(".")[2]: asked}
+    rows: dict[str, tuple[int, ...]] = {}
+    for name, tokens in asked.items():
+        paths = [path for path in modules if path.endswith(name)]
+        if not paths:
+            raise InputError(
+                f"job {job!r}: trainable_token_indices names {quoted(name, 300)}, which matches nothing in the model"
+            )
+        for path in paths:
+            module: Any = modules[path]
+            plain = type(module) is torch.nn.Linear and module.bias is None
+            if not plain and (not isinstance(module, torch.nn.Embedding) or why_no_rows(module)):
+                raise InputError(
+                    f"job {job!r}: trainable_token_indices matches {path}, of type {type(module).__name__}; taken are "
+                    "embeddings and output layers without a bias"
+                )
+            most = module.weight.shape[0]
+            if wrong := [token for token in tokens if not 0 <= token < most]:
+                raise InputError(
+                    f"job {job!r}: trainable_token_indices has {wrong[0]}, and {path} has rows for tokens 0 to {most - 1}"
+                )
+            rows[path] = tuple(tokens)
+    tied = getattr(model.config, "tie_word_embeddings", False) and outputs is not None and inputs in rows
+    if tied and rows.get(outputs or "", rows[inputs]) == rows[inputs]:
+        assert outputs is not None
+        if getattr(head, "bias", None) is not None:
+            raise InputError(
+                f"job {job!r}: trainable_token_indices: {outputs}, tied to {inputs}, has a bias; that is not taken"
+            )
+        rows[outputs] = ()
+    return rows
 
 
 def _meant(targets: Any, leaves: str) -> str:
@@ -262,14 +369,19 @@ def _converted(
 def _named(peft: LoraConfig, model: PreTrainedModel, chosen: set[str]) -> LoraConfig:
     """The configuration with names in the place of a shorthand or an expression: last parts of names where these match the
     chosen modules alone, else whole paths. As it is where neither does: a chosen path is then the end of another module's."""
-    if not isinstance(peft.target_modules, str):
+    transposed = any(type(model.get_submodule(name)) is Conv1D for name in chosen)
+    if not isinstance(peft.target_modules, str) and peft.fan_in_fan_out == transposed:
         return peft
     named = copy.copy(peft)
+    named.fan_in_fan_out = transposed
+    if not isinstance(peft.target_modules, str):
+        return named
     for names in ({path.rpartition(".")[2] for path in chosen}, chosen):
         named.target_modules = set(names)
         if {name for name, _ in model.named_modules() if name and _matches(named, name)} == chosen:
             return named
-    return peft
+    named.target_modules = peft.target_modules
+    return named
 
 
 def _matches(peft: LoraConfig, name: str) -> bool:
@@ -289,7 +401,11 @@ def _biased(
     for name, _ in model.named_parameters():
         owner, _, leaf = name.rpartition(".")
         if leaf == "bias" and (owner not in have or owner in heads):
-            why = "of the output layer, which this version cannot adapt" if owner in heads else "not of a linear layer"
+            why = (
+                "of the output layer, which sees other rows than the tokens"
+                if owner in heads
+                else "not of a linear layer"
+            )
             raise InputError(f"job {job!r}: bias: all would train {name}, which is {why}; use lora_only")
     if not have:
         raise InputError(f"job {job!r}: bias: all, but the model has no biases; use bias: none")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
+from packlora.adapters.kinds import copied, sizes
 from packlora.adapters.norms import RowNorms
 from packlora.adapters.sharded import shard_of
 from packlora.adapters.spec import ModuleSpec
@@ -14,9 +16,13 @@ from packlora.ops.lora_linear.frozen import FrozenWeight
 from packlora.ops.lora_linear.types import LowRank
 
 
-def parameter_shapes(spec: ModuleSpec, base: torch.nn.Linear) -> dict[str, tuple[int, ...]]:
-    """Of the trainable parameters of one adapter on one layer, by name; slices of those of a layer that is a slice."""
-    N, K = base.out_features, base.in_features
+def parameter_shapes(spec: ModuleSpec, base: Any) -> dict[str, tuple[int, ...]]:
+    """Of the trainable parameters of one adapter on one module, by name; slices of those of a layer that is a slice."""
+    if spec.kind == "copy":
+        return {name: tuple(getattr(base, own).shape) for name, own in copied(base).items()}
+    if spec.kind in ("tokens", "tied"):
+        return {"tokens": (len(spec.tokens), base.weight.shape[1])} if spec.tokens else {}
+    N, K = sizes(base)
     shapes: dict[str, tuple[int, ...]] = {}
     if spec.rank:
         shapes |= {"A": (spec.rank, K), "B": (N, spec.rank)}
@@ -25,6 +31,27 @@ def parameter_shapes(spec: ModuleSpec, base: torch.nn.Linear) -> dict[str, tuple
     if spec.train_bias:
         shapes["bias"] = (N,)
     return shapes
+
+
+def first_factors(start: bool | str, r: int, K: int, N: int, seed: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A [r, K] and B [N, r] as PEFT's init_lora_weights draws them; B is None for zeros.
+
+    True and False draw A from kaiming_uniform_ with a = sqrt(5), False B as well; gaussian A with the deviation 1 / r;
+    orthogonal both from the odd and the even rows of an orthogonal matrix [r, r], for even r.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def uniform(rows: int, columns: int) -> torch.Tensor:
+        bound = 1.0 / math.sqrt(columns)
+        return torch.empty(rows, columns).uniform_(-bound, bound, generator=generator)
+
+    if start == "gaussian":
+        return torch.randn(r, K, generator=generator) / r, None
+    if start == "orthogonal":
+        Q_rr, _ = torch.linalg.qr(torch.randn(r, r, generator=generator))
+        A_Kr = torch.randn(K, r // 2, generator=generator) @ Q_rr[0::2] / 10
+        return A_Kr.T, torch.randn(r // 2, N, generator=generator).T @ Q_rr[1::2] / 10
+    return uniform(r, K), uniform(N, r) if start is False else None
 
 
 class AdapterWeights:
@@ -48,12 +75,12 @@ class AdapterWeights:
         self.spec, self.shard = spec, shard_of(base)
         self.A = self.B = self.magnitude = self.bias = None
         if spec.rank:
-            generator = torch.Generator().manual_seed(seed)
-            shape = self.whole_shape("A", room["A"].shape)  # drawn whole: the same values in any number of slices
-            bound = 1.0 / math.sqrt(shape[1])  # kaiming_uniform_ with a = sqrt(5), PEFT's initialisation
-            A_rK = torch.empty(shape).uniform_(-bound, bound, generator=generator)
+            (r, K), N = self.whole_shape("A", room["A"].shape), self.whole_shape("B", room["B"].shape)[0]
+            A_rK, B_Nr = first_factors(
+                spec.start, r, K, N, seed
+            )  # drawn whole: the same values in any number of slices
             self.A = torch.nn.Parameter(room["A"].copy_(self.own("A", A_rK)))
-            self.B = torch.nn.Parameter(room["B"])
+            self.B = torch.nn.Parameter(room["B"] if B_Nr is None else room["B"].copy_(self.own("B", B_Nr)))
             if spec.use_dora:
                 self.magnitude = torch.nn.Parameter(room["magnitude"])
         if spec.train_bias:

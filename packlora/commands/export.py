@@ -65,6 +65,7 @@ def export_adapter(
     notes = [opened.note] if opened.note else []
     if target != "peft":
         _check_plain(opened, PROGRAM[target])
+        _check_ends(opened, target)
         opened = plain(opened)
     if target == "gguf":
         check_architecture(opened.skeleton.config, opened.base)
@@ -107,10 +108,33 @@ def _check_plain(opened: AdapterFolder, program: str) -> None:
         raise InputError(
             f"{opened.path} is a DoRA adapter: {program} reads none, and no LoRA adapter has its numbers; {remedy}"
         )
+    if others := [path for path, module in opened.spec.modules.items() if module.kind in ("copy", "tokens")]:
+        raise InputError(
+            f"{opened.path} holds parameters of {others[0]} itself, which {program} does not read; {remedy}"
+        )
     if biased := [path for path, module in opened.spec.modules.items() if module.train_bias]:
         raise InputError(
             f"{opened.path} holds trained biases, the first of {biased[0]}, which {program} does not read; {remedy}"
         )
+
+
+def _check_ends(opened: AdapterFolder, target: str) -> None:
+    """Raises InputError where an adapter of an embedding or of the output layer is none that the program takes."""
+    if target == "gguf" and (ends := _ends(opened)):
+        raise InputError(
+            f"{opened.path} adapts {ends[0]}, which {PROGRAM[target]} does not read of an adapter; "
+            f"`packlora merge {opened.path} OUT` makes a plain model of it, which has its numbers"
+        )
+
+
+def _ends(opened: AdapterFolder) -> list[str]:
+    """Paths of adapted embeddings, and of the output layer where it is."""
+    head = opened.skeleton.get_output_embeddings()
+    return [
+        path
+        for path, module in opened.spec.modules.items()
+        if module.kind == "embedding" or opened.skeleton.get_submodule(path) is head
+    ]
 
 
 def plain(opened: AdapterFolder) -> AdapterFolder:
@@ -142,9 +166,14 @@ def _cast(opened: AdapterFolder, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 
 
 def _to_know(opened: AdapterFolder, target: str) -> list[str]:
-    rank = opened.spec.peft.r
+    rank, notes = opened.spec.peft.r, []
+    if target in ("vllm", "sglang") and (ends := _ends(opened)):
+        notes = [
+            f"it adapts {' and '.join(ends)}: {PROGRAM[target]} takes that for some families; `packlora merge` "
+            "makes a plain model"
+        ]
     if target != "vllm" or rank <= VLLM_RANK:
-        return []
+        return notes
     if enough := [known for known in VLLM_RANKS if known >= rank]:
-        return [f"rank {rank}: start vLLM with --max-lora-rank {enough[0]}"]
-    return [f"rank {rank}: vLLM takes at most {VLLM_RANKS[-1]}; `packlora merge` makes a plain model"]
+        return [*notes, f"rank {rank}: start vLLM with --max-lora-rank {enough[0]}"]
+    return [*notes, f"rank {rank}: vLLM takes at most {VLLM_RANKS[-1]}; `packlora merge` makes a plain model"]

@@ -3,7 +3,8 @@
     LoRA   W + s B A          DoRA   diag(m / ||W + s B A||_row) (W + s B A)          and the trained biases
 
 An adapter that was trained on a quantised base is folded into what the codes stand for, of all layers that were quantised: that
-is the model it was trained for. So is one whose base is saved in codes. The result is dense.
+is the model it was trained for. So is one whose base is saved in codes. The result is dense. Where an output layer is tied to
+an embedding and the adapter tells them apart, both are written.
 
 The sum is made in float32 whatever the base is stored in, and rounded once. The base's files are read and written one after
 the other, so that memory holds one of them and not the model.
@@ -22,9 +23,10 @@ from pydantic import ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 from transformers.utils import cached_file
 
-from packlora.adapters.files import read_trained_on, tensor_key
+from packlora.adapters.files import PREFIX, read_trained_on, tensor_key
 from packlora.adapters.spec import AdapterSpec, ModuleSpec
 from packlora.base.dequantised_files import DequantisedFiles
 from packlora.base.device import choose_device
@@ -92,7 +94,7 @@ def merge_adapter(
             keys = keys_of(skeleton, files, computed=True)
             into = Codes.of(adapter_dir, quantization, double_quant, kept)
     merged = Merged(files, opened.spec, opened.tensors, kept if dtype == "auto" else getattr(torch, dtype), adapter_dir)
-    merged.find(keys)
+    merged.find(keys, skeleton)
     if into is not None:
         into.keys = {keys[name] for path in quantised_paths(skeleton) if (name := f"{path}.weight") in keys}
         merged.codes = into
@@ -210,11 +212,18 @@ class Merged:
     adapter_dir: Path
     places: dict[str, tuple[str, str]] = field(default_factory=dict)
     """By key of the files of an adapted layer, the layer's path and weight or bias."""
+    transposed: set[str] = field(default_factory=set)
+    """Paths of layers whose weights lie transposed."""
+    shared: str = ""
+    """The key of the weight that embedding and output layer share in the files, where they do not any more."""
+    untied: str = ""
+    """The key of the second one then."""
     codes: Codes | None = None
     """Where the adapter is folded into what they stand for."""
 
-    def find(self, keys: Mapping[str, str]) -> None:
-        """Where adapted layers lie in the files.
+    def find(self, keys: Mapping[str, str], model: PreTrainedModel) -> None:
+        """Where adapted layers lie in the files. Embedding and output layer of the model, which is without weights, are untied
+        where that is needed.
 
         Args:
             keys: by the model's names, see weight_files.keys_of.
@@ -222,15 +231,34 @@ class Merged:
         Raises:
             InputError: the weight of an adapted layer is computed from others while transformers loads it.
         """
+        self._untie(keys, model)
         for path, module in self.spec.modules.items():
-            for leaf in ("weight", "bias"):
+            base = model.get_submodule(path)
+            self.transposed |= {path} if type(base) is Conv1D else set()
+            for leaf, _ in base.named_parameters(recurse=False):
                 if (name := f"{path}.{leaf}") in keys:
                     self.places[keys[name]] = path, leaf
-                elif leaf == "weight" or module.train_bias:
+                elif name != self.untied and module.kind != "tied" and (leaf == "weight" or module.train_bias):
                     raise InputError(
                         f"base_model {self.files.path!r}: {name}, which the adapter changes, is computed from other weights of "
                         "the files; save_pretrained the base with save_original_format=False"
                     )
+
+    def _untie(self, keys: Mapping[str, str], model: PreTrainedModel) -> None:
+        """Find out whether two tensors are written of the one that embedding and output layer share."""
+        head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+        if head is None or head.weight is not embedding.weight:
+            return
+        paths = {id(module): path for path, module in model.named_modules(remove_duplicate=False)}
+        outputs, inputs = paths[id(head)], paths[id(embedding)]
+        own = self.spec.modules.get(outputs)
+        if (own is None and inputs not in self.spec.modules) or (own is not None and own.kind == "tied"):
+            return
+        there = {f"{inputs}.weight", f"{outputs}.weight"} & keys.keys()
+        if len(there) == 1:
+            self.untied, self.shared = f"{outputs}.weight", keys[there.pop()]
+            self.places[self.shared] = inputs, "weight"
+        model.config.tie_word_embeddings = False
 
     def write(self, folder: Path) -> None:
         """All files, one after the other. Raises InputError where a merged layer is not finite."""
@@ -238,23 +266,28 @@ class Merged:
         size = 0
         for name, keys in names.items():
             tensors = {key: self._tensor(key) for key in keys}
+            if self.shared in keys:
+                tensors[self.untied] = self._tensor(self.shared, (self.untied.rpartition(".")[0], "weight"))
             size += sum(tensor.nbytes for tensor in tensors.values())
             save_file(tensors, folder / name, metadata={"format": "pt"})
             del tensors  # before the next ones are read
         if len(names) > 1:
             where = {key: name for name, keys in names.items() for key in keys}
+            where |= {self.untied: where[self.shared]} if self.shared else {}
             write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": where})
 
-    def _tensor(self, key: str) -> torch.Tensor:
+    def _tensor(self, key: str, place: tuple[str, str] | None = None) -> torch.Tensor:
+        """What is written of a tensor of the files. place: of the layer and its leaf that it is read for, None: its own."""
         stored = self.files.read(key)
         if not stored.is_floating_point():
             return stored
         if self.codes is not None and key in self.codes.keys:
             stored = self.codes.stand_for(stored)
-        if key not in self.places:
+        path, leaf = place or self.places.get(key, ("", ""))
+        module = self.spec.modules.get(path)
+        if module is None:
             return stored.float().to(self.dtype) if stored.dtype == torch.float64 else stored.to(self.dtype)
-        path, leaf = self.places[key]
-        out = self._folded(stored, path, leaf, self.spec.modules[path]).to(self.dtype)
+        out = self._folded(stored, path, leaf, module).to(self.dtype)
         if not out.isfinite().all():
             raise InputError(f"{self.adapter_dir}: merged, {path}.{leaf} is not finite in {self.dtype}")
         return out
@@ -265,13 +298,18 @@ class Merged:
         def own(name: str) -> torch.Tensor:
             return self.tensors[tensor_key(path, name, module)].float()
 
+        if module.kind == "copy":
+            return self.tensors[f"{PREFIX}{path}.{leaf}"].float()
+        W = stored.float()
+        if module.kind == "tokens":
+            return W.index_copy(0, torch.tensor(module.tokens), own("tokens"))
         if leaf == "bias" and module.train_bias:
             return own("bias")
-        W = stored.float()
         if leaf == "bias" or not module.rank:
             return W
-        A, B = own("A"), own("B")
+        turned = module.kind == "embedding" or path in self.transposed
+        W, A, B = (W.T if turned else W), own("A"), own("B")
         merged = W.addmm(B, A, alpha=module.scaling)
         if module.use_dora:
             merged *= (own("magnitude") / row_norm(W, A, B, module.scaling)).unsqueeze(1)
-        return merged
+        return merged.T.contiguous() if turned else merged

@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedModel
 
+from packlora.adapters.kinds import sizes
 from packlora.adapters.siblings import sibling_groups
 from packlora.adapters.spec import AdapterSpec
 from packlora.base.device import choose_device
@@ -120,8 +121,8 @@ def cases_of_run(run: Run, device: torch.device) -> tuple[list[Case], list[str]]
                     device,
                     getattr(torch, run.dtype),
                     number,
-                    int(layers[0].in_features),
-                    [int(layer.out_features) for layer in layers],
+                    sizes(layers[0])[1],
+                    [sizes(layer)[0] for layer in layers],
                     [[_rank(spec, name) for name in group] for spec in chosen],
                     [bool(drop) for drop in drops],
                     [layer.bias is not None for layer in layers],
@@ -141,7 +142,8 @@ def cases_of_run(run: Run, device: torch.device) -> tuple[list[Case], list[str]]
 
 
 def _rank(spec: AdapterSpec, name: str) -> int:
-    return spec.modules[name].rank if name in spec.modules else 0
+    """Of a linear layer that the operator computes."""
+    return spec.modules[name].rank if name in spec.modules and spec.modules[name].kind == "linear" else 0
 
 
 def _buckets(largest: int) -> list[int]:

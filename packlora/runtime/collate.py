@@ -120,6 +120,7 @@ def collate(
             tuple((owner, first, stop) for owner, first, stop in segments),
             _pairs(keys_T) if keys else None,
             noise=Noise(_pairs(noise_T), scale_T.view(torch.float64).float()) if scales else None,
+            label_rows=(_segments(num_rows, max(few, 0)), rows_L),
         ),
         smoothing_L=smoothing_L.view(torch.float64) if smoothings else None,
         num_tokens=num_tokens,
@@ -143,6 +144,14 @@ def _smoothings(samples: Sequence[PackedSample], num_rows: Mapping[int, int]) ->
     """That of each label, by owner; nothing where no job smooths its labels."""
     own = {item.owner: item.smoothing for item in samples}
     return [np.full(count, own[owner]) for owner, count in num_rows.items()] if any(own.values()) else []
+
+
+def _segments(num_rows: Mapping[int, int], padding: int) -> tuple[tuple[int, int, int], ...]:
+    """(owner, start, stop) of the label rows; those of padding, the last ones, are nobody's."""
+    stops = list(itertools.accumulate(num_rows.values()))
+    stops[-1] -= padding
+    starts = [0, *stops[:-1]]
+    return tuple(one for one in zip(num_rows, starts, stops, strict=True) if one[1] < one[2])
 
 
 def _keys(samples: Sequence[PackedSample], total: int) -> list[np.ndarray]:

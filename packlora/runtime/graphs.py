@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from packlora.adapters.owners import Noise, TokenOwners
+from packlora.adapters.spec import AdapterSpec
 from packlora.base.model import Base
 from packlora.base.packing import hidden_states
 from packlora.base.shape import plain_head
@@ -485,7 +486,16 @@ def why_no_graphs(run: Run, base: Base, jobs: Sequence[Job]) -> str | None:
         return "gradient_checkpointing recomputes activations from the host"
     if len(jobs) > LEAST_TOKENS:
         return f"{len(jobs)} jobs, more than {LEAST_TOKENS}"
+    for job in jobs:
+        if found := why_unfit(job.adapter.spec):
+            return f"job {job.name!r} {found}"
     for job in jobs if len(jobs) > 1 else ():
         if any(own.use_dora and own.dropout and own.base_dropped for own in job.adapter.spec.modules.values()):
             return f"job {job.name!r} is DoRA with dropout, whose two base products are made segment by segment"
     return None
+
+
+def why_unfit(spec: AdapterSpec) -> str | None:
+    """Why an adapter has no graphs, whatever is beside it."""
+    found = next((path for path, own in spec.modules.items() if own.kind != "linear"), None)
+    return None if found is None else f"trains {found} itself, token by token in an order that the host has"

@@ -7,12 +7,16 @@ collected per job. Losses of different jobs are never added: a NaN of one job is
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
 
+from packlora.adapters.attach import AdaptedHead, trained_on
 from packlora.base.packing import packed_hidden, packed_logits
 from packlora.base.shape import plain_head
+from packlora.ops.cross_entropy.chunked import chunked_cross_entropy
 from packlora.ops.cross_entropy.linear_cross_entropy import linear_cross_entropy
 from packlora.runtime.collate import IGNORE, PackedBatch
 
@@ -35,14 +39,9 @@ def token_losses(
         losses [L] without gradient, in float32 (float64 for a float64 model), 0 for padding rows; and the root for
         backward, whose gradient is each label's own weight. Its value mixes jobs, and is for nothing.
     """
-    head = plain_head(model) if fused else None
     at = (batch.input_ids_T, batch.position_ids_T, batch.sample_lengths, batch.rows_L)
-    if head is not None:
-        part = getattr(head, "vocabulary", None)  # of one that is cut
-        hidden_LD = packed_hidden(model, *at)
-        return linear_cross_entropy(
-            hidden_LD, head.weight, head.bias, batch.labels_L, weights_L, part=part, smoothing_L=batch.smoothing_L
-        )
+    if fused and has_head_loss(model):
+        return head_losses(model, packed_hidden(model, *at), batch, weights_L)
     logits_LV = packed_logits(model, *at)
     wide = logits_LV.to(torch.promote_types(logits_LV.dtype, torch.float32))
     losses_L = F.cross_entropy(wide, batch.labels_L, reduction="none", ignore_index=IGNORE)
@@ -57,6 +56,45 @@ def _smoothed(logits_LV: torch.Tensor, labels_L: torch.Tensor, smoothing_L: torc
     at_label_L = logits_LV.gather(1, labels_L.clamp(0)[:, None])[:, 0]
     counts_L = (smoothing_L != 0) & (labels_L != IGNORE)
     return torch.where(counts_L, smoothing_L * (at_label_L - logits_LV.mean(1)), 0.0)
+
+
+def has_head_loss(model: PreTrainedModel) -> bool:
+    """Whether `head_losses` takes the output layer: it is a frozen linear layer, with or without what jobs train there."""
+    head = model.get_output_embeddings()
+    return plain_head(model) is not None or (isinstance(head, AdaptedHead) and type(head.base) is torch.nn.Linear)
+
+
+def head_losses(
+    model: PreTrainedModel, hidden_LD: torch.Tensor, batch: PackedBatch, weights_L: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """token_losses of what the output layer is given for the label rows. The logits are never held all at once."""
+    head, rows = model.get_output_embeddings(), batch.owners.rows
+    plain: Any = plain_head(model)
+    if isinstance(head, AdaptedHead) and (rows is None or rows.adapters.isdisjoint(on_head := trained_on(head))):
+        plain = head.base
+    if plain is not None:
+        part = getattr(plain, "vocabulary", None)  # of one that is cut
+        return linear_cross_entropy(
+            hidden_LD, plain.weight, plain.bias, batch.labels_L, weights_L, part=part, smoothing_L=batch.smoothing_L
+        )
+    assert isinstance(head, AdaptedHead) and rows is not None
+
+    def logits_of(hidden_CD: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        with head.attached.among_rows(rows.part(start, stop)):
+            logits: torch.Tensor = head(hidden_CD)
+        return logits
+
+    own = [weights for number, weights in on_head.items() if number in rows.adapters]
+    parameters = [parameter for weights in own for parameter in weights.named_parameters().values()]
+    return chunked_cross_entropy(
+        hidden_LD,
+        logits_of,
+        parameters,
+        len(head.base.weight),
+        batch.labels_L,
+        weights_L,
+        smoothing_L=batch.smoothing_L,
+    )
 
 
 def sum_by_owner(losses_L: torch.Tensor, batch: PackedBatch, num_owners: int) -> torch.Tensor:

@@ -26,7 +26,7 @@ from packlora.plans.cache import PlanCache
 from packlora.plans.select import PlanChooser
 from packlora.report.events import Event, JobJoined, Note
 from packlora.runtime.changes import Change, joined_rounds, leaves, with_jobs
-from packlora.runtime.graphs import GraphedDevice, buffers_of, why_no_graphs
+from packlora.runtime.graphs import GraphedDevice, buffers_of, why_no_graphs, why_unfit
 from packlora.runtime.job import Job
 from packlora.runtime.memory import TokenBudget
 from packlora.runtime.microbatch import Executor, SingleDevice
@@ -134,6 +134,10 @@ class Members:
         items, self.doubts = prepare_more(self.prepared, list(configs), most)
         if self.run.cuda_graphs is True and isinstance(self.executor, GraphedDevice):
             for item in items:
+                if found := why_unfit(item.spec):
+                    raise InputError(
+                        f"job {item.config.name!r} {found}; so there are no CUDA graphs, and cuda_graphs is true"
+                    )
                 if len(there) + len(items) > 1 and any(
                     own.use_dora and own.dropout and own.base_dropped for own in item.spec.modules.values()
                 ):

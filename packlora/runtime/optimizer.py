@@ -15,11 +15,15 @@ from itertools import groupby
 import torch
 from torch.optim.adamw import adamw
 
-from packlora.adapters.flat import FlatLayout
+from packlora.adapters.flat import UNDECAYED, FlatLayout
 from packlora.config import TrainConfig
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """What AdamW keeps of every element, by torch's names."""
+
+
+SLOW = ("/A", "/weight", "/tokens")
+"""How names end of parameters that learn at the learning rate itself under LoRA+, as PEFT groups them."""
 
 
 @dataclass(slots=True)
@@ -40,8 +44,8 @@ class FlatAdamW:
 
     Args:
         flat: the parameters; changed in place, and its version moves at every step.
-        layout: of `flat`. Names that end in /bias are not decayed; those that do not end in /A learn at loraplus_lr_ratio
-            times the learning rate.
+        layout: of `flat`. Names that end as UNDECAYED are not decayed; those that do not end as SLOW learn at
+            loraplus_lr_ratio times the learning rate.
     """
 
     def __init__(self, flat: torch.Tensor, layout: FlatLayout, config: TrainConfig) -> None:
@@ -128,7 +132,7 @@ class FlatAdamW:
         fast = self.config.loraplus_lr_ratio or 1.0
 
         def kind(name: str) -> tuple[bool, float, int, bool]:
-            return not name.endswith("/bias"), 1.0 if name.endswith("/A") else fast, steps[name], name in left_out
+            return not name.endswith(UNDECAYED), 1.0 if name.endswith(SLOW) else fast, steps[name], name in left_out
 
         for (decayed, ratio, count, _), members in groupby(places, key=kind):
             names = tuple(members)

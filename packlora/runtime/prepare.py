@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,10 @@ from peft import LoraConfig
 from transformers import PreTrainedModel
 
 from packlora.adapters.files import base_note, check_start, continued_config
+from packlora.adapters.kinds import is_linear
+from packlora.adapters.sharded import LINEAR
 from packlora.adapters.spec import AdapterSpec, peft_config, resolve, try_patterns
+from packlora.adapters.weights import parameter_shapes
 from packlora.base.demo_model import base_path
 from packlora.base.device import choose_device
 from packlora.base.liger import check_liger
@@ -339,6 +343,14 @@ def _quantization(
 def _check_parallel(prepared: PreparedRun, skeleton: PreTrainedModel) -> None:
     """Raises InputError where the model cannot be divided as the run file asks."""
     parallel, layers = prepared.run.parallel, prepared.shape.layers
+    asked = {
+        "parallel.tensor": parallel.tensor > 1, "parallel.pipeline": parallel.stages > 1,
+        "parallel.shard_base": parallel.shard_base is True, "quantization": prepared.quantization is not None,
+    }  # fmt: skip
+    for key in (key for key, is_asked in asked.items() if is_asked):
+        for job in prepared.jobs:
+            if found := whole_alone(job.spec, skeleton, quantized=key == "quantization"):
+                raise InputError(f"job {job.config.name!r}: {found}, which {key} does not take; leave one of them out")
     if parallel.tensor > 1:
         check_cut(skeleton, parallel.tensor)
     if parallel.stages > layers:
@@ -347,6 +359,20 @@ def _check_parallel(prepared: PreparedRun, skeleton: PreTrainedModel) -> None:
         )
     if parallel.stages > 1:
         check_stages(skeleton, layers, prepared.adapted)
+
+
+def whole_alone(spec: AdapterSpec, skeleton: PreTrainedModel, quantized: bool = False) -> str | None:
+    """What a job trains that needs a base model in one piece, or one of floats; None where it is linear layers of layers."""
+    head = skeleton.get_output_embeddings()
+    for path, own in spec.modules.items():
+        module = skeleton.get_submodule(path)
+        if is_linear(module) and type(module) not in LINEAR:
+            return f"{path} is adapted, of type {type(module).__name__}"
+        if not quantized and (own.kind != "linear" or module is head):
+            return f"{path} is trained, outside of the linear layers inside of the model"
+        if quantized and own.kind in ("copy", "tokens") and is_linear(module) and module is not head:
+            return f"a copy of {path} is trained"
+    return None
 
 
 class Reader:
@@ -394,6 +420,8 @@ def prepare_more(prepared: PreparedRun, jobs: list[JobConfig], budget: int) -> t
     reader, out, notes = Reader(), [], _doubts_of_starts(run, jobs)
     for job in jobs:
         spec = adapter_spec(job, configs[job.name], encoder.skeleton)
+        if prepared.quantization is not None and (found := whole_alone(spec, encoder.skeleton, quantized=True)):
+            raise InputError(f"job {job.name!r}: {found}, which quantization does not take; leave one of them out")
         one, doubts = encoder.job(job, spec, reader.rows(job), reader.held_out(job), budget, silent)
         out.append(one)
         notes += doubts
@@ -408,7 +436,7 @@ def asks_of_more(prepared: PreparedRun, jobs: list[PreparedJob]) -> dict[str, As
 
 def _asks(run: Run, skeleton: PreTrainedModel, specs: dict[str, AdapterSpec], partly: bool) -> dict[str, Ask]:
     """How adapted layers are to be computed. partly: a pattern may be for the layers of a job that is left out."""
-    adapted = {path for spec in specs.values() for path in spec.modules}
+    adapted = {path for spec in specs.values() for path, own in spec.modules.items() if own.kind == "linear"}
     linear = [name for name, module in skeleton.named_modules() if partly or name in adapted]
     plan = run.plans.plan
     if isinstance(plan, dict):
@@ -496,11 +524,8 @@ def _doubts(job: JobConfig, data: JobData) -> list[str]:
 
 def trainable_parameters(spec: AdapterSpec, model: torch.nn.Module) -> int:
     """Number of parameters of an adapter on the model, which may be without weights."""
-    total = 0
-    for path, module in spec.modules.items():
-        rows, cols = model.get_submodule(path).weight.shape  # type: ignore[misc]
-        total += module.rank * (rows + cols) + (rows if module.use_dora else 0) + (rows if module.train_bias else 0)
-    return total
+    shapes = [parameter_shapes(module, model.get_submodule(path)) for path, module in spec.modules.items()]
+    return sum(math.prod(shape) for own in shapes for shape in own.values())
 
 
 def adapter_config(job: JobConfig, run: Run) -> LoraConfig:
@@ -514,6 +539,12 @@ def adapter_config(job: JobConfig, run: Run) -> LoraConfig:
 def adapter_spec(job: JobConfig, config: LoraConfig, skeleton: PreTrainedModel) -> AdapterSpec:
     """The layers that a job adapts, held against the adapter that it begins with. config: from adapter_config."""
     spec = resolve(config, skeleton, job.name, job.adapter.dora_dropout == "peft")
+    embedding = next((path for path, own in spec.modules.items() if own.kind == "embedding"), None)
+    if embedding is not None and job.train.loraplus_lr_ratio is not None:
+        raise InputError(
+            f"job {job.name!r}: loraplus_lr_ratio does not go with an adapter of {embedding}, for which LoRA+ has a learning "
+            "rate of its own; leave one of them out"
+        )
     if job.adapter.init_from is not None:
         check_start(job.adapter, spec, skeleton, job.name)
     return spec

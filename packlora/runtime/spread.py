@@ -16,7 +16,7 @@ from packlora.parallel import layout as layouts
 from packlora.parallel.layout import Layout, Prediction, Wave
 from packlora.parallel.stages import check_stages
 from packlora.runtime import profiler
-from packlora.runtime.prepare import PreparedRun
+from packlora.runtime.prepare import PreparedRun, whole_alone
 from packlora.runtime.profiler import Profile
 from packlora.runtime.work import Work
 from packlora.schedule.cost import CostModel
@@ -201,6 +201,7 @@ def sharded_layout(prepared: PreparedRun, devices: int) -> Layout | None:
         or parallel.tensor > 1
         or parallel.stages > 1
         or prepared.quantization is not None
+        or any(whole_alone(job.spec, prepared.encoder.skeleton) for job in prepared.jobs if prepared.encoder)
         or not parallel.shard_base
         or parallel.devices_per_job not in ("auto", devices)
     ):

@@ -132,3 +132,20 @@ def test_a_job_s_sum_has_the_same_bits_beside_others() -> None:
         alone[:count] = losses_L[first : first + count]
         assert torch.equal(sum_by_owner(alone, collate(own, CPU), 4)[owner], together[owner])
         first += count
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_rows_of_labels_have_the_owners_and_keys_of_their_tokens_and_padding_is_nobody_s(mix: str) -> None:
+    items = samples(mix)
+    batch = collate(items, CPU, WEIGHTS)
+    owners, rows = batch.owners, batch.owners.rows
+    assert rows is not None and rows.total == len(batch.labels_L)
+    own = [item.owner for item in items for _ in range(item.sample.num_labels)]
+    found = {at: number for number, start, stop in rows.segments for at in range(start, stop)}
+    assert [found.get(at) for at in range(rows.total)] == own + [None] * (rows.total - len(own))
+    if owners.keys_T2 is not None:
+        assert rows.keys_T2 is not None and torch.equal(rows.keys_T2, owners.keys_T2[batch.rows_L])
+    middle = rows.part(1, rows.total - 2)
+    assert {at + 1: n for n, start, stop in middle.segments for at in range(start, stop)} == {
+        at: number for at, number in found.items() if 1 <= at < rows.total - 2
+    }

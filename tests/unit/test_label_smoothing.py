@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from test_linear_cross_entropy import SHAPES, case
 from test_loss import adapted, samples
 
+from packlora.ops.cross_entropy.chunked import chunked_cross_entropy
 from packlora.ops.cross_entropy.linear_cross_entropy import linear_cross_entropy
 from packlora.ops.cross_entropy.reference import IGNORE
 from packlora.ops.cross_entropy.reference import cross_entropy as plain
@@ -40,6 +41,25 @@ def test_losses_and_gradient_are_those_of_torch_in_float64(L: int, D: int, V: in
         torch.testing.assert_close(losses, wanted, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(torch.autograd.grad(total, hidden)[0], want, rtol=1e-11, atol=1e-12)
         assert not losses[labels == IGNORE].any()
+        weight.requires_grad_()
+        called, total = chunked_cross_entropy(
+            hidden,
+            lambda part, *_: F.linear(part, weight, bias_V),
+            [weight],
+            V,
+            labels,
+            weights,
+            chunk_bytes,
+            smoothing,  # noqa: B023
+        )
+        torch.testing.assert_close(called, wanted, rtol=1e-12, atol=1e-12)
+        wanted = by_row(lambda share: plain(hidden, weight, bias_V, labels, share), smoothing)  # noqa: B023
+        for got, want in zip(
+            torch.autograd.grad(total, (hidden, weight)),
+            torch.autograd.grad(wanted, (hidden, weight), weights),
+            strict=True,
+        ):
+            torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -1,0 +1,98 @@
+"""What can be trained on a module of the base model, by its kind; matching, attaching, files and merging go by it.
+
+    kind        base module                                what a job has there
+    linear      torch.nn.Linear, quantised, in slices;     A [r, K], B [N, r], magnitude [N], bias [N]      (linear.py)
+                transformers' Conv1D, Falcon's linear
+    embedding   torch.nn.Embedding                         A [r, V], B [D, r], magnitude [D]                (routed.py)
+    copy        linear, embedding, norm                    all parameters of the module, its own            (routed.py)
+    tokens      embedding, linear                          rows of some tokens, tokens [n, D]               (routed.py)
+    tied        the output layer beside such an embedding  the embedding's rows, nothing of its own         (routed.py)
+
+Shapes: N outputs, K inputs, r rank, V vocabulary, D width of an embedding, n tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from transformers.pytorch_utils import Conv1D
+
+from packlora.adapters.sharded import LINEAR
+
+Kind = Literal["linear", "embedding", "copy", "tokens", "tied"]
+AS_LINEAR = ("transformers.models.falcon.modeling_falcon.FalconLinear",)
+"""Classes derived from torch.nn.Linear that compute the same."""
+SUFFIXES: dict[Kind, dict[str, str]] = {
+    "linear": {"A": "lora_A.weight", "B": "lora_B.weight", "magnitude": "lora_magnitude_vector", "bias": "base_layer.bias"},
+    "embedding": {"A": "lora_embedding_A", "B": "lora_embedding_B", "magnitude": "lora_magnitude_vector"},
+    "copy": {"weight": "weight", "norm": "weight", "bias": "bias"},
+    "tokens": {"tokens": "token_adapter.trainable_tokens_delta"},
+    "tied": {},
+}  # fmt: skip
+"""By kind and parameter, the end of its key in the files of PEFT, after the module's path."""
+
+
+def kind_of(module: torch.nn.Module) -> Kind | None:
+    """The kind of low-rank adapter that a base module takes."""
+    if type(module) in LINEAR or type(module) is Conv1D or _qualified(module) in AS_LINEAR:
+        return "linear"
+    return "embedding" if isinstance(module, torch.nn.Embedding) else None
+
+
+def is_linear(module: torch.nn.Module) -> bool:
+    return kind_of(module) == "linear"
+
+
+def sizes(module: Any) -> tuple[int, int]:
+    """[N, K] of a linear layer, [D, V] of an embedding."""
+    if type(module) is Conv1D:
+        return int(module.nf), int(module.nx)
+    if isinstance(module, torch.nn.Embedding):
+        return module.embedding_dim, module.num_embeddings
+    return int(module.out_features), int(module.in_features)
+
+
+def as_linear(module: Any) -> torch.nn.Linear:
+    """A linear layer of a kind as torch has it: itself where it is one, else one with its parameters; a weight that lies
+    transposed is copied."""
+    if type(module) in LINEAR:
+        return module  # type: ignore[no-any-return]
+    N, K = sizes(module)
+    layer = torch.nn.Linear(K, N, module.bias is not None, device="meta")
+    weight = module.weight.detach().T.contiguous() if type(module) is Conv1D else module.weight
+    layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+    if module.bias is not None:
+        layer.bias = module.bias
+    return layer
+
+
+def why_no_rows(embedding: torch.nn.Embedding) -> str | None:
+    """Why nothing can be trained on an embedding."""
+    for name, unused in (("max_norm", None), ("scale_grad_by_freq", False), ("sparse", False)):
+        if getattr(embedding, name) != unused:
+            return f"an embedding with {name}"
+    return None
+
+
+def copied(module: torch.nn.Module) -> dict[str, str]:
+    """Parameters of a module that a job may have a copy of: the module's names by those of the adapter, `norm` for the weight
+    of a norm.
+
+    Raises:
+        ValueError: with the reason in words, where the module is none that treats every token by itself.
+    """
+    own = dict(module.named_parameters(recurse=False))
+    leaf = not list(module.children())
+    if kind_of(module) == "embedding" and (reason := why_no_rows(module)):  # type: ignore[arg-type]
+        raise ValueError(reason)
+    if leaf and own and (type(module) is torch.nn.Linear or kind_of(module) == "embedding"):
+        return {name: name for name in own}
+    is_norm = isinstance(module, torch.nn.LayerNorm) or type(module).__name__.endswith("Norm")
+    if leaf and is_norm and own.keys() <= {"weight", "bias"} and all(one.ndim == 1 for one in own.values()) and own:
+        return {{"weight": "norm"}.get(name, name): name for name in own}
+    raise ValueError(f"a module of type {type(module).__name__}")
+
+
+def _qualified(module: torch.nn.Module) -> str:
+    return f"{type(module).__module__}.{type(module).__qualname__}"

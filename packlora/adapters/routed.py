@@ -1,0 +1,259 @@
+"""What jobs train on modules beside low-rank adapters of linear layers: each token goes through what its owner has there.
+
+    embedding   y = g * (E[id] + s (A[:, id])' B')         as PEFT has it: nothing is dropped; g = 1 without DoRA
+    copy        y = the module with the job's own parameters
+    tokens      y = the module with the job's own rows for some tokens, of an embedding or of an output layer
+
+These are few layers of a model, so they are plain operations of torch, one after the other for the owners of a microbatch.
+Parameters are float32: rows and norms are added and multiplied in float32, copies of matrices are cast to the model's dtype.
+
+Shapes: t tokens of one owner, T tokens, r rank, V vocabulary, D width, n tokens with rows of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.func import functional_call
+from torch.nn import functional as F
+
+from packlora.adapters.kinds import copied
+from packlora.adapters.linear import AdaptedLinear, Attached
+from packlora.adapters.norms import RowNorms
+from packlora.adapters.owners import TokenOwners
+from packlora.adapters.spec import ModuleSpec
+
+First = list[tuple[torch.nn.Parameter, torch.Tensor]]
+
+
+class RoutedWeights:
+    """Trainable parameters of one job on one module; `AdapterWeights` of a linear layer gives the same to files and layouts.
+
+    Args:
+        room: where they lie, by name: zeros of weights.parameter_shapes.
+    """
+
+    shard = None
+    keeps_base = True
+    """`forward` is given what the base gives."""
+
+    def __init__(self, spec: ModuleSpec, base: Any, seed: int, room: Mapping[str, torch.Tensor]) -> None:
+        self.spec = spec
+        self.parameters = {name: torch.nn.Parameter(tensor) for name, tensor in room.items()}
+
+    def first_values(self, base: Any, norms: RowNorms) -> First:
+        """Those that are made of the frozen module: for the caller to write."""
+        return []
+
+    def forward(self, base: Any, x: torch.Tensor, y: torch.Tensor | None) -> torch.Tensor:
+        """Outputs for tokens of this job alone. y: of the base, where `keeps_base`."""
+        raise NotImplementedError
+
+    def named_parameters(self) -> dict[str, torch.nn.Parameter]:
+        return dict(self.parameters)
+
+    def whole_shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
+        return tuple(shape)
+
+    def own(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        return whole
+
+
+class EmbeddingWeights(RoutedWeights):
+    """A [r, V], B [D, r], and DoRA's magnitude [D]. B begins random and A with zeros, as in PEFT."""
+
+    def __init__(self, spec: ModuleSpec, base: Any, seed: int, room: Mapping[str, torch.Tensor]) -> None:
+        super().__init__(spec, base, seed, room)
+        self.A, self.B, self.magnitude = (self.parameters.get(name) for name in ("A", "B", "magnitude"))
+        generator = torch.Generator().manual_seed(seed)
+        drawn = torch.randn(room["B"].shape, generator=generator)
+        if spec.start is False:
+            room["A"].copy_(torch.randn(room["A"].shape, generator=generator))
+        room["B"].copy_(drawn)
+
+    def first_values(self, base: Any, norms: RowNorms) -> First:
+        if self.magnitude is None:
+            return []
+        assert self.A is not None and self.B is not None
+        self._norm = norms.add(base.weight.detach().T, self.A, self.B, self.spec.scaling, version_counted=True)
+        return [(self.magnitude, self._norm.get())]
+
+    def forward(self, base: Any, x: torch.Tensor, y: torch.Tensor | None) -> torch.Tensor:
+        assert y is not None and self.A is not None and self.B is not None
+        low_tD = F.embedding(x, self.A.T, base.padding_idx) @ self.B.T
+        wide_tD = y.to(torch.promote_types(y.dtype, low_tD.dtype)) + self.spec.scaling * embed_scale(base) * low_tD
+        if self.magnitude is not None:
+            wide_tD = self.magnitude / self._norm.get() * wide_tD
+        return wide_tD.to(y.dtype)
+
+
+class CopyWeights(RoutedWeights):
+    """All parameters of the module, which begin with its values."""
+
+    keeps_base = False
+
+    def first_values(self, base: Any, norms: RowNorms) -> First:
+        return [(self.parameters[name], getattr(base, own).detach()) for name, own in copied(base).items()]
+
+    def forward(self, base: Any, x: torch.Tensor, y: torch.Tensor | None) -> torch.Tensor:
+        names = copied(base)
+        if "norm" in names or "weight" not in names:  # a product in 16 bits would lose what is small beside 1
+            wide: dict[str, torch.Tensor] = {own: self.parameters[name] for name, own in names.items()}
+            dtype = next(iter(wide.values())).dtype
+            return functional_call(base, wide, (x.to(dtype),)).to(x.dtype)  # type: ignore[no-any-return]
+        cast = {own: self.parameters[name].to(base.weight.dtype) for name, own in names.items()}
+        return functional_call(base, cast, (x,))  # type: ignore[no-any-return]
+
+
+class TokenWeights(RoutedWeights):
+    """tokens [n, D], the rows of spec.tokens, which begin with the base's."""
+
+    def __init__(self, spec: ModuleSpec, base: Any, seed: int, room: Mapping[str, torch.Tensor]) -> None:
+        super().__init__(spec, base, seed, room)
+        self.rows = self.parameters["tokens"]
+        self.indices_n = torch.tensor(spec.tokens, device=room["tokens"].device)
+        self.places_V = torch.full((base.weight.shape[0],), -1, device=self.indices_n.device)
+        self.places_V[self.indices_n] = torch.arange(len(spec.tokens), device=self.indices_n.device)
+
+    def first_values(self, base: Any, norms: RowNorms) -> First:
+        return [(self.rows, base.weight.detach()[self.indices_n])]
+
+    def forward(self, base: Any, x: torch.Tensor, y: torch.Tensor | None) -> torch.Tensor:
+        assert y is not None
+        if not isinstance(base, torch.nn.Embedding):
+            return self.logits(x, y)
+        places_t = self.places_V[x]
+        padding = base.padding_idx
+        rows_tD = F.embedding(places_t.clamp(min=0), self.rows) * embed_scale(base)
+        if padding is not None:  # torch gives the row of padding no gradient
+            rows_tD = torch.where((x == padding)[:, None], rows_tD.detach(), rows_tD)
+        return torch.where((places_t >= 0)[:, None], rows_tD.to(y.dtype), y)
+
+    def logits(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Logits y [t, V] of hidden states x [t, D] with those of the tokens made anew."""
+        return y.index_copy(1, self.indices_n, F.linear(x, self.rows.to(x.dtype)))
+
+
+class TiedWeights(RoutedWeights):
+    """Rows of an embedding on the output layer that is tied to it."""
+
+    def __init__(self, spec: ModuleSpec, tokens: TokenWeights) -> None:
+        super().__init__(spec, None, 0, {})
+        self.tokens = tokens
+
+    def forward(self, base: Any, x: torch.Tensor, y: torch.Tensor | None) -> torch.Tensor:
+        assert y is not None
+        return self.tokens.logits(x, y)
+
+
+WEIGHTS: dict[str, type[RoutedWeights]] = {
+    "embedding": EmbeddingWeights, "copy": CopyWeights, "tokens": TokenWeights,
+}  # fmt: skip
+"""By ModuleSpec.kind; a tied one is made of that which it is tied to."""
+
+
+def embed_scale(base: Any) -> float:
+    """What an embedding multiplies its rows with, in the dtype of its weight."""
+    scale = getattr(base, "embed_scale", None)
+    if scale is None:
+        return 1.0
+    known = base.__dict__.get("_packlora_scale")
+    if known is None:  # once: it may be on a device, which would be waited for
+        known = base.__dict__["_packlora_scale"] = float(torch.as_tensor(scale).to(base.weight.dtype))
+    return float(known)
+
+
+class Routed(torch.nn.Module):
+    """A module of the base with what jobs have there.
+
+    Args:
+        inner: the frozen module, or what stands in its place for adapters of other kinds.
+        attached: what the layers of the model share.
+        of_rows: it is the output layer, which is given the rows of labels and not all tokens.
+    """
+
+    def __init__(self, inner: torch.nn.Module, attached: Attached, of_rows: bool) -> None:
+        super().__init__()
+        self.inner = inner
+        self.adapters: dict[int, RoutedWeights] = {}
+        self.attached, self.of_rows = attached, of_rows
+        self._dim: int | None = None
+        """Of the tokens in what it is given, once that was clear."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inner"), name)
+
+    @property
+    def base(self) -> Any:
+        """The frozen module."""
+        return self.inner.base if isinstance(self.inner, AdaptedLinear) else self.inner
+
+    def first_values(self, number: int) -> First:
+        """See AdaptedLinear.first_values."""
+        return self.adapters[number].first_values(self.base, self.attached.norms)
+
+    def adapters_changed(self) -> None:
+        """An adapter has come or gone."""
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        active = self.attached.among(self.of_rows)
+        own = self.adapters.get(active) if isinstance(active, int) else None
+        if own is not None:
+            return self._part(own, x, self.inner(x) if own.keeps_base else None)
+        if active is None or isinstance(active, int) or active.adapters.isdisjoint(self.adapters):
+            inner: torch.Tensor = self.inner(x, *args, **kwargs)
+            return inner
+        return self._by_owner(x, active)
+
+    def _part(self, own: RoutedWeights, x: torch.Tensor, y: torch.Tensor | None) -> torch.Tensor:
+        """Outputs for x, all of whose tokens have one owner. y: of the base."""
+        lead = x.shape if self.takes_ids else x.shape[:-1]
+        flat = x.reshape(-1) if self.takes_ids else x.reshape(-1, x.shape[-1])
+        out = own.forward(self.base, flat, None if y is None else y.reshape(-1, y.shape[-1]))
+        return out.reshape(*lead, out.shape[-1])
+
+    @property
+    def takes_ids(self) -> bool:
+        """Whether it is an embedding."""
+        return isinstance(self.base, torch.nn.Embedding)
+
+    def _by_owner(self, x: torch.Tensor, owners: TokenOwners) -> torch.Tensor:
+        dim = self._token_dim(x, owners.total)
+        x = x.movedim(dim, 0)
+        y: torch.Tensor | None = None
+
+        def base(start: int, stop: int) -> torch.Tensor:
+            nonlocal y
+            if y is None:
+                y = self.inner(x.movedim(0, dim)).movedim(dim, 0)
+            return y[start:stop]
+
+        parts, at = [], 0
+        for number, start, stop in owners.segments:
+            own = self.adapters.get(number)
+            if own is None:
+                continue
+            if start > at:
+                parts.append(base(at, start))
+            parts.append(self._part(own, x[start:stop], base(start, stop) if own.keeps_base else None))
+            at = stop
+        if at < owners.total:
+            parts.append(base(at, owners.total))
+        return torch.cat(parts).movedim(0, dim)
+
+    def _token_dim(self, x: torch.Tensor, total: int) -> int:
+        """Which dimension of x the tokens are: norms of heads are given [1, T, H, D]."""
+        outer = x.ndim if self.takes_ids else x.ndim - 1
+        found = [dim for dim in range(outer) if x.shape[dim] == total]
+        if len(found) == 1:
+            self._dim = found[0]
+        elif self._dim not in found:
+            raise RuntimeError(
+                f"the microbatch has {total} tokens, {type(self.base).__name__} was given {list(x.shape)}"
+            )
+        return self._dim
