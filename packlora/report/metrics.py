@@ -62,7 +62,10 @@ class Logs:
             for file in self._files.values():
                 file.close()
         elif type(event) in LINES:
-            self._files[type(event)].write(**{field.name: getattr(event, field.name) for field in fields(event)})
+            line = {field.name: getattr(event, field.name) for field in fields(event)}
+            if isinstance(event, Evaluated):
+                line |= line.pop("metrics")
+            self._files[type(event)].write(**line)
 
 
 class JsonLines:
@@ -142,7 +145,7 @@ def eval_lines(histories: Mapping[str, list[dict[str, Any]]]) -> list[dict[str, 
     """The same of evals.jsonl."""
     evals = [(line["elapsed"], name, line) for name, own in histories.items() for line in own if "eval_loss" in line]
     return [
-        {"job": name, "step": line["step"], "eval_loss": line["eval_loss"]}
+        {"job": name, "step": line["step"]} | {key: value for key, value in line.items() if key.startswith("eval_")}
         for _, name, line in sorted(evals, key=lambda found: found[0])
     ]
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from transformers import get_scheduler
 
@@ -19,11 +20,14 @@ from packlora.adapters.flat import total_norm
 from packlora.config import JobConfig, TrainConfig
 from packlora.data.dataset import JobData
 from packlora.data.encode import Sample
+from packlora.runtime.collate import Compared
+from packlora.runtime.objective import Objective
 from packlora.runtime.optimizer import FlatAdamW
 from packlora.seeding import stable_hash
 
 IDLE_STEPS = 3
 """Steps in a row that teach a job nothing, after which it is reported."""
+NO_REFERENCE = np.zeros(3)
 USUAL_RATE = 0.01
 """Share of the configured learning rate over which a step must change something; under it are warmup and decay."""
 
@@ -144,12 +148,16 @@ class Job:
         self.untrained_elsewhere: set[str] = set()
         self.found_elsewhere = 0
         """Parameters that other processes have, and that got a gradient in the global batch that is about to step."""
+        self.objective = Objective.of(train)
+        """Of a job that compares or judges completions."""
+        self.references: dict[int, np.ndarray] = {}
+        """By the id of a sample, its log-probabilities [3] under the reference, see objective.Scores."""
         self._told: StepResult | None = None
         """Of a step that was counted and not confirmed."""
         self._before: torch.Tensor | None = None
         """adapter.flat before the step that was begun."""
         self.loss_sum: torch.Tensor | None = None
-        """Of the label tokens of the present global batch that ran here."""
+        """Of what ran here of the present global batch, label tokens or samples with preferences."""
         self._tokens = 0
         self._idle = 0
         """Steps in a row, up to the last one, that taught it nothing."""
@@ -170,9 +178,31 @@ class Job:
         """Whether the job has yet to step on this global batch: not after a failure, nor beyond the steps asked for."""
         return self.status != "failed" and self.step <= batch < self.data.num_steps
 
-    def label_tokens(self, step: int) -> int:
-        """Of the global batch of a step: what its loss is divided by."""
-        return int(self.data.num_labels[self.data.planned.samples(step)].sum())
+    def loss_units(self, step: int) -> int:
+        """Of the global batch of a step, what its loss is divided by: label tokens, or samples with preferences."""
+        numbers = self.data.planned.samples(step)
+        return len(numbers) if self.objective is not None else int(self.data.num_labels[numbers].sum())
+
+    def per_token(self, step: int) -> float:
+        """Of the global batch of a step, see objective.Scores; 1 without preferences."""
+        if self.objective is None:
+            return 1.0
+        numbers = self.data.planned.samples(step)
+        return len(numbers) / int(self.data.num_chosen[numbers].sum())
+
+    def compared(self, number: int, per_token: float) -> Compared | None:
+        """What the loss of a sample with a preference needs."""
+        if self.objective is None:
+            return None
+        return Compared(self.objective, self.reference_of(self.data.samples[number]), per_token)
+
+    @property
+    def needs_references(self) -> bool:
+        return self.objective is not None and self.objective.has_reference
+
+    def reference_of(self, sample: Sample) -> np.ndarray:
+        """[3] float64; zeros where the loss has no reference."""
+        return self.references[id(sample)] if self.needs_references else NO_REFERENCE
 
     def gradient_buffers(self) -> dict[str, torch.Tensor]:
         """Views of `gradient` by parameter. Whoever adds to them in a backward leaves them as the parameters' `grad`."""
@@ -272,7 +302,7 @@ class Job:
 
     def count_step(self, loss_sum: float, grad_norm: float) -> StepResult | None:
         """The first half of `after_step`: what is known of a step when it is taken. None if it may not be."""
-        loss, lr = loss_sum / self.label_tokens(self.step), self.lr_at(self.step)
+        loss, lr = loss_sum / self.loss_units(self.step), self.lr_at(self.step)
         before, self._before = self._before, None
         assert before is not None
         refusal = _refusal(self, loss, grad_norm)

@@ -3,9 +3,16 @@
 A job's loss is the sum over its label tokens of a global batch divided by their number. Microbatches hold parts of global
 batches, so each label token's gradient is weighted with 1 / (label tokens of its job's global batch), and the sums are
 collected per job. Losses of different jobs are never added: a NaN of one job is no other job's.
+
+The loss of a sample with a preference is a function of sums of such losses (objective.py). Its derivative by a sum is the weight
+of each of that sum's tokens, and is known when the forward is done: the gradient of the hidden states, which is linear in these
+weights, is multiplied with them row by row. So no logits are kept for it, and one pass is enough.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +21,8 @@ from transformers import PreTrainedModel
 from packlora.base.packing import packed_hidden, packed_logits
 from packlora.base.shape import plain_head
 from packlora.ops.cross_entropy.linear_cross_entropy import linear_cross_entropy
-from packlora.runtime.collate import IGNORE, PackedBatch
+from packlora.runtime.collate import IGNORE, Groups, PackedBatch
+from packlora.runtime.objective import Objective, Scores
 
 
 def token_losses(
@@ -38,22 +46,70 @@ def token_losses(
     head = plain_head(model) if fused else None
     at = (batch.input_ids_T, batch.position_ids_T, batch.sample_lengths, batch.rows_L)
     if head is not None:
-        part = getattr(head, "vocabulary", None)  # of one that is cut
-        hidden_LD = packed_hidden(model, *at)
-        return linear_cross_entropy(hidden_LD, head.weight, head.bias, batch.labels_L, weights_L, part=part)
+        return fused_losses(packed_hidden(model, *at), head, batch, weights_L)
     logits_LV = packed_logits(model, *at)
     wide = logits_LV.to(torch.promote_types(logits_LV.dtype, torch.float32))
     losses_L = F.cross_entropy(wide, batch.labels_L, reduction="none", ignore_index=IGNORE)
-    total = losses_L.sum() if weights_L is None else (losses_L * weights_L.to(losses_L)).sum()
+    weighted_L = losses_L if weights_L is None else losses_L * weights_L.to(losses_L)
+    factors_L = row_factors(losses_L, batch.groups)
+    total = weighted_L.sum() if factors_L is None else (weighted_L * factors_L.to(losses_L)).sum()
     return losses_L.detach(), total
 
 
+def fused_losses(
+    hidden_LD: torch.Tensor, head: Any, batch: PackedBatch, weights_L: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As token_losses, from what the output layer is given [L, D]. head: from plain_head."""
+    part = getattr(head, "vocabulary", None)  # of one that is cut
+    losses_L, total = linear_cross_entropy(hidden_LD, head.weight, head.bias, batch.labels_L, weights_L, part=part)
+    factors_L = row_factors(losses_L, batch.groups)
+    if factors_L is not None and hidden_LD.requires_grad:
+        wide = factors_L[:, None].to(torch.promote_types(hidden_LD.dtype, torch.float32))
+        hidden_LD.register_hook(lambda gradient_LD: (gradient_LD * wide).to(gradient_LD.dtype))
+    return losses_L, total
+
+
+def logps_of(losses_L: torch.Tensor, groups: Groups) -> torch.Tensor:
+    """Log-probabilities [N, 3] of the groups of label tokens, float64."""
+    parts = losses_L.detach().double().split(list(groups.splits))
+    return -torch.stack([parts[place].sum() for place in groups.places]).view(-1, 3)
+
+
+def preference_losses(logps_N3: torch.Tensor, groups: Groups) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    """By owner, the losses [n] of its samples with preferences, and the derivative [n, 3] of their sum by log-probabilities."""
+    assert groups.given_N8 is not None
+    for owner, objective, first, stop in groups.objectives:
+        yield owner, *_with_gradient(objective, logps_N3[first:stop], groups.given_N8[first:stop])
+
+
+def _with_gradient(
+    objective: Objective, logps_n3: torch.Tensor, given_n8: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    with torch.enable_grad():
+        leaf = logps_n3.detach().requires_grad_()
+        scores = Scores(leaf, given_n8[:, :3], given_n8[:, 3:6], given_n8[:, 6], given_n8[:, 7])
+        losses_n = objective.losses_of(scores)
+        (gradient_n3,) = torch.autograd.grad(losses_n.sum(), leaf)
+    return losses_n.detach(), gradient_n3
+
+
+def row_factors(losses_L: torch.Tensor, groups: Groups | None) -> torch.Tensor | None:
+    """What the gradient of each label token's loss is multiplied with [L], float64: 1 where no preference is; None: 1 for all."""
+    if groups is None or groups.given_N8 is None:
+        return None
+    found = [-gradient_n3.reshape(-1) for _, _, gradient_n3 in preference_losses(logps_of(losses_L, groups), groups)]
+    return torch.cat([*found, found[0].new_ones(1)])[groups.index_L]
+
+
 def sum_by_owner(losses_L: torch.Tensor, batch: PackedBatch, num_owners: int) -> torch.Tensor:
-    """Sums [num_owners] in float64, on the device, which is not waited for.
+    """Sums [num_owners] in float64, on the device, which is not waited for: of label tokens, or of samples with preferences.
 
     One sum per owner over its own rows, in row order: index_add on a GPU would add in any order.
     """
     parts = losses_L.detach().double().split(list(batch.num_rows.values()))
     own = dict(zip(batch.num_rows, parts, strict=True))
     nothing = losses_L.new_zeros((), dtype=torch.float64)
-    return torch.stack([own[owner].sum() if owner in own else nothing for owner in range(num_owners)])
+    sums = {owner: part.sum() for owner, part in own.items()}
+    if (groups := batch.groups) is not None and groups.given_N8 is not None:
+        sums |= {owner: losses_n.sum() for owner, losses_n, _ in preference_losses(logps_of(losses_L, groups), groups)}
+    return torch.stack([sums.get(owner, nothing) for owner in range(num_owners)])

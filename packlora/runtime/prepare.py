@@ -22,8 +22,9 @@ from packlora.base.load import load_skeleton, load_tokenizer
 from packlora.base.quantized import check_quantization, check_stored
 from packlora.config import JobConfig, QuantizationConfig, Run
 from packlora.data.dataset import JobData
-from packlora.data.encode import Encoded, encode_rows
+from packlora.data.encode import Encoded
 from packlora.data.mixture import joined, mixed
+from packlora.data.preference import encode_for
 from packlora.data.readers import Read, is_there, read_data
 from packlora.errors import InputError
 from packlora.parallel.stages import check_stages
@@ -138,13 +139,15 @@ class PreparedRun:
     @property
     def longest(self) -> int:
         """Tokens of the longest sample, also of those held out."""
-        return max(self.longest_by_job.values())
+        return max(s.num_tokens for job in self.jobs for s in job.encoded.samples + job.eval_encoded.samples)
 
     @property
     def longest_by_job(self) -> dict[str, int]:
-        """Tokens of the longest sample of each job."""
+        """Tokens of the longest part of a sample of each job, none of which sees another."""
         return {
-            job.config.name: max(s.num_tokens for s in job.encoded.samples + job.eval_encoded.samples)
+            job.config.name: max(
+                part for s in job.encoded.samples + job.eval_encoded.samples for part in s.part_lengths
+            )
             for job in self.jobs
         }
 
@@ -192,14 +195,16 @@ class Encoder:
         settings = job.data.model_dump_json(exclude={"path", "eval_path"})
         if rows.stamp is None:  # it may be something else the next time
             return self._newly_encoded(rows, job, budget, told)
-        key = (rows.path, rows.stamp, settings, budget)
+        key = (rows.path, rows.stamp, settings, budget, job.train.trainer)
         if key not in self._known:
             self._known[key] = self._newly_encoded(rows, job, budget, told)
         return self._known[key]
 
     def _newly_encoded(self, rows: Rows, job: JobConfig, budget: int, told: Told) -> Encoded:
         read = rows.read
-        encoded = encode_rows(read.rows, self.tokenizer, job.data, budget, job.name, self.longest, told)
+        encoded = encode_for(
+            job.train.trainer, read.rows, self.tokenizer, job.data, budget, job.name, self.longest, told
+        )
         encoded.skipped[:0] = read.skipped
         return encoded
 

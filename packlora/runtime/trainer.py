@@ -39,6 +39,7 @@ from packlora.result import JobResult, Result
 from packlora.runtime.evaluate import Evaluator, is_multiple
 from packlora.runtime.events import Emitter, StopRequest
 from packlora.runtime.folder import OutputFolder
+from packlora.runtime.forwards import Forwards
 from packlora.runtime.job import Job, keep_if_best, take_best, take_steps
 from packlora.runtime.members import off
 from packlora.runtime.memory import TokenBudget, free_memory, peak_memory
@@ -47,6 +48,7 @@ from packlora.runtime.open_members import OpenMembers
 from packlora.runtime.prepare import PreparedRun
 from packlora.runtime.profiler import Profile, remember_failure
 from packlora.runtime.record import job_result
+from packlora.runtime.reference import References
 from packlora.runtime.signals import stop_signals
 from packlora.runtime.team import Team
 from packlora.runtime.wave import Runner, Wave, waves_of
@@ -82,7 +84,9 @@ class Trainer:
         # where others have parts of the model, nobody can go on alone
         is_auto = run.max_tokens_per_microbatch == "auto" and base.storage.is_whole
         self.budget = TokenBudget(prepared.budget, prepared.longest, is_auto, base.device)
-        self.evaluator = Evaluator(base.device, executor, jobs, run.eval_every, self.budget, self.team)
+        forwards = Forwards(base.device, executor, self.budget, self.team)
+        self.references = References(forwards)
+        self.evaluator = Evaluator(forwards, jobs, run.eval_every)
         self.runner = Runner(executor, jobs, self.team, self.budget, profile, logged, self._elapsed)
         self.by_name = self.runner.by_name
         self.stepped: list[Job] = []
@@ -114,6 +118,7 @@ class Trainer:
     # --- the loop ------------------------------------------------------------------------------------------------------
 
     def _train(self) -> None:
+        self.references.learn(self.jobs)
         self._evaluate(self.jobs)  # before the first step, and those that an interruption left undone
         _end_between_steps(self.jobs, self.stop, self.events, self.folder)
         self._settle()
@@ -178,6 +183,7 @@ class Trainer:
         if not changed and not off(self.jobs, given):
             return
         self.runner.follow()
+        self.references.learn(self.jobs)
         for event in changed.told:
             self.events.emit(event)
         for job in changed.left:
@@ -258,18 +264,20 @@ class Trainer:
 
     def _evaluate(self, jobs: Sequence[Job]) -> list[Job]:
         """Held-out losses of the jobs that are due, which are returned. One tried on its training samples tells no loss."""
-        losses = self.evaluator.evaluate(jobs)
-        for name, loss in losses.items():
-            job = self.by_name[name]
+        told = self.evaluator.evaluate(jobs)
+        for name, own in told.items():
+            job, loss = self.by_name[name], own.loss
             if job.eval_samples:
-                found = {"eval_loss": loss if math.isfinite(loss) else None, "elapsed": self._elapsed()}
-                job.log_history.append({"step": job.step, "epoch": job.epoch, **found})
-                self.events.emit(Evaluated(job.name, job.step, loss))
+                found = {"eval_loss": loss} | {f"eval_{key}": value for key, value in own.metrics.items()}
+                finite = {key: value if math.isfinite(value) else None for key, value in found.items()}
+                line = {"step": job.step, "epoch": job.epoch, **finite, "elapsed": self._elapsed()}
+                job.log_history.append(line)
+                self.events.emit(event_of(job.name, line | {"eval_loss": loss}))
                 _judge(job, self.stop)
             if not math.isfinite(loss) and job.step > 0:
                 job.fail(f"held-out loss {loss:g}", revert=True)
                 self._fail(job)
-        return [self.by_name[name] for name in losses]
+        return [self.by_name[name] for name in told]
 
     # --- ends ----------------------------------------------------------------------------------------------------------
 
@@ -368,7 +376,8 @@ def event_of(job: str, line: Mapping[str, Any]) -> Stepped | Evaluated:
     """The event of a line of a log history, which holds null for a loss that is not finite."""
     if "loss" not in line:
         loss = line["eval_loss"]
-        return Evaluated(job, line["step"], math.nan if loss is None else loss)
+        metrics = {key: value for key, value in line.items() if key.startswith("eval_") and key != "eval_loss"}
+        return Evaluated(job, line["step"], math.nan if loss is None else loss, metrics)
     return Stepped(
         job, line["step"], line["loss"], line["grad_norm"], line["learning_rate"], line["tokens"], line["seconds"],
         line["elapsed"],
