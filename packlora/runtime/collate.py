@@ -56,8 +56,9 @@ class PackedSample:
 class Groups:
     """Label rows of samples with preferences, N samples, by the three columns of objective.Scores.
 
-    splits: numbers of consecutive rows that cover all rows. places: of the groups among them, N times three. index_L: by row, its
-    group, 3 N for rows of none. given_N8: float64, reference (3), tokens (3), per_token, desirable; None where nothing was given.
+    splits: numbers of consecutive rows that cover all rows. places: of the groups among them, N times three. index_L: by row,
+    its group, 3 N for rows of none. given_N8: float64, reference (3), tokens (3), per_token, desirable; None where nothing was
+    given.
     objectives: (owner, objective, first, stop) of consecutive samples.
     """
 

@@ -4,9 +4,9 @@ A job's loss is the sum over its label tokens of a global batch divided by their
 batches, so each label token's gradient is weighted with 1 / (label tokens of its job's global batch), and the sums are
 collected per job. Losses of different jobs are never added: a NaN of one job is no other job's.
 
-The loss of a sample with a preference is a function of sums of such losses (objective.py). Its derivative by a sum is the weight
-of each of that sum's tokens, and is known when the forward is done: the gradient of the hidden states, which is linear in these
-weights, is multiplied with them row by row. So no logits are kept for it, and one pass is enough.
+The loss of a sample with a preference is a function of sums of such losses (objective.py). Its derivative by a sum is the
+weight of each of that sum's tokens, and is known when the forward is done: the gradient of the hidden states, which is linear in
+these weights, is multiplied with them row by row. So no logits are kept for it, and one pass is enough.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _with_gradient(
 
 
 def row_factors(losses_L: torch.Tensor, groups: Groups | None) -> torch.Tensor | None:
-    """What the gradient of each label token's loss is multiplied with [L], float64: 1 where no preference is; None: 1 for all."""
+    """What the gradient of each label token's loss is multiplied with [L], float64: 1 without a preference; None: 1 for all."""
     if groups is None or groups.given_N8 is None:
         return None
     found = [-gradient_n3.reshape(-1) for _, _, gradient_n3 in preference_losses(logps_of(losses_L, groups), groups)]

@@ -29,8 +29,8 @@ NO_MEMORY = ("out of memory", "ALLOC_FAILED", "can't allocate memory")
 @dataclass(frozen=True, slots=True)
 class MicrobatchResult:
     """sums: of the losses of label tokens, or of samples with preferences, by owner, float64 on the device. tokens, samples: by
-    owner that took part. logps: of samples with preferences, in their order, [N, 3] as of objective.Scores; None where there are
-    none."""
+    owner that took part. logps: of samples with preferences, in their order, [N, 3] as of objective.Scores; None where there
+    are none."""
 
     sums: torch.Tensor
     tokens: Mapping[int, int]

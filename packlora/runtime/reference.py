@@ -1,8 +1,8 @@
 """What the reference of a job with preferences gives for its samples: the log-probabilities of their completions.
 
-The reference is the frozen base model without an adapter; for a job that continues an adapter (`init_from`), the model with that
-adapter as it was. Neither changes while the job trains, so one forward for each sample is enough, before the job's first step:
-in every session, for no file is written. Jobs with the same data and the same reference share it.
+The reference is the frozen base model without an adapter; for a job that continues an adapter (`init_from`), the model with
+that adapter as it was. Neither changes while the job trains, so one forward for each sample is enough, before the job's first
+step: in every session, for no file is written. Jobs with the same data and the same reference share it.
 """
 
 from __future__ import annotations
