@@ -7,7 +7,7 @@ what shares its microbatch. Anything larger is never padded.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -104,27 +104,17 @@ def collate(
     """
     ids, positions, rows, labels = [], [], [], []
     lengths: list[int] = []
-    segments: list[list[int]] = []
-    num_tokens: dict[int, int] = {}
-    num_samples: dict[int, int] = {}
-    num_rows: dict[int, int] = {}
     start = 0
     for item in samples:
-        owner, length = item.owner, item.sample.num_tokens
         at = _label_places(item.sample)
         ids.append(item.sample.ids)
         positions += [np.arange(part) for part in item.sample.part_lengths]
         lengths += item.sample.part_lengths
         rows.append(start + at - 1)
         labels.append(item.sample.ids[at])
-        if segments and segments[-1][0] == owner:
-            segments[-1][2] += length
-        elif owner != NOBODY:
-            segments.append([owner, start, start + length])
-        num_tokens[owner] = num_tokens.get(owner, 0) + length
-        num_samples[owner] = num_samples.get(owner, 0) + 1
-        num_rows[owner] = num_rows.get(owner, 0) + len(at)
-        start += length
+        start += item.sample.num_tokens
+    num_tokens = _by_owner(samples, [item.sample.num_tokens for item in samples])
+    num_rows = _by_owner(samples, map(len, rows))
     longest = max(lengths)
     while start < total:
         filler = min(total - start, max(longest, MIN_ROWS))
@@ -137,9 +127,8 @@ def collate(
         rows.append(np.zeros(few, np.int64))
         labels.append(np.full(few, IGNORE))
         num_rows[samples[-1].owner] += few
-    keys = _keys(samples, sum(lengths))
+    keys, grouped = _keys(samples, sum(lengths)), _grouped(samples, sum(num_rows.values()))
     of_rows = [] if weights is None else [np.full(count, weights[owner]) for owner, count in num_rows.items()]
-    grouped = _grouped(samples, sum(num_rows.values()))
     ids_T, positions_T, rows_L, labels_L, weights_L, keys_T, index_L, given = _send(
         (ids, positions, rows, labels, of_rows, keys, grouped.index, grouped.given), device
     )
@@ -152,13 +141,31 @@ def collate(
         weights_L=None if weights is None else weights_L.view(torch.float64),
         owners=TokenOwners(
             sum(lengths),
-            tuple((owner, first, stop) for owner, first, stop in segments),
+            _segments(num_tokens),
             keys_T.view(torch.int32).view(-1, 2) if keys else None,
         ),
         num_tokens=num_tokens,
-        num_samples=num_samples,
+        num_samples=_by_owner(samples, itertools.repeat(1)),
         num_rows=num_rows,
         groups=grouped.sent(index_L, given),
+    )
+
+
+def _by_owner(samples: Sequence[PackedSample], values: Iterable[int]) -> dict[int, int]:
+    """Sums of a value of each sample."""
+    out: dict[int, int] = {}
+    for item, value in zip(samples, values, strict=False):
+        out[item.owner] = out.get(item.owner, 0) + value
+    return out
+
+
+def _segments(num_tokens: Mapping[int, int]) -> tuple[tuple[int, int, int], ...]:
+    """See TokenOwners; samples are ordered by owner."""
+    stops = itertools.accumulate(num_tokens.values())
+    return tuple(
+        (owner, stop - count, stop)
+        for (owner, count), stop in zip(num_tokens.items(), stops, strict=True)
+        if owner != NOBODY
     )
 
 

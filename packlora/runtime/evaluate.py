@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ from packlora.data.encode import Sample
 from packlora.runtime.forwards import Forwards, Found
 from packlora.runtime.job import Job
 from packlora.runtime.objective import Scores
+from packlora.runtime.reference import References
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,12 +23,19 @@ class HeldOut:
     loss: float
     metrics: Mapping[str, float]
 
+    @property
+    def line(self) -> dict[str, float | None]:
+        """Of a log history, by TRL's names; null for what is not finite."""
+        told = {"loss": self.loss} | dict(self.metrics)
+        return {f"eval_{key}": value if math.isfinite(value) else None for key, value in told.items()}
+
 
 class Evaluator:
     """Evaluations of a run: before a job's first step, every so many steps, and after its last one, once each."""
 
     def __init__(self, forwards: Forwards, jobs: Sequence[Job], every: int) -> None:
         self.forwards, self.every = forwards, every
+        self.references = References(forwards)
         self.losses: dict[tuple[str, int], float | None] = {
             (job.name, line["step"]): line["eval_loss"]
             for job in jobs
@@ -51,13 +60,14 @@ class Evaluator:
     def evaluate(self, jobs: Sequence[Job]) -> dict[str, HeldOut]:
         """Held-out losses of those jobs that are due, by name: of all of them, or of none where a stop was asked for meanwhile.
 
-        Each is computed without dropout in microbatches of its own: which others are due at the same time changes no bit of it.
-        After its last step a job without held-out samples is tried on its last global batch instead: no later step would notice
-        that the last one ruined it.
+        Jobs with preferences learn first what their references give. Each loss is computed without dropout in microbatches of
+        its own: which others are due at the same time changes no bit of it. After its last step a job without held-out samples
+        is tried on its last global batch instead: no later step would notice that the last one ruined it.
 
         Raises:
             MemoryError: out of memory, and there is no lower budget to go on with.
         """
+        self.references.learn(jobs)
         due = [job for job in jobs if self.is_due(job)]
         samples = {job.name: job.eval_samples or job.data.last_batch() for job in due}
         found = self.forwards.over(samples, {job.name: job.adapter.number for job in due}) if samples else None
@@ -69,15 +79,16 @@ class Evaluator:
 
 
 def _told(job: Job, samples: Sequence[Sample], found: Found) -> HeldOut:
-    if job.objective is None:
+    objective = job.preferences.objective
+    if objective is None:
         return HeldOut(found.loss_sum / sum(sample.num_labels for sample in samples), {})
     scores = _scores(job, samples, found.logps_N3)
-    return HeldOut(float(job.objective.losses_of(scores).mean()), job.objective.metrics(scores))
+    return HeldOut(float(objective.losses_of(scores).mean()), objective.metrics(scores))
 
 
 def _scores(job: Job, samples: Sequence[Sample], logps_N3: np.ndarray) -> Scores:
     counts_N3 = np.array([[len(places) for places in sample.groups()] for sample in samples], np.float64)
-    reference_N3 = np.stack([job.reference_of(sample) for sample in samples])
+    reference_N3 = np.stack([job.preferences.reference_of(sample) for sample in samples])
     desirable_N = np.array(
         [sample.preference is not None and sample.preference.desirable for sample in samples], np.float64
     )

@@ -5,8 +5,8 @@ batches, so each label token's gradient is weighted with 1 / (label tokens of it
 collected per job. Losses of different jobs are never added: a NaN of one job is no other job's.
 
 The loss of a sample with a preference is a function of sums of such losses (objective.py). Its derivative by a sum is the
-weight of each of that sum's tokens, and is known when the forward is done: the gradient of the hidden states, which is linear in
-these weights, is multiplied with them row by row. So no logits are kept for it, and one pass is enough.
+weight of each of that sum's tokens, and is known when the forward is done: the gradient of the hidden states, which is linear
+in these weights, is multiplied with them row by row. So no logits are kept for it, and one pass is enough.
 """
 
 from __future__ import annotations

@@ -283,6 +283,18 @@ def _quantization(run: Run, skeleton: PreTrainedModel, device: torch.device) -> 
 def _check_parallel(prepared: PreparedRun, skeleton: PreTrainedModel) -> None:
     """Raises InputError where the model cannot be divided as the run file asks."""
     parallel, layers = prepared.run.parallel, prepared.shape.layers
+    apart = {
+        "tensor": parallel.tensor > 1,
+        "pipeline": parallel.pipeline > 1,
+        "shard_base": parallel.shard_base is True,
+    }
+    compared = [job.config for job in prepared.jobs if job.config.train.trainer != "sft"]
+    if compared and any(apart.values()):
+        key = next(key for key, asked in apart.items() if asked)
+        raise InputError(
+            f"job {compared[0].name!r}: train.trainer is {compared[0].train.trainer}, which this version trains on devices "
+            f"that hold the whole base model; leave parallel.{key} out, or let the jobs have trainer sft"
+        )
     if parallel.tensor > 1:
         check_cut(skeleton, parallel.tensor)
     if parallel.pipeline > layers:

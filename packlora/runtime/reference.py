@@ -35,13 +35,13 @@ class References:
             MemoryError: out of memory, and there is no lower budget to go on with.
         """
         for job in jobs:
-            if job.needs_references and not job.references and job.status == "running":
+            if job.preferences.need_references and not job.preferences.references and job.status == "running":
                 start = job.config.adapter.init_from
                 known = self._known.setdefault(start, {})
                 lacking = list({id(sample): sample for sample in _of(job) if id(sample) not in known}.values())
                 if lacking and not self._add(job, lacking, known):
                     return
-                job.references = known
+                job.preferences.references = known
 
     def _add(self, job: Job, samples: list[Sample], known: dict[int, np.ndarray]) -> bool:
         """Whether all of them are known now."""

@@ -141,6 +141,7 @@ def sharded_layout(prepared: PreparedRun, devices: int) -> Layout | None:
         or parallel.tensor > 1
         or parallel.pipeline > 1
         or prepared.quantization is not None
+        or any(job.config.train.trainer != "sft" for job in prepared.jobs)
         or not parallel.shard_base
         or parallel.devices_per_job not in ("auto", devices)
     ):

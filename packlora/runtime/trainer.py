@@ -48,7 +48,6 @@ from packlora.runtime.open_members import OpenMembers
 from packlora.runtime.prepare import PreparedRun
 from packlora.runtime.profiler import Profile, remember_failure
 from packlora.runtime.record import job_result
-from packlora.runtime.reference import References
 from packlora.runtime.signals import stop_signals
 from packlora.runtime.team import Team
 from packlora.runtime.wave import Runner, Wave, waves_of
@@ -84,9 +83,7 @@ class Trainer:
         # where others have parts of the model, nobody can go on alone
         is_auto = run.max_tokens_per_microbatch == "auto" and base.storage.is_whole
         self.budget = TokenBudget(prepared.budget, prepared.longest, is_auto, base.device)
-        forwards = Forwards(base.device, executor, self.budget, self.team)
-        self.references = References(forwards)
-        self.evaluator = Evaluator(forwards, jobs, run.eval_every)
+        self.evaluator = Evaluator(Forwards(base.device, executor, self.budget, self.team), jobs, run.eval_every)
         self.runner = Runner(executor, jobs, self.team, self.budget, profile, logged, self._elapsed)
         self.by_name = self.runner.by_name
         self.stepped: list[Job] = []
@@ -118,7 +115,6 @@ class Trainer:
     # --- the loop ------------------------------------------------------------------------------------------------------
 
     def _train(self) -> None:
-        self.references.learn(self.jobs)
         self._evaluate(self.jobs)  # before the first step, and those that an interruption left undone
         _end_between_steps(self.jobs, self.stop, self.events, self.folder)
         self._settle()
@@ -183,7 +179,6 @@ class Trainer:
         if not changed and not off(self.jobs, given):
             return
         self.runner.follow()
-        self.references.learn(self.jobs)
         for event in changed.told:
             self.events.emit(event)
         for job in changed.left:
@@ -268,11 +263,8 @@ class Trainer:
         for name, own in told.items():
             job, loss = self.by_name[name], own.loss
             if job.eval_samples:
-                found = {"eval_loss": loss} | {f"eval_{key}": value for key, value in own.metrics.items()}
-                finite = {key: value if math.isfinite(value) else None for key, value in found.items()}
-                line = {"step": job.step, "epoch": job.epoch, **finite, "elapsed": self._elapsed()}
-                job.log_history.append(line)
-                self.events.emit(event_of(job.name, line | {"eval_loss": loss}))
+                job.log_history.append({"step": job.step, "epoch": job.epoch, **own.line, "elapsed": self._elapsed()})
+                self.events.emit(event_of(job.name, job.log_history[-1] | {"eval_loss": loss}))
                 _judge(job, self.stop)
             if not math.isfinite(loss) and job.step > 0:
                 job.fail(f"held-out loss {loss:g}", revert=True)

@@ -39,12 +39,12 @@ class Packer:
         for name, batch in {(sample.job, sample.batch) for sample in microbatch.samples}:
             job = self.jobs[name]
             weights[job.adapter.number] = job.grad_scale / job.loss_units(batch)
-            per_token[name] = job.per_token(batch)
+            per_token[name] = job.preferences.per_token(batch)
         placed = [(self.jobs[sample.job], sample) for sample in microbatch.samples]
         samples = [
             PackedSample(
                 job.adapter.number, job.data.samples[own.sample], own.sample, own.batch, job.dropout_key,
-                job.compared(own.sample, per_token[own.job]),
+                job.preferences.compared(own.sample, per_token[own.job]),
             )
             for job, own in placed
         ]  # fmt: skip

@@ -16,8 +16,11 @@ from test_training import config, steps, train
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForCausalLM
 
-from packlora.config import Run
+from packlora.config import Run, TrainConfig
 from packlora.data.encode import Sample
+from packlora.errors import InputError
+from packlora.runtime.job import Judged
+from packlora.runtime.job import judged as judged_by
 from packlora.runtime.prepare import prepare
 
 Rows = Callable[..., str]
@@ -241,3 +244,154 @@ def test_every_loss_has_the_value_the_gradient_and_the_rewards_of_plain_formulas
         assert found["eval_loss"] == pytest.approx(float(held), rel=1e-10), name
         for key, value in told.items():
             assert found[f"eval_{key}"] == pytest.approx(value, rel=1e-9, abs=1e-12), (name, key)
+
+
+# --- beside others, after an interruption, on replicas, from an adapter --------------------------------------------------
+
+
+def mixed(base: str, out: Path, jobs: list[dict[str, Any]], **changes: Any) -> dict[str, Any]:
+    chosen = [job for job in jobs if job["name"] in ("sft", "sigmoid", "mixed", "orpo", "kto")]
+    dropped = [job | {"adapter": job["adapter"] | {"lora_dropout": 0.2}} for job in chosen]
+    tree = {
+        "base_model": base,
+        "output_dir": str(out),
+        "max_tokens_per_microbatch": 150,
+        "save_every": 1,
+        "device": "cpu",
+    }
+    return tree | {"eval_every": 2, "jobs": dropped} | changes
+
+
+def same(one: Path, other: Path, names: Any) -> None:
+    for name in names:
+        a, b = adapter(one, name), adapter(other, name)
+        assert all(torch.equal(a[key], b[key]) for key in a), name
+        assert [{**line} for line in evals(one, name)] == [{**line} for line in evals(other, name)], name
+
+
+def test_a_job_has_the_bits_alone_that_it_has_beside_others_and_after_an_interruption(
+    tiny_base: Callable[..., str], jobs: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    tree = mixed(tiny_base("llama"), tmp_path / "together", jobs)
+    train(tree)
+    for job in tree["jobs"]:
+        train(tree | {"output_dir": str(tmp_path / job["name"]), "jobs": [job], "max_tokens_per_microbatch": 120})
+        same(tmp_path / "together", tmp_path / job["name"], [job["name"]])
+    parts = tree | {"output_dir": str(tmp_path / "parts"), "eval_every": 1}
+    train(tree | {"output_dir": str(tmp_path / "whole"), "eval_every": 1})
+    train(parts, max_steps=1)
+    train(parts, max_steps=2, resume=True)
+    train(parts, resume=True)
+    same(tmp_path / "whole", tmp_path / "parts", [job["name"] for job in tree["jobs"]])
+
+
+def test_the_reference_of_a_job_that_continues_an_adapter_is_that_adapter_also_after_an_interruption(
+    tiny_base: Callable[..., str], jobs: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    base = tiny_base("llama")
+    tree = mixed(base, tmp_path / "first", [job for job in jobs if job["name"] == "sft"])
+    train(tree)
+    (job,) = (job for job in jobs if job["name"] == "sigmoid")
+    job["adapter"] = {"init_from": str(tmp_path / "first" / "sft")}
+    tree = tree | {"jobs": [job], "output_dir": str(tmp_path / "second"), "eval_every": 1}
+    train(tree)
+    before = evals(tmp_path / "second", "sigmoid")[0]
+    assert before["eval_loss"] == pytest.approx(np.log(2), rel=1e-12) and before["eval_rewards/chosen"] == 0
+    assert evals(tmp_path / "second", "sigmoid")[-1]["eval_rewards/margins"] != 0
+    train(tree | {"output_dir": str(tmp_path / "parts")}, max_steps=2)
+    train(tree | {"output_dir": str(tmp_path / "parts")}, resume=True)
+    same(tmp_path / "second", tmp_path / "parts", ["sigmoid"])
+
+
+def test_the_best_adapter_may_be_that_of_the_highest_accuracy() -> None:
+    lines = [{"step": n, "eval_loss": loss, "eval_rewards/accuracies": share} for n, loss, share in CURVE]
+    keys = {"trainer": "dpo", "eval_steps": 1, "early_stopping_patience": 9}
+    assert judged_by(lines, TrainConfig(**keys), 4) == Judged(4, 0.3, 0)
+    named = TrainConfig(**keys, metric_for_best_model="eval_rewards/accuracies")
+    assert judged_by(lines, named, 4) == Judged(2, 0.8, 2)
+
+
+CURVE = [(1, 0.6, 0.5), (2, 0.5, 0.8), (3, 0.4, 0.7), (4, 0.3, 0.8)]
+
+
+# --- what is refused ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("train_keys", "row", "words"),
+    [
+        (
+            {"trainer": "dpo"},
+            {"prompt": "a", "completion": "b"},
+            r"line 1: train\.trainer: dpo compares two completions",
+        ),
+        ({}, {"prompt": "a", "chosen": "b", "rejected": "c"}, r"line 1: 'chosen' and 'rejected' are compared by"),
+        ({"trainer": "kto", "loss_type": "apo_zero_unpaired"}, {"prompt": "a", "completion": "b"}, "found label None"),
+        ({"trainer": "orpo"}, {"chosen": "xb", "rejected": "yc"}, "do not begin alike; give the prompt"),
+        ({"trainer": "orpo"}, {"prompt": "a", "chosen": "b", "rejected": ["c"]}, "all texts or all lists"),
+        (
+            {"trainer": "dpo"},
+            {"prompt": "a", "chosen": "b", "rejected": ""},
+            "line 1, rejected: the sample has no label",
+        ),
+    ],
+)
+def test_rows_that_are_not_what_the_trainer_takes_are_refused(
+    train_keys: dict[str, Any], row: dict[str, Any], words: str, tiny_base: Callable[..., str], tmp_path: Path
+) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    job = {"name": "a", "data": {"path": str(tmp_path / "rows.jsonl")}, "train": train_keys}
+    tree = {"base_model": tiny_base("llama"), "output_dir": str(tmp_path / "out"), "device": "cpu", "jobs": [job]}
+    with pytest.raises(InputError, match=words):
+        prepare(Run.model_validate(tree))
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"beta": 0.1}, "beta is for trainer dpo and kto and orpo; this job's trainer is sft"),
+        ({"trainer": "kto"}, "kto needs loss_type: apo_zero_unpaired"),
+        ({"trainer": "kto", "loss_type": "kto"}, "compares with mismatched completions"),
+        ({"trainer": "dpo", "loss_type": ["sigmoid", "aot"]}, "sorts the whole global batch"),
+        ({"trainer": "dpo", "loss_type": "sigmoid", "label_smoothing": 0.1}, "goes with loss_type robust or exo_pair"),
+        ({"trainer": "dpo", "loss_type": ["ipo", "sft"], "loss_weights": [1.0]}, "1 numbers for 2 losses"),
+        ({"trainer": "dpo", "loss_type": "exo_pair"}, "needs label_smoothing above 0"),
+        ({"metric_for_best_model": "eval_rewards/margins"}, "is of pairs"),
+    ],
+)
+def test_keys_that_do_not_go_together_are_refused(keys: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        TrainConfig(**keys)
+
+
+def test_a_base_model_in_parts_is_refused_before_training(
+    tiny_base: Callable[..., str], jobs: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    tree = mixed(tiny_base("llama"), tmp_path / "out", jobs, parallel={"pipeline": 2})
+    with pytest.raises(InputError, match=r"job 'sigmoid': train\.trainer is dpo, .* leave parallel\.pipeline out"):
+        prepare(Run.model_validate(tree))
+
+
+def test_too_long_a_part_is_cut_dropped_or_refused_and_a_pair_must_fit_a_microbatch(
+    tiny_base: Callable[..., str], tmp_path: Path
+) -> None:
+    row = {"prompt": "the fox", "chosen": "the dog " * 9, "rejected": "the"}
+    short = {"prompt": "the fox", "chosen": "dog", "rejected": "the"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(short) + "\n")
+
+    def prepared(budget: int = 4096, **data: Any) -> Any:
+        job = {"name": "a", "data": {"path": str(tmp_path / "rows.jsonl")} | data, "train": {"trainer": "dpo"}}
+        tree = {"base_model": tiny_base("llama"), "output_dir": "-", "device": "cpu", "jobs": [job]}
+        return prepare(Run.model_validate(tree | {"max_tokens_per_microbatch": budget})).jobs[0].encoded
+
+    first, second = prepared().samples
+    parts, least = first.preference.lengths, max(second.preference.lengths)
+    with pytest.raises(
+        InputError, match=f"line 1: a prompt with its completion has {parts[0]} tokens, over max_length"
+    ):
+        prepared(max_length=parts[0] - 1)
+    assert len(prepared(max_length=parts[0] - 1, truncate="drop").samples) == 1
+    cut = prepared(max_length=least + 2, truncate="right")
+    assert cut.truncated == 1 and cut.samples[0].preference.lengths == (least + 2, parts[1])
+    with pytest.raises(InputError, match=f"the sample has {sum(parts)} tokens, over max_tokens_per_microbatch"):
+        prepared(budget=sum(parts) - 1)
