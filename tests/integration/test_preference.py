@@ -377,7 +377,7 @@ def test_a_base_model_in_parts_is_refused_before_training(
     tiny_base: Callable[..., str], jobs: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     tree = mixed(tiny_base("llama"), tmp_path / "out", jobs, parallel={"pipeline": 2})
-    with pytest.raises(InputError, match=r"job 'sigmoid': train\.trainer is dpo, .* leave parallel\.pipeline out"):
+    with pytest.raises(InputError, match=r"job 'mixed': train\.trainer is dpo, .* leave parallel\.pipeline out"):
         prepare(Run.model_validate(tree))
 
 
