@@ -202,6 +202,7 @@ def sharded_layout(prepared: PreparedRun, devices: int) -> Layout | None:
         or parallel.stages > 1
         or prepared.quantization is not None
         or any(whole_alone(job.spec, prepared.encoder.skeleton) for job in prepared.jobs if prepared.encoder)
+        or any(job.config.train.trainer != "sft" for job in prepared.jobs)
         or not parallel.shard_base
         or parallel.devices_per_job not in ("auto", devices)
     ):
