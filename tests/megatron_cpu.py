@@ -5,7 +5,10 @@ Import it only where megatron.core is there.
 
 from __future__ import annotations
 
+import logging
+import multiprocessing
 import os
+import queue
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -30,8 +33,15 @@ class _Nothing:
     def __exit__(self, *args: Any) -> None:
         pass
 
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *args, **kwargs: None
+    def __getattr__(self, name: str) -> Callable[..., _Nothing]:
+        return lambda *args, **kwargs: _Nothing()
+
+
+def _on_cpu(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def made(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return make(*args, **{**kwargs, "device": "cpu"} if kwargs.get("device") == "cuda" else kwargs)
+
+    return made
 
 
 class Norm(torch.nn.Module):
@@ -67,7 +77,15 @@ def megatron(tp: int = 1, ep: int = 1, etp: int = 1, pp: int = 1) -> Iterator[No
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
         for name, value in state.items():
             stack.enter_context(mock.patch.object(random, name, value))
+        logging.getLogger(random.__name__).setLevel(logging.ERROR)  # here the CPU's generator stands for the GPU's
+        for name in ("tensor", "zeros"):
+            stack.enter_context(mock.patch.object(torch, name, _on_cpu(getattr(torch, name))))
+        from megatron.core.dist_checkpointing.strategies import filesystem_async
         from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+        # files are written by processes, which ranks of the tests' pool may not have otherwise
+        stack.enter_context(mock.patch.object(filesystem_async, "_results_queue", queue.Queue()))
+        stack.enter_context(mock.patch.dict(multiprocessing.current_process()._config, {"daemon": False}))  # type: ignore[attr-defined]
 
         stack.enter_context(mock.patch.object(moe_utils, "te_general_gemm", None, create=True))
         exchange = token_dispatcher.all_to_all

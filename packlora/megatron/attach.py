@@ -196,8 +196,8 @@ class _Times:
     def __init__(self, degree: int) -> None:
         self.degree = degree
 
-    def __call__(self, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient * self.degree
+    def __call__(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        return None if gradient is None else gradient * self.degree  # None: the adapter had no tokens
 
 
 def specs_of(

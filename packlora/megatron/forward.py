@@ -15,7 +15,7 @@ from megatron.core.tensor_parallel import mappings
 
 from packlora.adapters.linear import AdaptedCall, AdaptedLinear, compute
 from packlora.adapters.owners import TokenOwners
-from packlora.megatron.layers import Found, bias_of, enter_of, leave_of, norm_before, tokens_of
+from packlora.megatron.layers import Found, View, bias_of, enter_of, leave_of, norm_before, tokens_of
 from packlora.megatron.owners import Owned, part_of
 from packlora.ops.first_order import first_order
 from packlora.ops.lora_linear.frozen import Dense
@@ -89,8 +89,8 @@ class LinearForward:
     def _product(
         self, linear: AdaptedLinear, x: torch.Tensor, owners: TokenOwners | None, weight: torch.Tensor
     ) -> torch.Tensor:
-        if linear.base.weight is not weight:
-            linear.base.weight = weight  # type: ignore[assignment]
+        assert isinstance(linear.base, View)
+        linear.base.hold(weight)
         if not tokens_of(x):
             return _of_nothing(linear, x)
         if owners is None or owners.adapters.isdisjoint(linear.adapters):
@@ -126,7 +126,8 @@ class RouterForward:
             owners = part_of(owners, layer.rank * count, count)
         named = self.module.config.moe_router_dtype
         dtype = {"fp32": torch.float32, "fp64": torch.float64}.get(named, x.dtype)
-        self.linear.base.weight = self._weight(dtype)  # type: ignore[assignment]
+        assert isinstance(self.linear.base, View)
+        self.linear.base.hold(self._weight(dtype))
         return compute(x.to(dtype), (AdaptedCall(self.linear, owners),))[0]
 
     def _owners(self, count: int) -> TokenOwners | None:

@@ -57,8 +57,14 @@ class View(ShardedLinear):
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, shard: Shard | None) -> None:
         torch.nn.Linear.__init__(self, weight.shape[1], weight.shape[0], False, "meta", weight.dtype)
         self.shard = shard  # type: ignore[assignment]
-        self.weight = weight  # type: ignore[assignment]
         self.bias = bias  # type: ignore[assignment]
+        self.hold(weight)
+
+    def hold(self, weight: torch.Tensor) -> None:
+        """This is the layer's weight from now on."""
+        if weight is not self.weight:
+            made = isinstance(weight, torch.nn.Parameter)
+            self.weight = weight if made else torch.nn.Parameter(weight, requires_grad=False)  # type: ignore[assignment]
 
 
 @dataclass(frozen=True, slots=True)
