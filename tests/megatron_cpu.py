@@ -129,14 +129,19 @@ def config_of(tp: int = 1, sequence: bool = False, ep: int = 1, etp: int = 1, **
     )  # fmt: skip
 
 
-def model_of(tied: bool = False, words: int = 48, **kwargs: Any) -> Any:
-    """A tiny model in float64, with the same whole weights in any layout."""
+def model_of(tied: bool = False, words: int = 48, te: bool = False, **kwargs: Any) -> Any:
+    """A tiny model in float64, with the same whole weights in any layout. te: of layers that have Transformer Engine's names,
+    attributes and calls."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
     config = config_of(**kwargs)
     spec = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, normalization="RMSNorm")
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = Norm
+    if te:
+        from megatron_te import use_stand_ins
+
+        use_stand_ins(spec)
     with mock.patch("megatron.core.transformer.transformer_block.LayerNormImpl", Norm):
         model = GPTModel(
             config, spec, vocab_size=words, max_sequence_length=64, position_embedding_type="rope",
@@ -148,24 +153,30 @@ def model_of(tied: bool = False, words: int = 48, **kwargs: Any) -> Any:
 
 
 def fill(model: Any, seed: int = 3) -> None:
-    """Weights that are slices of whole ones drawn by name."""
-    from packlora.megatron.layers import global_name
+    """Weights that are slices of whole ones drawn by name; those of norms by their size."""
+    from packlora.megatron.layers import global_name, layers_of
 
+    known = {(id(layer.module), layer.weight): layer for layer in layers_of([model]).values()}
     for path, module in model.named_modules():
         for leaf, parameter in module.named_parameters(recurse=False):
-            name = f"{global_name(model, path)}.{leaf}"
+            layer = known.get((id(module), leaf))
+            name = f"{global_name(model, path)}.{leaf}" if layer is None else f"{layer.name}.weight"
+            cut = layer is not None and layer.kind == "linear" and layer.dim is not None
+            dim = (
+                (layer.dim if cut else 0 if layer is not None and layer.kind == "embedding" else None)
+                if layer
+                else None
+            )
             whole = list(parameter.shape)
-            degree, rank = _degree(module)
-            dim = getattr(parameter, "partition_dim", -1) if getattr(parameter, "tensor_model_parallel", False) else -1
-            if dim >= 0:
-                whole[dim] *= degree
-            generator = torch.Generator().manual_seed(hash_of(name, seed))
+            if layer is not None and dim is not None:
+                whole[dim] *= layer.degree
+            generator = torch.Generator().manual_seed(hash_of(whole if len(whole) == 1 else name, seed))
             value = torch.randn(whole, dtype=torch.float64, generator=generator)
             value = 1 + value * 0.1 if len(whole) == 1 else value * (1.2 / whole[-1] ** 0.5)
-            if dim >= 0 and path.endswith("linear_fc1") and module.config.gated_linear_unit:
-                value = torch.cat([half.chunk(degree)[rank] for half in value.chunk(2)])
-            elif dim >= 0:
-                value = value.chunk(degree, dim)[rank]
+            if layer is not None and layer.gated:
+                value = torch.cat([half.chunk(layer.degree)[layer.rank] for half in value.chunk(2)])
+            elif layer is not None and dim is not None:
+                value = value.chunk(layer.degree, dim)[layer.rank]
             parameter.data.copy_(value)
 
 
@@ -173,16 +184,3 @@ def hash_of(*parts: object) -> int:
     import zlib
 
     return zlib.crc32(repr(parts).encode())
-
-
-def _degree(module: Any) -> tuple[int, int]:
-    group = getattr(module, "tp_group", None)
-    return (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
-
-
-def run(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    """Logits [b, s, words here] of causal attention."""
-    count = ids.shape[1]
-    mask = ~torch.ones(1, 1, count, count, dtype=torch.bool).tril()
-    out: torch.Tensor = model(ids, torch.arange(count)[None], mask)
-    return out

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,7 @@ from packlora.megatron.names import Part, fuse, fused_spec, parts_of, same_A, sp
 from packlora.megatron.owners import token_owners
 from packlora.megatron.targets import check_layers, config_of, resolve
 
-Given = LoraConfig | AdapterConfig | str | Path
+Given: TypeAlias = LoraConfig | AdapterConfig | str | Path
 """A configuration, or a folder with an adapter."""
 KEYS = {"lora_A.weight": "A", "lora_B.weight": "B", "lora_magnitude_vector": "magnitude",
         "lora_magnitude_vector.weight": "magnitude", "lora_embedding_A": "A", "lora_embedding_B": "B"}  # fmt: skip
@@ -97,7 +97,7 @@ class MegatronAdapters:
             raise InputError(f"no adapter {name!r}; the model has {', '.join(map(repr, self.names))}")
         return self._placed.weights[name]
 
-    # --- owners -----------------------------------------------------------------------------------------------------------
+    # --- owners -------------------------------------------------------------------------------------------------------
 
     def owners(
         self, samples: Sequence[tuple[str | None, int]], keys_T2: torch.Tensor | None = None
@@ -112,7 +112,7 @@ class MegatronAdapters:
         """Run a forward on tokens of these owners; with recomputation of activations, its backward too."""
         return self._placed.owned.active(owners)
 
-    # --- checkpoints ------------------------------------------------------------------------------------------------------
+    # --- checkpoints --------------------------------------------------------------------------------------------------
 
     def sharded_state_dict(self, *names: str) -> dict[str, Any]:
         """For megatron.core.dist_checkpointing, the tensors of the adapters alone; without names those of all."""
@@ -124,7 +124,7 @@ class MegatronAdapters:
         """Take what dist_checkpointing.load has made of `sharded_state_dict`."""
         load_state(self._placed, state)
 
-    # --- files ------------------------------------------------------------------------------------------------------------
+    # --- files --------------------------------------------------------------------------------------------------------
 
     def save(self, folder: str | Path, name: str, base_model: str | None = None, vocab_size: int | None = None) -> None:
         """Write an adapter as PEFT does, for transformers' version of the model. All processes call it; the first one writes.
@@ -139,31 +139,32 @@ class MegatronAdapters:
         self._weights(name)
         if self._placed.owned.merged:
             raise InputError(f"adapter {self._placed.owned.merged!r} is merged; call unmerge before save")
-        whole = whole_tensors(self._placed, name)
-        layers = self._placed.layers
-        own = {layer.name: _parts(layer) for layer in layers.values() if layer.kind != "embedding" or layer.name in whole}
-        names = everywhere({f"{path}|{part.name}" for path, parts in own.items() for part in parts})
-        named: dict[str, list[str]] = {}
-        for both in names:
-            path, _, part_name = both.partition("|")
-            named.setdefault(path, []).append(part_name)
-        tensors, specs = {}, {}
-        every = everywhere({f"{path}|{spec.rank}|{spec.scaling!r}" for path, spec in self.specs(name).items()})
-        for line in every:
-            path, rank, scaling = line.split("|")
-            parts = _parts_at(path, layers, whole[path])
-            for part, found in split(whole[path], parts).items():
-                specs[part] = (int(rank), float(scaling))
-                tensors |= _keyed(part, found, vocab_size)
-        if dist.get_rank() == 0:
-            peft = _config_of(self._placed.specs[name].peft, specs, {n for own_names in named.values() for n in own_names})
-            peft.base_model_name_or_path = base_model
-            Path(folder).mkdir(parents=True, exist_ok=True)
-            write_tensors(Path(folder) / WEIGHTS, tensors)
-            write_json(Path(folder) / CONFIG, config_dict(peft))
-        dist.barrier()
+        tensors, config = self._as_peft(name, base_model, vocab_size)
+        try:
+            if dist.get_rank() == 0:
+                Path(folder).mkdir(parents=True, exist_ok=True)
+                write_tensors(Path(folder) / WEIGHTS, tensors)
+                write_json(Path(folder) / CONFIG, config_dict(config))
+        finally:
+            dist.barrier()
 
-    # --- merging ----------------------------------------------------------------------------------------------------------
+    def _as_peft(self, name: str, base_model: str | None, vocab_size: int | None) -> tuple[Tensors, LoraConfig]:
+        whole, layers = whole_tensors(self._placed, name), self._placed.layers
+        # what is on other processes: all layers' names there, and what the adapter is on its own
+        known = everywhere({part.name for layer in layers.values() for part in _parts(layer)})
+        every = everywhere({f"{path}|{spec.rank}|{spec.scaling!r}" for path, spec in self.specs(name).items()})
+        told = {path: (int(rank), float(scaling)) for path, rank, scaling in (line.split("|") for line in every)}
+        tensors: Tensors = {}
+        specs: dict[str, tuple[int, float]] = {}
+        for path in whole:
+            for part, found in split(whole[path], _parts_at(path, layers, whole[path])).items():
+                specs[part] = told[path]
+                tensors |= _keyed(part, found, vocab_size)
+        config = _config_of(self._placed.specs[name].peft, specs, known)
+        config.base_model_name_or_path = base_model
+        return tensors, config
+
+    # --- merging ------------------------------------------------------------------------------------------------------
 
     def merge(self, name: str) -> None:
         """Put an adapter into the weights: the model computes it then by itself. Frozen weights are kept on the CPU.
@@ -206,7 +207,7 @@ def _merged(layer: Found, own: AdapterWeights) -> torch.Tensor:
         return value.to(weight.dtype)
 
 
-# --- files -----------------------------------------------------------------------------------------------------------------
+# --- files ------------------------------------------------------------------------------------------------------------
 
 
 def _size(layer: Found) -> int:
@@ -251,7 +252,7 @@ def _keyed(part: str, tensors: Tensors, vocab_size: int | None) -> Tensors:
 
 
 def _config_of(peft: LoraConfig, specs: Mapping[str, tuple[int, float]], known: set[str]) -> LoraConfig:
-    """That of an adapter with such a rank and scaling at each layer. Each layer whose rank or scaling is another one has both in
+    """That of an adapter with such a rank and scaling at each layer. A layer whose rank or scaling is another one has both in
     the patterns: a rank alone would change the scaling.
 
     known: all layers of the model that can have adapters.
@@ -293,17 +294,25 @@ def _read(
     spec, values, used = AdapterSpec(config_of(config, name)), {}, set()
     for path, layer in layers.items():
         parts = _parts(layer)
-        own = [by_part.get(part.name) for part in parts]
-        if not any(own):
+        there = [by_part.get(part.name) for part in parts]
+        if not any(there):
             continue
-        specs = [None if one is None else _spec_of(config, part.name, one, name) for one, part in zip(own, parts, strict=True)]
-        shared = same_A(own, specs)
-        spec.modules[path] = fused_spec(specs, shared)
-        values[path] = fuse(own, specs, parts, shared, _size(layer)) if layer.kind != "embedding" else dict(own[0] or {})
+        parted = [
+            None if one is None else _spec_of(config, part.name, one, name)
+            for one, part in zip(there, parts, strict=True)
+        ]
+        shared = same_A(there, parted)
+        spec.modules[path] = fused_spec(parted, shared)
+        if layer.kind == "embedding":
+            values[path] = dict(there[0] or {})
+        else:
+            values[path] = fuse(there, parted, parts, shared, _size(layer))
         used |= {part.name for part in parts}
     left = sorted(by_part.keys() - everywhere(used))
     if left:
-        raise InputError(f"adapter {name!r}: {folder} has {left[0]} (and {len(left) - 1} more), which the model does not have")
+        raise InputError(
+            f"adapter {name!r}: {folder} has {left[0]} (and {len(left) - 1} more), which the model does not have"
+        )
     check_layers(spec, layers, name)
     return spec, values
 
@@ -321,7 +330,9 @@ def _spec_of(config: LoraConfig, part: str, tensors: Tensors, name: str) -> Modu
     wanted = {"A", "B"} | ({"magnitude"} if config.use_dora else set())
     if tensors.keys() != wanted or tensors["A"].shape[0] != rank or tensors["B"].shape[1] != rank:
         found = {key: list(value.shape) for key, value in tensors.items()}
-        raise InputError(f"adapter {name!r}: {part} has {found}; its configuration says rank {rank} and {sorted(wanted)}")
+        raise InputError(
+            f"adapter {name!r}: {part} has {found}; its configuration says rank {rank} and {sorted(wanted)}"
+        )
     scaling = alpha / (math.sqrt(rank) if config.use_rslora else rank)
     return ModuleSpec(rank, scaling, config.lora_dropout, config.use_dora, False)
 

@@ -1,11 +1,11 @@
 """apply_lora: put adapters onto a Megatron-Core model, in place.
 
-Parameters are registered on the layers that they belong to, as lora_A_<adapter>, lora_B_<adapter>, lora_magnitude_<adapter> (with
-_<expert> behind them on grouped experts), and are marked as Megatron-Core marks its own, so its DistributedDataParallel,
+Parameters are registered on the layers that they belong to, as lora_A_<adapter>, lora_B_<adapter> and lora_magnitude_<adapter>,
+with _<expert> behind them on grouped experts. They are marked as Megatron-Core marks its own, so its DistributedDataParallel,
 finalize_model_grads and optimizers treat them rightly:
 
     allreduce                            False for experts under expert parallelism: reduced over their own data parallel group
-    tensor_model_parallel, partition_dim of slices: counted on every process in the norm of the gradient
+    tensor_model_parallel, partition_dim of slices, and of experts: counted on every process in the norm of the gradient
     average_gradients_across_tp_domain   of what every process has whole and computes a part of the gradient of. The mean is
                                          taken once a step over all of them; here gradients are multiplied by the number of
                                          processes before, so it is the sum
@@ -119,6 +119,9 @@ class Placed:
                 if type(dispatcher).__name__ in ("MoEAllGatherTokenDispatcher", "MoEAlltoAllTokenDispatcher"):
                     Dispatch(module, self.owned)
         chunk.register_forward_pre_hook(self._begin)
+        embedding, config = getattr(chunk, "embedding", None), getattr(chunk, "config", None)
+        if embedding is not None and getattr(config, "recompute_granularity", None) is not None:
+            embedding.register_forward_hook(_with_gradient)
 
     def _begin(self, module: torch.nn.Module, args: Any) -> None:
         self.owned.training = module.training
@@ -129,6 +132,12 @@ class Placed:
             _check_gathered(self.layers.values())
         for own in doras:
             own.norm()  # the first one that is stale computes all that are
+
+
+def _with_gradient(module: torch.nn.Module, args: Any, output: Any) -> None:
+    """Megatron-Core's checkpoints give no gradients where their inputs have none, as those of a frozen embedding."""
+    if torch.is_grad_enabled() and isinstance(output, torch.Tensor) and not output.requires_grad:
+        output.requires_grad_()
 
 
 def _check_gathered(layers: Iterable[Found]) -> None:
@@ -184,6 +193,9 @@ def _mark(parameter: torch.nn.Parameter, key: str, layer: Found) -> None:
     if shard is not None and shard.is_slice(key):
         set_tensor_model_parallel_attributes(parameter, True, shard._dim(key), 1)
         return
+    if experts and layer.degree == 1:  # every process of a tensor parallel group has other experts
+        set_tensor_model_parallel_attributes(parameter, True, 0, 1)
+        return
     part = shard.is_part(key) if shard is not None else layer.sequence and layer.expert is None
     if part:
         parameter.average_gradients_across_tp_domain = True  # type: ignore[attr-defined]
@@ -200,9 +212,7 @@ class _Times:
         return None if gradient is None else gradient * self.degree  # None: the adapter had no tokens
 
 
-def specs_of(
-    chunks: list[torch.nn.Module], given: Mapping[str, LoraConfig | AdapterConfig]
-) -> dict[str, AdapterSpec]:
+def specs_of(chunks: list[torch.nn.Module], given: Mapping[str, LoraConfig | AdapterConfig]) -> dict[str, AdapterSpec]:
     """What each configuration means on the model.
 
     Raises:
@@ -233,6 +243,8 @@ def check_model(chunks: list[torch.nn.Module], names: list[str]) -> dict[str, Fo
 def as_adapter(placed: Placed, name: str) -> Adapter:
     """An adapter as adapters/files.py takes it, whose parameters lie apart."""
     weights = placed.weights[name]
-    shapes = {f"{path}/{key}": tuple(p.shape) for path, own in weights.items() for key, p in own.named_parameters().items()}
+    shapes = {
+        f"{path}/{key}": tuple(p.shape) for path, own in weights.items() for key, p in own.named_parameters().items()
+    }
     number = placed.owned.names.index(name)
     return Adapter(name, number, placed.specs[name], weights, FlatLayout(shapes), torch.empty(0))

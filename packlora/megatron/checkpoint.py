@@ -1,9 +1,9 @@
 """Adapters in Megatron-Core's distributed checkpoints: of each parameter, which part of which tensor this process has.
 
-A layer's `sharded_state_dict` gives its own tensors as before and the adapters' beside them. Slices are those of adapters/sharded.py:
-rows of B and magnitude of a column-parallel layer, columns of A of a row-parallel one. Gate and up in one layer are two slices each,
-as their weight is. Tensors of experts have the expert as their first dimension, the same for experts that are layers of their own
-and for grouped ones. So a checkpoint knows no layout.
+A layer's `sharded_state_dict` gives its own tensors as before and the adapters' beside them. Slices are those of
+adapters/sharded.py: rows of B and magnitude of a column-parallel layer, columns of A of a row-parallel one. Gate and up in one
+layer are two slices each, as their weight is. Tensors of experts have the expert as their first dimension, the same for experts
+that are layers of their own and for grouped ones. So a checkpoint knows no layout.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def adapter_state(placed: Placed, adapters: Iterable[str]) -> dict[str, Any]:
         f"{placed.layers[path].path}.{parameter_name(placed.layers[path], name, key)}"
         for name in adapters for path, own in placed.weights[name].items() for key in own.named_parameters()
     }  # fmt: skip
-    found = {}
+    found: dict[str, Any] = {}
     for number, chunk in enumerate(placed.chunks):
         state = chunk.sharded_state_dict(metadata={"non_homogeneous_layers": True})  # type: ignore[operator]
         found |= {_prefix(placed, number) + key: value for key, value in state.items() if key in wanted}

@@ -52,7 +52,9 @@ class LinearForward:
         bias, skipped = bias_of(layer)
         if bias is not None and not skipped and layer.dim == 1:
             y = y + bias
-        gathers = getattr(self.module, "gather_output", False) if runtime_gather_output is None else runtime_gather_output
+        gathers = (
+            getattr(self.module, "gather_output", False) if runtime_gather_output is None else runtime_gather_output
+        )
         if gathers and layer.degree > 1:
             y = mappings.gather_from_tensor_model_parallel_region(y, group=layer.group)
         return y, bias if skipped else None
@@ -72,10 +74,10 @@ class LinearForward:
             biases.append(bias)
         return torch.cat(outputs), biases if skipped else None  # type: ignore[return-value]
 
-    def _plain(self, x: torch.Tensor, *rest: Any) -> Any:
+    def _plain(self, x: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         while rest and rest[-1] is None:
             rest = rest[:-1]
-        return self.original(x, *rest)
+        return self.original(x, *rest)  # type: ignore[no-any-return]
 
     def _owners(self, x: torch.Tensor) -> TokenOwners | None:
         layer, count = self.layer, tokens_of(x)
@@ -114,7 +116,8 @@ class RouterForward:
     def __init__(self, layer: Found, linear: AdaptedLinear, owned: Owned) -> None:
         self.layer, self.linear, self.owned = layer, linear, owned
         self.module: Any = layer.module
-        self.original: Callable[..., Any] = self.module.gating
+        original: Any = layer.module.gating
+        self.original: Callable[..., Any] = original
         self._cast: tuple[tuple[Any, ...], torch.Tensor] | None = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -172,7 +175,7 @@ class EmbeddingForward:
         if module.reduce_scatter_embeddings:
             return mappings.reduce_scatter_to_sequence_parallel_region(y, group=self.layer.group)  # type: ignore[no-any-return]
         y = mappings.reduce_from_tensor_model_parallel_region(y, group=self.layer.group)
-        return y.transpose(0, 1)
+        return y.transpose(0, 1)  # type: ignore[no-any-return]
 
 
 def _segments(owners: TokenOwners) -> list[Callable[..., torch.Tensor]]:

@@ -25,10 +25,9 @@ def whole_tensors(placed: Placed, adapter: str) -> dict[str, Tensors]:
     for path, weights in placed.weights[adapter].items():
         for key, whole in _joined(placed.layers[path], weights).items():
             own[f"{path}/{key}"] = whole
-    for group in (_experts_group(), parallel_state.get_pipeline_model_parallel_group()):
-        if size_of(group) > 1:
-            for other in exchanged(own, group):
-                own |= other
+    for group in _others():
+        for other in exchanged(own, group):
+            own |= other
     found: dict[str, Tensors] = {}
     for name, tensor in own.items():
         path, _, key = name.rpartition("/")
@@ -40,9 +39,13 @@ def _order(path: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in path.split(".")]
 
 
-def _experts_group() -> dist.ProcessGroup | None:
-    group: dist.ProcessGroup | None = parallel_state.get_expert_model_parallel_group(check_initialized=False)
-    return group
+def _others() -> list[dist.ProcessGroup]:
+    """Groups whose processes have other experts, and other layers."""
+    groups = (
+        parallel_state.get_expert_model_parallel_group(check_initialized=False),
+        parallel_state.get_pipeline_model_parallel_group(),
+    )
+    return [group for group in groups if size_of(group) > 1]
 
 
 def _joined(layer: Found, weights: AdapterWeights) -> Tensors:
@@ -68,7 +71,9 @@ def exchanged(own: Tensors, group: dist.ProcessGroup) -> list[Tensors]:
 
 
 def _all_bytes(data: torch.Tensor, head: int, group: dist.ProcessGroup) -> list[tuple[torch.Tensor, int]]:
-    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else torch.device("cpu")
+    device = (
+        torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else torch.device("cpu")
+    )
     sizes = [torch.zeros(2, dtype=torch.int64, device=device) for _ in range(size_of(group))]
     dist.all_gather(sizes, torch.tensor([len(data), head], device=device), group=group)
     longest = max(int(size[0]) for size in sizes)
@@ -96,9 +101,8 @@ def _read(part: tuple[torch.Tensor, int]) -> Tensors:
 def everywhere(words: set[str]) -> set[str]:
     """What any process of the expert and pipeline parallel groups has."""
     found = set(words)
-    for group in (_experts_group(), parallel_state.get_pipeline_model_parallel_group()):
-        if size_of(group) > 1:
-            data = json.dumps(sorted(found)).encode()
-            parts = _all_bytes(torch.frombuffer(bytearray(data), dtype=torch.uint8), 0, group)
-            found |= {word for part, _ in parts for word in json.loads(bytes(part.tolist()))}
+    for group in _others():
+        data = json.dumps(sorted(found)).encode()
+        parts = _all_bytes(torch.frombuffer(bytearray(data), dtype=torch.uint8), 0, group)
+        found |= {word for part, _ in parts for word in json.loads(bytes(part.tolist()))}
     return found

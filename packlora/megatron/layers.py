@@ -7,8 +7,8 @@ layers, those around Transformer Engine, with a norm before them or grouped for 
     row-parallel      columns of W: some of the inputs in, products that are added up (and scattered) out
     whole             all of W on every process, on its own tokens
 
-Weights are read as tensors, and the messages are Megatron-Core's mappings: what Transformer Engine computes in the same dtype. A
-weight that is not a plain tensor (FP8) is refused.
+Weights are read as tensors, and the messages are Megatron-Core's mappings: what Transformer Engine computes in the same dtype.
+A weight that is not a plain tensor (FP8) is refused.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class View(ShardedLinear):
         """This is the layer's weight from now on."""
         if weight is not self.weight:
             made = isinstance(weight, torch.nn.Parameter)
-            self.weight = weight if made else torch.nn.Parameter(weight, requires_grad=False)  # type: ignore[assignment]
+            self.weight = weight if made else torch.nn.Parameter(weight, requires_grad=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,8 @@ class Found:
 
     path: in the model. name: the same with the layer's and the expert's number in the whole model, so equal for any layout.
     kind: "linear" also of grouped ones. weight: the attribute that holds W. expert: its index among those of this process.
-    group: over which W is cut, or tokens are where it is whole. degree, rank: of it. sequence: processes have tokens of their own.
+    group: over which W is cut, or tokens are where it is whole. degree, rank: of it.
+    sequence: processes have tokens of their own. talks: the layer sends messages. gated: its outputs are gates, then ups.
     """
 
     path: str
@@ -109,11 +110,11 @@ class Found:
         return self.dim is not None
 
 
-def _add_up(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+def _add_up(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> None:
     dist.all_reduce(tensor, group=group)
 
 
-# --- finding them ------------------------------------------------------------------------------------------------------------
+# --- finding them -----------------------------------------------------------------------------------------------------
 
 
 def layers_of(chunks: list[torch.nn.Module]) -> dict[str, Found]:
@@ -126,7 +127,7 @@ def layers_of(chunks: list[torch.nn.Module]) -> dict[str, Found]:
     return found
 
 
-def _found(model: torch.nn.Module, path: str, module: torch.nn.Module) -> Iterator[Found]:
+def _found(model: torch.nn.Module, path: str, module: Any) -> Iterator[Found]:
     config = getattr(module, "config", None)
     style = _style(module)
     if style is not None:
@@ -196,7 +197,7 @@ def rank_of(group: dist.ProcessGroup | None) -> int:
     return 0 if group is None else dist.get_rank(group)
 
 
-# --- names -------------------------------------------------------------------------------------------------------------------
+# --- names ------------------------------------------------------------------------------------------------------------
 
 
 def global_name(model: torch.nn.Module, path: str) -> str:
@@ -237,7 +238,7 @@ def _of_expert(name: str, number: int) -> str:
     return f"{head}.local_experts.{number}.{leaf}"
 
 
-# --- what cannot be adapted --------------------------------------------------------------------------------------------------
+# --- what cannot be adapted -------------------------------------------------------------------------------------------
 
 
 def check(layer: Found, adapter: str, dropout: float) -> None:
@@ -257,6 +258,11 @@ def check(layer: Found, adapter: str, dropout: float) -> None:
             f"{where}: expert_tensor_parallel_size is {layer.degree}; adapters on experts need 1 or the tensor parallel size, "
             f"{_dense_degree()}"
         )
+    if layer.expert is not None and layer.degree == 1 < _dense_degree() and config.expert_model_parallel_size == 1:
+        raise InputError(
+            f"{where}: processes of a tensor parallel group would have the same experts and other tokens; adapters on experts "
+            "need expert_model_parallel_size over 1, or expert_tensor_parallel_size of the tensor parallel size"
+        )
     if dropout and layer.dim == 1 and layer.degree > 1 and weight.shape[1] % 2:
         raise InputError(
             f"{where}: each process has {weight.shape[1]} of its inputs, an odd number, but dropout draws two at once"
@@ -269,7 +275,7 @@ def _dense_degree() -> int:
     return int(parallel_state.get_tensor_model_parallel_world_size())
 
 
-# --- messages ----------------------------------------------------------------------------------------------------------------
+# --- messages ---------------------------------------------------------------------------------------------------------
 
 
 def enter_of(layer: Found) -> Through | None:

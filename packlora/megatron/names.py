@@ -1,8 +1,8 @@
 """Adapters under the names of transformers' models: which rows of which layer of Megatron-Core each of them is.
 
-Megatron-Core holds q, k and v in one layer, for each group of queries its heads, then its key, then its value; and gate and up in
-one layer, one after the other. An adapter of such a layer is one of each part with the same A: an identity, so nothing is lost.
-Adapters of the parts, each with an A of its own, are one of the layer with all A's above one another, of as many ranks as
+Megatron-Core holds q, k and v in one layer, for each group of queries its heads, then its key, then its value; and gate and up
+in one layer, one after the other. An adapter of such a layer is one of each part with the same A: an identity, so nothing is
+lost. Adapters of the parts, each with an A of its own, are one of the layer with all A's above one another, of as many ranks as
 they have together, and a B that is zero but for each part's own rows and ranks: an identity as well.
 """
 
@@ -91,20 +91,21 @@ def _heads(layer: Found, size: int) -> list[tuple[str, torch.Tensor]]:
     ]  # fmt: skip
 
 
-# --- out -------------------------------------------------------------------------------------------------------------------------
+# --- out --------------------------------------------------------------------------------------------------------------
 
 
 def split(tensors: Mapping[str, torch.Tensor], parts: Sequence[Part]) -> dict[str, dict[str, torch.Tensor]]:
-    """By part, its tensors out of a whole layer's A, B and magnitude."""
+    """By part, its tensors out of a whole layer's A, B and magnitude, in memory of their own."""
     return {
         part.name: {
-            key: whole if key == "A" or part.rows is None else whole[part.rows] for key, whole in tensors.items()
+            key: whole.clone() if key == "A" or part.rows is None else whole[part.rows]
+            for key, whole in tensors.items()
         }
         for part in parts
     }
 
 
-# --- in --------------------------------------------------------------------------------------------------------------------------
+# --- in ---------------------------------------------------------------------------------------------------------------
 
 
 def fused_spec(specs: Sequence[ModuleSpec | None], shared: bool) -> ModuleSpec:

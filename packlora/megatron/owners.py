@@ -1,7 +1,7 @@
 """Who owns the tokens that pass through a Megatron-Core model, also those that were sent to experts.
 
-Tokens are counted as the hidden states lie, [s, b] in row-major order: for packed samples b is 1. Where tensor parallelism splits
-tokens between the layers, owners are those of all tokens, on every process.
+Tokens are counted as the hidden states lie, [s, b] in row-major order: for packed samples b is 1. Where tensor parallelism
+splits tokens between the layers, owners are those of all tokens, on every process.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Owned(Attached):
     def _alone(self, total: int) -> TokenOwners:
         """All tokens are those of the only adapter, with keys drawn where it drops something."""
         assert self.only_one is not None
-        keys = drawn_keys(total, self.device) if self.drops and self.training and torch.is_grad_enabled() else None
+        keys = drawn_keys(total, self.device) if self.drops and self.training else None
         return TokenOwners(total, ((self.only_one, 0, total),), keys)
 
     @property

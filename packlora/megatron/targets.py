@@ -92,7 +92,9 @@ def _chosen(config: LoraConfig, layers: Mapping[str, Found], name: str) -> list[
     if isinstance(targets, str):
         chosen = [path for path in layers if _matches(config, path)]
         if not chosen:
-            raise InputError(f"adapter {name!r}: target_modules {quoted(targets, 300)} matches no layer: {_leaves(layers)}")
+            raise InputError(
+                f"adapter {name!r}: target_modules {quoted(targets, 300)} matches no layer: {_leaves(layers)}"
+            )
         return chosen
     wanted = own_names(targets, name)
     named = LoraConfig(
@@ -102,7 +104,9 @@ def _chosen(config: LoraConfig, layers: Mapping[str, Found], name: str) -> list[
     chosen = [path for path in layers if _matches(named, path)]
     for target in wanted:
         if not any(path == target or path.endswith(f".{target}") for path in layers):
-            raise InputError(f"adapter {name!r}: target_modules has {quoted(target, 300)}, but there is: {_leaves(layers)}")
+            raise InputError(
+                f"adapter {name!r}: target_modules has {quoted(target, 300)}, but there is: {_leaves(layers)}"
+            )
     return chosen
 
 
