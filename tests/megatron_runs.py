@@ -496,7 +496,8 @@ def broken(rank: int) -> dict[str, float]:
 
 
 _MOE = {
-    "num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 12, "moe_token_dispatcher_type": "allgather",
+    "num_layers": 1, "num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 12,
+    "moe_token_dispatcher_type": "allgather",
 }  # fmt: skip
 
 
@@ -594,3 +595,15 @@ def refusals(rank: int, folder: str) -> dict[str, str]:
             except InputError as error:
                 said[name] = str(error)
     return said
+
+
+def benched(rank: int) -> list[dict[str, Any]]:
+    from packlora.bench.megatron import measured_rows
+
+    with megatron():
+        from megatron.core import parallel_state
+
+        parallel_state.destroy_model_parallel()
+        rows = measured_rows(torch.device("cpu"), "tiny", rounds=1)
+        parallel_state.initialize_model_parallel()
+    return rows

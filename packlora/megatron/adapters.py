@@ -108,6 +108,10 @@ class MegatronAdapters:
         """
         return token_owners(self.names, samples, keys_T2)
 
+    def changed(self) -> None:
+        """Call it after writes that neither the host nor a step of a torch.optim.Optimizer shows: DoRA's norms are made anew."""
+        self._placed.owned.norms.changed()
+
     def active(self, owners: TokenOwners) -> AbstractContextManager[None]:
         """Run a forward on tokens of these owners; with recomputation of activations, its backward too."""
         return self._placed.owned.active(owners)

@@ -15,6 +15,7 @@ from megatron_runs import (
     BOUND,
     Case,
     Layout,
+    benched,
     broken,
     compared,
     handed_on,
@@ -39,7 +40,8 @@ EVERYTHING = [
     "linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "router", "word_embeddings", "output_layer",
 ]  # fmt: skip
 MOE: dict[str, Any] = {
-    "num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 12, "moe_token_dispatcher_type": "allgather",
+    "num_layers": 1, "num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 12,
+    "moe_token_dispatcher_type": "allgather",
     "moe_shared_expert_intermediate_size": 8,
 }  # fmt: skip
 SPREAD = (Layout(1, False, 2), Layout(2, True, 2), Layout(2, True, 1, 2))
@@ -150,3 +152,9 @@ def test_what_is_not_supported_is_refused_by_name(ranks: Pool, tmp_path: Path) -
     assert said.keys() == words.keys()
     for name, word in words.items():
         assert word in said[name], said[name]
+
+
+def test_the_benchmark_measures_all_contenders(ranks: Pool) -> None:
+    for row in ranks(2).run(benched)[0]:
+        assert row["ms"].keys() == {"frozen", "packlora", "packlora_dora", "plain"}
+        assert all(row["ms"].values()), row
