@@ -16,7 +16,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 
 DEGREE, EXPERTS = "tensor_model_parallel_size", "expert_model_parallel_size"
 
@@ -90,18 +89,38 @@ def megatron(tp: int = 1, ep: int = 1, etp: int = 1, pp: int = 1) -> Iterator[No
         stack.enter_context(mock.patch.object(moe_utils, "te_general_gemm", None, create=True))
         exchange = token_dispatcher.all_to_all
         stack.enter_context(mock.patch.object(token_dispatcher, "all_to_all", _with_lists(exchange)))
-        world = dist.get_world_size()
+        _groups(tp, ep, etp, pp)
+        random.model_parallel_cuda_manual_seed(1)
+        try:
+            yield
+        finally:
+            for name in vars(parallel_state).keys() & _UNSET.keys():
+                setattr(parallel_state, name, _UNSET[name])
+
+
+_UNSET: dict[str, Any] = {}
+_MADE: dict[tuple[int, ...], dict[str, Any]] = {}
+"""What parallel_state holds, before it is set and by layout. A process group is a handful of threads and is never ended, so
+each layout has its groups once."""
+
+
+def _groups(*layout: int) -> None:
+    from megatron.core import parallel_state
+
+    def state() -> dict[str, Any]:
+        return {name: value for name, value in vars(parallel_state).items() if name.isupper() and name.startswith("_")}
+
+    if not _UNSET:
+        _UNSET.update(state())
+    if layout not in _MADE:
+        tp, ep, etp, pp = layout
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, expert_model_parallel_size=ep,
             expert_tensor_parallel_size=etp,
         )  # fmt: skip
-        random.model_parallel_cuda_manual_seed(1)
-        assert world % (tp * pp) == 0
-        try:
-            yield
-        finally:
-            parallel_state.destroy_model_parallel()
-            random._CUDA_RNG_STATE_TRACKER_INITIALIZED = False
+        _MADE[layout] = state()
+    for name, value in _MADE[layout].items():
+        setattr(parallel_state, name, value)
 
 
 def _with_lists(exchange: Callable[..., Any]) -> Callable[..., Any]:
@@ -129,9 +148,9 @@ def config_of(tp: int = 1, sequence: bool = False, ep: int = 1, etp: int = 1, **
     )  # fmt: skip
 
 
-def model_of(tied: bool = False, words: int = 48, te: bool = False, **kwargs: Any) -> Any:
+def model_of(tied: bool = False, words: int = 48, te: bool = False, stage: int | None = None, **kwargs: Any) -> Any:
     """A tiny model in float64, with the same whole weights in any layout. te: of layers that have Transformer Engine's names,
-    attributes and calls."""
+    attributes and calls. stage: of two."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
@@ -145,7 +164,7 @@ def model_of(tied: bool = False, words: int = 48, te: bool = False, **kwargs: An
     with mock.patch("megatron.core.transformer.transformer_block.LayerNormImpl", Norm):
         model = GPTModel(
             config, spec, vocab_size=words, max_sequence_length=64, position_embedding_type="rope",
-            share_embeddings_and_output_weights=tied,
+            share_embeddings_and_output_weights=tied, pre_process=stage in (None, 0), post_process=stage in (None, 1),
         )  # fmt: skip
     model.double()
     fill(model)

@@ -556,6 +556,7 @@ def recomputed(rank: int) -> dict[str, float]:
 
 def refusals(rank: int, folder: str) -> dict[str, str]:
     """What is said to what is not supported."""
+    from packlora.megatron import attach
     from packlora.errors import InputError
 
     said = {}
@@ -578,6 +579,14 @@ def refusals(rank: int, folder: str) -> dict[str, str]:
         ask("none", {})
         ask("kind", {"a": 3})
         ask("folder", str(Path(folder) / "nothing"))
+        with mock.patch.dict(attach.ELSEWHERE, {"MLP": "nothing"}):
+            ask("fused", LoraConfig(target_modules="all-linear"))
+        graphed = model_of()
+        graphed.config.cuda_graph_impl = "local"
+        try:
+            apply_lora(graphed, LoraConfig(target_modules="all-linear"))
+        except InputError as error:
+            said["graph"] = str(error)
         ask("tied", LoraConfig(target_modules=["output_layer"]), tied=True)
         model, adapters = built(Case({"a": lora(), "b": lora()}), ONE)
         try:
@@ -607,3 +616,29 @@ def benched(rank: int) -> list[dict[str, Any]]:
         rows = measured_rows(torch.device("cpu"), "tiny", rounds=1)
         parallel_state.initialize_model_parallel()
     return rows
+
+
+def staged(rank: int, folder: str, case: Case) -> list[str]:
+    """Names of tensors that two stages have otherwise than one process."""
+    with megatron():
+        _, adapters = built(case, ONE)
+        wanted = wholes(adapters)
+        adapters.save(f"{folder}/one", "one")
+    with megatron(pp=2):
+        model = model_of(stage=rank, pipeline_model_parallel_size=2)
+        adapters = apply_lora(model, {name: LoraConfig(**one) for name, one in case.adapters.items()})
+        randomise(adapters)
+        found = wholes(adapters)
+        adapters.save(f"{folder}/two", "one")
+        with torch.no_grad():
+            for parameter in adapters.parameters("one"):
+                parameter.fill_(7.0)
+        again = apply_lora(model_of(stage=rank, pipeline_model_parallel_size=2), {"one": f"{folder}/two"})
+        read = megatron_names(again)
+    files = [Path(folder, part, "adapter_model.safetensors").read_bytes() for part in ("one", "two")]
+    wrong = [name for name, tensor in wanted.items() if not torch.equal(found[name], tensor)]
+    return wrong + (["file"] if files[0] != files[1] else []) + (["read"] if read != megatron_names(adapters) else [])
+
+
+def megatron_names(adapters: MegatronAdapters) -> list[str]:
+    return [f"{path}/{key}" for path, key, _ in named(adapters, adapters.names[0])]

@@ -109,7 +109,7 @@ class MegatronAdapters:
         return token_owners(self.names, samples, keys_T2)
 
     def changed(self) -> None:
-        """Call it after writes that neither the host nor a step of a torch.optim.Optimizer shows: DoRA's norms are made anew."""
+        """Make DoRA's norms anew: call it after writes that neither the host nor a step of a torch.optim.Optimizer shows."""
         self._placed.owned.norms.changed()
 
     def active(self, owners: TokenOwners) -> AbstractContextManager[None]:

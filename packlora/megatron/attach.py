@@ -20,22 +20,17 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from peft import LoraConfig
 
-from packlora.adapters.attach import Adapter
-from packlora.adapters.flat import FlatLayout
 from packlora.adapters.linear import AdaptedLinear
 from packlora.adapters.sharded import Shard
 from packlora.adapters.spec import AdapterSpec
 from packlora.adapters.weights import AdapterWeights, parameter_shapes
-from packlora.config import AdapterConfig
 from packlora.errors import InputError
 from packlora.megatron.experts import Dispatch
 from packlora.megatron.experts import check as check_experts
 from packlora.megatron.forward import EmbeddingForward, LinearForward, RouterForward
 from packlora.megatron.layers import Found, View, bias_of, layers_of
 from packlora.megatron.owners import Owned
-from packlora.megatron.targets import config_of, resolve
 from packlora.ops.dropout.keys import layer_salt
 from packlora.plans.select import PlanChooser
 from packlora.seeding import stable_hash
@@ -212,16 +207,6 @@ class _Times:
         return None if gradient is None else gradient * self.degree  # None: the adapter had no tokens
 
 
-def specs_of(chunks: list[torch.nn.Module], given: Mapping[str, LoraConfig | AdapterConfig]) -> dict[str, AdapterSpec]:
-    """What each configuration means on the model.
-
-    Raises:
-        InputError: see targets.resolve; or the model is wrapped for data parallelism, has adapters, or a name is no word.
-    """
-    layers = check_model(chunks, list(given))
-    return {name: resolve(config_of(config, name), layers, name) for name, config in given.items()}
-
-
 def check_model(chunks: list[torch.nn.Module], names: list[str]) -> dict[str, Found]:
     """The layers of a model that can be given adapters. Raises InputError where it cannot."""
     if not names:
@@ -232,6 +217,7 @@ def check_model(chunks: list[torch.nn.Module], names: list[str]) -> dict[str, Fo
     for chunk in chunks:
         if hasattr(chunk, "ddp_config"):
             raise InputError("the model is wrapped for data parallelism, which must come after the adapters")
+        _check_config(chunk)
         if any(".lora_A_" in f".{key}" for key, _ in chunk.named_parameters()):
             raise InputError("the model has adapters; give all of them at once")
     layers = layers_of(chunks)
@@ -240,11 +226,26 @@ def check_model(chunks: list[torch.nn.Module], names: list[str]) -> dict[str, Fo
     return layers
 
 
-def as_adapter(placed: Placed, name: str) -> Adapter:
-    """An adapter as adapters/files.py takes it, whose parameters lie apart."""
-    weights = placed.weights[name]
-    shapes = {
-        f"{path}/{key}": tuple(p.shape) for path, own in weights.items() for key, p in own.named_parameters().items()
-    }
-    number = placed.owned.names.index(name)
-    return Adapter(name, number, placed.specs[name], weights, FlatLayout(shapes), torch.empty(0))
+ELSEWHERE = {"TEFusedMLP": "use_transformer_engine_op_fuser=False", "GroupedMLP": "moe_use_legacy_grouped_gemm=False"}
+"""Modules that read weights without calling the layers that hold them, or that hold the weights of all experts in one tensor;
+and with what they are not used."""
+
+
+def _check_config(chunk: torch.nn.Module) -> None:
+    """Raises InputError where layers would be computed without their adapters."""
+    for path, module in chunk.named_modules():
+        for base in type(module).__mro__:
+            if base.__name__ in ELSEWHERE:
+                raise InputError(
+                    f"{path} is a {base.__name__}, whose products adapters cannot take part in; use {ELSEWHERE[base.__name__]}"
+                )
+    config: Any = getattr(chunk, "config", None)
+    wanted = {
+        "cuda_graph_impl": ("none", None), "enable_cuda_graph": (False, None), "external_cuda_graph": (False, None),
+        "delay_wgrad_compute": (False, None), "overlap_moe_expert_parallel_comm": (False, None),
+    }  # fmt: skip
+    for key, accepted in wanted.items():
+        if getattr(config, key, None) not in accepted:
+            raise InputError(
+                f"the model's config has {key} = {getattr(config, key)!r}, which adapters do not support; use {accepted[0]!r}"
+            )

@@ -39,14 +39,14 @@ class LinearForward:
     def __call__(
         self, x: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if self.owned.merged:
+        layer = self.layer
+        owners = None if self.owned.merged else self._owners(tokens_of(x))
+        if (owners is None and layer.expert is None) or self.owned.merged:
             return self._plain(x, weight, runtime_gather_output)
-        layer, x_in = self.layer, x
+        if owners is not None and owners.adapters.isdisjoint(self.linear.adapters):
+            return self._plain(x, weight, runtime_gather_output)
         x = norm_before(self.module, x)
         x = x if self.enter is None else self.enter(x)
-        owners = self._owners(x)
-        if owners is None or owners.adapters.isdisjoint(self.linear.adapters):
-            return self._plain(x_in, weight, runtime_gather_output)
         y = self._product(self.linear, x, owners, self.module.weight if weight is None else weight)
         y = y if self.leave is None else self.leave(y)
         bias, skipped = bias_of(layer)
@@ -79,12 +79,14 @@ class LinearForward:
             rest = rest[:-1]
         return self.original(x, *rest)  # type: ignore[no-any-return]
 
-    def _owners(self, x: torch.Tensor) -> TokenOwners | None:
-        layer, count = self.layer, tokens_of(x)
+    def _owners(self, count: int) -> TokenOwners | None:
+        """Of the tokens that the product sees, from how many the layer is given."""
+        layer = self.layer
         if layer.expert is not None:
             return self.owned.of_expert(layer.expert, count)
-        if layer.whole_before_product or not layer.sequence:
-            return self.owned.owners(count)
+        if layer.dim is not None or not layer.sequence:
+            gathered = layer.dim == 0 and layer.sequence and layer.talks
+            return self.owned.owners(count * layer.degree if gathered else count)
         whole = self.owned.owners(count * layer.degree)
         return None if whole is None else part_of(whole, layer.rank * count, count)
 

@@ -104,11 +104,6 @@ class Found:
         make = GatedShard if self.gated else Shard
         return make(self.dim, self.rank, self.degree, 1, None, None, partial(_add_up, group=self.group))
 
-    @property
-    def whole_before_product(self) -> bool:
-        """Whether the product sees the tokens of all processes."""
-        return self.dim is not None
-
 
 def _add_up(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> None:
     dist.all_reduce(tensor, group=group)

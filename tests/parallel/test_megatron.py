@@ -23,6 +23,7 @@ from megatron_runs import (
     lora,
     recomputed,
     refusals,
+    staged,
     stepped,
     taken_over,
     unseen_writes,
@@ -147,14 +148,43 @@ def test_what_is_not_supported_is_refused_by_name(ranks: Pool, tmp_path: Path) -
         "pattern": "rank_pattern",
         "embedding": "which DoRA does not support", "name": "'a.b'", "none": "no adapter", "kind": "not int",
         "folder": "not a PEFT adapter folder", "tied": "untie it", "twice": "has adapters", "owner": "'c'",
-        "merged": "unmerge first", "saved": "unmerge before save",
+        "graph": "cuda_graph_impl", "fused": "is a MLP", "merged": "unmerge first", "saved": "unmerge before save",
     }  # fmt: skip
     assert said.keys() == words.keys()
     for name, word in words.items():
         assert word in said[name], said[name]
 
 
+@pytest.mark.soak
 def test_the_benchmark_measures_all_contenders(ranks: Pool) -> None:
     for row in ranks(2).run(benched)[0]:
         assert row["ms"].keys() == {"frozen", "packlora", "packlora_dora", "plain"}
         assert all(row["ms"].values()), row
+
+
+def test_stages_of_a_pipeline_have_the_adapters_of_the_whole_model(ranks: Pool, tmp_path: Path) -> None:
+    """First values by the layer's number in the whole model, and one folder of all stages."""
+    assert ranks(2).run(staged, str(tmp_path), Case({"one": lora(use_dora=True)})) == [[], []]
+
+
+@pytest.mark.soak
+def test_four_processes_learn_and_read_what_one_process_does(ranks: Pool, tmp_path: Path) -> None:
+    wide: dict[str, Any] = {"num_query_groups": 4, "ffn_hidden_size": 24}
+    layouts = (Layout(4), Layout(4, True), Layout(2, True))
+    cases = [
+        Case(THREE, OWNERS, wide, layouts),
+        Case(
+            {"a": lora(lora_dropout=0.1), "b": lora(use_dora=True)}, ("a", "b", None, "a"),
+            MOE | {"num_query_groups": 4, "moe_ffn_hidden_size": 16, "moe_token_dispatcher_type": "alltoall"},
+            (Layout(4, True, 4), Layout(2, True, 2, 2), Layout(2, True, 2), Layout(1, False, 4)),
+        ),
+    ]  # fmt: skip
+    for error, where in worst(ranks(4).run(compared, cases)):
+        assert error < BOUND, where
+    [wrong, *_] = ranks(4).run(
+        kept, str(tmp_path / "dense"), cases[0], Layout(2), [Layout(4), Layout(1), Layout(4, True)]
+    )
+    assert not wrong
+    others = [Layout(1, False, 4), Layout(4, True, 4), Layout(1)]
+    [wrong, *_] = ranks(4).run(kept, str(tmp_path / "experts"), cases[1], Layout(2, True, 2, 2), others)
+    assert not wrong
