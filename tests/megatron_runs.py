@@ -556,8 +556,8 @@ def recomputed(rank: int) -> dict[str, float]:
 
 def refusals(rank: int, folder: str) -> dict[str, str]:
     """What is said to what is not supported."""
-    from packlora.megatron import attach
     from packlora.errors import InputError
+    from packlora.megatron import attach
 
     said = {}
     with megatron():
