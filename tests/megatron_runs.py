@@ -151,8 +151,10 @@ def whole_gradients(adapters: MegatronAdapters) -> dict[str, torch.Tensor]:
                 dist.all_reduce(parameter.grad, group=group)
                 parameter.grad /= dist.get_world_size(group)
             if not getattr(parameter, "allreduce", True) and parameter.grad is not None:
-                # an expert has seen the tokens of all data parallel processes, here the same ones
-                parameter.grad /= parallel_state.get_data_parallel_world_size()
+                # an expert has seen the tokens of the processes of its group, here so many times the same ones
+                processes = parallel_state.get_expert_model_parallel_world_size()
+                processes *= parallel_state.get_expert_tensor_parallel_world_size()
+                parameter.grad /= processes / parallel_state.get_tensor_model_parallel_world_size()
     return wholes(adapters, gradients=True)
 
 
