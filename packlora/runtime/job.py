@@ -168,10 +168,9 @@ class Job:
         kind = FlatAdamW if train.optim.startswith("adamw_torch") else LibraryOptimizer
         self.optimizer = kind(self.adapter.flat, self.adapter.layout, train)
         self.lr_at = learning_rates(train, self.data.configured_steps)
-        dropout = self.adapter.spec.peft.lora_dropout
-        self.dropout_key = stable_hash("dropout", self.data.seed) if dropout else None
-        alpha = train.neftune_noise_alpha
-        self.noise = None if alpha is None else (stable_hash("neftune", self.data.seed), alpha)
+        dropout, alpha, seed = self.adapter.spec.peft.lora_dropout, train.neftune_noise_alpha, self.data.seed
+        self.dropout_key = stable_hash("dropout", seed) if dropout else None
+        self.noise = None if alpha is None else (stable_hash("neftune", seed), alpha)
         """Key and alpha of the noise on the embeddings of its samples."""
         self.gradient: torch.Tensor | None = None
         """Of the present global batch, like adapter.flat; made by the first microbatch."""
@@ -244,8 +243,7 @@ class Job:
         self._tokens += tokens
 
     def partial(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The gradient [adapter.flat's size] and the sum of losses [] float64 of the microbatches that ran here, for replicas
-        to add up."""
+        """The gradient like adapter.flat and the sum of losses [] float64 of what ran here, for replicas to add up."""
         self.gradient_buffers()
         assert self.gradient is not None
         if self.loss_sum is None:
@@ -253,8 +251,7 @@ class Job:
         return self.gradient, self.loss_sum
 
     def collect(self, loss_sum: torch.Tensor) -> None:
-        """Add the loss of a microbatch's tokens of this job to those of the global batch, and the gradients that are in the
-        parameters, which are then without."""
+        """Add a microbatch's loss of this job to that of the global batch, and the gradients of the parameters, then without."""
         self.loss_sum = loss_sum if self.loss_sum is None else self.loss_sum + loss_sum
         found = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
         if not found:
