@@ -207,12 +207,11 @@ class _Faults:
         raise OSError(number, os.strerror(number))
 
     def install(self) -> None:
+        import safetensors.torch
         from safetensors import SafetensorError
 
-        import packlora.files
-
         real_open, real_os_open, real_write, real_fsync = io.open, os.open, os.write, os.fsync
-        real_save: Any = packlora.files.save_file
+        real_save: Any = safetensors.torch.save_file
         torn: set[int] = set()
 
         def open_(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
@@ -270,7 +269,7 @@ class _Faults:
 
         builtins.open = io.open = open_  # type: ignore[assignment]
         os.open, os.write, os.fsync = os_open, write, fsync  # type: ignore[assignment]
-        packlora.files.save_file = save  # type: ignore[assignment]
+        safetensors.torch.save_file = save  # type: ignore[assignment]
         for name in ("replace", "rename", "unlink", "rmdir"):
             plain(name, writes=False)
         plain("mkdir", writes=True)

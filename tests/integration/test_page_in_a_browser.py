@@ -261,7 +261,7 @@ def it_grows_with_the_run(page: Page, out: Path) -> None:
         ".getAttribute('d').match(/L/g) || []).length === count",
         arg=before + 7, timeout=15_000,
     )  # fmt: skip
-    assert "17 / 10" in page.page.locator("#job-2").inner_text()
+    page.page.locator("#job-2").get_by_text("17 / 10").wait_for(timeout=15_000)  # tables follow, less often
     assert set(page.lines()) == {"0", "2", "3"}
     assert page.page.locator("[data-part=jobs] tbody tr").first.get_attribute("data-key") == "gamma"
     assert page.page.get_by_label("Metric").locator("option[value='rewards/margins']").count() == 1

@@ -60,7 +60,7 @@ def prepared_run(kinds: Sequence[str], capacity: int, batch: int) -> Any:
     ]
     run = SimpleNamespace(
         schedule=SimpleNamespace(method="auto"),
-        parallel=SimpleNamespace(shard_base=False, pipeline=1, devices_per_job="auto", tensor=1),
+        parallel=SimpleNamespace(shard_base=False, pipeline=1, stages=1, devices_per_job="auto", tensor=1),
     )
     return SimpleNamespace(run=run, budget=capacity, jobs=[SimpleNamespace(data=job) for job in jobs])
 
