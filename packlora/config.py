@@ -137,8 +137,11 @@ class AdapterConfig(_Strict):
     """The low-rank product is scaled by lora_alpha / r."""
     lora_dropout: float = Field(0.05, ge=0.0, lt=1.0)
     """Probability that an element of the low-rank branch's input is dropped."""
+    target_parameters: list[str] | None = None
+    """Names of parameters that are adapted too: weights of experts, as mlp.experts.down_proj, and of routers."""
     target_modules: str | list[str] = "all-linear"
-    """all-linear (all but the output layer), a list of module names, or a regular expression."""
+    """all-linear (all but the output layer; of a model with experts what PEFT takes), a list of module names, or a regular
+    expression. It may be empty where target_parameters is not."""
     use_rslora: bool = False
     """Scale by lora_alpha / sqrt(r) instead."""
     use_dora: bool = False
@@ -155,9 +158,20 @@ class AdapterConfig(_Strict):
     init_from: PathText | None = None
     """A PEFT adapter folder to continue from; its adapter_config.json then gives the keys that are not set here."""
 
+    @field_validator("target_parameters")
+    @classmethod
+    def _some_parameters(cls, value: list[str] | None) -> list[str] | None:
+        if value is not None and not all(value):
+            raise ValueError("has an empty name; give names of parameters, such as mlp.experts.down_proj")
+        if value is not None and len(value) > MOST_PATTERNS:
+            raise ValueError(f"has {len(value)} names; at most {MOST_PATTERNS} are taken")
+        return value or None
+
     @field_validator("target_modules")
     @classmethod
-    def _some_target(cls, value: str | list[str]) -> str | list[str]:
+    def _some_target(cls, value: str | list[str], info: ValidationInfo) -> str | list[str]:
+        if value == [] and info.data.get("target_parameters"):
+            return value
         if not value or (isinstance(value, list) and not all(value)):
             raise ValueError("is empty; give all-linear, a list of module names or a regular expression")
         if isinstance(value, str):

@@ -13,6 +13,15 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from packlora.adapters.experts import (
+    ExpertWeights,
+    adapt_experts,
+    adapted_experts,
+    adapted_router,
+    frozen_at,
+    router_path,
+    shapes_at,
+)
 from packlora.adapters.flat import FlatLayout
 from packlora.adapters.linear import AdaptedCall, AdaptedLinear, Attached, compute
 from packlora.adapters.owners import MIN_ROWS
@@ -41,7 +50,7 @@ class Adapter:
     name: str
     number: int
     spec: AdapterSpec
-    weights: dict[str, AdapterWeights]
+    weights: dict[str, AdapterWeights | ExpertWeights]
     layout: FlatLayout
     flat: torch.Tensor
     trained_on: dict[str, Any] | None = None
@@ -102,9 +111,9 @@ def attach(
     here = {job: [p for p in spec.modules if attached.storage.is_whole or p in own] for job, spec in specs.items()}
     adapters = []
     for number, (job, spec) in enumerate(specs.items()):
-        _replace(model, here[job], attached, layers, chooser)
-        adapters.append(_adapter(job, number, spec, here[job], layers, seeds[job], model))
-    _write_first_values(attached, layers, range(len(specs)))
+        _replace(model, _layers_of(spec, here[job]), attached, layers, chooser)
+        adapters.append(_adapter(job, number, spec, here[job], layers, seeds[job], model, attached))
+    _write_first_values(model, attached, layers, range(len(specs)))
     _join_siblings(model, layers, attached.groups.values())
     attached.storage.adapted(layers)
     if model.device.type == "cuda":  # where activations are what memory goes to
@@ -125,15 +134,15 @@ def attach_one(
     """
     layers = adapted_layers(model)
     before = set(layers)
-    _replace(model, list(spec.modules), attached, layers, chooser)
-    adapter = _adapter(name, number, spec, list(spec.modules), layers, seed, model)
-    _write_first_values(attached, layers, [number])
+    _replace(model, _layers_of(spec, spec.modules), attached, layers, chooser)
+    adapter = _adapter(name, number, spec, list(spec.modules), layers, seed, model, attached)
+    _write_first_values(model, attached, layers, [number])
     changed = [attached.groups[path] for path in layers.keys() - before if path in attached.groups]
     parents = {_parent(paths[0]) for paths in changed}
     for path in parents:
         SiblingGroup.detach(model.get_submodule(path))
     _join_siblings(model, layers, [paths for paths in attached.groups.values() if _parent(paths[0]) in parents])
-    for path in spec.modules:
+    for path in _layers_of(spec, spec.modules):
         layers[path].adapters_changed()
     return adapter
 
@@ -141,21 +150,31 @@ def attach_one(
 def detach_one(model: PreTrainedModel, adapter: Adapter) -> None:
     """Take an adapter off again, between two microbatches. Layers that have none any more stay, and do as the model does."""
     layers = adapted_layers(model)
-    for path in adapter.spec.modules:
+    for path in _layers_of(adapter.spec, adapter.spec.modules):
         del layers[path].adapters[adapter.number]
         layers[path].adapters_changed()
+    for _, state in adapted_experts(model):
+        for own in state.adapters.values():
+            own.pop(adapter.number, None)
 
 
 def adapted_layers(model: PreTrainedModel) -> dict[str, AdaptedLinear]:
     """Layers that have adapters, or had some, by path."""
-    return {path: module for path, module in model.named_modules() if isinstance(module, AdaptedLinear)}
+    return {router_path(path): module for path, module in model.named_modules() if isinstance(module, AdaptedLinear)}
+
+
+def _layers_of(spec: AdapterSpec, paths: Iterable[str]) -> list[str]:
+    """Those that are adapted as linear layers: all but experts."""
+    return [path for path in paths if spec.modules[path].kind != "experts"]
 
 
 def _parent(path: str) -> str:
     return path.rpartition(".")[0]
 
 
-def _write_first_values(attached: Attached, layers: Mapping[str, AdaptedLinear], numbers: Collection[int]) -> None:
+def _write_first_values(
+    model: PreTrainedModel, attached: Attached, layers: Mapping[str, AdaptedLinear], numbers: Collection[int]
+) -> None:
     """Those that are made of the frozen layers, of adapters with these numbers."""
     made = [
         first
@@ -163,6 +182,14 @@ def _write_first_values(attached: Attached, layers: Mapping[str, AdaptedLinear],
         for number, weights in layers[path].adapters.items()
         if number in numbers
         for first in weights.first_values(layers[path].frozen, layers[path].bias, attached.norms)
+    ]
+    made += [
+        first
+        for _, state in adapted_experts(model)
+        for own in state.adapters.values()
+        for number, weights in own.items()
+        if number in numbers
+        for first in weights.first_values()
     ]
     with torch.no_grad():
         for parameter, value in made:
@@ -186,27 +213,45 @@ def _join_siblings(
 
 def _adapter(
     name: str, number: int, spec: AdapterSpec, here: Sequence[str], layers: Mapping[str, AdaptedLinear], seed: int,
-    model: PreTrainedModel,
+    model: PreTrainedModel, attached: Attached,
 ) -> Adapter:  # fmt: skip
     """Make an adapter and put it onto those of its layers that are here."""
-    shapes = {path: parameter_shapes(spec.modules[path], layers[path].base) for path in here}
+    linear = _layers_of(spec, here)
+    shapes = {path: _shapes(model, layers, path, spec) for path in here}
     named = {f"{path}/{attribute}": shape for path, own in shapes.items() for attribute, shape in own.items()}
     layout = FlatLayout(dict(sorted(named.items(), key=lambda item: item[0].endswith("/bias"))))
-    frozen = [layers[path].frozen() for path in here]
+    frozen = [layers[path].frozen() for path in linear]
     dtypes = [weight.dtype for weight in frozen] or [model.dtype]
     wide = torch.float64 if torch.float64 in dtypes else torch.float32
     flat = torch.zeros(layout.size, dtype=wide, device=model.device)
-    views, weights = layout.views(flat), {}
+    views, weights = layout.views(flat), dict[str, AdapterWeights | ExpertWeights]()
     for path in here:
         room = {attribute: views[f"{path}/{attribute}"] for attribute in shapes[path]}
-        weights[path] = AdapterWeights(spec.modules[path], layers[path].base, stable_hash("start", seed, path), room)
-        layers[path].adapters[number] = weights[path]
+        start = stable_hash("start", seed, path)
+        if path in layers:
+            own = weights[path] = AdapterWeights(spec.modules[path], layers[path].base, start, room)
+            layers[path].adapters[number] = own
+        else:
+            owner, _, leaf = path.rpartition(".")
+            experts = ExpertWeights(spec.modules[path], frozen_at(model.get_submodule(owner), leaf), start, room)
+            weights[path] = experts
+            adapt_experts(model, path, attached, number, experts)
     codes = next((one.codes for one in frozen if isinstance(one, Quantized)), None)
     trained_on: dict[str, Any] | None = None
     if codes is not None:
         dtype = str(frozen[0].dtype).removeprefix("torch.")
         trained_on = {"method": codes.method, "double_quant": codes.double_quant, "dtype": dtype}
     return Adapter(name, number, spec, weights, layout, flat, trained_on)
+
+
+def _shapes(
+    model: PreTrainedModel, layers: Mapping[str, AdaptedLinear], path: str, spec: AdapterSpec
+) -> dict[str, tuple[int, ...]]:
+    return (
+        parameter_shapes(spec.modules[path], layers[path].base)
+        if path in layers
+        else shapes_at(model, path, spec.modules[path])
+    )
 
 
 def shared_inputs(model: PreTrainedModel) -> dict[str, tuple[str, ...]]:
@@ -232,6 +277,9 @@ def _replace(
         parent_path, _, leaf = path.rpartition(".")
         parent = model.get_submodule(parent_path)
         base = getattr(parent, leaf)
+        if isinstance(base, torch.nn.Parameter):
+            layers[path] = adapted_router(model, path, attached, chooser[path])
+            continue
         assert type(base) in LINEAR
         salt = layer_salt(attached.groups.get(path, (path,))[0])
         layers[path] = AdaptedLinear(base, salt, attached, chooser[path])

@@ -27,9 +27,9 @@ from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from packlora.adapters.attach import Adapter
+from packlora.adapters.experts import shapes_at
 from packlora.adapters.sharded import shard_of
 from packlora.adapters.spec import AdapterSpec, ModuleSpec, peft_config, resolve
-from packlora.adapters.weights import parameter_shapes
 from packlora.config import AdapterConfig
 from packlora.errors import InputError, quoted, shown
 from packlora.files import write_file, write_json, write_tensors
@@ -43,7 +43,7 @@ MAGNITUDE = ".lora_magnitude_vector"
 """PEFT reads magnitudes with and without .weight after it, and writes them without. transformers' own loader reads only those
 with it, and begins with others where it finds none; so they are written with it."""
 UNSUPPORTED = {
-    "lora_bias": False, "modules_to_save": None, "layer_replication": None, "target_parameters": None,
+    "lora_bias": False, "modules_to_save": None, "layer_replication": None,
     "trainable_token_indices": None, "fan_in_fan_out": False, "megatron_config": None, "use_qalora": False,
     "use_bdlora": None, "arrow_config": None, "alora_invocation_tokens": None, "velora_config": None,
     "monteclora_config": None, "kasa_config": None,
@@ -53,8 +53,8 @@ FORKED = {
     "_dora_composition_version": "written by a fork of PEFT with other DoRA code; what a linear layer computes is the same"
 }
 """Keys that are not PEFT's and change nothing here, with what they are."""
-MAY_BE_EMPTY = ("modules_to_save", "target_parameters")
-"""Of these, what PEFT writes as an empty list where a model could have had them, as one with experts."""
+MAY_BE_EMPTY = ("modules_to_save",)
+"""Of these, what PEFT writes as an empty list where a model could have had them."""
 PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 """Values of init_lora_weights that leave the base weights alone; pissa, olora, corda, loftq, lora_ga change them."""
 OURS_ALONE = {"init_from", "dora_dropout"}
@@ -98,10 +98,8 @@ def tensor_shapes(spec: AdapterSpec, model: PreTrainedModel) -> dict[str, torch.
     """Those of the whole tensors of an adapter of the model, which may be without weights, or of slices."""
     shapes: dict[str, torch.Size] = {}
     for path, module in spec.modules.items():
-        linear = model.get_submodule(path)
-        assert isinstance(linear, torch.nn.Linear)
-        for name, shape in parameter_shapes(module, linear).items():
-            shard = shard_of(linear)
+        shard = shard_of(model.get_submodule(path)) if module.kind == "linear" else None
+        for name, shape in shapes_at(model, path, module).items():
             shapes[tensor_key(path, name, module)] = torch.Size(
                 shape if shard is None else shard.whole_shape(name, shape)
             )
@@ -114,7 +112,7 @@ def tensor_key(path: str, attribute: str, spec: ModuleSpec) -> str:
         suffix = "base_layer.bias" if spec.rank else "bias"
     else:
         suffix = SUFFIX[attribute]
-    return f"{PREFIX}{path}.{suffix}"
+    return f"{PREFIX}{spec.stored_at or path}.{suffix}"
 
 
 def save_adapter(folder: Path, adapter: Adapter, whole: Mapping[str, torch.Tensor] | None = None) -> None:

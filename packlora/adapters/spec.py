@@ -5,7 +5,6 @@ Matching of names and patterns is PEFT's own, so that a run file means here what
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import difflib
 import functools
@@ -15,16 +14,22 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from peft import LoraConfig
 from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils.other import get_pattern_key
-from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from transformers import PreTrainedModel
 
+from packlora.adapters.expert_targets import (
+    Kind,
+    ParameterTarget,
+    all_linear_leaves_out,
+    as_peft_takes_it,
+    parameter_targets,
+)
 from packlora.adapters.sharded import LINEAR
 from packlora.config import AdapterConfig
 from packlora.errors import InputError, quoted
@@ -35,7 +40,11 @@ MATCH_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class ModuleSpec:
-    """The adapter of one linear layer. rank 0: only the bias is trained. base_dropped: see ops.lora_linear.layout.Run."""
+    """The adapter of one linear layer, of a router, or of one parameter of all experts of a layer.
+
+    rank 0: only the bias is trained. base_dropped: see ops.lora_linear.layout.Run. stored_at: the module path under which
+    PEFT's files have its tensors, where that is not its own path.
+    """
 
     rank: int
     scaling: float
@@ -43,6 +52,8 @@ class ModuleSpec:
     use_dora: bool
     train_bias: bool
     base_dropped: bool = True
+    kind: Kind = "linear"
+    stored_at: str | None = None
 
 
 @dataclass(slots=True)
@@ -52,7 +63,9 @@ class AdapterSpec:
     peft: LoraConfig
     """With names of modules as its target_modules, see `resolve`."""
     modules: dict[str, ModuleSpec] = field(default_factory=dict)
-    """By module path in the model, in model order."""
+    """By module path in the model, in model order; then those of experts and routers, by the path of the parameter."""
+    notes: list[str] = field(default_factory=list)
+    """What a user should know of the targets."""
 
 
 def peft_config(adapter: AdapterConfig, base_model: str, revision: str | None) -> LoraConfig:
@@ -63,6 +76,7 @@ def peft_config(adapter: AdapterConfig, base_model: str, revision: str | None) -
         lora_alpha=whole_number(adapter.lora_alpha),
         lora_dropout=adapter.lora_dropout,
         target_modules=adapter.target_modules,
+        target_parameters=adapter.target_parameters,
         use_rslora=adapter.use_rslora,
         use_dora=adapter.use_dora,
         bias=adapter.bias,
@@ -93,30 +107,54 @@ def resolve(peft: LoraConfig, model: PreTrainedModel, job: str, base_dropped: bo
             embedding layer, PEFT would also adapt experts or routers, which are no linear layers, a pattern matches no adapted
             module or takes too long to, or bias: all meets a bias that is the output layer's or that no linear layer has.
     """
-    _try_patterns(peft, [name for name, _ in model.named_modules()], job)
+    every = [name for name, _ in model.named_modules()] + [name for name, _ in model.named_parameters()]
+    _try_patterns(peft, every, job)
+    asked, peft = peft, as_peft_takes_it(peft, model, job)
     linears = {name: module for name, module in model.named_modules() if type(module) in LINEAR}
     head = model.get_output_embeddings()
     head_names = {name for name, module in linears.items() if module is head}
-    chosen = _targets(peft, model, linears, head_names, job)
+    parameters = parameter_targets(peft, model, job)
+    chosen = {name: name for name in _targets(peft, model, linears, head_names, job)}
+    chosen |= {path.rpartition(".")[0]: path for path, found in parameters.items() if found.kind == "linear"}
+    others = {path: found for path, found in parameters.items() if found.kind != "linear"}
+    _check_patterns(peft, [*chosen.values(), *others], job)
+    biased = _biased(peft, model, linears, set(chosen), head_names, job)
+    spec = AdapterSpec(_named(peft, model, set(chosen)))
+    for name in linears:
+        if name in chosen:
+            spec.modules[name] = _module_spec(peft, chosen[name], None, name in biased, base_dropped)
+        elif name in biased:
+            spec.modules[name] = ModuleSpec(0, 1.0, 0.0, False, True)
+    for path, found in others.items():
+        spec.modules[path] = _module_spec(peft, path, found, False, base_dropped)
+    all_linear = isinstance(asked.target_modules, str) and asked.target_modules.lower() == "all-linear"
+    if all_linear and (left_out := all_linear_leaves_out(model, spec.modules)):
+        spec.notes.append(
+            f"job {job!r}: target_modules all-linear leaves out {', '.join(left_out)}, as it does in PEFT; "
+            "target_parameters takes experts and routers by name"
+        )
+    return spec
+
+
+def _module_spec(
+    peft: LoraConfig, name: str, parameter: ParameterTarget | None, train_bias: bool, base_dropped: bool
+) -> ModuleSpec:
+    """name: that patterns of ranks and alphas are held against."""
+    rank = peft.rank_pattern.get(get_pattern_key(peft.rank_pattern.keys(), name), peft.r)
+    alpha = peft.alpha_pattern.get(get_pattern_key(peft.alpha_pattern.keys(), name), peft.lora_alpha)
+    scaling = alpha / (math.sqrt(rank) if peft.use_rslora else rank)
+    own = ModuleSpec(rank, scaling, peft.lora_dropout, peft.use_dora, train_bias, base_dropped)
+    return own if parameter is None else replace(own, kind=parameter.kind, stored_at=parameter.stored_at)
+
+
+def _check_patterns(peft: LoraConfig, adapted: Iterable[str], job: str) -> None:
+    names = list(adapted)
     for pattern_key, patterns in (("rank_pattern", peft.rank_pattern), ("alpha_pattern", peft.alpha_pattern)):
         for pattern in patterns:
-            if not any(get_pattern_key([pattern], name) == pattern for name in chosen):
+            if not any(get_pattern_key([pattern], name) == pattern for name in names):
                 raise InputError(
                     f"job {job!r}: adapter.{pattern_key} has {quoted(pattern, 300)}, which matches no adapted module"
                 )
-    biased = _biased(peft, model, linears, chosen, head_names, job)
-    spec = AdapterSpec(_named(peft, model, chosen))
-    for name in linears:
-        if name in chosen:
-            rank = peft.rank_pattern.get(get_pattern_key(peft.rank_pattern.keys(), name), peft.r)
-            alpha = peft.alpha_pattern.get(get_pattern_key(peft.alpha_pattern.keys(), name), peft.lora_alpha)
-            scaling = alpha / (math.sqrt(rank) if peft.use_rslora else rank)
-            spec.modules[name] = ModuleSpec(
-                rank, scaling, peft.lora_dropout, peft.use_dora, name in biased, base_dropped
-            )
-        elif name in biased:
-            spec.modules[name] = ModuleSpec(0, 1.0, 0.0, False, True)
-    return spec
 
 
 def _targets(
@@ -129,21 +167,9 @@ def _targets(
             raise InputError(
                 f"job {job!r}: target_modules all-linear matches nothing: the model has no layers of type torch.nn.Linear"
             )
-        if left_out := _other_matrices(model, linears):
-            others, _ = _converted(peft, {name.rpartition(".")[2] for name in chosen}, model)
-            raise InputError(
-                f"job {job!r}: target_modules all-linear would leave out {', '.join(left_out)}: experts and routers, which "
-                "this version cannot adapt. If the other layers alone are meant, name them: "
-                f"target_modules: [{', '.join(sorted(others))}]"
-            )
         return chosen
-    kept, experts = _converted(peft, peft.target_modules, model)
-    if experts:
-        raise InputError(
-            f"job {job!r}: target_modules {targets!r} also means experts or routers of this model to PEFT "
-            f"({', '.join(sorted(experts))}), which this version cannot adapt; name other layers alone"
-            + (f": target_modules: [{', '.join(sorted(kept))}]" if kept else "")
-        )
+    if not targets and peft.target_parameters:
+        return set()
     names = [name for name, _ in model.named_modules() if name]
     matched = {name for name in names if _matches(peft, name)}
     leaves = ", ".join(sorted({name.rpartition(".")[2] for name in set(linears) - head_names}))
@@ -230,33 +256,6 @@ def _try(uses: list[tuple[bool, str]], names: list[str], where: str, owner: str)
 def _match(task: str, seconds: float) -> None:
     command = [sys.executable, "-I", "-S", "-W", "ignore", "-c", _MATCH]
     subprocess.run(command, input=task, capture_output=True, text=True, timeout=seconds, check=True)
-
-
-def _other_matrices(model: PreTrainedModel, linears: Iterable[str]) -> list[str]:
-    """Weights that are matrices of no plain linear layer, as experts and routers are, a * in place of each number."""
-    known, head, found = set(linears), model.get_output_embeddings(), dict[str, None]()
-    for name, parameter in model.named_parameters():
-        owner, _, leaf = name.rpartition(".")
-        module = model.get_submodule(owner)
-        apart = (
-            owner in known or module is head or isinstance(module, torch.nn.Embedding | torch.nn.modules.conv._ConvNd)
-        )
-        if not apart and (parameter.ndim == 3 or (parameter.ndim == 2 and leaf == "weight")):
-            found[re.sub(r"\.\d+(?=\.)", ".*", name)] = None
-    return list(found)
-
-
-def _converted(
-    peft: LoraConfig, targets: str | Iterable[str] | None, model: PreTrainedModel
-) -> tuple[set[str], set[str]]:
-    """Targets as PEFT takes them on a model whose experts were linear layers once: (names of modules, of parameters)."""
-    config = copy.deepcopy(peft)
-    config.target_modules = targets if isinstance(targets, str) or targets is None else set(targets)
-    with contextlib.suppress(ValueError):  # only one half of what is one parameter now: nothing is named then
-        convert_peft_config_for_transformers(config, model, None)
-        left = config.target_modules
-        return set() if isinstance(left, str) or left is None else set(left), set(config.target_parameters or ())
-    return set(), {"experts"}
 
 
 def _named(peft: LoraConfig, model: PreTrainedModel, chosen: set[str]) -> LoraConfig:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ import torch
 from peft import LoraConfig
 from transformers import PreTrainedModel
 
+from packlora.adapters.experts import shapes_at
 from packlora.adapters.files import base_note, check_start, continued_config
 from packlora.adapters.spec import AdapterSpec, peft_config, resolve, try_patterns
 from packlora.base.demo_model import base_path
@@ -238,10 +240,14 @@ def prepare(
     quantization = _quantization(run, skeleton, device)
     specs = {job.name: adapter_spec(job, configs[job.name], skeleton) for job in run_jobs}
     asks = _asks(run, skeleton, specs, bool(left_out))
-    warnings = _doubts_of_starts(run, run_jobs) + [
-        f"job {name!r} {LEFT_OUT}: {why}; --resume takes it up again when that is back"
-        for name, why in left_out.items()
-    ]
+    warnings = (
+        [note for spec in specs.values() for note in spec.notes]
+        + _doubts_of_starts(run, run_jobs)
+        + [
+            f"job {name!r} {LEFT_OUT}: {why}; --resume takes it up again when that is back"
+            for name, why in left_out.items()
+        ]
+    )
     tokenizer = load_tokenizer(run)
     auto = run.max_tokens_per_microbatch == "auto"
     budget = 2**31 if auto else int(run.max_tokens_per_microbatch)
@@ -333,7 +339,7 @@ def prepare_more(prepared: PreparedRun, jobs: list[JobConfig], budget: int) -> t
         spec = adapter_spec(job, configs[job.name], encoder.skeleton)
         one, doubts = encoder.job(job, spec, reader.rows(job), reader.held_out(job), budget, silent)
         out.append(one)
-        notes += doubts
+        notes += spec.notes + doubts
     return out, notes
 
 
@@ -347,6 +353,7 @@ def _asks(run: Run, skeleton: PreTrainedModel, specs: dict[str, AdapterSpec], pa
     """How adapted layers are to be computed. partly: a pattern may be for the layers of a job that is left out."""
     adapted = {path for spec in specs.values() for path in spec.modules}
     linear = [name for name, module in skeleton.named_modules() if partly or name in adapted]
+    linear += sorted({path for spec in specs.values() for path, own in spec.modules.items() if own.kind == "router"})
     plan = run.plans.plan
     if isinstance(plan, dict):
         try_patterns(plan, linear, "plans", "plan")
@@ -433,11 +440,9 @@ def _doubts(job: JobConfig, data: JobData) -> list[str]:
 
 def trainable_parameters(spec: AdapterSpec, model: torch.nn.Module) -> int:
     """Number of parameters of an adapter on the model, which may be without weights."""
-    total = 0
-    for path, module in spec.modules.items():
-        rows, cols = model.get_submodule(path).weight.shape  # type: ignore[misc]
-        total += module.rank * (rows + cols) + (rows if module.use_dora else 0) + (rows if module.train_bias else 0)
-    return total
+    return sum(
+        math.prod(shape) for path, module in spec.modules.items() for shape in shapes_at(model, path, module).values()
+    )
 
 
 def adapter_config(job: JobConfig, run: Run) -> LoraConfig:
