@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from expert_models import in_float64, tiny_experts
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from test_training import like_peft, train_by_peft
 
+import packlora
 from packlora.adapters.attach import Adapter, attach
 from packlora.adapters.files import keyed
 from packlora.adapters.linear import Attached
 from packlora.adapters.owners import TokenOwners
 from packlora.adapters.spec import AdapterSpec, resolve
 from packlora.base.packing import packed_logits, prepare_model
+from packlora.config import Run
 from packlora.ops.dropout.keys import token_keys
+from packlora.runtime.prepare import prepare
 
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 T = 26
@@ -94,7 +101,7 @@ def against_peft(family: str, wanted: LoraConfig, checkpointing: bool = False, p
     with in_float64():
         model, attached, (adapter,), specs = with_adapters(family, {"job": wanted}, checkpointing)
         ids = tokens()
-        peft = get_peft_model(tiny_experts(family), specs["job"].peft)
+        peft = get_peft_model(tiny_experts(family), specs["job"].peft).eval()
         theirs = {name.replace(".default", ""): p for name, p in peft.named_parameters() if p.requires_grad}
         mine = keyed(adapter, adapter.named_parameters())
         assert {name: p.shape for name, p in theirs.items()} == {name: p.shape for name, p in mine.items()}
@@ -154,3 +161,54 @@ def _weighted(model: Any, attached: Attached, owners: TokenOwners, ids: torch.Te
         logits = packed_logits(model, ids, positions, (len(ids),), positions)
         (logits.square() * torch.arange(first + 1, first + len(ids) + 1)[:, None]).sum().backward()
     return logits.detach()
+
+
+# --- by a run file -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> str:
+    """A saved tiny Qwen3-MoE."""
+    folder = tmp_path_factory.mktemp("qwen3-moe")
+    tiny_experts("qwen3_moe").save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def test_a_run_trains_experts_and_routers_as_peft_does_and_peft_reads_what_it_wrote(
+    base: str, write_rows: Any, tmp_path: Path
+) -> None:
+    """In float64: a folder that PEFT wrote is continued for six steps beside a DoRA job with dropout."""
+    with in_float64():
+        torch.manual_seed(3)
+        wanted = config(target_modules="all-linear", r=2)
+        model = get_peft_model(tiny_experts("qwen3_moe"), wanted)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.add_(0.03 * torch.randn_like(parameter))
+        model.save_pretrained(tmp_path / "start")
+        job = like_peft(write_rows("rows"), tmp_path / "start")
+        neighbour = {
+            "name": "dora", "data": {"path": write_rows("others", seed=5)}, "train": {"max_steps": 3},
+            "adapter": {"r": 3, "use_dora": True, "lora_dropout": 0.1, "target_modules": [], "target_parameters": EXPERTS},
+        }  # fmt: skip
+        tree = {
+            "base_model": base, "output_dir": str(tmp_path / "out"), "max_tokens_per_microbatch": 96, "device": "cpu",
+            "dtype": "float64", "jobs": [job, neighbour],
+        }  # fmt: skip
+        run = Run.model_validate(tree)
+        losses = train_by_peft(model.eval(), prepare(run).jobs[0].data)
+        model.save_pretrained(tmp_path / "peft")
+        assert packlora.train(run).status == "done"
+    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    for ours, theirs in zip([line for line in lines if line["job"] == "job"], losses, strict=True):
+        assert abs(ours["loss"] - theirs) < 1e-10 * max(1, theirs)
+    ours, theirs = (load_file(tmp_path / of / "adapter_model.safetensors") for of in ("out/job", "peft"))
+    assert ours.keys() == theirs.keys()
+    assert max(relative(ours[key], theirs[key]) for key in theirs) < 1e-7  # written in float32
+    again = PeftModel.from_pretrained(tiny_experts("qwen3_moe"), tmp_path / "out" / "job").eval()
+    ids = tokens()[None]
+    assert relative(again(ids).logits, model(ids).logits) < 1e-6
+    dora = load_file(tmp_path / "out" / "dora" / "adapter_model.safetensors")
+    assert dora["base_model.model.model.layers.1.mlp.experts.lora_magnitude_vector.weight"].shape == (6, 64)
