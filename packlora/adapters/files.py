@@ -132,6 +132,8 @@ def save_adapter(folder: Path, adapter: Adapter, whole: Mapping[str, torch.Tenso
 def config_dict(peft: LoraConfig) -> dict[str, Any]:
     """What an adapter_config.json says."""
     config: dict[str, Any] = peft.to_dict() | {"inference_mode": True}
+    if peft.target_parameters:  # PEFT trains no dropout there, and so loads no adapter that names one
+        config["lora_dropout"] = 0.0
     return {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
 
 

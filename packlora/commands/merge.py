@@ -29,8 +29,9 @@ from packlora.adapters.spec import AdapterSpec, ModuleSpec
 from packlora.base.device import choose_device
 from packlora.base.load import read_tokenizer
 from packlora.base.quantized import check_quantization, dequantised, quantised_paths
-from packlora.base.weight_files import INDEX, WeightFiles, keys_of
+from packlora.base.weight_files import INDEX, WeightFiles, keys_of, parts_of
 from packlora.commands.adapter_folder import of_the_base, open_adapter
+from packlora.commands.merge_experts import ExpertPlace, expert_places
 from packlora.config import QuantizationConfig
 from packlora.errors import InputError, WriteError, quoted, unwritten
 from packlora.files import write_folder, write_json
@@ -84,6 +85,7 @@ def merge_adapter(
     kept = skeleton.config.dtype or torch.float32
     merged = Merged(files, opened.spec, opened.tensors, kept if dtype == "auto" else getattr(torch, dtype), adapter_dir)
     merged.find(keys)
+    merged.find_experts(skeleton, keys)
     if (into := Codes.of(adapter_dir, quantization, double_quant, kept)) is not None:
         into.keys = {keys[name] for path in quantised_paths(skeleton) if (name := f"{path}.weight") in keys}
         merged.codes = into
@@ -177,6 +179,8 @@ class Merged:
     adapter_dir: Path
     places: dict[str, tuple[str, str]] = field(default_factory=dict)
     """By key of the files of an adapted layer, the layer's path and weight or bias."""
+    experts: dict[str, ExpertPlace] = field(default_factory=dict)
+    """By key of the files, what it is of adapted experts."""
     codes: Codes | None = None
     """Where the adapter is folded into what they stand for."""
 
@@ -190,14 +194,30 @@ class Merged:
             InputError: the weight of an adapted layer is computed from others while transformers loads it.
         """
         for path, module in self.spec.modules.items():
-            for leaf in ("weight", "bias"):
-                if (name := f"{path}.{leaf}") in keys:
+            if module.kind == "experts":
+                continue
+            for leaf in ("weight", "bias") if module.kind == "linear" else ("weight",):
+                if (name := f"{path}.{leaf}" if module.kind == "linear" else path) in keys:
                     self.places[keys[name]] = path, leaf
                 elif leaf == "weight" or module.train_bias:
-                    raise InputError(
-                        f"base_model {self.files.path!r}: {name}, which the adapter changes, is computed from other weights of "
-                        "the files; save_pretrained the base with save_original_format=False"
-                    )
+                    raise self._computed(name)
+
+    def find_experts(self, skeleton: PreTrainedModel, keys: Mapping[str, str]) -> None:
+        """The same of adapted experts."""
+        adapted = [path for path, module in self.spec.modules.items() if module.kind == "experts"]
+        parts = parts_of(skeleton, self.files) if adapted else {}
+        for path in adapted:
+            experts = skeleton.get_submodule(path.rpartition(".")[0])
+            found = expert_places(path, bool(experts.is_transposed), keys, parts)
+            if not found:
+                raise self._computed(path)
+            self.experts |= found
+
+    def _computed(self, name: str) -> InputError:
+        return InputError(
+            f"base_model {self.files.path!r}: {name}, which the adapter changes, is computed from other weights of "
+            "the files; save_pretrained the base with save_original_format=False"
+        )
 
     def write(self, folder: Path) -> None:
         """All files, one after the other. Raises InputError where a merged layer is not finite."""
@@ -218,12 +238,15 @@ class Merged:
             return stored
         if self.codes is not None and key in self.codes.keys:
             stored = self.codes.stand_for(stored)
-        if key not in self.places:
+        if key not in self.places and key not in self.experts:
             return stored.float().to(self.dtype) if stored.dtype == torch.float64 else stored.to(self.dtype)
-        path, leaf = self.places[key]
-        out = self._folded(stored, path, leaf, self.spec.modules[path]).to(self.dtype)
+        if (place := self.experts.get(key)) is not None:
+            name, out = place.path, place.folded(stored, self.spec.modules[place.path], self.tensors).to(self.dtype)
+        else:
+            path, leaf = self.places[key]
+            name, out = f"{path}.{leaf}", self._folded(stored, path, leaf, self.spec.modules[path]).to(self.dtype)
         if not out.isfinite().all():
-            raise InputError(f"{self.adapter_dir}: merged, {path}.{leaf} is not finite in {self.dtype}")
+            raise InputError(f"{self.adapter_dir}: merged, {name} is not finite in {self.dtype}")
         return out
 
     def _folded(self, stored: torch.Tensor, path: str, leaf: str, module: ModuleSpec) -> torch.Tensor:

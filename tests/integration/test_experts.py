@@ -11,16 +11,21 @@ import torch
 from expert_models import in_float64, tiny_experts
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
+from test_export import factors
 from test_training import like_peft, train_by_peft
+from transformers import AutoModelForCausalLM
 
 import packlora
 from packlora.adapters.attach import Adapter, attach
-from packlora.adapters.files import keyed
+from packlora.adapters.files import keyed, save_adapter
 from packlora.adapters.linear import Attached
 from packlora.adapters.owners import TokenOwners
 from packlora.adapters.spec import AdapterSpec, resolve
 from packlora.base.packing import packed_logits, prepare_model
+from packlora.commands.export import export_adapter
+from packlora.commands.merge import merge_adapter
 from packlora.config import Run
+from packlora.errors import InputError
 from packlora.ops.dropout.keys import token_keys
 from packlora.runtime.prepare import prepare
 
@@ -212,3 +217,99 @@ def test_a_run_trains_experts_and_routers_as_peft_does_and_peft_reads_what_it_wr
     assert relative(again(ids).logits, model(ids).logits) < 1e-6
     dora = load_file(tmp_path / "out" / "dora" / "adapter_model.safetensors")
     assert dora["base_model.model.model.layers.1.mlp.experts.lora_magnitude_vector.weight"].shape == (6, 64)
+
+
+# --- what is made of an adapter ----------------------------------------------------------------------------------------
+
+
+def saved(tmp_path: Path, base: str, **settings: Any) -> tuple[Path, Any]:
+    """A folder that is written here, far from its first values, and its model, which gives its logits."""
+    wanted = config(base_model_name_or_path=base, **settings)
+    model, attached, (adapter,), _ = with_adapters("qwen3_moe", {"job": wanted})
+    model.set_attn_implementation("eager")
+    save_adapter(tmp_path / "job", adapter)
+    with torch.no_grad(), attached.active(TokenOwners(T, ((0, 0, T),))):
+        return tmp_path / "job", model(input_ids=tokens()[None]).logits[0]
+
+
+MERGED: dict[str, dict[str, Any]] = {
+    "lora": {"target_modules": "all-linear"},
+    "dora": {"target_parameters": [*EXPERTS, "gate.weight"], "use_dora": True, "use_rslora": True},
+}
+
+
+@pytest.mark.parametrize("kind", MERGED)
+@pytest.mark.parametrize("original", [True, False], ids=["each expert apart", "together"])
+def test_a_merged_model_has_the_logits_of_the_adapter(
+    kind: str, original: bool, tokenizer: Any, tmp_path: Path
+) -> None:
+    """Of files in which each expert has weights of its own, as they are published, and of those that hold all in one."""
+    tiny_experts("qwen3_moe").save_pretrained(tmp_path / "base", save_original_format=original)
+    tokenizer.save_pretrained(tmp_path / "base")
+    keys = load_file(tmp_path / "base" / "model.safetensors").keys()
+    assert any("experts.3.up_proj" in key for key in keys) is original
+    folder, want = saved(tmp_path, str(tmp_path / "base"), **MERGED[kind])
+    merge_adapter(folder, tmp_path / "merged", dtype="auto")
+    merged = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "merged", dtype=torch.float64, experts_implementation="eager"
+    )
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float64, experts_implementation="eager")
+    with torch.no_grad():
+        assert relative(merged(tokens()[None]).logits[0], want) < 1e-5
+        assert relative(plain(tokens()[None]).logits[0], want) > 1e-2
+
+
+def as_vllm(folder: Path, model: Any) -> None:
+    """Add to a model's weights what vLLM reads of a folder: one rank and alpha for all; A of experts expert by expert, B with
+    the expert running fastest; gate and up under base_layer."""
+    said = json.loads((folder / "adapter_config.json").read_text())
+    assert not said["use_dora"] and said["bias"] == "none" and not said["rank_pattern"] and not said["alpha_pattern"]
+    scaling, own = said["lora_alpha"] / said["r"], factors(folder)
+    with torch.no_grad():
+        for path, pair in own.items():
+            A, B = pair["A"].double(), pair["B"].double()
+            if not path.endswith((".experts", ".experts.base_layer")):
+                model.get_submodule(path).weight += scaling * B @ A
+                continue
+            assert {path, f"{path.removesuffix('.base_layer')}.base_layer"} <= own.keys()
+            experts = model.get_submodule(path.removesuffix(".base_layer"))
+            weight = experts.gate_up_proj if path.endswith(".base_layer") else experts.down_proj
+            E, r = len(weight), said["r"]
+            assert A.shape == (E * r, weight.shape[2]) and B.shape == (weight.shape[1], r * E)
+            for e in range(E):
+                weight[e] += scaling * B[:, e::E] @ A[e * r : (e + 1) * r]
+
+
+def test_what_vllm_reads_of_an_exported_folder_is_the_adapter(base: str, tmp_path: Path) -> None:
+    ranks = {"experts.down_proj": 5}
+    folder, want = saved(tmp_path, base, target_parameters=EXPERTS, use_rslora=True, rank_pattern=ranks)
+    assert export_adapter(folder, tmp_path / "vllm", "vllm") == []
+    model = tiny_experts("qwen3_moe")
+    as_vllm(tmp_path / "vllm", model)
+    with torch.no_grad():
+        assert relative(model(tokens()[None]).logits[0], want) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("settings", "target", "message"),
+    [
+        ({"target_parameters": EXPERTS}, "sglang", "gate_up_proj: SGLang reads no adapters of it"),
+        ({"target_parameters": EXPERTS}, "gguf", "gate_up_proj: llama.cpp reads no adapters of it"),
+        ({"target_parameters": EXPERTS[1:]}, "vllm", "down_proj alone: vLLM reads adapters of all weights of"),
+        ({"target_parameters": ["gate.weight"]}, "vllm", "vLLM reads no adapters of routers"),
+        ({"target_parameters": EXPERTS, "use_dora": True}, "vllm", "is a DoRA adapter"),
+    ],
+)
+def test_what_a_program_does_not_read_of_experts_is_not_exported_for_it(
+    settings: dict[str, Any], target: str, message: str, base: str, tmp_path: Path
+) -> None:
+    folder, _ = saved(tmp_path, base, **settings)
+    with pytest.raises(InputError, match=message):
+        export_adapter(folder, tmp_path / "out", target)
+
+
+def test_peft_loads_an_adapter_of_experts_that_was_trained_with_dropout(base: str, tmp_path: Path) -> None:
+    """PEFT refuses a configuration with dropout for parameters; what it says is of training alone."""
+    folder, want = saved(tmp_path, base, target_parameters=EXPERTS, lora_dropout=0.3)
+    again = PeftModel.from_pretrained(tiny_experts("qwen3_moe"), folder).eval()
+    assert relative(again(tokens()[None]).logits[0], want) < 1e-5
