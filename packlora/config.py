@@ -155,6 +155,9 @@ class AdapterConfig(_Strict):
     """Other ranks, by a name or a regular expression of modules."""
     alpha_pattern: dict[str, float] = Field(default_factory=dict)
     """Other values of lora_alpha, likewise."""
+    expert_rank: Literal["r", "r // top_k"] = "r"
+    """Rank of adapters of experts: r as everywhere, or r divided by the number of experts that a token goes to, with the
+    scaling of r. The adapter's rank_pattern and alpha_pattern then say so."""
     init_from: PathText | None = None
     """A PEFT adapter folder to continue from; its adapter_config.json then gives the keys that are not set here."""
 
@@ -191,6 +194,14 @@ class AdapterConfig(_Strict):
             if not least <= number <= most:
                 raise ValueError(f"has {number} for {quoted(pattern)}; it must be from {least:g} to {most:g}")
         return value
+
+    @model_validator(mode="after")
+    def _ranks_of_the_folder(self) -> AdapterConfig:
+        if self.init_from is not None and self.expert_rank != "r":
+            raise ValueError(
+                "expert_rank is not for an adapter with init_from, whose folder gives all ranks; leave it out"
+            )
+        return self
 
 
 def _check_regex(pattern: str, used: str) -> None:

@@ -29,6 +29,7 @@ from packlora.adapters.sharded import LINEAR
 from packlora.adapters.siblings import SiblingGroup, sibling_groups
 from packlora.adapters.spec import AdapterSpec
 from packlora.adapters.weights import AdapterWeights, parameter_shapes
+from packlora.errors import InputError
 from packlora.ops.dropout.keys import layer_salt
 from packlora.ops.lora_linear.frozen import Storage
 from packlora.ops.lora_linear.quantized import Quantized
@@ -108,6 +109,9 @@ def attach(
     attached.groups = shared_inputs(model)
     seeds = dict.fromkeys(specs, seed) if isinstance(seed, int) else seed
     own = {path for path, _ in model.named_modules()}
+    for job, spec in specs.items():
+        if spec.parameter is not None and not attached.storage.is_whole:
+            raise InputError(f"job {job!r} adapts {spec.parameter}, which takes the whole base model on every device")
     here = {job: [p for p in spec.modules if attached.storage.is_whole or p in own] for job, spec in specs.items()}
     adapters = []
     for number, (job, spec) in enumerate(specs.items()):

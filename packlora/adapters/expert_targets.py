@@ -11,6 +11,7 @@ where they multiply what they are given with their weight once. All other parame
 from __future__ import annotations
 
 import copy
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from typing import Any, Literal
 
 import torch
 from peft import LoraConfig
+from peft.utils.other import get_pattern_key
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
@@ -197,3 +199,40 @@ def _some(name: str, paths: Iterable[str]) -> bool:
 
 def _shown(targets: Any) -> str:
     return targets if isinstance(targets, str) else ", ".join(sorted(targets or ()))
+
+
+def divided_ranks(peft: LoraConfig, model: PreTrainedModel, job: str) -> LoraConfig:
+    """The configuration with the rank of experts divided by the number of experts that a token goes to, so that a token meets
+    as many ranks as it would in a dense layer. Scalings stay as they are: rank_pattern and alpha_pattern say both.
+
+    Raises:
+        InputError: there are no experts among the targets, or their rank is no multiple of that number.
+    """
+    peft = copy.copy(as_peft_takes_it(peft, model, job))
+    text = model.config.get_text_config()
+    top_k = getattr(text, "num_experts_per_tok", None) or getattr(text, "top_k_experts", None)
+    paths = [path for path, found in parameter_targets(peft, model, job).items() if found.kind == "experts"]
+    if not paths or not isinstance(top_k, int):
+        raise InputError(
+            f"job {job!r}: adapter.expert_rank is r // top_k, but the adapter takes no experts; leave it out"
+        )
+    own: dict[str, tuple[int, float]] = {}
+    for path in paths:
+        rank = peft.rank_pattern.get(get_pattern_key(peft.rank_pattern.keys(), path), peft.r)
+        alpha = peft.alpha_pattern.get(get_pattern_key(peft.alpha_pattern.keys(), path), peft.lora_alpha)
+        if rank % top_k:
+            raise InputError(
+                f"job {job!r}: adapter.expert_rank is r // top_k, but the rank {rank} of {path} is no multiple of the {top_k} "
+                "experts that a token goes to"
+            )
+        own[path] = rank // top_k, alpha / (math.sqrt(top_k) if peft.use_rslora else top_k)
+    by_name: dict[str, set[tuple[int, float]]] = {}
+    for path, settings in own.items():
+        by_name.setdefault(".".join(path.split(".")[-2:]), set()).add(settings)
+    patterns = {re.escape(name): next(iter(found)) for name, found in by_name.items() if len(found) == 1}
+    patterns |= {re.escape(p): own[p] for p in paths if len(by_name[".".join(p.split(".")[-2:])]) > 1}
+    peft.rank_pattern = {name: rank for name, (rank, _) in patterns.items()} | dict(peft.rank_pattern)
+    peft.alpha_pattern = {
+        name: int(alpha) if alpha.is_integer() else alpha for name, (_, alpha) in patterns.items()
+    } | dict(peft.alpha_pattern)
+    return peft

@@ -57,7 +57,7 @@ MAY_BE_EMPTY = ("modules_to_save",)
 """Of these, what PEFT writes as an empty list where a model could have had them."""
 PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 """Values of init_lora_weights that leave the base weights alone; pissa, olora, corda, loftq, lora_ga change them."""
-OURS_ALONE = {"init_from", "dora_dropout"}
+OURS_ALONE = {"init_from", "dora_dropout", "expert_rank"}
 """Keys of a job's adapter in the run file that a LoraConfig does not have."""
 
 T = TypeVar("T")

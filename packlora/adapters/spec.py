@@ -67,6 +67,11 @@ class AdapterSpec:
     notes: list[str] = field(default_factory=list)
     """What a user should know of the targets."""
 
+    @property
+    def parameter(self) -> str | None:
+        """The first of its targets that is no linear layer, but weights of experts or of a router."""
+        return next((path for path, module in self.modules.items() if module.kind != "linear"), None)
+
 
 def peft_config(adapter: AdapterConfig, base_model: str, revision: str | None) -> LoraConfig:
     """The LoraConfig that PEFT users would write for the adapter."""
@@ -130,8 +135,8 @@ def resolve(peft: LoraConfig, model: PreTrainedModel, job: str, base_dropped: bo
     all_linear = isinstance(asked.target_modules, str) and asked.target_modules.lower() == "all-linear"
     if all_linear and (left_out := all_linear_leaves_out(model, spec.modules)):
         spec.notes.append(
-            f"job {job!r}: target_modules all-linear leaves out {', '.join(left_out)}, as it does in PEFT; "
-            "target_parameters takes experts and routers by name"
+            f"job {job!r}: target_modules all-linear leaves out {', '.join(left_out)}, which PEFT does not take or "
+            "cannot run; target_parameters takes experts and routers by name"
         )
     return spec
 

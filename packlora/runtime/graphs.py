@@ -468,6 +468,11 @@ def why_no_graphs(run: Run, base: Base, jobs: Sequence[Job]) -> str | None:
         return "gradient_checkpointing recomputes activations from the host"
     if len(jobs) > LEAST_TOKENS:
         return f"{len(jobs)} jobs, more than {LEAST_TOKENS}"
+    for job in jobs:
+        if (path := job.adapter.spec.parameter) is not None:
+            return (
+                f"job {job.name!r} adapts {path}, whose tokens are sorted by expert and job anew for every microbatch"
+            )
     for job in jobs if len(jobs) > 1 else ():
         if any(own.use_dora and own.dropout and own.base_dropped for own in job.adapter.spec.modules.values()):
             return f"job {job.name!r} is DoRA with dropout, whose two base products are made segment by segment"

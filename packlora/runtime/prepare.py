@@ -14,6 +14,7 @@ import torch
 from peft import LoraConfig
 from transformers import PreTrainedModel
 
+from packlora.adapters.expert_targets import divided_ranks
 from packlora.adapters.experts import shapes_at
 from packlora.adapters.files import base_note, check_start, continued_config
 from packlora.adapters.spec import AdapterSpec, peft_config, resolve, try_patterns
@@ -238,7 +239,10 @@ def prepare(
     told(f"laying out {run.base_model}")
     skeleton = load_skeleton(run)
     quantization = _quantization(run, skeleton, device)
+    _check_router_loss(run, skeleton)
     specs = {job.name: adapter_spec(job, configs[job.name], skeleton) for job in run_jobs}
+    for name, spec in specs.items():
+        _check_parameters(run, name, spec, quantization)
     asks = _asks(run, skeleton, specs, bool(left_out))
     warnings = (
         [note for spec in specs.values() for note in spec.notes]
@@ -279,6 +283,38 @@ def _quantization(run: Run, skeleton: PreTrainedModel, device: torch.device) -> 
         except ValueError as error:
             raise InputError(str(error)) from None
     return found
+
+
+def _check_router_loss(run: Run, skeleton: PreTrainedModel) -> None:
+    """Raises InputError where the configuration of a model asks for a loss of its routers, which is of whole microbatches."""
+    config = skeleton.config.get_text_config()
+    weight = getattr(config, "router_aux_loss_coef", None)
+    if getattr(config, "output_router_logits", False) and weight:
+        raise InputError(
+            f"base_model {base_path(run.base_model)!r}: its config.json has output_router_logits: true, so transformers adds "
+            f"{weight:g} (router_aux_loss_coef) times a load-balancing loss over all tokens that are computed together, with "
+            "which jobs would change each other; set output_router_logits to false there"
+        )
+
+
+def _check_parameters(run: Run, job: str, spec: AdapterSpec, quantization: QuantizationConfig | None) -> None:
+    """Raises InputError where experts or routers are adapted together with what does not serve them."""
+    if spec.parameter is None:
+        return
+    parallel = run.parallel
+    asked = {
+        f"parallel.tensor: {parallel.tensor}": parallel.tensor > 1,
+        f"parallel.pipeline: {parallel.pipeline}": parallel.pipeline > 1,
+        "parallel.shard_base: true": parallel.shard_base is True,
+        "cuda_graphs: true": run.cuda_graphs is True,
+        "quantised base weights": quantization is not None,
+    }
+    for what, is_asked in asked.items():
+        if is_asked:
+            raise InputError(
+                f"job {job!r} adapts {spec.parameter}, experts or a router, which {what} does not serve in this version; leave "
+                "that out, or name linear layers alone in target_modules"
+            )
 
 
 def _check_parallel(prepared: PreparedRun, skeleton: PreTrainedModel) -> None:
@@ -337,6 +373,7 @@ def prepare_more(prepared: PreparedRun, jobs: list[JobConfig], budget: int) -> t
     reader, out, notes = Reader(), [], _doubts_of_starts(run, jobs)
     for job in jobs:
         spec = adapter_spec(job, configs[job.name], encoder.skeleton)
+        _check_parameters(run, job.name, spec, prepared.quantization)
         one, doubts = encoder.job(job, spec, reader.rows(job), reader.held_out(job), budget, silent)
         out.append(one)
         notes += spec.notes + doubts
@@ -455,6 +492,8 @@ def adapter_config(job: JobConfig, run: Run) -> LoraConfig:
 
 def adapter_spec(job: JobConfig, config: LoraConfig, skeleton: PreTrainedModel) -> AdapterSpec:
     """The layers that a job adapts, held against the adapter that it begins with. config: from adapter_config."""
+    if job.adapter.expert_rank != "r":
+        config = divided_ranks(config, skeleton, job.name)
     spec = resolve(config, skeleton, job.name, job.adapter.dora_dropout == "peft")
     if job.adapter.init_from is not None:
         check_start(job.adapter, spec, skeleton, job.name)

@@ -142,6 +142,7 @@ def sharded_layout(prepared: PreparedRun, devices: int) -> Layout | None:
         or parallel.pipeline > 1
         or prepared.quantization is not None
         or not parallel.shard_base
+        or any(job.spec.parameter is not None for job in prepared.jobs)
         or parallel.devices_per_job not in ("auto", devices)
     ):
         return None
