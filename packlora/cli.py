@@ -259,7 +259,7 @@ def bench(
         str,
         typer.Argument(
             metavar="NAME",
-            help="layer, multi, graphs, model, dora, small, quantised, schedule; under torchrun replicas, tensor-parallel, "
+            help="layer, multi, graphs, model, dora, small, quantised, experts, schedule; under torchrun replicas, tensor-parallel, "
             "pipeline.",
         ),
     ],

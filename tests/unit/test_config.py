@@ -80,7 +80,8 @@ def test_defaults_are_exactly_the_documented_ones() -> None:
           - name: first
             data: {path: a.jsonl, eval_path: null, system: null, on_bad_row: error, max_length: 2048, truncate: error}
             adapter: {r: 16, lora_alpha: 32, lora_dropout: 0.05, target_modules: all-linear, use_rslora: false,
-                      use_dora: false, dora_dropout: peft, bias: none, rank_pattern: {}, alpha_pattern: {}, init_from: null}
+                      use_dora: false, dora_dropout: peft, bias: none, rank_pattern: {}, alpha_pattern: {}, init_from: null,
+                      target_parameters: null, expert_rank: r}
             seed: null
             train: {global_batch_size: 8, num_train_epochs: 1, max_steps: -1, learning_rate: 2.0e-4,
                     lr_scheduler_type: constant, lr_scheduler_kwargs: {}, warmup_steps: 0,
