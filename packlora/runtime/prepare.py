@@ -14,7 +14,7 @@ import torch
 from peft import LoraConfig
 from transformers import PreTrainedModel
 
-from packlora.adapters.expert_targets import divided_ranks
+from packlora.adapters.expert_targets import divided_ranks, is_experts
 from packlora.adapters.experts import shapes_at
 from packlora.adapters.files import base_note, check_start, continued_config
 from packlora.adapters.spec import AdapterSpec, peft_config, resolve, try_patterns
@@ -62,6 +62,8 @@ class PreparedJob:
     spec: AdapterSpec
     trainable: int
     """Parameters of its adapter."""
+    active: int
+    """Those of them that one token meets: of experts, those that it goes to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +72,8 @@ class ModelShape:
 
     parameters: of the model; linear_parameters: of its linear layers without the output layer. attention, key_value: widths of
     queries and of keys. inner: width inside the MLP. head_norms: queries and keys have norms of their own (Qwen 3). largest,
-    outputs: of those linear layers, the most numbers of one and the outputs of all.
+    outputs: of those linear layers, the most numbers of one and the outputs of all. routed_parameters: of the experts that one
+    token goes to, of all layers; routed_width: numbers that go into them and come out of them, by layer.
     """
 
     model_type: str
@@ -85,6 +88,8 @@ class ModelShape:
     head_norms: bool = False
     largest: int = 0
     outputs: int = 0
+    routed_parameters: int = 0
+    routed_width: int = 0
 
     @staticmethod
     def of(model: PreTrainedModel) -> ModelShape:
@@ -94,11 +99,14 @@ class ModelShape:
         head_dim = _number(config, "head_dim", hidden // heads)
         head = model.get_output_embeddings()
         linear = [module for module in model.modules() if isinstance(module, torch.nn.Linear) and module is not head]
+        layers = _number(config, "num_hidden_layers", 1)
+        weights = [p for module in model.modules() if is_experts(module) for p in module.parameters() if p.ndim == 3]
+        top_k = _number(config, "num_experts_per_tok", 1)
         return ModelShape(
             model.config.model_type,
             sum(parameter.numel() for parameter in model.parameters()),
             sum(module.weight.numel() for module in linear),
-            _number(config, "num_hidden_layers", 1),
+            layers,
             hidden,
             heads * head_dim,
             _number(config, "num_key_value_heads", heads) * head_dim,
@@ -107,6 +115,8 @@ class ModelShape:
             any(name.endswith("q_norm") for name, _ in model.named_modules()),
             max((module.weight.numel() for module in linear), default=0),
             sum(module.out_features for module in linear),
+            sum(weight.numel() // len(weight) for weight in weights) * top_k,
+            sum(sum(weight.shape[1:]) for weight in weights) * top_k // layers,
         )
 
 
@@ -189,7 +199,9 @@ class Encoder:
         _check_scheduler(job, data)
         notes += _cut_samples(job.name, encoded, eval_encoded) + _doubts(job, data)
         trainable = trainable_parameters(spec, self.skeleton)
-        return PreparedJob(job, data, encoded, eval_encoded, spec, trainable), notes
+        top_k = _number(self.skeleton.config.get_text_config(), "num_experts_per_tok", 1)
+        active = trainable_parameters(spec, self.skeleton, top_k)
+        return PreparedJob(job, data, encoded, eval_encoded, spec, trainable, active), notes
 
     def _encoded(self, rows: Rows, job: JobConfig, budget: int, told: Told) -> Encoded:
         settings = job.data.model_dump_json(exclude={"path", "eval_path"})
@@ -475,11 +487,16 @@ def _doubts(job: JobConfig, data: JobData) -> list[str]:
     return [f"job {job.name!r}: {text}" for text in out]
 
 
-def trainable_parameters(spec: AdapterSpec, model: torch.nn.Module) -> int:
-    """Number of parameters of an adapter on the model, which may be without weights."""
-    return sum(
-        math.prod(shape) for path, module in spec.modules.items() for shape in shapes_at(model, path, module).values()
-    )
+def trainable_parameters(spec: AdapterSpec, model: torch.nn.Module, top_k: int | None = None) -> int:
+    """Number of parameters of an adapter on the model, which may be without weights. top_k: of so many experts of a layer."""
+    total = 0
+    for path, module in spec.modules.items():
+        own = sum(math.prod(shape) for shape in shapes_at(model, path, module).values())
+        if module.kind == "experts" and top_k is not None:
+            experts: Any = model.get_submodule(path.rpartition(".")[0])
+            own = own * top_k // experts.num_experts
+        total += own
+    return total
 
 
 def adapter_config(job: JobConfig, run: Run) -> LoraConfig:

@@ -14,20 +14,28 @@ from safetensors.torch import load_file
 from test_export import factors
 from test_training import like_peft, train_by_peft
 from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
 
 import packlora
-from packlora.adapters.attach import Adapter, attach
+from packlora.adapters.attach import Adapter, attach, attach_one, detach_one
 from packlora.adapters.files import keyed, save_adapter
 from packlora.adapters.linear import Attached
 from packlora.adapters.owners import TokenOwners
 from packlora.adapters.spec import AdapterSpec, resolve
 from packlora.base.packing import packed_logits, prepare_model
+from packlora.cli import app
 from packlora.commands.export import export_adapter
 from packlora.commands.merge import merge_adapter
 from packlora.config import Run
 from packlora.errors import InputError
 from packlora.ops.dropout.keys import token_keys
 from packlora.runtime.prepare import prepare
+
+
+def on_ranks(rank: int, tree: dict[str, Any], options: dict[str, Any]) -> tuple[str, int]:
+    result = packlora.train(tree, **options)
+    return result.status, result.tokens
+
 
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 T = 26
@@ -313,3 +321,75 @@ def test_peft_loads_an_adapter_of_experts_that_was_trained_with_dropout(base: st
     folder, want = saved(tmp_path, base, target_parameters=EXPERTS, lora_dropout=0.3)
     again = PeftModel.from_pretrained(tiny_experts("qwen3_moe"), folder).eval()
     assert relative(again(tokens()[None]).logits[0], want) < 1e-5
+
+
+def two_jobs(base: str, write_rows: Any, out: Path, **changes: Any) -> dict[str, Any]:
+    """LoRA with dropout as PEFT's all-linear, and DoRA on experts."""
+    return {
+        "base_model": base, "output_dir": str(out), "max_tokens_per_microbatch": 96, "device": "cpu", "dtype": "float64",
+        "save_every": 2, "jobs": [
+            {"name": "lora", "data": {"path": write_rows("a")}, "adapter": {"r": 2, "lora_dropout": 0.1},
+             "train": {"max_steps": 4, "learning_rate": 1e-2, "global_batch_size": 4}},
+            {"name": "dora", "data": {"path": write_rows("b", seed=4)}, "train": {"max_steps": 3, "learning_rate": 1e-2},
+             "adapter": {"r": 3, "use_dora": True, "target_modules": ["v_proj"], "target_parameters": EXPERTS}},
+        ],
+    } | changes  # fmt: skip
+
+
+def same_adapters(one: Path, two: Path, bound: float) -> None:
+    for job in ("lora", "dora"):
+        ours, theirs = (load_file(out / job / "adapter_model.safetensors") for out in (one, two))
+        assert ours.keys() == theirs.keys()
+        assert max(relative(ours[key], theirs[key]) for key in theirs) <= bound, job
+
+
+def test_a_run_goes_on_with_the_same_bits_and_on_replicas_with_the_same_numbers(
+    base: str, write_rows: Any, ranks: Any, tmp_path: Path
+) -> None:
+    whole = two_jobs(base, write_rows, tmp_path / "whole")
+    assert packlora.train(Run.model_validate(whole)).status == "done"
+    parts = Run.model_validate(whole | {"output_dir": str(tmp_path / "parts")})
+    packlora.train(parts, max_steps=2)
+    packlora.train(parts, resume=True)
+    same_adapters(tmp_path / "parts", tmp_path / "whole", 0.0)
+    for each in (1, 2):
+        out = tmp_path / f"replicas-{each}"
+        asked = whole | {"output_dir": str(out), "parallel": {"devices_per_job": each}}
+        assert [status for status, *_ in ranks(2).run(on_ranks, asked, {})] == ["done", "done"]
+        same_adapters(out, tmp_path / "whole", 1e-7)
+
+
+def test_an_adapter_that_comes_later_is_the_one_that_was_there_at_first_and_leaves_nothing_behind() -> None:
+    ids, owners = tokens(), [TokenOwners(T, ((number, 0, T),)) for number in (0, 1)]
+    model, attached, (_, second), specs = with_adapters("qwen3_moe", {"lora": THREE["lora"], "job2": THREE["dora job"]})
+    later, others, _, _ = with_adapters("qwen3_moe", {"lora": THREE["lora"]})
+    with torch.no_grad():
+        with others.active(owners[0]):
+            before = later(input_ids=ids[None], sample_lengths=(T,)).logits
+        chooser = dict.fromkeys(specs["job2"].modules, others.choosers[0])
+        joined = attach_one(later, others, "job2", 1, specs["job2"], 4, chooser)
+        for name, parameter in joined.named_parameters().items():
+            parameter.copy_(second.named_parameters()[name])
+        with attached.active(owners[1]), others.active(owners[1]):
+            want, got = (one(input_ids=ids[None], sample_lengths=(T,)).logits for one in (model, later))
+        assert torch.equal(got, want) and not torch.allclose(got, before)
+        detach_one(later, joined)
+        with others.active(owners[0]):
+            assert torch.equal(later(input_ids=ids[None], sample_lengths=(T,)).logits, before)
+
+
+def test_a_run_plans_and_answers_with_adapters_of_experts(base: str, write_rows: Any, tmp_path: Path) -> None:
+    run = tmp_path / "run.yaml"
+    tree = two_jobs(base, write_rows, tmp_path / "out", dtype="float32")
+    run.write_text(json.dumps(tree))
+    planned = CliRunner().invoke(app, ["plan", str(run)])
+    assert planned.exit_code == 0, planned.output
+    # 6 experts, two layers; LoRA of rank 4 on gate and up together, 2 on the others: attention, experts, routers
+    lora = 2 * (2 * (64 * 2 + 64 * 2) + 2 * (64 + 32) * 2 + 6 * (4 * (64 + 64) + 2 * (32 + 64)) + 2 * (64 + 6))
+    assert f"{lora / 1e6:.2f} M" in planned.output
+    assert packlora.train(Run.model_validate(tree)).status == "done"
+    for job in ("lora", "dora"):
+        answer = CliRunner().invoke(
+            app, ["generate", str(tmp_path / "out" / job), "--prompt", "the quick", "--max-new-tokens", "3"]
+        )
+        assert answer.exit_code == 0, answer.output
