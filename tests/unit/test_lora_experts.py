@@ -11,7 +11,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from packlora.ops.dropout.keys import token_keys
-from packlora.ops.lora_experts import autograd, grouped
+from packlora.ops.lora_experts import autograd, grouped, low_rank
 from packlora.ops.lora_experts.autograd import lora_experts
 from packlora.ops.lora_experts.norm import expert_norms
 from packlora.ops.lora_experts.reference import lora_experts as reference
@@ -35,7 +35,7 @@ def an_adapter(
     if kind != "dora":
         return ExpertLowRank(A, B, scaling, dropout)
     magnitude = (drawn(E, N).abs() + 0.5).requires_grad_()
-    norm = expert_norms(frozen, A.detach(), B.detach(), scaling)
+    norm = expert_norms(frozen, A.detach(), B.detach(), scaling).to(dtype)
     return ExpertLowRank(A, B, scaling, dropout, magnitude, norm, base_dropped)
 
 
@@ -175,3 +175,57 @@ def test_operands_that_do_not_fit_are_refused_by_name() -> None:
         lora_experts(x, frozen, routing, [replace(adapter, B=adapter.B[:-1])], keys)
     with pytest.raises(ValueError, match="needs keys_T2"):
         lora_experts(x, frozen, routing, [adapter])
+
+
+# --- kernels -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("rank", "owners"), [(5, 1), (24, 3)])
+def test_kernels_compute_the_three_products_by_group(rank: int, owners: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several blocks of rows in a group, groups without rows, sizes that fill no block; float32 sums of 16-bit numbers."""
+    monkeypatch.setattr("packlora.ops.lora_experts.triton_path.BLOCK_ROWS", 16)
+    generator, T, K, N = torch.Generator().manual_seed(2), 61, 72, 136
+    chosen = torch.rand(T, 4, generator=generator).argsort(1)[:, :2]  # expert 4 has no token
+    owner = torch.arange(T) * owners // T if owners > 1 else None
+    routing, G = Routing.of(chosen, E, owner, owners), E * owners
+    S = len(routing.order)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(torch.float16)
+
+    x_TK, A, B, s, y = drawn(T, K), drawn(G, rank, K), drawn(G, rank, N), drawn(S, rank), drawn(S, N)
+    for repeated in (True, False):
+        x = x_TK if repeated else x_TK[routing.token_of_row()]
+        found = []
+        for kernels in (True, False):
+            monkeypatch.setattr(low_rank, "KERNELS_ON_CPU", kernels)
+            wide = (lambda t: t) if kernels else torch.Tensor.double
+            found.append([
+                low_rank.down(wide(x), wide(A), routing, repeated), low_rank.add_(wide(y).clone(), wide(s), wide(B), routing),
+                low_rank.sums(wide(s), wide(x), routing, repeated),
+            ])  # fmt: skip
+        assert found[0][2].dtype == torch.float32
+        for got, want, bound in zip(*found, (5e-4, 5e-4, 1e-6), strict=True):
+            assert float((got - want).norm() / want.norm()) < bound
+        assert not found[0][2].view(E, owners, rank, K)[4].any()
+
+
+def test_the_operator_by_kernels_is_the_loop_over_experts_within_the_rounding_of_16_bits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(low_rank, "KERNELS_ON_CPU", True)
+    launched: list[str] = []
+    for name in ("down", "add_", "sums"):
+        function = getattr(low_rank.triton_path, name)
+        monkeypatch.setattr(
+            low_rank.triton_path, name, lambda *a, name=name, function=function: launched.append(name) or function(*a)
+        )
+    for jobs in ("three-dropped", "some-nobody-s"):
+        kinds, nobody = JOBS[jobs]
+        generator, frozen, x, chosen, keys = a_case(torch.float16, 8, 16, 2, False, bias=True)
+        adapters: list[ExpertLowRank | None] = [an_adapter(generator, frozen, r, kind, p) for kind, r, p in kinds]
+        adapters += [None] * nobody
+        owner = torch.arange(len(x)) * len(adapters) // len(x) if len(adapters) > 1 else None
+        found = differences(frozen, x, chosen, keys, owner, adapters, repeated=True)
+        assert max(found.values()) < 0.02, (jobs, found)
+    assert set(launched) == {"down", "add_", "sums"}

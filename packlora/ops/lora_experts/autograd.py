@@ -22,8 +22,9 @@ from typing import Any
 import torch
 
 from packlora.ops.first_order import first_order
+from packlora.ops.lora_experts import low_rank
 from packlora.ops.lora_experts.dropout import dropped_rows, expert_keys
-from packlora.ops.lora_experts.grouped import rows_times, sums_of_products, sums_of_rows
+from packlora.ops.lora_experts.grouped import rows_times, sums_of_rows
 from packlora.ops.lora_experts.routing import Routing
 from packlora.ops.lora_experts.types import ExpertLowRank, ExpertWeight, a_by_expert, b_by_expert
 
@@ -119,10 +120,10 @@ class Call:
         return self._packed(own, (E, self.rank, K))
 
     def packed_B(self) -> torch.Tensor:
-        """s B, [G, N, r]"""
+        """s B', [G, r, N]"""
         E, N, _ = self.frozen.shape
-        own = [None if a is None else b_by_expert(a.B, E) * a.scaling for a in self.adapters]
-        return self._packed(own, (E, N, self.rank))
+        own = [None if a is None else b_by_expert(a.B, E).transpose(1, 2) * a.scaling for a in self.adapters]
+        return self._packed(own, (E, self.rank, N))
 
     def _packed(self, own: Sequence[torch.Tensor | None], shape: tuple[int, int, int]) -> torch.Tensor:
         E, rows, columns = shape
@@ -193,19 +194,18 @@ def outputs(call: Call, x: torch.Tensor, keep_z: bool) -> tuple[torch.Tensor, to
     y_SN = rows_times(x_SK, frozen.from_inputs(), routing.by_expert)
     S = z_SN = None
     if call.rank:
-        xd_SK = call.rows(call.drop(x, call.rates)) if any(call.rates) else x_SK
-        S = rows_times(xd_SK, call.packed_A().transpose(1, 2), routing.by_pair)
-        low_rank_SN = rows_times(S, call.packed_B().transpose(1, 2), routing.by_pair)
+        S = low_rank.down(call.drop(x, call.rates), call.packed_A(), routing, call.repeated)
         if not call.scaled:
-            y_SN += low_rank_SN
+            low_rank.add_(y_SN, S, call.packed_B(), routing)
         else:
             g_SN = call.scales()[0].to(call.dtype)[routing.pair]
             if any(call.base_rates):
                 base_SN = rows_times(call.rows(call.drop(x, call.base_rates)), frozen.from_inputs(), routing.by_expert)
-                z_SN = low_rank_SN.add_(base_SN)
-                y_SN = torch.addcmul(y_SN - base_SN, g_SN, z_SN)
+                y_SN -= base_SN
+                z_SN = low_rank.add_(base_SN, S, call.packed_B(), routing)
+                y_SN.addcmul_(g_SN, z_SN)
             else:
-                z_SN = low_rank_SN.add_(y_SN)
+                z_SN = low_rank.add_(y_SN, S, call.packed_B(), routing)
                 y_SN = g_SN.mul_(z_SN)
     if frozen.bias is not None:
         y_SN += frozen.bias[routing.expert_of_row()]
@@ -229,14 +229,12 @@ def gradients(
             _spread(grads, 2, need, dm_GN.view(-1, routing.owners, dm_GN.shape[1]), call)
     dS = None
     if S is not None:
-        dS = rows_times(e_SN, call.packed_B(), routing.by_pair)
+        dS = low_rank.down(e_SN, call.packed_B(), routing, repeated=False)
         if any(need[1::FIELDS]):
-            dB_GNr = sums_of_products(e_SN, S, routing.by_pair)
-            _spread(grads, 1, need, dB_GNr.view(-1, routing.owners, *dB_GNr.shape[1:]), call)
+            dB_GrN = low_rank.sums(S, e_SN, routing, repeated=False)
+            _spread(grads, 1, need, dB_GrN.view(-1, routing.owners, *dB_GrN.shape[1:]), call)
         if any(need[0::FIELDS]):
-            xd_SK = call.rows(call.drop(x, call.rates))
-            dA_GrK = sums_of_products(dS, xd_SK, routing.by_pair)
-            del xd_SK
+            dA_GrK = low_rank.sums(dS, call.drop(x, call.rates), routing, call.repeated)
             _spread(grads, 0, need, dA_GrK.view(-1, routing.owners, *dA_GrK.shape[1:]), call)
     return _inputs(call, d_SN, e_SN, dS) if need_x else None, grads
 
@@ -248,7 +246,9 @@ def _inputs(call: Call, d_SN: torch.Tensor, e_SN: torch.Tensor, dS: torch.Tensor
     dx = rows_times(d_SN if two_bases else e_SN, W, routing.by_expert)
     if dS is None:
         return call.back(dx)
-    through = rows_times(dS, call.packed_A(), routing.by_pair)
+    if not two_bases and not any(call.rates):
+        return call.back(low_rank.add_(dx, dS, call.packed_A(), routing))
+    through = low_rank.add_(torch.zeros_like(dx), dS, call.packed_A(), routing)
     if two_bases:  # what went through a base product of the dropped x
         both = rows_times(e_SN - d_SN, W, routing.by_expert)
         if call.base_rates == call.rates:
@@ -256,8 +256,6 @@ def _inputs(call: Call, d_SN: torch.Tensor, e_SN: torch.Tensor, dS: torch.Tensor
         else:
             dropped = call.drop(call.back(both), call.base_rates)
             return call.back(dx) + dropped + call.drop(call.back(through), call.rates)
-    if not any(call.rates):
-        return call.back(dx.add_(through))
     return call.back(dx) + call.drop(call.back(through), call.rates)
 
 
@@ -273,7 +271,7 @@ def _spread(
         if at == 0:
             grads[place] = part[:, :r].to(adapter.A.dtype).reshape(adapter.A.shape)
         elif at == 1:
-            scaled = part[:, :, :r].to(adapter.B.dtype) * adapter.scaling
-            grads[place] = scaled.permute(1, 2, 0).reshape(adapter.B.shape)
+            scaled = part[:, :r].to(adapter.B.dtype) * adapter.scaling
+            grads[place] = scaled.permute(2, 1, 0).reshape(adapter.B.shape)
         elif adapter.magnitude is not None:
             grads[place] = part.to(adapter.magnitude.dtype)

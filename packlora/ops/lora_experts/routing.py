@@ -5,7 +5,8 @@ Shapes: T tokens, k experts a token, S = T k rows, E experts, J owners, G = E J 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 
@@ -28,6 +29,7 @@ class Routing:
     pair: torch.Tensor
     by_pair: Groups
     by_expert: Groups
+    _kept: dict[str, torch.Tensor] = field(default_factory=dict, repr=False)
 
     @staticmethod
     def of(experts_Tk: torch.Tensor, num_experts: int, owner_T: torch.Tensor | None = None, owners: int = 1) -> Routing:
@@ -42,9 +44,15 @@ class Routing:
         by_pair = Groups.of(lengths.scatter_add_(0, pair, torch.ones_like(pair)))
         return Routing(T, k, owners, order, place, pair, by_pair, by_pair.merged(owners))
 
+    def kept(self, name: str, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """A table that is made once."""
+        if name not in self._kept:
+            self._kept[name] = make()
+        return self._kept[name]
+
     def token_of_row(self) -> torch.Tensor:
         """[S]"""
-        return self.order // self.top_k
+        return self.kept("token", lambda: self.order // self.top_k)
 
     def expert_of_row(self) -> torch.Tensor:
         """[S]"""
