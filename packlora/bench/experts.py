@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from peft import LoraConfig, get_peft_model
@@ -22,12 +23,15 @@ from packlora.bench.layer import progress_line
 from packlora.bench.model import build, peak_gib, shared_copy
 from packlora.bench.model import table as table
 from packlora.bench.options import Options, Outcome, choose
+from packlora.ops.lora_experts import low_rank
 from packlora.plans.timing import Contender, Timings, Work, paired
 
 JOBS = 4
 SAMPLES = 4
 LAYERS = 4
 CONTENDERS = ["frozen", "packlora", "peft"]
+OPTIONAL = ["packlora_torch"]
+"""packlora without kernels of its own."""
 TARGETS: dict[str, Any] = {
     "r": 16, "lora_alpha": 32, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"],
     "target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
@@ -92,7 +96,7 @@ def contender(name: str, base: nn.Module, ids_BS: torch.Tensor, case: Case) -> C
         else:
             trained = []
             decoder = model.model
-        if name == "packlora":
+        if name.startswith("packlora"):
             config = LoraConfig(**TARGETS, use_dora=case.dora)
             specs = {f"job{at}": resolve(config, model, f"job{at}") for at in range(case.jobs)}
             attached, adapters = attach(model, specs, dict(zip(specs, range(case.jobs), strict=True)))
@@ -111,7 +115,7 @@ def contender(name: str, base: nn.Module, ids_BS: torch.Tensor, case: Case) -> C
             if owners is None:
                 decoder(input_ids=ids_BS).last_hidden_state.backward(gradient)
                 return
-            with owners[0].active(owners[1]):
+            with mock.patch.object(low_rank, "KERNELS", name != "packlora_torch"), owners[0].active(owners[1]):
                 decoder(input_ids=ids_BS).last_hidden_state.backward(gradient)
 
         def clear() -> None:
@@ -146,7 +150,7 @@ def measured_row(case: Case, names: list[str], device: torch.device) -> dict[str
 
 def run(options: Options) -> Outcome:
     """Measure; prints a line per case."""
-    names, chosen = choose(options.only, CONTENDERS, [], cases(options))
+    names, chosen = choose(options.only, CONTENDERS, OPTIONAL, cases(options))
     rows = list(options.kept)
     for case in options.each(chosen, rows):
         rows.append(measured_row(case, names, options.device))
