@@ -26,9 +26,10 @@ from packlora.base.packing import packed_logits, prepare_model
 from packlora.cli import app
 from packlora.commands.export import export_adapter
 from packlora.commands.merge import merge_adapter
-from packlora.config import Run
+from packlora.config import Run, TrainConfig
 from packlora.errors import InputError
 from packlora.ops.dropout.keys import token_keys
+from packlora.runtime.optimizer import FlatAdamW
 from packlora.runtime.prepare import prepare
 
 
@@ -393,3 +394,16 @@ def test_a_run_plans_and_answers_with_adapters_of_experts(base: str, write_rows:
             app, ["generate", str(tmp_path / "out" / job), "--prompt", "the quick", "--max-new-tokens", "3"]
         )
         assert answer.exit_code == 0, answer.output
+
+
+def test_norms_follow_every_step_of_the_optimizer() -> None:
+    model, _, (adapter,), _ = with_adapters("qwen3_moe", {"dora job": THREE["dora job"]})
+    path = "model.layers.1.mlp.experts.down_proj"
+    own: Any = adapter.weights[path]
+    optimizer = FlatAdamW(adapter.flat, adapter.layout, TrainConfig())
+    for _ in range(2):
+        before = own.norm().clone()
+        optimizer.step(torch.ones_like(adapter.flat), (), 0.05)
+        A, B = own.A.detach().view(6, 5, 32), own.B.detach().view(64, 5, 6).permute(2, 0, 1)
+        want = (model.get_parameter(path) + own.spec.scaling * B @ A).norm(dim=2)
+        assert relative(own.norm(), want) < 1e-12 and relative(before, want) > 1e-4
