@@ -32,9 +32,9 @@ def dropped_rows(
     if len(different) == 1:
         return dropout(x_RK, keys_R2, salt, rates[0])
     assert owner_R is not None
-    rate_R = torch.tensor(rates, dtype=torch.float64).to(x_RK.device, non_blocking=True)[owner_R]
     out = x_RK
     for rate in different:
         if rate:
-            out = torch.where((rate_R == rate)[:, None], dropout(x_RK, keys_R2, salt, rate), out)
+            whose = [owner_R == owner for owner, own in enumerate(rates) if own == rate]
+            out = torch.where(torch.stack(whose).any(0)[:, None], dropout(x_RK, keys_R2, salt, rate), out)
     return out
