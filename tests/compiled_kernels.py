@@ -174,9 +174,9 @@ def captured(capability: int, kinds: dict[str, dict[str, Any]] = USUAL) -> list[
         routing = Routing.of(torch.zeros(256, 2, dtype=torch.int64), 4)
         x, w = torch.zeros(256, 1024, dtype=torch.bfloat16), torch.zeros(4, rank, 1024, dtype=torch.bfloat16)
         for repeated in (True, False):
-            rows = x if repeated else x.repeat(2, 1)
-            s = experts_low_rank.down(rows, w, routing, repeated)
-            experts_low_rank.sums(s, rows, routing, repeated)
+            read = x if repeated else x.repeat(2, 1)
+            s = experts_low_rank.down(read, w, routing, repeated)
+            experts_low_rank.sums(s, read, routing, repeated)
         experts_low_rank.add_(x.repeat(2, 1), s, w, routing)
     for turn, dtype in enumerate((torch.bfloat16, torch.float32) if kinds is USUAL else ()):
         case = f"loss and dropout, {dtype}"
