@@ -402,6 +402,24 @@ def trained_in(rank: int, tree: dict[str, Any], room: int) -> str:
         return packlora.train(tree).status
 
 
+def test_auto_leaves_a_base_whole_that_a_job_needs_whole_and_takes_no_stages_for_optimizers_of_whole_jobs(
+    make: Callable[..., dict[str, Any]],
+) -> None:
+    def parts(**keys: Any) -> tuple[bool, bool]:
+        tree = make((8, 2), (8, 2))
+        tree["jobs"][1] = {**tree["jobs"][1], **keys}
+        prepared = prepare(Run.model_validate(tree))
+        return spread.sharded_layout(prepared, 2) is not None, bool(
+            spread.piped(prepared, 2, {"job0": 1.0, "job1": 1.0})
+        )
+
+    assert parts() == (True, True)
+    assert parts(adapter={"target_modules": ["q_proj", "embed_tokens"]}) == (False, False)
+    assert parts(adapter={"target_modules": ["q_proj"], "modules_to_save": ["norm"]}) == (False, False)
+    assert parts(sample_prompts=["one"]) == (False, False)
+    assert parts(train={"optim": "adafactor", "global_batch_size": 2}) == (True, False)
+
+
 def test_a_base_that_no_device_can_hold_is_sharded_by_itself_and_the_plan_says_so(
     write_rows: Rows, tokenizer: Any, ranks: Callable[[int], Ranks], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -44,13 +44,13 @@ def test_losses_and_gradient_are_those_of_torch_in_float64(L: int, D: int, V: in
         weight.requires_grad_()
         called, total = chunked_cross_entropy(
             hidden,
-            lambda part, *_: F.linear(part, weight, bias_V),
+            lambda part, *_: F.linear(part, weight, bias_V),  # noqa: B023
             [weight],
             V,
             labels,
             weights,
             chunk_bytes,
-            smoothing,  # noqa: B023
+            smoothing,
         )
         torch.testing.assert_close(called, wanted, rtol=1e-12, atol=1e-12)
         wanted = by_row(lambda share: plain(hidden, weight, bias_V, labels, share), smoothing)  # noqa: B023
