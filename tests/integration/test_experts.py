@@ -91,6 +91,7 @@ PEFT_CASES: dict[str, dict[str, Any]] = {
         "target_parameters": [*EXPERTS, "gate.weight"], "rank_pattern": {"experts.down_proj": 5},
         "alpha_pattern": {"layers.1.mlp.experts.gate_up_proj": 3},
     },
+    "embedding beside": {"target_parameters": [*EXPERTS, "gate.weight"], "target_modules": ["embed_tokens", "o_proj"]},
     "old names": {"target_modules": r".*\.(gate_proj|up_proj|o_proj)"},
 }  # fmt: skip
 
@@ -139,8 +140,11 @@ def against_peft(family: str, wanted: LoraConfig, checkpointing: bool = False, p
 THREE = {
     "lora": config(target_modules="all-linear", lora_dropout=0.2),
     "dora job": config(target_parameters=EXPERTS, use_dora=True, r=5, lora_dropout=0.1),
-    "another job": config(target_parameters=["experts.down_proj", "gate.weight"], use_rslora=True, r=2),
-}
+    "another job": config(
+        target_parameters=["experts.down_proj", "gate.weight"], use_rslora=True, r=2,
+        target_modules=["q_proj", "embed_tokens"], modules_to_save=["norm"],
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -244,7 +248,10 @@ def saved(tmp_path: Path, base: str, **settings: Any) -> tuple[Path, Any]:
 MERGED: dict[str, dict[str, Any]] = {
     "lora": {"target_modules": "all-linear"},
     "dora": {"target_parameters": [*EXPERTS, "gate.weight"], "use_dora": True, "use_rslora": True},
-}
+    "others beside": {
+        "target_parameters": [*EXPERTS, "gate.weight"], "target_modules": ["embed_tokens"], "modules_to_save": ["norm"],
+    },
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", MERGED)
