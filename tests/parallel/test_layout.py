@@ -357,7 +357,7 @@ def test_jobs_of_equal_tokens_are_placed_by_what_their_samples_take(make: Callab
     for job, (length, labels) in zip(prepared.jobs, kinds.values(), strict=True):
         sample = Sample(np.zeros(length, np.int32), np.arange(length) >= length - labels)
         job.data = JobData(job.data.name, [sample] * (240 // length), job.config.train, 0)
-        job.trainable = 10
+        job.trainable = job.active = 10
     assert {job.data.tokens for job in prepared.jobs} == {240}
 
     shape, work = prepared.shape, Work(prepared)
