@@ -337,6 +337,29 @@ SCHEDULE_KEYS: dict[str, dict[str, tuple[type, float, float] | tuple[str, ...]]]
 """Keys of lr_scheduler_kwargs by schedule: type, least and most, or the texts that are taken."""
 
 
+Trainer = Literal["sft", "dpo", "kto", "orpo"]
+LOSS_TYPES: dict[str, tuple[str, ...]] = {
+    "dpo": (
+        "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "apo_zero", "apo_down",
+        "discopop", "sft", "sigmoid_norm",
+    ),
+    "kto": ("apo_zero_unpaired",),
+}  # fmt: skip
+"""By trainer; those of TRL that take the samples of a global batch one by one."""
+OF_A_BATCH = {
+    "aot": "sorts the whole global batch", "aot_unpaired": "sorts the whole global batch",
+    "kto": "compares with mismatched completions of the whole batch",
+}  # fmt: skip
+"""Those that do not, which this version does not take, and why."""
+TRAINER_KEYS: dict[str, tuple[str, ...]] = {
+    "beta": ("dpo", "kto", "orpo"), "loss_type": ("dpo", "kto"), "loss_weights": ("dpo",), "label_smoothing": ("dpo",),
+    "discopop_tau": ("dpo",), "desirable_weight": ("kto",), "undesirable_weight": ("kto",),
+}  # fmt: skip
+"""Keys of `train` that some trainers alone have."""
+HIGHER_IS_BETTER = ("eval_rewards/accuracies", "eval_rewards/margins")
+"""Held-out metrics of preferences that may choose the best adapter; of eval_loss the lower is the better."""
+
+
 class TrainConfig(_Strict):
     """Optimization of one job; the meaning of every key is that of transformers' TrainingArguments."""
 
@@ -384,12 +407,72 @@ class TrainConfig(_Strict):
     """Optimizer steps between evaluations; 0 only before and after training; null: the run's eval_every."""
     load_best_model_at_end: bool = False
     """The adapter of the evaluation with the best metric_for_best_model is the job's result, not that of its last step."""
-    metric_for_best_model: Literal["eval_loss"] = "eval_loss"
-    """What decides which adapter is the best, and whether training ends early: the held-out loss, the lower the better."""
+    metric_for_best_model: Literal["eval_loss", "eval_rewards/accuracies", "eval_rewards/margins"] = "eval_loss"
+    """What decides which adapter is the best, and whether training ends early: the held-out loss, the lower the better; or, of
+    pairs, how often and by how much the chosen completion has the higher reward."""
     early_stopping_patience: int | None = Field(None, ge=1, le=MOST_STEPS)
     """End the job after so many evaluations in a row that were no better than the best one before; null never does."""
     early_stopping_threshold: float = Field(0.0, ge=0, le=1e6)
     """By how much one must be better to count."""
+    trainer: Trainer = "sft"
+    """What is learnt, as TRL's trainers of these names do: sft completions; dpo and orpo which of two completions is preferred;
+    kto which completions are desirable."""
+    beta: float | None = Field(None, gt=0, le=1e6)
+    """dpo, kto: how closely the model is held to the reference, the base model without the adapter; orpo: weight of the odds
+    ratio. null: 0.1."""
+    loss_type: str | list[str] | None = None
+    """dpo: sigmoid, or another of TRL's losses, or a list of these, which are added; kto: apo_zero_unpaired."""
+    loss_weights: list[float] | None = None
+    """dpo: of each of loss_type; null: 1 for each."""
+    label_smoothing: float | None = Field(None, ge=0, lt=1)
+    """dpo, with robust or exo_pair: share of preferences that are taken to be the other way round."""
+    discopop_tau: float | None = Field(None, gt=0, le=1e6)
+    """dpo, with discopop: its temperature. null: 0.05."""
+    desirable_weight: float | None = Field(None, gt=0, le=1e6)
+    """kto: of the losses of desirable completions. null: 1."""
+    undesirable_weight: float | None = Field(None, gt=0, le=1e6)
+    """kto: of the others. null: 1."""
+
+    @property
+    def loss_types(self) -> tuple[str, ...]:
+        """loss_type as a list."""
+        if self.loss_type is None:
+            return {"dpo": ("sigmoid",)}.get(self.trainer, ())
+        return (self.loss_type,) if isinstance(self.loss_type, str) else tuple(self.loss_type)
+
+    @model_validator(mode="after")
+    def _of_the_trainer(self) -> TrainConfig:
+        for key, trainers in TRAINER_KEYS.items():
+            if getattr(self, key) is not None and self.trainer not in trainers:
+                raise ValueError(f"{key} is for trainer {' and '.join(trainers)}; this job's trainer is {self.trainer}")
+        known, types = LOSS_TYPES.get(self.trainer, ()), self.loss_types
+        for name in types if self.loss_type is not None else ():
+            why = f", which {OF_A_BATCH[name]} and is not taken" if name in OF_A_BATCH else ""
+            if name not in known:
+                raise ValueError(f"loss_type has {quoted(name)}{why}; {self.trainer} takes {', '.join(known)}")
+        if self.loss_type is not None and (not types or len(set(types)) < len(types)):
+            raise ValueError("loss_type is a list of at least one loss, each once")
+        if self.trainer == "kto" and self.loss_type is None:
+            raise ValueError(
+                "trainer: kto needs loss_type: apo_zero_unpaired; the loss kto itself compares with mismatched completions of "
+                "the whole batch and is not taken"
+            )
+        if self.loss_weights is not None and len(self.loss_weights) != len(types):
+            raise ValueError(f"loss_weights has {len(self.loss_weights)} numbers for {len(types)} losses")
+        smoothed = {"robust", "exo_pair"} & set(types)
+        if self.label_smoothing and not smoothed:
+            raise ValueError("label_smoothing goes with loss_type robust or exo_pair")
+        if "exo_pair" in types and not self.label_smoothing:
+            raise ValueError("loss_type exo_pair needs label_smoothing above 0, such as 1e-3")
+        if "robust" in types and (self.label_smoothing or 0) >= 0.5:
+            raise ValueError(f"label_smoothing is {self.label_smoothing}; robust takes less than 0.5")
+        if "discopop" not in types and self.discopop_tau is not None:
+            raise ValueError("discopop_tau goes with loss_type discopop")
+        if self.metric_for_best_model != "eval_loss" and self.trainer not in ("dpo", "orpo"):
+            raise ValueError(
+                f"metric_for_best_model {self.metric_for_best_model} is of pairs, for trainer dpo and orpo"
+            )
+        return self
 
     @field_validator("lr_scheduler_kwargs")
     @classmethod
@@ -484,6 +567,20 @@ class JobConfig(_Strict):
         if self.train.needs_evaluations and not self.data.eval_path:
             key = "load_best_model_at_end" if self.train.load_best_model_at_end else "early_stopping_patience"
             raise ValueError(f"train.{key} needs held-out samples; set data.eval_path")
+        return self
+
+    @model_validator(mode="after")
+    def _of_completions(self) -> JobConfig:
+        own = {
+            "train.label_smoothing_factor": self.train.label_smoothing_factor, "data.streaming": self.data.streaming,
+            "train.neftune_noise_alpha": self.train.neftune_noise_alpha,
+        }  # fmt: skip
+        for key, value in own.items():
+            if value and self.train.trainer != "sft":
+                raise ValueError(
+                    f"{key} is for trainer sft; this job's trainer is {self.train.trainer}"
+                    + ("; of preferences it is label_smoothing" if key.endswith("factor") else "")
+                )
         return self
 
     @model_validator(mode="after")

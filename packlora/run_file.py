@@ -55,6 +55,10 @@ OTHER_TOOLS = {
     "sequence_len": _LENGTH, "max_seq_length": _LENGTH, "max_seq_len": _LENGTH,
     "bf16": "see the run's dtype: bfloat16", "fp16": "see the run's dtype: float16",
     "load_in_4bit": _FOUR, "load_in_8bit": _EIGHT, "quantization_config": _FOUR, "bnb_4bit_quant_type": _FOUR,
+    "rpo_alpha": "see a job's train.loss_type, [sigmoid, sft], and train.loss_weights",
+    "rl": "see a job's train.trainer", "rl_beta": "see a job's train.beta",
+    "precompute_ref_log_probs": "the reference is always computed once, before the first step",
+    "ref_model": "the reference is the base model without the adapter, or with the adapter of a job's adapter.init_from",
     "save_steps": "see the run's save_every",
     "datasets": "see a job's data.path", "dataset": "see a job's data.path", "model_name_or_path": "see the run's base_model",
 }  # fmt: skip

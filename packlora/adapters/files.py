@@ -309,7 +309,7 @@ def read_tensors(folder: str | Path, shapes: Mapping[str, torch.Size], job: str)
             floating-point numbers.
     """
     file = Path(folder) / WEIGHTS
-    tensors = _stored_tensors(file, job)
+    tensors = stored_tensors(file, job)
     suffix = MAGNITUDE + ".weight"
     tensors = {key.removesuffix(".weight") if key.endswith(suffix) else key: value for key, value in tensors.items()}
     _drop_base(tensors, shapes, f"job {job!r}: {file}")
@@ -359,7 +359,7 @@ def read_trained_on(folder: str | Path) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def _stored_tensors(file: Path, job: str) -> dict[str, torch.Tensor]:
+def stored_tensors(file: Path, job: str) -> dict[str, torch.Tensor]:
     try:
         if file.exists() and not file.is_file():
             raise OSError("it is not a file")  # a pipe would be waited for

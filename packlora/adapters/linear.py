@@ -41,9 +41,13 @@ class Attached:
     checkpointed activations are recomputed in autograd's own threads, which see no context of the thread that called backward.
     """
 
-    def __init__(self, choosers: Sequence[PlanChooser], storage: Storage | None = None) -> None:
+    def __init__(
+        self, choosers: Sequence[PlanChooser], storage: Storage | None = None, version_counted: bool = True
+    ) -> None:
         self.storage = storage or InMemory()
         """How the frozen weights lie."""
+        self.version_counted = version_counted
+        """Whether all writes into adapters are seen by their version counters (prepared.py)."""
         self.choosers = tuple(dict.fromkeys(choosers))
         """Of plans: each layer has one of them."""
         self.groups: dict[str, tuple[str, ...]] = {}
@@ -126,8 +130,8 @@ class Attached:
         layers = tuple(member.layer() for member in members)
         found = self._kept.get(key)
         if found is None or any(new is not old for new, old in zip(layers, found[0], strict=True)):
-            # adapters change by the jobs' own optimizers and by copy_: both move the version counters
-            found = self._kept[key] = (layers, GroupState(version_counted=True))
+            # jobs' own optimizers and copy_ both move the version counters
+            found = self._kept[key] = (layers, GroupState(self.version_counted))
         return found
 
 

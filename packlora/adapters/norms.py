@@ -223,6 +223,11 @@ class RowNorms:
         for handle in list(self._handles.values()):
             handle.invalidate()
 
+    def changed(self) -> None:
+        """A's and B's may be others, which the host need not have seen: the next get() of every handle computes."""
+        for handle in list(self._handles.values()):
+            handle._steps += 1
+
     # --- windows ---------------------------------------------------------------------------------------------------------
 
     @contextmanager

@@ -19,6 +19,7 @@ from packlora.plans.select import PlanChooser
 from packlora.run_file import parse_run
 from packlora.runtime.evaluate import Evaluator
 from packlora.runtime.events import StopRequest
+from packlora.runtime.forwards import Forwards
 from packlora.runtime.job import Job
 from packlora.runtime.memory import TokenBudget
 from packlora.runtime.microbatch import SingleDevice
@@ -82,8 +83,8 @@ def evaluate_adapter(
     job = Job(item.config, item.data, samples, adapter)
     budget = TokenBudget(prepared.budget, prepared.longest, True, base.device)
     team = Team(ALONE, StopRequest(), [job])
-    evaluator = Evaluator(base.device, SingleDevice(base, attached), [job], 0, budget, team)
-    (loss,) = evaluator.evaluate([job]).values()
+    forwards = Forwards(base.device, SingleDevice(base, attached), budget, team)
+    loss = Evaluator(forwards, [job], 0).evaluate([job])["eval"].loss
     if not np.isfinite(loss):
         raise InputError(f"the loss of {folder} on {data} is {loss:g}")
     labels, tokens = (sum(getattr(sample, what) for sample in samples) for what in ("num_labels", "num_tokens"))

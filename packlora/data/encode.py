@@ -28,11 +28,27 @@ PLACEHOLDER = "packlora-finds-this-turn"
 
 
 @dataclass(frozen=True, slots=True)
+class Preference:
+    """What makes a sample of one or two completions of a prompt.
+
+    lengths: tokens of its parts, the prompt with the chosen completion and with the rejected one, or with the only one.
+    desirable: what is said of the only one. is_context: [T] bool, label tokens that are of no completion; None: there are none.
+    """
+
+    lengths: tuple[int, ...]
+    desirable: bool = True
+    is_context: np.ndarray | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Sample:
-    """One encoded sample. ids [T] int32; is_label [T] bool, False at 0 because nothing predicts the first token."""
+    """One encoded sample. ids [T] int32; is_label [T] bool, False at 0, and where a part begins, because nothing predicts the
+    first token."""
 
     ids: np.ndarray
     is_label: np.ndarray
+    preference: Preference | None = None
+    """Of a sample whose completions are compared or judged."""
 
     @property
     def num_tokens(self) -> int:
@@ -42,12 +58,30 @@ class Sample:
     def num_labels(self) -> int:
         return int(self.is_label.sum())
 
+    @property
+    def part_lengths(self) -> tuple[int, ...]:
+        """Tokens of its parts, none of which sees another."""
+        return (len(self.ids),) if self.preference is None else self.preference.lengths
+
+    def groups(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Of a sample with a preference, the places of its label tokens: those outside of completions, those of the chosen
+        completion, or of the only one, and those of the rejected one."""
+        assert self.preference is not None
+        labels, context = np.flatnonzero(self.is_label), self.preference.is_context
+        is_context = np.zeros(len(labels), bool) if context is None else context[labels]
+        own = labels[~is_context]
+        is_first = own < self.preference.lengths[0]
+        return labels[is_context], own[is_first], own[~is_first]
+
 
 def samples_hash(samples: Sequence[Sample]) -> str:
     """Of all token ids, labels and boundaries, in order: tells whether data is what it was."""
     digest = hashlib.blake2b(digest_size=16)
     for sample in samples:
         digest.update(len(sample.ids).to_bytes(4, "little") + sample.ids.tobytes() + sample.is_label.tobytes())
+        if (own := sample.preference) is not None:
+            context = b"" if own.is_context is None else own.is_context.tobytes()
+            digest.update(repr((own.lengths, own.desirable)).encode() + context)
     return digest.hexdigest()
 
 
@@ -122,14 +156,9 @@ def encode_some(
     vocabulary: int | None = None,
 ) -> Encoded:
     """As encode_rows, where no sample may be left. vocabulary: rows with tokens beyond it are none; None: not looked at."""
-    if not getattr(tokenizer, "is_fast", False):
-        raise InputError(
-            f"job {job!r}: the tokenizer {type(tokenizer).__name__} gives no offsets; a fast one is needed"
-        )
-    special = _special_tokens(tokenizer)
     limit, limit_name = _limit(data, budget, context)
     out = Encoded([])
-    for row, sample in _samples(rows, tokenizer, special, data, job, out.skipped, told):
+    for row, sample in encoded_rows(rows, tokenizer, data, job, out.skipped, told):
         if vocabulary is not None and int(sample.ids.max()) >= vocabulary:
             out.skipped.append(f"{row.where}: it has a token beyond the model's {vocabulary} embeddings")
             continue
@@ -151,16 +180,24 @@ def encode_some(
     return out
 
 
-def _samples(
+def encoded_rows(
     rows: Sequence[Row],
     tokenizer: Any,
-    special: re.Pattern[str],
     data: DataConfig,
     job: str,
     skipped: list[str],
     told: Told,
 ) -> Iterator[tuple[Row, Sample]]:
-    """Each row with its sample, in order. skipped: takes those that are none where on_bad_row is skip, else they are raised."""
+    """Each row with its sample, in order, however long.
+
+    Args:
+        skipped: takes rows that are no samples where on_bad_row is skip; else they are raised.
+    """
+    if not getattr(tokenizer, "is_fast", False):
+        raise InputError(
+            f"job {job!r}: the tokenizer {type(tokenizer).__name__} gives no offsets; a fast one is needed"
+        )
+    special = _special_tokens(tokenizer)
 
     def skip(error: InputError) -> None:
         if data.on_bad_row == "error":
@@ -247,6 +284,10 @@ def _special_tokens(tokenizer: Any) -> re.Pattern[str]:
 def _mark(row: Row, tokenizer: Any, special: re.Pattern[str], system: str | None, job: str) -> _Marked | None:
     """Text of a row with what is learnt of it; None for a row of token ids. system: see DataConfig.system."""
     where = f"job {job!r}: {row.where}"
+    if row.pair is not None:
+        raise InputError(
+            f"{where}: 'chosen' and 'rejected' are compared by train.trainer: dpo or orpo; this job's is sft"
+        )
     if (row.ids is not None or row.text is not None) and system is not None:
         raise InputError(f"{where}: data.system goes with prompts and messages; a plain text or token ids show none")
     if row.ids is not None:

@@ -6,6 +6,8 @@
     {instruction, input, output}    Alpaca's: a prompt of one or two paragraphs, and its completion
     {text}                          of which everything is learnt
     {input_ids, labels}             tokens, of which those are learnt whose label is not -100
+    {prompt, chosen, rejected}      TRL's preferences, texts or lists of messages; the prompt may be what both begin with
+    {prompt, completion, label}     TRL's judged completions
 
 A conversation or a prompt may come with `system`, a message of the system, and a conversation with `tools`.
 """
@@ -19,10 +21,12 @@ from typing import Any
 
 import numpy as np
 
+from packlora.data.pairs import halves
 from packlora.errors import InputError, quoted, shown
 
 FORMATS = (
-    "rows are {prompt, completion}, {messages}, {text}, {input_ids, labels}, {conversations} or {instruction, output}"
+    "rows are {prompt, completion}, {messages}, {text}, {input_ids, labels}, {conversations}, {instruction, output} or "
+    "{prompt, chosen, rejected}"
 )
 ROLES = {
     "system": "system", "user": "user", "assistant": "assistant", "tool": "tool", "human": "user", "gpt": "assistant",
@@ -31,9 +35,12 @@ ROLES = {
 """What chat templates call the roles that go by these names. Under another name most would take a turn for one of nobody."""
 KINDS: tuple[tuple[str, ...], ...] = (
     ("prompt", "completion"), ("messages",), ("text",), ("input_ids",), ("conversations",), ("instruction", "output"),
+    ("chosen", "rejected"),
 )  # fmt: skip
 """Fields that a row of each kind has; of two kinds at once it is none."""
-FIELDS = ("prompt", "completion", "messages", "text", "input_ids", "conversations", "instruction", "output")
+FIELDS = (
+    "prompt", "completion", "messages", "text", "input_ids", "conversations", "instruction", "output", "chosen", "rejected",
+)  # fmt: skip
 UNLEARNT = -100
 """The label of a token that is not learnt."""
 SHAREGPT = "ShareGPT's conversations (from, value), read as messages"
@@ -46,7 +53,7 @@ Bad = Callable[[str], InputError]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One sample. Exactly one of the kinds is filled: prompt and completion, messages, text, or ids and is_label."""
+    """One sample. Exactly one of the kinds is filled: prompt and completion, messages, text, ids and is_label, or pair."""
 
     where: str
     """File and line (or row number), for error messages."""
@@ -65,6 +72,10 @@ class Row:
     """Which of them are learnt [T], bool."""
     form: str | None = None
     """That of another tool, in words, that the row was written in."""
+    pair: tuple[Row, Row] | None = None
+    """The prompt with the chosen and with the rejected completion."""
+    label: Any = None
+    """What the row says of its completion under `label`, unchecked."""
 
 
 class _TwiceError(Exception):
@@ -108,6 +119,11 @@ def check_row(value: Any, where: str, job: str) -> Row:
     (kind,) = kinds
     if kind == ("input_ids",):
         return _tokens(value, where, bad)
+    if kind == ("chosen", "rejected"):
+        chosen, rejected = halves(value, bad)
+        pair = check_row(chosen, f"{where}, chosen", job), check_row(rejected, f"{where}, rejected", job)
+        return Row(where, pair=pair)
+    label = value.get("label")
     if kind == ("instruction", "output"):
         value, form = _of_alpaca(value, bad), ALPACA
     elif kind == ("conversations",):
@@ -124,7 +140,7 @@ def check_row(value: Any, where: str, job: str) -> Row:
         if "functions" in value:
             raise bad("'functions' is an older form of 'tools'; write it as tools")
         messages = _check_messages(value["messages"], bad)
-        return Row(where, messages=with_system(messages, system), tools=tools, form=form)
+        return Row(where, messages=with_system(messages, system), tools=tools, form=form, label=label)
     if tools:
         raise bad("'tools' go with messages, as they are shown to the model by the chat template")
     if kind == ("text",):
@@ -134,7 +150,8 @@ def check_row(value: Any, where: str, job: str) -> Row:
         return Row(where, text=value["text"])
     for key in ("prompt", "completion"):
         _check_text(value[key], repr(key), bad)
-    return Row(where, prompt=value["prompt"], completion=value["completion"], system=system, form=form)
+    prompt, completion = value["prompt"], value["completion"]
+    return Row(where, prompt=prompt, completion=completion, system=system, form=form, label=label)
 
 
 def with_system(messages: list[dict[str, Any]], system: str | None) -> list[dict[str, Any]]:

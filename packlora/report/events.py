@@ -15,7 +15,7 @@ to them and report/ imports nothing of runtime/. Events hold plain values; steps
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -151,11 +151,14 @@ class Stepped:
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """The held-out loss of a job, mean over label tokens: a line of evals.jsonl. It may be NaN or infinite."""
+    """The held-out loss of a job, mean over label tokens, or over samples with preferences: a line of evals.jsonl. It may be
+    NaN or infinite. metrics: what else is told of preferences, by TRL's names (eval_rewards/accuracies), keys of the same line;
+    null where it is not finite."""
 
     job: str
     step: int
     eval_loss: float
+    metrics: Mapping[str, float | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

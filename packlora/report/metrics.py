@@ -113,7 +113,10 @@ class Logs:
         elif type(event) in LINES:
             if type(event) not in self._files:
                 self._files[type(event)] = self._new(LINES[type(event)])
-            self._files[type(event)].write(**{field.name: getattr(event, field.name) for field in fields(event)})
+            line = {field.name: getattr(event, field.name) for field in fields(event)}
+            if isinstance(event, Evaluated):
+                line |= line.pop("metrics")
+            self._files[type(event)].write(**line)
 
 
 class JsonLines:
@@ -202,7 +205,7 @@ def eval_lines(histories: Mapping[str, list[dict[str, Any]]]) -> list[dict[str, 
     """The same of evals.jsonl."""
     evals = [(line["elapsed"], name, line) for name, own in histories.items() for line in own if "eval_loss" in line]
     return [
-        {"job": name, "step": line["step"], "eval_loss": line["eval_loss"]}
+        {"job": name, "step": line["step"]} | {key: value for key, value in line.items() if key.startswith("eval_")}
         for _, name, line in sorted(evals, key=lambda found: found[0])
     ]
 

@@ -102,7 +102,7 @@ class Progress:
                 self._start = time.perf_counter()
             case Stepped():
                 self._stepped(event, logged)
-            case Evaluated(job, step, loss):
+            case Evaluated(job, step, loss, _):
                 self.jobs[job].eval_loss = loss
                 if self._live is None:
                     self._print(f"{job}  step {step}  held-out loss {loss:.4f}")

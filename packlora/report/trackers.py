@@ -92,8 +92,9 @@ class Tracker:
                 rate = event.tokens / max(event.seconds, 1e-9)
                 values = {"loss": event.loss, "grad_norm": event.grad_norm, "learning_rate": event.lr}
                 self._log(event.job, event.step, values | {"tokens_per_second": rate})
-            case Evaluated(job=name, step=step, eval_loss=loss):
-                self._log(name, step, {"eval_loss": loss})
+            case Evaluated(job=name, step=step, eval_loss=loss, metrics=more):
+                told = {key: value for key, value in more.items() if value is not None}
+                self._log(name, step, {"eval_loss": loss} | told)
             case SavePointReached():
                 for run in self._runs.values():
                     run.flush()

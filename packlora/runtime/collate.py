@@ -7,8 +7,8 @@ what shares its microbatch. Anything larger is never padded.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -16,16 +16,34 @@ import torch
 from packlora.adapters.owners import MIN_ROWS, Noise, TokenOwners
 from packlora.data.encode import Sample
 from packlora.ops.dropout.keys import packed_token_keys
+from packlora.runtime.objective import Objective
 
 IGNORE = -100
 ALIGNED = 16
 """Words of 64 bits: tensors of a microbatch begin at multiples of 128 bytes, as those that torch allocates for itself."""
 
 
+NOBODY = -1
+"""Owner of tokens that see the base model alone."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Compared:
+    """What the loss of a sample with a preference needs beside the model's log-probabilities; see objective.Scores.
+
+    reference: [3] float64.
+    """
+
+    objective: Objective
+    reference: np.ndarray
+    per_token: float
+
+
 @dataclass(frozen=True, slots=True)
 class PackedSample:
-    """A sample on its way into a microbatch. owner: number of its adapter; dropout_key: None for no dropout; smoothing: of its
-    labels; noise: key and alpha of NEFTune's, None for none."""
+    """A sample on its way into a microbatch. owner: number of its adapter, or NOBODY; dropout_key: None for no dropout;
+    smoothing: of its labels; noise: key and alpha of NEFTune's, None for none; compared: of one with a preference, for
+    training."""
 
     owner: int
     sample: Sample
@@ -34,6 +52,24 @@ class PackedSample:
     dropout_key: int | None
     smoothing: float = 0.0
     noise: tuple[int, float] | None = None
+    compared: Compared | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Label rows of samples with preferences, N samples, by the three columns of objective.Scores.
+
+    splits: numbers of consecutive rows that cover all rows. places: of the groups among them, N times three. index_L: by row,
+    its group, 3 N for rows of none. given_N8: float64, reference (3), tokens (3), per_token, desirable; None where nothing was
+    given.
+    objectives: (owner, objective, first, stop) of consecutive samples.
+    """
+
+    splits: tuple[int, ...]
+    places: tuple[int, ...]
+    index_L: torch.Tensor
+    given_N8: torch.Tensor | None
+    objectives: tuple[tuple[int, Objective, int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +93,8 @@ class PackedBatch:
     num_samples: Mapping[int, int]
     num_rows: Mapping[int, int]
     """Label rows by owner, in the order in which they lie, with padding."""
+    groups: Groups | None = None
+    """Where samples have preferences."""
 
 
 def collate(
@@ -71,27 +109,17 @@ def collate(
     """
     ids, positions, rows, labels = [], [], [], []
     lengths: list[int] = []
-    segments: list[list[int]] = []
-    num_tokens: dict[int, int] = {}
-    num_samples: dict[int, int] = {}
-    num_rows: dict[int, int] = {}
     start = 0
     for item in samples:
-        owner, length = item.owner, item.sample.num_tokens
-        at = np.flatnonzero(item.sample.is_label)
+        at = _label_places(item.sample)
         ids.append(item.sample.ids)
-        positions.append(np.arange(length))
-        lengths.append(length)
+        positions += [np.arange(part) for part in item.sample.part_lengths]
+        lengths += item.sample.part_lengths
         rows.append(start + at - 1)
         labels.append(item.sample.ids[at])
-        if segments and segments[-1][0] == owner:
-            segments[-1][2] += length
-        else:
-            segments.append([owner, start, start + length])
-        num_tokens[owner] = num_tokens.get(owner, 0) + length
-        num_samples[owner] = num_samples.get(owner, 0) + 1
-        num_rows[owner] = num_rows.get(owner, 0) + len(at)
-        start += length
+        start += item.sample.num_tokens
+    num_tokens = _by_owner(samples, [item.sample.num_tokens for item in samples])
+    num_rows = _by_owner(samples, map(len, rows))
     for filler in _fillers(total - start, max(lengths)):
         ids.append(np.resize(samples[0].sample.ids, filler))
         positions.append(np.arange(filler))
@@ -104,9 +132,10 @@ def collate(
     total = sum(lengths)
     keys, (noise_keys, scales) = _keys(samples, total), _noise(samples, total)
     of_rows = [] if weights is None else [np.full(count, weights[owner]) for owner, count in num_rows.items()]
-    smoothings = _smoothings(samples, num_rows)
-    ids_T, positions_T, rows_L, labels_L, weights_L, keys_T, smoothing_L, noise_T, scale_T = _send(
-        (ids, positions, rows, labels, of_rows, keys, smoothings, noise_keys, scales), device
+    smoothings, grouped = _smoothings(samples, num_rows), _grouped(samples, sum(num_rows.values()))
+    ids_T, positions_T, rows_L, labels_L, weights_L, keys_T, smoothing_L, noise_T, scale_T, index_L, given = _send(
+        (ids, positions, rows, labels, of_rows, keys, smoothings, noise_keys, scales, grouped.index, grouped.given),
+        device,
     )
     return PackedBatch(
         input_ids_T=ids_T,
@@ -117,15 +146,16 @@ def collate(
         weights_L=None if weights is None else weights_L.view(torch.float64),
         owners=TokenOwners(
             total,
-            tuple((owner, first, stop) for owner, first, stop in segments),
+            _segments(num_tokens),
             _pairs(keys_T) if keys else None,
             noise=Noise(_pairs(noise_T), scale_T.view(torch.float64).float()) if scales else None,
             label_rows=(_segments(num_rows, max(few, 0)), rows_L),
         ),
         smoothing_L=smoothing_L.view(torch.float64) if smoothings else None,
         num_tokens=num_tokens,
-        num_samples=num_samples,
+        num_samples=_by_owner(samples, itertools.repeat(1)),
         num_rows=num_rows,
+        groups=grouped.sent(index_L, given),
     )
 
 
@@ -146,12 +176,70 @@ def _smoothings(samples: Sequence[PackedSample], num_rows: Mapping[int, int]) ->
     return [np.full(count, own[owner]) for owner, count in num_rows.items()] if any(own.values()) else []
 
 
-def _segments(num_rows: Mapping[int, int], padding: int) -> tuple[tuple[int, int, int], ...]:
-    """(owner, start, stop) of the label rows; those of padding, the last ones, are nobody's."""
-    stops = list(itertools.accumulate(num_rows.values()))
+def _by_owner(samples: Sequence[PackedSample], values: Iterable[int]) -> dict[int, int]:
+    """Sums of a value of each sample."""
+    out: dict[int, int] = {}
+    for item, value in zip(samples, values, strict=False):
+        out[item.owner] = out.get(item.owner, 0) + value
+    return out
+
+
+def _segments(counts: Mapping[int, int], padding: int = 0) -> tuple[tuple[int, int, int], ...]:
+    """(owner, start, stop) of tokens or label rows, as TokenOwners has them; samples are ordered by owner, padding is the last
+    owner's in counts and nobody's here."""
+    stops = list(itertools.accumulate(counts.values()))
     stops[-1] -= padding
     starts = [0, *stops[:-1]]
-    return tuple(one for one in zip(num_rows, starts, stops, strict=True) if one[1] < one[2])
+    found = zip(counts, starts, stops, strict=True)
+    return tuple(one for one in found if one[1] < one[2] and one[0] != NOBODY)
+
+
+def _label_places(sample: Sample) -> np.ndarray:
+    """Of its label tokens, those of a group together."""
+    return np.flatnonzero(sample.is_label) if sample.preference is None else np.concatenate(sample.groups())
+
+
+@dataclass(slots=True)
+class _Grouped:
+    """Groups before they are sent."""
+
+    splits: list[int] = field(default_factory=list)
+    places: list[int] = field(default_factory=list)
+    index: list[np.ndarray] = field(default_factory=list)
+    given: list[np.ndarray] = field(default_factory=list)
+    objectives: list[tuple[int, Objective, int, int]] = field(default_factory=list)
+
+    def sent(self, index_L: torch.Tensor, given: torch.Tensor) -> Groups | None:
+        if not self.places:
+            return None
+        given_N8 = given.view(torch.float64).view(-1, 8) if self.given else None
+        return Groups(tuple(self.splits), tuple(self.places), index_L, given_N8, tuple(self.objectives))
+
+
+def _grouped(samples: Sequence[PackedSample], num_rows: int) -> _Grouped:
+    """Groups of the label rows of those samples that have preferences. num_rows: of all samples, with padding."""
+    out, number = _Grouped(), 0
+    if all(item.sample.preference is None for item in samples):
+        return out
+    none = 3 * sum(item.sample.preference is not None for item in samples)
+    for item in samples:
+        if item.sample.preference is None:
+            out.splits.append(item.sample.num_labels)
+            out.index.append(np.full(item.sample.num_labels, none))
+            continue
+        counts = np.array([len(places) for places in item.sample.groups()])
+        out.places += range(len(out.splits), len(out.splits) + 3)
+        out.splits += counts.tolist()
+        out.index.append(np.repeat(np.arange(3 * number, 3 * number + 3), counts))
+        if (own := item.compared) is not None:
+            more = [own.per_token, float(item.sample.preference.desirable)]
+            out.given.append(np.concatenate([own.reference, counts.astype(np.float64), more]))
+            last = out.objectives.pop() if out.objectives and out.objectives[-1][0] == item.owner else None
+            out.objectives.append((item.owner, own.objective, number if last is None else last[2], number + 1))
+        number += 1
+    out.splits.append(num_rows - sum(out.splits))
+    out.index.append(np.full(out.splits[-1], none))
+    return out
 
 
 def _keys(samples: Sequence[PackedSample], total: int) -> list[np.ndarray]:

@@ -2,42 +2,40 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from packlora.data.encode import Sample
-from packlora.data.order import SampleOrder
-from packlora.runtime.collate import PackedSample
+from packlora.runtime.forwards import Forwards, Found
 from packlora.runtime.job import Job
-from packlora.runtime.memory import TokenBudget, free_memory
-from packlora.runtime.microbatch import Executor
-from packlora.runtime.team import Team
-from packlora.schedule.planner import Planner
-from packlora.schedule.types import Microbatch
+from packlora.runtime.objective import Scores
+from packlora.runtime.reference import References
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOut:
+    """loss: mean over label tokens, or over samples with preferences. metrics: what else is told of the latter."""
+
+    loss: float
+    metrics: Mapping[str, float]
+
+    @property
+    def line(self) -> dict[str, float | None]:
+        """Of a log history, by TRL's names; null for what is not finite."""
+        told = {"loss": self.loss} | dict(self.metrics)
+        return {f"eval_{key}": value if math.isfinite(value) else None for key, value in told.items()}
 
 
 class Evaluator:
     """Evaluations of a run: before a job's first step, every so many steps, and after its last one, once each."""
 
-    def __init__(
-        self,
-        device: torch.device,
-        executor: Executor,
-        jobs: Sequence[Job],
-        every: int,
-        budget: TokenBudget,
-        team: Team,
-    ) -> None:
-        self.device, self.executor, self.jobs, self.every, self.budget, self.team = (
-            device,
-            executor,
-            jobs,
-            every,
-            budget,
-            team,
-        )
+    def __init__(self, forwards: Forwards, jobs: Sequence[Job], every: int) -> None:
+        self.forwards, self.every = forwards, every
+        self.references = References(forwards)
         self.losses: dict[tuple[str, int], float | None] = {
             (job.name, line["step"]): line["eval_loss"]
             for job in jobs
@@ -59,73 +57,43 @@ class Evaluator:
         every = self.every if own is None else own
         return bool(job.eval_samples) and (job.step == 0 or is_multiple(job.step, every))
 
-    def evaluate(self, jobs: Sequence[Job]) -> dict[str, float]:
-        """Held-out loss of those jobs that are due, by name: of all of them, or of none where a stop was asked for meanwhile.
+    def evaluate(self, jobs: Sequence[Job]) -> dict[str, HeldOut]:
+        """Held-out losses of those jobs that are due, by name: of all of them, or of none where a stop was asked for meanwhile.
 
-        Each is computed without dropout in microbatches of its own: which others are due at the same time changes no bit of it.
-        After its last step a job without held-out samples is tried on its last global batch instead: no later step would notice
-        that the last one ruined it.
+        Jobs with preferences learn first what their references give. Each loss is computed without dropout in microbatches of
+        its own: which others are due at the same time changes no bit of it. After its last step a job without held-out samples
+        is tried on its last global batch instead: no later step would notice that the last one ruined it.
 
         Raises:
             MemoryError: out of memory, and there is no lower budget to go on with.
         """
+        self.references.learn(jobs)
         due = [job for job in jobs if self.is_due(job)]
         samples = {job.name: job.eval_samples or job.data.last_batch() for job in due}
-        sums = None
-        while samples and sums is None and not self.team.stop.asked:
-            sums = self._sums(samples)
-        if sums is None or self.team.stop.asked:
+        found = self.forwards.over(samples, {job.name: job.adapter.number for job in due}) if samples else None
+        if found is None:
             return {}
-        losses = {
-            job.name: float(sums[job.adapter.number]) / sum(sample.num_labels for sample in samples[job.name])
-            for job in due
-        }
-        self.losses |= {(job.name, job.step): losses[job.name] for job in due}
-        return losses
+        told = {job.name: _told(job, samples[job.name], found[job.name]) for job in due}
+        self.losses |= {(job.name, job.step): told[job.name].loss for job in due}
+        return told
 
-    def _sums(self, samples: Mapping[str, list[Sample]]) -> np.ndarray | None:
-        """Sum of the label tokens' losses by job number, or None: out of memory, to be tried again with a lower budget."""
-        orders = [
-            SampleOrder(name, np.array([sample.num_tokens for sample in own]), len(own), 0, 1, shuffle=False)
-            for name, own in samples.items()
-        ]
-        budget = min(self.budget.tokens, self.budget.held_out)
-        planners = [Planner([order], budget, method="greedy") for order in orders]
-        microbatches = [microbatch for planner in planners for microbatch in planner.window(0).microbatches]
-        owners = 1 + max(job.adapter.number for job in self.jobs)
-        found, lacking = torch.zeros(len(microbatches), owners, dtype=torch.float64), 0
-        rank, size = self.team.group.rank, self.team.group.size
-        for number in range(rank, -(-len(microbatches) // size) * size, size):
-            if self.team.stop.asked:
-                break
-            if number >= len(microbatches):
-                self.executor.idle(backward=False)
-                continue
-            sums = self._microbatch(microbatches[number], samples, owners)
-            if sums is None:
-                lacking = microbatches[number].num_tokens
-                break
-            found[number] = sums
-        if lacking := self.team.agree(lacking, []):
-            free_memory(self.device)
-            self.budget.held_out = self.budget.below(lacking)
-            return None
-        self.team.group.add_losses(found)
-        total = np.zeros(owners)
-        for own in found.numpy():  # in the order of one process
-            total += own
-        return total
 
-    def _microbatch(
-        self, microbatch: Microbatch, samples: Mapping[str, list[Sample]], owners: int
-    ) -> torch.Tensor | None:
-        number = {job.name: job.adapter.number for job in self.jobs}
-        packed = [
-            PackedSample(number[placed.job], samples[placed.job][placed.sample], 0, 0, None)
-            for placed in microbatch.samples
-        ]
-        done = self.budget.attempt(microbatch.num_tokens, lambda: self.executor.evaluate(packed, owners))
-        return None if done is None else done.sums.cpu()
+def _told(job: Job, samples: Sequence[Sample], found: Found) -> HeldOut:
+    objective = job.preferences.objective
+    if objective is None:
+        return HeldOut(found.loss_sum / sum(sample.num_labels for sample in samples), {})
+    scores = _scores(job, samples, found.logps_N3)
+    return HeldOut(float(objective.losses_of(scores).mean()), objective.metrics(scores))
+
+
+def _scores(job: Job, samples: Sequence[Sample], logps_N3: np.ndarray) -> Scores:
+    counts_N3 = np.array([[len(places) for places in sample.groups()] for sample in samples], np.float64)
+    reference_N3 = np.stack([job.preferences.reference_of(sample) for sample in samples])
+    desirable_N = np.array(
+        [sample.preference is not None and sample.preference.desirable for sample in samples], np.float64
+    )
+    per_token_N = np.full(len(samples), len(samples) / counts_N3[:, :2].sum())
+    return Scores(*map(torch.from_numpy, (logps_N3, reference_N3, counts_N3, per_token_N, desirable_N)))
 
 
 def is_multiple(step: int, every: int) -> bool:

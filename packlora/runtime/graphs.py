@@ -31,10 +31,10 @@ from packlora.base.shape import plain_head
 from packlora.config import Run
 from packlora.errors import InputError
 from packlora.ops.attention.blocks import BLOCK, SampleBlocks, most_blocks, table_of
-from packlora.ops.cross_entropy.linear_cross_entropy import linear_cross_entropy
 from packlora.ops.lora_linear.moving import MovingSegments
 from packlora.runtime.collate import PackedBatch, PackedSample, collate
 from packlora.runtime.job import Job
+from packlora.runtime.loss import fused_losses
 from packlora.runtime.memory import free_memory
 from packlora.runtime.microbatch import Executor, MicrobatchResult, Pending, SingleDevice, one_error_for_memory
 
@@ -334,14 +334,7 @@ class GraphedDevice:
             hidden_TD = body.forward().requires_grad_()
         head = plain_head(base.model)
         assert head is not None
-        losses_L, total = linear_cross_entropy(
-            hidden_TD[batch.rows_L],
-            head.weight,
-            head.bias,
-            batch.labels_L,
-            batch.weights_L,
-            smoothing_L=batch.smoothing_L,
-        )
+        losses_L, total = fused_losses(hidden_TD[batch.rows_L], head, batch, batch.weights_L)
         self._waiting = True
         return Waiting(Pending(batch, losses_L, total, len(weights)), hidden_TD, body, samples, weights)
 
@@ -380,7 +373,7 @@ class GraphedDevice:
         return self.single.plans()
 
     def _load(self, samples: Sequence[PackedSample], weights: np.ndarray) -> _Ready:
-        body = self._body(Shape.of([item.sample.num_tokens for item in samples], self._budget))
+        body = self._body(Shape.of([part for item in samples for part in item.sample.part_lengths], self._budget))
         batch = collate(samples, self.single.base.device, weights, body.shape.tokens)
         body.load(batch)
         return _Ready(samples, weights, body, batch)

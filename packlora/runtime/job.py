@@ -11,21 +11,25 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from transformers import get_scheduler
 
 from packlora.adapters.attach import Adapter
 from packlora.adapters.flat import total_norm
-from packlora.config import JobConfig, TrainConfig
+from packlora.config import HIGHER_IS_BETTER, JobConfig, TrainConfig
 from packlora.data.dataset import JobData
 from packlora.data.encode import Sample
 from packlora.data.prompts import Prompt
+from packlora.runtime.collate import Compared
 from packlora.runtime.library_optimizer import LibraryOptimizer
+from packlora.runtime.objective import Objective
 from packlora.runtime.optimizer import FlatAdamW
 from packlora.seeding import stable_hash
 
 IDLE_STEPS = 3
 """Steps in a row that teach a job nothing, after which it is reported."""
+NO_REFERENCE = np.zeros(3)
 USUAL_RATE = 0.01
 """Share of the configured learning rate over which a step must change something; under it are warmup and decay."""
 
@@ -44,6 +48,39 @@ class StepResult:
     """What a person should know about it."""
 
 
+class Preferences:
+    """What a job knows of the preferences among its samples.
+
+    objective: None where it learns completions. references: by the id of a sample, its log-probabilities [3] under the
+    reference, see objective.Scores.
+    """
+
+    def __init__(self, data: JobData, objective: Objective | None) -> None:
+        self.objective, self._data = objective, data
+        self.references: dict[int, np.ndarray] = {}
+
+    @property
+    def need_references(self) -> bool:
+        return self.objective is not None and self.objective.has_reference
+
+    def reference_of(self, sample: Sample) -> np.ndarray:
+        """[3] float64; zeros where the loss has no reference."""
+        return self.references[id(sample)] if self.need_references else NO_REFERENCE
+
+    def per_token(self, step: int) -> float:
+        """Of the global batch of a step, see objective.Scores; 1 without preferences."""
+        if self.objective is None:
+            return 1.0
+        numbers = self._data.planned.samples(step)
+        return len(numbers) / int(self._data.num_chosen[numbers].sum())
+
+    def compared(self, number: int, per_token: float) -> Compared | None:
+        """What the loss of a sample needs; None without preferences."""
+        if self.objective is None:
+            return None
+        return Compared(self.objective, self.reference_of(self._data.samples[number]), per_token)
+
+
 def learning_rates(config: TrainConfig, num_steps: int) -> Any:
     """The learning rate of step number n, counted from 0, as transformers' get_scheduler gives it; a pure function."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=config.learning_rate)
@@ -54,7 +91,8 @@ def learning_rates(config: TrainConfig, num_steps: int) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """The evaluations of a job: its best one after a step, and how many in a row, up to the last, were no better."""
+    """The evaluations of a job: its best one after a step, and how many in a row, up to the last, were no better. loss: that of
+    the best, or its metric_for_best_model."""
 
     step: int | None = None
     loss: float = math.inf
@@ -69,12 +107,15 @@ def judged(log_history: Sequence[Mapping[str, Any]], train: TrainConfig, last: i
         last: the last of the configured steps. Evaluations after others than this and multiples of eval_steps do not count:
             they are made because a session ended there, which changes nothing.
     """
-    found, threshold = Judged(), train.early_stopping_threshold
+    threshold, metric = train.early_stopping_threshold, train.metric_for_best_model
+    sign = -1.0 if metric in HIGHER_IS_BETTER else 1.0
+    found = Judged(loss=sign * math.inf)
     for line in log_history:
-        loss, step = line.get("eval_loss"), line["step"]
+        loss, step = line.get(metric), line["step"]
         if loss is not None and step > 0 and (step == last or step % (train.eval_steps or 1) == 0):
-            better = loss < found.loss
-            worse = 0 if better and found.loss - loss > threshold else found.worse + 1
+            gain = sign * (found.loss - loss)
+            better = gain > 0
+            worse = 0 if gain > threshold else found.worse + 1
             found = Judged(step, loss, worse) if better else replace(found, worse=worse)
     return found
 
@@ -127,10 +168,9 @@ class Job:
         kind = FlatAdamW if train.optim.startswith("adamw_torch") else LibraryOptimizer
         self.optimizer = kind(self.adapter.flat, self.adapter.layout, train)
         self.lr_at = learning_rates(train, self.data.configured_steps)
-        dropout = self.adapter.spec.peft.lora_dropout
-        self.dropout_key = stable_hash("dropout", self.data.seed) if dropout else None
-        alpha = train.neftune_noise_alpha
-        self.noise = None if alpha is None else (stable_hash("neftune", self.data.seed), alpha)
+        dropout, alpha, seed = self.adapter.spec.peft.lora_dropout, train.neftune_noise_alpha, self.data.seed
+        self.dropout_key = stable_hash("dropout", seed) if dropout else None
+        self.noise = None if alpha is None else (stable_hash("neftune", seed), alpha)
         """Key and alpha of the noise on the embeddings of its samples."""
         self.gradient: torch.Tensor | None = None
         """Of the present global batch, like adapter.flat; made by the first microbatch."""
@@ -152,12 +192,13 @@ class Job:
         self.untrained_elsewhere: set[str] = set()
         self.found_elsewhere = 0
         """Parameters that other processes have, and that got a gradient in the global batch that is about to step."""
+        self.preferences = Preferences(self.data, Objective.of(train))
         self._told: StepResult | None = None
         """Of a step that was counted and not confirmed."""
         self._before: torch.Tensor | None = None
         """adapter.flat before the step that was begun."""
         self.loss_sum: torch.Tensor | None = None
-        """Of the label tokens of the present global batch that ran here."""
+        """Of what ran here of the present global batch, label tokens or samples with preferences."""
         self._tokens = 0
         self._idle = 0
         """Steps in a row, up to the last one, that taught it nothing."""
@@ -182,9 +223,10 @@ class Job:
         """Whether the job has yet to step on this global batch: not after a failure, nor beyond the steps asked for."""
         return self.status != "failed" and self.step <= batch < self.data.num_steps
 
-    def label_tokens(self, step: int) -> int:
-        """Of the global batch of a step: what its loss is divided by."""
-        return self.data.label_tokens(step)
+    def loss_units(self, step: int) -> int:
+        """Of the global batch of a step, what its loss is divided by: label tokens, or samples with preferences."""
+        preferred = self.preferences.objective is not None
+        return len(self.data.planned.samples(step)) if preferred else self.data.label_tokens(step)
 
     def gradient_buffers(self) -> dict[str, torch.Tensor]:
         """Views of `gradient` by parameter. Whoever adds to them in a backward leaves them as the parameters' `grad`."""
@@ -201,8 +243,7 @@ class Job:
         self._tokens += tokens
 
     def partial(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The gradient [adapter.flat's size] and the sum of losses [] float64 of the microbatches that ran here, for replicas
-        to add up."""
+        """The gradient like adapter.flat and the sum of losses [] float64 of what ran here, for replicas to add up."""
         self.gradient_buffers()
         assert self.gradient is not None
         if self.loss_sum is None:
@@ -210,8 +251,7 @@ class Job:
         return self.gradient, self.loss_sum
 
     def collect(self, loss_sum: torch.Tensor) -> None:
-        """Add the loss of a microbatch's tokens of this job to those of the global batch, and the gradients that are in the
-        parameters, which are then without."""
+        """Add a microbatch's loss of this job to that of the global batch, and the gradients of the parameters, then without."""
         self.loss_sum = loss_sum if self.loss_sum is None else self.loss_sum + loss_sum
         found = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
         if not found:
@@ -284,7 +324,7 @@ class Job:
 
     def count_step(self, loss_sum: float, grad_norm: float) -> StepResult | None:
         """The first half of `after_step`: what is known of a step when it is taken. None if it may not be."""
-        loss, lr = loss_sum / self.label_tokens(self.step), self.lr_at(self.step)
+        loss, lr = loss_sum / self.loss_units(self.step), self.lr_at(self.step)
         before, self._before = self._before, None
         assert before is not None
         refusal = _refusal(self, loss, grad_norm)
@@ -390,7 +430,9 @@ def take_best(job: Job) -> str | None:
         return None
     found = job.judged
     job.adapter.flat.copy_(job.best)
-    return f"job {job.name!r}: its result is the adapter of step {found.step}, with held-out loss {found.loss:.4g}"
+    metric = job.config.train.metric_for_best_model
+    named = "held-out loss" if metric == "eval_loss" else metric
+    return f"job {job.name!r}: its result is the adapter of step {found.step}, with {named} {found.loss:.4g}"
 
 
 def _refusal(job: Job, loss: float, grad_norm: float) -> str | None:

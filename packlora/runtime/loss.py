@@ -3,10 +3,15 @@
 A job's loss is the sum over its label tokens of a global batch divided by their number. Microbatches hold parts of global
 batches, so each label token's gradient is weighted with 1 / (label tokens of its job's global batch), and the sums are
 collected per job. Losses of different jobs are never added: a NaN of one job is no other job's.
+
+The loss of a sample with a preference is a function of sums of such losses (objective.py). Its derivative by a sum is the
+weight of each of that sum's tokens, and is known when the forward is done: the gradient of the hidden states, which is linear
+in these weights, is multiplied with them row by row. So no logits are kept for it, and one pass is enough.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,7 +23,8 @@ from packlora.base.packing import packed_hidden, packed_logits
 from packlora.base.shape import plain_head
 from packlora.ops.cross_entropy.chunked import chunked_cross_entropy
 from packlora.ops.cross_entropy.linear_cross_entropy import linear_cross_entropy
-from packlora.runtime.collate import IGNORE, PackedBatch
+from packlora.runtime.collate import IGNORE, Groups, PackedBatch
+from packlora.runtime.objective import Objective, Scores
 
 
 def token_losses(
@@ -47,7 +53,9 @@ def token_losses(
     losses_L = F.cross_entropy(wide, batch.labels_L, reduction="none", ignore_index=IGNORE)
     if batch.smoothing_L is not None:
         losses_L = losses_L + _smoothed(wide, batch.labels_L, batch.smoothing_L.to(wide))
-    total = losses_L.sum() if weights_L is None else (losses_L * weights_L.to(losses_L)).sum()
+    weighted_L = losses_L if weights_L is None else losses_L * weights_L.to(losses_L)
+    factors_L = row_factors(losses_L, batch.groups)
+    total = weighted_L.sum() if factors_L is None else (weighted_L * factors_L.to(losses_L)).sum()
     return losses_L.detach(), total
 
 
@@ -73,10 +81,7 @@ def head_losses(
     if isinstance(head, AdaptedHead) and (rows is None or rows.adapters.isdisjoint(on_head := trained_on(head))):
         plain = head.base
     if plain is not None:
-        part = getattr(plain, "vocabulary", None)  # of one that is cut
-        return linear_cross_entropy(
-            hidden_LD, plain.weight, plain.bias, batch.labels_L, weights_L, part=part, smoothing_L=batch.smoothing_L
-        )
+        return fused_losses(hidden_LD, plain, batch, weights_L)
     assert isinstance(head, AdaptedHead) and rows is not None
 
     def logits_of(hidden_CD: torch.Tensor, start: int, stop: int) -> torch.Tensor:
@@ -86,23 +91,78 @@ def head_losses(
 
     own = [weights for number, weights in on_head.items() if number in rows.adapters]
     parameters = [parameter for weights in own for parameter in weights.named_parameters().values()]
-    return chunked_cross_entropy(
-        hidden_LD,
-        logits_of,
-        parameters,
-        len(head.base.weight),
-        batch.labels_L,
-        weights_L,
-        smoothing_L=batch.smoothing_L,
-    )
+
+    def losses(weights_L: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        words, smoothing = len(head.base.weight), batch.smoothing_L
+        return chunked_cross_entropy(
+            hidden_LD, logits_of, parameters, words, batch.labels_L, weights_L, smoothing_L=smoothing
+        )
+
+    if torch.is_grad_enabled() and batch.groups is not None:
+        # the weights of a preference's labels are known after a forward, the layer's gradients are made in it: so there are two
+        with torch.no_grad():
+            factors_L = row_factors(losses(weights_L)[0], batch.groups)
+        if factors_L is not None:
+            weights_L = factors_L if weights_L is None else factors_L * weights_L
+    return losses(weights_L)
+
+
+def fused_losses(
+    hidden_LD: torch.Tensor, head: Any, batch: PackedBatch, weights_L: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As token_losses, from what the output layer is given [L, D]. head: a frozen linear layer."""
+    losses_L, total = linear_cross_entropy(
+        hidden_LD, head.weight, head.bias, batch.labels_L, weights_L,
+        part=getattr(head, "vocabulary", None), smoothing_L=batch.smoothing_L,
+    )  # fmt: skip
+    factors_L = row_factors(losses_L, batch.groups)
+    if factors_L is not None and hidden_LD.requires_grad:
+        wide = factors_L[:, None].to(torch.promote_types(hidden_LD.dtype, torch.float32))
+        hidden_LD.register_hook(lambda gradient_LD: (gradient_LD * wide).to(gradient_LD.dtype))
+    return losses_L, total
+
+
+def logps_of(losses_L: torch.Tensor, groups: Groups) -> torch.Tensor:
+    """Log-probabilities [N, 3] of the groups of label tokens, float64."""
+    parts = losses_L.detach().double().split(list(groups.splits))
+    return -torch.stack([parts[place].sum() for place in groups.places]).view(-1, 3)
+
+
+def preference_losses(logps_N3: torch.Tensor, groups: Groups) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    """By owner, the losses [n] of its samples with preferences, and the derivative [n, 3] of their sum by log-probabilities."""
+    assert groups.given_N8 is not None
+    for owner, objective, first, stop in groups.objectives:
+        yield owner, *_with_gradient(objective, logps_N3[first:stop], groups.given_N8[first:stop])
+
+
+def _with_gradient(
+    objective: Objective, logps_n3: torch.Tensor, given_n8: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    with torch.enable_grad():
+        leaf = logps_n3.detach().requires_grad_()
+        scores = Scores(leaf, given_n8[:, :3], given_n8[:, 3:6], given_n8[:, 6], given_n8[:, 7])
+        losses_n = objective.losses_of(scores)
+        (gradient_n3,) = torch.autograd.grad(losses_n.sum(), leaf)
+    return losses_n.detach(), gradient_n3
+
+
+def row_factors(losses_L: torch.Tensor, groups: Groups | None) -> torch.Tensor | None:
+    """What the gradient of each label token's loss is multiplied with [L], float64: 1 without a preference; None: 1 for all."""
+    if groups is None or groups.given_N8 is None:
+        return None
+    found = [-gradient_n3.reshape(-1) for _, _, gradient_n3 in preference_losses(logps_of(losses_L, groups), groups)]
+    return torch.cat([*found, found[0].new_ones(1)])[groups.index_L]
 
 
 def sum_by_owner(losses_L: torch.Tensor, batch: PackedBatch, num_owners: int) -> torch.Tensor:
-    """Sums [num_owners] in float64, on the device, which is not waited for.
+    """Sums [num_owners] in float64, on the device, which is not waited for: of label tokens, or of samples with preferences.
 
     One sum per owner over its own rows, in row order: index_add on a GPU would add in any order.
     """
     parts = losses_L.detach().double().split(list(batch.num_rows.values()))
     own = dict(zip(batch.num_rows, parts, strict=True))
     nothing = losses_L.new_zeros((), dtype=torch.float64)
-    return torch.stack([own[owner].sum() if owner in own else nothing for owner in range(num_owners)])
+    sums = {owner: part.sum() for owner, part in own.items()}
+    if (groups := batch.groups) is not None and groups.given_N8 is not None:
+        sums |= {owner: losses_n.sum() for owner, losses_n, _ in preference_losses(logps_of(losses_L, groups), groups)}
+    return torch.stack([sums.get(owner, nothing) for owner in range(num_owners)])

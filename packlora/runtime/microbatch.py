@@ -20,7 +20,7 @@ from packlora.adapters.owners import MIN_ROWS
 from packlora.base.model import Base
 from packlora.parallel.sharded import Shards
 from packlora.runtime.collate import PackedBatch, PackedSample, collate
-from packlora.runtime.loss import sum_by_owner, token_losses
+from packlora.runtime.loss import logps_of, sum_by_owner, token_losses
 
 NO_MEMORY = ("out of memory", "ALLOC_FAILED", "can't allocate memory")
 """How libraries and drivers say it that do not raise torch's own error."""
@@ -28,11 +28,14 @@ NO_MEMORY = ("out of memory", "ALLOC_FAILED", "can't allocate memory")
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchResult:
-    """sums: of the label tokens' losses by owner, float64 on the device. tokens, samples: by owner that took part."""
+    """sums: of the losses of label tokens, or of samples with preferences, by owner, float64 on the device. tokens, samples: by
+    owner that took part. logps: of samples with preferences, in their order, [N, 3] as of objective.Scores; None where there
+    are none."""
 
     sums: torch.Tensor
     tokens: Mapping[int, int]
     samples: Mapping[int, int]
+    logps: torch.Tensor | None = None
 
 
 class Executor(Protocol):
@@ -81,8 +84,9 @@ class Pending:
     num_owners: int
 
     def result(self) -> MicrobatchResult:
-        sums = sum_by_owner(self.losses_L, self.batch, self.num_owners)
-        return MicrobatchResult(sums, self.batch.num_tokens, self.batch.num_samples)
+        sums, groups = sum_by_owner(self.losses_L, self.batch, self.num_owners), self.batch.groups
+        logps = None if groups is None else logps_of(self.losses_L, groups)
+        return MicrobatchResult(sums, self.batch.num_tokens, self.batch.num_samples, logps)
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,8 +28,9 @@ from packlora.base.quantized import MADE, check_quantization, check_stored, code
 from packlora.config import JobConfig, QuantizationConfig, Run
 from packlora.data import stream as streams
 from packlora.data.dataset import JobData
-from packlora.data.encode import Encoded, encode_rows, encode_some
+from packlora.data.encode import Encoded, encode_some
 from packlora.data.mixture import joined, mixed
+from packlora.data.preference import encode_for
 from packlora.data.prompts import Prompt, encode_prompts
 from packlora.data.readers import Read, is_there, read_data
 from packlora.data.rows import Row
@@ -76,8 +77,8 @@ class PreparedJob:
 
     @property
     def longest(self) -> int:
-        """Tokens of its longest sample, also of those held out."""
-        return max([self.most, *(s.num_tokens for s in self.encoded.samples + self.eval_encoded.samples)])
+        """Tokens of the longest part of a sample, also of those held out."""
+        return max([self.most, *(n for s in self.encoded.samples + self.eval_encoded.samples for n in s.part_lengths)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,11 +167,12 @@ class PreparedRun:
     @property
     def longest(self) -> int:
         """Tokens of the longest sample, also of those held out."""
-        return max(self.longest_by_job.values())
+        samples = [s for job in self.jobs for s in job.encoded.samples + job.eval_encoded.samples]
+        return max([*(job.most for job in self.jobs), *(s.num_tokens for s in samples)])
 
     @property
     def longest_by_job(self) -> dict[str, int]:
-        """Tokens of the longest sample of each job."""
+        """Tokens of the longest part of a sample of each job, none of which sees another."""
         return {job.config.name: job.longest for job in self.jobs}
 
     @property
@@ -271,14 +273,16 @@ class Encoder:
         settings = job.data.model_dump_json(exclude={"path", "eval_path"})
         if rows.stamp is None:  # it may be something else the next time
             return self._newly_encoded(rows, job, budget, told)
-        key = (rows.path, rows.stamp, settings, budget)
+        key = (rows.path, rows.stamp, settings, budget, job.train.trainer)
         if key not in self._known:
             self._known[key] = self._newly_encoded(rows, job, budget, told)
         return self._known[key]
 
     def _newly_encoded(self, rows: Rows, job: JobConfig, budget: int, told: Told) -> Encoded:
         read = rows.read
-        encoded = encode_rows(read.rows, self.tokenizer, job.data, budget, job.name, self.longest, told)
+        encoded = encode_for(
+            job.train.trainer, read.rows, self.tokenizer, job.data, budget, job.name, self.longest, told
+        )
         encoded.skipped[:0] = read.skipped
         return encoded
 
@@ -409,6 +413,11 @@ def _check_parallel(prepared: PreparedRun, skeleton: PreTrainedModel) -> None:
         for job in prepared.jobs:
             if found := whole_alone(job.spec, skeleton, quantized=key == "quantization"):
                 raise InputError(f"job {job.config.name!r}: {found}, which {key} does not take; leave one of them out")
+            if key != "quantization" and (trainer := job.config.train.trainer) != "sft":
+                raise InputError(
+                    f"job {job.config.name!r}: train.trainer is {trainer}, which this version trains on devices that hold the "
+                    f"whole base model; leave {key} out, or let the jobs have trainer sft"
+                )
     if parallel.tensor > 1:
         check_cut(skeleton, parallel.tensor)
     if parallel.stages > layers:
@@ -444,6 +453,8 @@ def needs_whole(job: PreparedJob, prepared: PreparedRun) -> str | None:
     """What of a job takes the whole base model on every device; None where a part does."""
     if job.prompts:
         return "it has sample_prompts"
+    if (trainer := job.config.train.trainer) != "sft":
+        return f"train.trainer is {trainer}"
     return None if prepared.encoder is None else whole_alone(job.spec, prepared.encoder.skeleton)
 
 

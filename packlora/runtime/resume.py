@@ -205,7 +205,8 @@ def restore_jobs(output_dir: Path, jobs: list[Job], saved: SavedRun, starts: dic
             note = checkpoint.restore(folder, job, saved.id, reached, starts.get(job.name))
             notes += [note] if note else []
             before = saved.jobs[job.name].start_hash if job.name in saved.jobs else None
-            if job.step == 0 and before is not None and start_hash(job.config) != before:
+            begins = job.step == 0 or job.preferences.need_references
+            if begins and before is not None and start_hash(job.config) != before:
                 problems.append(
                     f"job {job.name!r}: {job.config.adapter.init_from} is not the adapter that the run began with; put that "
                     "one back, or start a new run in another output_dir"

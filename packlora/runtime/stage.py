@@ -15,7 +15,7 @@ from packlora.base.model import Base
 from packlora.base.packing import hidden_states
 from packlora.parallel.stages import Stage
 from packlora.runtime.collate import PackedBatch, PackedSample, collate
-from packlora.runtime.loss import sum_by_owner, token_losses
+from packlora.runtime.loss import logps_of, sum_by_owner, token_losses
 from packlora.runtime.microbatch import MicrobatchResult, one_error_for_memory
 
 
@@ -40,6 +40,15 @@ class StagePending:
         if self.losses_L is None:
             return torch.zeros(self.num_owners, dtype=torch.float64, device=self.root.device)
         return sum_by_owner(self.losses_L, self.batch, self.num_owners)
+
+    def logps(self) -> torch.Tensor | None:
+        """As MicrobatchResult has them, likewise."""
+        groups = self.batch.groups
+        if groups is None:
+            return None
+        if self.losses_L is None:
+            return torch.zeros(len(groups.places) // 3, 3, dtype=torch.float64, device=self.root.device)
+        return logps_of(self.losses_L, groups)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +115,7 @@ class StageDevice:
             pending = self._run(batch, incoming, num_owners)
         if not links.is_last:
             links.up.send(pending.root, shape, self.stage.dtype)
-        return MicrobatchResult(pending.sums(), pending.batch.num_tokens, pending.batch.num_samples)
+        return MicrobatchResult(pending.sums(), pending.batch.num_tokens, pending.batch.num_samples, pending.logps())
 
     def idle(self, backward: bool) -> None:
         """Nothing: the stages have the same microbatches."""

@@ -39,6 +39,7 @@ from packlora.result import JobResult, Result
 from packlora.runtime.evaluate import Evaluator, is_multiple
 from packlora.runtime.events import Emitter, StopRequest
 from packlora.runtime.folder import OutputFolder
+from packlora.runtime.forwards import Forwards
 from packlora.runtime.job import Job, keep_if_best, take_best, take_steps
 from packlora.runtime.members import off
 from packlora.runtime.memory import TokenBudget, free_memory, peak_memory
@@ -82,7 +83,7 @@ class Trainer:
         # where others have parts of the model, nobody can go on alone
         is_auto = run.max_tokens_per_microbatch == "auto" and base.storage.is_whole
         self.budget = TokenBudget(prepared.budget, prepared.longest, is_auto, base.device)
-        self.evaluator = Evaluator(base.device, executor, jobs, run.eval_every, self.budget, self.team)
+        self.evaluator = Evaluator(Forwards(base.device, executor, self.budget, self.team), jobs, run.eval_every)
         self.runner = Runner(executor, jobs, self.team, self.budget, profile, logged, self._elapsed)
         self.by_name = self.runner.by_name
         self.stepped: list[Job] = []
@@ -258,18 +259,17 @@ class Trainer:
 
     def _evaluate(self, jobs: Sequence[Job]) -> list[Job]:
         """Held-out losses of the jobs that are due, which are returned. One tried on its training samples tells no loss."""
-        losses = self.evaluator.evaluate(jobs)
-        for name, loss in losses.items():
-            job = self.by_name[name]
+        told = self.evaluator.evaluate(jobs)
+        for name, own in told.items():
+            job, loss = self.by_name[name], own.loss
             if job.eval_samples:
-                found = {"eval_loss": loss if math.isfinite(loss) else None, "elapsed": self._elapsed()}
-                job.log_history.append({"step": job.step, "epoch": job.epoch, **found})
-                self.events.emit(Evaluated(job.name, job.step, loss))
+                job.log_history.append({"step": job.step, "epoch": job.epoch, **own.line, "elapsed": self._elapsed()})
+                self.events.emit(event_of(job.name, job.log_history[-1] | {"eval_loss": loss}))
                 _judge(job, self.stop)
             if not math.isfinite(loss) and job.step > 0:
                 job.fail(f"held-out loss {loss:g}", revert=True)
                 self._fail(job)
-        return [self.by_name[name] for name in losses]
+        return [self.by_name[name] for name in told]
 
     # --- ends ----------------------------------------------------------------------------------------------------------
 
@@ -368,7 +368,8 @@ def event_of(job: str, line: Mapping[str, Any]) -> Stepped | Evaluated:
     """The event of a line of a log history, which holds null for a loss that is not finite."""
     if "loss" not in line:
         loss = line["eval_loss"]
-        return Evaluated(job, line["step"], math.nan if loss is None else loss)
+        metrics = {key: value for key, value in line.items() if key.startswith("eval_") and key != "eval_loss"}
+        return Evaluated(job, line["step"], math.nan if loss is None else loss, metrics)
     return Stepped(
         job, line["step"], line["loss"], line["grad_norm"], line["learning_rate"], line["tokens"], line["seconds"],
         line["elapsed"],

@@ -34,18 +34,20 @@ class Packer:
         self._last: tuple[Microbatch, tuple[list[PackedSample], np.ndarray]] | None = None
 
     def packed(self, microbatch: Microbatch) -> tuple[list[PackedSample], np.ndarray]:
-        """Its samples, ordered by owner, and by owner the weight of a label token's loss in the gradient."""
+        """Its samples, ordered by owner, and by owner the weight of a label token's loss in the gradient, or of
+        that of a sample with a preference."""
         if self._last is not None and self._last[0] is microbatch:
             return self._last[1]
-        weights = np.zeros(num_owners(self.jobs.values()))
+        weights, per_token = np.zeros(num_owners(self.jobs.values())), dict[str, float]()
         for name, batch in {(sample.job, sample.batch) for sample in microbatch.samples}:
             job = self.jobs[name]
-            weights[job.adapter.number] = job.grad_scale / job.label_tokens(batch)
+            weights[job.adapter.number] = job.grad_scale / job.loss_units(batch)
+            per_token[name] = job.preferences.per_token(batch)
         placed = [(self.jobs[sample.job], sample) for sample in microbatch.samples]
         samples = [
             PackedSample(
                 job.adapter.number, job.data.samples[own.sample], own.sample, own.batch, job.dropout_key,
-                job.config.train.label_smoothing_factor, job.noise,
+                job.config.train.label_smoothing_factor, job.noise, job.preferences.compared(own.sample, per_token[own.job]),
             )
             for job, own in placed
         ]  # fmt: skip

@@ -89,5 +89,5 @@ def test_a_job_collects_and_begins_its_step_without_waiting_and_waits_once() -> 
             with no_waiting():
                 result = job.after_step(known)
             assert result is not None
-            assert result.loss == 6.0 / job.label_tokens(job.step - 1)
+            assert result.loss == 6.0 / job.loss_units(job.step - 1)
             assert result.grad_norm > 0

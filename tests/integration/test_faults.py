@@ -292,13 +292,13 @@ def test_runs_killed_again_and_again_end_with_the_same_bits(case: Case, tmp_path
 
 # --- signals ---------------------------------------------------------------------------------------------------------------
 
-EVALUATE, PAGE = "packlora.runtime.evaluate:", "packlora.report.report:write_report"
+EVALUATE, PAGE = "packlora.runtime.forwards:", "packlora.report.report:write_report"
 MICROBATCH, EXECUTOR = "packlora.runtime.wave:run_microbatch", "packlora.runtime.microbatch:"
 PHASES = {
     "evaluation before the first step": f"{EXECUTOR}collate#1",
     "planning": "packlora.schedule.background:BackgroundPlanner._take",
     "first step": MICROBATCH,
-    "evaluation": f"{EVALUATE}Evaluator._sums#2",
+    "evaluation": f"{EVALUATE}Forwards._try#2",
     "inside an evaluation": f"{EXECUTOR}SingleDevice.evaluate#6",
     "saving": "packlora.runtime.checkpoint:save_checkpoint",
     "report": PAGE,

@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -470,13 +471,16 @@ def test_a_held_out_loss_that_was_not_finite_does_not_keep_a_run_from_being_resu
 
     tree, _ = uninterrupted
     tree = {**tree, "output_dir": str(tmp_path / "out")}
-    original = Evaluator._sums
+    original = Evaluator.evaluate
 
-    def spoilt(self: Any, samples: Any) -> Any:
-        first = all(job.step == 0 for job in self.jobs)
-        return original(self, samples) * (float("nan") if first else 1)
+    def spoilt(self: Any, jobs: Any) -> Any:
+        first, told = all(job.step == 0 for job in jobs), original(self, jobs)
+        if first:
+            told = {name: replace(own, loss=float("nan")) for name, own in told.items()}
+            self.losses |= {(name, 0): own.loss for name, own in told.items()}
+        return told
 
-    monkeypatch.setattr(Evaluator, "_sums", spoilt)
+    monkeypatch.setattr(Evaluator, "evaluate", spoilt)
     train(tree, max_steps=2)
     monkeypatch.undo()
     result = train(tree, resume=True)

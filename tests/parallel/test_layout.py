@@ -18,6 +18,7 @@ from conftest import tiny_model
 from ranks import Ranks
 from schedule_cases import some_jobs
 from seeds import SEED, SOAK
+from test_preference import pairs as write_pairs
 from test_training import config
 from typer.testing import CliRunner
 
@@ -404,6 +405,7 @@ def trained_in(rank: int, tree: dict[str, Any], room: int) -> str:
 
 def test_auto_leaves_a_base_whole_that_a_job_needs_whole_and_takes_no_stages_for_optimizers_of_whole_jobs(
     make: Callable[..., dict[str, Any]],
+    tmp_path: Path,
 ) -> None:
     def parts(**keys: Any) -> tuple[bool, bool]:
         tree = make((8, 2), (8, 2))
@@ -417,6 +419,8 @@ def test_auto_leaves_a_base_whole_that_a_job_needs_whole_and_takes_no_stages_for
     assert parts(adapter={"target_modules": ["q_proj", "embed_tokens"]}) == (False, False)
     assert parts(adapter={"target_modules": ["q_proj"], "modules_to_save": ["norm"]}) == (False, False)
     assert parts(sample_prompts=["one"]) == (False, False)
+    pairs = {"path": write_pairs(tmp_path / "pairs.jsonl")}
+    assert parts(data=pairs, train={"trainer": "orpo", "global_batch_size": 2}) == (False, False)
     assert parts(train={"optim": "adafactor", "global_batch_size": 2}) == (True, False)
 
 

@@ -31,6 +31,13 @@ def cut(key: str, optim: str) -> Any:
 
 
 CASES: list[tuple[Any, str, str]] = [
+    (
+        train(trainer="dpo", label_smoothing_factor=0.1),
+        "label_smoothing_factor",
+        "of preferences it is label_smoothing",
+    ),
+    (train(trainer="orpo", neftune_noise_alpha=5), "neftune_noise_alpha", "this job's trainer is orpo"),
+    (streamed(train=STEPS | {"trainer": "dpo"}), "data.streaming", "for trainer sft"),
     (train(optim="adam"), "train.optim", "'adam'"),
     (train(optim="AdamW_torch"), "train.optim", "'AdamW_torch'"),
     (train(optim="adamw"), "train.optim", "adamw_torch"),
@@ -72,7 +79,7 @@ CASES: list[tuple[Any, str, str]] = [
     (train(label_smoothing_factor=NAN), "train.label_smoothing_factor", "nan"),
     (train(label_smoothing_factor=None), "train.label_smoothing_factor", "None"),
     (train(label_smoothing_factor="0.1"), "train.label_smoothing_factor", "'0.1'"),
-    (train(label_smoothing=0.1), "train.label_smoothing", "label_smoothing_factor"),
+    (train(label_smoothing=0.1), "label_smoothing is for trainer dpo", "trainer is sft"),
     (data({"streaming": "yes"}), "data.streaming", "'yes'"),
     (data({"streaming": 1}), "data.streaming", "1"),
     (data({"stream": True}), "data.stream", "'streaming'"),

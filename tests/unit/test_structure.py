@@ -25,10 +25,11 @@ MAY_USE: dict[str, set[str]] = {
     "schedule": set(),
     "report": {"schedule"},
     "parallel": {"ops", "plans", "adapters", "base", "schedule"},
+    "megatron": {"ops", "plans", "adapters"},
     "runtime": {"ops", "plans", "adapters", "base", "data", "schedule", "report", "parallel"},
 }
 MAY_USE["commands"] = MAY_USE["bench"] = {*MAY_USE, "commands", "bench"}
-OPTIONAL = {"triton", "matplotlib", "liger_kernel", "datasets"}
+OPTIONAL = {"triton", "matplotlib", "liger_kernel", "datasets", "megatron"}
 """Packages without which packlora works: a file that needs one may be imported where it is used."""
 ENTRY_POINTS = {"packlora.schedule.worker"}
 """Modules that import their room late: a process gives its first sign of life before it imports what takes time."""

@@ -1,0 +1,45 @@
+"""A row of preferences as two rows of a prompt and a completion: the chosen one and the rejected one.
+
+The prompt stands for itself, or is what both conversations, or both texts, begin with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+Bad = Callable[[str], Exception]
+SHARED = ("system", "tools")
+
+
+def halves(value: dict[str, Any], bad: Bad) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What `chosen` and `rejected` are with their prompt, as rows {prompt, completion}, texts or lists of messages.
+
+    Args:
+        value: with `chosen` and `rejected`, and perhaps `prompt`.
+        bad: makes the error of a problem.
+    """
+    prompt, chosen, rejected = value.get("prompt"), value["chosen"], value["rejected"]
+    given = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+    found = {name: part for name, part in given.items() if part is not None}
+    for kind in (str, list):
+        if all(isinstance(part, kind) for part in found.values()):
+            break
+    else:
+        kinds = ", ".join(f"{name} {type(part).__name__}" for name, part in found.items())
+        raise bad(f"the parts of a preference are all texts or all lists of messages; found {kinds}")
+    if prompt is None:
+        start = _prompt_length(chosen, rejected)
+        if start == 0 or start in (len(chosen), len(rejected)):
+            what = "do not begin alike" if start == 0 else "differ in nothing that comes after a prompt"
+            raise bad(f"there is no 'prompt', and 'chosen' and 'rejected' {what}; give the prompt")
+        prompt, chosen, rejected = chosen[:start], chosen[start:], rejected[start:]
+    shared = {key: value[key] for key in SHARED if value.get(key) is not None}
+    return {"prompt": prompt, "completion": chosen} | shared, {"prompt": prompt, "completion": rejected} | shared
+
+
+def _prompt_length(chosen: Any, rejected: Any) -> int:
+    """How much two texts, or conversations, have in common at their beginning; without the space before what differs."""
+    pairs = enumerate(zip(chosen, rejected, strict=False))
+    same = next((n for n, (a, b) in pairs if a != b), min(len(chosen), len(rejected)))
+    return same - 1 if same and chosen[same - 1] == " " else same

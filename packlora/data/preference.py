@@ -1,0 +1,104 @@
+"""Rows of preferences to samples: a prompt with two completions, or with one that is judged.
+
+A sample of two completions has two parts, which lie one behind the other and do not see each other: so both are always in one
+microbatch, and a pair is placed as any sample is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from packlora.config import DataConfig
+from packlora.data.encode import Encoded, Preference, Sample, encode_rows, encoded_rows
+from packlora.data.rows import Row
+from packlora.errors import InputError, quoted
+from packlora.terminal import Told, silent
+
+
+def encode_for(
+    trainer: str,
+    rows: Sequence[Row],
+    tokenizer: Any,
+    data: DataConfig,
+    budget: int,
+    job: str,
+    context: int,
+    told: Told = silent,
+) -> Encoded:
+    """Samples for a trainer: sft as encode_rows, dpo and orpo from pairs, kto from judged completions.
+
+    `max_length` and the model's context limit each part; the budget limits the sample.
+
+    Raises:
+        InputError: as encode_rows; or a row is not what the trainer takes.
+    """
+    if trainer == "sft":
+        return encode_rows(rows, tokenizer, data, budget, job, context, told)
+    out, halves = Encoded([]), list[Row]()
+    taken = [row for row in rows if _is_taken(row, trainer, data, job, out.skipped)]
+    halves = [half for row in taken for half in row.pair or (row,)]
+    found = {id(row): sample for row, sample in encoded_rows(halves, tokenizer, data, job, out.skipped, told)}
+    limit = min(data.max_length, context)
+    name = f"max_length {limit}" if limit == data.max_length else f"the model's context of {limit}"
+    for row in taken:
+        parts = [found[id(half)] for half in row.pair or (row,) if id(half) in found]
+        if len(parts) < len(row.pair or (row,)):
+            continue
+        longest, total = max(part.num_tokens for part in parts), sum(part.num_tokens for part in parts)
+        if longest > limit and data.truncate == "right":
+            parts = [Sample(part.ids[:limit], part.is_label[:limit]) for part in parts]
+            total = sum(part.num_tokens for part in parts)
+        elif longest > limit and data.truncate == "error":
+            raise InputError(
+                f"job {job!r}: {row.where}: a prompt with its completion has {longest} tokens, over {name}; raise it, or set "
+                "truncate to drop or right"
+            )
+        if total > budget and data.truncate == "error":
+            raise InputError(
+                f"job {job!r}: {row.where}: the sample has {total} tokens, over max_tokens_per_microbatch {budget}; raise it, "
+                "or set truncate to drop"
+            )
+        is_cut = longest > limit and data.truncate == "right"
+        if (longest > limit and not is_cut) or total > budget or not all(part.num_labels for part in parts):
+            out.dropped += 1
+            continue
+        out.truncated += is_cut
+        out.samples.append(_joined(parts, row, trainer))
+    if not out.samples and len(out.skipped) >= len(rows):
+        raise InputError(f"job {job!r}: none of {len(rows)} rows is a sample, the first: {out.skipped[0]}")
+    if not out.samples:
+        raise InputError(f"job {job!r}: truncate: {data.truncate} left no sample of {len(rows)} within {name}")
+    return out
+
+
+def _is_taken(row: Row, trainer: str, data: DataConfig, job: str, skipped: list[str]) -> bool:
+    """Whether a row is what the trainer takes; else it is skipped, or raised."""
+    problem = None
+    if trainer in ("dpo", "orpo") and row.pair is None:
+        problem = f"train.trainer: {trainer} compares two completions; rows are {{prompt, chosen, rejected}}"
+    if trainer == "kto" and (row.pair is not None or not isinstance(row.label, bool)):
+        found = "a pair" if row.pair is not None else f"label {quoted(row.label)}"
+        problem = (
+            f"train.trainer: kto takes rows {{prompt, completion, label}} with a label of true or false; found {found}"
+        )
+    if problem is None:
+        return True
+    if data.on_bad_row == "error":
+        raise InputError(f"job {job!r}: {row.where}: {problem}")
+    skipped.append(f"{row.where}: {problem}")
+    return False
+
+
+def _joined(parts: Sequence[Sample], row: Row, trainer: str) -> Sample:
+    """The parts of a sample as one. ORPO takes the likelihood of the whole chosen part, its prompt included."""
+    ids, is_label = (np.concatenate([getattr(part, name) for part in parts]) for name in ("ids", "is_label"))
+    is_context = None
+    if trainer == "orpo":
+        is_context = np.zeros(len(ids), bool)
+        is_context[1 : parts[0].num_tokens] = ~parts[0].is_label[1:]
+        is_label = is_label | is_context
+    desirable = bool(row.label) if trainer == "kto" else True
+    return Sample(ids, is_label, Preference(tuple(part.num_tokens for part in parts), desirable, is_context))

@@ -1,0 +1,370 @@
+"""apply_lora and what it gives: the adapters of a Megatron-Core model, to train, to keep and to hand on."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from peft import LoraConfig
+from peft.utils.other import get_pattern_key
+
+from packlora.adapters.files import CONFIG, PREFIX, WEIGHTS, config_dict, read_config, stored_tensors
+from packlora.adapters.owners import TokenOwners
+from packlora.adapters.spec import AdapterSpec, ModuleSpec, whole_number
+from packlora.adapters.weights import AdapterWeights
+from packlora.config import AdapterConfig
+from packlora.errors import InputError
+from packlora.files import write_json, write_tensors
+from packlora.megatron.attach import Placed, check_model, cut_of
+from packlora.megatron.checkpoint import adapter_state, load_state, put
+from packlora.megatron.gather import Tensors, everywhere, whole_tensors
+from packlora.megatron.layers import Found
+from packlora.megatron.names import Part, fuse, fused_spec, parts_of, same_A, split
+from packlora.megatron.owners import token_owners
+from packlora.megatron.targets import check_layers, config_of, resolve
+
+Given: TypeAlias = LoraConfig | AdapterConfig | str | Path
+"""A configuration, or a folder with an adapter."""
+KEYS = {"lora_A.weight": "A", "lora_B.weight": "B", "lora_magnitude_vector": "magnitude",
+        "lora_magnitude_vector.weight": "magnitude", "lora_embedding_A": "A", "lora_embedding_B": "B"}  # fmt: skip
+"""Ends of keys in an adapter's file."""
+
+
+def apply_lora(
+    model: torch.nn.Module | Sequence[torch.nn.Module], config: Given | Mapping[str, Given], seed: int = 0
+) -> MegatronAdapters:
+    """Freeze a Megatron-Core model and put LoRA or DoRA adapters onto it, in place.
+
+    Call it on all processes, after the model has its weights and before it is wrapped by DistributedDataParallel. First values
+    depend on the seed and the names of layers, not on how the model is cut.
+
+    Args:
+        model: a model, or its chunks under a virtual pipeline.
+        config: of one adapter, named "default", or of several by name. A folder is an adapter in PEFT's format, for
+            transformers' version of the model: it is taken as it is, see names.py.
+        seed: of first values.
+
+    Raises:
+        InputError: a configuration uses what is not supported, or means no layer or one that cannot be adapted; a folder is
+            none of an adapter, or one of layers that the model does not have.
+    """
+    chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
+    given: dict[str, Given] = dict(config) if isinstance(config, Mapping) else {"default": config}
+    layers = check_model(chunks, list(given))
+    specs, values = {}, {}
+    for name, one in given.items():
+        if isinstance(one, str | Path):
+            specs[name], values[name] = _read(one, layers, name)
+        else:
+            specs[name] = resolve(config_of(one, name), layers, name)
+    placed = Placed(chunks, specs, seed)
+    put(placed)
+    for name, tensors in values.items():
+        _copy(placed, name, tensors)
+    return MegatronAdapters(placed)
+
+
+class MegatronAdapters:
+    """The adapters of a model. With one adapter, all tokens are its own; with several, run forwards inside `active`."""
+
+    def __init__(self, placed: Placed) -> None:
+        self._placed = placed
+        self._kept: dict[str, torch.Tensor] = {}
+        """Frozen weights of layers into which an adapter is merged, on the CPU."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self._placed.owned.names
+
+    def parameters(self, name: str) -> list[torch.nn.Parameter]:
+        """Those of one adapter that are here."""
+        return [p for own in self._weights(name).values() for p in own.named_parameters().values()]
+
+    def specs(self, name: str) -> Mapping[str, ModuleSpec]:
+        """By layer, what one adapter is there."""
+        self._weights(name)
+        return self._placed.specs[name].modules
+
+    def _weights(self, name: str) -> dict[str, AdapterWeights]:
+        if name not in self._placed.weights:
+            raise InputError(f"no adapter {name!r}; the model has {', '.join(map(repr, self.names))}")
+        return self._placed.weights[name]
+
+    # --- owners -------------------------------------------------------------------------------------------------------
+
+    def owners(
+        self, samples: Sequence[tuple[str | None, int]], keys_T2: torch.Tensor | None = None
+    ) -> TokenOwners:  # fmt: skip
+        """Owners of packed samples: (adapter or None, tokens) of each in order; of all processes' tokens where these are split.
+
+        keys_T2: dropout keys, from packlora.ops.dropout.keys.packed_token_keys; without them nothing is dropped.
+        """
+        return token_owners(self.names, samples, keys_T2)
+
+    def changed(self) -> None:
+        """Make DoRA's norms anew: call it after writes that neither the host nor a step of a torch.optim.Optimizer shows."""
+        self._placed.owned.norms.changed()
+
+    def active(self, owners: TokenOwners) -> AbstractContextManager[None]:
+        """Run a forward on tokens of these owners; with recomputation of activations, its backward too."""
+        return self._placed.owned.active(owners)
+
+    # --- checkpoints --------------------------------------------------------------------------------------------------
+
+    def sharded_state_dict(self, *names: str) -> dict[str, Any]:
+        """For megatron.core.dist_checkpointing, the tensors of the adapters alone; without names those of all."""
+        for name in names:
+            self._weights(name)
+        return adapter_state(self._placed, names or self.names)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take what dist_checkpointing.load has made of `sharded_state_dict`."""
+        load_state(self._placed, state)
+
+    # --- files --------------------------------------------------------------------------------------------------------
+
+    def save(self, folder: str | Path, name: str, base_model: str | None = None, vocab_size: int | None = None) -> None:
+        """Write an adapter as PEFT does, for transformers' version of the model. All processes call it; the first one writes.
+
+        Args:
+            base_model: what adapter_config.json names.
+            vocab_size: words of that model, where Megatron's vocabulary is padded.
+
+        Raises:
+            InputError: a layer has no counterpart in transformers' model.
+        """
+        self._weights(name)
+        if self._placed.owned.merged:
+            raise InputError(f"adapter {self._placed.owned.merged!r} is merged; call unmerge before save")
+        tensors, config = self._as_peft(name, base_model, vocab_size)
+        try:
+            if dist.get_rank() == 0:
+                Path(folder).mkdir(parents=True, exist_ok=True)
+                write_tensors(Path(folder) / WEIGHTS, tensors)
+                write_json(Path(folder) / CONFIG, config_dict(config))
+        finally:
+            dist.barrier()
+
+    def _as_peft(self, name: str, base_model: str | None, vocab_size: int | None) -> tuple[Tensors, LoraConfig]:
+        whole, layers = whole_tensors(self._placed, name), self._placed.layers
+        # what is on other processes: all layers' names there, and what the adapter is on its own
+        known = everywhere({part.name for layer in layers.values() for part in _parts(layer)})
+        every = everywhere({f"{path}|{spec.rank}|{spec.scaling!r}" for path, spec in self.specs(name).items()})
+        told = {path: (int(rank), float(scaling)) for path, rank, scaling in (line.split("|") for line in every)}
+        tensors: Tensors = {}
+        specs: dict[str, tuple[int, float]] = {}
+        for path in whole:
+            for part, found in split(whole[path], _parts_at(path, layers, whole[path])).items():
+                specs[part] = told[path]
+                tensors |= _keyed(part, found, vocab_size)
+        config = _config_of(self._placed.specs[name].peft, specs, known)
+        config.base_model_name_or_path = base_model
+        return tensors, config
+
+    # --- merging ------------------------------------------------------------------------------------------------------
+
+    def merge(self, name: str) -> None:
+        """Put an adapter into the weights: the model computes it then by itself. Frozen weights are kept on the CPU.
+
+        Raises:
+            InputError: one is merged already.
+        """
+        owned = self._placed.owned
+        weights = self._weights(name)
+        if owned.merged:
+            raise InputError(f"adapter {owned.merged!r} is merged already; call unmerge first")
+        merged = {path: _merged(self._placed.layers[path], own) for path, own in weights.items()}
+        with torch.no_grad():
+            for path, value in merged.items():
+                weight = self._placed.layers[path].tensor()
+                self._kept[path] = weight.detach().cpu().clone()
+                weight.copy_(value)
+        owned.merged = name
+
+    def unmerge(self) -> None:
+        """Put the frozen weights back, to the bit."""
+        with torch.no_grad():
+            for path, kept in self._kept.items():
+                self._placed.layers[path].tensor().copy_(kept)
+        self._kept.clear()
+        self._placed.owned.merged = None
+
+
+def _merged(layer: Found, own: AdapterWeights) -> torch.Tensor:
+    """W with an adapter in it."""
+    assert own.A is not None and own.B is not None
+    weight, wide = layer.tensor().detach(), own.A.dtype
+    with torch.no_grad():
+        delta = (own.B.to(wide) @ own.A) * own.spec.scaling
+        if layer.kind == "embedding":
+            return (weight.to(wide) + delta.t()).to(weight.dtype)
+        value = weight.to(wide) + delta
+        if own.magnitude is not None:
+            value = value * (own.magnitude / own.norm().to(wide))[:, None]
+        return value.to(weight.dtype)
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def _size(layer: Found) -> int:
+    """Outputs of a layer over all processes."""
+    rows = layer.tensor().shape[0]
+    return rows * layer.degree if layer.dim == 0 else rows
+
+
+def _parts(layer: Found) -> list[Part]:
+    try:
+        return parts_of(layer, _size(layer))
+    except InputError:
+        return []
+
+
+def _parts_at(path: str, layers: Mapping[str, Found], whole: Tensors) -> list[Part]:
+    """Also of a layer of another process: like the one of this process whose name has other numbers."""
+    layer = layers.get(path)
+    if layer is None:
+        pattern = _without_numbers(path)
+        layer = next((one for one in layers.values() if _without_numbers(one.name) == pattern), None)
+        if layer is None:
+            raise InputError(f"no layer like {path} is on this process, so its parts are not known; use fewer stages")
+        layer = replace(layer, name=path)
+    return parts_of(layer, whole["B"].shape[0])
+
+
+def _without_numbers(path: str) -> str:
+    return ".".join("*" if part.isdigit() else part for part in path.split("."))
+
+
+def _keyed(part: str, tensors: Tensors, vocab_size: int | None) -> Tensors:
+    """By PEFT's keys; words that the model of transformers does not have are cut off."""
+    at = f"{PREFIX}{part}"
+    if part == "model.embed_tokens":
+        A, B = tensors["A"][:, :vocab_size], tensors["B"]
+        return {f"{at}.lora_embedding_A": A.contiguous(), f"{at}.lora_embedding_B": B.contiguous()}
+    if part == "lm_head":
+        tensors = {key: value if key == "A" else value[:vocab_size] for key, value in tensors.items()}
+    keys = {"A": "lora_A.weight", "B": "lora_B.weight", "magnitude": "lora_magnitude_vector.weight"}
+    return {f"{at}.{keys[key]}": value.contiguous() for key, value in tensors.items()}
+
+
+def _config_of(peft: LoraConfig, specs: Mapping[str, tuple[int, float]], known: set[str]) -> LoraConfig:
+    """That of an adapter with such a rank and scaling at each layer. A layer whose rank or scaling is another one has both in
+    the patterns: a rank alone would change the scaling.
+
+    known: all layers of the model that can have adapters.
+    """
+    out = copy.copy(peft)
+    first_rank, first_scaling = next(iter(specs.values()))
+    out.r, out.rank_pattern, out.alpha_pattern = first_rank, {}, {}
+    out.lora_alpha = _alpha(first_rank, first_scaling, peft.use_rslora)
+    for name, (rank, scaling) in specs.items():
+        if (rank, scaling) != (first_rank, first_scaling):
+            out.rank_pattern[name] = rank
+            out.alpha_pattern[name] = _alpha(rank, scaling, peft.use_rslora)
+    leaves = {name.rpartition(".")[2] for name in specs}
+    whole = {name for name in known if name.rpartition(".")[2] in leaves}
+    out.target_modules = leaves if whole <= specs.keys() else set(specs)
+    out.layers_to_transform = out.layers_pattern = out.exclude_modules = None
+    out.task_type = "CAUSAL_LM"
+    return out
+
+
+def _alpha(rank: int, scaling: float, rslora: bool) -> Any:
+    alpha = scaling * (math.sqrt(rank) if rslora else rank)
+    return whole_number(round(alpha, 9) if math.isclose(alpha, round(alpha, 9), rel_tol=1e-12) else alpha)
+
+
+def _read(
+    folder: str | Path, layers: Mapping[str, Found], name: str
+) -> tuple[AdapterSpec, dict[str, Tensors]]:  # fmt: skip
+    """The adapter of a folder: what it is on the layers here, and their whole tensors.
+
+    Raises:
+        InputError: see apply_lora.
+    """
+    config = read_config(str(folder), name)
+    by_part: dict[str, Tensors] = {}
+    for key, tensor in stored_tensors(Path(folder) / WEIGHTS, name).items():
+        part, own = _split_key(key, name, folder)
+        by_part.setdefault(part, {})[own] = tensor
+    spec, values, used = AdapterSpec(config_of(config, name)), {}, set()
+    for path, layer in layers.items():
+        parts = _parts(layer)
+        there = [by_part.get(part.name) for part in parts]
+        if not any(there):
+            continue
+        parted = [
+            None if one is None else _spec_of(config, part.name, one, name)
+            for one, part in zip(there, parts, strict=True)
+        ]
+        shared = same_A(there, parted)
+        spec.modules[path] = fused_spec(parted, shared)
+        if layer.kind == "embedding":
+            values[path] = dict(there[0] or {})
+        else:
+            values[path] = fuse(there, parted, parts, shared, _size(layer))
+        used |= {part.name for part in parts}
+    left = sorted(by_part.keys() - everywhere(used))
+    if left:
+        raise InputError(
+            f"adapter {name!r}: {folder} has {left[0]} (and {len(left) - 1} more), which the model does not have"
+        )
+    check_layers(spec, layers, name)
+    return spec, values
+
+
+def _split_key(key: str, name: str, folder: str | Path) -> tuple[str, str]:
+    for end, own in KEYS.items():
+        if key.startswith(PREFIX) and key.endswith(f".{end}"):
+            return key.removeprefix(PREFIX).removesuffix(f".{end}"), own
+    raise InputError(f"adapter {name!r}: {folder} has {key!r}, which adapters on Megatron-Core models do not have")
+
+
+def _spec_of(config: LoraConfig, part: str, tensors: Tensors, name: str) -> ModuleSpec:
+    rank = config.rank_pattern.get(get_pattern_key(config.rank_pattern.keys(), part), config.r)
+    alpha = config.alpha_pattern.get(get_pattern_key(config.alpha_pattern.keys(), part), config.lora_alpha)
+    wanted = {"A", "B"} | ({"magnitude"} if config.use_dora else set())
+    if tensors.keys() != wanted or tensors["A"].shape[0] != rank or tensors["B"].shape[1] != rank:
+        found = {key: list(value.shape) for key, value in tensors.items()}
+        raise InputError(
+            f"adapter {name!r}: {part} has {found}; its configuration says rank {rank} and {sorted(wanted)}"
+        )
+    scaling = alpha / (math.sqrt(rank) if config.use_rslora else rank)
+    return ModuleSpec(rank, scaling, config.lora_dropout, config.use_dora, False)
+
+
+def _copy(placed: Placed, name: str, values: Mapping[str, Tensors]) -> None:
+    """Write whole tensors into what is here of an adapter."""
+    with torch.no_grad():
+        for path, tensors in values.items():
+            own, layer = placed.weights[name][path], placed.layers[path]
+            for key, parameter in own.named_parameters().items():
+                shard, whole = cut_of(layer), tensors[key]
+                whole = _padded(whole, layer, key, parameter)
+                part = (whole if shard is None else shard.own(key, whole)).to(parameter)
+                if part.shape != parameter.shape:
+                    raise InputError(
+                        f"adapter {name!r}: {key} of {path} is {list(whole.shape)}, the model needs {list(parameter.shape)}"
+                    )
+                parameter.copy_(torch.where(part.isnan(), parameter, part))
+
+
+def _padded(whole: torch.Tensor, layer: Found, key: str, parameter: torch.Tensor) -> torch.Tensor:
+    """With room for the words that Megatron's vocabulary has more: zeros, of a magnitude what is there."""
+    if layer.kind == "embedding":
+        dim = 1 if key == "A" else None
+    else:
+        dim = 0 if key != "A" and layer.name == "output_layer" else None
+    if dim is None:
+        return whole
+    shape = list(whole.shape)
+    shape[dim] = max(parameter.shape[dim] * layer.degree - whole.shape[dim], 0)
+    return torch.cat([whole, whole.new_full(shape, torch.nan if key == "magnitude" else 0.0)], dim)

@@ -1,0 +1,121 @@
+"""Adapters in Megatron-Core's distributed checkpoints: of each parameter, which part of which tensor this process has.
+
+A layer's `sharded_state_dict` gives its own tensors as before and the adapters' beside them. Slices are those of
+adapters/sharded.py: rows of B and magnitude of a column-parallel layer, columns of A of a row-parallel one. Gate and up in one
+layer are two slices each, as their weight is. Tensors of experts have the expert as their first dimension, the same for experts
+that are layers of their own and for grouped ones. So a checkpoint knows no layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
+from megatron.core.utils import make_sharded_tensor_for_checkpoint, make_tp_sharded_tensor_for_checkpoint
+
+from packlora.megatron.attach import Placed, parameter_name
+from packlora.megatron.layers import Found, rank_of, size_of
+
+MARK = "lora_"
+"""Parameters of adapters begin with it."""
+
+
+class ShardedState:
+    """The `sharded_state_dict` of a layer with adapters.
+
+    parameters: (layer, of grouped ones each; adapter; key; the dimension that is cut).
+    """
+
+    def __init__(self, module: Any, parameters: list[tuple[Found, str, str, int | None]]) -> None:
+        self.module, self.parameters = module, parameters
+        self.original: Callable[..., dict[str, Any]] | None = getattr(module, "sharded_state_dict", None)
+
+    def __call__(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
+        metadata = {} if metadata is None else metadata
+        if "dp_cp_group" not in metadata:
+            metadata["dp_cp_group"] = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        own = {} if self.original is None else self.original(prefix, sharded_offsets, metadata)
+        out = {key: value for key, value in own.items() if not key.rpartition(".")[2].startswith(MARK)}
+        for layer, adapter, key, dim in self.parameters:
+            name = parameter_name(layer, adapter, key)
+            made = self._one(layer, name, f"{MARK}{key}_{adapter}", dim, prefix, tuple(sharded_offsets), metadata)
+            out[f"{prefix}{name}"] = made
+        return out
+
+    def _one(
+        self, layer: Found, name: str, stored: str, dim: int | None, prefix: str, offsets: tuple[Any, ...], metadata: Any
+    ) -> Any:  # fmt: skip
+        tensor = getattr(self.module, name)
+        single = bool(metadata.get("singleton_local_shards", False))
+        if layer.grouped:
+            ep = self.module._pg_collection.ep
+            number = rank_of(ep) * self.module.num_gemms + int(layer.expert or 0)
+            if not single:
+                offsets = (*offsets, (len(offsets), number, size_of(ep) * self.module.num_gemms))
+            stored = f"{number}.{stored}" if single else stored
+        groups = {"tp_group": layer.group, "dp_cp_group": metadata["dp_cp_group"]}
+        key = f"{prefix}{stored}"
+        if dim is None:
+            made = make_sharded_tensor_for_checkpoint(tensor, key, prepend_offsets=offsets, **groups)
+        else:
+            words = {"allow_shape_mismatch": True} if layer.kind == "embedding" else {}
+            made = make_tp_sharded_tensor_for_checkpoint(tensor, key, dim, prepend_offsets=offsets, **groups, **words)
+            if layer.gated and dim == 0:
+                made = apply_swiglu_sharded_factory(made, offsets, single)
+        if layer.grouped:
+            made.replica_id = (*made.replica_id[:2], rank_of(self.module._pg_collection.expt_dp))
+        return made
+
+
+def put(placed: Placed) -> None:
+    """Give every layer with adapters its `sharded_state_dict`."""
+    modules: dict[int, list[tuple[Found, str, str, int | None]]] = {}
+    for adapter, weights in placed.weights.items():
+        for path, own in weights.items():
+            layer = placed.layers[path]
+            for key in own.named_parameters():
+                modules.setdefault(id(layer.module), []).append((layer, adapter, key, cut_dimension(layer, key)))
+    for parameters in modules.values():
+        module: Any = parameters[0][0].module
+        module.sharded_state_dict = ShardedState(module, parameters)
+
+
+def cut_dimension(layer: Found, key: str) -> int | None:
+    """Which dimension of a parameter the processes of a layer have slices of; also where there is one process."""
+    if layer.dim is None:
+        return None
+    cut = 1 if layer.kind == "embedding" else layer.dim
+    return {0: {"B": 0, "magnitude": 0}, 1: {"A": 1}}[cut].get(key)
+
+
+def adapter_state(placed: Placed, adapters: Iterable[str]) -> dict[str, Any]:
+    """The sharded tensors of these adapters alone, by the names of their parameters, for dist_checkpointing.
+
+    With several chunks the names begin with model<number>., as Megatron's own do.
+    """
+    wanted = {
+        f"{placed.layers[path].path}.{parameter_name(placed.layers[path], name, key)}"
+        for name in adapters for path, own in placed.weights[name].items() for key in own.named_parameters()
+    }  # fmt: skip
+    found: dict[str, Any] = {}
+    for number, chunk in enumerate(placed.chunks):
+        state = chunk.sharded_state_dict(metadata={"non_homogeneous_layers": True})  # type: ignore[operator]
+        found |= {_prefix(placed, number) + key: value for key, value in state.items() if key in wanted}
+    return found
+
+
+def _prefix(placed: Placed, number: int) -> str:
+    return f"model{number}." if len(placed.chunks) > 1 else ""
+
+
+def load_state(placed: Placed, state: dict[str, Any]) -> None:
+    """Copy what dist_checkpointing has loaded into `adapter_state` into the parameters."""
+    with torch.no_grad():
+        for number, chunk in enumerate(placed.chunks):
+            prefix = _prefix(placed, number)
+            for key, parameter in chunk.named_parameters():
+                if prefix + key in state:
+                    parameter.copy_(state[prefix + key])

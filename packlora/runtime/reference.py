@@ -1,0 +1,71 @@
+"""What the reference of a job with preferences gives for its samples: the log-probabilities of their completions.
+
+The reference is the frozen base model without an adapter; for a job that continues an adapter (`init_from`), the model with
+that adapter as it was. Neither changes while the job trains, so one forward for each sample is enough, before the job's first
+step: in every session, for no file is written. Jobs with the same data and the same reference share it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from packlora.adapters.files import load_adapter
+from packlora.data.encode import Sample
+from packlora.runtime.collate import NOBODY
+from packlora.runtime.forwards import Forwards
+from packlora.runtime.job import Job
+
+
+class References:
+    """Of all jobs of a run."""
+
+    def __init__(self, forwards: Forwards) -> None:
+        self.forwards = forwards
+        self._known: dict[str | None, dict[int, np.ndarray]] = {}
+        """By the adapter of the reference, and by the id of a sample."""
+        self._samples: list[Sample] = []
+        """Those whose ids are known, so that no other sample gets them."""
+
+    def learn(self, jobs: Sequence[Job]) -> None:
+        """Let jobs that need references have them, unless they have, or a stop was asked for meanwhile.
+
+        Raises:
+            MemoryError: out of memory, and there is no lower budget to go on with.
+        """
+        for job in jobs:
+            if job.preferences.need_references and not job.preferences.references and job.status == "running":
+                start = job.config.adapter.init_from
+                known = self._known.setdefault(start, {})
+                lacking = list({id(sample): sample for sample in _of(job) if id(sample) not in known}.values())
+                if lacking and not self._add(job, lacking, known):
+                    return
+                job.preferences.references = known
+
+    def _add(self, job: Job, samples: list[Sample], known: dict[int, np.ndarray]) -> bool:
+        """Whether all of them are known now."""
+        start, flat = job.config.adapter.init_from, job.adapter.flat
+        owner = NOBODY if start is None else job.adapter.number
+        trained = flat.clone()
+        if start is not None:
+            load_adapter(start, job.adapter)
+        try:
+            found = self.forwards.over({job.name: samples}, {job.name: owner})
+        finally:
+            if start is not None:
+                flat.copy_(trained)
+        if found is None:
+            return False
+        known.update({id(sample): own for sample, own in zip(samples, found[job.name].logps_N3, strict=True)})
+        self._samples += samples
+        return True
+
+
+def _of(job: Job) -> list[Sample]:
+    """The samples whose losses a job may take: held-out ones, and those of all its configured steps."""
+    data, order = job.data, job.data.planned
+    if data.configured_steps >= data.batches_per_epoch:
+        return [*data.samples, *job.eval_samples]
+    taken = np.unique(np.concatenate([order.samples(step) for step in range(data.configured_steps)]))
+    return [*(data.samples[number] for number in taken.tolist()), *job.eval_samples]

@@ -1,0 +1,407 @@
+"""Preferences: losses, rewards and gradients are those of plain formulas over PEFT's model, and of TRL where it is there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import WORDS
+from peft import PeftModel
+from test_training import adapter, config, distance, steps, train
+from torch.nn.functional import logsigmoid
+from transformers import AutoModelForCausalLM
+
+from packlora.config import Run, TrainConfig
+from packlora.data.encode import Sample
+from packlora.errors import InputError
+from packlora.runtime.job import Judged
+from packlora.runtime.job import judged as judged_by
+from packlora.runtime.prepare import prepare
+
+Rows = Callable[..., str]
+TRAIN: dict[str, Any] = {"global_batch_size": 5, "learning_rate": 2e-2, "max_steps": 3}
+DPO: dict[str, dict[str, Any]] = {
+    "sigmoid": {"beta": 0.3},
+    "hinge": {"loss_type": "hinge"},
+    "ipo": {"loss_type": "ipo", "beta": 0.7},
+    "exo": {"loss_type": "exo_pair", "label_smoothing": 0.05},
+    "nca": {"loss_type": "nca_pair"},
+    "robust": {"loss_type": "robust", "label_smoothing": 0.2},
+    "bco": {"loss_type": "bco_pair"},
+    "sppo": {"loss_type": "sppo_hard", "beta": 0.5},
+    "zero": {"loss_type": "apo_zero"},
+    "down": {"loss_type": "apo_down"},
+    "discopop": {"loss_type": "discopop", "discopop_tau": 0.3},
+    "normed": {"loss_type": "sigmoid_norm"},
+    "mixed": {"loss_type": ["sigmoid", "sft", "ipo"], "loss_weights": [0.8, 0.6, 0.1]},
+}
+
+
+def pairs(path: Path, number: int = 12, seed: int = 0) -> str:
+    """Rows of every form, of completions of different lengths."""
+    draw = np.random.default_rng(seed)
+
+    def text(least: int, most: int) -> str:
+        return " ".join(WORDS[n] for n in draw.integers(0, len(WORDS), draw.integers(least, most)))
+
+    def turn(role: str, content: str) -> dict[str, str]:
+        return {"role": role, "content": content}
+
+    rows: list[dict[str, Any]] = []
+    for n in range(number):
+        prompt, chosen, rejected = text(2, 6), text(1, 9), f"not {text(1, 9)}"
+        ours, theirs, asked = turn("assistant", chosen), turn("assistant", rejected), turn("user", prompt)
+        if n % 3 == 0:
+            rows.append({"prompt": prompt, "chosen": chosen, "rejected": rejected})
+        elif n % 3 == 1:
+            rows.append({"prompt": [asked], "chosen": [ours], "rejected": [theirs]})
+        else:
+            rows.append({"chosen": [asked, ours], "rejected": [asked, theirs]})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def judged(path: Path, number: int = 12, seed: int = 5) -> str:
+    draw = np.random.default_rng(seed)
+    rows = [
+        {"prompt": WORDS[n], "completion": " ".join(WORDS[: draw.integers(1, 9)]), "label": bool(n % 3)}
+        for n in range(number)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.fixture
+def jobs(write_rows: Rows, tmp_path: Path) -> list[dict[str, Any]]:
+    """Of every trainer."""
+    ours, held, said = (
+        pairs(tmp_path / "pairs.jsonl"),
+        pairs(tmp_path / "held.jsonl", 4, 1),
+        judged(tmp_path / "said.jsonl"),
+    )
+
+    def job(name: str, path: str, **own: Any) -> dict[str, Any]:
+        data = {"path": path} | ({"eval_path": held} if path == ours else {"eval_path": path})
+        head = ["lm_head"] if name in ("nca", "orpo", "robust") else []
+        adapter = {"r": 4, "lora_dropout": 0.0, "target_modules": ["q_proj", "v_proj", "down_proj", *head]}
+        return {"name": name, "data": data, "adapter": adapter, "train": TRAIN | own}
+
+    return [
+        job("sft", write_rows("rows"), max_grad_norm=0.0),
+        *(job(name, ours, trainer="dpo", **own) for name, own in DPO.items()),
+        job("orpo", ours, trainer="orpo", beta=0.4),
+        job("kto", said, trainer="kto", loss_type="apo_zero_unpaired", desirable_weight=1.5, undesirable_weight=0.7),
+    ]
+
+
+# --- the oracle: one part to a forward, PEFT's model, plain formulas -----------------------------------------------------
+
+
+def parts_of(sample: Sample) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Of each part: tokens, which are of the completion, which are of the cross entropy of a whole chosen part."""
+    assert sample.preference is not None
+    context = sample.preference.is_context
+    of_completion = sample.is_label if context is None else sample.is_label & ~context
+    out, start = [], 0
+    for length in sample.preference.lengths:
+        own = slice(start, start + length)
+        out.append(tuple(torch.from_numpy(part[own]) for part in (sample.ids, of_completion, sample.is_label)))
+        start += length
+    return out  # type: ignore[return-value]
+
+
+def logps(model: Any, sample: Sample) -> tuple[list[torch.Tensor], list[int], torch.Tensor, int]:
+    """Log-probabilities of completions, their tokens, cross entropy and tokens of the chosen part."""
+    found, counts, nll, nll_tokens = [], [], torch.zeros(()), 0
+    for number, (ids, completion, label) in enumerate(parts_of(sample)):
+        logits = model(input_ids=ids.long()[None], use_cache=False).logits[0, :-1]
+        each = logits.log_softmax(-1).gather(1, ids[1:].long()[:, None])[:, 0]
+        found.append(each[completion[1:]].sum())
+        counts.append(int(completion[1:].sum()))
+        if number == 0:
+            nll, nll_tokens = -each[label[1:]].sum(), int(label[1:].sum())
+    return found, counts, nll, nll_tokens
+
+
+def pair_loss(name: str, train: dict[str, Any], c: Any, r: Any, counts: list[int]) -> Any:
+    b, e = train.get("beta", 0.1), train.get("label_smoothing", 0.0)
+    h = b * (c - r)
+    match name:
+        case "sigmoid":
+            return torch.log(1 + torch.exp(-h))
+        case "hinge":
+            return torch.clamp(1 - h, min=0)
+        case "ipo":
+            return (c / counts[0] - r / counts[1] - 0.5 / b).pow(2)
+        case "exo_pair":
+            p = torch.sigmoid(h)
+            return p * torch.log(p / (1 - e)) + (1 - p) * torch.log((1 - p) / e)
+        case "nca_pair":
+            return -logsigmoid(b * c) - (logsigmoid(-b * c) + logsigmoid(-b * r)) / 2
+        case "robust":
+            return (-(1 - e) * torch.log(torch.sigmoid(h)) + e * torch.log(torch.sigmoid(-h))) / (1 - 2 * e)
+        case "bco_pair":
+            return -logsigmoid(b * c) - logsigmoid(-b * r)
+        case "sppo_hard":
+            return (c - 1 / (2 * b)).pow(2) + (r + 1 / (2 * b)).pow(2)
+        case "apo_zero":
+            return torch.sigmoid(-b * c) + torch.sigmoid(b * r)
+        case "apo_down":
+            return torch.sigmoid(b * c) + torch.sigmoid(-h)
+        case "discopop":
+            m = torch.sigmoid(h / train["discopop_tau"])
+            return -logsigmoid(h) * (1 - m) + torch.exp(-h) * m
+    assert name == "sigmoid_norm"
+    return -logsigmoid(b * (c / counts[0] - r / counts[1]))
+
+
+def plain(model: Any, batch: list[Sample], train: dict[str, Any]) -> tuple[torch.Tensor, dict[str, float]]:
+    """The loss of a global batch, and rewards by TRL's names."""
+    trainer, beta = train["trainer"], train.get("beta", 0.1)
+    losses, nlls, tokens, chosen, rejected, own_logps = [], [], 0, [], [], []
+    for sample in batch:
+        own, counts, nll, nll_tokens = logps(model, sample)
+        with torch.no_grad(), model.disable_adapter():
+            base = logps(model, sample)[0]
+        nlls.append(nll)
+        tokens += nll_tokens
+        if trainer == "orpo":
+            a, b = (logp / count for logp, count in zip(own, counts, strict=True))
+            odds = torch.log(torch.exp(a) / (1 - torch.exp(a))) - torch.log(torch.exp(b) / (1 - torch.exp(b)))
+            losses.append(-beta * torch.log(torch.sigmoid(odds)))
+            chosen.append(beta * a), rejected.append(beta * b), own_logps.append((a, b))
+            continue
+        ratios = [a - b for a, b in zip(own, base, strict=True)]
+        if trainer == "kto":
+            assert sample.preference is not None
+            good, (ratio,) = sample.preference.desirable, ratios
+            shared = torch.sigmoid(-beta * ratio) if good else torch.sigmoid(beta * ratio)
+            losses.append(shared * train["desirable_weight" if good else "undesirable_weight"])
+            (chosen if good else rejected).append(beta * ratio)
+            continue
+        names = train.get("loss_type", "sigmoid")
+        names = [names] if isinstance(names, str) else names
+        weights = train.get("loss_weights", [1.0] * len(names))
+        losses.append(
+            sum(w * pair_loss(n, train, *ratios, counts) for n, w in zip(names, weights, strict=True) if n != "sft")
+        )
+        chosen.append(beta * ratios[0]), rejected.append(beta * ratios[1]), own_logps.append(tuple(own))
+    loss = torch.stack(losses).mean()
+    if trainer == "orpo":
+        loss = loss + torch.stack(nlls).sum() / tokens
+    if "sft" in train.get("loss_type", []):
+        loss = loss + train["loss_weights"][1] * torch.stack(nlls).sum() / tokens
+    told = {"rewards/chosen": torch.stack(chosen).mean(), "rewards/rejected": torch.stack(rejected).mean()}
+    told["rewards/margins"] = told["rewards/chosen"] - told["rewards/rejected"]
+    if trainer != "kto":
+        told["rewards/accuracies"] = (torch.stack(chosen) > torch.stack(rejected)).double().mean()
+        told["logps/chosen"], told["logps/rejected"] = (torch.stack(one).mean() for one in zip(*own_logps, strict=True))
+    return loss, {name: float(value) for name, value in told.items()}
+
+
+def peft_of(base: str, folder: Path) -> Any:
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float64)
+    return PeftModel.from_pretrained(model, folder, is_trainable=True, autocast_adapter_dtype=False).double()
+
+
+def grad_norm(model: Any, loss: torch.Tensor) -> float:
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    return float(torch.stack([g.norm() for g in torch.autograd.grad(loss, parameters)]).norm())
+
+
+def evals(out: Path, job: str) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (out / "evals.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["job"] == job]
+
+
+def test_every_loss_has_the_value_the_gradient_and_the_rewards_of_plain_formulas_over_peft(
+    tiny_base: Callable[..., str], write_rows: Rows, jobs: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    """Seventeen jobs in shared microbatches, smaller than a global batch; in float64, from adapters that have learnt."""
+    out, base = tmp_path / "out", tiny_base("llama")
+    tree = config(
+        base, out, write_rows, jobs, dtype="float64", max_tokens_per_microbatch=300, save_every=1, save_total_limit=None
+    )
+    train(tree)
+    shared = [json.loads(line) for line in (out / "microbatches.jsonl").read_text().splitlines()]
+    assert any("sft" in line["tokens"] and len(line["tokens"]) > 1 for line in shared)
+    prepared = {job.config.name: job for job in prepare(Run.model_validate(tree)).jobs}
+    for job in jobs[1:]:
+        name = job["name"]
+        model = peft_of(base, out / name / "checkpoint-2")
+        data = prepared[name].data
+        loss, _ = plain(model, [data.samples[n] for n in data.global_batch(2)], job["train"])
+        (line,) = [line for line in steps(out) if line["job"] == name and line["step"] == 3]
+        assert line["loss"] == pytest.approx(float(loss), rel=1e-10), name
+        assert line["grad_norm"] == pytest.approx(grad_norm(model, loss), rel=1e-10), name
+        with torch.no_grad():
+            held, told = plain(peft_of(base, out / name), prepared[name].eval_encoded.samples, job["train"])
+        found = evals(out, name)[-1]
+        assert found["eval_loss"] == pytest.approx(float(held), rel=1e-10), name
+        for key, value in told.items():
+            assert found[f"eval_{key}"] == pytest.approx(value, rel=1e-9, abs=1e-12), (name, key)
+
+
+# --- beside others, after an interruption, on replicas, from an adapter --------------------------------------------------
+
+
+def mixed(base: str, out: Path, jobs: list[dict[str, Any]], **changes: Any) -> dict[str, Any]:
+    chosen = [job for job in jobs if job["name"] in ("sft", "mixed", "kto")]
+    dropped = [job | {"adapter": job["adapter"] | {"lora_dropout": 0.2}} for job in chosen]
+    tree = {
+        "base_model": base,
+        "output_dir": str(out),
+        "max_tokens_per_microbatch": 150,
+        "save_every": 1,
+        "device": "cpu",
+    }
+    return tree | {"eval_every": 2, "jobs": dropped} | changes
+
+
+def same(one: Path, other: Path, names: Any) -> None:
+    for name in names:
+        a, b = adapter(one, name), adapter(other, name)
+        assert all(torch.equal(a[key], b[key]) for key in a), name
+        assert [{**line} for line in evals(one, name)] == [{**line} for line in evals(other, name)], name
+
+
+def alike(one: Path, other: Path, name: str, bound: float = 1e-10) -> None:
+    """Adapters and held-out metrics of a job in two runs."""
+    assert distance(adapter(one, name), adapter(other, name)) < bound, name
+    for ours, theirs in zip(evals(one, name), evals(other, name), strict=True):
+        numbers, wanted = ({key: value for key, value in line.items() if key != "job"} for line in (ours, theirs))
+        assert numbers == pytest.approx(wanted, rel=bound, abs=1e-12), name
+
+
+def test_a_job_gives_alone_what_it_gives_beside_others_and_an_interruption_changes_no_bit(
+    tiny_base: Callable[..., str], jobs: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    tree = mixed(tiny_base("llama"), tmp_path / "together", jobs)
+    train(tree | {"dtype": "float64"})
+    for job in tree["jobs"]:
+        own = {"output_dir": str(tmp_path / job["name"]), "jobs": [job], "max_tokens_per_microbatch": 120}
+        train(tree | own | {"dtype": "float64"})
+        alike(tmp_path / "together", tmp_path / job["name"], job["name"])
+    parts = tree | {"output_dir": str(tmp_path / "parts"), "eval_every": 1}
+    train(tree | {"output_dir": str(tmp_path / "whole"), "eval_every": 1})
+    train(parts, max_steps=1)
+    train(parts, max_steps=2, resume=True)
+    train(parts, resume=True)
+    same(tmp_path / "whole", tmp_path / "parts", [job["name"] for job in tree["jobs"]])
+
+
+def test_the_reference_of_a_job_that_continues_an_adapter_is_that_adapter_also_after_an_interruption(
+    tiny_base: Callable[..., str], jobs: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    base = tiny_base("llama")
+    tree = mixed(base, tmp_path / "first", [job for job in jobs if job["name"] == "sft"])
+    train(tree)
+    (job,) = (job for job in jobs if job["name"] == "sigmoid")
+    job["adapter"] = {"init_from": str(tmp_path / "first" / "sft")}
+    tree = tree | {"jobs": [job], "output_dir": str(tmp_path / "second"), "eval_every": 1}
+    train(tree)
+    before = evals(tmp_path / "second", "sigmoid")[0]
+    assert before["eval_loss"] == pytest.approx(np.log(2), rel=1e-12) and before["eval_rewards/chosen"] == 0
+    assert evals(tmp_path / "second", "sigmoid")[-1]["eval_rewards/margins"] != 0
+    train(tree | {"output_dir": str(tmp_path / "parts")}, max_steps=2)
+    train(tree | {"output_dir": str(tmp_path / "parts")}, resume=True)
+    same(tmp_path / "second", tmp_path / "parts", ["sigmoid"])
+
+
+def test_the_best_adapter_may_be_that_of_the_highest_accuracy() -> None:
+    lines = [{"step": n, "eval_loss": loss, "eval_rewards/accuracies": share} for n, loss, share in CURVE]
+    keys = {"trainer": "dpo", "eval_steps": 1, "early_stopping_patience": 9}
+    assert judged_by(lines, TrainConfig(**keys), 4) == Judged(4, 0.3, 0)
+    named = TrainConfig(**keys, metric_for_best_model="eval_rewards/accuracies")
+    assert judged_by(lines, named, 4) == Judged(2, 0.8, 2)
+
+
+CURVE = [(1, 0.6, 0.5), (2, 0.5, 0.8), (3, 0.4, 0.7), (4, 0.3, 0.8)]
+
+
+# --- what is refused ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("train_keys", "row", "words"),
+    [
+        (
+            {"trainer": "dpo"},
+            {"prompt": "a", "completion": "b"},
+            r"line 1: train\.trainer: dpo compares two completions",
+        ),
+        ({}, {"prompt": "a", "chosen": "b", "rejected": "c"}, r"line 1: 'chosen' and 'rejected' are compared by"),
+        ({"trainer": "kto", "loss_type": "apo_zero_unpaired"}, {"prompt": "a", "completion": "b"}, "found label None"),
+        ({"trainer": "orpo"}, {"chosen": "xb", "rejected": "yc"}, "do not begin alike; give the prompt"),
+        ({"trainer": "orpo"}, {"prompt": "a", "chosen": "b", "rejected": ["c"]}, "all texts or all lists"),
+        (
+            {"trainer": "dpo"},
+            {"prompt": "a", "chosen": "b", "rejected": ""},
+            "line 1, rejected: the sample has no label",
+        ),
+    ],
+)
+def test_rows_that_are_not_what_the_trainer_takes_are_refused(
+    train_keys: dict[str, Any], row: dict[str, Any], words: str, tiny_base: Callable[..., str], tmp_path: Path
+) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    job = {"name": "a", "data": {"path": str(tmp_path / "rows.jsonl")}, "train": train_keys}
+    tree = {"base_model": tiny_base("llama"), "output_dir": str(tmp_path / "out"), "device": "cpu", "jobs": [job]}
+    with pytest.raises(InputError, match=words):
+        prepare(Run.model_validate(tree))
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"beta": 0.1}, "beta is for trainer dpo and kto and orpo; this job's trainer is sft"),
+        ({"trainer": "kto"}, "kto needs loss_type: apo_zero_unpaired"),
+        ({"trainer": "kto", "loss_type": "kto"}, "compares with mismatched completions"),
+        ({"trainer": "dpo", "loss_type": ["sigmoid", "aot"]}, "sorts the whole global batch"),
+        ({"trainer": "dpo", "loss_type": "sigmoid", "label_smoothing": 0.1}, "goes with loss_type robust or exo_pair"),
+        ({"trainer": "dpo", "loss_type": ["ipo", "sft"], "loss_weights": [1.0]}, "1 numbers for 2 losses"),
+        ({"trainer": "dpo", "loss_type": "exo_pair"}, "needs label_smoothing above 0"),
+        ({"metric_for_best_model": "eval_rewards/margins"}, "is of pairs"),
+    ],
+)
+def test_keys_that_do_not_go_together_are_refused(keys: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        TrainConfig(**keys)
+
+
+def test_a_base_model_in_parts_is_refused_before_training(
+    tiny_base: Callable[..., str], jobs: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    tree = mixed(tiny_base("llama"), tmp_path / "out", jobs, parallel={"pipeline": 2})
+    with pytest.raises(InputError, match=r"job 'mixed': train\.trainer is dpo, .* leave parallel\.pipeline out"):
+        prepare(Run.model_validate(tree))
+
+
+def test_too_long_a_part_is_cut_dropped_or_refused_and_a_pair_must_fit_a_microbatch(
+    tiny_base: Callable[..., str], tmp_path: Path
+) -> None:
+    row = {"prompt": "the fox", "chosen": "the dog " * 9, "rejected": "the"}
+    short = {"prompt": "the fox", "chosen": "dog", "rejected": "the"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(short) + "\n")
+
+    def prepared(budget: int = 4096, **data: Any) -> Any:
+        job = {"name": "a", "data": {"path": str(tmp_path / "rows.jsonl")} | data, "train": {"trainer": "dpo"}}
+        tree = {"base_model": tiny_base("llama"), "output_dir": "-", "device": "cpu", "jobs": [job]}
+        return prepare(Run.model_validate(tree | {"max_tokens_per_microbatch": budget})).jobs[0].encoded
+
+    first, second = prepared().samples
+    parts, least = first.preference.lengths, max(second.preference.lengths)
+    with pytest.raises(
+        InputError, match=f"line 1: a prompt with its completion has {parts[0]} tokens, over max_length"
+    ):
+        prepared(max_length=parts[0] - 1)
+    assert len(prepared(max_length=parts[0] - 1, truncate="drop").samples) == 1
+    cut = prepared(max_length=least + 2, truncate="right")
+    assert cut.truncated == 1 and cut.samples[0].preference.lengths == (least + 2, parts[1])
+    with pytest.raises(InputError, match=f"the sample has {sum(parts)} tokens, over max_tokens_per_microbatch"):
+        prepared(budget=sum(parts) - 1)

@@ -1,0 +1,646 @@
+"""What ranks do in tests of adapters on Megatron-Core models: one model in several layouts, whole gradients, steps."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from megatron_cpu import hash_of, megatron, model_of
+from peft import LoraConfig
+
+from packlora.megatron import MegatronAdapters, apply_lora
+from packlora.megatron.attach import cut_of
+from packlora.ops.dropout.keys import packed_token_keys
+
+LENGTHS = (5, 3, 6, 2)
+"""Tokens of the samples of a packed batch; 16 together."""
+WORDS = 48
+BOUND = 1e-10
+
+
+@dataclass(frozen=True)
+class Layout:
+    """tp, ep, etp: tensor, expert and expert tensor parallel sizes."""
+
+    tp: int = 1
+    sequence: bool = False
+    ep: int = 1
+    etp: int = 1
+
+
+ONE = Layout()
+DENSE = (Layout(2), Layout(2, True))
+
+
+@dataclass(frozen=True)
+class Case:
+    """adapters: arguments of LoraConfig by name. owners: the adapter of each sample, None of one adapter without owners."""
+
+    adapters: Mapping[str, dict[str, Any]]
+    owners: tuple[str | None, ...] | None = None
+    model: dict[str, Any] = field(default_factory=dict)
+    layouts: tuple[Layout, ...] = DENSE
+    te: bool = False
+    """The other layouts have layers as Transformer Engine's."""
+
+
+def lora(**others: Any) -> dict[str, Any]:
+    return {"r": 3, "lora_alpha": 5, "target_modules": "all-linear"} | others
+
+
+def built(case: Case, layout: Layout, reference: bool = False) -> tuple[Any, MegatronAdapters]:
+    """The model with adapters that have whole values drawn by name."""
+    kwargs = dict(case.model) | ({"te": True} if case.te and not reference else {})
+    model = model_of(tp=layout.tp, sequence=layout.sequence, ep=layout.ep, etp=layout.etp, **kwargs)
+    adapters = apply_lora(model, {name: LoraConfig(**one) for name, one in case.adapters.items()})
+    randomise(adapters)
+    return model, adapters
+
+
+def randomise(adapters: MegatronAdapters, seed: int = 0) -> None:
+    """B and magnitudes that are not those of a beginning; A stays."""
+    for name in adapters.names:
+        for path, key, parameter in named(adapters, name):
+            layer = adapters._placed.layers[path]
+            if key == "A" and layer.kind != "embedding":
+                continue
+            shard = cut_of(layer)
+            whole = parameter.shape if shard is None else shard.whole_shape(key, parameter.shape)
+            generator = torch.Generator().manual_seed(hash_of(name, path, key, seed))
+            value = torch.randn(whole, dtype=torch.float64, generator=generator) * 0.3
+            value = value.abs() + 1 if key == "magnitude" else value
+            with torch.no_grad():
+                parameter.copy_(value if shard is None else shard.own(key, value))
+
+
+def named(adapters: MegatronAdapters, name: str) -> Iterator[tuple[str, str, torch.nn.Parameter]]:
+    for path, own in adapters._placed.weights[name].items():
+        for key, parameter in own.named_parameters().items():
+            yield path, key, parameter
+
+
+def ids_of(lengths: Sequence[int] = LENGTHS, batch: int = 1) -> torch.Tensor:
+    return torch.randint(WORDS, (batch, sum(lengths)), generator=torch.Generator().manual_seed(1))
+
+
+def mask_of(lengths: Sequence[int]) -> torch.Tensor:
+    """True where nothing is seen: each sample sees itself, causally."""
+    sample = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    sees = (sample[:, None] == sample[None]).tril()
+    return ~sees[None, None]
+
+
+def keys_of(lengths: Sequence[int] = LENGTHS) -> torch.Tensor:
+    numbers = list(range(len(lengths)))
+    return torch.from_numpy(packed_token_keys([7] * len(lengths), [2] * len(lengths), numbers, lengths))
+
+
+def logits(model: Any, ids: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+    out: torch.Tensor = model(ids, torch.arange(ids.shape[1])[None], mask_of(lengths))
+    return out
+
+
+def weights_of_loss(tp: int, rank: int) -> torch.Tensor:
+    whole = torch.randn(1, sum(LENGTHS), WORDS, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    return whole.chunk(tp, -1)[rank]
+
+
+def active(adapters: MegatronAdapters, case: Case, dropout: bool = True) -> Any:
+    if case.owners is None:
+        return nullcontext()
+    samples = list(zip(case.owners, LENGTHS, strict=True))
+    return adapters.active(adapters.owners(samples, keys_of() if dropout else None))
+
+
+def learnt(case: Case, layout: Layout, reference: bool = False) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Whole logits and whole gradients, by adapter, layer and parameter."""
+    from megatron.core import parallel_state
+
+    model, adapters = built(case, layout, reference)
+    torch.manual_seed(5)
+    with active(adapters, case):
+        y = logits(model, ids_of(), LENGTHS)
+        (y * weights_of_loss(layout.tp, parallel_state.get_tensor_model_parallel_rank())).sum().backward()
+    return joined_words(y.detach()), whole_gradients(adapters)
+
+
+def joined_words(y: torch.Tensor) -> torch.Tensor:
+    from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+
+    whole: torch.Tensor = gather_from_tensor_model_parallel_region(y)
+    return whole
+
+
+def whole_gradients(adapters: MegatronAdapters) -> dict[str, torch.Tensor]:
+    """What Megatron-Core's own reduction makes of them, joined."""
+    from megatron.core import parallel_state
+
+    group = parallel_state.get_tensor_model_parallel_group()
+    for name in adapters.names:
+        for _, _, parameter in named(adapters, name):
+            if getattr(parameter, "average_gradients_across_tp_domain", False):
+                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                dist.all_reduce(parameter.grad, group=group)
+                parameter.grad /= dist.get_world_size(group)
+            if not getattr(parameter, "allreduce", True) and parameter.grad is not None:
+                # an expert has seen the tokens of the processes of its group, here so many times the same ones
+                processes = parallel_state.get_expert_model_parallel_world_size()
+                processes *= parallel_state.get_expert_tensor_parallel_world_size()
+                parameter.grad /= processes / parallel_state.get_tensor_model_parallel_world_size()
+    return wholes(adapters, gradients=True)
+
+
+def wholes(adapters: MegatronAdapters, gradients: bool = False) -> dict[str, torch.Tensor]:
+    """Parameters, or their gradients, of all tensor and expert parallel processes, by adapter, layer and parameter."""
+    from packlora.megatron.gather import whole_tensors
+
+    before = []
+    if gradients:
+        for name in adapters.names:
+            for _, _, parameter in named(adapters, name):
+                before.append((parameter, parameter.data))
+                own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                parameter.data = own
+    found = {
+        f"{name} {path}/{key}": tensor
+        for name in adapters.names
+        for path, own in whole_tensors(adapters._placed, name).items()
+        for key, tensor in own.items()
+    }
+    for parameter, data in before:
+        parameter.data = data
+    return found
+
+
+def compared(rank: int, cases: Sequence[Case]) -> list[dict[str, float]]:
+    """For each case and layout the largest relative differences of logits and gradients from those of one process."""
+    out = []
+    for case in cases:
+        with megatron():
+            y, grads = learnt(case, ONE, reference=True)
+        errors = {}
+        for layout in case.layouts:
+            with megatron(layout.tp, layout.ep, layout.etp):
+                own_y, own_grads = learnt(case, layout)
+            assert own_grads.keys() == grads.keys(), own_grads.keys() ^ grads.keys()
+            errors[f"{layout} logits"] = difference(own_y, y)
+            for name, gradient in grads.items():
+                assert gradient.any() or "local_experts" in name, f"{name} has no gradient"
+                errors[f"{layout} {name}"] = difference(own_grads[name], gradient)
+        out.append(errors)
+    return out
+
+
+def difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    largest = float(b.abs().max())
+    return float((a - b).abs().max()) / (largest or 1.0)
+
+
+def worst(answers: Sequence[Sequence[Mapping[str, float]]]) -> list[tuple[float, str]]:
+    """Of each case the largest difference over all ranks, and where."""
+    return [
+        max((value, name) for errors in of_case for name, value in errors.items())
+        for of_case in zip(*answers, strict=True)
+    ]
+
+
+# --- steps ------------------------------------------------------------------------------------------------------------
+
+
+def stepped(rank: int, case: Case, layouts: Sequence[Layout], steps: int = 3) -> dict[str, float]:
+    """Parameters after steps of Megatron-Core's data parallelism and optimizer, beside torch's AdamW on one process; and the
+    norm of the first whole gradient as Megatron-Core counts it."""
+    with megatron():
+        model, adapters = built(case, ONE)
+        parameters = [p for name in adapters.names for p in adapters.parameters(name)]
+        optimizer = torch.optim.AdamW(parameters, lr=0.05, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+        norm = torch.zeros((), dtype=torch.float64)
+        for step in range(steps):
+            optimizer.zero_grad()
+            _loss(model, adapters, case, step).backward()
+            if not step:
+                norm = torch.stack([p.grad.square().sum() for p in parameters if p.grad is not None]).sum().sqrt()
+            optimizer.step()
+        wanted = wholes(adapters)
+    errors = {}
+    for layout in layouts:
+        with megatron(layout.tp, layout.ep, layout.etp):
+            found, own_norm = _with_megatron(case, layout, steps)
+        errors[f"{layout} norm"] = abs(own_norm / float(norm) - 1)
+        errors |= {f"{layout} {name}": difference(found[name], tensor) for name, tensor in wanted.items()}
+    return errors
+
+
+def _loss(model: Any, adapters: MegatronAdapters, case: Case, step: int) -> torch.Tensor:
+    from megatron.core import parallel_state
+
+    torch.manual_seed(step)
+    tp, rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
+    with active(adapters, case):
+        loss: torch.Tensor = (logits(model, ids_of(), LENGTHS) * weights_of_loss(tp, rank)).sum()
+    return loss
+
+
+def _with_megatron(case: Case, layout: Layout, steps: int) -> tuple[dict[str, torch.Tensor], float]:
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    model, adapters = built(case, layout)
+    wrapped = DistributedDataParallel(model.config, DistributedDataParallelConfig(), model)
+    config = OptimizerConfig(
+        optimizer="adam", lr=0.05, weight_decay=0.1, adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-8, clip_grad=0.0,
+        params_dtype=torch.float64, log_num_zeros_in_grad=False,
+    )  # fmt: skip
+    optimizer = get_megatron_optimizer(config, [wrapped])
+    for group in optimizer.param_groups:  # this version's own rule leaves vectors without decay
+        group["weight_decay"] = 0.1
+    square = torch.zeros((), dtype=torch.float64)
+    for step in range(steps):
+        wrapped.zero_grad_buffer()
+        optimizer.zero_grad()
+        _loss(wrapped, adapters, case, step).backward()
+        finalize_model_grads([wrapped])
+        if not step:
+            square = _square(optimizer)
+        optimizer.step()
+    return wholes(adapters), float(square.sqrt())
+
+
+def _square(optimizer: Any) -> torch.Tensor:
+    """Of the whole gradient, as Megatron-Core counts it."""
+    square = torch.zeros((), dtype=torch.float64)
+    for one in getattr(optimizer, "chained_optimizers", [optimizer]):
+        one.prepare_grads()
+        found = [grad.square().sum() for grad in one.get_main_grads_for_grad_norm()]
+        own = torch.stack(found).sum() if found else torch.zeros((), dtype=torch.float64)
+        dist.all_reduce(own, group=one.get_grad_stats_parallel_group())
+        square += own
+    return square
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def kept(rank: int, folder: str, case: Case, first: Layout, others: Sequence[Layout]) -> list[str]:
+    """Names of tensors that other layouts read otherwise than one layout has written them."""
+    from megatron.core import dist_checkpointing
+
+    with megatron(first.tp, first.ep, first.etp):
+        _, adapters = built(case, first)
+        wanted = wholes(adapters)
+        if not rank:
+            Path(folder).mkdir()
+        dist.barrier()
+        dist_checkpointing.save(adapters.sharded_state_dict(), folder)
+    wrong = []
+    for layout in others:
+        with megatron(layout.tp, layout.ep, layout.etp):
+            _, adapters = built(case, layout)
+            for name in adapters.names:
+                for parameter in adapters.parameters(name):
+                    parameter.data.fill_(7.0)
+            adapters.load_state_dict(dist_checkpointing.load(adapters.sharded_state_dict(), folder))
+            found = wholes(adapters)
+        wrong += [f"{layout} {name}" for name, tensor in wanted.items() if not torch.equal(found[name], tensor)]
+    return wrong
+
+
+# --- transformers and PEFT --------------------------------------------------------------------------------------------
+
+
+def llama_of(model: Any) -> Any:
+    """transformers' model with the weights of a whole one of Megatron-Core."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from packlora.megatron.layers import layers_of
+    from packlora.megatron.names import parts_of
+
+    config = LlamaConfig(
+        vocab_size=WORDS, hidden_size=24, intermediate_size=20, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=6, rms_norm_eps=1e-5, rope_theta=10000.0, tie_word_embeddings=False,
+        attn_implementation="eager",
+    )  # fmt: skip
+    llama = LlamaForCausalLM(config).double().eval()
+    state = {}
+    for layer in layers_of([model]).values():
+        weight = layer.tensor()
+        for part in parts_of(layer, weight.shape[0]):
+            state[f"{part.name}.weight"] = weight if part.rows is None else weight[part.rows]
+    for at, block in enumerate(model.decoder.layers):
+        state[f"model.layers.{at}.input_layernorm.weight"] = block.input_layernorm.weight
+        state[f"model.layers.{at}.post_attention_layernorm.weight"] = block.pre_mlp_layernorm.weight
+    state["model.norm.weight"] = model.decoder.final_layernorm.weight
+    llama.load_state_dict({key: value.detach() for key, value in state.items()})
+    return llama
+
+
+def peft_logits(llama: Any, folder: str) -> torch.Tensor:
+    """Of each sample alone, with an adapter's folder on a copy of the model."""
+    import copy
+
+    from peft import PeftModel
+
+    model = PeftModel.from_pretrained(copy.deepcopy(llama), folder, autocast_adapter_dtype=False).double().eval()
+    with torch.no_grad(), mock.patch.object(torch, "float32", torch.float64):  # in which norms and softmax are computed
+        packed = zip(ids_of().split(LENGTHS, 1), torch.arange(sum(LENGTHS))[None].split(LENGTHS, 1), strict=True)
+        return torch.cat([model(input_ids=ids, position_ids=at).logits for ids, at in packed], 1)
+
+
+def megatron_logits(model: Any, adapters: MegatronAdapters, name: str) -> torch.Tensor:
+    with torch.no_grad(), adapters.active(adapters.owners([(name, count) for count in LENGTHS])):
+        return joined_words(logits(model, ids_of(), LENGTHS))
+
+
+def handed_on(rank: int, folder: str, case: Case, layout: Layout) -> dict[str, float]:
+    """Adapters written in one layout, beside PEFT; and read again in others, merged and unmerged."""
+    errors = {}
+    with megatron():
+        llama = llama_of(built(case, ONE)[0])
+    with megatron(layout.tp):
+        model, adapters = built(case, layout)
+        own = {name: megatron_logits(model, adapters, name) for name in adapters.names}
+        frozen = {key: value.clone() for key, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+        for name in adapters.names:
+            adapters.save(f"{folder}/{name}", name, "a/model")
+            if case.adapters[name].get("alpha_pattern"):
+                errors[f"{name} without alpha_pattern"] = _unseen(llama, folder, name, own[name])
+            errors[f"{name} in PEFT"] = difference(own[name], peft_logits(llama, f"{folder}/{name}"))
+            adapters.merge(name)
+            with torch.no_grad():
+                merged = joined_words(logits(model, ids_of(), LENGTHS))
+            errors[f"{name} merged"] = difference(merged, own[name])
+            adapters.unmerge()
+            kept = all(torch.equal(frozen[key], value) for key, value in model.state_dict().items() if key in frozen)
+            errors[f"{name} unmerged"] = 0.0 if kept else 1.0
+    for other in (ONE, Layout(2, True)):
+        with megatron(other.tp):
+            model = model_of(tp=other.tp, sequence=other.sequence)
+            adapters = apply_lora(model, {name: f"{folder}/{name}" for name in case.adapters})
+            for name in adapters.names:
+                error = difference(megatron_logits(model, adapters, name), own[name])
+                errors[f"{name} read at {other}"] = error
+    return errors
+
+
+def _unseen(llama: Any, folder: str, name: str, wanted: torch.Tensor) -> float:
+    """Whether ranks by layer without their alphas, which change scalings, would not be seen."""
+    path = Path(folder, name, "adapter_config.json")
+    text = path.read_text()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        path.write_text(json.dumps(json.loads(text) | {"alpha_pattern": {}}))
+    dist.barrier()
+    error = difference(peft_logits(llama, str(path.parent)), wanted)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        path.write_text(text)
+    dist.barrier()
+    return 0.0 if error > 1e-3 else 1.0
+
+
+def taken_over(rank: int, folder: str) -> dict[str, float]:
+    """PEFT's own adapters, with an A, a rank and a scaling for each of q, k, v, gate and up: read, and written again."""
+    from peft import get_peft_model
+
+    errors = {}
+    with megatron():
+        llama = llama_of(model_of())
+    for dora, targets in ((False, ["q_proj", "v_proj", "gate_proj", "down_proj"]), (True, "all-linear")):
+        at = f"{folder}/{dora}"
+        config = LoraConfig(
+            r=2, lora_alpha=6, target_modules=targets, use_dora=dora, task_type="CAUSAL_LM",
+            rank_pattern={"v_proj": 3, "gate_proj": 1}, alpha_pattern={"v_proj": 2, "down_proj": 5},
+        )  # fmt: skip
+        if not rank:
+            import copy
+
+            model = get_peft_model(copy.deepcopy(llama), config, autocast_adapter_dtype=False).double()
+            for name, parameter in model.named_parameters():
+                if parameter.requires_grad:
+                    generator = torch.Generator().manual_seed(hash_of(name))
+                    value = torch.randn(parameter.shape, dtype=torch.float64, generator=generator)
+                    parameter.data = value.abs() + 1 if "magnitude" in name else value * 0.3
+            model.save_pretrained(at)
+        dist.barrier()
+        wanted = peft_logits(llama, at)
+        for layout in (ONE, Layout(2, True)):
+            with megatron(layout.tp):
+                own = model_of(tp=layout.tp, sequence=layout.sequence)
+                adapters = apply_lora(own, {"x": at})
+                errors[f"DoRA {dora} at {layout}"] = difference(megatron_logits(own, adapters, "x"), wanted)
+                adapters.save(f"{at}-again-{layout.tp}", "x")
+                again = peft_logits(llama, f"{at}-again-{layout.tp}")
+                errors[f"DoRA {dora} written at {layout}"] = difference(again, wanted)
+    return errors
+
+
+# --- what must be seen ------------------------------------------------------------------------------------------------
+
+
+def broken(rank: int) -> dict[str, float]:
+    """By fault that was put in on purpose, the largest difference that the comparisons above show."""
+    from megatron.core.tensor_parallel import mappings
+
+    from packlora.adapters.weights import AdapterWeights
+    from packlora.megatron import attach, forward, layers, owners
+
+    enter_of = layers.enter_of
+
+    def summed_twice(layer: Any) -> Any:
+        enter = enter_of(layer)
+        if not layer.sequence or layer.dim != 0 or enter is None:
+            return enter
+        return lambda x: mappings.copy_to_tensor_model_parallel_region(enter(x), group=layer.group)
+
+    def local_mask(linear: Any) -> int:
+        return 0
+
+    one = Case({"one": lora()}, layouts=(Layout(2, True),))
+    dora = Case({"one": lora(use_dora=True)}, layouts=(Layout(2),))
+    dropped = Case({"one": lora(lora_dropout=0.2)}, ("one",) * 4, layouts=(Layout(2),))
+    router = lora(target_modules=["router"])
+    routed = Case({"a": router, "b": router}, ("a", "b", "a", None), _MOE, (Layout(2, True),))
+    draw = partial(mock.patch.object, AdapterWeights)
+    faults: dict[str, tuple[Case, list[Any]]] = {
+        "gradient of a column's input added up twice": (one, [mock.patch.object(forward, "enter_of", summed_twice)]),
+        "first values by slice": (
+            one,
+            [draw("whole_shape", lambda self, name, shape: tuple(shape)), draw("own", lambda self, name, whole: whole)],
+        ),
+        "the mean of parts": (one, [mock.patch.object(attach._Times, "__call__", lambda self, gradient: gradient)]),
+        "local row norms": (dora, [mock.patch.object(layers, "_add_up")]),
+        "masks of slices alike": (
+            dropped,
+            [mock.patch("packlora.adapters.linear.AdaptedLinear.first_feature", property(local_mask))],
+        ),
+        "owners of other tokens": (
+            routed,
+            [mock.patch.object(forward, "part_of", lambda whole, first, count: owners.part_of(whole, 0, count))],
+        ),
+    }  # fmt: skip
+    found = {}
+    for name, (case, patches) in faults.items():
+        with ExitStack() as stack:
+            for patch in patches:
+                stack.enter_context(patch)
+            [errors] = compared(rank, [case])
+        found[name] = max(errors.values())
+    found["experts over the wrong group"] = _wrong_group(rank)
+    return found
+
+
+_MOE = {
+    "num_layers": 1, "num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 12,
+    "moe_token_dispatcher_type": "allgather",
+}  # fmt: skip
+
+
+def _wrong_group(rank: int) -> float:
+    from packlora.megatron import attach
+
+    mark = attach._mark
+
+    def as_dense(parameter: Any, key: str, layer: Any) -> None:
+        mark(parameter, key, layer)
+        parameter.allreduce = True
+
+    case = Case({"one": lora(target_modules=["linear_fc1"])}, model=_MOE)
+    with mock.patch.object(attach, "_mark", as_dense):
+        errors = stepped(rank, case, [Layout(1, False, 2)], steps=1)
+    return max(errors.values())
+
+
+def unseen_writes(rank: int) -> tuple[float, float]:
+    """A DoRA adapter's change of logits after writes that move no version, as Megatron-Core's optimizers make, beside that
+    after writes which do; and after an optimizer's step that was none of its own."""
+    with megatron():
+        case = Case({"one": lora(use_dora=True)})
+        model, adapters = built(case, ONE)
+        megatron_logits(model, adapters, "one")
+        for parameter in adapters.parameters("one"):
+            parameter.data.mul_(1.5)
+        other = torch.nn.Parameter(torch.ones(1))
+        other.grad = torch.ones(1)
+        torch.optim.SGD([other], lr=0.1).step()
+        found = megatron_logits(model, adapters, "one")
+        again, new = built(case, ONE)
+        with torch.no_grad():
+            for parameter in new.parameters("one"):
+                parameter.mul_(1.5)
+        return difference(found, megatron_logits(again, new, "one")), difference(
+            found, megatron_logits(*built(case, ONE), "one")
+        )
+
+
+def recomputed(rank: int) -> dict[str, float]:
+    """Gradients under recomputation of whole layers, beside those without: masks drawn, and masks by owners' keys."""
+    errors = {}
+    again = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    for owners in (None, ("one", None, "one", "one")):
+        for layout in (ONE, Layout(2, True)):
+            case = Case({"one": lora(lora_dropout=0.2)}, owners)
+            with megatron(layout.tp):
+                y, grads = learnt(case, layout)
+            with megatron(layout.tp):
+                own_y, own = learnt(Case(case.adapters, owners, again), layout)
+            errors[f"{owners} {layout} logits"] = difference(own_y, y)
+            errors |= {f"{owners} {layout} {name}": difference(own[name], grads[name]) for name in grads}
+    return errors
+
+
+def refusals(rank: int, folder: str) -> dict[str, str]:
+    """What is said to what is not supported."""
+    from packlora.errors import InputError
+    from packlora.megatron import attach
+
+    said = {}
+    with megatron():
+
+        def ask(name: str, config: Any, **model: Any) -> None:
+            try:
+                apply_lora(model_of(**model), config)
+                said[name] = "nothing"
+            except InputError as error:
+                said[name] = str(error)
+
+        ask("target", LoraConfig(target_modules=["linear_qkvs"]))
+        ask("half", LoraConfig(target_modules=["q_proj", "v_proj"]))
+        ask("bias", LoraConfig(target_modules="all-linear", bias="all"))
+        ask("start", LoraConfig(target_modules="all-linear", init_lora_weights="pissa"))
+        ask("pattern", LoraConfig(target_modules=["linear_qkv"], rank_pattern={"linear_fc1": 2}))
+        ask("embedding", LoraConfig(target_modules=["word_embeddings"], use_dora=True))
+        ask("name", {"a.b": LoraConfig(target_modules="all-linear")})
+        ask("none", {})
+        ask("kind", {"a": 3})
+        ask("folder", str(Path(folder) / "nothing"))
+        with mock.patch.dict(attach.ELSEWHERE, {"MLP": "nothing"}):
+            ask("fused", LoraConfig(target_modules="all-linear"))
+        graphed = model_of()
+        graphed.config.cuda_graph_impl = "local"
+        try:
+            apply_lora(graphed, LoraConfig(target_modules="all-linear"))
+        except InputError as error:
+            said["graph"] = str(error)
+        ask("tied", LoraConfig(target_modules=["output_layer"]), tied=True)
+        model, adapters = built(Case({"a": lora(), "b": lora()}), ONE)
+        try:
+            apply_lora(model, LoraConfig(target_modules="all-linear"))
+        except InputError as error:
+            said["twice"] = str(error)
+        try:
+            adapters.owners([("c", 3)])
+        except InputError as error:
+            said["owner"] = str(error)
+        adapters.merge("a")
+        for name, call in {"merged": lambda: adapters.merge("b"), "saved": lambda: adapters.save(folder, "b")}.items():
+            try:
+                call()
+            except InputError as error:
+                said[name] = str(error)
+    return said
+
+
+def benched(rank: int) -> list[dict[str, Any]]:
+    from packlora.bench.megatron import measured_rows
+
+    with megatron():
+        from megatron.core import parallel_state
+
+        parallel_state.destroy_model_parallel()
+        rows = measured_rows(torch.device("cpu"), "tiny", rounds=1)
+        parallel_state.initialize_model_parallel()
+    return rows
+
+
+def staged(rank: int, folder: str, case: Case) -> list[str]:
+    """Names of tensors that two stages have otherwise than one process."""
+    with megatron():
+        _, adapters = built(case, ONE)
+        wanted = wholes(adapters)
+        adapters.save(f"{folder}/one", "one")
+    with megatron(pp=2):
+        model = model_of(stage=rank, pipeline_model_parallel_size=2)
+        adapters = apply_lora(model, {name: LoraConfig(**one) for name, one in case.adapters.items()})
+        randomise(adapters)
+        found = wholes(adapters)
+        adapters.save(f"{folder}/two", "one")
+        with torch.no_grad():
+            for parameter in adapters.parameters("one"):
+                parameter.fill_(7.0)
+        again = apply_lora(model_of(stage=rank, pipeline_model_parallel_size=2), {"one": f"{folder}/two"})
+        read = megatron_names(again)
+    files = [Path(folder, part, "adapter_model.safetensors").read_bytes() for part in ("one", "two")]
+    wrong = [name for name, tensor in wanted.items() if not torch.equal(found[name], tensor)]
+    return wrong + (["file"] if files[0] != files[1] else []) + (["read"] if read != megatron_names(adapters) else [])
+
+
+def megatron_names(adapters: MegatronAdapters) -> list[str]:
+    return [f"{path}/{key}" for path, key, _ in named(adapters, adapters.names[0])]

@@ -1,0 +1,207 @@
+"""Adapters on Megatron-Core models: what one process computes is computed in every layout, in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import Ranks
+
+pytest.importorskip("megatron.core")
+
+from megatron_runs import (
+    BOUND,
+    Case,
+    Layout,
+    benched,
+    broken,
+    compared,
+    handed_on,
+    kept,
+    lora,
+    recomputed,
+    refusals,
+    staged,
+    stepped,
+    taken_over,
+    unseen_writes,
+    worst,
+)  # fmt: skip
+
+from packlora.config import AdapterConfig
+from packlora.errors import InputError
+from packlora.megatron.targets import config_of
+
+Pool = Callable[[int], Ranks]
+THREE = {
+    "a": lora(lora_dropout=0.2),
+    "b": lora(use_dora=True, r=2),
+    "c": lora(use_rslora=True, target_modules=["linear_qkv"]),
+}
+OWNERS = ("b", "a", None, "c")
+EVERYTHING = [
+    "linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "router", "word_embeddings", "output_layer",
+]  # fmt: skip
+MOE: dict[str, Any] = {
+    "num_layers": 1, "num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 12,
+    "moe_token_dispatcher_type": "allgather",
+    "moe_shared_expert_intermediate_size": 8,
+}  # fmt: skip
+SPREAD = (Layout(1, False, 2), Layout(2, True, 2), Layout(2, True, 1, 2))
+
+
+def test_every_layout_learns_what_one_process_learns(ranks: Pool) -> None:
+    """Logits and whole gradients of all parameters: LoRA, rsLoRA, DoRA, dropout, embedding and output layer, several owners."""
+    cases = [
+        Case({"one": lora(use_rslora=True, lora_dropout=0.2)}),
+        Case({"one": lora(use_dora=True, lora_dropout=0.1)}),
+        Case({"one": lora(target_modules=["word_embeddings", "output_layer", "linear_fc2"])}),
+        Case(THREE, OWNERS),
+    ]
+    for error, where in worst(ranks(2).run(compared, cases)):
+        assert error < BOUND, where
+
+
+def test_experts_routers_and_shared_experts_learn_in_every_layout(ranks: Pool) -> None:
+    moe = lora(target_modules=["linear_fc1", "linear_fc2", "router"])
+    several = {"a": moe | {"lora_dropout": 0.2}, "b": moe | {"use_dora": True}, "c": moe}
+    cases = [
+        Case({"one": moe}, model=MOE, layouts=SPREAD),
+        Case(several, OWNERS, MOE, SPREAD),
+        Case(several, OWNERS, MOE | {"moe_token_dispatcher_type": "alltoall"}, SPREAD),
+    ]
+    for error, where in worst(ranks(2).run(compared, cases)):
+        assert error < BOUND, where
+
+
+def test_steps_of_megatrons_own_optimizer_are_those_of_one_process(ranks: Pool) -> None:
+    """Three of them, under its DistributedDataParallel and finalize_model_grads, and the gradient's norm as it counts it."""
+    moe = lora(target_modules=["linear_fc1", "linear_fc2"], use_dora=True)
+    cases = {
+        (Layout(2), Layout(2, True)): Case(THREE, OWNERS),
+        (Layout(1, False, 2), Layout(2, True, 2)): Case({"one": moe}, model=MOE),
+    }
+    for layouts, case in cases.items():
+        [error] = worst([[one] for one in ranks(2).run(stepped, case, layouts)])
+        assert error[0] < BOUND, error[1]
+
+
+def test_a_checkpoint_is_read_in_another_layout(ranks: Pool, tmp_path: Path) -> None:
+    """Gate and up, queries, keys and values, experts: whole tensors are the same to the bit."""
+    case = Case({"a": lora(use_dora=True), "b_1": lora(target_modules=EVERYTHING)}, model=MOE)
+    layouts = [Layout(1), Layout(1, False, 2), Layout(2, True, 1, 2)]
+    wrong = ranks(2).run(kept, str(tmp_path / "experts"), case, Layout(2, True, 2), layouts)
+    dense = Case({"a": lora(use_dora=True), "b": lora(target_modules=["linear_qkv"], layers_to_transform=[1])})
+    wrong += ranks(2).run(kept, str(tmp_path / "dense"), dense, Layout(2), [Layout(1), Layout(2, True)])
+    assert not any(wrong), wrong
+
+
+def test_layers_of_transformer_engine_learn_what_megatrons_own_do(ranks: Pool) -> None:
+    """By stand-ins with their attributes and calls: a norm before the product, grouped experts, other names of everything."""
+    moe = lora(target_modules=["linear_fc1", "linear_fc2"])
+    cases = [
+        Case({"one": lora(use_dora=True)}, layouts=(Layout(1), Layout(2), Layout(2, True)), te=True),
+        Case(
+            {"a": moe, "b": moe | {"use_dora": True}, "c": moe}, OWNERS, MOE, (Layout(1), Layout(2, True, 2)), te=True
+        ),
+    ]
+    for error, where in worst(ranks(2).run(compared, cases)):
+        assert error < BOUND, where
+
+
+def test_peft_computes_the_same_from_an_adapters_folder(ranks: Pool, tmp_path: Path) -> None:
+    """Also where ranks and scalings differ by layer; and what is read again, or merged, is the same."""
+    unlike = {"rank_pattern": {"linear_fc1": 2}, "alpha_pattern": {"linear_qkv": 3}}
+    adapters = {
+        "a": lora(**unlike),
+        "b": lora(use_dora=True, use_rslora=True, **unlike),
+        "c": lora(target_modules=EVERYTHING[2:4]),
+    }
+    [error] = worst([[one] for one in ranks(2).run(handed_on, str(tmp_path), Case(adapters), Layout(2, True))])
+    assert error[0] < BOUND, error[1]
+
+
+def test_adapters_of_q_k_v_gate_and_up_are_taken_over_exactly(ranks: Pool, tmp_path: Path) -> None:
+    [error] = worst([[one] for one in ranks(2).run(taken_over, str(tmp_path))])
+    assert error[0] < BOUND, error[1]
+
+
+def test_faults_that_are_put_in_are_seen(ranks: Pool) -> None:
+    """Those of other implementations: each makes the comparisons of this file fail by far."""
+    one, other = ranks(2).run(broken)
+    seen = {name: max(error, other[name]) for name, error in one.items()}
+    assert len(seen) == 7 and all(error > 1e-3 for error in seen.values()), seen
+
+
+def test_writes_that_no_version_shows_are_seen_after_a_step(ranks: Pool) -> None:
+    [(error, moved), _] = ranks(2).run(unseen_writes)
+    assert error < BOUND < 1e-3 < moved
+
+
+def test_recomputed_layers_draw_the_same_masks(ranks: Pool) -> None:
+    [error] = worst([[one] for one in ranks(2).run(recomputed)])
+    assert error[0] < BOUND, error[1]
+
+
+def test_what_is_not_supported_is_refused_by_name(ranks: Pool, tmp_path: Path) -> None:
+    said, _ = ranks(2).run(refusals, str(tmp_path))
+    words = {
+        "target": "linear_qkvs", "half": "without k_proj", "bias": "bias is 'all'", "start": "'pissa'",
+        "pattern": "rank_pattern",
+        "embedding": "which DoRA does not support", "name": "'a.b'", "none": "no adapter", "kind": "not int",
+        "folder": "not a PEFT adapter folder", "tied": "untie it", "twice": "has adapters", "owner": "'c'",
+        "graph": "cuda_graph_impl", "fused": "is a MLP", "merged": "unmerge first", "saved": "unmerge before save",
+    }  # fmt: skip
+    assert said.keys() == words.keys()
+    for name, word in words.items():
+        assert word in said[name], said[name]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"modules_to_save": ["norm"]}, {"trainable_token_indices": [3]}, {"expert_rank": "r // top_k"},
+        {"target_parameters": ["experts.down_proj"]},
+    ],
+)  # fmt: skip
+def test_what_models_of_transformers_alone_have_is_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match=f"{next(iter(settings))} is set, which adapters on Megatron-Core"):
+        config_of(AdapterConfig(**settings), "a")
+
+
+@pytest.mark.soak
+def test_the_benchmark_measures_all_contenders(ranks: Pool) -> None:
+    for row in ranks(2).run(benched)[0]:
+        assert row["ms"].keys() == {"frozen", "packlora", "packlora_dora", "plain"}
+        assert all(row["ms"].values()), row
+
+
+def test_stages_of_a_pipeline_have_the_adapters_of_the_whole_model(ranks: Pool, tmp_path: Path) -> None:
+    """First values by the layer's number in the whole model, and one folder of all stages."""
+    assert ranks(2).run(staged, str(tmp_path), Case({"one": lora(use_dora=True)})) == [[], []]
+
+
+@pytest.mark.soak
+def test_four_processes_learn_and_read_what_one_process_does(ranks: Pool, tmp_path: Path) -> None:
+    wide: dict[str, Any] = {"num_query_groups": 4, "ffn_hidden_size": 24}
+    moe = MOE | {"num_query_groups": 4, "moe_ffn_hidden_size": 16}
+    two, owners = {"a": lora(lora_dropout=0.1), "b": lora(use_dora=True)}, ("a", "b", None, "a")
+    sent = moe | {
+        "moe_token_dispatcher_type": "alltoall"
+    }  # gloo gathers no parts of unlike sizes: no expert tensor parallelism
+    cases = [
+        Case(THREE, OWNERS, wide, (Layout(4), Layout(4, True), Layout(2, True))),
+        Case(two, owners, moe, (Layout(4, True, 4), Layout(2, True, 2, 2), Layout(2, True, 2), Layout(1, False, 4))),
+        Case(two, owners, sent, (Layout(4, True, 4), Layout(1, False, 4))),
+    ]
+    for error, where in worst(ranks(4).run(compared, cases)):
+        assert error < BOUND, where
+    [wrong, *_] = ranks(4).run(
+        kept, str(tmp_path / "dense"), cases[0], Layout(2), [Layout(4), Layout(1), Layout(4, True)]
+    )
+    assert not wrong
+    others = [Layout(1, False, 4), Layout(4, True, 4), Layout(1)]
+    [wrong, *_] = ranks(4).run(kept, str(tmp_path / "experts"), cases[1], Layout(2, True, 2, 2), others)
+    assert not wrong
