@@ -251,7 +251,7 @@ class Job:
         return self.gradient, self.loss_sum
 
     def collect(self, loss_sum: torch.Tensor) -> None:
-        """Add a microbatch's loss of this job to that of the global batch, and the gradients of the parameters, then without."""
+        """Add a microbatch's loss of this job to that of the global batch, and its parameters' gradients, then none."""
         self.loss_sum = loss_sum if self.loss_sum is None else self.loss_sum + loss_sum
         found = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
         if not found:
