@@ -290,8 +290,8 @@ def bench(
         str,
         typer.Argument(
             metavar="NAME",
-            help="layer, multi, graphs, model, dora, small, quantised, schedule; under torchrun replicas, tensor-parallel, "
-            "pipeline.",
+            help="layer, multi, graphs, model, dora, small, quantised, experts, schedule; under torchrun replicas, "
+            "tensor-parallel, pipeline.",
         ),
     ],
     out: Annotated[Path, typer.Option(metavar="FILE", help="The JSON file to write.")],

@@ -170,8 +170,11 @@ class AdapterConfig(_Strict):
     """The low-rank product is scaled by lora_alpha / r."""
     lora_dropout: float = Field(0.05, ge=0.0, lt=1.0)
     """Probability that an element of the low-rank branch's input is dropped."""
+    target_parameters: list[str] | None = None
+    """Names of parameters that are adapted too: weights of experts, as mlp.experts.down_proj, and of routers."""
     target_modules: str | list[str] = "all-linear"
-    """all-linear (all but the output layer), a list of module names, or a regular expression."""
+    """all-linear (all but the output layer; of a model with experts what PEFT takes), a list of module names, or a regular
+    expression. It may be empty where target_parameters is not."""
     use_rslora: bool = False
     """Scale by lora_alpha / sqrt(r) instead."""
     use_dora: bool = False
@@ -197,12 +200,26 @@ class AdapterConfig(_Strict):
     """Linear layers, embeddings and norms of which the job trains a copy of its own."""
     trainable_token_indices: list[int] | dict[str, list[int]] | None = None
     """Tokens whose rows of the embedding are trained, also of an output layer that is tied to it; or by module."""
+    expert_rank: Literal["r", "r // top_k"] = "r"
+    """Rank of adapters of experts: r as everywhere, or r divided by the number of experts that a token goes to, with the
+    scaling of r. The adapter's rank_pattern and alpha_pattern then say so."""
     init_from: PathText | None = None
     """A PEFT adapter folder to continue from; its adapter_config.json then gives the keys that are not set here."""
 
+    @field_validator("target_parameters")
+    @classmethod
+    def _some_parameters(cls, value: list[str] | None) -> list[str] | None:
+        if value is not None and not all(value):
+            raise ValueError("has an empty name; give names of parameters, such as mlp.experts.down_proj")
+        if value is not None and len(value) > MOST_PATTERNS:
+            raise ValueError(f"has {len(value)} names; at most {MOST_PATTERNS} are taken")
+        return value or None
+
     @field_validator("target_modules")
     @classmethod
-    def _some_target(cls, value: str | list[str]) -> str | list[str]:
+    def _some_target(cls, value: str | list[str], info: ValidationInfo) -> str | list[str]:
+        if value == [] and info.data.get("target_parameters"):
+            return value
         if not value or (isinstance(value, list) and not all(value)):
             raise ValueError("is empty; give all-linear, a list of module names or a regular expression")
         if isinstance(value, str):
@@ -273,6 +290,14 @@ class AdapterConfig(_Strict):
             if not least <= number <= most:
                 raise ValueError(f"has {number} for {quoted(pattern)}; it must be from {least:g} to {most:g}")
         return value
+
+    @model_validator(mode="after")
+    def _ranks_of_the_folder(self) -> AdapterConfig:
+        if self.init_from is not None and self.expert_rank != "r":
+            raise ValueError(
+                "expert_rank is not for an adapter with init_from, whose folder gives all ranks; leave it out"
+            )
+        return self
 
 
 def _check_regex(pattern: str, used: str) -> None:

@@ -34,6 +34,8 @@ from packlora.ops import gpu, launcher
 from packlora.ops.attention import triton_path as attention_path
 from packlora.ops.cross_entropy import triton_path as cross_entropy_path
 from packlora.ops.dropout import kernel as dropping
+from packlora.ops.lora_experts import low_rank as experts_low_rank
+from packlora.ops.lora_experts.routing import Routing
 from packlora.ops.lora_linear.autograd import lora_group
 from packlora.ops.lora_linear.kernels import sizes as block_sizes
 from packlora.ops.lora_linear.plan import ROUTED, Plan
@@ -125,7 +127,7 @@ def captured(capability: int, kinds: dict[str, dict[str, Any]] = USUAL) -> list[
         mock.patch.object(launcher, "launch", take), mock.patch.object(row_norm_path, "launch", take),
         mock.patch.object(dropping, "launch", take),
         mock.patch.object(dropping, "packed_dropout", lambda x: capability >= 90 and x.element_size() == 2),
-        mock.patch.object(row_norm, "KERNELS_ON_CPU", True),
+        mock.patch.object(row_norm, "KERNELS_ON_CPU", True), mock.patch.object(experts_low_rank, "KERNELS_ON_CPU", True),
         mock.patch.object(torch, "empty", torch.zeros),
         mock.patch.object(gpu, "capability", return_value=divmod(capability, 10)),
         mock.patch.object(row_norm_path, "capability", return_value=divmod(capability, 10)),
@@ -167,6 +169,15 @@ def captured(capability: int, kinds: dict[str, dict[str, Any]] = USUAL) -> list[
         for window, cap in ((None, None), (100, 30.0)):
             y, sums = attention_path.forward(q, k, k, blocks, 0.1, window, cap)
             attention_path.backward(q, k, k, y, sums, blocks, y, 0.1, window, cap)
+    for rank in (16, 128) if kinds is USUAL else ():
+        case = f"experts, rank {rank}"
+        routing = Routing.of(torch.zeros(256, 2, dtype=torch.int64), 4)
+        x, w = torch.zeros(256, 1024, dtype=torch.bfloat16), torch.zeros(4, rank, 1024, dtype=torch.bfloat16)
+        for repeated in (True, False):
+            read = x if repeated else x.repeat(2, 1)
+            s = experts_low_rank.down(read, w, routing, repeated)
+            experts_low_rank.sums(s, read, routing, repeated)
+        experts_low_rank.add_(x.repeat(2, 1), s, w, routing)
     for turn, dtype in enumerate((torch.bfloat16, torch.float32) if kinds is USUAL else ()):
         case = f"loss and dropout, {dtype}"
         logits, labels = torch.zeros(64, 5008, dtype=dtype), torch.zeros(64, dtype=torch.int64)

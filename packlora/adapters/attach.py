@@ -14,6 +14,15 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from packlora.adapters.experts import (
+    ExpertWeights,
+    adapt_experts,
+    adapted_experts,
+    adapted_router,
+    frozen_at,
+    router_path,
+    shapes_at,
+)
 from packlora.adapters.flat import UNDECAYED, FlatLayout
 from packlora.adapters.kinds import as_linear
 from packlora.adapters.linear import AdaptedCall, AdaptedLinear, Attached, compute
@@ -23,6 +32,7 @@ from packlora.adapters.sharded import LINEAR
 from packlora.adapters.siblings import SiblingGroup, sibling_groups
 from packlora.adapters.spec import AdapterSpec, ModuleSpec
 from packlora.adapters.weights import AdapterWeights, parameter_shapes
+from packlora.errors import InputError
 from packlora.ops.dropout.keys import layer_salt
 from packlora.ops.lora_linear.frozen import Storage
 from packlora.ops.lora_linear.quantized import Quantized
@@ -44,7 +54,7 @@ class Adapter:
     name: str
     number: int
     spec: AdapterSpec
-    weights: dict[str, AdapterWeights | RoutedWeights]
+    weights: dict[str, AdapterWeights | RoutedWeights | ExpertWeights]
     layout: FlatLayout
     flat: torch.Tensor
     trained_on: dict[str, Any] | None = None
@@ -102,12 +112,15 @@ def attach(
     attached.groups = shared_inputs(model)
     seeds = dict.fromkeys(specs, seed) if isinstance(seed, int) else seed
     own = {path for path, _ in model.named_modules()}
+    for job, spec in specs.items():
+        if spec.parameter is not None and not attached.storage.is_whole:
+            raise InputError(f"job {job!r} adapts {spec.parameter}, which takes the whole base model on every device")
     here = {job: [p for p in spec.modules if attached.storage.is_whole or p in own] for job, spec in specs.items()}
     adapters = []
     for number, (job, spec) in enumerate(specs.items()):
         _replace(model, spec, here[job], attached, layers, chooser)
-        adapters.append(_adapter(job, number, spec, here[job], layers, seeds[job], model))
-    _write_first_values(attached, layers, range(len(specs)))
+        adapters.append(_adapter(job, number, spec, here[job], layers, seeds[job], model, attached))
+    _write_first_values(model, attached, layers, range(len(specs)))
     _join_siblings(model, layers, attached.groups.values())
     attached.storage.adapted([path for path, _ in layers])
     if model.device.type == "cuda":  # where activations are what memory goes to
@@ -130,15 +143,15 @@ def attach_one(
     before, own = set(layers), {path for path, _ in model.named_modules()}
     here = [path for path in spec.modules if attached.storage.is_whole or path in own]
     _replace(model, spec, here, attached, layers, chooser)
-    adapter = _adapter(name, number, spec, here, layers, seed, model)
-    _write_first_values(attached, layers, [number])
+    adapter = _adapter(name, number, spec, here, layers, seed, model, attached)
+    _write_first_values(model, attached, layers, [number])
     new = [path for path, linear in layers.keys() - before if linear]
     changed = [attached.groups[path] for path in new if path in attached.groups]
     parents = {_parent(paths[0]) for paths in changed}
     for path in parents:
         SiblingGroup.detach(model.get_submodule(path))
     _join_siblings(model, layers, [paths for paths in attached.groups.values() if _parent(paths[0]) in parents])
-    for path in here:
+    for path in _layers_of(spec, here):
         layers[path, is_linear(spec.modules[path])].adapters_changed()
     return adapter
 
@@ -146,18 +159,27 @@ def attach_one(
 def detach_one(model: PreTrainedModel, adapter: Adapter) -> None:
     """Take an adapter off again, between two microbatches. Layers that have none any more stay, and do as the model does."""
     layers = adapted_layers(model)
-    for path in adapter.weights:
+    for path in _layers_of(adapter.spec, adapter.weights):
         layer = layers[path, is_linear(adapter.spec.modules[path])]
         del layer.adapters[adapter.number]
         layer.adapters_changed()
+    for _, state in adapted_experts(model):
+        for own in state.adapters.values():
+            own.pop(adapter.number, None)
 
 
 Layers = dict[tuple[str, bool], AdaptedLinear | Routed]
-"""By path, and whether it is for low-rank adapters of a linear layer: one path may have both, of different jobs."""
+"""By path, and whether it is for low-rank adapters of a linear layer or a router: one path may have both, of different jobs.
+Experts are none of them."""
 
 
 def is_linear(spec: ModuleSpec) -> bool:
-    return spec.kind == "linear"
+    return spec.kind in ("linear", "router")
+
+
+def _layers_of(spec: AdapterSpec, paths: Iterable[str]) -> list[str]:
+    """Those that get layers of their own: all but experts."""
+    return [path for path in paths if spec.modules[path].kind != "experts"]
 
 
 def adapted_layers(model: PreTrainedModel) -> Layers:
@@ -168,7 +190,7 @@ def adapted_layers(model: PreTrainedModel) -> Layers:
             found[path, False] = module
         elif isinstance(module, AdaptedLinear):
             inside = isinstance(model.get_submodule(_parent(path)), Routed)
-            found[_parent(path) if inside else path, True] = module
+            found[_parent(path) if inside else router_path(path), True] = module
     return found
 
 
@@ -189,7 +211,7 @@ def _parent(path: str) -> str:
     return path.rpartition(".")[0]
 
 
-def _write_first_values(attached: Attached, layers: Layers, numbers: Collection[int]) -> None:
+def _write_first_values(model: PreTrainedModel, attached: Attached, layers: Layers, numbers: Collection[int]) -> None:
     """Those that are made of the frozen layers, of adapters with these numbers."""
     kinds = {path: [linear for at, linear in layers if at == path] for path, _ in layers}
     made = [
@@ -199,6 +221,14 @@ def _write_first_values(attached: Attached, layers: Layers, numbers: Collection[
         for number in layers[path, linear].adapters
         if number in numbers
         for first in layers[path, linear].first_values(number)
+    ]
+    made += [
+        first
+        for _, state in adapted_experts(model)
+        for own in state.adapters.values()
+        for number, weights in own.items()
+        if number in numbers
+        for first in weights.first_values()
     ]
     with torch.no_grad():
         for parameter, value in made:
@@ -219,11 +249,17 @@ def _join_siblings(model: PreTrainedModel, layers: Layers, groups: Iterable[tupl
 
 
 def _adapter(
-    name: str, number: int, spec: AdapterSpec, here: Sequence[str], layers: Layers, seed: int, model: PreTrainedModel
-) -> Adapter:
+    name: str, number: int, spec: AdapterSpec, here: Sequence[str], layers: Layers, seed: int, model: PreTrainedModel,
+    attached: Attached,
+) -> Adapter:  # fmt: skip
     """Make an adapter and put it onto those of its modules that are here."""
-    own = {path: layers[path, is_linear(spec.modules[path])] for path in here}
-    shapes = {path: parameter_shapes(spec.modules[path], layer.base) for path, layer in own.items()}
+    own = {path: layers[path, is_linear(spec.modules[path])] for path in _layers_of(spec, here)}
+    shapes = {
+        path: parameter_shapes(spec.modules[path], own[path].base)
+        if path in own
+        else shapes_at(model, path, spec.modules[path])
+        for path in here
+    }
     named = {f"{path}/{attribute}": shape for path, of_path in shapes.items() for attribute, shape in of_path.items()}
     layout = FlatLayout(dict(sorted(named.items(), key=lambda item: item[0].endswith(UNDECAYED))))
     frozen = [layer.frozen() for layer in own.values() if isinstance(layer, AdaptedLinear)]
@@ -231,11 +267,17 @@ def _adapter(
     wide = torch.float64 if torch.float64 in dtypes else torch.float32
     flat = torch.zeros(layout.size, dtype=wide, device=model.device)
     views = layout.views(flat)
-    weights: dict[str, AdapterWeights | RoutedWeights] = {}
+    weights: dict[str, AdapterWeights | RoutedWeights | ExpertWeights] = {}
     tokens: TokenWeights | None = None
-    for path, layer in own.items():
-        module, at = spec.modules[path], stable_hash("start", seed, path)
+    for path in here:
+        module, layer, at = spec.modules[path], own.get(path), stable_hash("start", seed, path)
         room = {attribute: views[f"{path}/{attribute}"] for attribute in shapes[path]}
+        if layer is None:
+            owner, _, leaf = path.rpartition(".")
+            experts = ExpertWeights(module, frozen_at(model.get_submodule(owner), leaf), at, room)
+            adapt_experts(model, path, attached, number, experts)
+            weights[path] = experts
+            continue
         if isinstance(layer, AdaptedLinear):
             weights[path] = layer.adapters[number] = AdapterWeights(module, layer.base, at, room)
             continue
@@ -271,13 +313,16 @@ def _replace(
     chooser: Mapping[str, PlanChooser],
 ) -> None:  # fmt: skip
     """Put what serves a job's adapter at these paths, where there is none yet, and into `layers`."""
-    for path in paths:
+    for path in _layers_of(spec, paths):
         linear = is_linear(spec.modules[path])
         if (path, linear) in layers:
             continue
         parent_path, _, leaf = path.rpartition(".")
         parent = model.get_submodule(parent_path)
         there = getattr(parent, leaf)
+        if isinstance(there, torch.nn.Parameter):
+            layers[path, True] = adapted_router(model, path, attached, chooser[path])
+            continue
         of_rows = there is model.get_output_embeddings()
         if not linear:
             layers[path, False] = routed = Routed(there, attached, of_rows)

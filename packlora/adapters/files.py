@@ -28,10 +28,10 @@ from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from packlora.adapters.attach import Adapter
-from packlora.adapters.kinds import SUFFIXES
+from packlora.adapters.experts import shapes_at
+from packlora.adapters.kinds import PARAMETERS, SUFFIXES
 from packlora.adapters.sharded import shard_of
 from packlora.adapters.spec import AdapterSpec, ModuleSpec, peft_config, resolve
-from packlora.adapters.weights import parameter_shapes
 from packlora.config import AdapterConfig
 from packlora.errors import InputError, quoted, shown
 from packlora.files import write_file, write_json, write_tensors
@@ -44,8 +44,7 @@ MAGNITUDE = ".lora_magnitude_vector"
 """PEFT reads magnitudes with and without .weight after it, and writes them without. transformers' own loader reads only those
 with it, and begins with others where it finds none; so they are written with it."""
 UNSUPPORTED = {
-    "lora_bias": False, "layer_replication": None, "target_parameters": None, "ensure_weight_tying": False,
-    "megatron_config": None, "use_qalora": False,
+    "lora_bias": False, "layer_replication": None, "ensure_weight_tying": False, "megatron_config": None, "use_qalora": False,
     "use_bdlora": None, "arrow_config": None, "alora_invocation_tokens": None, "velora_config": None,
     "monteclora_config": None, "kasa_config": None,
 }  # fmt: skip
@@ -63,7 +62,7 @@ MAY_BE_EMPTY = (
 """Keys that may be there with nothing in them, which means the same as without them."""
 PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 """Values of init_lora_weights that leave the base weights alone; pissa, olora, corda, loftq, lora_ga change them."""
-OURS_ALONE = {"init_from", "dora_dropout"}
+OURS_ALONE = {"init_from", "dora_dropout", "expert_rank"}
 """Keys of a job's adapter in the run file that a LoraConfig does not have."""
 
 T = TypeVar("T")
@@ -91,9 +90,8 @@ def tensor_shapes(spec: AdapterSpec, model: PreTrainedModel) -> dict[str, torch.
     """Those of the whole tensors of an adapter of the model, which may be without weights, or of slices."""
     shapes: dict[str, torch.Size] = {}
     for path, module in spec.modules.items():
-        base = model.get_submodule(path)
-        for name, shape in parameter_shapes(module, base).items():
-            shard = shard_of(base)
+        shard = None if module.kind in PARAMETERS else shard_of(model.get_submodule(path))
+        for name, shape in shapes_at(model, path, module).items():
             shapes[tensor_key(path, name, module)] = torch.Size(
                 shape if shard is None else shard.whole_shape(name, shape)
             )
@@ -105,7 +103,7 @@ def tensor_key(path: str, attribute: str, spec: ModuleSpec) -> str:
     suffix = SUFFIXES[spec.kind][attribute]
     if attribute == "bias" and not spec.rank:
         suffix = "bias"
-    return f"{PREFIX}{path}.{suffix}"
+    return f"{PREFIX}{spec.stored_at or path}.{suffix}"
 
 
 def save_adapter(folder: Path, adapter: Adapter, whole: Mapping[str, torch.Tensor] | None = None) -> None:
@@ -125,6 +123,8 @@ def save_adapter(folder: Path, adapter: Adapter, whole: Mapping[str, torch.Tenso
 def config_dict(peft: LoraConfig) -> dict[str, Any]:
     """What an adapter_config.json says."""
     config: dict[str, Any] = peft.to_dict() | {"inference_mode": True}
+    if peft.target_parameters:  # PEFT trains no dropout there, and so loads no adapter that names one
+        config["lora_dropout"] = 0.0
     return {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
 
 

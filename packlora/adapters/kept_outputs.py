@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from packlora.adapters.experts import router_path
 from packlora.adapters.linear import AdaptedLinear
 
 LIGER = ("liger_kernel", "packlora.base.liger")
@@ -81,7 +82,7 @@ def keep_outputs(model: nn.Module) -> str | None:
     """
     reasons: list[str | None] = []
     for path, layer in model.named_modules():
-        if not isinstance(layer, AdaptedLinear):
+        if not isinstance(layer, AdaptedLinear) or router_path(path) != path:
             continue
         dora = [own for own in layer.adapters.values() if own.magnitude is not None]
         if not dora:

@@ -7,8 +7,12 @@
     copy        linear, embedding, norm                    all parameters of the module, its own            (routed.py)
     tokens      embedding, linear                          rows of some tokens, tokens [n, D]               (routed.py)
     tied        the output layer beside such an embedding  the embedding's rows, nothing of its own         (routed.py)
+    experts     one weight of all experts of a layer       A [E r, K], B [N, r E], magnitude [E, N]         (experts.py)
+    router      a weight that a router multiplies with     as linear, without a bias                        (experts.py)
 
-Shapes: N outputs, K inputs, r rank, V vocabulary, D width of an embedding, n tokens.
+Experts and routers are known by the path of the parameter, all others by that of the module.
+
+Shapes: N outputs, K inputs, r rank, V vocabulary, D width of an embedding, n tokens, E experts.
 """
 
 from __future__ import annotations
@@ -20,7 +24,9 @@ from transformers.pytorch_utils import Conv1D
 
 from packlora.adapters.sharded import LINEAR
 
-Kind = Literal["linear", "embedding", "copy", "tokens", "tied"]
+Kind = Literal["linear", "embedding", "copy", "tokens", "tied", "experts", "router"]
+PARAMETERS: tuple[Kind, ...] = ("experts", "router")
+"""Kinds that are known by the path of a parameter."""
 AS_LINEAR = ("transformers.models.falcon.modeling_falcon.FalconLinear",)
 """Classes derived from torch.nn.Linear that compute the same."""
 SUFFIXES: dict[Kind, dict[str, str]] = {
@@ -29,6 +35,8 @@ SUFFIXES: dict[Kind, dict[str, str]] = {
     "copy": {"weight": "weight", "norm": "weight", "bias": "bias"},
     "tokens": {"tokens": "token_adapter.trainable_tokens_delta"},
     "tied": {},
+    "experts": {"A": "lora_A.weight", "B": "lora_B.weight", "magnitude": "lora_magnitude_vector"},
+    "router": {"A": "lora_A.weight", "B": "lora_B.weight", "magnitude": "lora_magnitude_vector"},
 }  # fmt: skip
 """By kind and parameter, the end of its key in the files of PEFT, after the module's path."""
 

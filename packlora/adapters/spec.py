@@ -5,7 +5,6 @@ Matching of names and patterns is PEFT's own, so that a run file means here what
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import difflib
 import functools
@@ -15,18 +14,22 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from peft import LoraConfig
 from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils.other import get_pattern_key
-from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from packlora.adapters.kinds import Kind, copied, is_linear, kind_of, why_no_rows
+from packlora.adapters.expert_targets import (
+    all_linear_leaves_out,
+    as_peft_takes_it,
+    parameter_targets,
+)
+from packlora.adapters.kinds import PARAMETERS, Kind, copied, is_linear, kind_of, why_no_rows
 from packlora.config import AdapterConfig
 from packlora.errors import InputError, quoted
 
@@ -36,9 +39,11 @@ MATCH_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class ModuleSpec:
-    """What a job trains on one module. rank 0: no low-rank part. base_dropped: see ops.lora_linear.layout.Run.
+    """What a job trains on one module, or on one parameter of experts or of a router. rank 0: no low-rank part. base_dropped:
+    see ops.lora_linear.layout.Run.
 
-    kind: see kinds.py. start: what A and B begin with, as PEFT's init_lora_weights. tokens: whose rows are trained.
+    kind: see kinds.py. start: what A and B begin with, as PEFT's init_lora_weights. tokens: whose rows are trained. stored_at:
+    the module path under which PEFT's files have its tensors, where that is not its own path.
     """
 
     rank: int
@@ -50,6 +55,7 @@ class ModuleSpec:
     kind: Kind = "linear"
     start: bool | str = True
     tokens: tuple[int, ...] = ()
+    stored_at: str | None = None
 
 
 @dataclass(slots=True)
@@ -59,7 +65,14 @@ class AdapterSpec:
     peft: LoraConfig
     """With names of modules as its target_modules, see `resolve`."""
     modules: dict[str, ModuleSpec] = field(default_factory=dict)
-    """By module path in the model, in model order."""
+    """By module path in the model, in model order; then those of experts and routers, by the path of the parameter."""
+    notes: list[str] = field(default_factory=list)
+    """What a user should know of the targets."""
+
+    @property
+    def parameter(self) -> str | None:
+        """The first of its targets that is no module, but weights of experts or of a router."""
+        return next((path for path, module in self.modules.items() if module.kind in PARAMETERS), None)
 
 
 def peft_config(adapter: AdapterConfig, base_model: str, revision: str | None) -> LoraConfig:
@@ -70,6 +83,7 @@ def peft_config(adapter: AdapterConfig, base_model: str, revision: str | None) -
         lora_alpha=whole_number(adapter.lora_alpha),
         lora_dropout=adapter.lora_dropout,
         target_modules=adapter.target_modules,
+        target_parameters=adapter.target_parameters,
         use_rslora=adapter.use_rslora,
         use_dora=adapter.use_dora,
         bias=adapter.bias,
@@ -107,20 +121,21 @@ def resolve(peft: LoraConfig, model: PreTrainedModel, job: str, base_dropped: bo
             too long to, bias: all meets a bias that is the output layer's or that no linear layer has, or one module is
             to be trained in two ways.
     """
-    _try_patterns(peft, [name for name, _ in model.named_modules()], job)
+    every = [name for name, _ in model.named_modules()] + [name for name, _ in model.named_parameters()]
+    _try_patterns(peft, every, job)
+    asked, peft = peft, as_peft_takes_it(peft, model, job)
     linears = {name: module for name, module in model.named_modules() if is_linear(module)}
     head = model.get_output_embeddings()
     head_names = {name for name, module in linears.items() if module is head}
-    chosen = _targets(peft, model, linears, head_names, job)
-    for pattern_key, patterns in (("rank_pattern", peft.rank_pattern), ("alpha_pattern", peft.alpha_pattern)):
-        for pattern in patterns:
-            if not any(get_pattern_key([pattern], name) == pattern for name in chosen):
-                raise InputError(
-                    f"job {job!r}: adapter.{pattern_key} has {quoted(pattern, 300)}, which matches no adapted module"
-                )
-    biased = _biased(peft, model, linears, chosen, head_names, job)
+    parameters = parameter_targets(peft, model, job)
+    chosen = {name: name for name in _targets(peft, model, linears, head_names, job)}
+    chosen |= {path.rpartition(".")[0]: path for path, found in parameters.items() if found.kind == "linear"}
+    of_parameters = {path: found for path, found in parameters.items() if found.kind != "linear"}
+    _check_patterns(peft, [*chosen.values(), *of_parameters], job)
+    _check_narrowed(peft, of_parameters, job)
+    biased = _biased(peft, model, linears, set(chosen), head_names, job)
     others = other_modules(peft, model, job)
-    spec = AdapterSpec(_named(peft, model, chosen))
+    spec = AdapterSpec(_named(peft, model, set(chosen)))
     for name, module in model.named_modules(remove_duplicate=False):
         if name in others:
             if name in chosen or name in biased:
@@ -129,19 +144,67 @@ def resolve(peft: LoraConfig, model: PreTrainedModel, job: str, base_dropped: bo
                 )
             spec.modules[name] = others[name]
         elif name in chosen:
-            rank = peft.rank_pattern.get(get_pattern_key(peft.rank_pattern.keys(), name), peft.r)
-            alpha = peft.alpha_pattern.get(get_pattern_key(peft.alpha_pattern.keys(), name), peft.lora_alpha)
-            scaling = alpha / (math.sqrt(rank) if peft.use_rslora else rank)
             kind = kind_of(module)
             assert kind is not None
-            dropout = peft.lora_dropout if kind == "linear" else 0.0
-            start = _start(peft, rank, name, job)
-            spec.modules[name] = ModuleSpec(
-                rank, scaling, dropout, peft.use_dora, name in biased, base_dropped, kind, start
-            )
+            own = _low_rank(peft, chosen[name], kind, base_dropped, job)
+            spec.modules[name] = replace(own, train_bias=name in biased)
         elif name in biased:
             spec.modules[name] = ModuleSpec(0, 1.0, 0.0, False, True)
+    for path, found in of_parameters.items():
+        own = _low_rank(peft, path, found.kind, base_dropped, job)
+        spec.modules[path] = replace(own, stored_at=found.stored_at)
+    spec.notes += _left_out(asked, model, spec, job)
     return spec
+
+
+def _low_rank(peft: LoraConfig, name: str, kind: Kind, base_dropped: bool, job: str) -> ModuleSpec:
+    """name: that patterns of ranks and alphas are held against."""
+    rank = peft.rank_pattern.get(get_pattern_key(peft.rank_pattern.keys(), name), peft.r)
+    alpha = peft.alpha_pattern.get(get_pattern_key(peft.alpha_pattern.keys(), name), peft.lora_alpha)
+    scaling = alpha / (math.sqrt(rank) if peft.use_rslora else rank)
+    dropout = 0.0 if kind == "embedding" else peft.lora_dropout
+    start = _start(peft, rank, name, kind, job)
+    return ModuleSpec(rank, scaling, dropout, peft.use_dora, False, base_dropped, kind, start)
+
+
+def _left_out(asked: LoraConfig, model: PreTrainedModel, spec: AdapterSpec, job: str) -> list[str]:
+    """What to say of matrices that all-linear may be thought to take. asked: before parameters were looked for."""
+    if not isinstance(asked.target_modules, str) or asked.target_modules.lower() != "all-linear":
+        return []
+    excluded = [name for name, _ in model.named_modules() if name and _is_excluded(asked, name)]
+    left_out = all_linear_leaves_out(model, [*spec.modules, *excluded])
+    if not left_out:
+        return []
+    return [
+        f"job {job!r}: target_modules all-linear leaves out {', '.join(left_out)}, which PEFT does not take or "
+        "cannot run; target_parameters takes experts and routers by name"
+    ]
+
+
+def _check_narrowed(peft: LoraConfig, parameters: Iterable[str], job: str) -> None:
+    """Raises InputError where keys that narrow target_modules are given for experts or routers: PEFT ignores them."""
+    for path in parameters:
+        owner = path.rpartition(".")[0]
+        if peft.exclude_modules and (_is_excluded(peft, owner) or _is_excluded(peft, path)):
+            raise InputError(
+                f"job {job!r}: exclude_modules matches {owner}, but PEFT excludes no experts and no routers; name other layers "
+                "alone in target_modules, and parameters in target_parameters"
+            )
+        if peft.layers_to_transform is not None:
+            raise InputError(
+                f"job {job!r}: layers_to_transform does not go with {path}, experts or a router, which PEFT adapts in all "
+                "layers; name parameters by their paths in target_parameters"
+            )
+
+
+def _check_patterns(peft: LoraConfig, adapted: Iterable[str], job: str) -> None:
+    names = list(adapted)
+    for pattern_key, patterns in (("rank_pattern", peft.rank_pattern), ("alpha_pattern", peft.alpha_pattern)):
+        for pattern in patterns:
+            if not any(get_pattern_key([pattern], name) == pattern for name in names):
+                raise InputError(
+                    f"job {job!r}: adapter.{pattern_key} has {quoted(pattern, 300)}, which matches no adapted module"
+                )
 
 
 def _targets(
@@ -157,21 +220,9 @@ def _targets(
                 f"job {job!r}: target_modules all-linear matches nothing: the model has no linear layers"
                 + (" but those that exclude_modules or modules_to_save name" if every.target_modules else "")
             )
-        if left_out := _other_matrices(model, linears):
-            others, _ = _converted(peft, {name.rpartition(".")[2] for name in chosen}, model)
-            raise InputError(
-                f"job {job!r}: target_modules all-linear would leave out {', '.join(left_out)}: experts and routers, which "
-                "this version cannot adapt. If the other layers alone are meant, name them: "
-                f"target_modules: [{', '.join(sorted(others))}]"
-            )
         return chosen
-    kept, experts = _converted(peft, peft.target_modules, model)
-    if experts:
-        raise InputError(
-            f"job {job!r}: target_modules {targets!r} also means experts or routers of this model to PEFT "
-            f"({', '.join(sorted(experts))}), which this version cannot adapt; name other layers alone"
-            + (f": target_modules: [{', '.join(sorted(kept))}]" if kept else "")
-        )
+    if not targets and peft.target_parameters:
+        return set()
     names = [name for name, _ in model.named_modules() if name]
     matched = {name for name in names if _matches(peft, name)}
     leaves = ", ".join(sorted({name.rpartition(".")[2] for name in set(linears) - head_names}))
@@ -200,11 +251,15 @@ def _targets(
     return matched
 
 
-def _start(peft: LoraConfig, rank: int, name: str, job: str) -> bool | str:
+def _start(peft: LoraConfig, rank: int, name: str, kind: Kind, job: str) -> bool | str:
     """What A and B of a module begin with. PEFT takes null for False."""
     start: Any = peft.init_lora_weights or False
     if start == "orthogonal" and rank % 2:
         raise InputError(f"job {job!r}: init_lora_weights: orthogonal takes even ranks, and {name} has {rank}")
+    if start == "orthogonal" and kind == "experts":
+        raise InputError(
+            f"job {job!r}: init_lora_weights: orthogonal is not for experts, as {name}; leave one of them out"
+        )
     return start  # type: ignore[no-any-return]
 
 
@@ -339,33 +394,6 @@ def _match(task: str, seconds: float) -> None:
     subprocess.run(command, input=task, capture_output=True, text=True, timeout=seconds, check=True)
 
 
-def _other_matrices(model: PreTrainedModel, linears: Iterable[str]) -> list[str]:
-    """Weights that are matrices of no plain linear layer, as experts and routers are, a * in place of each number."""
-    known, head, found = set(linears), model.get_output_embeddings(), dict[str, None]()
-    for name, parameter in model.named_parameters():
-        owner, _, leaf = name.rpartition(".")
-        module = model.get_submodule(owner)
-        apart = (
-            owner in known or module is head or isinstance(module, torch.nn.Embedding | torch.nn.modules.conv._ConvNd)
-        )
-        if not apart and (parameter.ndim == 3 or (parameter.ndim == 2 and leaf == "weight")):
-            found[re.sub(r"\.\d+(?=\.)", ".*", name)] = None
-    return list(found)
-
-
-def _converted(
-    peft: LoraConfig, targets: str | Iterable[str] | None, model: PreTrainedModel
-) -> tuple[set[str], set[str]]:
-    """Targets as PEFT takes them on a model whose experts were linear layers once: (names of modules, of parameters)."""
-    config = copy.deepcopy(peft)
-    config.target_modules = targets if isinstance(targets, str) or targets is None else set(targets)
-    with contextlib.suppress(ValueError):  # only one half of what is one parameter now: nothing is named then
-        convert_peft_config_for_transformers(config, model, None)
-        left = config.target_modules
-        return set() if isinstance(left, str) or left is None else set(left), set(config.target_parameters or ())
-    return set(), {"experts"}
-
-
 def _named(peft: LoraConfig, model: PreTrainedModel, chosen: set[str]) -> LoraConfig:
     """The configuration with names in the place of a shorthand or an expression: last parts of names where these match the
     chosen modules alone, else whole paths. As it is where neither does: a chosen path is then the end of another module's."""
@@ -385,8 +413,11 @@ def _named(peft: LoraConfig, model: PreTrainedModel, chosen: set[str]) -> LoraCo
 
 
 def _matches(peft: LoraConfig, name: str) -> bool:
-    match = check_target_module_exists(peft, name)
-    return bool(match) and type(match).__name__ != "_ExcludedModule"
+    return bool(check_target_module_exists(peft, name)) and not _is_excluded(peft, name)
+
+
+def _is_excluded(peft: LoraConfig, name: str) -> bool:
+    return type(check_target_module_exists(peft, name)).__name__ == "_ExcludedModule"
 
 
 def _biased(

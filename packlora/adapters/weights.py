@@ -33,11 +33,13 @@ def parameter_shapes(spec: ModuleSpec, base: Any) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def first_factors(start: bool | str, r: int, K: int, N: int, seed: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+def first_factors(
+    start: bool | str, r: int, K: int, N: int, seed: int, experts: int = 1
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """A [r, K] and B [N, r] as PEFT's init_lora_weights draws them; B is None for zeros.
 
     True and False draw A from kaiming_uniform_ with a = sqrt(5), False B as well; gaussian A with the deviation 1 / r;
-    orthogonal both from the odd and the even rows of an orthogonal matrix [r, r], for even r.
+    orthogonal both from the odd and the even rows of an orthogonal matrix [r, r], for even r. experts: that r is the ranks of.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -46,7 +48,7 @@ def first_factors(start: bool | str, r: int, K: int, N: int, seed: int) -> tuple
         return torch.empty(rows, columns).uniform_(-bound, bound, generator=generator)
 
     if start == "gaussian":
-        return torch.randn(r, K, generator=generator) / r, None
+        return torch.randn(r, K, generator=generator) / (r // experts), None
     if start == "orthogonal":
         Q_rr, _ = torch.linalg.qr(torch.randn(r, r, generator=generator))
         A_Kr = torch.randn(K, r // 2, generator=generator) @ Q_rr[0::2] / 10

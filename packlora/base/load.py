@@ -122,6 +122,8 @@ def read_model(
                 use_safetensors=True,  # the other format is a pickle
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
+                # torch's grouped products, which are the default, are not for float64
+                **({"experts_implementation": "eager"} if dtype == torch.float64 else {}),
                 **how,
             ),
         )

@@ -17,7 +17,13 @@ from safetensors import safe_open
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    dot_natural_key,
+    rename_source_key,
+)
 from transformers.utils import cached_file
 
 from packlora.base.load import check_files, check_weights, load_part
@@ -128,6 +134,26 @@ def keys_of(model: PreTrainedModel, files: WeightFiles, computed: bool = False) 
         },
     )  # fmt: skip
     return found
+
+
+def parts_of(model: PreTrainedModel, files: WeightFiles) -> dict[str, list[list[str]]]:
+    """By name of a parameter [E, N, K] of all experts, the keys of the files that it is made of where each expert has its own
+    there: in order, the parts of the rows of one expert, each a list of keys by expert."""
+    wanted = model.state_dict()
+    mapping = get_model_conversion_mapping(model)
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    renamings = [entry for entry in mapping if not isinstance(entry, WeightConverter)]
+    patterns = {pattern: one for one in converters for pattern in one.source_patterns}
+    found: dict[str, dict[str, list[str]]] = {}
+    for key in sorted(files.shapes, key=dot_natural_key):
+        name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, wanted)
+        if pattern is None or name not in wanted:
+            continue
+        made = [type(one) for one in patterns[pattern].operations]
+        if made in ([MergeModulelist], [MergeModulelist, Concatenate]):
+            own = found.setdefault(name, {one: [] for one in patterns[pattern].source_patterns})
+            own[pattern].append(key)
+    return {name: list(own.values()) for name, own in found.items()}
 
 
 def _parameters(model: PreTrainedModel) -> list[tuple[str, torch.nn.Parameter]]:

@@ -17,7 +17,19 @@ from typing import Any
 import torch
 
 from packlora.base.device import choose_device
-from packlora.bench import dora, graphs, layer, model, multi, pipeline, quantised, replicas, small, tensor_parallel
+from packlora.bench import (
+    dora,
+    experts,
+    graphs,
+    layer,
+    model,
+    multi,
+    pipeline,
+    quantised,
+    replicas,
+    small,
+    tensor_parallel,
+)
 from packlora.bench.options import PARTS, SHAPE, WITH_LAYERS, Options, Outcome
 from packlora.bench.plots import write_plots
 from packlora.bench.processes import processes
@@ -33,7 +45,7 @@ from packlora.runtime.record import device_name
 
 ON_A_DEVICE: dict[str, Any] = {
     "layer": layer, "multi": multi, "graphs": graphs, "model": model, "dora": dora, "small": small,
-    "quantised": quantised,
+    "quantised": quantised, "experts": experts,
 }  # fmt: skip
 ON_PROCESSES: dict[str, Any] = {"replicas": replicas, "tensor-parallel": tensor_parallel, "pipeline": pipeline}
 NAMES = (*ON_A_DEVICE, "schedule", *ON_PROCESSES)

@@ -20,8 +20,10 @@ from typing import Literal, get_args
 import torch
 from peft import LoraConfig
 from safetensors import SafetensorError
+from torch.nn.functional import pad
 
 from packlora.adapters.files import CONFIG, MAGNITUDE, WEIGHTS, config_dict, tensor_key
+from packlora.adapters.kinds import PARAMETERS
 from packlora.adapters.spec import whole_number
 from packlora.commands.adapter_folder import AdapterFolder, open_adapter
 from packlora.commands.gguf_file import check_architecture, write_gguf
@@ -66,6 +68,7 @@ def export_adapter(
     if target != "peft":
         _check_plain(opened, PROGRAM[target])
         _check_ends(opened, target)
+        _check_parameters(opened, target)
         opened = plain(opened)
     if target == "gguf":
         check_architecture(opened.skeleton.config, opened.base)
@@ -133,8 +136,26 @@ def _ends(opened: AdapterFolder) -> list[str]:
     return [
         path
         for path, module in opened.spec.modules.items()
-        if module.kind == "embedding" or opened.skeleton.get_submodule(path) is head
+        if module.kind == "embedding" or (module.kind not in PARAMETERS and opened.skeleton.get_submodule(path) is head)
     ]
+
+
+def _check_parameters(opened: AdapterFolder, target: str) -> None:
+    """Raises InputError where experts or routers are adapted and the program does not read them."""
+    of = {path: module.kind for path, module in opened.spec.modules.items() if module.kind in PARAMETERS}
+    remedy = f"`packlora merge {opened.path} OUT` makes a plain model of it, which has its numbers"
+    if of and target != "vllm":
+        raise InputError(f"{opened.path} adapts {next(iter(of))}: {PROGRAM[target]} reads no adapters of it; {remedy}")
+    if routers := [path for path, kind in of.items() if kind == "router"]:
+        raise InputError(f"{opened.path} adapts {routers[0]}: vLLM reads no adapters of routers; {remedy}")
+    pairs: dict[str, list[str]] = {}
+    for path in of:
+        pairs.setdefault(path.rpartition(".")[0], []).append(path)
+    for owner, paths in pairs.items():
+        if len(paths) != 2:
+            raise InputError(
+                f"{opened.path} adapts {paths[0]} alone: vLLM reads adapters of all weights of {owner}, or of none; {remedy}"
+            )
 
 
 def plain(opened: AdapterFolder) -> AdapterFolder:
@@ -146,8 +167,11 @@ def plain(opened: AdapterFolder) -> AdapterFolder:
         keys = {name: tensor_key(path, name, module) for name in "AB"}
         A, B = (opened.tensors[key] for key in keys.values())
         more = rank - module.rank
-        tensors[keys["A"]] = torch.nn.functional.pad(A, (0, 0, 0, more))
-        tensors[keys["B"]] = torch.nn.functional.pad(B * (module.scaling / scaling), (0, more))
+        B = B * (module.scaling / scaling)
+        # experts: A [E r, K] expert by expert, B [N, r E] with the expert running fastest
+        experts = A.shape[0] // module.rank
+        tensors[keys["A"]] = pad(A.view(experts, -1, A.shape[1]), (0, 0, 0, more)).flatten(0, 1)
+        tensors[keys["B"]] = pad(B.view(B.shape[0], -1, experts), (0, 0, 0, more)).flatten(1)
     config: LoraConfig = copy.copy(opened.spec.peft)
     config.r, config.lora_alpha, config.use_rslora = rank, whole_number(scaling * rank), False
     config.rank_pattern, config.alpha_pattern = {}, {}

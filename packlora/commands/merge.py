@@ -33,8 +33,9 @@ from packlora.base.device import choose_device
 from packlora.base.load import read_tokenizer
 from packlora.base.quantized import MADE, check_quantization, dequantised, quantised_paths
 from packlora.base.stored import Stored, stored_as
-from packlora.base.weight_files import INDEX, WeightFiles, keys_of
+from packlora.base.weight_files import INDEX, WeightFiles, keys_of, parts_of
 from packlora.commands.adapter_folder import of_the_base, open_adapter
+from packlora.commands.merge_experts import ExpertPlace, expert_places
 from packlora.config import QuantizationConfig
 from packlora.errors import InputError, WriteError, quoted, unwritten
 from packlora.files import write_folder, write_json
@@ -95,6 +96,7 @@ def merge_adapter(
             into = Codes.of(adapter_dir, quantization, double_quant, kept)
     merged = Merged(files, opened.spec, opened.tensors, kept if dtype == "auto" else getattr(torch, dtype), adapter_dir)
     merged.find(keys, skeleton)
+    merged.find_experts(keys, skeleton)
     if into is not None:
         into.keys = {keys[name] for path in quantised_paths(skeleton) if (name := f"{path}.weight") in keys}
         merged.codes = into
@@ -218,6 +220,8 @@ class Merged:
     """The key of the weight that embedding and output layer share in the files, where they do not any more."""
     untied: str = ""
     """The key of the second one then."""
+    experts: dict[str, ExpertPlace] = field(default_factory=dict)
+    """By key of the files, what it is of adapted experts."""
     codes: Codes | None = None
     """Where the adapter is folded into what they stand for."""
 
@@ -233,16 +237,37 @@ class Merged:
         """
         self._untie(keys, model)
         for path, module in self.spec.modules.items():
+            if module.kind == "experts":
+                continue
+            if module.kind == "router":
+                if path not in keys:
+                    raise self._computed(path)
+                self.places[keys[path]] = path, "weight"
+                continue
             base = model.get_submodule(path)
             self.transposed |= {path} if type(base) is Conv1D else set()
             for leaf, _ in base.named_parameters(recurse=False):
                 if (name := f"{path}.{leaf}") in keys:
                     self.places[keys[name]] = path, leaf
                 elif name != self.untied and module.kind != "tied" and (leaf == "weight" or module.train_bias):
-                    raise InputError(
-                        f"base_model {self.files.path!r}: {name}, which the adapter changes, is computed from other weights of "
-                        "the files; save_pretrained the base with save_original_format=False"
-                    )
+                    raise self._computed(name)
+
+    def find_experts(self, keys: Mapping[str, str], model: PreTrainedModel) -> None:
+        """Where adapted experts lie in the files. Arguments and errors as those of `find`."""
+        adapted = [path for path, module in self.spec.modules.items() if module.kind == "experts"]
+        parts = parts_of(model, self.files) if adapted and isinstance(self.files, WeightFiles) else {}
+        for path in adapted:
+            experts = model.get_submodule(path.rpartition(".")[0])
+            found = expert_places(path, bool(experts.is_transposed), keys, parts)
+            if not found:
+                raise self._computed(path)
+            self.experts |= found
+
+    def _computed(self, name: str) -> InputError:
+        return InputError(
+            f"base_model {self.files.path!r}: {name}, which the adapter changes, is computed from other weights of "
+            "the files; save_pretrained the base with save_original_format=False"
+        )
 
     def _untie(self, keys: Mapping[str, str], model: PreTrainedModel) -> None:
         """Find out whether two tensors are written of the one that embedding and output layer share."""
@@ -283,13 +308,16 @@ class Merged:
             return stored
         if self.codes is not None and key in self.codes.keys:
             stored = self.codes.stand_for(stored)
-        path, leaf = place or self.places.get(key, ("", ""))
-        module = self.spec.modules.get(path)
-        if module is None:
-            return stored.float().to(self.dtype) if stored.dtype == torch.float64 else stored.to(self.dtype)
-        out = self._folded(stored, path, leaf, module).to(self.dtype)
+        if (at := self.experts.get(key)) is not None:
+            name, out = at.path, at.folded(stored, self.spec.modules[at.path], self.tensors).to(self.dtype)
+        else:
+            path, leaf = place or self.places.get(key, ("", ""))
+            module = self.spec.modules.get(path)
+            if module is None:
+                return stored.float().to(self.dtype) if stored.dtype == torch.float64 else stored.to(self.dtype)
+            name, out = f"{path}.{leaf}", self._folded(stored, path, leaf, module).to(self.dtype)
         if not out.isfinite().all():
-            raise InputError(f"{self.adapter_dir}: merged, {path}.{leaf} is not finite in {self.dtype}")
+            raise InputError(f"{self.adapter_dir}: merged, {name} is not finite in {self.dtype}")
         return out
 
     def _folded(self, stored: torch.Tensor, path: str, leaf: str, module: ModuleSpec) -> torch.Tensor:

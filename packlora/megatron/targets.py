@@ -17,6 +17,10 @@ from packlora.megatron.layers import Found, check
 
 STARTS: tuple[object, ...] = (True, "gaussian")
 """Values of init_lora_weights: A as PEFT's linear layers have it, or normal with a deviation of 1 / r. B is zero."""
+OF_TRANSFORMERS = {
+    "modules_to_save": None, "trainable_token_indices": None, "target_parameters": None, "fan_in_fan_out": False,
+}  # fmt: skip
+"""Keys, with the value they have when unused, that adapters on models of transformers alone have."""
 SPLIT = {
     "linear_qkv": ("q_proj", "k_proj", "v_proj"), "linear_proj": ("o_proj",),
     "linear_fc1": ("gate_proj", "up_proj"), "linear_fc2": ("down_proj",),
@@ -37,7 +41,9 @@ def config_of(given: LoraConfig | AdapterConfig, name: str) -> LoraConfig:
         raise InputError(
             f"adapter {name!r}: a peft.LoraConfig or an adapter of a run file is needed, not {type(given).__name__}"
         )
-    for key, unused in UNSUPPORTED.items():
+    if isinstance(given, AdapterConfig) and given.expert_rank != "r":
+        raise InputError(f"adapter {name!r}: expert_rank is set, which adapters on Megatron-Core models do not support")
+    for key, unused in (UNSUPPORTED | OF_TRANSFORMERS).items():
         if getattr(config, key, unused) not in (unused, None, False, []):
             raise InputError(f"adapter {name!r}: {key} is set, which adapters on Megatron-Core models do not support")
     if config.bias != "none":

@@ -490,5 +490,7 @@ def why_no_graphs(run: Run, base: Base, jobs: Sequence[Job]) -> str | None:
 
 def why_unfit(spec: AdapterSpec) -> str | None:
     """Why an adapter has no graphs, whatever is beside it."""
+    if (path := spec.parameter) is not None:
+        return f"adapts {path}, whose tokens are sorted by expert and job anew for every microbatch"
     found = next((path for path, own in spec.modules.items() if own.kind != "linear"), None)
     return None if found is None else f"trains {found} itself, token by token in an order that the host has"

@@ -31,7 +31,7 @@ from packlora.runtime.job import Job
 from packlora.runtime.memory import TokenBudget
 from packlora.runtime.microbatch import Executor, SingleDevice
 from packlora.runtime.parts import parts_of
-from packlora.runtime.prepare import PreparedJob, PreparedRun, asks_of_more, prepare_more
+from packlora.runtime.prepare import PreparedJob, PreparedRun, asks_of_more, needs_whole, prepare_more
 from packlora.runtime.record import RunRecord, described_job
 from packlora.runtime.stage import StageDevice
 
@@ -144,6 +144,12 @@ class Members:
                     raise InputError(
                         f"job {item.config.name!r}: DoRA with dropout beside other jobs has no CUDA graphs, and cuda_graphs is "
                         "true; set adapter.dora_dropout: low_rank, or lora_dropout: 0"
+                    )
+        if not self.base.storage.is_whole:
+            for item in items:
+                if found := needs_whole(item, self.prepared):
+                    raise InputError(
+                        f"job {item.config.name!r}: {found}, but every device has a part of the base model; leave that out"
                     )
         if isinstance(self.base.storage, Stage) and self.prepared.encoder is not None:
             adapted = {item.config.name: list(item.spec.modules) for item in items}

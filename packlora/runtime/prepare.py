@@ -14,11 +14,12 @@ import torch
 from peft import LoraConfig
 from transformers import PreTrainedModel
 
+from packlora.adapters.expert_targets import divided_ranks, is_experts
+from packlora.adapters.experts import shapes_at
 from packlora.adapters.files import base_note, check_start, continued_config
 from packlora.adapters.kinds import is_linear
 from packlora.adapters.sharded import LINEAR
 from packlora.adapters.spec import AdapterSpec, peft_config, resolve, try_patterns
-from packlora.adapters.weights import parameter_shapes
 from packlora.base.demo_model import base_path
 from packlora.base.device import choose_device
 from packlora.base.liger import check_liger
@@ -68,6 +69,8 @@ class PreparedJob:
     spec: AdapterSpec
     trainable: int
     """Parameters of its adapter."""
+    active: int
+    """Those of them that one token meets: of experts, those that it goes to."""
     prompts: list[Prompt] = field(default_factory=list)
     most: int = 0
     """Tokens that a sample of a stream may have."""
@@ -83,8 +86,9 @@ class ModelShape:
     """What time and memory of a base model depend on.
 
     parameters: of the model; linear_parameters: of its linear layers without the output layer. attention, key_value: widths of
-    queries and of keys. inner: width inside the MLP. head_norms: queries and keys have norms of their own (Qwen 3). largest:
-    numbers of the largest of those linear layers.
+    queries and of keys. inner: width inside the MLP. head_norms: queries and keys have norms of their own (Qwen 3). largest,
+    outputs: of those linear layers, the most numbers of one and the outputs of all. routed_parameters: of the experts that one
+    token goes to, of all layers; routed_width: numbers that go into them and come out of them, by layer.
     """
 
     model_type: str
@@ -98,6 +102,9 @@ class ModelShape:
     vocabulary: int
     head_norms: bool = False
     largest: int = 0
+    outputs: int = 0
+    routed_parameters: int = 0
+    routed_width: int = 0
 
     @staticmethod
     def of(model: PreTrainedModel) -> ModelShape:
@@ -107,11 +114,14 @@ class ModelShape:
         head_dim = _number(config, "head_dim", hidden // heads)
         head = model.get_output_embeddings()
         linear = [module for module in model.modules() if isinstance(module, torch.nn.Linear) and module is not head]
+        layers = _number(config, "num_hidden_layers", 1)
+        weights = [p for module in model.modules() if is_experts(module) for p in module.parameters() if p.ndim == 3]
+        top_k = _number(config, "num_experts_per_tok", 1)
         return ModelShape(
             model.config.model_type,
             sum(parameter.numel() for parameter in model.parameters()),
             sum(module.weight.numel() for module in linear),
-            _number(config, "num_hidden_layers", 1),
+            layers,
             hidden,
             heads * head_dim,
             _number(config, "num_key_value_heads", heads) * head_dim,
@@ -119,6 +129,9 @@ class ModelShape:
             model.get_input_embeddings().weight.shape[0],
             any(name.endswith("q_norm") for name, _ in model.named_modules()),
             max((module.weight.numel() for module in linear), default=0),
+            sum(module.out_features for module in linear),
+            sum(weight.numel() // len(weight) for weight in weights) * top_k,
+            sum(sum(weight.shape[1:]) for weight in weights) * top_k // layers,
         )
 
 
@@ -213,7 +226,8 @@ class Encoder:
         _check_scheduler(job, data)
         notes += _cut_samples(job.name, encoded, eval_encoded) + _doubts(job, data)
         trainable = trainable_parameters(spec, self.skeleton)
-        return PreparedJob(job, data, encoded, eval_encoded, spec, trainable, self._prompts(job)), notes
+        active = self._active(spec)
+        return PreparedJob(job, data, encoded, eval_encoded, spec, trainable, active, self._prompts(job)), notes
 
     def _streamed(
         self, job: JobConfig, spec: AdapterSpec, eval_rows: list[Rows], budget: int, told: Told
@@ -244,7 +258,12 @@ class Encoder:
         notes = [note for one in eval_rows for note in one.read.notes] + _doubts(job, data)
         notes += _cut_samples(job.name, encoded, held_out)
         trainable, most = trainable_parameters(spec, self.skeleton), min(own.max_length, budget, self.longest)
-        return PreparedJob(job, data, encoded, held_out, spec, trainable, self._prompts(job), most), notes
+        active = self._active(spec)
+        return PreparedJob(job, data, encoded, held_out, spec, trainable, active, self._prompts(job), most), notes
+
+    def _active(self, spec: AdapterSpec) -> int:
+        top_k = _number(self.skeleton.config.get_text_config(), "num_experts_per_tok", 1)
+        return trainable_parameters(spec, self.skeleton, top_k)
 
     def _prompts(self, job: JobConfig) -> list[Prompt]:
         texts, new = self.run.prompts_of(job), self.run.sample_max_new_tokens
@@ -302,12 +321,19 @@ def prepare(
     told(f"laying out {run.base_model}")
     skeleton = load_skeleton(run)
     quantization, in_codes = _quantization(run, skeleton, device)
+    _check_router_loss(run, skeleton)
     specs = {job.name: adapter_spec(job, configs[job.name], skeleton) for job in run_jobs}
+    for name, spec in specs.items():
+        _check_parameters(run, name, spec, quantization)
     asks = _asks(run, skeleton, specs, bool(left_out))
-    warnings = _doubts_of_starts(run, run_jobs) + [
-        f"job {name!r} {LEFT_OUT}: {why}; --resume takes it up again when that is back"
-        for name, why in left_out.items()
-    ]
+    warnings = (
+        [note for spec in specs.values() for note in spec.notes]
+        + _doubts_of_starts(run, run_jobs)
+        + [
+            f"job {name!r} {LEFT_OUT}: {why}; --resume takes it up again when that is back"
+            for name, why in left_out.items()
+        ]
+    )
     tokenizer = load_tokenizer(run)
     auto = run.max_tokens_per_microbatch == "auto"
     budget = 2**31 if auto else int(run.max_tokens_per_microbatch)
@@ -344,6 +370,38 @@ def _quantization(
     return found, (0, 0) if found is None else codes_in(skeleton, found, path, getattr(torch, run.dtype))
 
 
+def _check_router_loss(run: Run, skeleton: PreTrainedModel) -> None:
+    """Raises InputError where the configuration of a model asks for a loss of its routers, which is of whole microbatches."""
+    config = skeleton.config.get_text_config()
+    weight = getattr(config, "router_aux_loss_coef", None)
+    if getattr(config, "output_router_logits", False) and weight:
+        raise InputError(
+            f"base_model {base_path(run.base_model)!r}: its config.json has output_router_logits: true, so transformers adds "
+            f"{weight:g} (router_aux_loss_coef) times a load-balancing loss over all tokens that are computed together, with "
+            "which jobs would change each other; set output_router_logits to false there"
+        )
+
+
+def _check_parameters(run: Run, job: str, spec: AdapterSpec, quantization: QuantizationConfig | None) -> None:
+    """Raises InputError where experts or routers are adapted together with what does not serve them."""
+    if spec.parameter is None:
+        return
+    parallel = run.parallel
+    asked = {
+        f"parallel.tensor: {parallel.tensor}": parallel.tensor > 1,
+        f"parallel.pipeline: {parallel.pipeline}": parallel.stages > 1,
+        "parallel.shard_base: true": parallel.shard_base is True,
+        "cuda_graphs: true": run.cuda_graphs is True,
+        "quantised base weights": quantization is not None,
+    }
+    for what, is_asked in asked.items():
+        if is_asked:
+            raise InputError(
+                f"job {job!r} adapts {spec.parameter}, experts or a router, which {what} does not serve in this version; leave "
+                "that out, or name linear layers alone in target_modules"
+            )
+
+
 def _check_parallel(prepared: PreparedRun, skeleton: PreTrainedModel) -> None:
     """Raises InputError where the model cannot be divided as the run file asks."""
     parallel, layers = prepared.run.parallel, prepared.shape.layers
@@ -373,6 +431,8 @@ def _check_parallel(prepared: PreparedRun, skeleton: PreTrainedModel) -> None:
 def whole_alone(spec: AdapterSpec, skeleton: PreTrainedModel, quantized: bool = False) -> str | None:
     """What a job trains that needs a base model in one piece, or one of floats; None where it is linear layers of layers."""
     head = skeleton.get_output_embeddings()
+    if spec.parameter is not None:
+        return f"{spec.parameter} is adapted, experts or a router"
     for path, own in spec.modules.items():
         module = skeleton.get_submodule(path)
         if is_linear(module) and type(module) not in LINEAR:
@@ -382,6 +442,20 @@ def whole_alone(spec: AdapterSpec, skeleton: PreTrainedModel, quantized: bool = 
         if quantized and own.kind in ("copy", "tokens") and is_linear(module) and module is not head:
             return f"a copy of {path} is trained"
     return None
+
+
+def needs_whole_base(prepared: PreparedRun) -> bool:
+    """Whether a job takes the whole base model on every device."""
+    return any(needs_whole(job, prepared) is not None for job in prepared.jobs)
+
+
+def needs_whole(job: PreparedJob, prepared: PreparedRun) -> str | None:
+    """What of a job takes the whole base model on every device; None where a part does."""
+    if job.prompts:
+        return "it has sample_prompts"
+    if (trainer := job.config.train.trainer) != "sft":
+        return f"train.trainer is {trainer}"
+    return None if prepared.encoder is None else whole_alone(job.spec, prepared.encoder.skeleton)
 
 
 class Reader:
@@ -429,11 +503,12 @@ def prepare_more(prepared: PreparedRun, jobs: list[JobConfig], budget: int) -> t
     reader, out, notes = Reader(), [], _doubts_of_starts(run, jobs)
     for job in jobs:
         spec = adapter_spec(job, configs[job.name], encoder.skeleton)
+        _check_parameters(run, job.name, spec, prepared.quantization)
         if prepared.quantization is not None and (found := whole_alone(spec, encoder.skeleton, quantized=True)):
             raise InputError(f"job {job.name!r}: {found}, which quantization does not take; leave one of them out")
         one, doubts = encoder.job(job, spec, reader.rows(job), reader.held_out(job), budget, silent)
         out.append(one)
-        notes += doubts
+        notes += spec.notes + doubts
     return out, notes
 
 
@@ -447,6 +522,7 @@ def _asks(run: Run, skeleton: PreTrainedModel, specs: dict[str, AdapterSpec], pa
     """How adapted layers are to be computed. partly: a pattern may be for the layers of a job that is left out."""
     adapted = {path for spec in specs.values() for path, own in spec.modules.items() if own.kind == "linear"}
     linear = [name for name, module in skeleton.named_modules() if partly or name in adapted]
+    linear += sorted({path for spec in specs.values() for path, own in spec.modules.items() if own.kind == "router"})
     plan = run.plans.plan
     if isinstance(plan, dict):
         try_patterns(plan, linear, "plans", "plan")
@@ -531,10 +607,16 @@ def _doubts(job: JobConfig, data: JobData) -> list[str]:
     return [f"job {job.name!r}: {text}" for text in out]
 
 
-def trainable_parameters(spec: AdapterSpec, model: torch.nn.Module) -> int:
-    """Number of parameters of an adapter on the model, which may be without weights."""
-    shapes = [parameter_shapes(module, model.get_submodule(path)) for path, module in spec.modules.items()]
-    return sum(math.prod(shape) for own in shapes for shape in own.values())
+def trainable_parameters(spec: AdapterSpec, model: torch.nn.Module, top_k: int | None = None) -> int:
+    """Number of parameters of an adapter on the model, which may be without weights. top_k: of so many experts of a layer."""
+    total = 0
+    for path, module in spec.modules.items():
+        own = sum(math.prod(shape) for shape in shapes_at(model, path, module).values())
+        if module.kind == "experts" and top_k is not None:
+            experts: Any = model.get_submodule(path.rpartition(".")[0])
+            own = own * top_k // experts.num_experts
+        total += own
+    return total
 
 
 def adapter_config(job: JobConfig, run: Run) -> LoraConfig:
@@ -547,6 +629,8 @@ def adapter_config(job: JobConfig, run: Run) -> LoraConfig:
 
 def adapter_spec(job: JobConfig, config: LoraConfig, skeleton: PreTrainedModel) -> AdapterSpec:
     """The layers that a job adapts, held against the adapter that it begins with. config: from adapter_config."""
+    if job.adapter.expert_rank != "r":
+        config = divided_ranks(config, skeleton, job.name)
     spec = resolve(config, skeleton, job.name, job.adapter.dora_dropout == "peft")
     embedding = next((path for path, own in spec.modules.items() if own.kind == "embedding"), None)
     if embedding is not None and job.train.loraplus_lr_ratio is not None:

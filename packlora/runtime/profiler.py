@@ -169,10 +169,11 @@ def analytic_cost(run: Run, prepared: PreparedRun, flops: float, stages: int = 1
     shape, device = prepared.shape, choose_device(run.device)
     lengths = [job.data.planned.lengths.astype(np.int64) for job in prepared.jobs]
     tokens = [int(own.sum()) for own in lengths]
-    adapter = sum(t * job.trainable for t, job in zip(tokens, prepared.jobs, strict=True)) / sum(tokens)
+    adapter = sum(t * job.active for t, job in zip(tokens, prepared.jobs, strict=True)) / sum(tokens)
     labels = sum(t * job.data.label_share for t, job in zip(tokens, prepared.jobs, strict=True)) / sum(tokens)
-    forward = 2 * (shape.linear_parameters + adapter)
-    backward = 2 * shape.linear_parameters + 4 * adapter + (forward if run.gradient_checkpointing else 0)
+    frozen = shape.linear_parameters + shape.routed_parameters
+    forward = 2 * (frozen + adapter)
+    backward = 2 * frozen + 4 * adapter + (forward if run.gradient_checkpointing else 0)
     head = 2 * shape.hidden * shape.vocabulary * labels
     in_layers = 2 * head / ((forward + backward) / shape.layers)
     counts = balance(stages, shape.layers, in_layers)
@@ -233,6 +234,7 @@ def memory_parts(run: Run, prepared: PreparedRun, tokens: int) -> dict[str, int]
         # after rotation, values, repeated keys and values, attention output; gate, up, activation and their product
         per_layer = width * (4 * shape.hidden + 5 * shape.attention + 2 * shape.key_value + 4 * shape.inner)
         per_layer += 4 * 4 * shape.hidden
+    per_layer += width * shape.routed_width
     kept = shape.layers * per_layer
     if run.gradient_checkpointing:
         kept = shape.layers * shape.hidden * width + per_layer

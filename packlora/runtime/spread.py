@@ -11,12 +11,13 @@ from dataclasses import dataclass
 import torch
 
 from packlora.base.device import choose_device
+from packlora.config import CUT_OPTIMS
 from packlora.errors import InputError
 from packlora.parallel import layout as layouts
 from packlora.parallel.layout import Layout, Prediction, Wave
 from packlora.parallel.stages import check_stages
 from packlora.runtime import profiler
-from packlora.runtime.prepare import PreparedRun, whole_alone
+from packlora.runtime.prepare import PreparedRun, needs_whole_base
 from packlora.runtime.profiler import Profile
 from packlora.runtime.work import Work
 from packlora.schedule.cost import CostModel
@@ -178,7 +179,9 @@ def piped(prepared: PreparedRun, devices: int, work: Mapping[str, float]) -> lis
     """
     parallel, encoder = prepared.run.parallel, prepared.encoder
     asked = parallel.pipeline == "auto" and parallel.tensor == 1 and parallel.shard_base is not True
-    if not asked or prepared.quantization is not None or encoder is None:
+    if not asked or prepared.quantization is not None or encoder is None or needs_whole_base(prepared):
+        return []
+    if any(job.config.train.optim not in CUT_OPTIMS for job in prepared.jobs):
         return []
     try:
         check_stages(encoder.skeleton, prepared.shape.layers, prepared.adapted)
@@ -201,9 +204,8 @@ def sharded_layout(prepared: PreparedRun, devices: int) -> Layout | None:
         or parallel.tensor > 1
         or parallel.stages > 1
         or prepared.quantization is not None
-        or any(whole_alone(job.spec, prepared.encoder.skeleton) for job in prepared.jobs if prepared.encoder)
-        or any(job.config.train.trainer != "sft" for job in prepared.jobs)
         or not parallel.shard_base
+        or needs_whole_base(prepared)
         or parallel.devices_per_job not in ("auto", devices)
     ):
         return None

@@ -18,6 +18,7 @@ from conftest import tiny_model
 from ranks import Ranks
 from schedule_cases import some_jobs
 from seeds import SEED, SOAK
+from test_preference import pairs as write_pairs
 from test_training import config
 from typer.testing import CliRunner
 
@@ -357,7 +358,7 @@ def test_jobs_of_equal_tokens_are_placed_by_what_their_samples_take(make: Callab
     for job, (length, labels) in zip(prepared.jobs, kinds.values(), strict=True):
         sample = Sample(np.zeros(length, np.int32), np.arange(length) >= length - labels)
         job.data = JobData(job.data.name, [sample] * (240 // length), job.config.train, 0)
-        job.trainable = 10
+        job.trainable = job.active = 10
     assert {job.data.tokens for job in prepared.jobs} == {240}
 
     shape, work = prepared.shape, Work(prepared)
@@ -400,6 +401,27 @@ def trained_in(rank: int, tree: dict[str, Any], room: int) -> str:
     """On devices of so many bytes, the second of which has one less than the first."""
     with mock.patch.object(profiler, "memory_room", return_value=room - rank):
         return packlora.train(tree).status
+
+
+def test_auto_leaves_a_base_whole_that_a_job_needs_whole_and_takes_no_stages_for_optimizers_of_whole_jobs(
+    make: Callable[..., dict[str, Any]],
+    tmp_path: Path,
+) -> None:
+    def parts(**keys: Any) -> tuple[bool, bool]:
+        tree = make((8, 2), (8, 2))
+        tree["jobs"][1] = {**tree["jobs"][1], **keys}
+        prepared = prepare(Run.model_validate(tree))
+        return spread.sharded_layout(prepared, 2) is not None, bool(
+            spread.piped(prepared, 2, {"job0": 1.0, "job1": 1.0})
+        )
+
+    assert parts() == (True, True)
+    assert parts(adapter={"target_modules": ["q_proj", "embed_tokens"]}) == (False, False)
+    assert parts(adapter={"target_modules": ["q_proj"], "modules_to_save": ["norm"]}) == (False, False)
+    assert parts(sample_prompts=["one"]) == (False, False)
+    pairs = {"path": write_pairs(tmp_path / "pairs.jsonl")}
+    assert parts(data=pairs, train={"trainer": "orpo", "global_batch_size": 2}) == (False, False)
+    assert parts(train={"optim": "adafactor", "global_batch_size": 2}) == (True, False)
 
 
 def test_a_base_that_no_device_can_hold_is_sharded_by_itself_and_the_plan_says_so(

@@ -30,6 +30,10 @@ from megatron_runs import (
     worst,
 )  # fmt: skip
 
+from packlora.config import AdapterConfig
+from packlora.errors import InputError
+from packlora.megatron.targets import config_of
+
 Pool = Callable[[int], Ranks]
 THREE = {
     "a": lora(lora_dropout=0.2),
@@ -153,6 +157,18 @@ def test_what_is_not_supported_is_refused_by_name(ranks: Pool, tmp_path: Path) -
     assert said.keys() == words.keys()
     for name, word in words.items():
         assert word in said[name], said[name]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"modules_to_save": ["norm"]}, {"trainable_token_indices": [3]}, {"expert_rank": "r // top_k"},
+        {"target_parameters": ["experts.down_proj"]},
+    ],
+)  # fmt: skip
+def test_what_models_of_transformers_alone_have_is_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match=f"{next(iter(settings))} is set, which adapters on Megatron-Core"):
+        config_of(AdapterConfig(**settings), "a")
 
 
 @pytest.mark.soak

@@ -51,6 +51,9 @@ def test_kernels_fit_and_load_whole_vectors(capability: int, tmp_path: Path) -> 
         "attention_keys_kernel",
         "rms_forward_kernel",
         "rms_backward_kernel",
+        "experts_down_kernel",
+        "experts_add_kernel",
+        "experts_sums_kernel",
     }
     assert ("fused_kernel" in found) == ("wide_cross_kernel" in found) == (capability in (90, 100))
     columns = {row["constants"]["BN"] for row in rows if row["kernel"] == "fused_kernel"}

@@ -85,7 +85,7 @@ def test_defaults_are_exactly_the_documented_ones() -> None:
             adapter: {r: 16, lora_alpha: 32, lora_dropout: 0.05, target_modules: all-linear, use_rslora: false,
                       use_dora: false, dora_dropout: peft, bias: none, rank_pattern: {}, alpha_pattern: {}, init_from: null,
                       exclude_modules: null, layers_to_transform: null, layers_pattern: null, init_lora_weights: true,
-                      modules_to_save: null, trainable_token_indices: null}
+                      modules_to_save: null, trainable_token_indices: null, target_parameters: null, expert_rank: r}
             sample_prompts: null
             seed: null
             train: {global_batch_size: 8, num_train_epochs: 1, max_steps: -1, optim: adamw_torch, learning_rate: 2.0e-4,

@@ -1,73 +1,271 @@
-"""Targets on models whose experts and routers are parameters: what would be left out is said, not left out."""
+"""Targets on models whose experts and routers are parameters: what PEFT takes, what is left out, what is refused by name."""
 
 from __future__ import annotations
 
+import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
 from conftest import TINY, tiny_model
+from expert_models import MODELS, tiny_experts
 from peft import LoraConfig, get_peft_model
 
+from packlora.adapters.attach import attach
+from packlora.adapters.expert_targets import divided_ranks
+from packlora.adapters.files import keyed, tensor_shapes
 from packlora.adapters.spec import AdapterSpec, resolve
+from packlora.config import Run
 from packlora.errors import InputError
+from packlora.runtime.prepare import needs_whole_base, prepare, trainable_parameters
+from packlora.runtime.spread import piped, sharded_layout
 
 ATTENTION = ["k_proj", "o_proj", "q_proj", "v_proj"]
-MODELS: dict[str, dict[str, Any]] = {
-    "Mixtral": {"num_local_experts": 4},
-    "Qwen2Moe": {"num_experts": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
-    "Qwen3Moe": {"num_experts": 4, "moe_intermediate_size": 32, "head_dim": 16, "mlp_only_layers": [0]},
-    "Phimoe": {"num_local_experts": 4},
-}
+EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 
 
-def model_of(name: str) -> Any:
-    config = getattr(transformers, f"{name}Config")(**TINY | MODELS[name])
+def model_of(name: str, **changes: Any) -> Any:
+    kind, extra = MODELS[name]
+    config = getattr(transformers, kind)(**TINY | extra | changes)
     with torch.device("meta"):
         return transformers.AutoModelForCausalLM.from_config(config)
 
 
-def targets(wanted: Any, model: Any) -> AdapterSpec:
-    return resolve(LoraConfig(target_modules=wanted, task_type="CAUSAL_LM"), model, "x")
+def targets(wanted: Any, model: Any, **settings: Any) -> AdapterSpec:
+    return resolve(LoraConfig(target_modules=wanted, task_type="CAUSAL_LM", **settings), model, "x")
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_all_linear_on_experts_is_refused_with_what_it_would_leave_out_and_how_to_mean_it(name: str) -> None:
+def peft_s(model: Any, wanted: Any, **settings: Any) -> dict[str, torch.Size]:
+    """Shapes of what PEFT trains."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        peft = get_peft_model(model, LoraConfig(target_modules=wanted, task_type="CAUSAL_LM", **settings))
+    return {name.replace(".default", ""): p.shape for name, p in peft.named_parameters() if p.requires_grad}
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_all_linear_takes_what_peft_takes_and_what_it_leaves_out_is_said(name: str) -> None:
     model = model_of(name)
-    with pytest.raises(InputError, match="'x': target_modules all-linear would leave out") as caught:
-        targets("all-linear", model)
-    message = str(caught.value)
-    assert "model.layers.*.mlp.experts.gate_up_proj" in message
-    assert "router.weight" in message if name == "Phimoe" else "mlp.gate.weight" in message
-    names = message.partition("name them: target_modules: [")[2].rstrip("]").split(", ")
-    assert set(names) >= set(ATTENTION)
-    meant = targets(names, model).modules
-    linears = {key for key, module in model.named_modules() if type(module) is torch.nn.Linear and key != "lm_head"}
-    assert set(meant) == {key for key in linears if key.rpartition(".")[2] in names}
+    if name == "llama4":
+        wanted = set(targets("all-linear", model).modules)
+    else:
+        spec = targets("all-linear", model)
+        wanted, shapes = set(spec.modules), tensor_shapes(spec, model)
+        assert trainable_parameters(spec, model) == sum(shape.numel() for shape in shapes.values())
+        theirs = peft_s(model_of(name), "all-linear")
+        if name == "phimoe":  # PEFT takes its router for a linear layer, and fails when it runs
+            theirs = {key: shape for key, shape in theirs.items() if "router" not in key}
+        assert shapes == theirs
+    told = " ".join(targets("all-linear", model).notes)
+    for path, parameter in model.named_parameters():
+        if "experts." in path and parameter.ndim == 3 and path not in wanted:
+            assert path.replace("layers.0", "layers.*").replace("layers.1", "layers.*") in told
+    assert ("leaves out" in told) is (told != "")
 
 
 @pytest.mark.parametrize(
     "wanted", [["q_proj", "gate_proj", "up_proj"], ["down_proj"], r".*\.(q_proj|gate_proj|up_proj)"]
 )
-def test_names_that_mean_experts_to_peft_are_refused_where_a_dense_layer_bears_them_too(wanted: Any) -> None:
+def test_names_that_mean_experts_to_peft_mean_experts_also_where_a_dense_layer_bears_them(wanted: Any) -> None:
     """Layer 0 has a gate_proj of its own; PEFT adapts the experts of the others under this name."""
-    model = model_of("Qwen3Moe")
+    model = model_of("qwen3_moe", mlp_only_layers=[0])
     assert "model.layers.0.mlp.gate_proj" in dict(model.named_modules())
-    with pytest.raises(InputError, match="means experts or routers of this model to PEFT"):
-        targets(wanted, model)
+    found = targets(wanted, model)
+    assert not [path for path in found.modules if path.startswith("model.layers.0.mlp")]
+    assert tensor_shapes(found, model) == peft_s(model_of("qwen3_moe", mlp_only_layers=[0]), wanted)
 
 
-@pytest.mark.parametrize("name", MODELS)
+def test_one_half_of_what_is_one_parameter_is_refused() -> None:
+    with pytest.raises(InputError, match=r"'x': target_modules 'gate_proj': Cannot convert .* up_proj"):
+        targets(["gate_proj"], model_of("qwen3_moe"))
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "qwen3_moe", "phimoe"])
 def test_attention_named_on_a_model_with_experts_is_what_peft_adapts(name: str) -> None:
     model = model_of(name)
-    mine = set(targets(ATTENTION, model).modules)
-    peft = get_peft_model(model, LoraConfig(target_modules=ATTENTION, task_type="CAUSAL_LM"))
-    theirs = {key.split(".lora_")[0] for key, _ in peft.base_model.model.named_parameters() if ".lora_" in key}
-    assert mine == theirs
-    assert len(mine) == 8
+    assert tensor_shapes(targets(ATTENTION, model), model) == peft_s(model_of(name), ATTENTION)
+    assert len(targets(ATTENTION, model).modules) == 8
+
+
+@pytest.mark.parametrize(
+    ("family", "parameters", "message"),
+    [
+        (
+            "llama4",
+            EXPERTS[1:],
+            "experts.down_proj of Llama4TextExperts, whose experts transformers does not call through",
+        ),
+        ("qwen3_moe", ["experts.up_proj"], r"matches nothing .* are mlp.experts.down_proj, mlp.experts.gate_up_proj"),
+        (
+            "gpt_oss",
+            ["down_proj_bias"],
+            "of GptOssExperts; of experts the weights can be adapted: gate_up_proj, down_proj",
+        ),
+        ("qwen3_moe", ["q_norm.weight"], "q_norm.weight of Qwen3MoeRMSNorm, a parameter of 1 dimensions"),
+        ("qwen3_moe", ["embed_tokens.weight"], "of the output layer or the embeddings"),
+    ],
+)
+def test_parameters_that_cannot_be_adapted_are_refused_by_name(family: str, parameters: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        targets([], model_of(family), target_parameters=parameters)
+
+
+def test_the_weight_of_a_linear_layer_is_the_layer() -> None:
+    model = model_of("qwen3_moe")
+    settings: dict[str, Any] = {"target_parameters": ["q_proj.weight"], "rank_pattern": {"q_proj.weight": 3}}
+    found = targets([], model, **settings)
+    assert [(path, own.rank) for path, own in found.modules.items()] == [
+        ("model.layers.0.self_attn.q_proj", 3), ("model.layers.1.self_attn.q_proj", 3)
+    ]  # fmt: skip
+    assert tensor_shapes(found, model) == peft_s(model_of("qwen3_moe"), [], **settings)
 
 
 def test_all_linear_takes_every_layer_of_a_dense_model() -> None:
     for family in ("llama", "gemma3", "qwen2"):
         assert len(targets("all-linear", tiny_model(family)).modules) == 14
+
+
+# --- ranks by the number of experts ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+def test_a_rank_that_is_divided_by_top_k_is_in_both_patterns_with_the_scaling_of_r(rslora: bool) -> None:
+    """Experts alone: shared experts and dense layers of the same names keep theirs."""
+    model = model_of("deepseek_v3")  # top_k is 2
+    wanted = LoraConfig(
+        r=8,
+        lora_alpha=32,
+        target_modules=["o_proj"],
+        target_parameters=EXPERTS,
+        use_rslora=rslora,
+        task_type="CAUSAL_LM",
+    )
+    whole, divided = resolve(wanted, model, "x"), resolve(divided_ranks(wanted, model, "x"), model, "x")
+    for path, own in divided.modules.items():
+        assert own.rank == (4 if "experts" in path else 8)
+        assert own.scaling == pytest.approx(whole.modules[path].scaling)
+    assert divided.peft.rank_pattern == {r"experts\.gate_up_proj": 4, r"experts\.down_proj": 4}
+    assert divided.peft.alpha_pattern.keys() == divided.peft.rank_pattern.keys()
+    again = LoraConfig(**{key: getattr(divided.peft, key) for key in wanted.to_dict() if key in ("r", "lora_alpha")} | {
+        "target_modules": ["o_proj"], "target_parameters": EXPERTS, "rank_pattern": divided.peft.rank_pattern,
+    })  # fmt: skip
+    assert peft_s(
+        model_of("deepseek_v3"), ["o_proj"], r=8, target_parameters=EXPERTS, rank_pattern=again.rank_pattern
+    ) == (tensor_shapes(divided, model))
+
+
+def test_a_rank_that_top_k_does_not_divide_and_one_without_experts_are_refused() -> None:
+    model = model_of("qwen3_moe")
+    for r, parameters, message in (
+        (7, EXPERTS, "the rank 7 of .* no multiple of the 2"),
+        (8, None, "takes no experts"),
+    ):
+        wanted = LoraConfig(r=r, target_modules=["q_proj"], target_parameters=parameters, task_type="CAUSAL_LM")
+        with pytest.raises(InputError, match=message):
+            divided_ranks(wanted, model, "x")
+
+
+# --- with other keys of an adapter -------------------------------------------------------------------------------------
+
+
+def test_what_is_excluded_is_not_said_to_be_left_out() -> None:
+    found = targets("all-linear", model_of("qwen2_moe"), exclude_modules=["q_proj", "shared_expert.up_proj"])
+    assert not [path for path in found.modules if path.endswith(("q_proj", "shared_expert.up_proj"))]
+    assert "mlp.experts.down_proj" in found.notes[0]
+    assert "q_proj" not in found.notes[0] and "shared_expert" not in found.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"exclude_modules": ["mlp.experts"]},
+            "exclude_modules matches model.layers.0.mlp.experts, but PEFT excludes no",
+        ),
+        (
+            {"exclude_modules": r".*experts.*"},
+            "exclude_modules matches model.layers.0.mlp.experts, but PEFT excludes no",
+        ),
+        ({"layers_to_transform": [1]}, "layers_to_transform does not go with model.layers.0.mlp.experts.gate_up_proj"),
+        ({"init_lora_weights": "orthogonal"}, "orthogonal is not for experts"),
+    ],
+)
+def test_keys_that_peft_ignores_or_breaks_on_with_experts_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        targets(["q_proj"], model_of("qwen3_moe"), target_parameters=EXPERTS, **settings)
+
+
+def test_experts_begin_with_values_of_the_size_of_peft_s() -> None:
+    starts: dict[Any, list[torch.Tensor]] = {}
+    for start in (True, False, "gaussian"):
+        settings: dict[str, Any] = {"target_parameters": EXPERTS[:1], "init_lora_weights": start}
+        _, (own,) = attach(
+            tiny_experts("qwen3_moe", torch.float32), {"x": targets([], model_of("qwen3_moe"), **settings)}, 0
+        )
+        peft = get_peft_model(
+            tiny_experts("qwen3_moe", torch.float32), LoraConfig(target_modules=[], task_type="CAUSAL_LM", **settings)
+        )
+        theirs = {name.replace(".default", ""): p for name, p in peft.named_parameters() if p.requires_grad}
+        ours = keyed(own, own.named_parameters())
+        assert ours.keys() == theirs.keys()
+        for key, parameter in ours.items():
+            assert parameter.std().item() == pytest.approx(theirs[key].std().item(), rel=0.1), (start, key)
+        starts[start] = list(ours.values())
+    assert not starts[True][1].any() and starts[False][1].any()
+
+
+# --- what does not go together -----------------------------------------------------------------------------------------
+
+ON_EXPERTS = {"target_modules": [], "target_parameters": EXPERTS}
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "tensor": ({"parallel": {"tensor": 2}}, {}, "job 'x' adapts model.layers.0.mlp.experts.gate_up_proj, .* parallel.tensor"),
+    "pipeline": ({"parallel": {"pipeline": 2}}, {}, "parallel.pipeline: 2 does not serve"),
+    "sharded": ({"parallel": {"shard_base": True}}, {}, "parallel.shard_base: true does not serve"),
+    "graphs": ({"cuda_graphs": True}, {}, "cuda_graphs: true does not serve"),
+    "router loss": ({}, {"output_router_logits": True}, "output_router_logits: true, so transformers adds 0.001"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_experts_do_not_go_with_is_refused_before_training(
+    case: str, tokenizer: Any, write_rows: Any, tmp_path: Path
+) -> None:
+    keys, of_config, message = REFUSED[case]
+    kind, extra = MODELS["qwen3_moe"]
+    getattr(transformers, kind)(**TINY | extra | of_config).save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    tree = {
+        "base_model": str(tmp_path / "base"), "output_dir": str(tmp_path / "out"), "device": "cpu", **keys,
+        "jobs": [{"name": "x", "data": {"path": write_rows("rows")}, "adapter": ON_EXPERTS}],
+    }  # fmt: skip
+    with pytest.raises(InputError, match=message):
+        prepare(Run.model_validate(tree))
+
+
+def test_a_base_with_adapted_experts_is_left_whole_by_auto(tokenizer: Any, write_rows: Any, tmp_path: Path) -> None:
+    kind, extra = MODELS["qwen3_moe"]
+    getattr(transformers, kind)(**TINY | extra).save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    tree = {
+        "base_model": str(tmp_path / "base"), "output_dir": str(tmp_path / "out"), "device": "cpu",
+        "jobs": [{"name": "x", "data": {"path": write_rows("rows")}, "adapter": ON_EXPERTS}],
+    }  # fmt: skip
+    prepared = prepare(Run.model_validate(tree))
+    assert needs_whole_base(prepared) and sharded_layout(prepared, 2) is None and not piped(prepared, 2, {"x": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("adapter", "message"),
+    [
+        ({"target_modules": []}, "target_modules: is empty"),
+        ({"target_parameters": [""]}, "target_parameters: has an empty name"),
+        ({"init_from": "x", "expert_rank": "r // top_k"}, "expert_rank is not for an adapter with init_from"),
+    ],
+)
+def test_what_a_run_file_may_not_say_of_experts(adapter: dict[str, Any], message: str) -> None:
+    tree = {"base_model": "x", "output_dir": "x", "jobs": [{"name": "x", "data": {"path": "x"}, "adapter": adapter}]}
+    with pytest.raises(ValueError) as caught:
+        Run.model_validate(tree)
+    assert message.split(": ")[-1] in str(caught.value)

@@ -164,7 +164,7 @@ def prepared_on(
         spec = resolve(peft_config(job.adapter, "random", None), base.model, job.name)
         data = JobData(job.name, own, job.train, run.seed)
         trainable = trainable_parameters(spec, base.model)
-        prepared.jobs.append(PreparedJob(job, data, Encoded(own), Encoded([]), spec, trainable))
+        prepared.jobs.append(PreparedJob(job, data, Encoded(own), Encoded([]), spec, trainable, trainable))
     return prepared
 
 

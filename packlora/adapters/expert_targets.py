@@ -1,0 +1,238 @@
+"""Which parameters of a model with experts an adapter means: those of all experts of a layer, and those of routers.
+
+transformers keeps the weights of a layer's experts as two parameters of three dimensions, and a router's as one of two. PEFT
+adapts them by name (`target_parameters`). Names of the linear layers that experts once were mean these parameters to it:
+that translation is PEFT's own, and so is the set of what `all-linear` takes.
+
+Experts are served where transformers calls them through its registry of experts' functions, whatever their model is; routers
+where they multiply what they are given with their weight once. All other parameters are refused by name.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from peft import LoraConfig
+from peft.utils.other import get_pattern_key
+from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+
+from packlora.adapters.kinds import Kind
+from packlora.adapters.sharded import LINEAR
+from packlora.errors import InputError, quoted
+
+LAYOUT = ("has_gate", "has_bias", "is_transposed", "has_post_expert_norm", "_is_expert_parallel")
+"""What transformers' registry of experts' functions notes of a module that it calls through them."""
+PROBE_ROWS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterTarget:
+    """A parameter that an adapter means. stored_at: under which module path PEFT's files have its tensors."""
+
+    kind: Kind
+    stored_at: str
+
+
+def as_peft_takes_it(peft: LoraConfig, model: PreTrainedModel, job: str) -> LoraConfig:
+    """The configuration with parameters in the place of names that mean experts or routers of this model to PEFT.
+
+    It is the same object where there are none.
+
+    Raises:
+        InputError: the names mean one half of what is one parameter.
+    """
+    asked = peft.target_modules
+    config = copy.deepcopy(peft)
+    try:
+        convert_peft_config_for_transformers(config, model, None)
+    except ValueError as error:
+        raise InputError(f"job {job!r}: target_modules {quoted(_shown(asked), 300)}: {error}") from None
+    if not config.target_parameters or set(config.target_parameters) == set(peft.target_parameters or ()):
+        return peft
+    present = {name for name, _ in model.named_parameters()}
+    config.target_parameters = {
+        name for name in config.target_parameters if name in set(peft.target_parameters or ()) or _some(name, present)
+    }
+    return config
+
+
+def all_linear_leaves_out(model: PreTrainedModel, adapted: Iterable[str]) -> list[str]:
+    """Matrices of the model that `all-linear` does not take, although one may think so, a * in place of each number: linear
+    layers under the names of experts, experts and routers that PEFT has no names for. adapted: paths of what is taken."""
+    taken, head, found = set(adapted), model.get_output_embeddings(), dict[str, None]()
+    for name, parameter in model.named_parameters():
+        owner, _, leaf = name.rpartition(".")
+        module = model.get_submodule(owner)
+        apart = module is head or isinstance(module, torch.nn.Embedding | torch.nn.modules.conv._ConvNd)
+        matrix = parameter.ndim == 3 or (parameter.ndim == 2 and leaf == "weight")
+        if matrix and not apart and name not in taken and owner not in taken:
+            found[re.sub(r"\.\d+(?=\.)", ".*", name)] = None
+    return list(found)
+
+
+def parameter_targets(peft: LoraConfig, model: PreTrainedModel, job: str) -> dict[str, ParameterTarget]:
+    """The parameters that `target_parameters` means, by their path, in model order.
+
+    Raises:
+        InputError: a name matches nothing, or a parameter that cannot be adapted.
+    """
+    wanted = sorted(peft.target_parameters or ())
+    found: dict[str, ParameterTarget] = {}
+    matched: set[str] = set()
+    for owner, module in model.named_modules() if wanted else ():
+        own: list[str] = []
+        for leaf, parameter in module.named_parameters(recurse=False):
+            path = f"{owner}.{leaf}"
+            if names := [name for name in wanted if path == name or path.endswith(f".{name}")]:
+                matched.update(names)
+                _check(owner, module, leaf, parameter, job, model)
+                own.append(leaf)
+        for at, leaf in enumerate(own):  # PEFT wraps a module once for each, the last one outermost
+            linear = type(module) in LINEAR
+            kind: Kind = "linear" if linear else "experts" if is_experts(module) else "router"
+            found[f"{owner}.{leaf}"] = ParameterTarget(kind, owner + ".base_layer" * (len(own) - 1 - at))
+    for name in wanted:
+        if name not in matched:
+            known = sorted({re.sub(r"^.*\.\d+\.", "", path) for path, p in model.named_parameters() if p.ndim == 3})
+            raise InputError(
+                f"job {job!r}: target_parameters names {quoted(name, 300)}, which matches nothing in the model; "
+                + (f"parameters of its experts are {', '.join(known)}" if known else "it has no experts")
+            )
+    return found
+
+
+def is_experts(module: torch.nn.Module) -> bool:
+    """Whether transformers calls a module through its registry of experts' functions."""
+    return all(hasattr(module, name) for name in LAYOUT) and hasattr(module, "num_experts")
+
+
+def _check(
+    owner: str, module: torch.nn.Module, leaf: str, parameter: torch.Tensor, job: str, model: PreTrainedModel
+) -> None:
+    """Raises InputError where a parameter cannot be adapted."""
+    what, kind = f"job {job!r}: target_parameters matches {owner}.{leaf}", type(module).__name__
+    if isinstance(module, torch.nn.Embedding) or module is model.get_output_embeddings():
+        raise InputError(f"{what}, of the output layer or the embeddings; leave it out")
+    if type(module) in LINEAR and leaf == "weight":
+        return
+    if not parameter.is_floating_point():
+        raise InputError(f"{what}, which holds codes of type {parameter.dtype}; adapters are put on weights")
+    if is_experts(module):
+        weights = ("gate_up_proj" if getattr(module, "has_gate", True) else "up_proj", "down_proj")
+        if leaf not in weights or parameter.ndim != 3:
+            raise InputError(f"{what} of {kind}; of experts the weights can be adapted: {', '.join(weights)}")
+        return
+    if parameter.ndim == 2 and leaf == "weight":
+        try:
+            router_product(module, parameter)
+        except ValueError as error:
+            raise InputError(f"{what} of {kind}, which cannot be adapted: {error}") from None
+        return
+    why = (
+        "whose experts transformers does not call through its registry of experts' functions"
+        if parameter.ndim == 3
+        else f"a parameter of {parameter.ndim} dimensions"
+    )
+    raise InputError(f"{what} of {kind}, {why}; leave it out")
+
+
+def router_product(router: torch.nn.Module, weight: torch.Tensor) -> torch.dtype:
+    """In which type a router multiplies what it is given with its weight [E, K].
+
+    Raises:
+        ValueError: it does not do so once, by torch.nn.functional.linear.
+    """
+    watch = Watched(weight)
+    rows = torch.zeros(PROBE_ROWS, weight.shape[1], dtype=weight.dtype, device=weight.device)
+    failed: str | None = None
+    try:
+        with torch.no_grad(), watch:
+            router(rows)
+    except Exception as error:  # any code of a model
+        failed = str(error).strip().split("\n")[0]
+    if len(watch.found) != 1:
+        raise ValueError(failed or f"it multiplies with it {len(watch.found)} times, not once")
+    return watch.found[0]
+
+
+class Watched(TorchFunctionMode):
+    """Follows a weight through casts to the products with it.
+
+    found: their types.
+    """
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.seen = [weight]
+        self.found: list[torch.dtype] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.nn.functional.linear and self._is_seen(args[1] if len(args) > 1 else kwargs.get("weight")):
+            return self.product(func, args, kwargs)
+        out = func(*args, **kwargs)
+        if func in (torch.Tensor.type, torch.Tensor.to, torch.Tensor.float) and self._is_seen(args[0]):
+            self.seen.append(out)
+        return out
+
+    def product(self, linear: Any, args: Any, kwargs: Any) -> Any:
+        """In the place of the product."""
+        weight = args[1] if len(args) > 1 else kwargs["weight"]
+        self.found.append(weight.dtype)
+        return linear(*args, **kwargs)
+
+    def _is_seen(self, tensor: Any) -> bool:
+        return any(tensor is one for one in self.seen)
+
+
+def _some(name: str, paths: Iterable[str]) -> bool:
+    return any(path == name or path.endswith(f".{name}") for path in paths)
+
+
+def _shown(targets: Any) -> str:
+    return targets if isinstance(targets, str) else ", ".join(sorted(targets or ()))
+
+
+def divided_ranks(peft: LoraConfig, model: PreTrainedModel, job: str) -> LoraConfig:
+    """The configuration with the rank of experts divided by the number of experts that a token goes to, so that a token meets
+    as many ranks as it would in a dense layer. Scalings stay as they are: rank_pattern and alpha_pattern say both.
+
+    Raises:
+        InputError: there are no experts among the targets, or their rank is no multiple of that number.
+    """
+    peft = copy.copy(as_peft_takes_it(peft, model, job))
+    text = model.config.get_text_config()
+    top_k = getattr(text, "num_experts_per_tok", None) or getattr(text, "top_k_experts", None)
+    paths = [path for path, found in parameter_targets(peft, model, job).items() if found.kind == "experts"]
+    if not paths or not isinstance(top_k, int):
+        raise InputError(
+            f"job {job!r}: adapter.expert_rank is r // top_k, but the adapter takes no experts; leave it out"
+        )
+    own: dict[str, tuple[int, float]] = {}
+    for path in paths:
+        rank = peft.rank_pattern.get(get_pattern_key(peft.rank_pattern.keys(), path), peft.r)
+        alpha = peft.alpha_pattern.get(get_pattern_key(peft.alpha_pattern.keys(), path), peft.lora_alpha)
+        if rank % top_k:
+            raise InputError(
+                f"job {job!r}: adapter.expert_rank is r // top_k, but the rank {rank} of {path} is no multiple of the {top_k} "
+                "experts that a token goes to"
+            )
+        own[path] = rank // top_k, alpha / (math.sqrt(top_k) if peft.use_rslora else top_k)
+    by_name: dict[str, set[tuple[int, float]]] = {}
+    for path, settings in own.items():
+        by_name.setdefault(".".join(path.split(".")[-2:]), set()).add(settings)
+    patterns = {re.escape(name): next(iter(found)) for name, found in by_name.items() if len(found) == 1}
+    patterns |= {re.escape(p): own[p] for p in paths if len(by_name[".".join(p.split(".")[-2:])]) > 1}
+    peft.rank_pattern = {name: rank for name, (rank, _) in patterns.items()} | dict(peft.rank_pattern)
+    peft.alpha_pattern = {
+        name: int(alpha) if alpha.is_integer() else alpha for name, (_, alpha) in patterns.items()
+    } | dict(peft.alpha_pattern)
+    return peft

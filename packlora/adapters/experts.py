@@ -1,0 +1,250 @@
+"""Adapters on the weights of all experts of a layer, and on routers, for several jobs in one microbatch.
+
+transformers calls experts through a registry of functions, to which one is added here: it sorts the tokens by expert and job
+and gives each weight to the operator of ops/lora_experts. So no model is changed, and experts without adapters go the same way.
+A router's product with its weight is an AdaptedLinear; what the router makes of it stays its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from packlora.adapters.expert_targets import Watched, router_product
+from packlora.adapters.kinds import PARAMETERS
+from packlora.adapters.linear import AdaptedLinear, Attached
+from packlora.adapters.owners import TokenOwners
+from packlora.adapters.sharded import Shard
+from packlora.adapters.spec import ModuleSpec
+from packlora.adapters.weights import first_factors, parameter_shapes
+from packlora.ops.dropout.keys import layer_salt
+from packlora.ops.lora_experts.autograd import lora_experts
+from packlora.ops.lora_experts.norm import expert_norms, squared_row_norms, sums_dtype
+from packlora.ops.lora_experts.routing import Routing
+from packlora.ops.lora_experts.types import ExpertLowRank, ExpertWeight
+from packlora.plans.select import PlanChooser
+
+IMPLEMENTATION = "packlora"
+"""Under this name the function is in transformers' registry."""
+STATE = "_packlora_experts"
+"""The attribute of a module of experts that holds what is adapted of it; no module and no buffer, so in no state dict."""
+ROUTED = "packlora_product"
+"""The name of a router's AdaptedLinear among its modules."""
+
+
+class ExpertWeights:
+    """Trainable parameters of one adapter on one weight of all experts, in the layout of PEFT's files.
+
+    A [E r, K], expert by expert; B [N, r E], the expert running fastest; magnitude [E, N] or None.
+
+    Args:
+        room: where they lie, by name: zeros, on the device of the experts.
+    """
+
+    shard: Shard | None = None
+
+    def __init__(self, spec: ModuleSpec, frozen: ExpertWeight, seed: int, room: Mapping[str, torch.Tensor]) -> None:
+        self.spec, self.frozen, self.magnitude = spec, frozen, None
+        (Er, K), N = room["A"].shape, len(room["B"])
+        A_ErK, B_NEr = first_factors(spec.start, Er, K, N, seed, Er // spec.rank)
+        self.A = torch.nn.Parameter(room["A"].copy_(A_ErK))
+        self.B = torch.nn.Parameter(room["B"] if B_NEr is None else room["B"].copy_(B_NEr))
+        self._norm: tuple[tuple[int, int], torch.Tensor] | None = None
+        self._squared: torch.Tensor | None = None
+        if spec.use_dora:
+            self.magnitude = torch.nn.Parameter(room["magnitude"])
+
+    def first_values(self) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
+        """Of the magnitude, for the caller to write when it has those of all layers."""
+        return [] if self.magnitude is None else [(self.magnitude, self.norm())]
+
+    def own(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        """What of a whole parameter is here: all of it."""
+        return whole
+
+    def whole_shape(self, name: str, shape: torch.Size) -> tuple[int, ...]:
+        """Of a parameter over all processes."""
+        return tuple(shape)
+
+    def named_parameters(self) -> dict[str, torch.nn.Parameter]:
+        """Those that exist, by the name of the attribute."""
+        named = {"A": self.A, "B": self.B, "magnitude": self.magnitude}
+        return {name: parameter for name, parameter in named.items() if parameter is not None}
+
+    def low_rank(self, dropping: bool) -> ExpertLowRank:
+        """As the operator takes them. dropping: the tokens have dropout keys."""
+        spec, norm = self.spec, None if self.magnitude is None else self.norm()
+        dropout = spec.dropout if dropping else 0.0
+        return ExpertLowRank(self.A, self.B, spec.scaling, dropout, self.magnitude, norm, spec.base_dropped)
+
+    @torch.no_grad()
+    def norm(self) -> torch.Tensor:
+        """||W + s B A|| by row of every expert, [E, N], for the present values.
+
+        A and B change by the job's own optimizer and by copy_, which move their version counters; the experts are frozen.
+        """
+        versions = self.A._version, self.B._version
+        if self._norm is None or self._norm[0] != versions:
+            if self._squared is None:
+                self._squared = squared_row_norms(self.frozen, sums_dtype(self.frozen, self.A, self.B))
+            self._norm = versions, expert_norms(self.frozen, self.A, self.B, self.spec.scaling, self._squared)
+        return self._norm[1]
+
+
+class AdaptedExperts:
+    """What is adapted of the experts of one layer: by name of the weight, the adapters by number.
+
+    Args:
+        path: of the module; with the name of a weight it names the weight's dropout masks.
+        attached: what the layers of the model share.
+    """
+
+    def __init__(self, path: str, attached: Attached) -> None:
+        self.path, self.attached = path, attached
+        self.adapters: dict[str, dict[int, ExpertWeights]] = {}
+
+    def numbers(self, owners: TokenOwners) -> list[int]:
+        """Of the adapters that own tokens and have something here."""
+        return sorted({n for own in self.adapters.values() for n in own} & owners.adapters)
+
+
+def frozen_at(experts: torch.nn.Module, name: str) -> ExpertWeight:
+    """One weight of all experts as the operator takes it."""
+    bias = getattr(experts, f"{name}_bias") if experts.has_bias else None
+    return ExpertWeight(getattr(experts, name), bias, bool(experts.is_transposed))
+
+
+def shapes_at(model: torch.nn.Module, path: str, spec: ModuleSpec) -> dict[str, tuple[int, ...]]:
+    """Of the trainable parameters of one adapter on what is at a path, by name; the model may be without weights."""
+    owner, _, leaf = path.rpartition(".")
+    if spec.kind not in PARAMETERS:
+        return parameter_shapes(spec, model.get_submodule(path))
+    if spec.kind == "router":
+        N, K = getattr(model.get_submodule(owner), leaf).shape
+        with torch.device("meta"):
+            return parameter_shapes(spec, torch.nn.Linear(K, N, bias=False))
+    E, N, K = frozen_at(model.get_submodule(owner), leaf).shape
+    shapes: dict[str, tuple[int, ...]] = {"A": (E * spec.rank, K), "B": (N, spec.rank * E)}
+    return shapes | ({"magnitude": (E, N)} if spec.use_dora else {})
+
+
+def adapted_experts(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, AdaptedExperts]]:
+    """Modules of experts that have adapters, or had some, with what is adapted of them."""
+    for module in model.modules():
+        if (state := vars(module).get(STATE)) is not None:
+            yield module, state
+
+
+def adapt_experts(model: PreTrainedModel, path: str, attached: Attached, number: int, weights: ExpertWeights) -> None:
+    """Put an adapter onto the weight of experts at a path.
+
+    Raises:
+        RuntimeError: transformers does not call the model's experts by a function that it is given.
+    """
+    owner, _, leaf = path.rpartition(".")
+    experts: Any = model.get_submodule(owner)
+    if experts.config._experts_implementation != IMPLEMENTATION:
+        model.set_experts_implementation(IMPLEMENTATION)
+        if experts.config._experts_implementation != IMPLEMENTATION:
+            raise RuntimeError(f"{owner}: transformers cannot be told which function computes these experts")
+    if STATE not in vars(experts):
+        setattr(experts, STATE, AdaptedExperts(owner, attached))
+    vars(experts)[STATE].adapters.setdefault(leaf, {})[number] = weights
+
+
+def adapted_router(model: PreTrainedModel, path: str, attached: Attached, chooser: PlanChooser) -> AdaptedLinear:
+    """Make the product of a router with its weight at a path one that can have adapters."""
+    owner, _, leaf = path.rpartition(".")
+    router: Any = model.get_submodule(owner)
+    weight = getattr(router, leaf)
+    with torch.device("meta"):
+        linear = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+    dtype = router_product(router, weight)
+    linear.weight = weight if dtype == weight.dtype else torch.nn.Parameter(weight.detach().to(dtype), False)
+    adapted = AdaptedLinear(linear, layer_salt(path), attached, chooser)
+    router.add_module(ROUTED, adapted)
+    router.forward = _Routed(router.forward, weight, adapted)
+    return adapted
+
+
+def router_path(path: str) -> str:
+    """The path of the weight of a router, from that of its AdaptedLinear; any other path as it is."""
+    return f"{path.removesuffix(ROUTED)}weight" if path.endswith(f".{ROUTED}") else path
+
+
+class _Routed:
+    """A router's forward with its product computed by an AdaptedLinear."""
+
+    def __init__(self, forward: Callable[..., Any], weight: torch.Tensor, adapted: AdaptedLinear) -> None:
+        self.forward, self.weight, self.adapted = forward, weight, adapted
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with _Product(self.weight, self.adapted):
+            return self.forward(*args, **kwargs)
+
+
+class _Product(Watched):
+    def __init__(self, weight: torch.Tensor, adapted: AdaptedLinear) -> None:
+        super().__init__(weight)
+        self.adapted = adapted
+
+    def product(self, linear: Any, args: Any, kwargs: Any) -> Any:
+        x = args[0] if args else kwargs["input"]
+        bias = args[2] if len(args) > 2 else kwargs.get("bias")
+        y = self.adapted(x)
+        return y if bias is None else y + bias
+
+
+def experts_forward(
+    self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """transformers' interface of experts: hidden states [T, D], chosen experts and their weights [T, k] -> [T, D]."""
+    if self._is_expert_parallel:
+        raise RuntimeError(f"{type(self).__name__}: experts that are spread over processes are not served")
+    T = len(hidden_states)
+    state: AdaptedExperts | None = vars(self).get(STATE)
+    owners = None if state is None else state.attached.owners(T)
+    numbers = [] if state is None or owners is None else state.numbers(owners)
+    owner_T, count = None, 1
+    if owners is not None and numbers:
+        if owners.moving is not None and owners.moving.moves:
+            raise RuntimeError("adapters on experts cannot follow segments that move; switch cuda_graphs off")
+        owner_T, count = _owners_of_tokens(owners, numbers, hidden_states.device)
+    routing = Routing.of(top_k_index, self.num_experts, owner_T, count)
+
+    def product(x: torch.Tensor, name: str, repeated: bool) -> torch.Tensor:
+        keys = None if owners is None else owners.keys_T2
+        own = {} if state is None else state.adapters.get(name, {})
+        low_rank = [own[number].low_rank(keys is not None) if number in own else None for number in numbers]
+        low_rank += [None] * (count - len(low_rank))
+        salt = 0 if state is None else layer_salt(f"{state.path}.{name}")
+        return lora_experts(x, frozen_at(self, name), routing, low_rank, keys, salt, repeated)
+
+    inner = product(hidden_states, "gate_up_proj" if self.has_gate else "up_proj", True)
+    inner = self._apply_gate(inner) if self.has_gate else self.act_fn(inner)
+    y_SD = product(inner, "down_proj", False)
+    if self.has_post_expert_norm:
+        y_SD = self.post_expert_norm(y_SD)
+    weights_S = top_k_weights.reshape(-1)[routing.order]
+    return routing.sum_to_tokens(y_SD * weights_S[:, None]).to(hidden_states.dtype)
+
+
+def _owners_of_tokens(owners: TokenOwners, numbers: list[int], device: torch.device) -> tuple[torch.Tensor | None, int]:
+    """Of every token the place of its owner in `numbers`, or the one after the last where it is nobody's, int64 [T], None where
+    all have one; and how many owners there are."""
+    places = {number: place for place, number in enumerate(numbers)}
+    segments = [(places[number], start, stop) for number, start, stop in owners.segments if number in places]
+    all_owned = sum(stop - start for _, start, stop in segments) == owners.total
+    if all_owned and len(numbers) == 1:
+        return None, 1
+    owner_T = torch.full((owners.total,), len(numbers), dtype=torch.int64, device=device)
+    for place, start, stop in segments:  # by the device, which so never waits for a copy
+        owner_T[start:stop] = place
+    return owner_T, len(numbers) + (not all_owned)
+
+
+ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)

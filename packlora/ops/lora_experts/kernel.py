@@ -1,0 +1,108 @@
+"""The Triton kernels of triton_path.py: low-rank products by groups of consecutive rows, whose sizes the device alone knows.
+
+A program finds its group in a table: of blocks of rows (group, first row, end), or of groups (first row, end). Blocks and
+groups without rows do nothing. Sums are made in float32.
+
+Shapes: S rows, K features, r rank, G groups.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _rows(index, rows, inside, INDEXED: tl.constexpr):
+    """Which rows of x the sorted rows are."""
+    if INDEXED:
+        return tl.load(index + rows, mask=inside, other=0).to(tl.int64)
+    else:
+        return rows.to(tl.int64)
+
+
+@triton.jit
+def experts_down_kernel(
+    x, index, w, out, blocks, x_stride, K, r, INDEXED: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr,
+):  # fmt: skip
+    """out = x w_g' for every row of every group g. Grid (blocks of rows).
+
+    Args:
+        x: [., K]; x_stride from one row to the next.
+        index: which row of x every sorted row is, [S]; unused where it is the row itself (not INDEXED).
+        w: [G, r, K].
+        out: [S, r]; written.
+        blocks: int32 [., 3].
+        BM, BK, BR: rows and features of a block, and r and what is missing to a power of two.
+    """
+    at = blocks + 3 * tl.program_id(0)
+    group, first, end = tl.load(at), tl.load(at + 1), tl.load(at + 2)
+    if first < end:
+        rows, ranks, cols = first + tl.arange(0, BM), tl.arange(0, BR), tl.arange(0, BK)
+        inside = rows < end
+        x_at = x + _rows(index, rows, inside, INDEXED)[:, None] * x_stride + cols[None, :]
+        w_at = w + group.to(tl.int64) * r * K + ranks[None, :] * K + cols[:, None]
+        acc = tl.zeros((BM, BR), tl.float32)
+        for k in range(0, K, BK):
+            x_tile = tl.load(x_at + k, mask=inside[:, None] & (cols < K - k)[None, :], other=0.0)
+            w_tile = tl.load(w_at + k, mask=(cols < K - k)[:, None] & (ranks < r)[None, :], other=0.0)
+            acc = tl.dot(x_tile, w_tile, acc)
+        out_at = out + rows.to(tl.int64)[:, None] * r + ranks[None, :]
+        tl.store(out_at, acc.to(out.dtype.element_ty), mask=inside[:, None] & (ranks < r)[None, :])
+
+
+@triton.jit
+def experts_add_kernel(
+    y, s, w, blocks, N, r, BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr,
+):  # fmt: skip
+    """y += s w_g for every row of every group g, rounded once. Grid (blocks of rows, blocks of columns).
+
+    Args:
+        y: [S, N]; changed.
+        s: [S, r].
+        w: [G, r, N].
+        blocks: int32 [., 3].
+        BM, BN, BR: rows and columns of a block, and r and what is missing to a power of two.
+    """
+    at = blocks + 3 * tl.program_id(0)
+    group, first, end = tl.load(at), tl.load(at + 1), tl.load(at + 2)
+    if first < end:
+        rows, ranks = first + tl.arange(0, BM), tl.arange(0, BR)
+        cols = tl.program_id(1) * BN + tl.arange(0, BN)
+        inside = (rows < end)[:, None] & (cols < N)[None, :]
+        s_at = s + rows.to(tl.int64)[:, None] * r + ranks[None, :]
+        s_tile = tl.load(s_at, mask=(rows < end)[:, None] & (ranks < r)[None, :], other=0.0)
+        w_at = w + group.to(tl.int64) * r * N + ranks[:, None] * N + cols[None, :]
+        w_tile = tl.load(w_at, mask=(ranks < r)[:, None] & (cols < N)[None, :], other=0.0)
+        y_at = y + rows.to(tl.int64)[:, None] * N + cols[None, :]
+        y_tile = tl.load(y_at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(y_at, tl.dot(s_tile, w_tile, y_tile).to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def experts_sums_kernel(
+    s, x, index, out, groups, x_stride, K, r, INDEXED: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr,
+):  # fmt: skip
+    """out_g = the sum over the rows of group g of s' x. Grid (groups, blocks of features).
+
+    Args:
+        s: [S, r].
+        x, x_stride, index: as in experts_down_kernel.
+        out: float32 [G, r, K]; written, zeros for a group without rows.
+        groups: int32 [G, 2].
+        BM, BK, BR: rows and features of a block, and r and what is missing to a power of two.
+    """
+    group = tl.program_id(0)
+    first, end = tl.load(groups + 2 * group), tl.load(groups + 2 * group + 1)
+    ranks, cols = tl.arange(0, BR), tl.program_id(1) * BK + tl.arange(0, BK)
+    acc = tl.zeros((BR, BK), tl.float32)
+    for m in range(first, end, BM):
+        rows = m + tl.arange(0, BM)
+        inside = rows < end
+        s_at = s + rows.to(tl.int64)[None, :] * r + ranks[:, None]
+        s_tile = tl.load(s_at, mask=inside[None, :] & (ranks < r)[:, None], other=0.0)
+        x_at = x + _rows(index, rows, inside, INDEXED)[:, None] * x_stride + cols[None, :]
+        x_tile = tl.load(x_at, mask=inside[:, None] & (cols < K)[None, :], other=0.0)
+        acc = tl.dot(s_tile, x_tile, acc)
+    out_at = out + group.to(tl.int64) * r * K + ranks[:, None] * K + cols[None, :]
+    tl.store(out_at, acc, mask=(ranks < r)[:, None] & (cols < K)[None, :])

@@ -1,0 +1,53 @@
+"""The three low-rank products of the operator, by Triton's kernels where they compute them, else by torch's grouped product.
+
+Shapes: S sorted rows, G groups, K features, N columns, r rank.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from packlora.ops.gpu import HAS_TRITON, why_no_kernels
+from packlora.ops.lora_experts.grouped import rows_times, sums_of_products
+from packlora.ops.lora_experts.routing import Routing
+
+if HAS_TRITON:
+    from packlora.ops.lora_experts import triton_path
+
+KERNELS = True
+KERNELS_ON_CPU = False
+"""Of tests, by Triton's interpreter."""
+
+
+def down(x: torch.Tensor, w_GrK: torch.Tensor, routing: Routing, repeated: bool) -> torch.Tensor:
+    """x w_g' for every sorted row, [S, r]. x: of tokens where it is `repeated`, else sorted rows."""
+    if not _by_kernels(x, w_GrK.shape[1]):
+        return rows_times(routing.rows_of(x) if repeated else x, w_GrK.transpose(1, 2), routing.by_pair)
+    index = routing.token_of_row() if repeated else None
+    return triton_path.down(x, index, w_GrK, _blocks(routing), len(routing.order))
+
+
+def add_(y_SN: torch.Tensor, s_Sr: torch.Tensor, w_GrN: torch.Tensor, routing: Routing) -> torch.Tensor:
+    """y += s w_g for every sorted row, in place; y. By kernels the sum is rounded once."""
+    if not _by_kernels(y_SN, w_GrN.shape[1]):
+        return y_SN.add_(rows_times(s_Sr, w_GrN, routing.by_pair))
+    return triton_path.add_(y_SN, s_Sr, w_GrN, _blocks(routing))
+
+
+def sums(s_Sr: torch.Tensor, x: torch.Tensor, routing: Routing, repeated: bool) -> torch.Tensor:
+    """The sums of s' x over the rows of every group, [G, r, K], zeros where it has none; float32 by kernels."""
+    if not _by_kernels(x, s_Sr.shape[1]):
+        return sums_of_products(s_Sr, routing.rows_of(x) if repeated else x, routing.by_pair)
+    index = routing.token_of_row() if repeated else None
+    return triton_path.sums(s_Sr, x, index, routing.kept("ranges", lambda: triton_path.ranges_of(routing.by_pair)))
+
+
+def _blocks(routing: Routing) -> torch.Tensor:
+    return routing.kept("blocks", lambda: triton_path.blocks_of(routing.by_pair, len(routing.order)))
+
+
+def _by_kernels(x: torch.Tensor, rank: int) -> bool:
+    return (
+        KERNELS and HAS_TRITON and x.dtype.itemsize == 2 and rank <= triton_path.MOST_RANK
+        and (why_no_kernels(x.device) is None or (KERNELS_ON_CPU and not x.is_cuda))
+    )  # fmt: skip

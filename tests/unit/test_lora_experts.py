@@ -1,0 +1,231 @@
+"""The operator over experts' weights against the loop over experts and owners that is its specification."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from packlora.ops.dropout.keys import token_keys
+from packlora.ops.lora_experts import autograd, grouped, low_rank
+from packlora.ops.lora_experts.autograd import lora_experts
+from packlora.ops.lora_experts.norm import expert_norms
+from packlora.ops.lora_experts.reference import lora_experts as reference
+from packlora.ops.lora_experts.routing import Routing
+from packlora.ops.lora_experts.types import ExpertLowRank, ExpertWeight
+
+E, SALT = 5, 77
+
+
+def an_adapter(
+    generator: torch.Generator, frozen: ExpertWeight, r: int, kind: str, dropout: float, base_dropped: bool = True
+) -> ExpertLowRank:
+    _, N, K = frozen.shape
+    dtype = frozen.weight.dtype
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=dtype)
+
+    A, B = drawn(E * r, K).requires_grad_(), drawn(N, r * E).requires_grad_()
+    scaling = 3 / r**0.5 if kind == "rslora" else 3 / r
+    if kind != "dora":
+        return ExpertLowRank(A, B, scaling, dropout)
+    magnitude = (drawn(E, N).abs() + 0.5).requires_grad_()
+    norm = expert_norms(frozen, A.detach(), B.detach(), scaling).to(dtype)
+    return ExpertLowRank(A, B, scaling, dropout, magnitude, norm, base_dropped)
+
+
+def a_case(dtype: torch.dtype, N: int, K: int, top_k: int, transposed: bool, bias: bool, seed: int = 0) -> Any:
+    """Frozen weights, tokens, their experts (one of which has no token, another one a single one) and keys."""
+    generator, T = torch.Generator().manual_seed(seed), 24
+    weight = torch.randn(E, N, K, generator=generator, dtype=dtype)
+    frozen = ExpertWeight(
+        weight.transpose(1, 2).contiguous() if transposed else weight,
+        torch.randn(E, N, generator=generator, dtype=dtype) if bias else None,
+        transposed,
+    )
+    crowd = torch.rand(T, E - 2, generator=generator).argsort(1)[:, :top_k]
+    assert top_k <= E - 2
+    crowd[7, 0] = E - 2  # a single token; expert E - 1 has none
+    x = torch.randn(T, K, generator=generator, dtype=dtype)
+    keys = torch.from_numpy(token_keys(5, 1, 2, T))
+    return generator, frozen, x, crowd, keys
+
+
+def differences(
+    frozen: ExpertWeight, x: torch.Tensor, chosen: torch.Tensor, keys: torch.Tensor, owner: torch.Tensor | None,
+    adapters: list[ExpertLowRank | None], repeated: bool, checkpointed: bool = False,
+) -> dict[str, float]:  # fmt: skip
+    """Of y, dx and the gradients of all operands, relative, between the operator and the specification."""
+    T, k = chosen.shape
+    routing = Routing.of(chosen, E, owner, len(adapters))
+    token = torch.arange(T * k) // k
+    source = (
+        x if repeated else torch.randn(T * k, x.shape[1], dtype=x.dtype, generator=torch.Generator().manual_seed(9))
+    )
+    operands = [t for a in adapters if a is not None for t in (a.A, a.B, a.magnitude) if t is not None]
+    d = torch.randn(T * k, frozen.shape[1], dtype=x.dtype, generator=torch.Generator().manual_seed(4))
+
+    def ours(source: torch.Tensor) -> torch.Tensor:
+        rows = source if repeated else source[routing.order]
+        return lora_experts(rows, frozen, routing, adapters, keys, SALT, repeated)[routing.place]
+
+    def theirs(source: torch.Tensor) -> torch.Tensor:
+        whose = torch.zeros(T * k, dtype=torch.int64) if owner is None else owner[token]
+        rows = source[token] if repeated else source
+        return reference(rows, frozen, chosen.reshape(-1), whose, adapters, keys[token], SALT, not repeated)
+
+    found = []
+    for function in (ours, theirs):
+        leaf = source.clone().requires_grad_()
+        y = checkpoint(function, leaf, use_reentrant=False) if checkpointed and function is ours else function(leaf)
+        grads = torch.autograd.grad((y * d).sum(), [leaf, *operands], allow_unused=True)
+        found.append([y.detach(), *grads])
+    names = ["y", "dx", *[f"operand {at}" for at in range(len(operands))]]
+    return {
+        name: float((a - b).norm() / b.norm().clamp(min=1e-30))
+        if a is not None and b is not None
+        else float(a is not b)
+        for name, a, b in zip(names, *found, strict=True)
+    }
+
+
+JOBS = {
+    "one": ([("lora", 3, 0.0)], False),
+    "one-dropped": ([("rslora", 3, 0.3)], False),
+    "one-dora": ([("dora", 4, 0.0)], False),
+    "one-dora-dropped": ([("dora", 4, 0.3)], False),
+    "three": ([("lora", 3, 0.0), ("rslora", 8, 0.0), ("dora", 5, 0.0)], False),
+    "three-dropped": ([("lora", 3, 0.2), ("rslora", 8, 0.0), ("dora", 5, 0.4)], False),
+    "two-dropped-alike": ([("lora", 3, 0.2), ("dora", 5, 0.2)], False),
+    "some-nobody-s": ([("lora", 3, 0.2), ("dora", 8, 0.0)], True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("jobs", JOBS)
+def test_the_operator_is_the_loop_over_experts(jobs: str) -> None:
+    """y, dx, dA, dB, dm in float64, with an expert without tokens and one with a single token."""
+    kinds, nobody = JOBS[jobs]
+    ways = itertools.product((1, 2, 3), (True, False), (False, True), (False, True))
+    for top_k, repeated, transposed, base_dropped in ways:
+        generator, frozen, x, chosen, keys = a_case(torch.float64, 6, 7, top_k, transposed, bias=transposed)
+        adapters: list[ExpertLowRank | None] = [
+            an_adapter(generator, frozen, r, kind, p, base_dropped) for kind, r, p in kinds
+        ]
+        adapters += [None] * nobody
+        owner = torch.arange(len(x)) * len(adapters) // len(x) if len(adapters) > 1 else None
+        found = differences(frozen, x, chosen, keys, owner, adapters, repeated, checkpointed=transposed)
+        assert max(found.values()) < 1e-12, (top_k, repeated, transposed, found)
+
+
+def test_torch_s_grouped_product_computes_sizes_of_whole_16_bytes_without_a_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also ranks that are not, as they are rounded up; in float32."""
+    monkeypatch.setattr(grouped.Groups, "bounds", None)
+    for jobs, (kinds, nobody) in JOBS.items():
+        generator, frozen, x, chosen, keys = a_case(torch.float32, 8, 12, 2, False, bias=True)
+        adapters: list[ExpertLowRank | None] = [an_adapter(generator, frozen, r, kind, p) for kind, r, p in kinds]
+        adapters += [None] * nobody
+        owner = torch.arange(len(x)) * len(adapters) // len(x) if len(adapters) > 1 else None
+        found = differences(frozen, x, chosen, keys, owner, adapters, repeated=True)
+        assert max(found.values()) < 2e-6, (jobs, found)
+
+
+def test_norms_are_those_of_the_sum_by_row_of_every_expert(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("packlora.ops.lora_experts.norm.CHUNK_BYTES", {"cpu": 700})  # two experts at a time
+    for transposed in (False, True):
+        generator, frozen, *_ = a_case(torch.float64, 6, 7, 1, transposed, bias=False)
+        adapter = an_adapter(generator, frozen, 3, "lora", 0.0)
+        A, B = adapter.A.view(E, 3, 7), adapter.B.view(6, 3, E).permute(2, 0, 1)
+        want = (frozen.from_outputs() + adapter.scaling * B @ A).norm(dim=2)
+        torch.testing.assert_close(
+            expert_norms(frozen, adapter.A, adapter.B, adapter.scaling), want, rtol=1e-12, atol=0
+        )
+
+
+def test_all_experts_of_a_token_drop_the_same_inputs_and_each_its_own_products() -> None:
+    _, frozen, x, chosen, keys = a_case(torch.float64, 6, 40, 2, False, bias=False)
+    routing = Routing.of(chosen, E)
+    adapter = ExpertLowRank(torch.zeros(E, 40, dtype=x.dtype), torch.zeros(6, E, dtype=x.dtype), 1.0, 0.5)
+    ones = torch.ones(len(chosen), 40, dtype=x.dtype)
+    call = autograd.Call(frozen, routing, (adapter,), keys, SALT, True, x.dtype)
+    shared = call.rows(call.drop(ones, call.rates))[routing.place].view(-1, 2, 40)
+    assert torch.equal(shared[:, 0], shared[:, 1])
+    own = replace(call, repeated=False).drop(ones.repeat(2, 1), call.rates)[routing.place].view(-1, 2, 40)
+    assert (own[:, 0] != own[:, 1]).float().mean() > 0.3
+    alone = Routing.of(chosen[3:9], E)  # the mask of a token is its own, whatever the other rows are
+    few = autograd.Call(frozen, alone, (adapter,), keys[3:9], SALT, False, x.dtype)
+    assert torch.equal(few.drop(ones[:6].repeat(2, 1), call.rates)[alone.place].view(-1, 2, 40), own[3:9])
+
+
+def test_operands_that_do_not_fit_are_refused_by_name() -> None:
+    generator, frozen, x, chosen, keys = a_case(torch.float64, 6, 7, 2, False, bias=False)
+    routing = Routing.of(chosen, E)
+    adapter = an_adapter(generator, frozen, 3, "lora", 0.1)
+    with pytest.raises(ValueError, match="x is"):
+        lora_experts(x[:-1], frozen, routing, [adapter], keys)
+    with pytest.raises(ValueError, match="2 adapters for 1 owners"):
+        lora_experts(x, frozen, routing, [adapter, None], keys)
+    with pytest.raises(ValueError, match=r"A is \[.*\], B \["):
+        lora_experts(x, frozen, routing, [replace(adapter, B=adapter.B[:-1])], keys)
+    with pytest.raises(ValueError, match="needs keys_T2"):
+        lora_experts(x, frozen, routing, [adapter])
+
+
+# --- kernels -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("rank", "owners"), [(5, 1), (24, 3)])
+def test_kernels_compute_the_three_products_by_group(rank: int, owners: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several blocks of rows in a group, groups without rows, sizes that fill no block; float32 sums of 16-bit numbers."""
+    monkeypatch.setattr("packlora.ops.lora_experts.triton_path.BLOCK_ROWS", 16)
+    generator, T, K, N = torch.Generator().manual_seed(2), 61, 72, 136
+    chosen = torch.rand(T, 4, generator=generator).argsort(1)[:, :2]  # expert 4 has no token
+    owner = torch.arange(T) * owners // T if owners > 1 else None
+    routing, G = Routing.of(chosen, E, owner, owners), E * owners
+    S = len(routing.order)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(torch.float16)
+
+    x_TK, A, B, s, y = drawn(T, K), drawn(G, rank, K), drawn(G, rank, N), drawn(S, rank), drawn(S, N)
+    for repeated in (True, False):
+        x = x_TK if repeated else x_TK[routing.token_of_row()]
+        found = []
+        for kernels in (True, False):
+            monkeypatch.setattr(low_rank, "KERNELS_ON_CPU", kernels)
+            wide = (lambda t: t) if kernels else torch.Tensor.double
+            found.append([
+                low_rank.down(wide(x), wide(A), routing, repeated), low_rank.add_(wide(y).clone(), wide(s), wide(B), routing),
+                low_rank.sums(wide(s), wide(x), routing, repeated),
+            ])  # fmt: skip
+        assert found[0][2].dtype == torch.float32
+        for got, want, bound in zip(*found, (5e-4, 5e-4, 1e-6), strict=True):
+            assert float((got - want).norm() / want.norm()) < bound
+        assert not found[0][2].view(E, owners, rank, K)[4].any()
+
+
+def test_the_operator_by_kernels_is_the_loop_over_experts_within_the_rounding_of_16_bits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(low_rank, "KERNELS_ON_CPU", True)
+    launched: list[str] = []
+    for name in ("down", "add_", "sums"):
+        function = getattr(low_rank.triton_path, name)
+        monkeypatch.setattr(
+            low_rank.triton_path, name, lambda *a, name=name, function=function: launched.append(name) or function(*a)
+        )
+    for jobs in ("three-dropped", "some-nobody-s"):
+        kinds, nobody = JOBS[jobs]
+        generator, frozen, x, chosen, keys = a_case(torch.float16, 8, 16, 2, False, bias=True)
+        adapters: list[ExpertLowRank | None] = [an_adapter(generator, frozen, r, kind, p) for kind, r, p in kinds]
+        adapters += [None] * nobody
+        owner = torch.arange(len(x)) * len(adapters) // len(x) if len(adapters) > 1 else None
+        found = differences(frozen, x, chosen, keys, owner, adapters, repeated=True)
+        assert max(found.values()) < 0.02, (jobs, found)
+    assert set(launched) == {"down", "add_", "sums"}
