@@ -10,7 +10,10 @@ ROOT = Path(__file__).parents[2]
 CODE = """
 import sys
 
-for name in ("bitsandbytes", "liger_kernel", "optuna", "tensorboard", "trackio", "wandb", "mlflow", "datasets"):
+for name in (
+    "bitsandbytes", "torchao", "compressed_tensors", "gptqmodel", "liger_kernel", "optuna", "tensorboard", "trackio", "wandb",
+    "mlflow", "datasets", "megatron",
+):
     sys.modules[name] = None  # as if it was not installed
 
 import importlib, pkgutil
@@ -20,7 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import packlora
 
 for module in pkgutil.walk_packages(packlora.__path__, "packlora."):
-    if not module.name.endswith("__main__"):
+    if not module.name.endswith("__main__") and "megatron" not in module.name:
         importlib.import_module(module.name)
 
 sizes = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=32)
