@@ -169,7 +169,7 @@ def captured(capability: int, kinds: dict[str, dict[str, Any]] = USUAL) -> list[
         for window, cap in ((None, None), (100, 30.0)):
             y, sums = attention_path.forward(q, k, k, blocks, 0.1, window, cap)
             attention_path.backward(q, k, k, y, sums, blocks, y, 0.1, window, cap)
-    for rank in (16, 128) if kinds is USUAL else ():
+    for rank in () if kinds is not USUAL else (16, 128) if SOAK else (128,):
         case = f"experts, rank {rank}"
         routing = Routing.of(torch.zeros(256, 2, dtype=torch.int64), 4)
         x, w = torch.zeros(256, 1024, dtype=torch.bfloat16), torch.zeros(4, rank, 1024, dtype=torch.bfloat16)

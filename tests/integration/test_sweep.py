@@ -104,7 +104,7 @@ def test_candidates_that_share_every_microbatch_shape_have_the_bits_of_the_job_a
         assert losses(tmp_path / "out", name) == losses(tmp_path / name, name)
 
 
-@pytest.mark.parametrize("method", ["grid", "optuna"])
+@pytest.mark.parametrize("method", [pytest.param("grid", marks=pytest.mark.soak), "optuna"])
 def test_a_sweep_has_the_same_ranking_and_bits_wherever_it_is_broken_off_and_resumed(
     method: str, tree: Tree, tmp_path: Path
 ) -> None:

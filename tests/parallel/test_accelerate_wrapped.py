@@ -222,7 +222,7 @@ COMPILED = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_compiled_under_the_wrappers_it_gives_the_numbers_of_peft(ranks: Pool) -> None:
     for case, one in all_answers(ranks, COMPILED):
         assert one.worst < 1e-10, f"{case}: {one.where}"

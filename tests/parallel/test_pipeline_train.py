@@ -68,7 +68,7 @@ def same(out: Path, whole: Path) -> None:
         pytest.param(4, {"pipeline": 2, "devices_per_job": 2}, False, marks=pytest.mark.soak),
         (4, {"pipeline": 2, "devices_per_job": 4}, False),
         pytest.param(4, {"pipeline": 2, "tensor": 2}, True, marks=pytest.mark.soak),
-        (4, {"pipeline": 2, "tensor": 2, "sequence_parallel": True}, False),
+        pytest.param(4, {"pipeline": 2, "tensor": 2, "sequence_parallel": True}, False, marks=pytest.mark.soak),
     ],
 )
 def test_a_run_gives_what_one_device_gives(

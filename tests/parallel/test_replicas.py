@@ -115,7 +115,7 @@ def test_jobs_end_as_on_one_device_where_held_out_losses_decide_it(
     assert states[0]["best_global_step"] == states[1]["best_global_step"] < states[0]["global_step"]
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", [pytest.param(False, marks=pytest.mark.soak), True])
 def test_a_sharded_base_gives_what_one_device_gives(
     checkpointing: bool, tree: dict[str, Any], whole: Path, ranks: Groups, tmp_path: Path
 ) -> None:
@@ -204,7 +204,7 @@ def test_a_run_that_is_stopped_goes_on_with_any_number_of_processes(
     same_run(tmp_path / "out", whole, 1e-10)
 
 
-@pytest.mark.parametrize("each", [1, 2])
+@pytest.mark.parametrize("each", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_a_job_can_be_ended_from_the_first_process(
     each: int, tree: dict[str, Any], whole: Path, ranks: Groups, tmp_path: Path
 ) -> None:

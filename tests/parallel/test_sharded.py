@@ -97,7 +97,7 @@ def test_the_cases_have_every_two_settings_together() -> None:
     assert [pair for pair in pairs if not any(pair <= own for own in settings)] == []
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [pytest.param(one, marks=pytest.mark.soak) for one in FAMILIES[:2]] + [FAMILIES[2]])
 def test_training_on_a_sharded_base_is_training_on_a_replica_to_the_bit(
     family: str, folder: Callable[..., str], ranks: Callable[[int], Ranks]
 ) -> None:

@@ -420,6 +420,7 @@ def test_convergence_script(tmp_path: Path) -> None:
         assert abs(row["losses_peft"][-1] - row["losses_peft"][0]) > 1e-4, "it trains"
 
 
+@pytest.mark.soak
 def test_convergence_of_one_way_after_the_other_is_that_of_both(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -559,6 +560,7 @@ def test_convergence_way_that_fails_as_a_graph_is_run_step_by_step(tmp_path: Pat
         dora_convergence.in_own_process("peft", args, time.monotonic())
 
 
+@pytest.mark.soak
 def test_convergence_process_of_its_own_gives_the_same_losses(tmp_path: Path) -> None:
     args = convergence_args(tmp_path / "x.json")
     record = dora_convergence.in_own_process("packlora", args, math.inf)
