@@ -147,7 +147,9 @@ def _check_parameters(opened: AdapterFolder, target: str) -> None:
     if of and target != "vllm":
         raise InputError(f"{opened.path} adapts {next(iter(of))}: {PROGRAM[target]} reads no adapters of it; {remedy}")
     if routers := [path for path, kind in of.items() if kind == "router"]:
-        raise InputError(f"{opened.path} adapts {routers[0]}: whether vLLM reads adapters of routers is not known; {remedy}")
+        raise InputError(
+            f"{opened.path} adapts {routers[0]}: whether vLLM reads adapters of routers is not known; {remedy}"
+        )
     pairs: dict[str, list[str]] = {}
     for path in of:
         pairs.setdefault(path.rpartition(".")[0], []).append(path)
