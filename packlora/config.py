@@ -444,7 +444,10 @@ class TrainConfig(_Strict):
     def _of_the_trainer(self) -> TrainConfig:
         for key, trainers in TRAINER_KEYS.items():
             if getattr(self, key) is not None and self.trainer not in trainers:
-                raise ValueError(f"{key} is for trainer {' and '.join(trainers)}; this job's trainer is {self.trainer}")
+                other = "; of completions it is label_smoothing_factor" if key == "label_smoothing" else ""
+                raise ValueError(
+                    f"{key} is for trainer {' and '.join(trainers)}; this job's trainer is {self.trainer}{other}"
+                )
         known, types = LOSS_TYPES.get(self.trainer, ()), self.loss_types
         for name in types if self.loss_type is not None else ():
             why = f", which {OF_A_BATCH[name]} and is not taken" if name in OF_A_BATCH else ""

@@ -26,6 +26,7 @@ from packlora.adapters.experts import (
 from packlora.adapters.flat import UNDECAYED, FlatLayout
 from packlora.adapters.kinds import as_linear
 from packlora.adapters.linear import AdaptedCall, AdaptedLinear, Attached, compute
+from packlora.adapters.noise import noisy_embeddings
 from packlora.adapters.owners import MIN_ROWS
 from packlora.adapters.routed import WEIGHTS, Routed, RoutedWeights, TiedWeights, TokenWeights
 from packlora.adapters.sharded import LINEAR
@@ -143,6 +144,8 @@ def attach_one(
     before, own = set(layers), {path for path, _ in model.named_modules()}
     here = [path for path in spec.modules if attached.storage.is_whole or path in own]
     _replace(model, spec, here, attached, layers, chooser)
+    if attached.noise_hook is not None:
+        noisy_embeddings(model, attached)
     adapter = _adapter(name, number, spec, here, layers, seed, model, attached)
     _write_first_values(model, attached, layers, [number])
     new = [path for path, linear in layers.keys() - before if linear]

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from packlora.adapters.norms import RowNorms
 from packlora.adapters.owners import TokenOwners
@@ -55,6 +56,8 @@ class Attached:
         self.norms = RowNorms()
         """DoRA's, of all adapters."""
         self._active: TokenOwners | int | None = None
+        self.noise_hook: RemovableHandle | None = None
+        """Of noisy_embeddings."""
         self._kept: dict[tuple[int, ...], tuple[tuple[Layer, ...], GroupState]] = {}
 
     @contextmanager

@@ -28,10 +28,13 @@ def add_noise(embedded: torch.Tensor, noise: Noise) -> torch.Tensor:
 
 
 def noisy_embeddings(model: Any, attached: Attached) -> None:
-    """Let the model's embeddings have the noise of the microbatch that is running, where it has some."""
+    """Let the model's embeddings have the noise of the microbatch that is running, where it has some. Called again where
+    something was put in their place: the noise is on what the model calls."""
 
     def after(_: torch.nn.Module, args: Any, embedded: torch.Tensor) -> torch.Tensor | None:
         owners = attached.microbatch
         return None if owners is None or owners.noise is None else add_noise(embedded, owners.noise)
 
-    model.get_input_embeddings().register_forward_hook(after)
+    if attached.noise_hook is not None:
+        attached.noise_hook.remove()
+    attached.noise_hook = model.get_input_embeddings().register_forward_hook(after)

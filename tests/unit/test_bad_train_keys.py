@@ -79,7 +79,7 @@ CASES: list[tuple[Any, str, str]] = [
     (train(label_smoothing_factor=NAN), "train.label_smoothing_factor", "nan"),
     (train(label_smoothing_factor=None), "train.label_smoothing_factor", "None"),
     (train(label_smoothing_factor="0.1"), "train.label_smoothing_factor", "'0.1'"),
-    (train(label_smoothing=0.1), "label_smoothing is for trainer dpo", "trainer is sft"),
+    (train(label_smoothing=0.1), "label_smoothing is for trainer dpo", "it is label_smoothing_factor"),
     (data({"streaming": "yes"}), "data.streaming", "'yes'"),
     (data({"streaming": 1}), "data.streaming", "1"),
     (data({"stream": True}), "data.stream", "'streaming'"),
