@@ -66,7 +66,8 @@ PROTOCOL = (
     "microbatches of at most {budget} tokens planned for the pipeline. one_job: 1F1B of one job after the other, the pipeline"
     " empty at every step of a job. fixed_samples: all jobs without a flush, jobs in turn, as many samples of a job to a "
     "microbatch as fit if all were as long as its longest. s: until the first stage is done with the last backward. bubble: "
-    "share of the stages' time in which they run neither forward nor backward, both timed on the device. makespan_error: the "
+    "share of the stages' time in which they run neither forward nor backward, both timed on the device; busy_s: seconds in "
+    "which each stage does. makespan_error: the "
     "simulator's end of the order that ran, from these times, beside the measured one, relative. tokens_per_s_per_gpu_70b: "
     "scaled from these layers to 80."
 )
@@ -138,7 +139,7 @@ class Piped:
     def __init__(self, options: Options, sizes: Sizes, mesh: Mesh, scratch: Path) -> None:
         self.sizes, self.mesh, self.links = sizes, mesh, Links(mesh, Layout(((),), pipeline=mesh.size), options.device)
         layers = options.layers or (mesh.size if sizes.tiny else LAYERS_EACH * mesh.size)
-        vocabulary = LLAMA_70B["vocab_size"] * layers // WHOLE
+        vocabulary = LLAMA_70B["vocab_size"] * layers // WHOLE // 64 * 64  # as the whole one: GPUs need multiples
         values = {**LLAMA_70B, "vocab_size": vocabulary} | (TINY if sizes.tiny else {})
         config = LlamaConfig(**values | {"num_hidden_layers": layers}, tie_word_embeddings=False, use_cache=False)
         self.layers, path = layers, str(scratch / "model")
@@ -221,11 +222,12 @@ class Piped:
         synchronize(self.trainer.base.device)
         seconds = self.mesh.gather(time.perf_counter() - start)[0]
         times = self.mesh.gather(self.device.taken())
-        busy = sum(sum(own["forward"]) + sum(own["backward"]) for own in times)
+        busy = [sum(own["forward"]) + sum(own["backward"]) for own in times]
         slots = [one for window in windows for one in window.microbatches]
         return {
             "s": seconds, "tokens": sum(one.num_tokens for one in slots), "slots": len(slots),
-            "noops": sum(one.is_noop for one in slots), "bubble": 1 - busy / (self.mesh.size * seconds),
+            "noops": sum(one.is_noop for one in slots), "bubble": 1 - sum(busy) / (self.mesh.size * seconds),
+            "busy_s": busy,
             "simulated_s": simulated(windows, times),
         }  # fmt: skip
 
