@@ -29,6 +29,7 @@ from packlora.bench.small_models import (
     model_cases,
 )
 from packlora.bench.small_train import TrainCase
+from packlora.schedule.planner import WINDOW_ROUNDS
 
 Case = ModelCase | LayerCase | TrainCase
 OWN, PEER = "packlora", "peft_bf16"
@@ -46,13 +47,14 @@ PROTOCOL = (
     "medians. For layers L2 is flushed before each run; weights and activations of a model are larger than L2, so "
     "there it makes no difference and is not done. compile_s: of the first three runs, in a process that may have "
     "compiled other cases. train: four jobs of short samples (ranks 8 to 64, dropout 0.1, {batch} samples a step of a "
-    "job, at most {budget} tokens a microbatch; lengths as in short- jobs) in the training loop's own windows; PEFT "
+    "job, at most {budget} tokens a microbatch; lengths as in short- jobs) in the training loop's own windows of {window} "
+    "steps of each job; PEFT "
     "one job after the other with bfloat16 adapters: packed into rows that keep samples apart; in rows of 1024 tokens "
     "that do not; both again with liger-kernel; compiled: the job with the most tokens, r 16, its tokens as one "
     "stream in batches of 4 x 1024, reduce-overhead, no padding; its rate stands for all four jobs and its start "
     "counts once. Optimizer steps included, real tokens, planning beside training not counted. tokens_per_s: median "
-    "over {units} units of {rounds} steps of each job, after {warmup}, and for packlora after {lead} more, for it meets "
-    "new shapes of microbatches for as long. with_start: over as many tokens as packlora trains on, and what "
+    "over {units} units, windows or {rounds} steps of each job, after {warmup}, and for packlora after {lead} more, for it "
+    "meets new shapes of microbatches for as long. with_start: over as many tokens as packlora trains on, and what "
     "compiling, recording graphs and choosing plans took. predicted: the profiler's, for the microbatches alone."
 )
 
@@ -77,6 +79,7 @@ def run(options: Options) -> Outcome:
     rows.sort(key=lambda row: PARTS["small"].index(part_of(row)))
     protocol = PROTOCOL.format(
         batch=small_train.BATCH, budget=small_train.BUDGET, units=small_train.UNITS, rounds=small_train.ROUNDS,
+        window=WINDOW_ROUNDS,
         warmup=small_train.WARMUP, lead=small_train.LEAD,
     )  # fmt: skip
     return Outcome(protocol, rows, options.keys(summary(rows)), table(rows))

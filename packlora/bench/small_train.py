@@ -34,12 +34,13 @@ from packlora.bench.studies.short_jobs import (
 )
 from packlora.data.dataset import JobData
 from packlora.runtime.trainer import Trainer
-from packlora.schedule.planner import Planner
+from packlora.schedule.planner import WINDOW_ROUNDS, Planner
 
 BUDGET, BATCH = 8192, 32
-ROUNDS, LEAD, WARMUP, UNITS = 2, 8, 1, 4
-"""Optimizer steps of each job in a unit; units that the training loop runs ahead of all others, for it meets new shapes of
-microbatches for as long; units of every way that count for its start alone; and those that are counted."""
+ROUNDS, LEAD, WARMUP, UNITS = 2, 1, 1, 3
+"""Optimizer steps of each job in a unit of PEFT's; the training loop's are whole windows. Units that the training loop runs
+ahead of all others, for it meets new shapes of microbatches for as long; units of every way that count for its start alone; and
+those that are counted."""
 COMPILED_RANK, COMPILED_TOKENS = 16, 4096
 """Of PEFT's compiled job, and of its batches."""
 
@@ -121,13 +122,14 @@ class OneShape:
 @dataclass(slots=True)
 class Way:
     """unit: seconds of the optimizer steps of a unit, and tokens that were run. warmup: units that count for the start alone.
-    seconds, tokens: of every unit so far."""
+    seconds, tokens: of every unit so far. every: the steps of each unit that is to be run."""
 
     unit: Callable[[range], tuple[float, int]]
     warmup: int
     seconds: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     error: str | None = None
+    every: Sequence[range] = ()
 
     def run(self, steps: range) -> None:
         if self.error is None:
@@ -138,6 +140,11 @@ class Way:
                 return
             self.seconds.append(seconds)
             self.tokens.append(tokens)
+
+    @property
+    def done(self) -> int:
+        """Units that were run."""
+        return len(self.seconds)
 
     def rate(self) -> float:
         """Tokens per second, median over the counted units."""
@@ -152,34 +159,34 @@ class Way:
 @dataclass(frozen=True, slots=True)
 class Sizes:
     """budget: tokens of a microbatch. longest: of a sample. mu_shift: of the logarithms of lengths. batch: samples of a job's
-    optimizer step. rounds: steps of each job in a unit. lead, warmup, units: see UNITS. width, rows: of PEFT's compiled
-    batches."""
+    optimizer step. rounds, window: steps of each job in a unit of PEFT's and of the training loop. lead, warmup, units: see
+    UNITS. width, rows: of PEFT's compiled batches."""
 
     budget: int = BUDGET
     longest: int = 2048
     mu_shift: float = 0.0
     batch: int = BATCH
     rounds: int = ROUNDS
+    window: int = WINDOW_ROUNDS
     lead: int = LEAD
     warmup: int = WARMUP
     units: int = UNITS
     width: int = ROW
     rows: int = COMPILED_TOKENS // ROW
 
-    @property
-    def every(self) -> list[range]:
-        """The steps of each unit."""
+    def every(self, rounds: int) -> list[range]:
+        """The steps of each unit of so many rounds; the first `lead` are the training loop's alone."""
         number_of = self.lead + self.warmup + self.units
-        return [range(number * self.rounds, (number + 1) * self.rounds) for number in range(number_of)]
+        return [range(number * rounds, (number + 1) * rounds) for number in range(number_of)]
 
 
-TOY = Sizes(512, 128, -2.5, batch=2, rounds=1, lead=1, warmup=1, units=2, width=32, rows=1)
+TOY = Sizes(512, 128, -2.5, batch=2, rounds=1, window=2, lead=1, warmup=1, units=2, width=32, rows=1)
 
 
 def packlora_way(trainer: Trainer, sizes: Sizes, predicted: list[float]) -> Way:
     """The training loop on shared microbatches. predicted: gets the seconds that the profiler predicts for each unit's."""
     data = {job.name: job.data for job in trainer.jobs}
-    planner = Planner([own.planned for own in data.values()], trainer.budget.tokens, window_rounds=sizes.rounds)
+    planner = Planner([own.planned for own in data.values()], trainer.budget.tokens, window_rounds=sizes.window)
 
     def unit(steps: range) -> tuple[float, int]:
         window = planner.window(steps.start)
@@ -187,7 +194,7 @@ def packlora_way(trainer: Trainer, sizes: Sizes, predicted: list[float]) -> Way:
         predicted.append(sum(trainer.profile.seconds(microbatch) for microbatch in microbatches))
         return timed_window(trainer, window), sum(microbatch.num_tokens for microbatch in microbatches)
 
-    return Way(unit, sizes.lead + sizes.warmup)
+    return Way(unit, sizes.lead + sizes.warmup, every=sizes.every(sizes.window))
 
 
 def peft_ways(model: Any, data: dict[str, JobData], sizes: Sizes, tail: str = "") -> dict[str, Way]:
@@ -199,19 +206,28 @@ def peft_ways(model: Any, data: dict[str, JobData], sizes: Sizes, tail: str = ""
             numbers = ((own, number) for own in data.values() for step in steps for number in own.global_batch(step))
             return peft.unit(steps, batches), sum(own.samples[number].num_tokens for own, number in numbers)
 
-        return Way(unit, sizes.warmup)
+        return Way(unit, sizes.warmup, every=sizes.every(sizes.rounds)[sizes.lead :])
 
     return {f"peft_packed{tail}": way(peft.packed), f"peft_rows{tail}": way(peft.rows)}
 
 
-def run_units(label: str, ways: dict[str, Way], every: Sequence[range]) -> None:
-    """In turn, each way first equally often."""
-    for number, steps in enumerate(every):
-        turn = number % len(ways)
-        for name in [*ways][turn:] + [*ways][:turn]:
-            ways[name].run(steps)
-            said = ways[name].error or f"{ways[name].seconds[-1]:.2f} s, {ways[name].tokens[-1]} tokens"
-            print(f"{label} unit {number} {name}: {said}", flush=True)
+def run_units(label: str, ways: dict[str, Way], lead: int = 0) -> None:
+    """In turn, each way first equally often. lead: units of the first way, ahead of all others."""
+    names = [*ways]
+    for _ in range(lead):
+        run_unit(label, names[0], ways[names[0]])
+    for number in range(max(len(way.every) - way.done for way in ways.values())):
+        turn = number % len(names)
+        for name in names[turn:] + names[:turn]:
+            run_unit(label, name, ways[name])
+
+
+def run_unit(label: str, name: str, way: Way) -> None:
+    """The way's next one."""
+    number = way.done
+    way.run(way.every[number])
+    said = way.error or f"{way.seconds[-1]:.2f} s, {way.tokens[-1]} tokens"
+    print(f"{label} unit {number} {name}: {said}", flush=True)
 
 
 def measured_row(case: TrainCase, options: Options) -> dict[str, Any]:
@@ -225,8 +241,8 @@ def measured_row(case: TrainCase, options: Options) -> dict[str, Any]:
     predicted: list[float] = []
     with tempfile.TemporaryDirectory() as scratch:
         trainer = make_trainer(
-            shared_copy(frozen), device, sizes.budget, sizes.longest, len(sizes.every) * sizes.rounds, Path(scratch),
-            sizes.mu_shift, sizes.batch,
+            shared_copy(frozen), device, sizes.budget, sizes.longest, sizes.every(sizes.window)[-1].stop,
+            Path(scratch), sizes.mu_shift, sizes.batch,
         )  # fmt: skip
         data = {job.name: job.data for job in trainer.jobs}
         ways = {"packlora": packlora_way(trainer, sizes, predicted)}
@@ -234,13 +250,12 @@ def measured_row(case: TrainCase, options: Options) -> dict[str, Any]:
         most = max(data.values(), key=lambda own: int(own.planned.lengths.sum()))
         mode = modes(device)[-1]
         compiled = OneShape(shared_copy(frozen), most, sizes.width, sizes.rows, mode)
-        ways["peft_compiled"] = Way(compiled.unit, sizes.warmup)
-        run_units(case.label, {"packlora": ways["packlora"]}, sizes.every[: sizes.lead])
-        run_units(case.label, ways, sizes.every[sizes.lead :])
+        ways["peft_compiled"] = Way(compiled.unit, sizes.warmup, every=sizes.every(sizes.rounds)[sizes.lead :])
+        run_units(case.label, ways, sizes.lead)
     if device.type == "cuda":
         print(use_liger(device), flush=True)
         again = peft_ways(build(config, device, make), data, sizes, "_liger")
-        run_units(case.label, again, sizes.every[sizes.lead :])
+        run_units(case.label, again)
         ways |= again
     row = row_of(case, ways)
     row |= {"layers": config.num_hidden_layers, "profile": trainer.profile.origin}
