@@ -28,7 +28,7 @@ from packlora.adapters.kinds import Kind
 from packlora.adapters.sharded import LINEAR
 from packlora.errors import InputError, quoted
 
-LAYOUT = ("has_gate", "has_bias", "is_transposed", "has_post_expert_norm", "_is_expert_parallel")
+LAYOUT = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 """What transformers' registry of experts' functions notes of a module that it calls through them."""
 PROBE_ROWS = 16
 

@@ -203,7 +203,7 @@ def experts_forward(
     self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
     """transformers' interface of experts: hidden states [T, D], chosen experts and their weights [T, k] -> [T, D]."""
-    if self._is_expert_parallel:
+    if getattr(self, "_is_expert_parallel", False):
         raise RuntimeError(f"{type(self).__name__}: experts that are spread over processes are not served")
     T = len(hidden_states)
     state: AdaptedExperts | None = vars(self).get(STATE)
@@ -227,7 +227,7 @@ def experts_forward(
     inner = product(hidden_states, "gate_up_proj" if self.has_gate else "up_proj", True)
     inner = self._apply_gate(inner) if self.has_gate else self.act_fn(inner)
     y_SD = product(inner, "down_proj", False)
-    if self.has_post_expert_norm:
+    if getattr(self, "has_post_expert_norm", False):
         y_SD = self.post_expert_norm(y_SD)
     weights_S = top_k_weights.reshape(-1)[routing.order]
     return routing.sum_to_tokens(y_SD * weights_S[:, None]).to(hidden_states.dtype)
