@@ -95,6 +95,7 @@ def test_the_small_shape_has_its_figures_on_the_page_of_benchmarks(results: Path
 
 
 def test_each_part_of_two_gpus_is_there_where_its_file_is(results: Path) -> None:
+    (results / "pipeline-h200.json").rename(results / "stages")
     both = "\n".join(readme.two_gpus())
     (results / "replicas-h200.json").rename(results / "other")
     assert "Replicas" not in (tensor := "\n".join(readme.two_gpus())) and tensor in both
@@ -102,6 +103,22 @@ def test_each_part_of_two_gpus_is_there_where_its_file_is(results: Path) -> None
     assert readme.two_gpus() == []
     (results / "other").rename(results / "replicas-h200.json")
     assert "Tensor parallelism" not in (replicas := "\n".join(readme.two_gpus())) and replicas in both
+    (results / "stages").rename(results / "pipeline-h200.json")
+    every = readme.two_gpus()
+    assert "\n".join(every).startswith(replicas) and any(line.startswith("**Pipeline.**") for line in every)
+
+
+def test_a_pipeline_is_shown_by_way_and_its_goal_is_held_or_missed(changed: Changed) -> None:
+    def other(content: dict[str, Any]) -> None:
+        content["rows"] = content["rows"][:1]
+        content["rows"][0]["no_flush"] |= {"s": 2.0, "tokens": 5000, "bubble": 0.05}
+        content["summary"] |= {"bubble_4jobs_2gpu": 0.05, "speedup_over_1f1b_2gpu": 1.5}
+
+    assert any("The goal of a bubble of at most 6% is missed" in line for line in readme.two_gpus())
+    changed("pipeline-h200", other)
+    lines = readme.two_gpus()
+    assert "| 2 | of all jobs, without a flush | 2.00 | 2500 | 5.0% |" in lines
+    assert any("are 1.50 times as fast" in line and "at most 6% is met" in line for line in lines)
 
 
 def test_replicas_are_shown_by_number_of_gpus_and_what_was_missed_is_said(changed: Changed) -> None:

@@ -1,19 +1,23 @@
-"""The section of docs/benchmarks.md on several GPUs: replicas, a sharded base, tensor parallelism."""
+"""The section of docs/benchmarks.md on several GPUs: replicas, a sharded base, tensor parallelism, a pipeline."""
 
 from __future__ import annotations
 
+import statistics
 from typing import Any
 
 from packlora.bench.studies.result_files import measured
 
-REPLICAS_GOAL, TENSOR_GOAL = 0.95, 1.06
-"""Efficiency of divided jobs, at least; time over that of the frozen layers, cut alike, at most."""
+REPLICAS_GOAL, TENSOR_GOAL, BUBBLE_GOAL = 0.95, 1.06, 0.06
+"""Efficiency of divided jobs, at least; time over that of the frozen layers, cut alike, at most; idle share of a pipeline's
+stages, at most."""
 
 
 def two_gpus() -> list[str]:
-    """Replicas, a sharded base, tensor parallelism."""
-    replicas, tensor = _replicas(), _tensor_parallel()
-    return [*replicas, *([""] if replicas and tensor else []), *tensor]
+    """Replicas, a sharded base, tensor parallelism, a pipeline: what there are files of."""
+    out: list[str] = []
+    for part in (_replicas(), _tensor_parallel(), _pipeline()):
+        out += [*([""] if out and part else []), *part]
+    return out
 
 
 def _replicas() -> list[str]:
@@ -142,5 +146,53 @@ def _tensor_words(rows: list[dict[str, Any]]) -> list[str]:
             f"With {rest[0]['samples']} x 2048 tokens the host decides, not the GPUs: its launches take at least "
             f"{min(host, default=0):.0%} of packlora's time, {between(rest, 'packlora')}, with its step "
             f"{between(rest, 'packlora_stepped')}, where PEFT has {between(rest, 'peft_bf16')}."
+        )
+    return lines
+
+
+def _pipeline() -> list[str]:
+    file = measured("pipeline-h200")
+    if file is None:
+        return []
+    rows, summary = file["rows"], file["summary"]
+    lines = [
+        f"**Pipeline.** Four LoRA jobs of short samples (ranks 8 to 64, dropout 0.1) on {rows[0]['layers']} layers of "
+        f"Llama-3.1-70B's shape, cut into stages on GPUs of one host ({file['device']}, NCCL), bfloat16: eight optimizer steps "
+        "of every job, planning not counted ([pipeline-h200.json](../benchmarks/results/pipeline-h200.json)); medians. Bubble: "
+        "share of the stages' time in which they run nothing:",
+        "",
+        "| GPUs | microbatches | seconds | tokens/s | bubble |",
+        "|---|---|---|---|---|",
+    ]
+    sizes = sorted({row["processes"] for row in rows})
+    words = {
+        "no_flush": "of all jobs, without a flush",
+        "fixed_samples": "of all jobs, of a fixed number of samples",
+        "one_job": "of one job after the other, with a flush",
+    }
+    for size in sizes:
+        for way, said in words.items():
+            own = [row[way] for row in rows if row["processes"] == size and way in row]
+            if own:
+                s, rate, bubble = (
+                    statistics.median(values)
+                    for values in zip(
+                        *((one["s"], one["tokens"] / one["s"], one["bubble"]) for one in own), strict=True
+                    )
+                )
+                lines.append(f"| {size} | {said} | {s:.2f} | {rate:.0f} | {bubble:.1%} |")
+    lines += [""]
+    for size in sizes:
+        bubble, met = summary[f"bubble_4jobs_{size}gpu"], "missed"
+        if bubble <= BUBBLE_GOAL:
+            met = "met"
+        flush, fixed, rate = (
+            summary[f"{key}_{size}gpu"]
+            for key in ("speedup_over_1f1b", "speedup_over_unbalanced", "tokens_per_s_per_gpu_70b")
+        )
+        lines.append(
+            f"On {size} GPUs four jobs together are {flush:.2f} times as fast as one after the other, and {fixed:.2f} times as "
+            f"fast as with a fixed number of samples. By the number of layers a GPU would train {rate:.0f} tokens/s of the "
+            f"whole model. The goal of a bubble of at most {BUBBLE_GOAL:.0%} is {met}."
         )
     return lines
