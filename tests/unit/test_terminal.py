@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import logging
 import os
 import select
 import subprocess
@@ -53,6 +54,15 @@ class Broken(io.StringIO):
 
     def flush(self) -> None:
         raise self.error
+
+
+def test_a_library_that_advertises_a_package_is_not_heard(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    name = "bitsandbytes.backends.cpu.ops"  # it says so when it is imported, before the command's own first words
+    logging.getLogger(name).setLevel(logging.NOTSET)
+    CliRunner().invoke(app, ["plan", str(tmp_path / "none.yaml")])
+    logging.getLogger(name).warning("please install kernels")
+    assert "kernels" not in caplog.text
+
 
 
 @pytest.mark.parametrize(
