@@ -7,18 +7,18 @@ A router's product with its weight is an AdaptedLinear; what the router makes of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from packlora.adapters.expert_part import ExpertPart, part_of
 from packlora.adapters.expert_targets import Watched, router_product
 from packlora.adapters.kinds import PARAMETERS
 from packlora.adapters.linear import AdaptedLinear, Attached
 from packlora.adapters.owners import TokenOwners
-from packlora.adapters.sharded import Shard
 from packlora.adapters.spec import ModuleSpec
 from packlora.adapters.weights import first_factors, parameter_shapes
 from packlora.ops.dropout.keys import layer_salt
@@ -43,16 +43,20 @@ class ExpertWeights:
 
     Args:
         room: where they lie, by name: zeros, on the device of the experts.
+        shard: which experts are here; None: all.
     """
 
-    shard: Shard | None = None
-
-    def __init__(self, spec: ModuleSpec, frozen: ExpertWeight, seed: int, room: Mapping[str, torch.Tensor]) -> None:
-        self.spec, self.frozen, self.magnitude = spec, frozen, None
-        (Er, K), N = room["A"].shape, len(room["B"])
-        A_ErK, B_NEr = first_factors(spec.start, Er, K, N, seed, Er // spec.rank)
-        self.A = torch.nn.Parameter(room["A"].copy_(A_ErK))
-        self.B = torch.nn.Parameter(room["B"] if B_NEr is None else room["B"].copy_(B_NEr))
+    def __init__(
+        self, spec: ModuleSpec, frozen: ExpertWeight, seed: int, room: Mapping[str, torch.Tensor],
+        shard: ExpertPart | None = None,
+    ) -> None:  # fmt: skip
+        self.spec, self.frozen, self.shard, self.magnitude = spec, frozen, shard, None
+        (Er, K), N = self.whole_shape("A", room["A"].shape), len(room["B"])
+        A_ErK, B_NEr = first_factors(
+            spec.start, Er, K, N, seed, Er // spec.rank
+        )  # of all: the same in any number of parts
+        self.A = torch.nn.Parameter(room["A"].copy_(self.own("A", A_ErK)))
+        self.B = torch.nn.Parameter(room["B"] if B_NEr is None else room["B"].copy_(self.own("B", B_NEr)))
         self._norm: tuple[tuple[int, int], torch.Tensor] | None = None
         self._squared: torch.Tensor | None = None
         if spec.use_dora:
@@ -63,12 +67,12 @@ class ExpertWeights:
         return [] if self.magnitude is None else [(self.magnitude, self.norm())]
 
     def own(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """What of a whole parameter is here: all of it."""
-        return whole
+        """What of a whole parameter is here."""
+        return whole if self.shard is None else self.shard.own(name, whole)
 
-    def whole_shape(self, name: str, shape: torch.Size) -> tuple[int, ...]:
+    def whole_shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
         """Of a parameter over all processes."""
-        return tuple(shape)
+        return tuple(shape) if self.shard is None else self.shard.whole_shape(name, shape)
 
     def named_parameters(self) -> dict[str, torch.nn.Parameter]:
         """Those that exist, by the name of the attribute."""
@@ -205,7 +209,9 @@ def experts_forward(
     """transformers' interface of experts: hidden states [T, D], chosen experts and their weights [T, k] -> [T, D]."""
     if self._is_expert_parallel:
         raise RuntimeError(f"{type(self).__name__}: experts that are spread over processes are not served")
-    T = len(hidden_states)
+    T, part = len(hidden_states), part_of(self)
+    if part is not None:
+        hidden_states, top_k_weights = part.enter(hidden_states), part.enter(top_k_weights)
     state: AdaptedExperts | None = vars(self).get(STATE)
     owners = None if state is None else state.attached.owners(T)
     numbers = [] if state is None or owners is None else state.numbers(owners)
@@ -214,7 +220,7 @@ def experts_forward(
         if owners.moving is not None and owners.moving.moves:
             raise RuntimeError("adapters on experts cannot follow segments that move; switch cuda_graphs off")
         owner_T, count = _owners_of_tokens(owners, numbers, hidden_states.device)
-    routing = Routing.of(top_k_index, self.num_experts, owner_T, count)
+    routing = Routing.of(top_k_index, self.num_experts, owner_T, count, None if part is None else part.first)
 
     def product(x: torch.Tensor, name: str, repeated: bool) -> torch.Tensor:
         keys = None if owners is None else owners.keys_T2
@@ -230,7 +236,8 @@ def experts_forward(
     if self.has_post_expert_norm:
         y_SD = self.post_expert_norm(y_SD)
     weights_S = top_k_weights.reshape(-1)[routing.order]
-    return routing.sum_to_tokens(y_SD * weights_S[:, None]).to(hidden_states.dtype)
+    y_TD = routing.sum_to_tokens(y_SD * weights_S[:, None]).to(hidden_states.dtype)
+    return y_TD if part is None else part.leave(y_TD)
 
 
 def _owners_of_tokens(owners: TokenOwners, numbers: list[int], device: torch.device) -> tuple[torch.Tensor | None, int]:

@@ -27,8 +27,8 @@ takes a wave of its own. From 0.9 to 0.97 makes a difference of 0.4 % on average
 class Layout:
     """groups: names of the jobs of each group, in the order of the run. split: replicas of a group, which share each job.
     tensor: processes that hold a layer together, side by side; pipeline: stages of such processes, one behind the other; both
-    together are a replica. sharded: each process holds a part of every weight of the base model (sharded.py); there is one
-    group then.
+    together are a replica. expert: processes that hold the experts together, and all else each; they are a replica too.
+    sharded: each process holds a part of every weight of the base model (sharded.py); there is one group then.
 
     In a group the replicas lie one behind the other, in a replica its stages, in a stage its processes."""
 
@@ -37,6 +37,7 @@ class Layout:
     tensor: int = 1
     pipeline: int = 1
     sharded: bool = False
+    expert: int = 1
 
     @property
     def replicas(self) -> int:
@@ -44,7 +45,7 @@ class Layout:
 
     @property
     def devices_per_replica(self) -> int:
-        return self.tensor * self.pipeline
+        return self.tensor * self.pipeline * self.expert
 
     @property
     def is_in_parts(self) -> bool:
@@ -84,16 +85,16 @@ class Prediction:
         return 1.0 - self.busy / (self.time * self.layout.replicas * self.layout.pipeline) if self.time else 0.0
 
 
-def layouts(work: Mapping[str, float], world: int, tensor: int = 1, pipeline: int = 1) -> list[Layout]:
+def layouts(work: Mapping[str, float], world: int, tensor: int = 1, pipeline: int = 1, expert: int = 1) -> list[Layout]:
     """All layouts of a run on `world` processes, those whose jobs share the fewest first.
 
     Args:
         work: by job, what it is predicted to take on one replica, in any unit.
-        tensor, pipeline: see Layout; their product divides world.
+        tensor, pipeline, expert: see Layout; their product divides world.
     """
-    replicas = world // (tensor * pipeline)
+    replicas = world // (tensor * pipeline * expert)
     sizes = [size for size in range(1, replicas + 1) if replicas % size == 0]
-    return [Layout(place(work, replicas // size), size, tensor, pipeline) for size in sizes]
+    return [Layout(place(work, replicas // size), size, tensor, pipeline, expert=expert) for size in sizes]
 
 
 def predict(

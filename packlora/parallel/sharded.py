@@ -27,6 +27,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forwar
 from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 
+from packlora.adapters.expert_targets import is_experts
 from packlora.adapters.linear import Attached
 from packlora.adapters.owners import MIN_ROWS, TokenOwners
 from packlora.base.demo_model import base_path
@@ -73,6 +74,8 @@ def empty_model(
     with init_empty_weights(include_buffers=False):
         model = model_of(config, path, trust_remote_code, dtype)
     model.tie_weights()
+    if dtype == torch.float64 and any(map(is_experts, model.modules())):
+        model.set_experts_implementation("eager")  # torch's grouped products, which are the default, are not for it
     kept_wide = model._get_dtype_plan(dtype)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         for pattern, wide in kept_wide.items():
@@ -90,7 +93,7 @@ class Shards:
         files, keys: where its parameters and persistent buffers are read (weight_files.keys_of).
     """
 
-    is_whole = False
+    is_whole = takes_experts = False
 
     def __init__(self, model: PreTrainedModel, mesh: DeviceMesh, files: WeightFiles, keys: Mapping[str, str]) -> None:
         self.model, self.mesh = model, mesh

@@ -35,6 +35,7 @@ from packlora.data.prompts import Prompt, encode_prompts
 from packlora.data.readers import Read, is_there, read_data
 from packlora.data.rows import Row
 from packlora.errors import InputError
+from packlora.parallel.experts import check_experts
 from packlora.parallel.stages import check_stages
 from packlora.parallel.tensor import check_cut
 from packlora.plans.ask import Ask, asks_of
@@ -407,11 +408,13 @@ def _check_parallel(prepared: PreparedRun, skeleton: PreTrainedModel) -> None:
     parallel, layers = prepared.run.parallel, prepared.shape.layers
     asked = {
         "parallel.tensor": parallel.tensor > 1, "parallel.pipeline": parallel.stages > 1,
-        "parallel.shard_base": parallel.shard_base is True, "quantization": prepared.quantization is not None,
+        "parallel.shard_base": parallel.shard_base is True, "parallel.expert": parallel.expert > 1,
+        "quantization": prepared.quantization is not None,
     }  # fmt: skip
     for key in (key for key, is_asked in asked.items() if is_asked):
         for job in prepared.jobs:
-            if found := whole_alone(job.spec, skeleton, quantized=key == "quantization"):
+            found = whole_alone(job.spec, skeleton, quantized=key == "quantization")
+            if found and key != "parallel.expert":  # where all else is whole on each device
                 raise InputError(f"job {job.config.name!r}: {found}, which {key} does not take; leave one of them out")
             if key != "quantization" and (trainer := job.config.train.trainer) != "sft":
                 raise InputError(
@@ -420,6 +423,8 @@ def _check_parallel(prepared: PreparedRun, skeleton: PreTrainedModel) -> None:
                 )
     if parallel.tensor > 1:
         check_cut(skeleton, parallel.tensor)
+    if parallel.expert > 1:
+        check_experts(skeleton, parallel.expert)
     if parallel.stages > layers:
         raise InputError(
             f"parallel.pipeline is {parallel.stages}, but the model has {layers} layers; give at most {layers}"

@@ -166,7 +166,7 @@ def candidates(prepared: PreparedRun, devices: int, work: Mapping[str, float]) -
     """
     parallel = prepared.run.parallel
     asked = devices if parallel.shard_base is True else parallel.devices_per_job
-    found = layouts.layouts(work, devices, parallel.tensor, parallel.stages)
+    found = layouts.layouts(work, devices, parallel.tensor, parallel.stages, parallel.expert)
     return [own for own in found if asked in ("auto", own.devices_per_job)]
 
 
@@ -178,7 +178,7 @@ def piped(prepared: PreparedRun, devices: int, work: Mapping[str, float]) -> lis
         work: by job, what it is predicted to take.
     """
     parallel, encoder = prepared.run.parallel, prepared.encoder
-    asked = parallel.pipeline == "auto" and parallel.tensor == 1 and parallel.shard_base is not True
+    asked = parallel.pipeline == "auto" and parallel.in_parts is None and parallel.shard_base is not True
     if not asked or prepared.quantization is not None or encoder is None or needs_whole_base(prepared):
         return []
     if any(job.config.train.optim not in CUT_OPTIMS for job in prepared.jobs):
@@ -201,8 +201,7 @@ def sharded_layout(prepared: PreparedRun, devices: int) -> Layout | None:
     parallel = prepared.run.parallel
     if (
         devices == 1
-        or parallel.tensor > 1
-        or parallel.stages > 1
+        or parallel.in_parts is not None
         or prepared.quantization is not None
         or not parallel.shard_base
         or needs_whole_base(prepared)

@@ -452,6 +452,7 @@ def test_a_base_that_no_device_can_hold_is_sharded_by_itself_and_the_plan_says_s
         "tensor": 1,
         "pipeline": 1,
         "sharded": True,
+        "expert": 1,
     }
     assert [text for text in record["warnings"] if text == f"parallel.shard_base is taken: {tight.reason}"]
 
