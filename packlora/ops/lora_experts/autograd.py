@@ -2,7 +2,7 @@
 
     y_s = W_e x_s + (g - 1) * W_e xb_s + g * s B_e A_e xd_s + bias_e         xd = drop(x); xb is xd or x, see base_dropped
 
-for every row s, that is for every expert e here that a token goes to; A, B, g are those of the adapter that owns the token. Rows
+for every row s, that is for every expert e here that a token goes to; A, B and g are those of the owner of the token. Rows
 are sorted by (expert, owner), so every product is a grouped one, and nothing of W's size is made. With d = dL/dy and e = g * d:
 
     dS = s e B      dB = s e' S      dA = dS' xd      dm = (sum of d * z) / norm      z = W xb + s S B'
