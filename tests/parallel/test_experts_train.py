@@ -3,6 +3,7 @@ leave what one device leaves. In float64, routers and norms too."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,14 @@ import torch
 from conftest import rows_into
 from expert_models import in_float64, tiny_experts
 from ranks import Ranks
-from test_replicas import lines, on_ranks
+from test_replicas import heard, lines, on_ranks
+from test_tensor_train import alike
 from test_training import adapter, config, distance
 
 import packlora
+from packlora.config import Run
+from packlora.errors import InputError
+from packlora.runtime.prepare import prepare
 
 Groups = Callable[[int], Ranks]
 BOTH = ["experts.gate_up_proj", "experts.down_proj"]
@@ -91,16 +96,74 @@ def same(out: Path, whole: Path, jobs: list[dict[str, Any]] = JOBS) -> None:
         assert distance(adapter(out, job["name"]), adapter(whole, job["name"])) <= 1e-10
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("processes", "parallel"),
-    [(2, {"expert": 2}), pytest.param(4, {"expert": 2, "devices_per_job": 4}, marks=pytest.mark.soak),
-     pytest.param(4, {"expert": 2, "devices_per_job": 2}, marks=pytest.mark.soak),
-     pytest.param(3, {"expert": 3}, marks=pytest.mark.soak)],
+    [(2, {"expert": 2}), (3, {"expert": 3}), (4, {"expert": 2, "devices_per_job": 4}),
+     (4, {"expert": 2, "devices_per_job": 2})],
 )  # fmt: skip
 def test_a_run_gives_what_one_device_gives(
     processes: int, parallel: dict[str, Any], asked: dict[str, Any], whole: Path, ranks: Groups, tmp_path: Path
 ) -> None:
+    """Processes that hold the experts together, alone, as groups with jobs of their own, and as replicas that share jobs."""
     out = tmp_path / "out"
     told = ranks(processes).run(in_wide, on_ranks, {**asked, "output_dir": str(out), "parallel": parallel}, {})
     assert [status for status, *_ in told] == ["done"] * processes, told
     same(out, whole)
+    record = json.loads((out / "run.json").read_text())
+    assert record["schedule"]["layout"]["expert"] == parallel["expert"]
+
+
+def test_a_run_that_is_stopped_goes_on_on_one_device_and_back(
+    asked: dict[str, Any], whole: Path, ranks: Groups, tmp_path: Path
+) -> None:
+    """Stopped on two processes, on one device, and ended on two. Its checkpoints are those of one device."""
+    out = tmp_path / "out"
+    alone = {**asked, "output_dir": str(out)}
+    shared = {**alone, "parallel": {"expert": 2}}
+    assert ranks(2).run(in_wide, heard, shared, "", 2, {})[0][0] == "interrupted"
+    assert in_wide(0, heard, alone, "", 3, {"resume": True})[0] == "interrupted"
+    assert ranks(2).run(in_wide, heard, shared, None, 0, {"resume": True})[0][0] == "done"
+    same(out, whole)
+    compared = [path for path in whole.glob("*/checkpoint-*") if (out / path.relative_to(whole)).exists()]
+    assert {path.parent.name for path in compared} == {job["name"] for job in JOBS}
+    for path in compared:
+        alike(out / path.relative_to(whole), path)
+    record, single = (json.loads((one / "run.json").read_text()) for one in (out, whole))
+    assert (record["jobs"], record["model"]["fingerprint"]) == (single["jobs"], single["model"]["fingerprint"])
+    assert (
+        "expert parallelism over 2 processes: each has 3 of the experts of 2 layers, and all else whole"
+        in record["warnings"]
+    )
+
+
+# --- what is refused ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"parallel": {"expert": 4}}, "mlp.experts has 6 experts, which it does not divide; give one of 2, 3, 6"),
+        ({"quantization": "nf4"}, "parallel.expert does not take quantised layers apart"),
+        ({"sample_prompts": ["why?"]}, "job 'lora' has sample_prompts, .* with parallel.expert each holds a part"),
+    ],
+)
+def test_what_expert_parallelism_does_not_go_with_is_refused(
+    changes: dict[str, Any], says: str, asked: dict[str, Any]
+) -> None:
+    with pytest.raises((InputError, ValueError), match=says):
+        prepare(Run.model_validate({**asked, "parallel": {"expert": 2}, **changes}))
+
+
+def test_jobs_and_models_that_cannot_be_shared_out_are_refused(
+    asked: dict[str, Any], tiny_base: Callable[[str], str]
+) -> None:
+    dense = {**asked, "base_model": tiny_base("llama"), "parallel": {"expert": 2}}
+    dense["jobs"] = [{**asked["jobs"][0], "adapter": {"r": 2}}]
+    with pytest.raises(InputError, match=r"parallel.expert is 2, but a llama model has no experts; leave expert out"):
+        prepare(Run.model_validate(dense))
+    factored = {**asked, "parallel": {"expert": 2}, "jobs": [{**asked["jobs"][0], "train": {"optim": "adafactor"}}]}
+    with pytest.raises(ValueError, match=r"'lora' has train.optim: adafactor, which parallel.expert does not take"):
+        Run.model_validate(factored)
+    with pytest.raises(InputError, match=r"parallel.expert is 2, but 3 processes were started"):
+        Run.model_validate({**asked, "parallel": {"expert": 2}}).parallel.check(3)
