@@ -18,6 +18,8 @@ from test_tensor_train import alike
 from test_training import adapter, config, distance
 
 import packlora
+from packlora.commands.plan import make_plan
+from packlora.commands.plan_layouts import LayoutFigures, sentences
 from packlora.config import Run
 from packlora.errors import InputError
 from packlora.runtime.prepare import prepare
@@ -135,6 +137,38 @@ def test_a_run_that_is_stopped_goes_on_on_one_device_and_back(
         "expert parallelism over 2 processes: each has 3 of the experts of 2 layers, and all else whole"
         in record["warnings"]
     )
+
+
+# --- what is predicted -------------------------------------------------------------------------------------------------
+
+
+def test_the_plan_shows_what_sharing_the_experts_saves_and_costs(asked: dict[str, Any], whole: Path) -> None:
+    """On one device, and on two that hold the experts together: half of the experts and of what is trained on them."""
+
+    def rows(gpus: int, **parallel: Any) -> tuple[list[LayoutFigures], list[str]]:
+        found = make_plan(Run.model_validate({**asked, "parallel": parallel}), gpus=gpus).layouts
+        assert found is not None
+        return found.rows, sentences(found, 4)
+
+    def experts(row: LayoutFigures) -> int:
+        return row.expert
+
+    (alone,), _ = rows(1)
+    (shared,), said = rows(2, expert=2)
+    model = tiny_experts("qwen3_moe")
+    of_experts = sum(p.numel() for p in model.parameters() if p.ndim == 3)
+    trained = [adapter(whole, job["name"]) for job in JOBS]
+    on_experts = sum(tensor.numel() for own in trained for name, tensor in own.items() if ".experts." in name)
+    inside = 2 * 2 * (64 + 64 + 32 + 64)  # layers, experts a token, what goes into and comes out of both weights
+    tokens = 90
+    saved = (8 * of_experts + 24 * on_experts + 8 * inside * tokens) / 2
+    assert (shared.expert, shared.devices_per_job, shared.taken) == (2, 2, True)
+    assert alone.bytes - shared.bytes == pytest.approx(saved, rel=0.02)
+    assert 0.3 * alone.seconds < shared.seconds < alone.seconds
+    assert said[0].startswith("training takes 2 with experts on 2, so each job is shared by 2 devices")
+    more, _ = rows(6)
+    assert sorted(map(experts, more))[-3:] == [2, 3, 6], "as what could be asked for"
+    assert not any(row.taken for row in more if row.expert > 1)
 
 
 # --- what is refused ---------------------------------------------------------------------------------------------------
