@@ -42,7 +42,9 @@ MOST_PROBLEMS = 20
 _BATCH = "a job's train.global_batch_size is its samples per optimizer step; the run's max_tokens_per_microbatch decides memory"
 _RANK, _EPOCHS, _LENGTH = "see a job's adapter.r", "see a job's train.num_train_epochs", "see a job's data.max_length"
 _FOUR, _EIGHT = "see the run's quantization: nf4", "see the run's quantization: int8"
-_EXPERT = "see parallel.expert, whose devices run the same microbatches (all_reduce; all_to_all is not in this version)"
+_EXPERT = (
+    "see the run's parallel: {expert: N}, whose devices run the same microbatches; all_to_all is not in this version"
+)
 OTHER_TOOLS = {
     "rank": _RANK, "lora_r": _RANK, "lora_rank": _RANK,
     "alpha": "see a job's adapter.lora_alpha", "dropout": "see a job's adapter.lora_dropout",

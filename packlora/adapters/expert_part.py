@@ -33,6 +33,10 @@ class ExpertPart:
     enter: Callable[[torch.Tensor], torch.Tensor]
     leave: Callable[[torch.Tensor], torch.Tensor]
 
+    def __deepcopy__(self, memo: Any) -> ExpertPart:
+        """Copies of a model have the same processes."""
+        return self
+
     @property
     def first(self) -> int:
         return self.index * self.experts
