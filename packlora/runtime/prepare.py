@@ -425,13 +425,11 @@ def _check_parallel(prepared: PreparedRun, skeleton: PreTrainedModel) -> None:
     parallel, layers = prepared.run.parallel, prepared.shape.layers
     asked = {
         "parallel.tensor": parallel.tensor > 1, "parallel.pipeline": parallel.stages > 1,
-        "parallel.shard_base": parallel.shard_base is True, "parallel.expert": parallel.expert > 1,
-        "quantization": prepared.quantization is not None,
+        "parallel.shard_base": parallel.shard_base is True, "quantization": prepared.quantization is not None,
     }  # fmt: skip
     for key in (key for key, is_asked in asked.items() if is_asked):
         for job in prepared.jobs:
-            found = whole_alone(job.spec, skeleton, quantized=key == "quantization")
-            if found and key != "parallel.expert":  # where all else is whole on each device
+            if found := whole_alone(job.spec, skeleton, quantized=key == "quantization"):
                 raise InputError(f"job {job.config.name!r}: {found}, which {key} does not take; leave one of them out")
             if key != "quantization" and (trainer := job.config.train.trainer) != "sft":
                 raise InputError(

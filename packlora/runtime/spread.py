@@ -79,7 +79,8 @@ def choose(prepared: PreparedRun, devices: int, known: Profile) -> Choice:
     if parallel.shard_base is True and sharded is not None:
         return Choice(sharded, "parallel.shard_base is true")
     if len(found) == 1 and sharded is None:
-        return Choice(found[0], f"parallel.devices_per_job is {parallel.devices_per_job}")
+        key = "expert" if parallel.expert > 1 and parallel.devices_per_job == "auto" else "devices_per_job"
+        return Choice(found[0], f"parallel.{key} is {getattr(parallel, key)}")
     planned = [spread(prepared, own) for own in found]
     if parallel.tensor == 1:  # of a model that is cut nothing is predicted
         needed = [needed_bytes(prepared, known, own, first=True) for own in planned]

@@ -4,24 +4,33 @@ leave what one device leaves. In float64, routers and norms too."""
 from __future__ import annotations
 
 import json
+import re
+import shutil
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import rows_into
 from expert_models import in_float64, tiny_experts
 from ranks import Ranks
+from safetensors.torch import load_file, save_file
+from test_preference import pairs
 from test_replicas import heard, lines, on_ranks
 from test_tensor_train import alike
 from test_training import adapter, config, distance
 
 import packlora
+from packlora.base.weight_files import WeightFiles
 from packlora.commands.plan import make_plan
 from packlora.commands.plan_layouts import LayoutFigures, sentences
 from packlora.config import Run
 from packlora.errors import InputError
+from packlora.parallel.cut import load_cut
 from packlora.runtime.prepare import prepare
 
 Groups = Callable[[int], Ranks]
@@ -46,6 +55,8 @@ JOBS = [
         },
     },
 ]  # fmt: skip
+
+NAMES = {"lora", "dora", "others", "dpo"}
 
 
 def saved(folder: Path, tokenizer: Any, one_rank: bool = False, **changes: Any) -> str:
@@ -75,7 +86,12 @@ def in_wide(rank: int, function: Callable[..., Any], *args: Any) -> Any:
 @pytest.fixture(scope="module")
 def asked(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("experts")
-    return tree(saved(folder / "base", tokenizer), folder / "whole", rows_into(folder), JOBS)
+    preferred = {
+        "name": "dpo", "data": {"path": pairs(folder / "pairs.jsonl")},
+        "train": {"max_steps": 3, "global_batch_size": 2, "learning_rate": 1e-2, "trainer": "dpo"},
+        "adapter": {"r": 2, "lora_dropout": 0.1, "target_parameters": BOTH, "target_modules": []},
+    }  # fmt: skip
+    return tree(saved(folder / "base", tokenizer), folder / "whole", rows_into(folder), [*JOBS, preferred])
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +102,7 @@ def whole(asked: dict[str, Any]) -> Path:
     return Path(asked["output_dir"])
 
 
-def same(out: Path, whole: Path, jobs: list[dict[str, Any]] = JOBS) -> None:
+def same(out: Path, whole: Path) -> None:
     for kind in ("metrics", "evals"):
         found, wanted = ({(line["job"], line["step"]): line for line in lines(one, kind)} for one in (out, whole))
         assert found.keys() == wanted.keys()
@@ -94,8 +110,8 @@ def same(out: Path, whole: Path, jobs: list[dict[str, Any]] = JOBS) -> None:
             for name in ("loss", "eval_loss", "grad_norm"):
                 if name in line:
                     assert abs(found[key][name] - line[name]) <= 1e-10 * max(1, abs(line[name])), (key, name)
-    for job in jobs:
-        assert distance(adapter(out, job["name"]), adapter(whole, job["name"])) <= 1e-10
+    for name in NAMES:
+        assert distance(adapter(out, name), adapter(whole, name)) <= 1e-10
 
 
 @pytest.mark.soak
@@ -128,7 +144,7 @@ def test_a_run_that_is_stopped_goes_on_on_one_device_and_back(
     assert ranks(2).run(in_wide, heard, shared, None, 0, {"resume": True})[0][0] == "done"
     same(out, whole)
     compared = [path for path in whole.glob("*/checkpoint-*") if (out / path.relative_to(whole)).exists()]
-    assert {path.parent.name for path in compared} == {job["name"] for job in JOBS}
+    assert {path.parent.name for path in compared} == NAMES
     for path in compared:
         alike(out / path.relative_to(whole), path)
     record, single = (json.loads((one / "run.json").read_text()) for one in (out, whole))
@@ -137,6 +153,47 @@ def test_a_run_that_is_stopped_goes_on_on_one_device_and_back(
         "expert parallelism over 2 processes: each has 3 of the experts of 2 layers, and all else whole"
         in record["warnings"]
     )
+
+
+# --- reading -----------------------------------------------------------------------------------------------------------
+
+
+def read_by(rank: int, tree: dict[str, Any]) -> tuple[set[str], int, list[list[int]], str]:
+    """Numbers of the experts that a process reads, how often it reads a weight at most, the shapes of those that it holds; or
+    what is wrong."""
+    taken, read = Counter[str](), WeightFiles.read
+
+    def noted(self: WeightFiles, key: str, *part: slice) -> torch.Tensor:
+        taken[key] += 1
+        return read(self, key, *part)
+
+    with mock.patch.object(WeightFiles, "read", noted):
+        try:
+            base = load_cut(Run.model_validate(tree), None, {}, dist.group.WORLD)
+        except InputError as error:
+            return set(), 0, [], str(error)
+    shapes = [list(p.shape) for name, p in base.model.named_parameters() if name.endswith("experts.down_proj")]
+    experts = {found[1] for key in taken if (found := re.search(r"experts\.(\d+)\.", key))}
+    return experts, max(taken.values()), shapes, ""
+
+
+def test_a_process_reads_its_own_experts_alone(
+    asked: dict[str, Any], ranks: Groups, tokenizer: Any, tmp_path: Path
+) -> None:
+    """Each once for the proof and once to hold it. Files that lack some are refused on every process."""
+    wide = {**asked, "dtype": "float32", "parallel": {"expert": 2}}
+    found = ranks(2).run(read_by, wide)
+    assert [own[0] for own in found] == [{"0", "1", "2"}, {"3", "4", "5"}]
+    assert all(own[1:] == (2, [[3, 64, 32]] * 2, "") for own in found), found
+    shutil.copytree(asked["base_model"], tmp_path / "base")
+    file = tmp_path / "base" / "model.safetensors"
+    tensors = load_file(file)
+    save_file({name: t for name, t in tensors.items() if ".1.mlp.experts.5.up" not in name}, file, {"format": "pt"})
+    for *_, said in ranks(2).run(read_by, {**wide, "base_model": str(tmp_path / "base")}):
+        assert (
+            "hold experts that do not make up model.layers.1.mlp.experts.gate_up_proj [6, 64, 64]: of each part 6, 5"
+            in said
+        )
 
 
 # --- what is predicted -------------------------------------------------------------------------------------------------
@@ -157,7 +214,7 @@ def test_the_plan_shows_what_sharing_the_experts_saves_and_costs(asked: dict[str
     (shared,), said = rows(2, expert=2)
     model = tiny_experts("qwen3_moe")
     of_experts = sum(p.numel() for p in model.parameters() if p.ndim == 3)
-    trained = [adapter(whole, job["name"]) for job in JOBS]
+    trained = [adapter(whole, name) for name in NAMES]
     on_experts = sum(tensor.numel() for own in trained for name, tensor in own.items() if ".experts." in name)
     inside = 2 * 2 * (64 + 64 + 32 + 64)  # layers, experts a token, what goes into and comes out of both weights
     tokens = 90

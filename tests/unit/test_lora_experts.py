@@ -128,7 +128,7 @@ def test_the_operator_is_the_loop_over_experts(jobs: str) -> None:
 def test_experts_in_parts_give_together_what_all_give(
     dtype: torch.dtype, repeated: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One by one, the last of them without a token: sums by token, and gradients of tokens and operands, but for the rounding of
+    """One by one, the last of them without a token: sums by token, gradients of tokens and operands, but for the rounding of
     one sum. LoRA and DoRA, dropout; in 16 bits by the kernels."""
     monkeypatch.setattr(low_rank, "KERNELS_ON_CPU", True)
     generator, frozen, x, chosen, keys = a_case(dtype, 8, 16, 2, False, bias=True)
