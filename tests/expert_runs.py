@@ -1,4 +1,4 @@
-"""Training of a tiny Qwen3-MoE whose experts are shared out to the processes of a group, and by one process alone, as in
+"""Training of a tiny model whose experts are shared out to the processes of a group, and by one process alone, as in
 tensor_runs.py, in float64: routers too."""
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def model_of(case: Case, group: Any = None) -> Any:
     """Cut over the group where there is one. `one` among the changes: all tokens go to the first two experts."""
     changes = dict(case.model)
     first = changes.pop("one", False)
-    model = tiny_experts("qwen3_moe", **changes)
+    model = tiny_experts(case.family, **changes)
     if first:
         only_first(model)
     if group is not None:

@@ -14,7 +14,7 @@ import torch
 from expert_models import tiny_experts
 from expert_runs import BOTH, adapter_of, compared, errors_when_broken, threes
 from ranks import Ranks
-from tensor_runs import BOUND, WRONG, Case, assert_exact
+from tensor_runs import BOUND, PATIENCE, WRONG, Case, assert_exact
 
 from packlora.adapters.expert_part import ExpertPart
 from packlora.errors import InputError
@@ -26,6 +26,7 @@ from packlora.parallel.collectives import add_up
 from packlora.parallel.experts import check_experts
 
 Pool = Callable[[int], Ranks]
+FAMILIES = ("mixtral", "qwen2_moe", "deepseek_v2", "deepseek_v3", "olmoe", "granitemoe", "phimoe")
 ONE_LAYER = {"num_hidden_layers": 1}
 
 
@@ -47,6 +48,20 @@ def more_cases() -> list[Case]:
     return [
         Case("qwen3_moe", (one,), ONE_LAYER, checkpointing=at % 2 == 0) for at, one in enumerate([*kinds, low_rank])
     ]
+
+
+def families() -> list[Case]:
+    found = []
+    for family in FAMILIES:
+        router = "router.weight" if family in ("granitemoe", "phimoe") else "gate.weight"
+        own = {"target_modules": ["o_proj"], "target_parameters": [*BOTH, router]}
+        found.append(Case(family, (adapter_of("DoRA", 0.1, **own), adapter_of("LoRA", 0.0, **own)), checkpointing=True))
+    return found
+
+
+@pytest.mark.soak
+def test_other_families_learn_what_they_learn_on_one_process(ranks: Pool) -> None:
+    assert_exact(ranks(2).run(compared, families(), seconds=PATIENCE))
 
 
 @pytest.mark.parametrize(
@@ -130,8 +145,6 @@ def test_experts_that_cannot_be_shared_out_are_refused(family: str, degree: int,
         check_experts(tiny_experts(family), degree)
 
 
-@pytest.mark.parametrize(
-    "family", ["mixtral", "qwen2_moe", "qwen3_next", "deepseek_v3", "olmoe", "granitemoe", "phimoe", "gpt_oss"]
-)
+@pytest.mark.parametrize("family", [*FAMILIES, "qwen3_next", "gpt_oss"])
 def test_families_that_transformers_calls_through_its_registry_can_be_shared_out(family: str) -> None:
     check_experts(tiny_experts(family), 2)
