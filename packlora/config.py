@@ -628,6 +628,9 @@ class ParallelConfig(_Strict):
     expert: int = Field(1, ge=1)
     """Devices that hold some of the experts of each layer each, and all else of the base model; they run the same microbatches.
     It divides the number of processes and that of the experts."""
+    ep_implementation: Literal["all_reduce", "all_to_all"] = "all_reduce"
+    """With expert: all_reduce: its devices run the same microbatches, and what their experts give is added up; all_to_all: each
+    has microbatches of its own, whose tokens go to the experts and back."""
     sequence_parallel: bool = False
     """With tensor: share the tokens of what lies between the layers that are cut, too: norms and residuals."""
     shard_base: bool | Literal["auto"] = "auto"
@@ -651,6 +654,10 @@ class ParallelConfig(_Strict):
                 raise ValueError(f"expert is {self.expert} and {name} is {other}, which do not go together; give one")
         if self.expert > 1 and self.shard_base is True:
             raise ValueError(f"expert is {self.expert} and shard_base is true, two ways to share the weights; give one")
+        if self.ep_implementation == "all_to_all" and self.expert == 1:
+            raise ValueError(
+                "ep_implementation is all_to_all, which goes with expert, the devices that share them; set both"
+            )
         if self.sequence_parallel and self.tensor == 1:
             raise ValueError("sequence_parallel goes with tensor, the devices that share the tokens; set both")
         together = self.tensor * self.stages * self.expert
@@ -667,6 +674,11 @@ class ParallelConfig(_Strict):
     def stages(self) -> int:
         """Of the pipeline that is asked for; 1 where that is left to us."""
         return 1 if self.pipeline == "auto" else self.pipeline
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether tokens go to experts on other devices and back."""
+        return self.ep_implementation == "all_to_all"
 
     @property
     def in_parts(self) -> str | None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -20,11 +20,25 @@ PART = "_packlora_expert_part"
 """The attribute of a module of experts that says which it has; no module and no buffer, so in no state dict."""
 
 
+class Exchange(Protocol):
+    """Takes rows from process to process; all processes of the group call it alike.
+
+    sent, got: rows to and from each process, in their order.
+    """
+
+    def numbers(self, own: torch.Tensor) -> torch.Tensor:
+        """Of [processes, n] int64 that this process has for each, what each has for it."""
+
+    def rows(self, own: torch.Tensor, sent: Sequence[int], got: Sequence[int]) -> torch.Tensor:
+        """Rows [sum of sent, ...] in the order of their processes -> [sum of got, ...], differentiable."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertPart:
     """Experts [index * experts, (index + 1) * experts) of count * experts.
 
-    enter: what hidden states and routing weights go through. leave: what the experts' sums by token go through.
+    enter: what hidden states and routing weights go through. leave: what the experts' sums by token go through. exchange: where
+    each process has tokens of its own, what takes rows to the experts and back; enter and leave are then not used.
     """
 
     index: int
@@ -32,6 +46,7 @@ class ExpertPart:
     experts: int
     enter: Callable[[torch.Tensor], torch.Tensor]
     leave: Callable[[torch.Tensor], torch.Tensor]
+    exchange: Exchange | None = None
 
     def __deepcopy__(self, memo: Any) -> ExpertPart:
         """Copies of a model have the same processes."""

@@ -8,6 +8,7 @@ A router's product with its weight is an AdaptedLinear; what the router makes of
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from packlora.adapters.expert_part import ExpertPart, part_of
+from packlora.adapters.expert_rows import sent_to_experts
 from packlora.adapters.expert_targets import Watched, router_product
 from packlora.adapters.kinds import PARAMETERS
 from packlora.adapters.linear import AdaptedLinear, Attached
@@ -210,34 +212,57 @@ def experts_forward(
     if self._is_expert_parallel:
         raise RuntimeError(f"{type(self).__name__}: experts that are spread over processes are not served")
     T, part = len(hidden_states), part_of(self)
-    if part is not None:
-        hidden_states, top_k_weights = part.enter(hidden_states), part.enter(top_k_weights)
     state: AdaptedExperts | None = vars(self).get(STATE)
     owners = None if state is None else state.attached.owners(T)
+    if part is not None and part.exchange is not None:
+        numbers = [] if state is None else sorted({n for own in state.adapters.values() for n in own})
+        arrived = sent_to_experts(part, hidden_states, top_k_index, owners, numbers)
+        rows = Rows(numbers, arrived.routing, arrived.keys)
+        y_SD = arrived.back(arrived.routing.sum_to_tokens(_experts(self, arrived.x, rows))) * top_k_weights.reshape(
+            -1, 1
+        )
+        return y_SD.view(T, top_k_index.shape[1], -1).sum(1).to(hidden_states.dtype)
+    if part is not None:
+        hidden_states, top_k_weights = part.enter(hidden_states), part.enter(top_k_weights)
     numbers = [] if state is None or owners is None else state.numbers(owners)
     owner_T, count = None, 1
     if owners is not None and numbers:
         if owners.moving is not None and owners.moving.moves:
             raise RuntimeError("adapters on experts cannot follow segments that move; switch cuda_graphs off")
         owner_T, count = _owners_of_tokens(owners, numbers, hidden_states.device)
-    routing = Routing.of(top_k_index, self.num_experts, owner_T, count, None if part is None else part.first)
-
-    def product(x: torch.Tensor, name: str, repeated: bool) -> torch.Tensor:
-        keys = None if owners is None else owners.keys_T2
-        own = {} if state is None else state.adapters.get(name, {})
-        low_rank = [own[number].low_rank(keys is not None) if number in own else None for number in numbers]
-        low_rank += [None] * (count - len(low_rank))
-        salt = 0 if state is None else layer_salt(f"{state.path}.{name}")
-        return lora_experts(x, frozen_at(self, name), routing, low_rank, keys, salt, repeated)
-
-    inner = product(hidden_states, "gate_up_proj" if self.has_gate else "up_proj", True)
-    inner = self._apply_gate(inner) if self.has_gate else self.act_fn(inner)
-    y_SD = product(inner, "down_proj", False)
-    if self.has_post_expert_norm:
-        y_SD = self.post_expert_norm(y_SD)
+    first = None if part is None else part.first
+    routing = Routing.of(top_k_index, self.num_experts, owner_T, count, first)
+    y_SD = _experts(self, hidden_states, Rows(numbers, routing, None if owners is None else owners.keys_T2))
     weights_S = top_k_weights.reshape(-1)[routing.order]
     y_TD = routing.sum_to_tokens(y_SD * weights_S[:, None]).to(hidden_states.dtype)
     return y_TD if part is None else part.leave(y_TD)
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """What experts compute. numbers: of the adapters that are the routing's first owners; others have none. keys: of tokens."""
+
+    numbers: Sequence[int]
+    routing: Routing
+    keys: torch.Tensor | None
+
+
+def _experts(experts: Any, x: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """What experts give for tokens, without the routers' weights, by sorted rows [S, D]."""
+    state: AdaptedExperts | None = vars(experts).get(STATE)
+
+    def product(x: torch.Tensor, name: str, repeated: bool) -> torch.Tensor:
+        own = {} if state is None else state.adapters.get(name, {})
+        dropping = rows.keys is not None
+        low_rank = [own[number].low_rank(dropping) if number in own else None for number in rows.numbers]
+        low_rank += [None] * (rows.routing.owners - len(low_rank))
+        salt = 0 if state is None else layer_salt(f"{state.path}.{name}")
+        return lora_experts(x, frozen_at(experts, name), rows.routing, low_rank, rows.keys, salt, repeated)
+
+    inner = product(x, "gate_up_proj" if experts.has_gate else "up_proj", True)
+    inner = experts._apply_gate(inner) if experts.has_gate else experts.act_fn(inner)
+    y_SD = product(inner, "down_proj", False)
+    return experts.post_expert_norm(y_SD) if experts.has_post_expert_norm else y_SD
 
 
 def _owners_of_tokens(owners: TokenOwners, numbers: list[int], device: torch.device) -> tuple[torch.Tensor | None, int]:

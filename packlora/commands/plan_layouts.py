@@ -88,7 +88,7 @@ def figures_of(prepared: PreparedRun, known: Profile, devices: int, taken: Choic
         alone: seconds that the run takes on one device.
     """
     names, asked = tuple(job.data.name for job in prepared.jobs), prepared.run.parallel
-    work = Work(prepared, asked.expert).jobs()
+    work = Work(prepared, 1 if asked.exchanges else asked.expert).jobs()
     found = candidates(prepared, devices, work)
     if devices > 1 and asked.in_parts is None:
         found.append(Layout((names,), devices, sharded=True))
@@ -101,7 +101,8 @@ def _row(
     prepared: PreparedRun, known: Profile, own: Spread, taken: Layout, alone: float
 ) -> LayoutFigures:  # fmt: skip
     layout = own.layout
-    work, shared = Work(prepared, layout.expert), profiler.sharing_experts(known, prepared.run, prepared, layout.expert)
+    work = Work(prepared, 1 if layout.exchange else layout.expert)
+    shared = profiler.sharing_experts(known, prepared.run, prepared, layout.expert, layout.exchange)
     gathering, piped = gather_seconds(prepared, layout), layout.pipeline > 1
     staged = profiler.staged(known, prepared.run, prepared, layout.pipeline).cost if piped else None
     seconds = own.predict(lambda microbatch: shared.seconds(microbatch) + gathering, staged).time

@@ -25,7 +25,7 @@ from packlora.base.weight_files import WeightFiles, keys_of, keys_with_experts
 from packlora.config import Run
 from packlora.ops.cross_entropy.linear_cross_entropy import VocabularyPart
 from packlora.ops.lora_linear.frozen import InMemory
-from packlora.parallel.experts import ExpertSlices, shard_experts
+from packlora.parallel.experts import ExchangedExperts, ExpertSlices, exchange_rows, shard_experts
 from packlora.parallel.sharded import Shards, empty_model, untie
 from packlora.parallel.tensor import shard
 
@@ -66,6 +66,10 @@ def load_cut(run: Run, tokenizer: Any, longest: Mapping[str, int], group: dist.P
     fill(model, files, keys, device)
     storage = ExpertSlices() if by_experts else Slices()
     base = ready_base(run, model.to(device), tokenizer, device, path, longest, storage, looked_at)
+    if run.parallel.exchanges:  # the proof was of the same tokens on all processes, which take the same decisions there
+        exchange_rows(model, group)
+        base.storage = ExchangedExperts(model)
+        notes.append("each of these processes has microbatches of its own, whose tokens go to the experts and back")
     base.warnings[:0] = notes
     return base
 

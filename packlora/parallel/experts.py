@@ -14,6 +14,8 @@ forward or a backward (out of memory), the run ends.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,9 +26,11 @@ from transformers import PreTrainedModel
 from packlora.adapters.expert_part import PART, ExpertPart
 from packlora.adapters.expert_targets import is_experts
 from packlora.adapters.experts import IMPLEMENTATION
+from packlora.adapters.linear import Attached
 from packlora.errors import InputError
 from packlora.ops.lora_linear.frozen import InMemory
-from packlora.parallel.collectives import copied, summed
+from packlora.parallel.collectives import copied, exchanged, summed
+from packlora.parallel.sharded import run_nobody, with_gradient
 
 APART = re.compile(r"\bexperts\.\d+\.")
 """In the path of a parameter of one expert."""
@@ -36,6 +40,22 @@ class ExpertSlices(InMemory):
     """The Storage of a model of which the process holds some of the experts."""
 
     is_whole = False
+
+    def keep_step(self, attached: Attached, backward: bool) -> None:
+        """A process has no microbatch while others run one: nothing, as it has those of the others."""
+
+
+class ExchangedExperts(ExpertSlices):
+    """The same where each process has tokens of its own. All processes of the group exchange rows in the same layers, in one
+    order, or they wait for ever: every backward goes through all layers, and who has no microbatch runs tokens of nobody."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        model.get_input_embeddings().register_forward_hook(with_gradient)
+
+    def keep_step(self, attached: Attached, backward: bool) -> None:
+        """Exchange rows with processes that run a microbatch, forward, and backward."""
+        run_nobody(self.model, self.model.device, attached, backward)
 
 
 def experts_of(model: PreTrainedModel) -> dict[str, Any]:
@@ -74,6 +94,25 @@ def check_experts(model: PreTrainedModel, degree: int) -> None:
                     f"{what}how the experts of a {kind} model lie is not known: {path}.{name} is {list(parameter.shape)}, and "
                     f"there are {experts.num_experts} experts; leave expert out"
                 )
+
+
+class Messages:
+    """The Exchange of the processes of a group."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+
+    def numbers(self, own: torch.Tensor) -> torch.Tensor:
+        return exchanged(own, [1] * len(own), [1] * len(own), self.group)
+
+    def rows(self, own: torch.Tensor, sent: Sequence[int], got: Sequence[int]) -> torch.Tensor:
+        return exchanged(own, sent, got, self.group)
+
+
+def exchange_rows(model: PreTrainedModel, group: dist.ProcessGroup) -> None:
+    """Let each process of a model that `shard_experts` has cut have tokens of its own, which go to the experts and back."""
+    for experts in experts_of(model).values():
+        setattr(experts, PART, replace(getattr(experts, PART), exchange=Messages(group)))
 
 
 def _owner(name: str) -> str:

@@ -177,17 +177,22 @@ class Shards:
         ]
         if inside:
             before = [self.model.get_input_embeddings(), *self.layers.values()][inside[0]]
-            before.register_forward_hook(_with_gradient)
+            before.register_forward_hook(with_gradient)
 
     # --- a rank without a microbatch -------------------------------------------------------------------------------------
 
     def keep_step(self, attached: Attached, backward: bool) -> None:
         """Gather what a microbatch gathers, for the other ranks: a forward, and a backward, of a few tokens of nobody."""
-        ids = torch.arange(MIN_ROWS, device=self.device)
-        with attached.active(TokenOwners(MIN_ROWS, ())), torch.set_grad_enabled(backward):
-            hidden = hidden_states(self.model, ids, ids, (MIN_ROWS,))
-            if hidden.requires_grad:
-                hidden.backward(torch.zeros_like(hidden))
+        run_nobody(self.model, self.device, attached, backward)
+
+
+def run_nobody(model: PreTrainedModel, device: torch.device, attached: Attached, backward: bool) -> None:
+    """A forward, and a backward, of a few tokens of nobody."""
+    ids = torch.arange(MIN_ROWS, device=device)
+    with attached.active(TokenOwners(MIN_ROWS, ())), torch.set_grad_enabled(backward):
+        hidden = hidden_states(model, ids, ids, (MIN_ROWS,))
+        if hidden.requires_grad:
+            hidden.backward(torch.zeros_like(hidden))
 
 
 def decoder_layers(model: PreTrainedModel) -> dict[str, torch.nn.Module]:
@@ -222,7 +227,7 @@ def untie(model: PreTrainedModel, mesh: DeviceMesh, files: WeightFiles, keys: Ma
             setattr(model.get_submodule(parent), leaf, torch.nn.Parameter(parameter.detach().clone(), False))
 
 
-def _with_gradient(module: torch.nn.Module, args: Any, output: Any) -> None:
+def with_gradient(module: torch.nn.Module, args: Any, output: Any) -> None:
     """A hook: what a module gives has a gradient from here on."""
     if torch.is_grad_enabled():
         hidden = output if isinstance(output, torch.Tensor) else output[0]

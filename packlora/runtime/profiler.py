@@ -162,12 +162,15 @@ def planning_cost(run: Run, prepared: PreparedRun, stages: int) -> CostModel:
     return analytic_cost(run, prepared, PLANNED_FLOPS[choose_device(run.device).type], stages)
 
 
-def sharing_experts(known: Profile, run: Run, prepared: PreparedRun, devices: int) -> Profile:
-    """What is known of one device, of one of so many like it that hold the experts together and run the same microbatches."""
+def sharing_experts(
+    known: Profile, run: Run, prepared: PreparedRun, devices: int, exchange: bool = False
+) -> Profile:  # fmt: skip
+    """What is known of one device, of one of so many like it that hold the experts together and run the same microbatches; or
+    with `exchange` their own, of which each device computes as much as it has, messages not counted."""
     if devices == 1:
         return known
     flops = machine_flops(choose_device(run.device), run.dtype) * PRODUCTS_SHARE[choose_device(run.device).type]
-    whole, shared = (analytic_cost(run, prepared, flops, experts_on=count) for count in (1, devices))
+    whole, shared = (analytic_cost(run, prepared, flops, experts_on=count) for count in (1, 1 if exchange else devices))
     cost = replace(
         known.cost,
         per_token=known.cost.per_token * shared.per_token / whole.per_token,
@@ -180,7 +183,7 @@ def sharing_experts(known: Profile, run: Run, prepared: PreparedRun, devices: in
         cost=cost,
         kept_bytes=known.kept_bytes
         - less * (width * shape.expert_parameters + TRAINABLE_BYTES * sum(job.on_experts for job in prepared.jobs)),
-        bytes_per_token=known.bytes_per_token - less * width * shape.routed_width * layers,
+        bytes_per_token=known.bytes_per_token - (0 if exchange else less * width * shape.routed_width * layers),
     )
 
 

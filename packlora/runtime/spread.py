@@ -68,7 +68,7 @@ def choose(prepared: PreparedRun, devices: int, known: Profile) -> Choice:
         InputError: devices_per_job does not divide so many devices.
     """
     parallel = prepared.run.parallel
-    work = Work(prepared, parallel.expert)
+    work = Work(prepared, 1 if parallel.exchanges else parallel.expert)
     found, sharded = candidates(prepared, devices, work.jobs()), sharded_layout(prepared, devices)
     if not found:
         raise InputError(
@@ -167,7 +167,7 @@ def candidates(prepared: PreparedRun, devices: int, work: Mapping[str, float]) -
     """
     parallel = prepared.run.parallel
     asked = devices if parallel.shard_base is True else parallel.devices_per_job
-    found = layouts.layouts(work, devices, parallel.tensor, parallel.stages, parallel.expert)
+    found = layouts.layouts(work, devices, parallel.tensor, parallel.stages, parallel.expert, parallel.exchanges)
     return [own for own in found if asked in ("auto", own.devices_per_job)]
 
 
@@ -255,7 +255,7 @@ def needed_bytes(prepared: PreparedRun, known: Profile, own: Spread, first: bool
     smallest = None
     if first and prepared.run.max_tokens_per_microbatch == "auto" and choose_device(prepared.run.device).type == "cuda":
         smallest = profiler.budgets(prepared)[0]
-    known = profiler.sharing_experts(known, prepared.run, prepared, own.layout.expert)
+    known = profiler.sharing_experts(known, prepared.run, prepared, own.layout.expert, own.layout.exchange)
     needed, experts = 0, own.layout.expert
     for names, fullest in zip(own.layout.groups, own.fullest, strict=True):
         others = prepared.trainable - sum(trainable[name] for name in names)

@@ -64,6 +64,8 @@ class Team:
             return
         gradients, losses = zip(*(job.partial() for job in jobs), strict=True)
         summed = torch.stack(losses)
-        self.group.add([*gradients, summed])
+        for job, gradient in zip(jobs, gradients, strict=True):
+            job.add_up(gradient, self.group.add)
+        self.group.add([summed])
         for job, loss in zip(jobs, summed, strict=True):
             job.loss_sum = loss

@@ -25,13 +25,16 @@ from test_tensor_train import alike
 from test_training import adapter, config, distance
 
 import packlora
+from packlora.adapters import expert_rows
 from packlora.base.weight_files import WeightFiles
 from packlora.commands.plan import make_plan
 from packlora.commands.plan_layouts import LayoutFigures, sentences
 from packlora.config import Run
 from packlora.errors import InputError
+from packlora.parallel.adapter import SharedGradient
 from packlora.parallel.cut import load_cut
 from packlora.runtime.prepare import prepare
+from packlora.runtime.wave import Runner
 
 Groups = Callable[[int], Ranks]
 BOTH = ["experts.gate_up_proj", "experts.down_proj"]
@@ -118,7 +121,9 @@ def same(out: Path, whole: Path) -> None:
 @pytest.mark.parametrize(
     ("processes", "parallel"),
     [(2, {"expert": 2}), (3, {"expert": 3}), (4, {"expert": 2, "devices_per_job": 4}),
-     (4, {"expert": 2, "devices_per_job": 2})],
+     (4, {"expert": 2, "devices_per_job": 2}), (2, {"expert": 2, "ep_implementation": "all_to_all"}),
+     (4, {"expert": 2, "ep_implementation": "all_to_all", "devices_per_job": 4}),
+     (4, {"expert": 2, "ep_implementation": "all_to_all", "devices_per_job": 2})],
 )  # fmt: skip
 def test_a_run_gives_what_one_device_gives(
     processes: int, parallel: dict[str, Any], asked: dict[str, Any], whole: Path, ranks: Groups, tmp_path: Path
@@ -135,13 +140,16 @@ def test_a_run_gives_what_one_device_gives(
 def test_a_run_that_is_stopped_goes_on_on_one_device_and_back(
     asked: dict[str, Any], whole: Path, ranks: Groups, tmp_path: Path
 ) -> None:
-    """Stopped on two processes, on one device, and ended on two. Its checkpoints are those of one device."""
+    """Stopped on two processes with the same microbatches, on one device, and ended on two with microbatches of their own. Its
+    checkpoints are those of one device."""
     out = tmp_path / "out"
     alone = {**asked, "output_dir": str(out)}
     shared = {**alone, "parallel": {"expert": 2}}
     assert ranks(2).run(in_wide, heard, shared, "", 2, {})[0][0] == "interrupted"
     assert in_wide(0, heard, alone, "", 3, {"resume": True})[0] == "interrupted"
-    assert ranks(2).run(in_wide, heard, shared, None, 0, {"resume": True})[0][0] == "done"
+    exchanged = {**alone, "parallel": {"expert": 2, "ep_implementation": "all_to_all"}}
+    assert ranks(2).run(in_wide, heard, exchanged, None, 0, {"resume": True})[0][0] == "done"
+    assert {line["rank"] for line in lines(out, "microbatches")} == {0, 1}
     same(out, whole)
     compared = [path for path in whole.glob("*/checkpoint-*") if (out / path.relative_to(whole)).exists()]
     assert {path.parent.name for path in compared} == NAMES
@@ -153,6 +161,79 @@ def test_a_run_that_is_stopped_goes_on_on_one_device_and_back(
         "expert parallelism over 2 processes: each has 3 of the experts of 2 layers, and all else whole"
         in record["warnings"]
     )
+
+
+# --- tokens that go to the experts and back ------------------------------------------------------------------------------
+
+
+def few(asked: dict[str, Any], out: Path, base: str | None = None, **parallel: Any) -> dict[str, Any]:
+    """Two jobs of one sample a step, so one of two processes often has none."""
+    jobs = []
+    for name, use_dora in (("one", True), ("two", False)):
+        adapter = {"r": 3, "use_dora": use_dora, "lora_dropout": 0.2, "target_modules": ["o_proj"]}
+        jobs.append({
+            "name": name, "data": asked["jobs"][0]["data"], "seed": len(jobs),
+            "train": {"max_steps": 3, "global_batch_size": 1 + use_dora, "learning_rate": 1e-2, "max_grad_norm": 0.2},
+            "adapter": adapter | {"target_parameters": [*BOTH, "gate.weight"], "init_lora_weights": False},
+        })  # fmt: skip
+    changes = {
+        "output_dir": str(out),
+        "jobs": jobs,
+        "parallel": parallel,
+        "save_every": 0,
+        "max_tokens_per_microbatch": 40,
+    }
+    return {**asked, **changes, "base_model": base or asked["base_model"], "gradient_checkpointing": base is not None}
+
+
+def experts_over_all_replicas() -> Any:
+    """Gradients of experts are added up over processes that have other experts."""
+    return mock.patch.object(SharedGradient, "add_up", lambda self, gradient, add: add([gradient]))
+
+
+def keys_of_no_token() -> Any:
+    return mock.patch.object(expert_rows, "_as_int64", lambda keys, T, device: torch.zeros(T, 2, dtype=torch.int64))
+
+
+def one_owner_for_all() -> Any:
+    return mock.patch.object(expert_rows, "_places", lambda number, numbers: torch.zeros_like(number))
+
+
+def gradients_of_own_jobs_alone() -> Any:
+    return mock.patch.object(Runner, "_collect_for_others")
+
+
+FAULTS = {
+    "groups": experts_over_all_replicas, "keys": keys_of_no_token, "owners": one_owner_for_all,
+    "others": gradients_of_own_jobs_alone,
+}  # fmt: skip
+
+
+def with_faults(rank: int, asked: dict[str, Any], folder: Path) -> None:
+    for name, breaking in FAULTS.items():
+        with breaking():
+            packlora.train(few(asked, folder / name, expert=2, ep_implementation="all_to_all"))
+
+
+def test_tokens_that_go_to_experts_and_back_learn_what_they_learn_on_one_device(
+    asked: dict[str, Any], ranks: Groups, tokenizer: Any, tmp_path: Path
+) -> None:
+    """Where a process has no microbatch, and, with recomputed layers, where one has no token for its experts. What goes wrong
+    with owners, keys or groups is seen."""
+    exchange = {"expert": 2, "ep_implementation": "all_to_all"}
+    alone = saved(tmp_path / "base", tokenizer, one_rank=True, num_experts_per_tok=1)
+    for name, base in (("plain", None), ("one side", alone)):
+        in_wide(0, on_ranks, few(asked, tmp_path / f"{name} whole", base), {})
+        told = ranks(2).run(in_wide, on_ranks, few(asked, tmp_path / name, base, **exchange), {})
+        assert [status for status, *_ in told] == ["done"] * 2, told
+        for job in ("one", "two"):
+            assert distance(adapter(tmp_path / name, job), adapter(tmp_path / f"{name} whole", job)) <= 1e-10
+    ranks(2).run(in_wide, with_faults, asked, tmp_path)
+    for name in FAULTS:
+        wrong = [
+            distance(adapter(tmp_path / name, job), adapter(tmp_path / "plain whole", job)) for job in ("one", "two")
+        ]
+        assert max(wrong) > 1e-4, (name, wrong)
 
 
 # --- reading -----------------------------------------------------------------------------------------------------------
