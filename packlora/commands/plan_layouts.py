@@ -34,7 +34,8 @@ class LayoutFigures:
     groups: names of their jobs. sharded: the base model is in parts on all devices, and gathered layer by layer. pipeline:
     stages, a device each, that have a part of its layers each. waves: of the group with the most. speedup: over one device.
     idle: share of all devices' time in which they have no microbatch, by predicted work (runtime/work.py). bytes: of a device
-    of the group that needs the most. expert: devices that hold the experts together.
+    of the group that needs the most. expert: devices that hold the experts together. exchange: of which each has microbatches
+    of its own.
     """
 
     devices_per_job: int
@@ -49,6 +50,7 @@ class LayoutFigures:
     fits: bool
     taken: bool
     expert: int = 1
+    exchange: bool = False
 
     @property
     def status(self) -> str:
@@ -56,7 +58,8 @@ class LayoutFigures:
         words = ["taken"] if self.taken else []
         words += ["base sharded"] if self.sharded else []
         words += [f"pipeline of {self.pipeline}"] if self.pipeline > 1 else []
-        words += [f"experts on {self.expert}"] if self.expert > 1 else []
+        way = ", all_to_all" if self.exchange else ""
+        words += [f"experts on {self.expert}{way}"] if self.expert > 1 else []
         words += [] if self.fits else ["does not fit"]
         return ", ".join(words)
 
@@ -111,6 +114,7 @@ def _row(
     return LayoutFigures(
         layout.devices_per_job, layout.groups, layout.sharded, layout.pipeline, balance.waves, seconds, alone / seconds,
         balance.idle, needed, fits(known, needed) and not has_failed, layout == taken, layout.expert,
+        layout.exchange,
     )  # fmt: skip
 
 
@@ -156,7 +160,7 @@ def sentences(found: Layouts, limit: int) -> list[str]:
     if any(row.expert > 1 for row in found.rows):
         out.append(
             "experts on N: with parallel.expert, only where it is asked for. Tokens are taken to go to all experts alike, and "
-            f"messages to pass at {profiler.BYTES_PER_SECOND / 1e9:.0f} GB/s"
+            f"messages to pass at {profiler.BYTES_PER_SECOND / 1e9:.0f} GB/s; those of all_to_all are not counted"
         )
     if any(row.pipeline > 1 for row in found.rows):
         out.append(

@@ -89,11 +89,6 @@ def learning_rates(config: TrainConfig, num_steps: int) -> Any:
     return lambda step: config.learning_rate * schedule.lr_lambdas[0](step)
 
 
-def _add_all(gradient: torch.Tensor, add: Callable[[Sequence[torch.Tensor]], None]) -> None:
-    """See Job.add_up."""
-    add([gradient])
-
-
 @dataclass(frozen=True, slots=True)
 class Judged:
     """The evaluations of a job: its best one after a step, and how many in a row, up to the last, were no better. loss: that of
@@ -192,8 +187,6 @@ class Job:
         self.whole_of: Callable[[torch.Tensor], Mapping[str, torch.Tensor]] = self._views
         """Whole tensors on the CPU by parameter, from one like adapter.flat. Where that is of slices, all processes that have
         some call it."""
-        self.add_up: Callable[[torch.Tensor, Callable[[Sequence[torch.Tensor]], None]], None] = _add_all
-        """Adds up a gradient like adapter.flat over replicas, in place, by what adds up tensors over all of them."""
         self.everywhere: Callable[[Mapping[str, int]], Mapping[str, int]] = dict
         """Numbers by parameter, from those of the parameters here. Where processes have different ones, all call it."""
         self.untrained_elsewhere: set[str] = set()

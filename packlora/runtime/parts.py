@@ -8,7 +8,7 @@ from functools import partial
 import torch.distributed as dist
 
 from packlora.adapters.attach import Adapter
-from packlora.parallel.adapter import SharedGradient, WholeGradient, joined
+from packlora.parallel.adapter import WholeGradient, joined
 from packlora.parallel.pipeline import Links
 from packlora.parallel.replicas import Alone
 from packlora.parallel.stages import across_stages
@@ -28,8 +28,6 @@ def parts_of(adapters: Sequence[Adapter], group: Alone) -> Callable[[Job], None]
     def whole(job: Job) -> None:
         if beside is not None:
             job.norm_of, job.whole_of = WholeGradient(job.adapter, beside).norm, partial(joined, job.adapter, beside)
-        if group.exchanges:
-            job.add_up = SharedGradient(job.adapter, group.alike).add_up
         if (stages := across.get(job.name)) is not None:
             job.whole_of, job.everywhere = stages.whole, stages.everywhere
 

@@ -199,7 +199,7 @@ def piped(prepared: PreparedRun, devices: int, work: Mapping[str, float]) -> lis
 
 def sharing_experts(prepared: PreparedRun, devices: int, work: Mapping[str, float]) -> list[Layout]:
     """Layouts whose devices hold the experts together, where the run file does not ask for it but the model could be shared out
-    so: of each number the one whose jobs share the fewest devices and leave none without a job.
+    so: of each number, in both ways, the one whose jobs share the fewest devices and leave none without a job.
 
     Args:
         work: by job, what it is predicted to take.
@@ -220,9 +220,10 @@ def sharing_experts(prepared: PreparedRun, devices: int, work: Mapping[str, floa
             check_experts(encoder.skeleton, degree)
         except InputError:
             continue
-        every = layouts.layouts(work, devices, expert=degree)
-        own = [one for one in every if parallel.devices_per_job in ("auto", one.devices_per_job)]
-        out += [one for one in own if all(one.groups)][:1]
+        for exchange in (False, True):
+            every = layouts.layouts(work, devices, expert=degree, exchange=exchange)
+            own = [one for one in every if parallel.devices_per_job in ("auto", one.devices_per_job)]
+            out += [one for one in own if all(one.groups)][:1]
     return out
 
 

@@ -305,7 +305,10 @@ def test_the_plan_shows_what_sharing_the_experts_saves_and_costs(asked: dict[str
     assert 0.3 * alone.seconds < shared.seconds < alone.seconds
     assert said[0].startswith("training takes 2 with experts on 2, so each job is shared by 2 devices")
     more, _ = rows(6)
-    assert sorted(map(experts, more))[-3:] == [2, 3, 6], "as what could be asked for"
+    assert sorted(map(experts, more))[-6:] == [2, 2, 3, 3, 6, 6], "as what could be asked for, in both ways"
+    (exchanged,), _ = rows(2, expert=2, ep_implementation="all_to_all")
+    assert exchanged.taken and exchanged.status == "taken, experts on 2, all_to_all"
+    assert exchanged.waves < shared.waves and exchanged.bytes > shared.bytes
     assert not any(row.taken for row in more if row.expert > 1)
 
 

@@ -453,6 +453,7 @@ def test_a_base_that_no_device_can_hold_is_sharded_by_itself_and_the_plan_says_s
         "pipeline": 1,
         "sharded": True,
         "expert": 1,
+        "exchange": False,
     }
     assert [text for text in record["warnings"] if text == f"parallel.shard_base is taken: {tight.reason}"]
 
