@@ -42,7 +42,9 @@ def _guarded(action: Callable[[], Any], stopped: str = "stopped", light: bool = 
     stopped: what to say after Ctrl-C. light: it needs no library that takes seconds to load.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # tells everybody what a package would be for
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(
+        logging.ERROR
+    )  # tells everybody what a package would be for
     if not light and _loads() and speaks():
         say("loading PyTorch and Transformers")
     try:

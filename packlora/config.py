@@ -626,7 +626,11 @@ class ParallelConfig(_Strict):
     tensor: int = Field(1, ge=1)
     """Devices that hold the base model together, a part of each layer's weights each. It divides the number of processes."""
     expert: int = Field(1, ge=1)
-    """Devices that hold a part of the experts each."""
+    """Devices that hold some of the experts of each layer each, and all else of the base model; they run the same microbatches.
+    It divides the number of processes and that of the experts."""
+    ep_implementation: Literal["all_reduce", "all_to_all"] = "all_reduce"
+    """With expert: all_reduce: its devices run the same microbatches, and what their experts give is added up; all_to_all: each
+    has microbatches of its own, whose tokens go to the experts and back."""
     sequence_parallel: bool = False
     """With tensor: share the tokens of what lies between the layers that are cut, too: norms and residuals."""
     shard_base: bool | Literal["auto"] = "auto"
@@ -637,8 +641,6 @@ class ParallelConfig(_Strict):
     def _known(self) -> ParallelConfig:
         if self.devices_per_job != "auto" and self.devices_per_job < 1:
             raise ValueError(f"devices_per_job is {self.devices_per_job}; give auto or a number of devices, at least 1")
-        if self.expert != 1:
-            raise ValueError("this version does not take expert; leave this key out")
         if self.pipeline != "auto" and self.pipeline < 1:
             raise ValueError(f"pipeline is {self.pipeline}; give auto or a number of stages, at least 1")
         if self.stages > 1 and self.shard_base is True:
@@ -647,9 +649,19 @@ class ParallelConfig(_Strict):
             )
         if self.tensor > 1 and self.shard_base is True:
             raise ValueError(f"tensor is {self.tensor} and shard_base is true, two ways to share the weights; give one")
+        for name, other in (("tensor", self.tensor), ("pipeline", self.stages)):
+            if self.expert > 1 and other > 1:
+                raise ValueError(f"expert is {self.expert} and {name} is {other}, which do not go together; give one")
+        if self.expert > 1 and self.shard_base is True:
+            raise ValueError(f"expert is {self.expert} and shard_base is true, two ways to share the weights; give one")
+        if self.ep_implementation == "all_to_all" and self.expert == 1:
+            raise ValueError(
+                "ep_implementation is all_to_all, which goes with expert, the devices that share them; set both"
+            )
         if self.sequence_parallel and self.tensor == 1:
             raise ValueError("sequence_parallel goes with tensor, the devices that share the tokens; set both")
-        together, named = self.tensor * self.stages, "tensor" if self.stages == 1 else "pipeline"
+        together = self.tensor * self.stages * self.expert
+        named = self.in_parts or "tensor"
         named = "pipeline times tensor" if self.tensor > 1 and self.stages > 1 else named
         if self.devices_per_job != "auto" and self.devices_per_job % together:
             raise ValueError(
@@ -663,11 +675,23 @@ class ParallelConfig(_Strict):
         """Of the pipeline that is asked for; 1 where that is left to us."""
         return 1 if self.pipeline == "auto" else self.pipeline
 
+    @property
+    def exchanges(self) -> bool:
+        """Whether tokens go to experts on other devices and back."""
+        return self.ep_implementation == "all_to_all"
+
+    @property
+    def in_parts(self) -> str | None:
+        """The key by which several devices hold the base model together and run the same microbatches or stages of them; None
+        where none is asked for."""
+        asked = {"tensor": self.tensor > 1, "pipeline": self.stages > 1, "expert": self.expert > 1}
+        return next((key for key, is_asked in asked.items() if is_asked), None)
+
     def check(self, processes: int) -> None:
         """Raises InputError where so many processes cannot be divided as asked."""
         each = self.devices_per_job
         started = f"{processes} {'process was' if processes == 1 else 'processes were'} started, one for each device"
-        for name, together in (("tensor", self.tensor), ("pipeline", self.stages)):
+        for name, together in (("tensor", self.tensor), ("pipeline", self.stages), ("expert", self.expert)):
             if processes % together:
                 raise InputError(
                     f"parallel.{name} is {together}, but {started}; start a multiple of {together}, or give a number that "
@@ -943,12 +967,8 @@ class Run(_Strict):
 
     def check_quantized(self, what: str) -> None:
         """Raises ValueError where a setting does not go with a quantised base model. what: makes it one, for the message."""
-        apart = {
-            "shard_base": self.parallel.shard_base is True, "tensor": self.parallel.tensor > 1,
-            "pipeline": self.parallel.stages > 1,
-        }  # fmt: skip
-        if any(apart.values()):
-            key = next(key for key, asked in apart.items() if asked)
+        key = "shard_base" if self.parallel.shard_base is True else self.parallel.in_parts
+        if key is not None:
             raise ValueError(f"parallel.{key} does not take quantised layers apart ({what}); leave one of them out")
         if self.cuda_graphs is True:
             raise ValueError(
@@ -957,8 +977,7 @@ class Run(_Strict):
 
     @model_validator(mode="after")
     def _cut_as_it_can_be(self) -> Run:
-        parts = {"tensor": self.parallel.tensor > 1, "pipeline": self.parallel.stages > 1}
-        key = next((key for key, asked in parts.items() if asked), None)
+        key = self.parallel.in_parts
         for job in self.jobs if key is not None else ():
             if job.train.optim not in CUT_OPTIMS:
                 raise ValueError(
@@ -969,9 +988,8 @@ class Run(_Strict):
 
     @model_validator(mode="after")
     def _whole_for_prompts(self) -> Run:
-        parts = {"tensor": self.parallel.tensor > 1, "pipeline": self.parallel.stages > 1}
-        if any(parts.values()) or self.parallel.shard_base is True:
-            key = next((key for key, asked in parts.items() if asked), "shard_base")
+        if (key := self.parallel.in_parts) is not None or self.parallel.shard_base is True:
+            key = key or "shard_base"
             self.check_prompts(f"parallel.{key}")
         return self
 

@@ -42,6 +42,7 @@ MOST_PROBLEMS = 20
 _BATCH = "a job's train.global_batch_size is its samples per optimizer step; the run's max_tokens_per_microbatch decides memory"
 _RANK, _EPOCHS, _LENGTH = "see a job's adapter.r", "see a job's train.num_train_epochs", "see a job's data.max_length"
 _FOUR, _EIGHT = "see the run's quantization: nf4", "see the run's quantization: int8"
+_EXPERT = "see the run's parallel: {expert: N}, and ep_implementation beside it"
 OTHER_TOOLS = {
     "rank": _RANK, "lora_r": _RANK, "lora_rank": _RANK,
     "alpha": "see a job's adapter.lora_alpha", "dropout": "see a job's adapter.lora_dropout",
@@ -54,6 +55,7 @@ OTHER_TOOLS = {
     "packing": "samples are always packed", "sample_packing": "samples are always packed",
     "sequence_len": _LENGTH, "max_seq_length": _LENGTH, "max_seq_len": _LENGTH,
     "bf16": "see the run's dtype: bfloat16", "fp16": "see the run's dtype: float16",
+    "ep_size": _EXPERT, "expert_parallel_size": _EXPERT, "expert_model_parallel_size": _EXPERT,
     "load_in_4bit": _FOUR, "load_in_8bit": _EIGHT, "quantization_config": _FOUR, "bnb_4bit_quant_type": _FOUR,
     "rpo_alpha": "see a job's train.loss_type, [sigmoid, sft], and train.loss_weights",
     "rl": "see a job's train.trainer", "rl_beta": "see a job's train.beta",

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from packlora.adapters.expert_part import part_of
 from packlora.adapters.experts import (
     ExpertWeights,
     adapt_experts,
@@ -114,9 +115,10 @@ def attach(
     seeds = dict.fromkeys(specs, seed) if isinstance(seed, int) else seed
     own = {path for path, _ in model.named_modules()}
     for job, spec in specs.items():
-        if spec.parameter is not None and not attached.storage.is_whole:
+        if spec.parameter is not None and not attached.storage.takes_experts:
             raise InputError(f"job {job!r} adapts {spec.parameter}, which takes the whole base model on every device")
-    here = {job: [p for p in spec.modules if attached.storage.is_whole or p in own] for job, spec in specs.items()}
+    everything = attached.storage.takes_experts
+    here = {job: [p for p in spec.modules if everything or p in own] for job, spec in specs.items()}
     adapters = []
     for number, (job, spec) in enumerate(specs.items()):
         _replace(model, spec, here[job], attached, layers, chooser)
@@ -142,7 +144,7 @@ def attach_one(
     """
     layers = adapted_layers(model)
     before, own = set(layers), {path for path, _ in model.named_modules()}
-    here = [path for path in spec.modules if attached.storage.is_whole or path in own]
+    here = [path for path in spec.modules if attached.storage.takes_experts or path in own]
     _replace(model, spec, here, attached, layers, chooser)
     if attached.noise_hook is not None:
         noisy_embeddings(model, attached)
@@ -277,9 +279,10 @@ def _adapter(
         room = {attribute: views[f"{path}/{attribute}"] for attribute in shapes[path]}
         if layer is None:
             owner, _, leaf = path.rpartition(".")
-            experts = ExpertWeights(module, frozen_at(model.get_submodule(owner), leaf), at, room)
-            adapt_experts(model, path, attached, number, experts)
-            weights[path] = experts
+            experts = model.get_submodule(owner)
+            own_experts = ExpertWeights(module, frozen_at(experts, leaf), at, room, part_of(experts))
+            adapt_experts(model, path, attached, number, own_experts)
+            weights[path] = own_experts
             continue
         if isinstance(layer, AdaptedLinear):
             weights[path] = layer.adapters[number] = AdapterWeights(module, layer.base, at, room)

@@ -7,18 +7,20 @@ A router's product with its weight is an AdaptedLinear; what the router makes of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from packlora.adapters.expert_part import ExpertPart, part_of
+from packlora.adapters.expert_rows import sent_to_experts
 from packlora.adapters.expert_targets import Watched, router_product
 from packlora.adapters.kinds import PARAMETERS
 from packlora.adapters.linear import AdaptedLinear, Attached
 from packlora.adapters.owners import TokenOwners
-from packlora.adapters.sharded import Shard
 from packlora.adapters.spec import ModuleSpec
 from packlora.adapters.weights import first_factors, parameter_shapes
 from packlora.ops.dropout.keys import layer_salt
@@ -43,16 +45,20 @@ class ExpertWeights:
 
     Args:
         room: where they lie, by name: zeros, on the device of the experts.
+        shard: which experts are here; None: all.
     """
 
-    shard: Shard | None = None
-
-    def __init__(self, spec: ModuleSpec, frozen: ExpertWeight, seed: int, room: Mapping[str, torch.Tensor]) -> None:
-        self.spec, self.frozen, self.magnitude = spec, frozen, None
-        (Er, K), N = room["A"].shape, len(room["B"])
-        A_ErK, B_NEr = first_factors(spec.start, Er, K, N, seed, Er // spec.rank)
-        self.A = torch.nn.Parameter(room["A"].copy_(A_ErK))
-        self.B = torch.nn.Parameter(room["B"] if B_NEr is None else room["B"].copy_(B_NEr))
+    def __init__(
+        self, spec: ModuleSpec, frozen: ExpertWeight, seed: int, room: Mapping[str, torch.Tensor],
+        shard: ExpertPart | None = None,
+    ) -> None:  # fmt: skip
+        self.spec, self.frozen, self.shard, self.magnitude = spec, frozen, shard, None
+        (Er, K), N = self.whole_shape("A", room["A"].shape), len(room["B"])
+        A_ErK, B_NEr = first_factors(
+            spec.start, Er, K, N, seed, Er // spec.rank
+        )  # of all: the same in any number of parts
+        self.A = torch.nn.Parameter(room["A"].copy_(self.own("A", A_ErK)))
+        self.B = torch.nn.Parameter(room["B"] if B_NEr is None else room["B"].copy_(self.own("B", B_NEr)))
         self._norm: tuple[tuple[int, int], torch.Tensor] | None = None
         self._squared: torch.Tensor | None = None
         if spec.use_dora:
@@ -63,12 +69,12 @@ class ExpertWeights:
         return [] if self.magnitude is None else [(self.magnitude, self.norm())]
 
     def own(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """What of a whole parameter is here: all of it."""
-        return whole
+        """What of a whole parameter is here."""
+        return whole if self.shard is None else self.shard.own(name, whole)
 
-    def whole_shape(self, name: str, shape: torch.Size) -> tuple[int, ...]:
+    def whole_shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
         """Of a parameter over all processes."""
-        return tuple(shape)
+        return tuple(shape) if self.shard is None else self.shard.whole_shape(name, shape)
 
     def named_parameters(self) -> dict[str, torch.nn.Parameter]:
         """Those that exist, by the name of the attribute."""
@@ -205,32 +211,58 @@ def experts_forward(
     """transformers' interface of experts: hidden states [T, D], chosen experts and their weights [T, k] -> [T, D]."""
     if getattr(self, "_is_expert_parallel", False):
         raise RuntimeError(f"{type(self).__name__}: experts that are spread over processes are not served")
-    T = len(hidden_states)
+    T, part = len(hidden_states), part_of(self)
     state: AdaptedExperts | None = vars(self).get(STATE)
     owners = None if state is None else state.attached.owners(T)
+    if part is not None and part.exchange is not None:
+        numbers = [] if state is None else sorted({n for own in state.adapters.values() for n in own})
+        arrived = sent_to_experts(part, hidden_states, top_k_index, owners, numbers)
+        rows = Rows(numbers, arrived.routing, arrived.keys)
+        y_SD = arrived.back(arrived.routing.sum_to_tokens(_experts(self, arrived.x, rows))) * top_k_weights.reshape(
+            -1, 1
+        )
+        return y_SD.view(T, top_k_index.shape[1], -1).sum(1).to(hidden_states.dtype)
+    if part is not None:
+        hidden_states, top_k_weights = part.enter(hidden_states), part.enter(top_k_weights)
     numbers = [] if state is None or owners is None else state.numbers(owners)
     owner_T, count = None, 1
     if owners is not None and numbers:
         if owners.moving is not None and owners.moving.moves:
             raise RuntimeError("adapters on experts cannot follow segments that move; switch cuda_graphs off")
         owner_T, count = _owners_of_tokens(owners, numbers, hidden_states.device)
-    routing = Routing.of(top_k_index, self.num_experts, owner_T, count)
+    first = None if part is None else part.first
+    routing = Routing.of(top_k_index, self.num_experts, owner_T, count, first)
+    y_SD = _experts(self, hidden_states, Rows(numbers, routing, None if owners is None else owners.keys_T2))
+    weights_S = top_k_weights.reshape(-1)[routing.order]
+    y_TD = routing.sum_to_tokens(y_SD * weights_S[:, None]).to(hidden_states.dtype)
+    return y_TD if part is None else part.leave(y_TD)
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """What experts compute. numbers: of the adapters that are the routing's first owners; others have none. keys: of tokens."""
+
+    numbers: Sequence[int]
+    routing: Routing
+    keys: torch.Tensor | None
+
+
+def _experts(experts: Any, x: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """What experts give for tokens, without the routers' weights, by sorted rows [S, D]."""
+    state: AdaptedExperts | None = vars(experts).get(STATE)
 
     def product(x: torch.Tensor, name: str, repeated: bool) -> torch.Tensor:
-        keys = None if owners is None else owners.keys_T2
         own = {} if state is None else state.adapters.get(name, {})
-        low_rank = [own[number].low_rank(keys is not None) if number in own else None for number in numbers]
-        low_rank += [None] * (count - len(low_rank))
+        dropping = rows.keys is not None
+        low_rank = [own[number].low_rank(dropping) if number in own else None for number in rows.numbers]
+        low_rank += [None] * (rows.routing.owners - len(low_rank))
         salt = 0 if state is None else layer_salt(f"{state.path}.{name}")
-        return lora_experts(x, frozen_at(self, name), routing, low_rank, keys, salt, repeated)
+        return lora_experts(x, frozen_at(experts, name), rows.routing, low_rank, rows.keys, salt, repeated)
 
-    inner = product(hidden_states, "gate_up_proj" if self.has_gate else "up_proj", True)
-    inner = self._apply_gate(inner) if self.has_gate else self.act_fn(inner)
+    inner = product(x, "gate_up_proj" if experts.has_gate else "up_proj", True)
+    inner = experts._apply_gate(inner) if experts.has_gate else experts.act_fn(inner)
     y_SD = product(inner, "down_proj", False)
-    if getattr(self, "has_post_expert_norm", False):
-        y_SD = self.post_expert_norm(y_SD)
-    weights_S = top_k_weights.reshape(-1)[routing.order]
-    return routing.sum_to_tokens(y_SD * weights_S[:, None]).to(hidden_states.dtype)
+    return experts.post_expert_norm(y_SD) if getattr(experts, "has_post_expert_norm", False) else y_SD
 
 
 def _owners_of_tokens(owners: TokenOwners, numbers: list[int], device: torch.device) -> tuple[torch.Tensor | None, int]:

@@ -46,6 +46,8 @@ class WeightFiles:
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.bytes_read = 0
         self._files: dict[str, str] = {}
+        self._joined: dict[str, list[list[str]]] = {}
+        """By name, the keys of weights of all experts that the files have one by one, see parts_of."""
         for file in load_part("model", path, lambda: _files(path, revision)):
             with load_part("model", path, lambda file=file: safe_open(file, framework="pt")) as opened:
                 for key in opened.keys():  # noqa: SIM118 - it is no mapping
@@ -64,12 +66,36 @@ class WeightFiles:
         """A weight, or a part of it, in the dtype of the file. It may be the file itself, mapped into memory: copy it.
 
         Args:
-            part: of each dimension that is not whole, from the first one on.
+            part: of each dimension that is not whole, from the first one on; of a joined weight of the experts alone.
         """
+        if key in self._joined:
+            parts, (experts,) = self._joined[key], part or (slice(None),)
+            own = zip(*(keys[experts] for keys in parts), strict=True)
+            return torch.stack([torch.cat([self.read(one) for one in of_expert]) for of_expert in own])
         with safe_open(self._files[key], framework="pt") as opened:
             read: torch.Tensor = opened.get_slice(key)[part] if part else opened.get_tensor(key)
         self.bytes_read += read.numel() * read.element_size()
         return read
+
+    def join(self, name: str, parts: list[list[str]], shape: tuple[int, ...]) -> None:
+        """Let a weight [E, N, K] of all experts be read under its name.
+
+        Args:
+            parts: see parts_of.
+
+        Raises:
+            InputError: they do not make up the shape.
+        """
+        found = [[self.shapes[key] for key in keys] for keys in parts]
+        rows = {sum(sizes[0] for sizes in of_expert) for of_expert in zip(*found, strict=False)}
+        columns = {sizes[1:] for own in found for sizes in own}
+        if {*map(len, parts)} != {shape[0]} or rows != {shape[1]} or columns != {shape[2:]}:
+            counts = ", ".join(str(len(keys)) for keys in parts)
+            raise InputError(
+                f"base_model {self.path!r}: the weight files hold experts that do not make up {name} {list(shape)}: of each "
+                f"part {counts}, the first {list(found[0][0])}"
+            )
+        self._joined[name], self.shapes[name] = parts, shape
 
 
 def _files(path: str, revision: str | None) -> list[str]:
@@ -114,10 +140,7 @@ def keys_of(model: PreTrainedModel, files: WeightFiles, computed: bool = False) 
     wanted = model.state_dict()
     found, unexpected, made = _renamed(model, wanted, files.shapes)
     if made and not computed:
-        raise InputError(
-            f"base_model {files.path!r}: the weights of a model in parts are read as they lie in the files, but {made[0]} of a "
-            f"{model.config.model_type} model is computed from others; save_pretrained it with save_original_format=False"
-        )
+        raise _computed(files, model, made[0])
     there = {id(parameter) for name, parameter in _parameters(model) if name in found}
     tied = {name for name, parameter in _parameters(model) if id(parameter) in there}
     names, missing = {name for name, _ in _parameters(model)}, wanted.keys() - found.keys() - tied - set(made)
@@ -134,6 +157,31 @@ def keys_of(model: PreTrainedModel, files: WeightFiles, computed: bool = False) 
         },
     )  # fmt: skip
     return found
+
+
+def keys_with_experts(model: PreTrainedModel, files: WeightFiles) -> dict[str, str]:
+    """As keys_of, where weights of experts may be put together of those that the files have of each expert.
+
+    Raises:
+        InputError: as keys_of; or others than experts are computed.
+    """
+    keys, wanted = keys_of(model, files, computed=True), model.state_dict()
+    for name, parts in parts_of(model, files).items():
+        if name not in keys:
+            files.join(name, parts, tuple(wanted[name].shape))
+            keys[name] = name
+    there = {id(parameter) for name, parameter in _parameters(model) if name in keys}
+    computed = [name for name, parameter in _parameters(model) if id(parameter) not in there]
+    if computed:
+        raise _computed(files, model, computed[0])
+    return keys
+
+
+def _computed(files: WeightFiles, model: PreTrainedModel, name: str) -> InputError:
+    return InputError(
+        f"base_model {files.path!r}: the weights of a model in parts are read as they lie in the files, but {name} of a "
+        f"{model.config.model_type} model is computed from others; save_pretrained it with save_original_format=False"
+    )
 
 
 def parts_of(model: PreTrainedModel, files: WeightFiles) -> dict[str, list[list[str]]]:

@@ -19,6 +19,7 @@ import torch
 from packlora.base.device import choose_device
 from packlora.bench import (
     dora,
+    expert_parallel,
     experts,
     graphs,
     layer,
@@ -48,6 +49,8 @@ ON_A_DEVICE: dict[str, Any] = {
     "quantised": quantised, "experts": experts,
 }  # fmt: skip
 ON_PROCESSES: dict[str, Any] = {"replicas": replicas, "tensor-parallel": tensor_parallel, "pipeline": pipeline}
+ON_EITHER: dict[str, Any] = {"experts": expert_parallel}
+"""What benchmarks of ON_A_DEVICE are under torchrun."""
 NAMES = (*ON_A_DEVICE, "schedule", *ON_PROCESSES)
 
 
@@ -110,14 +113,16 @@ def run_bench(
         if resume:
             raise InputError("bench schedule runs in one piece; --resume is not for it")
         return run_schedule(out, quick, plots)
-    if name in ON_PROCESSES:
+    if name in ON_PROCESSES or (name in ON_EITHER and world_size() > 1):
         if plots or (resume and name != "pipeline"):
             raise InputError(f"bench {name} runs in one piece and has no pictures; --resume and --plots are not for it")
         plain = Options(torch.device("cpu"), quick, _words(only), layers, wanted, (), out, None, shape or SHAPE, units)
         with processes(name) as mesh:
             return _measure_together(name, plain, device, resume, mesh)
     if world_size() > 1:
-        raise InputError(f"bench {name} runs on one process; torchrun is for {' and '.join(ON_PROCESSES)}")
+        raise InputError(
+            f"bench {name} runs on one process; torchrun is for {' and '.join([*ON_PROCESSES, *ON_EITHER])}"
+        )
     chosen = _device(name, device, quick)
     check_writable(out)
     return _measure(name, _options(name, out, chosen, quick, _words(only), layers, wanted, resume), plots)
@@ -148,14 +153,17 @@ def _measure_together(name: str, plain: Options, device: str, resume: bool, mesh
     Args:
         plain: the options but for the device, what is kept and where rows go meanwhile.
     """
-    bench, out, shape = ON_PROCESSES[name], plain.out, plain.shape
+    bench, out, shape = (ON_PROCESSES | ON_EITHER)[name], plain.out, plain.shape
+    called = getattr(bench, "LABEL", name)
     assert out is not None
 
     def asked() -> tuple[str, Options]:
         chosen = _device(name, device, plain.quick)
         if device not in ("auto", "cpu", "cuda"):
             raise InputError(f"device: {device!r} is one device, but {mesh.size} processes were started; use auto")
-        label = f"{name}-{device_slug(chosen)}" if shape == SHAPE else f"{name}-{shape.lower()}-{device_slug(chosen)}"
+        label = (
+            f"{called}-{device_slug(chosen)}" if shape == SHAPE else f"{called}-{shape.lower()}-{device_slug(chosen)}"
+        )
         kept: tuple[dict[str, Any], ...] = ()
         progress = None
         if name == "pipeline":

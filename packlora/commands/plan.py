@@ -205,9 +205,14 @@ def make_plan(run: Run, stages: int = 1, gpus: int | None = None, told: Told = s
         raise InputError("--gpus spreads jobs over devices, --stages the layers of the model; give one of them")
     run = begun(run)[0]
     prepared, tensor = prepare(run, told=told), run.parallel.tensor
+    if gpus is not None and (tensor > 1 or run.parallel.expert > 1):
+        run.parallel.check(gpus)
+    if run.parallel.expert > 1 and gpus is None:
+        prepared.warnings.append(
+            f"with parallel.expert {run.parallel.expert} devices hold the experts together; what is above is of one device "
+            f"that holds all of them, --gpus {run.parallel.expert} shows what they need and take"
+        )
     if tensor > 1:
-        if gpus is not None:
-            run.parallel.check(gpus)
         prepared.warnings.append(
             f"with parallel.tensor {tensor} devices hold the base model together; times, memory and layouts are not predicted "
             "for that: what is above is of one device that holds all of it"

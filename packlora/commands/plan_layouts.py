@@ -12,7 +12,6 @@ from packlora.runtime import profiler
 from packlora.runtime.prepare import PreparedRun
 from packlora.runtime.profiler import Profile
 from packlora.runtime.spread import (
-    GATHER_BYTES_PER_SECOND,
     Choice,
     Spread,
     candidates,
@@ -20,6 +19,7 @@ from packlora.runtime.spread import (
     gather_seconds,
     needed_bytes,
     piped,
+    sharing_experts,
     spread,
 )
 from packlora.runtime.work import Work
@@ -34,7 +34,8 @@ class LayoutFigures:
     groups: names of their jobs. sharded: the base model is in parts on all devices, and gathered layer by layer. pipeline:
     stages, a device each, that have a part of its layers each. waves: of the group with the most. speedup: over one device.
     idle: share of all devices' time in which they have no microbatch, by predicted work (runtime/work.py). bytes: of a device
-    of the group that needs the most.
+    of the group that needs the most. expert: devices that hold the experts together. exchange: of which each has microbatches
+    of its own.
     """
 
     devices_per_job: int
@@ -48,6 +49,8 @@ class LayoutFigures:
     bytes: int
     fits: bool
     taken: bool
+    expert: int = 1
+    exchange: bool = False
 
     @property
     def status(self) -> str:
@@ -55,6 +58,8 @@ class LayoutFigures:
         words = ["taken"] if self.taken else []
         words += ["base sharded"] if self.sharded else []
         words += [f"pipeline of {self.pipeline}"] if self.pipeline > 1 else []
+        way = ", all_to_all" if self.exchange else ""
+        words += [f"experts on {self.expert}{way}"] if self.expert > 1 else []
         words += [] if self.fits else ["does not fit"]
         return ", ".join(words)
 
@@ -74,7 +79,7 @@ class Layouts:
     def to_json(self) -> dict[str, Any]:
         return {
             "devices": self.devices, "layouts": [asdict(row) for row in self.rows], "reason": self.reason,
-            "gather_bytes_per_second": GATHER_BYTES_PER_SECOND,
+            "gather_bytes_per_second": profiler.BYTES_PER_SECOND,
         }  # fmt: skip
 
 
@@ -85,28 +90,31 @@ def figures_of(prepared: PreparedRun, known: Profile, devices: int, taken: Choic
         taken: from spread.choose.
         alone: seconds that the run takes on one device.
     """
-    work, names = Work(prepared), tuple(job.data.name for job in prepared.jobs)
-    found = candidates(prepared, devices, work.jobs())
-    if devices > 1 and prepared.run.parallel.stages == 1:
+    names, asked = tuple(job.data.name for job in prepared.jobs), prepared.run.parallel
+    work = Work(prepared, 1 if asked.exchanges else asked.expert).jobs()
+    found = candidates(prepared, devices, work)
+    if devices > 1 and asked.in_parts is None:
         found.append(Layout((names,), devices, sharded=True))
-        found += piped(prepared, devices, work.jobs())
-    rows = [_row(prepared, known, spread(prepared, own), work, taken.layout, alone) for own in found]
+        found += piped(prepared, devices, work) + sharing_experts(prepared, devices, work)
+    rows = [_row(prepared, known, spread(prepared, own), taken.layout, alone) for own in found]
     return Layouts(devices, rows, taken.reason)
 
 
 def _row(
-    prepared: PreparedRun, known: Profile, own: Spread, work: Work, taken: Layout, alone: float
+    prepared: PreparedRun, known: Profile, own: Spread, taken: Layout, alone: float
 ) -> LayoutFigures:  # fmt: skip
     layout = own.layout
+    work = Work(prepared, 1 if layout.exchange else layout.expert)
+    shared = profiler.sharing_experts(known, prepared.run, prepared, layout.expert, layout.exchange)
     gathering, piped = gather_seconds(prepared, layout), layout.pipeline > 1
     staged = profiler.staged(known, prepared.run, prepared, layout.pipeline).cost if piped else None
-    seconds = own.predict(lambda microbatch: known.seconds(microbatch) + gathering, staged).time
+    seconds = own.predict(lambda microbatch: shared.seconds(microbatch) + gathering, staged).time
     balance, needed = own.predict(work.of, work.staged(layout)), needed_bytes(prepared, known, own)
-    in_parts = layout.sharded or piped
-    has_failed = known.failed is not None and max(own.fullest) >= known.failed and not in_parts
+    has_failed = known.failed is not None and max(own.fullest) >= known.failed and not layout.is_in_parts
     return LayoutFigures(
         layout.devices_per_job, layout.groups, layout.sharded, layout.pipeline, balance.waves, seconds, alone / seconds,
-        balance.idle, needed, fits(known, needed) and not has_failed, layout == taken,
+        balance.idle, needed, fits(known, needed) and not has_failed, layout == taken, layout.expert,
+        layout.exchange,
     )  # fmt: skip
 
 
@@ -135,6 +143,8 @@ def sentences(found: Layouts, limit: int) -> list[str]:
         each = (
             f"is on {taken.devices_per_job} devices, {taken.devices_per_job // taken.pipeline} for each of its stages"
         )
+    if taken.expert > 1:
+        what += f" with experts on {taken.expert}"
     out.append(f"training takes {what}, so each job {each}: {found.reason}")
     if len(taken.groups) > 1:
         listed = [" + ".join(group) or "nothing" for group in taken.groups[:limit]]
@@ -145,7 +155,12 @@ def sentences(found: Layouts, limit: int) -> list[str]:
     if any(row.sharded for row in found.rows):
         out.append(
             "base sharded: with parallel.shard_base, by itself where nothing else fits. Layers are assumed to be "
-            f"gathered at {GATHER_BYTES_PER_SECOND / 1e9:.0f} GB/s"
+            f"gathered at {profiler.BYTES_PER_SECOND / 1e9:.0f} GB/s"
+        )
+    if any(row.expert > 1 for row in found.rows):
+        out.append(
+            "experts on N: with parallel.expert, only where it is asked for. Tokens are taken to go to all experts alike, and "
+            f"messages to pass at {profiler.BYTES_PER_SECOND / 1e9:.0f} GB/s; those of all_to_all are not counted"
         )
     if any(row.pipeline > 1 for row in found.rows):
         out.append(

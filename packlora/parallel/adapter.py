@@ -6,7 +6,7 @@ gradient.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -83,6 +83,43 @@ class WholeGradient:
         if names:
             torch._foreach_copy_(list(layout.views(flat).values()), [grads[name] for name in names])
         return flat
+
+
+class SharedGradient:
+    """Adds up the gradient of an adapter over replicas that hold experts together, once a step: of what all of them have over
+    all, of experts over those that have the same ones.
+
+    Args:
+        adapter: on a model that `shard_experts` has cut.
+        alike: the processes that have the same experts, None where it is one.
+    """
+
+    def __init__(self, adapter: Adapter, alike: dist.ProcessGroup | None) -> None:
+        self.adapter, self.alike = adapter, alike
+        slices = [name for name in adapter.layout.places if _is_slice(adapter, name)]
+        self._layouts = {
+            own: FlatLayout(
+                {name: place.shape for name, place in adapter.layout.places.items() if (name in slices) == own}
+            )
+            for own in (False, True)
+        }
+
+    def add_up(self, gradient: torch.Tensor, add: Callable[[Sequence[torch.Tensor]], None]) -> None:
+        """In place. add: adds up tensors over all replicas."""
+        self._added(False, gradient, lambda flat: add([flat]))
+        if self.alike is not None:
+            alike = self.alike
+            self._added(True, gradient, lambda flat: add_up(flat, alike))
+
+    def _added(self, of_experts: bool, gradient: torch.Tensor, add: Callable[[torch.Tensor], None]) -> None:
+        layout, grads = self._layouts[of_experts], self.adapter.layout.views(gradient)
+        if not layout.places:
+            return
+        flat = gradient.new_zeros(layout.size)
+        views, own = list(layout.views(flat).values()), [grads[name] for name in layout.places]
+        torch._foreach_copy_(views, own)
+        add(flat)
+        torch._foreach_copy_(own, views)
 
 
 def _square(flat: torch.Tensor) -> torch.Tensor:

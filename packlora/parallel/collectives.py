@@ -18,7 +18,7 @@ What follows a sum, or is joined, is the same on all processes to the bit, so it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -78,6 +78,22 @@ def copied(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 def summed(y: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """The sum over the group, in the place of y."""
     out: torch.Tensor = _Summed.apply(y, group)
+    return out
+
+
+def exchanged(x: torch.Tensor, sent: Sequence[int], got: Sequence[int], group: dist.ProcessGroup) -> torch.Tensor:
+    """Rows that each process gets from the others: of x [sum of sent, ...] the first `sent[0]` go to the first one, and so on;
+    `got` rows come from each. The gradient goes the other way."""
+    if not x.is_floating_point():
+        return _all_to_all(x, sent, got, group)
+    out: torch.Tensor = _Exchanged.apply(x, sent, got, group)
+    return out
+
+
+def _all_to_all(x: torch.Tensor, sent: Sequence[int], got: Sequence[int], group: dist.ProcessGroup) -> torch.Tensor:
+    out = x.new_empty(sum(got), *x.shape[1:])
+    with answered():
+        dist.all_to_all_single(out, x.contiguous(), list(got), list(sent), group=group)
     return out
 
 
@@ -177,6 +193,20 @@ class _Summed(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, d: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return d, None
+
+
+class _Exchanged(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, sent: Sequence[int], got: Sequence[int], group: dist.ProcessGroup
+    ) -> torch.Tensor:
+        ctx.sent, ctx.got, ctx.group = sent, got, group
+        return _all_to_all(x, sent, got, group)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, d: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return _all_to_all(d, ctx.got, ctx.sent, ctx.group), None, None, None
 
 
 def _function(name: str, forward: Through, backward: Through) -> Any:

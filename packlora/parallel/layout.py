@@ -27,8 +27,9 @@ takes a wave of its own. From 0.9 to 0.97 makes a difference of 0.4 % on average
 class Layout:
     """groups: names of the jobs of each group, in the order of the run. split: replicas of a group, which share each job.
     tensor: processes that hold a layer together, side by side; pipeline: stages of such processes, one behind the other; both
-    together are a replica. sharded: each process holds a part of every weight of the base model (sharded.py); there is one
-    group then.
+    together are a replica. expert: processes that hold the experts together, and all else each; they are a replica too.
+    exchange: of these each has microbatches of its own, so each counts as a replica; their groups are multiples of expert.
+    sharded: each process holds a part of every weight of the base model (sharded.py); there is one group then.
 
     In a group the replicas lie one behind the other, in a replica its stages, in a stage its processes."""
 
@@ -37,6 +38,8 @@ class Layout:
     tensor: int = 1
     pipeline: int = 1
     sharded: bool = False
+    expert: int = 1
+    exchange: bool = False
 
     @property
     def replicas(self) -> int:
@@ -44,12 +47,12 @@ class Layout:
 
     @property
     def devices_per_replica(self) -> int:
-        return self.tensor * self.pipeline
+        return self.tensor * self.pipeline * (1 if self.exchange else self.expert)
 
     @property
     def is_in_parts(self) -> bool:
         """Whether no process holds the whole base model."""
-        return self.sharded or self.devices_per_replica > 1
+        return self.sharded or self.devices_per_replica > 1 or self.expert > 1
 
     @property
     def processes(self) -> int:
@@ -84,16 +87,21 @@ class Prediction:
         return 1.0 - self.busy / (self.time * self.layout.replicas * self.layout.pipeline) if self.time else 0.0
 
 
-def layouts(work: Mapping[str, float], world: int, tensor: int = 1, pipeline: int = 1) -> list[Layout]:
+def layouts(
+    work: Mapping[str, float], world: int, tensor: int = 1, pipeline: int = 1, expert: int = 1, exchange: bool = False
+) -> list[Layout]:  # fmt: skip
     """All layouts of a run on `world` processes, those whose jobs share the fewest first.
 
     Args:
         work: by job, what it is predicted to take on one replica, in any unit.
-        tensor, pipeline: see Layout; their product divides world.
+        tensor, pipeline, expert, exchange: see Layout; their product divides world.
     """
-    replicas = world // (tensor * pipeline)
-    sizes = [size for size in range(1, replicas + 1) if replicas % size == 0]
-    return [Layout(place(work, replicas // size), size, tensor, pipeline) for size in sizes]
+    replicas, least = world // (tensor * pipeline * (1 if exchange else expert)), expert if exchange else 1
+    sizes = [size for size in range(least, replicas + 1, least) if replicas % size == 0]
+    return [
+        Layout(place(work, replicas // size), size, tensor, pipeline, expert=expert, exchange=exchange)
+        for size in sizes
+    ]
 
 
 def predict(

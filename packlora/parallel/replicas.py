@@ -22,11 +22,15 @@ class Alone:
     """One process with its jobs.
 
     rank, size: of this process's replica among the replicas, and how many there are. processes: of all replicas. leads: whether
-    this process speaks for all of them. model: the processes of its replica, None where it is one.
+    this process speaks for all of them. model: the processes that hold the model together with this one, those of its replica,
+    None where it holds all of it. saves: whether it has a part of what is saved. exchanges: whether those processes are
+    replicas too, whose tokens go to one another's experts. alike: then, the processes with the same experts, None where it is
+    one.
     """
 
-    rank, size, processes, leads = 0, 1, 1, True
+    rank, size, processes, leads, saves, exchanges = 0, 1, 1, True, True, False
     model: dist.ProcessGroup | None = None
+    alike: dist.ProcessGroup | None = None
 
     def most(self, numbers: Sequence[int]) -> list[int]:
         """The largest of each that a process gives."""
@@ -66,12 +70,21 @@ class Replicas(Alone):
             control = dist.new_group(list(every), backend="gloo", timeout=timeout)
             replicas = [every[at : at + each] for at in range(0, len(every), each)]
             models = [dist.new_group(list(own), timeout=timeout) if each > 1 else None for own in replicas]
+            alike: list[dist.ProcessGroup | None] = [None]
+            if layout.exchange:
+                n = layout.expert
+                sets = [dist.new_group(list(every[at : at + n]), timeout=timeout) for at in range(0, len(every), n)]
+                models = [one for one in sets for _ in range(n)]
+                if len(sets) > 1:
+                    alike = [dist.new_group(list(every[at::n]), timeout=timeout) for at in range(n)]
             sums = [dist.new_group(list(every[at::each]), timeout=timeout) for at in range(each)]
             if mesh.rank in every:
                 self.number = number
                 self.rank, part = divmod(every.index(mesh.rank), each)
                 self.leads, self.model = mesh.rank == every[0], models[self.rank]
                 self._control, self._sums, self._first = control, sums[part], every[0]
+                self.exchanges, self.alike = layout.exchange, alike[self.rank % len(alike)]
+                self.saves = self.rank < layout.expert if layout.exchange else self.rank == 0
         self._mesh = mesh
 
     def most(self, numbers: Sequence[int]) -> list[int]:

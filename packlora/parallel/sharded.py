@@ -27,6 +27,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forwar
 from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 
+from packlora.adapters.expert_targets import is_experts
 from packlora.adapters.linear import Attached
 from packlora.adapters.owners import MIN_ROWS, TokenOwners
 from packlora.base.demo_model import base_path
@@ -73,6 +74,8 @@ def empty_model(
     with init_empty_weights(include_buffers=False):
         model = model_of(config, path, trust_remote_code, dtype)
     model.tie_weights()
+    if dtype == torch.float64 and any(map(is_experts, model.modules())):
+        model.set_experts_implementation("eager")  # torch's grouped products, which are the default, are not for it
     kept_wide = model._get_dtype_plan(dtype)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         for pattern, wide in kept_wide.items():
@@ -90,7 +93,7 @@ class Shards:
         files, keys: where its parameters and persistent buffers are read (weight_files.keys_of).
     """
 
-    is_whole = False
+    is_whole = takes_experts = False
 
     def __init__(self, model: PreTrainedModel, mesh: DeviceMesh, files: WeightFiles, keys: Mapping[str, str]) -> None:
         self.model, self.mesh = model, mesh
@@ -174,17 +177,22 @@ class Shards:
         ]
         if inside:
             before = [self.model.get_input_embeddings(), *self.layers.values()][inside[0]]
-            before.register_forward_hook(_with_gradient)
+            before.register_forward_hook(with_gradient)
 
     # --- a rank without a microbatch -------------------------------------------------------------------------------------
 
     def keep_step(self, attached: Attached, backward: bool) -> None:
         """Gather what a microbatch gathers, for the other ranks: a forward, and a backward, of a few tokens of nobody."""
-        ids = torch.arange(MIN_ROWS, device=self.device)
-        with attached.active(TokenOwners(MIN_ROWS, ())), torch.set_grad_enabled(backward):
-            hidden = hidden_states(self.model, ids, ids, (MIN_ROWS,))
-            if hidden.requires_grad:
-                hidden.backward(torch.zeros_like(hidden))
+        run_nobody(self.model, self.device, attached, backward)
+
+
+def run_nobody(model: PreTrainedModel, device: torch.device, attached: Attached, backward: bool) -> None:
+    """A forward, and a backward, of a few tokens of nobody."""
+    ids = torch.arange(MIN_ROWS, device=device)
+    with attached.active(TokenOwners(MIN_ROWS, ())), torch.set_grad_enabled(backward):
+        hidden = hidden_states(model, ids, ids, (MIN_ROWS,))
+        if hidden.requires_grad:
+            hidden.backward(torch.zeros_like(hidden))
 
 
 def decoder_layers(model: PreTrainedModel) -> dict[str, torch.nn.Module]:
@@ -219,7 +227,7 @@ def untie(model: PreTrainedModel, mesh: DeviceMesh, files: WeightFiles, keys: Ma
             setattr(model.get_submodule(parent), leaf, torch.nn.Parameter(parameter.detach().clone(), False))
 
 
-def _with_gradient(module: torch.nn.Module, args: Any, output: Any) -> None:
+def with_gradient(module: torch.nn.Module, args: Any, output: Any) -> None:
     """A hook: what a module gives has a gradient from here on."""
     if torch.is_grad_enabled():
         hidden = output if isinstance(output, torch.Tensor) else output[0]

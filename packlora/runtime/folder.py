@@ -111,7 +111,7 @@ class OutputFolder:
         Raises:
             WriteError: it cannot be written.
         """
-        if self.group.rank:
+        if not self.group.saves:
             return
         if self.group.leads:
             self.events.emit(CheckpointBegins(job.name, job.step))
@@ -151,7 +151,7 @@ class OutputFolder:
             WriteError: it cannot be written; a job that was done is running again, as its checkpoint says.
             FileNotFoundError: the folder is gone.
         """
-        if self.group.rank:
+        if not self.group.saves:
             return
         job.join_untrained()
         whole = job.whole_of(job.adapter.flat)

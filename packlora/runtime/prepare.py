@@ -35,6 +35,7 @@ from packlora.data.prompts import Prompt, encode_prompts
 from packlora.data.readers import Read, is_there, read_data
 from packlora.data.rows import Row
 from packlora.errors import InputError
+from packlora.parallel.experts import check_experts
 from packlora.parallel.stages import check_stages
 from packlora.parallel.tensor import check_cut
 from packlora.plans.ask import Ask, asks_of
@@ -74,6 +75,13 @@ class PreparedJob:
     prompts: list[Prompt] = field(default_factory=list)
     most: int = 0
     """Tokens that a sample of a stream may have."""
+    on_experts: int = 0
+    """Parameters of its adapter that are on experts."""
+
+    @property
+    def active_on_experts(self) -> int:
+        """Those of them that one token meets."""
+        return self.active - (self.trainable - self.on_experts)
 
     @property
     def longest(self) -> int:
@@ -88,7 +96,8 @@ class ModelShape:
     parameters: of the model; linear_parameters: of its linear layers without the output layer. attention, key_value: widths of
     queries and of keys. inner: width inside the MLP. head_norms: queries and keys have norms of their own (Qwen 3). largest,
     outputs: of those linear layers, the most numbers of one and the outputs of all. routed_parameters: of the experts that one
-    token goes to, of all layers; routed_width: numbers that go into them and come out of them, by layer.
+    token goes to, of all layers; routed_width: numbers that go into them and come out of them, by layer. expert_parameters: of
+    all experts; experts: how many there are in a layer, those of all layers that differ.
     """
 
     model_type: str
@@ -105,6 +114,8 @@ class ModelShape:
     outputs: int = 0
     routed_parameters: int = 0
     routed_width: int = 0
+    expert_parameters: int = 0
+    experts: tuple[int, ...] = ()
 
     @staticmethod
     def of(model: PreTrainedModel) -> ModelShape:
@@ -132,6 +143,8 @@ class ModelShape:
             sum(module.out_features for module in linear),
             sum(weight.numel() // len(weight) for weight in weights) * top_k,
             sum(sum(weight.shape[1:]) for weight in weights) * top_k // layers,
+            sum(weight.numel() for weight in weights),
+            tuple(sorted({len(weight) for weight in weights})),
         )
 
 
@@ -225,9 +238,9 @@ class Encoder:
         data = JobData(job.name, encoded.samples, job.train, self.run.seed_of(job), self.max_steps)
         _check_scheduler(job, data)
         notes += _cut_samples(job.name, encoded, eval_encoded) + _doubts(job, data)
-        trainable = trainable_parameters(spec, self.skeleton)
-        active = self._active(spec)
-        return PreparedJob(job, data, encoded, eval_encoded, spec, trainable, active, self._prompts(job)), notes
+        return PreparedJob(
+            job, data, encoded, eval_encoded, spec, *self._counts(spec), self._prompts(job), on_experts=self._on_experts(spec)
+        ), notes  # fmt: skip
 
     def _streamed(
         self, job: JobConfig, spec: AdapterSpec, eval_rows: list[Rows], budget: int, told: Told
@@ -257,13 +270,18 @@ class Encoder:
         _check_scheduler(job, data)
         notes = [note for one in eval_rows for note in one.read.notes] + _doubts(job, data)
         notes += _cut_samples(job.name, encoded, held_out)
-        trainable, most = trainable_parameters(spec, self.skeleton), min(own.max_length, budget, self.longest)
-        active = self._active(spec)
-        return PreparedJob(job, data, encoded, held_out, spec, trainable, active, self._prompts(job), most), notes
+        most, prompts = min(own.max_length, budget, self.longest), self._prompts(job)
+        return PreparedJob(
+            job, data, encoded, held_out, spec, *self._counts(spec), prompts, most, self._on_experts(spec)
+        ), notes  # fmt: skip
 
-    def _active(self, spec: AdapterSpec) -> int:
+    def _counts(self, spec: AdapterSpec) -> tuple[int, int]:
+        """Parameters of an adapter, and those that one token meets."""
         top_k = _number(self.skeleton.config.get_text_config(), "num_experts_per_tok", 1)
-        return trainable_parameters(spec, self.skeleton, top_k)
+        return trainable_parameters(spec, self.skeleton), trainable_parameters(spec, self.skeleton, top_k)
+
+    def _on_experts(self, spec: AdapterSpec) -> int:
+        return trainable_parameters(spec, self.skeleton) - trainable_parameters(spec, self.skeleton, 0)
 
     def _prompts(self, job: JobConfig) -> list[Prompt]:
         texts, new = self.run.prompts_of(job), self.run.sample_max_new_tokens
@@ -420,6 +438,8 @@ def _check_parallel(prepared: PreparedRun, skeleton: PreTrainedModel) -> None:
                 )
     if parallel.tensor > 1:
         check_cut(skeleton, parallel.tensor)
+    if parallel.expert > 1:
+        check_experts(skeleton, parallel.expert)
     if parallel.stages > layers:
         raise InputError(
             f"parallel.pipeline is {parallel.stages}, but the model has {layers} layers; give at most {layers}"

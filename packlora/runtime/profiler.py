@@ -57,6 +57,8 @@ OPTIMIZER_BYTES = 16
 moments and the last good value."""
 TRAINABLE_BYTES = 4 * 6
 """Per trainable parameter in all: with its value and a microbatch's gradient."""
+BYTES_PER_SECOND = 2e11
+"""Assumed of messages between devices: four H200s gather a layer by NVLink at 2.1e11 to 2.5e11."""
 ATTENTION_SLOWER = 2.5
 """Attention's products against large plain ones, time per operation."""
 
@@ -160,23 +162,59 @@ def planning_cost(run: Run, prepared: PreparedRun, stages: int) -> CostModel:
     return analytic_cost(run, prepared, PLANNED_FLOPS[choose_device(run.device).type], stages)
 
 
-def analytic_cost(run: Run, prepared: PreparedRun, flops: float, stages: int = 1) -> CostModel:
+def sharing_experts(
+    known: Profile, run: Run, prepared: PreparedRun, devices: int, exchange: bool = False
+) -> Profile:  # fmt: skip
+    """What is known of one device, of one of so many like it that hold the experts together and run the same microbatches; or
+    with `exchange` their own, of which each device computes as much as it has, messages not counted."""
+    if devices == 1:
+        return known
+    flops = machine_flops(choose_device(run.device), run.dtype) * PRODUCTS_SHARE[choose_device(run.device).type]
+    whole, shared = (analytic_cost(run, prepared, flops, experts_on=count) for count in (1, 1 if exchange else devices))
+    cost = replace(
+        known.cost,
+        per_token=known.cost.per_token * shared.per_token / whole.per_token,
+        backward_ratio=known.cost.backward_ratio * shared.backward_ratio / whole.backward_ratio,
+    )
+    shape, width, less = prepared.shape, getattr(torch, run.dtype).itemsize, 1 - 1 / devices
+    layers = 1 if run.gradient_checkpointing else shape.layers
+    return replace(
+        known,
+        cost=cost,
+        kept_bytes=known.kept_bytes
+        - less * (width * shape.expert_parameters + TRAINABLE_BYTES * sum(job.on_experts for job in prepared.jobs)),
+        bytes_per_token=known.bytes_per_token - (0 if exchange else less * width * shape.routed_width * layers),
+    )
+
+
+def analytic_cost(
+    run: Run, prepared: PreparedRun, flops: float, stages: int = 1, experts_on: int = 1
+) -> CostModel:  # fmt: skip
     """Seconds of a microbatch on machines of so many FLOP/s.
 
     Forward: two operations per weight of the linear layers and of a token's own adapter, causal attention, and the output layer
-    at the label tokens. Backward: frozen weights take no gradient, adapters do; checkpointing runs the layers again.
+    at the label tokens. Backward: frozen weights take no gradient, adapters do; checkpointing runs the layers again. Where
+    experts are shared out to devices, each computes its share of what goes to them, and what they give is added up.
+
+    Args:
+        experts_on: devices that hold the experts together.
     """
     shape, device = prepared.shape, choose_device(run.device)
     lengths = [job.data.planned.lengths.astype(np.int64) for job in prepared.jobs]
     tokens = [int(own.sum()) for own in lengths]
-    adapter = sum(t * job.active for t, job in zip(tokens, prepared.jobs, strict=True)) / sum(tokens)
+    less = 1 - 1 / experts_on
+    active = [job.active - less * job.active_on_experts for job in prepared.jobs]
+    adapter = sum(t * own for t, own in zip(tokens, active, strict=True)) / sum(tokens)
     labels = sum(t * job.data.label_share for t, job in zip(tokens, prepared.jobs, strict=True)) / sum(tokens)
-    frozen = shape.linear_parameters + shape.routed_parameters
+    frozen = shape.linear_parameters + shape.routed_parameters / experts_on
     forward = 2 * (frozen + adapter)
     backward = 2 * frozen + 4 * adapter + (forward if run.gradient_checkpointing else 0)
     head = 2 * shape.hidden * shape.vocabulary * labels
     in_layers = 2 * head / ((forward + backward) / shape.layers)
     counts = balance(stages, shape.layers, in_layers)
+    if experts_on > 1:  # messages, as operations that would take as long
+        message = 2 * less * shape.layers * shape.hidden * getattr(torch, run.dtype).itemsize / BYTES_PER_SECOND * flops
+        forward, backward = forward + message, backward + message * (1 + run.gradient_checkpointing)
     return CostModel(
         per_token=forward / flops,
         per_token_squared=shape.layers * 2 * shape.attention * ATTENTION_SLOWER / flops,

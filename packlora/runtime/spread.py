@@ -14,6 +14,7 @@ from packlora.base.device import choose_device
 from packlora.config import CUT_OPTIMS
 from packlora.errors import InputError
 from packlora.parallel import layout as layouts
+from packlora.parallel.experts import check_experts
 from packlora.parallel.layout import Layout, Prediction, Wave
 from packlora.parallel.stages import check_stages
 from packlora.runtime import profiler
@@ -24,8 +25,6 @@ from packlora.schedule.cost import CostModel
 from packlora.schedule.planner import Planner
 from packlora.schedule.types import Microbatch
 
-GATHER_BYTES_PER_SECOND = 2e11
-"""Assumed, of a device that gathers a layer from the others: four H200s by NVLink reach 2.1e11 to 2.5e11."""
 SAMPLES = 20_000
 """Samples of a group that are planned; of a longer run the first windows, scaled up."""
 
@@ -68,7 +67,8 @@ def choose(prepared: PreparedRun, devices: int, known: Profile) -> Choice:
     Raises:
         InputError: devices_per_job does not divide so many devices.
     """
-    work, parallel = Work(prepared), prepared.run.parallel
+    parallel = prepared.run.parallel
+    work = Work(prepared, 1 if parallel.exchanges else parallel.expert)
     found, sharded = candidates(prepared, devices, work.jobs()), sharded_layout(prepared, devices)
     if not found:
         raise InputError(
@@ -79,7 +79,8 @@ def choose(prepared: PreparedRun, devices: int, known: Profile) -> Choice:
     if parallel.shard_base is True and sharded is not None:
         return Choice(sharded, "parallel.shard_base is true")
     if len(found) == 1 and sharded is None:
-        return Choice(found[0], f"parallel.devices_per_job is {parallel.devices_per_job}")
+        key = "expert" if parallel.expert > 1 and parallel.devices_per_job == "auto" else "devices_per_job"
+        return Choice(found[0], f"parallel.{key} is {getattr(parallel, key)}")
     planned = [spread(prepared, own) for own in found]
     if parallel.tensor == 1:  # of a model that is cut nothing is predicted
         needed = [needed_bytes(prepared, known, own, first=True) for own in planned]
@@ -133,7 +134,7 @@ def gather_seconds(prepared: PreparedRun, layout: Layout) -> float:
     """Of a wave, for gathering layers in the forward and again in the backward, which is taken to overlap with nothing."""
     if not layout.sharded:
         return 0.0
-    return 2 * base_bytes(prepared)[0] * (layout.split - 1) / layout.split / GATHER_BYTES_PER_SECOND
+    return 2 * base_bytes(prepared)[0] * (layout.split - 1) / layout.split / profiler.BYTES_PER_SECOND
 
 
 def _choose_whole(predictions: list[Prediction], asked: int | str) -> Choice:
@@ -166,7 +167,7 @@ def candidates(prepared: PreparedRun, devices: int, work: Mapping[str, float]) -
     """
     parallel = prepared.run.parallel
     asked = devices if parallel.shard_base is True else parallel.devices_per_job
-    found = layouts.layouts(work, devices, parallel.tensor, parallel.stages)
+    found = layouts.layouts(work, devices, parallel.tensor, parallel.stages, parallel.expert, parallel.exchanges)
     return [own for own in found if asked in ("auto", own.devices_per_job)]
 
 
@@ -178,7 +179,7 @@ def piped(prepared: PreparedRun, devices: int, work: Mapping[str, float]) -> lis
         work: by job, what it is predicted to take.
     """
     parallel, encoder = prepared.run.parallel, prepared.encoder
-    asked = parallel.pipeline == "auto" and parallel.tensor == 1 and parallel.shard_base is not True
+    asked = parallel.pipeline == "auto" and parallel.in_parts is None and parallel.shard_base is not True
     if not asked or prepared.quantization is not None or encoder is None or needs_whole_base(prepared):
         return []
     if any(job.config.train.optim not in CUT_OPTIMS for job in prepared.jobs):
@@ -196,13 +197,42 @@ def piped(prepared: PreparedRun, devices: int, work: Mapping[str, float]) -> lis
     return out
 
 
+def sharing_experts(prepared: PreparedRun, devices: int, work: Mapping[str, float]) -> list[Layout]:
+    """Layouts whose devices hold the experts together, where the run file does not ask for it but the model could be shared out
+    so: of each number, in both ways, the one whose jobs share the fewest devices and leave none without a job.
+
+    Args:
+        work: by job, what it is predicted to take.
+    """
+    parallel, encoder = prepared.run.parallel, prepared.encoder
+    if (
+        parallel.in_parts is not None
+        or parallel.shard_base is True
+        or prepared.quantization is not None
+        or encoder is None
+    ):
+        return []
+    out = []
+    for degree in range(2, devices + 1):
+        if devices % degree or any(count % degree for count in prepared.shape.experts) or not prepared.shape.experts:
+            continue
+        try:
+            check_experts(encoder.skeleton, degree)
+        except InputError:
+            continue
+        for exchange in (False, True):
+            every = layouts.layouts(work, devices, expert=degree, exchange=exchange)
+            own = [one for one in every if parallel.devices_per_job in ("auto", one.devices_per_job)]
+            out += [one for one in own if all(one.groups)][:1]
+    return out
+
+
 def sharded_layout(prepared: PreparedRun, devices: int) -> Layout | None:
     """All devices share every job and hold a part of the base model each; None where the run file does not allow it."""
     parallel = prepared.run.parallel
     if (
         devices == 1
-        or parallel.tensor > 1
-        or parallel.stages > 1
+        or parallel.in_parts is not None
         or prepared.quantization is not None
         or not parallel.shard_base
         or needs_whole_base(prepared)
@@ -226,10 +256,12 @@ def needed_bytes(prepared: PreparedRun, known: Profile, own: Spread, first: bool
     smallest = None
     if first and prepared.run.max_tokens_per_microbatch == "auto" and choose_device(prepared.run.device).type == "cuda":
         smallest = profiler.budgets(prepared)[0]
-    needed = 0
+    known = profiler.sharing_experts(known, prepared.run, prepared, own.layout.expert, own.layout.exchange)
+    needed, experts = 0, own.layout.expert
     for names, fullest in zip(own.layout.groups, own.fullest, strict=True):
         others = prepared.trainable - sum(trainable[name] for name in names)
         tokens = fullest if smallest is None else min(fullest, smallest)
+        others -= round((1 - 1 / experts) * sum(job.on_experts for job in prepared.jobs if job.data.name not in names))
         kept = known.kept_bytes - profiler.TRAINABLE_BYTES * others
         needed = max(needed, round(kept / own.layout.pipeline + known.bytes_per_token * tokens))
     if not own.layout.sharded:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
+from packlora.parallel.adapter import SharedGradient
 from packlora.parallel.replicas import Alone
 from packlora.runtime.events import StopRequest
 from packlora.runtime.job import Job
@@ -25,6 +26,8 @@ class Team:
     def __init__(self, group: Alone, asked: StopRequest, jobs: Sequence[Job]) -> None:
         self.group, self.jobs, self._asked = group, jobs, asked
         self.stop = asked if group.processes == 1 else StopRequest()
+        self._shared: dict[str, SharedGradient] = {}
+        """By job, where replicas hold experts together."""
 
     @property
     def is_asked(self) -> bool:
@@ -64,6 +67,13 @@ class Team:
             return
         gradients, losses = zip(*(job.partial() for job in jobs), strict=True)
         summed = torch.stack(losses)
-        self.group.add([*gradients, summed])
+        if self.group.exchanges:
+            for job, gradient in zip(jobs, gradients, strict=True):
+                if job.name not in self._shared:
+                    self._shared[job.name] = SharedGradient(job.adapter, self.group.alike)
+                self._shared[job.name].add_up(gradient, self.group.add)
+            self.group.add([summed])
+        else:
+            self.group.add([*gradients, summed])
         for job, loss in zip(jobs, summed, strict=True):
             job.loss_sum = loss

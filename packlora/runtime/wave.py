@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 
 from packlora.parallel.layout import waves
 from packlora.report.events import MicrobatchDone
@@ -129,6 +130,8 @@ class Runner:
         if own is None:
             self.executor.idle(backward=True)
         lacking = self._run(own) if own is not None else 0
+        if self.team.group.exchanges:
+            self._collect_for_others(due, own)
         if lacking := self.team.agree(lacking, complete):
             return lacking
         for rank, microbatch in enumerate(wave.microbatches):
@@ -179,6 +182,17 @@ class Runner:
             else:
                 job.discard()
         return 0
+
+    def _collect_for_others(self, due: Sequence[Job], own: Microbatch | None) -> None:
+        """Where experts here have computed tokens of other replicas: collect their gradients of jobs that have none here."""
+        here = set() if own is None else {placed.job for placed in own.samples}
+        for job in self.jobs:
+            if job.name in here:
+                continue
+            if job in due:
+                job.collect(torch.zeros((), dtype=torch.float64, device=job.adapter.flat.device))
+            for parameter in job.parameters.values():
+                parameter.grad = None
 
     def ran(self, wave: Wave, rank: int) -> None:
         """Note that a replica has run its microbatch."""

@@ -26,13 +26,16 @@ class Work:
     output layer by label tokens.
 
     samples: by job, of each of its samples. fixed: of a microbatch, however little is in it.
+
+    Args:
+        experts_on: devices that hold the experts together.
     """
 
-    def __init__(self, prepared: PreparedRun) -> None:
+    def __init__(self, prepared: PreparedRun, experts_on: int = 1) -> None:
         flops = WORK_FLOPS[choose_device(prepared.run.device).type]
-        cost = analytic_cost(prepared.run, prepared, flops)
+        cost = analytic_cost(prepared.run, prepared, flops, experts_on=experts_on)
         self.fixed = cost.fixed * (1 + cost.backward_ratio)
-        self.samples = {job.data.name: _seconds(prepared, job, flops) for job in prepared.jobs}
+        self.samples = {job.data.name: _seconds(prepared, job, flops, experts_on) for job in prepared.jobs}
         self._prepared, self._flops = prepared, flops
 
     def staged(self, layout: Layout) -> CostModel | None:
@@ -61,9 +64,9 @@ class Work:
         return float(known[number % len(known)])
 
 
-def _seconds(prepared: PreparedRun, job: PreparedJob, flops: float) -> np.ndarray:
+def _seconds(prepared: PreparedRun, job: PreparedJob, flops: float, experts_on: int) -> np.ndarray:
     """Of each sample of a job."""
-    cost = analytic_cost(prepared.run, replace(prepared, jobs=[job]), flops)
+    cost = analytic_cost(prepared.run, replace(prepared, jobs=[job]), flops, experts_on=experts_on)
     lengths = job.data.planned.lengths.astype(np.float64)
     layers = cost.per_token * lengths + cost.per_token_squared * lengths**2
     head = cost.head_per_token / job.data.label_share * job.data.num_labels

@@ -79,6 +79,22 @@ def test_replicas_on_two_processes(ranks: Pool, tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
+def test_experts_on_two_processes(ranks: Pool, tmp_path: Path) -> None:
+    """Adapters send nothing: a layer's sum forward, and backward those of what experts read and of the routers' weights."""
+    out = tmp_path / "experts.json"
+    assert ranks(2).run(benched, "experts", out) == [0, 0]
+    content = file_of(out)
+    assert content["name"] == "experts-ep-cpu"
+    assert [row["case"] for row in content["rows"]] == [
+        "1job lora_r16 T32 ep2", "4jobs lora_r16 T32 ep2", "1job dora_r16 T32 ep2", "4jobs dora_r16 T32 ep2"
+    ]  # fmt: skip
+    for row in content["rows"]:
+        assert row["messages"]["frozen"] == row["messages"]["packlora"]
+        assert row["messages"]["packlora"]["collectives"] == 3
+    assert content["summary"]["part_lora_1jobs_T32_over_frozen_ep2"] > 0
+
+
+@pytest.mark.soak
 def test_tensor_parallel_on_two_processes(ranks: Pool, tmp_path: Path) -> None:
     """One message more a step than the frozen layers send; where tokens are apart, each of the four blocks joins its input once
     more."""

@@ -289,7 +289,7 @@ def test_a_device_holds_its_own_jobs_and_a_part_of_a_sharded_base(
     others = 4 * (shape.parameters - shape.linear_parameters)  # whole from one end of a microbatch to the other
     layers = 4 * 2 * shape.linear_parameters // shape.layers
     assert together.bytes - sharded.bytes == base - base // 2 - others - layers
-    monkeypatch.setattr(spread, "GATHER_BYTES_PER_SECOND", base / 5.0)  # five seconds for all of it
+    monkeypatch.setattr(profiler, "BYTES_PER_SECOND", base / 5.0)  # five seconds for all of it
     slow = planned(make((8, 2), (8, 4)), 2).layouts
     assert slow is not None
     assert slow.rows[2].seconds == pytest.approx(slow.rows[2].waves * 5.0, rel=0.1)  # half of it, twice a wave
@@ -452,6 +452,8 @@ def test_a_base_that_no_device_can_hold_is_sharded_by_itself_and_the_plan_says_s
         "tensor": 1,
         "pipeline": 1,
         "sharded": True,
+        "expert": 1,
+        "exchange": False,
     }
     assert [text for text in record["warnings"] if text == f"parallel.shard_base is taken: {tight.reason}"]
 

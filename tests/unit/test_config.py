@@ -71,7 +71,8 @@ def test_defaults_are_exactly_the_documented_ones() -> None:
         keep_outputs: false
         plans: {plan: measured, lossy: false, prefer: time}
         parallel:
-          {devices_per_job: auto, timeout_s: 600.0, pipeline: auto, tensor: 1, expert: 1, sequence_parallel: false,
+          {devices_per_job: auto, timeout_s: 600.0, pipeline: auto, tensor: 1, expert: 1,
+           ep_implementation: all_reduce, sequence_parallel: false,
            shard_base: auto}
         schedule: {method: auto, padding_multiple: 1, time_limit_s: 10}
         sample_prompts: []
@@ -209,7 +210,20 @@ def test_a_value_of_the_wrong_type_is_refused_with_its_place_and_what_was_found(
             "schedule.padding_multiple: input should be greater than or equal to 1",
         ),
         (tree(schedule={"time_limit_s": 0}), "schedule.time_limit_s: input should be greater than 0"),
-        (tree(parallel={"expert": 2}), "parallel: this version does not take expert"),
+        (tree(parallel={"expert": 2, "tensor": 2}), "parallel: expert is 2 and tensor is 2, which do not go together"),
+        (
+            tree(parallel={"expert": 2, "pipeline": 3}),
+            "parallel: expert is 2 and pipeline is 3, which do not go together",
+        ),
+        (
+            tree(parallel={"ep_implementation": "all_to_all"}),
+            "parallel: ep_implementation is all_to_all, which goes with expert",
+        ),
+        (tree(parallel={"expert": 2, "shard_base": True}), "parallel: expert is 2 and shard_base is true, two ways"),
+        (
+            tree(parallel={"expert": 2, "devices_per_job": 3}),
+            "devices_per_job is 3, but 2 devices hold the base model together (expert)",
+        ),
         (tree(parallel={"sequence_parallel": True}), "parallel: sequence_parallel goes with tensor"),
         (tree(parallel={"tensor": 2, "shard_base": True}), "parallel: tensor is 2 and shard_base is true, two ways"),
         (tree(parallel={"tensor": 2, "devices_per_job": 3}), "devices_per_job is 3, but 2 devices hold the base model"),

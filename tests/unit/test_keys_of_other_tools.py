@@ -29,6 +29,7 @@ def refusal(job: dict[str, Any], run: dict[str, Any]) -> str:
         ("run", "bf16", "dtype: bfloat16"),
         ("run", "load_in_4bit", "quantization: nf4"),
         ("run", "load_in_8bit", "quantization: int8"),
+        ("run", "ep_size", "parallel: {expert: N}"),
     ],
 )
 def test_a_key_of_another_tool_is_refused_with_what_stands_for_it_here(part: str, key: str, here: str) -> None:

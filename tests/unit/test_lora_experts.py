@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from packlora.adapters.expert_part import ExpertPart
 from packlora.ops.dropout.keys import token_keys
 from packlora.ops.lora_experts import autograd, grouped, low_rank
 from packlora.ops.lora_experts.autograd import lora_experts
@@ -120,6 +121,48 @@ def test_the_operator_is_the_loop_over_experts(jobs: str) -> None:
         owner = torch.arange(len(x)) * len(adapters) // len(x) if len(adapters) > 1 else None
         found = differences(frozen, x, chosen, keys, owner, adapters, repeated, checkpointed=transposed)
         assert max(found.values()) < 1e-12, (top_k, repeated, transposed, found)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
+@pytest.mark.parametrize("repeated", [True, False])
+def test_experts_in_parts_give_together_what_all_give(
+    dtype: torch.dtype, repeated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One by one, the last of them without a token: sums by token, gradients of tokens and operands, but for the rounding of
+    one sum. LoRA and DoRA, dropout; in 16 bits by the kernels."""
+    monkeypatch.setattr(low_rank, "KERNELS_ON_CPU", True)
+    generator, frozen, x, chosen, keys = a_case(dtype, 8, 16, 2, False, bias=True)
+    adapters = [an_adapter(generator, frozen, 4, "lora", 0.2), an_adapter(generator, frozen, 8, "dora", 0.1)]
+    owner, T = torch.arange(len(x)) * 2 // len(x), len(x)
+    rows = x if repeated else torch.randn(2 * T, 16, dtype=dtype, generator=generator)
+    d = torch.randn(T, 8, dtype=dtype, generator=generator)
+
+    def computed(part: ExpertPart | None, count: int) -> list[torch.Tensor]:
+        """y by token, its gradients: of what tokens bring, of the operands."""
+        first = None if part is None else part.first
+        routing, leaf = Routing.of(chosen, count, owner, 2, first), rows.clone().requires_grad_()
+        W, b = (t if part is None else t[part.first : part.first + count] for t in (frozen.weight, frozen.bias))
+        own = [a if part is None else sliced(a, part) for a in adapters]
+        came = leaf if repeated else leaf[routing.order]
+        y = routing.sum_to_tokens(lora_experts(came, ExpertWeight(W, b), routing, own, keys, SALT, repeated))
+        operands = [t for a in own for t in (a.A, a.B, a.magnitude) if t is not None]
+        return [y.detach(), *torch.autograd.grad((y * d).sum(), [leaf, *operands])]
+
+    def sliced(a: ExpertLowRank, part: ExpertPart) -> ExpertLowRank:
+        A, B = (part.own(name, t).detach().requires_grad_() for name, t in (("A", a.A), ("B", a.B)))
+        if a.magnitude is None or a.norm is None:
+            return replace(a, A=A, B=B)
+        magnitude, norm = part.own("magnitude", a.magnitude), part.own("magnitude", a.norm)
+        return replace(a, A=A, B=B, magnitude=magnitude.detach().requires_grad_(), norm=norm)
+
+    parts = [ExpertPart(index, E, 1, torch.clone, torch.clone) for index in range(E)]
+    found, want = [computed(part, 1) for part in parts], computed(None, E)
+    names = ["A", "B", "A", "B", "magnitude"]
+    together = [sum(own[at] for own in found) for at in range(2)]
+    together += [parts[0].joined(name, [own[2 + at] for own in found]) for at, name in enumerate(names)]
+    for got, exact in zip(together, want, strict=True):
+        assert float((got.double() - exact.double()).norm() / exact.double().norm()) < torch.finfo(dtype).eps
+    assert len(Routing.of(chosen, 1, owner, 2, E - 1).order) == 0
 
 
 def test_torch_s_grouped_product_computes_sizes_of_whole_16_bytes_without_a_loop(

@@ -20,7 +20,8 @@ TREE: dict[str, Any] = {
     "base_model": "m", "output_dir": "out", "revision": "main", "max_tokens_per_microbatch": 64, "liger": "auto",
     "dtype": "float32", "device": "cpu", "seed": 1, "gradient_checkpointing": False, "trust_remote_code": False,
     "save_every": 1, "eval_every": 1, "schedule": {"method": "auto", "padding_multiple": 1, "time_limit_s": 10},
-    "parallel": {"pipeline": 1, "tensor": 1, "expert": 1, "sequence_parallel": False, "shard_base": False},
+    "parallel": {"pipeline": 1, "tensor": 1, "expert": 1, "ep_implementation": "all_reduce", "sequence_parallel": False,
+                 "shard_base": False},
     "jobs": [{
         "name": "first", "seed": 3,
         "data": {"path": [{"path": "a.jsonl", "weight": 2.0}], "eval_path": ["b.jsonl"], "system": "s", "on_bad_row": "skip",

@@ -64,7 +64,6 @@ def test_a_library_that_advertises_a_package_is_not_heard(tmp_path: Path, caplog
     assert "kernels" not in caplog.text
 
 
-
 @pytest.mark.parametrize(
     ("error", "reason"),
     [(BrokenPipeError(errno.EPIPE, "Broken pipe"), "Broken pipe"), (ValueError("closed file"), "closed file")],

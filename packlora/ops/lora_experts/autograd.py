@@ -2,8 +2,8 @@
 
     y_s = W_e x_s + (g - 1) * W_e xb_s + g * s B_e A_e xd_s + bias_e         xd = drop(x); xb is xd or x, see base_dropped
 
-for every row s, that is for every expert e a token goes to; A, B and g are those of the adapter that owns the token. Rows are
-sorted by (expert, owner), so every product is a grouped one, and nothing of W's size is made. With d = dL/dy and e = g * d:
+for every row s, that is for every expert e here that a token goes to; A, B and g are those of the owner of the token. Rows
+are sorted by (expert, owner), so every product is a grouped one, and nothing of W's size is made. With d = dL/dy and e = g * d:
 
     dS = s e B      dB = s e' S      dA = dS' xd      dm = (sum of d * z) / norm      z = W xb + s S B'
     dx = d W + drop'((g - 1) * d W + dS A)
@@ -55,7 +55,7 @@ def lora_experts(
         ValueError: an operand does not fit; the message names it.
     """
     E, N, K = frozen.shape
-    rows = routing.tokens if repeated else routing.tokens * routing.top_k
+    rows = routing.tokens if repeated else len(routing.order)
     if x.shape != (rows, K):
         raise ValueError(f"x is {list(x.shape)}, experts of [{E}, {N}, {K}] need {[rows, K]}")
     if len(adapters) != routing.owners:
@@ -154,10 +154,11 @@ class Call:
         assert self.keys_T2 is not None
         routing, keys = self.routing, self.keys_T2
         if self.repeated:
-            owner = routing.pair[routing.place[:: routing.top_k]] % routing.owners if len(rates) > 1 else None
+            owner = routing.owner
         else:
             owner = routing.pair % routing.owners if len(rates) > 1 else None
-            keys = expert_keys(keys[routing.token_of_row()], self.salt, routing.expert_of_row(), x.shape[1])
+            expert_S = routing.expert_of_row() + routing.first
+            keys = expert_keys(keys[routing.token_of_row()], self.salt, expert_S, x.shape[1])
         return dropped_rows(x, keys, self.salt, rates, owner)
 
     def rows(self, x: torch.Tensor) -> torch.Tensor:

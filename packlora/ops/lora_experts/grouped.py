@@ -74,12 +74,14 @@ def sums_of_products(a_SM: torch.Tensor, b_SN: torch.Tensor, groups: Groups) -> 
 
 def sums_of_rows(x_SN: torch.Tensor, groups: Groups) -> torch.Tensor:
     """The sum of the rows of every group, [G, N]. x: float32 or float64."""
+    if not len(x_SN):
+        return x_SN.new_zeros(len(groups.lengths), x_SN.shape[1])
     sums: torch.Tensor = torch.segment_reduce(x_SN, "sum", lengths=groups.lengths, axis=0, unsafe=True)
     return sums
 
 
 def _computes(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return _grouped_mm is not None and a.dtype in NARROW and _aligned(a) and _aligned(b)
+    return _grouped_mm is not None and a.dtype in NARROW and a.numel() > 0 and _aligned(a) and _aligned(b)
 
 
 def _aligned(t: torch.Tensor) -> bool:

@@ -1,0 +1,104 @@
+"""Experts of a layer of which a process has some: which of an adapter's tensors are slices, and what goes in and comes out.
+
+All processes of a group have the same tokens. Each computes what its own experts give, and the sum over the group is what the
+layer gives; gradients of what all experts read, hidden states and the weights that routers give, are added up likewise. So what
+is not on experts is computed alike on every process, with the same gradients, and of what is on experts each process has that
+of its own: nothing of a gradient is a part of a sum.
+
+Who sends is not this file's business: packlora.parallel makes the parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+PART = "_packlora_expert_part"
+"""The attribute of a module of experts that says which it has; no module and no buffer, so in no state dict."""
+
+
+class Exchange(Protocol):
+    """Takes rows from process to process; all processes of the group call it alike.
+
+    sent, got: rows to and from each process, in their order.
+    """
+
+    def numbers(self, own: torch.Tensor) -> torch.Tensor:
+        """Of [processes, n] int64 that this process has for each, what each has for it."""
+
+    def rows(self, own: torch.Tensor, sent: Sequence[int], got: Sequence[int]) -> torch.Tensor:
+        """Rows [sum of sent, ...] in the order of their processes -> [sum of got, ...], differentiable."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertPart:
+    """Experts [index * experts, (index + 1) * experts) of count * experts.
+
+    enter: what hidden states and routing weights go through. leave: what the experts' sums by token go through. exchange: where
+    each process has tokens of its own, what takes rows to the experts and back; enter and leave are then not used.
+    """
+
+    index: int
+    count: int
+    experts: int
+    enter: Callable[[torch.Tensor], torch.Tensor]
+    leave: Callable[[torch.Tensor], torch.Tensor]
+    exchange: Exchange | None = None
+
+    def __deepcopy__(self, memo: Any) -> ExpertPart:
+        """Copies of a model have the same processes."""
+        return self
+
+    @property
+    def first(self) -> int:
+        return self.index * self.experts
+
+    def is_slice(self, name: str) -> bool:
+        """Of all of an adapter's tensors a process has those of its experts."""
+        return True
+
+    def is_part(self, name: str) -> bool:
+        """No gradient is a part of a sum."""
+        return False
+
+    def whole_shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
+        """Of an adapter's tensor of all experts, from that of those here."""
+        dim = _dim(name)
+        return tuple(size * self.count if at == dim else size for at, size in enumerate(shape))
+
+    def own(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        """Those here, of a tensor of all experts."""
+        by_expert = _by_expert(name, whole, self.experts * self.count)
+        dim = by_expert.ndim - 1 if name == "B" else 0
+        return by_expert.narrow(dim, self.first, self.experts).flatten(*_flat(name))
+
+    def joined(self, name: str, slices: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The tensor of all experts, from those of all processes in their order."""
+        by_expert = [_by_expert(name, one, self.experts) for one in slices]
+        return torch.cat(by_expert, -1 if name == "B" else 0).flatten(*_flat(name))
+
+
+def _dim(name: str) -> int:
+    """In which experts are: A [E r, K], B [N, r E], magnitude [E, N]."""
+    return 1 if name == "B" else 0
+
+
+def _by_expert(name: str, tensor: torch.Tensor, experts: int) -> torch.Tensor:
+    """[E, r, K], [N, r, E] or [E, N], a view."""
+    if name == "B":
+        return tensor.view(len(tensor), -1, experts)
+    return tensor.view(experts, -1, tensor.shape[1])
+
+
+def _flat(name: str) -> tuple[int, int]:
+    """Dimensions of `_by_expert` that are one in an adapter's tensor."""
+    return (1, 2) if name == "B" else (0, 1)
+
+
+def part_of(experts: torch.nn.Module) -> ExpertPart | None:
+    """What a module of experts has of them; None where it has all."""
+    found: Any = vars(experts).get(PART)
+    return found  # type: ignore[no-any-return]

@@ -1,0 +1,132 @@
+"""`packlora bench experts` under torchrun: a model whose experts are shared out to the processes, frozen and with adapters.
+
+    torchrun --nproc-per-node 2 -m packlora bench experts --out experts-ep-h200.json
+
+Shapes, cases and contenders are those of experts.py. A run with another number of processes adds its rows to the file. What is
+sent is counted beside what is timed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import Qwen3MoeForCausalLM
+
+from packlora.bench import experts
+from packlora.bench.experts import SAMPLES, Case, cases
+from packlora.bench.layer import progress_line
+from packlora.bench.messages import counted
+from packlora.bench.model import build
+from packlora.bench.options import Options, Outcome, choose
+from packlora.bench.processes import alarm, all_or_none
+from packlora.bench.results import text_table
+from packlora.parallel.experts import shard_experts
+from packlora.parallel.mesh import Mesh
+from packlora.plans.timing import Contender, Work, paired
+
+LABEL = "experts-ep"
+CONTENDERS = ["frozen", "packlora"]
+ROUNDS, QUICK_ROUNDS = 20, 8
+PROTOCOL = (
+    "As `packlora bench experts`, with the experts of {layers} layers shared out to the processes by "
+    "parallel.experts.shard_experts; each has all else and the same tokens. frozen: no adapter. packlora: LoRA or DoRA of one "
+    "job or four, without optimizer steps. Contenders run in turn inside one loop, random order each round, the GPUs of all "
+    "processes aligned before each run, CUDA events, medians, ratios within a round. messages: collectives of a forward and "
+    "backward by this process, and sent: their bytes where messages go round in a ring. Figures are process 0's."
+)
+
+
+def everyone() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def contender(
+    name: str, base: nn.Module, ids_BS: torch.Tensor, case: Case, mesh: Mesh, made: dict[str, Work]
+) -> Contender:
+    """One of CONTENDERS, by experts.py. Its work is left in `made`."""
+    plain = experts.contender(name, base, ids_BS, case)
+
+    def make() -> Work:
+        alarm()
+        torch.manual_seed(1)  # adapters and gradients are alike on all processes
+        work = plain.make()
+
+        def clear() -> None:
+            """Between runs: no process begins one before all are there."""
+            alarm()
+            work.clear()
+            dist.all_reduce(torch.zeros(1, device=ids_BS.device))
+
+        made[name] = Work(all_or_none(work.step, mesh.rank), clear)
+        return made[name]
+
+    return Contender(name, make)
+
+
+def measured_row(case: Case, names: list[str], options: Options, mesh: Mesh) -> dict[str, Any]:
+    """A case's row of the results."""
+    torch.manual_seed(0)  # so all processes have the same model
+    base = build(case.config, options.device, Qwen3MoeForCausalLM)
+    base.lm_head = nn.Identity()
+    shard_experts(base, everyone())
+    ids_BS = torch.randint(0, case.config.vocab_size, (SAMPLES, case.length), device=options.device)
+    rounds = 2 if options.tiny else QUICK_ROUNDS if options.quick else ROUNDS
+    made: dict[str, Work] = {}
+    contenders = [contender(name, base, ids_BS, case, mesh, made) for name in names]
+    timings = paired(contenders, options.device, rounds=(rounds, rounds))  # as many on every process
+    messages = {}
+    for name, work in made.items():
+        work.clear()
+        with counted() as sent:
+            work.step()
+        messages[name] = {"collectives": len(sent.names), "sent": sent.sent}
+        work.clear()
+    return {
+        "case": f"{case.label} ep{mesh.size}", "processes": mesh.size, "jobs": case.jobs, "dora": case.dora,
+        "T": ids_BS.numel(), "layers": case.config.num_hidden_layers, **timings.row(), "messages": messages,
+    }  # fmt: skip
+
+
+def run(options: Options, mesh: Mesh) -> Outcome:
+    """Measure; the first process prints a line per case."""
+    names, chosen = choose(options.only, CONTENDERS, [], cases(options))
+    rows = list(options.kept)
+    for case in chosen:
+        rows.append(measured_row(case, names, options, mesh))
+        if mesh.is_first:
+            print(progress_line(rows[-1]), flush=True)
+        if options.device.type == "cuda":
+            torch.cuda.empty_cache()
+    layers = ", ".join(sorted({str(row["layers"]) for row in rows}))
+    return Outcome(PROTOCOL.format(layers=layers), rows, options.keys(summary(rows)), table(rows))
+
+
+def part_of(row: dict[str, Any]) -> str:
+    return f"all {row['processes']}"
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """packlora's time over that of the frozen model, by kind, jobs, tokens and processes; None where it was not measured."""
+    return {
+        f"{'dora' if row['dora'] else 'lora'}_{row['jobs']}jobs_T{row['T']}_over_frozen_ep{row['processes']}": row[
+            "over_frozen"
+        ].get("packlora")
+        for row in rows
+    }
+
+
+def table(rows: list[dict[str, Any]]) -> list[str]:
+    lines = [
+        [
+            row["case"], name, f"{row['ms'][name]:.2f}", f"{row['over_frozen'].get(name) or 1.0:.3f}",
+            str(row["messages"][name]["collectives"]), f"{row['messages'][name]['sent'] / 2**20:.2f}",
+        ]
+        for row in rows
+        for name in row["ms"]
+    ]  # fmt: skip
+    return text_table(["case", "contender", "ms", "/frozen", "messages", "MiB sent"], lines)

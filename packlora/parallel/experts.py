@@ -1,0 +1,156 @@
+"""Expert parallelism: each process of a group holds some of the experts of every layer, and all else of the frozen model.
+
+All processes of the group run the same microbatches. Routers and attention are computed by each of them; each process's experts
+compute the tokens that are theirs, and what they give is summed over the group, as transformers' "all_reduce" implementation
+does. Which experts a layer has is known wherever transformers calls them through its registry of experts' functions: every
+parameter of such a module has the experts as its first dimension.
+
+Adapters are put on a model that was cut (adapters/expert_part.py); adapter.py makes norms whole and joins what is saved.
+
+All processes run the same microbatches, or they wait for one another for ever: none goes on by itself after an error in a
+forward or a backward (out of memory), the run ends.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedModel
+
+from packlora.adapters.expert_part import PART, ExpertPart
+from packlora.adapters.expert_targets import is_experts
+from packlora.adapters.experts import IMPLEMENTATION
+from packlora.adapters.linear import Attached
+from packlora.errors import InputError
+from packlora.ops.lora_linear.frozen import InMemory
+from packlora.parallel.collectives import copied, exchanged, summed
+from packlora.parallel.sharded import run_nobody, with_gradient
+
+APART = re.compile(r"\bexperts\.\d+\.")
+"""In the path of a parameter of one expert."""
+
+
+class ExpertSlices(InMemory):
+    """The Storage of a model of which the process holds some of the experts."""
+
+    is_whole = False
+
+    def keep_step(self, attached: Attached, backward: bool) -> None:
+        """A process has no microbatch while others run one: nothing, as it has those of the others."""
+
+
+class ExchangedExperts(ExpertSlices):
+    """The same where each process has tokens of its own. All processes of the group exchange rows in the same layers, in one
+    order, or they wait for ever: every backward goes through all layers, and who has no microbatch runs tokens of nobody."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        model.get_input_embeddings().register_forward_hook(with_gradient)
+
+    def keep_step(self, attached: Attached, backward: bool) -> None:
+        """Exchange rows with processes that run a microbatch, forward, and backward."""
+        run_nobody(self.model, self.model.device, attached, backward)
+
+
+def experts_of(model: PreTrainedModel) -> dict[str, Any]:
+    """The modules of experts that transformers calls through its registry, by path."""
+    return {path: module for path, module in model.named_modules() if is_experts(module)}
+
+
+def check_experts(model: PreTrainedModel, degree: int) -> None:
+    """Refuse a model, which may be without weights, whose experts cannot be shared out to so many processes.
+
+    Raises:
+        InputError: it has no experts, experts that lie in an unknown way, or a number that the degree does not divide.
+    """
+    what, kind, found = f"parallel.expert is {degree}, but ", model.config.model_type, experts_of(model)
+    unknown = [
+        name for name, parameter in model.named_parameters()
+        if APART.search(name) or (parameter.ndim == 3 and _owner(name) not in found and not _is_convolution(model, name))
+    ]  # fmt: skip
+    if unknown:
+        raise InputError(
+            f"{what}how the experts of a {kind} model lie is not known: transformers does not call {_owner(unknown[0])} "
+            "through its registry of experts' functions; leave expert out"
+        )
+    if not found:
+        raise InputError(f"{what}a {kind} model has no experts; leave expert out")
+    for path, experts in found.items():
+        if experts.num_experts % degree:
+            fitting = [n for n in range(2, experts.num_experts + 1) if experts.num_experts % n == 0]
+            raise InputError(
+                f"{what}{path} has {experts.num_experts} experts, which it does not divide; give one of "
+                f"{', '.join(map(str, fitting))}"
+            )
+        for name, parameter in experts.named_parameters(recurse=False):
+            if parameter.shape[0] != experts.num_experts:
+                raise InputError(
+                    f"{what}how the experts of a {kind} model lie is not known: {path}.{name} is {list(parameter.shape)}, and "
+                    f"there are {experts.num_experts} experts; leave expert out"
+                )
+
+
+class Messages:
+    """The Exchange of the processes of a group."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+
+    def numbers(self, own: torch.Tensor) -> torch.Tensor:
+        return exchanged(own, [1] * len(own), [1] * len(own), self.group)
+
+    def rows(self, own: torch.Tensor, sent: Sequence[int], got: Sequence[int]) -> torch.Tensor:
+        return exchanged(own, sent, got, self.group)
+
+
+def exchange_rows(model: PreTrainedModel, group: dist.ProcessGroup) -> None:
+    """Let each process of a model that `shard_experts` has cut have tokens of its own, which go to the experts and back."""
+    for experts in experts_of(model).values():
+        setattr(experts, PART, replace(getattr(experts, PART), exchange=Messages(group)))
+
+
+def _owner(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _is_convolution(model: PreTrainedModel, name: str) -> bool:
+    return isinstance(model.get_submodule(_owner(name)), torch.nn.modules.conv._ConvNd)
+
+
+def shard_experts(model: PreTrainedModel, group: dist.ProcessGroup) -> list[str]:
+    """Cut a model, in place, to the experts of this process. All processes of the group call it with the same model.
+
+    Call it before adapters are put on the model, and before the model is moved to its device where it is too large for one.
+
+    Args:
+        group: of at least two processes.
+
+    Returns:
+        What the user should know.
+
+    Raises:
+        InputError: see check_experts.
+    """
+    degree, rank = dist.get_world_size(group), dist.get_rank(group)
+    check_experts(model, degree)
+    found = experts_of(model)
+    for experts in found.values():
+        here = experts.num_experts // degree
+        part = ExpertPart(rank, degree, here, partial(copied, group=group), partial(summed, group=group))
+        for name, parameter in list(experts.named_parameters(recurse=False)):
+            own = parameter.detach()[part.first : part.first + here].clone()  # so that the whole can be freed
+            setattr(experts, name, torch.nn.Parameter(own, requires_grad=False))
+        experts.num_experts = here
+        setattr(experts, PART, part)
+    model.set_experts_implementation(IMPLEMENTATION)
+    numbers = sorted({experts.num_experts for experts in found.values()})
+    return [
+        f"expert parallelism over {degree} processes: each has {' or '.join(map(str, numbers))} of the experts of "
+        f"{len(found)} layers, and all else whole"
+    ]

@@ -1,0 +1,93 @@
+"""Training of a tiny model whose experts are shared out to the processes of a group, and by one process alone, as in
+tensor_runs.py, in float64: routers too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+from unittest import mock
+
+import tensor_runs
+import torch
+import torch.distributed as dist
+from expert_models import in_float64, tiny_experts
+from tensor_runs import Case, Learnt, learn
+
+from packlora.adapters.attach import Adapter
+from packlora.base.packing import prepare_model
+from packlora.parallel.collectives import all_of
+from packlora.parallel.experts import shard_experts
+
+BOTH = ["experts.gate_up_proj", "experts.down_proj"]
+
+
+def adapter_of(kind: str, dropout: float = 0.0, r: int = 4, **more: Any) -> dict[str, Any]:
+    targets = {"target_modules": ["q_proj"], "target_parameters": [*BOTH, "gate.weight"]}
+    return tensor_runs.adapter_of(kind, dropout, r=r, **{**targets, **more})
+
+
+def threes(dropout: float) -> tuple[dict[str, Any], ...]:
+    """All kinds beside each other, on both weights of the experts, on one, and not on experts."""
+    return (
+        adapter_of("LoRA", dropout, r=3),
+        adapter_of("DoRA", dropout / 2, r=5, target_modules=["v_proj", "o_proj"], target_parameters=BOTH),
+        adapter_of(
+            "rsLoRA", 0.0, target_modules=["embed_tokens"], target_parameters=["experts.down_proj", "gate.weight"]
+        ),
+        adapter_of("LoRA", dropout, target_parameters=None),
+    )
+
+
+def model_of(case: Case, group: Any = None) -> Any:
+    """Cut over the group where there is one. `one` among the changes: all tokens go to the first two experts."""
+    changes = dict(case.model)
+    first = changes.pop("one", False)
+    model = tiny_experts(case.family, **changes)
+    if first:
+        only_first(model)
+    if group is not None:
+        shard_experts(model, group)
+    prepare_model(model, case.checkpointing)
+    return model
+
+
+@torch.no_grad()
+def only_first(model: Any) -> None:
+    """One token goes to one expert, the first or the second; the others get none."""
+    for layer in model.model.layers:
+        weight = layer.mlp.gate.weight
+        weight[1] = -weight[0]
+        weight[2:] = 0.0
+
+
+def assert_alike(adapter: Adapter, group: Any) -> None:
+    """What is not on experts has the same bits on all processes."""
+    views = [adapter.layout.views(own) for own in all_of(adapter.flat, group)]
+    for name in adapter.layout.places:
+        shard = adapter.weights[name.rpartition("/")[0]].shard
+        assert (shard is not None) == (".experts." in name)
+        assert shard is not None or all(torch.equal(view[name], views[0][name]) for view in views), name
+
+
+def trained(case: Case, group: Any = None) -> Learnt:
+    with in_float64(), mock.patch.multiple(tensor_runs, model_of=model_of, assert_alike=assert_alike):
+        return learn(case, group)
+
+
+def compared(rank: int, cases: list[Case]) -> list[dict[str, float]]:
+    """By case, the largest relative errors over the group beside one process alone; each rank has some of the cases."""
+    own = {at: trained(case) for at, case in enumerate(cases) if at % dist.get_world_size() == rank}
+    learnt = [trained(case, dist.group.WORLD) for case in cases]
+    return [learnt[at].errors(exact) for at, exact in own.items()]
+
+
+def errors_when_broken(
+    rank: int, wrong: Mapping[str, Callable[[], AbstractContextManager[Any]]], case: Case
+) -> dict[str, float]:
+    """By name of what is wrong, the largest error; "" is of nothing."""
+    exact, found = trained(case), {}
+    for name, breaking in {"": nullcontext, **wrong}.items():
+        with breaking(), mock.patch(f"{__name__}.assert_alike"):
+            found[name] = max(trained(case, dist.group.WORLD).errors(exact).values())
+    return found

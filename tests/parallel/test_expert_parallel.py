@@ -1,0 +1,150 @@
+"""Expert parallelism: adapters on a model whose experts are shared out to processes learn what they learn on the whole one, in
+float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from expert_models import tiny_experts
+from expert_runs import BOTH, adapter_of, compared, errors_when_broken, threes
+from ranks import Ranks
+from tensor_runs import BOUND, PATIENCE, WRONG, Case, assert_exact
+
+from packlora.adapters.expert_part import ExpertPart
+from packlora.errors import InputError
+from packlora.ops.lora_experts.routing import Routing
+from packlora.parallel import adapter as parallel_adapter
+from packlora.parallel import experts as parallel_experts
+from packlora.parallel.adapter import WholeGradient
+from packlora.parallel.collectives import add_up
+from packlora.parallel.experts import check_experts
+
+Pool = Callable[[int], Ranks]
+FAMILIES = ("mixtral", "qwen2_moe", "deepseek_v2", "deepseek_v3", "olmoe", "granitemoe", "phimoe")
+ONE_LAYER = {"num_hidden_layers": 1}
+
+
+def cases() -> list[Case]:
+    """Several jobs, with and without dropout, one and two experts a token; and jobs whose tokens are all of one process."""
+    one = {**ONE_LAYER, "num_experts_per_tok": 1}
+    return [
+        Case("qwen3_moe", threes(0.2)),
+        Case("qwen3_moe", threes(0.0)[:3], one, checkpointing=True),
+        Case("qwen3_moe", (adapter_of("DoRA", 0.2),), {**one, "one": True}, checkpointing=True),
+        Case("qwen3_moe", (adapter_of("LoRA", dropout=0.1, init_lora_weights="gaussian"),), {**one, "one": True}),
+    ]
+
+
+def more_cases() -> list[Case]:
+    kinds = [adapter_of(kind, dropout, target_parameters=own) for kind in ("LoRA", "DoRA") for dropout in (0.0, 0.1)
+             for own in (BOTH, ["gate.weight"], ["experts.gate_up_proj"])]  # fmt: skip
+    low_rank = adapter_of("DoRA", 0.1, dora_dropout="low_rank")
+    return [
+        Case("qwen3_moe", (one,), ONE_LAYER, checkpointing=at % 2 == 0) for at, one in enumerate([*kinds, low_rank])
+    ]
+
+
+def families() -> list[Case]:
+    found = []
+    for family in FAMILIES:
+        router = "router.weight" if family in ("granitemoe", "phimoe") else "gate.weight"
+        own = {"target_modules": ["o_proj"], "target_parameters": [*BOTH, router]}
+        found.append(Case(family, (adapter_of("DoRA", 0.1, **own), adapter_of("LoRA", 0.0, **own)), checkpointing=True))
+    return found
+
+
+@pytest.mark.soak
+def test_other_families_learn_what_they_learn_on_one_process(ranks: Pool) -> None:
+    assert_exact(ranks(2).run(compared, families(), seconds=PATIENCE))
+
+
+@pytest.mark.parametrize(
+    ("size", "more"),
+    [(2, False), pytest.param(2, True, marks=pytest.mark.soak), pytest.param(3, False, marks=pytest.mark.soak)],
+)
+def test_what_is_learnt_is_that_of_one_process(size: int, more: bool, ranks: Pool) -> None:
+    """Losses, whole gradients, their norms and the parameters after three steps; and of what is not on experts the same bits on
+    all processes."""
+    assert_exact(ranks(size).run(compared, more_cases() if more else cases()))
+
+
+# --- what must not go unnoticed ----------------------------------------------------------------------------------------
+
+
+def summed_over_the_group() -> AbstractContextManager[Any]:
+    """Gradients of experts' adapters are added up over processes that have other experts."""
+    norm = WholeGradient.norm
+
+    def broken(self: WholeGradient, gradient: torch.Tensor) -> torch.Tensor:
+        add_up(gradient, self.group)
+        return norm(self, gradient)
+
+    return mock.patch.object(WholeGradient, "norm", broken)
+
+
+def masks_of_local_experts() -> AbstractContextManager[Any]:
+    of = Routing.of
+    return mock.patch.object(Routing, "of", staticmethod(lambda *args: _local(of(*args))))
+
+
+def _local(routing: Routing) -> Routing:
+    return replace(routing, first=0)
+
+
+def routers_counted_for_each_process() -> AbstractContextManager[Any]:
+    is_part = parallel_adapter._is_part
+    return mock.patch.object(
+        parallel_adapter, "_is_part", lambda adapter, name: ".gate." in name or is_part(adapter, name)
+    )
+
+
+def own_gradients_of_what_experts_read() -> AbstractContextManager[Any]:
+    return mock.patch.object(parallel_experts, "copied", lambda x, group: x)
+
+
+def norms_of_own_experts() -> AbstractContextManager[Any]:
+    return mock.patch.object(ExpertPart, "is_slice", return_value=False)
+
+
+BROKEN = {
+    "over the wrong group": summed_over_the_group, "masks of local experts": masks_of_local_experts,
+    "routers counted twice": routers_counted_for_each_process, "inputs not added up": own_gradients_of_what_experts_read,
+    "norm of own experts": norms_of_own_experts,
+}  # fmt: skip
+
+
+def test_faults_of_expert_parallelism_would_be_seen(ranks: Pool) -> None:
+    case = Case("qwen3_moe", (adapter_of("LoRA", 0.2),), ONE_LAYER, steps=2)
+    for found in ranks(2).run(errors_when_broken, BROKEN, case):
+        assert found.pop("") < BOUND
+        assert all(error > WRONG for error in found.values()), found
+
+
+# --- what is refused ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "degree", "says"),
+    [
+        (
+            "qwen3_moe",
+            4,
+            r"parallel.expert is 4, but model.layers.0.mlp.experts has 6 experts, .* divide; give one of 2, 3, 6",
+        ),
+        ("llama4", 2, "parallel.expert is 2, but how the experts of a llama4_text model lie is not known"),
+    ],
+)
+def test_experts_that_cannot_be_shared_out_are_refused(family: str, degree: int, says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        check_experts(tiny_experts(family), degree)
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "qwen3_next", "gpt_oss"])
+def test_families_that_transformers_calls_through_its_registry_can_be_shared_out(family: str) -> None:
+    check_experts(tiny_experts(family), 2)

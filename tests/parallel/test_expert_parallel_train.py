@@ -1,0 +1,344 @@
+"""`packlora.train` with `parallel: {expert: N}`: processes that hold some of the experts each train what one device trains, and
+leave what one device leaves. In float64, routers and norms too."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import rows_into
+from expert_models import in_float64, tiny_experts
+from ranks import Ranks
+from safetensors.torch import load_file, save_file
+from test_preference import pairs
+from test_replicas import heard, lines, on_ranks
+from test_tensor_train import alike
+from test_training import adapter, config, distance
+
+import packlora
+from packlora.adapters import expert_rows
+from packlora.base.weight_files import WeightFiles
+from packlora.commands.plan import make_plan
+from packlora.commands.plan_layouts import LayoutFigures, sentences
+from packlora.config import Run
+from packlora.errors import InputError
+from packlora.parallel.adapter import SharedGradient
+from packlora.parallel.cut import load_cut
+from packlora.runtime.prepare import prepare
+from packlora.runtime.wave import Runner
+
+Groups = Callable[[int], Ranks]
+BOTH = ["experts.gate_up_proj", "experts.down_proj"]
+JOBS = [
+    {
+        "name": "lora", "train": {"max_steps": 3, "global_batch_size": 4, "learning_rate": 1e-2, "max_grad_norm": 0.3},
+        "adapter": {"r": 3, "lora_dropout": 0.2, "target_modules": "all-linear"},
+    },
+    {
+        "name": "dora", "train": {"max_steps": 3, "global_batch_size": 2, "learning_rate": 1e-2, "weight_decay": 0.1},
+        "adapter": {
+            "r": 5, "lora_dropout": 0.1, "use_dora": True, "target_modules": ["v_proj"],
+            "target_parameters": [*BOTH, "gate.weight"], "init_lora_weights": False,
+        },
+    },
+    {
+        "name": "others", "train": {"max_steps": 3, "global_batch_size": 2, "learning_rate": 1e-2},
+        "adapter": {
+            "r": 2, "lora_dropout": 0.0, "use_rslora": True, "target_modules": ["embed_tokens", "o_proj"],
+            "target_parameters": ["experts.down_proj", "gate.weight"], "modules_to_save": ["norm"],
+        },
+    },
+]  # fmt: skip
+
+NAMES = {"lora", "dora", "others", "dpo"}
+
+
+def saved(folder: Path, tokenizer: Any, one_rank: bool = False, **changes: Any) -> str:
+    """A tiny Qwen3-MoE whose files have each expert apart. one_rank: all tokens go to one of the first two experts."""
+    model = tiny_experts("qwen3_moe", **changes)
+    with torch.no_grad():
+        for layer in model.model.layers if one_rank else ():
+            layer.mlp.gate.weight[1] = -layer.mlp.gate.weight[0]
+            layer.mlp.gate.weight[2:] = 0.0
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def tree(base: str, out: Path, rows: Any, jobs: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+    found = config(base, out, rows, jobs, dtype="float64", max_tokens_per_microbatch=90, **more)
+    for job in found["jobs"][:2]:
+        job["data"]["eval_path"] = job["data"]["path"]
+    return found | {"eval_every": 2, "save_every": 1, "save_total_limit": None}
+
+
+def in_wide(rank: int, function: Callable[..., Any], *args: Any) -> Any:
+    with in_float64():
+        return function(rank, *args)
+
+
+@pytest.fixture(scope="module")
+def asked(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("experts")
+    preferred = {
+        "name": "dpo", "data": {"path": pairs(folder / "pairs.jsonl")},
+        "train": {"max_steps": 3, "global_batch_size": 2, "learning_rate": 1e-2, "trainer": "dpo"},
+        "adapter": {"r": 2, "lora_dropout": 0.1, "target_parameters": BOTH, "target_modules": []},
+    }  # fmt: skip
+    return tree(saved(folder / "base", tokenizer), folder / "whole", rows_into(folder), [*JOBS, preferred])
+
+
+@pytest.fixture(scope="module")
+def whole(asked: dict[str, Any]) -> Path:
+    """The run on one device."""
+    with in_float64():
+        packlora.train(asked)
+    return Path(asked["output_dir"])
+
+
+def same(out: Path, whole: Path) -> None:
+    for kind in ("metrics", "evals"):
+        found, wanted = ({(line["job"], line["step"]): line for line in lines(one, kind)} for one in (out, whole))
+        assert found.keys() == wanted.keys()
+        for key, line in wanted.items():
+            for name in ("loss", "eval_loss", "grad_norm"):
+                if name in line:
+                    assert abs(found[key][name] - line[name]) <= 1e-10 * max(1, abs(line[name])), (key, name)
+    for name in NAMES:
+        assert distance(adapter(out, name), adapter(whole, name)) <= 1e-10
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("processes", "parallel"),
+    [(2, {"expert": 2}), (3, {"expert": 3}), (4, {"expert": 2, "devices_per_job": 4}),
+     (4, {"expert": 2, "devices_per_job": 2}), (2, {"expert": 2, "ep_implementation": "all_to_all"}),
+     (4, {"expert": 2, "ep_implementation": "all_to_all", "devices_per_job": 4}),
+     (4, {"expert": 2, "ep_implementation": "all_to_all", "devices_per_job": 2})],
+)  # fmt: skip
+def test_a_run_gives_what_one_device_gives(
+    processes: int, parallel: dict[str, Any], asked: dict[str, Any], whole: Path, ranks: Groups, tmp_path: Path
+) -> None:
+    """Processes that hold the experts together, alone, as groups with jobs of their own, and as replicas that share jobs."""
+    out = tmp_path / "out"
+    told = ranks(processes).run(in_wide, on_ranks, {**asked, "output_dir": str(out), "parallel": parallel}, {})
+    assert [status for status, *_ in told] == ["done"] * processes, told
+    same(out, whole)
+    record = json.loads((out / "run.json").read_text())
+    assert record["schedule"]["layout"]["expert"] == parallel["expert"]
+
+
+def test_a_run_that_is_stopped_goes_on_on_one_device_and_back(
+    asked: dict[str, Any], whole: Path, ranks: Groups, tmp_path: Path
+) -> None:
+    """Stopped on two processes with the same microbatches, on one device, and ended on two with microbatches of their own. Its
+    checkpoints are those of one device."""
+    out = tmp_path / "out"
+    alone = {**asked, "output_dir": str(out)}
+    shared = {**alone, "parallel": {"expert": 2}}
+    assert ranks(2).run(in_wide, heard, shared, "", 2, {})[0][0] == "interrupted"
+    assert in_wide(0, heard, alone, "", 3, {"resume": True})[0] == "interrupted"
+    exchanged = {**alone, "parallel": {"expert": 2, "ep_implementation": "all_to_all"}}
+    assert ranks(2).run(in_wide, heard, exchanged, None, 0, {"resume": True})[0][0] == "done"
+    assert {line["rank"] for line in lines(out, "microbatches")} == {0, 1}
+    same(out, whole)
+    compared = [path for path in whole.glob("*/checkpoint-*") if (out / path.relative_to(whole)).exists()]
+    assert {path.parent.name for path in compared} == NAMES
+    for path in compared:
+        alike(out / path.relative_to(whole), path)
+    record, single = (json.loads((one / "run.json").read_text()) for one in (out, whole))
+    assert (record["jobs"], record["model"]["fingerprint"]) == (single["jobs"], single["model"]["fingerprint"])
+    assert (
+        "expert parallelism over 2 processes: each has 3 of the experts of 2 layers, and all else whole"
+        in record["warnings"]
+    )
+
+
+# --- tokens that go to the experts and back ------------------------------------------------------------------------------
+
+
+def few(asked: dict[str, Any], out: Path, base: str | None = None, **parallel: Any) -> dict[str, Any]:
+    """Two jobs of one sample a step, so one of two processes often has none."""
+    jobs = []
+    for name, use_dora in (("one", True), ("two", False)):
+        adapter = {"r": 3, "use_dora": use_dora, "lora_dropout": 0.2, "target_modules": ["o_proj"]}
+        jobs.append({
+            "name": name, "data": asked["jobs"][0]["data"], "seed": len(jobs),
+            "train": {"max_steps": 3, "global_batch_size": 1 + use_dora, "learning_rate": 1e-2, "max_grad_norm": 0.2},
+            "adapter": adapter | {"target_parameters": [*BOTH, "gate.weight"], "init_lora_weights": False},
+        })  # fmt: skip
+    changes = {
+        "output_dir": str(out),
+        "jobs": jobs,
+        "parallel": parallel,
+        "save_every": 0,
+        "max_tokens_per_microbatch": 40,
+    }
+    return {**asked, **changes, "base_model": base or asked["base_model"], "gradient_checkpointing": base is not None}
+
+
+def experts_over_all_replicas() -> Any:
+    """Gradients of experts are added up over processes that have other experts."""
+    return mock.patch.object(SharedGradient, "add_up", lambda self, gradient, add: add([gradient]))
+
+
+def keys_of_no_token() -> Any:
+    return mock.patch.object(expert_rows, "_as_int64", lambda keys, T, device: torch.zeros(T, 2, dtype=torch.int64))
+
+
+def one_owner_for_all() -> Any:
+    return mock.patch.object(expert_rows, "_places", lambda number, numbers: torch.zeros_like(number))
+
+
+def gradients_of_own_jobs_alone() -> Any:
+    return mock.patch.object(Runner, "_collect_for_others")
+
+
+FAULTS = {
+    "groups": experts_over_all_replicas, "keys": keys_of_no_token, "owners": one_owner_for_all,
+    "others": gradients_of_own_jobs_alone,
+}  # fmt: skip
+
+
+def with_faults(rank: int, asked: dict[str, Any], folder: Path) -> None:
+    for name, breaking in FAULTS.items():
+        with breaking():
+            packlora.train(few(asked, folder / name, expert=2, ep_implementation="all_to_all"))
+
+
+def test_tokens_that_go_to_experts_and_back_learn_what_they_learn_on_one_device(
+    asked: dict[str, Any], ranks: Groups, tokenizer: Any, tmp_path: Path
+) -> None:
+    """Where a process has no microbatch, and, with recomputed layers, where one has no token for its experts. What goes wrong
+    with owners, keys or groups is seen."""
+    exchange = {"expert": 2, "ep_implementation": "all_to_all"}
+    alone = saved(tmp_path / "base", tokenizer, one_rank=True, num_experts_per_tok=1)
+    for name, base in (("plain", None), ("one side", alone)):
+        in_wide(0, on_ranks, few(asked, tmp_path / f"{name} whole", base), {})
+        told = ranks(2).run(in_wide, on_ranks, few(asked, tmp_path / name, base, **exchange), {})
+        assert [status for status, *_ in told] == ["done"] * 2, told
+        for job in ("one", "two"):
+            assert distance(adapter(tmp_path / name, job), adapter(tmp_path / f"{name} whole", job)) <= 1e-10
+    ranks(2).run(in_wide, with_faults, asked, tmp_path)
+    for name in FAULTS:
+        wrong = [
+            distance(adapter(tmp_path / name, job), adapter(tmp_path / "plain whole", job)) for job in ("one", "two")
+        ]
+        assert max(wrong) > 1e-4, (name, wrong)
+
+
+# --- reading -----------------------------------------------------------------------------------------------------------
+
+
+def read_by(rank: int, tree: dict[str, Any]) -> tuple[set[str], int, list[list[int]], str]:
+    """Numbers of the experts that a process reads, how often it reads a weight at most, the shapes of those that it holds; or
+    what is wrong."""
+    taken, read = Counter[str](), WeightFiles.read
+
+    def noted(self: WeightFiles, key: str, *part: slice) -> torch.Tensor:
+        taken[key] += 1
+        return read(self, key, *part)
+
+    with mock.patch.object(WeightFiles, "read", noted):
+        try:
+            base = load_cut(Run.model_validate(tree), None, {}, dist.group.WORLD)
+        except InputError as error:
+            return set(), 0, [], str(error)
+    shapes = [list(p.shape) for name, p in base.model.named_parameters() if name.endswith("experts.down_proj")]
+    experts = {found[1] for key in taken if (found := re.search(r"experts\.(\d+)\.", key))}
+    return experts, max(taken.values()), shapes, ""
+
+
+def test_a_process_reads_its_own_experts_alone(
+    asked: dict[str, Any], ranks: Groups, tokenizer: Any, tmp_path: Path
+) -> None:
+    """Each once for the proof and once to hold it. Files that lack some are refused on every process."""
+    wide = {**asked, "dtype": "float32", "parallel": {"expert": 2}}
+    found = ranks(2).run(read_by, wide)
+    assert [own[0] for own in found] == [{"0", "1", "2"}, {"3", "4", "5"}]
+    assert all(own[1:] == (2, [[3, 64, 32]] * 2, "") for own in found), found
+    shutil.copytree(asked["base_model"], tmp_path / "base")
+    file = tmp_path / "base" / "model.safetensors"
+    tensors = load_file(file)
+    save_file({name: t for name, t in tensors.items() if ".1.mlp.experts.5.up" not in name}, file, {"format": "pt"})
+    for *_, said in ranks(2).run(read_by, {**wide, "base_model": str(tmp_path / "base")}):
+        assert (
+            "hold experts that do not make up model.layers.1.mlp.experts.gate_up_proj [6, 64, 64]: of each part 6, 5"
+            in said
+        )
+
+
+# --- what is predicted -------------------------------------------------------------------------------------------------
+
+
+def test_the_plan_shows_what_sharing_the_experts_saves_and_costs(asked: dict[str, Any], whole: Path) -> None:
+    """On one device, and on two that hold the experts together: half of the experts and of what is trained on them."""
+
+    def rows(gpus: int, **parallel: Any) -> tuple[list[LayoutFigures], list[str]]:
+        found = make_plan(Run.model_validate({**asked, "parallel": parallel}), gpus=gpus).layouts
+        assert found is not None
+        return found.rows, sentences(found, 4)
+
+    def experts(row: LayoutFigures) -> int:
+        return row.expert
+
+    (alone,), _ = rows(1)
+    (shared,), said = rows(2, expert=2)
+    model = tiny_experts("qwen3_moe")
+    of_experts = sum(p.numel() for p in model.parameters() if p.ndim == 3)
+    trained = [adapter(whole, name) for name in NAMES]
+    on_experts = sum(tensor.numel() for own in trained for name, tensor in own.items() if ".experts." in name)
+    inside = 2 * 2 * (64 + 64 + 32 + 64)  # layers, experts a token, what goes into and comes out of both weights
+    tokens = 90
+    saved = (8 * of_experts + 24 * on_experts + 8 * inside * tokens) / 2
+    assert (shared.expert, shared.devices_per_job, shared.taken) == (2, 2, True)
+    assert alone.bytes - shared.bytes == pytest.approx(saved, rel=0.02)
+    assert 0.3 * alone.seconds < shared.seconds < alone.seconds
+    assert said[0].startswith("training takes 2 with experts on 2, so each job is shared by 2 devices")
+    more, _ = rows(6)
+    assert sorted(map(experts, more))[-6:] == [2, 2, 3, 3, 6, 6], "as what could be asked for, in both ways"
+    (exchanged,), _ = rows(2, expert=2, ep_implementation="all_to_all")
+    assert exchanged.taken and exchanged.status == "taken, experts on 2, all_to_all"
+    assert exchanged.waves < shared.waves and exchanged.bytes > shared.bytes
+    assert not any(row.taken for row in more if row.expert > 1)
+
+
+# --- what is refused ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"parallel": {"expert": 4}}, "mlp.experts has 6 experts, which it does not divide; give one of 2, 3, 6"),
+        ({"quantization": "nf4"}, "parallel.expert does not take quantised layers apart"),
+        ({"sample_prompts": ["why?"]}, "job 'lora' has sample_prompts, .* with parallel.expert each holds a part"),
+    ],
+)
+def test_what_expert_parallelism_does_not_go_with_is_refused(
+    changes: dict[str, Any], says: str, asked: dict[str, Any]
+) -> None:
+    with pytest.raises((InputError, ValueError), match=says):
+        prepare(Run.model_validate({**asked, "parallel": {"expert": 2}, **changes}))
+
+
+def test_jobs_and_models_that_cannot_be_shared_out_are_refused(
+    asked: dict[str, Any], tiny_base: Callable[[str], str]
+) -> None:
+    dense = {**asked, "base_model": tiny_base("llama"), "parallel": {"expert": 2}}
+    dense["jobs"] = [{**asked["jobs"][0], "adapter": {"r": 2}}]
+    with pytest.raises(InputError, match=r"parallel.expert is 2, but a llama model has no experts; leave expert out"):
+        prepare(Run.model_validate(dense))
+    factored = {**asked, "parallel": {"expert": 2}, "jobs": [{**asked["jobs"][0], "train": {"optim": "adafactor"}}]}
+    with pytest.raises(ValueError, match=r"'lora' has train.optim: adafactor, which parallel.expert does not take"):
+        Run.model_validate(factored)
+    with pytest.raises(InputError, match=r"parallel.expert is 2, but 3 processes were started"):
+        Run.model_validate({**asked, "parallel": {"expert": 2}}).parallel.check(3)
