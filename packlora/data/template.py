@@ -1,4 +1,4 @@
-"""Chat templates: those that take texts alone, and those of vision-language models, some of which take lists of blocks alone."""
+"""Chat templates: those that take texts alone, and those of vision-language models, some of which take blocks alone."""
 
 from __future__ import annotations
 

@@ -37,6 +37,7 @@ from packlora.data.prompts import Prompt, encode_prompts
 from packlora.data.readers import Read, is_there, read_data
 from packlora.data.rows import Row
 from packlora.errors import InputError
+from packlora.ops.modules import beside_decoder
 from packlora.parallel.stages import check_stages
 from packlora.parallel.tensor import check_cut
 from packlora.plans.ask import Ask, asks_of
@@ -666,6 +667,13 @@ def adapter_spec(job: JobConfig, config: LoraConfig, skeleton: PreTrainedModel) 
             f"job {job.name!r}: loraplus_lr_ratio does not go with an adapter of {embedding}, for which LoRA+ has a learning "
             "rate of its own; leave one of them out"
         )
+    of_images = beside_decoder(skeleton)
+    for path, own in spec.modules.items():
+        if own.kind != "linear" and path in of_images:
+            raise InputError(
+                f"job {job.name!r}: {path} is part of the vision tower, of which linear layers alone are adapted in this "
+                "version; leave it out of modules_to_save and target_modules, or name modules of the language model by whole paths"
+            )
     if job.adapter.init_from is not None:
         check_start(job.adapter, spec, skeleton, job.name)
     return spec

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
@@ -16,12 +18,15 @@ from transformers import AutoModelForImageTextToText
 from vision_models import image_row, vision_folder, write_images
 
 import packlora
+from packlora.base import vision_proof
 from packlora.base.load import read_config
+from packlora.base.model import load_base
 from packlora.base.vision import Vision
+from packlora.commands.held_out import evaluate_adapter
 from packlora.config import Run
+from packlora.errors import InputError
 from packlora.runtime.prepare import prepare
 
-FAMILIES = ["qwen2_5_vl", "qwen3_vl", "gemma3", "llava", "llava_next"]
 KINDS: dict[str, dict[str, Any]] = {"lora": {"use_dora": False}, "dora": {"use_dora": True}}
 SIZES = [(24, 16), (16, 16), (32, 24), (20, 40), (40, 20)]
 """Widths and heights: odd numbers of patches, and both ways round."""
@@ -121,7 +126,9 @@ def tree(base: str, out: Path, rows: dict[str, str], starts: Path | None, **chan
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", ["qwen2_5_vl", "qwen3_vl", "gemma3", pytest.param("llava", marks=pytest.mark.soak), "llava_next"]
+)
 def test_steps_on_images_are_those_of_peft_and_adamw(
     family: str, vision_base: Any, rows: dict[str, str], tmp_path: Path
 ) -> None:
@@ -184,3 +191,101 @@ def evaluated(peft: Any, inputs: list[dict[str, torch.Tensor]]) -> float:
     with torch.no_grad():
         count = sum(int((one["labels"][:, 1:] != -100).sum()) for one in inputs)
         return float(sum(summed(peft, one) for one in inputs)) / count
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", pytest.param("gemma3", marks=pytest.mark.soak)])
+def test_a_job_alone_gives_what_it_gave_beside_another_and_resumed(
+    family: str, vision_base: Any, rows: dict[str, str], tmp_path: Path
+) -> None:
+    """With dropout, in the vision tower as well, and microbatches of other samples."""
+    asked = tree(vision_base(family), tmp_path / "both", rows, None)
+    packlora.train(Run.model_validate(asked), max_steps=2)
+    packlora.train(Run.model_validate(asked), resume=True)
+    small = asked | {"max_tokens_per_microbatch": 120, "gradient_checkpointing": True}
+    for job in asked["jobs"]:
+        name = job["name"]
+        packlora.train(Run.model_validate(small | {"output_dir": str(tmp_path / name), "jobs": [job]}))
+        mine, other = (
+            load_file(folder / name / "adapter_model.safetensors") for folder in (tmp_path / "both", tmp_path / name)
+        )
+        assert mine.keys() == other.keys()
+        assert all(float((mine[key] - other[key]).abs().max()) < 1e-10 for key in mine)
+        assert any(float(mine[key].abs().max()) > 0 for key in mine if "lora_B" in key and "language_model" not in key)
+
+
+BROKEN: dict[str, tuple[str, str, Any]] = {
+    "positions": ("qwen2_5_vl", "positions", lambda self, ids, images: np.arange(len(ids))),
+    "places of interleaved positions": ("qwen3_vl", "positions", lambda self, ids, images: np.arange(len(ids))),
+    "images that see themselves": ("gemma3", "blocks", lambda self, ids, start: np.full(len(ids), -1)),
+    "images that see one another": ("gemma3", "blocks", lambda self, ids, start: np.where(ids == self.token_id, 0, -1)),
+}
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+def test_a_model_that_is_packed_wrongly_is_refused(
+    fault: str, vision_base: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family, method, wrong = BROKEN[fault]
+    base = vision_base(family)
+    run = Run.model_validate(tree(base, Path("out"), dict.fromkeys(KINDS, "-"), None, dtype="float32"))
+    vision = Vision.of(base, None, read_config(base, None))
+    monkeypatch.setattr(Vision, method, wrong)
+    with pytest.raises(InputError, match="its own logits of samples with images differ by"):
+        load_base(run, None, {}, vision)
+
+
+def test_rows_of_images_that_do_not_lie_together_are_noticed(vision_base: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = vision_base("qwen2_5_vl")
+    run = Run.model_validate(tree(base, Path("out"), dict.fromkeys(KINDS, "-"), None, dtype="float32"))
+    vision = Vision.of(base, None, read_config(base, None))
+    own = vision_proof.own_images
+
+    def mixed(*args: Any) -> Any:
+        found = own(*args)
+        for rows in found.rows:
+            rows["model.visual.merger.mlp.0"] = rows["model.visual.merger.mlp.0"].flip(0)
+        return found
+
+    monkeypatch.setattr("packlora.base.model.own_images", mixed)
+    with pytest.raises(InputError, match=r"in model\.visual\.merger\.mlp\.0 the rows of an image do not lie together"):
+        load_base(run, None, {}, vision)
+
+
+def test_an_adapter_is_evaluated_on_images(vision_base: Any, rows: dict[str, str], tmp_path: Path) -> None:
+    base = vision_base("llava")
+    peft = peft_model(base, KINDS["lora"])
+    peft.save_pretrained(tmp_path / "adapter")
+    found = evaluate_adapter(tmp_path / "adapter", rows["lora"], base_model=base, dtype="float64", device="cpu")
+    assert found.loss == pytest.approx(evaluated(peft, own_inputs(base, rows["lora"])), abs=1e-10)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "a pipeline": ({"parallel": {"pipeline": 2}}, {}, "its data has images, which parallel.pipeline does not take"),
+    "a trainer": ({}, {"train": {"trainer": "kto", "loss_type": "apo_zero_unpaired"}}, "the row has images, which train.trainer: kto does not take"),
+    "a norm of the tower": (
+        {}, {"adapter": {"target_modules": ["q_proj"], "modules_to_save": ["norm1"]}}, "is part of the vision tower",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_images_do_not_go_with_is_refused_before_training(
+    what: str, vision_base: Any, rows: dict[str, str], tmp_path: Path
+) -> None:
+    of_run, of_job, problem = REFUSED[what]
+    job = {"name": "job", "data": {"path": rows["lora"]} | of_job.pop("data", {})} | of_job
+    asked = tree(vision_base("qwen2_5_vl"), tmp_path / "out", rows, None, jobs=[job], **of_run)
+    with pytest.raises(InputError, match=problem):
+        prepare(Run.model_validate(asked))
+
+
+def test_a_text_model_and_a_family_without_a_processor_are_refused(
+    vision_base: Any, tiny_base: Callable[[str], str], rows: dict[str, str], tmp_path: Path
+) -> None:
+    with pytest.raises(InputError, match="a llama model reads no images here, and the data has some"):
+        prepare(Run.model_validate(tree(tiny_base("llama"), tmp_path / "out", rows, None)))
+    bare = tmp_path / "bare"
+    shutil.copytree(vision_base("qwen2_5_vl"), bare)
+    (bare / "preprocessor_config.json").unlink()
+    with pytest.raises(InputError, match="its processor cannot be loaded"):
+        prepare(Run.model_validate(tree(str(bare), tmp_path / "out", rows, None)))
