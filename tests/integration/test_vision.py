@@ -261,7 +261,9 @@ def test_an_adapter_is_evaluated_on_images(vision_base: Any, rows: dict[str, str
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "a pipeline": ({"parallel": {"pipeline": 2}}, {}, "its data has images, which parallel.pipeline does not take"),
-    "a trainer": ({}, {"train": {"trainer": "kto", "loss_type": "apo_zero_unpaired"}}, "the row has images, which train.trainer: kto does not take"),
+    "a trainer": (
+        {}, {"train": {"trainer": "kto", "loss_type": "apo_zero_unpaired"}}, "images, which train.trainer: kto does not take",
+    ),
     "a norm of the tower": (
         {}, {"adapter": {"target_modules": ["q_proj"], "modules_to_save": ["norm1"]}}, "is part of the vision tower",
     ),
