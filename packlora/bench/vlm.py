@@ -54,8 +54,8 @@ PROTOCOL = (
     "optimizer step. bf16: bfloat16 adapters; fp32: PEFT's default float32 adapters under torch.autocast. packlora: "
     "packlora.accelerate on the PEFT model, without autocast; its DoRA norms are made once for the values that there are, "
     "PEFT's in every forward. frozen: no adapter; in a step only the embeddings' output wants a gradient. Contenders run in "
-    "turn inside one loop over the same frozen weights, random order each round, CUDA events, medians, ratios within a round. gib: peak of "
-    "one run, with the frozen weights and what the contender itself keeps, without what the others keep."
+    "turn inside one loop over the same frozen weights, random order each round, CUDA events, medians, ratios within a round. "
+    "gib: peak of one run, with the frozen weights and what the contender itself keeps, without what the others keep."
 )
 
 

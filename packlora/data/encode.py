@@ -248,8 +248,8 @@ def _with_images(item: _Marked | None, row: Row, shown: Shown | None, job: str) 
         return item
     if shown is None:
         raise InputError(
-            f"job {job!r}: {row.where}: the row has images, which are read in training of a base model with a vision tower, "
-            "and not under data.streaming"
+            f"job {job!r}: {row.where}: the row has images, which are not read under data.streaming, nor of a job that joins a "
+            "run without any"
         )
     assert item is not None
     text, spans, images = shown.put_in(item.text, item.spans, row.images, f"job {job!r}: {row.where}")

@@ -182,8 +182,8 @@ def test_an_absolute_path_may_lie_anywhere(folder: Path, tokenizer: Any) -> None
     assert sample.images.counts == (4,)
 
 
-def test_a_model_without_eyes_refuses_images(folder: Path, tokenizer: Any) -> None:
-    with pytest.raises(InputError, match="line 1: the row has images, which are read in training of a base model with"):
+def test_where_images_are_not_read_they_are_refused(folder: Path, tokenizer: Any) -> None:
+    with pytest.raises(InputError, match=r"line 1: the row has images, which are not read under data\.streaming"):
         encoded(folder, FORMS["a prompt"], tokenizer=tokenizer, shown=False)
 
 
