@@ -294,7 +294,7 @@ def bench(
         str,
         typer.Argument(
             metavar="NAME",
-            help="layer, multi, graphs, model, dora, small, quantised, experts, schedule; under torchrun replicas, "
+            help="layer, multi, graphs, model, dora, small, quantised, experts, vlm, schedule; under torchrun replicas, "
             "tensor-parallel, pipeline.",
         ),
     ],

@@ -38,6 +38,7 @@ from packlora.errors import InputError
 from packlora.ops.dropout.keys import layer_salt
 from packlora.ops.lora_linear.frozen import Storage
 from packlora.ops.lora_linear.quantized import Quantized
+from packlora.ops.modules import beside_decoder
 from packlora.ops.recompute import add_recompute
 from packlora.plans.select import PlanChooser
 from packlora.seeding import stable_hash
@@ -91,6 +92,7 @@ def attach(
     seed: int | Mapping[str, int],
     chooser: PlanChooser | Mapping[str, PlanChooser] | None = None,
     storage: Storage | None = None,
+    example: Mapping[str, Any] | None = None,
 ) -> tuple[Attached, list[Adapter]]:
     """Freeze the model and attach one adapter per job.
 
@@ -104,6 +106,7 @@ def attach(
             with different ones are computed apart.
         storage: how the weights of the model lie; None: in memory. Where it is not whole, modules that the model lacks are
             elsewhere.
+        example: keyword arguments of a packed call with images; None where no sample has any.
     """
     model.requires_grad_(False)
     if not isinstance(chooser, Mapping):
@@ -111,7 +114,7 @@ def attach(
         chooser = dict.fromkeys(adapted, chooser or PlanChooser(model.device))
     attached = Attached([*chooser.values()], storage)
     layers: Layers = {}
-    attached.groups = shared_inputs(model)
+    attached.groups = shared_inputs(model, example)
     seeds = dict.fromkeys(specs, seed) if isinstance(seed, int) else seed
     own = {path for path, _ in model.named_modules()}
     for job, spec in specs.items():
@@ -302,16 +305,16 @@ def _adapter(
     return Adapter(name, number, spec, weights, layout, flat, trained_on)
 
 
-def shared_inputs(model: PreTrainedModel) -> dict[str, tuple[str, ...]]:
+def shared_inputs(model: PreTrainedModel, example: Mapping[str, Any] | None = None) -> dict[str, tuple[str, ...]]:
     """For every linear layer that has siblings, the paths of its group in the order of their calls.
 
     All linear layers of the base model are looked at, adapted or not: the group, whose first path names its dropout mask,
-    does not depend on which jobs there are.
+    does not depend on which jobs there are. example: see attach.
     """
     paths = [path for path, module in model.named_modules() if type(module) in LINEAR]
     ids = torch.arange(MIN_ROWS, device=model.device)[None]
-    example = {"input_ids": ids, "position_ids": ids, "use_cache": False, "sample_lengths": (MIN_ROWS,)}
-    return {path: group for group in sibling_groups(model, paths, example) for path in group}
+    plain = {"input_ids": ids, "position_ids": ids, "use_cache": False, "sample_lengths": (MIN_ROWS,)}
+    return {path: group for group in sibling_groups(model, paths, example or plain) for path in group}
 
 
 def _replace(
@@ -319,6 +322,7 @@ def _replace(
     chooser: Mapping[str, PlanChooser],
 ) -> None:  # fmt: skip
     """Put what serves a job's adapter at these paths, where there is none yet, and into `layers`."""
+    of_images = beside_decoder(model)
     for path in _layers_of(spec, paths):
         linear = is_linear(spec.modules[path])
         if (path, linear) in layers:
@@ -336,7 +340,9 @@ def _replace(
             continue
         salt = layer_salt(attached.groups.get(path, (path,))[0])
         base = as_linear(there.inner if isinstance(there, Routed) else there)
-        layers[path, True] = adapted = AdaptedLinear(base, salt, attached, chooser[path], of_rows)
+        layers[path, True] = adapted = AdaptedLinear(
+            base, salt, attached, chooser[path], of_rows, path in of_images
+        )  # fmt: skip
         if isinstance(there, Routed):
             there.inner = adapted
         else:

@@ -109,11 +109,12 @@ class Attached:
             )
         return (active.rows or active) if of_rows and isinstance(active, TokenOwners) else active
 
-    def owners(self, total: int, of_rows: bool = False) -> TokenOwners | None:
+    def owners(self, total: int, of_rows: bool = False, of_images: bool = False) -> TokenOwners | None:
         """Of a forward over `total` tokens; None runs the base model alone.
 
         Args:
             of_rows: see `among`.
+            of_images: `total` are rows of images, in a vision tower.
 
         Raises:
             RuntimeError: the microbatch has another number of tokens, or see `among`.
@@ -121,6 +122,8 @@ class Attached:
         active = self.among(of_rows)
         if active is None:
             return None
+        if of_images and isinstance(active, TokenOwners):
+            return None if active.images is None else active.images.of(total)
         if isinstance(active, int):
             return TokenOwners(total, ((active, 0, total),))
         if active.total != total:
@@ -166,13 +169,15 @@ class AdaptedLinear(torch.nn.Module):
         attached: what the layers of the model share.
         chooser: of plans; the same for siblings.
         of_rows: it is the output layer, which is given the rows of labels and not all tokens.
+        of_images: it is part of a vision tower, which is given rows of images.
     """
 
     def __init__(
-        self, base: torch.nn.Linear, salt: int, attached: Attached, chooser: PlanChooser, of_rows: bool = False
-    ) -> None:
+        self, base: torch.nn.Linear, salt: int, attached: Attached, chooser: PlanChooser, of_rows: bool = False,
+        of_images: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.base, self.of_rows = base, of_rows
+        self.base, self.of_rows, self.of_images = base, of_rows, of_images
         self.adapters: dict[int, AdapterWeights] = {}
         self.attached, self.chooser = attached, chooser
         self.salt = salt
@@ -194,7 +199,7 @@ class AdaptedLinear(torch.nn.Module):
         return self.base.bias
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        owners, shard = self.attached.owners(math.prod(x.shape[:-1]), self.of_rows), self.shard
+        owners, shard = self.attached.owners(math.prod(x.shape[:-1]), self.of_rows, self.of_images), self.shard
         if owners is None or owners.adapters.isdisjoint(self.adapters):
             return self.base.forward(x)
         if shard is None:
@@ -210,6 +215,8 @@ class AdaptedLinear(torch.nn.Module):
     def ready(self) -> AdaptedCall | None:
         """A sibling asks whether this layer can be computed with it."""
         owners = self.attached.microbatch
+        if owners is not None and self.of_images:
+            owners = None if owners.images is None else owners.images.last
         if owners is None or owners.adapters.isdisjoint(self.computed()):
             return None
         return AdaptedCall(self, owners)

@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from packlora.base.demo_model import base_path
 from packlora.base.shape import check_sizes
 from packlora.base.stored import as_stored, stored_as
+from packlora.base.vision import auto_class
 from packlora.config import Run
 from packlora.errors import InputError, foreign, quoted
 
@@ -85,7 +86,7 @@ def model_of(config: Any, path: str, trust_remote_code: bool, dtype: torch.dtype
     model = load_part(
         "model",
         path,
-        lambda: AutoModelForCausalLM.from_config(
+        lambda: auto_class(config).from_config(
             config,
             trust_remote_code=trust_remote_code,
             attn_implementation="eager",  # a configuration may name one that is code on the hub
@@ -108,12 +109,13 @@ def read_model(
         InputError: it cannot be loaded, or its weights are not those of its configuration.
     """
     check_files(path)
+    config = read_config(path, revision, trust_remote_code)
     transformers.utils.logging.disable_progress_bar()
     with _quiet(), as_stored():  # its report of the weights is check_weights' matter
         model, found = load_part(
             "model",
             path,
-            lambda: AutoModelForCausalLM.from_pretrained(
+            lambda: auto_class(config).from_pretrained(
                 path,
                 revision=revision,
                 dtype=dtype,

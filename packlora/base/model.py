@@ -23,6 +23,8 @@ from packlora.base.proof import OwnLogits, check_packing, own_logits
 from packlora.base.quantized import check_stored, read_quantised
 from packlora.base.shape import check_row
 from packlora.base.stored import stored_as
+from packlora.base.vision import Vision
+from packlora.base.vision_proof import check_images, own_images
 from packlora.config import QuantizationConfig, Run
 from packlora.ops.lora_linear.frozen import InMemory, Storage
 
@@ -49,14 +51,17 @@ class Base:
     """How its linear layers are stored; None of floats."""
     fingerprint: Fingerprint | None = None
     """Of the whole model; None of one that was not loaded."""
+    vision: Vision | None = None
+    """What it is given for images, where the data has some."""
 
 
-def load_base(run: Run, tokenizer: Any, longest: Mapping[str, int] | None = None) -> Base:
+def load_base(run: Run, tokenizer: Any, longest: Mapping[str, int] | None = None, vision: Vision | None = None) -> Base:
     """Load the base model for packed training: frozen, on its device, in the run's dtype.
 
     Args:
         longest: tokens of the longest sample of each job. Longer ones are not known to be computed right; without it, than
             PROBE_TOKENS.
+        vision: what it is given for images; None where no sample has any.
 
     Raises:
         InputError: it cannot be loaded, its weights are not those of its configuration, or packing would train it wrongly.
@@ -70,7 +75,7 @@ def load_base(run: Run, tokenizer: Any, longest: Mapping[str, int] | None = None
         stored = stored_as(config, path)
         model = read_quantised(path, run.revision, quantization, stored, dtype, device, run.trust_remote_code, notes)
     check_row(model, run.max_tokens_per_microbatch, path)
-    base = ready_base(run, model, tokenizer, device, path, longest or {}, InMemory())
+    base = ready_base(run, model, tokenizer, device, path, longest or {}, InMemory(), vision=vision)
     base.quantization = quantization
     base.warnings += notes
     return base
@@ -87,7 +92,7 @@ def look_at(run: Run, model: PreTrainedModel, path: str, longest: Mapping[str, i
 
 def ready_base(
     run: Run, model: PreTrainedModel, tokenizer: Any, device: torch.device, path: str, longest: Mapping[str, int],
-    storage: Storage, looked_at: LookedAt | None = None,
+    storage: Storage, looked_at: LookedAt | None = None, vision: Vision | None = None,
 ) -> Base:  # fmt: skip
     """A model on its device, as transformers runs it, made ready for packed training, with the proof that it may be packed.
 
@@ -98,7 +103,13 @@ def ready_base(
         InputError: packing would train it wrongly.
     """
     known, own = looked_at or look_at(run, model, path, longest)
+    images = None if vision is None else own_images(model, path, vision)
     notes = prepare_model(model, run.gradient_checkpointing)
     replaced = use_liger(model, run.liger, storage.each)
     fused_loss = check_packing(model, own, path, longest, notes)
-    return Base(model, tokenizer, device, path, notes, fused_loss, replaced, storage=storage, fingerprint=known)
+    if vision is not None and images is not None:
+        check_images(model, images, path, vision)
+    return Base(
+        model, tokenizer, device, path, notes, fused_loss, replaced, storage=storage, fingerprint=known,
+        vision=vision,
+    )  # fmt: skip

@@ -9,7 +9,7 @@ Shapes: T tokens of the row, L rows of it that are kept, H heads of queries, h o
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from packlora.base.rotary import rotate_by_sample
 from packlora.base.shape import scaled_by_place
+from packlora.base.vision import attention_of_text, fast_towers
 from packlora.ops.attention.attention import packed_attention
 from packlora.ops.attention.blocks import SampleBlocks
 
@@ -39,6 +40,7 @@ def _attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     sample_lengths: Sequence[int] | SampleBlocks | None = None,
+    image_blocks: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention interface: query [1, H, T, D], key and value [1, h, T, D] -> [1, T, H, D].
@@ -54,7 +56,7 @@ def _attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     # squeezed, not indexed: the gradient of an index is a tensor of zeros with a copy in it, laid out as nobody wants it
     q, k, v = query.squeeze(0), key.squeeze(0), value.squeeze(0)
-    return packed_attention(q, k, v, sample_lengths, scale, sliding_window, softcap)[None], None
+    return packed_attention(q, k, v, sample_lengths, scale, sliding_window, softcap, image_blocks)[None], None
 
 
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _attention)
@@ -64,7 +66,8 @@ def prepare_model(model: PreTrainedModel, gradient_checkpointing: bool) -> list[
     """Make a model run packed samples, frozen and without randomness of its own. Returns what the user should know."""
     notes = []
     model.requires_grad_(False)
-    model.set_attn_implementation(ATTENTION)
+    model.set_attn_implementation(attention_of_text(model, ATTENTION))
+    fast_towers(model)
     model.eval()
     rotate_by_sample(model)
     for module in scaled_by_place(model).values():
@@ -103,25 +106,33 @@ def packed_logits(
     position_ids_T: torch.Tensor,
     sample_lengths: Sequence[int],
     rows_L: torch.Tensor,
+    images: Mapping[str, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Logits [L, V] at the chosen rows of packed samples. Only those rows go through the output layer.
 
     use_cache is off and no attention mask is given: either would let transformers build its own idea of the packing.
 
     Args:
-        input_ids_T, position_ids_T: int64 [T]; positions begin at 0 in every sample.
+        input_ids_T, position_ids_T: int64 [T]; positions begin at 0 in every sample. Positions may be [3, T].
         sample_lengths: tokens of each sample, in the order of the row; their sum is T.
         rows_L: int64 [L], places in the row.
+        images: more of the model's keyword arguments, where samples have images.
     """
     output = model(
         input_ids=input_ids_T[None],
-        position_ids=position_ids_T[None],
+        position_ids=one_row(position_ids_T),
         use_cache=False,
         logits_to_keep=rows_L,
         sample_lengths=tuple(sample_lengths),
+        **(images or {}),
     )
     logits: torch.Tensor = output.logits[0]
     return logits
+
+
+def one_row(position_ids: torch.Tensor) -> torch.Tensor:
+    """Positions [T] or [3, T] of a row as models take those of a batch of one."""
+    return position_ids[None] if position_ids.ndim == 1 else position_ids[:, None]
 
 
 def packed_hidden(
@@ -130,18 +141,21 @@ def packed_hidden(
     position_ids_T: torch.Tensor,
     sample_lengths: Sequence[int],
     rows_L: torch.Tensor,
+    images: Mapping[str, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """What the output layer is given for packed_logits, [L, D]. Only for a model whose output layer comes last: fused_loss."""
-    return hidden_states(model, input_ids_T, position_ids_T, tuple(sample_lengths))[rows_L]
+    return hidden_states(model, input_ids_T, position_ids_T, tuple(sample_lengths), images)[rows_L]
 
 
 def hidden_states(
-    model: PreTrainedModel, input_ids_T: torch.Tensor, position_ids_T: torch.Tensor, samples: tuple[int, ...] | SampleBlocks
+    model: PreTrainedModel, input_ids_T: torch.Tensor, position_ids_T: torch.Tensor, samples: tuple[int, ...] | SampleBlocks,
+    images: Mapping[str, torch.Tensor] | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Of all tokens, [T, D]; samples: their lengths, or their blocks."""
     decoder = getattr(model, DECODER, model.base_model)
     output = decoder(
-        input_ids=input_ids_T[None], position_ids=position_ids_T[None], use_cache=False, sample_lengths=samples
-    )
+        input_ids=input_ids_T[None], position_ids=one_row(position_ids_T), use_cache=False, sample_lengths=samples,
+        **(images or {}),
+    )  # fmt: skip
     hidden: torch.Tensor = output.last_hidden_state.squeeze(0)
     return hidden

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from packlora.base.masks import OWN_MASKS, MaskLimits
 from packlora.base.packing import hidden_states, packed_logits
 from packlora.base.shape import plain_head, scaled_by_place, vocabulary
+from packlora.base.vision import attention_of_text
 from packlora.errors import InputError
 
 PROBE_TOKENS = 48
@@ -62,16 +63,16 @@ def own_logits(
         name: module.floor_scale - 1 for name, module in scaled_by_place(model).items() if module.floor_scale <= tokens
     }
     found, long = MaskLimits({id(module): name for name, module in model.named_modules()}, limits), None
-    with _cannot_be_packed(model, path):
+    with cannot_be_packed(model, path):
         alone = model(input_ids=second[None], use_cache=False).logits[0].double()
         _check_finite(model, alone, path, everywhere)
         if tokens > len(first):
-            model.set_attn_implementation(OWN_MASKS)
+            model.set_attn_implementation(attention_of_text(model, OWN_MASKS))
             long = model(
                 input_ids=_probe(model, 4, tokens)[None], use_cache=False, own_masks=found,
                 logits_to_keep=torch.arange(tokens - len(first), tokens, device=model.device),
             ).logits[0].double()  # fmt: skip
-            model.set_attn_implementation("eager")
+            model.set_attn_implementation(attention_of_text(model, "eager"))
         positions = start + torch.arange(len(first), device=model.device)
         late = model(input_ids=first[None], position_ids=positions[None], use_cache=False).logits[0].double()
     return OwnLogits(alone, late, long, found.limits)
@@ -107,7 +108,7 @@ def check_packing(
     second = _probe(model, 2)
     n = len(second)
     packs = [_Pack.of([_probe(model, seed), second], [_late_start(longest, n), 0]) for seed in (1, 1, 3)]
-    with _cannot_be_packed(model, path):
+    with cannot_be_packed(model, path):
         outputs = [pack.logits(model) for pack in packs]
         same_bits = torch.equal(outputs[0][n:], outputs[2][n:])
         apart = same_bits or (not in_step and not _gradient_crosses(model, packs[2], n))
@@ -123,12 +124,12 @@ def check_packing(
     pairs = [(outputs[0][:n], own.late), (outputs[0][n:], own.second), (outputs[2][n:], own.second)]
     if own.long is not None:
         long = _Pack.of([_probe(model, 4, max(longest.values())), second], [0, 0])
-        with _cannot_be_packed(model, path):
+        with cannot_be_packed(model, path):
             behind = long.logits(model)
         pairs += [(behind[:n], own.long), (behind[n:], own.second)]
-    difference = max(_difference(got, want.to(got.device), model.dtype) for got, want in pairs)
-    if not difference < PROBE_ERROR[model.dtype]:
-        raise InputError(what + f"its attention is of another kind (its own logits differ by {difference:.1%})")
+    error = max(difference(got, want.to(got.device), model.dtype) for got, want in pairs)
+    if not error < PROBE_ERROR[model.dtype]:
+        raise InputError(what + f"its attention is of another kind (its own logits differ by {error:.1%})")
     head = plain_head(model)
     if head is None and not in_step:
         return False
@@ -176,7 +177,8 @@ def _late_start(longest: Mapping[str, int], length: int) -> int:
 
 
 @contextlib.contextmanager
-def _cannot_be_packed(model: PreTrainedModel, path: str) -> Iterator[None]:
+def cannot_be_packed(model: PreTrainedModel, path: str) -> Iterator[None]:
+    """Says of an error that it is one of packing."""
     try:
         yield
     except (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError) as error:
@@ -213,7 +215,7 @@ def _is_finite(tensor: torch.Tensor) -> bool:
     return not odd.item()
 
 
-def _difference(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> float:
+def difference(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> float:
     """Relative; in 16 bits of the middle token, because rounding there sends some tokens to another expert."""
     if got.shape != want.shape:
         return math.inf

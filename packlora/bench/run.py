@@ -30,6 +30,7 @@ from packlora.bench import (
     replicas,
     small,
     tensor_parallel,
+    vlm,
 )
 from packlora.bench.options import PARTS, SHAPE, WITH_LAYERS, Options, Outcome
 from packlora.bench.plots import write_plots
@@ -46,7 +47,7 @@ from packlora.runtime.record import device_name
 
 ON_A_DEVICE: dict[str, Any] = {
     "layer": layer, "multi": multi, "graphs": graphs, "model": model, "dora": dora, "small": small,
-    "quantised": quantised, "experts": experts,
+    "quantised": quantised, "experts": experts, "vlm": vlm,
 }  # fmt: skip
 ON_PROCESSES: dict[str, Any] = {"replicas": replicas, "tensor-parallel": tensor_parallel, "pipeline": pipeline}
 ON_EITHER: dict[str, Any] = {"experts": expert_parallel}

@@ -75,9 +75,10 @@ def evaluate_adapter(
     with Activity() as told:
         prepared = prepare(run, told=told)
         told(f"loading {path}")
-        base = load_base(run, prepared.tokenizer, prepared.longest_by_job)
+        base = load_base(run, prepared.tokenizer, prepared.longest_by_job, prepared.vision)
     (item,) = prepared.jobs
-    attached, (adapter,) = attach(base.model, {"eval": item.spec}, 0, PlanChooser(base.device))
+    example = None if base.vision is None else base.vision.example
+    attached, (adapter,) = attach(base.model, {"eval": item.spec}, 0, PlanChooser(base.device), example=example)
     load_adapter(folder, adapter)
     samples = item.encoded.samples
     job = Job(item.config, item.data, samples, adapter)

@@ -17,14 +17,14 @@ from typing import Any
 import numpy as np
 
 from packlora.config import DataConfig
+from packlora.data.images import Images, Shown
 from packlora.data.rows import Row, with_system
+from packlora.data.template import PLACEHOLDER, rendered
 from packlora.errors import InputError, quoted
 from packlora.terminal import Told, silent
 
 ENCODE_BATCH = 1000
 """Rows tokenized in one call: enough to use the tokenizer's threads, little enough to keep memory flat."""
-PLACEHOLDER = "packlora-finds-this-turn"
-"""Rendered in place of a message, to see where the template puts it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +49,14 @@ class Sample:
     is_label: np.ndarray
     preference: Preference | None = None
     """Of a sample whose completions are compared or judged."""
+    images: Images | None = None
+
+    def first(self, limit: int) -> Sample:
+        """At most so many of its tokens, and the images that are whole among them; of a sample without a preference."""
+        images = self.images
+        if images is not None:
+            limit, images = images.cut(self.ids, limit)
+        return Sample(self.ids[:limit], self.is_label[:limit], images=images)
 
     @property
     def num_tokens(self) -> int:
@@ -82,6 +90,8 @@ def samples_hash(samples: Sequence[Sample]) -> str:
         if (own := sample.preference) is not None:
             context = b"" if own.is_context is None else own.is_context.tobytes()
             digest.update(repr((own.lengths, own.desirable)).encode() + context)
+        if sample.images is not None:
+            digest.update(b"".join(file.digest for file in sample.images.files))
     return digest.hexdigest()
 
 
@@ -103,6 +113,7 @@ class _Marked:
     text: str
     spans: list[tuple[int, int]]
     template: bool
+    images: Images | None = None
 
 
 def encode_rows(
@@ -113,6 +124,7 @@ def encode_rows(
     job: str,
     context: int = 2**31,
     told: Told = silent,
+    shown: Shown | None = None,
 ) -> Encoded:
     """Tokenize rows and apply `max_length`, the microbatch budget and `truncate`.
 
@@ -124,11 +136,12 @@ def encode_rows(
         job: name for messages.
         context: most positions that the model knows.
         told: hears how far it is.
+        shown: what images become; None where the model reads none.
 
     Raises:
         InputError: a row has no label tokens, its template cannot be followed, or it is too long and truncate is error.
     """
-    out = encode_some(rows, tokenizer, data, budget, job, context, told)
+    out = encode_some(rows, tokenizer, data, budget, job, context, told, shown=shown)
     if not out.samples and len(out.skipped) == len(rows):
         raise InputError(f"job {job!r}: none of {len(rows)} rows is a sample, the first: {out.skipped[0]}")
     if not out.samples:
@@ -154,24 +167,29 @@ def encode_some(
     context: int = 2**31,
     told: Told = silent,
     vocabulary: int | None = None,
+    shown: Shown | None = None,
 ) -> Encoded:
     """As encode_rows, where no sample may be left. vocabulary: rows with tokens beyond it are none; None: not looked at."""
     limit, limit_name = _limit(data, budget, context)
     out = Encoded([])
-    for row, sample in encoded_rows(rows, tokenizer, data, job, out.skipped, told):
+    for row, sample in encoded_rows(rows, tokenizer, data, job, out.skipped, told, shown):
         if vocabulary is not None and int(sample.ids.max()) >= vocabulary:
             out.skipped.append(f"{row.where}: it has a token beyond the model's {vocabulary} embeddings")
             continue
         if sample.num_tokens > limit:
             if data.truncate == "error":
+                of_images = sum(sample.images.counts) if sample.images is not None else 0
                 raise InputError(
-                    f"job {job!r}: {row.where}: the sample has {sample.num_tokens} tokens, over {limit_name}; "
-                    "raise it, or set truncate to drop or right"
+                    f"job {job!r}: {row.where}: the sample has {sample.num_tokens} tokens"
+                    + (f", {of_images} of them of images" if of_images else "")
+                    + f", over {limit_name}; raise it, "
+                    + ("use smaller images, " if of_images else "")
+                    + "or set truncate to drop or right"
                 )
             if data.truncate == "drop":
                 out.dropped += 1
                 continue
-            sample = Sample(sample.ids[:limit], sample.is_label[:limit])
+            sample = sample.first(limit)
             if sample.num_labels == 0:  # the cut took all of the completion
                 out.dropped += 1
                 continue
@@ -187,6 +205,7 @@ def encoded_rows(
     job: str,
     skipped: list[str],
     told: Told,
+    shown: Shown | None = None,
 ) -> Iterator[tuple[Row, Sample]]:
     """Each row with its sample, in order, however long.
 
@@ -209,22 +228,38 @@ def encoded_rows(
         for number, row in enumerate(rows[start : start + ENCODE_BATCH]):
             told(f"job {job}: encoding samples", start + number, len(rows))
             try:
-                marked.append((row, _mark(row, tokenizer, special, data.system, job)))
+                marked.append((row, _with_images(_mark(row, tokenizer, special, data.system, job), row, shown, job)))
             except InputError as error:
                 skip(error)
         tokenized = iter(_tokenize([item for _, item in marked if item is not None], tokenizer))
         for row, item in marked:
             sample = next(tokenized) if item is not None else _given(row)
-            if sample.num_labels:
-                yield row, sample
+            if shown is not None and (problem := shown.problem_of(sample.ids, sample.images)):
+                skip(InputError(f"job {job!r}: {row.where}: {problem}"))
+            elif sample.num_labels:
+                yield row, _up_to_last_label(sample)
             else:
                 skip(InputError(f"job {job!r}: {row.where}: the sample has no label tokens, {_why_no_labels(row)}"))
+
+
+def _with_images(item: _Marked | None, row: Row, shown: Shown | None, job: str) -> _Marked | None:
+    """A row's text with its images in it."""
+    if not row.images:
+        return item
+    if shown is None:
+        raise InputError(
+            f"job {job!r}: {row.where}: the row has images, which are not read under data.streaming, nor of a job that joins a "
+            "run without any"
+        )
+    assert item is not None
+    text, spans, images = shown.put_in(item.text, item.spans, row.images, f"job {job!r}: {row.where}")
+    return _Marked(text, spans, item.template, images)
 
 
 def _given(row: Row) -> Sample:
     """Of a row of token ids."""
     assert row.ids is not None and row.is_label is not None
-    return _up_to_last_label(row.ids, row.is_label.copy())
+    return _from_second(row.ids, row.is_label.copy())
 
 
 def _why_no_labels(row: Row) -> str:
@@ -251,11 +286,12 @@ def _tokenize(marked: list[_Marked], tokenizer: Any) -> list[Sample]:
             verbose=False,
         )
         for index, ids, offsets in zip(chosen, encoded["input_ids"], encoded["offset_mapping"], strict=True):
-            out[index] = _sample(np.asarray(ids, np.int32), np.asarray(offsets).reshape(-1, 2), marked[index].spans)
+            own = marked[index]
+            out[index] = _sample(np.asarray(ids, np.int32), np.asarray(offsets).reshape(-1, 2), own.spans, own.images)
     return [sample for sample in out if sample is not None]
 
 
-def _sample(ids: np.ndarray, offsets: np.ndarray, spans: list[tuple[int, int]]) -> Sample:
+def _sample(ids: np.ndarray, offsets: np.ndarray, spans: list[tuple[int, int]], images: Images | None) -> Sample:
     """Tokens that overlap a span are labels.
 
     An empty overlap counts: many byte-level tokenizers trim spaces from the offsets, so that a token of spaces alone has
@@ -265,13 +301,18 @@ def _sample(ids: np.ndarray, offsets: np.ndarray, spans: list[tuple[int, int]]) 
     first, stop = offsets[:, 0], offsets[:, 1]
     for start, end in spans:
         is_label |= (stop > start) & (first < end)
-    return _up_to_last_label(ids, is_label)
+    return _from_second(ids, is_label, images)
 
 
-def _up_to_last_label(ids: np.ndarray, is_label: np.ndarray) -> Sample:
+def _from_second(ids: np.ndarray, is_label: np.ndarray, images: Images | None = None) -> Sample:
     is_label[:1] = False
-    last = int(np.flatnonzero(is_label)[-1]) + 1 if is_label.any() else len(ids)
-    return Sample(ids[:last], is_label[:last])
+    if images is not None:
+        is_label &= ids != images.token_id
+    return Sample(ids, is_label, images=images)
+
+
+def _up_to_last_label(sample: Sample) -> Sample:
+    return sample.first(int(np.flatnonzero(sample.is_label)[-1]) + 1)
 
 
 def _special_tokens(tokenizer: Any) -> re.Pattern[str]:
@@ -327,11 +368,9 @@ def _mark_conversation(
 
     def render(part: list[dict[str, Any]], generation: bool, shown_tools: list[Any] | None = tools) -> str:
         try:
-            return str(
-                tokenizer.apply_chat_template(part, tools=shown_tools, tokenize=False, add_generation_prompt=generation)
-            )
-        except Exception as error:  # templates raise their own complaints, e.g. about the order of roles
-            raise InputError(f"{where}: the chat template refuses the messages: {error}") from None
+            return rendered(tokenizer, part, shown_tools, generation)
+        except InputError as error:
+            raise InputError(f"{where}: {error}") from None
 
     def lost(index: int) -> InputError:
         return InputError(

@@ -13,6 +13,7 @@ import numpy as np
 
 from packlora.config import DataConfig
 from packlora.data.encode import Encoded, Preference, Sample, encode_rows, encoded_rows
+from packlora.data.images import Shown
 from packlora.data.rows import Row
 from packlora.errors import InputError, quoted
 from packlora.terminal import Told, silent
@@ -27,6 +28,7 @@ def encode_for(
     job: str,
     context: int,
     told: Told = silent,
+    shown: Shown | None = None,
 ) -> Encoded:
     """Samples for a trainer: sft as encode_rows, dpo and orpo from pairs, kto from judged completions.
 
@@ -36,7 +38,7 @@ def encode_for(
         InputError: as encode_rows; or a row is not what the trainer takes.
     """
     if trainer == "sft":
-        return encode_rows(rows, tokenizer, data, budget, job, context, told)
+        return encode_rows(rows, tokenizer, data, budget, job, context, told, shown)
     out, halves = Encoded([]), list[Row]()
     taken = [row for row in rows if _is_taken(row, trainer, data, job, out.skipped)]
     halves = [half for row in taken for half in row.pair or (row,)]
@@ -84,6 +86,8 @@ def _is_taken(row: Row, trainer: str, data: DataConfig, job: str, skipped: list[
         problem = (
             f"train.trainer: kto takes rows {{prompt, completion, label}} with a label of true or false; found {found}"
         )
+    if any(half.images for half in row.pair or (row,)):
+        problem = f"the row has images, which train.trainer: {trainer} does not take in this version"
     if problem is None:
         return True
     if data.on_bad_row == "error":

@@ -12,6 +12,7 @@ import numpy as np
 from packlora.config import DataConfig
 from packlora.data.encode import encode_rows
 from packlora.data.rows import Row, with_system
+from packlora.data.template import rendered
 from packlora.errors import InputError
 
 
@@ -36,10 +37,7 @@ def prompt_ids(said: str | list[dict[str, Any]], tokenizer: Any) -> list[int]:
     if isinstance(said, str):
         text = said
     else:
-        try:
-            text = tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # templates raise their own complaints, e.g. about a system message
-            raise InputError(f"the chat template refuses the messages: {error}") from None
+        text = rendered(tokenizer, said, None, generation=True)
     ids = list(tokenizer(text, add_special_tokens=isinstance(said, str))["input_ids"])
     if not ids:
         raise InputError("the prompt has no tokens; there is nothing to answer")

@@ -94,11 +94,12 @@ def rows_of(path: str, job: str) -> Iterator[Row | InputError]:
 
 
 def _rows(name: str, job: str) -> Iterator[Row | InputError]:
+    folder = (name if os.path.isdir(name) else os.path.dirname(name) or ".") if is_file_name(name) else None
     for where, value in _values(name, job):
         try:
             if isinstance(value, InputError):
                 raise value
-            row: Row | InputError = check_row(value, where, job)
+            row: Row | InputError = check_row(value, where, job, folder)
         except InputError as error:
             row = error
         yield row

@@ -9,7 +9,8 @@
     {prompt, chosen, rejected}      TRL's preferences, texts or lists of messages; the prompt may be what both begin with
     {prompt, completion, label}     TRL's judged completions
 
-A conversation or a prompt may come with `system`, a message of the system, and a conversation with `tools`.
+A conversation or a prompt may come with `system`, a message of the system, and with `images` (images.py), a conversation with
+`tools`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from packlora.data.images import with_images
 from packlora.data.pairs import halves
 from packlora.errors import InputError, quoted, shown
 
@@ -76,6 +78,8 @@ class Row:
     """The prompt with the chosen and with the rejected completion."""
     label: Any = None
     """What the row says of its completion under `label`, unchecked."""
+    images: tuple[str, ...] = ()
+    """Paths of the blocks {"type": "image"} in `messages`, in their order; a message that has some is a list of blocks."""
 
 
 class _TwiceError(Exception):
@@ -104,8 +108,8 @@ def parse_json(text: str, bad: Callable[[str, int | None], InputError]) -> Any:
         raise bad(f"not valid JSON: {error}", None) from None
 
 
-def check_row(value: Any, where: str, job: str) -> Row:
-    """The row that a value of a data file is. Raises InputError where it is none."""
+def check_row(value: Any, where: str, job: str, folder: str | None = None) -> Row:
+    """The row that a value of a data file is. folder: where its images are. Raises InputError where it is none."""
 
     def bad(problem: str) -> InputError:
         return InputError(f"job {job!r}: {where}: {problem}; {FORMATS}")
@@ -121,6 +125,8 @@ def check_row(value: Any, where: str, job: str) -> Row:
         return _tokens(value, where, bad)
     if kind == ("chosen", "rejected"):
         chosen, rejected = halves(value, bad)
+        if value.get("images") or value.get("image"):
+            raise bad("'images' do not go with 'chosen' and 'rejected' in this version")
         pair = check_row(chosen, f"{where}, chosen", job), check_row(rejected, f"{where}, rejected", job)
         return Row(where, pair=pair)
     label = value.get("label")
@@ -132,6 +138,7 @@ def check_row(value: Any, where: str, job: str) -> Row:
         form = None
     if isinstance(value.get("prompt"), list) and isinstance(value.get("completion"), list):
         value = value | {"messages": _conversational(value["prompt"], value["completion"], bad)}
+    value, images = with_images(value, folder, bad)
     tools = _check_tools(value, bad) if value.get("tools") else None
     system = value.get("system") or None
     if system is not None:
@@ -140,7 +147,7 @@ def check_row(value: Any, where: str, job: str) -> Row:
         if "functions" in value:
             raise bad("'functions' is an older form of 'tools'; write it as tools")
         messages = _check_messages(value["messages"], bad)
-        return Row(where, messages=with_system(messages, system), tools=tools, form=form, label=label)
+        return Row(where, messages=with_system(messages, system), tools=tools, form=form, label=label, images=images)
     if tools:
         raise bad("'tools' go with messages, as they are shown to the model by the chat template")
     if kind == ("text",):
@@ -270,7 +277,9 @@ def _check_messages(messages: Any, bad: Bad) -> list[dict[str, Any]]:
             raise bad(f"message {number} has the role {quoted(role)}; chat templates call it {usual}")
         if message.get("content") is None and message.get("tool_calls"):  # as OpenAI writes a turn that only calls
             message = message | {"content": ""}
-        _check_text(message.get("content"), f"the content of message {number} ({shown(role)})", bad)
+        content, what = message.get("content"), f"the content of message {number} ({shown(role)})"
+        for text in [block.get("text", "") for block in content] if isinstance(content, list) else [content]:
+            _check_text(text, what, bad)
         _check_weight(message, number, bad)
         out.append(message)
     return out

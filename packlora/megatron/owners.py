@@ -41,7 +41,7 @@ class Owned(Attached):
         self._experts: dict[int, TokenOwners] | None = None
         _LIVE.add(self)
 
-    def owners(self, total: int, of_rows: bool = False) -> TokenOwners | None:
+    def owners(self, total: int, of_rows: bool = False, of_images: bool = False) -> TokenOwners | None:
         if self._active is not None or self.only_one is None:
             return super().owners(total, of_rows)
         return self._alone(total)

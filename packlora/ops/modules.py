@@ -68,3 +68,16 @@ def remove_hooks(module: nn.Module, owner: type) -> None:
                 del hooks[number]
                 for flag in flags:
                     flag.pop(number, None)
+
+
+def beside_decoder(model: Any) -> frozenset[str]:
+    """Paths of the modules of a vision-language model that are given rows of images, not of tokens: all outside of its language
+    model and its output layer. None of other models."""
+    if getattr(getattr(model, "config", None), "vision_config", None) is None:
+        return frozenset()
+    tokens = {id(module) for part in (model.get_decoder(), model.get_output_embeddings()) for module in part.modules()}
+    return frozenset(
+        path for path, module in model.named_modules() if id(module) not in tokens and not any(
+            id(child) in tokens for child in module.modules()
+        )
+    )  # fmt: skip

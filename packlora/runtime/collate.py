@@ -14,8 +14,10 @@ import numpy as np
 import torch
 
 from packlora.adapters.owners import MIN_ROWS, Noise, TokenOwners
+from packlora.base.vision import Vision
 from packlora.data.encode import Sample
 from packlora.ops.dropout.keys import packed_token_keys
+from packlora.runtime.images import BatchImages, in_batch
 from packlora.runtime.objective import Objective
 
 IGNORE = -100
@@ -95,18 +97,23 @@ class PackedBatch:
     """Label rows by owner, in the order in which they lie, with padding."""
     groups: Groups | None = None
     """Where samples have preferences."""
+    images: Mapping[str, torch.Tensor] | None = None
+    """More of the model's keyword arguments, where samples have images; positions may be [3, T] then."""
 
 
 def collate(
-    samples: Sequence[PackedSample], device: torch.device, weights: np.ndarray | None = None, total: int = MIN_ROWS
-) -> PackedBatch:
+    samples: Sequence[PackedSample], device: torch.device, weights: np.ndarray | None = None, total: int = MIN_ROWS,
+    vision: Vision | None = None,
+) -> PackedBatch:  # fmt: skip
     """Pack samples, which come ordered by owner, into one row without padding between them. Nothing waits for the device.
 
     Args:
         weights: by owner, of each of its label tokens' losses in the gradient.
         total: tokens that the row has at least; those of nobody come last, in samples no longer than the others and of the
             first one's tokens: a model gives finite numbers for these if it does so for the data.
+        vision: what the model is given for images; None where no sample has any.
     """
+    images = _images(samples, vision, device)
     ids, positions, rows, labels = [], [], [], []
     lengths: list[int] = []
     start = 0
@@ -121,7 +128,7 @@ def collate(
     num_tokens = _by_owner(samples, [item.sample.num_tokens for item in samples])
     num_rows = _by_owner(samples, map(len, rows))
     for filler in _fillers(total - start, max(lengths)):
-        ids.append(np.resize(samples[0].sample.ids, filler))
+        ids.append(np.resize(_texts(samples[0].sample), filler))
         positions.append(np.arange(filler))
         lengths.append(filler)
     few = MIN_ROWS - sum(num_rows.values())
@@ -133,13 +140,15 @@ def collate(
     keys, (noise_keys, scales) = _keys(samples, total), _noise(samples, total)
     of_rows = [] if weights is None else [np.full(count, weights[owner]) for owner, count in num_rows.items()]
     smoothings, grouped = _smoothings(samples, num_rows), _grouped(samples, sum(num_rows.values()))
+    if images is not None:
+        positions = images.positions(total)
     ids_T, positions_T, rows_L, labels_L, weights_L, keys_T, smoothing_L, noise_T, scale_T, index_L, given = _send(
         (ids, positions, rows, labels, of_rows, keys, smoothings, noise_keys, scales, grouped.index, grouped.given),
         device,
     )
     return PackedBatch(
         input_ids_T=ids_T,
-        position_ids_T=positions_T,
+        position_ids_T=positions_T if len(positions_T) == total else positions_T.view(3, total),
         sample_lengths=tuple(lengths),
         rows_L=rows_L,
         labels_L=labels_L,
@@ -150,12 +159,14 @@ def collate(
             _pairs(keys_T) if keys else None,
             noise=Noise(_pairs(noise_T), scale_T.view(torch.float64).float()) if scales else None,
             label_rows=(_segments(num_rows, max(few, 0)), rows_L),
+            images=None if images is None else images.owners,
         ),
         smoothing_L=smoothing_L.view(torch.float64) if smoothings else None,
         num_tokens=num_tokens,
         num_samples=_by_owner(samples, itertools.repeat(1)),
         num_rows=num_rows,
         groups=grouped.sent(index_L, given),
+        images=None if images is None else images.arguments(total, device),
     )
 
 
@@ -163,6 +174,16 @@ def _fillers(tokens: int, longest: int) -> list[int]:
     """Lengths of samples of nobody's tokens."""
     each = max(longest, MIN_ROWS)
     return [min(each, tokens - first) for first in range(0, tokens, each)]
+
+
+def _images(samples: Sequence[PackedSample], vision: Vision | None, device: torch.device) -> BatchImages | None:
+    draws = [None if item.dropout_key is None else (item.dropout_key, item.step, item.number) for item in samples]
+    return in_batch([item.sample for item in samples], [item.owner for item in samples], draws, vision, device)
+
+
+def _texts(sample: Sample) -> np.ndarray:
+    """Its tokens without those of images, which would need images of their own."""
+    return sample.ids if sample.images is None else sample.ids[sample.ids != sample.images.token_id]
 
 
 def _pairs(words_T: torch.Tensor) -> torch.Tensor:

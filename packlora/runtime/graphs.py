@@ -475,6 +475,8 @@ def why_no_graphs(run: Run, base: Base, jobs: Sequence[Job]) -> str | None:
         return f"attention over samples whose boundaries are on the device is not for {run.dtype}"
     if not base.fused_loss or plain_head(base.model) is None:
         return "the loss of this model needs more than the hidden states and the output layer"
+    if base.vision is not None:
+        return "microbatches have images, which the host decodes and of which each has a size of its own"
     if run.gradient_checkpointing:
         return "gradient_checkpointing recomputes activations from the host"
     if len(jobs) > LEAST_TOKENS:

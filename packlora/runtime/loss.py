@@ -45,7 +45,7 @@ def token_losses(
         losses [L] without gradient, in float32 (float64 for a float64 model), 0 for padding rows; and the root for
         backward, whose gradient is each label's own weight. Its value mixes jobs, and is for nothing.
     """
-    at = (batch.input_ids_T, batch.position_ids_T, batch.sample_lengths, batch.rows_L)
+    at = (batch.input_ids_T, batch.position_ids_T, batch.sample_lengths, batch.rows_L, batch.images)
     if fused and has_head_loss(model):
         return head_losses(model, packed_hidden(model, *at), batch, weights_L)
     logits_LV = packed_logits(model, *at)

@@ -106,7 +106,7 @@ class SingleDevice:
 
     def forward(self, samples: Sequence[PackedSample], weights: np.ndarray) -> Pending:
         with one_error_for_memory():
-            batch = collate(samples, self.base.device, weights, self._total(samples))
+            batch = collate(samples, self.base.device, weights, self._total(samples), self.base.vision)
             # Each label's own weight is its gradient; the total is for backward alone, whatever NaN is in it.
             with self.attached.active(batch.owners):
                 losses_L, total = token_losses(self.base.model, batch, batch.weights_L, self.base.fused_loss)
@@ -122,7 +122,7 @@ class SingleDevice:
     @torch.no_grad()
     def evaluate(self, samples: Sequence[PackedSample], num_owners: int) -> MicrobatchResult:
         with one_error_for_memory():
-            batch = collate(samples, self.base.device, total=self._total(samples))
+            batch = collate(samples, self.base.device, total=self._total(samples), vision=self.base.vision)
             with self.attached.active(batch.owners):
                 losses_L, total = token_losses(self.base.model, batch, fused=self.base.fused_loss)
             return Pending(batch, losses_L, total, num_owners).result()

@@ -25,16 +25,19 @@ from packlora.base.device import choose_device
 from packlora.base.liger import check_liger
 from packlora.base.load import load_skeleton, load_tokenizer
 from packlora.base.quantized import MADE, check_quantization, check_stored, codes_in
+from packlora.base.vision import Vision
 from packlora.config import JobConfig, QuantizationConfig, Run
 from packlora.data import stream as streams
 from packlora.data.dataset import JobData
 from packlora.data.encode import Encoded, encode_some
+from packlora.data.images import Shown
 from packlora.data.mixture import joined, mixed
 from packlora.data.preference import encode_for
 from packlora.data.prompts import Prompt, encode_prompts
 from packlora.data.readers import Read, is_there, read_data
 from packlora.data.rows import Row
 from packlora.errors import InputError
+from packlora.ops.modules import beside_decoder
 from packlora.parallel.experts import check_experts
 from packlora.parallel.stages import check_stages
 from packlora.parallel.tensor import check_cut
@@ -82,6 +85,10 @@ class PreparedJob:
     def active_on_experts(self) -> int:
         """Those of them that one token meets."""
         return self.active - (self.trainable - self.on_experts)
+
+    @property
+    def has_images(self) -> bool:
+        return any(sample.images is not None for sample in self.encoded.samples + self.eval_encoded.samples)
 
     @property
     def longest(self) -> int:
@@ -162,7 +169,8 @@ class PreparedRun:
     budget: tokens of a microbatch, for auto the usual one of the device. left_out: jobs of a resumed run whose data is gone,
     with the reason; `jobs` are the others. asks: how adapted layers are to be computed, by module path. quantization: of the
     base model's linear layers, as the run file asks or as they are saved. in_codes: numbers of these layers, and bytes of their
-    codes. encoder: makes samples of data, also those of jobs that join later.
+    codes. encoder: makes samples of data, also those of jobs that join later. vision: what the model is given for images, where
+    the data has some.
     """
 
     run: Run
@@ -175,6 +183,7 @@ class PreparedRun:
     asks: dict[str, Ask] = field(default_factory=dict)
     quantization: QuantizationConfig | None = None
     encoder: Encoder | None = None
+    vision: Vision | None = None
     in_codes: tuple[int, int] = (0, 0)
 
     @property
@@ -209,7 +218,8 @@ class PreparedRun:
 class Encoder:
     """Makes samples of the data of jobs. Jobs with the same data share them.
 
-    skeleton: the base model without weights. longest: tokens of a sample that the model takes.
+    skeleton: the base model without weights. longest: tokens of a sample that the model takes. shown: what images become; None
+    where no row has any.
     """
 
     run: Run
@@ -217,6 +227,7 @@ class Encoder:
     tokenizer: Any
     longest: int
     max_steps: int | None = None
+    shown: Shown | None = None
     _known: dict[tuple[Any, ...], Encoded] = field(default_factory=dict)
 
     @staticmethod
@@ -299,7 +310,7 @@ class Encoder:
     def _newly_encoded(self, rows: Rows, job: JobConfig, budget: int, told: Told) -> Encoded:
         read = rows.read
         encoded = encode_for(
-            job.train.trainer, read.rows, self.tokenizer, job.data, budget, job.name, self.longest, told
+            job.train.trainer, read.rows, self.tokenizer, job.data, budget, job.name, self.longest, told, self.shown
         )
         encoded.skipped[:0] = read.skipped
         return encoded
@@ -356,6 +367,10 @@ def prepare(
     auto = run.max_tokens_per_microbatch == "auto"
     budget = 2**31 if auto else int(run.max_tokens_per_microbatch)
     encoder = Encoder.of(run, skeleton, tokenizer, max_steps)
+    vision = vision_of(run, skeleton, [one for of_job in (rows, eval_rows) for some in of_job.values() for one in some])
+    if vision is not None:
+        encoder.shown = Shown(vision)
+        tokenizer.chat_template = vision.chat_template or tokenizer.chat_template
     jobs = []
     for job in run_jobs:
         most = budgets.get(job.name, budget) if auto else budget
@@ -364,12 +379,20 @@ def prepare(
         warnings += doubts
     left_out |= gone
     prepared = PreparedRun(
-        run, tokenizer, budget, ModelShape.of(skeleton), jobs, warnings, left_out, asks, quantization, encoder, in_codes
-    )
+        run, tokenizer, budget, ModelShape.of(skeleton), jobs, warnings, left_out, asks, quantization, encoder, vision,
+        in_codes,
+    )  # fmt: skip
     _check_parallel(prepared, skeleton)
     if auto:
         prepared.budget = max(AUTO_BUDGET[device.type], prepared.longest)
     return prepared
+
+
+def vision_of(run: Run, skeleton: PreTrainedModel, rows: Sequence[Rows]) -> Vision | None:
+    """What the base model is given for images, where rows have some. Raises InputError where it reads none here."""
+    if not any(row.images for some in rows for row in some.read.rows):
+        return None
+    return Vision.of(base_path(run.base_model), run.revision, skeleton.config)
 
 
 def _quantization(
@@ -431,6 +454,10 @@ def _check_parallel(prepared: PreparedRun, skeleton: PreTrainedModel) -> None:
         for job in prepared.jobs:
             if found := whole_alone(job.spec, skeleton, quantized=key == "quantization"):
                 raise InputError(f"job {job.config.name!r}: {found}, which {key} does not take; leave one of them out")
+            if key != "quantization" and job.has_images:
+                raise InputError(
+                    f"job {job.config.name!r}: its data has images, which {key} does not take in this version; leave it out"
+                )
             if key != "quantization" and (trainer := job.config.train.trainer) != "sft":
                 raise InputError(
                     f"job {job.config.name!r}: train.trainer is {trainer}, which this version trains on devices that hold the "
@@ -473,6 +500,8 @@ def needs_whole(job: PreparedJob, prepared: PreparedRun) -> str | None:
     """What of a job takes the whole base model on every device; None where a part does."""
     if job.prompts:
         return "it has sample_prompts"
+    if job.has_images:
+        return "its data has images"
     if (trainer := job.config.train.trainer) != "sft":
         return f"train.trainer is {trainer}"
     return None if prepared.encoder is None else whole_alone(job.spec, prepared.encoder.skeleton)
@@ -658,6 +687,13 @@ def adapter_spec(job: JobConfig, config: LoraConfig, skeleton: PreTrainedModel) 
             f"job {job.name!r}: loraplus_lr_ratio does not go with an adapter of {embedding}, for which LoRA+ has a learning "
             "rate of its own; leave one of them out"
         )
+    of_images = beside_decoder(skeleton)
+    for path, own in spec.modules.items():
+        if own.kind != "linear" and path in of_images:
+            raise InputError(
+                f"job {job.name!r}: {path} is part of the vision tower, of which linear layers alone are adapted in this "
+                "version; leave it out of modules_to_save and target_modules, or name whole paths in the language model"
+            )
     if job.adapter.init_from is not None:
         check_start(job.adapter, spec, skeleton, job.name)
     return spec

@@ -277,8 +277,8 @@ class Session:
             elif self.group.model is not None:
                 base = load_cut(self.run, prepared.tokenizer, prepared.longest_run, self.group.model)
             else:
-                load = load_sharded if self.layout.sharded else load_base
-                base = load(self.run, prepared.tokenizer, prepared.longest_run)
+                how = (self.run, prepared.tokenizer, prepared.longest_run)
+                base = load_sharded(*how) if self.layout.sharded else load_base(*how, prepared.vision)
         assert base.fingerprint is not None
         self.fingerprint = base.fingerprint
         if self.saved is not None:
@@ -359,6 +359,7 @@ def _attach(prepared: PreparedRun, base: Base, replica: Alone) -> tuple[SingleDe
         {job.config.name: job.data.seed for job in prepared.jobs},
         {path: choosers[ask] for path, ask in prepared.asks.items()},
         base.storage,
+        None if base.vision is None else base.vision.example,
     )
     if not isinstance(replica, Links) or replica.is_first:
         noisy_embeddings(base.model, attached)

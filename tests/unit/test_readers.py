@@ -98,7 +98,7 @@ def test_blank_lines_and_a_byte_order_mark_are_passed_over_and_lines_keep_their_
         ),
         (
             '{"messages": [{"role": "user", "content": [{"type": "text"}]}]}',
-            "message 1 (user) must be a text, found list",
+            "message 1 has the block {'type': 'text'} in its content; known are {type: text, text}",
         ),
         ('{"messages": [{"role": "user", "content": "\\udc00"}]}', "message 1 (user) holds half of a surrogate pair"),
     ],

@@ -34,6 +34,7 @@ def packed_attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    blocks_T: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of each sample to itself.
 
@@ -44,6 +45,8 @@ def packed_attention(
         scale: of the scores, before softcap.
         window: a token sees itself and the window - 1 tokens before it; None sees all before it.
         softcap: scores become softcap * tanh(scores / softcap), as in Gemma 2.
+        blocks_T: tokens with the same number, if it is not negative, see one another also where they come later (images in
+            Gemma 3), within the window; not for the kernels.
 
     Returns:
         [T, H, D]
@@ -51,7 +54,7 @@ def packed_attention(
     Raises:
         ValueError: the lengths do not add up to T; they are on the device, and this is not for the kernels.
     """
-    T, kernels = q_HTD.shape[1], uses_kernels(q_HTD, v_hTD)
+    T, kernels = q_HTD.shape[1], blocks_T is None and uses_kernels(q_HTD, v_hTD)
     if isinstance(samples, SampleBlocks):
         if not kernels:
             raise ValueError(
@@ -64,7 +67,7 @@ def packed_attention(
         window = None
     if kernels:
         return _one_call(q_HTD, k_hTD, v_hTD, blocks_of(tuple(samples), q_HTD.device), scale, window, softcap)
-    return by_sample(q_HTD, k_hTD, v_hTD, samples, scale, window, softcap)
+    return by_sample(q_HTD, k_hTD, v_hTD, samples, scale, window, softcap, blocks_T)
 
 
 def uses_kernels(q_HTD: torch.Tensor, v_hTD: torch.Tensor) -> bool:

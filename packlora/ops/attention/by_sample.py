@@ -21,25 +21,29 @@ def by_sample(
     scale: float,
     window: int | None,
     softcap: float | None,
+    blocks_T: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As packed_attention, of samples of these lengths."""
     groups = q_HTD.shape[0] // k_hTD.shape[0]
     if groups > 1:
         k_hTD, v_hTD = k_hTD.repeat_interleave(groups, 0), v_hTD.repeat_interleave(groups, 0)
-    stacks = list(_stacks(lengths, batch=q_HTD.device.type == "cpu" and softcap is None))
-    out = []
+    stacks = list(_stacks(lengths, batch=q_HTD.device.type == "cpu" and softcap is None and blocks_T is None))
+    out: list[torch.Tensor] = []
+    start = 0
     for (length, count), *parts in zip(
         stacks,
         *(tensor.split([length * count for length, count in stacks], 1) for tensor in (q_HTD, k_hTD, v_hTD)),
         strict=True,
     ):
         q, k, v = (part.unflatten(1, (count, length)).transpose(0, 1) for part in parts)  # [count, H, length, D]
+        own = None if blocks_T is None else blocks_T[start : start + length]
+        start += length * count
         if softcap is not None:
-            y = _capped(q, k, v, scale, window, softcap)
-        elif window is None or length <= window:
+            y = _capped(q, k, v, scale, visible(length, window, q.device, own), softcap)
+        elif own is None and (window is None or length <= window):
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
         else:
-            mask = visible(length, window, q.device)
+            mask = visible(length, window, q.device, own)
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
         out.append(y.transpose(1, 2).flatten(0, 1))
     return torch.cat(out)
@@ -56,17 +60,21 @@ def _stacks(lengths: Sequence[int], batch: bool) -> Iterator[tuple[int, int]]:
         yield from [(length, number)] if batch else [(length, 1)] * number
 
 
-def visible(length: int, window: int | None, device: torch.device) -> torch.Tensor:
-    """bool [length, length]: which keys (columns) a query (row) sees."""
+def visible(
+    length: int, window: int | None, device: torch.device, blocks_T: torch.Tensor | None = None
+) -> torch.Tensor:
+    """bool [length, length]: which keys (columns) a query (row) sees. blocks_T: see packed_attention."""
     mask = torch.ones(length, length, dtype=torch.bool, device=device).tril_()
+    if blocks_T is not None:
+        mask |= (blocks_T[:, None] == blocks_T) & (blocks_T >= 0)
     return mask if window is None else mask.triu_(1 - window)
 
 
 def _capped(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None, softcap: float
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, mask: torch.Tensor, softcap: float
 ) -> torch.Tensor:
     """Scores written out, because no fused attention takes a softcap everywhere; softmax in float32 as the models do."""
     scores = torch.tanh(q @ k.transpose(-2, -1) * scale / softcap) * softcap
-    scores = scores.masked_fill(~visible(q.shape[-2], window, q.device), float("-inf"))
+    scores = scores.masked_fill(~mask, float("-inf"))
     wide = torch.promote_types(scores.dtype, torch.float32)
     return torch.softmax(scores, -1, dtype=wide).to(q.dtype) @ v

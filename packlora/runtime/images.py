@@ -1,0 +1,71 @@
+"""The images of a microbatch: decoded when it is due, as tensors for the model, with the owners of their rows.
+
+Shapes: T tokens of the packed row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from packlora.adapters.owners import ImageOwners, OwnedImage
+from packlora.base.vision import ImageTensors, Vision, joined_positions, on_device
+from packlora.data.encode import Sample
+
+Draw = tuple[int, int, int] | None
+"""Dropout key, step and number of a sample; None: nothing is dropped."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchImages:
+    """images: of each sample, None where it has none."""
+
+    vision: Vision
+    samples: Sequence[Sample]
+    images: Sequence[ImageTensors | None]
+    owners: ImageOwners
+
+    def positions(self, total: int) -> list[np.ndarray]:
+        """Of all tokens, [T] or [3 T], with those of nobody at the end."""
+        own = [self.vision.positions(item.ids, one) for item, one in zip(self.samples, self.images, strict=True)]
+        count = total - sum(item.num_tokens for item in self.samples)
+        return [joined_positions([*own, np.arange(count)]).reshape(-1)]
+
+    def arguments(self, total: int, device: torch.device) -> dict[str, torch.Tensor]:
+        """More of the model's keyword arguments."""
+        joined = ImageTensors.joined([one for one in self.images if one is not None])
+        out = on_device(joined.tensors, device, self.vision.dtype)
+        blocks, start = list[np.ndarray](), 0
+        for item in self.samples:
+            own = self.vision.blocks(item.ids, start)
+            if own is None:
+                return out
+            blocks.append(own)
+            start += item.num_tokens
+        blocks.append(np.full(total - start, -1))
+        return out | {"image_blocks": torch.from_numpy(np.concatenate(blocks)).to(device)}
+
+
+def in_batch(
+    samples: Sequence[Sample], owners: Sequence[int], draws: Sequence[Draw], vision: Vision | None, device: torch.device
+) -> BatchImages | None:
+    """Decode the images of samples; None where there are none. Raises InputError where a file is not what it was.
+
+    Args:
+        owners, draws: of each sample.
+    """
+    if vision is None or all(item.images is None for item in samples):
+        return None
+    images: list[ImageTensors | None] = []
+    owned: list[OwnedImage] = []
+    for item, owner, draw in zip(samples, owners, draws, strict=True):
+        if item.images is None:
+            images.append(None)
+            continue
+        own = ImageTensors.joined([vision.tensors(file.decode()) for file in item.images.files])
+        owned += [OwnedImage(owner, share, draw) for share in own.shares]
+        images.append(own)
+    return BatchImages(vision, samples, images, ImageOwners(owned, device))
