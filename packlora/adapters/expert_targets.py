@@ -24,12 +24,11 @@ from peft.utils.transformers_weight_conversion import convert_peft_config_for_tr
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
+from packlora.adapters.expert_layout import is_experts, weight_names
 from packlora.adapters.kinds import Kind
 from packlora.adapters.sharded import LINEAR
 from packlora.errors import InputError, quoted
 
-LAYOUT = ("has_gate", "has_bias", "is_transposed", "has_post_expert_norm", "_is_expert_parallel")
-"""What transformers' registry of experts' functions notes of a module that it calls through them."""
 PROBE_ROWS = 16
 
 
@@ -109,11 +108,6 @@ def parameter_targets(peft: LoraConfig, model: PreTrainedModel, job: str) -> dic
     return found
 
 
-def is_experts(module: torch.nn.Module) -> bool:
-    """Whether transformers calls a module through its registry of experts' functions."""
-    return all(hasattr(module, name) for name in LAYOUT) and hasattr(module, "num_experts")
-
-
 def _check(
     owner: str, module: torch.nn.Module, leaf: str, parameter: torch.Tensor, job: str, model: PreTrainedModel
 ) -> None:
@@ -126,7 +120,7 @@ def _check(
     if not parameter.is_floating_point():
         raise InputError(f"{what}, which holds codes of type {parameter.dtype}; adapters are put on weights")
     if is_experts(module):
-        weights = ("gate_up_proj" if getattr(module, "has_gate", True) else "up_proj", "down_proj")
+        weights = weight_names(module)
         if leaf not in weights or parameter.ndim != 3:
             raise InputError(f"{what} of {kind}; of experts the weights can be adapted: {', '.join(weights)}")
         return

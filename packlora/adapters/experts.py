@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from packlora.adapters.expert_layout import frozen_at, outputs
 from packlora.adapters.expert_targets import Watched, router_product
 from packlora.adapters.kinds import PARAMETERS
 from packlora.adapters.linear import AdaptedLinear, Attached
@@ -110,12 +111,6 @@ class AdaptedExperts:
     def numbers(self, owners: TokenOwners) -> list[int]:
         """Of the adapters that own tokens and have something here."""
         return sorted({n for own in self.adapters.values() for n in own} & owners.adapters)
-
-
-def frozen_at(experts: torch.nn.Module, name: str) -> ExpertWeight:
-    """One weight of all experts as the operator takes it."""
-    bias = getattr(experts, f"{name}_bias") if experts.has_bias else None
-    return ExpertWeight(getattr(experts, name), bias, bool(experts.is_transposed))
 
 
 def shapes_at(model: torch.nn.Module, path: str, spec: ModuleSpec) -> dict[str, tuple[int, ...]]:
@@ -224,13 +219,7 @@ def experts_forward(
         salt = 0 if state is None else layer_salt(f"{state.path}.{name}")
         return lora_experts(x, frozen_at(self, name), routing, low_rank, keys, salt, repeated)
 
-    inner = product(hidden_states, "gate_up_proj" if self.has_gate else "up_proj", True)
-    inner = self._apply_gate(inner) if self.has_gate else self.act_fn(inner)
-    y_SD = product(inner, "down_proj", False)
-    if self.has_post_expert_norm:
-        y_SD = self.post_expert_norm(y_SD)
-    weights_S = top_k_weights.reshape(-1)[routing.order]
-    return routing.sum_to_tokens(y_SD * weights_S[:, None]).to(hidden_states.dtype)
+    return outputs(self, hidden_states, top_k_weights, routing, product)
 
 
 def _owners_of_tokens(owners: TokenOwners, numbers: list[int], device: torch.device) -> tuple[torch.Tensor | None, int]:

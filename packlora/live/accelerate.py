@@ -17,12 +17,13 @@ from itertools import chain
 from typing import Any, Literal
 
 import torch
+from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 
 from packlora.adapters.kept_outputs import described, is_overwritten
 from packlora.adapters.norms import RowNorms
 from packlora.adapters.siblings import SiblingGroup, sibling_groups
-from packlora.live import dora
+from packlora.live import dora, experts
 from packlora.live.forward import OwnForward
 from packlora.live.layers import LayerCall, LayerForward, compute
 from packlora.live.quantized import left_as_they_are, linear_kinds
@@ -105,7 +106,7 @@ def accelerate(
     forwards: dict[str, OwnForward] = {}
     foreign: dict[str, str] = {}
     for path, layer in layers.items():
-        forward = _forward_for(layer, path, asks, norms)
+        forward = _forward_for(layer, path, asks, norms, forwards)
         if isinstance(forward, str):
             foreign[path] = forward
         else:
@@ -176,10 +177,14 @@ def _asks(
     return asks_of(plan, lossy, prefer, paths, own)
 
 
-def _forward_for(layer: BaseTunerLayer, path: str, asks: Mapping[str, Ask], norms: RowNorms) -> OwnForward | str:
-    """What goes in the place of the layer's forward, or why it stays."""
+def _forward_for(
+    layer: BaseTunerLayer, path: str, asks: Mapping[str, Ask], norms: RowNorms, others: Mapping[str, OwnForward]
+) -> OwnForward | str:
+    """What goes in the place of the layer's forward, or why it stays. others: those of the layers before it."""
     if "forward" in layer.__dict__:
         return "its forward was replaced by other code"
+    if isinstance(layer, ParamWrapper):
+        return experts.forward_for(layer, path, norms, others)
     if (served := dora.forward_for(layer, path, norms)) is not None:
         return served
     return LayerForward(layer, path, norms, asks[path]) if kind_of(layer) in linear_kinds() else dora.NOT_DORA

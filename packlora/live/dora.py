@@ -34,7 +34,8 @@ from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 from packlora.adapters.norms import NormHandle, RowNorms
-from packlora.live.forward import DISABLED, DTYPES, MERGED, NOT_ACTIVE, OwnForward, observed
+from packlora.live.adapter import DTYPES, active_adapter, observed
+from packlora.live.forward import OwnForward
 from packlora.live.wrapped import NotWhole, kind_of, why_called
 from packlora.ops.first_order import first_order
 from packlora.ops.row_norm.row_norm import row_norm_op
@@ -93,16 +94,10 @@ class DoraForward(OwnForward):
     def ready(self) -> DoraCall | str:
         """What the layer computes for an x without further arguments, or the reason why PEFT must compute it."""
         layer = self.layer
-        if layer._disable_adapters:
-            return DISABLED
-        if layer.merged_adapters:
-            return MERGED
         own_A = layer._modules[self.prefix + "A"]
-        active = layer._active_adapter
-        names = [name for name in ([active] if isinstance(active, str) else active) if name in own_A]
-        if len(names) != 1:
-            return f"several adapters are active: {', '.join(names)}" if names else NOT_ACTIVE
-        (name,) = names
+        name, reason = active_adapter(layer, own_A)
+        if reason:
+            return reason
         variant = layer.lora_variant.get(name)
         if variant is None:
             return self.why_not_lora()
@@ -115,9 +110,8 @@ class DoraForward(OwnForward):
         A, B = own_A[name], layer._modules[self.prefix + "B"][name]
         holder = layer._modules["lora_magnitude_vector"][name]
         base = layer._modules["base_layer"]
-        reason = self.unfit(base, A, B)
-        if reason is not None:
-            return reason
+        if (unfit := self.unfit(base, A, B)) is not None:
+            return unfit
         if observed(holder):
             return why_called("lora_magnitude_vector", holder)
         drop: Any = layer._modules["lora_dropout"][name]

@@ -21,9 +21,10 @@ from torch import nn
 from packlora.adapters.kept_outputs import is_on_liger, reader_of, why_product
 from packlora.adapters.norms import NormHandle, RowNorms
 from packlora.adapters.siblings import SiblingGroup
-from packlora.live.forward import DISABLED, DTYPES, MERGED, NOT_ACTIVE, OwnForward, observed
+from packlora.live.adapter import active_adapter, observed, why_not_read
+from packlora.live.forward import OwnForward
 from packlora.live.quantized import COMPILED, StoredWeight, linear_kinds, stored_weight
-from packlora.live.wrapped import NotWhole, kind_of, why_called, why_no_weight
+from packlora.live.wrapped import kind_of, why_called, why_no_weight
 from packlora.ops.lora_linear.autograd import lora_group
 from packlora.ops.lora_linear.frozen import Dense, FrozenWeight
 from packlora.ops.lora_linear.plan import Plan
@@ -101,7 +102,7 @@ class LayerCall:
 
     def dtypes(self, x: torch.Tensor) -> tuple[torch.dtype, torch.dtype, bool]:
         """What x is multiplied in, what the base product is made in, and whether autocast is on."""
-        dtype, autocast = _product_dtype(x)
+        dtype, autocast = product_dtype(x)
         products = dtype if self.stored is None else self.stored.products(x, dtype)
         return (products if products.itemsize > dtype.itemsize else dtype), products, autocast
 
@@ -138,17 +139,11 @@ class LayerCall:
 def look(owner: LayerForward) -> LayerCall | str:
     """What the owner's layer computes for an x without further arguments, or the reason why PEFT must compute it."""
     layer = owner.layer
-    if layer._disable_adapters:
-        return DISABLED
-    if layer.merged_adapters:
-        return MERGED
     modules: dict[str, Any] = layer._modules
     own_A = modules["lora_A"]._modules
-    active = layer._active_adapter
-    names = [name for name in ([active] if isinstance(active, str) else active) if name in own_A]
-    if len(names) != 1:
-        return f"several adapters are active: {', '.join(names)}" if names else NOT_ACTIVE
-    (name,) = names
+    name, reason = active_adapter(layer, own_A)
+    if reason:
+        return reason
     magnitude: Any = None
     if name in layer.lora_variant:
         variant = type(layer.lora_variant[name])
@@ -174,8 +169,8 @@ def look(owner: LayerForward) -> LayerCall | str:
     if isinstance(stored, str):
         return stored
     adapter = [("lora_A", A), ("lora_B", B)]
-    if reason := _why_not_read(adapter if stored is not None else [("base layer", base), *adapter]):
-        return reason
+    if unread := why_not_read(adapter if stored is not None else [("base layer", base), *adapter]):
+        return unread
     weight, bias = (stored or base).weight, (stored or base).bias
     if weight.requires_grad:
         return "its base weight is trained too"
@@ -189,23 +184,6 @@ def look(owner: LayerForward) -> LayerCall | str:
     return LayerCall(
         owner, weight, bias, A._parameters["weight"], B._parameters["weight"], float(scaling), p, name, magnitude, stored,
     )  # fmt: skip
-
-
-def _why_not_read(modules: Sequence[tuple[str, Any]]) -> str | None:
-    """Why the weight of one of these modules, by its role, cannot be read in the place of calling it."""
-    for role, module in modules:
-        if type(module) is not nn.Linear:
-            return f"its {role} is a {type(module).__module__}.{type(module).__qualname__}, not torch.nn.Linear"
-        if observed(module):
-            return why_called(role, module)
-        weight: Any = module._parameters.get("weight")
-        if type(weight) not in (nn.Parameter, torch.Tensor):
-            return why_no_weight(role, module)
-        if weight.shape != (module.out_features, module.in_features):
-            return NotWhole(f"the weight of its {role} is not whole here")
-        if weight.dtype not in DTYPES:
-            return f"the weight of its {role} is {weight.dtype}"
-    return None
 
 
 # --- computing it ------------------------------------------------------------------------------------------------------
@@ -296,7 +274,7 @@ def _single_adapter(T: int, p: float) -> tuple[Segment, ...]:
     return (Segment(0, 0, T, p),)
 
 
-def _product_dtype(x: torch.Tensor) -> tuple[torch.dtype, bool]:
+def product_dtype(x: torch.Tensor) -> tuple[torch.dtype, bool]:
     """What torch.nn.functional.linear would multiply in, and whether autocast is on."""
     kind = x.device.type
     autocast = kind in AUTOCAST and torch.is_autocast_enabled(kind)

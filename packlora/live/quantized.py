@@ -18,7 +18,7 @@ from peft.import_utils import is_bnb_available
 from peft.tuners.lora import Linear as PeftLinear
 from torch import nn
 
-from packlora.live.forward import observed
+from packlora.live.adapter import observed
 from packlora.live.wrapped import why_called
 from packlora.ops.lora_linear.frozen import FrozenWeight
 from packlora.ops.lora_linear.library_codes import library_codes
