@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from packlora.adapters.expert_layout import frozen_at, outputs
-from packlora.adapters.expert_targets import Watched, router_product
+from packlora.adapters.expert_targets import RouterProduct, router_product
 from packlora.adapters.kinds import PARAMETERS
 from packlora.adapters.linear import AdaptedLinear, Attached
 from packlora.adapters.owners import TokenOwners
@@ -178,20 +178,8 @@ class _Routed:
         self.forward, self.weight, self.adapted = forward, weight, adapted
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with _Product(self.weight, self.adapted):
+        with RouterProduct(self.weight, lambda x, _: self.adapted(x)):
             return self.forward(*args, **kwargs)
-
-
-class _Product(Watched):
-    def __init__(self, weight: torch.Tensor, adapted: AdaptedLinear) -> None:
-        super().__init__(weight)
-        self.adapted = adapted
-
-    def product(self, linear: Any, args: Any, kwargs: Any) -> Any:
-        x = args[0] if args else kwargs["input"]
-        bias = args[2] if len(args) > 2 else kwargs.get("bias")
-        y = self.adapted(x)
-        return y if bias is None else y + bias
 
 
 def experts_forward(

@@ -17,18 +17,17 @@ from itertools import chain
 from typing import Any, Literal
 
 import torch
-from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 
 from packlora.adapters.kept_outputs import described, is_overwritten
 from packlora.adapters.norms import RowNorms
 from packlora.adapters.siblings import SiblingGroup, sibling_groups
-from packlora.live import dora, experts
 from packlora.live.forward import OwnForward
 from packlora.live.layers import LayerCall, LayerForward, compute
-from packlora.live.quantized import left_as_they_are, linear_kinds
+from packlora.live.quantized import left_as_they_are
 from packlora.live.report import Report, grouped, report_of
-from packlora.live.wrapped import NotWhole, inner_model, kind_of, left_sharded, mend_widths, why_not_run
+from packlora.live.served import forward_for, served_kind
+from packlora.live.wrapped import NotWhole, inner_model, left_sharded, mend_widths, why_not_run
 from packlora.ops.gpu import why_no_kernels
 from packlora.ops.lora_linear.plan import Plan
 from packlora.ops.recompute import add_recompute, remove_recompute
@@ -106,7 +105,7 @@ def accelerate(
     forwards: dict[str, OwnForward] = {}
     foreign: dict[str, str] = {}
     for path, layer in layers.items():
-        forward = _forward_for(layer, path, asks, norms, forwards)
+        forward = forward_for(layer, path, norms, asks, forwards)
         if isinstance(forward, str):
             foreign[path] = forward
         else:
@@ -172,22 +171,9 @@ def _asks(
     """What the user wants of PEFT's linear layers, by path. Patterns are compared with paths in the model that PEFT adapts."""
     tuners = [path for path, module in model.named_modules() if isinstance(module, BaseTuner)]
     inner = [f"{path}.model.".removeprefix(".") for path in tuners]
-    paths = [path for path, layer in layers.items() if kind_of(layer) in linear_kinds()]
+    paths = [path for path, layer in layers.items() if served_kind(layer) == "linear"]
     own = {path: next((path.removeprefix(start) for start in inner if path.startswith(start)), path) for path in paths}
     return asks_of(plan, lossy, prefer, paths, own)
-
-
-def _forward_for(
-    layer: BaseTunerLayer, path: str, asks: Mapping[str, Ask], norms: RowNorms, others: Mapping[str, OwnForward]
-) -> OwnForward | str:
-    """What goes in the place of the layer's forward, or why it stays. others: those of the layers before it."""
-    if "forward" in layer.__dict__:
-        return "its forward was replaced by other code"
-    if isinstance(layer, ParamWrapper):
-        return experts.forward_for(layer, path, norms, others)
-    if (served := dora.forward_for(layer, path, norms)) is not None:
-        return served
-    return LayerForward(layer, path, norms, asks[path]) if kind_of(layer) in linear_kinds() else dora.NOT_DORA
 
 
 def _group(
@@ -197,7 +183,11 @@ def _group(
 
     found: what `ready` gives of layers. Where operands are not whole now, what it gives when the layer runs takes its place.
     """
-    linear = {path: forward for path, forward in forwards.items() if isinstance(forward, LayerForward)}
+    linear = {
+        path: forward
+        for path, forward in forwards.items()
+        if isinstance(forward, LayerForward) and forward.has_siblings
+    }
     if not linear and not any(isinstance(own, NotWhole) for own in found.values()):
         return [], []
     if reason := why_not_run(model):

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from packlora.adapters.kinds import is_linear, lies_transposed, sizes
 from packlora.live.wrapped import NotWhole, why_called, why_no_weight
 
 DTYPES = frozenset((torch.float64, torch.float32, torch.bfloat16, torch.float16))
@@ -41,16 +42,16 @@ def observed(module: nn.Module) -> bool:
 
 
 def why_not_read(modules: Sequence[tuple[str, Any]]) -> str | None:
-    """Why the weight of one of these modules, by its role, cannot be read in the place of calling it."""
+    """Why the weight of one of these linear layers, by its role, cannot be read in the place of calling it."""
     for role, module in modules:
-        if type(module) is not nn.Linear:
+        if not is_linear(module):
             return f"its {role} is a {type(module).__module__}.{type(module).__qualname__}, not torch.nn.Linear"
         if observed(module):
             return why_called(role, module)
         weight: Any = module._parameters.get("weight")
         if type(weight) not in (nn.Parameter, torch.Tensor):
             return why_no_weight(role, module)
-        if weight.shape != (module.out_features, module.in_features):
+        if weight.shape != (sizes(module)[::-1] if lies_transposed(module) else sizes(module)):
             return NotWhole(f"the weight of its {role} is not whole here")
         if weight.dtype not in DTYPES:
             return f"the weight of its {role} is {weight.dtype}"

@@ -180,14 +180,3 @@ def _why_not_experts(experts: Any, leaf: str) -> str | None:
     if weight.ndim != 3:
         return NotWhole("the weight of its experts is not whole here")
     return "the weights of its experts are trained too" if weight.requires_grad else None
-
-
-def forward_for(
-    layer: ParamWrapper, path: str, norms: RowNorms, others: Mapping[str, OwnForward]
-) -> ExpertsForward | str:
-    """Of a ParamWrapper, or why it stays PEFT's. others: forwards of the layers before it, by path."""
-    around, _, leaf = path.rpartition(".")
-    outer = others.get(around) if leaf == "base_layer" else None
-    if not is_experts(layer.get_base_layer()):
-        return NO_REGISTRY
-    return ExpertsForward(layer, path, norms, outer if isinstance(outer, ExpertsForward) else None)

@@ -19,11 +19,12 @@ from peft.tuners.lora.variants import DoraLinearVariant
 from torch import nn
 
 from packlora.adapters.kept_outputs import is_on_liger, reader_of, why_product
+from packlora.adapters.kinds import lies_transposed
 from packlora.adapters.norms import NormHandle, RowNorms
 from packlora.adapters.siblings import SiblingGroup
 from packlora.live.adapter import active_adapter, observed, why_not_read
 from packlora.live.forward import OwnForward
-from packlora.live.quantized import COMPILED, StoredWeight, linear_kinds, stored_weight
+from packlora.live.quantized import COMPILED, StoredWeight, quantised_kinds, stored_weight
 from packlora.live.wrapped import kind_of, why_called, why_no_weight
 from packlora.ops.lora_linear.autograd import lora_group
 from packlora.ops.lora_linear.frozen import Dense, FrozenWeight
@@ -157,8 +158,6 @@ def look(owner: LayerForward) -> LayerCall | str:
             return why_no_weight("lora_magnitude_vector", holder)
     if layer.lora_bias.get(name):
         return "lora_bias is set"
-    if getattr(layer, "fan_in_fan_out", False):
-        return "fan_in_fan_out is set"
     scaling = layer.scaling[name]
     if not isinstance(scaling, float | int):
         return f"its scaling is a {type(scaling).__name__}, not a number"
@@ -171,9 +170,12 @@ def look(owner: LayerForward) -> LayerCall | str:
     adapter = [("lora_A", A), ("lora_B", B)]
     if unread := why_not_read(adapter if stored is not None else [("base layer", base), *adapter]):
         return unread
+    if lies_transposed(base) != bool(getattr(layer, "fan_in_fan_out", False)):
+        return "fan_in_fan_out does not say how its base weight lies"
     weight, bias = (stored or base).weight, (stored or base).bias
     if weight.requires_grad:
         return "its base weight is trained too"
+    weight = owner.from_outputs(base) if lies_transposed(base) else weight
     if type(drop) not in (nn.Identity, nn.Dropout) or observed(drop):
         return f"its lora_dropout is a {type(drop).__name__} of its own or has hooks; known are Dropout and Identity"
     p = drop.p if isinstance(drop, nn.Dropout) and drop.training else 0.0
@@ -335,9 +337,14 @@ class LayerForward(OwnForward):
     ask: how the user wants it to be computed.
     """
 
+    has_siblings = True
+    """It may be computed together with others."""
+
     def __init__(self, layer: Any, path: str, norms: RowNorms, ask: Ask = MEASURED) -> None:
         super().__init__(layer, path, norms)
-        self.ask, self.base_kind = ask, linear_kinds()[kind_of(layer)]
+        self.ask, kind = ask, kind_of(layer)
+        self.quantised = kind in quantised_kinds()
+        self.base_kind = quantised_kinds().get(kind)
         self.group: SiblingGroup | None = None
         self.index = 0
         self.states: dict[int, GroupState] = {}
@@ -349,9 +356,10 @@ class LayerForward(OwnForward):
         self._norms: dict[str, tuple[NormHandle, Callable[[], torch.Tensor]]] = {}
         """By adapter."""
         self._stored: StoredWeight | None = None
+        self._turned: tuple[object, torch.Tensor] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "states": {}, "_norms": {}, "_stored": None}
+        return {**self.__dict__, "states": {}, "_norms": {}, "_stored": None, "_turned": None}
 
     def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if not self.on:
@@ -375,11 +383,22 @@ class LayerForward(OwnForward):
 
     def stored(self, base: nn.Module) -> StoredWeight | str | None:
         """The weight of a quantised base layer, or why it cannot be read; None of another layer."""
-        if self.base_kind is nn.Linear:
+        if not self.quantised:
             return None
         found = stored_weight(base, self.base_kind, self._stored)
         self._stored = None if isinstance(found, str) else found
         return found
+
+    def from_outputs(self, base: nn.Module) -> torch.Tensor:
+        """The weight [N, K] of a layer that has it transposed: the same view of it while it is the same tensor."""
+        own = base._parameters["weight"]
+        assert own is not None
+        if torch.compiler.is_compiling():
+            return own.detach().T
+        key = (id(own), own.data_ptr(), own.dtype, own.shape)
+        if self._turned is None or self._turned[0] != key:
+            self._turned = key, own.detach().T
+        return self._turned[1]
 
     def ready(self) -> LayerCall | str:
         return look(self)
