@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from peft.tuners.lora import Linear as PeftLinear
 from peft.tuners.lora.layer import Conv1d, Conv2d, Conv3d, Embedding, ParamWrapper
+from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 
 from packlora.adapters.kinds import Kind, kind_of_parameter
@@ -17,14 +18,16 @@ from packlora.live.forward import OwnForward
 from packlora.live.layers import LayerForward
 from packlora.live.quantized import quantised_kinds
 from packlora.live.routers import router_forward
+from packlora.live.tokens import TokensForward
 from packlora.live.wrapped import kind_of
 from packlora.plans.ask import Ask
 
 KINDS: dict[type, Kind] = {
     PeftLinear: "linear", Embedding: "embedding", Conv1d: "convolution", Conv2d: "convolution", Conv3d: "convolution",
+    TrainableTokensLayer: "tokens",
 }  # fmt: skip
 """By PEFT's layer; that of quantised layers and of parameters is looked up."""
-NOT_LORA = "of PEFT's methods LoRA on linear layers, embeddings, convolutions, experts and routers is known here"
+NOT_LORA = "neither LoRA on a kind of layer that is known here nor rows of tokens"
 
 
 def served_kind(layer: BaseTunerLayer) -> Kind | None:
@@ -57,6 +60,8 @@ def forward_for(
             around, _, leaf = path.rpartition(".")
             outer = others.get(around) if leaf == "base_layer" else None
             return ExpertsForward(layer, path, norms, outer if isinstance(outer, ExpertsForward) else None)
+        case "tokens":
+            return TokensForward(layer, path, norms)
         case "router":
             return router_forward(layer, path, norms)
         case _:
