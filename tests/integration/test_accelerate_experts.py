@@ -102,6 +102,7 @@ def test_outputs_and_all_gradients_are_peft_s_in_float64(case: str, training: bo
         report = packlora.accelerate(model)
         assert_same(outcome(model), want)
         assert report.accelerated == len(report.modules)
+        assert not [path for group in report.groups for path in group if path.endswith(("mlp.gate", "mlp.router"))]
         assert {(calls.served, *calls.left) for calls in report.served().values()} == {(1,)}
         packlora.restore(model)
         assert_same(outcome(model), want, 0.0)
