@@ -4,9 +4,10 @@
     print(packlora.accelerate(model))      # which modules run on it, by which plan, and which do not, and why
     packlora.restore(model)                # everything as before
 
-The model stays PEFT's: same Parameters, same state_dict keys, same files, same results. layers.py owns what happens in a
-forward of a linear layer, dora.py in that of another kind of layer with DoRA; this file puts both in place and takes them out,
-report.py says what was found.
+The model stays PEFT's: same Parameters, same state_dict keys, same files, same results. served.py says what stands in the place
+of a layer's forward, by the kind of its base layer: layers.py for linear layers, experts.py and routers.py for the weights of
+experts and routers, dora.py for embeddings and convolutions, tokens.py for rows of tokens. This file puts it there and takes
+it off, report.py says what was found.
 """
 
 from __future__ import annotations
@@ -50,8 +51,9 @@ def accelerate(
     PEFT's forward where it cannot (merged, disabled or several adapters, variants such as aLoRA, ...). So does every
     `peft.tuners.lora.bnb.Linear4bit` and `Linear8bitLt` (docs/accelerate.md, "Quantised bases"). Layers
     that one parent gives the same tensor (q, k, v; gate, up) are computed by one call; they are found by running the model
-    once on two tokens, without gradients. DoRA on embeddings, convolutions and transformers' Conv1D is computed one by one,
-    with a norm that is kept until the adapter changes.
+    once on two tokens, without gradients. Adapters of experts (`target_parameters`) are computed by a grouped operator, those
+    of routers as those of linear layers; DoRA on embeddings and convolutions one by one, with a norm that is kept until the
+    adapter changes; rows of tokens (`trainable_token_indices`) without a copy of the weight.
 
     With lora_dropout, masks differ from those that PEFT would draw: they come from torch's generator all the same, and
     siblings share one. Call it again after adapters were added to new modules; a second call changes nothing else.
