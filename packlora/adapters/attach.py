@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from packlora.adapters.expert_layout import frozen_at
 from packlora.adapters.expert_part import part_of
 from packlora.adapters.experts import (
     ExpertWeights,
     adapt_experts,
     adapted_experts,
     adapted_router,
-    frozen_at,
     router_path,
     shapes_at,
 )

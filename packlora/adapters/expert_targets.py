@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,12 +24,10 @@ from peft.utils.transformers_weight_conversion import convert_peft_config_for_tr
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from packlora.adapters.kinds import Kind
-from packlora.adapters.sharded import LINEAR
+from packlora.adapters.expert_layout import is_experts, weight_names
+from packlora.adapters.kinds import Kind, kind_of_parameter
 from packlora.errors import InputError, quoted
 
-LAYOUT = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
-"""What transformers' registry of experts' functions notes of a module that it calls through them."""
 PROBE_ROWS = 16
 
 
@@ -96,8 +94,7 @@ def parameter_targets(peft: LoraConfig, model: PreTrainedModel, job: str) -> dic
                 _check(owner, module, leaf, parameter, job, model)
                 own.append(leaf)
         for at, leaf in enumerate(own):  # PEFT wraps a module once for each, the last one outermost
-            linear = type(module) in LINEAR
-            kind: Kind = "linear" if linear else "experts" if is_experts(module) else "router"
+            kind = kind_of_parameter(module, leaf)
             found[f"{owner}.{leaf}"] = ParameterTarget(kind, owner + ".base_layer" * (len(own) - 1 - at))
     for name in wanted:
         if name not in matched:
@@ -109,11 +106,6 @@ def parameter_targets(peft: LoraConfig, model: PreTrainedModel, job: str) -> dic
     return found
 
 
-def is_experts(module: torch.nn.Module) -> bool:
-    """Whether transformers calls a module through its registry of experts' functions."""
-    return all(hasattr(module, name) for name in LAYOUT) and hasattr(module, "num_experts")
-
-
 def _check(
     owner: str, module: torch.nn.Module, leaf: str, parameter: torch.Tensor, job: str, model: PreTrainedModel
 ) -> None:
@@ -121,12 +113,12 @@ def _check(
     what, kind = f"job {job!r}: target_parameters matches {owner}.{leaf}", type(module).__name__
     if isinstance(module, torch.nn.Embedding) or module is model.get_output_embeddings():
         raise InputError(f"{what}, of the output layer or the embeddings; leave it out")
-    if type(module) in LINEAR and leaf == "weight":
+    if kind_of_parameter(module, leaf) == "linear":
         return
     if not parameter.is_floating_point():
         raise InputError(f"{what}, which holds codes of type {parameter.dtype}; adapters are put on weights")
     if is_experts(module):
-        weights = ("gate_up_proj" if getattr(module, "has_gate", True) else "up_proj", "down_proj")
+        weights = weight_names(module)
         if leaf not in weights or parameter.ndim != 3:
             raise InputError(f"{what} of {kind}; of experts the weights can be adapted: {', '.join(weights)}")
         return
@@ -191,6 +183,20 @@ class Watched(TorchFunctionMode):
 
     def _is_seen(self, tensor: Any) -> bool:
         return any(tensor is one for one in self.seen)
+
+
+class RouterProduct(Watched):
+    """While a router runs, its product with its weight is made by `product`, of what is multiplied and of the weight as it is
+    multiplied with."""
+
+    def __init__(self, weight: torch.Tensor, product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__(weight)
+        self.make = product
+
+    def product(self, linear: Any, args: Any, kwargs: Any) -> Any:
+        operands = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
+        y = self.make(operands["input"], operands["weight"])
+        return y if (bias := operands.get("bias")) is None else y + bias
 
 
 def _some(name: str, paths: Iterable[str]) -> bool:

@@ -15,9 +15,10 @@ import torch
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from packlora.adapters.expert_layout import frozen_at, sorted_outputs
 from packlora.adapters.expert_part import ExpertPart, part_of
 from packlora.adapters.expert_rows import sent_to_experts
-from packlora.adapters.expert_targets import Watched, router_product
+from packlora.adapters.expert_targets import RouterProduct, router_product
 from packlora.adapters.kinds import PARAMETERS
 from packlora.adapters.linear import AdaptedLinear, Attached
 from packlora.adapters.owners import TokenOwners
@@ -118,12 +119,6 @@ class AdaptedExperts:
         return sorted({n for own in self.adapters.values() for n in own} & owners.adapters)
 
 
-def frozen_at(experts: torch.nn.Module, name: str) -> ExpertWeight:
-    """One weight of all experts as the operator takes it."""
-    bias = getattr(experts, f"{name}_bias") if experts.has_bias else None
-    return ExpertWeight(getattr(experts, name), bias, bool(experts.is_transposed))
-
-
 def shapes_at(model: torch.nn.Module, path: str, spec: ModuleSpec) -> dict[str, tuple[int, ...]]:
     """Of the trainable parameters of one adapter on what is at a path, by name; the model may be without weights."""
     owner, _, leaf = path.rpartition(".")
@@ -189,20 +184,8 @@ class _Routed:
         self.forward, self.weight, self.adapted = forward, weight, adapted
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with _Product(self.weight, self.adapted):
+        with RouterProduct(self.weight, lambda x, _: self.adapted(x)):
             return self.forward(*args, **kwargs)
-
-
-class _Product(Watched):
-    def __init__(self, weight: torch.Tensor, adapted: AdaptedLinear) -> None:
-        super().__init__(weight)
-        self.adapted = adapted
-
-    def product(self, linear: Any, args: Any, kwargs: Any) -> Any:
-        x = args[0] if args else kwargs["input"]
-        bias = args[2] if len(args) > 2 else kwargs.get("bias")
-        y = self.adapted(x)
-        return y if bias is None else y + bias
 
 
 def experts_forward(
@@ -259,10 +242,7 @@ def _experts(experts: Any, x: torch.Tensor, rows: Rows) -> torch.Tensor:
         salt = 0 if state is None else layer_salt(f"{state.path}.{name}")
         return lora_experts(x, frozen_at(experts, name), rows.routing, low_rank, rows.keys, salt, repeated)
 
-    inner = product(x, "gate_up_proj" if experts.has_gate else "up_proj", True)
-    inner = experts._apply_gate(inner) if experts.has_gate else experts.act_fn(inner)
-    y_SD = product(inner, "down_proj", False)
-    return experts.post_expert_norm(y_SD) if getattr(experts, "has_post_expert_norm", False) else y_SD
+    return sorted_outputs(experts, x, product)
 
 
 def _owners_of_tokens(owners: TokenOwners, numbers: list[int], device: torch.device) -> tuple[torch.Tensor | None, int]:

@@ -1,4 +1,5 @@
-"""What can be trained on a module of the base model, by its kind; matching, attaching, files and merging go by it.
+"""What can be trained on a module of the base model, by its kind; matching, attaching, files and merging go by it, and so does
+what stands in the place of a PEFT layer's forward (live/).
 
     kind        base module                                what a job has there
     linear      torch.nn.Linear, quantised, in slices;     A [r, K], B [N, r], magnitude [N], bias [N]      (linear.py)
@@ -9,6 +10,7 @@
     tied        the output layer beside such an embedding  the embedding's rows, nothing of its own         (routed.py)
     experts     one weight of all experts of a layer       A [E r, K], B [N, r E], magnitude [E, N]         (experts.py)
     router      a weight that a router multiplies with     as linear, without a bias                        (experts.py)
+    convolution torch.nn.Conv1d, Conv2d, Conv3d            nothing by a job; PEFT's layers are live's
 
 Experts and routers are known by the path of the parameter, all others by that of the module.
 
@@ -22,13 +24,15 @@ from typing import Any, Literal
 import torch
 from transformers.pytorch_utils import Conv1D
 
+from packlora.adapters.expert_layout import is_experts
 from packlora.adapters.sharded import LINEAR
 
-Kind = Literal["linear", "embedding", "copy", "tokens", "tied", "experts", "router"]
+Kind = Literal["linear", "embedding", "copy", "tokens", "tied", "experts", "router", "convolution"]
 PARAMETERS: tuple[Kind, ...] = ("experts", "router")
 """Kinds that are known by the path of a parameter."""
 AS_LINEAR = ("transformers.models.falcon.modeling_falcon.FalconLinear",)
 """Classes derived from torch.nn.Linear that compute the same."""
+CONVOLUTIONS = (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)
 SUFFIXES: dict[Kind, dict[str, str]] = {
     "linear": {"A": "lora_A.weight", "B": "lora_B.weight", "magnitude": "lora_magnitude_vector", "bias": "base_layer.bias"},
     "embedding": {"A": "lora_embedding_A", "B": "lora_embedding_B", "magnitude": "lora_magnitude_vector"},
@@ -37,6 +41,7 @@ SUFFIXES: dict[Kind, dict[str, str]] = {
     "tied": {},
     "experts": {"A": "lora_A.weight", "B": "lora_B.weight", "magnitude": "lora_magnitude_vector"},
     "router": {"A": "lora_A.weight", "B": "lora_B.weight", "magnitude": "lora_magnitude_vector"},
+    "convolution": {},
 }  # fmt: skip
 """By kind and parameter, the end of its key in the files of PEFT, after the module's path."""
 
@@ -45,7 +50,16 @@ def kind_of(module: torch.nn.Module) -> Kind | None:
     """The kind of low-rank adapter that a base module takes."""
     if type(module) in LINEAR or type(module) is Conv1D or _qualified(module) in AS_LINEAR:
         return "linear"
-    return "embedding" if isinstance(module, torch.nn.Embedding) else None
+    if isinstance(module, torch.nn.Embedding):
+        return "embedding"
+    return "convolution" if type(module) in CONVOLUTIONS else None
+
+
+def kind_of_parameter(owner: torch.nn.Module, name: str) -> Kind:
+    """The kind of low-rank adapter that a parameter of a base module takes; of a router, if it takes any."""
+    if type(owner) in LINEAR and name == "weight":
+        return "linear"
+    return "experts" if is_experts(owner) else "router"
 
 
 def is_linear(module: torch.nn.Module) -> bool:
@@ -61,6 +75,11 @@ def sizes(module: Any) -> tuple[int, int]:
     return int(module.out_features), int(module.in_features)
 
 
+def lies_transposed(module: torch.nn.Module) -> bool:
+    """Whether the weight of a linear layer is [K, N]."""
+    return type(module) is Conv1D
+
+
 def as_linear(module: Any) -> torch.nn.Linear:
     """A linear layer of a kind as torch has it: itself where it is one, else one with its parameters; a weight that lies
     transposed is copied."""
@@ -68,7 +87,7 @@ def as_linear(module: Any) -> torch.nn.Linear:
         return module  # type: ignore[no-any-return]
     N, K = sizes(module)
     layer = torch.nn.Linear(K, N, module.bias is not None, device="meta")
-    weight = module.weight.detach().T.contiguous() if type(module) is Conv1D else module.weight
+    weight = module.weight.detach().T.contiguous() if lies_transposed(module) else module.weight
     layer.weight = torch.nn.Parameter(weight, requires_grad=False)
     if module.bias is not None:
         layer.bias = module.bias

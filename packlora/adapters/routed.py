@@ -24,6 +24,7 @@ from packlora.adapters.linear import AdaptedLinear, Attached
 from packlora.adapters.norms import RowNorms
 from packlora.adapters.owners import TokenOwners
 from packlora.adapters.spec import ModuleSpec
+from packlora.adapters.token_rows import TokenRows
 
 First = list[tuple[torch.nn.Parameter, torch.Tensor]]
 
@@ -113,27 +114,16 @@ class TokenWeights(RoutedWeights):
     def __init__(self, spec: ModuleSpec, base: Any, seed: int, room: Mapping[str, torch.Tensor]) -> None:
         super().__init__(spec, base, seed, room)
         self.rows = self.parameters["tokens"]
-        self.indices_n = torch.tensor(spec.tokens, device=room["tokens"].device)
-        self.places_V = torch.full((base.weight.shape[0],), -1, device=self.indices_n.device)
-        self.places_V[self.indices_n] = torch.arange(len(spec.tokens), device=self.indices_n.device)
+        self.index = TokenRows(spec.tokens, base.weight.shape[0], room["tokens"].device)
 
     def first_values(self, base: Any, norms: RowNorms) -> First:
-        return [(self.rows, base.weight.detach()[self.indices_n])]
+        return [(self.rows, base.weight.detach()[self.index.indices_n])]
 
     def forward(self, base: Any, x: torch.Tensor, y: torch.Tensor | None) -> torch.Tensor:
         assert y is not None
         if not isinstance(base, torch.nn.Embedding):
-            return self.logits(x, y)
-        places_t = self.places_V[x]
-        padding = base.padding_idx
-        rows_tD = F.embedding(places_t.clamp(min=0), self.rows) * embed_scale(base)
-        if padding is not None:  # torch gives the row of padding no gradient
-            rows_tD = torch.where((x == padding)[:, None], rows_tD.detach(), rows_tD)
-        return torch.where((places_t >= 0)[:, None], rows_tD.to(y.dtype), y)
-
-    def logits(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Logits y [t, V] of hidden states x [t, D] with those of the tokens made anew."""
-        return y.index_copy(1, self.indices_n, F.linear(x, self.rows.to(x.dtype)))
+            return self.index.logits(x, y, self.rows)
+        return self.index.embedded(base, x, y, self.rows, embed_scale(base))
 
 
 class TiedWeights(RoutedWeights):
@@ -145,7 +135,7 @@ class TiedWeights(RoutedWeights):
 
     def forward(self, base: Any, x: torch.Tensor, y: torch.Tensor | None) -> torch.Tensor:
         assert y is not None
-        return self.tokens.logits(x, y)
+        return self.tokens.index.logits(x, y, self.tokens.rows)
 
 
 WEIGHTS: dict[str, type[RoutedWeights]] = {

@@ -241,7 +241,7 @@ def _targets(
     for name in sorted(matched):
         module = model.get_submodule(name)
         kind = kind_of(module)
-        found = f"of type {type(module).__name__}" if kind is None else None
+        found = None if kind in ("linear", "embedding") else f"of type {type(module).__name__}"
         if isinstance(module, torch.nn.Embedding):
             found = why_no_rows(module)
         if found:

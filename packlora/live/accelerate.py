@@ -4,9 +4,10 @@
     print(packlora.accelerate(model))      # which modules run on it, by which plan, and which do not, and why
     packlora.restore(model)                # everything as before
 
-The model stays PEFT's: same Parameters, same state_dict keys, same files, same results. layers.py owns what happens in a
-forward of a linear layer, dora.py in that of another kind of layer with DoRA; this file puts both in place and takes them out,
-report.py says what was found.
+The model stays PEFT's: same Parameters, same state_dict keys, same files, same results. served.py says what stands in the place
+of a layer's forward, by the kind of its base layer: layers.py for linear layers, experts.py and routers.py for the weights of
+experts and routers, dora.py for embeddings and convolutions, tokens.py for rows of tokens. This file puts it there and takes
+it off, report.py says what was found.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from packlora.adapters.kept_outputs import described, is_overwritten
 from packlora.adapters.norms import RowNorms
 from packlora.adapters.siblings import SiblingGroup, sibling_groups
-from packlora.live import dora
 from packlora.live.forward import OwnForward
 from packlora.live.layers import LayerCall, LayerForward, compute
-from packlora.live.quantized import left_as_they_are, linear_kinds
+from packlora.live.quantized import left_as_they_are
 from packlora.live.report import Report, grouped, report_of
-from packlora.live.wrapped import NotWhole, inner_model, kind_of, left_sharded, mend_widths, why_not_run
+from packlora.live.served import forward_for, served_kind
+from packlora.live.wrapped import NotWhole, inner_model, left_sharded, mend_widths, why_not_run
 from packlora.ops.gpu import why_no_kernels
 from packlora.ops.lora_linear.plan import Plan
 from packlora.ops.recompute import add_recompute, remove_recompute
@@ -50,8 +51,9 @@ def accelerate(
     PEFT's forward where it cannot (merged, disabled or several adapters, variants such as aLoRA, ...). So does every
     `peft.tuners.lora.bnb.Linear4bit` and `Linear8bitLt` (docs/accelerate.md, "Quantised bases"). Layers
     that one parent gives the same tensor (q, k, v; gate, up) are computed by one call; they are found by running the model
-    once on two tokens, without gradients. DoRA on embeddings, convolutions and transformers' Conv1D is computed one by one,
-    with a norm that is kept until the adapter changes.
+    once on two tokens, without gradients. Adapters of experts (`target_parameters`) are computed by a grouped operator, those
+    of routers as those of linear layers; DoRA on embeddings and convolutions one by one, with a norm that is kept until the
+    adapter changes; rows of tokens (`trainable_token_indices`) without a copy of the weight.
 
     With lora_dropout, masks differ from those that PEFT would draw: they come from torch's generator all the same, and
     siblings share one. Call it again after adapters were added to new modules; a second call changes nothing else.
@@ -105,7 +107,7 @@ def accelerate(
     forwards: dict[str, OwnForward] = {}
     foreign: dict[str, str] = {}
     for path, layer in layers.items():
-        forward = _forward_for(layer, path, asks, norms)
+        forward = forward_for(layer, path, norms, asks, forwards)
         if isinstance(forward, str):
             foreign[path] = forward
         else:
@@ -171,18 +173,9 @@ def _asks(
     """What the user wants of PEFT's linear layers, by path. Patterns are compared with paths in the model that PEFT adapts."""
     tuners = [path for path, module in model.named_modules() if isinstance(module, BaseTuner)]
     inner = [f"{path}.model.".removeprefix(".") for path in tuners]
-    paths = [path for path, layer in layers.items() if kind_of(layer) in linear_kinds()]
+    paths = [path for path, layer in layers.items() if served_kind(layer) == "linear"]
     own = {path: next((path.removeprefix(start) for start in inner if path.startswith(start)), path) for path in paths}
     return asks_of(plan, lossy, prefer, paths, own)
-
-
-def _forward_for(layer: BaseTunerLayer, path: str, asks: Mapping[str, Ask], norms: RowNorms) -> OwnForward | str:
-    """What goes in the place of the layer's forward, or why it stays."""
-    if "forward" in layer.__dict__:
-        return "its forward was replaced by other code"
-    if (served := dora.forward_for(layer, path, norms)) is not None:
-        return served
-    return LayerForward(layer, path, norms, asks[path]) if kind_of(layer) in linear_kinds() else dora.NOT_DORA
 
 
 def _group(
@@ -192,7 +185,11 @@ def _group(
 
     found: what `ready` gives of layers. Where operands are not whole now, what it gives when the layer runs takes its place.
     """
-    linear = {path: forward for path, forward in forwards.items() if isinstance(forward, LayerForward)}
+    linear = {
+        path: forward
+        for path, forward in forwards.items()
+        if isinstance(forward, LayerForward) and forward.has_siblings
+    }
     if not linear and not any(isinstance(own, NotWhole) for own in found.values()):
         return [], []
     if reason := why_not_run(model):

@@ -1,4 +1,4 @@
-"""DoRA on PEFT's other layers at run time: embeddings, convolutions and transformers' Conv1D, without PEFT's dense product.
+"""DoRA on PEFT's other layers at run time: embeddings and convolutions, without PEFT's dense product.
 
 PEFT makes W + s B A, of the size of the weight (an embedding's is vocabulary x width), and its norm in every forward. Here the
 norm comes from adapters/norms.py, which keeps it until W, A or B change, and the forward is a few plain torch operations:
@@ -6,8 +6,8 @@ norm comes from adapters/norms.py, which keeps it until W, A or B change, and th
     y = g * (base(x) + s low(x)) + bias                                   g = m / norm, in float32 (float64 on float64)
     y = base(x) + bias + (g - 1) * base(drop(x)) + g * s low(drop(x))     with dropout, PEFT's semantics and PEFT's own mask
 
-base is the layer's product without its bias, low that of A and then B. DoRA on plain linear layers is layers.py's; plain
-LoRA on the layers here stays PEFT's own, which makes nothing of the weight's size for it.
+base is the layer's product without its bias, low that of A and then B. DoRA on linear layers is layers.py's; plain LoRA on
+the layers here stays PEFT's own, which makes nothing of the weight's size for it.
 
 Shapes: N outputs (channels, or the width of an embedding), K inputs (the vocabulary of an embedding; channels times kernel
 of a convolution), r rank.
@@ -20,28 +20,25 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from peft.tuners.lora import Linear as PeftLinear
-from peft.tuners.lora.layer import Conv1d, Conv2d, Conv3d, Embedding, LoraLayer
+from peft.tuners.lora.layer import Conv1d, Conv2d, Conv3d
 from peft.tuners.lora.variants import (
     DoraConv1dVariant,
     DoraConv2dVariant,
     DoraConv3dVariant,
     DoraEmbeddingVariant,
-    DoraLinearVariant,
 )
 from torch import nn
 from torch.nn import functional as F
-from transformers.pytorch_utils import Conv1D
 
 from packlora.adapters.norms import NormHandle, RowNorms
-from packlora.live.forward import DISABLED, DTYPES, MERGED, NOT_ACTIVE, OwnForward, observed
+from packlora.live.adapter import DTYPES, active_adapter, observed
+from packlora.live.forward import OwnForward
 from packlora.live.wrapped import NotWhole, kind_of, why_called
 from packlora.ops.first_order import first_order
 from packlora.ops.row_norm.row_norm import row_norm_op
 
 PLAN = "kept-norm"
 """How the report names what this file does."""
-NOT_DORA = "only LoRA on linear layers (peft.tuners.lora.Linear) is accelerated"
 CONVOLUTIONS: dict[type, tuple[type, type, Any]] = {
     Conv1d: (nn.Conv1d, DoraConv1dVariant, F.conv1d),
     Conv2d: (nn.Conv2d, DoraConv2dVariant, F.conv2d),
@@ -93,19 +90,13 @@ class DoraForward(OwnForward):
     def ready(self) -> DoraCall | str:
         """What the layer computes for an x without further arguments, or the reason why PEFT must compute it."""
         layer = self.layer
-        if layer._disable_adapters:
-            return DISABLED
-        if layer.merged_adapters:
-            return MERGED
         own_A = layer._modules[self.prefix + "A"]
-        active = layer._active_adapter
-        names = [name for name in ([active] if isinstance(active, str) else active) if name in own_A]
-        if len(names) != 1:
-            return f"several adapters are active: {', '.join(names)}" if names else NOT_ACTIVE
-        (name,) = names
+        name, reason = active_adapter(layer, own_A)
+        if reason:
+            return reason
         variant = layer.lora_variant.get(name)
         if variant is None:
-            return self.why_not_lora()
+            return self.plain
         if type(variant) is not self.variant:
             return f"its adapter is a variant of LoRA: {type(variant).__name__}"
         if layer.lora_bias.get(name):
@@ -115,9 +106,8 @@ class DoraForward(OwnForward):
         A, B = own_A[name], layer._modules[self.prefix + "B"][name]
         holder = layer._modules["lora_magnitude_vector"][name]
         base = layer._modules["base_layer"]
-        reason = self.unfit(base, A, B)
-        if reason is not None:
-            return reason
+        if (unfit := self.unfit(base, A, B)) is not None:
+            return unfit
         if observed(holder):
             return why_called("lora_magnitude_vector", holder)
         drop: Any = layer._modules["lora_dropout"][name]
@@ -145,8 +135,8 @@ class DoraForward(OwnForward):
     drops = True
     """Whether lora_dropout has a meaning for the layer."""
 
-    def why_not_lora(self) -> str:
-        return NOT_DORA
+    plain: str
+    """Why a LoRA without DoRA stays PEFT's."""
 
     def unfit(self, base: nn.Module, A: Any, B: Any) -> str | None:
         """Why these operands cannot be computed here."""
@@ -250,32 +240,11 @@ def _parameter(operand: Any) -> Any:
     return operand._parameters["weight"] if isinstance(operand, nn.Module) else operand
 
 
-class TransposedForward(DoraForward):
-    """lora.Linear over transformers' Conv1D, whose weight is [K, N]."""
-
-    variant = DoraLinearVariant
-
-    def why_not_lora(self) -> str:
-        return "fan_in_fan_out is set"
-
-    def unfit(self, base: nn.Module, A: Any, B: Any) -> str | None:
-        return _plain_modules(("base layer", base, Conv1D), ("lora_A", A, nn.Linear), ("lora_B", B, nn.Linear))
-
-    def base_product(self, x: torch.Tensor, call: DoraCall, bias: torch.Tensor | None) -> torch.Tensor:
-        return F.linear(x, call.base.weight.T, bias)
-
-    def low_rank(self, x: torch.Tensor, call: DoraCall, dtype: torch.dtype) -> torch.Tensor:
-        x = x.to(dtype)
-        return F.linear(F.linear(x, call.A.to(dtype)), call.B.to(dtype))
-
-    def problems(self, call: DoraCall) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        return [(call.base.weight.detach().T, call.A.detach(), call.B.detach())]
-
-
 class EmbeddingForward(DoraForward):
     """lora.Embedding: the norm is that of the weight's columns, and nothing is dropped, as in PEFT."""
 
     variant = DoraEmbeddingVariant
+    plain = "of a LoRA on an embedding PEFT looks up the rows of the tokens alone"
     prefix = "lora_embedding_"
     drops = False
 
@@ -311,6 +280,8 @@ class ConvolutionForward(DoraForward):
     A [r, groups K] read in the shape of W. That is not the norm of what the layer multiplies with; it is kept, since the
     magnitudes were trained with it.
     """
+
+    plain = "of a LoRA on a convolution PEFT makes nothing of the weight's size"
 
     def __init__(self, layer: Any, path: str, norms: RowNorms) -> None:
         super().__init__(layer, path, norms)
@@ -355,13 +326,3 @@ def _plain_modules(*wanted: tuple[str, Any, type]) -> str | None:
         if "weight" not in module._parameters:
             return f"the weight of its {role} is computed"
     return None
-
-
-def forward_for(layer: LoraLayer, path: str, norms: RowNorms) -> DoraForward | None:
-    """Of a PEFT layer that this file knows."""
-    kind = kind_of(layer)
-    if kind is PeftLinear:
-        return TransposedForward(layer, path, norms) if layer.fan_in_fan_out else None
-    if kind is Embedding:
-        return EmbeddingForward(layer, path, norms)
-    return ConvolutionForward(layer, path, norms) if kind in CONVOLUTIONS else None

@@ -12,22 +12,12 @@ from torch import nn
 from torch.autograd import forward_ad
 
 from packlora.adapters.norms import RowNorms
+from packlora.live.adapter import DISABLED, MERGED, NOT_ACTIVE
 
-DTYPES = frozenset((torch.float64, torch.float32, torch.bfloat16, torch.float16))
-DISABLED, MERGED = "its adapters are disabled", "its adapters are merged into the base weights"
-NOT_ACTIVE, EMPTY = "no active adapter targets it", "x is empty"
+EMPTY = "x is empty"
 ASKED_FOR = (DISABLED, MERGED, NOT_ACTIVE, EMPTY)
 """Reasons for PEFT's own forward that are no loss: there is no adapter to compute."""
 REPLICA = "a replica of nn.DataParallel computes with tensors of its own"
-
-
-def observed(module: nn.Module) -> bool:
-    """Somebody looks at, or changes, what goes through this module: then it must be called, not only read."""
-    own = module.__dict__
-    return bool(
-        own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]
-        or "forward" in own
-    )  # fmt: skip
 
 
 @dataclass(slots=True)

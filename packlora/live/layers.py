@@ -19,11 +19,13 @@ from peft.tuners.lora.variants import DoraLinearVariant
 from torch import nn
 
 from packlora.adapters.kept_outputs import is_on_liger, reader_of, why_product
+from packlora.adapters.kinds import lies_transposed
 from packlora.adapters.norms import NormHandle, RowNorms
 from packlora.adapters.siblings import SiblingGroup
-from packlora.live.forward import DISABLED, DTYPES, MERGED, NOT_ACTIVE, OwnForward, observed
-from packlora.live.quantized import COMPILED, StoredWeight, linear_kinds, stored_weight
-from packlora.live.wrapped import NotWhole, kind_of, why_called, why_no_weight
+from packlora.live.adapter import active_adapter, observed, why_not_read
+from packlora.live.forward import OwnForward
+from packlora.live.quantized import COMPILED, StoredWeight, quantised_kinds, stored_weight
+from packlora.live.wrapped import kind_of, why_called, why_no_weight
 from packlora.ops.lora_linear.autograd import lora_group
 from packlora.ops.lora_linear.frozen import Dense, FrozenWeight
 from packlora.ops.lora_linear.plan import Plan
@@ -101,7 +103,7 @@ class LayerCall:
 
     def dtypes(self, x: torch.Tensor) -> tuple[torch.dtype, torch.dtype, bool]:
         """What x is multiplied in, what the base product is made in, and whether autocast is on."""
-        dtype, autocast = _product_dtype(x)
+        dtype, autocast = product_dtype(x)
         products = dtype if self.stored is None else self.stored.products(x, dtype)
         return (products if products.itemsize > dtype.itemsize else dtype), products, autocast
 
@@ -138,17 +140,11 @@ class LayerCall:
 def look(owner: LayerForward) -> LayerCall | str:
     """What the owner's layer computes for an x without further arguments, or the reason why PEFT must compute it."""
     layer = owner.layer
-    if layer._disable_adapters:
-        return DISABLED
-    if layer.merged_adapters:
-        return MERGED
     modules: dict[str, Any] = layer._modules
     own_A = modules["lora_A"]._modules
-    active = layer._active_adapter
-    names = [name for name in ([active] if isinstance(active, str) else active) if name in own_A]
-    if len(names) != 1:
-        return f"several adapters are active: {', '.join(names)}" if names else NOT_ACTIVE
-    (name,) = names
+    name, reason = active_adapter(layer, own_A)
+    if reason:
+        return reason
     magnitude: Any = None
     if name in layer.lora_variant:
         variant = type(layer.lora_variant[name])
@@ -162,8 +158,6 @@ def look(owner: LayerForward) -> LayerCall | str:
             return why_no_weight("lora_magnitude_vector", holder)
     if layer.lora_bias.get(name):
         return "lora_bias is set"
-    if getattr(layer, "fan_in_fan_out", False):
-        return "fan_in_fan_out is set"
     scaling = layer.scaling[name]
     if not isinstance(scaling, float | int):
         return f"its scaling is a {type(scaling).__name__}, not a number"
@@ -174,11 +168,14 @@ def look(owner: LayerForward) -> LayerCall | str:
     if isinstance(stored, str):
         return stored
     adapter = [("lora_A", A), ("lora_B", B)]
-    if reason := _why_not_read(adapter if stored is not None else [("base layer", base), *adapter]):
-        return reason
+    if unread := why_not_read(adapter if stored is not None else [("base layer", base), *adapter]):
+        return unread
+    if lies_transposed(base) != bool(getattr(layer, "fan_in_fan_out", False)):
+        return "fan_in_fan_out does not say how its base weight lies"
     weight, bias = (stored or base).weight, (stored or base).bias
     if weight.requires_grad:
         return "its base weight is trained too"
+    weight = owner.from_outputs(base) if lies_transposed(base) else weight
     if type(drop) not in (nn.Identity, nn.Dropout) or observed(drop):
         return f"its lora_dropout is a {type(drop).__name__} of its own or has hooks; known are Dropout and Identity"
     p = drop.p if isinstance(drop, nn.Dropout) and drop.training else 0.0
@@ -189,23 +186,6 @@ def look(owner: LayerForward) -> LayerCall | str:
     return LayerCall(
         owner, weight, bias, A._parameters["weight"], B._parameters["weight"], float(scaling), p, name, magnitude, stored,
     )  # fmt: skip
-
-
-def _why_not_read(modules: Sequence[tuple[str, Any]]) -> str | None:
-    """Why the weight of one of these modules, by its role, cannot be read in the place of calling it."""
-    for role, module in modules:
-        if type(module) is not nn.Linear:
-            return f"its {role} is a {type(module).__module__}.{type(module).__qualname__}, not torch.nn.Linear"
-        if observed(module):
-            return why_called(role, module)
-        weight: Any = module._parameters.get("weight")
-        if type(weight) not in (nn.Parameter, torch.Tensor):
-            return why_no_weight(role, module)
-        if weight.shape != (module.out_features, module.in_features):
-            return NotWhole(f"the weight of its {role} is not whole here")
-        if weight.dtype not in DTYPES:
-            return f"the weight of its {role} is {weight.dtype}"
-    return None
 
 
 # --- computing it ------------------------------------------------------------------------------------------------------
@@ -296,7 +276,7 @@ def _single_adapter(T: int, p: float) -> tuple[Segment, ...]:
     return (Segment(0, 0, T, p),)
 
 
-def _product_dtype(x: torch.Tensor) -> tuple[torch.dtype, bool]:
+def product_dtype(x: torch.Tensor) -> tuple[torch.dtype, bool]:
     """What torch.nn.functional.linear would multiply in, and whether autocast is on."""
     kind = x.device.type
     autocast = kind in AUTOCAST and torch.is_autocast_enabled(kind)
@@ -357,9 +337,14 @@ class LayerForward(OwnForward):
     ask: how the user wants it to be computed.
     """
 
+    has_siblings = True
+    """It may be computed together with others."""
+
     def __init__(self, layer: Any, path: str, norms: RowNorms, ask: Ask = MEASURED) -> None:
         super().__init__(layer, path, norms)
-        self.ask, self.base_kind = ask, linear_kinds()[kind_of(layer)]
+        self.ask, kind = ask, kind_of(layer)
+        self.quantised = kind in quantised_kinds()
+        self.base_kind = quantised_kinds().get(kind)
         self.group: SiblingGroup | None = None
         self.index = 0
         self.states: dict[int, GroupState] = {}
@@ -371,9 +356,10 @@ class LayerForward(OwnForward):
         self._norms: dict[str, tuple[NormHandle, Callable[[], torch.Tensor]]] = {}
         """By adapter."""
         self._stored: StoredWeight | None = None
+        self._turned: tuple[object, torch.Tensor] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "states": {}, "_norms": {}, "_stored": None}
+        return {**self.__dict__, "states": {}, "_norms": {}, "_stored": None, "_turned": None}
 
     def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if not self.on:
@@ -397,11 +383,22 @@ class LayerForward(OwnForward):
 
     def stored(self, base: nn.Module) -> StoredWeight | str | None:
         """The weight of a quantised base layer, or why it cannot be read; None of another layer."""
-        if self.base_kind is nn.Linear:
+        if not self.quantised:
             return None
         found = stored_weight(base, self.base_kind, self._stored)
         self._stored = None if isinstance(found, str) else found
         return found
+
+    def from_outputs(self, base: nn.Module) -> torch.Tensor:
+        """The weight [N, K] of a layer that has it transposed: the same view of it while it is the same tensor."""
+        own = base._parameters["weight"]
+        assert own is not None
+        if torch.compiler.is_compiling():
+            return own.detach().T
+        key = (id(own), own.data_ptr(), own.dtype, own.shape)
+        if self._turned is None or self._turned[0] != key:
+            self._turned = key, own.detach().T
+        return self._turned[1]
 
     def ready(self) -> LayerCall | str:
         return look(self)

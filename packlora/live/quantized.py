@@ -15,10 +15,9 @@ from typing import Any
 
 import torch
 from peft.import_utils import is_bnb_available
-from peft.tuners.lora import Linear as PeftLinear
 from torch import nn
 
-from packlora.live.forward import observed
+from packlora.live.adapter import observed
 from packlora.live.wrapped import why_called
 from packlora.ops.lora_linear.frozen import FrozenWeight
 from packlora.ops.lora_linear.library_codes import library_codes
@@ -28,16 +27,14 @@ COMPILED = "layers over quantised ones are not computed here in compiled graphs"
 
 
 @lru_cache
-def linear_kinds() -> dict[type, type | None]:
-    """PEFT's LoRA layers that the operator computes, with the layers that each must be over; None: those of which library_codes
-    reads the weight."""
+def quantised_kinds() -> dict[type, type | None]:
+    """PEFT's LoRA layers over quantised ones that the operator computes, with the layers that each must be over; None: those of
+    which library_codes reads the weight."""
     from peft.tuners.lora.awq import AwqLoraLinear
     from peft.tuners.lora.gptq import GPTQLoraLinear
     from peft.tuners.lora.torchao import TorchaoLoraLinear
 
-    found: dict[type, type | None] = {
-        PeftLinear: nn.Linear, TorchaoLoraLinear: None, GPTQLoraLinear: None, AwqLoraLinear: None,
-    }  # fmt: skip
+    found: dict[type, type | None] = {TorchaoLoraLinear: None, GPTQLoraLinear: None, AwqLoraLinear: None}
     if not is_bnb_available():
         return found
     from peft.tuners.lora import bnb  # imports bitsandbytes
@@ -52,7 +49,7 @@ def stored_weight(base: Any, kind: type | None, known: StoredWeight | None) -> S
     """The weight of a quantised base layer, or why it cannot be read.
 
     Args:
-        kind: of linear_kinds.
+        kind: of quantised_kinds.
         known: what was read the last time.
     """
     name = f"{type(base).__module__}.{type(base).__qualname__}"

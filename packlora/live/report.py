@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils.other import AuxiliaryTrainingWrapper
+from peft.utils.other import AuxiliaryTrainingWrapper, TrainableTokensWrapper
 
 from packlora.live.forward import Calls, OwnForward, Warned
 
@@ -114,7 +114,8 @@ def report_of(
             modules.append(ModuleReport(path, kind, plan, forwards[path].siblings(), evidence=evidence))
     modules += [
         ModuleReport(path, type(module).__name__, reason="trained itself, not through LoRA")
-        for path, module in model.named_modules() if isinstance(module, AuxiliaryTrainingWrapper)
+        for path, module in model.named_modules()
+        if isinstance(module, AuxiliaryTrainingWrapper) and not isinstance(module, TrainableTokensWrapper)
     ]  # fmt: skip
     computed = {module.path for module in modules if module.accelerated}
     groups = [group for group in groups if len(computed & {*group}) > 1]

@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
+from packlora.adapters.expert_layout import is_experts
 from packlora.adapters.expert_part import PART, ExpertPart
-from packlora.adapters.expert_targets import is_experts
 from packlora.adapters.experts import IMPLEMENTATION
 from packlora.adapters.linear import Attached
 from packlora.errors import InputError

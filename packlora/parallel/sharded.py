@@ -27,7 +27,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forwar
 from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 
-from packlora.adapters.expert_targets import is_experts
+from packlora.adapters.expert_layout import is_experts
 from packlora.adapters.linear import Attached
 from packlora.adapters.owners import MIN_ROWS, TokenOwners
 from packlora.base.demo_model import base_path

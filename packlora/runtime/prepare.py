@@ -14,7 +14,8 @@ import torch
 from peft import LoraConfig
 from transformers import PreTrainedModel
 
-from packlora.adapters.expert_targets import divided_ranks, is_experts
+from packlora.adapters.expert_layout import is_experts
+from packlora.adapters.expert_targets import divided_ranks
 from packlora.adapters.experts import shapes_at
 from packlora.adapters.files import base_note, check_start, continued_config
 from packlora.adapters.kinds import is_linear

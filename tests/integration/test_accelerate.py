@@ -610,7 +610,7 @@ def test_embeddings_and_convolutions_and_other_tuners_are_left_alone_with_a_reas
     report = packlora.accelerate(model)
     assert {(m.kind, m.reason) for m in report.modules} == {
         ("lora.Linear", None),
-        ("lora.Embedding", "only LoRA on linear layers (peft.tuners.lora.Linear) is accelerated"),
+        ("lora.Embedding", "of a LoRA on an embedding PEFT looks up the rows of the tokens alone"),
         ("ModulesToSaveWrapper", "trained itself, not through LoRA"),
     }
     assert_same(outcome(model), want)
@@ -627,12 +627,49 @@ def test_embeddings_and_convolutions_and_other_tuners_are_left_alone_with_a_reas
     assert "ia3.Linear" in str(report)
 
 
-def test_transposed_weights_of_gpt2() -> None:
-    config = transformers.GPT2Config(vocab_size=320, n_embd=16, n_layer=1, n_head=2, n_positions=32)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model = fill(get_peft_model(transformers.GPT2LMHeadModel(config), LoraConfig(fan_in_fan_out=True)))
-    stand_aside(model.eval(), "fan_in_fan_out is set")
+def gpt2(**changes: Any) -> Any:
+    """LoRA on all linear layers of a GPT-2, whose weights lie transposed, in float64."""
+    config = transformers.GPT2Config(vocab_size=320, n_embd=16, n_layer=2, n_head=2, n_positions=32, resid_pdrop=0)
+    config.attn_pdrop = config.embd_pdrop = 0
+    torch.manual_seed(SEED)
+    targets = ["c_attn", "c_proj", "c_fc"]
+    settings = {"r": 3, "lora_alpha": 5, "target_modules": targets, "fan_in_fan_out": True, **changes}
+    return fill(get_peft_model(transformers.GPT2LMHeadModel(config), LoraConfig(**settings)).double()).train()
+
+
+@pytest.mark.parametrize("settings", [{}, {"use_rslora": True, "bias": "all"}, {"use_dora": True}], ids=str)
+def test_transposed_weights_of_gpt2(settings: dict[str, Any], used: list[int]) -> None:
+    """Trained, merged into tensors that are new, taken out again, and moved to another type and back."""
+    model = gpt2(**settings)
+    twin = copy.deepcopy(model)
+    report = packlora.accelerate(model)
+    assert report.accelerated == len(report.modules) == 8
+    assert_same(outcome(model), outcome(twin))
+    assert sum(used) == 8
+    for one in (model, twin):
+        one.merge_adapter(safe_merge=True)
+        one.unmerge_adapter()
+    assert_same(outcome(model), outcome(twin), 1e-10)
+    for one in (model, twin):
+        one.float().double()
+        for layer in one.modules():
+            if isinstance(layer, transformers.pytorch_utils.Conv1D):
+                layer.weight.data = layer.weight.data * 1.5
+    assert_same(outcome(copy.deepcopy(model)), outcome(twin), 1e-10)
+    assert_same(outcome(model), outcome(twin), 1e-10)
+    assert sum(used) == 4 * 8
+
+
+def test_dropout_over_a_transposed_weight_is_that_of_the_operator_and_its_mean_is_the_evaluation() -> None:
+    """Many draws of one layer: the mean is what evaluation gives, and two seeds differ."""
+    layer = nn.Sequential(transformers.pytorch_utils.Conv1D(6, 8))
+    model = fill(get_peft_model(layer, LoraConfig(r=3, lora_dropout=0.3, target_modules=["0"], fan_in_fan_out=True)))
+    x = torch.randn(1, 8).expand(20000, 8)
+    assert packlora.accelerate(model, example={"input": x}).accelerated == 1
+    with torch.no_grad():
+        want, dropped = model.eval()(x)[0], model.train()(x)
+    assert not torch.equal(dropped[0], dropped[1])
+    assert float((dropped.mean(0) - want).abs().max()) < 5 * float(dropped.std(0).max()) / 20000**0.5
 
 
 # --- the life of a model -----------------------------------------------------------------------------------------------
@@ -897,8 +934,8 @@ def test_the_report_names_every_module_once_with_its_plan_or_a_reason() -> None:
     prefix = "base_model.model.model."
     assert str(report).splitlines() == [
         "packlora: 6 of 7 adapted modules accelerated, 4 of them in 2 sibling groups",
-        f"  {prefix}embed_tokens                   lora.Embedding: PEFT's own forward: only LoRA on linear layers "
-        "(peft.tuners.lora.Linear) is accelerated",
+        f"  {prefix}embed_tokens                   lora.Embedding: PEFT's own forward: of a LoRA on an embedding PEFT "
+        "looks up the rows of the tokens alone",
         f"  {prefix}layers.{{0-1}}.self_attn.q_proj  lora.Linear: plan mm/after-mm/after, with q_proj, k_proj (not measured, "
         "S 0.25 MiB, at 4096 tokens)",
         f"  {prefix}layers.{{0-1}}.self_attn.k_proj  lora.Linear: plan mm/after-mm/after, with q_proj, k_proj (not measured, "

@@ -1,0 +1,58 @@
+"""What a PEFT layer computes now: which one adapter is active, and whether a module may be read in the place of calling it."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from packlora.adapters.kinds import is_linear, lies_transposed, sizes
+from packlora.live.wrapped import NotWhole, why_called, why_no_weight
+
+DTYPES = frozenset((torch.float64, torch.float32, torch.bfloat16, torch.float16))
+DISABLED, MERGED = "its adapters are disabled", "its adapters are merged into the base weights"
+NOT_ACTIVE = "no active adapter targets it"
+
+
+def active_adapter(layer: Any, own: Container[str]) -> tuple[str, str]:
+    """The name of the one active adapter, or "" and the reason why PEFT must compute the layer.
+
+    own: adapters that the layer has.
+    """
+    if layer._disable_adapters:
+        return "", DISABLED
+    if layer.merged_adapters:
+        return "", MERGED
+    active = layer._active_adapter
+    names = [name for name in ([active] if isinstance(active, str) else active) if name in own]
+    if len(names) == 1:
+        return names[0], ""
+    return "", f"several adapters are active: {', '.join(names)}" if names else NOT_ACTIVE
+
+
+def observed(module: nn.Module) -> bool:
+    """Somebody looks at, or changes, what goes through this module: then it must be called, not only read."""
+    own = module.__dict__
+    return bool(
+        own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]
+        or "forward" in own
+    )  # fmt: skip
+
+
+def why_not_read(modules: Sequence[tuple[str, Any]]) -> str | None:
+    """Why the weight of one of these linear layers, by its role, cannot be read in the place of calling it."""
+    for role, module in modules:
+        if not is_linear(module):
+            return f"its {role} is a {type(module).__module__}.{type(module).__qualname__}, not torch.nn.Linear"
+        if observed(module):
+            return why_called(role, module)
+        weight: Any = module._parameters.get("weight")
+        if type(weight) not in (nn.Parameter, torch.Tensor):
+            return why_no_weight(role, module)
+        if weight.shape != (sizes(module)[::-1] if lies_transposed(module) else sizes(module)):
+            return NotWhole(f"the weight of its {role} is not whole here")
+        if weight.dtype not in DTYPES:
+            return f"the weight of its {role} is {weight.dtype}"
+    return None

@@ -1,0 +1,182 @@
+"""PEFT's ParamWrapper over experts at run time: LoRA on the weights of all experts of a layer, without a matrix of their size.
+
+PEFT makes W + s B A of all experts in every forward, and a gradient of that size in every backward. Here the rows that
+go to each expert meet its A and B: ops/lora_experts, in the place of whatever function transformers computes experts with.
+PEFT wraps a module of experts once for each of its weights that is adapted. The outermost of these computes for all of them.
+
+Shapes: T tokens, k experts a token, E experts, K inputs, N outputs, r rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from peft.tuners.lora.layer import ParamWrapper
+from torch import nn
+
+from packlora.adapters.expert_layout import frozen_at, is_experts, outputs, weight_names
+from packlora.adapters.norms import RowNorms
+from packlora.live.adapter import DTYPES, active_adapter, observed, why_not_read
+from packlora.live.forward import ASKED_FOR, OwnForward
+from packlora.live.layers import product_dtype
+from packlora.live.wrapped import NotWhole, kind_of, why_called
+from packlora.ops.lora_experts.autograd import lora_experts
+from packlora.ops.lora_experts.routing import Routing
+from packlora.ops.lora_experts.types import ExpertLowRank, ExpertWeight
+
+PLAN = "grouped"
+"""How the report names what this file does."""
+NO_REGISTRY = "transformers does not call its experts through its registry of experts' functions"
+FUNCTIONS = (None, "eager", "batched_mm", "grouped_mm", "deepgemm", "sonicmoe", "packlora")
+"""By which transformers computes experts, all of them the same function of their inputs."""
+
+
+class ExpertsForward(OwnForward):
+    """Of one ParamWrapper over experts.
+
+    outer: of the ParamWrapper around this one; None of the outermost, which alone is put in the place of a forward.
+    """
+
+    def __init__(self, layer: ParamWrapper, path: str, norms: RowNorms, outer: ExpertsForward | None) -> None:
+        super().__init__(layer, path, norms)
+        self.outermost: ExpertsForward = self if outer is None else outer.outermost
+        self.members: list[ExpertsForward] = []
+        """Of the outermost: those of all ParamWrappers, itself first."""
+        self.outermost.members.append(self)
+
+    def install(self) -> None:
+        if self.outermost is self:
+            super().install()
+
+    def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        found = (self._why_not_called(x, args, kwargs) or self._look(x)) if self.on else ""
+        if not isinstance(found, str):
+            computed: torch.Tensor = self._compute(x, *args, found)
+            return computed
+        if self.on:
+            for member in self.members:
+                member.calls.leave(found)
+        y: torch.Tensor = kind_of(self.layer).forward(self.layer, x, *args, **kwargs)  # type: ignore[attr-defined]
+        return y
+
+    # --- what the wrappers compute now ---------------------------------------------------------------------------------
+
+    def ready(self) -> ExpertLowRank | str:
+        """The adapter of this wrapper's weight, or the reason why PEFT must compute it."""
+        layer = self.layer
+        modules: dict[str, Any] = layer._modules
+        own_A = modules["lora_A"]._modules
+        name, reason = active_adapter(layer, own_A)
+        if reason:
+            return reason
+        experts, leaf = layer.get_base_layer(), layer.parameter_name
+        if found := _why_not_experts(experts, leaf):
+            return found
+        A, B = own_A[name], modules["lora_B"]._modules[name]
+        if unread := why_not_read([("lora_A", A), ("lora_B", B)]):
+            return unread
+        if not isinstance(scaling := layer.scaling[name], float | int):
+            return f"its scaling is a {type(scaling).__name__}, not a number"
+        low_rank = ExpertLowRank(A._parameters["weight"], B._parameters["weight"], float(scaling))
+        E, N, K = frozen_at(experts, leaf).shape
+        if E == 1:
+            return "it has one expert alone"
+        if low_rank.A.shape[1] != K or low_rank.B.shape[0] != N or low_rank.A.shape[0] != low_rank.B.shape[1]:
+            return NotWhole("the weight of its experts is not whole here")
+        return low_rank
+
+    def _look(self, x: torch.Tensor) -> dict[str, ExpertLowRank] | str:
+        """The adapters of the experts by weight, or the reason why PEFT must compute them."""
+        own: dict[str, ExpertLowRank] = {}
+        reason = ""
+        for member in self.members:
+            found = member.ready()
+            if not isinstance(found, str):
+                own[member.layer.parameter_name] = found
+            elif found not in ASKED_FOR:
+                return found
+            reason = found if isinstance(found, str) else reason
+            if member is not self and observed(member.layer):
+                return why_called("base layer", member.layer)
+        if not own:
+            return reason
+        experts, (dtype, autocast) = self.layer.get_base_layer(), product_dtype(x)
+        for leaf in weight_names(experts):
+            if unread := _why_not_experts(experts, leaf):
+                return unread
+            weight = experts._parameters[leaf]
+            wide = weight.dtype == torch.float64, dtype == torch.float64
+            if wide[0] != wide[1] if autocast else weight.dtype != dtype:
+                return f"x is {dtype}, the weights of its experts are {weight.dtype}"
+        return own
+
+    def _why_not_called(self, x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+        """Why a call is PEFT's, whatever the wrappers compute now."""
+        if reason := self.why_peft(x, (), kwargs):
+            return reason
+        index, weights = args if len(args) == 2 else (None, None)
+        if (
+            type(index) is not torch.Tensor or type(weights) is not torch.Tensor or x.ndim != 2 or index.ndim != 2
+            or index.is_floating_point() or index.dtype == torch.bool or len(index) != len(x)
+            or weights.shape != index.shape
+        ):  # fmt: skip
+            return "it is not called with hidden states [T, D], chosen experts [T, k] and their weights [T, k]"
+        return None
+
+    def planned(self, found: Mapping[str, object]) -> tuple[str, str]:
+        E = self.layer.num_experts
+        return PLAN, f"{self.layer.parameter_name} of {E} experts, nothing of its size is made"
+
+    # --- computing it --------------------------------------------------------------------------------------------------
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _compute(
+        self, x: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor, own: dict[str, ExpertLowRank]
+    ) -> torch.Tensor:
+        """The experts' forward, in compiled models outside of the graphs, as PEFT's is."""
+        for member in self.members:
+            if member.layer.parameter_name in own:
+                member.calls.served += 1
+            elif isinstance(reason := member.ready(), str):
+                member.calls.leave(reason)
+        experts = self.layer.get_base_layer()
+        routing = Routing.of(top_k_index, experts.num_experts)
+        dtype, autocast = product_dtype(x)
+
+        def product(x: torch.Tensor, leaf: str, of_tokens: bool) -> torch.Tensor:
+            frozen = frozen_at(experts, leaf)
+            bias, trained = frozen.bias, frozen.bias is not None and frozen.bias.requires_grad
+            frozen = ExpertWeight(frozen.weight.to(dtype), None if trained else bias, frozen.transposed)
+            with torch.autocast(x.device.type, enabled=False) if autocast else nullcontext():
+                y_SN = lora_experts(x.to(dtype), frozen, routing, [own.get(leaf)], repeated=of_tokens)
+                if trained:
+                    assert bias is not None
+                    y_SN = y_SN + bias.to(dtype)[routing.expert_of_row()]
+            return y_SN
+
+        return outputs(experts, x, top_k_weights, routing, product)
+
+
+def _why_not_experts(experts: Any, leaf: str) -> str | None:
+    """Why a weight of a module of experts, or the module, cannot be read in the place of calling it."""
+    if not is_experts(experts):
+        return NO_REGISTRY
+    if observed(experts):
+        return why_called("experts", experts)
+    if getattr(experts, "_is_expert_parallel", False):
+        return "its experts are spread over processes"
+    if (function := experts.config._experts_implementation) not in FUNCTIONS:
+        return f"its experts are computed by {function}"
+    if leaf not in weight_names(experts):
+        return f"{leaf} is no weight of the experts' products"
+    weight = experts._parameters.get(leaf)
+    if type(weight) not in (nn.Parameter, torch.Tensor):
+        return NotWhole(f"the weight of its experts is a {type(weight).__name__}, not a Parameter")
+    if weight.dtype not in DTYPES:
+        return f"the weight of its experts is {weight.dtype}"
+    if weight.ndim != 3:
+        return NotWhole("the weight of its experts is not whole here")
+    return "the weights of its experts are trained too" if weight.requires_grad else None

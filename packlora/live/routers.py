@@ -1,0 +1,85 @@
+"""PEFT's ParamWrapper over a router at run time: LoRA on the weight that a router multiplies what it is given with.
+
+PEFT makes W + s B A in W's dtype, where in 16 bits most of what an adapter learns at first is lost. Here the product of the
+router with its weight is the operator's, as of a linear layer; what the router makes of it stays its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from peft.tuners.lora.layer import ParamWrapper
+from torch import nn
+
+from packlora.adapters.expert_targets import RouterProduct, router_product
+from packlora.adapters.norms import RowNorms
+from packlora.live.adapter import DTYPES, active_adapter, observed, why_not_read
+from packlora.live.experts import NO_REGISTRY
+from packlora.live.forward import OwnForward
+from packlora.live.layers import LayerCall, LayerForward, compute
+from packlora.live.wrapped import NotWhole, kind_of, why_called
+
+COMPILED = "routers are not computed here in compiled graphs"
+
+
+class RouterForward(LayerForward):
+    """Of a ParamWrapper over the weight of a router."""
+
+    has_siblings = False
+
+    def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        found: LayerCall | str = ""
+        if self.on:
+            found = COMPILED if torch.compiler.is_compiling() else self.why_peft(x, args, kwargs) or self.ready()
+        if isinstance(found, str):
+            if self.on:
+                self.calls.leave(found)
+            return kind_of(self.layer).forward(self.layer, x, *args, **kwargs)  # type: ignore[attr-defined]
+        self.calls.served += 1
+        router, call = self.layer.get_base_layer(), found
+
+        def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            A, B = call.A, call.B
+            return compute(x, (LayerCall(self, weight, None, A, B, call.scaling, 0.0, call.name, None),))[0]
+
+        with RouterProduct(call.weight, product):
+            return router(x)
+
+    def ready(self) -> LayerCall | str:
+        layer = self.layer
+        modules: dict[str, Any] = layer._modules
+        own_A = modules["lora_A"]._modules
+        name, reason = active_adapter(layer, own_A)
+        if reason:
+            return reason
+        router, A, B = layer.get_base_layer(), own_A[name], modules["lora_B"]._modules[name]
+        if unread := why_not_read([("lora_A", A), ("lora_B", B)]):
+            return unread
+        if observed(router):
+            return why_called("router", router)
+        weight = router._parameters.get(layer.parameter_name)
+        if type(weight) not in (nn.Parameter, torch.Tensor) or weight.shape != (B.out_features, A.in_features):
+            return NotWhole("the weight of its router is not whole here")
+        if weight.dtype not in DTYPES:
+            return f"the weight of its router is {weight.dtype}"
+        if weight.requires_grad:
+            return "the weight of its router is trained too"
+        if not isinstance(scaling := layer.scaling[name], float | int):
+            return f"its scaling is a {type(scaling).__name__}, not a number"
+        return LayerCall(
+            self, weight, None, A._parameters["weight"], B._parameters["weight"], float(scaling), 0.0, name, None
+        )
+
+
+def router_forward(layer: ParamWrapper, path: str, norms: RowNorms) -> OwnForward | str:
+    """Of a ParamWrapper over a parameter that is neither of experts nor of a linear layer, or why it stays PEFT's."""
+    router, name = layer.get_base_layer(), layer.parameter_name
+    weight = layer.get_param()
+    if weight.ndim != 2:
+        return NO_REGISTRY
+    try:
+        router_product(router, weight)
+    except ValueError as error:
+        return f"{name} is not a weight that a router multiplies with: {error}"
+    return RouterForward(layer, path, norms)
