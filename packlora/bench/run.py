@@ -28,6 +28,7 @@ from packlora.bench import (
     quantised,
     replicas,
     small,
+    sweep,
     tensor_parallel,
 )
 from packlora.bench.options import PARTS, SHAPE, WITH_LAYERS, Options, Outcome
@@ -45,7 +46,7 @@ from packlora.runtime.record import device_name
 
 ON_A_DEVICE: dict[str, Any] = {
     "layer": layer, "multi": multi, "graphs": graphs, "model": model, "dora": dora, "small": small,
-    "quantised": quantised, "experts": experts,
+    "quantised": quantised, "experts": experts, "sweep": sweep,
 }  # fmt: skip
 ON_PROCESSES: dict[str, Any] = {"replicas": replicas, "tensor-parallel": tensor_parallel, "pipeline": pipeline}
 NAMES = (*ON_A_DEVICE, "schedule", *ON_PROCESSES)
