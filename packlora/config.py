@@ -343,14 +343,13 @@ LOSS_TYPES: dict[str, tuple[str, ...]] = {
         "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "apo_zero", "apo_down",
         "discopop", "sft", "sigmoid_norm",
     ),
-    "kto": ("apo_zero_unpaired",),
+    "kto": ("kto", "apo_zero_unpaired"),
 }  # fmt: skip
-"""By trainer; those of TRL that take the samples of a global batch one by one."""
+"""By trainer; the first one is the default."""
 OF_A_BATCH = {
     "aot": "sorts the whole global batch", "aot_unpaired": "sorts the whole global batch",
-    "kto": "compares with mismatched completions of the whole batch",
 }  # fmt: skip
-"""Those that do not, which this version does not take, and why."""
+"""Those of TRL that this version does not take, and why."""
 TRAINER_KEYS: dict[str, tuple[str, ...]] = {
     "beta": ("dpo", "kto", "orpo"), "loss_type": ("dpo", "kto"), "loss_weights": ("dpo",), "label_smoothing": ("dpo",),
     "discopop_tau": ("dpo",), "desirable_weight": ("kto",), "undesirable_weight": ("kto",),
@@ -421,7 +420,7 @@ class TrainConfig(_Strict):
     """dpo, kto: how closely the model is held to the reference, the base model without the adapter; orpo: weight of the odds
     ratio. null: 0.1."""
     loss_type: str | list[str] | None = None
-    """dpo: sigmoid, or another of TRL's losses, or a list of these, which are added; kto: apo_zero_unpaired."""
+    """dpo: sigmoid, or another of TRL's losses, or a list of these, which are added; kto: kto, or apo_zero_unpaired."""
     loss_weights: list[float] | None = None
     """dpo: of each of loss_type; null: 1 for each."""
     label_smoothing: float | None = Field(None, ge=0, lt=1)
@@ -437,7 +436,7 @@ class TrainConfig(_Strict):
     def loss_types(self) -> tuple[str, ...]:
         """loss_type as a list."""
         if self.loss_type is None:
-            return {"dpo": ("sigmoid",)}.get(self.trainer, ())
+            return LOSS_TYPES.get(self.trainer, ())[:1]
         return (self.loss_type,) if isinstance(self.loss_type, str) else tuple(self.loss_type)
 
     @model_validator(mode="after")
@@ -455,10 +454,12 @@ class TrainConfig(_Strict):
                 raise ValueError(f"loss_type has {quoted(name)}{why}; {self.trainer} takes {', '.join(known)}")
         if self.loss_type is not None and (not types or len(set(types)) < len(types)):
             raise ValueError("loss_type is a list of at least one loss, each once")
-        if self.trainer == "kto" and self.loss_type is None:
+        if self.trainer == "kto" and len(types) > 1:
+            raise ValueError(f"loss_type has {len(types)} losses; kto takes one")
+        if types == ("kto",) and self.global_batch_size < 2:
             raise ValueError(
-                "trainer: kto needs loss_type: apo_zero_unpaired; the loss kto itself compares with mismatched completions of "
-                "the whole batch and is not taken"
+                "global_batch_size is 1; loss_type kto compares with the completions of other samples of the global batch and "
+                "takes at least 2; apo_zero_unpaired takes 1"
             )
         if self.loss_weights is not None and len(self.loss_weights) != len(types):
             raise ValueError(f"loss_weights has {len(self.loss_weights)} numbers for {len(types)} losses")

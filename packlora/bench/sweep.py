@@ -3,8 +3,8 @@
     packlora bench sweep --out sweep-h200.json               # 8 decoder layers, a minute or two
     packlora bench sweep --out sweep-8b.json --layers 32     # the whole model; compiling it under PEFT takes minutes
 
-Samples and the loop are those of `packlora bench small` (small_train.py, studies/short_jobs.py). All candidates of PEFT are alike,
-so one of them is timed.
+Samples and the loop are those of `packlora bench small` (small_train.py, studies/short_jobs.py). All candidates of PEFT are
+alike, so one of them is timed.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from packlora.adapters.flat import total_norm
 from packlora.config import HIGHER_IS_BETTER, JobConfig, TrainConfig
 from packlora.data.dataset import JobData
 from packlora.data.encode import Sample
+from packlora.data.preference import mismatched
 from packlora.data.prompts import Prompt
 from packlora.runtime.collate import Compared
 from packlora.runtime.library_optimizer import LibraryOptimizer
@@ -52,12 +53,16 @@ class Preferences:
     """What a job knows of the preferences among its samples.
 
     objective: None where it learns completions. references: by the id of a sample, its log-probabilities [3] under the
-    reference, see objective.Scores.
+    reference, see objective.Scores. mismatched: held-out samples with one another's completions, where the loss has a
+    divergence; divergence: the step of the present global batch and its own, see divergence.py.
     """
 
-    def __init__(self, data: JobData, objective: Objective | None) -> None:
+    def __init__(self, data: JobData, objective: Objective | None, held_out: Sequence[Sample] = ()) -> None:
         self.objective, self._data = objective, data
         self.references: dict[int, np.ndarray] = {}
+        self.need_divergence = objective is not None and objective.has_divergence
+        self.mismatched = mismatched(held_out) if self.need_divergence else []
+        self.divergence = (-1, 0.0)
 
     @property
     def need_references(self) -> bool:
@@ -74,11 +79,15 @@ class Preferences:
         numbers = self._data.planned.samples(step)
         return len(numbers) / int(self._data.num_chosen[numbers].sum())
 
+    def lacks_divergence(self, step: int) -> bool:
+        """Whether that of the global batch of a step must be found before its samples are run."""
+        return self.need_divergence and self.divergence[0] != step
+
     def compared(self, number: int, per_token: float) -> Compared | None:
         """What the loss of a sample needs; None without preferences."""
         if self.objective is None:
             return None
-        return Compared(self.objective, self.reference_of(self._data.samples[number]), per_token)
+        return Compared(self.objective, self.reference_of(self._data.samples[number]), per_token, self.divergence[1])
 
 
 def learning_rates(config: TrainConfig, num_steps: int) -> Any:
@@ -192,7 +201,7 @@ class Job:
         self.untrained_elsewhere: set[str] = set()
         self.found_elsewhere = 0
         """Parameters that other processes have, and that got a gradient in the global batch that is about to step."""
-        self.preferences = Preferences(self.data, Objective.of(train))
+        self.preferences = Preferences(self.data, Objective.of(train), self.eval_samples)
         self._told: StepResult | None = None
         """Of a step that was counted and not confirmed."""
         self._before: torch.Tensor | None = None

@@ -26,7 +26,8 @@ class Scores:
 
     logps_N3: sums of log-probabilities of the model's own tokens. reference_N3: the same of the reference. counts_N3: tokens.
     per_token_N: samples of the global batch over its tokens of chosen parts, which weighs a token's cross entropy beside a
-    sample's loss. desirable_N: 1 or 0.
+    sample's loss. desirable_N: 1 or 0. divergence_N: estimate of the model's divergence from the reference, of the samples'
+    global batch; see divergence.py.
     """
 
     logps_N3: torch.Tensor
@@ -34,6 +35,7 @@ class Scores:
     counts_N3: torch.Tensor
     per_token_N: torch.Tensor
     desirable_N: torch.Tensor
+    divergence_N: torch.Tensor
 
     @property
     def cross_entropy_N(self) -> torch.Tensor:
@@ -69,13 +71,18 @@ class Objective:
     def has_reference(self) -> bool:
         return self.trainer != "orpo"
 
+    @property
+    def has_divergence(self) -> bool:
+        """Whether the loss compares with mismatched completions of the global batch."""
+        return self.trainer == "kto" and self.losses[0][0] == "kto"
+
     def losses_of(self, scores: Scores) -> torch.Tensor:
         """[N]; their mean over a global batch is the job's loss."""
         if self.trainer == "orpo":
             return scores.cross_entropy_N - self.beta * F.logsigmoid(_log_odds(scores))
         ratios_N3 = scores.logps_N3 - scores.reference_N3
         if self.trainer == "kto":
-            ratio_N = self.beta * ratios_N3[:, CHOSEN]
+            ratio_N = self.beta * (ratios_N3[:, CHOSEN] - scores.divergence_N)
             desirable_N = self.desirable_weight * (1 - torch.sigmoid(ratio_N))
             return torch.where(scores.desirable_N > 0, desirable_N, self.undesirable_weight * torch.sigmoid(ratio_N))
         total_N = torch.zeros_like(scores.per_token_N)
@@ -146,6 +153,8 @@ class Objective:
         if len(rewards) == 2:
             found["rewards/margins"] = rewards["chosen"] - rewards["rejected"]
         found |= {f"logps/{name}": own for name, own in logps.items()}
+        if self.has_divergence:
+            found["kl"] = scores.divergence_N[0]
         return {name: float(value) for name, value in found.items()}
 
 

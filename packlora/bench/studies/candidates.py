@@ -15,8 +15,8 @@ def candidates() -> list[str]:
     summary, (row,) = file["summary"], file["rows"]
     lines = [
         f"{row['candidates']} LoRA candidates (ranks 8 to 64 by four learning rates) on the same short samples, "
-        f"{row['layers']} layers of Llama-3.1-8B's shape on one {file['device']}, real tokens per second, optimizer steps included "
-        "([sweep-h200.json](../benchmarks/results/sweep-h200.json)). PEFT's is one candidate of rank 16 on batches of "
+        f"{row['layers']} layers of Llama-3.1-8B's shape on one {file['device']}, real tokens per second, optimizer steps "
+        "included ([sweep-h200.json](../benchmarks/results/sweep-h200.json)). PEFT's is one candidate of rank 16 on batches of "
         "one shape without padding, which stands for all; its start counts once:",
         "",
         "| way | tokens/s | with the start | start, s | peak GiB | held by torch, GiB |",
