@@ -87,7 +87,9 @@ def _told(job: Job, samples: Sequence[Sample], found: Found, divergence: float) 
     if objective is None:
         return HeldOut(found.loss_sum / sum(sample.num_labels for sample in samples), {})
     scores = _scores(job, samples, found.logps_N3, divergence)
-    return HeldOut(float(objective.losses_of(scores).mean()), objective.metrics(scores))
+    return HeldOut(
+        float(objective.losses_of(scores).mean()), objective.metrics(objective.told(scores).tolist(), divergence)
+    )
 
 
 def _scores(job: Job, samples: Sequence[Sample], logps_N3: np.ndarray, divergence: float) -> Scores:

@@ -135,13 +135,27 @@ def preference_losses(logps_N3: torch.Tensor, groups: Groups) -> Iterator[tuple[
         yield owner, *_with_gradient(objective, logps_N3[first:stop], groups.given_N9[first:stop])
 
 
+def told_of(losses_L: torch.Tensor, groups: Groups) -> dict[int, torch.Tensor]:
+    """By owner, what is told of its samples with preferences, see Objective.told; nothing where nothing was given."""
+    if groups.given_N9 is None:
+        return {}
+    logps_N3, given_N9 = logps_of(losses_L, groups), groups.given_N9
+    return {
+        owner: objective.told(_scores(logps_N3[first:stop], given_N9[first:stop]))
+        for owner, objective, first, stop in groups.objectives
+    }
+
+
+def _scores(logps_n3: torch.Tensor, given_n9: torch.Tensor) -> Scores:
+    return Scores(logps_n3, given_n9[:, :3], given_n9[:, 3:6], *given_n9[:, 6:].unbind(1))
+
+
 def _with_gradient(
     objective: Objective, logps_n3: torch.Tensor, given_n9: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     with torch.enable_grad():
         leaf = logps_n3.detach().requires_grad_()
-        scores = Scores(leaf, given_n9[:, :3], given_n9[:, 3:6], *given_n9[:, 6:].unbind(1))
-        losses_n = objective.losses_of(scores)
+        losses_n = objective.losses_of(_scores(leaf, given_n9))
         (gradient_n3,) = torch.autograd.grad(losses_n.sum(), leaf)
     return losses_n.detach(), gradient_n3
 

@@ -9,7 +9,7 @@ Shapes: N samples. Three columns: label tokens outside of completions, the chose
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -131,31 +131,36 @@ class Objective:
         share_N = torch.sigmoid(margin_N / self.discopop_tau)
         return -log_wins_N * (1 - share_N) + torch.exp(-margin_N) * share_N
 
-    def metrics(self, scores: Scores) -> Mapping[str, float]:
-        """What is told of held-out samples beside their loss, by TRL's names; of kto by what is said of the completions."""
-        logps_N3 = scores.logps_N3
+    def told(self, scores: Scores) -> torch.Tensor:
+        """[7] sums over samples: numbers of chosen and of rejected completions, their rewards, their log-probabilities, and how
+        often the chosen one has the higher reward. Of kto by what is said of the completions."""
+        logps_N3 = scores.logps_N3.detach()
         if self.trainer == "orpo":
             logps_N3 = logps_N3 / scores.counts_N3.clamp(min=1)
             rewards_N3 = self.beta * logps_N3
         else:
             rewards_N3 = self.beta * (logps_N3 - scores.reference_N3)
-        rewards, logps = {}, {}
         if self.trainer == "kto":
-            for name, own in (("chosen", scores.desirable_N > 0), ("rejected", scores.desirable_N == 0)):
-                if own.any():
-                    rewards[name], logps[name] = rewards_N3[own, CHOSEN].mean(), logps_N3[own, CHOSEN].mean()
+            is_N2 = torch.stack([scores.desirable_N > 0, scores.desirable_N == 0], 1)
+            pairs = [torch.where(is_N2, own_N3[:, CHOSEN, None], 0.0) for own_N3 in (rewards_N3, logps_N3)]
+            wins = rewards_N3.new_zeros(1)
         else:
-            for name, column in (("chosen", CHOSEN), ("rejected", REJECTED)):
-                rewards[name], logps[name] = rewards_N3[:, column].mean(), logps_N3[:, column].mean()
-        found = {f"rewards/{name}": own for name, own in rewards.items()}
+            is_N2 = torch.ones_like(logps_N3[:, CHOSEN:])
+            pairs = [own_N3[:, CHOSEN:] for own_N3 in (rewards_N3, logps_N3)]
+            wins = (rewards_N3[:, CHOSEN] > rewards_N3[:, REJECTED]).sum(0, keepdim=True)
+        return torch.cat([is_N2.sum(0), *(pair.sum(0) for pair in pairs), wins]).double()
+
+    def metrics(self, told: Sequence[float], divergence: float) -> dict[str, float]:
+        """What is told of samples beside their loss, by TRL's names. told: as `told` gives it."""
+        counts, rewards, logps, wins = told[:2], told[2:4], told[4:6], told[6]
+        names = [(at, name) for at, name in enumerate(("chosen", "rejected")) if counts[at]]
+        found = {f"rewards/{name}": rewards[at] / counts[at] for at, name in names}
         if self.trainer != "kto":
-            found["rewards/accuracies"] = (rewards_N3[:, CHOSEN] > rewards_N3[:, REJECTED]).double().mean()
-        if len(rewards) == 2:
-            found["rewards/margins"] = rewards["chosen"] - rewards["rejected"]
-        found |= {f"logps/{name}": own for name, own in logps.items()}
-        if self.has_divergence:
-            found["kl"] = scores.divergence_N[0]
-        return {name: float(value) for name, value in found.items()}
+            found["rewards/accuracies"] = wins / counts[0]
+        if len(names) == 2:
+            found["rewards/margins"] = found["rewards/chosen"] - found["rewards/rejected"]
+        found |= {f"logps/{name}": logps[at] / counts[at] for at, name in names}
+        return found | {"kl": divergence} if self.has_divergence else found
 
 
 def _log_odds(scores: Scores) -> torch.Tensor:

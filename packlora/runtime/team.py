@@ -63,7 +63,8 @@ class Team:
         if self.group.size == 1 or not jobs:
             return
         gradients, losses = zip(*(job.partial() for job in jobs), strict=True)
-        summed = torch.stack(losses)
+        numbers = [job.preferences.partial(loss) for job, loss in zip(jobs, losses, strict=True)]
+        summed = torch.cat(numbers)
         self.group.add([*gradients, summed])
-        for job, loss in zip(jobs, summed, strict=True):
-            job.loss_sum = loss
+        for job, own in zip(jobs, summed.split([len(one) for one in numbers]), strict=True):
+            job.loss_sum = job.preferences.take(own)

@@ -35,6 +35,7 @@ from packlora.report.events import (
     Stepped,
     TrainingBegan,
 )
+from packlora.report.metrics import told_in
 from packlora.result import JobResult, Result
 from packlora.runtime.evaluate import Evaluator, is_multiple
 from packlora.runtime.events import Emitter, StopRequest
@@ -376,5 +377,5 @@ def event_of(job: str, line: Mapping[str, Any]) -> Stepped | Evaluated:
         return Evaluated(job, line["step"], math.nan if loss is None else loss, metrics)
     return Stepped(
         job, line["step"], line["loss"], line["grad_norm"], line["learning_rate"], line["tokens"], line["seconds"],
-        line["elapsed"],
+        line["elapsed"], told_in(line),
     )  # fmt: skip

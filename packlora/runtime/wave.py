@@ -183,6 +183,7 @@ class Runner:
             job = self.by_name[name]
             if job.is_due(batch):
                 job.collect(done.sums[job.adapter.number])
+                job.preferences.add(done.told.get(job.adapter.number))
             else:
                 job.discard()
         return 0

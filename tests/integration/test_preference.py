@@ -252,7 +252,7 @@ def test_every_loss_has_the_value_the_gradient_and_the_rewards_of_plain_formulas
     tree = config(
         base, out, write_rows, jobs, dtype="float64", max_tokens_per_microbatch=300, save_every=1, save_total_limit=None
     )
-    train(tree)
+    result = train(tree)
     shared = [json.loads(line) for line in (out / "microbatches.jsonl").read_text().splitlines()]
     assert any("sft" in line["tokens"] and len(line["tokens"]) > 1 for line in shared)
     prepared = {job.config.name: job for job in prepare(Run.model_validate(tree)).jobs}
@@ -265,12 +265,19 @@ def test_every_loss_has_the_value_the_gradient_and_the_rewards_of_plain_formulas
         (line,) = [line for line in steps(out) if line["job"] == name and line["step"] == 3]
         assert line["loss"] == pytest.approx(float(loss), rel=1e-10), name
         assert line["grad_norm"] == pytest.approx(grad_norm(model, loss), rel=1e-10), name
+        for key, value in told.items():
+            assert line[key] == pytest.approx(value, rel=1e-9, abs=1e-12), (name, key)
         with torch.no_grad():
             held, told = plain(peft_of(base, out / name), prepared[name].eval_encoded.samples, job["train"])
         found = evals(out, name)[-1]
         assert found["eval_loss"] == pytest.approx(float(held), rel=1e-10), name
         for key, value in told.items():
             assert found[f"eval_{key}"] == pytest.approx(value, rel=1e-9, abs=1e-12), (name, key)
+            assert result.jobs[name].metrics[f"eval_{key}"] == found[f"eval_{key}"]
+    record = json.loads((out / "run.json").read_text())["result"]["jobs"]
+    assert record["sigmoid"]["metrics"] == result.jobs["sigmoid"].metrics and record["sft"]["metrics"] == {}
+    state = json.loads((out / "sigmoid" / "trainer_state.json").read_text())
+    assert {"rewards/margins", "logps/chosen"} <= state["log_history"][-2].keys()
 
 
 # --- beside others, after an interruption, on replicas, from an adapter --------------------------------------------------
