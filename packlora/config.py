@@ -453,7 +453,9 @@ class TrainConfig(_Strict):
             if name not in known:
                 raise ValueError(f"loss_type has {quoted(name)}{why}; {self.trainer} takes {', '.join(known)}")
         if self.loss_type is not None and (not types or len(set(types)) < len(types)):
-            raise ValueError("loss_type is a list of at least one loss, each once")
+            raise ValueError(
+                f"loss_type is {quoted(self.loss_type)}; {self.trainer} takes at least one loss, each once"
+            )
         if self.trainer == "kto" and len(types) > 1:
             raise ValueError(f"loss_type has {len(types)} losses; kto takes one")
         if types == ("kto",) and self.global_batch_size < 2:
@@ -817,7 +819,7 @@ class SweepConfig(_Strict):
 
     job: str
     """The job of the list that they are made from; it is not trained itself."""
-    parameters: dict[str, Values] = Field(min_length=1)
+    parameters: dict[str, Values]
     """By dotted key of the job, e.g. train.learning_rate, its values, or their range."""
     method: Literal["grid", "random", "optuna"] = "grid"
     """grid: all combinations. random: drawn. optuna: by its TPE sampler, which learns from candidates that have ended."""
@@ -834,6 +836,10 @@ class SweepConfig(_Strict):
 
     @model_validator(mode="after")
     def _whole(self) -> SweepConfig:
+        if not self.parameters:
+            raise ValueError(
+                "parameters is empty; give values of at least one key, such as train.learning_rate: [1e-4, 2e-4]"
+            )
         for key, values in self.parameters.items():
             if key.partition(".")[0] == "name" or key == "data.eval_path":
                 raise ValueError(f"{key} cannot be swept: candidates are named and compared by it")
@@ -841,8 +847,13 @@ class SweepConfig(_Strict):
                 raise ValueError(f"{key} has no values")
             if isinstance(values, RangeConfig) and self.method == "grid":
                 raise ValueError(f"{key} is a range, and a grid takes lists; list its values, or use random or optuna")
-        if (self.num_trials is None) != (self.method == "grid"):
-            raise ValueError("num_trials goes with random and optuna; a grid has all combinations")
+        if self.method != "grid" and self.num_trials is None:
+            raise ValueError(f"method {self.method} needs num_trials, the number of candidates")
+        if self.method == "grid" and self.num_trials is not None:
+            raise ValueError(
+                f"num_trials is {self.num_trials}, but the method is grid, which has all combinations; leave it out, or use "
+                "random or optuna"
+            )
         return self
 
 
