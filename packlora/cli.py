@@ -294,8 +294,8 @@ def bench(
         str,
         typer.Argument(
             metavar="NAME",
-            help="layer, multi, graphs, model, dora, small, quantised, experts, vlm, schedule; under torchrun replicas, "
-            "tensor-parallel, pipeline.",
+            help="layer, multi, graphs, model, dora, small, quantised, experts, sweep, vlm, schedule; under torchrun "
+            "replicas, tensor-parallel, pipeline.",
         ),
     ],
     out: Annotated[Path, typer.Option(metavar="FILE", help="The JSON file to write.")],
@@ -304,7 +304,9 @@ def bench(
     only: Annotated[str | None, typer.Option(help="Contenders, packlora:PLAN, words of cases; commas between.")] = None,
     layers: Annotated[
         int | None,
-        typer.Option(min=1, help="model, dora, under torchrun all: shrink models to so many layers."),
+        typer.Option(
+            min=1, help="model, dora, quantised, experts, sweep, under torchrun all: models of so many layers."
+        ),
     ] = None,
     parts: Annotated[
         str | None,

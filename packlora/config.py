@@ -343,14 +343,13 @@ LOSS_TYPES: dict[str, tuple[str, ...]] = {
         "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "apo_zero", "apo_down",
         "discopop", "sft", "sigmoid_norm",
     ),
-    "kto": ("apo_zero_unpaired",),
+    "kto": ("kto", "apo_zero_unpaired"),
 }  # fmt: skip
-"""By trainer; those of TRL that take the samples of a global batch one by one."""
+"""By trainer; the first one is the default."""
 OF_A_BATCH = {
     "aot": "sorts the whole global batch", "aot_unpaired": "sorts the whole global batch",
-    "kto": "compares with mismatched completions of the whole batch",
 }  # fmt: skip
-"""Those that do not, which this version does not take, and why."""
+"""Those of TRL that this version does not take, and why."""
 TRAINER_KEYS: dict[str, tuple[str, ...]] = {
     "beta": ("dpo", "kto", "orpo"), "loss_type": ("dpo", "kto"), "loss_weights": ("dpo",), "label_smoothing": ("dpo",),
     "discopop_tau": ("dpo",), "desirable_weight": ("kto",), "undesirable_weight": ("kto",),
@@ -421,7 +420,7 @@ class TrainConfig(_Strict):
     """dpo, kto: how closely the model is held to the reference, the base model without the adapter; orpo: weight of the odds
     ratio. null: 0.1."""
     loss_type: str | list[str] | None = None
-    """dpo: sigmoid, or another of TRL's losses, or a list of these, which are added; kto: apo_zero_unpaired."""
+    """dpo: sigmoid, or another of TRL's losses, or a list of these, which are added; kto: kto, or apo_zero_unpaired."""
     loss_weights: list[float] | None = None
     """dpo: of each of loss_type; null: 1 for each."""
     label_smoothing: float | None = Field(None, ge=0, lt=1)
@@ -437,7 +436,7 @@ class TrainConfig(_Strict):
     def loss_types(self) -> tuple[str, ...]:
         """loss_type as a list."""
         if self.loss_type is None:
-            return {"dpo": ("sigmoid",)}.get(self.trainer, ())
+            return LOSS_TYPES.get(self.trainer, ())[:1]
         return (self.loss_type,) if isinstance(self.loss_type, str) else tuple(self.loss_type)
 
     @model_validator(mode="after")
@@ -454,11 +453,15 @@ class TrainConfig(_Strict):
             if name not in known:
                 raise ValueError(f"loss_type has {quoted(name)}{why}; {self.trainer} takes {', '.join(known)}")
         if self.loss_type is not None and (not types or len(set(types)) < len(types)):
-            raise ValueError("loss_type is a list of at least one loss, each once")
-        if self.trainer == "kto" and self.loss_type is None:
             raise ValueError(
-                "trainer: kto needs loss_type: apo_zero_unpaired; the loss kto itself compares with mismatched completions of "
-                "the whole batch and is not taken"
+                f"loss_type is {quoted(self.loss_type)}; {self.trainer} takes at least one loss, each once"
+            )
+        if self.trainer == "kto" and len(types) > 1:
+            raise ValueError(f"loss_type has {len(types)} losses; kto takes one")
+        if types == ("kto",) and self.global_batch_size < 2:
+            raise ValueError(
+                "global_batch_size is 1; loss_type kto compares with the completions of other samples of the global batch and "
+                "takes at least 2; apo_zero_unpaired takes 1"
             )
         if self.loss_weights is not None and len(self.loss_weights) != len(types):
             raise ValueError(f"loss_weights has {len(self.loss_weights)} numbers for {len(types)} losses")
@@ -840,7 +843,7 @@ class SweepConfig(_Strict):
 
     job: str
     """The job of the list that they are made from; it is not trained itself."""
-    parameters: dict[str, Values] = Field(min_length=1)
+    parameters: dict[str, Values]
     """By dotted key of the job, e.g. train.learning_rate, its values, or their range."""
     method: Literal["grid", "random", "optuna"] = "grid"
     """grid: all combinations. random: drawn. optuna: by its TPE sampler, which learns from candidates that have ended."""
@@ -857,6 +860,10 @@ class SweepConfig(_Strict):
 
     @model_validator(mode="after")
     def _whole(self) -> SweepConfig:
+        if not self.parameters:
+            raise ValueError(
+                "parameters is empty; give values of at least one key, such as train.learning_rate: [1e-4, 2e-4]"
+            )
         for key, values in self.parameters.items():
             if key.partition(".")[0] == "name" or key == "data.eval_path":
                 raise ValueError(f"{key} cannot be swept: candidates are named and compared by it")
@@ -864,8 +871,13 @@ class SweepConfig(_Strict):
                 raise ValueError(f"{key} has no values")
             if isinstance(values, RangeConfig) and self.method == "grid":
                 raise ValueError(f"{key} is a range, and a grid takes lists; list its values, or use random or optuna")
-        if (self.num_trials is None) != (self.method == "grid"):
-            raise ValueError("num_trials goes with random and optuna; a grid has all combinations")
+        if self.method != "grid" and self.num_trials is None:
+            raise ValueError(f"method {self.method} needs num_trials, the number of candidates")
+        if self.method == "grid" and self.num_trials is not None:
+            raise ValueError(
+                f"num_trials is {self.num_trials}, but the method is grid, which has all combinations; leave it out, or use "
+                "random or optuna"
+            )
         return self
 
 

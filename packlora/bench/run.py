@@ -29,6 +29,7 @@ from packlora.bench import (
     quantised,
     replicas,
     small,
+    sweep,
     tensor_parallel,
     vlm,
 )
@@ -47,7 +48,7 @@ from packlora.runtime.record import device_name
 
 ON_A_DEVICE: dict[str, Any] = {
     "layer": layer, "multi": multi, "graphs": graphs, "model": model, "dora": dora, "small": small,
-    "quantised": quantised, "experts": experts, "vlm": vlm,
+    "quantised": quantised, "experts": experts, "sweep": sweep, "vlm": vlm,
 }  # fmt: skip
 ON_PROCESSES: dict[str, Any] = {"replicas": replicas, "tensor-parallel": tensor_parallel, "pipeline": pipeline}
 ON_EITHER: dict[str, Any] = {"experts": expert_parallel}

@@ -77,13 +77,12 @@ class OneShape:
     padding, and samples see each other: the easiest that training can be.
     """
 
-    def __init__(self, model: Any, data: JobData, width: int, rows: int, mode: str) -> None:
+    def __init__(self, model: Any, data: JobData, width: int, rows: int, mode: str, rank: int = COMPILED_RANK) -> None:
         self.data, self.width, self.rows, self.mode = data, width, rows, mode
         self.device = next(model.parameters()).device
         config = LoraConfig(
-            r=COMPILED_RANK, lora_alpha=2 * COMPILED_RANK, lora_dropout=DROPOUT, target_modules=TARGETS,
-            task_type="CAUSAL_LM",
-        )  # fmt: skip
+            r=rank, lora_alpha=2 * rank, lora_dropout=DROPOUT, target_modules=TARGETS, task_type="CAUSAL_LM"
+        )
         adapted: Any = get_peft_model(model, config, autocast_adapter_dtype=False).train()
         self.parameters = [parameter for parameter in adapted.parameters() if parameter.requires_grad]
         for parameter in self.parameters:
@@ -183,6 +182,15 @@ class Sizes:
 TOY = Sizes(512, 128, -2.5, batch=2, rounds=1, window=2, lead=1, warmup=1, units=2, width=32, rows=1)
 
 
+def frozen_model(shape: str, layers: int | None, options: Options) -> tuple[Any, Any]:
+    """A model of one of SHAPES, and its configuration; of a toy's sizes on a CPU. layers: None for all."""
+    _, kind, make, values = SHAPES[shape]
+    values = {**values, **TINY, "head_dim": 16} if options.tiny else values
+    values = values if layers is None else {**values, "num_hidden_layers": layers}
+    config = kind(**values, attn_implementation="sdpa", use_cache=False)
+    return config, build(config, options.device, make)
+
+
 def packlora_way(trainer: Trainer, sizes: Sizes, predicted: list[float]) -> Way:
     """The training loop on shared microbatches. predicted: gets the seconds that the profiler predicts for each unit's."""
     data = {job.name: job.data for job in trainer.jobs}
@@ -211,12 +219,13 @@ def peft_ways(model: Any, data: dict[str, JobData], sizes: Sizes, tail: str = ""
     return {f"peft_packed{tail}": way(peft.packed), f"peft_rows{tail}": way(peft.rows)}
 
 
-def run_units(label: str, ways: dict[str, Way], lead: int = 0) -> None:
-    """In turn, each way first equally often. lead: units of the first way, ahead of all others."""
+def run_units(label: str, ways: dict[str, Way], lead: int = 0, keep: int = 0) -> None:
+    """In turn, each way first equally often. lead: units of the first way, ahead of all others. keep: units of each that are
+    left for another time."""
     names = [*ways]
     for _ in range(lead):
         run_unit(label, names[0], ways[names[0]])
-    for number in range(max(len(way.every) - way.done for way in ways.values())):
+    for number in range(max(len(way.every) - way.done for way in ways.values()) - keep):
         turn = number % len(names)
         for name in names[turn:] + names[:turn]:
             run_unit(label, name, ways[name])
@@ -233,11 +242,7 @@ def run_unit(label: str, name: str, way: Way) -> None:
 def measured_row(case: TrainCase, options: Options) -> dict[str, Any]:
     """All ways in turn. Then PEFT's eager ways again with liger-kernel, which changes transformers for good."""
     sizes, device = TOY if options.tiny else Sizes(), options.device
-    _, kind, make, values = SHAPES[case.shape]
-    values = {**values, **TINY, "head_dim": 16} if options.tiny else values
-    values = values if case.layers is None else {**values, "num_hidden_layers": case.layers}
-    config = kind(**values, attn_implementation="sdpa", use_cache=False)
-    frozen = build(config, device, make)
+    config, frozen = frozen_model(case.shape, case.layers, options)
     predicted: list[float] = []
     with tempfile.TemporaryDirectory() as scratch:
         trainer = make_trainer(
@@ -254,7 +259,7 @@ def measured_row(case: TrainCase, options: Options) -> dict[str, Any]:
         run_units(case.label, ways, sizes.lead)
     if device.type == "cuda":
         print(use_liger(device), flush=True)
-        again = peft_ways(build(config, device, make), data, sizes, "_liger")
+        again = peft_ways(frozen_model(case.shape, case.layers, options)[1], data, sizes, "_liger")
         run_units(case.label, again)
         ways |= again
     row = row_of(case, ways)
@@ -274,7 +279,7 @@ def row_of(case: TrainCase, ways: dict[str, Way]) -> dict[str, Any]:
     starts = {name: way.start() for name, way in done.items()}
     tokens = max((sum(way.tokens) for way in done.values()), default=0)
     return {
-        "part": "train", "case": case.label, "key": case.key, "tokens": tokens,
+        "part": case.part, "case": case.label, "key": case.key, "tokens": tokens,
         "warmup": {name: way.warmup for name, way in ways.items()},
         "seconds": {name: way.seconds for name, way in ways.items()},
         "unit_tokens": {name: way.tokens for name, way in ways.items()},

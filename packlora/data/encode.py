@@ -33,11 +33,13 @@ class Preference:
 
     lengths: tokens of its parts, the prompt with the chosen completion and with the rejected one, or with the only one.
     desirable: what is said of the only one. is_context: [T] bool, label tokens that are of no completion; None: there are none.
+    limit: most tokens of a part.
     """
 
     lengths: tuple[int, ...]
     desirable: bool = True
     is_context: np.ndarray | None = None
+    limit: int = 2**31
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,7 +68,7 @@ def encode_for(
             out.dropped += 1
             continue
         out.truncated += is_cut
-        out.samples.append(_joined(parts, row, trainer))
+        out.samples.append(_joined(parts, row, trainer, limit))
     if not out.samples and len(out.skipped) >= len(rows):
         raise InputError(f"job {job!r}: none of {len(rows)} rows is a sample, the first: {out.skipped[0]}")
     if not out.samples:
@@ -96,7 +96,7 @@ def _is_taken(row: Row, trainer: str, data: DataConfig, job: str, skipped: list[
     return False
 
 
-def _joined(parts: Sequence[Sample], row: Row, trainer: str) -> Sample:
+def _joined(parts: Sequence[Sample], row: Row, trainer: str, limit: int) -> Sample:
     """The parts of a sample as one. ORPO takes the likelihood of the whole chosen part, its prompt included."""
     ids, is_label = (np.concatenate([getattr(part, name) for part in parts]) for name in ("ids", "is_label"))
     is_context = None
@@ -105,4 +105,17 @@ def _joined(parts: Sequence[Sample], row: Row, trainer: str) -> Sample:
         is_context[1 : parts[0].num_tokens] = ~parts[0].is_label[1:]
         is_label = is_label | is_context
     desirable = bool(row.label) if trainer == "kto" else True
-    return Sample(ids, is_label, Preference(tuple(part.num_tokens for part in parts), desirable, is_context))
+    return Sample(ids, is_label, Preference(tuple(part.num_tokens for part in parts), desirable, is_context, limit))
+
+
+def mismatched(samples: Sequence[Sample]) -> list[Sample]:
+    """Judged samples with the completion of the one before, the first one with that of the last; what is too long is cut."""
+    return [_with_completion(own, other) for own, other in zip(samples, [*samples[-1:], *samples[:-1]], strict=True)]
+
+
+def _with_completion(own: Sample, other: Sample) -> Sample:
+    assert own.preference is not None
+    (start, begin), limit = (int(np.argmax(sample.is_label)) for sample in (own, other)), own.preference.limit
+    ids = np.concatenate([own.ids[:start], other.ids[begin:]])[:limit]
+    is_label = np.concatenate([own.is_label[:start], other.is_label[begin:]])[:limit]
+    return Sample(ids, is_label, Preference((len(ids),), own.preference.desirable, None, limit))

@@ -135,8 +135,9 @@ class PipelineRan:
 class Stepped:
     """A job took an optimizer step: a line of metrics.jsonl.
 
-    loss: mean over the label tokens of its global batch. grad_norm: before clipping. tokens: of the global batch. seconds: of
-    the step; elapsed: since the run began, over all sessions.
+    loss: mean over the label tokens of its global batch, or over its samples with preferences. grad_norm: before clipping.
+    tokens: of the global batch. seconds: of the step; elapsed: since the run began, over all sessions. metrics: what
+    else is told of preferences, by TRL's names (rewards/accuracies), keys of the same line; null where it is not finite.
     """
 
     job: str
@@ -147,6 +148,7 @@ class Stepped:
     tokens: int
     seconds: float
     elapsed: float
+    metrics: Mapping[str, float | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

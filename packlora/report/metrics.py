@@ -114,7 +114,7 @@ class Logs:
             if type(event) not in self._files:
                 self._files[type(event)] = self._new(LINES[type(event)])
             line = {field.name: getattr(event, field.name) for field in fields(event)}
-            if isinstance(event, Evaluated):
+            if isinstance(event, Evaluated | Stepped):
                 line |= line.pop("metrics")
             self._files[type(event)].write(**line)
 
@@ -196,9 +196,15 @@ def metric_lines(
         {
             "job": name, "step": line["step"], "loss": line["loss"], "grad_norm": line["grad_norm"],
             "lr": line["learning_rate"], "tokens": line["tokens"], "seconds": line["seconds"], "elapsed": elapsed,
+            **told_in(line),
         }
         for elapsed, name, line in sorted(steps, key=lambda step: step[0])
     ]  # fmt: skip
+
+
+def told_in(line: Mapping[str, Any]) -> dict[str, Any]:
+    """What a step's line of a log history tells of preferences."""
+    return {key: value for key, value in line.items() if key.startswith(("rewards/", "logps/")) or key == "kl"}
 
 
 def eval_lines(histories: Mapping[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:

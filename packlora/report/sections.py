@@ -200,6 +200,14 @@ def _job_table(run: RunFiles) -> str:
     )
 
 
+def _of_preferences(job: JobFiles) -> str:
+    """How a job with preferences stands, of held-out samples where there are some."""
+    lines = [(job.evals, "eval_rewards/"), (job.metrics, "rewards/")]
+    line, start = next(((own[-1], start) for own, start in lines if own), ({}, ""))
+    found = [(name, line.get(f"{start}{name}")) for name in ("accuracies", "margins")]
+    return ", ".join(f"{name} {value:.3g}" for name, value in found if isinstance(value, int | float))
+
+
 def _job_row(run: RunFiles, job: JobFiles) -> str:
     adapter, train, info = job.config.get("adapter", {}), job.config.get("train", {}), job.info
     losses = [value for _, value in job.series("loss")]
@@ -219,7 +227,7 @@ def _job_row(run: RunFiles, job: JobFiles) -> str:
         (f"{rate:g}" if rate else UNKNOWN) + _sub(str(train.get("lr_scheduler_type", "")).replace("_", " ")),
         f"{job.step:,}" + (f" / {total:,}" if total else "") + bar + _sub(f"batch {batch}" if batch else ""),
         _change(_mean(losses[:window]), _mean(losses[-window:]) if len(losses) > 1 else None),
-        _change(before, after),
+        _change(before, after) + _sub(_of_preferences(job)),
         f"{job.tokens:,}" + _sub(_plural(info["samples"], "sample") if "samples" in info else ""),
         (_short(info["trainable_parameters"]) if "trainable_parameters" in info else UNKNOWN)
         + _sub(_plural(info["adapted_modules"], "module") if "adapted_modules" in info else ""),

@@ -8,11 +8,20 @@ from rich.text import Text
 
 from packlora.report.progress import duration
 from packlora.report.sweep import ranked_table
-from packlora.result import Result
+from packlora.result import JobResult, Result
 from packlora.terminal import standard_output
 
 UNBROKEN = 400
 """Characters of a line where there is no terminal: in a file a job is one line, whatever its name."""
+
+
+TOLD = ("rewards/accuracies", "rewards/margins")
+"""Columns of jobs with preferences: of held-out samples where there are some, else of the last step."""
+
+
+def shown(job: JobResult, name: str) -> str:
+    value = job.metrics.get(f"eval_{name}", job.metrics.get(name))
+    return "" if value is None else f"{value:.4g}"
 
 
 def print_summary(result: Result, resume_command: str) -> None:
@@ -20,14 +29,17 @@ def print_summary(result: Result, resume_command: str) -> None:
     output = standard_output()
     console = Console(file=output, width=None if output.isatty() else UNBROKEN)
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("job", "status", "steps", "held-out loss", "tokens/s"):
-        table.add_column(name, justify="right" if name in ("steps", "tokens/s") else "left", overflow="fold")
+    told = [name for name in TOLD if any(shown(job, name) for job in result.jobs.values())]
+    for name in ("job", "status", "steps", "held-out loss", *told, "tokens/s"):
+        left = ("job", "status", "held-out loss")
+        table.add_column(name, justify="left" if name in left else "right", overflow="fold")
     for name, job in result.jobs.items():
         loss = "" if job.eval_after is None else f"{job.eval_after:.4f}"
         if job.eval_before is not None and loss:
             loss = f"{job.eval_before:.4f} -> {loss}"
         status = "stopped" if job.status == "running" else job.status
-        table.add_row(Text(name), status, str(job.step), loss, f"{job.tokens_per_second:.0f}")
+        more = [shown(job, key) for key in told]
+        table.add_row(Text(name), status, str(job.step), loss, *more, f"{job.tokens_per_second:.0f}")
     ranked = ranked_table(result.output_dir)
     console.print()
     console.print(table if ranked is None else ranked)

@@ -91,10 +91,9 @@ class Tracker:
             case Stepped() if logged:
                 rate = event.tokens / max(event.seconds, 1e-9)
                 values = {"loss": event.loss, "grad_norm": event.grad_norm, "learning_rate": event.lr}
-                self._log(event.job, event.step, values | {"tokens_per_second": rate})
+                self._log(event.job, event.step, values | {"tokens_per_second": rate} | _known(event.metrics))
             case Evaluated(job=name, step=step, eval_loss=loss, metrics=more):
-                told = {key: value for key, value in more.items() if value is not None}
-                self._log(name, step, {"eval_loss": loss} | told)
+                self._log(name, step, {"eval_loss": loss} | _known(more))
             case SavePointReached():
                 for run in self._runs.values():
                     run.flush()
@@ -113,6 +112,10 @@ class Tracker:
         finite = {key: value for key, value in values.items() if math.isfinite(value)}
         if job in self._runs and finite:
             self._runs[job].log(step, finite)
+
+
+def _known(metrics: Mapping[str, float | None]) -> dict[str, float]:
+    return {key: value for key, value in metrics.items() if value is not None}
 
 
 # --- TensorBoard -----------------------------------------------------------------------------------------------------------

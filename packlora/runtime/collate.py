@@ -39,6 +39,7 @@ class Compared:
     objective: Objective
     reference: np.ndarray
     per_token: float
+    divergence: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,15 +63,15 @@ class Groups:
     """Label rows of samples with preferences, N samples, by the three columns of objective.Scores.
 
     splits: numbers of consecutive rows that cover all rows. places: of the groups among them, N times three. index_L: by row,
-    its group, 3 N for rows of none. given_N8: float64, reference (3), tokens (3), per_token, desirable; None where nothing was
-    given.
+    its group, 3 N for rows of none. given_N9: float64, reference (3), tokens (3), per_token, desirable, divergence; None where
+    nothing was given.
     objectives: (owner, objective, first, stop) of consecutive samples.
     """
 
     splits: tuple[int, ...]
     places: tuple[int, ...]
     index_L: torch.Tensor
-    given_N8: torch.Tensor | None
+    given_N9: torch.Tensor | None
     objectives: tuple[tuple[int, Objective, int, int], ...]
 
 
@@ -233,8 +234,8 @@ class _Grouped:
     def sent(self, index_L: torch.Tensor, given: torch.Tensor) -> Groups | None:
         if not self.places:
             return None
-        given_N8 = given.view(torch.float64).view(-1, 8) if self.given else None
-        return Groups(tuple(self.splits), tuple(self.places), index_L, given_N8, tuple(self.objectives))
+        given_N9 = given.view(torch.float64).view(-1, 9) if self.given else None
+        return Groups(tuple(self.splits), tuple(self.places), index_L, given_N9, tuple(self.objectives))
 
 
 def _grouped(samples: Sequence[PackedSample], num_rows: int) -> _Grouped:
@@ -253,7 +254,7 @@ def _grouped(samples: Sequence[PackedSample], num_rows: int) -> _Grouped:
         out.splits += counts.tolist()
         out.index.append(np.repeat(np.arange(3 * number, 3 * number + 3), counts))
         if (own := item.compared) is not None:
-            more = [own.per_token, float(item.sample.preference.desirable)]
+            more = [own.per_token, float(item.sample.preference.desirable), own.divergence]
             out.given.append(np.concatenate([own.reference, counts.astype(np.float64), more]))
             last = out.objectives.pop() if out.objectives and out.objectives[-1][0] == item.owner else None
             out.objectives.append((item.owner, own.objective, number if last is None else last[2], number + 1))

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from packlora.data.encode import Sample
+from packlora.runtime.divergence import Divergences
 from packlora.runtime.forwards import Forwards, Found
 from packlora.runtime.job import Job
 from packlora.runtime.objective import Scores
@@ -36,6 +37,8 @@ class Evaluator:
     def __init__(self, forwards: Forwards, jobs: Sequence[Job], every: int) -> None:
         self.forwards, self.every = forwards, every
         self.references = References(forwards)
+        self.divergences = Divergences(forwards, self.references)
+        self.learn = self.divergences.learn
         self.losses: dict[tuple[str, int], float | None] = {
             (job.name, line["step"]): line["eval_loss"]
             for job in jobs
@@ -71,29 +74,33 @@ class Evaluator:
         due = [job for job in jobs if self.is_due(job)]
         samples = {job.name: job.eval_samples or job.data.last_batch() for job in due}
         found = self.forwards.over(samples, {job.name: job.adapter.number for job in due}) if samples else None
-        if found is None:
+        divergences = {job.name: self.divergences.held_out(job, samples[job.name]) for job in due}
+        if found is None or any(divergence is None for divergence in divergences.values()):
             return {}
-        told = {job.name: _told(job, samples[job.name], found[job.name]) for job in due}
+        told = {job.name: _told(job, samples[job.name], found[job.name], divergences[job.name] or 0.0) for job in due}
         self.losses |= {(job.name, job.step): told[job.name].loss for job in due}
         return told
 
 
-def _told(job: Job, samples: Sequence[Sample], found: Found) -> HeldOut:
+def _told(job: Job, samples: Sequence[Sample], found: Found, divergence: float) -> HeldOut:
     objective = job.preferences.objective
     if objective is None:
         return HeldOut(found.loss_sum / sum(sample.num_labels for sample in samples), {})
-    scores = _scores(job, samples, found.logps_N3)
-    return HeldOut(float(objective.losses_of(scores).mean()), objective.metrics(scores))
+    scores = _scores(job, samples, found.logps_N3, divergence)
+    return HeldOut(
+        float(objective.losses_of(scores).mean()), objective.metrics(objective.told(scores).tolist(), divergence)
+    )
 
 
-def _scores(job: Job, samples: Sequence[Sample], logps_N3: np.ndarray) -> Scores:
+def _scores(job: Job, samples: Sequence[Sample], logps_N3: np.ndarray, divergence: float) -> Scores:
     counts_N3 = np.array([[len(places) for places in sample.groups()] for sample in samples], np.float64)
     reference_N3 = np.stack([job.preferences.reference_of(sample) for sample in samples])
     desirable_N = np.array(
         [sample.preference is not None and sample.preference.desirable for sample in samples], np.float64
     )
     per_token_N = np.full(len(samples), len(samples) / counts_N3[:, :2].sum())
-    return Scores(*map(torch.from_numpy, (logps_N3, reference_N3, counts_N3, per_token_N, desirable_N)))
+    divergence_N = np.full(len(samples), divergence)
+    return Scores(*map(torch.from_numpy, (logps_N3, reference_N3, counts_N3, per_token_N, desirable_N, divergence_N)))
 
 
 def is_multiple(step: int, every: int) -> bool:

@@ -61,7 +61,8 @@ class Forwards:
             SampleOrder(name, np.array([sample.num_tokens for sample in own]), len(own), 0, 1, shuffle=False)
             for name, own in samples.items()
         ]
-        budget = min(self.budget.tokens, self.budget.held_out)
+        longest = max(sample.num_tokens for own in samples.values() for sample in own)
+        budget = max(min(self.budget.tokens, self.budget.held_out), longest)
         planners = [Planner([order], budget, method="greedy") for order in orders]
         microbatches = [microbatch for planner in planners for microbatch in planner.window(0).microbatches]
         sums, lacking = torch.zeros(len(microbatches), dtype=torch.float64), 0

@@ -20,6 +20,7 @@ from packlora.adapters.flat import total_norm
 from packlora.config import HIGHER_IS_BETTER, JobConfig, TrainConfig
 from packlora.data.dataset import JobData
 from packlora.data.encode import Sample
+from packlora.data.preference import mismatched
 from packlora.data.prompts import Prompt
 from packlora.runtime.collate import Compared
 from packlora.runtime.library_optimizer import LibraryOptimizer
@@ -52,12 +53,18 @@ class Preferences:
     """What a job knows of the preferences among its samples.
 
     objective: None where it learns completions. references: by the id of a sample, its log-probabilities [3] under the
-    reference, see objective.Scores.
+    reference, see objective.Scores. mismatched: held-out samples with one another's completions, where the loss has a
+    divergence; divergence: the step of the present global batch and its own, see divergence.py.
     """
 
-    def __init__(self, data: JobData, objective: Objective | None) -> None:
+    def __init__(self, data: JobData, objective: Objective | None, held_out: Sequence[Sample] = ()) -> None:
         self.objective, self._data = objective, data
         self.references: dict[int, np.ndarray] = {}
+        self.need_divergence = objective is not None and objective.has_divergence
+        self.mismatched = mismatched(held_out) if self.need_divergence else []
+        self.divergence = (-1, 0.0)
+        self.told: torch.Tensor | None = None
+        """Of what ran of the present global batch, see Objective.told."""
 
     @property
     def need_references(self) -> bool:
@@ -74,11 +81,37 @@ class Preferences:
         numbers = self._data.planned.samples(step)
         return len(numbers) / int(self._data.num_chosen[numbers].sum())
 
+    def add(self, told: torch.Tensor | None) -> None:
+        """What is told of a microbatch's samples."""
+        self.told = told if self.told is None else self.told if told is None else self.told + told
+
+    def partial(self, loss_sum: torch.Tensor) -> torch.Tensor:
+        """A sum of losses [] with what is told [7], or alone, for replicas to add up."""
+        if self.objective is None:
+            return loss_sum[None]
+        return torch.cat([loss_sum[None], loss_sum.new_zeros(7) if self.told is None else self.told])
+
+    def take(self, numbers: torch.Tensor) -> torch.Tensor:
+        """What they have added up. Returns the sum of losses."""
+        self.told = None if self.objective is None else numbers[1:]
+        return numbers[0]
+
+    def metrics(self) -> dict[str, float | None]:
+        """Of the global batch that has run, by TRL's names; null for what is not finite. Waits for the device."""
+        if self.objective is None or self.told is None:
+            return {}
+        found = self.objective.metrics(self.told.tolist(), self.divergence[1])
+        return {name: value if math.isfinite(value) else None for name, value in found.items()}
+
+    def lacks_divergence(self, step: int) -> bool:
+        """Whether that of the global batch of a step must be found before its samples are run."""
+        return self.need_divergence and self.divergence[0] != step
+
     def compared(self, number: int, per_token: float) -> Compared | None:
         """What the loss of a sample needs; None without preferences."""
         if self.objective is None:
             return None
-        return Compared(self.objective, self.reference_of(self._data.samples[number]), per_token)
+        return Compared(self.objective, self.reference_of(self._data.samples[number]), per_token, self.divergence[1])
 
 
 def learning_rates(config: TrainConfig, num_steps: int) -> Any:
@@ -192,7 +225,7 @@ class Job:
         self.untrained_elsewhere: set[str] = set()
         self.found_elsewhere = 0
         """Parameters that other processes have, and that got a gradient in the global batch that is about to step."""
-        self.preferences = Preferences(self.data, Objective.of(train))
+        self.preferences = Preferences(self.data, Objective.of(train), self.eval_samples)
         self._told: StepResult | None = None
         """Of a step that was counted and not confirmed."""
         self._before: torch.Tensor | None = None
@@ -266,7 +299,7 @@ class Job:
 
     def discard(self) -> None:
         """Forget what was collected for the present global batch, and gradients that were not."""
-        self.loss_sum, self._tokens = None, 0
+        self.loss_sum, self.preferences.told, self._tokens = None, None, 0
         if self.gradient is not None and (
             len(self.without) < len(self.parameters) or any(p.grad is not None for p in self.parameters.values())
         ):
@@ -334,7 +367,7 @@ class Job:
             return None
         self.untrained &= self.without
         self.last_good = before
-        tokens = self._tokens
+        tokens, told = self._tokens, self.preferences.metrics()
         self.discard()
         self.step += 1
         self.tokens_seen += tokens
@@ -342,7 +375,7 @@ class Job:
         self.log_history.append(
             {
                 "step": self.step, "epoch": self.epoch, "loss": loss, "grad_norm": grad_norm, "learning_rate": lr,
-                "tokens": tokens,
+                "tokens": tokens, **told,
             }
         )  # fmt: skip
         self._told = result

@@ -130,25 +130,39 @@ def logps_of(losses_L: torch.Tensor, groups: Groups) -> torch.Tensor:
 
 def preference_losses(logps_N3: torch.Tensor, groups: Groups) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
     """By owner, the losses [n] of its samples with preferences, and the derivative [n, 3] of their sum by log-probabilities."""
-    assert groups.given_N8 is not None
+    assert groups.given_N9 is not None
     for owner, objective, first, stop in groups.objectives:
-        yield owner, *_with_gradient(objective, logps_N3[first:stop], groups.given_N8[first:stop])
+        yield owner, *_with_gradient(objective, logps_N3[first:stop], groups.given_N9[first:stop])
+
+
+def told_of(losses_L: torch.Tensor, groups: Groups) -> dict[int, torch.Tensor]:
+    """By owner, what is told of its samples with preferences, see Objective.told; nothing where nothing was given."""
+    if groups.given_N9 is None:
+        return {}
+    logps_N3, given_N9 = logps_of(losses_L, groups), groups.given_N9
+    return {
+        owner: objective.told(_scores(logps_N3[first:stop], given_N9[first:stop]))
+        for owner, objective, first, stop in groups.objectives
+    }
+
+
+def _scores(logps_n3: torch.Tensor, given_n9: torch.Tensor) -> Scores:
+    return Scores(logps_n3, given_n9[:, :3], given_n9[:, 3:6], *given_n9[:, 6:].unbind(1))
 
 
 def _with_gradient(
-    objective: Objective, logps_n3: torch.Tensor, given_n8: torch.Tensor
+    objective: Objective, logps_n3: torch.Tensor, given_n9: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     with torch.enable_grad():
         leaf = logps_n3.detach().requires_grad_()
-        scores = Scores(leaf, given_n8[:, :3], given_n8[:, 3:6], given_n8[:, 6], given_n8[:, 7])
-        losses_n = objective.losses_of(scores)
+        losses_n = objective.losses_of(_scores(leaf, given_n9))
         (gradient_n3,) = torch.autograd.grad(losses_n.sum(), leaf)
     return losses_n.detach(), gradient_n3
 
 
 def row_factors(losses_L: torch.Tensor, groups: Groups | None) -> torch.Tensor | None:
     """What the gradient of each label token's loss is multiplied with [L], float64: 1 without a preference; None: 1 for all."""
-    if groups is None or groups.given_N8 is None:
+    if groups is None or groups.given_N9 is None:
         return None
     found = [-gradient_n3.reshape(-1) for _, _, gradient_n3 in preference_losses(logps_of(losses_L, groups), groups)]
     return torch.cat([*found, found[0].new_ones(1)])[groups.index_L]
@@ -163,6 +177,6 @@ def sum_by_owner(losses_L: torch.Tensor, batch: PackedBatch, num_owners: int) ->
     own = dict(zip(batch.num_rows, parts, strict=True))
     nothing = losses_L.new_zeros((), dtype=torch.float64)
     sums = {owner: part.sum() for owner, part in own.items()}
-    if (groups := batch.groups) is not None and groups.given_N8 is not None:
+    if (groups := batch.groups) is not None and groups.given_N9 is not None:
         sums |= {owner: losses_n.sum() for owner, losses_n, _ in preference_losses(logps_of(losses_L, groups), groups)}
     return torch.stack([sums.get(owner, nothing) for owner in range(num_owners)])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,7 +21,7 @@ from packlora.base.model import Base
 from packlora.parallel.experts import ExpertSlices
 from packlora.parallel.sharded import Shards
 from packlora.runtime.collate import PackedBatch, PackedSample, collate
-from packlora.runtime.loss import logps_of, sum_by_owner, token_losses
+from packlora.runtime.loss import logps_of, sum_by_owner, token_losses, told_of
 
 NO_MEMORY = ("out of memory", "ALLOC_FAILED", "can't allocate memory")
 """How libraries and drivers say it that do not raise torch's own error."""
@@ -31,12 +31,13 @@ NO_MEMORY = ("out of memory", "ALLOC_FAILED", "can't allocate memory")
 class MicrobatchResult:
     """sums: of the losses of label tokens, or of samples with preferences, by owner, float64 on the device. tokens, samples: by
     owner that took part. logps: of samples with preferences, in their order, [N, 3] as of objective.Scores; None where there
-    are none."""
+    are none. told: by owner, of those in training, see Objective.told."""
 
     sums: torch.Tensor
     tokens: Mapping[int, int]
     samples: Mapping[int, int]
     logps: torch.Tensor | None = None
+    told: Mapping[int, torch.Tensor] = field(default_factory=dict)
 
 
 class Executor(Protocol):
@@ -86,8 +87,10 @@ class Pending:
 
     def result(self) -> MicrobatchResult:
         sums, groups = sum_by_owner(self.losses_L, self.batch, self.num_owners), self.batch.groups
-        logps = None if groups is None else logps_of(self.losses_L, groups)
-        return MicrobatchResult(sums, self.batch.num_tokens, self.batch.num_samples, logps)
+        if groups is None:
+            return MicrobatchResult(sums, self.batch.num_tokens, self.batch.num_samples)
+        logps, told = logps_of(self.losses_L, groups), told_of(self.losses_L, groups)
+        return MicrobatchResult(sums, self.batch.num_tokens, self.batch.num_samples, logps, told)
 
 
 @dataclass(frozen=True, slots=True)

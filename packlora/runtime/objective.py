@@ -9,7 +9,7 @@ Shapes: N samples. Three columns: label tokens outside of completions, the chose
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,7 +26,8 @@ class Scores:
 
     logps_N3: sums of log-probabilities of the model's own tokens. reference_N3: the same of the reference. counts_N3: tokens.
     per_token_N: samples of the global batch over its tokens of chosen parts, which weighs a token's cross entropy beside a
-    sample's loss. desirable_N: 1 or 0.
+    sample's loss. desirable_N: 1 or 0. divergence_N: estimate of the model's divergence from the reference, of the samples'
+    global batch; see divergence.py.
     """
 
     logps_N3: torch.Tensor
@@ -34,6 +35,7 @@ class Scores:
     counts_N3: torch.Tensor
     per_token_N: torch.Tensor
     desirable_N: torch.Tensor
+    divergence_N: torch.Tensor
 
     @property
     def cross_entropy_N(self) -> torch.Tensor:
@@ -69,13 +71,18 @@ class Objective:
     def has_reference(self) -> bool:
         return self.trainer != "orpo"
 
+    @property
+    def has_divergence(self) -> bool:
+        """Whether the loss compares with mismatched completions of the global batch."""
+        return self.trainer == "kto" and self.losses[0][0] == "kto"
+
     def losses_of(self, scores: Scores) -> torch.Tensor:
         """[N]; their mean over a global batch is the job's loss."""
         if self.trainer == "orpo":
             return scores.cross_entropy_N - self.beta * F.logsigmoid(_log_odds(scores))
         ratios_N3 = scores.logps_N3 - scores.reference_N3
         if self.trainer == "kto":
-            ratio_N = self.beta * ratios_N3[:, CHOSEN]
+            ratio_N = self.beta * (ratios_N3[:, CHOSEN] - scores.divergence_N)
             desirable_N = self.desirable_weight * (1 - torch.sigmoid(ratio_N))
             return torch.where(scores.desirable_N > 0, desirable_N, self.undesirable_weight * torch.sigmoid(ratio_N))
         total_N = torch.zeros_like(scores.per_token_N)
@@ -124,29 +131,36 @@ class Objective:
         share_N = torch.sigmoid(margin_N / self.discopop_tau)
         return -log_wins_N * (1 - share_N) + torch.exp(-margin_N) * share_N
 
-    def metrics(self, scores: Scores) -> Mapping[str, float]:
-        """What is told of held-out samples beside their loss, by TRL's names; of kto by what is said of the completions."""
-        logps_N3 = scores.logps_N3
+    def told(self, scores: Scores) -> torch.Tensor:
+        """[7] sums over samples: numbers of chosen and of rejected completions, their rewards, their log-probabilities, and how
+        often the chosen one has the higher reward. Of kto by what is said of the completions."""
+        logps_N3 = scores.logps_N3.detach()
         if self.trainer == "orpo":
             logps_N3 = logps_N3 / scores.counts_N3.clamp(min=1)
             rewards_N3 = self.beta * logps_N3
         else:
             rewards_N3 = self.beta * (logps_N3 - scores.reference_N3)
-        rewards, logps = {}, {}
         if self.trainer == "kto":
-            for name, own in (("chosen", scores.desirable_N > 0), ("rejected", scores.desirable_N == 0)):
-                if own.any():
-                    rewards[name], logps[name] = rewards_N3[own, CHOSEN].mean(), logps_N3[own, CHOSEN].mean()
+            is_N2 = torch.stack([scores.desirable_N > 0, scores.desirable_N == 0], 1)
+            pairs = [torch.where(is_N2, own_N3[:, CHOSEN, None], 0.0) for own_N3 in (rewards_N3, logps_N3)]
+            wins = rewards_N3.new_zeros(1)
         else:
-            for name, column in (("chosen", CHOSEN), ("rejected", REJECTED)):
-                rewards[name], logps[name] = rewards_N3[:, column].mean(), logps_N3[:, column].mean()
-        found = {f"rewards/{name}": own for name, own in rewards.items()}
+            is_N2 = torch.ones_like(logps_N3[:, CHOSEN:])
+            pairs = [own_N3[:, CHOSEN:] for own_N3 in (rewards_N3, logps_N3)]
+            wins = (rewards_N3[:, CHOSEN] > rewards_N3[:, REJECTED]).sum(0, keepdim=True)
+        return torch.cat([is_N2.sum(0), *(pair.sum(0) for pair in pairs), wins]).double()
+
+    def metrics(self, told: Sequence[float], divergence: float) -> dict[str, float]:
+        """What is told of samples beside their loss, by TRL's names. told: as `told` gives it."""
+        counts, rewards, logps, wins = told[:2], told[2:4], told[4:6], told[6]
+        names = [(at, name) for at, name in enumerate(("chosen", "rejected")) if counts[at]]
+        found = {f"rewards/{name}": rewards[at] / counts[at] for at, name in names}
         if self.trainer != "kto":
-            found["rewards/accuracies"] = (rewards_N3[:, CHOSEN] > rewards_N3[:, REJECTED]).double().mean()
-        if len(rewards) == 2:
-            found["rewards/margins"] = rewards["chosen"] - rewards["rejected"]
-        found |= {f"logps/{name}": own for name, own in logps.items()}
-        return {name: float(value) for name, value in found.items()}
+            found["rewards/accuracies"] = wins / counts[0]
+        if len(names) == 2:
+            found["rewards/margins"] = found["rewards/chosen"] - found["rewards/rejected"]
+        found |= {f"logps/{name}": logps[at] / counts[at] for at, name in names}
+        return found | {"kl": divergence} if self.has_divergence else found
 
 
 def _log_odds(scores: Scores) -> torch.Tensor:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from peft import LoraConfig
 from transformers import PreTrainedModel
@@ -46,6 +47,7 @@ from packlora.plans.ask import Ask, asks_of
 from packlora.runtime.changes import trained
 from packlora.runtime.job import learning_rates
 from packlora.runtime.library_optimizer import check_optim
+from packlora.runtime.objective import Objective
 from packlora.terminal import Told, silent
 
 AUTO_BUDGET = {"cpu": 2048, "cuda": 8192}
@@ -95,6 +97,17 @@ class PreparedJob:
     def longest(self) -> int:
         """Tokens of the longest part of a sample, also of those held out."""
         return max([self.most, *(n for s in self.encoded.samples + self.eval_encoded.samples for n in s.part_lengths)])
+
+    @property
+    def longest_mismatched(self) -> int:
+        """Tokens that a prompt with another sample's completion may have; 0 where no loss takes it."""
+        objective = Objective.of(self.config.train)
+        if objective is None or not objective.has_divergence:
+            return 0
+        samples = [s for s in self.encoded.samples + self.eval_encoded.samples if s.preference is not None]
+        starts = [int(np.argmax(sample.is_label)) for sample in samples]
+        ends = [sample.num_tokens - start for sample, start in zip(samples, starts, strict=True)]
+        return min(max(starts) + max(ends), *(s.preference.limit for s in samples if s.preference is not None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +220,8 @@ class PreparedRun:
     def longest_run(self) -> dict[str, int]:
         """Of each job the tokens of the longest sample or answered prompt: the model must be right for as many."""
         prompts = {job.config.name: max((prompt.most for prompt in job.prompts), default=0) for job in self.jobs}
-        return {name: max(most, prompts[name]) for name, most in self.longest_by_job.items()}
+        mixed = {job.config.name: job.longest_mismatched for job in self.jobs}
+        return {name: max(most, prompts[name], mixed[name]) for name, most in self.longest_by_job.items()}
 
     @property
     def trainable(self) -> int:

@@ -31,7 +31,7 @@ from packlora.report.events import (
     RunEnded,
     SavePointReached,
 )
-from packlora.report.metrics import BestEffort
+from packlora.report.metrics import BestEffort, told_in
 from packlora.result import JobResult
 from packlora.runtime.changes import Change, trained
 from packlora.runtime.job import Job
@@ -181,7 +181,7 @@ def result_record(event: RunEnded) -> dict[str, Any]:
         "jobs": {
             name: {
                 "status": job.status, "step": job.step, "failure": job.failure,
-                "eval_before": job.eval_before, "eval_after": job.eval_after,
+                "eval_before": job.eval_before, "eval_after": job.eval_after, "metrics": job.metrics,
             }
             for name, job in event.result.jobs.items()
         },
@@ -202,7 +202,16 @@ def job_result(job: Job, folder: Path, losses: Mapping[int, float | None], began
         after = job.judged.step or after
     own = [line for line in job.log_history if "loss" in line and line["elapsed"] >= began]
     rate = sum(line["tokens"] for line in own) / max(own[-1]["elapsed"] - began, 1e-9) if own else 0.0
-    return JobResult(job.status, job.step, folder, job.failure, known.get(0), known[after] if after else None, rate)
+    last = known[after] if after else None
+    return JobResult(job.status, job.step, folder, job.failure, known.get(0), last, rate, _metrics(job, after))
+
+
+def _metrics(job: Job, evaluated: int) -> dict[str, float | None]:
+    """Of the evaluation after a step; of the last step where this is 0."""
+    if not evaluated:
+        return next((told_in(line) for line in reversed(job.log_history) if "loss" in line), {})
+    (line, *_) = (line for line in job.log_history if line["step"] == evaluated and "eval_loss" in line)
+    return {key: line[key] for key in line if key.startswith("eval_") and told_in({key.removeprefix("eval_"): 0})}
 
 
 # --- device and versions -----------------------------------------------------------------------------------------------

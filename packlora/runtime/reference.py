@@ -45,6 +45,19 @@ class References:
 
     def _add(self, job: Job, samples: list[Sample], known: dict[int, np.ndarray]) -> bool:
         """Whether all of them are known now."""
+        found = self.logps(job, samples)
+        if found is None:
+            return False
+        known.update({id(sample): own for sample, own in zip(samples, found, strict=True)})
+        self._samples += samples
+        return True
+
+    def logps(self, job: Job, samples: Sequence[Sample]) -> np.ndarray | None:
+        """Of samples that need not be the job's [N, 3], see objective.Scores; None where a stop was asked for meanwhile.
+
+        Raises:
+            MemoryError: as `learn`.
+        """
         start, flat = job.config.adapter.init_from, job.adapter.flat
         owner = NOBODY if start is None else job.adapter.number
         trained = flat.clone()
@@ -55,17 +68,14 @@ class References:
         finally:
             if start is not None:
                 flat.copy_(trained)
-        if found is None:
-            return False
-        known.update({id(sample): own for sample, own in zip(samples, found[job.name].logps_N3, strict=True)})
-        self._samples += samples
-        return True
+        return None if found is None else found[job.name].logps_N3
 
 
 def _of(job: Job) -> list[Sample]:
     """The samples whose losses a job may take: held-out ones, and those of all its configured steps."""
     data, order = job.data, job.data.planned
+    held_out = [*job.eval_samples, *job.preferences.mismatched]
     if data.configured_steps >= data.batches_per_epoch:
-        return [*data.samples, *job.eval_samples]
+        return [*data.samples, *held_out]
     taken = np.unique(np.concatenate([order.samples(step) for step in range(data.configured_steps)]))
-    return [*(data.samples[number] for number in taken.tolist()), *job.eval_samples]
+    return [*(data.samples[number] for number in taken.tolist()), *held_out]

@@ -66,7 +66,8 @@ class Team:
         if self.group.size == 1 or not jobs:
             return
         gradients, losses = zip(*(job.partial() for job in jobs), strict=True)
-        summed = torch.stack(losses)
+        numbers = [job.preferences.partial(loss) for job, loss in zip(jobs, losses, strict=True)]
+        summed = torch.cat(numbers)
         if self.group.exchanges:
             for job, gradient in zip(jobs, gradients, strict=True):
                 if job.name not in self._shared:
@@ -75,5 +76,5 @@ class Team:
             self.group.add([summed])
         else:
             self.group.add([*gradients, summed])
-        for job, loss in zip(jobs, summed, strict=True):
-            job.loss_sum = loss
+        for job, own in zip(jobs, summed.split([len(one) for one in numbers]), strict=True):
+            job.loss_sum = job.preferences.take(own)

@@ -35,6 +35,7 @@ from packlora.report.events import (
     Stepped,
     TrainingBegan,
 )
+from packlora.report.metrics import told_in
 from packlora.result import JobResult, Result
 from packlora.runtime.evaluate import Evaluator, is_multiple
 from packlora.runtime.events import Emitter, StopRequest
@@ -155,6 +156,8 @@ class Trainer:
                 self._after_steps()  # before anything of these jobs' next global batches
                 if self.stop.asked:
                     break  # evaluations that the stop cut short are made after --resume, at this step
+            if not self.evaluator.learn(self.runner.due(wave)):
+                break
             if tokens := self.runner.run(wave):
                 self._lower_budget(tokens)
                 return False
@@ -259,8 +262,7 @@ class Trainer:
 
     def _evaluate(self, jobs: Sequence[Job]) -> list[Job]:
         """Held-out losses of the jobs that are due, which are returned. One tried on its training samples tells no loss."""
-        told = self.evaluator.evaluate(jobs)
-        for name, own in told.items():
+        for name, own in (told := self.evaluator.evaluate(jobs)).items():
             job, loss = self.by_name[name], own.loss
             if job.eval_samples:
                 job.log_history.append({"step": job.step, "epoch": job.epoch, **own.line, "elapsed": self._elapsed()})
@@ -300,11 +302,14 @@ class Trainer:
         ends = self.left_out | {job.name: self._result_of(job) for job in self.jobs}
         tokens = self.tokens_of_gone + sum(job.tokens_seen for job in self.jobs)
         judged = ends if self.members is None else self.members.judged(ends)
-        failed = any(end.status != "done" for end in judged.values())
-        status = "interrupted" if self._is_running() else "failed" if failed else "done"
+        status = "interrupted" if self._is_running() else _status_of(judged)
         result = _result(self.run, self.folder, ends, status, seconds, self.runner.tokens, self.stop.signal)
         self.events.emit(RunEnded(result, self.elapsed_before + seconds, tokens, peak_memory(self.base.device)))
         return result
+
+
+def _status_of(ends: Mapping[str, JobResult]) -> str:
+    return "failed" if any(end.status != "done" for end in ends.values()) else "done"
 
 
 def _result(
@@ -372,5 +377,5 @@ def event_of(job: str, line: Mapping[str, Any]) -> Stepped | Evaluated:
         return Evaluated(job, line["step"], math.nan if loss is None else loss, metrics)
     return Stepped(
         job, line["step"], line["loss"], line["grad_norm"], line["learning_rate"], line["tokens"], line["seconds"],
-        line["elapsed"],
+        line["elapsed"], told_in(line),
     )  # fmt: skip

@@ -118,8 +118,7 @@ class Runner:
         Returns:
             0, or the tokens of a microbatch for which memory ran out.
         """
-        batches = {placed.job: placed.batch for microbatch in wave.microbatches for placed in microbatch.samples}
-        due = [job for job in self.jobs if job.name in batches and job.is_due(batches[job.name])]
+        due = [job for job, _ in self.due(wave)]
         complete = [self.by_name[name] for name, batch in wave.completes if self.by_name[name].is_due(batch)]
         if not due and not complete:
             return 0
@@ -141,9 +140,17 @@ class Runner:
             job.count(sum(done.tokens.get(job.name, 0) for done in self._untold))
         return 0
 
+    def due(self, wave: Wave) -> list[tuple[Job, int]]:
+        """Jobs whose samples in a wave count, with their global batches."""
+        batches = {placed.job: placed.batch for microbatch in wave.microbatches for placed in microbatch.samples}
+        own = [(job, batches[job.name]) for job in self.jobs if job.name in batches]
+        return [(job, batch) for job, batch in own if job.is_due(batch)]
+
     def prepare(self, wave: Wave | None) -> None:
-        """Let the executor make ready what comes next, if anything does."""
-        own = self.own(wave) if wave is not None else None
+        """Let the executor make ready what comes next, if anything does and is known before the steps that are being taken."""
+        if wave is None or any(job.preferences.lacks_divergence(batch) for job, batch in self.due(wave)):
+            return
+        own = self.own(wave)
         if own is not None:
             self.executor.prepare(*self.packer.packed(own))
 
@@ -179,6 +186,7 @@ class Runner:
             job = self.by_name[name]
             if job.is_due(batch):
                 job.collect(done.sums[job.adapter.number])
+                job.preferences.add(done.told.get(job.adapter.number))
             else:
                 job.discard()
         return 0

@@ -17,7 +17,8 @@ from torch.nn.functional import logsigmoid
 from transformers import AutoModelForCausalLM
 
 from packlora.config import Run, TrainConfig
-from packlora.data.encode import Sample
+from packlora.data.encode import Preference, Sample
+from packlora.data.preference import mismatched
 from packlora.errors import InputError
 from packlora.runtime.job import Judged
 from packlora.runtime.job import judged as judged_by
@@ -95,7 +96,8 @@ def jobs(write_rows: Rows, tmp_path: Path) -> list[dict[str, Any]]:
         job("sft", write_rows("rows"), max_grad_norm=0.0),
         *(job(name, ours, trainer="dpo", **own) for name, own in DPO.items()),
         job("orpo", ours, trainer="orpo", beta=0.4),
-        job("kto", said, trainer="kto", loss_type="apo_zero_unpaired", desirable_weight=1.5, undesirable_weight=0.7),
+        job("apo", said, trainer="kto", loss_type="apo_zero_unpaired", desirable_weight=1.5, undesirable_weight=0.7),
+        job("kto", said, trainer="kto", beta=0.3, desirable_weight=3.0, undesirable_weight=0.2),
     ]
 
 
@@ -160,10 +162,31 @@ def pair_loss(name: str, train: dict[str, Any], c: Any, r: Any, counts: list[int
     return -logsigmoid(b * (c / counts[0] - r / counts[1]))
 
 
+def rotated(batch: list[Sample]) -> list[Sample]:
+    """Each prompt with the completion of the sample before."""
+    cut = [(sample.ids.tolist(), sample.is_label.tolist().index(True)) for sample in batch]
+    out = []
+    for number, (ids, start) in enumerate(cut):
+        other, begin = cut[number - 1]
+        both = np.array(ids[:start] + other[begin:], np.int32)
+        out.append(Sample(both, np.arange(len(both)) >= start, Preference((len(both),))))
+    return out
+
+
+def divergence(model: Any, batch: list[Sample]) -> torch.Tensor:
+    with torch.no_grad():
+        own = [logps(model, sample)[0][0] for sample in rotated(batch)]
+        with model.disable_adapter():
+            base = [logps(model, sample)[0][0] for sample in rotated(batch)]
+    return (torch.stack(own) - torch.stack(base)).mean().clamp(min=0)
+
+
 def plain(model: Any, batch: list[Sample], train: dict[str, Any]) -> tuple[torch.Tensor, dict[str, float]]:
     """The loss of a global batch, and rewards by TRL's names."""
     trainer, beta = train["trainer"], train.get("beta", 0.1)
     losses, nlls, tokens, chosen, rejected, own_logps = [], [], 0, [], [], []
+    is_kto = trainer == "kto" and "loss_type" not in train
+    kl = divergence(model, batch) if is_kto else torch.zeros(())
     for sample in batch:
         own, counts, nll, nll_tokens = logps(model, sample)
         with torch.no_grad(), model.disable_adapter():
@@ -180,7 +203,7 @@ def plain(model: Any, batch: list[Sample], train: dict[str, Any]) -> tuple[torch
         if trainer == "kto":
             assert sample.preference is not None
             good, (ratio,) = sample.preference.desirable, ratios
-            shared = torch.sigmoid(-beta * ratio) if good else torch.sigmoid(beta * ratio)
+            shared = 1 - torch.sigmoid(beta * (ratio - kl)) if good else 1 - torch.sigmoid(beta * (kl - ratio))
             losses.append(shared * train["desirable_weight" if good else "undesirable_weight"])
             (chosen if good else rejected).append(beta * ratio)
             continue
@@ -198,10 +221,12 @@ def plain(model: Any, batch: list[Sample], train: dict[str, Any]) -> tuple[torch
         loss = loss + train["loss_weights"][1] * torch.stack(nlls).sum() / tokens
     told = {"rewards/chosen": torch.stack(chosen).mean(), "rewards/rejected": torch.stack(rejected).mean()}
     told["rewards/margins"] = told["rewards/chosen"] - told["rewards/rejected"]
+    if is_kto:
+        told["kl"] = kl
     if trainer != "kto":
         told["rewards/accuracies"] = (torch.stack(chosen) > torch.stack(rejected)).double().mean()
         told["logps/chosen"], told["logps/rejected"] = (torch.stack(one).mean() for one in zip(*own_logps, strict=True))
-    return loss, {name: float(value) for name, value in told.items()}
+    return loss, {name: float(value.detach()) for name, value in told.items()}
 
 
 def peft_of(base: str, folder: Path) -> Any:
@@ -222,12 +247,12 @@ def evals(out: Path, job: str) -> list[dict[str, Any]]:
 def test_every_loss_has_the_value_the_gradient_and_the_rewards_of_plain_formulas_over_peft(
     tiny_base: Callable[..., str], write_rows: Rows, jobs: list[dict[str, Any]], tmp_path: Path
 ) -> None:
-    """Seventeen jobs in shared microbatches, smaller than a global batch; in float64, from adapters that have learnt."""
+    """Eighteen jobs in shared microbatches, smaller than a global batch; in float64, from adapters that have learnt."""
     out, base = tmp_path / "out", tiny_base("llama")
     tree = config(
         base, out, write_rows, jobs, dtype="float64", max_tokens_per_microbatch=300, save_every=1, save_total_limit=None
     )
-    train(tree)
+    result = train(tree)
     shared = [json.loads(line) for line in (out / "microbatches.jsonl").read_text().splitlines()]
     assert any("sft" in line["tokens"] and len(line["tokens"]) > 1 for line in shared)
     prepared = {job.config.name: job for job in prepare(Run.model_validate(tree)).jobs}
@@ -235,23 +260,31 @@ def test_every_loss_has_the_value_the_gradient_and_the_rewards_of_plain_formulas
         name = job["name"]
         model = peft_of(base, out / name / "checkpoint-2")
         data = prepared[name].data
-        loss, _ = plain(model, [data.samples[n] for n in data.global_batch(2)], job["train"])
+        loss, told = plain(model, [data.samples[n] for n in data.global_batch(2)], job["train"])
+        assert name != "kto" or told["kl"] > 1e-3, "the estimate takes part"
         (line,) = [line for line in steps(out) if line["job"] == name and line["step"] == 3]
         assert line["loss"] == pytest.approx(float(loss), rel=1e-10), name
         assert line["grad_norm"] == pytest.approx(grad_norm(model, loss), rel=1e-10), name
+        for key, value in told.items():
+            assert line[key] == pytest.approx(value, rel=1e-9, abs=1e-12), (name, key)
         with torch.no_grad():
             held, told = plain(peft_of(base, out / name), prepared[name].eval_encoded.samples, job["train"])
         found = evals(out, name)[-1]
         assert found["eval_loss"] == pytest.approx(float(held), rel=1e-10), name
         for key, value in told.items():
             assert found[f"eval_{key}"] == pytest.approx(value, rel=1e-9, abs=1e-12), (name, key)
+            assert result.jobs[name].metrics[f"eval_{key}"] == found[f"eval_{key}"]
+    record = json.loads((out / "run.json").read_text())["result"]["jobs"]
+    assert record["sigmoid"]["metrics"] == result.jobs["sigmoid"].metrics and record["sft"]["metrics"] == {}
+    state = json.loads((out / "sigmoid" / "trainer_state.json").read_text())
+    assert {"rewards/margins", "logps/chosen"} <= state["log_history"][-2].keys()
 
 
 # --- beside others, after an interruption, on replicas, from an adapter --------------------------------------------------
 
 
 def mixed(base: str, out: Path, jobs: list[dict[str, Any]], **changes: Any) -> dict[str, Any]:
-    chosen = [job for job in jobs if job["name"] in ("sft", "mixed", "kto")]
+    chosen = [job for job in jobs if job["name"] in ("sft", "mixed", "apo", "kto")]
     dropped = [job | {"adapter": job["adapter"] | {"lora_dropout": 0.2}} for job in chosen]
     tree = {
         "base_model": base,
@@ -293,6 +326,30 @@ def test_a_job_gives_alone_what_it_gives_beside_others_and_an_interruption_chang
     train(parts, max_steps=2, resume=True)
     train(parts, resume=True)
     same(tmp_path / "whole", tmp_path / "parts", [job["name"] for job in tree["jobs"]])
+
+
+def test_a_completion_with_another_prompt_is_cut_as_in_trl_and_may_be_over_the_budget(
+    tiny_base: Callable[..., str], jobs: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    rows = [("the fox", "dog " * 20, True), ("the " * 20, "fox", False)]
+    lines = [json.dumps({"prompt": p, "completion": c, "label": label}) for p, c, label in rows]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    (job,) = (job for job in jobs if job["name"] == "kto")
+    job |= {"data": {"path": str(tmp_path / "rows.jsonl")}, "train": job["train"] | {"global_batch_size": 2}}
+
+    def prepared(**data: Any) -> Any:
+        tree = mixed(tiny_base("llama"), tmp_path / "out", [job | {"data": job["data"] | data}])
+        return prepare(Run.model_validate(tree)), tree
+
+    samples = prepared()[0].jobs[0].encoded.samples
+    most = max(sample.num_tokens for sample in samples)
+    whole = {len(sample.ids): sample for sample in rotated(samples)}
+    found, tree = prepared(max_length=most + 5)
+    cut = {sample.num_tokens: sample for sample in mismatched(found.jobs[0].encoded.samples)}
+    assert max(whole) > most + 5 == max(cut) == found.longest_run["kto"] and min(cut) == min(whole)
+    assert np.array_equal(cut[max(cut)].ids, whole[max(whole)].ids[: most + 5])
+    assert np.array_equal(cut[max(cut)].is_label, whole[max(whole)].is_label[: most + 5])
+    assert train(tree | {"max_tokens_per_microbatch": most, "eval_every": 0}).status == "done"
 
 
 def test_the_reference_of_a_job_that_continues_an_adapter_is_that_adapter_also_after_an_interruption(
@@ -360,8 +417,12 @@ def test_rows_that_are_not_what_the_trainer_takes_are_refused(
     ("keys", "words"),
     [
         ({"beta": 0.1}, "beta is for trainer dpo and kto and orpo; this job's trainer is sft"),
-        ({"trainer": "kto"}, "kto needs loss_type: apo_zero_unpaired"),
-        ({"trainer": "kto", "loss_type": "kto"}, "compares with mismatched completions"),
+        (
+            {"trainer": "kto", "global_batch_size": 1},
+            "global_batch_size is 1; loss_type kto compares with the completions",
+        ),
+        ({"trainer": "kto", "loss_type": ["kto", "apo_zero_unpaired"]}, "2 losses; kto takes one"),
+        ({"trainer": "kto", "loss_type": "sigmoid"}, "'sigmoid'; kto takes kto, apo_zero_unpaired"),
         ({"trainer": "dpo", "loss_type": ["sigmoid", "aot"]}, "sorts the whole global batch"),
         ({"trainer": "dpo", "loss_type": "sigmoid", "label_smoothing": 0.1}, "goes with loss_type robust or exo_pair"),
         ({"trainer": "dpo", "loss_type": ["ipo", "sft"], "loss_weights": [1.0]}, "1 numbers for 2 losses"),

@@ -189,7 +189,9 @@ def test_what_cannot_be_swept_is_refused_before_training(
         ({"parameters": {"adapter.r": [8, 0]}}, "adapter.r: input should be greater"),
         ({"parameters": {"adapter.r": {"min": 1, "max": 8}}}, "adapter.r is a range, and a grid takes lists"),
         ({"parameters": {"adapter.r": {"min": 8, "max": 1}}, "method": "random", "num_trials": 2}, "goes from 8 to 1"),
-        ({"method": "random"}, "num_trials goes with random and optuna"),
+        ({"method": "random"}, "method random needs num_trials"),
+        ({"num_trials": 3}, "num_trials is 3, but the method is grid"),
+        ({"parameters": {}}, "parameters is empty; give values of at least one key"),
         ({"stopping": {"method": "target"}}, "method: target goes with a target"),
         ({"parameters": {"name": ["b"]}}, "name cannot be swept"),
         (

@@ -30,6 +30,10 @@ def test_two_replicas_give_what_one_device_gives(
     for job in tree["jobs"]:
         name = job["name"]
         alike(tmp_path / "out", tmp_path / "whole", name)
-    ours = {(line["job"], line["step"]): line["loss"] for line in steps(tmp_path / "out")}
-    theirs = {(line["job"], line["step"]): line["loss"] for line in steps(tmp_path / "whole")}
+    keys = ("loss", "rewards/margins", "logps/chosen", "kl")
+    ours, theirs = (
+        {(line["job"], line["step"], key): line[key] for line in steps(tmp_path / name) for key in keys if key in line}
+        for name in ("out", "whole")
+    )
+    assert {key for _, _, key in ours} == {*keys}
     assert ours == pytest.approx(theirs, rel=1e-10)

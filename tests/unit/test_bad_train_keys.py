@@ -36,6 +36,8 @@ CASES: list[tuple[Any, str, str]] = [
         "label_smoothing_factor",
         "of preferences it is label_smoothing",
     ),
+    (train(trainer="dpo", loss_type=[]), "loss_type", "is []; dpo takes at least one loss"),
+    (train(trainer="dpo", loss_type=["ipo", "ipo"]), "loss_type", "takes at least one loss, each once"),
     (train(trainer="orpo", neftune_noise_alpha=5), "neftune_noise_alpha", "this job's trainer is orpo"),
     (streamed(train=STEPS | {"trainer": "dpo"}), "data.streaming", "for trainer sft"),
     (train(optim="adam"), "train.optim", "'adam'"),

@@ -12,6 +12,7 @@ import re
 from typing import Any
 
 from packlora.bench.studies import result_files
+from packlora.bench.studies.candidates import candidates
 from packlora.bench.studies.every_mode import every_mode
 from packlora.bench.studies.four_bits import four_bits
 from packlora.bench.studies.result_files import measured, ratio, results
@@ -439,6 +440,7 @@ SECTIONS = (
     dora,
     short_jobs,
     every_mode,
+    candidates,
     two_gpus,
     schedule,
 )
@@ -457,6 +459,7 @@ TITLES = {
     "dora": "DoRA",
     "short_jobs": "Four jobs of short samples",
     "every_mode": "Small models in every mode",
+    "candidates": "Candidates of a sweep",
     "two_gpus": "Two GPUs",
     "schedule": "The scheduler",
 }

@@ -116,13 +116,14 @@ def make_samples(lengths: Lengths, number: int, longest: int, vocabulary: int, s
 
 @dataclass(frozen=True, slots=True)
 class ShortJob:
-    """batch: samples of an optimizer step. shuffle: in every epoch; else they are taken in their order."""
+    """batch: samples of an optimizer step. shuffle: in every epoch; else they are taken in their order. lr: learning rate."""
 
     name: str
     rank: int
     batch: int
     samples: list[Sample]
     shuffle: bool = True
+    lr: float = LR
 
 
 def prepared_run(
@@ -138,7 +139,7 @@ def prepared_run(
             "name": job.name, "data": {"path": "random"},
             "adapter": {"r": job.rank, "lora_alpha": 2 * job.rank, "lora_dropout": DROPOUT, "target_modules": TARGETS},
             "train": {
-                "global_batch_size": job.batch, "max_steps": steps + 1, "learning_rate": LR, "max_grad_norm": CLIP,
+                "global_batch_size": job.batch, "max_steps": steps + 1, "learning_rate": job.lr, "max_grad_norm": CLIP,
                 "shuffle": job.shuffle,
             },
         }
