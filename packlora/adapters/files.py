@@ -195,6 +195,8 @@ def _read_json(file: Path, folder: str | Path, job: str) -> dict[str, Any]:
 def _wrong_value(error: ValidationError, raw: dict[str, Any]) -> str:
     """The first wrong key: what is accepted, what was found."""
     items = error.errors()
+    if not items[0]["loc"]:  # of keys that do not go together
+        return str(items[0]["ctx"]["error"])
     key = items[0]["loc"][0]
     accepted = [
         str(item["ctx"]["error"]) if item["type"] == "value_error" else item["msg"][0].lower() + item["msg"][1:]
