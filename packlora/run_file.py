@@ -13,7 +13,8 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -26,6 +27,7 @@ from packlora.config import (
     JobConfig,
     ParallelConfig,
     PlansConfig,
+    QuantizationConfig,
     RangeConfig,
     Run,
     ScheduleConfig,
@@ -358,7 +360,18 @@ def _explain(error: Any, tree: Any) -> str:
     return f"{where}: {message}; found {what}"
 
 
-UNIONS = {"target_modules", "max_tokens_per_microbatch", "liger", "plan", "path", "eval_path"}
+MAPPINGS: dict[str, type[BaseModel]] = {
+    "jobs": JobConfig, "data": DataConfig, "adapter": AdapterConfig, "train": TrainConfig, "path": DataSource,
+    "parallel": ParallelConfig, "plans": PlansConfig, "schedule": ScheduleConfig, "quantization": QuantizationConfig,
+    "sweep": SweepConfig, "stopping": StoppingConfig, "parameters": RangeConfig,
+}  # fmt: skip
+"""By key what its value is a mapping of, or each item of it."""
+UNIONS = {
+    name
+    for fields in (Run.model_fields, *(section.model_fields for section in MAPPINGS.values()))
+    for name, key in fields.items()
+    if get_origin(key.annotation) in (Union, UnionType) and len(set(get_args(key.annotation)) - {NoneType}) > 1
+}
 """Keys whose values may be of several types."""
 
 
@@ -366,8 +379,7 @@ def _is_tag(loc: tuple[Any, ...], index: int) -> bool:
     """Pydantic names the branch of a union in the location (str, list[str], literal['auto']), and marks bad keys."""
     after_union = index > 0 and loc[index - 1] in UNIONS
     swept = index > 1 and loc[index - 2] == "parameters"
-    number = index > 3 and loc[index - 4] == "parameters" and loc[index] in ("int", "float")
-    return loc[index] == "[key]" or ((after_union or swept or number) and isinstance(loc[index], str))
+    return loc[index] == "[key]" or ((after_union or swept) and isinstance(loc[index], str))
 
 
 def _is_meant(loc: tuple[Any, ...], tree: Any) -> bool:
@@ -399,16 +411,10 @@ def _where(loc: list[Any], tree: Any) -> str:
 
 
 def _known_keys(loc: list[Any]) -> list[str]:
-    models: dict[str, type[BaseModel]] = {
-        "jobs": JobConfig, "data": DataConfig, "adapter": AdapterConfig, "train": TrainConfig,
-        "path": DataSource,
-        "parallel": ParallelConfig, "plans": PlansConfig, "schedule": ScheduleConfig, "sweep": SweepConfig,
-        "stopping": StoppingConfig, "parameters": RangeConfig,
-    }  # fmt: skip
     names = [part for part in loc if isinstance(part, str)]
     if names[-2:-1] == ["parameters"]:
         names = names[:-1]
-    return list((models[names[-1]] if names else Run).model_fields)
+    return list((MAPPINGS[names[-1]] if names else Run).model_fields)
 
 
 # --- jobs by themselves --------------------------------------------------------------------------------------------------

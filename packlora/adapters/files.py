@@ -53,8 +53,8 @@ FORKED = {
     "_dora_composition_version": "written by a fork of PEFT with other DoRA code; what a linear layer computes is the same"
 }
 """Keys that are not PEFT's and change nothing here, with what they are."""
-BASE_WEIGHT = ".base_layer.weight"
-"""How the keys of base weights end, which PEFT writes beside the adapter of an embedding or of an output layer."""
+BASE = ".base_layer."
+"""What keys of base weights and biases have after the path, which PEFT writes beside an adapted embedding or output layer."""
 MAY_BE_EMPTY = (
     "modules_to_save", "target_parameters", "exclude_modules", "layers_to_transform", "layers_pattern",
     "trainable_token_indices",
@@ -195,6 +195,8 @@ def _read_json(file: Path, folder: str | Path, job: str) -> dict[str, Any]:
 def _wrong_value(error: ValidationError, raw: dict[str, Any]) -> str:
     """The first wrong key: what is accepted, what was found."""
     items = error.errors()
+    if not items[0]["loc"]:  # of keys that do not go together
+        return str(items[0]["ctx"]["error"])
     key = items[0]["loc"][0]
     accepted = [
         str(item["ctx"]["error"]) if item["type"] == "value_error" else item["msg"][0].lower() + item["msg"][1:]
@@ -336,17 +338,17 @@ def read_tensors(folder: str | Path, shapes: Mapping[str, torch.Size], job: str)
 
 
 def _drop_base(tensors: dict[str, torch.Tensor], shapes: Mapping[str, torch.Size], where: str) -> None:
-    """Leave out copies of the base weights of adapted modules, where they are of the model's shapes."""
-    for key in [key for key in tensors if key.endswith(BASE_WEIGHT)]:
-        path = key.removesuffix(BASE_WEIGHT)
+    """Leave out copies of the base's weights and biases of adapted modules, where they are of the model's shapes."""
+    for key in [key for key in tensors if BASE in key and key not in shapes]:
+        path, _, leaf = key.rpartition(BASE)
         wanted: tuple[int, int] | None = None
         if (A := shapes.get(f"{path}.lora_A.weight")) is not None:
             wanted = shapes[f"{path}.lora_B.weight"][0], A[1]
         elif (A := shapes.get(f"{path}.lora_embedding_A")) is not None:
             wanted = A[1], shapes[f"{path}.lora_embedding_B"][0]
-        if wanted == tensors[key].shape:
+        if wanted is not None and {"weight": wanted, "bias": wanted[:1]}.get(leaf) == tensors[key].shape:
             del tensors[key]
-            warnings.warn(f"{where}: {key!r} is a copy of a base weight; the base model's own is used", stacklevel=4)
+            warnings.warn(f"{where}: {key!r} is a copy of a base {leaf}; the base model's own is used", stacklevel=4)
 
 
 def read_trained_on(folder: str | Path) -> dict[str, Any] | None:

@@ -134,9 +134,20 @@ def _in_codes(
             f"{adapter_dir} says that its base was quantised by {quoted(told)}, but base_model {base!r} is saved as "
             f"{own.described}; give the base that it was trained on, or --quantization none"
         )
-    found = getattr(torch, str((told or {}).get("dtype")), None)
-    made = found if isinstance(found, torch.dtype) else dtype
+    made = dtype if told is None else _made_in(told, dtype, adapter_dir)
     return DequantisedFiles(base, revision, stored, made, choose_device("auto"))
+
+
+def _made_in(told: Mapping[str, object], otherwise: torch.dtype, adapter_dir: Path) -> torch.dtype:
+    """The dtype of the run that an adapter's file tells of. Raises InputError where it is none that a run has."""
+    name = told.get("dtype")
+    if name is None:
+        return otherwise
+    if name not in ("float32", "bfloat16", "float16", "float64"):
+        raise InputError(
+            f"{adapter_dir} says that it was trained in dtype {quoted(name)}; a run has float32, bfloat16, float16 or float64"
+        )
+    return getattr(torch, name)  # type: ignore[no-any-return]
 
 
 def _write_config(folder: Path, model: PreTrainedModel, dtype: torch.dtype) -> None:
@@ -164,8 +175,8 @@ class Codes:
         told = read_trained_on(adapter_dir) if asked == "auto" else None
         try:
             if told is not None:
-                kind = getattr(torch, str(told.pop("dtype", "")), None)
-                found, dtype = QuantizationConfig(**told), kind if isinstance(kind, torch.dtype) else dtype
+                dtype = _made_in(told, dtype, adapter_dir)
+                found = QuantizationConfig(**{key: value for key, value in told.items() if key != "dtype"})
             elif asked in ("auto", "none"):
                 return None
             else:
@@ -173,7 +184,7 @@ class Codes:
         except (ValidationError, TypeError) as error:
             what = (
                 f"{adapter_dir} says that its base was quantised by {quoted(told)}"
-                if told
+                if told is not None
                 else f"--quantization {asked}"
             )
             reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error

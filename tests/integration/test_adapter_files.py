@@ -123,6 +123,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"layers_to_transform": [0], "layers_pattern": "(("},
         ("layers_pattern: ", "not a valid regular expression"),
     ),
+    "a layers pattern alone": ({"layers_pattern": "h"}, ("layers_pattern goes with layers_to_transform",)),
     "a bad exclusion": ({"exclude_modules": "(("}, ("exclude_modules: ", "not a valid regular expression")),
     "an unknown task": ({"task_type": "MAGIC"}, ("Invalid task type", "MAGIC")),
     "a base that is a list": ({"base_model_name_or_path": ["x"]}, ("base_model_name_or_path: ", "found ['x']")),

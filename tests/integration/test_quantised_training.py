@@ -13,7 +13,7 @@ import torch
 from conftest import tiny_model
 from peft import PeftModel
 from quantised import dequantise, load_quantised
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_training import (
     JOBS,
     adapter,
@@ -226,3 +226,9 @@ def test_an_adapter_of_a_quantised_base_is_merged_into_what_its_codes_stand_for(
         torch.testing.assert_close(other[key], tensor, rtol=0, atol=1e-6)
     with pytest.raises(InputError, match=r"--quantization fp4, but base_model .* is saved as nf4 with double_quant"):
         merge_adapter(folder, tmp_path / "no", str(tmp_path / "codes"), quantization="fp4")
+    file, where = folder / "adapter_model.safetensors", (base, str(tmp_path / "codes"))
+    for told in {"method": "nf4", "dtype": "int8"}, {"method": "nf4", "dtype": 5}, {}:
+        save_file(load_file(file), file, {"packlora.quantization": json.dumps(told)})
+        for path in where[: 1 if told == {} else 2]:
+            with pytest.raises(InputError, match=r"dora says that"):
+                merge_adapter(folder, tmp_path / "no", path, quantization="auto" if path == base else "none")

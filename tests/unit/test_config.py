@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from packlora.config import Run
+from packlora.config import AdapterConfig, ParallelConfig, Run, TrainConfig
 from packlora.errors import InputError
 from packlora.run_file import load_run, parse_run
 
@@ -111,6 +112,7 @@ def test_defaults_are_exactly_the_documented_ones() -> None:
         (tree(base_modell="x"), "base_modell", "did you mean 'base_model'?"),
         (tree(parallel={"tensr": 1}), "parallel.tensr", "did you mean 'tensor'?"),
         (tree(schedule={"methd": "solo"}), "schedule.methd", "did you mean 'method'?"),
+        (tree(quantization={"methd": "nf4"}), "quantization.methd", "did you mean 'method'?"),
         (tree({"trian": {}}), "job 'first': trian", "did you mean 'train'?"),
         (tree({"data": {"path": "a", "evalpath": "b"}}), "job 'first': data.evalpath", "did you mean 'eval_path'?"),
         (tree({"adapter": {"lora_alhpa": 16}}), "job 'first': adapter.lora_alhpa", "did you mean 'lora_alpha'?"),
@@ -125,6 +127,18 @@ def test_an_unknown_key_is_refused_with_its_place_and_the_nearest_known_key(valu
     message = refusal(value)
     assert f"  {where}: unknown key" in message
     assert hint in message
+
+
+def test_what_is_said_of_a_wrong_value_names_the_key_and_nothing_that_is_not_there() -> None:
+    for section, model in ("", Run), ("adapter", AdapterConfig), ("train", TrainConfig), ("parallel", ParallelConfig):
+        for key in model.model_fields.keys() - {"jobs"}:
+            wrong = {key: [[{}]]}
+            message = refusal(
+                tree({section: wrong})
+                if section in ("adapter", "train")
+                else tree(**({section: wrong} if section else wrong))
+            )
+            assert not re.search(r"\.(str|int|float|bool)\b|(list|dict|literal)\[", message), message
 
 
 @pytest.mark.parametrize(

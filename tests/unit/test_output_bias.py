@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +10,9 @@ import torch
 import transformers
 from conftest import TINY
 from peft import LoraConfig
+from safetensors.torch import save_file
 
+from packlora.adapters.files import WEIGHTS, read_tensors
 from packlora.adapters.spec import resolve
 from packlora.errors import InputError
 
@@ -32,3 +35,22 @@ def test_training_the_bias_of_the_output_layer_is_refused_before_training() -> N
     found = resolve(peft, model, "x").modules
     assert sorted({name.rpartition(".")[2] for name in found}) == ["q_proj", "v_proj"]
     assert all(module.train_bias for module in found.values())
+
+
+def test_what_peft_writes_of_an_output_layer_with_a_bias_is_not_read_but_where_it_is_trained(tmp_path: Path) -> None:
+    names = "base_model.model.lm_head.", "base_model.model.lm_head.base_layer."
+    tensors = {
+        f"{names[0]}lora_A.weight": torch.ones(2, 5), f"{names[0]}lora_B.weight": torch.ones(7, 2),
+        f"{names[1]}weight": torch.ones(7, 5), f"{names[1]}bias": torch.ones(7),
+    }  # fmt: skip
+    save_file(tensors, tmp_path / WEIGHTS)
+    shapes = {key: tensor.shape for key, tensor in tensors.items()}
+    shapes.pop(f"{names[1]}weight")
+    with pytest.warns(UserWarning, match="copy of a base weight"):
+        assert read_tensors(tmp_path, shapes, "x").keys() == shapes.keys()
+    shapes.pop(f"{names[1]}bias")
+    with pytest.warns(UserWarning, match="copy of a base bias"):
+        assert read_tensors(tmp_path, shapes, "x").keys() == shapes.keys()
+    save_file(tensors | {f"{names[1]}bias": torch.ones(8)}, tmp_path / WEIGHTS)
+    with pytest.warns(UserWarning, match="base weight"), pytest.raises(InputError, match="not of this adapter"):
+        read_tensors(tmp_path, shapes, "x")
