@@ -34,6 +34,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._dynamo.eval_frame import skip_code
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -267,6 +268,11 @@ class RowNorms:
     def _after(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         if not torch.compiler.is_compiling():
             self.close()
+
+    # the hooks of the module that is compiled itself run beside its graph; compiled each alone, they would be graphs without
+    # operations whose guards are checked at every call. Within a graph they are traced as before
+    for _hook in (_before, _after):
+        skip_code(_hook.__code__)
 
     # --- the rule ----------------------------------------------------------------------------------------------------------
 

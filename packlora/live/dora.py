@@ -35,7 +35,7 @@ from packlora.live.adapter import DTYPES, active_adapter, observed
 from packlora.live.forward import OwnForward
 from packlora.live.wrapped import NotWhole, kind_of, why_called
 from packlora.ops.first_order import first_order
-from packlora.ops.row_norm.row_norm import row_norm_op
+from packlora.ops.row_norm.row_norm import traced_row_norm
 
 PLAN = "kept-norm"
 """How the report names what this file does."""
@@ -181,7 +181,7 @@ class DoraForward(OwnForward):
     def norm(self, call: DoraCall) -> torch.Tensor:
         """Row norms [N] of W + s B A, for their present values."""
         if torch.compiler.is_compiling():  # what is kept in Python would be frozen into a CUDA graph
-            return self.whole([row_norm_op(*problem, call.scaling) for problem in self.problems(call)])
+            return self.whole([traced_row_norm(*problem, call.scaling) for problem in self.problems(call)])
         operands = (call.base.weight, call.A, call.B)
         key = (call.scaling, *((t.data_ptr(), t.dtype, t.device, t.shape) for t in operands))
         kept = self._kept.get(call.name)

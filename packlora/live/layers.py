@@ -33,7 +33,7 @@ from packlora.ops.lora_linear.prepared import GroupState
 from packlora.ops.lora_linear.traced import TracedLayer, traced_group
 from packlora.ops.lora_linear.types import Layer, LowRank, Segment
 from packlora.ops.recompute import recompute_of
-from packlora.ops.row_norm.row_norm import row_norm_op
+from packlora.ops.row_norm.row_norm import traced_row_norm
 from packlora.ops.stamp import version
 from packlora.plans.ask import MEASURED, Ask
 from packlora.plans.case import Case
@@ -252,7 +252,7 @@ def _by_tracing(x: torch.Tensor, calls: Sequence[LayerCall], dtype: torch.dtype)
     for call in calls:
         norm_N = None
         if call.magnitude is not None:
-            norm_N = row_norm_op(call.weight.detach(), call.A.detach(), call.B.detach(), call.scaling)
+            norm_N = traced_row_norm(call.weight, call.A, call.B, call.scaling)
         bias = None if call.bias is None else _to(call.bias, dtype)
         operands = (_to(call.weight, dtype), bias, call.A, call.B, call.scaling, call.magnitude, norm_N)
         layers.append(TracedLayer(*operands))

@@ -161,3 +161,17 @@ def test_a_compiled_model_sees_changes_of_its_weights(change: Any) -> None:
     for _ in range(2):
         assert_close(outcome(compiled, x), changed, 1e-5)
     assert_close(outcome(model, x), changed, 1e-5)
+
+
+def test_the_norms_hooks_of_a_compiled_model_are_not_compiled_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As graphs without an operation their guards would be checked at every call."""
+    torch._dynamo.reset()
+    frames: list[str] = []
+    translator = torch._dynamo.symbolic_convert.InstructionTranslator
+    run = translator.run
+    monkeypatch.setattr(translator, "run", lambda self: (frames.append(self.f_code.co_name), run(self))[1])
+    model, x = dora().float(), torch.randn(6, 24)
+    packlora.accelerate(model, example={"x": x})
+    outcome(torch.compile(model.base_model.model, backend="aot_eager"), x)
+    assert "forward" in frames
+    assert not {"_before", "_after", "open", "close"}.intersection(frames)

@@ -33,6 +33,7 @@ from packlora.ops.lora_linear.frozen import FrozenWeight
 from packlora.ops.lora_linear.temporary import no_longer_than_this
 from packlora.ops.row_norm import torch_path
 from packlora.ops.row_norm.types import NormProblem
+from packlora.ops.stamp import PLAIN
 
 
 def squared_row_norm(weight: torch.Tensor | FrozenWeight, chunk_bytes: int | None = None) -> torch.Tensor:
@@ -107,14 +108,23 @@ def row_norms(
 def takes_kernels(problem: NormProblem) -> bool:
     """Whether the kernels compute it: W in 16 bits with rows that lie together, on a GPU that has the kernels."""
     weight, A, B = problem.weight, problem.A, problem.B
-    return (
-        isinstance(weight, torch.Tensor) and _has_kernels(weight) and weight.numel() > 0 and A.shape[0] > 0
-        and problem.scaling != 0 and A.dtype in KERNEL_DTYPES and B.dtype in KERNEL_DTYPES
-        and (weight.shape[1] >= NARROW or KERNELS_ON_CPU)
+    return isinstance(weight, torch.Tensor) and type(weight) in PLAIN and _fit(
+        weight.device, (weight.dtype, A.dtype, B.dtype), (*weight.shape, A.shape[0]), weight.stride(1), problem.scaling
     )  # fmt: skip
 
 
-KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+def _fit(
+    device: torch.device, dtypes: tuple[torch.dtype, ...], sizes: tuple[int, ...], step: int, scaling: float
+) -> bool:
+    """takes_kernels of a plain W with A and B. dtypes: of all three. sizes: N, K, r. step: between elements of a row of W."""
+    weight, *factors = dtypes
+    return (
+        _readable(device, weight, step) and 0 not in sizes and scaling != 0 and KERNEL_DTYPES.issuperset(factors)
+        and (sizes[1] >= NARROW or KERNELS_ON_CPU)
+    )  # fmt: skip
+
+
+KERNEL_DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16))
 NARROW = 128
 """Columns under which the kernels are not used: of float32 operands, split in two, each product loses 2^-18, and norms of fewer
 columns can miss float32's error by that (benchmarks/LOG.md)."""
@@ -123,9 +133,13 @@ KERNELS_ON_CPU = False
 
 
 def _has_kernels(weight: torch.Tensor) -> bool:
+    return type(weight) in PLAIN and _readable(weight.device, weight.dtype, weight.stride(1))
+
+
+def _readable(device: torch.device, dtype: torch.dtype, step: int) -> bool:
     return (
-        type(weight) in (torch.Tensor, torch.nn.Parameter) and weight.element_size() == 2 and weight.stride(1) == 1
-        and weight.dtype.is_floating_point and (_capable(weight.device) or (KERNELS_ON_CPU and not weight.is_cuda))
+        dtype.itemsize == 2 and step == 1 and dtype.is_floating_point
+        and (_capable(device) or (KERNELS_ON_CPU and device.type != "cuda"))
     )  # fmt: skip
 
 
@@ -173,10 +187,37 @@ def plainly(device: torch.device) -> Any:
         yield
 
 
+def traced_row_norm(
+    weight_NK: torch.Tensor, A_rK: torch.Tensor, B_Nr: torch.Tensor, scaling: float
+) -> torch.Tensor:  # fmt: skip
+    """||W + s B A|| by row, [N], without gradient, for torch.compile to trace: computed at every call, since what is kept in
+    Python would be frozen into CUDA graphs, and would lie in their memory."""
+    dtypes, sizes = (weight_NK.dtype, A_rK.dtype, B_Nr.dtype), (*weight_NK.shape, A_rK.shape[0])
+    operands = weight_NK.detach(), A_rK.detach(), B_Nr.detach()
+    norm_N: torch.Tensor
+    if _traced_to_the_kernel(weight_NK.device, dtypes, sizes, weight_NK.stride(1), scaling):
+        norm_N = torch.ops.packlora.direct_row_norm(*operands, scaling)
+    else:
+        norm_N = torch.ops.packlora.row_norm(*operands, scaling)
+    return norm_N
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _traced_to_the_kernel(
+    device: torch.device, dtypes: tuple[torch.dtype, ...], sizes: tuple[int, ...], step: int, scaling: float
+) -> bool:  # fmt: skip
+    """Whether the compiler launches the kernel itself: 3 launches and 100 us of the host less than by an operator that is
+    closed to it. Triton's interpreter cannot be compiled."""
+    if device.type != "cuda" or not _fit(device, dtypes, sizes, step, scaling):
+        return False
+    from packlora.ops.row_norm import triton_path
+
+    return triton_path.compiles()
+
+
 @torch.library.custom_op("packlora::row_norm", mutates_args=())
 def row_norm_op(weight_NK: torch.Tensor, A_rK: torch.Tensor, B_Nr: torch.Tensor, scaling: float) -> torch.Tensor:
-    """||W + s B A|| by row, [N], for torch.compile: computed at every call, since what is kept in Python would be frozen into
-    CUDA graphs, and would lie in their memory."""
+    """traced_row_norm in a way that is closed to compilers."""
     return row_norms([NormProblem(weight_NK, A_rK, B_Nr, scaling)], in_graph=True)[0]
 
 

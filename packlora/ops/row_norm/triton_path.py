@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from triton.runtime.jit import JITFunction
 
 from packlora.ops.gpu import capability, has_copy_engine, on_device, processors
 from packlora.ops.launcher import Descriptor, launch
@@ -51,22 +52,46 @@ def squared_row_norm(weight_NK: torch.Tensor, out: torch.Tensor) -> None:
 
 def direct(problem: NormProblem) -> torch.Tensor:
     """The norms of one module that row_norm.takes_kernels. No table is copied to the device and nothing is kept, for graphs
-    allow neither. K is cut in chunks until every processor has two programs."""
+    allow neither."""
     weight, A, B = problem.weight, problem.A.contiguous(), problem.B.contiguous()
     assert isinstance(weight, torch.Tensor)
+    grid, args, constants = _direct_launch(weight, A, B, float(problem.scaling))
+    with on_device(weight.device):
+        launch(norm.direct_kernel, grid, args, **constants)
+    return _summed(args[3])
+
+
+def _direct_launch(
+    weight: torch.Tensor, A: torch.Tensor, B: torch.Tensor, scaling: float
+) -> tuple[tuple[int, int], tuple[Any, ...], dict[str, Any]]:
+    """Grid, arguments, the fourth of which is written, and constants of direct_kernel. K is cut in chunks until every processor
+    has two programs."""
     (N, K), rank = weight.shape, len(A)
     ranks = 16 if rank <= 16 else 32
     rows, cols, warps, blocks = (128, 64, 8, 0) if rank > WIDE else (32, 128, 4, cdiv(rank, ranks))
     chunks = min(cdiv(2 * processors(weight.device), cdiv(N, rows)), cdiv(K, 4 * cols))
     chunk = cdiv(cdiv(K, chunks), cols) * cols
     squares = torch.empty(cdiv(K, chunk), N, dtype=torch.float32, device=weight.device)
-    with on_device(weight.device):
-        launch(
-            norm.direct_kernel, (cdiv(N, rows), len(squares)),
-            (weight, A, B, squares, N, K, rank, weight.stride(0), float(problem.scaling), chunk),
-            BLOCKS=blocks, BM=rows, BR=ranks, BK=cols, num_warps=warps, num_stages=3,
-        )  # fmt: skip
+    args = (weight, A, B, squares, N, K, rank, weight.stride(0), scaling, chunk)
+    constants = {"BLOCKS": blocks, "BM": rows, "BR": ranks, "BK": cols, "num_warps": warps, "num_stages": 3}
+    return (cdiv(N, rows), len(squares)), args, constants
+
+
+def _summed(squares: torch.Tensor) -> torch.Tensor:
     return squares.sum(0).sqrt_().clamp_(min=NORM_EPS)
+
+
+def compiles() -> bool:
+    """Whether direct_op can be compiled: kernels are not interpreted."""
+    return isinstance(norm.direct_kernel, JITFunction)
+
+
+@torch.library.triton_op("packlora::direct_row_norm", mutates_args=())
+def direct_op(weight_NK: torch.Tensor, A_rK: torch.Tensor, B_Nr: torch.Tensor, scaling: float) -> torch.Tensor:
+    """`direct` as a compiler sees it, which launches the kernel itself and fuses the sum with what reads it."""
+    grid, args, constants = _direct_launch(weight_NK, A_rK.contiguous(), B_Nr.contiguous(), scaling)
+    torch.library.wrap_triton(norm.direct_kernel)[grid](*args, **constants)
+    return _summed(args[3])
 
 
 def run(problems: Sequence[NormProblem], budget_bytes: int | None) -> list[torch.Tensor]:
