@@ -23,7 +23,7 @@ from packlora.adapters.norms import NormHandle, RowNorms
 from packlora.adapters.siblings import SiblingGroup
 from packlora.live.forward import DISABLED, DTYPES, MERGED, NOT_ACTIVE, OwnForward, observed
 from packlora.live.quantized import COMPILED, StoredWeight, linear_kinds, stored_weight
-from packlora.live.wrapped import NotWhole, kind_of, why_called, why_no_weight
+from packlora.live.wrapped import UNITS, NotWhole, is_frozen, kind_of, weight_of, why_called, why_no_weight
 from packlora.ops.lora_linear.autograd import lora_group
 from packlora.ops.lora_linear.frozen import Dense, FrozenWeight
 from packlora.ops.lora_linear.plan import Plan
@@ -155,7 +155,7 @@ def look(owner: LayerForward) -> LayerCall | str:
         if variant is not DoraLinearVariant:
             return f"its adapter is a variant of LoRA: {variant.__name__.removesuffix('LinearVariant')}"
         holder = modules["lora_magnitude_vector"]._modules[name]
-        magnitude = holder._parameters.get("weight")
+        magnitude = weight_of(holder)
         if observed(holder):
             return why_called("lora_magnitude_vector", holder)
         if type(magnitude) not in (nn.Parameter, torch.Tensor):
@@ -177,7 +177,7 @@ def look(owner: LayerForward) -> LayerCall | str:
     if reason := _why_not_read(adapter if stored is not None else [("base layer", base), *adapter]):
         return reason
     weight, bias = (stored or base).weight, (stored or base).bias
-    if weight.requires_grad:
+    if not is_frozen(weight):
         return "its base weight is trained too"
     if type(drop) not in (nn.Identity, nn.Dropout) or observed(drop):
         return f"its lora_dropout is a {type(drop).__name__} of its own or has hooks; known are Dropout and Identity"
@@ -187,18 +187,20 @@ def look(owner: LayerForward) -> LayerCall | str:
     if p >= 1.0 or (p and drop.inplace):
         return f"its lora_dropout drops everything or works in place (p = {p})"
     return LayerCall(
-        owner, weight, bias, A._parameters["weight"], B._parameters["weight"], float(scaling), p, name, magnitude, stored,
+        owner, weight, bias, weight_of(A), weight_of(B), float(scaling), p, name, magnitude, stored,
     )  # fmt: skip
 
 
 def _why_not_read(modules: Sequence[tuple[str, Any]]) -> str | None:
     """Why the weight of one of these modules, by its role, cannot be read in the place of calling it."""
     for role, module in modules:
+        if isinstance(module, UNITS):
+            return why_no_weight(role, module)
         if type(module) is not nn.Linear:
             return f"its {role} is a {type(module).__module__}.{type(module).__qualname__}, not torch.nn.Linear"
         if observed(module):
             return why_called(role, module)
-        weight: Any = module._parameters.get("weight")
+        weight = weight_of(module)
         if type(weight) not in (nn.Parameter, torch.Tensor):
             return why_no_weight(role, module)
         if weight.shape != (module.out_features, module.in_features):
