@@ -4,6 +4,8 @@
     python examples/trl_sft.py MODEL examples/data/debian_synopsis/train.jsonl
     python examples/trl_sft.py MODEL examples/data/debian_synopsis/train.jsonl --no-accelerate     # to compare
 
+On several processes: torchrun --nproc-per-node 2 examples/trl_sft.py MODEL DATA, or accelerate launch.
+
 MODEL is a folder or a hub id; rows are {"prompt", "completion"}, {"messages"} or {"text"}. Runs on a GPU if there is one, else
 on the CPU. Without dropout the two runs print the same losses, up to the rounding of the dtype.
 """
@@ -55,12 +57,14 @@ def main(arguments: list[str] | None = None) -> SFTTrainer:
         callbacks=[ThroughputCallback()],
     )  # fmt: skip
     if not args.no_accelerate:
-        print(packlora.accelerate(trainer.model))  # the one line
+        report = packlora.accelerate(trainer.model)  # the one line
+        if trainer.is_world_process_zero():
+            print(report)
 
     trainer.train()
     trainer.save_model()
     for entry in trainer.state.log_history:
-        if "loss" in entry:
+        if "loss" in entry and trainer.is_world_process_zero():
             print(
                 f"step {entry['step']:>4}  loss {entry['loss']:.6f}  {entry['tokens_per_second']:.0f} tokens/s  "
                 f"peak {entry['peak_memory_gib']:.2f} GiB"

@@ -22,7 +22,7 @@ from conftest import tiny_model
 from peft import LoraConfig, get_peft_model
 from peft.utils.other import fsdp_auto_wrap_policy
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, ShardingStrategy, fully_shard
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor
@@ -47,6 +47,7 @@ class Case:
         when: accelerate() gets the model "before" it is wrapped, the wrapped one "after", or "inside", the model that was
             wrapped, afterwards.
         frozen: adapters' parameters with this in their names are not trained.
+        thawed: the base model's parameters with this in their names are trained.
         accumulate: microbatches a step; all but the last one without synchronisation.
         checkpointing: "" or "plain" or "reentrant".
         compiled: "" or "outside", the wrapped model, or "inside", the model that is wrapped.
@@ -60,6 +61,7 @@ class Case:
     dora: bool = False
     dropout: float = 0.0
     frozen: str = ""
+    thawed: str = ""
     accumulate: int = 1
     checkpointing: str = ""
     compiled: str = ""
@@ -101,6 +103,8 @@ def adapted(case: Case) -> Any:
             parameter.data = parameter.data * (1 + 0.1 * noise) if "magnitude" in name else noise * 0.2
         if case.frozen and case.frozen in name:
             parameter.requires_grad_(False)
+        if case.thawed and case.thawed in name:
+            parameter.requires_grad_(True)
     return model.double().train() if case.dtype == torch.float64 else model.train()
 
 
@@ -152,6 +156,14 @@ def linears(model: Any) -> list[Any]:
     return [module for module in model.modules() if hasattr(module, "lora_A")]
 
 
+def leaves(model: Any) -> list[Any]:
+    return [module for module in model.modules() if isinstance(module, nn.Linear)]
+
+
+def factors(model: Any) -> list[Any]:
+    return [module for layer in linears(model) for module in (layer.lora_A["default"], layer.lora_B["default"])]
+
+
 def nothing(_: Any) -> list[Any]:
     return []
 
@@ -194,9 +206,12 @@ WRAPPERS: dict[str, Callable[[Any], Any]] = {
     "fsdp2 parts": shards(parts),
     "fsdp2 parts kept": shards(parts, reshard_after_forward=False),
     "fsdp2 linear": shards(linears),
+    "fsdp2 leaves": shards(leaves),
+    "fsdp2 adapters": shards(factors),
     "fsdp2 mixed": shards(reshard_after_forward=True, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)),
     "fsdp2 float32": shards(reshard_after_forward=True, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32)),
     "fsdp1": lambda model: flat(model, use_orig_params=True),
+    "fsdp1 grads": lambda model: flat(model, use_orig_params=True, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP),
     "fsdp1 whole": lambda model: flat(model, auto_wrap_policy=None, use_orig_params=True),
     "fsdp1 flat": flat_by_peft,
 }
@@ -315,6 +330,7 @@ class Answer:
         accelerated, reasons, groups, notes: of the report, reasons of modules that are PEFT's.
         served, left: of its counts, summed over the modules.
         told: warnings of packlora.
+        text: the report as it is printed at the end.
         error: the traceback, where it raised.
     """
 
@@ -329,6 +345,7 @@ class Answer:
     groups: int = 0
     notes: list[str] = field(default_factory=list)
     told: list[str] = field(default_factory=list)
+    text: str = ""
     error: str = ""
 
 
@@ -356,7 +373,7 @@ def answer(got: Life, want: Life) -> Answer:
     return Answer(
         worst, where, sum("grad of" in name for name in want.tensors), report.accelerated, len(report.modules),
         sum(one.served for one in calls), dict(left), sorted({m.reason for m in report.modules if m.reason}),
-        len(report.groups), list(report.notes), got.told,
+        len(report.groups), list(report.notes), got.told, str(report),
     )  # fmt: skip
 
 

@@ -176,6 +176,9 @@ class NormHandle:
                 return f"the storage of {name} is freed"
             if operand.ndim != 2:
                 return f"{name} is {list(operand.shape)}"
+        codes = getattr(self.weight, "codes", None)
+        if codes is not None and not codes.stored.untyped_storage().size():
+            return "the storage of the weight's codes is freed"
         return None
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from packlora.adapters.kinds import is_linear, lies_transposed, sizes
-from packlora.live.wrapped import NotWhole, why_called, why_no_weight
+from packlora.live.wrapped import UNITS, NotWhole, weight_of, why_called, why_no_weight
 
 DTYPES = frozenset((torch.float64, torch.float32, torch.bfloat16, torch.float16))
 DISABLED, MERGED = "its adapters are disabled", "its adapters are merged into the base weights"
@@ -44,11 +44,13 @@ def observed(module: nn.Module) -> bool:
 def why_not_read(modules: Sequence[tuple[str, Any]]) -> str | None:
     """Why the weight of one of these linear layers, by its role, cannot be read in the place of calling it."""
     for role, module in modules:
+        if isinstance(module, UNITS):
+            return why_no_weight(role, module)
         if not is_linear(module):
             return f"its {role} is a {type(module).__module__}.{type(module).__qualname__}, not torch.nn.Linear"
         if observed(module):
             return why_called(role, module)
-        weight: Any = module._parameters.get("weight")
+        weight = weight_of(module)
         if type(weight) not in (nn.Parameter, torch.Tensor):
             return why_no_weight(role, module)
         if weight.shape != (sizes(module)[::-1] if lies_transposed(module) else sizes(module)):

@@ -22,7 +22,7 @@ from packlora.adapters.norms import RowNorms
 from packlora.live.adapter import DTYPES, active_adapter, observed, why_not_read
 from packlora.live.forward import ASKED_FOR, OwnForward
 from packlora.live.layers import product_dtype
-from packlora.live.wrapped import NotWhole, kind_of, why_called
+from packlora.live.wrapped import NotWhole, kind_of, weight_of, why_called
 from packlora.ops.lora_experts.autograd import lora_experts
 from packlora.ops.lora_experts.routing import Routing
 from packlora.ops.lora_experts.types import ExpertLowRank, ExpertWeight
@@ -80,7 +80,7 @@ class ExpertsForward(OwnForward):
             return unread
         if not isinstance(scaling := layer.scaling[name], float | int):
             return f"its scaling is a {type(scaling).__name__}, not a number"
-        low_rank = ExpertLowRank(A._parameters["weight"], B._parameters["weight"], float(scaling))
+        low_rank = ExpertLowRank(weight_of(A), weight_of(B), float(scaling))
         E, N, K = frozen_at(experts, leaf).shape
         if E == 1:
             return "it has one expert alone"

@@ -25,7 +25,7 @@ from packlora.adapters.siblings import SiblingGroup
 from packlora.live.adapter import active_adapter, observed, why_not_read
 from packlora.live.forward import OwnForward
 from packlora.live.quantized import COMPILED, StoredWeight, quantised_kinds, stored_weight
-from packlora.live.wrapped import kind_of, why_called, why_no_weight
+from packlora.live.wrapped import is_frozen, kind_of, weight_of, why_called, why_no_weight
 from packlora.ops.lora_linear.autograd import lora_group
 from packlora.ops.lora_linear.frozen import Dense, FrozenWeight
 from packlora.ops.lora_linear.plan import Plan
@@ -151,7 +151,7 @@ def look(owner: LayerForward) -> LayerCall | str:
         if variant is not DoraLinearVariant:
             return f"its adapter is a variant of LoRA: {variant.__name__.removesuffix('LinearVariant')}"
         holder = modules["lora_magnitude_vector"]._modules[name]
-        magnitude = holder._parameters.get("weight")
+        magnitude = weight_of(holder)
         if observed(holder):
             return why_called("lora_magnitude_vector", holder)
         if type(magnitude) not in (nn.Parameter, torch.Tensor):
@@ -173,7 +173,7 @@ def look(owner: LayerForward) -> LayerCall | str:
     if lies_transposed(base) != bool(getattr(layer, "fan_in_fan_out", False)):
         return "fan_in_fan_out does not say how its base weight lies"
     weight, bias = (stored or base).weight, (stored or base).bias
-    if weight.requires_grad:
+    if not is_frozen(weight):
         return "its base weight is trained too"
     weight = owner.from_outputs(base) if lies_transposed(base) else weight
     if type(drop) not in (nn.Identity, nn.Dropout) or observed(drop):
@@ -184,7 +184,7 @@ def look(owner: LayerForward) -> LayerCall | str:
     if p >= 1.0 or (p and drop.inplace):
         return f"its lora_dropout drops everything or works in place (p = {p})"
     return LayerCall(
-        owner, weight, bias, A._parameters["weight"], B._parameters["weight"], float(scaling), p, name, magnitude, stored,
+        owner, weight, bias, weight_of(A), weight_of(B), float(scaling), p, name, magnitude, stored,
     )  # fmt: skip
 
 
@@ -391,7 +391,7 @@ class LayerForward(OwnForward):
 
     def from_outputs(self, base: nn.Module) -> torch.Tensor:
         """The weight [N, K] of a layer that has it transposed: the same view of it while it is the same tensor."""
-        own = base._parameters["weight"]
+        own = weight_of(base)
         assert own is not None
         if torch.compiler.is_compiling():
             return own.detach().T

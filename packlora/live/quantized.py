@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from peft.import_utils import is_bnb_available
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from packlora.live.adapter import observed
-from packlora.live.wrapped import why_called
+from packlora.live.wrapped import UNITS, NotWhole, weight_of, why_called, why_no_weight
 from packlora.ops.lora_linear.frozen import FrozenWeight
 from packlora.ops.lora_linear.library_codes import library_codes
-from packlora.ops.lora_linear.quantized import Codes, EightBit, FourBit, Quantized, codes_of
+from packlora.ops.lora_linear.quantized import Codes, EightBit, FourBit, Quantized, codes_of, state_of
 
 COMPILED = "layers over quantised ones are not computed here in compiled graphs"
 
@@ -53,6 +54,8 @@ def stored_weight(base: Any, kind: type | None, known: StoredWeight | None) -> S
         known: what was read the last time.
     """
     name = f"{type(base).__module__}.{type(base).__qualname__}"
+    if isinstance(base, UNITS):
+        return why_no_weight("base layer", base)
     if kind is not None and type(base) is not kind:
         return f"its base layer is a {name}, not {kind.__name__}"
     if observed(base):
@@ -71,17 +74,24 @@ def stored_weight(base: Any, kind: type | None, known: StoredWeight | None) -> S
 
 def _why_no_codes(base: Any) -> str | None:
     """Why the operator cannot read the weight of a bitsandbytes layer."""
-    weight = base._parameters.get("weight")
+    weight = weight_of(base)
+    if isinstance(weight, DTensor):
+        return why_no_weight("base layer", base)
     if hasattr(base, "state"):
+        if not hasattr(weight, "SCB"):
+            return f"the weight of its base layer is a {type(weight).__name__} without bitsandbytes' scales"
         if base.state.has_fp16_weights or weight.dtype != torch.int8:
             return "its base layer is not quantised (has_fp16_weights)"
         return "the scales of its base layer are gone" if base.state.SCB is None and weight.SCB is None else None
-    state = getattr(weight, "quant_state", None)
+    state = state_of(base)
     if state is None:
         return "its base layer is not quantised yet"
     if getattr(state, "packing_format_for_cpu", False):
         return "bitsandbytes has packed its base layer for inference on a CPU, which cannot be trained"
-    return None if tuple(state.shape) == (base.out_features, base.in_features) else "its base layer is not whole here"
+    shape = base.out_features, base.in_features
+    if tuple(state.shape) != shape or weight.numel() * weight.itemsize != (shape[0] * shape[1] + 1) // 2:
+        return NotWhole("the weight of its base layer is not whole here")
+    return None
 
 
 class StoredWeight:
@@ -99,7 +109,7 @@ class StoredWeight:
     @property
     def weight(self) -> torch.Tensor:
         """The tensor of integers that stands for it."""
-        found = self.base._parameters.get("weight")
+        found: torch.Tensor = weight_of(self.base)
         return found if isinstance(self.codes, FourBit | EightBit) else self.codes.stored
 
     @property
@@ -130,11 +140,11 @@ class StoredWeight:
 def _parts(base: Any) -> list[object]:
     """What the codes of a layer are made of: all of its tensors, and what bitsandbytes keeps beside them."""
     parts: list[object] = [*base._parameters.values(), *base._buffers.values()]
-    weight, state = base._parameters.get("weight"), getattr(base, "state", None)
+    weight, state = weight_of(base), getattr(base, "state", None)
     if state is not None:
         parts += state.CB, state.SCB, weight.SCB
-    elif hasattr(weight, "quant_state"):
-        parts.append(weight.quant_state)
+    elif hasattr(base, "quant_state"):
+        parts += weight, state_of(base)
     return parts
 
 

@@ -10,7 +10,7 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper, TrainableTokensWrapper
 
-from packlora.live.forward import Calls, OwnForward, Warned
+from packlora.live.forward import ASKED_FOR, Calls, OwnForward, Warned
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +71,7 @@ class Report:
             f"packlora: {self.accelerated} of {len(self.modules)} adapted modules accelerated, "
             f"{together} of them in {len(self.groups)} sibling groups"
         ]
+        lines += self._left_since()
         texts: dict[tuple[str, str], list[str]] = {}
         for module in self.modules:
             if module.reason is not None:
@@ -83,6 +84,18 @@ class Report:
         rows = [(_ranges(paths), text) for (_, text), paths in texts.items()]
         width = max((len(name) for name, _ in rows), default=0)
         return "\n".join(lines + [f"  {name:<{width}}  {text}" for name, text in rows] + [f"  {n}" for n in self.notes])
+
+    def _left_since(self) -> list[str]:
+        """What PEFT has computed of modules that are called accelerated."""
+        by_reason: dict[str, list[int]] = {}
+        for calls in self.calls:
+            for reason, number in calls.left.items():
+                if calls.promised and reason not in ASKED_FOR:
+                    by_reason.setdefault(reason, []).append(number)
+        return [
+            f"  but PEFT's own forward has computed {sum(numbers)} calls of {len(numbers)} of them since: {reason}"
+            for reason, numbers in by_reason.items()
+        ]
 
 
 def report_of(

@@ -18,7 +18,7 @@ from packlora.live.adapter import DTYPES, active_adapter, observed, why_not_read
 from packlora.live.experts import NO_REGISTRY
 from packlora.live.forward import OwnForward
 from packlora.live.layers import LayerCall, LayerForward, compute
-from packlora.live.wrapped import NotWhole, kind_of, why_called
+from packlora.live.wrapped import NotWhole, kind_of, weight_of, why_called
 
 COMPILED = "routers are not computed here in compiled graphs"
 
@@ -67,9 +67,7 @@ class RouterForward(LayerForward):
             return "the weight of its router is trained too"
         if not isinstance(scaling := layer.scaling[name], float | int):
             return f"its scaling is a {type(scaling).__name__}, not a number"
-        return LayerCall(
-            self, weight, None, A._parameters["weight"], B._parameters["weight"], float(scaling), 0.0, name, None
-        )
+        return LayerCall(self, weight, None, weight_of(A), weight_of(B), float(scaling), 0.0, name, None)
 
 
 def router_forward(layer: ParamWrapper, path: str, norms: RowNorms) -> OwnForward | str:

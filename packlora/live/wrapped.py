@@ -15,9 +15,12 @@ import peft
 import torch
 import transformers
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FlatParameter, FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+
+UNITS: Any = (FullyShardedDataParallel, FSDPModule)
+"""What FSDP gathers as one."""
 
 
 class NotWhole(str):
@@ -27,10 +30,14 @@ class NotWhole(str):
 
 
 def inner_model(model: nn.Module) -> nn.Module:
-    """The model that DDP or nn.DataParallel holds: it has the config, and can be run without them."""
-    while isinstance(model, DistributedDataParallel | nn.DataParallel):
-        model = model.module
+    """The model that DDP, nn.DataParallel or DeepSpeed's engine holds: it has the config, and can be run without them."""
+    while isinstance(model, DistributedDataParallel | nn.DataParallel) or _is_engine(model):
+        model = model.module  # type: ignore[assignment]
     return model
+
+
+def _is_engine(model: nn.Module) -> bool:
+    return type(model).__module__.startswith("deepspeed.") and isinstance(getattr(model, "module", None), nn.Module)
 
 
 def kind_of(module: nn.Module) -> type:
@@ -45,7 +52,7 @@ def kind_of(module: nn.Module) -> type:
 def why_not_run(model: nn.Module) -> str | None:
     """Why a forward of this module would not be one of the training: it is inside of what FSDP runs, and each of its units
     would take itself for the root."""
-    units = [module for module in model.modules() if isinstance(module, FullyShardedDataParallel | FSDPModule)]
+    units = [module for module in model.modules() if isinstance(module, UNITS)]
     if units and not set(map(id, units)) <= set(map(id, units[0].modules())):
         return "parts of the model are FSDP units and no unit has them all; call it on what FSDP returned, or before"
     return None
@@ -66,6 +73,24 @@ def left_sharded(model: nn.Module) -> Iterator[None]:
             module.reshard()
 
 
+def weight_of(module: nn.Module) -> Any:
+    """Its weight, a Parameter or what FSDP1 has put in its place, or None."""
+    weight = module._parameters.get("weight")
+    return module.__dict__.get("weight") if weight is None else weight
+
+
+def is_frozen(weight: torch.Tensor) -> bool:
+    """Whether this weight is not trained. Under FSDP1 with use_orig_params a layer that runs has a view of a flat parameter: it
+    wants gradients where any parameter in it does, and FSDP1 throws those of frozen ones away."""
+    if not weight.requires_grad:
+        return True
+    flat = weight._base
+    if not isinstance(flat, FlatParameter):
+        return False
+    views, parameters = getattr(flat, "_tensors", None) or (), getattr(flat, "_params", None) or ()
+    return any(view is weight and not own.requires_grad for view, own in zip(views, parameters, strict=False))
+
+
 # --- why a layer is PEFT's ---------------------------------------------------------------------------------------------
 
 
@@ -75,18 +100,15 @@ def why_called(role: str, module: nn.Module) -> str:
     if plan is not None and "forward" in module.__dict__:
         return f"its {role} is tensor parallel ({plan}, by transformers {transformers.__version__})"
     if any(hasattr(parameter, "ds_id") for parameter in module._parameters.values()):
-        return f"the weight of its {role} is partitioned by DeepSpeed's ZeRO-3"
+        return f"the weight of its {role} is partitioned by DeepSpeed's ZeRO-3; ZeRO-2 and FSDP2 are computed here"
     return f"its {role} has hooks or a replaced forward"
 
 
 def why_no_weight(role: str, module: nn.Module) -> NotWhole:
     """Of a module whose weight is no Parameter of its own."""
-    if isinstance(module, FullyShardedDataParallel):
-        return NotWhole(f"its {role} is a unit of FSDP by itself")
-    weight: Any = module._parameters.get("weight")
-    if weight is None and isinstance(module.__dict__.get("weight"), torch.Tensor):
-        return NotWhole(f"the weight of its {role} is a part of a flat parameter (FSDP without use_orig_params)")
-    return NotWhole(f"the weight of its {role} is a {type(weight).__name__}, not a Parameter")
+    if isinstance(module, UNITS):
+        return NotWhole(f"its {role} is a unit of FSDP by itself; units of whole layers or blocks are computed here")
+    return NotWhole(f"the weight of its {role} is a {type(weight_of(module)).__name__}, not a Parameter")
 
 
 # --- transformers' tensor parallelism ----------------------------------------------------------------------------------

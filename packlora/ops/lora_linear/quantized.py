@@ -206,8 +206,14 @@ class _Product(torch.autograd.Function):
 
 def codes_of(module: Any) -> Codes:
     """The weight of a bitsandbytes Linear4bit or Linear8bitLt that is quantised and on its device."""
-    weight = module.weight
-    if hasattr(weight, "quant_state"):
-        return FourBit(weight, weight.quant_state)
+    weight, state = module.weight, state_of(module)
+    if state is not None:
+        return FourBit(weight, state)
     largest_N = module.state.SCB if module.state.SCB is not None else weight.SCB
     return EightBit(weight if module.state.CB is None else module.state.CB, largest_N)
+
+
+def state_of(module: Any) -> Any:
+    """The QuantState of a bitsandbytes Linear4bit; None of a layer that has none. FSDP takes it off the weight."""
+    own = getattr(module.weight, "quant_state", None)
+    return getattr(module, "quant_state", None) if own is None else own
