@@ -391,7 +391,7 @@ class LayerForward(OwnForward):
 
     def from_outputs(self, base: nn.Module) -> torch.Tensor:
         """The weight [N, K] of a layer that has it transposed: the same view of it while it is the same tensor."""
-        own = weight_of(base)
+        own: torch.Tensor = weight_of(base)
         assert own is not None
         if torch.compiler.is_compiling():
             return own.detach().T
