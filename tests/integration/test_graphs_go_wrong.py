@@ -214,7 +214,12 @@ def reason(dora_dropout: str, monkeypatch: pytest.MonkeyPatch, jobs: int = 2) ->
     spec = resolve(config, model, "a", base_dropped=dora_dropout == "peft")
     job: Any = SimpleNamespace(name="a", adapter=SimpleNamespace(spec=spec))
     base: Any = SimpleNamespace(
-        device=torch.device("cuda"), quantization=None, fused_loss=True, model=model, storage=InMemory()
+        device=torch.device("cuda"),
+        quantization=None,
+        fused_loss=True,
+        model=model,
+        storage=InMemory(),
+        vision=None,
     )
     run: Any = SimpleNamespace(dtype="bfloat16", gradient_checkpointing=False)
     model.requires_grad_(False)

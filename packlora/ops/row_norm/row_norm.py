@@ -195,7 +195,10 @@ def traced_row_norm(
     dtypes, sizes = (weight_NK.dtype, A_rK.dtype, B_Nr.dtype), (*weight_NK.shape, A_rK.shape[0])
     operands = weight_NK.detach(), A_rK.detach(), B_Nr.detach()
     norm_N: torch.Tensor
-    if _traced_to_the_kernel(weight_NK.device, dtypes, sizes, weight_NK.stride(1), scaling):
+    known = (
+        1.0 if scaling != 0 else 0.0
+    )  # one that is set again is symbolic to Dynamo, which asks constants of constants alone
+    if _traced_to_the_kernel(weight_NK.device, dtypes, sizes, weight_NK.stride(1), known):
         norm_N = torch.ops.packlora.direct_row_norm(*operands, scaling)
     else:
         norm_N = torch.ops.packlora.row_norm(*operands, scaling)
