@@ -203,3 +203,20 @@ def test_compiled_into_cuda_graphs_before_and_after_optimizer_steps(
 
 def names_of(model: Any) -> list[str]:
     return [name for name, p in model.named_parameters() if p.requires_grad]
+
+
+def test_a_compiled_model_follows_a_scaling_that_is_set_again() -> None:
+    """What was a constant of the first graph is a symbol of the second."""
+    model = qwen3(GATED, [])
+    ids = torch.randint(3, 320, (2, 96), device="cuda")
+    exact, plain = copy.deepcopy(model).float(), copy.deepcopy(model).bfloat16()
+    packlora.accelerate(model, example={"input_ids": ids})
+    torch._dynamo.reset()
+    compiled = torch.compile(model)
+    for scaling in (2.0, 3.0, 0.5, 0.25):
+        for one in (model, exact, plain):
+            for module in one.modules():
+                if isinstance(getattr(module, "scaling", None), dict):
+                    module.scaling["default"] = scaling
+        want, ours, theirs = (one(input_ids=ids).logits.detach() for one in (exact, compiled, plain))
+        assert worst(ours, want) <= 2 * worst(theirs, want), f"scaling {scaling}"
