@@ -629,9 +629,10 @@ class ParallelConfig(_Strict):
     """Devices that hold a part of the experts each."""
     sequence_parallel: bool = False
     """With tensor: share the tokens of what lies between the layers that are cut, too: norms and residuals."""
-    shard_base: bool | Literal["auto"] = "auto"
-    """Hold a part of the base model on each device, and gather a layer when it is computed. All devices share every job. auto:
-    where a device is estimated to hold no whole one with what training needs."""
+    shard_base: bool | int | Literal["auto"] = "auto"
+    """Hold a part of the rows of every weight on each device, and gather a layer when it is computed. true: all devices share
+    the base model so, and every job; with tensor, its slices. A number: so many do, times tensor, and there are several such
+    sets. auto: where a device is estimated to hold no whole one with what training needs."""
 
     @model_validator(mode="after")
     def _known(self) -> ParallelConfig:
@@ -641,16 +642,19 @@ class ParallelConfig(_Strict):
             raise ValueError("this version does not take expert; leave this key out")
         if self.pipeline != "auto" and self.pipeline < 1:
             raise ValueError(f"pipeline is {self.pipeline}; give auto or a number of stages, at least 1")
-        if self.stages > 1 and self.shard_base is True:
+        if self.has_degree and int(self.shard_base) < 2:
             raise ValueError(
-                f"pipeline is {self.pipeline} and shard_base is true, two ways to share the weights; give one"
+                f"shard_base is {self.shard_base}; give true, false, auto or a number of devices, at least 2"
             )
-        if self.tensor > 1 and self.shard_base is True:
-            raise ValueError(f"tensor is {self.tensor} and shard_base is true, two ways to share the weights; give one")
+        if self.stages > 1 and self.is_sharded:
+            raise ValueError(
+                f"pipeline is {self.pipeline} and shard_base is {str(self.shard_base).lower()}, two ways to share the weights: "
+                "a stage would gather each of its layers again for every microbatch, and has them in memory as it is; give one"
+            )
         if self.sequence_parallel and self.tensor == 1:
             raise ValueError("sequence_parallel goes with tensor, the devices that share the tokens; set both")
-        together, named = self.tensor * self.stages, "tensor" if self.stages == 1 else "pipeline"
-        named = "pipeline times tensor" if self.tensor > 1 and self.stages > 1 else named
+        parts = {"pipeline": self.stages, "tensor": self.tensor, "shard_base": self.degree or 1}
+        together, named = math.prod(parts.values()), " times ".join(key for key, size in parts.items() if size > 1)
         if self.devices_per_job != "auto" and self.devices_per_job % together:
             raise ValueError(
                 f"devices_per_job is {self.devices_per_job}, but {together} devices hold the base model together ({named}); "
@@ -663,11 +667,30 @@ class ParallelConfig(_Strict):
         """Of the pipeline that is asked for; 1 where that is left to us."""
         return 1 if self.pipeline == "auto" else self.pipeline
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether devices are asked to share weights by rows."""
+        return self.shard_base is True or self.has_degree
+
+    @property
+    def has_degree(self) -> bool:
+        """Whether shard_base is a number."""
+        return isinstance(self.shard_base, int) and not isinstance(self.shard_base, bool)
+
+    @property
+    def degree(self) -> int | None:
+        """The number of shard_base; None where it has none."""
+        return int(self.shard_base) if self.has_degree else None
+
+    def shards(self, processes: int) -> int:
+        """Of so many processes, those that share a weight by rows as it is asked for; 1: none."""
+        return self.degree or (processes // self.tensor if self.shard_base is True else 1)
+
     def check(self, processes: int) -> None:
         """Raises InputError where so many processes cannot be divided as asked."""
         each = self.devices_per_job
         started = f"{processes} {'process was' if processes == 1 else 'processes were'} started, one for each device"
-        for name, together in (("tensor", self.tensor), ("pipeline", self.stages)):
+        for name, together in (("tensor", self.tensor), ("pipeline", self.stages), ("shard_base", self.degree or 1)):
             if processes % together:
                 raise InputError(
                     f"parallel.{name} is {together}, but {started}; start a multiple of {together}, or give a number that "
@@ -678,8 +701,18 @@ class ParallelConfig(_Strict):
                 f"parallel.pipeline is {self.stages} and parallel.tensor {self.tensor}, but {started}; start a multiple of "
                 f"{self.tensor * self.stages}"
             )
+        if processes % (self.tensor * (self.degree or 1)):
+            raise InputError(
+                f"parallel.shard_base is {self.degree} and parallel.tensor {self.tensor}, but {started}; start a multiple of "
+                f"{self.tensor * (self.degree or 1)}"
+            )
         if self.shard_base is True and processes == 1:
             raise InputError("parallel.shard_base shares the base model over processes, but one process was started")
+        if self.shard_base is True and processes == self.tensor:
+            raise InputError(
+                f"parallel.shard_base shares what each of {self.tensor} devices (parallel.tensor) holds with further ones, but "
+                f"{started}; start a multiple of {self.tensor}, at least {2 * self.tensor}, or leave one of them out"
+            )
         if self.shard_base is True and each not in ("auto", processes):
             raise InputError(
                 f"parallel.devices_per_job is {each}, but with shard_base all {processes} processes share every job; leave it "
@@ -944,7 +977,7 @@ class Run(_Strict):
     def check_quantized(self, what: str) -> None:
         """Raises ValueError where a setting does not go with a quantised base model. what: makes it one, for the message."""
         apart = {
-            "shard_base": self.parallel.shard_base is True, "tensor": self.parallel.tensor > 1,
+            "shard_base": self.parallel.is_sharded, "tensor": self.parallel.tensor > 1,
             "pipeline": self.parallel.stages > 1,
         }  # fmt: skip
         if any(apart.values()):
@@ -970,7 +1003,7 @@ class Run(_Strict):
     @model_validator(mode="after")
     def _whole_for_prompts(self) -> Run:
         parts = {"tensor": self.parallel.tensor > 1, "pipeline": self.parallel.stages > 1}
-        if any(parts.values()) or self.parallel.shard_base is True:
+        if any(parts.values()) or self.parallel.is_sharded:
             key = next((key for key, asked in parts.items() if asked), "shard_base")
             self.check_prompts(f"parallel.{key}")
         return self

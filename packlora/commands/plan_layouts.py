@@ -17,9 +17,10 @@ from packlora.runtime.spread import (
     Spread,
     candidates,
     fits,
-    gather_seconds,
     needed_bytes,
     piped,
+    seconds_of,
+    sharded_layouts,
     spread,
 )
 from packlora.runtime.work import Work
@@ -31,15 +32,17 @@ HEADINGS = ("devices per job", "groups", "waves", "time", "speedup", "idle", "me
 class LayoutFigures:
     """A layout of the run, predicted.
 
-    groups: names of their jobs. sharded: the base model is in parts on all devices, and gathered layer by layer. pipeline:
-    stages, a device each, that have a part of its layers each. waves: of the group with the most. speedup: over one device.
+    groups: names of their jobs. shard: devices that have a part of the rows of every weight each, gathered layer by layer.
+    tensor: devices that have a slice of every layer each. pipeline: stages, a device each, that have a part of its layers each.
+    waves: of the group with the most. speedup: over one device.
     idle: share of all devices' time in which they have no microbatch, by predicted work (runtime/work.py). bytes: of a device
     of the group that needs the most.
     """
 
     devices_per_job: int
     groups: tuple[tuple[str, ...], ...]
-    sharded: bool
+    shard: int
+    tensor: int
     pipeline: int
     waves: int
     seconds: float
@@ -50,10 +53,15 @@ class LayoutFigures:
     taken: bool
 
     @property
+    def sharded(self) -> bool:
+        return self.shard > 1
+
+    @property
     def status(self) -> str:
         """For the last column."""
         words = ["taken"] if self.taken else []
-        words += ["base sharded"] if self.sharded else []
+        words += [f"tensor {self.tensor}"] if self.tensor > 1 else []
+        words += [f"shard {self.shard}"] if self.sharded else []
         words += [f"pipeline of {self.pipeline}"] if self.pipeline > 1 else []
         words += [] if self.fits else ["does not fit"]
         return ", ".join(words)
@@ -85,10 +93,9 @@ def figures_of(prepared: PreparedRun, known: Profile, devices: int, taken: Choic
         taken: from spread.choose.
         alone: seconds that the run takes on one device.
     """
-    work, names = Work(prepared), tuple(job.data.name for job in prepared.jobs)
-    found = candidates(prepared, devices, work.jobs())
-    if devices > 1 and prepared.run.parallel.stages == 1:
-        found.append(Layout((names,), devices, sharded=True))
+    work = Work(prepared)
+    found = candidates(prepared, devices, work.jobs()) + sharded_layouts(prepared, devices, work.jobs())
+    if prepared.run.parallel.stages == 1:
         found += piped(prepared, devices, work.jobs())
     rows = [_row(prepared, known, spread(prepared, own), work, taken.layout, alone) for own in found]
     return Layouts(devices, rows, taken.reason)
@@ -98,15 +105,15 @@ def _row(
     prepared: PreparedRun, known: Profile, own: Spread, work: Work, taken: Layout, alone: float
 ) -> LayoutFigures:  # fmt: skip
     layout = own.layout
-    gathering, piped = gather_seconds(prepared, layout), layout.pipeline > 1
-    staged = profiler.staged(known, prepared.run, prepared, layout.pipeline).cost if piped else None
-    seconds = own.predict(lambda microbatch: known.seconds(microbatch) + gathering, staged).time
+    staged = None
+    if layout.pipeline > 1:
+        staged = profiler.staged(known, prepared.run, prepared, layout.pipeline).cost
+    seconds = own.predict(seconds_of(prepared, layout, known.seconds), staged).time
     balance, needed = own.predict(work.of, work.staged(layout)), needed_bytes(prepared, known, own)
-    in_parts = layout.sharded or piped
-    has_failed = known.failed is not None and max(own.fullest) >= known.failed and not in_parts
+    has_failed = known.failed is not None and max(own.fullest) >= known.failed and not layout.is_in_parts
     return LayoutFigures(
-        layout.devices_per_job, layout.groups, layout.sharded, layout.pipeline, balance.waves, seconds, alone / seconds,
-        balance.idle, needed, fits(known, needed) and not has_failed, layout == taken,
+        layout.devices_per_job, layout.groups, layout.shard, layout.tensor, layout.pipeline, balance.waves, seconds,
+        alone / seconds, balance.idle, needed, fits(known, needed) and not has_failed, layout == taken,
     )  # fmt: skip
 
 
@@ -129,7 +136,11 @@ def sentences(found: Layouts, limit: int) -> list[str]:
     """
     taken, out = found.taken, []
     each = "is whole on one device" if taken.devices_per_job == 1 else f"is shared by {taken.devices_per_job} devices"
-    what = "the sharded base" if taken.sharded else str(taken.devices_per_job)
+    what = str(taken.devices_per_job)
+    if taken.sharded:
+        what = (
+            "the sharded base" if taken.shard * taken.tensor == found.devices else f"a base sharded over {taken.shard}"
+        )
     if taken.pipeline > 1:
         what = f"a pipeline of {taken.pipeline}"
         each = (
@@ -144,8 +155,13 @@ def sentences(found: Layouts, limit: int) -> list[str]:
         out.append("note: this does not fit; lower max_tokens_per_microbatch or set gradient_checkpointing: true")
     if any(row.sharded for row in found.rows):
         out.append(
-            "base sharded: with parallel.shard_base, by itself where nothing else fits. Layers are assumed to be "
-            f"gathered at {GATHER_BYTES_PER_SECOND / 1e9:.0f} GB/s"
+            "shard N: the base model is shared by rows over N devices, with parallel.shard_base, by itself where nothing else "
+            f"fits. Layers are assumed to be gathered at {GATHER_BYTES_PER_SECOND / 1e9:.0f} GB/s"
+        )
+    if any(row.tensor > 1 for row in found.rows):
+        out.append(
+            "tensor N: with parallel.tensor, an equal part of the time of one device each, and hidden states added up at "
+            f"{GATHER_BYTES_PER_SECOND / 1e9:.0f} GB/s"
         )
     if any(row.pipeline > 1 for row in found.rows):
         out.append(

@@ -1,18 +1,18 @@
 """Loading a base model that tensor parallelism cuts: each process reads the slices that it holds, none ever holds the model.
 
 The packed, cut model is held against what the whole one gives. For that the model is first sharded by rows over the same
-processes (sharded.py), which gather a layer at a time; then it goes, and the slices are read.
+processes (sharded.py), which gather a layer at a time; then it goes, and the slices are read. Where replicas share their slices
+by rows in turn, all processes that hold the model together do so.
 """
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from packlora.adapters.sharded import ShardedLinear
@@ -24,7 +24,8 @@ from packlora.base.weight_files import WeightFiles, keys_of
 from packlora.config import Run
 from packlora.ops.cross_entropy.linear_cross_entropy import VocabularyPart
 from packlora.ops.lora_linear.frozen import InMemory
-from packlora.parallel.sharded import Shards, empty_model, untie
+from packlora.parallel.replicas import Alone
+from packlora.parallel.sharded import Shards, empty_model, mesh_of, untie
 from packlora.parallel.tensor import shard
 
 
@@ -34,8 +35,9 @@ class Slices(InMemory):
     is_whole = False
 
 
-def load_cut(run: Run, tokenizer: Any, longest: Mapping[str, int], group: dist.ProcessGroup) -> Base:
-    """Load the base model for packed training, cut over a group. All its processes call it, with equal arguments.
+def load_cut(run: Run, tokenizer: Any, longest: Mapping[str, int], replica: Alone) -> Base:
+    """Load the base model for packed training, cut over the processes of a replica. All of them call it, and those of the
+    replicas with which they share rows, with equal arguments.
 
     Args:
         longest: see load_base.
@@ -44,7 +46,8 @@ def load_cut(run: Run, tokenizer: Any, longest: Mapping[str, int], group: dist.P
         InputError: see load_sharded and shard.
     """
     path, device = base_path(run.base_model), choose_device(run.device)
-    files, mesh = WeightFiles(path, run.revision), DeviceMesh.from_group(group, device.type)
+    assert replica.model is not None and replica.base is not None
+    files, mesh = WeightFiles(path, run.revision), mesh_of(replica.base, device)
 
     def empty() -> PreTrainedModel:
         return empty_model(path, run.revision, getattr(torch, run.dtype), run.trust_remote_code)
@@ -59,9 +62,14 @@ def load_cut(run: Run, tokenizer: Any, longest: Mapping[str, int], group: dist.P
 
     model = empty()
     untie(model, mesh, files, keys)
-    notes = shard(model, group, run.parallel.sequence_parallel)
-    fill(model, files, keys, device)
-    base = ready_base(run, model.to(device), tokenizer, device, path, longest, Slices(), looked_at)
+    notes = shard(model, replica.model, run.parallel.sequence_parallel)
+    storage: Slices | Shards = Slices()
+    if replica.shards is None:
+        fill(model, files, keys, device)
+        model.to(device)
+    else:
+        storage = Shards(model, mesh_of(replica.shards, device), files, keys, partial(_part, model))
+    base = ready_base(run, model, tokenizer, device, path, longest, storage, looked_at)
     base.warnings[:0] = notes
     return base
 

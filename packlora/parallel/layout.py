@@ -27,8 +27,8 @@ takes a wave of its own. From 0.9 to 0.97 makes a difference of 0.4 % on average
 class Layout:
     """groups: names of the jobs of each group, in the order of the run. split: replicas of a group, which share each job.
     tensor: processes that hold a layer together, side by side; pipeline: stages of such processes, one behind the other; both
-    together are a replica. sharded: each process holds a part of every weight of the base model (sharded.py); there is one
-    group then.
+    together are a replica. shard: replicas, one behind the other, each of which holds a part of the rows of every weight
+    (sharded.py); it divides split. 1: each holds all rows.
 
     In a group the replicas lie one behind the other, in a replica its stages, in a stage its processes."""
 
@@ -36,7 +36,7 @@ class Layout:
     split: int = 1
     tensor: int = 1
     pipeline: int = 1
-    sharded: bool = False
+    shard: int = 1
 
     @property
     def replicas(self) -> int:
@@ -47,9 +47,19 @@ class Layout:
         return self.tensor * self.pipeline
 
     @property
+    def sharded(self) -> bool:
+        """Whether replicas share weights by rows."""
+        return self.shard > 1
+
+    @property
+    def devices_per_base(self) -> int:
+        """Processes that hold the base model together, once."""
+        return self.devices_per_replica * self.shard
+
+    @property
     def is_in_parts(self) -> bool:
         """Whether no process holds the whole base model."""
-        return self.sharded or self.devices_per_replica > 1
+        return self.devices_per_base > 1
 
     @property
     def processes(self) -> int:
@@ -84,16 +94,16 @@ class Prediction:
         return 1.0 - self.busy / (self.time * self.layout.replicas * self.layout.pipeline) if self.time else 0.0
 
 
-def layouts(work: Mapping[str, float], world: int, tensor: int = 1, pipeline: int = 1) -> list[Layout]:
+def layouts(work: Mapping[str, float], world: int, tensor: int = 1, pipeline: int = 1, shard: int = 1) -> list[Layout]:
     """All layouts of a run on `world` processes, those whose jobs share the fewest first.
 
     Args:
         work: by job, what it is predicted to take on one replica, in any unit.
-        tensor, pipeline: see Layout; their product divides world.
+        tensor, pipeline, shard: see Layout; their product divides world.
     """
     replicas = world // (tensor * pipeline)
-    sizes = [size for size in range(1, replicas + 1) if replicas % size == 0]
-    return [Layout(place(work, replicas // size), size, tensor, pipeline) for size in sizes]
+    sizes = [size for size in range(shard, replicas + 1, shard) if replicas % size == 0]
+    return [Layout(place(work, replicas // size), size, tensor, pipeline, shard) for size in sizes]
 
 
 def predict(

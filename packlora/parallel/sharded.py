@@ -1,4 +1,4 @@
-"""A frozen base model of which each rank holds a part of every weight: `parallel: {shard_base: true}`.
+"""A frozen base model of which each rank holds a part of every weight: `parallel: {shard_base: true}`, or a number of ranks.
 
 The weights are sharded by rows over the ranks (FSDP2, torch.distributed.fsdp.fully_shard), in a group for each layer of the
 decoder and one for all else. A layer's weights are gathered before its forward and before its backward, and freed after each.
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ from packlora.ops.lora_linear.frozen import FrozenWeight, Gathered
 
 
 def load_sharded(
-    run: Run, tokenizer: Any, longest: Mapping[str, int] | None = None, mesh: DeviceMesh | None = None
+    run: Run, tokenizer: Any, longest: Mapping[str, int] | None = None, group: dist.ProcessGroup | None = None
 ) -> Base:
     """Load the base model for packed training, a part of each weight on each rank. All ranks call it, with equal arguments.
 
@@ -50,7 +50,7 @@ def load_sharded(
 
     Args:
         longest: see load_base.
-        mesh: of one dimension, the ranks that share the model; None: all.
+        group: the ranks that share the model; None: all.
 
     Raises:
         InputError: see load_base; or the weights cannot be read in parts, or a parameter not be sharded. On every rank.
@@ -60,7 +60,8 @@ def load_sharded(
     model = empty_model(path, run.revision, getattr(torch, run.dtype), run.trust_remote_code)
     check_row(model, run.max_tokens_per_microbatch, path)
     keys = keys_of(model, files)
-    shards = Shards(model, mesh or init_device_mesh(device.type, (dist.get_world_size(),)), files, keys)
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),)) if group is None else mesh_of(group, device)
+    shards = Shards(model, mesh, files, keys)
     return ready_base(run, model, tokenizer, device, path, longest or {}, shards)
 
 
@@ -88,12 +89,17 @@ class Shards:
         model: its parameters on the meta device; gets those of this rank, in place.
         mesh: of one dimension, with the device that the model computes on.
         files, keys: where its parameters and persistent buffers are read (weight_files.keys_of).
+        part: of what the files hold of a parameter, by its name, the rows and columns that are the model's, nothing where it is
+            all of it: of a model that is cut (tensor.py), whose slices are then shared by rows.
     """
 
     is_whole = False
 
-    def __init__(self, model: PreTrainedModel, mesh: DeviceMesh, files: WeightFiles, keys: Mapping[str, str]) -> None:
-        self.model, self.mesh = model, mesh
+    def __init__(
+        self, model: PreTrainedModel, mesh: DeviceMesh, files: WeightFiles, keys: Mapping[str, str],
+        part: Callable[[str], tuple[slice, ...]] = lambda name: (),
+    ) -> None:  # fmt: skip
+        self.model, self.mesh, self._part = model, mesh, part
         cuda = mesh.device_type == "cuda"
         self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         _check_shapes(model, files.path)
@@ -123,7 +129,7 @@ class Shards:
             assert isinstance(empty, DTensor)
             key = next(keys[name] for name in names if name in keys)
             local = torch.empty_like(empty.to_local(), device=self.device)
-            local.copy_(files.read(key, own_rows(empty.shape[0], self.mesh)))
+            local.copy_(files.read(key, *rows_of(self._part(names[0]), own_rows(empty.shape[0], self.mesh))))
             filled = torch.nn.Parameter(
                 DTensor.from_local(
                     local, self.mesh, [Shard(0)], run_check=False, shape=empty.shape, stride=empty.stride()
@@ -196,6 +202,17 @@ def decoder_layers(model: PreTrainedModel) -> dict[str, torch.nn.Module]:
         return {}
     path, largest = max(lists, key=lambda item: sum(parameter.numel() for parameter in item[1].parameters()))
     return {f"{path}.{number}": layer for number, layer in enumerate(largest)}
+
+
+def mesh_of(group: dist.ProcessGroup, device: torch.device) -> DeviceMesh:
+    """Of one dimension, the processes of a group."""
+    return DeviceMesh.from_group(group, device.type)
+
+
+def rows_of(part: tuple[slice, ...], rows: slice) -> tuple[slice, ...]:
+    """Of a part of a weight these rows, counted from its first one."""
+    first = part[0].start or 0 if part else 0
+    return (slice(first + rows.start, first + rows.stop), *part[1:])
 
 
 def _check_shapes(model: PreTrainedModel, path: str) -> None:

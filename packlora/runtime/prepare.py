@@ -390,7 +390,7 @@ def _check_parameters(run: Run, job: str, spec: AdapterSpec, quantization: Quant
     asked = {
         f"parallel.tensor: {parallel.tensor}": parallel.tensor > 1,
         f"parallel.pipeline: {parallel.pipeline}": parallel.stages > 1,
-        "parallel.shard_base: true": parallel.shard_base is True,
+        f"parallel.shard_base: {str(parallel.shard_base).lower()}": parallel.is_sharded,
         "cuda_graphs: true": run.cuda_graphs is True,
         "quantised base weights": quantization is not None,
     }
@@ -407,7 +407,7 @@ def _check_parallel(prepared: PreparedRun, skeleton: PreTrainedModel) -> None:
     parallel, layers = prepared.run.parallel, prepared.shape.layers
     asked = {
         "parallel.tensor": parallel.tensor > 1, "parallel.pipeline": parallel.stages > 1,
-        "parallel.shard_base": parallel.shard_base is True, "quantization": prepared.quantization is not None,
+        "parallel.shard_base": parallel.is_sharded, "quantization": prepared.quantization is not None,
     }  # fmt: skip
     for key in (key for key, is_asked in asked.items() if is_asked):
         for job in prepared.jobs:

@@ -249,7 +249,7 @@ class Session:
         kept, each, _ = told[0]
         known = replace(known, kept_bytes=kept, bytes_per_token=each, room=min(room for *_, room in told))
         taken = choose(prepared, self.mesh.size, known)
-        if taken.layout.sharded and self.run.parallel.shard_base == "auto":
+        if taken.layout.sharded and not self.run.parallel.is_sharded:
             prepared.warnings.append(f"parallel.shard_base is taken: {taken.reason}")
         if taken.layout.pipeline > self.run.parallel.stages:
             prepared.warnings.append(f"parallel.pipeline is {taken.layout.pipeline}: {taken.reason}")
@@ -275,10 +275,11 @@ class Session:
                 counts = profiler.stage_layers(self.run, prepared, self.group.stages)
                 base = load_stage(self.run, prepared.tokenizer, prepared.longest_run, self.mesh, self.group, counts)
             elif self.group.model is not None:
-                base = load_cut(self.run, prepared.tokenizer, prepared.longest_run, self.group.model)
+                base = load_cut(self.run, prepared.tokenizer, prepared.longest_run, self.group)
+            elif self.group.shards is not None:
+                base = load_sharded(self.run, prepared.tokenizer, prepared.longest_run, self.group.shards)
             else:
-                load = load_sharded if self.layout.sharded else load_base
-                base = load(self.run, prepared.tokenizer, prepared.longest_run)
+                base = load_base(self.run, prepared.tokenizer, prepared.longest_run)
         assert base.fingerprint is not None
         self.fingerprint = base.fingerprint
         if self.saved is not None:

@@ -25,7 +25,8 @@ from packlora.schedule.planner import Planner
 from packlora.schedule.types import Microbatch
 
 GATHER_BYTES_PER_SECOND = 2e11
-"""Assumed, of a device that gathers a layer from the others: four H200s by NVLink reach 2.1e11 to 2.5e11."""
+"""Assumed, of a device that gathers a layer from the others, or adds up hidden states with them: four H200s by NVLink reach
+2.1e11 to 2.5e11."""
 SAMPLES = 20_000
 """Samples of a group that are planned; of a longer run the first windows, scaled up."""
 
@@ -69,28 +70,37 @@ def choose(prepared: PreparedRun, devices: int, known: Profile) -> Choice:
         InputError: devices_per_job does not divide so many devices.
     """
     work, parallel = Work(prepared), prepared.run.parallel
-    found, sharded = candidates(prepared, devices, work.jobs()), sharded_layout(prepared, devices)
+    found, sharded = candidates(prepared, devices, work.jobs()), sharded_layouts(prepared, devices, work.jobs())
     if not found:
         raise InputError(
             f"parallel.devices_per_job is {parallel.devices_per_job}, which does not divide {devices} devices"
         )
     if devices == 1:
         return Choice(one_device(prepared), "there is one device")
-    if parallel.shard_base is True and sharded is not None:
-        return Choice(sharded, "parallel.shard_base is true")
-    if len(found) == 1 and sharded is None:
-        return Choice(found[0], f"parallel.devices_per_job is {parallel.devices_per_job}")
+    if len(found) == 1 and not sharded:
+        return Choice(found[0], _as_asked(prepared))
     planned = [spread(prepared, own) for own in found]
-    if parallel.tensor == 1:  # of a model that is cut nothing is predicted
-        needed = [needed_bytes(prepared, known, own, first=True) for own in planned]
-        fitting = [own for own, size in zip(planned, needed, strict=True) if fits(known, size)]
-        if not fitting:
-            parts = [sharded] * (sharded is not None) + piped(prepared, devices, work.jobs())
-            taken = _choose_in_parts(prepared, known, work, [own for own in parts if own is not None], min(needed))
-            if taken is not None:
-                return taken
-        planned = fitting or planned
-    return _choose_whole([own.predict(work.of, work.staged(own.layout)) for own in planned], parallel.devices_per_job)
+    needed = [needed_bytes(prepared, known, own, first=True) for own in planned]
+    fitting = [own for own, size in zip(planned, needed, strict=True) if fits(known, size)]
+    if not fitting:
+        parts = sharded + piped(prepared, devices, work.jobs())
+        taken = _choose_in_parts(prepared, known, work, parts, min(needed))
+        if taken is not None:
+            return taken
+    planned = fitting or planned
+    return _choose_as_asked(
+        [own.predict(work.of, work.staged(own.layout)) for own in planned], parallel.devices_per_job
+    )
+
+
+def _as_asked(prepared: PreparedRun) -> str:
+    """Which key of the run file leaves one layout."""
+    parallel = prepared.run.parallel
+    if parallel.shard_base is True:
+        return "parallel.shard_base is true"
+    if parallel.devices_per_job != "auto" or not parallel.is_sharded:
+        return f"parallel.devices_per_job is {parallel.devices_per_job}"
+    return f"parallel.shard_base is {parallel.shard_base}"
 
 
 def _choose_in_parts(
@@ -106,18 +116,15 @@ def _choose_in_parts(
     less = [own for own in spreads if needed[own.layout] < whole]
     if not less:
         return None
-    gathering = {own.layout: gather_seconds(prepared, own.layout) for own in less}
     times = {
-        own.layout: own.predict(
-            lambda one, more=gathering[own.layout]: work.of(one) + more, work.staged(own.layout)  # type: ignore[misc]
-        ).time
+        own.layout: own.predict(seconds_of(prepared, own.layout, work.of), work.staged(own.layout)).time
         for own in [own for own in less if fits(known, needed[own.layout])] or less
-    }  # fmt: skip
-    taken = min(times, key=times.__getitem__)
+    }
+    taken, tensor = min(times, key=times.__getitem__), prepared.run.parallel.tensor
+    held = "the whole base model" if tensor == 1 else f"what {tensor} devices together hold whole (parallel.tensor)"
     why = (
-        f"training on the whole base model is estimated to take {whole / gib:.2f} GiB of a device, which has "
-        f"{known.room / gib:.2f} free, of which {profiler.ROOM_SHARE:.0%} are planned with; on a part of it "
-        f"{needed[taken] / gib:.2f}"
+        f"training on {held} is estimated to take {whole / gib:.2f} GiB of a device, which has {known.room / gib:.2f} free, of "
+        f"which {profiler.ROOM_SHARE:.0%} are planned with; on a part of it {needed[taken] / gib:.2f}"
     )
     others = [
         f"{_words(own)} takes {time / times[taken]:.2f} of its time" for own, time in times.items() if own != taken
@@ -126,18 +133,41 @@ def _choose_in_parts(
 
 
 def _words(layout: Layout) -> str:
-    return "a sharded base" if layout.sharded else f"a pipeline of {layout.pipeline}"
+    if not layout.sharded:
+        return f"a pipeline of {layout.pipeline}"
+    return "a sharded base" if layout.shard == layout.replicas else f"a base sharded over {layout.shard}"
+
+
+def seconds_of(
+    prepared: PreparedRun, layout: Layout, cost: Callable[[Microbatch], float]
+) -> Callable[[Microbatch], float]:
+    """What a microbatch takes in a layout without stages, where one device takes `cost` of it in seconds: an equal part on each
+    of the devices that hold a layer together, and messages, which are taken to overlap with nothing."""
+    tensor, waits = layout.tensor, gather_seconds(prepared, layout)
+    adding = 0.0 if tensor == 1 else _adding_up(prepared, tensor)
+    return lambda one: cost(one) / tensor + adding * one.num_tokens + waits
 
 
 def gather_seconds(prepared: PreparedRun, layout: Layout) -> float:
-    """Of a wave, for gathering layers in the forward and again in the backward, which is taken to overlap with nothing."""
+    """Of a wave, for gathering layers in the forward and again in the backward, of devices that hold a slice each if the layers
+    are cut."""
     if not layout.sharded:
         return 0.0
-    return 2 * base_bytes(prepared)[0] * (layout.split - 1) / layout.split / GATHER_BYTES_PER_SECOND
+    sent = base_bytes(prepared)[0] // layout.tensor * (layout.shard - 1) / layout.shard
+    return 2 * sent / GATHER_BYTES_PER_SECOND
 
 
-def _choose_whole(predictions: list[Prediction], asked: int | str) -> Choice:
-    """Of layouts whose devices hold the whole base model."""
+def _adding_up(prepared: PreparedRun, tensor: int) -> float:
+    """Of a token, for adding up what devices that hold a layer together have of its hidden states: after attention and after
+    the feed-forward, forward and backward, and once more where the forward is computed again."""
+    shape, times = prepared.shape, 3 if prepared.run.gradient_checkpointing else 2
+    width: int = getattr(torch, prepared.run.dtype).itemsize
+    token = shape.hidden * width * 2 * (tensor - 1) / tensor
+    return 2 * times * shape.layers * token / GATHER_BYTES_PER_SECOND
+
+
+def _choose_as_asked(predictions: list[Prediction], asked: int | str) -> Choice:
+    """Of layouts of which as much of the base model is on a device as the run file asks for."""
     if asked != "auto":
         return Choice(predictions[0].layout, f"parallel.devices_per_job is {asked}")
     taken = layouts.choose(predictions)
@@ -158,7 +188,7 @@ def one_device(prepared: PreparedRun) -> Layout:
 
 
 def candidates(prepared: PreparedRun, devices: int, work: Mapping[str, float]) -> list[Layout]:
-    """The layouts that the run file allows on so many devices that hold the whole base model, or those of a replica together;
+    """The layouts that the run file allows on so many devices that hold the whole base model, or as much of it as it says;
     those whose jobs share the fewest first.
 
     Args:
@@ -166,7 +196,7 @@ def candidates(prepared: PreparedRun, devices: int, work: Mapping[str, float]) -
     """
     parallel = prepared.run.parallel
     asked = devices if parallel.shard_base is True else parallel.devices_per_job
-    found = layouts.layouts(work, devices, parallel.tensor, parallel.stages)
+    found = layouts.layouts(work, devices, parallel.tensor, parallel.stages, parallel.shards(devices))
     return [own for own in found if asked in ("auto", own.devices_per_job)]
 
 
@@ -178,7 +208,7 @@ def piped(prepared: PreparedRun, devices: int, work: Mapping[str, float]) -> lis
         work: by job, what it is predicted to take.
     """
     parallel, encoder = prepared.run.parallel, prepared.encoder
-    asked = parallel.pipeline == "auto" and parallel.tensor == 1 and parallel.shard_base is not True
+    asked = parallel.pipeline == "auto" and parallel.tensor == 1 and not parallel.is_sharded
     if not asked or prepared.quantization is not None or encoder is None or needs_whole_base(prepared):
         return []
     if any(job.config.train.optim not in CUT_OPTIMS for job in prepared.jobs):
@@ -196,20 +226,23 @@ def piped(prepared: PreparedRun, devices: int, work: Mapping[str, float]) -> lis
     return out
 
 
-def sharded_layout(prepared: PreparedRun, devices: int) -> Layout | None:
-    """All devices share every job and hold a part of the base model each; None where the run file does not allow it."""
+def sharded_layouts(prepared: PreparedRun, devices: int, work: Mapping[str, float]) -> list[Layout]:
+    """Those in which devices hold a part of the rows of every weight each, where that is left to us: over all of them, and over
+    every smaller number. Each job is on as few devices as leave none without a job.
+
+    Args:
+        work: by job, what it is predicted to take.
+    """
     parallel = prepared.run.parallel
-    if (
-        devices == 1
-        or parallel.tensor > 1
-        or parallel.stages > 1
-        or prepared.quantization is not None
-        or not parallel.shard_base
-        or needs_whole_base(prepared)
-        or parallel.devices_per_job not in ("auto", devices)
-    ):
-        return None
-    return Layout((tuple(job.data.name for job in prepared.jobs),), devices, sharded=True)
+    asked = parallel.shard_base == "auto" and parallel.stages == 1
+    if not asked or prepared.quantization is not None or needs_whole_base(prepared):
+        return []
+    out, replicas = [], devices // parallel.tensor
+    for shard in (size for size in range(replicas, 1, -1) if replicas % size == 0):
+        every = layouts.layouts(work, devices, parallel.tensor, shard=shard)
+        own = [one for one in every if parallel.devices_per_job in ("auto", one.devices_per_job)]
+        out += [one for one in own if all(one.groups)][:1]
+    return out
 
 
 # --- memory ------------------------------------------------------------------------------------------------------------
@@ -217,7 +250,8 @@ def sharded_layout(prepared: PreparedRun, devices: int) -> Layout | None:
 
 def needed_bytes(prepared: PreparedRun, known: Profile, own: Spread, first: bool = False) -> int:
     """Of the device of a layout that needs the most. A device holds its own jobs alone; a stage of a pipeline its part of them
-    and of the base model, and parts of as many microbatches as there are stages.
+    and of the base model, and parts of as many microbatches as there are stages; a device of several that hold layers together
+    its slice of the base model, and all of the microbatch unless these share its tokens, which is more than it is.
 
     Args:
         first: with the fewest tokens to a microbatch that the profiler would choose, where that is left to it.
@@ -226,16 +260,16 @@ def needed_bytes(prepared: PreparedRun, known: Profile, own: Spread, first: bool
     smallest = None
     if first and prepared.run.max_tokens_per_microbatch == "auto" and choose_device(prepared.run.device).type == "cuda":
         smallest = profiler.budgets(prepared)[0]
-    needed = 0
-    for names, fullest in zip(own.layout.groups, own.fullest, strict=True):
+    needed, layout = 0, own.layout
+    base, gathered = base_bytes(prepared)
+    here = base // (layout.tensor * layout.shard)  # of a stage's part, where there are stages
+    each = known.bytes_per_token / (layout.tensor if prepared.run.parallel.sequence_parallel else 1)
+    for names, fullest in zip(layout.groups, own.fullest, strict=True):
         others = prepared.trainable - sum(trainable[name] for name in names)
         tokens = fullest if smallest is None else min(fullest, smallest)
         kept = known.kept_bytes - profiler.TRAINABLE_BYTES * others
-        needed = max(needed, round(kept / own.layout.pipeline + known.bytes_per_token * tokens))
-    if not own.layout.sharded:
-        return needed
-    base, gathered = base_bytes(prepared)
-    return needed - base + base // own.layout.processes + gathered
+        needed = max(needed, round((kept - base + here) / layout.pipeline + each * tokens))
+    return needed + gathered // layout.tensor if layout.sharded else needed
 
 
 def fits(known: Profile, needed: int) -> bool:

@@ -220,8 +220,9 @@ def planned(tree: dict[str, Any], gpus: int) -> PlannedRun:
 
 def test_equal_jobs_are_whole_on_a_device_each_and_one_large_job_is_shared(make: Callable[..., dict[str, Any]]) -> None:
     equal = planned(make((8, 2), (8, 2), (8, 2), (8, 2)), 4).layouts
-    assert equal is not None and [row.devices_per_job for row in equal.rows] == [1, 2, 4, 4, 2]
-    assert [row.pipeline for row in equal.rows] == [1, 1, 1, 1, 2]  # the model has two layers
+    assert equal is not None and [row.devices_per_job for row in equal.rows] == [1, 2, 4, 4, 2, 2]
+    assert [row.shard for row in equal.rows] == [1, 1, 1, 4, 2, 1]
+    assert [row.pipeline for row in equal.rows] == [1, 1, 1, 1, 1, 2]  # the model has two layers
     assert equal.taken.devices_per_job == 1 and equal.taken.speedup > 2
     assert equal.taken.idle < 0.02  # of equal samples; ranks are 2 to 5
     assert sorted(equal.taken.groups) == [("job0",), ("job1",), ("job2",), ("job3",)]
@@ -311,7 +312,7 @@ def test_the_table_fits_80_columns_and_the_json_has_all_of_it(
     start = next(number for number, line in enumerate(lines) if line.startswith("devices per job"))
     assert all(len(line) <= 80 for line in lines[start : start + 5])
     told = json.loads(figures.read_text())["parallel"]
-    assert told["devices"] == 4 and len(told["layouts"]) == 5
+    assert told["devices"] == 4 and len(told["layouts"]) == 6
     (taken,) = (row for row in told["layouts"] if row["taken"])
     assert sorted(name for group in taken["groups"] for name in group) == ["job0", "job1", "job2"]
     assert f"training takes {taken['devices_per_job']}, so each job is" in out.output.replace("\n", " ")
@@ -411,7 +412,7 @@ def test_auto_leaves_a_base_whole_that_a_job_needs_whole_and_takes_no_stages_for
         tree = make((8, 2), (8, 2))
         tree["jobs"][1] = {**tree["jobs"][1], **keys}
         prepared = prepare(Run.model_validate(tree))
-        return spread.sharded_layout(prepared, 2) is not None, bool(
+        return bool(spread.sharded_layouts(prepared, 2, {"job0": 1.0, "job1": 1.0})), bool(
             spread.piped(prepared, 2, {"job0": 1.0, "job1": 1.0})
         )
 
@@ -451,7 +452,7 @@ def test_a_base_that_no_device_can_hold_is_sharded_by_itself_and_the_plan_says_s
         "split": 2,
         "tensor": 1,
         "pipeline": 1,
-        "sharded": True,
+        "shard": 2,
     }
     assert [text for text in record["warnings"] if text == f"parallel.shard_base is taken: {tight.reason}"]
 
