@@ -1001,21 +1001,14 @@ class Run(_Strict):
         return self
 
     @model_validator(mode="after")
-    def _whole_for_prompts(self) -> Run:
-        parts = {"tensor": self.parallel.tensor > 1, "pipeline": self.parallel.stages > 1}
-        if any(parts.values()) or self.parallel.is_sharded:
-            key = next((key for key, asked in parts.items() if asked), "shard_base")
-            self.check_prompts(f"parallel.{key}")
-        return self
-
-    def check_prompts(self, what: str) -> None:
-        """Raises ValueError where a job has sample_prompts. what: shares the base model out, for the message."""
+    def _no_stages_for_prompts(self) -> Run:
         asked = [job.name for job in self.jobs if self.prompts_of(job)]
-        if asked:
+        if asked and self.parallel.stages > 1:
             raise ValueError(
-                f"job {asked[0]!r} has sample_prompts, which a process answers by itself, but with {what} each holds a part of "
-                "the base model; leave one of them out"
+                f"job {asked[0]!r} has sample_prompts, whose answers this version generates on devices that have all layers, "
+                f"but with parallel.pipeline {self.parallel.stages} each has some; leave one of them out"
             )
+        return self
 
     @model_validator(mode="after")
     def _unique_names(self) -> Run:

@@ -444,14 +444,14 @@ def whole_alone(spec: AdapterSpec, skeleton: PreTrainedModel, quantized: bool = 
     return None
 
 
-def needs_whole_base(prepared: PreparedRun) -> bool:
-    """Whether a job takes the whole base model on every device."""
-    return any(needs_whole(job, prepared) is not None for job in prepared.jobs)
+def needs_whole_base(prepared: PreparedRun, staged: bool = False) -> bool:
+    """Whether a job takes the whole base model on every device. staged: or all of its layers."""
+    return any(needs_whole(job, prepared, staged) is not None for job in prepared.jobs)
 
 
-def needs_whole(job: PreparedJob, prepared: PreparedRun) -> str | None:
-    """What of a job takes the whole base model on every device; None where a part does."""
-    if job.prompts:
+def needs_whole(job: PreparedJob, prepared: PreparedRun, staged: bool = False) -> str | None:
+    """What of a job takes the whole base model on every device; None where a part does. staged: a part that is some layers."""
+    if job.prompts and staged:
         return "it has sample_prompts"
     if (trainer := job.config.train.trainer) != "sft":
         return f"train.trainer is {trainer}"

@@ -142,7 +142,8 @@ class Session:
                 told.subscribe(Relay(mesh, self.layout.group_of(mesh.rank), told))
             if mesh.is_first:
                 outer.subscribe(*self.writers, held.enter_context(Progress()), *subscribers)
-            if trainer is not None and self.group.leads and isinstance(self.single, SingleDevice):
+            generates = self.group.leads or self.layout.is_in_parts
+            if trainer is not None and generates and isinstance(self.single, SingleDevice):
                 told.subscribe(self._sampler(trainer))
             result = trainer.fit() if trainer is not None else None
             if hub is not None:
@@ -256,10 +257,13 @@ class Session:
         return taken.layout
 
     def _sampler(self, trainer: Trainer) -> Sampler:
-        """What generates texts, a subscriber of the process that leads these jobs."""
-        known = {(str(line["job"]), line["step"]) for line in read_lines(self.output_dir / SAMPLES, "job", "step")}
+        """What generates texts, a subscriber of the process that leads these jobs, or of all where none has a whole model."""
+        group = self.group if self.layout.is_in_parts else ALONE
+        lines = read_lines(self.output_dir / SAMPLES, "job", "step")
+        known = {(str(job), step) for job, step in group.told([[line["job"], line["step"]] for line in lines])}
         assert isinstance(self.single, SingleDevice)
-        return Sampler(trainer.base, self.single.attached, trainer.jobs, self.run.eval_every, trainer.events, known)
+        parts = (trainer.base, self.single.attached, trainer.jobs, self.run.eval_every, trainer.events)
+        return Sampler(*parts, known, group)
 
     def _group(self, mesh: Mesh) -> Replicas:
         if self.layout.pipeline == 1:

@@ -209,7 +209,7 @@ def piped(prepared: PreparedRun, devices: int, work: Mapping[str, float]) -> lis
     """
     parallel, encoder = prepared.run.parallel, prepared.encoder
     asked = parallel.pipeline == "auto" and parallel.tensor == 1 and not parallel.is_sharded
-    if not asked or prepared.quantization is not None or encoder is None or needs_whole_base(prepared):
+    if not asked or prepared.quantization is not None or encoder is None or needs_whole_base(prepared, staged=True):
         return []
     if any(job.config.train.optim not in CUT_OPTIMS for job in prepared.jobs):
         return []

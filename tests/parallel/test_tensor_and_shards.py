@@ -1,5 +1,5 @@
-"""Layers that are cut and rows that are shared in one run, and several sharded bases side by side: what one device gives, broken
-off, gone on with on other layouts, and with a process that fails."""
+"""Layers that are cut and rows that are shared in one run, and several sharded bases side by side: what one device gives,
+broken off, gone on with on other layouts, and with a process that fails."""
 
 from __future__ import annotations
 
