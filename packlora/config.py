@@ -633,6 +633,9 @@ class ParallelConfig(_Strict):
     """Hold a part of the rows of every weight on each device, and gather a layer when it is computed. true: all devices share
     the base model so, and every job; with tensor, its slices. A number: so many do, times tensor, and there are several such
     sets. auto: where a device is estimated to hold no whole one with what training needs."""
+    offload_base: bool = False
+    """With shard_base: keep each device's part of the layers in the memory of its host, and copy it over whenever a layer is
+    gathered. It changes no number, takes time, and nothing is gained by it on a CPU."""
 
     @model_validator(mode="after")
     def _known(self) -> ParallelConfig:
@@ -653,6 +656,11 @@ class ParallelConfig(_Strict):
             )
         if self.sequence_parallel and self.tensor == 1:
             raise ValueError("sequence_parallel goes with tensor, the devices that share the tokens; set both")
+        if self.offload_base and not self.is_sharded:
+            raise ValueError(
+                f"offload_base is true and shard_base is {str(self.shard_base).lower()}, but what is kept on the host are the "
+                "parts of layers that devices gather from each other; set shard_base to true or a number too"
+            )
         parts = {"pipeline": self.stages, "tensor": self.tensor, "shard_base": self.degree or 1}
         together, named = math.prod(parts.values()), " times ".join(key for key, size in parts.items() if size > 1)
         if self.devices_per_job != "auto" and self.devices_per_job % together:

@@ -13,10 +13,12 @@ from packlora.runtime.prepare import PreparedRun
 from packlora.runtime.profiler import Profile
 from packlora.runtime.spread import (
     GATHER_BYTES_PER_SECOND,
+    OFFLOAD_BYTES_PER_SECOND,
     Choice,
     Spread,
     candidates,
     fits,
+    host_bytes,
     needed_bytes,
     piped,
     seconds_of,
@@ -34,7 +36,7 @@ class LayoutFigures:
 
     groups: names of their jobs. shard: devices that have a part of the rows of every weight each, gathered layer by layer.
     tensor: devices that have a slice of every layer each. pipeline: stages, a device each, that have a part of its layers each.
-    waves: of the group with the most. speedup: over one device.
+    waves: of the group with the most. speedup: over one device. host_bytes: of the base model, on the host of each device.
     idle: share of all devices' time in which they have no microbatch, by predicted work (runtime/work.py). bytes: of a device
     of the group that needs the most.
     """
@@ -49,6 +51,7 @@ class LayoutFigures:
     speedup: float
     idle: float
     bytes: int
+    host_bytes: int
     fits: bool
     taken: bool
 
@@ -113,7 +116,8 @@ def _row(
     has_failed = known.failed is not None and max(own.fullest) >= known.failed and not layout.is_in_parts
     return LayoutFigures(
         layout.devices_per_job, layout.groups, layout.shard, layout.tensor, layout.pipeline, balance.waves, seconds,
-        alone / seconds, balance.idle, needed, fits(known, needed) and not has_failed, layout == taken,
+        alone / seconds, balance.idle, needed, host_bytes(prepared, layout),
+        fits(known, needed) and not has_failed, layout == taken,
     )  # fmt: skip
 
 
@@ -157,6 +161,11 @@ def sentences(found: Layouts, limit: int) -> list[str]:
         out.append(
             "shard N: the base model is shared by rows over N devices, with parallel.shard_base, by itself where nothing else "
             f"fits. Layers are assumed to be gathered at {GATHER_BYTES_PER_SECOND / 1e9:.0f} GB/s"
+        )
+    if most := max(row.host_bytes for row in found.rows):
+        out.append(
+            f"parallel.offload_base: the host keeps {most / 2**30:.2f} GiB for each device, assumed to be copied at "
+            f"{OFFLOAD_BYTES_PER_SECOND / 1e9:.0f} GB/s, twice a wave"
         )
     if any(row.tensor > 1 for row in found.rows):
         out.append(

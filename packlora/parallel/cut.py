@@ -55,7 +55,7 @@ def load_cut(run: Run, tokenizer: Any, longest: Mapping[str, int], replica: Alon
     whole = empty()
     check_row(whole, run.max_tokens_per_microbatch, path)
     keys = keys_of(whole, files)
-    Shards(whole, mesh, files, keys)
+    Shards(whole, mesh, files, keys, offload=run.parallel.offload_base)
     looked_at = look_at(run, whole, path, longest)
     del whole
     gc.collect()  # its modules and their hooks refer to one another
@@ -68,7 +68,8 @@ def load_cut(run: Run, tokenizer: Any, longest: Mapping[str, int], replica: Alon
         fill(model, files, keys, device)
         model.to(device)
     else:
-        storage = Shards(model, mesh_of(replica.shards, device), files, keys, partial(_part, model))
+        rows = mesh_of(replica.shards, device)
+        storage = Shards(model, rows, files, keys, partial(_part, model), run.parallel.offload_base)
     base = ready_base(run, model, tokenizer, device, path, longest, storage, looked_at)
     base.warnings[:0] = notes
     return base

@@ -23,7 +23,13 @@ import torch
 import torch.distributed as dist
 from accelerate import init_empty_weights
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 
@@ -61,7 +67,7 @@ def load_sharded(
     check_row(model, run.max_tokens_per_microbatch, path)
     keys = keys_of(model, files)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),)) if group is None else mesh_of(group, device)
-    shards = Shards(model, mesh, files, keys)
+    shards = Shards(model, mesh, files, keys, offload=run.parallel.offload_base)
     return ready_base(run, model, tokenizer, device, path, longest or {}, shards)
 
 
@@ -91,13 +97,18 @@ class Shards:
         files, keys: where its parameters and persistent buffers are read (weight_files.keys_of).
         part: of what the files hold of a parameter, by its name, the rows and columns that are the model's, nothing where it is
             all of it: of a model that is cut (tensor.py), whose slices are then shared by rows.
+        offload: keep the layers' rows in the memory of the host. All else stays on the device, where it is whole most of the
+            time anyway.
+
+    Raises:
+        InputError: a parameter cannot be shared, or the model has no weights beside its layers to tell its device by.
     """
 
     is_whole = False
 
     def __init__(
         self, model: PreTrainedModel, mesh: DeviceMesh, files: WeightFiles, keys: Mapping[str, str],
-        part: Callable[[str], tuple[slice, ...]] = lambda name: (),
+        part: Callable[[str], tuple[slice, ...]] = lambda name: (), offload: bool = False,
     ) -> None:  # fmt: skip
         self.model, self.mesh, self._part = model, mesh, part
         cuda = mesh.device_type == "cuda"
@@ -107,8 +118,9 @@ class Shards:
         self.layers = {
             path: layer for path, layer in decoder_layers(model).items() if next(layer.parameters(), None) is not None
         }  # others are on another stage
+        self.offload = offload
         for layer in self.layers.values():
-            fully_shard(layer, mesh=mesh)
+            fully_shard(layer, mesh=mesh, offload_policy=CPUOffloadPolicy(cuda) if offload else OffloadPolicy())
         # the embedding and the output layer are read at both ends of a microbatch: they stay from one to the other
         fully_shard(model, mesh=mesh, reshard_after_forward=False)
         # nobody here writes into what the model gives
@@ -116,6 +128,11 @@ class Shards:
         setattr(model, DECODER, lambda **inputs: model.base_model(**inputs))
         register_fsdp_forward_method(model, DECODER)
         self._fill(files, keys)
+        if offload and model.device.type != self.device.type:
+            raise InputError(
+                f"base_model {files.path!r}: parallel.offload_base keeps the layers on the host, and the first weight of a "
+                f"{model.config.model_type} model is in one; leave it out"
+            )
 
     @torch.no_grad()
     def _fill(self, files: WeightFiles, keys: Mapping[str, str]) -> None:
@@ -128,7 +145,8 @@ class Shards:
             empty = parameters[names[0]]
             assert isinstance(empty, DTensor)
             key = next(keys[name] for name in names if name in keys)
-            local = torch.empty_like(empty.to_local(), device=self.device)
+            on_host = self.offload and self._holder(names[0]) is not self.model
+            local = torch.empty_like(empty.to_local(), device="cpu" if on_host else self.device)
             local.copy_(files.read(key, *rows_of(self._part(names[0]), own_rows(empty.shape[0], self.mesh))))
             filled = torch.nn.Parameter(
                 DTensor.from_local(

@@ -418,6 +418,10 @@ def _check_parallel(prepared: PreparedRun, skeleton: PreTrainedModel) -> None:
                     f"job {job.config.name!r}: train.trainer is {trainer}, which this version trains on devices that hold the "
                     f"whole base model; leave {key} out, or let the jobs have trainer sft"
                 )
+    if parallel.offload_base and choose_device(prepared.run.device).type == "cpu":
+        prepared.warnings.append(
+            "parallel.offload_base changes nothing here: on a CPU weights are on the host as it is"
+        )
     if parallel.tensor > 1:
         check_cut(skeleton, parallel.tensor)
     if parallel.stages > layers:

@@ -27,6 +27,8 @@ from packlora.schedule.types import Microbatch
 GATHER_BYTES_PER_SECOND = 2e11
 """Assumed, of a device that gathers a layer from the others, or adds up hidden states with them: four H200s by NVLink reach
 2.1e11 to 2.5e11."""
+OFFLOAD_BYTES_PER_SECOND = 2.5e10
+"""Assumed, of a device that copies from pinned memory of its host: sixteen lanes of PCIe 4 have 3.2e10."""
 SAMPLES = 20_000
 """Samples of a group that are planned; of a longer run the first windows, scaled up."""
 
@@ -150,11 +152,19 @@ def seconds_of(
 
 def gather_seconds(prepared: PreparedRun, layout: Layout) -> float:
     """Of a wave, for gathering layers in the forward and again in the backward, of devices that hold a slice each if the layers
-    are cut."""
+    are cut, and for copying their parts from the host where they are kept there."""
     if not layout.sharded:
         return 0.0
     sent = base_bytes(prepared)[0] // layout.tensor * (layout.shard - 1) / layout.shard
-    return 2 * sent / GATHER_BYTES_PER_SECOND
+    return 2 * (sent / GATHER_BYTES_PER_SECOND + host_bytes(prepared, layout) / OFFLOAD_BYTES_PER_SECOND)
+
+
+def host_bytes(prepared: PreparedRun, layout: Layout) -> int:
+    """Of the base model, what each device keeps on its host."""
+    if not (layout.sharded and prepared.run.parallel.offload_base):
+        return 0
+    width: int = getattr(torch, prepared.run.dtype).itemsize
+    return prepared.shape.linear_parameters * width // layout.devices_per_base
 
 
 def _adding_up(prepared: PreparedRun, tensor: int) -> float:
@@ -262,7 +272,9 @@ def needed_bytes(prepared: PreparedRun, known: Profile, own: Spread, first: bool
         smallest = profiler.budgets(prepared)[0]
     needed, layout = 0, own.layout
     base, gathered = base_bytes(prepared)
-    here = base // (layout.tensor * layout.shard)  # of a stage's part, where there are stages
+    here = base // (layout.tensor * layout.shard) - host_bytes(
+        prepared, layout
+    )  # of a stage's part, where there are stages
     each = known.bytes_per_token / (layout.tensor if prepared.run.parallel.sequence_parallel else 1)
     for names, fullest in zip(layout.groups, own.fullest, strict=True):
         others = prepared.trainable - sum(trainable[name] for name in names)

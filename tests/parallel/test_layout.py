@@ -25,6 +25,7 @@ from typer.testing import CliRunner
 import packlora
 from packlora.cli import app
 from packlora.commands.plan import PlannedRun, make_plan
+from packlora.commands.plan_layouts import sentences
 from packlora.config import Run, TrainConfig
 from packlora.data.dataset import JobData
 from packlora.data.encode import Sample
@@ -294,6 +295,16 @@ def test_a_device_holds_its_own_jobs_and_a_part_of_a_sharded_base(
     slow = planned(make((8, 2), (8, 4)), 2).layouts
     assert slow is not None
     assert slow.rows[2].seconds == pytest.approx(slow.rows[2].waves * 5.0, rel=0.1)  # half of it, twice a wave
+    monkeypatch.undo()
+    parallel = {"shard_base": True, "offload_base": True}
+    before, kept = (planned(make((8, 2), (8, 4), parallel=own), 2).layouts for own in ({"shard_base": True}, parallel))
+    assert before is not None and kept is not None and any("the host keeps" in text for text in sentences(kept, 9))
+    layers = 4 * shape.linear_parameters // 2  # of each of two devices
+    assert (kept.rows[0].host_bytes, before.rows[0].bytes - kept.rows[0].bytes) == (layers, layers)
+    monkeypatch.setattr(spread, "OFFLOAD_BYTES_PER_SECOND", layers / 5.0)
+    copied = planned(make((8, 2), (8, 4), parallel=parallel), 2).layouts
+    assert copied is not None
+    assert copied.rows[0].seconds == pytest.approx(copied.rows[0].waves * 10.0, rel=0.1)  # all of it, twice a wave
     monkeypatch.setattr(profiler, "memory_room", lambda device: 1000)
     tight = planned(make((8, 2), (8, 4), parallel={"pipeline": 1}), 2).layouts
     assert tight is not None and not any(row.fits for row in tight.rows) and tight.taken.status == "taken, does not fit"

@@ -69,7 +69,8 @@ def held(rank: int, tree: dict[str, Any], options: dict[str, Any]) -> tuple[str,
 @pytest.mark.parametrize(
     ("parallel", "checkpointing", "groups", "share"),
     [
-        ({"tensor": 2, "shard_base": True}, True, 1, 4),
+        ({"tensor": 2, "shard_base": True, "offload_base": True}, True, 1, 4),
+        soak({"tensor": 2, "shard_base": True}, False, 1, 4),
         soak({"tensor": 2, "shard_base": 2, "sequence_parallel": True}, False, 1, 4),
         soak({"shard_base": 2, "devices_per_job": 2}, True, 2, 2),
         soak({"shard_base": 2, "devices_per_job": 4}, False, 1, 2),

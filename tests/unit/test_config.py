@@ -211,6 +211,10 @@ def test_a_value_of_the_wrong_type_is_refused_with_its_place_and_what_was_found(
         (tree(schedule={"time_limit_s": 0}), "schedule.time_limit_s: input should be greater than 0"),
         (tree(parallel={"expert": 2}), "parallel: this version does not take expert"),
         (tree(parallel={"sequence_parallel": True}), "parallel: sequence_parallel goes with tensor"),
+        (
+            tree(parallel={"offload_base": True}),
+            "parallel: offload_base is true and shard_base is auto, but what is kept on",
+        ),
         (tree(parallel={"shard_base": 1}), "parallel: shard_base is 1; give true, false, auto or a number of devices"),
         (tree(parallel={"pipeline": 2, "shard_base": 2}), "parallel: pipeline is 2 and shard_base is 2, two ways"),
         (
