@@ -979,18 +979,28 @@ class Run(_Strict):
     @model_validator(mode="after")
     def _whole_codes(self) -> Run:
         if self.quantization is not None:
-            self.check_quantized("quantization")
+            self.check_quantized("quantization", self.quantization.method in ("nf4", "fp4", "int8"))
         return self
 
-    def check_quantized(self, what: str) -> None:
-        """Raises ValueError where a setting does not go with a quantised base model. what: makes it one, for the message."""
+    def check_quantized(self, what: str, made: bool = False) -> None:
+        """Raises ValueError where a setting does not go with a quantised base model.
+
+        Args:
+            what: makes it one, for the message.
+            made: by bitsandbytes while the model is loaded, so that each process makes the codes of its own rows.
+        """
         apart = {
-            "shard_base": self.parallel.is_sharded, "tensor": self.parallel.tensor > 1,
+            "shard_base": self.parallel.is_sharded and not made, "tensor": self.parallel.tensor > 1,
             "pipeline": self.parallel.stages > 1,
         }  # fmt: skip
         if any(apart.values()):
             key = next(key for key, asked in apart.items() if asked)
-            raise ValueError(f"parallel.{key} does not take quantised layers apart ({what}); leave one of them out")
+            better = (
+                "; shard_base takes those of quantization: nf4, fp4 and int8, of a base_model that is saved as floats"
+            )
+            raise ValueError(
+                f"parallel.{key} does not take quantised layers apart ({what}){better}; leave one of them out"
+            )
         if self.cuda_graphs is True:
             raise ValueError(
                 f"cuda_graphs: true is not for quantised layers ({what}); leave it at auto, which is off there"

@@ -45,6 +45,8 @@ from packlora.base.weight_files import WeightFiles, keys_of, own_rows
 from packlora.config import Run
 from packlora.errors import InputError
 from packlora.ops.lora_linear.frozen import FrozenWeight, Gathered
+from packlora.ops.lora_linear.gathered_codes import GatheredCodesLinear
+from packlora.parallel.codes import share_codes
 
 
 def load_sharded(
@@ -66,9 +68,13 @@ def load_sharded(
     model = empty_model(path, run.revision, getattr(torch, run.dtype), run.trust_remote_code)
     check_row(model, run.max_tokens_per_microbatch, path)
     keys = keys_of(model, files)
+    if run.quantization is not None:
+        share_codes(model, run.quantization, getattr(torch, run.dtype))
     mesh = init_device_mesh(device.type, (dist.get_world_size(),)) if group is None else mesh_of(group, device)
     shards = Shards(model, mesh, files, keys, offload=run.parallel.offload_base)
-    return ready_base(run, model, tokenizer, device, path, longest or {}, shards)
+    base = ready_base(run, model, tokenizer, device, path, longest or {}, shards)
+    base.quantization = run.quantization
+    return base
 
 
 def empty_model(
@@ -147,7 +153,7 @@ class Shards:
             key = next(keys[name] for name in names if name in keys)
             on_host = self.offload and self._holder(names[0]) is not self.model
             local = torch.empty_like(empty.to_local(), device="cpu" if on_host else self.device)
-            local.copy_(files.read(key, *rows_of(self._part(names[0]), own_rows(empty.shape[0], self.mesh))))
+            local.copy_(self._read(files, key, names[0], own_rows(empty.shape[0], self.mesh)))
             filled = torch.nn.Parameter(
                 DTensor.from_local(
                     local, self.mesh, [Shard(0)], run_check=False, shape=empty.shape, stride=empty.stride()
@@ -160,6 +166,14 @@ class Shards:
         for name, buffer in self.model.named_buffers():
             if name in keys:
                 buffer.copy_(files.read(keys[name]))
+
+    def _read(self, files: WeightFiles, key: str, name: str, rows: slice) -> torch.Tensor:
+        """Of a parameter these rows."""
+        owner, _, leaf = name.rpartition(".")
+        layer = self.model.get_submodule(owner)
+        if isinstance(layer, GatheredCodesLinear) and leaf == "weight":
+            return layer.take(files.read(key).to(self.device))[rows]
+        return files.read(key, *rows_of(self._part(name), rows))
 
     # --- Storage ---------------------------------------------------------------------------------------------------------
 

@@ -25,6 +25,7 @@ from packlora.base.device import choose_device
 from packlora.base.liger import check_liger
 from packlora.base.load import load_skeleton, load_tokenizer
 from packlora.base.quantized import MADE, check_quantization, check_stored, codes_in
+from packlora.base.stored import stored_as
 from packlora.config import JobConfig, QuantizationConfig, Run
 from packlora.data import stream as streams
 from packlora.data.dataset import JobData
@@ -361,7 +362,8 @@ def _quantization(
     with other settings."""
     path = base_path(run.base_model)
     found = check_stored(run.quantization, skeleton.config, path)
-    if found is not None and (run.quantization is None or found.method not in MADE):
+    saved = stored_as(skeleton.config, path) is not None
+    if found is not None and (run.quantization is None or found.method not in MADE or saved):
         check_quantization(found, device, f"base_model {path!r}")
         try:
             run.check_quantized(f"base_model {path!r} is saved as {found.described}")

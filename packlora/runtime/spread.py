@@ -163,8 +163,7 @@ def host_bytes(prepared: PreparedRun, layout: Layout) -> int:
     """Of the base model, what each device keeps on its host."""
     if not (layout.sharded and prepared.run.parallel.offload_base):
         return 0
-    width: int = getattr(torch, prepared.run.dtype).itemsize
-    return prepared.shape.linear_parameters * width // layout.devices_per_base
+    return _linear_bytes(prepared)[0] // layout.devices_per_base
 
 
 def _adding_up(prepared: PreparedRun, tensor: int) -> float:
@@ -292,9 +291,14 @@ def fits(known: Profile, needed: int) -> bool:
 def base_bytes(prepared: PreparedRun) -> tuple[int, int]:
     """Of the base model; and, where it is sharded, of what is whole on a device at a time: two layers, the embedding, the norms
     and the output layer."""
-    shape, width = prepared.shape, getattr(torch, prepared.run.dtype).itemsize
-    layers = 2 * shape.linear_parameters // shape.layers
-    return shape.parameters * width, (shape.parameters - shape.linear_parameters + layers) * width
+    linear, others = _linear_bytes(prepared)
+    return linear + others, others + 2 * linear // prepared.shape.layers
+
+
+def _linear_bytes(prepared: PreparedRun) -> tuple[int, int]:
+    """Of the linear layers of the base model, some of which may be codes, and of all else."""
+    shape, width, (numbers, codes) = prepared.shape, getattr(torch, prepared.run.dtype).itemsize, prepared.in_codes
+    return (shape.linear_parameters - numbers) * width + codes, (shape.parameters - shape.linear_parameters) * width
 
 
 # --- plans -------------------------------------------------------------------------------------------------------------
