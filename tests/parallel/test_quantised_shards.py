@@ -12,6 +12,9 @@ from ranks import Ranks
 from test_replicas import heard, same_run
 from test_training import config, train
 
+from packlora.commands.plan import make_plan
+from packlora.config import Run
+
 pytest.importorskip("bitsandbytes")
 Groups = Callable[[int], Ranks]
 KINDS: dict[str, Any] = {
@@ -63,3 +66,18 @@ def test_processes_give_what_one_device_gives(
     assert ranks(processes).run(heard, {**one, "parallel": parallel}, "", 5, {})[0][0] == "interrupted"
     assert heard(0, one, None, 0, {"resume": True})[0] == "done"
     same_run(tmp_path / "out", Path(tree["output_dir"]), 1e-10)
+
+
+def test_the_plan_counts_the_codes_of_a_device(runs: Callable[[str], dict[str, Any]]) -> None:
+    tree = runs("double")
+    whole, shared = (
+        make_plan(Run.model_validate({**tree, "parallel": parallel}), gpus=2)
+        for parallel in ({"devices_per_job": 2, "shard_base": False}, {"shard_base": True})
+    )
+    assert whole.layouts is not None and shared.layouts is not None
+    (one,), (part,) = ([row for row in plan.layouts.rows if row.pipeline == 1] for plan in (whole, shared))
+    numbers, codes = whole.prepared.in_codes
+    floats = 8 * (whole.prepared.shape.parameters - numbers)
+    layers = 2 * codes // whole.prepared.shape.layers  # that are gathered at a time
+    assert numbers == whole.prepared.shape.linear_parameters and codes < numbers
+    assert one.bytes - part.bytes == codes + floats - (codes + floats) // 2 - floats - layers
