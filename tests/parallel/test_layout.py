@@ -8,6 +8,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -484,3 +485,37 @@ def test_a_base_that_no_device_can_hold_is_sharded_by_itself_and_the_plan_says_s
     assert enough is not None and not enough.taken.sharded and enough.taken.fits
     asked = planned({**tree, "parallel": {"shard_base": True}}, 2).layouts
     assert asked is not None and asked.taken.sharded and asked.reason == "parallel.shard_base is true"
+
+
+def test_auto_shares_the_base_over_as_many_devices_as_it_takes_and_the_plan_lists_all(
+    make: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gathering from fewer devices takes less time; it is done where the larger parts fit."""
+    tree = make((8, 2), (8, 4), parallel={"pipeline": 1})
+    base = 40 * base_bytes(prepare(Run.model_validate(tree)))[0]
+    monkeypatch.setattr(spread, "base_bytes", lambda prepared: (base, base // 8))  # as of a model of many layers
+    monkeypatch.setattr(profiler, "profile", larger(profiler.profile, base))
+    free = planned(tree, 4).layouts
+    assert free is not None and not free.taken.sharded
+    assert [(row.devices_per_job, row.shard) for row in free.rows] == [(1, 1), (2, 1), (4, 1), (4, 4), (2, 2)]
+    whole, (four, two) = min(row.bytes for row in free.rows[:3]), free.rows[3:]
+    assert four.bytes < two.bytes < whole
+    for room, shard in ((two.bytes, 2), (four.bytes, 4)):
+        monkeypatch.setattr(profiler, "memory_room", lambda device, room=room: math.ceil(room / profiler.ROOM_SHARE))
+        tight = planned(tree, 4).layouts
+        assert (
+            tight is not None
+            and tight.taken.fits
+            and (tight.taken.shard, "is estimated to take" in tight.reason) == (shard, True)
+        )
+        assert tight.taken.status == f"taken, shard {shard}"
+
+
+def larger(profile: Callable[..., Any], base: int) -> Callable[..., Any]:
+    """A profile of a model whose weights take so many bytes more."""
+
+    def made(*args: Any) -> Any:
+        known = profile(*args)
+        return replace(known, kept_bytes=known.kept_bytes + base)
+
+    return made
