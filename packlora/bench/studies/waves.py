@@ -21,6 +21,7 @@ from unittest import mock
 import numpy as np
 
 from packlora.bench.schedule_cases import SETS, make_jobs
+from packlora.config import ParallelConfig
 from packlora.parallel.layout import choose
 from packlora.runtime.spread import candidates, spread
 from packlora.schedule.types import Microbatch
@@ -60,7 +61,7 @@ def prepared_run(kinds: Sequence[str], capacity: int, batch: int) -> Any:
     ]
     run = SimpleNamespace(
         schedule=SimpleNamespace(method="auto"),
-        parallel=SimpleNamespace(shard_base=False, pipeline=1, stages=1, devices_per_job="auto", tensor=1),
+        parallel=ParallelConfig(shard_base=False, pipeline=1),
     )
     return SimpleNamespace(run=run, budget=capacity, jobs=[SimpleNamespace(data=job) for job in jobs])
 
