@@ -636,9 +636,13 @@ class ParallelConfig(_Strict):
     has microbatches of its own, whose tokens go to the experts and back."""
     sequence_parallel: bool = False
     """With tensor: share the tokens of what lies between the layers that are cut, too: norms and residuals."""
-    shard_base: bool | Literal["auto"] = "auto"
-    """Hold a part of the base model on each device, and gather a layer when it is computed. All devices share every job. auto:
-    where a device is estimated to hold no whole one with what training needs."""
+    shard_base: bool | int | Literal["auto"] = "auto"
+    """Hold a part of the rows of every weight on each device, and gather a layer when it is computed. true: all devices share
+    the base model so, and every job; with tensor, its slices. A number: so many do, times tensor, and there are several such
+    sets. auto: where a device is estimated to hold no whole one with what training needs."""
+    offload_base: bool = False
+    """With shard_base: keep each device's part of the layers in the memory of its host, and copy it over whenever a layer is
+    gathered. It changes no number, takes time, and nothing is gained by it on a CPU."""
 
     @model_validator(mode="after")
     def _known(self) -> ParallelConfig:
@@ -646,26 +650,36 @@ class ParallelConfig(_Strict):
             raise ValueError(f"devices_per_job is {self.devices_per_job}; give auto or a number of devices, at least 1")
         if self.pipeline != "auto" and self.pipeline < 1:
             raise ValueError(f"pipeline is {self.pipeline}; give auto or a number of stages, at least 1")
-        if self.stages > 1 and self.shard_base is True:
+        if self.has_degree and int(self.shard_base) < 2:
             raise ValueError(
-                f"pipeline is {self.pipeline} and shard_base is true, two ways to share the weights; give one"
+                f"shard_base is {self.shard_base}; give true, false, auto or a number of devices, at least 2"
             )
-        if self.tensor > 1 and self.shard_base is True:
-            raise ValueError(f"tensor is {self.tensor} and shard_base is true, two ways to share the weights; give one")
+        if self.stages > 1 and self.is_sharded:
+            raise ValueError(
+                f"pipeline is {self.pipeline} and shard_base is {str(self.shard_base).lower()}, two ways to share the weights: "
+                "a stage would gather each of its layers again for every microbatch, and has them in memory as it is; give one"
+            )
         for name, other in (("tensor", self.tensor), ("pipeline", self.stages)):
             if self.expert > 1 and other > 1:
                 raise ValueError(f"expert is {self.expert} and {name} is {other}, which do not go together; give one")
-        if self.expert > 1 and self.shard_base is True:
-            raise ValueError(f"expert is {self.expert} and shard_base is true, two ways to share the weights; give one")
+        if self.expert > 1 and self.is_sharded:
+            raise ValueError(
+                f"expert is {self.expert} and shard_base is {str(self.shard_base).lower()}, two ways to share the weights; "
+                "give one"
+            )
         if self.ep_implementation == "all_to_all" and self.expert == 1:
             raise ValueError(
                 "ep_implementation is all_to_all, which goes with expert, the devices that share them; set both"
             )
         if self.sequence_parallel and self.tensor == 1:
             raise ValueError("sequence_parallel goes with tensor, the devices that share the tokens; set both")
-        together = self.tensor * self.stages * self.expert
-        named = self.in_parts or "tensor"
-        named = "pipeline times tensor" if self.tensor > 1 and self.stages > 1 else named
+        if self.offload_base and not self.is_sharded:
+            raise ValueError(
+                f"offload_base is true and shard_base is {str(self.shard_base).lower()}, but what is kept on the host are the "
+                "parts of layers that devices gather from each other; set shard_base to true or a number too"
+            )
+        parts = {"pipeline": self.stages, "tensor": self.tensor, "expert": self.expert, "shard_base": self.degree or 1}
+        together, named = math.prod(parts.values()), " times ".join(key for key, size in parts.items() if size > 1)
         if self.devices_per_job != "auto" and self.devices_per_job % together:
             raise ValueError(
                 f"devices_per_job is {self.devices_per_job}, but {together} devices hold the base model together ({named}); "
@@ -690,11 +704,33 @@ class ParallelConfig(_Strict):
         asked = {"tensor": self.tensor > 1, "pipeline": self.stages > 1, "expert": self.expert > 1}
         return next((key for key, is_asked in asked.items() if is_asked), None)
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether devices are asked to share weights by rows."""
+        return self.shard_base is True or self.has_degree
+
+    @property
+    def has_degree(self) -> bool:
+        """Whether shard_base is a number."""
+        return isinstance(self.shard_base, int) and not isinstance(self.shard_base, bool)
+
+    @property
+    def degree(self) -> int | None:
+        """The number of shard_base; None where it has none."""
+        return int(self.shard_base) if self.has_degree else None
+
+    def shards(self, processes: int) -> int:
+        """Of so many processes, those that share a weight by rows as it is asked for; 1: none."""
+        return self.degree or (processes // self.tensor if self.shard_base is True else 1)
+
     def check(self, processes: int) -> None:
         """Raises InputError where so many processes cannot be divided as asked."""
         each = self.devices_per_job
         started = f"{processes} {'process was' if processes == 1 else 'processes were'} started, one for each device"
-        for name, together in (("tensor", self.tensor), ("pipeline", self.stages), ("expert", self.expert)):
+        asked = {
+            "tensor": self.tensor, "pipeline": self.stages, "expert": self.expert, "shard_base": self.degree or 1
+        }  # fmt: skip
+        for name, together in asked.items():
             if processes % together:
                 raise InputError(
                     f"parallel.{name} is {together}, but {started}; start a multiple of {together}, or give a number that "
@@ -705,8 +741,18 @@ class ParallelConfig(_Strict):
                 f"parallel.pipeline is {self.stages} and parallel.tensor {self.tensor}, but {started}; start a multiple of "
                 f"{self.tensor * self.stages}"
             )
+        if processes % (self.tensor * (self.degree or 1)):
+            raise InputError(
+                f"parallel.shard_base is {self.degree} and parallel.tensor {self.tensor}, but {started}; start a multiple of "
+                f"{self.tensor * (self.degree or 1)}"
+            )
         if self.shard_base is True and processes == 1:
             raise InputError("parallel.shard_base shares the base model over processes, but one process was started")
+        if self.shard_base is True and processes == self.tensor:
+            raise InputError(
+                f"parallel.shard_base shares what each of {self.tensor} devices (parallel.tensor) holds with further ones, but "
+                f"{started}; start a multiple of {self.tensor}, at least {2 * self.tensor}, or leave one of them out"
+            )
         if self.shard_base is True and each not in ("auto", processes):
             raise InputError(
                 f"parallel.devices_per_job is {each}, but with shard_base all {processes} processes share every job; leave it "
@@ -974,14 +1020,24 @@ class Run(_Strict):
     @model_validator(mode="after")
     def _whole_codes(self) -> Run:
         if self.quantization is not None:
-            self.check_quantized("quantization")
+            self.check_quantized("quantization", self.quantization.method in ("nf4", "fp4", "int8"))
         return self
 
-    def check_quantized(self, what: str) -> None:
-        """Raises ValueError where a setting does not go with a quantised base model. what: makes it one, for the message."""
-        key = "shard_base" if self.parallel.shard_base is True else self.parallel.in_parts
+    def check_quantized(self, what: str, made: bool = False) -> None:
+        """Raises ValueError where a setting does not go with a quantised base model.
+
+        Args:
+            what: makes it one, for the message.
+            made: by bitsandbytes while the model is loaded, so that each process makes the codes of its own rows.
+        """
+        key = "shard_base" if self.parallel.is_sharded and not made else self.parallel.in_parts
         if key is not None:
-            raise ValueError(f"parallel.{key} does not take quantised layers apart ({what}); leave one of them out")
+            better = (
+                "; shard_base takes those of quantization: nf4, fp4 and int8, of a base_model that is saved as floats"
+            )
+            raise ValueError(
+                f"parallel.{key} does not take quantised layers apart ({what}){better}; leave one of them out"
+            )
         if self.cuda_graphs is True:
             raise ValueError(
                 f"cuda_graphs: true is not for quantised layers ({what}); leave it at auto, which is off there"
@@ -999,20 +1055,14 @@ class Run(_Strict):
         return self
 
     @model_validator(mode="after")
-    def _whole_for_prompts(self) -> Run:
-        if (key := self.parallel.in_parts) is not None or self.parallel.shard_base is True:
-            key = key or "shard_base"
-            self.check_prompts(f"parallel.{key}")
-        return self
-
-    def check_prompts(self, what: str) -> None:
-        """Raises ValueError where a job has sample_prompts. what: shares the base model out, for the message."""
+    def _no_stages_for_prompts(self) -> Run:
         asked = [job.name for job in self.jobs if self.prompts_of(job)]
-        if asked:
+        if asked and self.parallel.stages > 1:
             raise ValueError(
-                f"job {asked[0]!r} has sample_prompts, which a process answers by itself, but with {what} each holds a part of "
-                "the base model; leave one of them out"
+                f"job {asked[0]!r} has sample_prompts, whose answers this version generates on devices that have all layers, "
+                f"but with parallel.pipeline {self.parallel.stages} each has some; leave one of them out"
             )
+        return self
 
     @model_validator(mode="after")
     def _unique_names(self) -> Run:

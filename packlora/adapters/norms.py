@@ -167,6 +167,8 @@ class NormHandle:
 
     def _missing(self) -> str | None:
         """Which operand is not whole here."""
+        if not getattr(self.weight, "is_here", True):
+            return "the codes of the weight are on several processes"
         for name, operand in (("A", self.A), ("B", self.B), ("weight", self._dense)):
             if operand is None:
                 continue

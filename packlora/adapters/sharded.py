@@ -21,6 +21,7 @@ from typing import Any, Literal
 import torch
 
 from packlora.ops.first_order import first_order
+from packlora.ops.lora_linear.gathered_codes import GatheredCodesLinear
 from packlora.ops.lora_linear.quantized import QuantizedLinear
 
 SLICED: dict[int, dict[str, int]] = {0: {"B": 0, "magnitude": 0, "bias": 0}, 1: {"A": 1}}
@@ -106,7 +107,7 @@ class ShardedLinear(torch.nn.Linear):
         return y + self.bias if shard.dim and self.bias is not None else y
 
 
-LINEAR = (torch.nn.Linear, ShardedLinear, QuantizedLinear)
+LINEAR = (torch.nn.Linear, ShardedLinear, QuantizedLinear, GatheredCodesLinear)
 """The types of layers that can be adapted."""
 
 

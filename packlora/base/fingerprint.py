@@ -68,7 +68,8 @@ def word_sums(tensors: Sequence[torch.Tensor]) -> list[int]:
     for tensor in tensors:
         if isinstance(tensor, DTensor):
             halves = [[own & 0xFFFFFFFF, own >> 32] for own in sums]
-            total = torch.tensor(halves, dtype=torch.int64, device=tensor.device)  # sums of 32 bits do not overflow
+            device = tensor.device_mesh.device_type  # also where the tensor is kept on the host
+            total = torch.tensor(halves, dtype=torch.int64, device=device)  # sums of 32 bits do not overflow
             dist.all_reduce(total, group=tensor.device_mesh.get_group())
             found = [(low + (high << 32)) % 2**64 for low, high in total.tolist()]
             return [whole if apart else own for whole, own, apart in zip(found, sums, sharded, strict=True)]

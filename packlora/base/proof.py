@@ -210,7 +210,7 @@ def _is_finite(tensor: torch.Tensor) -> bool:
     """Whether all its numbers are; of a tensor that is sharded over ranks, those of all of them."""
     if not isinstance(tensor, DTensor):
         return bool(tensor.isfinite().all())
-    odd = tensor.to_local().isfinite().logical_not().sum()
+    odd = tensor.to_local().isfinite().logical_not().sum().to(tensor.device_mesh.device_type)
     dist.all_reduce(odd, group=tensor.device_mesh.get_group())
     return not odd.item()
 

@@ -262,6 +262,11 @@ def _check_left(model: PreTrainedModel, path: str) -> None:
 
 def dequantised(weight_NK: torch.Tensor, quantization: QuantizationConfig, dtype: torch.dtype) -> torch.Tensor:
     """What a run of this dtype computes with in the place of a weight: float32, on the weight's device."""
+    return codes_made_of(weight_NK, quantization, dtype).values(made_of(dtype)).float()
+
+
+def codes_made_of(weight_NK: torch.Tensor, quantization: QuantizationConfig, dtype: torch.dtype) -> Codes:
+    """The codes that a run of this dtype has of a weight, on its device."""
     weight_NK = weight_NK.to(made_of(dtype))
     if quantization.method == "torchao":
         from torchao.quantization import quantize_
@@ -271,13 +276,13 @@ def dequantised(weight_NK: torch.Tensor, quantization: QuantizationConfig, dtype
         quantize_(layer, _torchao_config(quantization))
         made = library_codes(layer)
         assert made is not None
-        return made.values(made_of(dtype)).float()
+        return made
     from bitsandbytes.functional import int8_vectorwise_quant, quantize_4bit
 
     if quantization.method == "int8":
         stored, largest_N, _ = int8_vectorwise_quant(weight_NK.half())
-        return EightBit(stored, largest_N).values(made_of(dtype)).float()
+        return EightBit(stored, largest_N)
     stored, state = quantize_4bit(
         weight_NK.contiguous(), quant_type=quantization.method, compress_statistics=quantization.double_quant
     )
-    return FourBit(stored, state).values(made_of(dtype)).float()
+    return FourBit(stored, state)

@@ -205,7 +205,7 @@ def make_plan(run: Run, stages: int = 1, gpus: int | None = None, told: Told = s
         raise InputError("--gpus spreads jobs over devices, --stages the layers of the model; give one of them")
     run = begun(run)[0]
     prepared, tensor = prepare(run, told=told), run.parallel.tensor
-    if gpus is not None and (tensor > 1 or run.parallel.expert > 1):
+    if gpus is not None and (run.parallel.in_parts is not None or run.parallel.is_sharded):
         run.parallel.check(gpus)
     if run.parallel.expert > 1 and gpus is None:
         prepared.warnings.append(
@@ -214,14 +214,14 @@ def make_plan(run: Run, stages: int = 1, gpus: int | None = None, told: Told = s
         )
     if tensor > 1:
         prepared.warnings.append(
-            f"with parallel.tensor {tensor} devices hold the base model together; times, memory and layouts are not predicted "
-            "for that: what is above is of one device that holds all of it"
+            f"with parallel.tensor {tensor} devices hold the base model together: time and memory above are of one device that "
+            f"holds all of it; {'--gpus shows those of the devices' if pipeline == 1 else 'none is predicted with stages'}"
         )
     if stages > prepared.shape.layers:
         raise InputError(f"stages: {stages} are more than the {prepared.shape.layers} layers of the model")
     known, budgets = profiler.profile(run, prepared), list[Prediction]()
     one = known
-    taken = None if gpus is None or tensor > 1 else choose(prepared, gpus, known)
+    taken = None if gpus is None or (tensor > 1 and stages > 1) else choose(prepared, gpus, known)
     decides = taken is None or not taken.layout.is_in_parts  # in parts nothing is measured
     if run.max_tokens_per_microbatch == "auto" and choose_device(run.device).type == "cuda" and decides:
         budgets = profiler.predictions(prepared, [known])

@@ -12,13 +12,16 @@ from packlora.runtime import profiler
 from packlora.runtime.prepare import PreparedRun
 from packlora.runtime.profiler import Profile
 from packlora.runtime.spread import (
+    OFFLOAD_BYTES_PER_SECOND,
     Choice,
     Spread,
     candidates,
     fits,
-    gather_seconds,
+    host_bytes,
     needed_bytes,
     piped,
+    seconds_of,
+    sharded_layouts,
     sharing_experts,
     spread,
 )
@@ -31,8 +34,9 @@ HEADINGS = ("devices per job", "groups", "waves", "time", "speedup", "idle", "me
 class LayoutFigures:
     """A layout of the run, predicted.
 
-    groups: names of their jobs. sharded: the base model is in parts on all devices, and gathered layer by layer. pipeline:
-    stages, a device each, that have a part of its layers each. waves: of the group with the most. speedup: over one device.
+    groups: names of their jobs. shard: devices that have a part of the rows of every weight each, gathered layer by layer.
+    tensor: devices that have a slice of every layer each. pipeline: stages, a device each, that have a part of its layers each.
+    waves: of the group with the most. speedup: over one device. host_bytes: of the base model, on the host of each device.
     idle: share of all devices' time in which they have no microbatch, by predicted work (runtime/work.py). bytes: of a device
     of the group that needs the most. expert: devices that hold the experts together. exchange: of which each has microbatches
     of its own.
@@ -40,23 +44,30 @@ class LayoutFigures:
 
     devices_per_job: int
     groups: tuple[tuple[str, ...], ...]
-    sharded: bool
+    shard: int
+    tensor: int
     pipeline: int
     waves: int
     seconds: float
     speedup: float
     idle: float
     bytes: int
+    host_bytes: int
     fits: bool
     taken: bool
     expert: int = 1
     exchange: bool = False
 
     @property
+    def sharded(self) -> bool:
+        return self.shard > 1
+
+    @property
     def status(self) -> str:
         """For the last column."""
         words = ["taken"] if self.taken else []
-        words += ["base sharded"] if self.sharded else []
+        words += [f"tensor {self.tensor}"] if self.tensor > 1 else []
+        words += [f"shard {self.shard}"] if self.sharded else []
         words += [f"pipeline of {self.pipeline}"] if self.pipeline > 1 else []
         way = ", all_to_all" if self.exchange else ""
         words += [f"experts on {self.expert}{way}"] if self.expert > 1 else []
@@ -90,12 +101,10 @@ def figures_of(prepared: PreparedRun, known: Profile, devices: int, taken: Choic
         taken: from spread.choose.
         alone: seconds that the run takes on one device.
     """
-    names, asked = tuple(job.data.name for job in prepared.jobs), prepared.run.parallel
+    asked = prepared.run.parallel
     work = Work(prepared, 1 if asked.exchanges else asked.expert).jobs()
-    found = candidates(prepared, devices, work)
-    if devices > 1 and asked.in_parts is None:
-        found.append(Layout((names,), devices, sharded=True))
-        found += piped(prepared, devices, work) + sharing_experts(prepared, devices, work)
+    found = candidates(prepared, devices, work) + sharded_layouts(prepared, devices, work)
+    found += piped(prepared, devices, work) + sharing_experts(prepared, devices, work)
     rows = [_row(prepared, known, spread(prepared, own), taken.layout, alone) for own in found]
     return Layouts(devices, rows, taken.reason)
 
@@ -106,15 +115,16 @@ def _row(
     layout = own.layout
     work = Work(prepared, 1 if layout.exchange else layout.expert)
     shared = profiler.sharing_experts(known, prepared.run, prepared, layout.expert, layout.exchange)
-    gathering, piped = gather_seconds(prepared, layout), layout.pipeline > 1
-    staged = profiler.staged(known, prepared.run, prepared, layout.pipeline).cost if piped else None
-    seconds = own.predict(lambda microbatch: shared.seconds(microbatch) + gathering, staged).time
+    staged = None
+    if layout.pipeline > 1:
+        staged = profiler.staged(known, prepared.run, prepared, layout.pipeline).cost
+    seconds = own.predict(seconds_of(prepared, layout, shared.seconds), staged).time
     balance, needed = own.predict(work.of, work.staged(layout)), needed_bytes(prepared, known, own)
     has_failed = known.failed is not None and max(own.fullest) >= known.failed and not layout.is_in_parts
     return LayoutFigures(
-        layout.devices_per_job, layout.groups, layout.sharded, layout.pipeline, balance.waves, seconds, alone / seconds,
-        balance.idle, needed, fits(known, needed) and not has_failed, layout == taken, layout.expert,
-        layout.exchange,
+        layout.devices_per_job, layout.groups, layout.shard, layout.tensor, layout.pipeline, balance.waves, seconds,
+        alone / seconds, balance.idle, needed, host_bytes(prepared, layout),
+        fits(known, needed) and not has_failed, layout == taken, layout.expert, layout.exchange,
     )  # fmt: skip
 
 
@@ -137,7 +147,11 @@ def sentences(found: Layouts, limit: int) -> list[str]:
     """
     taken, out = found.taken, []
     each = "is whole on one device" if taken.devices_per_job == 1 else f"is shared by {taken.devices_per_job} devices"
-    what = "the sharded base" if taken.sharded else str(taken.devices_per_job)
+    what = str(taken.devices_per_job)
+    if taken.sharded:
+        what = (
+            "the sharded base" if taken.shard * taken.tensor == found.devices else f"a base sharded over {taken.shard}"
+        )
     if taken.pipeline > 1:
         what = f"a pipeline of {taken.pipeline}"
         each = (
@@ -154,8 +168,18 @@ def sentences(found: Layouts, limit: int) -> list[str]:
         out.append("note: this does not fit; lower max_tokens_per_microbatch or set gradient_checkpointing: true")
     if any(row.sharded for row in found.rows):
         out.append(
-            "base sharded: with parallel.shard_base, by itself where nothing else fits. Layers are assumed to be "
-            f"gathered at {profiler.BYTES_PER_SECOND / 1e9:.0f} GB/s"
+            "shard N: the base model is shared by rows over N devices, with parallel.shard_base, by itself where nothing else "
+            f"fits. Layers are assumed to be gathered at {profiler.BYTES_PER_SECOND / 1e9:.0f} GB/s"
+        )
+    if most := max(row.host_bytes for row in found.rows):
+        out.append(
+            f"parallel.offload_base: the host keeps {most / 2**30:.2f} GiB for each device, assumed to be copied at "
+            f"{OFFLOAD_BYTES_PER_SECOND / 1e9:.0f} GB/s, twice a wave"
+        )
+    if any(row.tensor > 1 for row in found.rows):
+        out.append(
+            "tensor N: with parallel.tensor, an equal part of the time of one device each, and hidden states added up at "
+            f"{profiler.BYTES_PER_SECOND / 1e9:.0f} GB/s"
         )
     if any(row.expert > 1 for row in found.rows):
         out.append(

@@ -1,18 +1,18 @@
 """Loading a base model that tensor or expert parallelism cuts: each process reads what it holds, none ever holds the model.
 
 The packed, cut model is held against what the whole one gives. For that the model is first sharded by rows over the same
-processes (sharded.py), which gather a layer at a time; then it goes, and the slices are read.
+processes (sharded.py), which gather a layer at a time; then it goes, and the slices are read. Where replicas share their slices
+by rows in turn, all processes that hold the model together do so.
 """
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from packlora.adapters.expert_part import part_of
@@ -26,7 +26,8 @@ from packlora.config import Run
 from packlora.ops.cross_entropy.linear_cross_entropy import VocabularyPart
 from packlora.ops.lora_linear.frozen import InMemory
 from packlora.parallel.experts import ExchangedExperts, ExpertSlices, exchange_rows, shard_experts
-from packlora.parallel.sharded import Shards, empty_model, untie
+from packlora.parallel.replicas import Alone
+from packlora.parallel.sharded import Shards, empty_model, mesh_of, untie
 from packlora.parallel.tensor import shard
 
 
@@ -36,8 +37,9 @@ class Slices(InMemory):
     is_whole = takes_experts = False
 
 
-def load_cut(run: Run, tokenizer: Any, longest: Mapping[str, int], group: dist.ProcessGroup) -> Base:
-    """Load the base model for packed training, cut over a group. All its processes call it, with equal arguments.
+def load_cut(run: Run, tokenizer: Any, longest: Mapping[str, int], replica: Alone) -> Base:
+    """Load the base model for packed training, cut over the processes of a replica. All of them call it, and those of the
+    replicas with which they share rows, with equal arguments.
 
     Args:
         longest: see load_base.
@@ -46,7 +48,8 @@ def load_cut(run: Run, tokenizer: Any, longest: Mapping[str, int], group: dist.P
         InputError: see load_sharded, shard and shard_experts.
     """
     path, device = base_path(run.base_model), choose_device(run.device)
-    files, mesh = WeightFiles(path, run.revision), DeviceMesh.from_group(group, device.type)
+    assert replica.model is not None and replica.base is not None
+    files, mesh = WeightFiles(path, run.revision), mesh_of(replica.base, device)
 
     def empty() -> PreTrainedModel:
         return empty_model(path, run.revision, getattr(torch, run.dtype), run.trust_remote_code)
@@ -55,19 +58,27 @@ def load_cut(run: Run, tokenizer: Any, longest: Mapping[str, int], group: dist.P
     check_row(whole, run.max_tokens_per_microbatch, path)
     by_experts = run.parallel.expert > 1
     keys = keys_with_experts(whole, files) if by_experts else keys_of(whole, files)
-    Shards(whole, mesh, files, keys)
+    Shards(whole, mesh, files, keys, offload=run.parallel.offload_base)
     looked_at = look_at(run, whole, path, longest)
     del whole
     gc.collect()  # its modules and their hooks refer to one another
 
     model = empty()
     untie(model, mesh, files, keys)
-    notes = shard_experts(model, group) if by_experts else shard(model, group, run.parallel.sequence_parallel)
-    fill(model, files, keys, device)
-    storage = ExpertSlices() if by_experts else Slices()
-    base = ready_base(run, model.to(device), tokenizer, device, path, longest, storage, looked_at)
+    storage: Slices | Shards | ExpertSlices = ExpertSlices() if by_experts else Slices()
+    if by_experts:
+        notes = shard_experts(model, replica.model)
+    else:
+        notes = shard(model, replica.model, run.parallel.sequence_parallel)
+    if replica.shards is None:
+        fill(model, files, keys, device)
+        model.to(device)
+    else:
+        rows = mesh_of(replica.shards, device)
+        storage = Shards(model, rows, files, keys, partial(_part, model), run.parallel.offload_base)
+    base = ready_base(run, model, tokenizer, device, path, longest, storage, looked_at)
     if run.parallel.exchanges:  # the proof was of the same tokens on all processes, which take the same decisions there
-        exchange_rows(model, group)
+        exchange_rows(model, replica.model)
         base.storage = ExchangedExperts(model)
         notes.append("each of these processes has microbatches of its own, whose tokens go to the experts and back")
     base.warnings[:0] = notes

@@ -27,9 +27,10 @@ takes a wave of its own. From 0.9 to 0.97 makes a difference of 0.4 % on average
 class Layout:
     """groups: names of the jobs of each group, in the order of the run. split: replicas of a group, which share each job.
     tensor: processes that hold a layer together, side by side; pipeline: stages of such processes, one behind the other; both
-    together are a replica. expert: processes that hold the experts together, and all else each; they are a replica too.
-    exchange: of these each has microbatches of its own, so each counts as a replica; their groups are multiples of expert.
-    sharded: each process holds a part of every weight of the base model (sharded.py); there is one group then.
+    together are a replica. shard: replicas, one behind the other, each of which holds a part of the rows of every weight
+    (sharded.py); it divides split. 1: each holds all rows. expert: processes that hold the experts together, and all else each;
+    they are a replica too. exchange: of these each has microbatches of its own, so each counts as a replica; their groups are
+    multiples of expert. Where expert is not 1 tensor, pipeline and shard are.
 
     In a group the replicas lie one behind the other, in a replica its stages, in a stage its processes."""
 
@@ -37,7 +38,7 @@ class Layout:
     split: int = 1
     tensor: int = 1
     pipeline: int = 1
-    sharded: bool = False
+    shard: int = 1
     expert: int = 1
     exchange: bool = False
 
@@ -50,9 +51,19 @@ class Layout:
         return self.tensor * self.pipeline * (1 if self.exchange else self.expert)
 
     @property
+    def sharded(self) -> bool:
+        """Whether replicas share weights by rows."""
+        return self.shard > 1
+
+    @property
+    def devices_per_base(self) -> int:
+        """Processes that hold the base model together, once."""
+        return self.devices_per_replica * self.shard
+
+    @property
     def is_in_parts(self) -> bool:
         """Whether no process holds the whole base model."""
-        return self.sharded or self.devices_per_replica > 1 or self.expert > 1
+        return self.devices_per_base > 1 or self.expert > 1
 
     @property
     def processes(self) -> int:
@@ -88,20 +99,18 @@ class Prediction:
 
 
 def layouts(
-    work: Mapping[str, float], world: int, tensor: int = 1, pipeline: int = 1, expert: int = 1, exchange: bool = False
+    work: Mapping[str, float], world: int, tensor: int = 1, pipeline: int = 1, shard: int = 1, expert: int = 1,
+    exchange: bool = False,
 ) -> list[Layout]:  # fmt: skip
     """All layouts of a run on `world` processes, those whose jobs share the fewest first.
 
     Args:
         work: by job, what it is predicted to take on one replica, in any unit.
-        tensor, pipeline, expert, exchange: see Layout; their product divides world.
+        tensor, pipeline, shard, expert, exchange: see Layout; their product divides world.
     """
-    replicas, least = world // (tensor * pipeline * (1 if exchange else expert)), expert if exchange else 1
+    replicas, least = world // (tensor * pipeline * (1 if exchange else expert)), expert if exchange else shard
     sizes = [size for size in range(least, replicas + 1, least) if replicas % size == 0]
-    return [
-        Layout(place(work, replicas // size), size, tensor, pipeline, expert=expert, exchange=exchange)
-        for size in sizes
-    ]
+    return [Layout(place(work, replicas // size), size, tensor, pipeline, shard, expert, exchange) for size in sizes]
 
 
 def predict(

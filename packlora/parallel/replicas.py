@@ -22,15 +22,19 @@ class Alone:
     """One process with its jobs.
 
     rank, size: of this process's replica among the replicas, and how many there are. processes: of all replicas. leads: whether
-    this process speaks for all of them. model: the processes that hold the model together with this one, those of its replica,
-    None where it holds all of it. saves: whether it has a part of what is saved. exchanges: whether those processes are
-    replicas too, whose tokens go to one another's experts. alike: then, the processes with the same experts, None where it is
-    one.
+    this process speaks for all of them. saves: whether it has a part of what is saved.
+
+    model: the processes that hold slices of layers or experts together with this one, those of its replica; None where it holds
+    all of them. exchanges: whether those processes are replicas too, whose tokens go to one another's experts. alike: then, the
+    processes with the same experts, None where it is one. shards: those that hold the other rows of its weights, itself
+    included, None where it holds all rows. base: those that hold the base model together with it, once; None where it is alone.
     """
 
     rank, size, processes, leads, saves, exchanges = 0, 1, 1, True, True, False
     model: dist.ProcessGroup | None = None
     alike: dist.ProcessGroup | None = None
+    shards: dist.ProcessGroup | None = None
+    base: dist.ProcessGroup | None = None
 
     def most(self, numbers: Sequence[int]) -> list[int]:
         """The largest of each that a process gives."""
@@ -78,10 +82,15 @@ class Replicas(Alone):
                 if len(sets) > 1:
                     alike = [dist.new_group(list(every[at::n]), timeout=timeout) for at in range(n)]
             sums = [dist.new_group(list(every[at::each]), timeout=timeout) for at in range(each)]
+            bases = _bases(every, layout, timeout)
             if mesh.rank in every:
                 self.number = number
                 self.rank, part = divmod(every.index(mesh.rank), each)
                 self.leads, self.model = mesh.rank == every[0], models[self.rank]
+                self.base, self.shards = self.model, None
+                if bases:
+                    self.base, rows = bases[self.rank // layout.shard]
+                    self.shards = rows[part]
                 self._control, self._sums, self._first = control, sums[part], every[0]
                 self.exchanges, self.alike = layout.exchange, alike[self.rank % len(alike)]
                 self.saves = self.rank < layout.expert if layout.exchange else self.rank == 0
@@ -115,3 +124,16 @@ class Replicas(Alone):
             text = own if self.leads else torch.zeros(int(size), dtype=torch.uint8)
             dist.broadcast(text, self._first, group=self._control)
         return from_bytes(text)
+
+
+def _bases(every: range, layout: Layout, timeout: timedelta) -> list[tuple[dist.ProcessGroup, list[dist.ProcessGroup]]]:
+    """Of the processes of a group those that hold a base model together, and of these, by place in a replica, those that share
+    rows. None where replicas hold all rows."""
+    each, together = layout.devices_per_replica, layout.devices_per_base
+    if not layout.sharded:
+        return []
+    out = []
+    for own in (every[at : at + together] for at in range(0, len(every), together)):
+        rows = [dist.new_group(list(own[place::each]), timeout=timeout) for place in range(each)]
+        out.append((dist.new_group(list(own), timeout=timeout) if each > 1 else rows[0], rows))
+    return out

@@ -1,4 +1,4 @@
-"""A frozen base model of which each rank holds a part of every weight: `parallel: {shard_base: true}`.
+"""A frozen base model of which each rank holds a part of every weight: `parallel: {shard_base: true}`, or a number of ranks.
 
 The weights are sharded by rows over the ranks (FSDP2, torch.distributed.fsdp.fully_shard), in a group for each layer of the
 decoder and one for all else. A layer's weights are gathered before its forward and before its backward, and freed after each.
@@ -16,14 +16,20 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate import init_empty_weights
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 
@@ -40,10 +46,12 @@ from packlora.base.weight_files import WeightFiles, keys_of, own_rows
 from packlora.config import Run
 from packlora.errors import InputError
 from packlora.ops.lora_linear.frozen import FrozenWeight, Gathered
+from packlora.ops.lora_linear.gathered_codes import GatheredCodesLinear
+from packlora.parallel.codes import share_codes
 
 
 def load_sharded(
-    run: Run, tokenizer: Any, longest: Mapping[str, int] | None = None, mesh: DeviceMesh | None = None
+    run: Run, tokenizer: Any, longest: Mapping[str, int] | None = None, group: dist.ProcessGroup | None = None
 ) -> Base:
     """Load the base model for packed training, a part of each weight on each rank. All ranks call it, with equal arguments.
 
@@ -51,7 +59,7 @@ def load_sharded(
 
     Args:
         longest: see load_base.
-        mesh: of one dimension, the ranks that share the model; None: all.
+        group: the ranks that share the model; None: all.
 
     Raises:
         InputError: see load_base; or the weights cannot be read in parts, or a parameter not be sharded. On every rank.
@@ -61,8 +69,13 @@ def load_sharded(
     model = empty_model(path, run.revision, getattr(torch, run.dtype), run.trust_remote_code)
     check_row(model, run.max_tokens_per_microbatch, path)
     keys = keys_of(model, files)
-    shards = Shards(model, mesh or init_device_mesh(device.type, (dist.get_world_size(),)), files, keys)
-    return ready_base(run, model, tokenizer, device, path, longest or {}, shards)
+    if run.quantization is not None:
+        share_codes(model, run.quantization, getattr(torch, run.dtype))
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),)) if group is None else mesh_of(group, device)
+    shards = Shards(model, mesh, files, keys, offload=run.parallel.offload_base)
+    base = ready_base(run, model, tokenizer, device, path, longest or {}, shards)
+    base.quantization = run.quantization
+    return base
 
 
 def empty_model(
@@ -91,12 +104,22 @@ class Shards:
         model: its parameters on the meta device; gets those of this rank, in place.
         mesh: of one dimension, with the device that the model computes on.
         files, keys: where its parameters and persistent buffers are read (weight_files.keys_of).
+        part: of what the files hold of a parameter, by its name, the rows and columns that are the model's, nothing where it is
+            all of it: of a model that is cut (tensor.py), whose slices are then shared by rows.
+        offload: keep the layers' rows in the memory of the host. All else stays on the device, where it is whole most of the
+            time anyway.
+
+    Raises:
+        InputError: a parameter cannot be shared, or the model has no weights beside its layers to tell its device by.
     """
 
     is_whole = takes_experts = False
 
-    def __init__(self, model: PreTrainedModel, mesh: DeviceMesh, files: WeightFiles, keys: Mapping[str, str]) -> None:
-        self.model, self.mesh = model, mesh
+    def __init__(
+        self, model: PreTrainedModel, mesh: DeviceMesh, files: WeightFiles, keys: Mapping[str, str],
+        part: Callable[[str], tuple[slice, ...]] = lambda name: (), offload: bool = False,
+    ) -> None:  # fmt: skip
+        self.model, self.mesh, self._part = model, mesh, part
         cuda = mesh.device_type == "cuda"
         self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         _check_shapes(model, files.path)
@@ -104,8 +127,9 @@ class Shards:
         self.layers = {
             path: layer for path, layer in decoder_layers(model).items() if next(layer.parameters(), None) is not None
         }  # others are on another stage
+        self.offload = offload
         for layer in self.layers.values():
-            fully_shard(layer, mesh=mesh)
+            fully_shard(layer, mesh=mesh, offload_policy=CPUOffloadPolicy(cuda) if offload else OffloadPolicy())
         # the embedding and the output layer are read at both ends of a microbatch: they stay from one to the other
         fully_shard(model, mesh=mesh, reshard_after_forward=False)
         # nobody here writes into what the model gives
@@ -113,6 +137,11 @@ class Shards:
         setattr(model, DECODER, lambda **inputs: model.base_model(**inputs))
         register_fsdp_forward_method(model, DECODER)
         self._fill(files, keys)
+        if offload and model.device.type != self.device.type:
+            raise InputError(
+                f"base_model {files.path!r}: parallel.offload_base keeps the layers on the host, and the first weight of a "
+                f"{model.config.model_type} model is in one; leave it out"
+            )
 
     @torch.no_grad()
     def _fill(self, files: WeightFiles, keys: Mapping[str, str]) -> None:
@@ -125,8 +154,9 @@ class Shards:
             empty = parameters[names[0]]
             assert isinstance(empty, DTensor)
             key = next(keys[name] for name in names if name in keys)
-            local = torch.empty_like(empty.to_local(), device=self.device)
-            local.copy_(files.read(key, own_rows(empty.shape[0], self.mesh)))
+            on_host = self.offload and self._holder(names[0]) is not self.model
+            local = torch.empty_like(empty.to_local(), device="cpu" if on_host else self.device)
+            local.copy_(self._read(files, key, names[0], own_rows(empty.shape[0], self.mesh)))
             filled = torch.nn.Parameter(
                 DTensor.from_local(
                     local, self.mesh, [Shard(0)], run_check=False, shape=empty.shape, stride=empty.stride()
@@ -139,6 +169,14 @@ class Shards:
         for name, buffer in self.model.named_buffers():
             if name in keys:
                 buffer.copy_(files.read(keys[name]))
+
+    def _read(self, files: WeightFiles, key: str, name: str, rows: slice) -> torch.Tensor:
+        """Of a parameter these rows."""
+        owner, _, leaf = name.rpartition(".")
+        layer = self.model.get_submodule(owner)
+        if isinstance(layer, GatheredCodesLinear) and leaf == "weight":
+            return layer.take(files.read(key).to(self.device))[rows]
+        return files.read(key, *rows_of(self._part(name), rows))
 
     # --- Storage ---------------------------------------------------------------------------------------------------------
 
@@ -204,6 +242,17 @@ def decoder_layers(model: PreTrainedModel) -> dict[str, torch.nn.Module]:
         return {}
     path, largest = max(lists, key=lambda item: sum(parameter.numel() for parameter in item[1].parameters()))
     return {f"{path}.{number}": layer for number, layer in enumerate(largest)}
+
+
+def mesh_of(group: dist.ProcessGroup, device: torch.device) -> DeviceMesh:
+    """Of one dimension, the processes of a group."""
+    return DeviceMesh.from_group(group, device.type)
+
+
+def rows_of(part: tuple[slice, ...], rows: slice) -> tuple[slice, ...]:
+    """Of a part of a weight these rows, counted from its first one."""
+    first = part[0].start or 0 if part else 0
+    return (slice(first + rows.start, first + rows.stop), *part[1:])
 
 
 def _check_shapes(model: PreTrainedModel, path: str) -> None:

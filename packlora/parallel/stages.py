@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from packlora.adapters.attach import Adapter
+from packlora.adapters.expert_layout import is_experts
 from packlora.adapters.flat import FlatLayout
 from packlora.base.demo_model import base_path
 from packlora.base.device import choose_device
@@ -353,6 +354,12 @@ def check_stages(model: PreTrainedModel, layers: int, adapted: Mapping[str, Sequ
     Raises:
         InputError: naming the model or the job and its module.
     """
+    experts = next((path for path, module in model.named_modules() if is_experts(module)), None)
+    if experts is not None:
+        raise InputError(
+            f"{_what(model)} has experts ({experts}), and how its layers hand hidden states on is looked at without weights, "
+            "without which no token has an expert; train it on replicas, or with parallel.shard_base"
+        )
     layer_chain(model)
     _check_layers(model, layers)
     for job, paths in adapted.items():

@@ -50,7 +50,8 @@ class Emitter:
         self.subscribers += subscribers
 
     def emit(self, event: Event) -> None:
-        """Tell all subscribers, in their order. One that raises is told nothing more; the others get a Note of it."""
+        """Tell all subscribers, in their order. One that raises is told nothing more; the others get a Note of it. One for
+        which other processes wait (`in_step`) ends the run."""
         self._waiting.append(event)
         if self._telling:  # whoever does so goes on with this one
             return
@@ -69,6 +70,8 @@ class Emitter:
             if answer is Stop:
                 raise TypeError("it returned the class Stop; return Stop() to end the run, Stop(job) to end a job")
         except Exception as error:
+            if getattr(subscriber, "in_step", False) is True:
+                raise
             self.subscribers = [
                 other for other in self.subscribers if other is not subscriber
             ]  # whatever == says of it

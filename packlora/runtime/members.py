@@ -147,7 +147,7 @@ class Members:
                     )
         if not self.base.storage.is_whole:
             for item in items:
-                if found := needs_whole(item, self.prepared):
+                if found := needs_whole(item, self.prepared, isinstance(self.base.storage, Stage)):
                     raise InputError(
                         f"job {item.config.name!r}: {found}, but every device has a part of the base model; leave that out"
                     )

@@ -27,6 +27,7 @@ from packlora.base.device import choose_device
 from packlora.base.liger import check_liger
 from packlora.base.load import load_skeleton, load_tokenizer
 from packlora.base.quantized import MADE, check_quantization, check_stored, codes_in
+from packlora.base.stored import stored_as
 from packlora.base.vision import Vision
 from packlora.config import JobConfig, QuantizationConfig, Run
 from packlora.data import stream as streams
@@ -417,7 +418,8 @@ def _quantization(
     with other settings."""
     path = base_path(run.base_model)
     found = check_stored(run.quantization, skeleton.config, path)
-    if found is not None and (run.quantization is None or found.method not in MADE):
+    saved = stored_as(skeleton.config, path) is not None
+    if found is not None and (run.quantization is None or found.method not in MADE or saved):
         check_quantization(found, device, f"base_model {path!r}")
         try:
             run.check_quantized(f"base_model {path!r} is saved as {found.described}")
@@ -446,7 +448,7 @@ def _check_parameters(run: Run, job: str, spec: AdapterSpec, quantization: Quant
     asked = {
         f"parallel.tensor: {parallel.tensor}": parallel.tensor > 1,
         f"parallel.pipeline: {parallel.pipeline}": parallel.stages > 1,
-        "parallel.shard_base: true": parallel.shard_base is True,
+        f"parallel.shard_base: {str(parallel.shard_base).lower()}": parallel.is_sharded,
         "cuda_graphs: true": run.cuda_graphs is True,
         "quantised base weights": quantization is not None,
     }
@@ -463,21 +465,27 @@ def _check_parallel(prepared: PreparedRun, skeleton: PreTrainedModel) -> None:
     parallel, layers = prepared.run.parallel, prepared.shape.layers
     asked = {
         "parallel.tensor": parallel.tensor > 1, "parallel.pipeline": parallel.stages > 1,
-        "parallel.shard_base": parallel.shard_base is True, "quantization": prepared.quantization is not None,
+        "parallel.shard_base": parallel.is_sharded, "parallel.expert": parallel.expert > 1,
+        "quantization": prepared.quantization is not None,
     }  # fmt: skip
     for key in (key for key, is_asked in asked.items() if is_asked):
         for job in prepared.jobs:
-            if found := whole_alone(job.spec, skeleton, quantized=key == "quantization"):
+            found = whole_alone(job.spec, skeleton, quantized=key == "quantization")
+            if found and key != "parallel.expert":
                 raise InputError(f"job {job.config.name!r}: {found}, which {key} does not take; leave one of them out")
             if key != "quantization" and job.has_images:
                 raise InputError(
                     f"job {job.config.name!r}: its data has images, which {key} does not take in this version; leave it out"
                 )
-            if key != "quantization" and (trainer := job.config.train.trainer) != "sft":
+            if key not in ("quantization", "parallel.expert") and (trainer := job.config.train.trainer) != "sft":
                 raise InputError(
                     f"job {job.config.name!r}: train.trainer is {trainer}, which this version trains on devices that hold the "
                     f"whole base model; leave {key} out, or let the jobs have trainer sft"
                 )
+    if parallel.offload_base and choose_device(prepared.run.device).type == "cpu":
+        prepared.warnings.append(
+            "parallel.offload_base changes nothing here: on a CPU weights are on the host as it is"
+        )
     if parallel.tensor > 1:
         check_cut(skeleton, parallel.tensor)
     if parallel.expert > 1:
@@ -506,14 +514,14 @@ def whole_alone(spec: AdapterSpec, skeleton: PreTrainedModel, quantized: bool = 
     return None
 
 
-def needs_whole_base(prepared: PreparedRun) -> bool:
-    """Whether a job takes the whole base model on every device."""
-    return any(needs_whole(job, prepared) is not None for job in prepared.jobs)
+def needs_whole_base(prepared: PreparedRun, staged: bool = False) -> bool:
+    """Whether a job takes the whole base model on every device. staged: or all of its layers."""
+    return any(needs_whole(job, prepared, staged) is not None for job in prepared.jobs)
 
 
-def needs_whole(job: PreparedJob, prepared: PreparedRun) -> str | None:
-    """What of a job takes the whole base model on every device; None where a part does."""
-    if job.prompts:
+def needs_whole(job: PreparedJob, prepared: PreparedRun, staged: bool = False) -> str | None:
+    """What of a job takes the whole base model on every device; None where a part does. staged: a part that is some layers."""
+    if job.prompts and staged:
         return "it has sample_prompts"
     if job.has_images:
         return "its data has images"

@@ -3,6 +3,9 @@
 A job's prompts are packed as its samples are, and run through the model once for each new token, without dropout and without a
 cache of keys: nothing of the model is changed for it and nothing random is drawn, so training has the bits that it has without.
 The prompts of each job run by themselves: a text depends on the job's adapter alone.
+
+Where several processes hold the base model together, all that train a job generate its texts, in step, and go on from each
+token with the same ones; the first of them tells the texts.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from packlora.adapters.owners import MIN_ROWS, TokenOwners
 from packlora.base.model import Base
 from packlora.base.packing import packed_logits
 from packlora.data.prompts import Prompt, answer_ends
+from packlora.parallel.replicas import ALONE, Alone
 from packlora.report.events import Evaluated, Event, JobJoined, Note, RunBegan, Sampled, Stepped
 from packlora.runtime.evaluate import is_multiple
 from packlora.runtime.events import Emitter
@@ -31,19 +35,22 @@ class Sampler:
     """A subscriber that generates texts of jobs before their first step, at evaluations and after the last step, once each.
 
     Args:
-        base, attached: the model, whole on this device, with the adapters of the jobs on it.
+        base, attached: the model, with the adapters of the jobs on it.
         jobs: those that train; some may join.
         every: optimizer steps between evaluations, of jobs that do not say so themselves.
         events: are told of the texts. Where the run is to end no more are made; --resume makes them.
-        known: jobs and steps of which there are texts.
+        known: jobs and steps of which there are texts; the same on all processes of group.
+        group: the processes that generate in step.
     """
 
     def __init__(
         self, base: Base, attached: Attached, jobs: Sequence[Job], every: int, events: Emitter,
-        known: Collection[tuple[str, int]],
+        known: Collection[tuple[str, int]], group: Alone = ALONE,
     ) -> None:  # fmt: skip
         self.base, self.attached, self.jobs, self.every, self.events = base, attached, jobs, every, events
-        self.known = set(known)
+        self.known, self.group = set(known), group
+        self.in_step = group is not ALONE
+        """Whether other processes wait for this one, so that the run ends where it fails."""
         self._ends: list[int] | None = None
 
     def __call__(self, event: Event) -> None:
@@ -57,16 +64,24 @@ class Sampler:
 
     def _sample(self, job: Job, is_judged: bool) -> None:
         """Tell the texts of a job, if they are due, or that there are none, and why."""
-        if not job.prompts or job.status != "running" or (job.name, job.step) in self.known or self.events.stop.asked:
+        if not job.prompts or job.status != "running" or (job.name, job.step) in self.known:
             return
         own = job.config.train.eval_steps
         every = self.every if own is None else own
-        if not (is_judged or job.step in (0, job.data.num_steps) or is_multiple(job.step, every)):
+        if (
+            not (is_judged or job.step in (0, job.data.num_steps) or is_multiple(job.step, every))
+            or self._agreed([]) is None
+        ):
             return
         try:
             with one_error_for_memory():
                 texts = self._texts(job)
-        except torch.OutOfMemoryError:
+        except torch.OutOfMemoryError as error:
+            if self.in_step:
+                raise MemoryError(
+                    f"out of memory on {self.base.device} in the samples of job {job.name!r}, which several devices compute "
+                    "together; lower sample_max_new_tokens, then continue with --resume"
+                ) from error
             texts = []
             self.events.emit(
                 Note(f"job {job.name!r}: no samples after step {job.step}: out of memory; training goes on")
@@ -101,13 +116,19 @@ class Sampler:
         rows = [prompt.ids.tolist() for prompt in prompts]
         going = list(range(len(rows)))
         while going:
-            if self.events.stop.asked:
+            tokens = self._agreed(self._next([rows[number] for number in going], owner))
+            if tokens is None:
                 return None
-            for number, token in zip(going, self._next([rows[number] for number in going], owner), strict=True):
+            for number, token in zip(going, tokens, strict=True):
                 rows[number].append(token)
             going = [n for n in going if rows[n][-1] not in self._ends and len(rows[n]) < prompts[n].most]
         answers = [row[len(prompt.ids) :] for row, prompt in zip(rows, prompts, strict=True)]
         return [answer[:-1] if answer[-1] in self._ends else answer for answer in answers]
+
+    def _agreed(self, tokens: Sequence[int]) -> list[int] | None:
+        """The tokens, the same on all processes also where these round differently; None where the run is to end."""
+        asked, *same = self.group.most([int(self.events.stop.asked), *tokens])
+        return None if asked else same
 
     @torch.no_grad()
     def _next(self, rows: Sequence[list[int]], owner: int) -> list[int]:

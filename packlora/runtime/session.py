@@ -142,7 +142,8 @@ class Session:
                 told.subscribe(Relay(mesh, self.layout.group_of(mesh.rank), told))
             if mesh.is_first:
                 outer.subscribe(*self.writers, held.enter_context(Progress()), *subscribers)
-            if trainer is not None and self.group.leads and isinstance(self.single, SingleDevice):
+            generates = self.group.leads or self.layout.is_in_parts
+            if trainer is not None and generates and isinstance(self.single, SingleDevice):
                 told.subscribe(self._sampler(trainer))
             result = trainer.fit() if trainer is not None else None
             if hub is not None:
@@ -249,17 +250,20 @@ class Session:
         kept, each, _ = told[0]
         known = replace(known, kept_bytes=kept, bytes_per_token=each, room=min(room for *_, room in told))
         taken = choose(prepared, self.mesh.size, known)
-        if taken.layout.sharded and self.run.parallel.shard_base == "auto":
+        if taken.layout.sharded and not self.run.parallel.is_sharded:
             prepared.warnings.append(f"parallel.shard_base is taken: {taken.reason}")
         if taken.layout.pipeline > self.run.parallel.stages:
             prepared.warnings.append(f"parallel.pipeline is {taken.layout.pipeline}: {taken.reason}")
         return taken.layout
 
     def _sampler(self, trainer: Trainer) -> Sampler:
-        """What generates texts, a subscriber of the process that leads these jobs."""
-        known = {(str(line["job"]), line["step"]) for line in read_lines(self.output_dir / SAMPLES, "job", "step")}
+        """What generates texts, a subscriber of the process that leads these jobs, or of all where none has a whole model."""
+        group = self.group if self.layout.is_in_parts else ALONE
+        lines = read_lines(self.output_dir / SAMPLES, "job", "step")
+        known = {(str(job), step) for job, step in group.told([[line["job"], line["step"]] for line in lines])}
         assert isinstance(self.single, SingleDevice)
-        return Sampler(trainer.base, self.single.attached, trainer.jobs, self.run.eval_every, trainer.events, known)
+        parts = (trainer.base, self.single.attached, trainer.jobs, self.run.eval_every, trainer.events)
+        return Sampler(*parts, known, group)
 
     def _group(self, mesh: Mesh) -> Replicas:
         if self.layout.pipeline == 1:
@@ -275,10 +279,11 @@ class Session:
                 counts = profiler.stage_layers(self.run, prepared, self.group.stages)
                 base = load_stage(self.run, prepared.tokenizer, prepared.longest_run, self.mesh, self.group, counts)
             elif self.group.model is not None:
-                base = load_cut(self.run, prepared.tokenizer, prepared.longest_run, self.group.model)
+                base = load_cut(self.run, prepared.tokenizer, prepared.longest_run, self.group)
+            elif self.group.shards is not None:
+                base = load_sharded(self.run, prepared.tokenizer, prepared.longest_run, self.group.shards)
             else:
-                how = (self.run, prepared.tokenizer, prepared.longest_run)
-                base = load_sharded(*how) if self.layout.sharded else load_base(*how, prepared.vision)
+                base = load_base(self.run, prepared.tokenizer, prepared.longest_run, prepared.vision)
         assert base.fingerprint is not None
         self.fingerprint = base.fingerprint
         if self.saved is not None:

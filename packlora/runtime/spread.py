@@ -25,6 +25,8 @@ from packlora.schedule.cost import CostModel
 from packlora.schedule.planner import Planner
 from packlora.schedule.types import Microbatch
 
+OFFLOAD_BYTES_PER_SECOND = 2.5e10
+"""Assumed, of a device that copies from pinned memory of its host: sixteen lanes of PCIe 4 have 3.2e10."""
 SAMPLES = 20_000
 """Samples of a group that are planned; of a longer run the first windows, scaled up."""
 
@@ -69,29 +71,37 @@ def choose(prepared: PreparedRun, devices: int, known: Profile) -> Choice:
     """
     parallel = prepared.run.parallel
     work = Work(prepared, 1 if parallel.exchanges else parallel.expert)
-    found, sharded = candidates(prepared, devices, work.jobs()), sharded_layout(prepared, devices)
+    found, sharded = candidates(prepared, devices, work.jobs()), sharded_layouts(prepared, devices, work.jobs())
     if not found:
         raise InputError(
             f"parallel.devices_per_job is {parallel.devices_per_job}, which does not divide {devices} devices"
         )
     if devices == 1:
         return Choice(one_device(prepared), "there is one device")
-    if parallel.shard_base is True and sharded is not None:
-        return Choice(sharded, "parallel.shard_base is true")
-    if len(found) == 1 and sharded is None:
-        key = "expert" if parallel.expert > 1 and parallel.devices_per_job == "auto" else "devices_per_job"
-        return Choice(found[0], f"parallel.{key} is {getattr(parallel, key)}")
+    if len(found) == 1 and not sharded:
+        return Choice(found[0], _as_asked(prepared))
     planned = [spread(prepared, own) for own in found]
-    if parallel.tensor == 1:  # of a model that is cut nothing is predicted
-        needed = [needed_bytes(prepared, known, own, first=True) for own in planned]
-        fitting = [own for own, size in zip(planned, needed, strict=True) if fits(known, size)]
-        if not fitting:
-            parts = [sharded] * (sharded is not None) + piped(prepared, devices, work.jobs())
-            taken = _choose_in_parts(prepared, known, work, [own for own in parts if own is not None], min(needed))
-            if taken is not None:
-                return taken
-        planned = fitting or planned
-    return _choose_whole([own.predict(work.of, work.staged(own.layout)) for own in planned], parallel.devices_per_job)
+    needed = [needed_bytes(prepared, known, own, first=True) for own in planned]
+    fitting = [own for own, size in zip(planned, needed, strict=True) if fits(known, size)]
+    if not fitting:
+        parts = sharded + piped(prepared, devices, work.jobs())
+        taken = _choose_in_parts(prepared, known, work, parts, min(needed))
+        if taken is not None:
+            return taken
+    planned = fitting or planned
+    return _choose_as_asked(
+        [own.predict(work.of, work.staged(own.layout)) for own in planned], parallel.devices_per_job
+    )
+
+
+def _as_asked(prepared: PreparedRun) -> str:
+    """Which key of the run file leaves one layout."""
+    parallel = prepared.run.parallel
+    if parallel.shard_base is True:
+        return "parallel.shard_base is true"
+    key = "shard_base" if parallel.is_sharded else "expert" if parallel.expert > 1 else "devices_per_job"
+    key = key if parallel.devices_per_job == "auto" else "devices_per_job"
+    return f"parallel.{key} is {getattr(parallel, key)}"
 
 
 def _choose_in_parts(
@@ -107,18 +117,15 @@ def _choose_in_parts(
     less = [own for own in spreads if needed[own.layout] < whole]
     if not less:
         return None
-    gathering = {own.layout: gather_seconds(prepared, own.layout) for own in less}
     times = {
-        own.layout: own.predict(
-            lambda one, more=gathering[own.layout]: work.of(one) + more, work.staged(own.layout)  # type: ignore[misc]
-        ).time
+        own.layout: own.predict(seconds_of(prepared, own.layout, work.of), work.staged(own.layout)).time
         for own in [own for own in less if fits(known, needed[own.layout])] or less
-    }  # fmt: skip
-    taken = min(times, key=times.__getitem__)
+    }
+    taken, tensor = min(times, key=times.__getitem__), prepared.run.parallel.tensor
+    held = "the whole base model" if tensor == 1 else f"what {tensor} devices together hold whole (parallel.tensor)"
     why = (
-        f"training on the whole base model is estimated to take {whole / gib:.2f} GiB of a device, which has "
-        f"{known.room / gib:.2f} free, of which {profiler.ROOM_SHARE:.0%} are planned with; on a part of it "
-        f"{needed[taken] / gib:.2f}"
+        f"training on {held} is estimated to take {whole / gib:.2f} GiB of a device, which has {known.room / gib:.2f} free, of "
+        f"which {profiler.ROOM_SHARE:.0%} are planned with; on a part of it {needed[taken] / gib:.2f}"
     )
     others = [
         f"{_words(own)} takes {time / times[taken]:.2f} of its time" for own, time in times.items() if own != taken
@@ -127,18 +134,48 @@ def _choose_in_parts(
 
 
 def _words(layout: Layout) -> str:
-    return "a sharded base" if layout.sharded else f"a pipeline of {layout.pipeline}"
+    if not layout.sharded:
+        return f"a pipeline of {layout.pipeline}"
+    return "a sharded base" if layout.shard == layout.replicas else f"a base sharded over {layout.shard}"
+
+
+def seconds_of(
+    prepared: PreparedRun, layout: Layout, cost: Callable[[Microbatch], float]
+) -> Callable[[Microbatch], float]:
+    """What a microbatch takes in a layout without stages, where one device takes `cost` of it in seconds: an equal part on each
+    of the devices that hold a layer together, and messages, which are taken to overlap with nothing."""
+    tensor, waits = layout.tensor, gather_seconds(prepared, layout)
+    adding = 0.0 if tensor == 1 else _adding_up(prepared, tensor)
+    return lambda one: cost(one) / tensor + adding * one.num_tokens + waits
 
 
 def gather_seconds(prepared: PreparedRun, layout: Layout) -> float:
-    """Of a wave, for gathering layers in the forward and again in the backward, which is taken to overlap with nothing."""
+    """Of a wave, for gathering layers in the forward and again in the backward, of devices that hold a slice each if the layers
+    are cut, and for copying their parts from the host where they are kept there."""
     if not layout.sharded:
         return 0.0
-    return 2 * base_bytes(prepared)[0] * (layout.split - 1) / layout.split / profiler.BYTES_PER_SECOND
+    sent = base_bytes(prepared)[0] // layout.tensor * (layout.shard - 1) / layout.shard
+    return 2 * (sent / profiler.BYTES_PER_SECOND + host_bytes(prepared, layout) / OFFLOAD_BYTES_PER_SECOND)
 
 
-def _choose_whole(predictions: list[Prediction], asked: int | str) -> Choice:
-    """Of layouts whose devices hold the whole base model."""
+def host_bytes(prepared: PreparedRun, layout: Layout) -> int:
+    """Of the base model, what each device keeps on its host."""
+    if not (layout.sharded and prepared.run.parallel.offload_base):
+        return 0
+    return _linear_bytes(prepared)[0] // layout.devices_per_base
+
+
+def _adding_up(prepared: PreparedRun, tensor: int) -> float:
+    """Of a token, for adding up what devices that hold a layer together have of its hidden states: after attention and after
+    the feed-forward, forward and backward, and once more where the forward is computed again."""
+    shape, times = prepared.shape, 3 if prepared.run.gradient_checkpointing else 2
+    width: int = getattr(torch, prepared.run.dtype).itemsize
+    token = shape.hidden * width * 2 * (tensor - 1) / tensor
+    return 2 * times * shape.layers * token / profiler.BYTES_PER_SECOND
+
+
+def _choose_as_asked(predictions: list[Prediction], asked: int | str) -> Choice:
+    """Of layouts of which as much of the base model is on a device as the run file asks for."""
     if asked != "auto":
         return Choice(predictions[0].layout, f"parallel.devices_per_job is {asked}")
     taken = layouts.choose(predictions)
@@ -159,7 +196,7 @@ def one_device(prepared: PreparedRun) -> Layout:
 
 
 def candidates(prepared: PreparedRun, devices: int, work: Mapping[str, float]) -> list[Layout]:
-    """The layouts that the run file allows on so many devices that hold the whole base model, or those of a replica together;
+    """The layouts that the run file allows on so many devices that hold the whole base model, or as much of it as it says;
     those whose jobs share the fewest first.
 
     Args:
@@ -167,7 +204,9 @@ def candidates(prepared: PreparedRun, devices: int, work: Mapping[str, float]) -
     """
     parallel = prepared.run.parallel
     asked = devices if parallel.shard_base is True else parallel.devices_per_job
-    found = layouts.layouts(work, devices, parallel.tensor, parallel.stages, parallel.expert, parallel.exchanges)
+    found = layouts.layouts(
+        work, devices, parallel.tensor, parallel.stages, parallel.shards(devices), parallel.expert, parallel.exchanges
+    )
     return [own for own in found if asked in ("auto", own.devices_per_job)]
 
 
@@ -179,8 +218,8 @@ def piped(prepared: PreparedRun, devices: int, work: Mapping[str, float]) -> lis
         work: by job, what it is predicted to take.
     """
     parallel, encoder = prepared.run.parallel, prepared.encoder
-    asked = parallel.pipeline == "auto" and parallel.in_parts is None and parallel.shard_base is not True
-    if not asked or prepared.quantization is not None or encoder is None or needs_whole_base(prepared):
+    asked = parallel.pipeline == "auto" and parallel.in_parts is None and not parallel.is_sharded
+    if not asked or prepared.quantization is not None or encoder is None or needs_whole_base(prepared, staged=True):
         return []
     if any(job.config.train.optim not in CUT_OPTIMS for job in prepared.jobs):
         return []
@@ -191,9 +230,7 @@ def piped(prepared: PreparedRun, devices: int, work: Mapping[str, float]) -> lis
     out = []
     for stages in range(2, min(devices, prepared.shape.layers) + 1):
         if devices % stages == 0:
-            every = layouts.layouts(work, devices, pipeline=stages)
-            own = [one for one in every if parallel.devices_per_job in ("auto", one.devices_per_job)]
-            out += [one for one in own if all(one.groups)][:1]
+            out += _fewest(layouts.layouts(work, devices, pipeline=stages), parallel.devices_per_job)
     return out
 
 
@@ -205,12 +242,8 @@ def sharing_experts(prepared: PreparedRun, devices: int, work: Mapping[str, floa
         work: by job, what it is predicted to take.
     """
     parallel, encoder = prepared.run.parallel, prepared.encoder
-    if (
-        parallel.in_parts is not None
-        or parallel.shard_base is True
-        or prepared.quantization is not None
-        or encoder is None
-    ):
+    asked = parallel.in_parts is not None or parallel.is_sharded
+    if asked or prepared.quantization is not None or encoder is None:
         return []
     out = []
     for degree in range(2, devices + 1):
@@ -222,24 +255,32 @@ def sharing_experts(prepared: PreparedRun, devices: int, work: Mapping[str, floa
             continue
         for exchange in (False, True):
             every = layouts.layouts(work, devices, expert=degree, exchange=exchange)
-            own = [one for one in every if parallel.devices_per_job in ("auto", one.devices_per_job)]
-            out += [one for one in own if all(one.groups)][:1]
+            out += _fewest(every, parallel.devices_per_job)
     return out
 
 
-def sharded_layout(prepared: PreparedRun, devices: int) -> Layout | None:
-    """All devices share every job and hold a part of the base model each; None where the run file does not allow it."""
+def sharded_layouts(prepared: PreparedRun, devices: int, work: Mapping[str, float]) -> list[Layout]:
+    """Those in which devices hold a part of the rows of every weight each, where that is left to us: over all of them, and over
+    every smaller number. Each job is on as few devices as leave none without a job.
+
+    Args:
+        work: by job, what it is predicted to take.
+    """
     parallel = prepared.run.parallel
-    if (
-        devices == 1
-        or parallel.in_parts is not None
-        or prepared.quantization is not None
-        or not parallel.shard_base
-        or needs_whole_base(prepared)
-        or parallel.devices_per_job not in ("auto", devices)
-    ):
-        return None
-    return Layout((tuple(job.data.name for job in prepared.jobs),), devices, sharded=True)
+    asked = parallel.shard_base == "auto" and parallel.stages == parallel.expert == 1
+    if not asked or prepared.quantization is not None or needs_whole_base(prepared):
+        return []
+    out, replicas = [], devices // parallel.tensor
+    for shard in (size for size in range(replicas, 1, -1) if replicas % size == 0):
+        every = layouts.layouts(work, devices, parallel.tensor, shard=shard)
+        out += _fewest(every, parallel.devices_per_job)
+    return out
+
+
+def _fewest(every: list[Layout], asked: int | str) -> list[Layout]:
+    """Of the layouts that have as many devices per job as is asked for, the first that leaves none without a job."""
+    own = [one for one in every if asked in ("auto", one.devices_per_job)]
+    return [one for one in own if all(one.groups)][:1]
 
 
 # --- memory ------------------------------------------------------------------------------------------------------------
@@ -247,7 +288,8 @@ def sharded_layout(prepared: PreparedRun, devices: int) -> Layout | None:
 
 def needed_bytes(prepared: PreparedRun, known: Profile, own: Spread, first: bool = False) -> int:
     """Of the device of a layout that needs the most. A device holds its own jobs alone; a stage of a pipeline its part of them
-    and of the base model, and parts of as many microbatches as there are stages.
+    and of the base model, and parts of as many microbatches as there are stages; a device of several that hold layers together
+    its slice of the base model, and all of the microbatch unless these share its tokens, which is more than it is.
 
     Args:
         first: with the fewest tokens to a microbatch that the profiler would choose, where that is left to it.
@@ -256,18 +298,18 @@ def needed_bytes(prepared: PreparedRun, known: Profile, own: Spread, first: bool
     smallest = None
     if first and prepared.run.max_tokens_per_microbatch == "auto" and choose_device(prepared.run.device).type == "cuda":
         smallest = profiler.budgets(prepared)[0]
-    known = profiler.sharing_experts(known, prepared.run, prepared, own.layout.expert, own.layout.exchange)
-    needed, experts = 0, own.layout.expert
-    for names, fullest in zip(own.layout.groups, own.fullest, strict=True):
+    layout, experts = own.layout, own.layout.expert
+    known = profiler.sharing_experts(known, prepared.run, prepared, experts, layout.exchange)
+    needed, (base, gathered) = 0, base_bytes(prepared)
+    here = base // (layout.tensor * layout.shard) - host_bytes(prepared, layout)  # stages have a part of that
+    each = known.bytes_per_token / (layout.tensor if prepared.run.parallel.sequence_parallel else 1)
+    for names, fullest in zip(layout.groups, own.fullest, strict=True):
         others = prepared.trainable - sum(trainable[name] for name in names)
         tokens = fullest if smallest is None else min(fullest, smallest)
         others -= round((1 - 1 / experts) * sum(job.on_experts for job in prepared.jobs if job.data.name not in names))
         kept = known.kept_bytes - profiler.TRAINABLE_BYTES * others
-        needed = max(needed, round(kept / own.layout.pipeline + known.bytes_per_token * tokens))
-    if not own.layout.sharded:
-        return needed
-    base, gathered = base_bytes(prepared)
-    return needed - base + base // own.layout.processes + gathered
+        needed = max(needed, round((kept - base + here) / layout.pipeline + each * tokens))
+    return needed + gathered // layout.tensor if layout.sharded else needed
 
 
 def fits(known: Profile, needed: int) -> bool:
@@ -278,9 +320,14 @@ def fits(known: Profile, needed: int) -> bool:
 def base_bytes(prepared: PreparedRun) -> tuple[int, int]:
     """Of the base model; and, where it is sharded, of what is whole on a device at a time: two layers, the embedding, the norms
     and the output layer."""
-    shape, width = prepared.shape, getattr(torch, prepared.run.dtype).itemsize
-    layers = 2 * shape.linear_parameters // shape.layers
-    return shape.parameters * width, (shape.parameters - shape.linear_parameters + layers) * width
+    linear, others = _linear_bytes(prepared)
+    return linear + others, others + 2 * linear // prepared.shape.layers
+
+
+def _linear_bytes(prepared: PreparedRun) -> tuple[int, int]:
+    """Of the linear layers of the base model, some of which may be codes, and of all else."""
+    shape, width, (numbers, codes) = prepared.shape, getattr(torch, prepared.run.dtype).itemsize, prepared.in_codes
+    return (shape.linear_parameters - numbers) * width + codes, (shape.parameters - shape.linear_parameters) * width
 
 
 # --- plans -------------------------------------------------------------------------------------------------------------

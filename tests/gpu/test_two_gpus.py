@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2,
 ROOT = Path(__file__).parents[2]
 LAYOUTS = [
     {"devices_per_job": 1}, {"devices_per_job": 2}, {"shard_base": True}, {"tensor": 2},
-    {"tensor": 2, "sequence_parallel": True}, {"pipeline": 2},
+    {"tensor": 2, "sequence_parallel": True}, {"pipeline": 2}, {"shard_base": True, "offload_base": True},
 ]  # fmt: skip
 
 

@@ -152,8 +152,8 @@ def test_what_a_plan_predicts_is_what_codes_take_and_no_dense_copy_is_kept(
         ({"quantization": "int4"}, "quantization.method: "),
         ({"quantization": {"method": "int8", "double_quant": True}}, "the scales of int8 are not quantised"),
         (
-            {"quantization": "nf4", "parallel": {"shard_base": True}},
-            "parallel.shard_base does not take quantised layers apart",
+            {"quantization": {"method": "torchao", "quant_type": "int8_weight_only"}, "parallel": {"shard_base": True}},
+            "parallel.shard_base does not take quantised layers apart (quantization); shard_base takes those of",
         ),
         ({"quantization": "nf4", "parallel": {"tensor": 2}}, "parallel.tensor does not take quantised layers apart"),
         ({"quantization": "nf4", "cuda_graphs": True}, "cuda_graphs: true is not for quantised layers"),

@@ -261,6 +261,7 @@ def test_an_adapter_is_evaluated_on_images(vision_base: Any, rows: dict[str, str
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "a pipeline": ({"parallel": {"pipeline": 2}}, {}, "its data has images, which parallel.pipeline does not take"),
+    "experts": ({"parallel": {"expert": 2}}, {}, "its data has images, which parallel.expert does not take"),
     "a trainer": (
         {}, {"train": {"trainer": "kto", "loss_type": "apo_zero_unpaired"}}, "images, which train.trainer: kto does not take",
     ),

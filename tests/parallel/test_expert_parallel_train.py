@@ -21,6 +21,7 @@ from ranks import Ranks
 from safetensors.torch import load_file, save_file
 from test_preference import pairs
 from test_replicas import heard, lines, on_ranks
+from test_sample_prompts import texts
 from test_tensor_train import alike
 from test_training import adapter, config, distance
 
@@ -33,6 +34,7 @@ from packlora.config import Run
 from packlora.errors import InputError
 from packlora.parallel.adapter import SharedGradient
 from packlora.parallel.cut import load_cut
+from packlora.parallel.replicas import Alone
 from packlora.runtime.prepare import prepare
 from packlora.runtime.wave import Runner
 
@@ -78,7 +80,8 @@ def tree(base: str, out: Path, rows: Any, jobs: list[dict[str, Any]], **more: An
     found = config(base, out, rows, jobs, dtype="float64", max_tokens_per_microbatch=90, **more)
     for job in found["jobs"][:2]:
         job["data"]["eval_path"] = job["data"]["path"]
-    return found | {"eval_every": 2, "save_every": 1, "save_total_limit": None}
+    found["jobs"][0]["sample_prompts"] = ["why?", "ab"]
+    return found | {"eval_every": 2, "save_every": 1, "save_total_limit": None, "sample_max_new_tokens": 4}
 
 
 def in_wide(rank: int, function: Callable[..., Any], *args: Any) -> Any:
@@ -113,6 +116,7 @@ def same(out: Path, whole: Path) -> None:
             for name in ("loss", "eval_loss", "grad_norm"):
                 if name in line:
                     assert abs(found[key][name] - line[name]) <= 1e-10 * max(1, abs(line[name])), (key, name)
+    assert texts(out) == texts(whole) and {step for _, step in texts(out)} == {0, 2, 3}
     for name in NAMES:
         assert distance(adapter(out, name), adapter(whole, name)) <= 1e-10
 
@@ -250,7 +254,9 @@ def read_by(rank: int, tree: dict[str, Any]) -> tuple[set[str], int, list[list[i
 
     with mock.patch.object(WeightFiles, "read", noted):
         try:
-            base = load_cut(Run.model_validate(tree), None, {}, dist.group.WORLD)
+            replica = Alone()
+            replica.model = replica.base = dist.group.WORLD
+            base = load_cut(Run.model_validate(tree), None, {}, replica)
         except InputError as error:
             return set(), 0, [], str(error)
     shapes = [list(p.shape) for name, p in base.model.named_parameters() if name.endswith("experts.down_proj")]
@@ -320,7 +326,6 @@ def test_the_plan_shows_what_sharing_the_experts_saves_and_costs(asked: dict[str
     [
         ({"parallel": {"expert": 4}}, "mlp.experts has 6 experts, which it does not divide; give one of 2, 3, 6"),
         ({"quantization": "nf4"}, "parallel.expert does not take quantised layers apart"),
-        ({"sample_prompts": ["why?"]}, "job 'lora' has sample_prompts, .* with parallel.expert each holds a part"),
     ],
 )
 def test_what_expert_parallelism_does_not_go_with_is_refused(

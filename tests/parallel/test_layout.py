@@ -8,6 +8,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,6 +26,7 @@ from typer.testing import CliRunner
 import packlora
 from packlora.cli import app
 from packlora.commands.plan import PlannedRun, make_plan
+from packlora.commands.plan_layouts import sentences
 from packlora.config import Run, TrainConfig
 from packlora.data.dataset import JobData
 from packlora.data.encode import Sample
@@ -220,8 +222,9 @@ def planned(tree: dict[str, Any], gpus: int) -> PlannedRun:
 
 def test_equal_jobs_are_whole_on_a_device_each_and_one_large_job_is_shared(make: Callable[..., dict[str, Any]]) -> None:
     equal = planned(make((8, 2), (8, 2), (8, 2), (8, 2)), 4).layouts
-    assert equal is not None and [row.devices_per_job for row in equal.rows] == [1, 2, 4, 4, 2]
-    assert [row.pipeline for row in equal.rows] == [1, 1, 1, 1, 2]  # the model has two layers
+    assert equal is not None and [row.devices_per_job for row in equal.rows] == [1, 2, 4, 4, 2, 2]
+    assert [row.shard for row in equal.rows] == [1, 1, 1, 4, 2, 1]
+    assert [row.pipeline for row in equal.rows] == [1, 1, 1, 1, 1, 2]  # the model has two layers
     assert equal.taken.devices_per_job == 1 and equal.taken.speedup > 2
     assert equal.taken.idle < 0.02  # of equal samples; ranks are 2 to 5
     assert sorted(equal.taken.groups) == [("job0",), ("job1",), ("job2",), ("job3",)]
@@ -293,6 +296,16 @@ def test_a_device_holds_its_own_jobs_and_a_part_of_a_sharded_base(
     slow = planned(make((8, 2), (8, 4)), 2).layouts
     assert slow is not None
     assert slow.rows[2].seconds == pytest.approx(slow.rows[2].waves * 5.0, rel=0.1)  # half of it, twice a wave
+    monkeypatch.undo()
+    parallel = {"shard_base": True, "offload_base": True}
+    before, kept = (planned(make((8, 2), (8, 4), parallel=own), 2).layouts for own in ({"shard_base": True}, parallel))
+    assert before is not None and kept is not None and any("the host keeps" in text for text in sentences(kept, 9))
+    layers = 4 * shape.linear_parameters // 2  # of each of two devices
+    assert (kept.rows[0].host_bytes, before.rows[0].bytes - kept.rows[0].bytes) == (layers, layers)
+    monkeypatch.setattr(spread, "OFFLOAD_BYTES_PER_SECOND", layers / 5.0)
+    copied = planned(make((8, 2), (8, 4), parallel=parallel), 2).layouts
+    assert copied is not None
+    assert copied.rows[0].seconds == pytest.approx(copied.rows[0].waves * 10.0, rel=0.1)  # all of it, twice a wave
     monkeypatch.setattr(profiler, "memory_room", lambda device: 1000)
     tight = planned(make((8, 2), (8, 4), parallel={"pipeline": 1}), 2).layouts
     assert tight is not None and not any(row.fits for row in tight.rows) and tight.taken.status == "taken, does not fit"
@@ -311,7 +324,7 @@ def test_the_table_fits_80_columns_and_the_json_has_all_of_it(
     start = next(number for number, line in enumerate(lines) if line.startswith("devices per job"))
     assert all(len(line) <= 80 for line in lines[start : start + 5])
     told = json.loads(figures.read_text())["parallel"]
-    assert told["devices"] == 4 and len(told["layouts"]) == 5
+    assert told["devices"] == 4 and len(told["layouts"]) == 6
     (taken,) = (row for row in told["layouts"] if row["taken"])
     assert sorted(name for group in taken["groups"] for name in group) == ["job0", "job1", "job2"]
     assert f"training takes {taken['devices_per_job']}, so each job is" in out.output.replace("\n", " ")
@@ -411,14 +424,14 @@ def test_auto_leaves_a_base_whole_that_a_job_needs_whole_and_takes_no_stages_for
         tree = make((8, 2), (8, 2))
         tree["jobs"][1] = {**tree["jobs"][1], **keys}
         prepared = prepare(Run.model_validate(tree))
-        return spread.sharded_layout(prepared, 2) is not None, bool(
+        return bool(spread.sharded_layouts(prepared, 2, {"job0": 1.0, "job1": 1.0})), bool(
             spread.piped(prepared, 2, {"job0": 1.0, "job1": 1.0})
         )
 
     assert parts() == (True, True)
     assert parts(adapter={"target_modules": ["q_proj", "embed_tokens"]}) == (False, False)
     assert parts(adapter={"target_modules": ["q_proj"], "modules_to_save": ["norm"]}) == (False, False)
-    assert parts(sample_prompts=["one"]) == (False, False)
+    assert parts(sample_prompts=["one"]) == (True, False)
     pairs = {"path": write_pairs(tmp_path / "pairs.jsonl")}
     assert parts(data=pairs, train={"trainer": "orpo", "global_batch_size": 2}) == (False, False)
     assert parts(train={"optim": "adafactor", "global_batch_size": 2}) == (True, False)
@@ -451,7 +464,7 @@ def test_a_base_that_no_device_can_hold_is_sharded_by_itself_and_the_plan_says_s
         "split": 2,
         "tensor": 1,
         "pipeline": 1,
-        "sharded": True,
+        "shard": 2,
         "expert": 1,
         "exchange": False,
     }
@@ -474,3 +487,37 @@ def test_a_base_that_no_device_can_hold_is_sharded_by_itself_and_the_plan_says_s
     assert enough is not None and not enough.taken.sharded and enough.taken.fits
     asked = planned({**tree, "parallel": {"shard_base": True}}, 2).layouts
     assert asked is not None and asked.taken.sharded and asked.reason == "parallel.shard_base is true"
+
+
+def test_auto_shares_the_base_over_as_many_devices_as_it_takes_and_the_plan_lists_all(
+    make: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gathering from fewer devices takes less time; it is done where the larger parts fit."""
+    tree = make((8, 2), (8, 4), parallel={"pipeline": 1})
+    base = 40 * base_bytes(prepare(Run.model_validate(tree)))[0]
+    monkeypatch.setattr(spread, "base_bytes", lambda prepared: (base, base // 8))  # as of a model of many layers
+    monkeypatch.setattr(profiler, "profile", larger(profiler.profile, base))
+    free = planned(tree, 4).layouts
+    assert free is not None and not free.taken.sharded
+    assert [(row.devices_per_job, row.shard) for row in free.rows] == [(1, 1), (2, 1), (4, 1), (4, 4), (2, 2)]
+    whole, (four, two) = min(row.bytes for row in free.rows[:3]), free.rows[3:]
+    assert four.bytes < two.bytes < whole
+    for room, shard in ((two.bytes, 2), (four.bytes, 4)):
+        monkeypatch.setattr(profiler, "memory_room", lambda device, room=room: math.ceil(room / profiler.ROOM_SHARE))
+        tight = planned(tree, 4).layouts
+        assert (
+            tight is not None
+            and tight.taken.fits
+            and (tight.taken.shard, "is estimated to take" in tight.reason) == (shard, True)
+        )
+        assert tight.taken.status == f"taken, shard {shard}"
+
+
+def larger(profile: Callable[..., Any], base: int) -> Callable[..., Any]:
+    """A profile of a model whose weights take so many bytes more."""
+
+    def made(*args: Any) -> Any:
+        known = profile(*args)
+        return replace(known, kept_bytes=known.kept_bytes + base)
+
+    return made

@@ -504,7 +504,7 @@ def test_what_cannot_be_cut_is_refused_on_every_process(
     assert "parallel.pipeline is 2, but the model has 1 layers" in refused({"pipeline": 2}, base_model=few)
     with mock.patch.dict("conftest.FAMILIES", {"mixtral": ("MixtralConfig", {})}):
         experts = saved_base(tmp_path / "experts", tokenizer, "mixtral")
-    assert "parallel.pipeline: a mixtral model cannot be looked at" in refused(
+    assert "parallel.pipeline: a mixtral model has experts (model.layers.0.mlp.experts), and how" in refused(
         {"pipeline": 2}, base_model=experts, jobs=fresh["jobs"][1:2]
     )
 

@@ -30,9 +30,12 @@ from packlora.commands.plan import make_plan
 from packlora.config import Run
 from packlora.parallel import cut
 from packlora.parallel.adapter import WholeGradient
+from packlora.parallel.replicas import Alone
 from packlora.parallel.tensor import shard
+from packlora.runtime import profiler, spread
 from packlora.runtime.folder import OutputFolder
 from packlora.runtime.job import Job
+from packlora.runtime.spread import base_bytes
 
 Groups = Callable[[int], Ranks]
 BIASED = {
@@ -243,7 +246,9 @@ def test_what_cannot_be_cut_is_refused_on_every_process(
 
     assert "parallel.tensor is 3, but 2 processes were started" in refused({"tensor": 3})
     assert "parallel.tensor is 2, but 1 process was" in on_ranks(0, {**fresh, "parallel": {"tensor": 2}}, {})[0]
-    assert "two ways to share the weights" in refused({"tensor": 2, "shard_base": True})
+    assert "shares what each of 2 devices (parallel.tensor) holds with" in refused({"tensor": 2, "shard_base": True})
+    assert "parallel.shard_base is 3, but 2 processes were started" in refused({"shard_base": 3})
+    assert "parallel.shard_base is 2 and parallel.tensor 2, but 2 processes" in refused({"tensor": 2, "shard_base": 2})
     assert "sequence_parallel goes with tensor" in refused({"sequence_parallel": True})
     assert "devices_per_job is 1, but 2 devices hold" in refused({"tensor": 2, "devices_per_job": 1})
     assert "q_proj has 3 heads of 16, which 2 does not divide" in refused({"tensor": 2}, odd)
@@ -252,13 +257,31 @@ def test_what_cannot_be_cut_is_refused_on_every_process(
     assert "transformers has no plan for hunyuan_v1_dense models" in refused({"tensor": 2}, other)
 
 
-def test_plan_says_that_it_does_not_predict_it(tree: dict[str, Any]) -> None:
+def test_the_plan_predicts_time_and_memory_of_devices_that_hold_a_layer_together(
+    tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = Run.model_validate(tree | {"parallel": {"tensor": 2}})
-    plan = make_plan(run, gpus=4)
-    assert plan.layouts is None
-    assert any(
-        "with parallel.tensor 2 devices hold the base model together" in note for note in plan.to_json()["notes"]
-    )
+    plan, two = make_plan(run, gpus=4), make_plan(run, gpus=2).layouts
+    one = make_plan(Run.model_validate(tree), gpus=1).layouts
+    assert any("--gpus shows those of the devices" in note for note in plan.to_json()["notes"])
+    assert plan.layouts is not None and one is not None and two is not None
+    assert [(row.devices_per_job, row.tensor, row.shard) for row in plan.layouts.rows] == [
+        (2, 2, 1),
+        (4, 2, 1),
+        (4, 2, 2),
+    ]
+    assert one.rows[0].bytes - two.rows[0].bytes == base_bytes(plan.prepared)[0] // 2
+    before = [row.seconds for row in plan.layouts.rows]
+    monkeypatch.setattr(profiler, "BYTES_PER_SECOND", 1e3)  # messages are what takes time then
+    slow = make_plan(run, gpus=4).layouts
+    assert slow is not None and all(row.seconds > 10 * was for row, was in zip(slow.rows, before, strict=True))
+    assert slow.rows[2].seconds > slow.rows[1].seconds, "it gathers too"
+    base = base_bytes(plan.prepared)[0]
+    monkeypatch.setattr(spread, "base_bytes", lambda prepared: (base, base // 8))  # as of a model of many layers
+    room = int((slow.rows[1].bytes - base // 8) / profiler.ROOM_SHARE)
+    monkeypatch.setattr(profiler, "memory_room", lambda device: room)
+    tight = make_plan(Run.model_validate(tree | {"parallel": {"tensor": 2, "devices_per_job": 4}}), gpus=4).layouts
+    assert tight is not None and tight.taken.shard == 2 and "(parallel.tensor) is estimated" in tight.reason
     with pytest.raises(packlora.InputError, match=r"parallel.tensor is 2, but 3 processes were started"):
         make_plan(run, gpus=3)
 
@@ -281,8 +304,10 @@ def loaded(rank: int, folder: str, wrong: bool) -> tuple[list[str], float, bool]
         found = own(model, name)
         return (slice(0, found[0].stop - found[0].start),) if name.endswith("gate_proj.weight") else found
 
+    replica = Alone()
+    replica.model = replica.base = dist.group.WORLD
     with mock.patch.object(cut, "_part", misread if wrong else own):
-        base = cut.load_cut(run, None, {"a": 60}, dist.group.WORLD)
+        base = cut.load_cut(run, None, {"a": 60}, replica)
     assert not [held for held in gc.get_objects() if type(held) is DTensor], "of the model that was looked at"
     whole = read_model(folder, None, torch.float32)
     total = sum(parameter.numel() for parameter in whole.parameters())

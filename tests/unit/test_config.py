@@ -74,7 +74,7 @@ def test_defaults_are_exactly_the_documented_ones() -> None:
         parallel:
           {devices_per_job: auto, timeout_s: 600.0, pipeline: auto, tensor: 1, expert: 1,
            ep_implementation: all_reduce, sequence_parallel: false,
-           shard_base: auto}
+           shard_base: auto, offload_base: false}
         schedule: {method: auto, padding_multiple: 1, time_limit_s: 10}
         sample_prompts: []
         sample_max_new_tokens: 64
@@ -234,12 +234,23 @@ def test_a_value_of_the_wrong_type_is_refused_with_its_place_and_what_was_found(
             "parallel: ep_implementation is all_to_all, which goes with expert",
         ),
         (tree(parallel={"expert": 2, "shard_base": True}), "parallel: expert is 2 and shard_base is true, two ways"),
+        (tree(parallel={"expert": 2, "shard_base": 2}), "parallel: expert is 2 and shard_base is 2, two ways"),
+        (tree(parallel={"expert": 2, "offload_base": True}), "parallel: offload_base is true and shard_base is auto"),
         (
             tree(parallel={"expert": 2, "devices_per_job": 3}),
             "devices_per_job is 3, but 2 devices hold the base model together (expert)",
         ),
         (tree(parallel={"sequence_parallel": True}), "parallel: sequence_parallel goes with tensor"),
-        (tree(parallel={"tensor": 2, "shard_base": True}), "parallel: tensor is 2 and shard_base is true, two ways"),
+        (
+            tree(parallel={"offload_base": True}),
+            "parallel: offload_base is true and shard_base is auto, but what is kept on",
+        ),
+        (tree(parallel={"shard_base": 1}), "parallel: shard_base is 1; give true, false, auto or a number of devices"),
+        (tree(parallel={"pipeline": 2, "shard_base": 2}), "parallel: pipeline is 2 and shard_base is 2, two ways"),
+        (
+            tree(parallel={"tensor": 2, "shard_base": 2, "devices_per_job": 2}),
+            "but 4 devices hold the base model together",
+        ),
         (tree(parallel={"tensor": 2, "devices_per_job": 3}), "devices_per_job is 3, but 2 devices hold the base model"),
         (tree(parallel={"devices_per_job": 0}), "devices_per_job is 0; give auto or a number of devices, at least 1"),
     ],

@@ -20,7 +20,7 @@ from packlora.adapters.spec import AdapterSpec, resolve
 from packlora.config import Run
 from packlora.errors import InputError
 from packlora.runtime.prepare import needs_whole_base, prepare, trainable_parameters
-from packlora.runtime.spread import piped, sharded_layout
+from packlora.runtime.spread import piped, sharded_layouts
 
 ATTENTION = ["k_proj", "o_proj", "q_proj", "v_proj"]
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
@@ -253,7 +253,11 @@ def test_a_base_with_adapted_experts_is_left_whole_by_auto(tokenizer: Any, write
         "jobs": [{"name": "x", "data": {"path": write_rows("rows")}, "adapter": ON_EXPERTS}],
     }  # fmt: skip
     prepared = prepare(Run.model_validate(tree))
-    assert needs_whole_base(prepared) and sharded_layout(prepared, 2) is None and not piped(prepared, 2, {"x": 1.0})
+    assert (
+        needs_whole_base(prepared)
+        and not sharded_layouts(prepared, 2, {"x": 1.0})
+        and not piped(prepared, 2, {"x": 1.0})
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,149 @@
+"""Layers that are cut and rows that are shared in one run, and several sharded bases side by side: what one device gives,
+broken off, gone on with on other layouts, and with a process that fails."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from conftest import rows_into
+from ranks import Ranks
+from test_replicas import heard, on_ranks
+from test_tensor_train import BIASED, same, saved_base
+from test_training import JOBS, config, train
+from torch.distributed.tensor import DTensor
+
+import packlora
+from packlora.base.load import read_model
+from packlora.parallel import sharded
+from packlora.parallel.sharded import Shards
+from packlora.runtime.microbatch import SingleDevice
+
+Groups = Callable[[int], Ranks]
+
+
+def soak(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.soak)
+
+
+@pytest.fixture(scope="module")
+def tree(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Five different jobs, LoRA and DoRA with dropout and biases; of three steps each, two of them with held-out data."""
+    folder = tmp_path_factory.mktemp("both")
+    base = saved_base(folder / "base", tokenizer, attention_bias=True, mlp_bias=True, vocab_size=323)
+    jobs = [job | {"train": job["train"] | {"max_steps": 3}} for job in [BIASED, *JOBS]]
+    out = config(base, folder / "whole", rows_into(folder), jobs, dtype="float64", max_tokens_per_microbatch=120)
+    for job in out["jobs"][:2]:
+        job["data"]["eval_path"] = job["data"]["path"]
+    return out | {"eval_every": 2, "save_every": 1}
+
+
+@pytest.fixture(scope="module")
+def whole(tree: dict[str, Any]) -> Path:
+    """The run on one device."""
+    train(tree)
+    return Path(tree["output_dir"])
+
+
+def held(rank: int, tree: dict[str, Any], options: dict[str, Any]) -> tuple[str, float]:
+    """A run, and the part of the base model that this process held of its weights in the end."""
+    parts, filled = [], Shards._fill
+
+    def fill(self: Shards, *args: Any) -> None:
+        filled(self, *args)
+        parts.append(
+            sum({id(p): p.to_local().numel() for p in self.model.parameters() if isinstance(p, DTensor)}.values())
+        )
+
+    with mock.patch.object(Shards, "_fill", fill):
+        status = packlora.train(tree, **options).status
+    whole = read_model(tree["base_model"], None, torch.float32).parameters()
+    return status, parts[-1] / sum(parameter.numel() for parameter in whole)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "checkpointing", "groups", "share"),
+    [
+        ({"tensor": 2, "shard_base": True, "offload_base": True}, True, 1, 4),
+        soak({"tensor": 2, "shard_base": True}, False, 1, 4),
+        soak({"tensor": 2, "shard_base": 2, "sequence_parallel": True}, False, 1, 4),
+        soak({"shard_base": 2, "devices_per_job": 2}, True, 2, 2),
+        soak({"shard_base": 2, "devices_per_job": 4}, False, 1, 2),
+        soak({"shard_base": 2}, False, None, 2),
+    ],
+    ids=str,
+)
+def test_four_processes_give_what_one_device_gives(
+    parallel: dict[str, Any], checkpointing: bool, groups: int | None, share: int, tree: dict[str, Any], whole: Path,
+    ranks: Groups, tmp_path: Path,
+) -> None:  # fmt: skip
+    """Stopped after some steps and gone on with on the same layout; no process holds more than its share."""
+    asked = {**tree, "output_dir": str(tmp_path / "out"), "gradient_checkpointing": checkpointing, "parallel": parallel}
+    assert ranks(4).run(heard, asked, "", 4, {})[0][0] == "interrupted"
+    told = ranks(4).run(held, asked, {"resume": True})
+    assert [status for status, _ in told] == ["done"] * 4
+    assert max(part for _, part in told) < 1.1 / share
+    same(tmp_path / "out", whole)
+    record = json.loads((tmp_path / "out" / "run.json").read_text())["schedule"]["layout"]
+    assert (record["tensor"], record["tensor"] * record["shard"]) == (parallel.get("tensor", 1), share)
+    assert groups is None or len(record["groups"]) == groups
+
+
+@pytest.mark.soak
+def test_a_run_goes_on_on_any_layout(tree: dict[str, Any], whole: Path, ranks: Groups, tmp_path: Path) -> None:
+    """Stopped on slices that are shared by rows, on one device, on two sharded bases, and ended on one device."""
+    asked = {**tree, "output_dir": str(tmp_path / "out")}
+    both, apart = {"tensor": 2, "shard_base": True, "sequence_parallel": True}, {"shard_base": 2}
+    assert ranks(4).run(heard, {**asked, "parallel": both}, "", 3, {})[0][0] == "interrupted"
+    assert heard(0, asked, "", 3, {"resume": True})[0] == "interrupted"
+    assert ranks(4).run(heard, {**asked, "parallel": apart}, "", 3, {"resume": True})[0][0] == "interrupted"
+    assert heard(0, asked, "", 0, {"resume": True})[0] == "done"
+    same(tmp_path / "out", whole)
+
+
+def failing(rank: int, tree: dict[str, Any]) -> str:
+    """A run in which the third process fails in a backward, where others wait for its rows and for its sums."""
+    original, count = SingleDevice.backward, 0
+
+    def backward(self: SingleDevice, pending: Any) -> Any:
+        nonlocal count
+        count += 1
+        if rank == 2 and count == 2:
+            raise ValueError("a fault")
+        return original(self, pending)
+
+    with mock.patch.object(SingleDevice, "backward", backward):
+        try:
+            return packlora.train(tree).status
+        except (packlora.ProcessError, ValueError) as error:
+            return f"{type(error).__name__}: {error}"
+
+
+def test_a_process_that_fails_ends_the_run_on_all(tree: dict[str, Any], ranks: Groups, tmp_path: Path) -> None:
+    parallel = {"tensor": 2, "shard_base": True, "timeout_s": 5}
+    asked = {**tree, "jobs": tree["jobs"][:1], "output_dir": str(tmp_path / "out"), "parallel": parallel}
+    group = Ranks(4)  # of which processes may still wait
+    try:
+        told = group.run(failing, asked, seconds=60)
+    finally:
+        group.close()
+    assert told[2] == "ValueError: a fault"
+    assert all(text.startswith("ProcessError: process") for rank, text in enumerate(told) if rank != 2), told
+    assert any("process 2 of 4 failed: ValueError: a fault" in text for text in told), told
+
+
+def unsliced(rank: int, tree: dict[str, Any]) -> str:
+    """A run whose processes read the rows of the first slice, whichever is theirs."""
+    with mock.patch.object(sharded, "rows_of", lambda part, rows: (rows, *part[1:])):
+        return on_ranks(rank, tree, {})[0]
+
+
+@pytest.mark.soak
+def test_wrong_rows_of_slices_are_refused(tree: dict[str, Any], ranks: Groups, tmp_path: Path) -> None:
+    asked = {**tree, "output_dir": str(tmp_path / "out"), "parallel": {"tensor": 2, "shard_base": True}}
+    assert all("its own logits differ by" in text for text in ranks(4).run(unsliced, asked))
