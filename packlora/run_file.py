@@ -1,6 +1,6 @@
 """Reading a run file: YAML, overrides, and a message for everything that is wrong in it.
 
-What a run holds, and which values are accepted, is config.py's. A message names the job, the key, what was found and what is
+What a run holds, and which values are accepted, is config's. A message names the job, the key, what was found and what is
 accepted; it may be the nearest known key, or what stands here for a key of another tool.
 """
 

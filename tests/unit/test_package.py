@@ -276,6 +276,6 @@ def test_a_users_file_with_every_public_name_passes_a_strict_type_checker(tmp_pa
         command, cwd=tmp_path, env=os.environ | {"MYPYPATH": str(ROOT)}, capture_output=True, text=True
     )
     assert process.returncode == 0, process.stdout + process.stderr
-    assert re.search(r'"def \(run: packlora.config.Run \| .*\) -> packlora.result.Result"', process.stdout), (
+    assert re.search(r'"def \(run: packlora.config.run.Run \| .*\) -> packlora.result.Result"', process.stdout), (
         process.stdout
     )

@@ -1,0 +1,84 @@
+"""What a run is: its keys, their defaults and which values are accepted, as strict pydantic models.
+
+Names follow PEFT's LoraConfig and transformers' TrainingArguments. run_file.py reads them from YAML and words the messages.
+What needs the model, the tokenizer or the data to be checked is checked by whoever loads them.
+"""
+
+from __future__ import annotations
+
+from packlora.config.adapter import OTHER_STARTS, AdapterConfig
+from packlora.config.computing import PlansConfig, QuantizationConfig, ScheduleConfig
+from packlora.config.data import DataConfig, DataSource
+from packlora.config.job import JobConfig
+from packlora.config.parallel import ParallelConfig
+from packlora.config.run import Run
+from packlora.config.shared import (
+    JOB_NAME,
+    LEAST_ALPHA,
+    MOST_ALPHA,
+    MOST_CHARACTERS,
+    MOST_NESTED,
+    MOST_PATTERNS,
+    MOST_PROMPTS,
+    MOST_RANK,
+    MOST_STEPS,
+    MOST_TOKENS,
+    RESERVED_BY_SWEEPS,
+    RESERVED_NAMES,
+    PathText,
+    Prompt,
+)
+from packlora.config.sweep import RangeConfig, StoppingConfig, SweepConfig, Values
+from packlora.config.train import (
+    CUT_OPTIMS,
+    HIGHER_IS_BETTER,
+    LOSS_TYPES,
+    OF_A_BATCH,
+    SCHEDULE_KEYS,
+    TRAINER_KEYS,
+    Optim,
+    Scheduler,
+    TrainConfig,
+    Trainer,
+)
+
+__all__ = [
+    "CUT_OPTIMS",
+    "HIGHER_IS_BETTER",
+    "JOB_NAME",
+    "LEAST_ALPHA",
+    "LOSS_TYPES",
+    "MOST_ALPHA",
+    "MOST_CHARACTERS",
+    "MOST_NESTED",
+    "MOST_PATTERNS",
+    "MOST_PROMPTS",
+    "MOST_RANK",
+    "MOST_STEPS",
+    "MOST_TOKENS",
+    "OF_A_BATCH",
+    "OTHER_STARTS",
+    "RESERVED_BY_SWEEPS",
+    "RESERVED_NAMES",
+    "SCHEDULE_KEYS",
+    "TRAINER_KEYS",
+    "AdapterConfig",
+    "DataConfig",
+    "DataSource",
+    "JobConfig",
+    "Optim",
+    "ParallelConfig",
+    "PathText",
+    "PlansConfig",
+    "Prompt",
+    "QuantizationConfig",
+    "RangeConfig",
+    "Run",
+    "ScheduleConfig",
+    "Scheduler",
+    "StoppingConfig",
+    "SweepConfig",
+    "TrainConfig",
+    "Trainer",
+    "Values",
+]

@@ -1,0 +1,74 @@
+"""Keys of a job."""
+
+from __future__ import annotations
+
+from pydantic import Field, field_validator, model_validator
+
+from packlora.config.adapter import AdapterConfig
+from packlora.config.data import DataConfig
+from packlora.config.shared import JOB_NAME, MOST_PROMPTS, RESERVED_NAMES, Prompt, Strict
+from packlora.config.train import TrainConfig
+from packlora.errors import quoted
+from packlora.files import TEMPORARY
+
+
+class JobConfig(Strict):
+    """One adapter to train: its data, its shape, its optimization."""
+
+    name: str
+    """Of its folder in output_dir and in messages: 1 to 100 of the characters A-Z a-z 0-9 . _ -, unique in the run."""
+    data: DataConfig
+    """What it is trained on."""
+    adapter: AdapterConfig = Field(default_factory=AdapterConfig)
+    """What is trained."""
+    train: TrainConfig = Field(default_factory=TrainConfig)
+    """How it is trained."""
+    sample_prompts: list[Prompt] | None = Field(None, max_length=MOST_PROMPTS)
+    """What its adapter is asked whenever it is evaluated; null: the run's."""
+    seed: int | None = Field(None, ge=0, lt=2**63)
+    """Of its initial adapter, sample order and dropout; null: the run's. Equal seeds draw equally, whatever the names."""
+
+    @model_validator(mode="after")
+    def _evaluated(self) -> JobConfig:
+        if self.train.needs_evaluations and not self.data.eval_path:
+            key = "load_best_model_at_end" if self.train.load_best_model_at_end else "early_stopping_patience"
+            raise ValueError(f"train.{key} needs held-out samples; set data.eval_path")
+        return self
+
+    @model_validator(mode="after")
+    def _of_completions(self) -> JobConfig:
+        own = {
+            "train.label_smoothing_factor": self.train.label_smoothing_factor, "data.streaming": self.data.streaming,
+            "train.neftune_noise_alpha": self.train.neftune_noise_alpha,
+        }  # fmt: skip
+        for key, value in own.items():
+            if value and self.train.trainer != "sft":
+                raise ValueError(
+                    f"{key} is for trainer sft; this job's trainer is {self.train.trainer}"
+                    + ("; of preferences it is label_smoothing" if key.endswith("factor") else "")
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _streamed(self) -> JobConfig:
+        if self.data.streaming and self.train.max_steps < 1:
+            raise ValueError(
+                "data.streaming does not know how many samples there are, so num_train_epochs says nothing; set "
+                "train.max_steps"
+            )
+        if self.data.streaming and self.train.drop_last:
+            raise ValueError(
+                "train.drop_last says nothing of a stream, whose global batches are all full; leave it out"
+            )
+        return self
+
+    @field_validator("name")
+    @classmethod
+    def _safe_name(cls, name: str) -> str:
+        if not JOB_NAME.fullmatch(name) or name in {".", ".."} or len(name) > 100:
+            raise ValueError(
+                f"is {quoted(name)}, which cannot be a folder name; use 1 to 100 of the characters A-Z a-z 0-9 . _ -"
+            )
+        if name.lower() in RESERVED_NAMES or name.lower().startswith(TEMPORARY):
+            raise ValueError(f"is {name!r}, which packlora itself uses in output_dir; choose another name")
+        return name

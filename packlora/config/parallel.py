@@ -1,0 +1,161 @@
+"""Keys of how a run is spread over devices."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from packlora.config.shared import Strict
+from packlora.errors import InputError
+
+
+class ParallelConfig(Strict):
+    """How a run is spread over the processes that torchrun starts, one for each device. auto: the defaults."""
+
+    devices_per_job: int | Literal["auto"] = Field("auto")
+    """Devices that share each job's microbatches and add up its gradient. 1: every job is whole on one device. It divides the
+    number of processes, and `tensor` divides it. auto: as few as leave no device without work for long."""
+    timeout_s: float = Field(600, gt=0, le=1e6)
+    """Seconds after which a process that does not answer is given up, and the run ends."""
+    pipeline: int | Literal["auto"] = Field("auto")
+    """Stages, one behind the other, that hold some of the layers each; microbatches of all jobs pass through them. A stage is a
+    device, or as many as tensor says. It divides the number of processes. auto: one, and several where a device is estimated
+    to hold no whole base model with what training needs, and they are predicted to be faster than shard_base."""
+    tensor: int = Field(1, ge=1)
+    """Devices that hold the base model together, a part of each layer's weights each. It divides the number of processes."""
+    expert: int = Field(1, ge=1)
+    """Devices that hold some of the experts of each layer each, and all else of the base model; they run the same microbatches.
+    It divides the number of processes and that of the experts."""
+    ep_implementation: Literal["all_reduce", "all_to_all"] = "all_reduce"
+    """With expert: all_reduce: its devices run the same microbatches, and what their experts give is added up; all_to_all: each
+    has microbatches of its own, whose tokens go to the experts and back."""
+    sequence_parallel: bool = False
+    """With tensor: share the tokens of what lies between the layers that are cut, too: norms and residuals."""
+    shard_base: bool | int | Literal["auto"] = "auto"
+    """Hold a part of the rows of every weight on each device, and gather a layer when it is computed. true: all devices share
+    the base model so, and every job; with tensor, its slices. A number: so many do, times tensor, and there are several such
+    sets. auto: where a device is estimated to hold no whole one with what training needs."""
+    offload_base: bool = False
+    """With shard_base: keep each device's part of the layers in the memory of its host, and copy it over whenever a layer is
+    gathered. It changes no number, takes time, and nothing is gained by it on a CPU."""
+
+    @model_validator(mode="after")
+    def _known(self) -> ParallelConfig:
+        if self.devices_per_job != "auto" and self.devices_per_job < 1:
+            raise ValueError(f"devices_per_job is {self.devices_per_job}; give auto or a number of devices, at least 1")
+        if self.pipeline != "auto" and self.pipeline < 1:
+            raise ValueError(f"pipeline is {self.pipeline}; give auto or a number of stages, at least 1")
+        if self.has_degree and int(self.shard_base) < 2:
+            raise ValueError(
+                f"shard_base is {self.shard_base}; give true, false, auto or a number of devices, at least 2"
+            )
+        if self.stages > 1 and self.is_sharded:
+            raise ValueError(
+                f"pipeline is {self.pipeline} and shard_base is {str(self.shard_base).lower()}, two ways to share the weights: "
+                "a stage would gather each of its layers again for every microbatch, and has them in memory as it is; give one"
+            )
+        for name, other in (("tensor", self.tensor), ("pipeline", self.stages)):
+            if self.expert > 1 and other > 1:
+                raise ValueError(f"expert is {self.expert} and {name} is {other}, which do not go together; give one")
+        if self.expert > 1 and self.is_sharded:
+            raise ValueError(
+                f"expert is {self.expert} and shard_base is {str(self.shard_base).lower()}, two ways to share the weights; "
+                "give one"
+            )
+        if self.ep_implementation == "all_to_all" and self.expert == 1:
+            raise ValueError(
+                "ep_implementation is all_to_all, which goes with expert, the devices that share them; set both"
+            )
+        if self.sequence_parallel and self.tensor == 1:
+            raise ValueError("sequence_parallel goes with tensor, the devices that share the tokens; set both")
+        if self.offload_base and not self.is_sharded:
+            raise ValueError(
+                f"offload_base is true and shard_base is {str(self.shard_base).lower()}, but what is kept on the host are the "
+                "parts of layers that devices gather from each other; set shard_base to true or a number too"
+            )
+        parts = {"pipeline": self.stages, "tensor": self.tensor, "expert": self.expert, "shard_base": self.degree or 1}
+        together, named = math.prod(parts.values()), " times ".join(key for key, size in parts.items() if size > 1)
+        if self.devices_per_job != "auto" and self.devices_per_job % together:
+            raise ValueError(
+                f"devices_per_job is {self.devices_per_job}, but {together} devices hold the base model together ({named}); "
+                f"give a multiple of {together}"
+            )
+        return self
+
+    @property
+    def stages(self) -> int:
+        """Of the pipeline that is asked for; 1 where that is left to us."""
+        return 1 if self.pipeline == "auto" else self.pipeline
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether tokens go to experts on other devices and back."""
+        return self.ep_implementation == "all_to_all"
+
+    @property
+    def in_parts(self) -> str | None:
+        """The key by which several devices hold the base model together and run the same microbatches or stages of them; None
+        where none is asked for."""
+        asked = {"tensor": self.tensor > 1, "pipeline": self.stages > 1, "expert": self.expert > 1}
+        return next((key for key, is_asked in asked.items() if is_asked), None)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether devices are asked to share weights by rows."""
+        return self.shard_base is True or self.has_degree
+
+    @property
+    def has_degree(self) -> bool:
+        """Whether shard_base is a number."""
+        return isinstance(self.shard_base, int) and not isinstance(self.shard_base, bool)
+
+    @property
+    def degree(self) -> int | None:
+        """The number of shard_base; None where it has none."""
+        return int(self.shard_base) if self.has_degree else None
+
+    def shards(self, processes: int) -> int:
+        """Of so many processes, those that share a weight by rows as it is asked for; 1: none."""
+        return self.degree or (processes // self.tensor if self.shard_base is True else 1)
+
+    def check(self, processes: int) -> None:
+        """Raises InputError where so many processes cannot be divided as asked."""
+        each = self.devices_per_job
+        started = f"{processes} {'process was' if processes == 1 else 'processes were'} started, one for each device"
+        asked = {
+            "tensor": self.tensor, "pipeline": self.stages, "expert": self.expert, "shard_base": self.degree or 1
+        }  # fmt: skip
+        for name, together in asked.items():
+            if processes % together:
+                raise InputError(
+                    f"parallel.{name} is {together}, but {started}; start a multiple of {together}, or give a number that "
+                    f"divides {processes}"
+                )
+        if processes % (self.tensor * self.stages):
+            raise InputError(
+                f"parallel.pipeline is {self.stages} and parallel.tensor {self.tensor}, but {started}; start a multiple of "
+                f"{self.tensor * self.stages}"
+            )
+        if processes % (self.tensor * (self.degree or 1)):
+            raise InputError(
+                f"parallel.shard_base is {self.degree} and parallel.tensor {self.tensor}, but {started}; start a multiple of "
+                f"{self.tensor * (self.degree or 1)}"
+            )
+        if self.shard_base is True and processes == 1:
+            raise InputError("parallel.shard_base shares the base model over processes, but one process was started")
+        if self.shard_base is True and processes == self.tensor:
+            raise InputError(
+                f"parallel.shard_base shares what each of {self.tensor} devices (parallel.tensor) holds with further ones, but "
+                f"{started}; start a multiple of {self.tensor}, at least {2 * self.tensor}, or leave one of them out"
+            )
+        if self.shard_base is True and each not in ("auto", processes):
+            raise InputError(
+                f"parallel.devices_per_job is {each}, but with shard_base all {processes} processes share every job; leave it "
+                "out"
+            )
+        if each != "auto" and processes % each:
+            raise InputError(
+                f"parallel.devices_per_job is {each}, but {started}; give a number that divides {processes}"
+            )

@@ -1,0 +1,188 @@
+"""Keys of a run."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from packlora.config.computing import PlansConfig, QuantizationConfig, ScheduleConfig
+from packlora.config.job import JobConfig
+from packlora.config.parallel import ParallelConfig
+from packlora.config.shared import MOST_PROMPTS, MOST_TOKENS, RESERVED_BY_SWEEPS, PathText, Prompt, Strict
+from packlora.config.sweep import SweepConfig
+from packlora.config.train import CUT_OPTIMS
+from packlora.errors import quoted
+
+
+class Run(Strict):
+    """A whole run: one frozen base model and the jobs that share it. Its fields are the keys of a run file.
+
+    Raises:
+        pydantic.ValidationError: a value is of the wrong type or out of range. packlora.train makes InputError of it for a run
+            file or a dict, with the job's name and the nearest known key.
+    """
+
+    base_model: PathText
+    """A local folder, a Hugging Face model id, or smollm2-135m for the packaged demo model."""
+    revision: PathText | None = None
+    """Branch, tag or commit of a base model on the hub; null: its main branch."""
+    dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
+    """Of the base model and the activations; adapters and optimizer state are float32 (float64 is for verification)."""
+    quantization: QuantizationConfig | None = None
+    """Quantise the frozen linear layers while they are loaded, as QLoRA does: nf4, fp4 or int8, or a mapping: double_quant, or
+    method torchao with its quant_type. They are multiplied in dtype. null: as they are saved."""
+    device: str = Field("auto", max_length=100)
+    """auto takes the GPU if there is one; cpu, cuda or cuda:1 insist."""
+    output_dir: PathText
+    """Folder for adapters, checkpoints, logs and the report: new, empty, or one that holds this run, to resume it."""
+    seed: int = Field(0, ge=0, lt=2**63)
+    """Of jobs that have none of their own."""
+    max_tokens_per_microbatch: int | Literal["auto"] = 4096
+    """Most tokens, of all jobs together, in one forward and backward: decides memory and speed, not results. auto: by
+    measurements on a GPU, 2048 on a CPU, at least the longest sample."""
+    gradient_checkpointing: bool = False
+    """Compute activations again in the backward instead of keeping them: less memory, more time."""
+    save_every: int = Field(50, ge=0)
+    """Optimizer steps of a job between its checkpoints; 0 only at the end."""
+    save_total_limit: int | None = Field(2, ge=1)
+    """Checkpoints of a job to keep, the newest ones; null keeps all."""
+    eval_every: int = Field(0, ge=0)
+    """Optimizer steps of a job between evaluations of its eval_path; 0 only before and after training."""
+    trust_remote_code: bool = False
+    """Let the base model's repository run code of its own."""
+    liger: bool | Literal["auto"] = "auto"
+    """Fused norms, liger-kernel's rotary embedding and gated activations; auto takes what is installed and fits, on a GPU."""
+    cuda_graphs: bool | Literal["auto"] = "auto"
+    """Microbatches run as CUDA graphs, so that the host does not set the pace; auto where the model and the jobs allow it."""
+    keep_outputs: bool = False
+    """DoRA layers keep their outputs in the place of a product as large. Not for models with kernels, other than liger's, that
+    write into the outputs of linear layers behind autograd's back."""
+    plans: PlansConfig = Field(default_factory=PlansConfig)
+    """How layers with adapters are computed: decides speed and memory, and with lossy how they are rounded."""
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig)
+    """How a run is spread over devices."""
+    schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
+    """How samples are shared out to microbatches."""
+    sample_prompts: list[Prompt] = Field(default_factory=list, max_length=MOST_PROMPTS)
+    """What each job's adapter is asked whenever it is evaluated; samples.jsonl and the page show what it writes."""
+    sample_max_new_tokens: int = Field(64, ge=1, le=MOST_TOKENS)
+    """Most tokens of what it writes."""
+    trackers: list[Literal["tensorboard", "trackio", "wandb", "mlflow"]] = Field(default_factory=list)
+    """Who else is told of steps and held-out losses; on this machine, unless their own settings say otherwise."""
+    sweep: SweepConfig | None = None
+    """Search for the best values of a job's keys."""
+    jobs: list[JobConfig] = Field(min_length=1)
+    """The adapters to train, at least one, all at the same time."""
+
+    def prompts_of(self, job: JobConfig) -> list[str]:
+        """What a job's adapter is asked whenever it is evaluated: its own prompts or the run's."""
+        return self.sample_prompts if job.sample_prompts is None else job.sample_prompts
+
+    def seed_of(self, job: JobConfig) -> int:
+        """The seed, 0 to 2**63 - 1, that a job draws from: its own or the run's."""
+        return self.seed if job.seed is None else job.seed
+
+    @field_validator("parallel", mode="before")
+    @classmethod
+    def _auto(cls, value: Any) -> Any:
+        return {} if value == "auto" else value
+
+    @field_validator("quantization", mode="before")
+    @classmethod
+    def _one_method(cls, value: Any) -> Any:
+        return {"method": value} if isinstance(value, str) else value
+
+    @field_validator("plans", mode="before")
+    @classmethod
+    def _one_plan(cls, value: Any) -> Any:
+        return {"plan": value} if isinstance(value, str) else value
+
+    @field_validator("max_tokens_per_microbatch")
+    @classmethod
+    def _positive(cls, value: int | str) -> int | str:
+        if isinstance(value, int) and not 2 <= value <= MOST_TOKENS:
+            raise ValueError(f"is {value}; give auto or a number of tokens, at least 2 and at most {MOST_TOKENS}")
+        return value
+
+    @model_validator(mode="after")
+    def _whole_codes(self) -> Run:
+        if self.quantization is not None:
+            self.check_quantized("quantization", self.quantization.method in ("nf4", "fp4", "int8"))
+        return self
+
+    def check_quantized(self, what: str, made: bool = False) -> None:
+        """Raises ValueError where a setting does not go with a quantised base model.
+
+        Args:
+            what: makes it one, for the message.
+            made: by bitsandbytes while the model is loaded, so that each process makes the codes of its own rows.
+        """
+        key = "shard_base" if self.parallel.is_sharded and not made else self.parallel.in_parts
+        if key is not None:
+            better = (
+                "; shard_base takes those of quantization: nf4, fp4 and int8, of a base_model that is saved as floats"
+            )
+            raise ValueError(
+                f"parallel.{key} does not take quantised layers apart ({what}){better}; leave one of them out"
+            )
+        if self.cuda_graphs is True:
+            raise ValueError(
+                f"cuda_graphs: true is not for quantised layers ({what}); leave it at auto, which is off there"
+            )
+
+    @model_validator(mode="after")
+    def _cut_as_it_can_be(self) -> Run:
+        key = self.parallel.in_parts
+        for job in self.jobs if key is not None else ():
+            if job.train.optim not in CUT_OPTIMS:
+                raise ValueError(
+                    f"jobs: job {job.name!r} has train.optim: {job.train.optim}, which parallel.{key} does not take; use "
+                    f"one of {', '.join(CUT_OPTIMS)}"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _no_stages_for_prompts(self) -> Run:
+        asked = [job.name for job in self.jobs if self.prompts_of(job)]
+        if asked and self.parallel.stages > 1:
+            raise ValueError(
+                f"job {asked[0]!r} has sample_prompts, whose answers this version generates on devices that have all layers, "
+                f"but with parallel.pipeline {self.parallel.stages} each has some; leave one of them out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _unique_names(self) -> Run:
+        seen: dict[str, str] = {}
+        for job in self.jobs:  # case-insensitive file systems would mix two such folders
+            if job.name.lower() in seen:
+                raise ValueError(
+                    f"jobs: the name {job.name!r} is used twice (also as {seen[job.name.lower()]!r}); "
+                    "job names become folders and must be unique, ignoring case"
+                )
+            seen[job.name.lower()] = job.name
+        return self
+
+    @model_validator(mode="after")
+    def _sweep_has_what_it_needs(self) -> Run:
+        if self.sweep is None:
+            return self
+        for job in self.jobs:
+            if job.name.lower() in RESERVED_BY_SWEEPS:
+                raise ValueError(
+                    f"jobs: a sweep itself uses {job.name!r} in output_dir; choose another name for the job"
+                )
+        template = next((job for job in self.jobs if job.name == self.sweep.job), None)
+        if template is None:
+            names = ", ".join(job.name for job in self.jobs)
+            raise ValueError(f"sweep.job: there is no job {quoted(self.sweep.job)}; there are {names}")
+        if template.data.eval_path is None:
+            raise ValueError(
+                f"sweep: job {template.name!r} has no data.eval_path, by whose loss candidates are compared"
+            )
+        if self.sweep.stopping.method != "none" and not self.eval_every:
+            raise ValueError(
+                "sweep.stopping: held-out losses decide, and eval_every is 0; set how often they are measured"
+            )
+        return self

@@ -1,0 +1,250 @@
+"""Keys of a job's training; names follow transformers' TrainingArguments and TRL's trainers."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from packlora.config.shared import MOST_STEPS, Strict
+from packlora.errors import quoted, shown
+
+Scheduler = Literal[
+    "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial", "inverse_sqrt",
+    "cosine_with_min_lr", "warmup_stable_decay",
+]  # fmt: skip
+Optim = Literal[
+    "adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit",
+    "paged_adamw_32bit", "lion_32bit", "lion_8bit", "paged_lion_32bit", "paged_lion_8bit",
+]  # fmt: skip
+CUT_OPTIMS = ("adamw_torch", "adamw_torch_fused", "sgd")
+"""Those that step slices of a job as they do the whole one."""
+_SHAPES = ("linear", "cosine", "1-sqrt")
+SCHEDULE_KEYS: dict[str, dict[str, tuple[type, float, float] | tuple[str, ...]]] = {
+    "cosine": {"num_cycles": (float, 1e-6, 1e6)},
+    "cosine_with_restarts": {"num_cycles": (int, 1, 1e6)},
+    "polynomial": {"lr_end": (float, 0, 1e30), "power": (float, 1e-6, 1e3)},
+    "inverse_sqrt": {"timescale": (int, 1, MOST_STEPS)},
+    "cosine_with_min_lr": {
+        "min_lr": (float, 0, 1e30), "min_lr_rate": (float, 0, 1), "num_cycles": (float, 1e-6, 1e6),
+    },
+    "warmup_stable_decay": {
+        "num_decay_steps": (int, 0, MOST_STEPS), "num_stable_steps": (int, 0, MOST_STEPS), "min_lr_ratio": (float, 0, 1),
+        "num_cycles": (float, 1e-6, 1e6), "warmup_type": _SHAPES, "decay_type": _SHAPES,
+    },
+}  # fmt: skip
+"""Keys of lr_scheduler_kwargs by schedule: type, least and most, or the texts that are taken."""
+Trainer = Literal["sft", "dpo", "kto", "orpo"]
+LOSS_TYPES: dict[str, tuple[str, ...]] = {
+    "dpo": (
+        "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "apo_zero", "apo_down",
+        "discopop", "sft", "sigmoid_norm",
+    ),
+    "kto": ("kto", "apo_zero_unpaired"),
+}  # fmt: skip
+"""By trainer; the first one is the default."""
+OF_A_BATCH = {
+    "aot": "sorts the whole global batch", "aot_unpaired": "sorts the whole global batch",
+}  # fmt: skip
+"""Those of TRL that this version does not take, and why."""
+TRAINER_KEYS: dict[str, tuple[str, ...]] = {
+    "beta": ("dpo", "kto", "orpo"), "loss_type": ("dpo", "kto"), "loss_weights": ("dpo",), "label_smoothing": ("dpo",),
+    "discopop_tau": ("dpo",), "desirable_weight": ("kto",), "undesirable_weight": ("kto",),
+}  # fmt: skip
+"""Keys of `train` that some trainers alone have."""
+HIGHER_IS_BETTER = ("eval_rewards/accuracies", "eval_rewards/margins")
+"""Held-out metrics of preferences that may choose the best adapter; of eval_loss the lower is the better."""
+
+
+class TrainConfig(Strict):
+    """Optimization of one job; the meaning of every key is that of transformers' TrainingArguments."""
+
+    global_batch_size: int = Field(8, ge=1, le=MOST_STEPS)
+    """Samples per optimizer step."""
+    num_train_epochs: float = Field(1.0, gt=0, le=MOST_STEPS)
+    """Passes over the samples; may be a fraction."""
+    max_steps: int = Field(-1, ge=-1, le=MOST_STEPS)
+    """Optimizer steps; -1 lets num_train_epochs decide, a positive number overrides it."""
+    optim: Optim = "adamw_torch"
+    """The optimizer. Those with 8bit, paged or lion in their names are bitsandbytes'."""
+    learning_rate: float = Field(2e-4, gt=0, le=1e30)
+    """The largest one of the schedule."""
+    lr_scheduler_type: Scheduler = "constant"
+    """How the learning rate goes over the steps, as transformers' schedule of that name."""
+    lr_scheduler_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """What else that schedule takes, by transformers' names."""
+    warmup_steps: int = Field(0, ge=0, le=MOST_STEPS)
+    """Optimizer steps in which the learning rate rises from 0."""
+    warmup_ratio: float = Field(0.0, ge=0, lt=1)
+    """The same as a share of all steps, rounded up."""
+    weight_decay: float = Field(0.0, ge=0, le=1e6)
+    """The optimizer's own, which is decoupled but for sgd; not applied to biases."""
+    loraplus_lr_ratio: float | None = Field(None, gt=0, le=1e6)
+    """LoRA+: B, magnitudes and trained biases have the learning rate times this; null: that of A."""
+    label_smoothing_factor: float = Field(0.0, ge=0, lt=1)
+    """Share of every label that all words have in equal parts, in training; held-out losses are without."""
+    neftune_noise_alpha: float | None = Field(None, gt=0, le=1e6)
+    """NEFTune: uniform noise of alpha / sqrt(tokens * width) on the embeddings of training samples; null: none."""
+    max_grad_norm: float = Field(1.0, ge=0, le=1e30)
+    """Gradient norm of the job to clip at; 0 does not clip."""
+    adam_beta1: float = Field(0.9, ge=0, lt=1)
+    """Decay of the mean of gradients, of AdamW and Lion."""
+    adam_beta2: float = Field(0.999, ge=0, lt=1)
+    """Decay of the mean of their squares; of Lion that of the mean which is kept."""
+    adam_epsilon: float = Field(1e-8, ge=1e-30, le=1)
+    """Added to the root of that mean, by AdamW."""
+    logging_steps: int = Field(1, ge=1, le=MOST_STEPS)
+    """Optimizer steps from one that is logged to the next: in metrics.jsonl, on the terminal and by trackers."""
+    shuffle: bool = True
+    """Take the samples of every epoch in an order of its own; otherwise in file order."""
+    drop_last: bool = False
+    """Leave out an epoch's last global batch where it is smaller than the others."""
+    eval_steps: int | None = Field(None, ge=0, le=MOST_STEPS)
+    """Optimizer steps between evaluations; 0 only before and after training; null: the run's eval_every."""
+    load_best_model_at_end: bool = False
+    """The adapter of the evaluation with the best metric_for_best_model is the job's result, not that of its last step."""
+    metric_for_best_model: Literal["eval_loss", "eval_rewards/accuracies", "eval_rewards/margins"] = "eval_loss"
+    """What decides which adapter is the best, and whether training ends early: the held-out loss, the lower the better; or, of
+    pairs, how often and by how much the chosen completion has the higher reward."""
+    early_stopping_patience: int | None = Field(None, ge=1, le=MOST_STEPS)
+    """End the job after so many evaluations in a row that were no better than the best one before; null never does."""
+    early_stopping_threshold: float = Field(0.0, ge=0, le=1e6)
+    """By how much one must be better to count."""
+    trainer: Trainer = "sft"
+    """What is learnt, as TRL's trainers of these names do: sft completions; dpo and orpo which of two completions is preferred;
+    kto which completions are desirable."""
+    beta: float | None = Field(None, gt=0, le=1e6)
+    """dpo, kto: how closely the model is held to the reference, the base model without the adapter; orpo: weight of the odds
+    ratio. null: 0.1."""
+    loss_type: str | list[str] | None = None
+    """dpo: sigmoid, or another of TRL's losses, or a list of these, which are added; kto: kto, or apo_zero_unpaired."""
+    loss_weights: list[float] | None = None
+    """dpo: of each of loss_type; null: 1 for each."""
+    label_smoothing: float | None = Field(None, ge=0, lt=1)
+    """dpo, with robust or exo_pair: share of preferences that are taken to be the other way round."""
+    discopop_tau: float | None = Field(None, gt=0, le=1e6)
+    """dpo, with discopop: its temperature. null: 0.05."""
+    desirable_weight: float | None = Field(None, gt=0, le=1e6)
+    """kto: of the losses of desirable completions. null: 1."""
+    undesirable_weight: float | None = Field(None, gt=0, le=1e6)
+    """kto: of the others. null: 1."""
+
+    @property
+    def loss_types(self) -> tuple[str, ...]:
+        """loss_type as a list."""
+        if self.loss_type is None:
+            return LOSS_TYPES.get(self.trainer, ())[:1]
+        return (self.loss_type,) if isinstance(self.loss_type, str) else tuple(self.loss_type)
+
+    @model_validator(mode="after")
+    def _of_the_trainer(self) -> TrainConfig:
+        for key, trainers in TRAINER_KEYS.items():
+            if getattr(self, key) is not None and self.trainer not in trainers:
+                other = "; of completions it is label_smoothing_factor" if key == "label_smoothing" else ""
+                raise ValueError(
+                    f"{key} is for trainer {' and '.join(trainers)}; this job's trainer is {self.trainer}{other}"
+                )
+        known, types = LOSS_TYPES.get(self.trainer, ()), self.loss_types
+        for name in types if self.loss_type is not None else ():
+            why = f", which {OF_A_BATCH[name]} and is not taken" if name in OF_A_BATCH else ""
+            if name not in known:
+                raise ValueError(f"loss_type has {quoted(name)}{why}; {self.trainer} takes {', '.join(known)}")
+        if self.loss_type is not None and (not types or len(set(types)) < len(types)):
+            raise ValueError(
+                f"loss_type is {quoted(self.loss_type)}; {self.trainer} takes at least one loss, each once"
+            )
+        if self.trainer == "kto" and len(types) > 1:
+            raise ValueError(f"loss_type has {len(types)} losses; kto takes one")
+        if types == ("kto",) and self.global_batch_size < 2:
+            raise ValueError(
+                "global_batch_size is 1; loss_type kto compares with the completions of other samples of the global batch and "
+                "takes at least 2; apo_zero_unpaired takes 1"
+            )
+        if self.loss_weights is not None and len(self.loss_weights) != len(types):
+            raise ValueError(f"loss_weights has {len(self.loss_weights)} numbers for {len(types)} losses")
+        smoothed = {"robust", "exo_pair"} & set(types)
+        if self.label_smoothing and not smoothed:
+            raise ValueError("label_smoothing goes with loss_type robust or exo_pair")
+        if "exo_pair" in types and not self.label_smoothing:
+            raise ValueError("loss_type exo_pair needs label_smoothing above 0, such as 1e-3")
+        if "robust" in types and (self.label_smoothing or 0) >= 0.5:
+            raise ValueError(f"label_smoothing is {self.label_smoothing}; robust takes less than 0.5")
+        if "discopop" not in types and self.discopop_tau is not None:
+            raise ValueError("discopop_tau goes with loss_type discopop")
+        if self.metric_for_best_model != "eval_loss" and self.trainer not in ("dpo", "orpo"):
+            raise ValueError(
+                f"metric_for_best_model {self.metric_for_best_model} is of pairs, for trainer dpo and orpo"
+            )
+        return self
+
+    @field_validator("lr_scheduler_kwargs")
+    @classmethod
+    def _plain_keys(cls, value: dict[str, Any]) -> dict[str, Any]:
+        if len(value) > 100:
+            raise ValueError(f"has {len(value)} keys; no schedule takes so many")
+        return value
+
+    @model_validator(mode="after")
+    def _consistent(self) -> TrainConfig:
+        if self.max_steps == 0:
+            raise ValueError("max_steps is 0, so nothing would be trained; give -1 or a positive number")
+        warmup = "warmup_steps" if self.warmup_steps else "warmup_ratio"
+        if (self.warmup_steps or self.warmup_ratio) and self.lr_scheduler_type == "constant":
+            raise ValueError(
+                f"{warmup} is {getattr(self, warmup)}, but the schedule 'constant' has no warm-up; "
+                f"use lr_scheduler_type: constant_with_warmup, or {warmup}: 0"
+            )
+        if self.warmup_steps and self.warmup_ratio:
+            raise ValueError(
+                f"warmup_steps is {self.warmup_steps} and warmup_ratio {self.warmup_ratio}; give one of them"
+            )
+        self._check_schedule()
+        if self.needs_evaluations and not self.eval_steps:
+            key = "load_best_model_at_end" if self.load_best_model_at_end else "early_stopping_patience"
+            raise ValueError(f"{key} needs evaluations between steps; set eval_steps")
+        if self.early_stopping_threshold and self.early_stopping_patience is None:
+            raise ValueError("early_stopping_threshold goes with early_stopping_patience; set both")
+        return self
+
+    def _check_schedule(self) -> None:
+        known = SCHEDULE_KEYS.get(self.lr_scheduler_type, {})
+        for key, value in self.lr_scheduler_kwargs.items():
+            where = f"lr_scheduler_kwargs has {shown(key, 40)}: {quoted(value, 40)}"
+            if key not in known:
+                listed = ", ".join(known) or "none"
+                raise ValueError(
+                    f"{where}, which the schedule {self.lr_scheduler_type!r} does not take; its keys: {listed}"
+                )
+            rule = known[key]
+            if isinstance(rule[0], str):
+                if value not in rule:
+                    raise ValueError(f"{where}; it is one of {', '.join(map(str, rule))}")
+                continue
+            kind, least, most = rule
+            number = isinstance(value, int if kind is int else int | float) and not isinstance(value, bool)
+            if not number or not least <= value <= most:
+                raise ValueError(
+                    f"{where}; it is {'a whole' if kind is int else 'a'} number from {least:g} to {most:g}"
+                )
+        given = self.lr_scheduler_kwargs
+        if self.lr_scheduler_type == "cosine_with_min_lr" and len({"min_lr", "min_lr_rate"} & given.keys()) != 1:
+            raise ValueError(
+                "the schedule 'cosine_with_min_lr' needs one of min_lr and min_lr_rate in lr_scheduler_kwargs"
+            )
+        if self.lr_scheduler_type == "warmup_stable_decay" and "num_decay_steps" not in given:
+            raise ValueError("the schedule 'warmup_stable_decay' needs num_decay_steps in lr_scheduler_kwargs")
+        for key in ("min_lr", "lr_end"):
+            if given.get(key, 0) > self.learning_rate:
+                raise ValueError(
+                    f"lr_scheduler_kwargs has {key}: {given[key]:g}, which is over the learning rate, {self.learning_rate:g}"
+                )
+
+    @property
+    def needs_evaluations(self) -> bool:
+        """Whether held-out losses decide how the job ends."""
+        return self.load_best_model_at_end or self.early_stopping_patience is not None
+
+    def warmup_of(self, steps: int) -> int:
+        """Steps of the warm-up of so many optimizer steps."""
+        return self.warmup_steps or math.ceil(self.warmup_ratio * steps)
