@@ -44,7 +44,8 @@ from packlora.runtime.folder import OutputFolder
 from packlora.runtime.job import Job
 from packlora.runtime.microbatch import MicrobatchResult
 from packlora.runtime.pipelined import PipelinedTrainer
-from packlora.runtime.prepare import ModelShape, PreparedRun
+from packlora.runtime.prepared_job import ModelShape
+from packlora.runtime.prepared_run import PreparedRun
 from packlora.runtime.run import deterministic
 from packlora.runtime.stage import StageDevice, StagePending
 from packlora.runtime.wave import Wave

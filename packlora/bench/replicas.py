@@ -52,7 +52,8 @@ from packlora.parallel.mesh import Mesh
 from packlora.parallel.replicas import ALONE, Alone, Replicas
 from packlora.parallel.sharded import load_sharded
 from packlora.runtime.memory import free_memory
-from packlora.runtime.prepare import ModelShape, PreparedRun
+from packlora.runtime.prepared_job import ModelShape
+from packlora.runtime.prepared_run import PreparedRun
 from packlora.runtime.trainer import Trainer
 from packlora.runtime.work import Work
 from packlora.schedule.planner import Planner

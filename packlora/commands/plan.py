@@ -26,7 +26,9 @@ from packlora.files import write_json
 from packlora.report.gantt import draw
 from packlora.report.progress import GAP, NAME, duration
 from packlora.runtime import profiler
-from packlora.runtime.prepare import PreparedJob, PreparedRun, prepare
+from packlora.runtime.prepare import prepare
+from packlora.runtime.prepared_job import PreparedJob
+from packlora.runtime.prepared_run import PreparedRun
 from packlora.runtime.profiler import Prediction, Profile
 from packlora.runtime.spread import choose
 from packlora.runtime.sweep import begun

@@ -9,7 +9,7 @@ from typing import Any
 from packlora.parallel.layout import Layout
 from packlora.report.progress import duration
 from packlora.runtime import profiler
-from packlora.runtime.prepare import PreparedRun
+from packlora.runtime.prepared_run import PreparedRun
 from packlora.runtime.profiler import Profile
 from packlora.runtime.spread import (
     OFFLOAD_BYTES_PER_SECOND,

@@ -32,7 +32,8 @@ from packlora.plans.cost import machine, seconds
 from packlora.plans.measure import Measured, candidates, group_maker, measure
 from packlora.plans.space import legal_plans
 from packlora.report.progress import duration
-from packlora.runtime.prepare import AUTO_BUDGET, adapter_config, adapter_spec
+from packlora.runtime.prepare import adapter_config, adapter_spec
+from packlora.runtime.prepared_job import AUTO_BUDGET
 
 SMALLEST = 8
 """Microbatches are measured from this part of the largest one upwards; of a full schedule few are smaller."""

@@ -31,9 +31,12 @@ from packlora.runtime.job import Job
 from packlora.runtime.memory import TokenBudget
 from packlora.runtime.microbatch import Executor, SingleDevice
 from packlora.runtime.parts import parts_of
-from packlora.runtime.prepare import PreparedJob, PreparedRun, asks_of_more, needs_whole, prepare_more
+from packlora.runtime.prepare import asks_of_more, prepare_more
+from packlora.runtime.prepared_job import PreparedJob
+from packlora.runtime.prepared_run import PreparedRun
 from packlora.runtime.record import RunRecord, described_job
 from packlora.runtime.stage import StageDevice
+from packlora.runtime.wholeness import needs_whole
 
 FLOAT16_SCALE = 4096.0
 """Losses are multiplied with this before a float16 backward and gradients divided after it, so that small ones survive."""

@@ -27,7 +27,8 @@ from packlora.runtime.job import Job
 from packlora.runtime.members import START, Members
 from packlora.runtime.memory import TokenBudget
 from packlora.runtime.microbatch import Executor, SingleDevice
-from packlora.runtime.prepare import PreparedJob, PreparedRun
+from packlora.runtime.prepared_job import PreparedJob
+from packlora.runtime.prepared_run import PreparedRun
 from packlora.runtime.record import RunRecord
 from packlora.runtime.stage import StageDevice
 from packlora.runtime.sweep import RANKING, Sweep

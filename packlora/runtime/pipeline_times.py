@@ -18,7 +18,7 @@ from packlora.parallel.pipeline import Links
 from packlora.report.events import PipelineRan
 from packlora.runtime.job import Job
 from packlora.runtime.memory import peak_memory
-from packlora.runtime.prepare import ModelShape
+from packlora.runtime.prepared_job import ModelShape
 from packlora.runtime.profiler import machine_flops, model_flops
 from packlora.schedule.cost import CostModel
 from packlora.schedule.simulate import simulate

@@ -27,7 +27,8 @@ from packlora.runtime.collate import PackedSample
 from packlora.runtime.job import Job
 from packlora.runtime.memory import free_memory, memory_room
 from packlora.runtime.microbatch import Executor, run_microbatch
-from packlora.runtime.prepare import ModelShape, PreparedRun
+from packlora.runtime.prepared_job import ModelShape
+from packlora.runtime.prepared_run import PreparedRun
 from packlora.runtime.profiles import Point, ProfileCache
 from packlora.schedule.cost import CostModel, balance
 from packlora.schedule.planner import Planner

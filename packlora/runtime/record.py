@@ -35,7 +35,8 @@ from packlora.report.metrics import BestEffort, told_in
 from packlora.result import JobResult
 from packlora.runtime.changes import Change, trained
 from packlora.runtime.job import Job
-from packlora.runtime.prepare import LEFT_OUT, PreparedJob, PreparedRun
+from packlora.runtime.prepared_job import LEFT_OUT, PreparedJob
+from packlora.runtime.prepared_run import PreparedRun
 from packlora.runtime.profiler import Profile
 from packlora.runtime.resume import SavedRun, start_hash
 

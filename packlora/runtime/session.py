@@ -52,7 +52,8 @@ from packlora.runtime.microbatch import Executor, SingleDevice
 from packlora.runtime.open_members import OpenMembers
 from packlora.runtime.parts import holders, parts_of
 from packlora.runtime.pipelined import PipelinedTrainer
-from packlora.runtime.prepare import PreparedRun, prepare
+from packlora.runtime.prepare import prepare
+from packlora.runtime.prepared_run import PreparedRun
 from packlora.runtime.profiler import Profile
 from packlora.runtime.record import RunRecord, earlier_warnings, run_record, versions
 from packlora.runtime.relay import Hub, Relay, result_from, result_of

@@ -18,8 +18,9 @@ from packlora.parallel.experts import check_experts
 from packlora.parallel.layout import Layout, Prediction, Wave
 from packlora.parallel.stages import check_stages
 from packlora.runtime import profiler
-from packlora.runtime.prepare import PreparedRun, needs_whole_base
+from packlora.runtime.prepared_run import PreparedRun
 from packlora.runtime.profiler import Profile
+from packlora.runtime.wholeness import needs_whole_base
 from packlora.runtime.work import Work
 from packlora.schedule.cost import CostModel
 from packlora.schedule.planner import Planner

@@ -46,7 +46,7 @@ from packlora.runtime.members import off
 from packlora.runtime.memory import TokenBudget, free_memory, peak_memory
 from packlora.runtime.microbatch import Executor
 from packlora.runtime.open_members import OpenMembers
-from packlora.runtime.prepare import PreparedRun
+from packlora.runtime.prepared_run import PreparedRun
 from packlora.runtime.profiler import Profile, remember_failure
 from packlora.runtime.record import job_result
 from packlora.runtime.signals import stop_signals

@@ -12,7 +12,8 @@ import numpy as np
 
 from packlora.base.device import choose_device
 from packlora.parallel.layout import Layout
-from packlora.runtime.prepare import PreparedJob, PreparedRun
+from packlora.runtime.prepared_job import PreparedJob
+from packlora.runtime.prepared_run import PreparedRun
 from packlora.runtime.profiler import analytic_cost
 from packlora.schedule.cost import CostModel
 from packlora.schedule.types import Microbatch

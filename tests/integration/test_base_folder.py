@@ -18,7 +18,7 @@ from packlora.base.load import load_tokenizer
 from packlora.base.model import Base, load_base
 from packlora.config import Run
 from packlora.errors import InputError
-from packlora.runtime.prepare import ModelShape
+from packlora.runtime.prepared_job import ModelShape
 
 
 def run_of(folder: Path | str, **changes: Any) -> Run:

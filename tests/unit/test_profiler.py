@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from packlora.runtime import profiler
-from packlora.runtime.prepare import ModelShape
+from packlora.runtime.prepared_job import ModelShape
 from packlora.runtime.profiler import CLOSE, ROOM_SHARE, Prediction, Profile, _seconds, choose, fitted
 from packlora.runtime.profiles import Point, ProfileCache
 from packlora.schedule.cost import CostModel

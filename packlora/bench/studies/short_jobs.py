@@ -43,7 +43,8 @@ from packlora.runtime.folder import OutputFolder
 from packlora.runtime.graphs import graphed
 from packlora.runtime.job import Job
 from packlora.runtime.microbatch import SingleDevice
-from packlora.runtime.prepare import ModelShape, PreparedJob, PreparedRun, trainable_parameters
+from packlora.runtime.prepared_job import ModelShape, PreparedJob, trainable_parameters
+from packlora.runtime.prepared_run import PreparedRun
 from packlora.runtime.profiler import profile
 from packlora.runtime.run import deterministic
 from packlora.runtime.trainer import Trainer

@@ -1,0 +1,202 @@
+"""Reads the rows of jobs, and makes samples of them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from packlora.adapters.spec import AdapterSpec
+from packlora.config import JobConfig, Run
+from packlora.data import stream as streams
+from packlora.data.dataset import JobData
+from packlora.data.encode import Encoded, encode_some
+from packlora.data.images import Shown
+from packlora.data.mixture import joined, mixed
+from packlora.data.preference import encode_for
+from packlora.data.prompts import Prompt, encode_prompts
+from packlora.data.readers import read_data
+from packlora.data.rows import Row
+from packlora.errors import InputError
+from packlora.runtime.job import learning_rates
+from packlora.runtime.prepared_job import PreparedJob, Rows, number_of, trainable_parameters
+from packlora.terminal import Told, silent
+
+
+@dataclass(slots=True)
+class Encoder:
+    """Makes samples of the data of jobs. Jobs with the same data share them.
+
+    skeleton: the base model without weights. longest: tokens of a sample that the model takes. shown: what images become; None
+    where no row has any.
+    """
+
+    run: Run
+    skeleton: PreTrainedModel
+    tokenizer: Any
+    longest: int
+    max_steps: int | None = None
+    shown: Shown | None = None
+    _known: dict[tuple[Any, ...], Encoded] = field(default_factory=dict)
+
+    @staticmethod
+    def of(run: Run, skeleton: PreTrainedModel, tokenizer: Any, max_steps: int | None) -> Encoder:
+        longest = getattr(skeleton.config.get_text_config(), "max_position_embeddings", None)
+        return Encoder(run, skeleton, tokenizer, int(longest or 2**31), max_steps)
+
+    def job(
+        self, job: JobConfig, spec: AdapterSpec, rows: list[Rows], eval_rows: list[Rows], budget: int, told: Told
+    ) -> tuple[PreparedJob, list[str]]:  # fmt: skip
+        """A job whose rows have been read, and what should be known of it."""
+        if job.data.streaming:
+            return self._streamed(job, spec, eval_rows, budget, told)
+        notes = [note for one in rows + eval_rows for note in one.read.notes]
+        parts, held_out = ([self._encoded(one, job, budget, told) for one in some] for some in (rows, eval_rows))
+        encoded, eval_encoded = mixed(parts, job.data, self.run.seed_of(job), job.name, notes), joined(held_out)
+        vocabulary = self.skeleton.get_input_embeddings().weight.shape[0]
+        _check_vocabulary(job.name, encoded, eval_encoded, vocabulary)
+        data = JobData(job.name, encoded.samples, job.train, self.run.seed_of(job), self.max_steps)
+        _check_scheduler(job, data)
+        notes += _cut_samples(job.name, encoded, eval_encoded) + _doubts(job, data)
+        return PreparedJob(
+            job, data, encoded, eval_encoded, spec, *self._counts(spec), self._prompts(job), on_experts=self._on_experts(spec)
+        ), notes  # fmt: skip
+
+    def _streamed(
+        self, job: JobConfig, spec: AdapterSpec, eval_rows: list[Rows], budget: int, told: Told
+    ) -> tuple[PreparedJob, list[str]]:
+        """As `job`, of one whose rows are read in training."""
+        seed, size, own = self.run.seed_of(job), job.train.global_batch_size, job.data
+        vocabulary = self.skeleton.get_input_embeddings().weight.shape[0]
+
+        def encode(rows: Sequence[Row]) -> Encoded:
+            return encode_some(rows, self.tokenizer, own, budget, job.name, self.longest, vocabulary=vocabulary)
+
+        buffer = (own.shuffle_buffer_size or streams.BUFFER) * job.train.shuffle
+        told(f"job {job.name}: reading the first samples")
+        stream = streams.Stream(
+            job.name,
+            [path for path, _ in own.sources],
+            seed,
+            buffer,
+            encode,
+            streams.KEPT_BATCHES * size,
+            max(streams.PROBE, size),
+        )
+        held_out = joined([self._encoded(one, job, budget, told) for one in eval_rows])
+        encoded = Encoded(list(stream))
+        _check_vocabulary(job.name, encoded, held_out, vocabulary)
+        data = streams.StreamData(job.name, stream, job.train, seed, self.max_steps)
+        _check_scheduler(job, data)
+        notes = [note for one in eval_rows for note in one.read.notes] + _doubts(job, data)
+        notes += _cut_samples(job.name, encoded, held_out)
+        most, prompts = min(own.max_length, budget, self.longest), self._prompts(job)
+        return PreparedJob(
+            job, data, encoded, held_out, spec, *self._counts(spec), prompts, most, self._on_experts(spec)
+        ), notes  # fmt: skip
+
+    def _counts(self, spec: AdapterSpec) -> tuple[int, int]:
+        """Parameters of an adapter, and those that one token meets."""
+        top_k = number_of(self.skeleton.config.get_text_config(), "num_experts_per_tok", 1)
+        return trainable_parameters(spec, self.skeleton), trainable_parameters(spec, self.skeleton, top_k)
+
+    def _on_experts(self, spec: AdapterSpec) -> int:
+        return trainable_parameters(spec, self.skeleton) - trainable_parameters(spec, self.skeleton, 0)
+
+    def _prompts(self, job: JobConfig) -> list[Prompt]:
+        texts, new = self.run.prompts_of(job), self.run.sample_max_new_tokens
+        return encode_prompts(texts, self.tokenizer, job.data, new, self.longest, job.name)
+
+    def _encoded(self, rows: Rows, job: JobConfig, budget: int, told: Told) -> Encoded:
+        settings = job.data.model_dump_json(exclude={"path", "eval_path"})
+        if rows.stamp is None:  # it may be something else the next time
+            return self._newly_encoded(rows, job, budget, told)
+        key = (rows.path, rows.stamp, settings, budget, job.train.trainer)
+        if key not in self._known:
+            self._known[key] = self._newly_encoded(rows, job, budget, told)
+        return self._known[key]
+
+    def _newly_encoded(self, rows: Rows, job: JobConfig, budget: int, told: Told) -> Encoded:
+        read = rows.read
+        encoded = encode_for(
+            job.train.trainer, read.rows, self.tokenizer, job.data, budget, job.name, self.longest, told, self.shown
+        )
+        encoded.skipped[:0] = read.skipped
+        return encoded
+
+
+class Reader:
+    """Reads the rows of jobs, those of several jobs with one path once."""
+
+    def __init__(self, told: Told = silent) -> None:
+        self.told = told
+        self._known: dict[tuple[str, str], Rows] = {}
+
+    def rows(self, job: JobConfig) -> list[Rows]:
+        """Of each of a job's sources; none of those that are read in training."""
+        return [] if job.data.streaming else [self._rows(path, job) for path, _ in job.data.sources]
+
+    def held_out(self, job: JobConfig) -> list[Rows]:
+        return [self._rows(path, job) for path in job.data.eval_paths]
+
+    def _rows(self, path: str, job: JobConfig) -> Rows:
+        key = path, job.data.on_bad_row
+        if key not in self._known:
+            stamp = None
+            with contextlib.suppress(OSError):  # read_data says what is wrong
+                found = os.stat(path)
+                stamp = (found.st_mtime_ns, found.st_size, found.st_ino) if os.path.isfile(path) else None
+            self._known[key] = Rows(path, read_data(path, job.name, self.told, job.data.on_bad_row), stamp)
+        return self._known[key]
+
+
+def _cut_samples(job: str, encoded: Encoded, eval_encoded: Encoded) -> list[str]:
+    """What was cut or left out of a job's data."""
+    out = []
+    for what, part in (("training", encoded), ("held-out", eval_encoded)):
+        if part.truncated:
+            out.append(f"job {job!r}: {part.truncated} {what} samples were cut to max_length")
+        if part.dropped:
+            out.append(f"job {job!r}: {part.dropped} {what} samples were dropped as too long")
+        if part.skipped:
+            out.append(
+                f"job {job!r}: {len(part.skipped)} {what} rows are no samples and were left out, the first: {part.skipped[0]}"
+            )
+    return out
+
+
+def _check_vocabulary(job: str, encoded: Encoded, eval_encoded: Encoded, vocabulary: int) -> None:
+    largest = max(int(sample.ids.max()) for sample in encoded.samples + eval_encoded.samples)
+    if largest >= vocabulary:
+        raise InputError(f"job {job!r}: its data has token {largest}, the model has embeddings for {vocabulary}")
+
+
+def _check_scheduler(job: JobConfig, data: JobData) -> None:
+    try:
+        learning_rates(job.train, data.configured_steps)
+    except ValueError as error:
+        raise InputError(f"job {job.name!r}: train.lr_scheduler_type {job.train.lr_scheduler_type}: {error}") from None
+
+
+def _doubts(job: JobConfig, data: JobData) -> list[str]:
+    """What can be trained, but is hardly meant."""
+    train, out = job.train, []
+    if (warmup := train.warmup_of(data.configured_steps)) >= data.configured_steps and train.warmup_steps:
+        out.append(
+            f"warmup_steps {warmup} is no less than its {data.configured_steps} optimizer steps, so the learning "
+            f"rate never comes to {train.learning_rate:g}"
+        )
+    if train.global_batch_size > data.num_samples:
+        out.append(
+            f"global_batch_size {train.global_batch_size} is more than its {data.num_samples} samples, so every optimizer "
+            "step takes all of them"
+        )
+    if {os.path.realpath(path) for path in job.data.eval_paths} & {
+        os.path.realpath(path) for path, _ in job.data.sources
+    }:
+        out.append("eval_path is the training data itself, so the held-out loss does not tell what was learnt")
+    return [f"job {job.name!r}: {text}" for text in out]

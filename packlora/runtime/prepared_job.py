@@ -1,0 +1,159 @@
+"""What is known of a job and of the model before anything is loaded that has weights."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from packlora.adapters.expert_layout import is_experts
+from packlora.adapters.experts import shapes_at
+from packlora.adapters.spec import AdapterSpec
+from packlora.config import JobConfig
+from packlora.data.dataset import JobData
+from packlora.data.encode import Encoded
+from packlora.data.prompts import Prompt
+from packlora.data.readers import Read
+from packlora.runtime.objective import Objective
+
+AUTO_BUDGET = {"cpu": 2048, "cuda": 8192}
+"""Tokens of a microbatch for max_tokens_per_microbatch: auto, by device, where no sample is longer and nothing better is
+known (profiler.py)."""
+
+LEFT_OUT = "is left out, the others go on"
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """What was read under a path. stamp: of the file before that, None where it is no single file."""
+
+    path: str
+    read: Read
+    stamp: tuple[int, ...] | None
+
+
+@dataclass(slots=True)
+class PreparedJob:
+    """A checked job: its samples in order, its adapter's layers."""
+
+    config: JobConfig
+    data: JobData
+    encoded: Encoded
+    eval_encoded: Encoded
+    spec: AdapterSpec
+    trainable: int
+    """Parameters of its adapter."""
+    active: int
+    """Those of them that one token meets: of experts, those that it goes to."""
+    prompts: list[Prompt] = field(default_factory=list)
+    most: int = 0
+    """Tokens that a sample of a stream may have."""
+    on_experts: int = 0
+    """Parameters of its adapter that are on experts."""
+
+    @property
+    def active_on_experts(self) -> int:
+        """Those of them that one token meets."""
+        return self.active - (self.trainable - self.on_experts)
+
+    @property
+    def has_images(self) -> bool:
+        return any(sample.images is not None for sample in self.encoded.samples + self.eval_encoded.samples)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest part of a sample, also of those held out."""
+        return max([self.most, *(n for s in self.encoded.samples + self.eval_encoded.samples for n in s.part_lengths)])
+
+    @property
+    def longest_mismatched(self) -> int:
+        """Tokens that a prompt with another sample's completion may have; 0 where no loss takes it."""
+        objective = Objective.of(self.config.train)
+        if objective is None or not objective.has_divergence:
+            return 0
+        samples = [s for s in self.encoded.samples + self.eval_encoded.samples if s.preference is not None]
+        starts = [int(np.argmax(sample.is_label)) for sample in samples]
+        ends = [sample.num_tokens - start for sample, start in zip(samples, starts, strict=True)]
+        return min(max(starts) + max(ends), *(s.preference.limit for s in samples if s.preference is not None))
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """What time and memory of a base model depend on.
+
+    parameters: of the model; linear_parameters: of its linear layers without the output layer. attention, key_value: widths of
+    queries and of keys. inner: width inside the MLP. head_norms: queries and keys have norms of their own (Qwen 3). largest,
+    outputs: of those linear layers, the most numbers of one and the outputs of all. routed_parameters: of the experts that one
+    token goes to, of all layers; routed_width: numbers that go into them and come out of them, by layer. expert_parameters: of
+    all experts; experts: how many there are in a layer, those of all layers that differ.
+    """
+
+    model_type: str
+    parameters: int
+    linear_parameters: int
+    layers: int
+    hidden: int
+    attention: int
+    key_value: int
+    inner: int
+    vocabulary: int
+    head_norms: bool = False
+    largest: int = 0
+    outputs: int = 0
+    routed_parameters: int = 0
+    routed_width: int = 0
+    expert_parameters: int = 0
+    experts: tuple[int, ...] = ()
+
+    @staticmethod
+    def of(model: PreTrainedModel) -> ModelShape:
+        config = model.config.get_text_config()
+        hidden = number_of(config, "hidden_size", 1)
+        heads = number_of(config, "num_attention_heads", 1)
+        head_dim = number_of(config, "head_dim", hidden // heads)
+        head = model.get_output_embeddings()
+        linear = [module for module in model.modules() if isinstance(module, torch.nn.Linear) and module is not head]
+        layers = number_of(config, "num_hidden_layers", 1)
+        weights = [p for module in model.modules() if is_experts(module) for p in module.parameters() if p.ndim == 3]
+        top_k = number_of(config, "num_experts_per_tok", 1)
+        return ModelShape(
+            model.config.model_type,
+            sum(parameter.numel() for parameter in model.parameters()),
+            sum(module.weight.numel() for module in linear),
+            layers,
+            hidden,
+            heads * head_dim,
+            number_of(config, "num_key_value_heads", heads) * head_dim,
+            number_of(config, "intermediate_size", number_of(config, "ffn_dim", 4 * hidden)),
+            model.get_input_embeddings().weight.shape[0],
+            any(name.endswith("q_norm") for name, _ in model.named_modules()),
+            max((module.weight.numel() for module in linear), default=0),
+            sum(module.out_features for module in linear),
+            sum(weight.numel() // len(weight) for weight in weights) * top_k,
+            sum(sum(weight.shape[1:]) for weight in weights) * top_k // layers,
+            sum(weight.numel() for weight in weights),
+            tuple(sorted({len(weight) for weight in weights})),
+        )
+
+
+def number_of(config: Any, name: str, otherwise: int) -> int:
+    """Of a configuration; the mean where layers differ: as a list (Gemma 3n), or in configurations of their own (Gemma 4)."""
+    values = [getattr(layer, name, None) for layer in getattr(config, "per_layer_config", None) or [config]]
+    numbers = [n for value in values for n in (value if isinstance(value, list | tuple) else [value]) if n]
+    return round(sum(numbers) / len(numbers)) if numbers else otherwise
+
+
+def trainable_parameters(spec: AdapterSpec, model: torch.nn.Module, top_k: int | None = None) -> int:
+    """Number of parameters of an adapter on the model, which may be without weights. top_k: of so many experts of a layer."""
+    total = 0
+    for path, module in spec.modules.items():
+        own = sum(math.prod(shape) for shape in shapes_at(model, path, module).values())
+        if module.kind == "experts" and top_k is not None:
+            experts: Any = model.get_submodule(path.rpartition(".")[0])
+            own = own * top_k // experts.num_experts
+        total += own
+    return total

@@ -1,0 +1,65 @@
+"""A run that has been checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from packlora.base.vision import Vision
+from packlora.config import QuantizationConfig, Run
+from packlora.plans.ask import Ask
+from packlora.runtime.encoder import Encoder
+from packlora.runtime.prepared_job import ModelShape, PreparedJob
+
+
+@dataclass(slots=True)
+class PreparedRun:
+    """A checked run.
+
+    budget: tokens of a microbatch, for auto the usual one of the device. left_out: jobs of a resumed run whose data is gone,
+    with the reason; `jobs` are the others. asks: how adapted layers are to be computed, by module path. quantization: of the
+    base model's linear layers, as the run file asks or as they are saved. in_codes: numbers of these layers, and bytes of their
+    codes. encoder: makes samples of data, also those of jobs that join later. vision: what the model is given for images, where
+    the data has some.
+    """
+
+    run: Run
+    tokenizer: Any
+    budget: int
+    shape: ModelShape
+    jobs: list[PreparedJob]
+    warnings: list[str] = field(default_factory=list)
+    left_out: dict[str, str] = field(default_factory=dict)
+    asks: dict[str, Ask] = field(default_factory=dict)
+    quantization: QuantizationConfig | None = None
+    encoder: Encoder | None = None
+    vision: Vision | None = None
+    in_codes: tuple[int, int] = (0, 0)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sample, also of those held out."""
+        samples = [s for job in self.jobs for s in job.encoded.samples + job.eval_encoded.samples]
+        return max([*(job.most for job in self.jobs), *(s.num_tokens for s in samples)])
+
+    @property
+    def longest_by_job(self) -> dict[str, int]:
+        """Tokens of the longest part of a sample of each job, none of which sees another."""
+        return {job.config.name: job.longest for job in self.jobs}
+
+    @property
+    def adapted(self) -> dict[str, list[str]]:
+        """Paths of the modules with adapters of each job."""
+        return {job.config.name: list(job.spec.modules) for job in self.jobs}
+
+    @property
+    def longest_run(self) -> dict[str, int]:
+        """Of each job the tokens of the longest sample or answered prompt: the model must be right for as many."""
+        prompts = {job.config.name: max((prompt.most for prompt in job.prompts), default=0) for job in self.jobs}
+        mixed = {job.config.name: job.longest_mismatched for job in self.jobs}
+        return {name: max(most, prompts[name], mixed[name]) for name, most in self.longest_by_job.items()}
+
+    @property
+    def trainable(self) -> int:
+        """Trainable parameters of all jobs."""
+        return sum(job.trainable for job in self.jobs)

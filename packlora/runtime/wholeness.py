@@ -1,0 +1,120 @@
+"""What takes a base model in one piece, and what a base model in parts, or with experts, does not take."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedModel
+
+from packlora.adapters.kinds import is_linear
+from packlora.adapters.sharded import LINEAR
+from packlora.adapters.spec import AdapterSpec
+from packlora.base.demo_model import base_path
+from packlora.base.device import choose_device
+from packlora.config import QuantizationConfig, Run
+from packlora.errors import InputError
+from packlora.parallel.experts import check_experts
+from packlora.parallel.stages import check_stages
+from packlora.parallel.tensor import check_cut
+from packlora.runtime.prepared_job import PreparedJob
+from packlora.runtime.prepared_run import PreparedRun
+
+
+def check_router_loss(run: Run, skeleton: PreTrainedModel) -> None:
+    """Raises InputError where the configuration of a model asks for a loss of its routers, which is of whole microbatches."""
+    config = skeleton.config.get_text_config()
+    weight = getattr(config, "router_aux_loss_coef", None)
+    if getattr(config, "output_router_logits", False) and weight:
+        raise InputError(
+            f"base_model {base_path(run.base_model)!r}: its config.json has output_router_logits: true, so transformers adds "
+            f"{weight:g} (router_aux_loss_coef) times a load-balancing loss over all tokens that are computed together, with "
+            "which jobs would change each other; set output_router_logits to false there"
+        )
+
+
+def check_parameters(run: Run, job: str, spec: AdapterSpec, quantization: QuantizationConfig | None) -> None:
+    """Raises InputError where experts or routers are adapted together with what does not serve them."""
+    if spec.parameter is None:
+        return
+    parallel = run.parallel
+    asked = {
+        f"parallel.tensor: {parallel.tensor}": parallel.tensor > 1,
+        f"parallel.pipeline: {parallel.pipeline}": parallel.stages > 1,
+        f"parallel.shard_base: {str(parallel.shard_base).lower()}": parallel.is_sharded,
+        "cuda_graphs: true": run.cuda_graphs is True,
+        "quantised base weights": quantization is not None,
+    }
+    for what, is_asked in asked.items():
+        if is_asked:
+            raise InputError(
+                f"job {job!r} adapts {spec.parameter}, experts or a router, which {what} does not serve in this version; leave "
+                "that out, or name linear layers alone in target_modules"
+            )
+
+
+def check_parallel(prepared: PreparedRun, skeleton: PreTrainedModel) -> None:
+    """Raises InputError where the model cannot be divided as the run file asks."""
+    parallel, layers = prepared.run.parallel, prepared.shape.layers
+    asked = {
+        "parallel.tensor": parallel.tensor > 1, "parallel.pipeline": parallel.stages > 1,
+        "parallel.shard_base": parallel.is_sharded, "parallel.expert": parallel.expert > 1,
+        "quantization": prepared.quantization is not None,
+    }  # fmt: skip
+    for key in (key for key, is_asked in asked.items() if is_asked):
+        for job in prepared.jobs:
+            found = whole_alone(job.spec, skeleton, quantized=key == "quantization")
+            if found and key != "parallel.expert":
+                raise InputError(f"job {job.config.name!r}: {found}, which {key} does not take; leave one of them out")
+            if key != "quantization" and job.has_images:
+                raise InputError(
+                    f"job {job.config.name!r}: its data has images, which {key} does not take in this version; leave it out"
+                )
+            if key not in ("quantization", "parallel.expert") and (trainer := job.config.train.trainer) != "sft":
+                raise InputError(
+                    f"job {job.config.name!r}: train.trainer is {trainer}, which this version trains on devices that hold the "
+                    f"whole base model; leave {key} out, or let the jobs have trainer sft"
+                )
+    if parallel.offload_base and choose_device(prepared.run.device).type == "cpu":
+        prepared.warnings.append(
+            "parallel.offload_base changes nothing here: on a CPU weights are on the host as it is"
+        )
+    if parallel.tensor > 1:
+        check_cut(skeleton, parallel.tensor)
+    if parallel.expert > 1:
+        check_experts(skeleton, parallel.expert)
+    if parallel.stages > layers:
+        raise InputError(
+            f"parallel.pipeline is {parallel.stages}, but the model has {layers} layers; give at most {layers}"
+        )
+    if parallel.stages > 1:
+        check_stages(skeleton, layers, prepared.adapted)
+
+
+def whole_alone(spec: AdapterSpec, skeleton: PreTrainedModel, quantized: bool = False) -> str | None:
+    """What a job trains that needs a base model in one piece, or one of floats; None where it is linear layers of layers."""
+    head = skeleton.get_output_embeddings()
+    if spec.parameter is not None:
+        return f"{spec.parameter} is adapted, experts or a router"
+    for path, own in spec.modules.items():
+        module = skeleton.get_submodule(path)
+        if is_linear(module) and type(module) not in LINEAR:
+            return f"{path} is adapted, of type {type(module).__name__}"
+        if not quantized and (own.kind != "linear" or module is head):
+            return f"{path} is trained, outside of the linear layers inside of the model"
+        if quantized and own.kind in ("copy", "tokens") and is_linear(module) and module is not head:
+            return f"a copy of {path} is trained"
+    return None
+
+
+def needs_whole_base(prepared: PreparedRun, staged: bool = False) -> bool:
+    """Whether a job takes the whole base model on every device. staged: or all of its layers."""
+    return any(needs_whole(job, prepared, staged) is not None for job in prepared.jobs)
+
+
+def needs_whole(job: PreparedJob, prepared: PreparedRun, staged: bool = False) -> str | None:
+    """What of a job takes the whole base model on every device; None where a part does. staged: a part that is some layers."""
+    if job.prompts and staged:
+        return "it has sample_prompts"
+    if job.has_images:
+        return "its data has images"
+    if (trainer := job.config.train.trainer) != "sft":
+        return f"train.trainer is {trainer}"
+    return None if prepared.encoder is None else whole_alone(job.spec, prepared.encoder.skeleton)
