@@ -71,6 +71,8 @@ MORE: dict[str, dict[str, Any]] = {
 """Compiled by tests of their own, with the usual plan."""
 MANY, FEW = 132, ("one adapter", "four adapters, siblings")
 """Processors, and kinds that are also compiled with the blocks that launches choose for so many: 1024 tokens are few then."""
+TRACED = ("direct_kernel",)
+"""Kernels that Inductor launches too, which passes a float in 64 bits where Triton passes 32."""
 Row = dict[str, Any]
 
 
@@ -89,7 +91,7 @@ def compiled(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any], capa
             if value.data_ptr() % 16 == 0:
                 attributes[(index,)] = [["tt.divisibility", 16]]
         elif isinstance(value, float):
-            types[name] = "fp32"
+            types[name] = "fp64" if kernel.__name__ in TRACED else "fp32"
         else:
             types[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
             if value % 16 == 0 and name not in fixed:

@@ -320,11 +320,12 @@ def direct_kernel(
         A, B: [rank, K] and [N, rank], contiguous, of any types.
         out: float32 [chunks, N]; written.
         N, K, rank, W_stride: sizes, in elements.
-        s: float, the scaling.
+        s: float, the scaling; a compiler passes it in 64 bits.
         chunk: columns of a chunk, a multiple of BK.
         BLOCKS: of ranks, or 0 for any number.
         BM, BR, BK: rows of the block; ranks and k at a time.
     """
+    s = tl.full((), s, tl.float32)
     rows = tl.program_id(0) * BM + tl.arange(0, BM)
     inside = rows < N
     W_rows, B_rows = row_pointers(W, rows, inside, W_stride), row_pointers(B, rows, inside, rank)
