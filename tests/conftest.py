@@ -13,6 +13,7 @@ if not os.path.exists("/dev/nvidiactl"):
 
 import gc
 import json
+import signal
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,6 +28,9 @@ from seeds import SOAK
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+signal.signal(
+    signal.SIGINT, signal.default_int_handler
+)  # the background of a shell ignores it, and all that is started there
 os.fsync = lambda handle: None  # no test pulls the plug, and a third of a short run would be spent on flushing disks
 if os.environ.get("TRITON_INTERPRET") == "1":
     from interpreter import make_fast
