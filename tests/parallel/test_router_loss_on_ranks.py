@@ -19,9 +19,9 @@ Groups = Callable[[int], Ranks]
 JOBS = [
     {
         "name": name, "adapter": {"r": 4, "lora_dropout": 0.1, "target_modules": ["q_proj", "o_proj"], **own},
-        "train": {"global_batch_size": 3, "max_steps": 3, "learning_rate": 1e-2, "router_aux_loss_coef": coefficient},
+        "train": {"global_batch_size": 3, "max_steps": 2, "learning_rate": 1e-2, "router_aux_loss_coef": coefficient},
     }
-    for name, coefficient, own in (("much", 3.0, {}), ("none", 0.0, {}), ("model", None, {"use_dora": True}))
+    for name, coefficient, own in (("much", 3.0, {}), ("model", None, {"use_dora": True}))
 ]  # fmt: skip
 
 
@@ -30,7 +30,7 @@ def tree(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     """Of a model whose configuration has a coefficient."""
     folder = tmp_path_factory.mktemp("routed")
     model = tiny_experts("qwen3_moe", output_router_logits=True, router_aux_loss_coef=0.7)
-    model.save_pretrained(folder / "base")
+    model.save_pretrained(folder / "base", save_original_format=False)
     tokenizer.save_pretrained(folder / "base")
     more = {"dtype": "float64", "max_tokens_per_microbatch": 70, "gradient_checkpointing": True}
     return config(str(folder / "base"), folder / "whole", rows_into(folder), JOBS, **more)
@@ -53,7 +53,7 @@ def test_two_processes_give_what_one_device_gives(tree: dict[str, Any], ranks: G
     for name, parallel in (("replicas", {"devices_per_job": 2}), ("rows", {"shard_base": True})):
         asked = {**tree, "output_dir": str(tmp_path / name), "parallel": parallel}
         assert [status for status, *_ in ranks(2).run(in_wide, asked)] == ["done"] * 2
-        for job in ("much", "none", "model"):
+        for job in ("much", "model"):
             assert distance(adapter(tmp_path / name, job), adapter(whole, job)) <= 1e-10, (name, job)
         ours, theirs = told(tmp_path / name), told(whole)
         assert ours.keys() == theirs.keys()
