@@ -66,6 +66,8 @@ def prepare_model(model: PreTrainedModel, gradient_checkpointing: bool) -> list[
     """Make a model run packed samples, frozen and without randomness of its own. Returns what the user should know."""
     notes = []
     model.requires_grad_(False)
+    if getattr(model.config.get_text_config(), "output_router_logits", False):
+        model.config.get_text_config().output_router_logits = False  # asked for where a job has a loss of them
     model.set_attn_implementation(attention_of_text(model, ATTENTION))
     fast_towers(model)
     model.eval()
@@ -107,6 +109,7 @@ def packed_logits(
     sample_lengths: Sequence[int],
     rows_L: torch.Tensor,
     images: Mapping[str, torch.Tensor] | None = None,
+    routed: list[torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Logits [L, V] at the chosen rows of packed samples. Only those rows go through the output layer.
 
@@ -117,6 +120,7 @@ def packed_logits(
         sample_lengths: tokens of each sample, in the order of the row; their sum is T.
         rows_L: int64 [L], places in the row.
         images: more of the model's keyword arguments, where samples have images.
+        routed: gets what the routers of all layers give, [T, E] each; None where nobody wants it.
     """
     output = model(
         input_ids=input_ids_T[None],
@@ -124,10 +128,23 @@ def packed_logits(
         use_cache=False,
         logits_to_keep=rows_L,
         sample_lengths=tuple(sample_lengths),
-        **(images or {}),
+        **_more(images, routed),
     )
+    _take_routed(output, routed)
     logits: torch.Tensor = output.logits[0]
     return logits
+
+
+def _more(images: Mapping[str, torch.Tensor] | None, routed: list[torch.Tensor] | None) -> dict[str, Any]:
+    """More of a model's keyword arguments."""
+    return dict(images or {}) | ({} if routed is None else {"output_router_logits": True})
+
+
+def _take_routed(output: Any, routed: list[torch.Tensor] | None) -> None:
+    if routed is not None:
+        if not output.router_logits:
+            raise RuntimeError("the model does not give what its routers compute")
+        routed += output.router_logits
 
 
 def one_row(position_ids: torch.Tensor) -> torch.Tensor:
@@ -142,20 +159,22 @@ def packed_hidden(
     sample_lengths: Sequence[int],
     rows_L: torch.Tensor,
     images: Mapping[str, torch.Tensor] | None = None,
+    routed: list[torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """What the output layer is given for packed_logits, [L, D]. Only for a model whose output layer comes last: fused_loss."""
-    return hidden_states(model, input_ids_T, position_ids_T, tuple(sample_lengths), images)[rows_L]
+    return hidden_states(model, input_ids_T, position_ids_T, tuple(sample_lengths), images, routed)[rows_L]
 
 
 def hidden_states(
     model: PreTrainedModel, input_ids_T: torch.Tensor, position_ids_T: torch.Tensor, samples: tuple[int, ...] | SampleBlocks,
-    images: Mapping[str, torch.Tensor] | None = None,
+    images: Mapping[str, torch.Tensor] | None = None, routed: list[torch.Tensor] | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Of all tokens, [T, D]; samples: their lengths, or their blocks."""
+    """Of all tokens, [T, D]; samples: their lengths, or their blocks; routed: see packed_logits."""
     decoder = getattr(model, DECODER, model.base_model)
     output = decoder(
         input_ids=input_ids_T[None], position_ids=one_row(position_ids_T), use_cache=False, sample_lengths=samples,
-        **(images or {}),
+        **_more(images, routed),
     )  # fmt: skip
+    _take_routed(output, routed)
     hidden: torch.Tensor = output.last_hidden_state.squeeze(0)
     return hidden

@@ -86,6 +86,9 @@ class TrainConfig(Strict):
     """Share of every label that all words have in equal parts, in training; held-out losses are without."""
     neftune_noise_alpha: float | None = Field(None, gt=0, le=1e6)
     """NEFTune: uniform noise of alpha / sqrt(tokens * width) on the embeddings of training samples; null: none."""
+    router_aux_loss_coef: float | None = Field(None, ge=0, le=1e6)
+    """Of the load-balancing loss of a model with experts, beside the loss of the labels; 0: none; null: as the model's
+    config.json has it, which is none without output_router_logits."""
     max_grad_norm: float = Field(1.0, ge=0, le=1e30)
     """Gradient norm of the job to clip at; 0 does not clip."""
     adam_beta1: float = Field(0.9, ge=0, lt=1)

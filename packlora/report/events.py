@@ -137,7 +137,8 @@ class Stepped:
 
     loss: mean over the label tokens of its global batch, or over its samples with preferences. grad_norm: before clipping.
     tokens: of the global batch. seconds: of the step; elapsed: since the run began, over all sessions. metrics: what
-    else is told of preferences, by TRL's names (rewards/accuracies), keys of the same line; null where it is not finite.
+    else is told of preferences, by TRL's names (rewards/accuracies), and of a load-balancing loss (aux_loss), keys of the same
+    line; null where it is not finite.
     """
 
     job: str

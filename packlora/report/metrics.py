@@ -203,8 +203,10 @@ def metric_lines(
 
 
 def told_in(line: Mapping[str, Any]) -> dict[str, Any]:
-    """What a step's line of a log history tells of preferences."""
-    return {key: value for key, value in line.items() if key.startswith(("rewards/", "logps/")) or key == "kl"}
+    """What a step's line of a log history tells of preferences and of a load-balancing loss."""
+    return {
+        key: value for key, value in line.items() if key.startswith(("rewards/", "logps/")) or key in ("kl", "aux_loss")
+    }
 
 
 def eval_lines(histories: Mapping[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:

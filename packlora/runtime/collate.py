@@ -17,6 +17,7 @@ from packlora.adapters.owners import MIN_ROWS, Noise, TokenOwners
 from packlora.base.vision import Vision
 from packlora.data.encode import Sample
 from packlora.ops.dropout.keys import packed_token_keys
+from packlora.runtime.balance import Balanced
 from packlora.runtime.images import BatchImages, in_batch
 from packlora.runtime.objective import Objective
 
@@ -46,7 +47,7 @@ class Compared:
 class PackedSample:
     """A sample on its way into a microbatch. owner: number of its adapter, or NOBODY; dropout_key: None for no dropout;
     smoothing: of its labels; noise: key and alpha of NEFTune's, None for none; compared: of one with a preference, for
-    training."""
+    training; balance: share of its load-balancing loss in the sum of its owner's losses, 0 for none."""
 
     owner: int
     sample: Sample
@@ -56,6 +57,7 @@ class PackedSample:
     smoothing: float = 0.0
     noise: tuple[int, float] | None = None
     compared: Compared | None = None
+    balance: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,8 @@ class PackedBatch:
     """Where samples have preferences."""
     images: Mapping[str, torch.Tensor] | None = None
     """More of the model's keyword arguments, where samples have images; positions may be [3, T] then."""
+    balanced: tuple[Balanced, ...] = ()
+    """Samples with a load-balancing loss, by owner."""
 
 
 def collate(
@@ -168,6 +172,21 @@ def collate(
         num_rows=num_rows,
         groups=grouped.sent(index_L, given),
         images=None if images is None else images.arguments(total, device),
+        balanced=_balanced(samples, weights),
+    )
+
+
+def _balanced(samples: Sequence[PackedSample], weights: np.ndarray | None) -> tuple[Balanced, ...]:
+    """Samples with a load-balancing loss, by owner; none where nothing is trained."""
+    stops = list(itertools.accumulate(item.sample.num_tokens for item in samples))
+    found: dict[tuple[int, float], list[tuple[int, int]]] = {}
+    for item, stop in zip(samples, stops, strict=True):
+        if item.balance and weights is not None:
+            found.setdefault((item.owner, item.balance), []).append((stop - item.sample.num_tokens, stop))
+    return tuple(
+        Balanced(owner, share, share * float(weights[owner]), tuple(spans))
+        for (owner, share), spans in found.items()
+        if weights is not None
     )
 
 

@@ -22,6 +22,7 @@ from packlora.data.prompts import Prompt, encode_prompts
 from packlora.data.readers import read_data
 from packlora.data.rows import Row
 from packlora.errors import InputError
+from packlora.runtime.balance import coefficient_of
 from packlora.runtime.job import learning_rates
 from packlora.runtime.prepared_job import PreparedJob, Rows, number_of, trainable_parameters
 from packlora.terminal import Told, silent
@@ -61,9 +62,11 @@ class Encoder:
         _check_vocabulary(job.name, encoded, eval_encoded, vocabulary)
         data = JobData(job.name, encoded.samples, job.train, self.run.seed_of(job), self.max_steps)
         _check_scheduler(job, data)
-        notes += _cut_samples(job.name, encoded, eval_encoded) + _doubts(job, data)
+        coefficient, told_of_it = coefficient_of(self.run, job, self.skeleton)
+        notes += _cut_samples(job.name, encoded, eval_encoded) + _doubts(job, data) + told_of_it
         return PreparedJob(
-            job, data, encoded, eval_encoded, spec, *self._counts(spec), self._prompts(job), on_experts=self._on_experts(spec)
+            job, data, encoded, eval_encoded, spec, *self._counts(spec), self._prompts(job), on_experts=self._on_experts(spec),
+            router_coefficient=coefficient,
         ), notes  # fmt: skip
 
     def _streamed(
@@ -93,10 +96,11 @@ class Encoder:
         data = streams.StreamData(job.name, stream, job.train, seed, self.max_steps)
         _check_scheduler(job, data)
         notes = [note for one in eval_rows for note in one.read.notes] + _doubts(job, data)
-        notes += _cut_samples(job.name, encoded, held_out)
+        coefficient, told_of_it = coefficient_of(self.run, job, self.skeleton)
+        notes += _cut_samples(job.name, encoded, held_out) + told_of_it
         most, prompts = min(own.max_length, budget, self.longest), self._prompts(job)
         return PreparedJob(
-            job, data, encoded, held_out, spec, *self._counts(spec), prompts, most, self._on_experts(spec)
+            job, data, encoded, held_out, spec, *self._counts(spec), prompts, most, self._on_experts(spec), coefficient
         ), notes  # fmt: skip
 
     def _counts(self, spec: AdapterSpec) -> tuple[int, int]:

@@ -482,7 +482,7 @@ def why_no_graphs(run: Run, base: Base, jobs: Sequence[Job]) -> str | None:
     if len(jobs) > LEAST_TOKENS:
         return f"{len(jobs)} jobs, more than {LEAST_TOKENS}"
     for job in jobs:
-        if found := why_unfit(job.adapter.spec):
+        if found := why_unfit(job.adapter.spec, job.balance.coefficient):
             return f"job {job.name!r} {found}"
     for job in jobs if len(jobs) > 1 else ():
         if any(own.use_dora and own.dropout and own.base_dropped for own in job.adapter.spec.modules.values()):
@@ -490,8 +490,10 @@ def why_no_graphs(run: Run, base: Base, jobs: Sequence[Job]) -> str | None:
     return None
 
 
-def why_unfit(spec: AdapterSpec) -> str | None:
-    """Why an adapter has no graphs, whatever is beside it."""
+def why_unfit(spec: AdapterSpec, router_coefficient: float) -> str | None:
+    """Why a job has no graphs, whatever is beside it. router_coefficient: of its load-balancing loss, 0 for none."""
+    if router_coefficient:
+        return "has a load-balancing loss, made of what routers give inside of the decoder"
     if (path := spec.parameter) is not None:
         return f"adapts {path}, whose tokens are sorted by expert and job anew for every microbatch"
     found = next((path for path, own in spec.modules.items() if own.kind != "linear"), None)

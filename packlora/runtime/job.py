@@ -22,6 +22,7 @@ from packlora.data.dataset import JobData
 from packlora.data.encode import Sample
 from packlora.data.preference import mismatched
 from packlora.data.prompts import Prompt
+from packlora.runtime.balance import BalanceSum
 from packlora.runtime.collate import Compared
 from packlora.runtime.library_optimizer import LibraryOptimizer
 from packlora.runtime.objective import Objective
@@ -169,6 +170,36 @@ def take_steps(
     return [job.after_step(own) for job, own in zip(jobs, numbers.tolist(), strict=True)]
 
 
+class IdleSteps:
+    """How many steps in a row, up to the last one, taught a job nothing. learning_rate: the configured one."""
+
+    def __init__(self, learning_rate: float) -> None:
+        self.learning_rate, self.count = learning_rate, 0
+
+    def notice(self, result: StepResult, largest: float, changed: bool, is_last: bool) -> str | None:
+        """That the job goes on without learning, said once; not of one that has nothing left to learn (loss 0).
+
+        Args:
+            largest: parameter of the adapter.
+            changed: whether the step changed any.
+            is_last: the job's last step.
+        """
+        no_gradient = result.grad_norm == 0
+        usual = result.lr > USUAL_RATE * self.learning_rate
+        if result.loss == 0 or not (no_gradient or (usual and not changed)):
+            self.count = 0
+            return None
+        self.count += 1
+        if self.count != IDLE_STEPS and not (self.count < IDLE_STEPS and is_last):
+            return None
+        what = "its gradient was exactly 0" if no_gradient else "its adapter did not change by one bit"
+        steps = "1 step" if self.count == 1 else f"{self.count} steps"
+        return (
+            f"{what} in {steps} up to step {result.step}: it learns nothing any more (loss {result.loss:.4g}, learning rate "
+            f"{result.lr:g}, largest parameter {largest:.3g}); a learning rate that is too high or too low does this"
+        )
+
+
 @dataclass
 class Job:
     """State of one job. `grad_scale` is what losses are multiplied with before backward (float16 alone needs it)."""
@@ -184,6 +215,8 @@ class Job:
     failure: str | None = None
     stopped: str | None = None
     """Why it ends before the steps that it was to take, where it was asked to."""
+    balance: BalanceSum = field(default_factory=BalanceSum)
+    """Its load-balancing loss."""
     tokens_seen: int = 0
     log_history: list[dict[str, Any]] = field(default_factory=list)
     prompts: Sequence[Prompt] = ()
@@ -233,8 +266,7 @@ class Job:
         self.loss_sum: torch.Tensor | None = None
         """Of what ran here of the present global batch, label tokens or samples with preferences."""
         self._tokens = 0
-        self._idle = 0
-        """Steps in a row, up to the last one, that taught it nothing."""
+        self._idle = IdleSteps(train.learning_rate)
 
     @property
     def name(self) -> str:
@@ -258,8 +290,11 @@ class Job:
 
     def loss_units(self, step: int) -> int:
         """Of the global batch of a step, what its loss is divided by: label tokens, or samples with preferences."""
-        preferred = self.preferences.objective is not None
-        return len(self.data.planned.samples(step)) if preferred else self.data.label_tokens(step)
+        return self.data.label_tokens(step) if self.preferences.objective is None else self.samples_of(step)
+
+    def samples_of(self, step: int) -> int:
+        """Number of samples of the global batch of a step."""
+        return len(self.data.planned.samples(step))
 
     def gradient_buffers(self) -> dict[str, torch.Tensor]:
         """Views of `gradient` by parameter. Whoever adds to them in a backward leaves them as the parameters' `grad`."""
@@ -299,7 +334,7 @@ class Job:
 
     def discard(self) -> None:
         """Forget what was collected for the present global batch, and gradients that were not."""
-        self.loss_sum, self.preferences.told, self._tokens = None, None, 0
+        self.loss_sum, self.preferences.told, self.balance.total, self._tokens = None, None, None, 0
         if self.gradient is not None and (
             len(self.without) < len(self.parameters) or any(p.grad is not None for p in self.parameters.values())
         ):
@@ -367,7 +402,8 @@ class Job:
             return None
         self.untrained &= self.without
         self.last_good = before
-        tokens, told = self._tokens, self.preferences.metrics()
+        told = self.preferences.metrics() | self.balance.metrics(self.samples_of(self.step))
+        tokens = self._tokens
         self.discard()
         self.step += 1
         self.tokens_seen += tokens
@@ -388,23 +424,8 @@ class Job:
         if not math.isfinite(largest):
             self.fail("the update made parameters infinite", revert=True)
             return None
-        return replace(result, notice=self._notice(result, largest, bool(changed)))
-
-    def _notice(self, result: StepResult, largest: float, changed: bool) -> str | None:
-        """That the job goes on without learning, said once; not of one that has nothing left to learn (loss 0)."""
-        no_gradient = result.grad_norm == 0
-        usual = result.lr > USUAL_RATE * self.config.train.learning_rate
-        if result.loss == 0 or not (no_gradient or (usual and not changed)):
-            self._idle = 0
-            return None
-        self._idle += 1
-        if self._idle != IDLE_STEPS and not (self._idle < IDLE_STEPS and self.step == self.data.num_steps):
-            return None
-        what = "its gradient was exactly 0" if no_gradient else "its adapter did not change by one bit"
-        steps = "1 step" if self._idle == 1 else f"{self._idle} steps"
-        return (
-            f"{what} in {steps} up to step {self.step}: it learns nothing any more (loss {result.loss:.4g}, learning rate "
-            f"{result.lr:g}, largest parameter {largest:.3g}); a learning rate that is too high or too low does this"
+        return replace(
+            result, notice=self._idle.notice(result, largest, bool(changed), self.step == self.data.num_steps)
         )
 
     def stop(self, reason: str, step: int | None = None) -> None:

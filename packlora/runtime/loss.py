@@ -32,6 +32,7 @@ def token_losses(
     batch: PackedBatch,
     weights_L: torch.Tensor | None = None,
     fused: bool = False,
+    routed: list[torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cross entropy of the label tokens. The owners of the batch must be active.
 
@@ -40,6 +41,7 @@ def token_losses(
         batch: on the model's device.
         weights_L: of each label's loss in the total; None is 1 for each.
         fused: the logits are the output layer's alone (Base.fused_loss), so they need not exist all at once.
+        routed: gets what routers give, see packed_logits.
 
     Returns:
         losses [L] without gradient, in float32 (float64 for a float64 model), 0 for padding rows; and the root for
@@ -47,8 +49,8 @@ def token_losses(
     """
     at = (batch.input_ids_T, batch.position_ids_T, batch.sample_lengths, batch.rows_L, batch.images)
     if fused and has_head_loss(model):
-        return head_losses(model, packed_hidden(model, *at), batch, weights_L)
-    logits_LV = packed_logits(model, *at)
+        return head_losses(model, packed_hidden(model, *at, routed), batch, weights_L)
+    logits_LV = packed_logits(model, *at, routed)
     wide = logits_LV.to(torch.promote_types(logits_LV.dtype, torch.float32))
     losses_L = F.cross_entropy(wide, batch.labels_L, reduction="none", ignore_index=IGNORE)
     if batch.smoothing_L is not None:

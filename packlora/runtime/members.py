@@ -25,6 +25,7 @@ from packlora.plans.ask import Ask
 from packlora.plans.cache import PlanCache
 from packlora.plans.select import PlanChooser
 from packlora.report.events import Event, JobJoined, Note
+from packlora.runtime.balance import BalanceSum
 from packlora.runtime.changes import Change, joined_rounds, leaves, with_jobs
 from packlora.runtime.graphs import GraphedDevice, buffers_of, why_no_graphs, why_unfit
 from packlora.runtime.job import Job
@@ -55,6 +56,7 @@ def make_job(run: Run, item: PreparedJob, adapter: Adapter) -> Job:
         adapter,
         FLOAT16_SCALE if run.dtype == "float16" else 1.0,
         prompts=item.prompts,
+        balance=BalanceSum(item.router_coefficient),
     )
 
 
@@ -137,7 +139,7 @@ class Members:
         items, self.doubts = prepare_more(self.prepared, list(configs), most)
         if self.run.cuda_graphs is True and isinstance(self.executor, GraphedDevice):
             for item in items:
-                if found := why_unfit(item.spec):
+                if found := why_unfit(item.spec, item.router_coefficient):
                     raise InputError(
                         f"job {item.config.name!r} {found}; so there are no CUDA graphs, and cuda_graphs is true"
                     )

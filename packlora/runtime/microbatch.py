@@ -20,6 +20,7 @@ from packlora.adapters.owners import MIN_ROWS
 from packlora.base.model import Base
 from packlora.parallel.experts import ExpertSlices
 from packlora.parallel.sharded import Shards
+from packlora.runtime.balance import with_balance
 from packlora.runtime.collate import PackedBatch, PackedSample, collate
 from packlora.runtime.loss import logps_of, sum_by_owner, token_losses, told_of
 
@@ -31,13 +32,15 @@ NO_MEMORY = ("out of memory", "ALLOC_FAILED", "can't allocate memory")
 class MicrobatchResult:
     """sums: of the losses of label tokens, or of samples with preferences, by owner, float64 on the device. tokens, samples: by
     owner that took part. logps: of samples with preferences, in their order, [N, 3] as of objective.Scores; None where there
-    are none. told: by owner, of those in training, see Objective.told."""
+    are none. told: by owner, of those in training, see Objective.told. balance: by owner with a load-balancing loss, its sum
+    over samples, [] float64; in `sums` with its share."""
 
     sums: torch.Tensor
     tokens: Mapping[int, int]
     samples: Mapping[int, int]
     logps: torch.Tensor | None = None
     told: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    balance: Mapping[int, torch.Tensor] = field(default_factory=dict)
 
 
 class Executor(Protocol):
@@ -78,19 +81,24 @@ def run_microbatch(executor: Executor, samples: Sequence[PackedSample], weights:
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """A forward that waits for its backward. losses_L, total: of token_losses."""
+    """A forward that waits for its backward. losses_L, total: of token_losses, the total with the load-balancing losses, which
+    are `balance`, see MicrobatchResult."""
 
     batch: PackedBatch
     losses_L: torch.Tensor
     total: torch.Tensor
     num_owners: int
+    balance: Mapping[int, torch.Tensor] = field(default_factory=dict)
 
     def result(self) -> MicrobatchResult:
-        sums, groups = sum_by_owner(self.losses_L, self.batch, self.num_owners), self.batch.groups
+        batch, groups = self.batch, self.batch.groups
+        sums = sum_by_owner(self.losses_L, batch, self.num_owners)
+        for one in batch.balanced:
+            sums[one.owner] += one.share * self.balance[one.owner]
         if groups is None:
-            return MicrobatchResult(sums, self.batch.num_tokens, self.batch.num_samples)
+            return MicrobatchResult(sums, batch.num_tokens, batch.num_samples, balance=self.balance)
         logps, told = logps_of(self.losses_L, groups), told_of(self.losses_L, groups)
-        return MicrobatchResult(sums, self.batch.num_tokens, self.batch.num_samples, logps, told)
+        return MicrobatchResult(sums, batch.num_tokens, batch.num_samples, logps, told, self.balance)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +119,13 @@ class SingleDevice:
         with one_error_for_memory():
             batch = collate(samples, self.base.device, weights, self._total(samples), self.base.vision)
             # Each label's own weight is its gradient; the total is for backward alone, whatever NaN is in it.
+            model, routed = self.base.model, list[torch.Tensor]() if batch.balanced else None
             with self.attached.active(batch.owners):
-                losses_L, total = token_losses(self.base.model, batch, batch.weights_L, self.base.fused_loss)
-            return Pending(batch, losses_L, total, len(weights))
+                losses_L, total = token_losses(model, batch, batch.weights_L, self.base.fused_loss, routed)
+            if routed is None:
+                return Pending(batch, losses_L, total, len(weights))
+            total, balance = with_balance(total, routed, batch.balanced, model.num_experts_per_tok)
+            return Pending(batch, losses_L, total, len(weights), balance)
 
     def backward(self, pending: Pending) -> MicrobatchResult:
         with one_error_for_memory():

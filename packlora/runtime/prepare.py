@@ -30,7 +30,7 @@ from packlora.runtime.encoder import Encoder, Reader
 from packlora.runtime.library_optimizer import check_optim
 from packlora.runtime.prepared_job import AUTO_BUDGET, LEFT_OUT, ModelShape, PreparedJob, Rows
 from packlora.runtime.prepared_run import PreparedRun
-from packlora.runtime.wholeness import check_parallel, check_parameters, check_router_loss, whole_alone
+from packlora.runtime.wholeness import check_parallel, check_parameters, whole_alone
 from packlora.terminal import Told, silent
 
 
@@ -68,7 +68,6 @@ def prepare(
     told(f"laying out {run.base_model}")
     skeleton = load_skeleton(run)
     quantization, in_codes = _quantization(run, skeleton, device)
-    check_router_loss(run, skeleton)
     specs = {job.name: adapter_spec(job, configs[job.name], skeleton) for job in run_jobs}
     for name, spec in specs.items():
         check_parameters(run, name, spec, quantization)

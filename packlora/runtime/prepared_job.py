@@ -54,6 +54,8 @@ class PreparedJob:
     """Tokens that a sample of a stream may have."""
     on_experts: int = 0
     """Parameters of its adapter that are on experts."""
+    router_coefficient: float = 0.0
+    """Of its load-balancing loss; 0: it has none."""
 
     @property
     def active_on_experts(self) -> int:

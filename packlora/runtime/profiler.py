@@ -398,7 +398,8 @@ def sample_mix(jobs: Sequence[Job], budget: int) -> list[PackedSample]:
         sample = job.data.samples[number]
         if picked and total + sample.num_tokens > budget:
             break
-        picked.append(PackedSample(job.adapter.number, sample, number, 0, job.dropout_key))
+        share = job.balance.coefficient
+        picked.append(PackedSample(job.adapter.number, sample, number, 0, job.dropout_key, balance=share))
         total += sample.num_tokens
     return sorted(picked, key=lambda item: item.owner)
 

@@ -66,7 +66,10 @@ class Team:
         if self.group.size == 1 or not jobs:
             return
         gradients, losses = zip(*(job.partial() for job in jobs), strict=True)
-        numbers = [job.preferences.partial(loss) for job, loss in zip(jobs, losses, strict=True)]
+        numbers = [
+            torch.cat([job.preferences.partial(loss), job.balance.partial(loss)])
+            for job, loss in zip(jobs, losses, strict=True)
+        ]
         summed = torch.cat(numbers)
         if self.group.exchanges:
             for job, gradient in zip(jobs, gradients, strict=True):
@@ -77,4 +80,4 @@ class Team:
         else:
             self.group.add([*gradients, summed])
         for job, own in zip(jobs, summed.split([len(one) for one in numbers]), strict=True):
-            job.loss_sum = job.preferences.take(own)
+            job.loss_sum = job.preferences.take(job.balance.take(own))

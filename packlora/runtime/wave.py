@@ -39,16 +39,18 @@ class Packer:
         that of a sample with a preference."""
         if self._last is not None and self._last[0] is microbatch:
             return self._last[1]
-        weights, per_token = np.zeros(num_owners(self.jobs.values())), dict[str, float]()
+        weights, per_token, shares = np.zeros(num_owners(self.jobs.values())), dict[str, float](), dict[str, float]()
         for name, batch in {(sample.job, sample.batch) for sample in microbatch.samples}:
             job = self.jobs[name]
             weights[job.adapter.number] = job.grad_scale / job.loss_units(batch)
             per_token[name] = job.preferences.per_token(batch)
+            shares[name] = job.balance.share(job.loss_units(batch), job.samples_of(batch))
         placed = [(self.jobs[sample.job], sample) for sample in microbatch.samples]
         samples = [
             PackedSample(
                 job.adapter.number, job.data.samples[own.sample], own.sample, own.batch, job.dropout_key,
                 job.config.train.label_smoothing_factor, job.noise, job.preferences.compared(own.sample, per_token[own.job]),
+                shares[own.job],
             )
             for job, own in placed
         ]  # fmt: skip
@@ -187,6 +189,7 @@ class Runner:
             if job.is_due(batch):
                 job.collect(done.sums[job.adapter.number])
                 job.preferences.add(done.told.get(job.adapter.number))
+                job.balance.add(done.balance.get(job.adapter.number))
             else:
                 job.discard()
         return 0

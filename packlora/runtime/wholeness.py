@@ -7,7 +7,6 @@ from transformers import PreTrainedModel
 from packlora.adapters.kinds import is_linear
 from packlora.adapters.sharded import LINEAR
 from packlora.adapters.spec import AdapterSpec
-from packlora.base.demo_model import base_path
 from packlora.base.device import choose_device
 from packlora.config import QuantizationConfig, Run
 from packlora.errors import InputError
@@ -16,18 +15,6 @@ from packlora.parallel.stages import check_stages
 from packlora.parallel.tensor import check_cut
 from packlora.runtime.prepared_job import PreparedJob
 from packlora.runtime.prepared_run import PreparedRun
-
-
-def check_router_loss(run: Run, skeleton: PreTrainedModel) -> None:
-    """Raises InputError where the configuration of a model asks for a loss of its routers, which is of whole microbatches."""
-    config = skeleton.config.get_text_config()
-    weight = getattr(config, "router_aux_loss_coef", None)
-    if getattr(config, "output_router_logits", False) and weight:
-        raise InputError(
-            f"base_model {base_path(run.base_model)!r}: its config.json has output_router_logits: true, so transformers adds "
-            f"{weight:g} (router_aux_loss_coef) times a load-balancing loss over all tokens that are computed together, with "
-            "which jobs would change each other; set output_router_logits to false there"
-        )
 
 
 def check_parameters(run: Run, job: str, spec: AdapterSpec, quantization: QuantizationConfig | None) -> None:
@@ -115,6 +102,8 @@ def needs_whole(job: PreparedJob, prepared: PreparedRun, staged: bool = False) -
         return "it has sample_prompts"
     if job.has_images:
         return "its data has images"
+    if job.router_coefficient and staged:
+        return "it has a load-balancing loss"
     if (trainer := job.config.train.trainer) != "sft":
         return f"train.trainer is {trainer}"
     return None if prepared.encoder is None else whole_alone(job.spec, prepared.encoder.skeleton)

@@ -24,6 +24,7 @@ from packlora.data.encode import Sample
 from packlora.ops.lora_linear.frozen import InMemory
 from packlora.ops.lora_linear.moving import MovingSegments
 from packlora.runtime import graphs, microbatch
+from packlora.runtime.balance import BalanceSum
 from packlora.runtime.collate import PackedSample
 from packlora.runtime.graphs import Body, Shape, why_no_graphs
 from packlora.runtime.microbatch import MicrobatchResult, SingleDevice, run_microbatch
@@ -208,11 +209,11 @@ def test_shapes_share_the_room_for_the_gradient_of_the_hidden_states(run: Run) -
     assert run.executor._room.storage.numel() == max(body.shape.tokens for body in bodies) * TINY["hidden_size"]
 
 
-def reason(dora_dropout: str, monkeypatch: pytest.MonkeyPatch, jobs: int = 2) -> str | None:
+def reason(dora_dropout: str, monkeypatch: pytest.MonkeyPatch, jobs: int = 2, coefficient: float = 0.0) -> str | None:
     model = tiny_model("llama", num_hidden_layers=1)
     config = LoraConfig(r=2, use_dora=True, lora_dropout=0.1, target_modules=["q_proj"])
     spec = resolve(config, model, "a", base_dropped=dora_dropout == "peft")
-    job: Any = SimpleNamespace(name="a", adapter=SimpleNamespace(spec=spec))
+    job: Any = SimpleNamespace(name="a", adapter=SimpleNamespace(spec=spec), balance=BalanceSum(coefficient))
     base: Any = SimpleNamespace(
         device=torch.device("cuda"),
         quantization=None,
@@ -228,6 +229,10 @@ def reason(dora_dropout: str, monkeypatch: pytest.MonkeyPatch, jobs: int = 2) ->
 
 def test_dora_with_two_base_products_has_no_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "'a' is DoRA with dropout" in (reason("peft", monkeypatch) or "")
+
+
+def test_a_load_balancing_loss_has_no_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "'a' has a load-balancing loss" in (reason("low_rank", monkeypatch, coefficient=0.1) or "")
 
 
 def test_dora_with_dropout_on_the_low_rank_branch_alone_has_graphs(monkeypatch: pytest.MonkeyPatch) -> None:

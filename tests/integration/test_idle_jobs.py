@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from test_training import Base, Rows, config, steps, train
 
-from packlora.runtime.job import Job, StepResult
+from packlora.runtime.job import IdleSteps, StepResult
 
 
 def job(name: str, rate: float, dora: bool = True, **changes: Any) -> dict[str, Any]:
@@ -60,19 +60,12 @@ def result(loss: float, norm: float, lr: float = 1e-3) -> StepResult:
     return StepResult(1, loss, norm, lr, 7)
 
 
-def notices(own: Job, *results: StepResult, changed: bool = True) -> list[bool]:
-    return [own._notice(one, 1.0, changed) is not None for one in results]
+def notices(own: IdleSteps, *results: StepResult, changed: bool = True) -> list[bool]:
+    return [own.notice(one, 1.0, changed, is_last=False) is not None for one in results]
 
 
-def test_it_is_said_once_and_again_after_learning_went_on_and_not_at_loss_0(
-    tiny_base: Base, write_rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made: list[Job] = []
-    original = Job.optimizer_step
-    monkeypatch.setattr(Job, "optimizer_step", lambda self: made.append(self) or original(self))
-    run(tiny_base, write_rows, tmp_path / "out", job("calm", 1e-3, max_steps=1))
-    own = made[0]
-    own.step = 0
+def test_it_is_said_once_and_again_after_learning_went_on_and_not_at_loss_0() -> None:
+    own = IdleSteps(1e-3)
     zero, fine = result(2.0, 0.0), result(2.0, 0.5)
     assert notices(own, zero, zero, zero, zero, zero) == [False, False, True, False, False]
     assert notices(own, fine, zero, zero, fine, zero, zero, zero) == [False] * 6 + [True]

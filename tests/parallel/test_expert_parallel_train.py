@@ -42,11 +42,17 @@ Groups = Callable[[int], Ranks]
 BOTH = ["experts.gate_up_proj", "experts.down_proj"]
 JOBS = [
     {
-        "name": "lora", "train": {"max_steps": 3, "global_batch_size": 4, "learning_rate": 1e-2, "max_grad_norm": 0.3},
+        "name": "lora",
+        "train": {
+            "max_steps": 3, "global_batch_size": 4, "learning_rate": 1e-2, "max_grad_norm": 0.3, "router_aux_loss_coef": 3.0,
+        },
         "adapter": {"r": 3, "lora_dropout": 0.2, "target_modules": "all-linear"},
     },
     {
-        "name": "dora", "train": {"max_steps": 3, "global_batch_size": 2, "learning_rate": 1e-2, "weight_decay": 0.1},
+        "name": "dora",
+        "train": {
+            "max_steps": 3, "global_batch_size": 2, "learning_rate": 1e-2, "weight_decay": 0.1, "router_aux_loss_coef": 0.5,
+        },
         "adapter": {
             "r": 5, "lora_dropout": 0.1, "use_dora": True, "target_modules": ["v_proj"],
             "target_parameters": [*BOTH, "gate.weight"], "init_lora_weights": False,
@@ -94,7 +100,9 @@ def asked(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     folder = tmp_path_factory.mktemp("experts")
     preferred = {
         "name": "dpo", "data": {"path": pairs(folder / "pairs.jsonl")},
-        "train": {"max_steps": 3, "global_batch_size": 2, "learning_rate": 1e-2, "trainer": "dpo"},
+        "train": {
+            "max_steps": 3, "global_batch_size": 2, "learning_rate": 1e-2, "trainer": "dpo", "router_aux_loss_coef": 1.0,
+        },
         "adapter": {"r": 2, "lora_dropout": 0.1, "target_parameters": BOTH, "target_modules": []},
     }  # fmt: skip
     return tree(saved(folder / "base", tokenizer), folder / "whole", rows_into(folder), [*JOBS, preferred])
@@ -113,7 +121,8 @@ def same(out: Path, whole: Path) -> None:
         found, wanted = ({(line["job"], line["step"]): line for line in lines(one, kind)} for one in (out, whole))
         assert found.keys() == wanted.keys()
         for key, line in wanted.items():
-            for name in ("loss", "eval_loss", "grad_norm"):
+            assert ("aux_loss" in line) == (kind == "metrics" and key[0] != "others")
+            for name in ("loss", "eval_loss", "grad_norm", "aux_loss"):
                 if name in line:
                     assert abs(found[key][name] - line[name]) <= 1e-10 * max(1, abs(line[name])), (key, name)
     assert texts(out) == texts(whole) and {step for _, step in texts(out)} == {0, 2, 3}
@@ -177,7 +186,10 @@ def few(asked: dict[str, Any], out: Path, base: str | None = None, **parallel: A
         adapter = {"r": 3, "use_dora": use_dora, "lora_dropout": 0.2, "target_modules": ["o_proj"]}
         jobs.append({
             "name": name, "data": asked["jobs"][0]["data"], "seed": len(jobs),
-            "train": {"max_steps": 3, "global_batch_size": 1 + use_dora, "learning_rate": 1e-2, "max_grad_norm": 0.2},
+            "train": {
+                "max_steps": 3, "global_batch_size": 1 + use_dora, "learning_rate": 1e-2, "max_grad_norm": 0.2,
+                "router_aux_loss_coef": 2.0 * use_dora,
+            },
             "adapter": adapter | {"target_parameters": [*BOTH, "gate.weight"], "init_lora_weights": False},
         })  # fmt: skip
     changes = {

@@ -1,0 +1,206 @@
+"""The load-balancing loss of routers, which keeps a job's tokens from all going to a few experts.
+
+transformers takes it over all tokens of a forward: of E experts, E * sum over e of f_e * P_e, where f_e is how often expert e
+is chosen and P_e its mean probability. That is not linear in tokens. So every sample has one of its own, as transformers
+computes it for a batch of one, and a job's loss is that of its labels plus a coefficient times the mean over the samples of its
+global batch. Who shares a microbatch changes nothing.
+
+Shapes: T tokens of a row, E experts, N samples.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from packlora.base.demo_model import base_path
+from packlora.config import JobConfig, Run
+from packlora.errors import InputError
+
+FUNCTION = "load_balancing_loss_func"
+"""Of a family's file in transformers, where it has such a loss."""
+METRIC = "aux_loss"
+"""TRL's name for the mean over a global batch, without the coefficient."""
+
+
+@dataclass(frozen=True, slots=True)
+class Balanced:
+    """The samples of one owner in a microbatch. spans: (start, stop) of their tokens. share: of each of their load-balancing
+    losses in the sum of the owner's losses; weight: in the gradient."""
+
+    owner: int
+    share: float
+    weight: float
+    spans: tuple[tuple[int, int], ...]
+
+
+class BalanceSum:
+    """What a job knows of its load-balancing loss. coefficient: 0 where it has none."""
+
+    def __init__(self, coefficient: float = 0.0) -> None:
+        self.coefficient = coefficient
+        self.total: torch.Tensor | None = None
+        """Sum over the samples of the present global batch that ran, [] float64."""
+
+    def share(self, loss_units: int, samples: int) -> float:
+        """Of a sample's load-balancing loss in a sum of losses that is divided by loss_units. samples: of the global batch."""
+        return self.coefficient * loss_units / samples
+
+    def add(self, total: torch.Tensor | None) -> None:
+        """What a microbatch gave."""
+        self.total = total if self.total is None else self.total if total is None else self.total + total
+
+    def partial(self, like: torch.Tensor) -> torch.Tensor:
+        """[1] for replicas to add up, [0] without such a loss. like: of the same type and device."""
+        if not self.coefficient:
+            return like.new_zeros(0)
+        return like.new_zeros(1) if self.total is None else self.total[None]
+
+    def take(self, numbers: torch.Tensor) -> torch.Tensor:
+        """What they have added up is the last of the numbers. Returns the others."""
+        if not self.coefficient:
+            return numbers
+        self.total = numbers[-1]
+        return numbers[:-1]
+
+    def metrics(self, samples: int) -> dict[str, float | None]:
+        """Of the global batch that has run, of so many samples; null for what is not finite. Waits for the device."""
+        if self.total is None:
+            return {}
+        mean = float(self.total) / samples
+        return {METRIC: mean if math.isfinite(mean) else None}
+
+
+def balance_losses(router_logits: Sequence[torch.Tensor], spans: Sequence[tuple[int, int]], top_k: int) -> torch.Tensor:
+    """Load-balancing losses [N] of the tokens of each span, over all layers; in float32 or wider, differentiable.
+
+    Each has the same bits whatever other tokens there are.
+
+    Args:
+        router_logits: of each layer with a router, [T, E].
+        top_k: experts that a token goes to.
+    """
+    counts_TE = sums_TE = None
+    for logits in router_logits:
+        wide_TE = logits.reshape(-1, logits.shape[-1])
+        p_TE = wide_TE.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
+        with torch.no_grad():
+            chosen_TE = torch.zeros_like(p_TE).scatter_(1, p_TE.topk(top_k, -1).indices, 1.0)
+            counts_TE = chosen_TE if counts_TE is None else counts_TE.add_(chosen_TE)
+        sums_TE = p_TE if sums_TE is None else sums_TE + p_TE
+    assert counts_TE is not None and sums_TE is not None
+    experts, layers = sums_TE.shape[1], len(router_logits)
+    return torch.stack(
+        [
+            (counts_TE[start:stop].sum(0) * sums_TE[start:stop].sum(0)).sum()
+            * (experts / (layers * (stop - start)) ** 2)
+            for start, stop in spans
+        ]
+    )
+
+
+def with_balance(
+    total: torch.Tensor, router_logits: Sequence[torch.Tensor], balanced: Sequence[Balanced], top_k: int
+) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+    """A root for backward with the load-balancing losses of a microbatch's samples, and by owner their sum [] float64."""
+    losses = iter(balance_losses(router_logits, [span for one in balanced for span in one.spans], top_k))
+    found: dict[int, torch.Tensor] = {}
+    for one in balanced:
+        own = torch.stack([next(losses) for _ in one.spans]).sum()
+        total = total + one.weight * own
+        found[one.owner] = own.detach().double()
+    return total, found
+
+
+def coefficient_of(run: Run, job: JobConfig, skeleton: PreTrainedModel) -> tuple[float, list[str]]:
+    """The coefficient of a job's load-balancing loss, 0 for none, and what the user should know of it.
+
+    Args:
+        skeleton: the base model, which may be without weights.
+
+    Raises:
+        InputError: the model has no such loss, or one that is not computed here; or what is asked beside it does not serve it.
+    """
+    key, base = job.train.router_aux_loss_coef, f"base_model {base_path(run.base_model)!r}"
+    if key == 0 or (key is None and not _adds_one(skeleton)):
+        return 0.0, []
+    if (why := _why_none(skeleton)) is not None:
+        if key is None:
+            raise InputError(
+                f"job {job.name!r}: {base}: its config.json has output_router_logits: true, so transformers adds a "
+                f"load-balancing loss, which is not computed here: {why}; set train.router_aux_loss_coef to 0 to train without"
+            )
+        raise InputError(
+            f"job {job.name!r}: train.router_aux_loss_coef is {key:g}, but {base} has no load-balancing loss that is computed "
+            f"here: {why}; leave it out"
+        )
+    coefficient = float(getattr(skeleton, "router_aux_loss_coef") if key is None else key)  # noqa: B009
+    asked = {
+        f"parallel.tensor: {run.parallel.tensor}": run.parallel.tensor > 1,
+        f"parallel.pipeline: {run.parallel.stages}": run.parallel.stages > 1,
+    }
+    for what in (what for what, is_asked in asked.items() if is_asked and coefficient):
+        raise InputError(
+            f"job {job.name!r} has a load-balancing loss (router_aux_loss_coef {coefficient:g}), which {what} does not serve "
+            "in this version; leave that out, or set train.router_aux_loss_coef to 0"
+        )
+    if key is None and coefficient:
+        return coefficient, [
+            f"job {job.name!r}: a load-balancing loss is added with {coefficient:g}, as the base model's config.json has "
+            "output_router_logits: true and router_aux_loss_coef; train.router_aux_loss_coef sets another one, 0 none"
+        ]
+    return coefficient, []
+
+
+def _adds_one(model: PreTrainedModel) -> bool:
+    """Whether the model's own forward adds such a loss, by its configuration. Of code that is not transformers' it is assumed
+    where the configuration has a coefficient."""
+    text = model.config.get_text_config()
+    if not getattr(text, "output_router_logits", False):
+        return False
+    return _own_function(model) is not None or (
+        not _is_native(model) and bool(getattr(text, "router_aux_loss_coef", None))
+    )
+
+
+def _own_function(model: PreTrainedModel) -> Any:
+    return vars(sys.modules[type(model).__module__]).get(FUNCTION)
+
+
+def _is_native(model: PreTrainedModel) -> bool:
+    return type(model).__module__.startswith("transformers.models.")
+
+
+def _why_none(model: PreTrainedModel) -> str | None:
+    """Why a model's load-balancing loss cannot be computed here; None where it can."""
+    kind, own = model.config.model_type, _own_function(model)
+    if not _is_native(model):
+        return f"the code of a {kind} model is its own"
+    if own is None:
+        return f"a {kind} model has none in transformers"
+    if model.config.get_text_config() is not model.config:
+        return f"a {kind} model has a language model inside of another one"
+    experts, top_k = getattr(model, "num_experts", 0), getattr(model, "num_experts_per_tok", 0)
+    recorded = getattr(model.base_model, "_can_record_outputs", None) or {}
+    if not experts or not top_k or not hasattr(model, "router_aux_loss_coef") or "router_logits" not in recorded:
+        return f"a {kind} model does not say how it has experts and routers"
+    if not _is_the_same(own, experts, top_k):
+        return f"that of a {kind} model is another one"
+    return None
+
+
+def _is_the_same(function: Any, experts: int, top_k: int) -> bool:
+    """Whether a family's function gives what `balance_losses` gives, on random logits of two layers."""
+    tokens, generator = 9, torch.Generator().manual_seed(0)
+    logits = tuple(torch.randn(tokens, experts, generator=generator) for _ in range(2))
+    try:
+        theirs = float(function(logits, experts, top_k))
+    except Exception:  # any code of a model
+        return False
+    return math.isclose(theirs, float(balance_losses(logits, [(0, tokens)], top_k)), rel_tol=1e-4)
