@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from packlora.adapters.experts import (
     shapes_at,
 )
 from packlora.adapters.flat import UNDECAYED, FlatLayout
-from packlora.adapters.kinds import as_linear
+from packlora.adapters.kinds import PARAMETERS, as_linear
 from packlora.adapters.linear import AdaptedCall, AdaptedLinear, Attached, compute
 from packlora.adapters.noise import noisy_embeddings
 from packlora.adapters.owners import MIN_ROWS
@@ -34,7 +35,6 @@ from packlora.adapters.sharded import LINEAR
 from packlora.adapters.siblings import SiblingGroup, sibling_groups
 from packlora.adapters.spec import AdapterSpec, ModuleSpec
 from packlora.adapters.weights import AdapterWeights, parameter_shapes
-from packlora.errors import InputError
 from packlora.ops.dropout.keys import layer_salt
 from packlora.ops.lora_linear.frozen import Storage
 from packlora.ops.lora_linear.quantized import Quantized
@@ -85,6 +85,13 @@ class Adapter:
         """Elements of them all, of all slices."""
         return sum(map(math.prod, self.whole_shapes.values()))
 
+    @property
+    def on_experts(self) -> int:
+        """Those of them that are on experts."""
+        experts = {path for path, module in self.spec.modules.items() if module.kind == "experts"}
+        shapes = self.whole_shapes.items()
+        return sum(math.prod(shape) for name, shape in shapes if name.rpartition("/")[0] in experts)
+
 
 def attach(
     model: PreTrainedModel,
@@ -104,8 +111,7 @@ def attach(
         seed: of every adapter, or by job name.
         chooser: chooses how layers are computed, one for all or by path; by default from what is known of the device. Siblings
             with different ones are computed apart.
-        storage: how the weights of the model lie; None: in memory. Where it is not whole, modules that the model lacks are
-            elsewhere.
+        storage: how the weights of the model lie; None: in memory. Modules that the model lacks are elsewhere.
         example: keyword arguments of a packed call with images; None where no sample has any.
     """
     model.requires_grad_(False)
@@ -116,19 +122,14 @@ def attach(
     layers: Layers = {}
     attached.groups = shared_inputs(model, example)
     seeds = dict.fromkeys(specs, seed) if isinstance(seed, int) else seed
-    own = {path for path, _ in model.named_modules()}
-    for job, spec in specs.items():
-        if spec.parameter is not None and not attached.storage.takes_experts:
-            raise InputError(f"job {job!r} adapts {spec.parameter}, which takes the whole base model on every device")
-    everything = attached.storage.takes_experts
-    here = {job: [p for p in spec.modules if everything or p in own] for job, spec in specs.items()}
+    here = {job: _here(model, spec) for job, spec in specs.items()}
     adapters = []
     for number, (job, spec) in enumerate(specs.items()):
         _replace(model, spec, here[job], attached, layers, chooser)
         adapters.append(_adapter(job, number, spec, here[job], layers, seeds[job], model, attached))
     _write_first_values(model, attached, layers, range(len(specs)))
     _join_siblings(model, layers, attached.groups.values())
-    attached.storage.adapted([path for path, _ in layers])
+    attached.storage.adapted([path for own in here.values() for path in own])
     if model.device.type == "cuda":  # where activations are what memory goes to
         add_recompute(model, attached.storage.each)
     return attached, adapters
@@ -141,13 +142,12 @@ def attach_one(
     """Attach one more adapter to a model that has some, between two microbatches. It starts as it would have at first.
 
     Args:
-        model: on its device; modules that it lacks are elsewhere, where it is not whole.
+        model: on its device; modules that it lacks are elsewhere.
         number: larger than those of all that were attached.
         chooser: by path.
     """
     layers = adapted_layers(model)
-    before, own = set(layers), {path for path, _ in model.named_modules()}
-    here = [path for path in spec.modules if attached.storage.takes_experts or path in own]
+    before, here = set(layers), _here(model, spec)
     _replace(model, spec, here, attached, layers, chooser)
     if attached.noise_hook is not None:
         noisy_embeddings(model, attached)
@@ -179,6 +179,14 @@ def detach_one(model: PreTrainedModel, adapter: Adapter) -> None:
 Layers = dict[tuple[str, bool], AdaptedLinear | Routed]
 """By path, and whether it is for low-rank adapters of a linear layer or a router: one path may have both, of different jobs.
 Experts are none of them."""
+
+
+def _here(model: PreTrainedModel, spec: AdapterSpec) -> list[str]:
+    """Paths of what a job adapts, without those of modules that the model lacks."""
+    own = {path for path, _ in model.named_modules()}
+    return [
+        path for path, module in spec.modules.items() if (_parent(path) if module.kind in PARAMETERS else path) in own
+    ]
 
 
 def is_linear(spec: ModuleSpec) -> bool:
@@ -230,10 +238,11 @@ def _write_first_values(model: PreTrainedModel, attached: Attached, layers: Laye
         if number in numbers
         for first in layers[path, linear].first_values(number)
     ]
+    experts = {state.path: state.adapters for _, state in adapted_experts(model)}
     made += [
         first
-        for _, state in adapted_experts(model)
-        for own in state.adapters.values()
+        for path in attached.storage.each(experts)
+        for own in experts[path].values()
         for number, weights in own.items()
         if number in numbers
         for first in weights.first_values()
@@ -283,7 +292,8 @@ def _adapter(
         if layer is None:
             owner, _, leaf = path.rpartition(".")
             experts = model.get_submodule(owner)
-            own_experts = ExpertWeights(module, frozen_at(experts, leaf), at, room, part_of(experts))
+            frozen_experts = partial(frozen_at, experts, leaf)
+            own_experts = ExpertWeights(module, frozen_experts, at, room, part_of(experts))
             adapt_experts(model, path, attached, number, own_experts)
             weights[path] = own_experts
             continue

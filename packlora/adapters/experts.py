@@ -29,6 +29,7 @@ from packlora.ops.lora_experts.autograd import lora_experts
 from packlora.ops.lora_experts.norm import expert_norms, squared_row_norms, sums_dtype
 from packlora.ops.lora_experts.routing import Routing
 from packlora.ops.lora_experts.types import ExpertLowRank, ExpertWeight
+from packlora.ops.lora_linear.frozen import Gathered
 from packlora.plans.select import PlanChooser
 
 IMPLEMENTATION = "packlora"
@@ -45,12 +46,13 @@ class ExpertWeights:
     A [E r, K], expert by expert; B [N, r E], the expert running fastest; magnitude [E, N] or None.
 
     Args:
+        frozen: the weight; it is asked for where it is read, as it may be here only while its layer runs.
         room: where they lie, by name: zeros, on the device of the experts.
         shard: which experts are here; None: all.
     """
 
     def __init__(
-        self, spec: ModuleSpec, frozen: ExpertWeight, seed: int, room: Mapping[str, torch.Tensor],
+        self, spec: ModuleSpec, frozen: Callable[[], ExpertWeight], seed: int, room: Mapping[str, torch.Tensor],
         shard: ExpertPart | None = None,
     ) -> None:  # fmt: skip
         self.spec, self.frozen, self.shard, self.magnitude = spec, frozen, shard, None
@@ -96,9 +98,10 @@ class ExpertWeights:
         """
         versions = self.A._version, self.B._version
         if self._norm is None or self._norm[0] != versions:
+            frozen = self.frozen()
             if self._squared is None:
-                self._squared = squared_row_norms(self.frozen, sums_dtype(self.frozen, self.A, self.B))
-            self._norm = versions, expert_norms(self.frozen, self.A, self.B, self.spec.scaling, self._squared)
+                self._squared = squared_row_norms(frozen, sums_dtype(frozen, self.A, self.B))
+            self._norm = versions, expert_norms(frozen, self.A, self.B, self.spec.scaling, self._squared)
         return self._norm[1]
 
 
@@ -158,17 +161,21 @@ def adapt_experts(model: PreTrainedModel, path: str, attached: Attached, number:
 
 
 def adapted_router(model: PreTrainedModel, path: str, attached: Attached, chooser: PlanChooser) -> AdaptedLinear:
-    """Make the product of a router with its weight at a path one that can have adapters."""
+    """Make the product of a router with its weight at a path one that can have adapters. It has a copy of a weight that is here
+    only while its layer runs."""
     owner, _, leaf = path.rpartition(".")
     router: Any = model.get_submodule(owner)
-    weight = getattr(router, leaf)
+    for _ in attached.storage.each([path]):
+        weight = getattr(router, leaf)
+        dtype = router_product(router, weight)
+        stays = dtype == weight.dtype and not isinstance(attached.storage.frozen(weight), Gathered)
+        own = weight if stays else torch.nn.Parameter(weight.detach().to(dtype, copy=True), False)
     with torch.device("meta"):
-        linear = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False)
-    dtype = router_product(router, weight)
-    linear.weight = weight if dtype == weight.dtype else torch.nn.Parameter(weight.detach().to(dtype), False)
+        linear = torch.nn.Linear(own.shape[1], own.shape[0], bias=False)
+    linear.weight = own
     adapted = AdaptedLinear(linear, layer_salt(path), attached, chooser)
     router.add_module(ROUTED, adapted)
-    router.forward = _Routed(router.forward, weight, adapted)
+    router.forward = _Routed(router.forward, lambda: getattr(router, leaf), adapted)
     return adapted
 
 
@@ -178,13 +185,16 @@ def router_path(path: str) -> str:
 
 
 class _Routed:
-    """A router's forward with its product computed by an AdaptedLinear."""
+    """A router's forward with its product computed by an AdaptedLinear.
 
-    def __init__(self, forward: Callable[..., Any], weight: torch.Tensor, adapted: AdaptedLinear) -> None:
+    weight: of the router, as it is while this runs.
+    """
+
+    def __init__(self, forward: Callable[..., Any], weight: Callable[[], torch.Tensor], adapted: AdaptedLinear) -> None:
         self.forward, self.weight, self.adapted = forward, weight, adapted
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with RouterProduct(self.weight, lambda x, _: self.adapted(x)):
+        with RouterProduct(self.weight(), lambda x, _: self.adapted(x)):
             return self.forward(*args, **kwargs)
 
 

@@ -9,6 +9,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -85,7 +86,7 @@ def check_packing(
     path: str,
     longest: Mapping[str, int],
     notes: list[str],
-    in_step: bool = False,
+    crosses: Callable[[Pack, int], bool] | None = None,
 ) -> bool:
     """Refuse a model that packed attention does not serve: most such models would run, and train something else.
 
@@ -93,8 +94,8 @@ def check_packing(
     behind a sample as long as the longest of the run. Each must have the logits that the untouched model gives it alone.
 
     Args:
-        in_step: each process has some of the layers, and the last one the output layer; all run the model as often, and
-            without gradients.
+        crosses: as gradient_crosses, where each process has some of the layers, and the last one the output layer; all run the
+            model as often, without gradients, and are told the same.
 
     Returns:
         Whether the output layer on the decoder's hidden states gives these logits too, to the bit. It does not where a
@@ -107,23 +108,22 @@ def check_packing(
     """
     second = _probe(model, 2)
     n = len(second)
-    packs = [_Pack.of([_probe(model, seed), second], [_late_start(longest, n), 0]) for seed in (1, 1, 3)]
+    packs = [Pack.of([_probe(model, seed), second], [_late_start(longest, n), 0]) for seed in (1, 1, 3)]
     with cannot_be_packed(model, path):
         outputs = [pack.logits(model) for pack in packs]
         same_bits = torch.equal(outputs[0][n:], outputs[2][n:])
-        apart = same_bits or (not in_step and not _gradient_crosses(model, packs[2], n))
+        apart = same_bits or not (crosses or partial(gradient_crosses, model))(packs[2], n)
     what = f"base_model {path!r}: packlora cannot train a {model.config.model_type} model: "
     if not torch.equal(outputs[0], outputs[1]):
         raise InputError(what + "it gives other numbers every time it is run, so it draws random numbers of its own")
     if not apart or outputs[0][n:].shape != own.second.shape:
-        or_rounding = ", or change one another's rounding, as in experts" if in_step else ""
-        raise InputError(what + "samples that are packed together see each other" + or_rounding)
+        raise InputError(what + "samples that are packed together see each other")
     if not same_bits:
         notes.append("the rounding of the model's experts depends on all samples of a microbatch, and so on other jobs")
     _check_limits(model, own.limits, path, longest)
     pairs = [(outputs[0][:n], own.late), (outputs[0][n:], own.second), (outputs[2][n:], own.second)]
     if own.long is not None:
-        long = _Pack.of([_probe(model, 4, max(longest.values())), second], [0, 0])
+        long = Pack.of([_probe(model, 4, max(longest.values())), second], [0, 0])
         with cannot_be_packed(model, path):
             behind = long.logits(model)
         pairs += [(behind[:n], own.long), (behind[n:], own.second)]
@@ -131,7 +131,7 @@ def check_packing(
     if not error < PROBE_ERROR[model.dtype]:
         raise InputError(what + f"its attention is of another kind (its own logits differ by {error:.1%})")
     head = plain_head(model)
-    if head is None and not in_step:
+    if head is None and crosses is None:
         return False
     try:
         hidden_TD = hidden_states(model, *packs[2].inputs[:3])
@@ -144,18 +144,18 @@ def check_packing(
 
 
 @dataclass(frozen=True, slots=True)
-class _Pack:
+class Pack:
     """Probes in one row. inputs: of packed_logits; of each probe as many last tokens are kept as the last one has."""
 
     inputs: tuple[torch.Tensor, torch.Tensor, tuple[int, ...], torch.Tensor]
 
     @staticmethod
-    def of(samples: Sequence[torch.Tensor], starts: Sequence[int]) -> _Pack:
+    def of(samples: Sequence[torch.Tensor], starts: Sequence[int]) -> Pack:
         ids, lengths = torch.cat(list(samples)), tuple(len(sample) for sample in samples)
         positions = torch.cat([start + torch.arange(n) for start, n in zip(starts, lengths, strict=True)])
         ends = torch.tensor(lengths).cumsum(0)
         rows = torch.cat([torch.arange(int(end) - lengths[-1], int(end)) for end in ends])
-        return _Pack((ids, positions.to(ids.device), lengths, rows.to(ids.device)))
+        return Pack((ids, positions.to(ids.device), lengths, rows.to(ids.device)))
 
     def logits(self, model: PreTrainedModel) -> torch.Tensor:
         return packed_logits(model, *self.inputs).double()
@@ -224,20 +224,29 @@ def difference(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> flo
     return float((got - want).norm() / want.norm())
 
 
-def _gradient_crosses(model: PreTrainedModel, pack: _Pack, n: int) -> bool:
+def gradient_crosses(model: PreTrainedModel, pack: Pack, n: int) -> bool:
     """Whether the logits of the last n tokens depend on other samples' embeddings. Rounding does not count: where tokens are
     sorted by expert, the size of a matrix product, and so its rounding, depends on all of them."""
+    return depends_on_others(model, n, lambda: packed_logits(model, *pack.inputs))
+
+
+def depends_on_others(
+    model: PreTrainedModel, n: int, outputs: Callable[[], torch.Tensor], hidden: torch.Tensor | None = None
+) -> bool:
+    """Whether the last n rows of what `outputs` computes depend on what the embedding gives for others than the last n tokens.
+
+    hidden: [1, T, D], what the embedding is to give in the place of what it gives.
+    """
     embedded: list[torch.Tensor] = []
 
     def keep(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
-        embedded.append(output.detach().requires_grad_())
+        embedded.append((output if hidden is None else hidden).detach().requires_grad_())
         return embedded[-1]
 
     hook = model.get_input_embeddings().register_forward_hook(keep)
     try:
         with torch.enable_grad():
-            logits = packed_logits(model, *pack.inputs)[-n:]
-            grads = torch.autograd.grad(logits.float().square().sum(), embedded, allow_unused=True)
+            grads = torch.autograd.grad(outputs()[-n:].float().square().sum(), embedded, allow_unused=True)
     finally:
         hook.remove()
     return any(grad is None or bool(grad[:, :-n].any()) for grad in grads)

@@ -70,8 +70,11 @@ class WeightFiles:
         """
         if key in self._joined:
             parts, (experts,) = self._joined[key], part or (slice(None),)
-            own = zip(*(keys[experts] for keys in parts), strict=True)
-            return torch.stack([torch.cat([self.read(one) for one in of_expert]) for of_expert in own])
+            own = [
+                torch.cat([self.read(one) for one in each])
+                for each in zip(*(keys[experts] for keys in parts), strict=True)
+            ]
+            return torch.stack(own) if own else torch.empty(0, *self.shapes[key][1:])
         with safe_open(self._files[key], framework="pt") as opened:
             read: torch.Tensor = opened.get_slice(key)[part] if part else opened.get_tensor(key)
         self.bytes_read += read.numel() * read.element_size()
@@ -121,15 +124,33 @@ def own_rows(rows: int, mesh: DeviceMesh) -> slice:
     return slice(start, min(start + share, rows))
 
 
-def keys_of(model: PreTrainedModel, files: WeightFiles, computed: bool = False) -> dict[str, str]:
+def keys_of(model: PreTrainedModel, files: WeightFiles) -> dict[str, str]:
     """By name of a parameter or persistent buffer of a model, the key of the files. Of tied parameters at least one is there.
+    Weights of all experts may be put together of those that the files have of each expert.
 
     Args:
         model: its weights on any device; those that it ties are tied.
-        computed: whether weights may be computed from those in the files; they are left out.
 
     Raises:
-        InputError: the weights are not those that the model has, or are computed from those in the files.
+        InputError: the weights are not those that the model has; or others than experts are computed from those in the files.
+    """
+    keys, wanted = keys_there(model, files), model.state_dict()
+    for name, parts in parts_of(model, files).items():
+        if name not in keys:
+            files.join(name, parts, tuple(wanted[name].shape))
+            keys[name] = name
+    there = {id(parameter) for name, parameter in _parameters(model) if name in keys}
+    computed = [name for name, parameter in _parameters(model) if id(parameter) not in there]
+    if computed:
+        raise _computed(files, model, computed[0])
+    return keys
+
+
+def keys_there(model: PreTrainedModel, files: WeightFiles) -> dict[str, str]:
+    """As keys_of, without the weights that are computed from those in the files.
+
+    Raises:
+        InputError: the weights are not those that the model has.
     """
     extra = [*getattr(type(model.config), "extra_files", ()), getattr(model.config, "transformers_weights", None)]
     if any(extra):
@@ -139,8 +160,6 @@ def keys_of(model: PreTrainedModel, files: WeightFiles, computed: bool = False) 
         )
     wanted = model.state_dict()
     found, unexpected, made = _renamed(model, wanted, files.shapes)
-    if made and not computed:
-        raise _computed(files, model, made[0])
     there = {id(parameter) for name, parameter in _parameters(model) if name in found}
     tied = {name for name, parameter in _parameters(model) if id(parameter) in there}
     names, missing = {name for name, _ in _parameters(model)}, wanted.keys() - found.keys() - tied - set(made)
@@ -157,24 +176,6 @@ def keys_of(model: PreTrainedModel, files: WeightFiles, computed: bool = False) 
         },
     )  # fmt: skip
     return found
-
-
-def keys_with_experts(model: PreTrainedModel, files: WeightFiles) -> dict[str, str]:
-    """As keys_of, where weights of experts may be put together of those that the files have of each expert.
-
-    Raises:
-        InputError: as keys_of; or others than experts are computed.
-    """
-    keys, wanted = keys_of(model, files, computed=True), model.state_dict()
-    for name, parts in parts_of(model, files).items():
-        if name not in keys:
-            files.join(name, parts, tuple(wanted[name].shape))
-            keys[name] = name
-    there = {id(parameter) for name, parameter in _parameters(model) if name in keys}
-    computed = [name for name, parameter in _parameters(model) if id(parameter) not in there]
-    if computed:
-        raise _computed(files, model, computed[0])
-    return keys
 
 
 def _computed(files: WeightFiles, model: PreTrainedModel, name: str) -> InputError:

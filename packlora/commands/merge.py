@@ -33,7 +33,7 @@ from packlora.base.device import choose_device
 from packlora.base.load import read_tokenizer
 from packlora.base.quantized import MADE, check_quantization, dequantised, quantised_paths
 from packlora.base.stored import Stored, stored_as
-from packlora.base.weight_files import INDEX, WeightFiles, keys_of, parts_of
+from packlora.base.weight_files import INDEX, WeightFiles, keys_there, parts_of
 from packlora.commands.adapter_folder import of_the_base, open_adapter
 from packlora.commands.merge_experts import ExpertPlace, expert_places
 from packlora.config import QuantizationConfig
@@ -92,7 +92,7 @@ def merge_adapter(
         else:
             files = WeightFiles(base, revision)
             skeleton.tie_weights()
-            keys = keys_of(skeleton, files, computed=True)
+            keys = keys_there(skeleton, files)
             into = Codes.of(adapter_dir, quantization, double_quant, kept)
     merged = Merged(files, opened.spec, opened.tensors, kept if dtype == "auto" else getattr(torch, dtype), adapter_dir)
     merged.find(keys, skeleton)
@@ -241,7 +241,7 @@ class Merged:
         where that is needed.
 
         Args:
-            keys: by the model's names, see weight_files.keys_of.
+            keys: by the model's names, see weight_files.keys_there.
 
         Raises:
             InputError: the weight of an adapted layer is computed from others while transformers loads it.

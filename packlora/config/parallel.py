@@ -35,8 +35,8 @@ class ParallelConfig(Strict):
     """With tensor: share the tokens of what lies between the layers that are cut, too: norms and residuals."""
     shard_base: bool | int | Literal["auto"] = "auto"
     """Hold a part of the rows of every weight on each device, and gather a layer when it is computed. true: all devices share
-    the base model so, and every job; with tensor, its slices. A number: so many do, times tensor, and there are several such
-    sets. auto: where a device is estimated to hold no whole one with what training needs."""
+    the base model so, and every job; with tensor or expert, what each of these has. A number: so many do, times tensor or
+    expert, and there are several such sets. auto: where a device is estimated to hold no whole one with what training needs."""
     offload_base: bool = False
     """With shard_base: keep each device's part of the layers in the memory of its host, and copy it over whenever a layer is
     gathered. It changes no number, takes time, and nothing is gained by it on a CPU."""
@@ -58,12 +58,10 @@ class ParallelConfig(Strict):
             )
         for name, other in (("tensor", self.tensor), ("pipeline", self.stages)):
             if self.expert > 1 and other > 1:
-                raise ValueError(f"expert is {self.expert} and {name} is {other}, which do not go together; give one")
-        if self.expert > 1 and self.is_sharded:
-            raise ValueError(
-                f"expert is {self.expert} and shard_base is {str(self.shard_base).lower()}, two ways to share the weights; "
-                "give one"
-            )
+                raise ValueError(
+                    f"expert is {self.expert} and {name} is {other}, which do not go together in this version; give one, or "
+                    "expert with shard_base, by which what each device has is shared by rows"
+                )
         if self.ep_implementation == "all_to_all" and self.expert == 1:
             raise ValueError(
                 "ep_implementation is all_to_all, which goes with expert, the devices that share them; set both"
@@ -118,7 +116,7 @@ class ParallelConfig(Strict):
 
     def shards(self, processes: int) -> int:
         """Of so many processes, those that share a weight by rows as it is asked for; 1: none."""
-        return self.degree or (processes // self.tensor if self.shard_base is True else 1)
+        return self.degree or (processes // (self.tensor * self.expert) if self.shard_base is True else 1)
 
     def check(self, processes: int) -> None:
         """Raises InputError where so many processes cannot be divided as asked."""
@@ -138,17 +136,18 @@ class ParallelConfig(Strict):
                 f"parallel.pipeline is {self.stages} and parallel.tensor {self.tensor}, but {started}; start a multiple of "
                 f"{self.tensor * self.stages}"
             )
-        if processes % (self.tensor * (self.degree or 1)):
+        key, slices = ("tensor", self.tensor) if self.tensor > 1 else ("expert", self.expert)
+        if processes % (slices * (self.degree or 1)):
             raise InputError(
-                f"parallel.shard_base is {self.degree} and parallel.tensor {self.tensor}, but {started}; start a multiple of "
-                f"{self.tensor * (self.degree or 1)}"
+                f"parallel.shard_base is {self.degree} and parallel.{key} {slices}, but {started}; start a multiple of "
+                f"{slices * (self.degree or 1)}"
             )
         if self.shard_base is True and processes == 1:
             raise InputError("parallel.shard_base shares the base model over processes, but one process was started")
-        if self.shard_base is True and processes == self.tensor:
+        if self.shard_base is True and processes == slices:
             raise InputError(
-                f"parallel.shard_base shares what each of {self.tensor} devices (parallel.tensor) holds with further ones, but "
-                f"{started}; start a multiple of {self.tensor}, at least {2 * self.tensor}, or leave one of them out"
+                f"parallel.shard_base shares what each of {slices} devices (parallel.{key}) holds with further ones, but "
+                f"{started}; start a multiple of {slices}, at least {2 * slices}, or leave one of them out"
             )
         if self.shard_base is True and each not in ("auto", processes):
             raise InputError(

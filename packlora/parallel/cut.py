@@ -21,7 +21,7 @@ from packlora.base.demo_model import base_path
 from packlora.base.device import choose_device
 from packlora.base.model import Base, look_at, ready_base
 from packlora.base.shape import check_row
-from packlora.base.weight_files import WeightFiles, keys_of, keys_with_experts
+from packlora.base.weight_files import WeightFiles, keys_of
 from packlora.config import Run
 from packlora.ops.cross_entropy.linear_cross_entropy import VocabularyPart
 from packlora.ops.lora_linear.frozen import InMemory
@@ -34,7 +34,7 @@ from packlora.parallel.tensor import shard
 class Slices(InMemory):
     """The Storage of a model of which the process holds a slice of every layer."""
 
-    is_whole = takes_experts = False
+    is_whole = False
 
 
 def load_cut(run: Run, tokenizer: Any, longest: Mapping[str, int], replica: Alone) -> Base:
@@ -57,7 +57,7 @@ def load_cut(run: Run, tokenizer: Any, longest: Mapping[str, int], replica: Alon
     whole = empty()
     check_row(whole, run.max_tokens_per_microbatch, path)
     by_experts = run.parallel.expert > 1
-    keys = keys_with_experts(whole, files) if by_experts else keys_of(whole, files)
+    keys = keys_of(whole, files)
     Shards(whole, mesh, files, keys, offload=run.parallel.offload_base)
     looked_at = look_at(run, whole, path, longest)
     del whole
@@ -79,7 +79,8 @@ def load_cut(run: Run, tokenizer: Any, longest: Mapping[str, int], replica: Alon
     base = ready_base(run, model, tokenizer, device, path, longest, storage, looked_at)
     if run.parallel.exchanges:  # the proof was of the same tokens on all processes, which take the same decisions there
         exchange_rows(model, replica.model)
-        base.storage = ExchangedExperts(model)
+        exchanged = ExchangedExperts(model)
+        base.storage = exchanged if replica.shards is None else storage
         notes.append("each of these processes has microbatches of its own, whose tokens go to the experts and back")
     base.warnings[:0] = notes
     return base

@@ -30,7 +30,7 @@ class Layout:
     together are a replica. shard: replicas, one behind the other, each of which holds a part of the rows of every weight
     (sharded.py); it divides split. 1: each holds all rows. expert: processes that hold the experts together, and all else each;
     they are a replica too. exchange: of these each has microbatches of its own, so each counts as a replica; their groups are
-    multiples of expert. Where expert is not 1 tensor, pipeline and shard are.
+    multiples of expert times shard. Where expert is not 1 tensor and pipeline are.
 
     In a group the replicas lie one behind the other, in a replica its stages, in a stage its processes."""
 
@@ -58,12 +58,17 @@ class Layout:
     @property
     def devices_per_base(self) -> int:
         """Processes that hold the base model together, once."""
-        return self.devices_per_replica * self.shard
+        return self.slices * self.shard
+
+    @property
+    def slices(self) -> int:
+        """Of the base model, each of which is held by a process, or shared by rows."""
+        return self.tensor * self.pipeline * self.expert
 
     @property
     def is_in_parts(self) -> bool:
         """Whether no process holds the whole base model."""
-        return self.devices_per_base > 1 or self.expert > 1
+        return self.devices_per_base > 1
 
     @property
     def processes(self) -> int:
@@ -108,7 +113,8 @@ def layouts(
         work: by job, what it is predicted to take on one replica, in any unit.
         tensor, pipeline, shard, expert, exchange: see Layout; their product divides world.
     """
-    replicas, least = world // (tensor * pipeline * (1 if exchange else expert)), expert if exchange else shard
+    replicas = world // (tensor * pipeline * (1 if exchange else expert))
+    least = shard * (expert if exchange else 1)
     sizes = [size for size in range(least, replicas + 1, least) if replicas % size == 0]
     return [Layout(place(work, replicas // size), size, tensor, pipeline, shard, expert, exchange) for size in sizes]
 

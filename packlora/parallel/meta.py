@@ -1,4 +1,7 @@
-"""Running a model without weights, to see how its parts are called."""
+"""Running a model without weights, to see how its parts are called.
+
+Without weights no token has an expert: experts give what they are given.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from packlora.adapters.expert_layout import is_experts
 from packlora.adapters.owners import MIN_ROWS
 from packlora.base.packing import ATTENTION
 from packlora.ops.modules import undisturbed
@@ -27,9 +31,18 @@ def on_meta(model: PreTrainedModel) -> Iterator[Callable[[], Any]]:
     ids = torch.zeros(1, MIN_ROWS, dtype=torch.int64, device="meta")
     example = {"input_ids": ids, "position_ids": ids, "use_cache": False, "sample_lengths": (MIN_ROWS,)}
     attention = model.config._attn_implementation
+    experts = [module for module in model.modules() if is_experts(module)]
     with undisturbed(model), torch.enable_grad():
+        for module in experts:
+            vars(module)["forward"] = _itself
         model.set_attn_implementation(ATTENTION)  # which needs no mask, whose values would be asked for
         try:
             yield lambda: torch.func.functional_call(model, tensors, (), example, tie_weights=False)
         finally:
             model.set_attn_implementation(attention)
+            for module in experts:
+                del vars(module)["forward"]
+
+
+def _itself(hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    return hidden_states.clone()

@@ -89,8 +89,9 @@ class Replicas(Alone):
                 self.leads, self.model = mesh.rank == every[0], models[self.rank]
                 self.base, self.shards = self.model, None
                 if bases:
-                    self.base, rows = bases[self.rank // layout.shard]
-                    self.shards = rows[part]
+                    at = every.index(mesh.rank)
+                    self.base, rows = bases[at // layout.devices_per_base]
+                    self.shards = rows[at % layout.slices]
                 self._control, self._sums, self._first = control, sums[part], every[0]
                 self.exchanges, self.alike = layout.exchange, alike[self.rank % len(alike)]
                 self.saves = self.rank < layout.expert if layout.exchange else self.rank == 0
@@ -127,9 +128,9 @@ class Replicas(Alone):
 
 
 def _bases(every: range, layout: Layout, timeout: timedelta) -> list[tuple[dist.ProcessGroup, list[dist.ProcessGroup]]]:
-    """Of the processes of a group those that hold a base model together, and of these, by place in a replica, those that share
-    rows. None where replicas hold all rows."""
-    each, together = layout.devices_per_replica, layout.devices_per_base
+    """Of the processes of a group those that hold a base model together, and of these, by slice, those that share its rows.
+    None where each holds all rows."""
+    each, together = layout.slices, layout.devices_per_base
     if not layout.sharded:
         return []
     out = []

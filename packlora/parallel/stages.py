@@ -26,15 +26,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from packlora.adapters.attach import Adapter
-from packlora.adapters.expert_layout import is_experts
 from packlora.adapters.flat import FlatLayout
 from packlora.base.demo_model import base_path
 from packlora.base.device import choose_device
 from packlora.base.fingerprint import fingerprint_of, word_sums
 from packlora.base.liger import use_liger
 from packlora.base.model import Base
-from packlora.base.packing import prepare_model
-from packlora.base.proof import check_packing, own_logits
+from packlora.base.packing import hidden_states, prepare_model
+from packlora.base.proof import Pack, check_packing, depends_on_others, own_logits
 from packlora.base.shape import check_row
 from packlora.base.weight_files import WeightFiles, keys_of
 from packlora.config import Run
@@ -59,7 +58,7 @@ class Stage(InMemory):
         width, dtype: of the hidden states.
     """
 
-    is_whole = takes_experts = False
+    is_whole = False
 
     def __init__(self, links: Links, layers: range, width: int, dtype: torch.dtype) -> None:
         self.links, self.layers, self.width, self.dtype = links, layers, width, dtype
@@ -94,6 +93,28 @@ class Stage(InMemory):
         inputs.pop("logits_to_keep", None)
         model.base_model(**inputs)
         return SimpleNamespace(logits=self.links.of_last(None))
+
+    def crosses(self, model: PreTrainedModel, pack: Pack, n: int) -> bool:
+        """As proof.gradient_crosses, which tokens of a stage's layers would have to show on one stage at least. All stages call
+        it, each looks at its own layers."""
+        ids, positions, lengths, _ = pack.inputs
+        hidden = None
+        if not self.links.is_first:
+            noise = torch.randn(
+                1, len(ids), self.width, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+            )
+            hidden = noise.to(ids.device, self.dtype)
+
+        def outputs() -> torch.Tensor:
+            last = hidden_states(model, ids, positions, lengths)
+            return last if self.outgoing is None else self.outgoing[0]
+
+        before, self._in_step, self.outgoing = self._in_step, False, None
+        try:
+            found = depends_on_others(model, n, outputs, hidden)
+        finally:
+            self._in_step, self.outgoing = before, None
+        return any(self.links.gather(found))
 
     def enter(self, hidden: torch.Tensor) -> torch.Tensor:
         """What the first layer here is given, in the place of hidden states of nobody."""
@@ -192,7 +213,7 @@ def load_stage(
     with stage.in_step(model):
         notes += prepare_model(model, run.gradient_checkpointing)
         replaced = together(mesh, lambda: use_liger(model, run.liger))
-        fused_loss = check_packing(model, own, path, longest, notes, in_step=True)
+        fused_loss = check_packing(model, own, path, longest, notes, partial(stage.crosses, model))
     return Base(model, tokenizer, device, path, notes, fused_loss, replaced, storage=stage, fingerprint=known)
 
 
@@ -354,12 +375,6 @@ def check_stages(model: PreTrainedModel, layers: int, adapted: Mapping[str, Sequ
     Raises:
         InputError: naming the model or the job and its module.
     """
-    experts = next((path for path, module in model.named_modules() if is_experts(module)), None)
-    if experts is not None:
-        raise InputError(
-            f"{_what(model)} has experts ({experts}), and how its layers hand hidden states on is looked at without weights, "
-            "without which no token has an expert; train it on replicas, or with parallel.shard_base"
-        )
     layer_chain(model)
     _check_layers(model, layers)
     for job, paths in adapted.items():

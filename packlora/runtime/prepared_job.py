@@ -18,6 +18,7 @@ from packlora.data.dataset import JobData
 from packlora.data.encode import Encoded
 from packlora.data.prompts import Prompt
 from packlora.data.readers import Read
+from packlora.parallel.sharded import decoder_layers
 from packlora.runtime.objective import Objective
 
 AUTO_BUDGET = {"cpu": 2048, "cuda": 8192}
@@ -91,7 +92,9 @@ class ModelShape:
     queries and of keys. inner: width inside the MLP. head_norms: queries and keys have norms of their own (Qwen 3). largest,
     outputs: of those linear layers, the most numbers of one and the outputs of all. routed_parameters: of the experts that one
     token goes to, of all layers; routed_width: numbers that go into them and come out of them, by layer. expert_parameters: of
-    all experts; experts: how many there are in a layer, those of all layers that differ.
+    all experts; experts: how many there are in a layer, those of all layers that differ. layer_numbers: by layer of the
+    decoder, its parameters, and those of its linear layers and of the experts that one token goes to; empty where they are
+    not known.
     """
 
     model_type: str
@@ -110,6 +113,7 @@ class ModelShape:
     routed_width: int = 0
     expert_parameters: int = 0
     experts: tuple[int, ...] = ()
+    layer_numbers: tuple[tuple[int, int], ...] = ()
 
     @staticmethod
     def of(model: PreTrainedModel) -> ModelShape:
@@ -139,7 +143,19 @@ class ModelShape:
             sum(sum(weight.shape[1:]) for weight in weights) * top_k // layers,
             sum(weight.numel() for weight in weights),
             tuple(sorted({len(weight) for weight in weights})),
+            _layer_numbers(model, layers, top_k),
         )
+
+
+def _layer_numbers(model: PreTrainedModel, layers: int, top_k: int) -> tuple[tuple[int, int], ...]:
+    """See ModelShape."""
+    out = []
+    for layer in decoder_layers(model).values():
+        linear = sum(one.weight.numel() for one in layer.modules() if isinstance(one, torch.nn.Linear))
+        weights = [p for module in layer.modules() if is_experts(module) for p in module.parameters() if p.ndim == 3]
+        routed = sum(weight.numel() // len(weight) for weight in weights) * top_k
+        out.append((sum(parameter.numel() for parameter in layer.parameters()), linear + routed))
+    return tuple(out) if len(out) == layers else ()
 
 
 def number_of(config: Any, name: str, otherwise: int) -> int:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
-from itertools import cycle
+from itertools import accumulate, cycle, pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -140,21 +140,44 @@ def estimate(run: Run, prepared: PreparedRun, stages: int = 1) -> Profile:
     per_token = parts["activations"] + (0 if _by_kernels(run) else parts["logits"])
     kept = sum(parts.values()) - per_token
     cost = analytic_cost(run, prepared, machine_flops(device, run.dtype) * PRODUCTS_SHARE[device.type], stages)
-    return Profile(stages, "estimated", cost, kept / stages, per_token, memory_room(device))
+    own = kept * largest_stage(run, prepared, stages)
+    return Profile(stages, "estimated", cost, own, per_token, memory_room(device))
 
 
 def staged(known: Profile, run: Run, prepared: PreparedRun, stages: int) -> Profile:
     """What is known of one device, of a pipeline of so many like it."""
     split = estimate(run, prepared, stages)
     cost = replace(known.cost, stage_shares=split.cost.stage_shares)
-    return replace(known, stages=stages, cost=cost, kept_bytes=known.kept_bytes / stages)
+    kept = known.kept_bytes * largest_stage(run, prepared, stages)
+    return replace(known, stages=stages, cost=cost, kept_bytes=kept)
 
 
 def stage_layers(run: Run, prepared: PreparedRun, stages: int) -> tuple[int, ...]:
     """Layers of each stage of a pipeline, so that the slowest one is as fast as it can be; the last one has the output layer
-    and the loss too."""
-    shares = analytic_cost(run, prepared, 1.0, stages).stage_shares
-    return tuple(round(share * prepared.shape.layers) for share in shares)
+    and the loss too. A layer costs by the weights that a token meets there, of experts those that it goes to."""
+    shape, (forward, backward, head) = prepared.shape, _operations(run, prepared)
+    mean = sum(active for _, active in shape.layer_numbers) / max(1, len(shape.layer_numbers))
+    costs = [active / mean for _, active in shape.layer_numbers] if mean else []
+    return balance(stages, shape.layers, 2 * head / ((forward + backward) / shape.layers), costs)
+
+
+def largest_stage(run: Run, prepared: PreparedRun, stages: int) -> float:
+    """Of the layers' parameters, all experts included, the part that the stage has that has the most."""
+    numbers = [held for held, _ in prepared.shape.layer_numbers]
+    if stages == 1 or not numbers:
+        return 1 / stages
+    until = [0, *accumulate(numbers)]
+    ends = [0, *accumulate(stage_layers(run, prepared, stages))]
+    return max(until[end] - until[start] for start, end in pairwise(ends)) / until[-1]
+
+
+def _shares(run: Run, prepared: PreparedRun, stages: int) -> tuple[float, ...]:
+    """Of the layers' time, on each stage."""
+    counts, costs = stage_layers(run, prepared, stages), [active for _, active in prepared.shape.layer_numbers]
+    if len(set(costs)) < 2:
+        return tuple(count / prepared.shape.layers for count in counts)
+    until = [0, *accumulate(costs)]
+    return tuple((until[end] - until[start]) / until[-1] for start, end in pairwise([0, *accumulate(counts)]))
 
 
 def planning_cost(run: Run, prepared: PreparedRun, stages: int) -> CostModel:
@@ -201,6 +224,25 @@ def analytic_cost(
         experts_on: devices that hold the experts together.
     """
     shape, device = prepared.shape, choose_device(run.device)
+    forward, backward, head = _operations(run, prepared, experts_on)
+    if experts_on > 1:  # messages, as operations that would take as long
+        sent = 2 * (1 - 1 / experts_on) * shape.layers * shape.hidden * getattr(torch, run.dtype).itemsize
+        message = sent / BYTES_PER_SECOND * flops
+        forward, backward = forward + message, backward + message * (1 + run.gradient_checkpointing)
+    return CostModel(
+        per_token=forward / flops,
+        per_token_squared=shape.layers * 2 * shape.attention * ATTENTION_SLOWER / flops,
+        fixed=shape.layers * LAYER_SECONDS[device.type],
+        head_per_token=head / flops,
+        backward_ratio=backward / forward,
+        stage_shares=_shares(run, prepared, stages),
+        head_backward_ratio=1.0,
+    )
+
+
+def _operations(run: Run, prepared: PreparedRun, experts_on: int = 1) -> tuple[float, float, float]:
+    """Of a token in all layers, forward and backward, and of it in the output layer."""
+    shape = prepared.shape
     lengths = [job.data.planned.lengths.astype(np.int64) for job in prepared.jobs]
     tokens = [int(own.sum()) for own in lengths]
     less = 1 - 1 / experts_on
@@ -210,29 +252,19 @@ def analytic_cost(
     frozen = shape.linear_parameters + shape.routed_parameters / experts_on
     forward = 2 * (frozen + adapter)
     backward = 2 * frozen + 4 * adapter + (forward if run.gradient_checkpointing else 0)
-    head = 2 * shape.hidden * shape.vocabulary * labels
-    in_layers = 2 * head / ((forward + backward) / shape.layers)
-    counts = balance(stages, shape.layers, in_layers)
-    if experts_on > 1:  # messages, as operations that would take as long
-        message = 2 * less * shape.layers * shape.hidden * getattr(torch, run.dtype).itemsize / BYTES_PER_SECOND * flops
-        forward, backward = forward + message, backward + message * (1 + run.gradient_checkpointing)
-    return CostModel(
-        per_token=forward / flops,
-        per_token_squared=shape.layers * 2 * shape.attention * ATTENTION_SLOWER / flops,
-        fixed=shape.layers * LAYER_SECONDS[device.type],
-        head_per_token=head / flops,
-        backward_ratio=backward / forward,
-        stage_shares=tuple(count / shape.layers for count in counts),
-        head_backward_ratio=1.0,
-    )
+    return forward, backward, 2 * shape.hidden * shape.vocabulary * labels
 
 
 def model_flops(shape: ModelShape, jobs: Mapping[str, Job], microbatches: Sequence[Microbatch]) -> float:
     """Floating-point operations of forward and backward: frozen linear layers and the output layer twice, without gradients of
-    their weights, a token's own adapter three times; attention scores are not counted."""
-    head = 4 * shape.hidden * shape.vocabulary
+    their weights, a token's own adapter three times; of experts those that a token goes to; attention scores are not
+    counted."""
+    head, frozen = 4 * shape.hidden * shape.vocabulary, shape.linear_parameters + shape.routed_parameters
+    idle = 1 - shape.routed_parameters / shape.expert_parameters if shape.expert_parameters else 0.0
     each = {
-        name: 4 * shape.linear_parameters + 6 * job.adapter.num_parameters + head * job.data.label_share
+        name: 4 * frozen
+        + 6 * (job.adapter.num_parameters - idle * job.adapter.on_experts)
+        + head * job.data.label_share
         for name, job in jobs.items()
     }
     return sum(placed.length * each[placed.job] for one in microbatches for placed in one.samples)

@@ -155,7 +155,8 @@ def gather_seconds(prepared: PreparedRun, layout: Layout) -> float:
     are cut, and for copying their parts from the host where they are kept there."""
     if not layout.sharded:
         return 0.0
-    sent = base_bytes(prepared)[0] // layout.tensor * (layout.shard - 1) / layout.shard
+    held = base_bytes(prepared)[0] - elsewhere_bytes(prepared, layout)
+    sent = held // layout.tensor * (layout.shard - 1) / layout.shard
     return 2 * (sent / profiler.BYTES_PER_SECOND + host_bytes(prepared, layout) / OFFLOAD_BYTES_PER_SECOND)
 
 
@@ -163,7 +164,12 @@ def host_bytes(prepared: PreparedRun, layout: Layout) -> int:
     """Of the base model, what each device keeps on its host."""
     if not (layout.sharded and prepared.run.parallel.offload_base):
         return 0
-    return _linear_bytes(prepared)[0] // layout.devices_per_base
+    return (_layer_bytes(prepared)[0] - elsewhere_bytes(prepared, layout)) // (layout.tensor * layout.shard)
+
+
+def elsewhere_bytes(prepared: PreparedRun, layout: Layout) -> int:
+    """Of the experts, those of other devices that hold them together with one."""
+    return _expert_bytes(prepared) * (layout.expert - 1) // layout.expert
 
 
 def _adding_up(prepared: PreparedRun, tensor: int) -> float:
@@ -300,8 +306,10 @@ def needed_bytes(prepared: PreparedRun, known: Profile, own: Spread, first: bool
     if first and prepared.run.max_tokens_per_microbatch == "auto" and choose_device(prepared.run.device).type == "cuda":
         smallest = profiler.budgets(prepared)[0]
     layout, experts = own.layout, own.layout.expert
+    largest = profiler.largest_stage(prepared.run, prepared, layout.pipeline)
     known = profiler.sharing_experts(known, prepared.run, prepared, experts, layout.exchange)
-    needed, (base, gathered) = 0, base_bytes(prepared)
+    needed, (base, gathered), elsewhere = 0, base_bytes(prepared), elsewhere_bytes(prepared, layout)
+    base, gathered = base - elsewhere, gathered - 2 * elsewhere // prepared.shape.layers
     here = base // (layout.tensor * layout.shard) - host_bytes(prepared, layout)  # stages have a part of that
     each = known.bytes_per_token / (layout.tensor if prepared.run.parallel.sequence_parallel else 1)
     for names, fullest in zip(layout.groups, own.fullest, strict=True):
@@ -309,7 +317,7 @@ def needed_bytes(prepared: PreparedRun, known: Profile, own: Spread, first: bool
         tokens = fullest if smallest is None else min(fullest, smallest)
         others -= round((1 - 1 / experts) * sum(job.on_experts for job in prepared.jobs if job.data.name not in names))
         kept = known.kept_bytes - profiler.TRAINABLE_BYTES * others
-        needed = max(needed, round((kept - base + here) / layout.pipeline + each * tokens))
+        needed = max(needed, round((kept - base + here) * largest + each * tokens))
     return needed + gathered // layout.tensor if layout.sharded else needed
 
 
@@ -321,14 +329,20 @@ def fits(known: Profile, needed: int) -> bool:
 def base_bytes(prepared: PreparedRun) -> tuple[int, int]:
     """Of the base model; and, where it is sharded, of what is whole on a device at a time: two layers, the embedding, the norms
     and the output layer."""
-    linear, others = _linear_bytes(prepared)
-    return linear + others, others + 2 * linear // prepared.shape.layers
+    layers, others = _layer_bytes(prepared)
+    return layers + others, others + 2 * layers // prepared.shape.layers
 
 
-def _linear_bytes(prepared: PreparedRun) -> tuple[int, int]:
-    """Of the linear layers of the base model, some of which may be codes, and of all else."""
+def _layer_bytes(prepared: PreparedRun) -> tuple[int, int]:
+    """Of the linear layers of the base model, some of which may be codes, with the experts; and of all else."""
     shape, width, (numbers, codes) = prepared.shape, getattr(torch, prepared.run.dtype).itemsize, prepared.in_codes
-    return (shape.linear_parameters - numbers) * width + codes, (shape.parameters - shape.linear_parameters) * width
+    experts = _expert_bytes(prepared)
+    linear = (shape.linear_parameters - numbers) * width + codes
+    return linear + experts, (shape.parameters - shape.linear_parameters) * width - experts
+
+
+def _expert_bytes(prepared: PreparedRun) -> int:
+    return prepared.shape.expert_parameters * int(getattr(torch, prepared.run.dtype).itemsize)
 
 
 # --- plans -------------------------------------------------------------------------------------------------------------

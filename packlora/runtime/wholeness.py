@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers import PreTrainedModel
 
-from packlora.adapters.kinds import is_linear
+from packlora.adapters.kinds import PARAMETERS, is_linear
 from packlora.adapters.sharded import LINEAR
 from packlora.adapters.spec import AdapterSpec
 from packlora.base.device import choose_device
@@ -24,8 +24,6 @@ def check_parameters(run: Run, job: str, spec: AdapterSpec, quantization: Quanti
     parallel = run.parallel
     asked = {
         f"parallel.tensor: {parallel.tensor}": parallel.tensor > 1,
-        f"parallel.pipeline: {parallel.pipeline}": parallel.stages > 1,
-        f"parallel.shard_base: {str(parallel.shard_base).lower()}": parallel.is_sharded,
         "cuda_graphs: true": run.cuda_graphs is True,
         "quantised base weights": quantization is not None,
     }
@@ -78,9 +76,9 @@ def check_parallel(prepared: PreparedRun, skeleton: PreTrainedModel) -> None:
 def whole_alone(spec: AdapterSpec, skeleton: PreTrainedModel, quantized: bool = False) -> str | None:
     """What a job trains that needs a base model in one piece, or one of floats; None where it is linear layers of layers."""
     head = skeleton.get_output_embeddings()
-    if spec.parameter is not None:
-        return f"{spec.parameter} is adapted, experts or a router"
     for path, own in spec.modules.items():
+        if own.kind in PARAMETERS:
+            continue
         module = skeleton.get_submodule(path)
         if is_linear(module) and type(module) not in LINEAR:
             return f"{path} is adapted, of type {type(module).__name__}"

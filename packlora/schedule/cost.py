@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 from packlora.schedule.types import Microbatch, ScheduleError
 
@@ -94,8 +97,11 @@ class CostModel:
         return cls(per_token, per_square, fixed, head, ratio, shares, 1.0)
 
 
-def balance(stages: int, layers: int, head_in_layers: float = 0.0) -> tuple[int, ...]:
+def balance(stages: int, layers: int, head_in_layers: float = 0.0, costs: Sequence[float] = ()) -> tuple[int, ...]:
     """Layers per stage with the shortest slowest stage, the last stage also holding a head that costs so many layers.
+
+    Args:
+        costs: of each layer, 1 on average; empty: all cost as much.
 
     Raises:
         ScheduleError: fewer layers than stages.
@@ -104,6 +110,8 @@ def balance(stages: int, layers: int, head_in_layers: float = 0.0) -> tuple[int,
         raise ScheduleError(f"{layers} layers cannot be cut into {stages} stages; each stage needs at least one layer")
     if stages == 1:
         return (layers,)
+    if len(set(costs)) > 1:
+        return _of_unlike(stages, costs, head_in_layers)
     others = stages - 1
 
     def slowest(last: int) -> tuple[float, int]:
@@ -112,3 +120,29 @@ def balance(stages: int, layers: int, head_in_layers: float = 0.0) -> tuple[int,
     last = min(range(1, layers - others + 1), key=slowest)
     each, more = divmod(layers - last, others)
     return (*(each + (stage < more) for stage in range(others)), last)
+
+
+def _of_unlike(stages: int, costs: Sequence[float], head: float) -> tuple[int, ...]:
+    """As balance, of layers with costs of their own."""
+    until = [0.0, *accumulate(costs)]
+
+    def filled(most: float) -> tuple[int, ...] | None:
+        """Every stage as full as `most` allows, and one layer left for each of those behind it."""
+        ends = [0]
+        for stage in range(1, stages):
+            last = len(costs) - (stages - stage)
+            ends.append(min(bisect_right(until, until[ends[-1]] + most) - 1, last))
+            if ends[-1] == ends[-2]:
+                return None
+        ends.append(len(costs))
+        fits = until[-1] - until[ends[-2]] + head <= most
+        return tuple(end - start for start, end in pairwise(ends)) if fits else None
+
+    low, high = 0.0, until[-1] + head
+    found = filled(high)
+    for _ in range(40):
+        middle = (low + high) / 2
+        tried = filled(middle)
+        low, high, found = (middle, high, found) if tried is None else (low, middle, tried)
+    assert found is not None
+    return found

@@ -119,9 +119,9 @@ def test_a_layer_that_the_files_do_not_hold_as_it_is_is_refused_by_name(
     base = tiny_base("llama")
     perturbed_peft(base, "lora", tmp_path / "adapter")
     name = "model.layers.1.self_attn.q_proj.weight"
-    keys_of = merge.keys_of
+    keys_there = merge.keys_there
     monkeypatch.setattr(
-        merge, "keys_of", lambda *args, **how: {k: v for k, v in keys_of(*args, **how).items() if k != name}
+        merge, "keys_there", lambda *args, **how: {k: v for k, v in keys_there(*args, **how).items() if k != name}
     )
     with pytest.raises(InputError, match=f"{name}, which the adapter changes, is computed from other weights"):
         merge_adapter(tmp_path / "adapter", tmp_path / "merged", base)

@@ -502,11 +502,6 @@ def test_what_cannot_be_cut_is_refused_on_every_process(
     assert "pipeline is 0; give auto or a number of stages" in refused({"pipeline": 0})
     few = saved_base(tmp_path / "few", tokenizer, num_hidden_layers=1)
     assert "parallel.pipeline is 2, but the model has 1 layers" in refused({"pipeline": 2}, base_model=few)
-    with mock.patch.dict("conftest.FAMILIES", {"mixtral": ("MixtralConfig", {})}):
-        experts = saved_base(tmp_path / "experts", tokenizer, "mixtral")
-    assert "parallel.pipeline: a mixtral model has experts (model.layers.0.mlp.experts), and how" in refused(
-        {"pipeline": 2}, base_model=experts, jobs=fresh["jobs"][1:2]
-    )
 
 
 def test_plan_predicts_what_is_trained(tree: dict[str, Any], ranks: Groups, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from packlora.base import weight_files
 from packlora.base.fingerprint import fingerprint
 from packlora.base.load import read_model
 from packlora.base.weight_files import WeightFiles, keys_of
@@ -210,7 +212,13 @@ def test_weights_that_are_not_the_model_s_are_refused_on_every_rank_alike(
     assert len(set(found)) == 1 and re.search(says, found[0]), found
 
 
-def test_weights_that_transformers_computes_are_refused_by_name_and_read_where_they_are_saved_so(
+def no_experts(rank: int, folder: str) -> str:
+    """The same where experts are not put together here."""
+    with mock.patch.object(weight_files, "parts_of", return_value={}):
+        return refused(rank, folder)
+
+
+def test_experts_that_lie_apart_are_put_together_and_what_else_transformers_computes_is_refused_by_name(
     tmp_path: Path, ranks: Callable[[int], Ranks]
 ) -> None:
     config = transformers.MixtralConfig(
@@ -219,7 +227,9 @@ def test_weights_that_transformers_computes_are_refused_by_name_and_read_where_t
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config)
     model.save_pretrained(tmp_path / "original")
-    found = ranks(3).run(refused, str(tmp_path / "original"))
+    for odd, same, read in ranks(3).run(compared, str(tmp_path / "original"), torch.float32):
+        assert odd == [] and same and read <= 1.1
+    found = ranks(3).run(no_experts, str(tmp_path / "original"))
     assert len(set(found)) == 1
     assert re.search(r"but model.layers.0.mlp.experts.\w+ of a mixtral model is computed from others", found[0])
     model.save_pretrained(tmp_path / "as it is", save_original_format=False)

@@ -28,8 +28,13 @@ MORE = {
     **MORE_FAMILIES,
     "tied": ("LlamaConfig", {"tie_word_embeddings": True}),
     "bloom": ("BloomConfig", {"n_layer": 2}),
+    "experts": (
+        "Qwen2MoeConfig",
+        {"num_experts": 60, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
+    ),
 }
-"""bloom: its layers give tuples, and positions are no rotation, which packing refuses."""
+"""bloom: its layers give tuples, and positions are no rotation, which packing refuses. experts: their rounding depends on all
+tokens."""
 
 
 def run_of(folder: str, **changes: Any) -> Run:
@@ -81,7 +86,7 @@ def saved(folder: Path, families: list[str], layers: int = 4) -> list[str]:
 
 
 def test_stages_of_a_family_are_the_model_to_the_bit(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
-    families = ["tied", "qwen2-window", "gemma3", "phi3", "granite"]
+    families = ["tied", "qwen2-window", "gemma3", "phi3", "granite", "experts"]
     folders = saved(tmp_path, families)
     found = ranks(2).run(loaded, folders, [3, 1])
     for at, (family, folder) in enumerate(zip(families, folders, strict=True)):
@@ -92,7 +97,8 @@ def test_stages_of_a_family_are_the_model_to_the_bit(ranks: Callable[[int], Rank
         for rank, own in enumerate(found):
             fingerprint, logits, read, held = own[at]
             assert fingerprint == base.fingerprint.weights, (family, fingerprint)
-            assert torch.equal(logits, want), family
+            same = torch.equal(logits, want)  # grouped products round by where weights lie in memory
+            assert same or (family == "experts" and torch.allclose(logits, want, 1e-4, 1e-4)), family
             layers = {name.split(".")[2] for name in held if ".layers." in name}
             assert layers == ({"0", "1", "2"} if rank == 0 else {"3"}), family
             assert read < (0.85, 0.6)[rank], (family, rank, read)
@@ -107,7 +113,7 @@ def test_four_stages_and_a_model_that_packing_does_not_serve(ranks: Callable[[in
     with pytest.raises(InputError) as alone:
         load_base(run_of(bloom), None, {"a": 70})
     for own in ranks(2).run(loaded, [bloom], [2, 2]):
-        assert own[0][0] == f"{alone.value}, or change one another's rounding, as in experts"
+        assert own[0][0] == str(alone.value)
 
 
 def test_weights_that_are_no_numbers_are_named_by_all_stages(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:

@@ -233,8 +233,10 @@ def test_a_value_of_the_wrong_type_is_refused_with_its_place_and_what_was_found(
             tree(parallel={"ep_implementation": "all_to_all"}),
             "parallel: ep_implementation is all_to_all, which goes with expert",
         ),
-        (tree(parallel={"expert": 2, "shard_base": True}), "parallel: expert is 2 and shard_base is true, two ways"),
-        (tree(parallel={"expert": 2, "shard_base": 2}), "parallel: expert is 2 and shard_base is 2, two ways"),
+        (
+            tree(parallel={"expert": 2, "shard_base": 2, "devices_per_job": 6}),
+            "devices_per_job is 6, but 4 devices hold the base model together (expert times shard_base)",
+        ),
         (tree(parallel={"expert": 2, "offload_base": True}), "parallel: offload_base is true and shard_base is auto"),
         (
             tree(parallel={"expert": 2, "devices_per_job": 3}),

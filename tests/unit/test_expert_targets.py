@@ -223,8 +223,6 @@ def test_experts_begin_with_values_of_the_size_of_peft_s() -> None:
 ON_EXPERTS = {"target_modules": [], "target_parameters": EXPERTS}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "tensor": ({"parallel": {"tensor": 2}}, "job 'x' adapts model.layers.0.mlp.experts.gate_up_proj, .* parallel.tensor"),
-    "pipeline": ({"parallel": {"pipeline": 2}}, "parallel.pipeline: 2 does not serve"),
-    "sharded": ({"parallel": {"shard_base": True}}, "parallel.shard_base: true does not serve"),
     "graphs": ({"cuda_graphs": True}, "cuda_graphs: true does not serve"),
 }  # fmt: skip
 
@@ -245,7 +243,7 @@ def test_what_experts_do_not_go_with_is_refused_before_training(
         prepare(Run.model_validate(tree))
 
 
-def test_a_base_with_adapted_experts_is_left_whole_by_auto(tokenizer: Any, write_rows: Any, tmp_path: Path) -> None:
+def test_a_base_with_adapted_experts_may_be_shared_by_auto(tokenizer: Any, write_rows: Any, tmp_path: Path) -> None:
     kind, extra = MODELS["qwen3_moe"]
     getattr(transformers, kind)(**TINY | extra).save_pretrained(tmp_path / "base")
     tokenizer.save_pretrained(tmp_path / "base")
@@ -254,11 +252,9 @@ def test_a_base_with_adapted_experts_is_left_whole_by_auto(tokenizer: Any, write
         "jobs": [{"name": "x", "data": {"path": write_rows("rows")}, "adapter": ON_EXPERTS}],
     }  # fmt: skip
     prepared = prepare(Run.model_validate(tree))
-    assert (
-        needs_whole_base(prepared)
-        and not sharded_layouts(prepared, 2, {"x": 1.0})
-        and not piped(prepared, 2, {"x": 1.0})
-    )
+    assert not needs_whole_base(prepared)
+    assert [layout.shard for layout in sharded_layouts(prepared, 2, {"x": 1.0})] == [2]
+    assert [layout.pipeline for layout in piped(prepared, 2, {"x": 1.0})] == [2]
 
 
 @pytest.mark.parametrize(

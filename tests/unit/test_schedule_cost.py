@@ -45,6 +45,16 @@ def test_layers_are_cut_so_that_the_slowest_stage_is_as_fast_as_can_be() -> None
         )
         assert max(*counts[:-1], counts[-1] + head) == slowest
     assert balance(1, 7, 3.0) == (7,)
+    for _ in range(100):
+        stages, costs, head = draw.randint(1, 4), [draw.choice([0.2, 0.5, 1.3, 3.0]) for _ in range(7)], draw.random()
+        counts = balance(stages, 7, head, costs)
+        cuts = [cut for cut in itertools.product(range(1, 8), repeat=stages) if sum(cut) == 7]
+        times = {
+            cut: [sum(costs[end - n : end]) for n, end in zip(cut, itertools.accumulate(cut), strict=True)]
+            for cut in cuts
+        }
+        slowest = {cut: max([*own[:-1], own[-1] + head]) for cut, own in times.items()}
+        assert slowest[counts] == pytest.approx(min(slowest.values())), (costs, head, counts)
     with pytest.raises(ScheduleError, match="3 layers cannot be cut into 4 stages"):
         balance(4, 3)
 

@@ -157,11 +157,6 @@ class Storage(Protocol):
     def is_whole(self) -> bool:
         """Whether all weights are here all the time. If not, a forward of the model takes all processes that have some."""
 
-    @property
-    def takes_experts(self) -> bool:
-        """Whether experts and routers can be adapted: all modules are here, with whole weights, but for experts, of which a
-        process may have some."""
-
     def each(self, paths: Iterable[str]) -> Iterator[str]:
         """The paths of modules, each while the weights that lie in its module, or above it in its layer, are here."""
 
@@ -175,7 +170,7 @@ class Storage(Protocol):
 class InMemory:
     """The Storage of a model that is whole on its device."""
 
-    is_whole = takes_experts = True
+    is_whole = True
 
     def each(self, paths: Iterable[str]) -> Iterator[str]:
         return iter(paths)
