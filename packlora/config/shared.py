@@ -23,6 +23,8 @@ MOST_STEPS = 10**9
 MOST_RANK = 2**16
 LEAST_ALPHA, MOST_ALPHA = 1e-6, 1e6
 """Far beyond what is of use; so no scaling leaves float32, where it would end the run of the other jobs as well."""
+LEAST_WEIGHT, MOST_WEIGHT = 1e-6, 1e6
+"""Of parts of a loss: what is less trains nothing."""
 MOST_PATTERNS, MOST_CHARACTERS = 10_000, 10_000
 """Names or patterns of an adapter, and characters of a regular expression."""
 MOST_NESTED = 100
