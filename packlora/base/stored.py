@@ -82,11 +82,30 @@ def stored_as(config: Any, path: str) -> Stored | None:
             "Where transformers can, load it there, call model.dequantize(), and save_pretrained it"
         )
     try:
+        _check_names(told)
         return _READERS[method](told, path)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise InputError(
             f"base_model {path!r}: its quantization_config of {method} cannot be read ({type(error).__name__}: {error})"
         ) from None
+
+
+def _check_names(told: Mapping[str, Any]) -> None:
+    """Raises ValueError where layers are not named as transformers reads it: as patterns, and inside of blocks in groups."""
+    named = {key: told.get(key) or [] for key in ("modules_to_not_convert", "ignore", "modules_in_block_to_quantize")}
+    inside = named["modules_in_block_to_quantize"]
+    if all(isinstance(group, list) for group in inside):
+        named["modules_in_block_to_quantize"] = [name for group in inside for name in group]
+    else:
+        raise ValueError(f"modules_in_block_to_quantize is {quoted(inside, 80)}, and not a list of lists of names")
+    for key, names in named.items():
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise ValueError(f"{key} is {quoted(names, 80)}, and not a list of names")
+        for name in names:
+            try:
+                re.compile(name.removeprefix("re:"))
+            except (re.error, OverflowError, RecursionError) as error:
+                raise ValueError(f"{key} has {quoted(name, 80)}, which is no pattern: {error}") from None
 
 
 def _refuse(path: str, method: str, found: str) -> InputError:
