@@ -299,6 +299,7 @@ def test_a_name_that_is_no_safe_folder_name_is_refused(name: str) -> None:
         "Windows.jsonl",
         "report.html",
         "samples.jsonl",
+        "pipeline.jsonl",
         ".tmp-a",
     ],
 )
