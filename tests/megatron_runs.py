@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -440,6 +440,67 @@ def taken_over(rank: int, folder: str) -> dict[str, float]:
                 again = peft_logits(llama, f"{at}-again-{layout.tp}")
                 errors[f"DoRA {dora} written at {layout}"] = difference(again, wanted)
     return errors
+
+
+def padded(rank: int, folder: str) -> dict[str, float]:
+    """An adapter on words of a vocabulary that is smaller than Megatron's, read again."""
+    case, errors = Case({"x": lora(target_modules=["word_embeddings", "output_layer"])}), {}
+    with megatron():
+        _, adapters = built(case, ONE)
+        adapters.save(folder, "x", vocab_size=WORDS - 3)
+        wanted = wholes(adapters)
+    for layout in (ONE, Layout(2, True)):
+        with megatron(layout.tp):
+            read = apply_lora(model_of(tp=layout.tp, sequence=layout.sequence), {"x": folder})
+            for name, tensor in wholes(read).items():
+                cut = wanted[name].clone()
+                if "output_layer" in name and not name.endswith("A"):
+                    cut[WORDS - 3 :] = 0
+                elif "word_embeddings" in name and name.endswith("A"):
+                    cut[:, WORDS - 3 :] = 0
+                errors[f"{name} at {layout}"] = difference(tensor, cut)
+    return errors
+
+
+def damaged(rank: int, folder: str) -> dict[str, str]:
+    """What is said to a folder with one thing wrong, and to a state that is not of the adapters."""
+    from safetensors.torch import load_file, save_file
+
+    from packlora.errors import InputError
+
+    case, file = Case({"x": lora(use_dora=True)}), Path(folder) / "adapter_model.safetensors"
+    q, down = "base_model.model.model.layers.0.self_attn.q_proj.", "base_model.model.model.layers.1.mlp.down_proj."
+    B, A, m = f"{q}lora_B.weight", f"{down}lora_A.weight", f"{q}lora_magnitude_vector.weight"
+    changes: dict[str, tuple[str, Callable[[torch.Tensor], torch.Tensor]]] = {
+        "nan": (m, lambda one: one * torch.nan), "infinite": (B, lambda one: one / 0), "whole": (B, lambda one: one.int()),
+        "one row": (B, lambda one: one[:1]), "one number": (m, lambda one: one[:1]), "flat": (B, torch.flatten),
+        "a column more": (A, lambda one: torch.cat([one, one[:, :1]], 1)),
+    }  # fmt: skip
+    said = {}
+
+    def ask(name: str, call: Callable[[], Any]) -> None:
+        try:
+            call()
+            said[name] = "nothing"
+        except InputError as error:
+            said[name] = str(error)
+
+    with megatron(2):
+        _, adapters = built(case, Layout(2))
+        adapters.save(folder, "x")
+        sound = load_file(file)
+        for name, (key, change) in changes.items():
+            dist.barrier()
+            if not rank:
+                save_file(sound | {key: change(sound[key]).contiguous()}, file)
+            dist.barrier()
+            ask(name, lambda: apply_lora(model_of(tp=2), {"x": folder}))
+        state = {key: torch.zeros(1) for key in adapters.sharded_state_dict()}
+        ask("empty", lambda: adapters.load_state_dict({}))
+        ask("foreign", lambda: adapters.load_state_dict(state | {"decoder.lora_A_y": torch.zeros(1)}))
+        ask("partial", lambda: adapters.load_state_dict(dict(list(state.items())[1:])))
+        ask("less than none", lambda: adapters.owners([("x", 5), ("x", -2)]))
+    return said
 
 
 # --- what must be seen ------------------------------------------------------------------------------------------------

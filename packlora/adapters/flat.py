@@ -16,6 +16,8 @@ ALIGNED = 32
 """Elements. Every view begins at a multiple of it: 128 bytes of float32, which every kernel's loads and descriptors take."""
 UNDECAYED = ("/bias", "/norm")
 """How names of parameters end on which weight decay does not work."""
+SLOW = ("/A", "/weight", "/tokens")
+"""How names end of parameters that learn at the learning rate itself under LoRA+, as PEFT groups them."""
 ROW = 1024
 """Elements of a row of `total_norm`; the size is a multiple of it."""
 

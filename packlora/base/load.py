@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -189,9 +190,11 @@ def _some(names: Sequence[str]) -> str:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
+    """What libraries print while they load, as GPTQModel does, goes to standard error: standard output is the command's."""
     before = transformers.utils.logging.get_verbosity()
     transformers.utils.logging.set_verbosity_error()
     try:
-        yield
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
     finally:
         transformers.utils.logging.set_verbosity(before)

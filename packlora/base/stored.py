@@ -18,6 +18,8 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from packlora.config import QuantizationConfig
 from packlora.errors import InputError, quoted
 
+BITSANDBYTES, SKIPPED = ("nf4", "fp4", "int8"), "llm_int8_skip_modules"
+"""Its methods, and its name for layers that are left out; also of 4 bits."""
 TAKEN = "floats, and what bitsandbytes, torchao, gptq, awq, compressed-tensors and fp8 (in blocks) make"
 
 
@@ -45,9 +47,11 @@ class Stored:
     def layers(self, skeleton: PreTrainedModel) -> list[str]:
         """The layers that are stored so, by path."""
         linear = [path for path, module in skeleton.named_modules() if type(module) is torch.nn.Linear]
-        kept = list(self.told.get("modules_to_not_convert") or [])
-        said = {"fp8": "modules_to_not_convert", "compressed-tensors": "ignore"}.get(self.as_asked.method, "")
-        if self.told.get(said) is None:  # these two then leave out nothing else
+        said = {
+            "fp8": "modules_to_not_convert", "compressed-tensors": "ignore", **dict.fromkeys(BITSANDBYTES, SKIPPED),
+        }.get(self.as_asked.method, "")  # fmt: skip
+        kept = list(self.told.get("modules_to_not_convert") or []) + list(self.told.get(SKIPPED) or [])
+        if self.told.get(said) is None:  # these then leave out nothing else
             kept += get_keys_to_not_convert(skeleton)
         ignored = [re.compile(one[3:]) for one in self.told.get("ignore") or [] if one.startswith("re:")]
         kept += [one for one in self.told.get("ignore") or [] if not one.startswith("re:")]
@@ -82,11 +86,31 @@ def stored_as(config: Any, path: str) -> Stored | None:
             "Where transformers can, load it there, call model.dequantize(), and save_pretrained it"
         )
     try:
+        _check_names(told)
         return _READERS[method](told, path)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise InputError(
             f"base_model {path!r}: its quantization_config of {method} cannot be read ({type(error).__name__}: {error})"
         ) from None
+
+
+def _check_names(told: Mapping[str, Any]) -> None:
+    """Raises ValueError where layers are not named as transformers reads it: as patterns, and inside of blocks in groups."""
+    keys = ("modules_to_not_convert", "ignore", "modules_in_block_to_quantize", SKIPPED)
+    named = {key: told.get(key) or [] for key in keys}
+    inside = named["modules_in_block_to_quantize"]
+    if all(isinstance(group, list) for group in inside):
+        named["modules_in_block_to_quantize"] = [name for group in inside for name in group]
+    else:
+        raise ValueError(f"modules_in_block_to_quantize is {quoted(inside, 80)}, and not a list of lists of names")
+    for key, names in named.items():
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise ValueError(f"{key} is {quoted(names, 80)}, and not a list of names")
+        for name in names:
+            try:
+                re.compile(name.removeprefix("re:"))
+            except (re.error, OverflowError, RecursionError) as error:
+                raise ValueError(f"{key} has {quoted(name, 80)}, which is no pattern: {error}") from None
 
 
 def _refuse(path: str, method: str, found: str) -> InputError:

@@ -72,5 +72,5 @@ class ScheduleConfig(Strict):
     """solo: jobs never share a microbatch. greedy: best fit. milp: integer programs. auto: these where greedy may be beaten."""
     padding_multiple: int = Field(1, ge=1, le=MOST_TOKENS)
     """Of a job's tokens in a microbatch, as some kernels need it; only `packlora plan` takes another than 1, to compare."""
-    time_limit_s: float = Field(10, gt=0, le=1e6)
+    time_limit_s: float = Field(10, ge=1e-3, le=1e6)
     """Emergency stop of an integer program; it normally ends earlier, at a number of nodes."""

@@ -14,7 +14,7 @@ from packlora.errors import quoted
 JOB_NAME = re.compile(r"[A-Za-z0-9._-]+")
 RESERVED_NAMES = {
     ".", "..", ".lock", "run.json", "metrics.jsonl", "evals.jsonl", "microbatches.jsonl", "windows.jsonl", "samples.jsonl",
-    "report.html", "control", "trackers",
+    "pipeline.jsonl", "report.html", "control", "trackers",
 }  # fmt: skip
 """Not for jobs: a job's folder stands beside these files of the run."""
 RESERVED_BY_SWEEPS = {"best", "sweep.json"}
@@ -23,6 +23,8 @@ MOST_STEPS = 10**9
 MOST_RANK = 2**16
 LEAST_ALPHA, MOST_ALPHA = 1e-6, 1e6
 """Far beyond what is of use; so no scaling leaves float32, where it would end the run of the other jobs as well."""
+LEAST_WEIGHT, MOST_WEIGHT = 1e-6, 1e6
+"""Of parts of a loss: what is less trains nothing."""
 MOST_PATTERNS, MOST_CHARACTERS = 10_000, 10_000
 """Names or patterns of an adapter, and characters of a regular expression."""
 MOST_NESTED = 100

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from packlora.config.shared import MOST_STEPS, Strict
+from packlora.config.shared import LEAST_WEIGHT, MOST_STEPS, MOST_WEIGHT, Strict
 from packlora.errors import quoted, shown
 
 Scheduler = Literal[
@@ -117,7 +117,7 @@ class TrainConfig(Strict):
     trainer: Trainer = "sft"
     """What is learnt, as TRL's trainers of these names do: sft completions; dpo and orpo which of two completions is preferred;
     kto which completions are desirable."""
-    beta: float | None = Field(None, gt=0, le=1e6)
+    beta: float | None = Field(None, ge=LEAST_WEIGHT, le=MOST_WEIGHT)
     """dpo, kto: how closely the model is held to the reference, the base model without the adapter; orpo: weight of the odds
     ratio. null: 0.1."""
     loss_type: str | list[str] | None = None
@@ -126,11 +126,11 @@ class TrainConfig(Strict):
     """dpo: of each of loss_type; null: 1 for each."""
     label_smoothing: float | None = Field(None, ge=0, lt=1)
     """dpo, with robust or exo_pair: share of preferences that are taken to be the other way round."""
-    discopop_tau: float | None = Field(None, gt=0, le=1e6)
+    discopop_tau: float | None = Field(None, ge=LEAST_WEIGHT, le=MOST_WEIGHT)
     """dpo, with discopop: its temperature. null: 0.05."""
-    desirable_weight: float | None = Field(None, gt=0, le=1e6)
+    desirable_weight: float | None = Field(None, ge=LEAST_WEIGHT, le=MOST_WEIGHT)
     """kto: of the losses of desirable completions. null: 1."""
-    undesirable_weight: float | None = Field(None, gt=0, le=1e6)
+    undesirable_weight: float | None = Field(None, ge=LEAST_WEIGHT, le=MOST_WEIGHT)
     """kto: of the others. null: 1."""
 
     @property
@@ -166,6 +166,7 @@ class TrainConfig(Strict):
             )
         if self.loss_weights is not None and len(self.loss_weights) != len(types):
             raise ValueError(f"loss_weights has {len(self.loss_weights)} numbers for {len(types)} losses")
+        self._check_weights()
         smoothed = {"robust", "exo_pair"} & set(types)
         if self.label_smoothing and not smoothed:
             raise ValueError("label_smoothing goes with loss_type robust or exo_pair")
@@ -180,6 +181,16 @@ class TrainConfig(Strict):
                 f"metric_for_best_model {self.metric_for_best_model} is of pairs, for trainer dpo and orpo"
             )
         return self
+
+    def _check_weights(self) -> None:
+        weights = self.loss_weights or []
+        for weight in weights:
+            if not 0 <= weight <= MOST_WEIGHT:
+                raise ValueError(f"loss_weights has {weight}; a weight is a number from 0 to {MOST_WEIGHT:g}")
+        if weights and max(weights) < LEAST_WEIGHT:
+            raise ValueError(
+                f"loss_weights is {quoted(weights)}, so nothing would be learnt; one of them is at least {LEAST_WEIGHT:g}"
+            )
 
     @field_validator("lr_scheduler_kwargs")
     @classmethod

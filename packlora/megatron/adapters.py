@@ -125,7 +125,11 @@ class MegatronAdapters:
         return adapter_state(self._placed, names or self.names)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take what dist_checkpointing.load has made of `sharded_state_dict`."""
+        """Take what dist_checkpointing.load has made of `sharded_state_dict`.
+
+        Raises:
+            InputError: it holds no adapter that is here, a part of one, or something else.
+        """
         load_state(self._placed, state)
 
     # --- files --------------------------------------------------------------------------------------------------------
@@ -302,7 +306,7 @@ def _read(
         if not any(there):
             continue
         parted = [
-            None if one is None else _spec_of(config, part.name, one, name)
+            None if one is None else _spec_of(config, layer, part, one, name)
             for one, part in zip(there, parts, strict=True)
         ]
         shared = same_A(there, parted)
@@ -310,7 +314,8 @@ def _read(
         if layer.kind == "embedding":
             values[path] = dict(there[0] or {})
         else:
-            values[path] = fuse(there, parted, parts, shared, _size(layer))
+            rows = [len(one["B"]) for one in there if one] if layer.name == "output_layer" else [_size(layer)]
+            values[path] = fuse(there, parted, parts, shared, rows[0])
         used |= {part.name for part in parts}
     left = sorted(by_part.keys() - everywhere(used))
     if left:
@@ -328,17 +333,47 @@ def _split_key(key: str, name: str, folder: str | Path) -> tuple[str, str]:
     raise InputError(f"adapter {name!r}: {folder} has {key!r}, which adapters on Megatron-Core models do not have")
 
 
-def _spec_of(config: LoraConfig, part: str, tensors: Tensors, name: str) -> ModuleSpec:
-    rank = config.rank_pattern.get(get_pattern_key(config.rank_pattern.keys(), part), config.r)
-    alpha = config.alpha_pattern.get(get_pattern_key(config.alpha_pattern.keys(), part), config.lora_alpha)
-    wanted = {"A", "B"} | ({"magnitude"} if config.use_dora else set())
-    if tensors.keys() != wanted or tensors["A"].shape[0] != rank or tensors["B"].shape[1] != rank:
+def _spec_of(config: LoraConfig, layer: Found, part: Part, tensors: Tensors, name: str) -> ModuleSpec:
+    at = part.name
+    rank = config.rank_pattern.get(get_pattern_key(config.rank_pattern.keys(), at), config.r)
+    alpha = config.alpha_pattern.get(get_pattern_key(config.alpha_pattern.keys(), at), config.lora_alpha)
+    wanted = _shapes(layer, part, rank, config.use_dora)
+    if tensors.keys() != wanted.keys():
         found = {key: list(value.shape) for key, value in tensors.items()}
-        raise InputError(
-            f"adapter {name!r}: {part} has {found}; its configuration says rank {rank} and {sorted(wanted)}"
+        raise InputError(f"adapter {name!r}: {at} has {found}; its configuration says rank {rank} and {sorted(wanted)}")
+    words = {"embedding.word_embeddings": tensors["A"].shape[-1:], "output_layer": tensors["B"].shape[:1]}.get(
+        layer.name
+    )
+    for key, tensor in tensors.items():
+        keys = next(
+            end for end, own in KEYS.items() if own == key and ("embedding" in end) == (layer.kind == "embedding")
         )
+        if tensor.shape not in (wanted[key], words and _shapes(layer, part, rank, config.use_dora, int(words[0]))[key]):
+            raise InputError(
+                f"adapter {name!r}: {at}.{keys} is {tuple(tensor.shape)}, the model and rank {rank} need {wanted[key]}"
+            )
+        if not tensor.is_floating_point():
+            raise InputError(f"adapter {name!r}: {at}.{keys} is {str(tensor.dtype).removeprefix('torch.')}, not floats")
+        if not tensor.float().isfinite().all():
+            raise InputError(f"adapter {name!r}: {at}.{keys} holds numbers that are not finite in float32")
     scaling = alpha / (math.sqrt(rank) if config.use_rslora else rank)
     return ModuleSpec(rank, scaling, config.lora_dropout, config.use_dora, False)
+
+
+def _shapes(
+    layer: Found, part: Part, rank: int, use_dora: bool, words: int | None = None
+) -> dict[str, tuple[int, ...]]:
+    """Of the whole tensors of an adapter on a part of a layer. words: of the vocabulary, where it is fewer than Megatron's."""
+    size = _size(layer)
+    size = size if words is None else min(words, size)
+    if layer.kind == "embedding":
+        return {"A": (rank, size), "B": (layer.tensor().shape[1], rank)}
+    rows = size if part.rows is None else len(part.rows)
+    shapes: dict[str, tuple[int, ...]] = {
+        "A": (rank, layer.tensor().shape[1] * (layer.degree if layer.dim == 1 else 1)),
+        "B": (rows, rank),
+    }
+    return shapes | {"magnitude": (rows,)} if use_dora else shapes
 
 
 def _copy(placed: Placed, name: str, values: Mapping[str, Tensors]) -> None:

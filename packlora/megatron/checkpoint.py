@@ -16,6 +16,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.utils import make_sharded_tensor_for_checkpoint, make_tp_sharded_tensor_for_checkpoint
 
+from packlora.errors import InputError
 from packlora.megatron.attach import Placed, parameter_name
 from packlora.megatron.layers import Found, rank_of, size_of
 
@@ -96,10 +97,7 @@ def adapter_state(placed: Placed, adapters: Iterable[str]) -> dict[str, Any]:
 
     With several chunks the names begin with model<number>., as Megatron's own do.
     """
-    wanted = {
-        f"{placed.layers[path].path}.{parameter_name(placed.layers[path], name, key)}"
-        for name in adapters for path, own in placed.weights[name].items() for key in own.named_parameters()
-    }  # fmt: skip
+    wanted = {key for name in adapters for key in _keys_of(placed, name)}
     found: dict[str, Any] = {}
     for number, chunk in enumerate(placed.chunks):
         state = chunk.sharded_state_dict(metadata={"non_homogeneous_layers": True})  # type: ignore[operator]
@@ -107,12 +105,33 @@ def adapter_state(placed: Placed, adapters: Iterable[str]) -> dict[str, Any]:
     return found
 
 
+def _keys_of(placed: Placed, adapter: str) -> set[str]:
+    """Names of an adapter's parameters in the chunks."""
+    return {
+        f"{placed.layers[path].path}.{parameter_name(placed.layers[path], adapter, key)}"
+        for path, own in placed.weights[adapter].items() for key in own.named_parameters()
+    }  # fmt: skip
+
+
 def _prefix(placed: Placed, number: int) -> str:
     return f"model{number}." if len(placed.chunks) > 1 else ""
 
 
 def load_state(placed: Placed, state: dict[str, Any]) -> None:
-    """Copy what dist_checkpointing has loaded into `adapter_state` into the parameters."""
+    """Copy what dist_checkpointing has loaded into `adapter_state` into the parameters.
+
+    Raises:
+        InputError: it is not of whole adapters that are here.
+    """
+    given = {key.partition(".")[2] if len(placed.chunks) > 1 else key for key in state}
+    own = {adapter: _keys_of(placed, adapter) for adapter in placed.weights}
+    if extra := sorted(given - set().union(*own.values())):
+        raise InputError(f"the state has {extra[0]!r} (and {len(extra) - 1} more), which is of no adapter on the model")
+    for adapter, keys in own.items():
+        if given & keys and (lacking := sorted(keys - given)):
+            raise InputError(f"the state of adapter {adapter!r} lacks {lacking[0]} (and {len(lacking) - 1} more)")
+    if not given and all(own.values()):
+        raise InputError("the state holds nothing of the adapters; give what dist_checkpointing.load has returned")
     with torch.no_grad():
         for number, chunk in enumerate(placed.chunks):
             prefix = _prefix(placed, number)

@@ -125,13 +125,15 @@ def token_owners(
         keys_T2: dropout keys of all tokens, [T, 2] int32; None drops nothing.
 
     Raises:
-        InputError: a sample's adapter is not on the model.
+        InputError: a sample's adapter is not on the model, or its number of tokens is none.
     """
     segments: list[tuple[int, int, int]] = []
     at = 0
     for name, count in samples:
         if name is not None and name not in names:
             raise InputError(f"a sample is of the adapter {name!r}; the model has {', '.join(map(repr, names))}")
+        if count < 0:
+            raise InputError(f"a sample has {count} tokens; give the number of tokens of each sample, in their order")
         if name is not None and count:
             number = names.index(name)
             if segments and segments[-1][0] == number and segments[-1][2] == at:

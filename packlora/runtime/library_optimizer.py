@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers.optimization import Adafactor
 
-from packlora.adapters.flat import FlatLayout
+from packlora.adapters.flat import SLOW, UNDECAYED, FlatLayout
 from packlora.config import JobConfig, TrainConfig
 from packlora.errors import InputError
 
@@ -73,13 +73,13 @@ class LibraryOptimizer:
         self.parameters = {name: torch.nn.Parameter(view) for name, view in layout.views(flat).items()}
         self.steps = dict.fromkeys(self.parameters, 0)
         fast = config.loraplus_lr_ratio or 1.0
-        kinds = [(decayed, a) for decayed in (True, False) for a in (True, False)]
+        kinds = [(decayed, slow) for decayed in (True, False) for slow in (True, False)]
         groups = {kind: [p for name, p in self.parameters.items() if kind == _kind(name)] for kind in kinds}
         self._inner = _made(
             config,
             [
-                {"params": own, "weight_decay": config.weight_decay if decayed else 0.0, "ratio": 1.0 if a else fast}
-                for (decayed, a), own in groups.items()
+                {"params": own, "weight_decay": config.weight_decay if decayed else 0.0, "ratio": 1.0 if slow else fast}
+                for (decayed, slow), own in groups.items()
                 if own
             ],
         )
@@ -158,5 +158,5 @@ class LibraryOptimizer:
 
 
 def _kind(name: str) -> tuple[bool, bool]:
-    """Whether a parameter is decayed, and whether it is an A."""
-    return not name.endswith("/bias"), name.endswith("/A")
+    """Whether a parameter is decayed, and whether it learns at the learning rate itself under LoRA+."""
+    return not name.endswith(UNDECAYED), name.endswith(SLOW)

@@ -15,15 +15,11 @@ from itertools import groupby
 import torch
 from torch.optim.adamw import adamw
 
-from packlora.adapters.flat import UNDECAYED, FlatLayout
+from packlora.adapters.flat import SLOW, UNDECAYED, FlatLayout
 from packlora.config import TrainConfig
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """What AdamW keeps of every element, by torch's names."""
-
-
-SLOW = ("/A", "/weight", "/tokens")
-"""How names end of parameters that learn at the learning rate itself under LoRA+, as PEFT groups them."""
 
 
 @dataclass(slots=True)

@@ -105,12 +105,11 @@ class Sweep:
         if self.total > 100_000:
             raise InputError(f"sweep: the grid has {self.total} combinations; at most 100000 are taken")
         numbers = range(self.total) if self.config.method != "optuna" else range(0)
-        drawn = [self._drawn(number) for number in numbers[:1000]]
-        for key, values in self.config.parameters.items():
-            ends = values if isinstance(values, list) else [values.min, values.max]
-            drawn += [{key: value} for value in ends]
-        for parameters in drawn:
-            self.job(0, parameters)
+        for key, values in self.config.parameters.items():  # first, as a key's own bounds are what can be drawn from
+            for value in values if isinstance(values, list) else [values.min, values.max]:
+                self.job(0, {key: value})
+        for number in numbers[:1000]:
+            self.job(0, self._drawn(number))
 
     # --- candidates ------------------------------------------------------------------------------------------------------
 

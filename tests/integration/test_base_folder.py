@@ -170,3 +170,19 @@ def test_layers_that_a_base_model_drops_at_random_are_kept(tmp_path: Path) -> No
     random_model("OPTConfig", **extra).save_pretrained(tmp_path)
     base = load(tmp_path, gradient_checkpointing=True)
     assert any("dropout is off" in note for note in base.warnings)
+
+
+def test_what_a_library_prints_while_it_loads_is_not_on_standard_output(
+    copied: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """As GPTQModel's banner: standard output is the answers of `packlora generate`."""
+    kept = transformers.LlamaForCausalLM.from_pretrained.__func__  # type: ignore[attr-defined]
+
+    def chatty(cls: type, *args: Any, **settings: Any) -> Any:
+        print("a banner")
+        return kept(cls, *args, **settings)
+
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "from_pretrained", classmethod(chatty))
+    load(copied)
+    said = capsys.readouterr()
+    assert "a banner" in said.err and "a banner" not in said.out

@@ -413,6 +413,24 @@ def test_rows_that_are_not_what_the_trainer_takes_are_refused(
         prepare(Run.model_validate(tree))
 
 
+def test_the_loss_kto_is_not_of_one_sample_alone(tiny_base: Callable[..., str], tmp_path: Path) -> None:
+    many, one = judged(tmp_path / "many.jsonl", 5), judged(tmp_path / "one.jsonl", 1)
+    tree = {"base_model": tiny_base("llama"), "output_dir": str(tmp_path / "out"), "device": "cpu"}
+
+    def notes(path: str, **keys: Any) -> list[str]:
+        data = {key: keys.pop(key) for key in ("eval_path",) if key in keys}
+        job = {"name": "a", "data": {"path": path} | data, "train": {"trainer": "kto", "global_batch_size": 4} | keys}
+        return prepare(Run.model_validate(tree | {"jobs": [job]})).warnings
+
+    for words, asked in (("training", {"path": one}), ("held-out", {"path": many, "eval_path": one})):
+        with pytest.raises(InputError, match=f"'a': its {words} data is 1 sample; loss_type kto compares"):
+            notes(**asked)
+    assert not any("kto" in note for note in notes(one, loss_type="apo_zero_unpaired"))
+    assert any("last global batch is one sample, which loss_type kto" in note for note in notes(many))
+    for keys in ({"drop_last": True}, {"global_batch_size": 3}, {"loss_type": "apo_zero_unpaired"}):
+        assert not any("kto" in note for note in notes(many, **keys))
+
+
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
@@ -427,6 +445,16 @@ def test_rows_that_are_not_what_the_trainer_takes_are_refused(
         ({"trainer": "dpo", "loss_type": "sigmoid", "label_smoothing": 0.1}, "goes with loss_type robust or exo_pair"),
         ({"trainer": "dpo", "loss_type": ["ipo", "sft"], "loss_weights": [1.0]}, "1 numbers for 2 losses"),
         ({"trainer": "dpo", "loss_type": "exo_pair"}, "needs label_smoothing above 0"),
+        (
+            {"trainer": "dpo", "loss_type": ["ipo", "sft"], "loss_weights": [1.0, -1.0]},
+            "has -1.0; a weight is a number",
+        ),
+        ({"trainer": "dpo", "loss_type": ["ipo", "sft"], "loss_weights": [1.0, 1e300]}, "weight is a number from 0 to"),
+        ({"trainer": "dpo", "loss_type": ["ipo", "sft"], "loss_weights": [0.0, 0.0]}, "nothing would be learnt"),
+        ({"trainer": "orpo", "beta": 1e-320}, "beta"),
+        ({"trainer": "dpo", "loss_type": "discopop", "discopop_tau": 1e-320}, "discopop_tau"),
+        ({"trainer": "kto", "desirable_weight": 1e-320}, "desirable_weight"),
+        ({"trainer": "kto", "undesirable_weight": 1e-320}, "undesirable_weight"),
         ({"metric_for_best_model": "eval_rewards/margins"}, "is of pairs"),
     ],
 )

@@ -281,6 +281,13 @@ COMPRESSED = FORMATS["int8"][1]
     [
         ({"quant_method": "hqq"}, r"is quantised by hqq; this version takes floats, and .*gptq"),
         ({"quant_method": "gptq", "bits": 4}, r"quantization_config of gptq cannot be read \(KeyError: 'group_size'\)"),
+        (
+            {**FORMATS["fp8"][1], "modules_to_not_convert": [5]},
+            r"modules_to_not_convert is \[5\], and not a list of names",
+        ),
+        ({**FORMATS["fp8"][1], "modules_to_not_convert": "q_proj"}, "is 'q_proj', and not a list of names"),
+        ({**COMPRESSED, "ignore": ["lm_head", "re:("]}, r"of compressed-tensors cannot be read .*ignore has 're:\('"),
+        ({**FORMATS["gptq"][1], "modules_in_block_to_quantize": ["q_proj"]}, "and not a list of lists of names"),
         ({**FORMATS["awq"][1], "version": "gemv"}, "by awq with version gemv, and not gemm"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "by fp8 with fmt 'e5m2'"),
         ({**COMPRESSED, "transform_config": {"config_groups": {"a": {}}}}, "with a transform_config"),

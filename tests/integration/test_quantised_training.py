@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import tiny_model
 from peft import PeftModel
-from quantised import dequantise, load_quantised
+from quantised import CONFIGS, dequantise, load_quantised
 from safetensors.torch import load_file, save_file
 from test_training import (
     JOBS,
@@ -25,9 +25,11 @@ from test_training import (
     train,
     train_by_peft,
 )
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
+from packlora.base.load import read_skeleton
 from packlora.base.model import load_base
+from packlora.base.stored import stored_as
 from packlora.commands.merge import merge_adapter
 from packlora.config import Run
 from packlora.errors import InputError
@@ -144,6 +146,18 @@ def test_what_a_plan_predicts_is_what_codes_take_and_no_dense_copy_is_kept(
     predicted = memory_parts(run, prepared, 1)["frozen weights"] - 2 * 2 * prepared.shape.largest
     assert abs(predicted / held - 1) < 0.05
     assert {parameter.dtype for layer in layers for parameter in layer.parameters()} <= {torch.uint8, torch.int8}
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+@pytest.mark.parametrize("skipped", [["q_proj", "lm_head"], ["model.layers.0"], None])
+def test_layers_that_a_saved_configuration_of_bitsandbytes_skips_are_taken_for_dense(
+    kind: str, skipped: list[str] | None, tiny_base: Base
+) -> None:
+    asked = BitsAndBytesConfig(**CONFIGS[kind], llm_int8_skip_modules=skipped)
+    model = AutoModelForCausalLM.from_pretrained(tiny_base(), quantization_config=asked, device_map={"": "cpu"})
+    wanted = {path for path, module in model.named_modules() if type(module).__module__.startswith("bitsandbytes")}
+    stored = stored_as(model.config, "base")
+    assert stored is not None and set(stored.layers(read_skeleton(tiny_base(), None))) == wanted
 
 
 @pytest.mark.parametrize(

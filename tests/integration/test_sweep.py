@@ -200,6 +200,13 @@ def test_what_cannot_be_swept_is_refused_before_training(
         ),
         ({"parameters": {"adapter.r": 3}}, "adapter.r: input should be a list of values, or a range"),
         ({"concurent": 3}, "did you mean 'concurrent'"),
+        *(
+            (
+                {"parameters": {key: {"min": low, "max": high}}, "method": "random", "num_trials": 2},
+                f"{key}: input should",
+            )
+            for key, low, high in (("train.max_steps", 1, 10**400), ("train.learning_rate", -1e308, 1e308))
+        ),
     ]
     for sweep, message in cases:
         with pytest.raises(packlora.InputError, match=message):

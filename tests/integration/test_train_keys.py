@@ -63,6 +63,18 @@ def test_jobs_of_several_optimizers_go_on_to_the_bit_and_learn_what_each_learns_
     assert sum("loss" in line for line in kept) == 6, "the history has every step"
 
 
+def test_moments_of_8_bits_are_a_job_s_own_to_the_bit(base: str, tmp_path: Path) -> None:
+    """Apart from rounding in shared microbatches nothing passes from job to job: no block of codes is of two."""
+    pytest.importorskip("bitsandbytes")
+    wide = {"r": 128, "target_modules": ["q_proj", "down_proj"]}
+    jobs = [job(name, tmp_path, optim="adamw_8bit", max_steps=3) | {"adapter": wide} for name in "ab"]
+    packlora.train(tree_of(base, tmp_path, "", "float32", jobs=jobs, schedule={"method": "solo"}))
+    packlora.train(tree_of(base, tmp_path, "", "float32", jobs=jobs[1:], output_dir=str(tmp_path / "alone")))
+    ours, alone = (adapter(tmp_path / folder, "b") for folder in ("out", "alone"))
+    assert all(torch.equal(ours[key], alone[key]) for key in alone)
+    assert len(alone) == 4 and all(value.numel() >= 4096 for value in alone.values())
+
+
 def test_a_terminal_that_is_none_has_a_line_for_each_step_that_is_logged(base: str, tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(json.dumps(tree(base, tmp_path, "b", "float32")))

@@ -18,9 +18,11 @@ from megatron_runs import (
     benched,
     broken,
     compared,
+    damaged,
     handed_on,
     kept,
     lora,
+    padded,
     recomputed,
     refusals,
     staged,
@@ -126,6 +128,23 @@ def test_peft_computes_the_same_from_an_adapters_folder(ranks: Pool, tmp_path: P
 def test_adapters_of_q_k_v_gate_and_up_are_taken_over_exactly(ranks: Pool, tmp_path: Path) -> None:
     [error] = worst([[one] for one in ranks(2).run(taken_over, str(tmp_path))])
     assert error[0] < BOUND, error[1]
+
+
+def test_words_that_megatron_has_more_of_are_filled_up_when_an_adapter_is_read(ranks: Pool, tmp_path: Path) -> None:
+    [error] = worst([[one] for one in ranks(2).run(padded, str(tmp_path / "x"))])
+    assert error[0] < BOUND, error[1]
+
+
+def test_damaged_files_and_states_of_something_else_are_refused(ranks: Pool, tmp_path: Path) -> None:
+    words = {
+        "nan": "not finite", "infinite": "not finite", "whole": "int32", "one row": "(1, 3)", "one number": "(1,)",
+        "flat": "lora_B.weight is (", "a column more": "down_proj.lora_A.weight is (", "empty": "holds nothing",
+        "foreign": "'decoder.lora_A_y'", "partial": "lacks", "less than none": "-2 tokens",
+    }  # fmt: skip
+    for said in ranks(2).run(damaged, str(tmp_path)):
+        assert said.keys() == words.keys()
+        for name, word in words.items():
+            assert word in said[name], (name, said[name])
 
 
 def test_faults_that_are_put_in_are_seen(ranks: Pool) -> None:

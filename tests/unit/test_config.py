@@ -223,7 +223,13 @@ def test_a_value_of_the_wrong_type_is_refused_with_its_place_and_what_was_found(
             tree(schedule={"padding_multiple": 0}),
             "schedule.padding_multiple: input should be greater than or equal to 1",
         ),
-        (tree(schedule={"time_limit_s": 0}), "schedule.time_limit_s: input should be greater than 0"),
+        (tree(schedule={"time_limit_s": 0}), "schedule.time_limit_s: input should be greater than or equal to 0.001"),
+        (tree(schedule={"time_limit_s": 1e-320}), "schedule.time_limit_s: input should be greater than or equal to"),
+        (tree(parallel={"timeout_s": 1e-320}), "parallel.timeout_s: input should be greater than or equal to 1; found"),
+        (tree(parallel={"timeout_s": 0}), "parallel.timeout_s: input should be greater than or equal to 1; found 0"),
+        (tree(parallel={"timeout_s": float("nan")}), "parallel.timeout_s: input should be a finite number; found nan"),
+        (tree(parallel={"timeout_s": float("inf")}), "parallel.timeout_s: input should be a finite number; found inf"),
+        (tree(parallel={"timeout_s": 1e300}), "parallel.timeout_s: input should be less than or equal to 1000000"),
         (tree(parallel={"expert": 2, "tensor": 2}), "parallel: expert is 2 and tensor is 2, which do not go together"),
         (
             tree(parallel={"expert": 2, "pipeline": 3}),
@@ -295,6 +301,7 @@ def test_a_name_that_is_no_safe_folder_name_is_refused(name: str) -> None:
         "Windows.jsonl",
         "report.html",
         "samples.jsonl",
+        "pipeline.jsonl",
         ".tmp-a",
     ],
 )

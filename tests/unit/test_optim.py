@@ -18,6 +18,8 @@ from packlora.runtime.optimizer import FlatAdamW
 SETTINGS = {"adam_beta1": 0.8, "adam_beta2": 0.97, "adam_epsilon": 1e-7, "weight_decay": 0.1, "learning_rate": 0.01}
 SIZES = {**SHAPES, "wide/A": (9, 1000), "wide/B": (700, 9), "odd/A": (33, 131)}
 """With some of at least 4096 numbers, which is where bitsandbytes begins to keep 8 bits."""
+COPIED = {"copy/weight": (13, 11), "copy/bias": (13,), "copy/norm": (64,), "rows/tokens": (3, 64)}
+"""Of modules that a job has a copy of, and rows of tokens."""
 OPTIMS = [
     "adamw_torch",
     "adamw_torch_fused",
@@ -40,8 +42,8 @@ def theirs(optim: str, start: dict[str, torch.Tensor], ratio: float, folder: Pat
     parameters = {name: torch.nn.Parameter(value.clone()) for name, value in start.items()}
     groups = [
         {
-            "params": [p], "lr": settings["lr"] * (1.0 if name.endswith("/A") else ratio),
-            "weight_decay": 0.0 if name.endswith("/bias") else SETTINGS["weight_decay"],
+            "params": [p], "lr": settings["lr"] * (1.0 if name.endswith(("/A", "/weight", "/tokens")) else ratio),
+            "weight_decay": 0.0 if name.endswith(("/bias", "/norm")) else SETTINGS["weight_decay"],
         }
         for name, p in parameters.items()
     ]  # fmt: skip
@@ -51,12 +53,13 @@ def theirs(optim: str, start: dict[str, torch.Tensor], ratio: float, folder: Pat
 
 @pytest.mark.parametrize("optim", OPTIMS)
 def test_steps_are_those_of_what_transformers_takes_for_the_name_to_the_bit(optim: str, tmp_path: Path) -> None:
-    """With LoRA+, decay, biases, and parameters without a gradient; broken off after two steps."""
+    """With LoRA+, decay, biases, copies, and parameters without a gradient; broken off after two steps."""
     if "8bit" in optim or "lion" in optim:
         pytest.importorskip("bitsandbytes")
     torch.manual_seed(0)
-    start = {name: torch.randn(shape) for name, shape in SIZES.items()}
-    layout = FlatLayout(SIZES)
+    sizes = SIZES | ({} if optim == "adamw_torch_fused" else COPIED)  # whose last bits go by where a parameter lies
+    start = {name: torch.randn(shape) for name, shape in sizes.items()}
+    layout = FlatLayout(sizes)
     flat = torch.zeros(layout.size)
     ours = layout.views(flat)
     for name, value in start.items():
@@ -78,7 +81,7 @@ def test_steps_are_those_of_what_transformers_takes_for_the_name_to_the_bit(opti
         assert flat._version > before
         if number == 1:
             state = {name: {k: v.clone() for k, v in own.items()} for name, own in optimizer.state().items()}
-            assert state.keys() == SIZES.keys()
+            assert state.keys() == sizes.keys()
             optimizer = kind(flat, layout, config)
             optimizer.load(state)
         for name, parameter in parameters.items():
