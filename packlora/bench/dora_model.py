@@ -13,7 +13,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from packlora.bench import model
-from packlora.bench.layer import progress_line
+from packlora.bench.layer import show
 from packlora.bench.options import Options, choose
 from packlora.plans.timing import paired
 
@@ -77,10 +77,8 @@ def run(options: Options) -> list[dict[str, Any]]:
             "r": case.rank, **timings.row(), "gib": model.peak_gib(timings, weights),
         }  # fmt: skip
         rows.append(row)
-        print(progress_line(row), flush=True)
         del contenders, timings
-        if options.device.type == "cuda":
-            torch.cuda.empty_cache()
+        show(row, options.device)
     return rows
 
 

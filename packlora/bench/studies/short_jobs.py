@@ -42,6 +42,7 @@ from packlora.runtime.events import Emitter
 from packlora.runtime.folder import OutputFolder
 from packlora.runtime.graphs import graphed
 from packlora.runtime.job import Job
+from packlora.runtime.memory import synchronize
 from packlora.runtime.microbatch import SingleDevice
 from packlora.runtime.prepared_job import ModelShape, PreparedJob, trainable_parameters
 from packlora.runtime.prepared_run import PreparedRun
@@ -287,11 +288,6 @@ class Peft:
 
 
 # --- timing ------------------------------------------------------------------------------------------------------------
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def timed_window(trainer: Trainer, window: Window) -> float:
