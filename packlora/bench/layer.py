@@ -228,9 +228,9 @@ def progress_line(row: dict[str, Any]) -> str:
     return f"{row['case']}: " + " | ".join(parts)
 
 
-def best_peft(row: dict[str, Any], own: str = "packlora") -> float | None:
+def best_peft(row: dict[str, Any]) -> float | None:
     """Time of the fastest PEFT contender over packlora's; None where packlora or every peer failed."""
-    ratios = [value for value in row["vs_peft"].get(own, {}).values() if value is not None]
+    ratios = [value for value in row["vs_peft"].get("packlora", {}).values() if value is not None]
     return min(ratios) if ratios else None
 
 
