@@ -163,7 +163,7 @@ def host_bytes(prepared: PreparedRun, layout: Layout) -> int:
     """Of the base model, what each device keeps on its host."""
     if not (layout.sharded and prepared.run.parallel.offload_base):
         return 0
-    return _linear_bytes(prepared)[0] // layout.devices_per_base
+    return _layer_bytes(prepared)[0] // layout.devices_per_base
 
 
 def _adding_up(prepared: PreparedRun, tensor: int) -> float:
@@ -319,16 +319,17 @@ def fits(known: Profile, needed: int) -> bool:
 
 
 def base_bytes(prepared: PreparedRun) -> tuple[int, int]:
-    """Of the base model; and, where it is sharded, of what is whole on a device at a time: two layers, the embedding, the norms
-    and the output layer."""
-    linear, others = _linear_bytes(prepared)
-    return linear + others, others + 2 * linear // prepared.shape.layers
+    """Of the base model; and, where it is sharded, of what is whole on a device at a time: two layers, the embedding, norms,
+    routers and the output layer."""
+    layers, others = _layer_bytes(prepared)
+    return layers + others, others + 2 * layers // prepared.shape.layers
 
 
-def _linear_bytes(prepared: PreparedRun) -> tuple[int, int]:
-    """Of the linear layers of the base model, some of which may be codes, and of all else."""
+def _layer_bytes(prepared: PreparedRun) -> tuple[int, int]:
+    """Of the linear layers of the base model, some of which may be codes, and its experts; and of all else."""
     shape, width, (numbers, codes) = prepared.shape, getattr(torch, prepared.run.dtype).itemsize, prepared.in_codes
-    return (shape.linear_parameters - numbers) * width + codes, (shape.parameters - shape.linear_parameters) * width
+    inside = shape.linear_parameters + shape.expert_parameters
+    return (inside - numbers) * width + codes, (shape.parameters - inside) * width
 
 
 # --- plans -------------------------------------------------------------------------------------------------------------
