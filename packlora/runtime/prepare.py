@@ -30,6 +30,7 @@ from packlora.runtime.encoder import Encoder, Reader
 from packlora.runtime.library_optimizer import check_optim
 from packlora.runtime.prepared_job import AUTO_BUDGET, LEFT_OUT, ModelShape, PreparedJob, Rows
 from packlora.runtime.prepared_run import PreparedRun
+from packlora.runtime.sweep import check_compared
 from packlora.runtime.wholeness import check_parallel, check_parameters, check_router_loss, whole_alone
 from packlora.terminal import Told, silent
 
@@ -101,6 +102,7 @@ def prepare(
         in_codes,
     )  # fmt: skip
     check_parallel(prepared, skeleton)
+    check_compared(run, jobs)
     if auto:
         prepared.budget = max(AUTO_BUDGET[device.type], prepared.longest)
     return prepared
