@@ -96,9 +96,8 @@ def prepare(
         one, doubts = encoder.job(job, specs[job.name], rows[job.name], eval_rows[job.name], most, told)
         jobs.append(one)
         warnings += doubts
-    left_out |= gone
     prepared = PreparedRun(
-        run, tokenizer, budget, ModelShape.of(skeleton), jobs, warnings, left_out, asks, quantization, encoder, vision,
+        run, tokenizer, budget, ModelShape.of(skeleton), jobs, warnings, {**left_out, **gone}, asks, quantization, encoder, vision,
         in_codes,
     )  # fmt: skip
     check_parallel(prepared, skeleton)
