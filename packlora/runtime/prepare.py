@@ -97,8 +97,8 @@ def prepare(
         jobs.append(one)
         warnings += doubts
     prepared = PreparedRun(
-        run, tokenizer, budget, ModelShape.of(skeleton), jobs, warnings, {**left_out, **gone}, asks, quantization, encoder, vision,
-        in_codes,
+        run, tokenizer, budget, ModelShape.of(skeleton), jobs, warnings, {**left_out, **gone}, asks, quantization, encoder,
+        vision, in_codes,
     )  # fmt: skip
     check_parallel(prepared, skeleton)
     check_compared(run, jobs)
