@@ -311,8 +311,8 @@ def bench(
     parts: Annotated[
         str | None,
         typer.Option(
-            help="model: lora, dora, layers. dora: norm, compose, layer, multi, model, paper-model, quality. replicas: "
-            "jobs, fsdp2. small: models, layers, train. Only these are measured; rows of other parts stay in FILE."
+            help="model: lora, dora, layers. dora: norm, compose, layer, multi, model, paper-model, inference, quality. "
+            "replicas: jobs, fsdp2. small: models, layers, train. Only these are measured; rows of other parts stay in FILE."
         ),
     ] = None,
     shape: Annotated[str | None, typer.Option(help="replicas: 0.6B, 1.7B or 8B.")] = None,

@@ -38,13 +38,15 @@ def run(options: Options) -> Outcome:
         raise InputError(f"bench dora: --only needs one part; name it with --parts: {', '.join(PARTS['dora'])}")
     measure = {
         "norm": dora_norm.run, "compose": dora_compose.run, "layer": dora_layer.run, "multi": dora_layer.run_multi,
-        "paper-model": dora_model.run, "quality": quality,
+        "quality": quality,
     }  # fmt: skip
     rows = list(options.kept)
     for part in wanted:
         if part == "model":  # its liger-kernel changes transformers for good, and is not for Qwen3
             print(model.use_liger(options.device), flush=True)
             rows += dora_model.run_model(options)
+        elif part in dora_model.CONTENDERS:
+            rows += dora_model.run(options, part)
         else:
             rows += measure[part](options)
     rows.sort(key=lambda row: PARTS["dora"].index(part_of(row)))
@@ -86,6 +88,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     makers = {
         "norm": dora_norm.summary, "compose": dora_compose.summary, "layer": dora_layer.summary,
         "multi": dora_layer.summary_multi, "model": model.summary, "paper-model": dora_model.summary,
+        "inference": dora_model.summary,
     }  # fmt: skip
     for part, make in makers.items():
         if by_part[part]:
@@ -100,7 +103,7 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
     """A table for each kind of part."""
     by_part = {part: [row for row in rows if part_of(row) == part] for part in PARTS["dora"]}
     layers = by_part["layer"] + by_part["multi"]
-    models = by_part["model"] + by_part["paper-model"]
+    models = by_part["model"] + by_part["paper-model"] + by_part["inference"]
     lines: list[str] = []
     for heads, body in (
         (["us", "/packlora", "peak MiB"], dora_norm.table(by_part["norm"])),

@@ -15,6 +15,7 @@ import torch
 from packlora.bench.options import Options, choose
 from packlora.bench.peers.compose import compose, near_unity_errors
 from packlora.plans.timing import Contender, Timings, Work, geomean, paired
+from packlora.runtime.memory import free_memory
 
 SHAPES = [
     (1, 4096), (512, 4096), (2048, 4096), (4096, 4096), (2048, 8192), (8192, 8192), (16384, 8192), (32768, 8192), (1, 512),
@@ -112,8 +113,7 @@ def run(options: Options) -> list[dict[str, Any]]:
         rows.append(row)
         shares = ((name, row["of_copy"][name] or 0.0) for name in row["ms"])
         print(f"{case.label}: " + ", ".join(f"{name} {share:.0%} of the copy's" for name, share in shares), flush=True)
-        if options.device.type == "cuda":
-            torch.cuda.empty_cache()
+        free_memory(options.device)
     return rows if options.only else rows + near_unity(options)
 
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from packlora.adapters.norms import RowNorms
 from packlora.bench import layer, multi
-from packlora.bench.layer import accelerated, progress_line, work
+from packlora.bench.layer import accelerated, show, work
 from packlora.bench.options import Options, choose, plan_from_name
 from packlora.bench.peers.dora import PaperLayer, dense_norm
 from packlora.bench.peers.peft import One, check_close, peft_model, under_autocast
@@ -276,10 +276,8 @@ def run(options: Options) -> list[dict[str, Any]]:
             "dropout": case.dropout, "shape": case.shape, **timings.row(),
         }  # fmt: skip
         rows.append(row)
-        print(progress_line(row), flush=True)
         del inputs, made, timings
-        if options.device.type == "cuda":
-            torch.cuda.empty_cache()
+        show(row, options.device)
     return rows
 
 
@@ -392,7 +390,7 @@ def run_multi(options: Options) -> list[dict[str, Any]]:
         timings = paired(made, options.device, seconds=0.5, rounds=(15, 25), warmup=2, ahead=True)
         row = {"part": "multi", "case": case.label, "K": case.K, "N": case.N, "T": case.T, **timings.row()}
         rows.append(row)
-        print(progress_line(row), flush=True)
+        show(row, options.device)
     return rows
 
 

@@ -19,6 +19,7 @@ from packlora.bench.peers.dora import dense_norm, factored_norm, identity_norm
 from packlora.ops.row_norm.row_norm import row_norm, row_norms, squared_row_norm
 from packlora.ops.row_norm.types import NormProblem
 from packlora.plans.timing import Contender, Timings, Work, paired
+from packlora.runtime.memory import free_memory
 
 SHAPES = [(4096, 4096), (28672, 8192)]
 """K x N."""
@@ -150,8 +151,7 @@ def run(options: Options) -> list[dict[str, Any]]:
         rows.append(row)
         print(f"{case.label}: " + ", ".join(f"{name} {1e3 * ms:.0f} us" for name, ms in row["ms"].items()), flush=True)
         del timings
-        if options.device.type == "cuda":
-            torch.cuda.empty_cache()
+        free_memory(options.device)
     return rows
 
 

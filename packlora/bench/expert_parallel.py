@@ -11,17 +11,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from transformers import Qwen3MoeForCausalLM
 
 from packlora.bench import experts
 from packlora.bench.experts import SAMPLES, Case, cases
-from packlora.bench.layer import progress_line
-from packlora.bench.messages import counted
 from packlora.bench.model import build
 from packlora.bench.options import Options, Outcome, choose
-from packlora.bench.processes import alarm, all_or_none
+from packlora.bench.processes import alarm, everyone, measured_rows, messages, together
+from packlora.bench.processes import part_of as part_of
 from packlora.bench.results import text_table
 from packlora.parallel.experts import shard_experts
 from packlora.parallel.mesh import Mesh
@@ -39,12 +37,6 @@ PROTOCOL = (
 )
 
 
-def everyone() -> dist.ProcessGroup:
-    group = dist.group.WORLD
-    assert group is not None
-    return group
-
-
 def contender(
     name: str, base: nn.Module, ids_BS: torch.Tensor, case: Case, mesh: Mesh, made: dict[str, Work]
 ) -> Contender:
@@ -54,15 +46,7 @@ def contender(
     def make() -> Work:
         alarm()
         torch.manual_seed(1)  # adapters and gradients are alike on all processes
-        work = plain.make()
-
-        def clear() -> None:
-            """Between runs: no process begins one before all are there."""
-            alarm()
-            work.clear()
-            dist.all_reduce(torch.zeros(1, device=ids_BS.device))
-
-        made[name] = Work(all_or_none(work.step, mesh.rank), clear)
+        made[name] = together(plain.make(), mesh, ids_BS.device)
         return made[name]
 
     return Contender(name, make)
@@ -79,35 +63,18 @@ def measured_row(case: Case, names: list[str], options: Options, mesh: Mesh) -> 
     made: dict[str, Work] = {}
     contenders = [contender(name, base, ids_BS, case, mesh, made) for name in names]
     timings = paired(contenders, options.device, rounds=(rounds, rounds))  # as many on every process
-    messages = {}
-    for name, work in made.items():
-        work.clear()
-        with counted() as sent:
-            work.step()
-        messages[name] = {"collectives": len(sent.names), "sent": sent.sent}
-        work.clear()
     return {
         "case": f"{case.label} ep{mesh.size}", "processes": mesh.size, "jobs": case.jobs, "dora": case.dora,
-        "T": ids_BS.numel(), "layers": case.config.num_hidden_layers, **timings.row(), "messages": messages,
+        "T": ids_BS.numel(), "layers": case.config.num_hidden_layers, **timings.row(), "messages": messages(made),
     }  # fmt: skip
 
 
 def run(options: Options, mesh: Mesh) -> Outcome:
     """Measure; the first process prints a line per case."""
     names, chosen = choose(options.only, CONTENDERS, [], cases(options))
-    rows = list(options.kept)
-    for case in chosen:
-        rows.append(measured_row(case, names, options, mesh))
-        if mesh.is_first:
-            print(progress_line(rows[-1]), flush=True)
-        if options.device.type == "cuda":
-            torch.cuda.empty_cache()
+    rows = measured_rows(chosen, lambda case: measured_row(case, names, options, mesh), options, mesh)
     layers = ", ".join(sorted({str(row["layers"]) for row in rows}))
     return Outcome(PROTOCOL.format(layers=layers), rows, options.keys(summary(rows)), table(rows))
-
-
-def part_of(row: dict[str, Any]) -> str:
-    return f"all {row['processes']}"
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:

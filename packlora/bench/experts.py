@@ -19,7 +19,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from packlora.adapters.attach import attach
 from packlora.adapters.owners import TokenOwners
 from packlora.adapters.spec import resolve
-from packlora.bench.layer import progress_line
+from packlora.bench.layer import show
 from packlora.bench.model import build, peak_gib, shared_copy
 from packlora.bench.model import table as table
 from packlora.bench.options import Options, Outcome, choose
@@ -142,9 +142,7 @@ def measured_row(case: Case, names: list[str], device: torch.device) -> dict[str
         "case": case.label, "jobs": case.jobs, "dora": case.dora, "layers": case.config.num_hidden_layers,
         "T": ids.numel(), **timings.row(), "gib": peak_gib(timings, stored), "vs_peft": timings.ratio("peft", "packlora"),
     }  # fmt: skip
-    print(progress_line(row), flush=True)
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    show(row, device)
     return row
 
 

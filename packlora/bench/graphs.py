@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from packlora.bench.layer import accelerated, progress_line
+from packlora.bench.layer import accelerated, show
 from packlora.bench.model import TINY, build, causal_lm, peak_gib, table
 from packlora.bench.options import Options, Outcome, choose
 from packlora.bench.peers.peft import peft_model
@@ -114,10 +114,8 @@ def run(options: Options) -> Outcome:
             "gib": peak_gib(timings, weights),
         }  # fmt: skip
         rows.append(row)
-        print(progress_line(row), flush=True)
         del base, contenders, timings
-        if options.device.type == "cuda":
-            torch.cuda.empty_cache()
+        show(row, options.device)
     return Outcome(PROTOCOL, rows, options.keys(summary(rows)), table(rows))
 
 

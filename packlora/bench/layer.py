@@ -21,6 +21,7 @@ from packlora.bench.peers.peft import One, check_close, peft_model, under_autoca
 from packlora.bench.results import text_table
 from packlora.live.accelerate import accelerate
 from packlora.plans.timing import Contender, Work, geomean, paired, stepped
+from packlora.runtime.memory import free_memory
 
 SHAPES = [(4096, 4096), (5120, 5120), (8192, 8192), (4096, 14336), (14336, 4096)]
 """K x N: square ones of LoRAFusion's kernel benchmark, and gate/up and down of Llama-3.1-8B."""
@@ -201,12 +202,18 @@ def run(options: Options) -> Outcome:
             own: {peer: timings.ratio(peer, own) for peer in peers} for own in taking_part if own.startswith("packlora")
         }
         rows.append(row)
-        print(progress_line(row), flush=True)
+        show(row, options.device)
     return Outcome(PROTOCOL, rows, options.keys(summary(rows)), table(rows))
 
 
 def _given(name: str, *ratios: dict[str, float | None]) -> list[float]:
     return [ratio for by_name in ratios if (ratio := by_name.get(name)) is not None]
+
+
+def show(row: dict[str, Any], device: torch.device) -> None:
+    """Print a case's line and give back the memory that it took."""
+    print(progress_line(row), flush=True)
+    free_memory(device)
 
 
 def progress_line(row: dict[str, Any]) -> str:
@@ -221,9 +228,9 @@ def progress_line(row: dict[str, Any]) -> str:
     return f"{row['case']}: " + " | ".join(parts)
 
 
-def best_peft(row: dict[str, Any], own: str = "packlora") -> float | None:
+def best_peft(row: dict[str, Any]) -> float | None:
     """Time of the fastest PEFT contender over packlora's; None where packlora or every peer failed."""
-    ratios = [value for value in row["vs_peft"].get(own, {}).values() if value is not None]
+    ratios = [value for value in row["vs_peft"].get("packlora", {}).values() if value is not None]
     return min(ratios) if ratios else None
 
 

@@ -21,7 +21,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedConfig, Qwen2Config
 
-from packlora.bench.layer import accelerated, progress_line
+from packlora.bench.layer import accelerated, show
 from packlora.bench.options import Options, Outcome, choose
 from packlora.bench.peers.peft import under_autocast
 from packlora.bench.results import text_table
@@ -342,9 +342,7 @@ def measured_row(case: Case, names: list[str], device: torch.device) -> dict[str
         "T": case.samples * case.length, "checkpointing": case.checkpointing, "dora": case.dora, **timings.row(),
         "gib": peak_gib(timings, weights),
     }  # fmt: skip
-    print(progress_line(row), flush=True)
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    show(row, device)
     return row
 
 

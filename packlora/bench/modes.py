@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 
 from packlora.plans.timing import Contender, Work
+from packlora.runtime.memory import free_memory, synchronize
 
 MODES = ("eager", "compiled", "reduce-overhead")
 RUNS = 3
@@ -63,8 +63,7 @@ def started(
                 work.clear()
                 step()
             work.clear()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+            synchronize(device)
             seconds[name] = time.perf_counter() - start
         check()
         return Work(step, work.clear, work.note)
@@ -75,6 +74,4 @@ def started(
 def forget(device: torch.device) -> None:
     """Drop everything compiled, so that limits of recompilation do not leave later cases uncompiled, and its memory."""
     torch._dynamo.reset()
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    free_memory(device)

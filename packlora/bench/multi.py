@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from packlora.bench.layer import SHAPES, progress_line, work
+from packlora.bench.layer import SHAPES, show, work
 from packlora.bench.layer import summary as layer_summary
 from packlora.bench.layer import table as layer_table
 from packlora.bench.options import Options, Outcome, choose, plan_from_name
@@ -173,7 +173,7 @@ def run(options: Options) -> Outcome:
                 "vs_peft": {name: {peer: timings.ratio(peer, name) for peer in peers} for name in own},
             }
         )  # fmt: skip
-        print(progress_line(rows[-1]), flush=True)
+        show(rows[-1], options.device)
     return Outcome(PROTOCOL, rows, options.keys(summary(rows)), table(rows))
 
 

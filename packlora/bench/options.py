@@ -15,7 +15,7 @@ from packlora.ops.lora_linear.plan import PLANS, Plan
 
 PARTS = {
     "model": ("lora", "dora", "layers"),
-    "dora": ("norm", "compose", "layer", "multi", "model", "paper-model", "quality"),
+    "dora": ("norm", "compose", "layer", "multi", "model", "paper-model", "inference", "quality"),
     "replicas": ("jobs", "fsdp2"),
     "small": ("models", "layers", "train"),
 }

@@ -29,9 +29,10 @@ from packlora.base.weight_files import WeightFiles
 from packlora.bench.model import LLAMA_70B, TARGETS, TINY
 from packlora.bench.options import Options, Outcome
 from packlora.bench.processes import alarm
+from packlora.bench.processes import part_of as part_of
 from packlora.bench.replicas import Sizes, short_jobs
 from packlora.bench.results import text_table
-from packlora.bench.studies.short_jobs import CLIP, DROPOUT, JOBS, LR, prepared_on, synchronize
+from packlora.bench.studies.short_jobs import CLIP, DROPOUT, JOBS, LR, prepared_on
 from packlora.config import Run
 from packlora.errors import InputError
 from packlora.parallel.layout import Layout
@@ -42,6 +43,7 @@ from packlora.runtime import profiler
 from packlora.runtime.events import Emitter
 from packlora.runtime.folder import OutputFolder
 from packlora.runtime.job import Job
+from packlora.runtime.memory import synchronize
 from packlora.runtime.microbatch import MicrobatchResult
 from packlora.runtime.pipelined import PipelinedTrainer
 from packlora.runtime.prepared_job import ModelShape
@@ -375,10 +377,6 @@ def unit_rows(measured: Sequence[dict[str, Any]], processes: int, ways: Sequence
         row = {"case": f"x{processes} unit {number}", "processes": processes, "layers": max(layers), "failed": {}}
         out.append(row | {way: own[way]["figures"] for way in ways if way in own})
     return out
-
-
-def part_of(row: dict[str, Any]) -> str:
-    return f"all {row['processes']}"
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:

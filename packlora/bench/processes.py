@@ -10,10 +10,20 @@ import contextlib
 import faulthandler
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
+import torch
+import torch.distributed as dist
+
+from packlora.bench.layer import progress_line
+from packlora.bench.messages import counted
+from packlora.bench.options import Options
+from packlora.bench.progress import Case, Row
 from packlora.errors import InputError
 from packlora.parallel.mesh import Mesh, started, world_size
+from packlora.plans.timing import Work
+from packlora.runtime.memory import free_memory
 
 TIMEOUT, ENDING = 120.0, 20.0
 """Seconds until the next sign of life at the latest; and that a process which has failed takes to end."""
@@ -69,3 +79,51 @@ def all_or_none(step: Callable[[], None], rank: int) -> Callable[[], None]:
             raise SystemExit(1) from error
 
     return run
+
+
+# --- contenders on all of them -----------------------------------------------------------------------------------------
+
+
+def everyone() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def together(work: Work, mesh: Mesh, device: torch.device) -> Work:
+    """A contender's work on all processes: no process begins a run before all are there."""
+
+    def clear() -> None:
+        alarm()
+        work.clear()
+        dist.all_reduce(torch.zeros(1, device=device))
+
+    return Work(all_or_none(work.step, mesh.rank), clear, work.note)
+
+
+def messages(works: Mapping[str, Work]) -> dict[str, dict[str, Any]]:
+    """By contender what a run of it sends: collectives, and bytes of this process."""
+    found = {}
+    for name, work in works.items():
+        work.clear()
+        with counted() as sent:
+            work.step()
+        work.clear()
+        found[name] = {"collectives": len(sent.names), "sent": sent.sent}
+    return found
+
+
+def measured_rows(cases: Sequence[Case], measure: Callable[[Case], Row], options: Options, mesh: Mesh) -> list[Row]:
+    """The rows that stay in the file and those of the cases; the first process prints a line per case."""
+    rows = list(options.kept)
+    for case in cases:
+        rows.append(measure(case))
+        if mesh.is_first:
+            print(progress_line(rows[-1]), flush=True)
+        free_memory(options.device)
+    return rows
+
+
+def part_of(row: Row) -> str:
+    """Of a benchmark without parts: a run with so many processes replaces the rows with as many."""
+    return f"all {row['processes']}"

@@ -22,7 +22,7 @@ from packlora.adapters.owners import TokenOwners
 from packlora.adapters.spec import resolve
 from packlora.base.packing import hidden_states, prepare_model
 from packlora.base.quantized import check_quantization, own_layers
-from packlora.bench.layer import accelerated, progress_line
+from packlora.bench.layer import accelerated, show
 from packlora.bench.model import LLAMA_8B, TARGETS, TINY, build, peak_gib, use_liger, with_lora
 from packlora.bench.model import table as table
 from packlora.bench.options import Options, Outcome, choose
@@ -211,9 +211,7 @@ def measured_row(case: Case, names: list[str], device: torch.device) -> dict[str
         row[f"vs_{other}"] = timings.ratio(other, name)
     if {"packlora", "peft_bnb"} <= {*part}:
         row["losses"] = losses(base, ids, case)
-    print(progress_line(row), flush=True)
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    show(row, device)
     return row
 
 

@@ -29,10 +29,10 @@ from packlora.bench.studies.short_jobs import (
     SHAPES,
     Peft,
     make_trainer,
-    synchronize,
     timed_window,
 )
 from packlora.data.dataset import JobData
+from packlora.runtime.memory import synchronize
 from packlora.runtime.trainer import Trainer
 from packlora.schedule.planner import WINDOW_ROUNDS, Planner
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedConfig
 
@@ -25,11 +24,10 @@ from packlora.adapters.sharded import ShardedLinear
 from packlora.adapters.spec import peft_config, resolve
 from packlora.base.liger import use_liger
 from packlora.base.packing import prepare_model
-from packlora.bench.layer import progress_line
-from packlora.bench.messages import counted
 from packlora.bench.model import LLAMA_8B, LLAMA_70B, TARGETS, TINY, build
 from packlora.bench.options import Options, Outcome, choose
-from packlora.bench.processes import alarm, all_or_none
+from packlora.bench.processes import alarm, everyone, measured_rows, messages, together
+from packlora.bench.processes import part_of as part_of
 from packlora.bench.results import text_table
 from packlora.config import JobConfig
 from packlora.data.dataset import JobData
@@ -130,16 +128,8 @@ class Inputs:
         return output.last_hidden_state  # type: ignore[no-any-return]
 
     def clear(self) -> None:
-        """Between runs: no process begins one before all are there."""
-        alarm()
+        """Between runs."""
         self.x.grad = None
-        dist.all_reduce(self.x.new_zeros(1))
-
-
-def everyone() -> dist.ProcessGroup:
-    group = dist.group.WORLD
-    assert group is not None
-    return group
 
 
 def samples_of(case: Case) -> list[Sample]:
@@ -164,7 +154,7 @@ def contender(name: str, inputs: Inputs, made: dict[str, Work]) -> Contender:
         model = cut_model(inputs)
         works = {"packlora": packlora_work, "packlora_stepped": stepped_work, "peft_bf16": peft_work}
         work = works.get(name, frozen_work)(model, inputs)
-        made[name] = Work(all_or_none(work.step, inputs.mesh.rank), work.clear, work.note)
+        made[name] = together(work, inputs.mesh, inputs.x.device)
         return made[name]
 
     return Contender(name, make)
@@ -251,18 +241,6 @@ def peft_work(model: Any, inputs: Inputs) -> Work:
 # --- measuring ---------------------------------------------------------------------------------------------------------
 
 
-def messages(works: dict[str, Work]) -> dict[str, dict[str, Any]]:
-    """By contender what a run of it sends: collectives, and bytes of this process."""
-    found = {}
-    for name, work in works.items():
-        work.clear()
-        with counted() as sent:
-            work.step()
-        work.clear()
-        found[name] = {"collectives": len(sent.names), "sent": sent.sent}
-    return found
-
-
 def measured_row(case: Case, names: list[str], options: Options, mesh: Mesh) -> dict[str, Any]:
     """A case's row of the results."""
     inputs = Inputs.random(case, options.device, mesh)
@@ -281,19 +259,9 @@ def measured_row(case: Case, names: list[str], options: Options, mesh: Mesh) -> 
 def run(options: Options, mesh: Mesh) -> Outcome:
     """Measure; the first process prints a line per case."""
     names, chosen = choose(options.only, CONTENDERS, [], cases(options))
-    rows = list(options.kept)
-    for case in chosen:
-        rows.append(measured_row(case, names, options, mesh))
-        if mesh.is_first:
-            print(progress_line(rows[-1]), flush=True)
-        if options.device.type == "cuda":
-            torch.cuda.empty_cache()
+    rows = measured_rows(chosen, lambda case: measured_row(case, names, options, mesh), options, mesh)
     layers = ", ".join(sorted({f"{row['layers']} of {row['shape']}" for row in rows}))
     return Outcome(PROTOCOL.format(layers=layers), rows, options.keys(summary(rows)), table(rows))
-
-
-def part_of(row: dict[str, Any]) -> str:
-    return f"all {row['processes']}"
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
-from packlora.bench.layer import accelerated, progress_line
+from packlora.bench.layer import accelerated, show
 from packlora.bench.model import build, peak_gib, shared_copy
 from packlora.bench.model import table as table
 from packlora.bench.options import Options, Outcome, choose
@@ -174,9 +174,7 @@ def measured_row(case: Case, base: nn.Module, names: list[str], device: torch.de
         "layers": case.config.text_config.num_hidden_layers, "T": inputs["input_ids"].numel(), "patches": case.grid**2,
         **timings.row(), "gib": peak_gib(timings, stored), "vs_peft": timings.ratio("peft", "packlora"),
     }  # fmt: skip
-    print(progress_line(row), flush=True)
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    show(row, device)
     return row
 
 

@@ -32,6 +32,7 @@ from packlora.plans.cost import machine, seconds
 from packlora.plans.measure import Measured, candidates, group_maker, measure
 from packlora.plans.space import legal_plans
 from packlora.report.progress import duration
+from packlora.runtime.memory import synchronize
 from packlora.runtime.prepare import adapter_config, adapter_spec
 from packlora.runtime.prepared_job import AUTO_BUDGET
 
@@ -306,8 +307,7 @@ class _Clock:
             step()
             began = time.perf_counter()
             step()
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
+            synchronize(self.device)
             self._factor = (time.perf_counter() - began) / self._estimates[case][0]
         except Exception:  # as where memory ends: measuring it says so
             return

@@ -178,11 +178,7 @@ class Run(Strict):
             names = ", ".join(job.name for job in self.jobs)
             raise ValueError(f"sweep.job: there is no job {quoted(self.sweep.job)}; there are {names}")
         if template.data.eval_path is None:
-            raise ValueError(
-                f"sweep: job {template.name!r} has no data.eval_path, by whose loss candidates are compared"
-            )
+            raise ValueError(f"sweep: job {template.name!r} has no data.eval_path, by which candidates are compared")
         if self.sweep.stopping.method != "none" and not self.eval_every:
-            raise ValueError(
-                "sweep.stopping: held-out losses decide, and eval_every is 0; set how often they are measured"
-            )
+            raise ValueError("sweep.stopping: evaluations decide, and eval_every is 0; set how often they are made")
         return self

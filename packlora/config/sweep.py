@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from packlora.config.shared import MOST_STEPS, Strict
 
@@ -34,7 +34,7 @@ Values = Annotated[
 
 
 class StoppingConfig(Strict):
-    """Which candidates of a sweep end before their last step; looked at between windows, by held-out losses."""
+    """Which candidates of a sweep end before their last step; looked at between windows, by what is compared."""
 
     method: Literal["none", "successive_halving", "median", "patience", "target"] = "none"
     """successive_halving: at steps min_resource, times reduction_factor and so on, the best of those that came as far go on.
@@ -52,13 +52,13 @@ class StoppingConfig(Strict):
     """patience: evaluations."""
     min_delta: float = Field(0.0, ge=0)
     """patience: what is better by less is no better."""
-    target: float | None = Field(None, gt=0)
-    """target: the held-out loss."""
+    target: float | None = Field(None, allow_inf_nan=False)
+    """target: the held-out loss, or what else is compared."""
 
     @model_validator(mode="after")
     def _has_target(self) -> StoppingConfig:
         if (self.target is not None) != (self.method == "target"):
-            raise ValueError("method: target goes with a target, the held-out loss to reach, and no other method does")
+            raise ValueError("method: target goes with a target, the sweep's metric to reach, and no other method does")
         return self
 
 
@@ -75,12 +75,18 @@ class SweepConfig(Strict):
     """Candidates, with random and optuna."""
     concurrent: int = Field(8, ge=1, le=10_000)
     """Candidates that train at the same time; when one ends, the next one takes its place."""
-    metric: Literal["eval_loss"] = "eval_loss"
-    """What is compared: the held-out loss."""
+    metric: Literal["eval_loss", "eval_rewards/margins", "eval_rewards/accuracies"] = "eval_loss"
+    """What is compared: the held-out loss; or of preferences the held-out rewards, of which the higher are the better. The
+    latter may be given without eval_, as in transformers."""
     stopping: StoppingConfig = Field(default_factory=StoppingConfig)
     """Which of them end early."""
     seed: int | None = Field(None, ge=0, lt=2**63)
     """Of what random and optuna draw; null: the run's. All candidates have the seed of the job, and differ in nothing else."""
+
+    @field_validator("metric", mode="before")
+    @classmethod
+    def _of_evaluations(cls, value: Any) -> Any:
+        return f"eval_{value}" if isinstance(value, str) and value.startswith("rewards/") else value
 
     @model_validator(mode="after")
     def _whole(self) -> SweepConfig:
@@ -95,6 +101,8 @@ class SweepConfig(Strict):
                 raise ValueError(f"{key} has no values")
             if isinstance(values, RangeConfig) and self.method == "grid":
                 raise ValueError(f"{key} is a range, and a grid takes lists; list its values, or use random or optuna")
+        if self.metric == "eval_loss" and self.stopping.target is not None and self.stopping.target <= 0:
+            raise ValueError(f"stopping.target is {self.stopping.target:g}; a held-out loss is above 0")
         if self.method != "grid" and self.num_trials is None:
             raise ValueError(f"method {self.method} needs num_trials, the number of candidates")
         if self.method == "grid" and self.num_trials is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -30,6 +30,31 @@ def active_adapter(layer: Any, own: Container[str]) -> tuple[str, str]:
     if len(names) == 1:
         return names[0], ""
     return "", f"several adapters are active: {', '.join(names)}" if names else NOT_ACTIVE
+
+
+class ParameterAdapter(NamedTuple):
+    """The one active adapter of a ParamWrapper."""
+
+    name: str
+    A: torch.Tensor
+    B: torch.Tensor
+    scaling: float
+
+
+def parameter_adapter(layer: Any, unfit: str | None) -> ParameterAdapter | str:
+    """That of a ParamWrapper, or the reason why PEFT must compute it. unfit: why the module that has the parameter cannot be
+    read."""
+    modules: dict[str, Any] = layer._modules
+    own_A = modules["lora_A"]._modules
+    name, reason = active_adapter(layer, own_A)
+    if reason := reason or unfit or "":
+        return reason
+    A, B = own_A[name], modules["lora_B"]._modules[name]
+    if unread := why_not_read([("lora_A", A), ("lora_B", B)]):
+        return unread
+    if not isinstance(scaling := layer.scaling[name], float | int):
+        return f"its scaling is a {type(scaling).__name__}, not a number"
+    return ParameterAdapter(name, weight_of(A), weight_of(B), float(scaling))
 
 
 def observed(module: nn.Module) -> bool:

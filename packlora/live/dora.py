@@ -79,8 +79,7 @@ class DoraForward(OwnForward):
         if isinstance(call, str):
             if self.on:
                 self.calls.leave(call)
-            y: torch.Tensor = type(self.layer).forward(self.layer, x, *args, **kwargs)
-            return y
+            return self.peft(x, *args, **kwargs)
         if not torch.compiler.is_compiling():
             self.calls.served += 1
         return self.compute(x, call)

@@ -19,10 +19,10 @@ from torch import nn
 
 from packlora.adapters.expert_layout import frozen_at, is_experts, outputs, weight_names
 from packlora.adapters.norms import RowNorms
-from packlora.live.adapter import DTYPES, active_adapter, observed, why_not_read
+from packlora.live.adapter import DTYPES, observed, parameter_adapter
 from packlora.live.forward import ASKED_FOR, OwnForward
 from packlora.live.layers import product_dtype
-from packlora.live.wrapped import NotWhole, kind_of, weight_of, why_called
+from packlora.live.wrapped import NotWhole, why_called
 from packlora.ops.lora_experts.autograd import lora_experts
 from packlora.ops.lora_experts.routing import Routing
 from packlora.ops.lora_experts.types import ExpertLowRank, ExpertWeight
@@ -59,28 +59,17 @@ class ExpertsForward(OwnForward):
         if self.on:
             for member in self.members:
                 member.calls.leave(found)
-        y: torch.Tensor = kind_of(self.layer).forward(self.layer, x, *args, **kwargs)  # type: ignore[attr-defined]
-        return y
+        return self.peft(x, *args, **kwargs)
 
     # --- what the wrappers compute now ---------------------------------------------------------------------------------
 
     def ready(self) -> ExpertLowRank | str:
         """The adapter of this wrapper's weight, or the reason why PEFT must compute it."""
-        layer = self.layer
-        modules: dict[str, Any] = layer._modules
-        own_A = modules["lora_A"]._modules
-        name, reason = active_adapter(layer, own_A)
-        if reason:
-            return reason
-        experts, leaf = layer.get_base_layer(), layer.parameter_name
-        if found := _why_not_experts(experts, leaf):
-            return found
-        A, B = own_A[name], modules["lora_B"]._modules[name]
-        if unread := why_not_read([("lora_A", A), ("lora_B", B)]):
-            return unread
-        if not isinstance(scaling := layer.scaling[name], float | int):
-            return f"its scaling is a {type(scaling).__name__}, not a number"
-        low_rank = ExpertLowRank(weight_of(A), weight_of(B), float(scaling))
+        experts, leaf = self.layer.get_base_layer(), self.layer.parameter_name
+        adapter = parameter_adapter(self.layer, _why_not_experts(experts, leaf))
+        if isinstance(adapter, str):
+            return adapter
+        low_rank = ExpertLowRank(adapter.A, adapter.B, adapter.scaling)
         E, N, K = frozen_at(experts, leaf).shape
         if E == 1:
             return "it has one expert alone"

@@ -13,6 +13,7 @@ from torch.autograd import forward_ad
 
 from packlora.adapters.norms import RowNorms
 from packlora.live.adapter import DISABLED, MERGED, NOT_ACTIVE
+from packlora.live.wrapped import kind_of
 
 EMPTY = "x is empty"
 ASKED_FOR = (DISABLED, MERGED, NOT_ACTIVE, EMPTY)
@@ -82,6 +83,11 @@ class OwnForward:
             copy.__dict__.pop(name, None)
         self.calls.leave(REPLICA)
         return copy
+
+    def peft(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """PEFT's own forward."""
+        y: torch.Tensor = kind_of(self.layer).forward(self.layer, x, *args, **kwargs)  # type: ignore[attr-defined]
+        return y
 
     def why_peft(self, x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         """Why a call is PEFT's, whatever the layer computes now."""

@@ -363,23 +363,19 @@ class LayerForward(OwnForward):
 
     def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if not self.on:
-            return self._peft(x, *args, **kwargs)
+            return self.peft(x, *args, **kwargs)
         call: LayerCall | str = self.why_peft(x, args, kwargs) or look(self)
         if not isinstance(call, str) and call.stored is not None and torch.compiler.is_compiling():
             call = COMPILED
         if isinstance(call, str):
             self.calls.leave(call)
-            return self._peft(x, *args, **kwargs)
+            return self.peft(x, *args, **kwargs)
         compiling = torch.compiler.is_compiling()
         if not compiling:
             self.calls.served += 1
         if self.group is None:
             return compute(x, (call,))[0]
         return self.group.serve_traced(self.index, x, call) if compiling else self.group.serve(self.index, x, call)
-
-    def _peft(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        y: torch.Tensor = kind_of(self.layer).forward(self.layer, x, *args, **kwargs)  # type: ignore[attr-defined]
-        return y
 
     def stored(self, base: nn.Module) -> StoredWeight | str | None:
         """The weight of a quantised base layer, or why it cannot be read; None of another layer."""

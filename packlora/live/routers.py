@@ -14,11 +14,11 @@ from torch import nn
 
 from packlora.adapters.expert_targets import RouterProduct, router_product
 from packlora.adapters.norms import RowNorms
-from packlora.live.adapter import DTYPES, active_adapter, observed, why_not_read
+from packlora.live.adapter import DTYPES, observed, parameter_adapter
 from packlora.live.experts import NO_REGISTRY
 from packlora.live.forward import OwnForward
 from packlora.live.layers import LayerCall, LayerForward, compute
-from packlora.live.wrapped import NotWhole, kind_of, weight_of, why_called
+from packlora.live.wrapped import NotWhole, why_called
 
 COMPILED = "routers are not computed here in compiled graphs"
 
@@ -35,7 +35,7 @@ class RouterForward(LayerForward):
         if isinstance(found, str):
             if self.on:
                 self.calls.leave(found)
-            return kind_of(self.layer).forward(self.layer, x, *args, **kwargs)  # type: ignore[attr-defined]
+            return self.peft(x, *args, **kwargs)
         self.calls.served += 1
         router, call = self.layer.get_base_layer(), found
 
@@ -47,27 +47,19 @@ class RouterForward(LayerForward):
             return router(x)
 
     def ready(self) -> LayerCall | str:
-        layer = self.layer
-        modules: dict[str, Any] = layer._modules
-        own_A = modules["lora_A"]._modules
-        name, reason = active_adapter(layer, own_A)
-        if reason:
-            return reason
-        router, A, B = layer.get_base_layer(), own_A[name], modules["lora_B"]._modules[name]
-        if unread := why_not_read([("lora_A", A), ("lora_B", B)]):
-            return unread
-        if observed(router):
-            return why_called("router", router)
-        weight = router._parameters.get(layer.parameter_name)
-        if type(weight) not in (nn.Parameter, torch.Tensor) or weight.shape != (B.out_features, A.in_features):
+        router = self.layer.get_base_layer()
+        adapter = parameter_adapter(self.layer, why_called("router", router) if observed(router) else None)
+        if isinstance(adapter, str):
+            return adapter
+        A, B = adapter.A, adapter.B
+        weight = router._parameters.get(self.layer.parameter_name)
+        if type(weight) not in (nn.Parameter, torch.Tensor) or weight.shape != (B.shape[0], A.shape[1]):
             return NotWhole("the weight of its router is not whole here")
         if weight.dtype not in DTYPES:
             return f"the weight of its router is {weight.dtype}"
         if weight.requires_grad:
             return "the weight of its router is trained too"
-        if not isinstance(scaling := layer.scaling[name], float | int):
-            return f"its scaling is a {type(scaling).__name__}, not a number"
-        return LayerCall(self, weight, None, weight_of(A), weight_of(B), float(scaling), 0.0, name, None)
+        return LayerCall(self, weight, None, A, B, adapter.scaling, 0.0, adapter.name, None)
 
 
 def router_forward(layer: ParamWrapper, path: str, norms: RowNorms) -> OwnForward | str:

@@ -19,7 +19,7 @@ from packlora.adapters.norms import RowNorms
 from packlora.adapters.token_rows import TokenRows
 from packlora.live.adapter import DTYPES, active_adapter, observed
 from packlora.live.forward import OwnForward
-from packlora.live.wrapped import NotWhole, kind_of, why_called, why_no_weight
+from packlora.live.wrapped import NotWhole, why_called, why_no_weight
 
 PLAN = "rows"
 """How the report names what this file does."""
@@ -49,8 +49,7 @@ class TokensForward(OwnForward):
         if isinstance(found, str):
             if self.on:
                 self.calls.leave(found)
-            given: torch.Tensor = kind_of(self.layer).forward(self.layer, x, *args, **kwargs)  # type: ignore[attr-defined]
-            return given
+            return self.peft(x, *args, **kwargs)
         if not torch.compiler.is_compiling():
             self.calls.served += 1
         base, y, index = found.base, found.base(x), found.index

@@ -4,14 +4,11 @@
      "cases": {"cuda bfloat16 T2048 ...": {"plan": {...}, "ms": {"mm/after-mm/after": 0.31, ...}, "failed": {}, "date": "..."}}}
 
 A file that is broken, or of another device or other versions, is ignored with one warning and replaced by the next write: its
-figures say nothing about here and now, nor where kernels have other sizes (kernel_sizes.py). Writers take turns and merge;
-readers see the old file or the new one.
+figures say nothing about here and now, nor where kernels have other sizes (kernel_sizes.py).
 """
 
 from __future__ import annotations
 
-import fcntl
-import json
 import math
 import warnings
 from collections.abc import Iterable, Mapping
@@ -22,9 +19,9 @@ from typing import Any
 
 import torch
 
-from packlora.files import write_json
 from packlora.ops.lora_linear.plan import CHAIN, Plan
 from packlora.plans import identity, kernel_sizes
+from packlora.plans.device_file import DeviceFile
 from packlora.plans.measure import Measured
 
 SCHEMA = 2
@@ -67,40 +64,24 @@ class PlanCache:
         if (sizes := kernel_sizes.identity(device)) is not None:
             versions["kernels"] = sizes
         self.identity = {"schema": SCHEMA, "device": identity.device_name(device), "versions": versions}
+        self._file = DeviceFile(self.path, self.identity, "cases", _records, asdict)
         self._records: dict[str, Record] | None = None
-        self._warned = False
 
     def get(self, key: str) -> Record | None:
         """The record of a case by Case.key."""
         if self._records is None:
-            self._records = self._read()
+            self._records, unused = self._file.read()
+            if unused:
+                warnings.warn(f"plans measured earlier are not used: {unused}", stacklevel=3)
         return self._records.get(key)
 
     def put(self, records: Mapping[str, Record]) -> None:
         """Add or replace records, and keep what others have written since. Raises OSError where nothing can be written."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.with_suffix(".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            merged = {**self._read(), **records}
-            cases = {key: asdict(merged[key]) for key in sorted(merged)}
-            write_json(self.path, {**self.identity, "cases": cases})
-        self._records = merged
+        self._records = self._file.put(records)
 
-    def _read(self) -> dict[str, Record]:
-        try:
-            found = json.loads(self.path.read_text(encoding="utf-8"))
-            for name, ours in self.identity.items():
-                if found[name] != ours:
-                    raise ValueError(f"its {name} is {found[name]}, here it is {ours}")
-            return {str(key): _record(value) for key, value in found["cases"].items()}
-        except FileNotFoundError:
-            return {}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            if not self._warned:
-                self._warned = True
-                reason = f"it has no {error}" if isinstance(error, KeyError) else error
-                warnings.warn(f"plans measured earlier are not used: {self.path}: {reason}", stacklevel=4)
-            return {}
+
+def _records(cases: Mapping[str, Any]) -> dict[str, Record]:
+    return {str(key): _record(value) for key, value in cases.items()}
 
 
 def _record(value: Any) -> Record:

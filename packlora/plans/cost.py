@@ -120,10 +120,10 @@ class _Shapes:
         """(t, r) of each adapter that targets the layer."""
         return [(t, ranks[layer]) for t, ranks in zip(self.tokens, self.case.ranks, strict=True) if ranks[layer]]
 
-    def mm(self, phase: Phase, name: str, m: int, k: int, n: int, extra: int = 0, slower: float = 1.0) -> Step:
+    def mm(self, phase: Phase, name: str, m: int, k: int, n: int, extra: int = 0) -> Step:
         """[m, k] @ [k, n]; `extra` elements are read or written beside operands and result."""
         waste = WASTE["skinny"] if self.case.device == "cuda" and min(m, k, n) < SKINNY else 1.0
-        return Step(phase, name, 2 * m * k * n, self.e * (m * k + k * n + m * n + extra), slower=slower, waste=waste)
+        return Step(phase, name, 2 * m * k * n, self.e * (m * k + k * n + m * n + extra), waste=waste)
 
     def drop(self, phase: Phase, t: int) -> Step:
         if self.case.device == "cuda" and self.case.dtype != "float64" and gpu.HAS_TRITON:

@@ -28,12 +28,12 @@ def device_name(device: torch.device) -> str:
     return f"{name}, {torch.get_num_threads()} threads"
 
 
-def cache_path(device: torch.device) -> Path:
-    """plans/<device>.json in PACKLORA_CACHE, or in packlora in the user's cache folder."""
+def cache_path(device: torch.device, folder: str = "plans") -> Path:
+    """<folder>/<device>.json in PACKLORA_CACHE, or in packlora in the user's cache folder."""
     chosen = os.environ.get("PACKLORA_CACHE")
-    folder = Path(chosen or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "packlora")
+    root = Path(chosen or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "packlora")
     slug = re.sub(r"[^a-z0-9]+", "-", device_name(device).lower()).strip("-")
-    return folder / "plans" / f"{slug}.json"
+    return root / folder / f"{slug}.json"
 
 
 def measured_versions() -> dict[str, str]:

@@ -9,7 +9,6 @@ ignored with one warning. plans/kernel_tuning.py measures.
 
 from __future__ import annotations
 
-import fcntl
 import functools
 import hashlib
 import json
@@ -23,9 +22,9 @@ from typing import Any
 
 import torch
 
-from packlora.files import write_json
 from packlora.ops.lora_linear.kernels.candidates import KERNELS, Fields, combined, described
 from packlora.ops.lora_linear.kernels.config import use, usual
+from packlora.plans.device_file import DeviceFile
 from packlora.plans.identity import cache_path, device_name, measured_versions
 
 SCHEMA = 1
@@ -67,40 +66,30 @@ class KernelCache:
     """The records of one device, by kernel."""
 
     def __init__(self, device: torch.device, path: Path | None = None) -> None:
-        plans = cache_path(device)
-        self.path = path or plans.parent.with_name("kernels") / plans.name
+        self.path = path or cache_path(device, "kernels")
         self.identity = {
             "schema": SCHEMA, "device": device_name(device), "driver": driver(), "versions": measured_versions(),
         }  # fmt: skip
+        self._file = DeviceFile(self.path, self.identity, "kernels", _records, asdict)
 
     def read(self) -> dict[str, Record]:
         """Empty where nothing is known; warns where there is a file that cannot be used."""
-        try:
-            found = json.loads(self.path.read_text(encoding="utf-8"))
-            for name, ours in self.identity.items():
-                if found[name] != ours:
-                    raise ValueError(f"its {name} is {found[name]}, here it is {ours}")
-            records = {str(name): _record(value) for name, value in found["kernels"].items()}
-            combined({name: record.fields for name, record in records.items()})
-            return records
-        except FileNotFoundError:
-            return {}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            reason = f"it has no {error}" if isinstance(error, KeyError) else error
+        records, unused = self._file.read()
+        if unused:
             warnings.warn(
-                f"sizes of kernels measured earlier are not used: {self.path}: {reason}; packlora tune measures them",
-                stacklevel=3,
+                f"sizes of kernels measured earlier are not used: {unused}; packlora tune measures them", stacklevel=3
             )
-            return {}
+        return records
 
     def put(self, name: str, record: Record) -> None:
         """Replace the record of a kernel; others stay. Raises OSError where nothing can be written."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.with_suffix(".lock").open("w") as lock, warnings.catch_warnings():
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            warnings.simplefilter("ignore")  # it was said when it was read first
-            merged = {**self.read(), name: record}
-            write_json(self.path, {**self.identity, "kernels": {own: asdict(merged[own]) for own in sorted(merged)}})
+        self._file.put({name: record})
+
+
+def _records(kernels: Mapping[str, Any]) -> dict[str, Record]:
+    records = {str(name): _record(value) for name, value in kernels.items()}
+    combined({name: record.fields for name, record in records.items()})
+    return records
 
 
 def _record(value: Any) -> Record:

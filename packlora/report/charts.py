@@ -33,14 +33,10 @@ class Axis:
     low: float
     high: float
     ticks: tuple[tuple[float, str], ...]
-    log: bool = False
 
     def at(self, value: float) -> float:
         """Position of a value; what lies outside the scale is drawn on its edge."""
-        low, high = self.low, self.high
-        if self.log:
-            low, high, value = math.log10(low), math.log10(high), math.log10(max(value, 1e-300))
-        return SIZE * min(max((value - low) / (high - low), 0.0), 1.0)
+        return SIZE * min(max((value - self.low) / (self.high - self.low), 0.0), 1.0)
 
 
 def linear_axis(
@@ -65,16 +61,6 @@ def linear_axis(
     ticks = tuple((index * step, tick_text(index * step, step)) for index in range(first, last + 1))
     top = high if tight else last * step
     return Axis(label, first * step, top, tuple(tick for tick in ticks if tick[0] <= top * (1 + 1e-9)))
-
-
-def log_axis(label: str, values: Iterable[float]) -> Axis:
-    """A logarithmic axis over whole decades; values that are not positive are left out."""
-    positive = [value for value in values if math.isfinite(value) and value > 0] or [1.0]
-    first, last = math.floor(math.log10(min(positive))), math.ceil(math.log10(max(positive)))
-    last = max(last, first + 1)
-    stride = max(1, round((last - first) / 6))
-    ticks = tuple((10.0**power, tick_text(10.0**power, 10.0**power)) for power in range(first, last + 1, stride))
-    return Axis(label, 10.0**first, 10.0**last, ticks, log=True)
 
 
 def _tick_step(at_least: float) -> float:

@@ -185,14 +185,6 @@ class FollowedRun:
         return self._ends[name][1]
 
 
-def read_run(folder: Path) -> RunFiles:
-    """Everything in an output folder."""
-    run = FollowedRun(folder)
-    while run.look():
-        pass
-    return run.files()
-
-
 def is_number(value: Any) -> TypeGuard[float]:
     """Whether it is one that can be drawn."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300

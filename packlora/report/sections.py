@@ -302,7 +302,7 @@ def _schedule(run: RunFiles) -> str:
     if not facts and not timed:
         return ""
     cells = "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in facts.items())
-    return f"<section><h2>Schedule</h2><dl class='facts'>{cells}</dl>{_predicted(run, timed)}</section>"
+    return f"<section><h2>Schedule</h2><dl class='facts'>{cells}</dl>{_predicted(timed)}</section>"
 
 
 def _schedule_facts(run: RunFiles) -> dict[str, str]:
@@ -337,7 +337,7 @@ def _schedule_facts(run: RunFiles) -> dict[str, str]:
     return {name: value for name, value in facts.items() if value}
 
 
-def _predicted(run: RunFiles, timed: list[charts.Point]) -> str:
+def _predicted(timed: list[charts.Point]) -> str:
     """Measured against predicted times of microbatches, [ms], and both in the order of the run."""
     if not timed:
         return ""

@@ -33,6 +33,11 @@ def read_sweep(folder: Path) -> Line | None:
     return {**found, "candidates": lines} if lines else None
 
 
+def name_of(metric: str) -> str:
+    """Of what is compared, for people."""
+    return "held-out " + metric.removeprefix("eval_")
+
+
 def section(folder: Path) -> str:
     """Of the page: parallel coordinates, learning curves and the ranking."""
     sweep = read_sweep(folder)
@@ -43,26 +48,26 @@ def section(folder: Path) -> str:
     hues = [BEST_HUE + (WORST_HUE - BEST_HUE) * part for part in share]
     style = "".join(f".rank-{index}{{--ink:hsl({hue:.0f} 65% 50%)}}" for index, hue in enumerate(hues))
     best = f"Best: <b>{escape(str(sweep['best']))}</b>, a copy is in <code>best/</code>." if sweep.get("best") else ""
-    caption = f"Blue: the best held-out loss, orange: the worst. {best if sweep.get('status') == 'done' else ''}"
+    metric = str(sweep.get("metric", "eval_loss"))
+    named = name_of(metric)
+    caption = f"Blue: the best {escape(named)}, orange: the worst. {best if sweep.get('status') == 'done' else ''}"
     return (
-        f"<section><style>{style}</style><h2>Sweep</h2>{_coordinates(lines)}{_curves(lines)}"
-        f"<p class='caption'>{caption}</p>{_table(lines)}</section>"
+        f"<section><style>{style}</style><h2>Sweep</h2>{_coordinates(lines, metric, named)}{_curves(lines, named)}"
+        f"<p class='caption'>{caption}</p>{_table(lines, metric, named)}</section>"
     )
 
 
-def _coordinates(lines: list[Line]) -> str:
-    """A vertical axis for each swept key and one for the loss; a line for each candidate that has one."""
+def _coordinates(lines: list[Line], metric: str, named: str) -> str:
+    """A vertical axis for each swept key and one for what is compared; a line for each candidate that has one."""
     keys = list(lines[0]["parameters"])
-    columns = [[line["parameters"].get(key) for line in lines] for key in keys] + [
-        [line["eval_loss"] for line in lines]
-    ]
+    columns = [[line["parameters"].get(key) for line in lines] for key in keys] + [[line.get(metric) for line in lines]]
     scales = [_Scale(column) for column in columns]
-    labels = [*keys, "held-out loss"]
+    labels = [*keys, named]
     x = charts.Axis("", -0.15, len(labels) - 0.85, tuple((float(at), label) for at, label in enumerate(labels)))
     y = charts.Axis("", -0.08, 1.08, ())
     marks = [charts.line([(at, 0.0), (at, 1.0)], x, y, "grid") for at in range(len(labels))]
     for rank, line in reversed(list(enumerate(lines))):
-        if line["eval_loss"] is not None:
+        if line.get(metric) is not None:
             values = [column[rank] for column in columns]
             places = [
                 (float(at), scale.at(value)) for at, (scale, value) in enumerate(zip(scales, values, strict=True))
@@ -100,26 +105,26 @@ class _Scale:
         return (value - low) / (high - low) if high > low else 0.5
 
 
-def _curves(lines: list[Line]) -> str:
-    points = [[(float(step), float(loss)) for step, loss in line["evals"] if loss is not None] for line in lines]
+def _curves(lines: list[Line], named: str) -> str:
+    points = [[(float(step), float(value)) for step, value in line["evals"] if value is not None] for line in lines]
     drawn = [point for own in points for point in own]
     if not drawn:
         return ""
     x = charts.linear_axis("optimizer step of the candidate", [0, *(step for step, _ in drawn)], tight=True, whole=True)
-    y = charts.linear_axis("nats per token", [loss for _, loss in drawn])
+    y = charts.linear_axis("nats per token" if named == "held-out loss" else "", [value for _, value in drawn])
     marks = [charts.line(own, x, y, f"mark bold rank-{rank}") for rank, own in reversed(list(enumerate(points))) if own]
-    return charts.chart("Held-out loss", marks, x, y, height=280)
+    return charts.chart(named.capitalize(), marks, x, y, height=280)
 
 
-def _table(lines: list[Line]) -> str:
+def _table(lines: list[Line], metric: str, named: str) -> str:
     keys = list(lines[0]["parameters"])
     head = "".join(
-        f"<th scope='col'>{escape(name)}</th>" for name in ("", "Candidate", *keys, "Steps", "Held-out loss", "")
+        f"<th scope='col'>{escape(name)}</th>" for name in ("", "Candidate", *keys, "Steps", named.capitalize(), "")
     )
     rows = "".join(
         f"<tr><td>{line['rank']}</td><th scope='row'>{escape(str(line['name']))}</th>"
         + "".join(f"<td>{escape(_text(line['parameters'].get(key)))}</td>" for key in keys)
-        + f"<td>{line['step']}</td><td>{_loss(line)}</td><td title='{escape(str(line['reason']), quote=True)}'>"
+        + f"<td>{line['step']}</td><td>{_value(line, metric)}</td><td title='{escape(str(line['reason']), quote=True)}'>"
         f"{escape(str(line['status']))}</td></tr>"
         for line in lines
     )
@@ -131,13 +136,13 @@ def ranked_table(folder: Path) -> Table | None:
     sweep = read_sweep(folder)
     if sweep is None:
         return None
-    keys = list(sweep["candidates"][0]["parameters"])
+    keys, metric = list(sweep["candidates"][0]["parameters"]), str(sweep.get("metric", "eval_loss"))
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("rank", "candidate", *keys, "steps", "held-out loss", "status"):
+    for name in ("rank", "candidate", *keys, "steps", name_of(metric), "status"):
         table.add_column(name, overflow="fold")
     for line in sweep["candidates"][: SHOWN // 10]:
         values = [_text(line["parameters"].get(key)) for key in keys]
-        cells = [line["rank"], line["name"], *values, line["step"], _loss(line), line["status"]]
+        cells = [line["rank"], line["name"], *values, line["step"], _value(line, metric), line["status"]]
         table.add_row(*(Text(str(cell)) for cell in cells))
     return table
 
@@ -146,5 +151,5 @@ def _text(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _loss(line: Line) -> str:
-    return "" if line["eval_loss"] is None else f"{line['eval_loss']:.4f}"
+def _value(line: Line, metric: str) -> str:
+    return "" if line.get(metric) is None else f"{line[metric]:.4f}"

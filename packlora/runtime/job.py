@@ -133,6 +133,11 @@ class Judged:
     worse: int = 0
 
 
+def sign_of(metric: str) -> float:
+    """That makes of a held-out metric what is the better the lower it is."""
+    return -1.0 if metric in HIGHER_IS_BETTER else 1.0
+
+
 def judged(log_history: Sequence[Mapping[str, Any]], train: TrainConfig, last: int) -> Judged:
     """As transformers' EarlyStoppingCallback counts: an evaluation that is better than the best, though not by more than the
     threshold, is the best from then on, and counts as no better.
@@ -142,7 +147,7 @@ def judged(log_history: Sequence[Mapping[str, Any]], train: TrainConfig, last: i
             they are made because a session ended there, which changes nothing.
     """
     threshold, metric = train.early_stopping_threshold, train.metric_for_best_model
-    sign = -1.0 if metric in HIGHER_IS_BETTER else 1.0
+    sign = sign_of(metric)
     found = Judged(loss=sign * math.inf)
     for line in log_history:
         loss, step = line.get(metric), line["step"]

@@ -57,6 +57,12 @@ def free_memory(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
+def synchronize(device: torch.device) -> None:
+    """Wait for a GPU; a CPU has nothing to wait for."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def peak_memory(device: torch.device) -> int:
     """Bytes: allocated on the GPU, or resident in the process on the CPU."""
     if device.type == "cuda":

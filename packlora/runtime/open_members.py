@@ -19,6 +19,7 @@ from packlora.parallel.mesh import OneProcess
 from packlora.parallel.replicas import Alone
 from packlora.report.events import Event, Note
 from packlora.report.metrics import BestEffort
+from packlora.report.sweep import FILE
 from packlora.result import JobResult
 from packlora.run_file import changed_job, parse_jobs
 from packlora.runtime.changes import Change
@@ -31,7 +32,7 @@ from packlora.runtime.prepared_job import PreparedJob
 from packlora.runtime.prepared_run import PreparedRun
 from packlora.runtime.record import RunRecord
 from packlora.runtime.stage import StageDevice
-from packlora.runtime.sweep import RANKING, Sweep
+from packlora.runtime.sweep import Sweep
 
 
 @dataclass(slots=True)
@@ -115,7 +116,7 @@ class OpenMembers(Members):
             for job in jobs:
                 self.sweep.see(job)
             sweep = self.sweep
-            files.write(RANKING, lambda: sweep.write(self.output_dir))
+            files.write(FILE, lambda: sweep.write(self.output_dir))
         if self.group.leads:
             self.control.refuse_all("the run has ended")
 

@@ -30,6 +30,7 @@ from packlora.runtime.encoder import Encoder, Reader
 from packlora.runtime.library_optimizer import check_optim
 from packlora.runtime.prepared_job import AUTO_BUDGET, LEFT_OUT, ModelShape, PreparedJob, Rows
 from packlora.runtime.prepared_run import PreparedRun
+from packlora.runtime.sweep import check_compared
 from packlora.runtime.wholeness import check_parallel, check_parameters, whole_alone
 from packlora.terminal import Told, silent
 
@@ -94,12 +95,12 @@ def prepare(
         one, doubts = encoder.job(job, specs[job.name], rows[job.name], eval_rows[job.name], most, told)
         jobs.append(one)
         warnings += doubts
-    left_out |= gone
     prepared = PreparedRun(
-        run, tokenizer, budget, ModelShape.of(skeleton), jobs, warnings, left_out, asks, quantization, encoder, vision,
-        in_codes,
+        run, tokenizer, budget, ModelShape.of(skeleton), jobs, warnings, {**left_out, **gone}, asks, quantization, encoder,
+        vision, in_codes,
     )  # fmt: skip
     check_parallel(prepared, skeleton)
+    check_compared(run, jobs)
     if auto:
         prepared.budget = max(AUTO_BUDGET[device.type], prepared.longest)
     return prepared

@@ -25,7 +25,7 @@ from packlora.config import PlansConfig, Run
 from packlora.ops.cross_entropy.linear_cross_entropy import CHUNK_BYTES
 from packlora.runtime.collate import PackedSample
 from packlora.runtime.job import Job
-from packlora.runtime.memory import free_memory, memory_room
+from packlora.runtime.memory import free_memory, memory_room, synchronize
 from packlora.runtime.microbatch import Executor, run_microbatch
 from packlora.runtime.prepared_job import ModelShape
 from packlora.runtime.prepared_run import PreparedRun
@@ -278,10 +278,10 @@ def machine_flops(device: torch.device, dtype: str) -> float:
     a, b = (torch.ones(n, n, dtype=kind, device=device) for _ in range(2))
     seconds: list[float] = []
     while len(seconds) < 5 or sum(seconds) < PRODUCTS_SECONDS:
-        _synchronize(device)
+        synchronize(device)
         start = time.perf_counter()
         torch.mm(a, b)
-        _synchronize(device)
+        synchronize(device)
         seconds.append(time.perf_counter() - start)
     return 2 * n**3 / min(seconds)
 
@@ -446,10 +446,10 @@ def _measure_one(
     for number in range(1 + REPEATS):
         if gpu:
             torch.cuda.reset_peak_memory_stats(base.device)
-        _synchronize(base.device)
+        synchronize(base.device)
         start = time.perf_counter()
         run_microbatch(executor, samples, weights)
-        _synchronize(base.device)
+        synchronize(base.device)
         if number:
             seconds.append(time.perf_counter() - start)
     return min(seconds), torch.cuda.max_memory_allocated(base.device) if gpu else None
@@ -542,8 +542,3 @@ def choose(predictions: Sequence[Prediction]) -> Prediction:
 def predictions(prepared: PreparedRun, profiles: Sequence[Profile]) -> list[Prediction]:
     """Of every budget worth trying, with every number of stages that there is a profile of."""
     return [predict(prepared, known, budget) for known in profiles for budget in budgets(prepared)]
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

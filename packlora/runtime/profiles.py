@@ -8,17 +8,15 @@ seconds null: out of memory. A file that is broken, or of another device or othe
 
 from __future__ import annotations
 
-import fcntl
-import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from packlora.files import write_json
+from packlora.plans.device_file import DeviceFile
 from packlora.plans.identity import cache_path, device_name, measured_versions
 
 SCHEMA = 1
@@ -40,31 +38,21 @@ class ProfileCache:
     """The points of one device, by what was measured."""
 
     def __init__(self, device: torch.device, path: Path | None = None) -> None:
-        plans = cache_path(device)
-        self.path = path or plans.parent.with_name("profiles") / plans.name
-        self.identity = {"schema": SCHEMA, "device": device_name(device), "versions": measured_versions()}
+        self.path = path or cache_path(device, "profiles")
+        identity = {"schema": SCHEMA, "device": device_name(device), "versions": measured_versions()}
+        self._file = DeviceFile(self.path, identity, "profiles", _profiles, lambda points: list(map(asdict, points)))
 
     def get(self, key: str) -> list[Point]:
         """Empty where nothing is known."""
-        return self._read().get(key, [])
+        return self._file.read()[0].get(key, [])
 
     def put(self, key: str, points: Sequence[Point]) -> None:
         """Replace the points of a key; others stay. Raises OSError where nothing can be written."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.with_suffix(".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            merged = {**self._read(), key: list(points)}
-            profiles = {name: [asdict(point) for point in merged[name]] for name in sorted(merged)}
-            write_json(self.path, {**self.identity, "profiles": profiles})
+        self._file.put({key: list(points)})
 
-    def _read(self) -> dict[str, list[Point]]:
-        try:
-            found = json.loads(self.path.read_text(encoding="utf-8"))
-            if any(found[name] != ours for name, ours in self.identity.items()):
-                return {}
-            return {str(key): [_point(value) for value in values] for key, values in found["profiles"].items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            return {}
+
+def _profiles(found: Mapping[str, Any]) -> dict[str, list[Point]]:
+    return {str(key): [_point(value) for value in values] for key, values in found.items()}
 
 
 def _point(value: dict[str, Any]) -> Point:

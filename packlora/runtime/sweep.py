@@ -1,7 +1,8 @@
 """A sweep: candidates of one job which differ in some keys and train in one run, those that end early, and who is the best.
 
-What is decided between two windows is a function of the sweep's settings and of the held-out losses up to that round. So a run
-that is broken off and resumed makes the same decisions.
+What is decided between two windows is a function of the sweep's settings and of the evaluations up to that round. So a run that
+is broken off and resumed makes the same decisions. Candidates are compared by a cost, the lower the better: the held-out loss,
+or a reward with the other sign.
 """
 
 from __future__ import annotations
@@ -21,21 +22,25 @@ from packlora.adapters.files import CONFIG, WEIGHTS
 from packlora.config import JobConfig, RangeConfig, Run
 from packlora.errors import InputError
 from packlora.files import write_folder, write_json
+from packlora.report.sweep import FILE, name_of
 from packlora.run_file import with_values
 from packlora.runtime import checkpoint
 from packlora.runtime.changes import Change, leaves, with_jobs
-from packlora.runtime.job import Job
+from packlora.runtime.job import Job, sign_of
+from packlora.runtime.prepared_job import PreparedJob
 from packlora.runtime.windows import window_of
 from packlora.seeding import stable_hash
 
-BEST, RANKING = "best", "sweep.json"
+BEST = "best"
+TRAINERS = {"eval_rewards/margins": ("dpo", "orpo", "kto"), "eval_rewards/accuracies": ("dpo", "orpo")}
+"""Whose evaluations have a metric; eval_loss all have."""
 NEEDS_OPTUNA = "sweep.method: optuna needs the package optuna: pip install 'packlora[sweep]'; or use random"
 
 
 @dataclass(slots=True)
 class Trial:
-    """A candidate. joined: round of its first global batch. num_steps: that it is to take. evals: held-out loss by step; of a
-    failed step infinite. reason: why it ended early.
+    """A candidate. joined: round of its first global batch. num_steps: that it is to take. evals: cost by step; of a failed
+    step infinite. reason: why it ended early. metric: what is compared.
     """
 
     number: int
@@ -48,12 +53,15 @@ class Trial:
     evals: dict[int, float] = field(default_factory=dict)
     has_left: bool = False
     reason: str = ""
+    metric: str = "eval_loss"
 
     def see(self, step: int, status: str, num_steps: int, history: Sequence[Mapping[str, Any]]) -> None:
         """How it stands now."""
         self.step, self.status, self.num_steps = step, status, num_steps
-        found = {line["step"]: line["eval_loss"] for line in history if "eval_loss" in line}
-        self.evals = {step: math.inf if loss is None else loss for step, loss in found.items()}
+        found = {line["step"]: line.get(self.metric) for line in history if "eval_loss" in line}
+        self.evals = {
+            step: math.inf if value is None else sign_of(self.metric) * value for step, value in found.items()
+        }
 
     def has_ended(self, given: int) -> bool:
         """Whether it had taken its last step before round `given`. Of a failed one, which may have taken a step back, this is
@@ -63,7 +71,7 @@ class Trial:
         return self.joined + self.num_steps <= given
 
     def seen(self, age: int, every: int) -> list[tuple[int, float]]:
-        """(step, loss) of the evaluations that were due up to a step, without that before the first."""
+        """(step, cost) of the evaluations that were due up to a step, without that before the first."""
         return [(step, self.evals[step]) for step in sorted(self.evals) if 0 < step <= age and step % every == 0]
 
     def value(self, age: int, every: int) -> float | None:
@@ -72,7 +80,7 @@ class Trial:
 
     @property
     def last(self) -> float | None:
-        """The held-out loss of its adapter."""
+        """The cost of its adapter."""
         steps = [step for step in self.evals if 0 < step <= self.step]
         return self.evals[max(steps)] if steps and self.status != "failed" else None
 
@@ -91,6 +99,7 @@ class Sweep:
         self.trials: dict[str, Trial] = {}
         self.every, self.window = max(run.eval_every, 1), len(window_of(run, 0))
         self.seed = run.seed if self.config.seed is None else self.config.seed
+        self.sign, self.named = sign_of(self.config.metric), name_of(self.config.metric)
         self._grid = list(itertools.product(*self._lists())) if self.config.method == "grid" else []
         self.total = len(self._grid) or int(self.config.num_trials or 0)
         if self.config.method == "optuna":
@@ -117,7 +126,13 @@ class Sweep:
         """A candidate as a job of a run file."""
         tree = self.template.model_dump(mode="json", exclude_unset=True)
         tree["name"] = f"{self.template.name}-{number:03d}"
-        return with_values(tree, parameters, "sweep")
+        job = with_values(tree, parameters, "sweep")
+        if job.train.trainer not in (trainers := TRAINERS.get(self.config.metric, (job.train.trainer,))):
+            raise InputError(
+                f"sweep.metric: {self.config.metric} is of trainer {', '.join(trainers)}; with {dict(parameters)} the trainer "
+                f"is {job.train.trainer}"
+            )
+        return job
 
     def begin(self) -> list[Change]:
         """The first candidates, which are there from the first round on."""
@@ -130,7 +145,9 @@ class Sweep:
         for change in changes:
             if change.by == "sweep" and change.join is not None and change.join.name not in self.trials:
                 name, number = change.join.name, len(self.trials)
-                self.trials[name] = Trial(number, name, dict(change.parameters), change.round)
+                self.trials[name] = Trial(
+                    number, name, dict(change.parameters), change.round, metric=self.config.metric
+                )
         for name, change in leaves(changes).items():
             if name in self.trials:
                 self.trials[name].has_left, self.trials[name].reason = True, change.reason
@@ -201,19 +218,21 @@ class Sweep:
         rule, age = self.config.stopping, given - trial.joined
         seen = trial.seen(age, self.every)
         if rule.method == "target" and (first := self._reached_target(given)) is not None:
-            return f"{first.name} has reached the held-out loss {rule.target:g}"
+            return f"{first.name} has reached the {self.named} {rule.target:g}"
         if rule.method == "patience":
             best, since = math.inf, 0
-            for _, loss in seen:
-                best, since = (loss, 0) if loss < best - rule.min_delta else (best, since + 1)
+            for _, cost in seen:
+                best, since = (cost, 0) if cost < best - rule.min_delta else (best, since + 1)
             if since >= rule.patience:
-                return f"patience: no held-out loss under {best:.4f} for {since} evaluations"
+                side = "under" if self.sign > 0 else "over"
+                return f"patience: no {self.named} {side} {self.sign * best:.4f} for {since} evaluations"
         if rule.method == "median" and seen and age > rule.n_warmup_steps:
             others = self._values(age, given)
             if len(others) >= rule.n_startup_trials:
-                median, best = statistics.median(others), min(loss for _, loss in seen)
+                median, best = statistics.median(others), min(cost for _, cost in seen)
                 if best > median:
-                    return f"median: held-out loss {best:.4f} at step {age}, where the median is {median:.4f}"
+                    best, median = self.sign * best, self.sign * median
+                    return f"median: {self.named} {best:.4f} at step {age}, where the median is {median:.4f}"
         if rule.method == "successive_halving":
             return self._why_halved(trial, given)
         return ""
@@ -228,15 +247,16 @@ class Sweep:
                 others = sorted(self._values(at, given))
                 bound = others[max(1, len(others) // rule.reduction_factor) - 1]
                 if value > bound:
+                    value, bound, way = self.sign * value, self.sign * bound, "up" if self.sign > 0 else "down"
                     return (
-                        f"successive halving: held-out loss {value:.4f} at step {at}, where one in {rule.reduction_factor} "
-                        f"goes on, up to {bound:.4f}"
+                        f"successive halving: {self.named} {value:.4f} at step {at}, where one in {rule.reduction_factor} "
+                        f"goes on, {way} to {bound:.4f}"
                     )
             rung *= rule.reduction_factor
         return ""
 
     def _values(self, age: int, given: int) -> list[float]:
-        """Held-out losses at a step of all candidates that had come as far before round `given`."""
+        """Costs at a step of all candidates that had come as far before round `given`."""
         came = [own for own in self.trials.values() if own.joined + age <= given and own.step >= age]
         values = [own.value(age, self.every) for own in came]
         return [value for value in values if value is not None]
@@ -244,14 +264,15 @@ class Sweep:
     def _reached_target(self, given: int) -> Trial | None:
         target = self.config.stopping.target
         for trial in self.trials.values():
-            if target is not None and any(loss <= target for _, loss in trial.seen(given - trial.joined, self.every)):
+            seen = trial.seen(given - trial.joined, self.every)
+            if target is not None and any(cost <= self.sign * target for _, cost in seen):
                 return trial
         return None
 
     # --- the end ---------------------------------------------------------------------------------------------------------
 
     def ranking(self) -> list[Trial]:
-        """The best first; those without a loss at the end."""
+        """The best first; those without a value at the end."""
         return sorted(
             self.trials.values(), key=lambda trial: (math.inf if trial.last is None else trial.last, trial.number)
         )
@@ -272,16 +293,37 @@ class Sweep:
             write_folder(output_dir / BEST, copy)
         lines = [
             {
-                "rank": rank, "name": trial.name, "parameters": trial.parameters, "eval_loss": trial.last,
+                "rank": rank, "name": trial.name, "parameters": trial.parameters,
+                self.config.metric: None if trial.last is None else self._told(trial.last),
                 "status": "stopped" if trial.reason and trial.status == "done" else trial.status, "reason": trial.reason,
                 "step": trial.step,
-                "evals": [[step, _finite(loss)] for step, loss in sorted(trial.evals.items())],
+                "evals": [[step, self._told(cost)] for step, cost in sorted(trial.evals.items())],
             }
             for rank, trial in enumerate(ranked, 1)
         ]  # fmt: skip
         about = {"job": self.config.job, "metric": self.config.metric, "method": self.config.method}
         state = {"status": "done" if ended else "running", "best": best.name if best is not None else None}
-        write_json(output_dir / RANKING, about | state | {"candidates": lines})
+        write_json(output_dir / FILE, about | state | {"candidates": lines})
+
+    def _told(self, cost: float) -> float | None:
+        """What is compared, for JSON: null where it is not finite."""
+        return self.sign * cost if math.isfinite(cost) else None
+
+
+def check_compared(run: Run, jobs: Sequence[PreparedJob]) -> None:
+    """Raises InputError where held-out samples do not give what a sweep compares: margins, of completions that are all
+    desirable or all undesirable."""
+    if run.sweep is None or run.sweep.metric != "eval_rewards/margins":
+        return
+    for job in jobs:
+        found = {one.preference.desirable for one in job.eval_encoded.samples if one.preference is not None}
+        candidate = job.config.name.startswith(f"{run.sweep.job}-")
+        if candidate and job.config.train.trainer == "kto" and len(found) == 1:
+            kind = "desirable" if True in found else "undesirable"
+            raise InputError(
+                f"sweep.metric: {run.sweep.metric} compares desirable with undesirable completions; those of "
+                f"{', '.join(job.config.data.eval_paths)} are all {kind}"
+            )
 
 
 def begun(run: Run) -> tuple[Run, list[Change]]:
@@ -290,10 +332,6 @@ def begun(run: Run) -> tuple[Run, list[Change]]:
         return run, []
     changes = Sweep(run).begin()
     return with_jobs(run, [*run.jobs, *(change.join for change in changes if change.join is not None)]), changes
-
-
-def _finite(number: float) -> float | None:
-    return number if math.isfinite(number) else None
 
 
 def _draw(values: list[Any] | RangeConfig, generator: np.random.Generator) -> Any:

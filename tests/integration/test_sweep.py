@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from seeds import SOAK
 from test_members import base, job, losses
+from test_preference import judged, pairs
 from test_training import adapter, distance
 from typer.testing import CliRunner
 
@@ -21,6 +22,7 @@ import packlora
 from packlora.cli import app
 from packlora.config import Run
 from packlora.report.events import Event, JobDone, JobJoined, MicrobatchDone
+from packlora.report.sweep import ranked_table
 from packlora.runtime.changes import Change
 from packlora.runtime.sweep import Sweep
 
@@ -144,14 +146,17 @@ def test_a_sweep_has_the_same_ranking_and_bits_wherever_it_is_broken_off_and_res
     assert ranking(out) == want
 
 
-def decided(rule: dict[str, Any], curves: list[list[float]], base: str, tmp_path: Path) -> list[tuple[str, int]]:
-    """Which candidates with these held-out losses, every second step, leave in which round."""
-    template = {"name": "a", "data": {"path": "x", "eval_path": "y"}, "train": {"max_steps": 2 * len(curves[0])}}
+def decided(
+    rule: dict[str, Any], curves: list[list[float]], metric: str = "eval_loss", told: list[str] | None = None
+) -> list[tuple[str, int]]:
+    """Which candidates with these values of the metric, every second step, leave in which round."""
+    train = {"max_steps": 2 * len(curves[0]), "trainer": "sft" if metric == "eval_loss" else "dpo"}
+    template = {"name": "a", "data": {"path": "x", "eval_path": "y"}, "train": train}
     sweep = Sweep(
         Run.model_validate(
             {
                 "base_model": "-", "output_dir": "-", "eval_every": 2, "jobs": [template],
-                "sweep": {"job": "a", "parameters": {"seed": list(range(len(curves)))}, "stopping": rule},
+                "sweep": {"job": "a", "parameters": {"seed": list(range(len(curves)))}, "stopping": rule, "metric": metric},
             }
         )
     )  # fmt: skip
@@ -160,24 +165,91 @@ def decided(rule: dict[str, Any], curves: list[list[float]], base: str, tmp_path
     for given in range(2, 2 * len(curves[0]) + 2, 2):
         for trial, curve in zip(sweep.trials.values(), curves, strict=True):
             if not trial.has_left:
-                history = [{"step": 2 * at + 2, "eval_loss": curve[at]} for at in range(given // 2)]
+                history = [{"step": 2 * at + 2, "eval_loss": 0.0, metric: curve[at]} for at in range(given // 2)]
                 trial.see(given, "running", 2 * len(curve), history)
         for name, reason in sweep.decide(given).items():
             out += [(name, given)] if reason else []
+            (told if told is not None else []).append(reason)
             sweep.follow([Change(round=given, by="sweep", leave=name, step=given, reason=reason)])
     return out
 
 
-def test_each_rule_ends_the_candidates_that_it_should(base: str, tmp_path: Path) -> None:
+def test_each_rule_ends_the_candidates_that_it_should() -> None:
     falling = [[4 - 0.1 * speed * step for step in range(8)] for speed in range(4)]
     rule: dict[str, Any] = {"method": "successive_halving", "min_resource": 4, "reduction_factor": 2}
-    assert decided(rule, falling, base, tmp_path) == [("a-000", 4), ("a-001", 4), ("a-002", 8)]
+    assert decided(rule, falling) == [("a-000", 4), ("a-001", 4), ("a-002", 8)]
     rule = {"method": "median", "n_startup_trials": 4, "n_warmup_steps": 4}
-    assert decided(rule, falling, base, tmp_path) == [("a-000", 6), ("a-001", 6), ("a-000", 6), ("a-001", 6)][:2]
+    assert decided(rule, falling) == [("a-000", 6), ("a-001", 6), ("a-000", 6), ("a-001", 6)][:2]
     up = [[3.0, 2.0, 2.1, 1.9, 2.0, 2.0, 2.0, 1.0], [3.0, 2.9, 2.8, 2.7, 2.6, 2.5, 2.4, 2.3]]
-    assert decided({"method": "patience", "patience": 3, "min_delta": 0.05}, up, base, tmp_path) == [("a-000", 14)]
-    assert decided({"method": "target", "target": 2.75}, up, base, tmp_path) == [("a-000", 4), ("a-001", 4)]
-    assert decided({"method": "none"}, up, base, tmp_path) == []
+    assert decided({"method": "patience", "patience": 3, "min_delta": 0.05}, up) == [("a-000", 14)]
+    assert decided({"method": "target", "target": 2.75}, up) == [("a-000", 4), ("a-001", 4)]
+    assert decided({"method": "none"}, up) == []
+
+
+def test_of_rewards_the_higher_are_the_better() -> None:
+    """With the other sign of a curve, and of a target, the decisions are those of a loss."""
+    curves = [
+        [3.0, 2.0, 2.1, 1.9, 2.0, 2.0, 2.0, 1.0],
+        *([4 - 0.1 * speed * step for step in range(8)] for speed in range(4)),
+    ]
+    rules: list[dict[str, Any]] = [
+        {"method": "successive_halving", "min_resource": 4, "reduction_factor": 2},
+        {"method": "median", "n_startup_trials": 4}, {"method": "patience", "patience": 2, "min_delta": 0.05},
+    ]  # fmt: skip
+    rewards, said = [[-value for value in curve] for curve in curves], list[str]()
+    for rule in rules:
+        assert decided(rule, rewards, "eval_rewards/margins", said) == decided(rule, curves) != []
+    above = decided({"method": "target", "target": -2.75}, rewards, "eval_rewards/accuracies", said)
+    assert above == decided({"method": "target", "target": 2.75}, curves) != []
+    words = ("margins -4.0000 at step 4, where one in 2 goes on, down to", "the median is -", "margins over -", "-2.75")
+    assert [word for word in words if not any(word in reason for reason in said)] == []
+
+
+def test_candidates_are_ranked_by_their_held_out_margins(tree: Tree, tmp_path: Path) -> None:
+    rules = {"method": "successive_halving", "min_resource": 2, "reduction_factor": 2}
+    run = tree(parameters={"train.learning_rate": [1e-4, 1e-2, 1e-3]}, metric="rewards/margins", stopping=rules)
+    run["jobs"][0] |= {
+        "data": {"path": pairs(tmp_path / "pairs.jsonl"), "eval_path": pairs(tmp_path / "held.jsonl", 5, 1)},
+        "train": {"trainer": "dpo", "max_steps": 4, "global_batch_size": 4},
+    }
+    assert packlora.train({**run, "max_tokens_per_microbatch": 256}).status == "done"
+    out, metric = tmp_path / "out", "eval_rewards/margins"
+    found = ranking(out)
+    assert found["metric"] == metric and found["best"] == found["candidates"][0]["name"]
+    for line in found["candidates"]:
+        state = json.loads((out / line["name"] / "trainer_state.json").read_text())
+        evals = [[own["step"], own[metric]] for own in state["log_history"] if metric in own]
+        assert line["evals"] == evals and line[metric] == evals[-1][1]
+    values = [line[metric] for line in found["candidates"]]
+    assert values == sorted(values, reverse=True) and len(set(values)) == 3
+    stopped = [line for line in found["candidates"] if line["status"] == "stopped"]
+    assert stopped and all("held-out rewards/margins" in line["reason"] for line in stopped)
+    page, shown = (out / "report.html").read_text(), ranked_table(out)
+    assert "Held-out rewards/margins" in page and "the best held-out rewards/margins" in page
+    assert shown is not None and "held-out rewards/margins" in [column.header for column in shown.columns]
+
+
+def test_a_metric_that_a_candidate_has_not_is_refused_by_name(tree: Tree, tmp_path: Path) -> None:
+    by_rate = {"train.learning_rate": [1e-4, 1e-3]}
+    cases: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+        ({}, {"parameters": by_rate}, r"eval_rewards/margins is of trainer dpo, orpo, kto; with .* the trainer is sft"),
+        ({"trainer": "dpo"}, {"parameters": {"train.trainer": ["dpo", "sft"]}}, "'train.trainer': 'sft'} the trainer is sft"),
+        ({"trainer": "kto"}, {"parameters": by_rate, "metric": "eval_rewards/accuracies"}, "is of trainer dpo, orpo; with"),
+        ({"trainer": "kto"}, {"parameters": by_rate}, "compares desirable with undesirable completions; .* are all desirable"),
+        ({"trainer": "dpo"}, {"metric": "rewards/chosen"}, "'eval_loss', 'eval_rewards/margins' or 'eval_rewards/accuracies'"),
+    ]  # fmt: skip
+    held = tmp_path / "held.jsonl"
+    held.write_text(json.dumps({"prompt": "a", "completion": "b c", "label": True}) + "\n")
+    for train, sweep, message in cases:
+        run = tree(**{"metric": "eval_rewards/margins", **sweep})
+        run["jobs"][0]["train"] |= train
+        if train.get("trainer") == "kto":
+            run["jobs"][0]["data"] = {"path": judged(tmp_path / "said.jsonl"), "eval_path": str(held)}
+        with pytest.raises(packlora.InputError, match=message):
+            packlora.train(run)
+    with pytest.raises(packlora.InputError, match=r"target is -1; a held-out loss is above 0"):
+        packlora.train(tree(stopping={"method": "target", "target": -1.0}))
+    assert not (tmp_path / "out").exists()
 
 
 def test_what_cannot_be_swept_is_refused_before_training(

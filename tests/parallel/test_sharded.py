@@ -20,6 +20,7 @@ from conftest import tiny_model
 from ranks import Ranks
 from seeds import SOAK
 from sharded_runs import STEPS, Case, Training, base_of, difference, replace
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
@@ -27,8 +28,11 @@ from packlora.adapters import norms
 from packlora.base import liger
 from packlora.ops.lora_linear.frozen import Dense
 from packlora.ops.recompute import add_recompute
-from packlora.parallel.sharded import Shards
+from packlora.parallel.layout import Layout
+from packlora.parallel.sharded import Shards, decoder_layers
 from packlora.runtime.graphs import why_no_graphs
+from packlora.runtime.prepared_job import ModelShape
+from packlora.runtime.spread import base_bytes, host_bytes
 
 LAYERS = 3
 ODD: dict[str, Any] = {"num_hidden_layers": LAYERS, "vocab_size": 321, "intermediate_size": 97}
@@ -128,6 +132,49 @@ def test_experts_are_sharded_too(tmp_path: Path, ranks: Callable[[int], Ranks]) 
     for checkpointing in (False, True):
         case = Case("dora", 0.2, targets=("q_proj", "o_proj"), checkpointing=checkpointing)
         assert ranks(2).run(difference, str(tmp_path), case) == [(0, 0.0)] * 2
+
+
+def bytes_on(rank: int, folder: str) -> dict[str, int]:
+    """Of a sharded model: this rank's rows, and those of layers; what is whole beside the layers in a microbatch, and what a
+    layer that runs adds to that, at most, also where it is computed again in the backward."""
+    base = base_of(folder, Case(checkpointing=True), True)
+    layers = decoder_layers(base.model)
+    base.model.reshard()
+    rows = {name: p.to_local().nbytes for name, p in base.model.named_parameters() if isinstance(p, DTensor)}
+    seen: dict[str, int] = {}
+
+    def look(name: str) -> None:
+        whole = [p for p in base.model.parameters() if not isinstance(p, DTensor)]
+        seen[name] = max(seen.get(name, 0), sum(p.nbytes for p in whole))
+
+    for name, layer in {"embedding": base.model.get_input_embeddings()}.items() | layers.items():
+        inside: Any = getattr(layer, "mlp", layer)  # of a layer, when its weights are here
+        inside.register_forward_pre_hook(lambda *_, name=name: look(name))
+    Training(base, [{"r": 2, "target_modules": ["q_proj"]}]).microbatch(rank, 0)
+    of_layers = sum(own for name, own in rows.items() if name.startswith(tuple(f"{layer}." for layer in layers)))
+    beside = seen.pop("embedding")
+    return {"rows": sum(rows.values()), "layers": of_layers, "beside": beside, "layer": max(seen.values()) - beside}
+
+
+def test_a_plan_counts_experts_where_they_are(tmp_path: Path, ranks: Callable[[int], Ranks]) -> None:
+    """Of each rank half of them, and whole those of the layer that runs and of the one that is gathered ahead of it."""
+    sizes = {**ODD, "intermediate_size": 96, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    torch.manual_seed(0)
+    config = transformers.MixtralConfig(**sizes | {"num_hidden_layers": 5}, num_local_experts=6)
+    model = transformers.MixtralForCausalLM(config)
+    model.save_pretrained(tmp_path, save_original_format=False)
+    found = ranks(2).run(bytes_on, str(tmp_path))
+    run = SimpleNamespace(dtype="float32", parallel=SimpleNamespace(offload_base=True))
+    prepared: Any = SimpleNamespace(run=run, shape=ModelShape.of(model), in_codes=(0, 0))
+    stored, whole = base_bytes(prepared)
+    assert sum(own["rows"] for own in found) == stored
+    for own in found:
+        counted = own["beside"] + 2 * own["layer"]
+        assert (
+            counted <= whole <= 1.02 * counted
+        )  # small weights of layers, norms and routers, are counted for all of them
+        kept = host_bytes(prepared, Layout((("a",), ("b",)), 1, shard=2))
+        assert kept == pytest.approx(own["layers"], rel=0.02)
 
 
 # --- what looks at weights while a model is set up -------------------------------------------------------------------

@@ -271,12 +271,15 @@ def test_whole_benchmark_runs_at_toy_sizes(quick: None, tmp_path: Path, capsys: 
     assert {row["part"] for row in content["rows"]} == set(PARTS["dora"])
     for row in content["rows"]:
         assert row["failed"] == {}
-        if row["part"] in ("layer", "multi", "model", "paper-model"):
+        if row["part"] in ("layer", "multi", "model", "paper-model", "inference"):
             assert row["rounds"] == 2 and row["over_frozen"]["packlora"] > 0
         if row["part"] == "norm" and "error" in row:
             assert row["error"]["packlora_fp32"] < 1e-2 and row["over_packlora"]["packlora"] == 1.0
     dropped = next(row for row in content["rows"] if row.get("dropout"))
     assert dora_layer.LOW_RANK in dropped["ms"] and "paper" not in dropped["ms"]
+    (forward,) = (row for row in content["rows"] if row["part"] == "inference")
+    assert set(forward["ms"]) == {"frozen", "packlora", "packlora_fp32", "peft_bf16", "peft_fp32_autocast"}
+    assert content["summary"]["part_inference_r24_peft_fp32_autocast_over_packlora_fp32"] > 0
     assert content["summary"]["part_logit_cosine_min"] == 0.25
     assert all(key.startswith("part_") for key in content["summary"])
     assert (tmp_path / "dora-cpu-near-unity.png").stat().st_size > 1000

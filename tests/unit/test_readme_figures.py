@@ -87,6 +87,50 @@ def test_the_small_shape_has_its_figures_on_the_page_of_benchmarks(results: Path
     assert "| 98765 |" in row and "| 7 (2.02x) |" in row
 
 
+# --- experts, images ---------------------------------------------------------------------------------------------------
+
+
+def test_experts_are_shown_by_contender_and_one_that_failed_is_called_so(changed: Changed) -> None:
+    lines = readme.experts()
+    assert "| four jobs, DoRA, 8192 | 61 (9.9) | 78 (1.29; 14.0) | 84 (1.39; 14.0) |  |" in lines
+
+    def broken(content: dict[str, Any]) -> None:
+        row = next(row for row in content["rows"] if row["case"] == "1job lora_r16 T8192")
+        for figures in (row["ms"], row["over_frozen"], row["gib"]):
+            del figures["peft"]
+        row["failed"], row["vs_peft"] = {"peft": "out of memory"}, None
+
+    changed("experts-h200", broken)
+    lines = readme.experts()
+    (row,) = (line for line in lines if line.startswith("| one job, LoRA, 8192"))
+    assert row.endswith("| failed |")
+    assert "PEFT's time over packlora's, by tokens: 0.99x at 2048." in lines
+
+
+def test_a_model_with_images_is_on_the_page_once_it_was_measured(results: Path) -> None:
+    (results / "vlm-h200.json").unlink(missing_ok=True)
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    assert readme.vlm() == [] and "## A vision-language model" not in readme.filled(page)
+    row = {
+        "case": "step dora_r384 fp32", "r": 384, "regime": "fp32", "backward": True, "layers": 8, "T": 4096, "patches": 4096,
+        "ms": {"frozen": 100.0, "packlora": 123.0}, "over_frozen": {"packlora": 1.23}, "failed": {"peft": "out of memory"},
+        "gib": {"frozen": 10.0, "packlora": 12.34}, "vs_peft": None,
+    }  # fmt: skip
+    both = {
+        "ms": row["ms"] | {"peft": 246.0},
+        "over_frozen": {"packlora": 1.23, "peft": 2.46},
+        "failed": {},
+        "vs_peft": 2.0,
+    }
+    alone = row | both | {"backward": False, "regime": "bf16", "gib": row["gib"] | {"peft": 20.0}}
+    content = json.loads((results / "experts-h200.json").read_text()) | {"rows": [alone, row], "summary": {}}
+    (results / "vlm-h200.json").write_text(json.dumps(content))
+    section = readme.filled(page).split("## A vision-language model\n")[1].split("\n## ")[0].splitlines()
+    forward = "| forward alone, in eval mode, r 384, bf16 adapters | 100 (10.0) | 123 (1.23; 12.3) | 246 (2.46; 20.0) | 2.00 |"
+    assert forward in section
+    assert "| forward and backward, r 384, fp32 adapters | 100 (10.0) | 123 (1.23; 12.3) | failed | failed |" in section
+
+
 # --- two GPUs ----------------------------------------------------------------------------------------------------------
 
 

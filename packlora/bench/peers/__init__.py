@@ -1,1 +1,1 @@
-"""What packlora is compared with: PEFT's layers, and the formulas of Scaling-DoRA."""
+"""What packlora is compared with: PEFT's layers and batches, and the formulas of Scaling-DoRA."""

@@ -36,6 +36,7 @@ from packlora.bench.studies.dora_fidelity import RANK, load_base, padded, sample
 from packlora.errors import InputError
 from packlora.files import write_json
 from packlora.live.accelerate import accelerate
+from packlora.runtime.memory import synchronize
 from packlora.runtime.record import device_name
 
 ROOT = Path(__file__).parents[3]
@@ -166,8 +167,7 @@ class Trainee:
             if plain is not None:
                 self._check(number, plain)
         self.done = until
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        synchronize(self.device)
         self.seconds += time.perf_counter() - start
 
     def _loss_without_graph(self) -> torch.Tensor:

@@ -24,6 +24,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from packlora.base.demo_model import demo_model_folder
+from packlora.bench.peers.batches import padded
 from packlora.bench.results import write_results
 from packlora.config import Run
 from packlora.runtime.prepare import prepare
@@ -94,14 +95,7 @@ def peft_reference(run: Run, config: dict[str, Any], initial: Path, final: Path)
     losses = []
     for step in range(job.data.num_steps):
         samples = [job.data.samples[number] for number in job.data.global_batch(step)]
-        longest = max(sample.num_tokens for sample in samples)
-        ids, labels = torch.zeros(len(samples), longest, dtype=torch.long), torch.full((len(samples), longest), -100)
-        mask = torch.zeros_like(ids)
-        for row, sample in enumerate(samples):
-            own = torch.from_numpy(sample.ids).long()
-            ids[row, : len(own)], mask[row, : len(own)] = own, 1
-            labels[row, : len(own)] = torch.where(torch.from_numpy(sample.is_label), own, -100)
-        loss = model(input_ids=ids, attention_mask=mask, labels=labels, use_cache=False).loss
+        loss = model(**padded(samples), use_cache=False).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters, CLIP)
         optimizer.step()

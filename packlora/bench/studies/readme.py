@@ -17,6 +17,7 @@ from packlora.bench.studies.every_mode import every_mode
 from packlora.bench.studies.four_bits import four_bits
 from packlora.bench.studies.result_files import measured, ratio, results
 from packlora.bench.studies.two_gpus import two_gpus
+from packlora.bench.studies.whole_models import experts, vlm
 
 STEPS = " | | | |"
 """Cells of a row of the README's table whose times are not over a frozen model's: it times whole optimizer steps."""
@@ -325,23 +326,27 @@ def _dora_norm(summary: dict[str, Any]) -> list[str]:
 
 
 def _dora_models(rows: list[dict[str, Any]]) -> list[str]:
-    chosen = [row for row in rows if row["part"] == "paper-model"]
-    if not chosen:
-        return []
-    lines = [
-        "",
-        "Qwen3-8B's shape in the protocol of Scaling-DoRA (4096 tokens, checkpointing, loss on the last 1024), ms "
-        "(peak GiB):",
-        "",
-        "| rank | frozen | packlora | PEFT | packlora, fp32 adapters | PEFT, fp32 adapters |",
-        "|---|---|---|---|---|---|",
-    ]
-    for row in chosen:
-        cells = [
-            f"{row['ms'][name]:.0f}" + (f" ({row['gib'][name]:.1f})" if name in row["gib"] else "")
-            for name in ("frozen", "packlora", "peft_bf16", "packlora_fp32", "peft_fp32_autocast")
-        ]
-        lines.append(f"| {row['r']} | {' | '.join(cells)} |")
+    lines: list[str] = []
+    for part, words in (
+        ("paper-model", "in the protocol of Scaling-DoRA (4096 tokens, checkpointing, loss on the last 1024)"),
+        ("inference", "the forward alone, in eval mode (4096 tokens, logits of the last 1024)"),
+    ):
+        chosen = [row for row in rows if row["part"] == part]
+        if chosen:
+            lines += [
+                "",
+                f"Qwen3-8B's shape {words}, ms (peak GiB):",
+                "",
+                "| rank | frozen | packlora | PEFT | packlora, fp32 adapters | PEFT, fp32 adapters |",
+                "|---|---|---|---|---|---|",
+            ]
+        for row in chosen:
+            cells = [
+                (f"{row['ms'][name]:.0f}" if name in row["ms"] else "failed")
+                + (f" ({row['gib'][name]:.1f})" if name in row["gib"] else "")
+                for name in ("frozen", "packlora", "peft_bf16", "packlora_fp32", "peft_fp32_autocast")
+            ]
+            lines.append(f"| {row['r']} | {' | '.join(cells)} |")
     return lines
 
 
@@ -439,6 +444,8 @@ SECTIONS = (
     model,
     four_bits,
     dora,
+    experts,
+    vlm,
     short_jobs,
     every_mode,
     candidates,
@@ -458,6 +465,8 @@ TITLES = {
     "model": "An 8B model",
     "four_bits": "A model of 4-bit weights",
     "dora": "DoRA",
+    "experts": "A model with experts",
+    "vlm": "A vision-language model",
     "short_jobs": "Four jobs of short samples",
     "every_mode": "Small models in every mode",
     "candidates": "Candidates of a sweep",

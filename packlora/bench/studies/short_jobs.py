@@ -33,6 +33,7 @@ from packlora.base.model import Base
 from packlora.base.packing import prepare_model
 from packlora.base.shape import plain_head
 from packlora.bench.model import LLAMA_8B, TARGETS, TINY, build, shared_copy, use_liger
+from packlora.bench.peers.batches import packed, padded
 from packlora.bench.results import check_writable, write_results
 from packlora.config import Run
 from packlora.data.dataset import JobData
@@ -42,6 +43,7 @@ from packlora.runtime.events import Emitter
 from packlora.runtime.folder import OutputFolder
 from packlora.runtime.graphs import graphed
 from packlora.runtime.job import Job
+from packlora.runtime.memory import synchronize
 from packlora.runtime.microbatch import SingleDevice
 from packlora.runtime.prepared_job import ModelShape, PreparedJob, trainable_parameters
 from packlora.runtime.prepared_run import PreparedRun
@@ -254,14 +256,9 @@ class Peft:
         while rest:
             longest = rest[0].num_tokens
             taken, rest = rest[: max(1, self.budget // longest)], rest[max(1, self.budget // longest) :]
-            ids = torch.zeros(len(taken), longest, dtype=torch.long)
-            labels, mask = torch.full_like(ids, -100), torch.zeros_like(ids)
-            for row, sample in enumerate(taken):
-                own = torch.from_numpy(sample.ids).long()
-                ids[row, : len(own)], mask[row, : len(own)] = own, 1
-                labels[row, : len(own)] = torch.where(torch.from_numpy(sample.is_label), own, -100)
-            self.padding += ids.numel() - int(mask.sum())
-            yield {"input_ids": ids, "attention_mask": mask, "labels": labels}
+            made = padded(taken)
+            self.padding += made["input_ids"].numel() - int(made["attention_mask"].sum())
+            yield made
 
     def packed(self, samples: list[Sample]) -> Iterator[dict[str, torch.Tensor]]:
         rows: list[list[Sample]] = []
@@ -271,12 +268,7 @@ class Peft:
             if row is None:
                 rows.append(row := [])
             row.append(sample)
-        for row in rows:
-            ids = torch.cat([torch.from_numpy(sample.ids).long() for sample in row])
-            is_label = torch.cat([torch.from_numpy(sample.is_label) for sample in row])
-            positions = torch.cat([torch.arange(sample.num_tokens) for sample in row])
-            labels = torch.where(is_label, ids, -100)
-            yield {"input_ids": ids[None], "position_ids": positions[None], "labels": labels[None]}
+        yield from map(packed, rows)
 
     def rows(self, samples: list[Sample]) -> Iterator[dict[str, torch.Tensor]]:
         """The same shapes every time, of equal rows: what is easiest for the host and for attention."""
@@ -287,11 +279,6 @@ class Peft:
 
 
 # --- timing ------------------------------------------------------------------------------------------------------------
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def timed_window(trainer: Trainer, window: Window) -> float:

@@ -15,6 +15,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from transformers import AutoModelForCausalLM
 
 from packlora.base.demo_model import demo_model_folder
 from packlora.base.model import load_base
+from packlora.bench.peers.batches import packed, padded
 from packlora.bench.results import write_results
 from packlora.bench.studies.short_jobs import trainer_of
 from packlora.config import Run
@@ -106,26 +108,6 @@ class Peft:
             seconds += time.perf_counter() - start
         return seconds
 
-    def padded(self, samples: Any) -> dict[str, torch.Tensor]:
-        longest = max(sample.num_tokens for sample in samples)
-        ids = torch.full((len(samples), longest), self.pad)
-        labels, mask = torch.full_like(ids, -100), torch.zeros_like(ids)
-        for row, sample in enumerate(samples):
-            own = torch.from_numpy(sample.ids).long()
-            ids[row, : len(own)], mask[row, : len(own)] = own, 1
-            labels[row, : len(own)] = torch.where(torch.from_numpy(sample.is_label), own, -100)
-        return {"input_ids": ids, "attention_mask": mask, "labels": labels}
-
-    def packed(self, samples: Any) -> dict[str, torch.Tensor]:
-        ids = torch.cat([torch.from_numpy(sample.ids).long() for sample in samples])
-        is_label = torch.cat([torch.from_numpy(sample.is_label) for sample in samples])
-        positions = torch.cat([torch.arange(sample.num_tokens) for sample in samples])
-        return {
-            "input_ids": ids[None],
-            "position_ids": positions[None],
-            "labels": torch.where(is_label, ids, -100)[None],
-        }
-
 
 def compare(label: str, jobs: list[dict[str, Any]], scratch: Path, warmup: int, steps: int) -> list[dict[str, Any]]:
     """Rows of one comparison: seconds of every step by way."""
@@ -135,8 +117,8 @@ def compare(label: str, jobs: list[dict[str, Any]], scratch: Path, warmup: int, 
     planner = Planner([job.data.planned for job in trainer.jobs], trainer.budget.tokens, window_rounds=1)
     ways: dict[str, Callable[[int], float]] = {
         "packlora": lambda number: timed(lambda: trainer._train_window(planner.window(number))),
-        "peft_padded": lambda number: peft.step(number, peft.padded),
-        "peft_packed": lambda number: peft.step(number, peft.packed),
+        "peft_padded": lambda number: peft.step(number, partial(padded, pad=peft.pad)),
+        "peft_packed": lambda number: peft.step(number, packed),
     }
     rows = []
     for number in range(warmup + steps):

@@ -1,0 +1,61 @@
+"""A JSON file of what was measured on one device, with that of which it holds: device, versions and the like.
+
+Writers take turns and merge; readers see the old file or the new one. Figures of another device or version say nothing about
+here and now, so a file of these, or a broken one, is not read, and is replaced by the next write.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from packlora.files import write_json
+
+T = TypeVar("T")
+
+
+class DeviceFile(Generic[T]):
+    """Records by key.
+
+    Args:
+        identity: what must be the same for the records to be used.
+        part: the key of the records in the file.
+        read: makes records of JSON. Raises ValueError, KeyError, TypeError or AttributeError for anything that `written` cannot
+            have written.
+        written: makes JSON of one record.
+    """
+
+    def __init__(
+        self, path: Path, identity: Mapping[str, Any], part: str,
+        read: Callable[[Mapping[str, Any]], dict[str, T]], written: Callable[[T], Any],
+    ) -> None:  # fmt: skip
+        self.path, self.identity, self.part = path, identity, part
+        self._parse, self._written = read, written
+
+    def read(self) -> tuple[dict[str, T], str]:
+        """The records; and why a file that is there is not used, "" where it is or there is none."""
+        try:
+            found = json.loads(self.path.read_text(encoding="utf-8"))
+            for name, ours in self.identity.items():
+                if found[name] != ours:
+                    raise ValueError(f"its {name} is {found[name]}, here it is {ours}")
+            return self._parse(found[self.part]), ""
+        except FileNotFoundError:
+            return {}, ""
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            reason = f"it has no {error}" if isinstance(error, KeyError) else error
+            return {}, f"{self.path}: {reason}"
+
+    def put(self, records: Mapping[str, T]) -> dict[str, T]:
+        """Add or replace records, keep those that others have written since, and give all. Raises OSError where nothing can be
+        written."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            merged = {**self.read()[0], **records}
+            content = {key: self._written(merged[key]) for key in sorted(merged)}
+            write_json(self.path, {**self.identity, self.part: content})
+        return merged
