@@ -533,7 +533,10 @@ def init(
         from packlora.commands.init import write_run_file
 
         print(write_run_file(data, out, base_model))
-        print(f"{out}: see it through, then `packlora plan {shlex.quote(str(out))}`", flush=True)
+        file = shlex.quote(str(out))
+        print(
+            f"{out}: read it, then `packlora train {file}`; `packlora plan {file}` shows what it would do", flush=True
+        )
 
     _guarded(action, light=True)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from peft import LoraConfig
 from transformers import PreTrainedModel
 
-from packlora.adapters.files import base_note, model_type, read_config, read_tensors, tensor_shapes
+from packlora.adapters.files import CONFIG, base_note, model_type, read_config, read_tensors, tensor_shapes
 from packlora.adapters.spec import AdapterSpec, resolve
 from packlora.base.demo_model import base_path
 from packlora.base.load import read_skeleton
@@ -48,6 +49,7 @@ def open_adapter(path: Path, base_model: str | None = None) -> AdapterFolder:
     Raises:
         InputError: the adapter or the base cannot be used, or the adapter was made for another architecture.
     """
+    check_folder(path)
     config = read_config(str(path), path.name)
     if base_model is None and config.base_model_name_or_path is None:
         raise InputError(f"{path} names no base model; give one with --base-model")
@@ -62,6 +64,18 @@ def open_adapter(path: Path, base_model: str | None = None) -> AdapterFolder:
     return AdapterFolder(
         path, config, base, skeleton, spec, read_tensors(path, tensor_shapes(spec, skeleton), path.name), note
     )
+
+
+def check_folder(path: Path) -> None:
+    """Raises InputError where a path is no adapter's; of a run's it names the adapters."""
+    if (path / CONFIG).exists():
+        return
+    if not (path / "run.json").is_file():
+        what = f"it holds no {CONFIG}" if path.is_dir() else "there is no such folder"
+        raise InputError(f"{path} is not a PEFT adapter folder: {what}; that of a run's job is OUTPUT_DIR/JOB")
+    found = [shlex.quote(str(file.parent)) for file in sorted(path.glob(f"*/{CONFIG}"))]
+    has = f"its adapters are {', '.join(found)}" if found else "and no job of it has ended yet"
+    raise InputError(f"{path} is not a PEFT adapter folder but that of a run; {has}")
 
 
 @contextlib.contextmanager
@@ -100,6 +114,8 @@ def same_base(folders: Sequence[Path], base_model: str | None) -> tuple[str, str
     Raises:
         InputError: they name none, or several.
     """
+    for folder in folders:
+        check_folder(folder)
     configs = {folder: read_config(str(folder), folder.name) for folder in folders}
     if base_model is not None:
         return base_path(base_model), None

@@ -8,8 +8,9 @@ answer ends where training ends a turn, or where the model's generation settings
 from __future__ import annotations
 
 import contextlib
+import importlib
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -214,6 +215,18 @@ class Talk:
         self.images += images
 
 
+def _typed() -> Iterator[str]:
+    """Lines of a person at a terminal, where there is readline with its keys for editing and earlier lines."""
+    with contextlib.suppress(ImportError):
+        importlib.import_module("readline")
+    while True:
+        try:
+            yield input("> ")
+        except EOFError:
+            print(flush=True)
+            return
+
+
 def _turn(text: str, images: Sequence[str]) -> dict[str, Any]:
     blocks: list[dict[str, str]] = [{"type": "image"} for _ in images]
     return {"role": "user", "content": [*blocks, {"type": "text", "text": text}] if blocks else text}
@@ -243,7 +256,8 @@ def chat(
     if terminal:
         shows = f"{IMAGE} FILE shows an image with the next line, " * speakers.images.there
         say(f"{', '.join(names)} answer; {shows}{RESET} begins anew, Ctrl-D ends")
-    for line in lines if lines is not None else sys.stdin:
+    typed = _typed() if terminal and sys.stdout.isatty() else sys.stdin
+    for line in lines if lines is not None else typed:
         text = line.rstrip("\r\n")
         if text.strip() == RESET:
             talks, seen = {name: Talk(system, raw) for name in names}, []
