@@ -21,6 +21,7 @@ from packlora.base.load import read_skeleton
 from packlora.config import JobConfig, Run
 from packlora.errors import InputError
 from packlora.runtime.checkpoint import NAME
+from packlora.runtime.sweep import BEST, RANKING
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,16 +97,21 @@ class Trained:
 
 
 def trained_by(path: Path) -> Trained | None:
-    """The run and the job that wrote a folder, a finished adapter or a checkpoint; None where it stands elsewhere, or where its
-    run.json is not what this version writes."""
+    """The run and the job that wrote a folder, a finished adapter, a sweep's best one or a checkpoint; None where it stands
+    elsewhere, or where its run.json is not what this version writes."""
     path = Path(os.path.abspath(path))
     job = path.parent if NAME.fullmatch(path.name) else path
     try:
         record = json.loads((job.parent / "run.json").read_text(encoding="utf-8"))
         run = Run.model_validate_json(json.dumps(record["config"]))
-    except (OSError, ValueError, RecursionError, LookupError, TypeError):
+        joins = [change["join"] for change in record.get("changes", ()) if change.get("join")]
+        joined = [JobConfig.model_validate_json(json.dumps(join)) for join in joins]
+        name = job.name
+        if name == BEST and run.sweep is not None:
+            name = json.loads((job.parent / RANKING).read_text(encoding="utf-8"))["best"]
+    except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError):
         return None
-    return next((Trained(run, one) for one in run.jobs if one.name == job.name), None)
+    return next((Trained(run, one) for one in [*run.jobs, *joined] if one.name == name), None)
 
 
 def same_base(folders: Sequence[Path], base_model: str | None) -> tuple[str, str | None]:

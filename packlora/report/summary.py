@@ -51,7 +51,9 @@ def print_summary(result: Result, resume_command: str) -> None:
         which = ", of the jobs that have ended" if any(going) else ""
         console.print(Text(f"adapters: {result.output_dir}/<job>{which}"), soft_wrap=True)
     done = [name for name, job in result.jobs.items() if job.status == "done"]
-    if done and ranked is None:
+    if ranked is not None:
+        done = ["best"] * (result.output_dir / "best").is_dir()
+    if done:
         some = " ".join(shlex.quote(f"{result.output_dir}/{name}") for name in done[:SPEAKERS])
         console.print(Text(f"ask {'it' if len(done) == 1 else 'them'}: packlora chat {some}"), soft_wrap=True)
     if any(going):
