@@ -197,7 +197,7 @@ def add(
 
         print(add_jobs(run_dir, jobs, overrides), flush=True)
 
-    _guarded(action)
+    _guarded(action, light=True)
 
 
 @app.command()
@@ -209,7 +209,7 @@ def stop(run_dir: RunDir, job: Annotated[str, typer.Argument(metavar="JOB", help
 
         print(stop_job(run_dir, job), flush=True)
 
-    _guarded(action)
+    _guarded(action, light=True)
 
 
 @app.command()
@@ -230,7 +230,7 @@ def clone(
 
         print(clone_job(run_dir, job, name, overrides, weights), flush=True)
 
-    _guarded(action)
+    _guarded(action, light=True)
 
 
 @app.command()

@@ -34,6 +34,13 @@ def test_a_slip_in_the_run_file_is_refused_before_torch_is_loaded(command: str, 
     assert "Traceback" not in process.stderr
 
 
+def test_a_request_to_a_run_loads_no_torch_and_does_not_say_so(tmp_path: Path) -> None:
+    words = [sys.executable, "-c", WITHOUT_TORCH, "stop", str(tmp_path), "a"]
+    process = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert process.returncode == 2 and str(tmp_path) in process.stderr, process.stderr
+    assert "loading" not in process.stderr and "Traceback" not in process.stderr
+
+
 def test_a_data_file_in_the_place_of_a_run_file_and_none_at_all_are_sent_to_init(tmp_path: Path) -> None:
     (tmp_path / "my rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
     for file, said in (
