@@ -197,7 +197,7 @@ def add(
 
         print(add_jobs(run_dir, jobs, overrides), flush=True)
 
-    _guarded(action)
+    _guarded(action, light=True)
 
 
 @app.command()
@@ -209,7 +209,7 @@ def stop(run_dir: RunDir, job: Annotated[str, typer.Argument(metavar="JOB", help
 
         print(stop_job(run_dir, job), flush=True)
 
-    _guarded(action)
+    _guarded(action, light=True)
 
 
 @app.command()
@@ -230,7 +230,7 @@ def clone(
 
         print(clone_job(run_dir, job, name, overrides, weights), flush=True)
 
-    _guarded(action)
+    _guarded(action, light=True)
 
 
 @app.command()
@@ -401,6 +401,10 @@ System = Annotated[str | None, typer.Option(help="A message of the system at the
 NewTokens = Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")]
 Temperature = Annotated[float, typer.Option(min=0, max=100, help="0 takes the likeliest token each time.")]
 Seed = Annotated[int, typer.Option(min=0, help="Of tokens that are drawn.")]
+Image = Annotated[
+    list[str] | None,
+    typer.Option("--image", metavar="FILE", help="Shown with the prompt, by models that see images. May be repeated."),
+]
 
 
 @app.command()
@@ -408,6 +412,7 @@ def generate(
     adapter: Adapter,
     prompt: Annotated[str | None, typer.Option(help="What is asked; without it, standard input is read.")] = None,
     system: System = None,
+    image: Image = None,
     raw: Annotated[
         bool, typer.Option("--raw", help="Go on from the prompt as plain text, without chat template.")
     ] = False,
@@ -423,10 +428,8 @@ def generate(
     def action() -> None:
         from packlora.commands.talk import Sampling, generate
 
-        said = sys.stdin.read() if prompt is None else prompt
-        print(
-            generate(adapter, said, system, raw, Sampling(max_new_tokens, temperature, seed), base_model, dtype, device)
-        )
+        said, how = sys.stdin.read() if prompt is None else prompt, Sampling(max_new_tokens, temperature, seed)
+        print(generate(adapter, said, system, raw, how, base_model, dtype, device, image or []))
 
     _guarded(action)
 
@@ -436,6 +439,7 @@ def chat(
     adapters: Annotated[list[Path], typer.Argument(metavar="RUN/JOB...", help="Adapters of one base model.")],
     with_base: Annotated[bool, typer.Option("--with-base", help="The base model answers too.")] = False,
     system: System = None,
+    image: Image = None,
     max_new_tokens: NewTokens = 256,
     temperature: Temperature = 0.0,
     seed: Seed = 0,
@@ -448,7 +452,8 @@ def chat(
     def action() -> None:
         from packlora.commands.talk import Sampling, chat
 
-        chat(adapters, with_base, system, Sampling(max_new_tokens, temperature, seed), base_model, dtype, device)
+        how = Sampling(max_new_tokens, temperature, seed)
+        chat(adapters, with_base, system, how, base_model, dtype, device, images=image or [])
 
     _guarded(action)
 
@@ -528,7 +533,10 @@ def init(
         from packlora.commands.init import write_run_file
 
         print(write_run_file(data, out, base_model))
-        print(f"{out}: see it through, then `packlora plan {shlex.quote(str(out))}`", flush=True)
+        file = shlex.quote(str(out))
+        print(
+            f"{out}: read it, then `packlora train {file}`; `packlora plan {file}` shows what it would do", flush=True
+        )
 
     _guarded(action, light=True)
 

@@ -11,6 +11,7 @@ import difflib
 import glob
 import os
 import re
+import shlex
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import NoneType, UnionType
@@ -37,6 +38,8 @@ from packlora.config import (
 )
 from packlora.errors import InputError, quoted, shown
 
+OF_DATA = (".jsonl", ".csv", ".parquet")
+"""How data files end, and no run file does."""
 MOST_BYTES = 8 * 2**20
 """Of a run file; PyYAML reads about 100 kB a second."""
 MOST_PROBLEMS = 20
@@ -144,8 +147,16 @@ def _read_tree(path: Path, what: str) -> dict[str, Any]:
         with path.open("rb") as file:
             raw = file.read(MOST_BYTES + 1)
         text = raw.decode()
+    except FileNotFoundError:
+        raise InputError(
+            f"cannot read the run file {path}: it does not exist; packlora init DATA -o RUN.yaml writes one"
+        ) from None
     except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a path that cannot be
-        raise InputError(f"cannot read the run file {path}: {error}") from None
+        raise InputError(f"cannot read the run file {path}: {getattr(error, 'strerror', None) or error}") from None
+    if path.suffix in OF_DATA:
+        raise InputError(
+            f"{path} is a data file, and this takes a run file; `packlora init {shlex.quote(str(path))}` writes one for it"
+        )
     if len(raw) > MOST_BYTES:
         raise InputError(f"the run file {path} is larger than {MOST_BYTES // 2**20} MiB; this is not a run file")
     tree = _parse_yaml(text, str(path))

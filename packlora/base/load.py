@@ -18,7 +18,7 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
-from packlora.base.demo_model import base_path
+from packlora.base.demo_model import DEMO_MODEL, base_path
 from packlora.base.shape import check_sizes
 from packlora.base.stored import as_stored, stored_as
 from packlora.base.vision import auto_class
@@ -72,6 +72,11 @@ def read_config(path: str, revision: str | None, trust_remote_code: bool = False
     """The configuration of a folder or a hub id. Raises InputError where there is none, or none that is trained here."""
     if os.path.lexists(path) and not os.path.isdir(path):
         raise InputError(f"base_model {path!r} is not a folder; give the folder of a model or a Hugging Face model id")
+    if path.startswith((".", "/", "~")) and not os.path.isdir(path):
+        raise InputError(
+            f"base_model {path!r}: there is no such folder (seen from {os.getcwd()}); give that of a model, a Hugging Face "
+            f"model id, or {DEMO_MODEL}"
+        )
     config = load_part(
         "configuration",
         path,

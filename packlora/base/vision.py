@@ -79,7 +79,7 @@ class Vision:
         what = f"base_model {path!r}: a {config.model_type} model"
         known: Any = PROCESSOR_MAPPING.get(type(config), None)
         if getattr(config, "vision_config", None) is None or known is None or not hasattr(known, "replace_image_token"):
-            raise InputError(f"{what} reads no images here, and the data has some; choose a vision-language model")
+            raise InputError(f"{what} reads no images here, and some are given; choose a vision-language model")
 
         def parts(cls: Any) -> list[str]:
             return [name for name in known.get_attributes() if name != "video_processor"]

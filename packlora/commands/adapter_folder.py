@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,13 +14,14 @@ import torch
 from peft import LoraConfig
 from transformers import PreTrainedModel
 
-from packlora.adapters.files import base_note, model_type, read_config, read_tensors, tensor_shapes
+from packlora.adapters.files import CONFIG, base_note, model_type, read_config, read_tensors, tensor_shapes
 from packlora.adapters.spec import AdapterSpec, resolve
 from packlora.base.demo_model import base_path
 from packlora.base.load import read_skeleton
 from packlora.config import JobConfig, Run
 from packlora.errors import InputError
 from packlora.runtime.checkpoint import NAME
+from packlora.runtime.sweep import BEST, RANKING
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,7 @@ def open_adapter(path: Path, base_model: str | None = None) -> AdapterFolder:
     Raises:
         InputError: the adapter or the base cannot be used, or the adapter was made for another architecture.
     """
+    check_folder(path)
     config = read_config(str(path), path.name)
     if base_model is None and config.base_model_name_or_path is None:
         raise InputError(f"{path} names no base model; give one with --base-model")
@@ -62,6 +65,18 @@ def open_adapter(path: Path, base_model: str | None = None) -> AdapterFolder:
     return AdapterFolder(
         path, config, base, skeleton, spec, read_tensors(path, tensor_shapes(spec, skeleton), path.name), note
     )
+
+
+def check_folder(path: Path) -> None:
+    """Raises InputError where a path is no adapter's; of a run's it names the adapters."""
+    if (path / CONFIG).exists():
+        return
+    if not (path / "run.json").is_file():
+        what = f"it holds no {CONFIG}" if path.is_dir() else "there is no such folder"
+        raise InputError(f"{path} is not a PEFT adapter folder: {what}; that of a run's job is OUTPUT_DIR/JOB")
+    found = [shlex.quote(str(file.parent)) for file in sorted(path.glob(f"*/{CONFIG}"))]
+    has = f"its adapters are {', '.join(found)}" if found else "and no job of it has ended yet"
+    raise InputError(f"{path} is not a PEFT adapter folder but that of a run; {has}")
 
 
 @contextlib.contextmanager
@@ -82,16 +97,21 @@ class Trained:
 
 
 def trained_by(path: Path) -> Trained | None:
-    """The run and the job that wrote a folder, a finished adapter or a checkpoint; None where it stands elsewhere, or where its
-    run.json is not what this version writes."""
+    """The run and the job that wrote a folder, a finished adapter, a sweep's best one or a checkpoint; None where it stands
+    elsewhere, or where its run.json is not what this version writes."""
     path = Path(os.path.abspath(path))
     job = path.parent if NAME.fullmatch(path.name) else path
     try:
         record = json.loads((job.parent / "run.json").read_text(encoding="utf-8"))
         run = Run.model_validate_json(json.dumps(record["config"]))
-    except (OSError, ValueError, RecursionError, LookupError, TypeError):
+        joins = [change["join"] for change in record.get("changes", ()) if change.get("join")]
+        joined = [JobConfig.model_validate_json(json.dumps(join)) for join in joins]
+        name = job.name
+        if name == BEST and run.sweep is not None:
+            name = json.loads((job.parent / RANKING).read_text(encoding="utf-8"))["best"]
+    except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError):
         return None
-    return next((Trained(run, one) for one in run.jobs if one.name == job.name), None)
+    return next((Trained(run, one) for one in [*run.jobs, *joined] if one.name == name), None)
 
 
 def same_base(folders: Sequence[Path], base_model: str | None) -> tuple[str, str | None]:
@@ -100,6 +120,8 @@ def same_base(folders: Sequence[Path], base_model: str | None) -> tuple[str, str
     Raises:
         InputError: they name none, or several.
     """
+    for folder in folders:
+        check_folder(folder)
     configs = {folder: read_config(str(folder), folder.name) for folder in folders}
     if base_model is not None:
         return base_path(base_model), None

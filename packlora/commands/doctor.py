@@ -60,8 +60,8 @@ def print_doctor() -> bool:
             )
             table.add_row("", f"sizes of kernels: {described_sizes(torch.device('cuda', index))}")
     else:
-        built = torch.version.cuda or "none"
-        table.add_row("GPU", f"none usable (torch built for CUDA {built}); training runs on the CPU")
+        built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
+        table.add_row("GPU", f"none usable (torch built {built}); training runs on the CPU")
     table.add_row("quick launches", quick_launches())
     cached = (cache_folder() / DEMO_MODEL / "config.json").exists()
     packaged = importlib.util.find_spec(PACKAGE) is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 from pathlib import Path
 
 from packlora.config import DataConfig, TrainConfig
@@ -14,7 +15,7 @@ from packlora.errors import InputError
 
 TEXT = """\
 # {rows} rows of {path}: {kind}.
-# All keys: docs/run-file.md, or `packlora schema` for an editor. Then:  packlora plan {out}  and  packlora train {out}
+# All keys: docs/run-file.md, or `packlora schema` for an editor. Then:  packlora train {out}
 base_model: {base}          # a folder, a Hugging Face model id, or smollm2-135m, the small packaged one
 output_dir: {output}        # new or empty
 # dtype: bfloat16           # of the base model, on a GPU; float32 where nothing is said
@@ -40,6 +41,8 @@ jobs:                       # all of them are trained at once, on one base model
       warmup_ratio: 0.03
       # eval_steps: 50              # with an eval_path
 """
+NOBODY = "init"
+"""Whom messages about the data name."""
 
 
 def write_run_file(data: Path, out: Path, base_model: str = "smollm2-135m") -> str:
@@ -57,7 +60,10 @@ def write_run_file(data: Path, out: Path, base_model: str = "smollm2-135m") -> s
     """
     if os.path.lexists(out):
         raise InputError(f"{out} exists; give another name with -o, or remove it")
-    rows = read_data(str(data), "init").rows
+    try:
+        rows = read_data(str(data), NOBODY).rows
+    except InputError as error:  # there is no job yet
+        raise InputError(str(error).removeprefix(f"job {NOBODY!r}: ")) from None
     kind, name = kind_of(rows[0]), re.sub(r"[^A-Za-z0-9._-]+", "-", data.stem).strip("-.")[:100] or "first"
     seen = os.path.relpath(data, out.parent) if not data.is_absolute() else str(data)
 
@@ -65,7 +71,7 @@ def write_run_file(data: Path, out: Path, base_model: str = "smollm2-135m") -> s
         return text if re.fullmatch(r"[A-Za-z][\w./-]*", text) else json.dumps(text)
 
     text = TEXT.format(
-        rows=len(rows), path=json.dumps(str(data)), kind=kind, out=json.dumps(str(out)), base=quoted(base_model),
+        rows=len(rows), path=json.dumps(str(data)), kind=kind, out=shlex.quote(str(out)), base=quoted(base_model),
         output=quoted(f"runs/{name}"), name=json.dumps(name), data=quoted(seen),
         length=DataConfig.model_fields["max_length"].default,
         batch=min(len(rows), TrainConfig.model_fields["global_batch_size"].default),

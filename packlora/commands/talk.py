@@ -8,9 +8,10 @@ answer ends where training ends a turn, or where the model's generation settings
 from __future__ import annotations
 
 import contextlib
+import importlib
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from packlora.base.load import read_model, read_tokenizer
 from packlora.base.quantized import MADE, check_quantization, read_quantised
 from packlora.base.stored import stored_as
 from packlora.commands.adapter_folder import of_the_base, same_base, trained_by
+from packlora.commands.asked_images import AskedImages
 from packlora.config import QuantizationConfig
 from packlora.data.prompts import answer_ends, prompt_ids
 from packlora.errors import InputError, printable, quoted
@@ -34,7 +36,7 @@ from packlora.terminal import say, standard_output
 
 BASE = "base"
 """Name of the base model without an adapter."""
-RESET = "/reset"
+RESET, IMAGE = "/reset", "/image"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,20 +59,24 @@ class Speakers:
     context: int
     ends: list[int]
     """Tokens that end an answer."""
+    images: AskedImages
 
-    def answer(self, name: str, said: str | list[dict[str, str]], sampling: Sampling) -> str:
+    def answer(self, name: str, said: str | list[dict[str, Any]], sampling: Sampling, paths: Sequence[str] = ()) -> str:
         """What an adapter, or BASE, answers.
 
         Args:
             said: plain text that is continued, or the messages of a conversation.
+            paths: of the images of the messages, in the order of their blocks {"type": "image"}.
 
         Raises:
-            InputError: the chat template refuses the messages, or they fill the model's context.
+            InputError: the chat template refuses the messages, they fill the model's context, or a file is no image for this
+                model.
         """
-        ids = self._ids(said)
+        ids, seen = self._inputs(said, paths)
         room = self.context - ids.shape[1]
         if room < 1:
-            raise InputError(f"the prompt has {ids.shape[1]} tokens, the model's context {self.context}")
+            shown = f", {self.images.tokens_of(ids)} of them of images; use smaller ones" if paths else ""
+            raise InputError(f"the prompt has {ids.shape[1]} tokens, the model's context {self.context}{shown}")
         settings: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
         if sampling.temperature > 0:
             settings = {"do_sample": True, "temperature": sampling.temperature, "top_p": 1.0, "top_k": 0}
@@ -78,26 +84,33 @@ class Speakers:
         owner = self.attached.only(self.adapters[name].number) if name != BASE else contextlib.nullcontext()
         with torch.no_grad(), owner:
             out = self.model.generate(
-                input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=min(room, sampling.max_new_tokens),
+                input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=min(room, sampling.max_new_tokens), **seen,
                 eos_token_id=self.ends or None, pad_token_id=self.tokenizer.pad_token_id or (self.ends or [0])[0], **settings,
             )  # fmt: skip
         return str(self.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
 
-    def _ids(self, said: str | list[dict[str, str]]) -> torch.Tensor:
-        """[1, T]"""
-        return torch.tensor([prompt_ids(said, self.tokenizer)], device=self.model.device)
+    def _inputs(
+        self, said: str | list[dict[str, Any]], paths: Sequence[str]
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Token ids [1, T], and what the model takes of the images."""
+        if paths and isinstance(said, list):
+            return self.images.inputs(said, paths, self.tokenizer, self.model)
+        return torch.tensor([prompt_ids(said, self.tokenizer)], device=self.model.device), {}
 
 
-def load_speakers(folders: Sequence[Path], base_model: str | None, dtype: str, device: str) -> Speakers:
+def load_speakers(
+    folders: Sequence[Path], base_model: str | None, dtype: str, device: str, images: Sequence[str] = ()
+) -> Speakers:
     """Load the base model once, and put the adapters on it.
 
     Args:
         folders: finished adapters or checkpoints of one base model.
         base_model: where to load the base from; default is what the adapters name.
         dtype: auto is that of the run that trained the first adapter, else the base's.
+        images: paths that will be asked about; looked at before the weights are read.
 
     Raises:
-        InputError: an adapter or the base cannot be used, or the adapters name several bases.
+        InputError: an adapter, the base or an image cannot be used, or the adapters name several bases.
     """
     if dtype not in ("auto", "float32", "bfloat16", "float16", "float64"):
         raise InputError(f"dtype {dtype!r} is not one of auto, float32, bfloat16, float16")
@@ -109,6 +122,10 @@ def load_speakers(folders: Sequence[Path], base_model: str | None, dtype: str, d
         kind = chosen if dtype == "auto" else getattr(torch, dtype)
         stored = stored_as(config, path)
         quantization = _quantization(folders, place) if stored is None else stored.as_asked
+    seeing = AskedImages(path, revision, config)
+    for image in images:
+        seeing.look(image, "--image", tokenizer)
+    with of_the_base():
         if quantization is None:
             model = read_model(path, revision, kind)
         else:
@@ -129,7 +146,7 @@ def load_speakers(folders: Sequence[Path], base_model: str | None, dtype: str, d
             )
     context = int(getattr(config.get_text_config(), "max_position_embeddings", None) or 2**31)
     ends = answer_ends(tokenizer, model.generation_config.eos_token_id)
-    return Speakers(model, tokenizer, attached, {adapter.name: adapter for adapter in adapters}, context, ends)
+    return Speakers(model, tokenizer, attached, {adapter.name: adapter for adapter in adapters}, context, ends, seeing)
 
 
 def _quantization(folders: Sequence[Path], device: torch.device) -> QuantizationConfig | None:
@@ -157,31 +174,68 @@ def _names(folders: Sequence[Path]) -> dict[str, Path]:
 
 def generate(
     folder: Path, prompt: str, system: str | None, raw: bool, sampling: Sampling,
-    base_model: str | None = None, dtype: str = "auto", device: str = "auto",
+    base_model: str | None = None, dtype: str = "auto", device: str = "auto", images: Sequence[str] = (),
 ) -> str:  # fmt: skip
     """The answer of one adapter.
 
     Args:
         system: a message of the system before the prompt.
         raw: the prompt is continued as plain text.
+        images: paths of images, which stand before the prompt.
     """
-    speakers = load_speakers([folder], base_model, dtype, device)
-    said = _said([], prompt, system, raw or not speakers.tokenizer.chat_template)
-    return speakers.answer(next(iter(speakers.adapters)), said, sampling)
+    if raw and images:
+        raise InputError("--image: an image goes by the chat template, and --raw goes on from plain text")
+    speakers = load_speakers([folder], base_model, dtype, device, images)
+    talk = Talk(system, raw or not speakers.tokenizer.chat_template)
+    return speakers.answer(next(iter(speakers.adapters)), talk.asked(prompt, images), sampling, images)
 
 
-def _said(before: list[dict[str, str]], prompt: str, system: str | None, raw: bool) -> str | list[dict[str, str]]:
-    if raw:
-        if system is not None:
-            raise InputError("a system message goes by the chat template, and the prompt is plain text here")
-        return prompt
-    start = [{"role": "system", "content": system}] if system is not None else []
-    return [*start, *before, {"role": "user", "content": prompt}]
+@dataclass(slots=True)
+class Talk:
+    """A conversation with one adapter. images: paths of those in `messages`, in their order."""
+
+    system: str | None
+    raw: bool
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    images: list[str] = field(default_factory=list)
+
+    def asked(self, text: str, images: Sequence[str]) -> str | list[dict[str, Any]]:
+        """What is said with one more turn of the user."""
+        if self.raw:
+            if self.system is not None:
+                raise InputError("a system message goes by the chat template, and the prompt is plain text here")
+            if images:
+                raise InputError("an image goes by the chat template, and the prompt is plain text here")
+            return text
+        start = [{"role": "system", "content": self.system}] if self.system is not None else []
+        return [*start, *self.messages, _turn(text, images)]
+
+    def goes_on(self, text: str, images: Sequence[str], answer: str) -> None:
+        self.messages += [_turn(text, images), {"role": "assistant", "content": answer}]
+        self.images += images
+
+
+def _typed() -> Iterator[str]:
+    """Lines of a person at a terminal, where there is readline with its keys for editing and earlier lines."""
+    with contextlib.suppress(ImportError):
+        importlib.import_module("readline")
+    while True:
+        try:
+            yield input("> ")
+        except EOFError:
+            print(flush=True)
+            return
+
+
+def _turn(text: str, images: Sequence[str]) -> dict[str, Any]:
+    blocks: list[dict[str, str]] = [{"type": "image"} for _ in images]
+    return {"role": "user", "content": [*blocks, {"type": "text", "text": text}] if blocks else text}
 
 
 def chat(
     folders: Sequence[Path], with_base: bool, system: str | None, sampling: Sampling,
     base_model: str | None = None, dtype: str = "auto", device: str = "auto", lines: Iterable[str] | None = None,
+    images: Sequence[str] = (),
 ) -> None:  # fmt: skip
     """Every line that is read is a turn, which each adapter answers in a conversation of its own; on standard output, each
     answer behind the adapter's name where there are several.
@@ -189,29 +243,36 @@ def chat(
     Args:
         with_base: the base model answers too, first.
         lines: standard input where none are given.
+        images: paths of images that go with the first turn.
     """
-    speakers = load_speakers(folders, base_model, dtype, device)
+    speakers = load_speakers(folders, base_model, dtype, device, images)
     raw = not speakers.tokenizer.chat_template
     if raw:
-        _said([], "", system, raw)
+        Talk(system, raw).asked("", images)
         say("the tokenizer has no chat template: each line is continued as plain text, by itself")
-    names, out = [BASE] * with_base + list(speakers.adapters), standard_output()
-    told: dict[str, list[dict[str, str]]] = {name: [] for name in names}
+    names, out, seen = [BASE] * with_base + list(speakers.adapters), standard_output(), list(images)
+    talks = {name: Talk(system, raw) for name in names}
     terminal = lines is None and sys.stdin.isatty()
     if terminal:
-        say(f"{', '.join(names)} answer; {RESET} begins anew, Ctrl-D ends")
-    for line in lines if lines is not None else sys.stdin:
+        shows = f"{IMAGE} FILE shows an image with the next line, " * speakers.images.there
+        say(f"{', '.join(names)} answer; {shows}{RESET} begins anew, Ctrl-D ends")
+    typed = _typed() if terminal and sys.stdout.isatty() else sys.stdin
+    for line in lines if lines is not None else typed:
         text = line.rstrip("\r\n")
         if text.strip() == RESET:
-            told = {name: [] for name in names}
+            talks, seen = {name: Talk(system, raw) for name in names}, []
+        elif text.split(maxsplit=1)[:1] == [IMAGE]:
+            seen += speakers.images.named(text.strip()[len(IMAGE) :].strip(), IMAGE, speakers.tokenizer)
         elif text.strip():
             for name in names:
+                talk = talks[name]
                 try:
-                    answer = speakers.answer(name, _said(told[name], text, system, raw), sampling)
+                    answer = speakers.answer(name, talk.asked(text, seen), sampling, [*talk.images, *seen])
                 except InputError as error:
                     say(f"{name}: {error}; {RESET} begins anew")
                     continue
-                told[name] += [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
+                talk.goes_on(text, seen, answer)
                 shown = "\n".join(map(printable, answer.split("\n")))
                 out.write((f"{name}: " if len(names) > 1 else "") + shown + "\n")
                 out.flush()
+            seen = []

@@ -107,10 +107,10 @@ class Shown:
         found = list(re.finditer(re.escape(self.vision.image_mark), text))
         if len(found) != len(paths):
             raise InputError(
-                f"{where}: the chat template shows {len(found)} images ({self.vision.image_mark}), the row has {len(paths)}; "
+                f"{where}: the chat template shows {len(found)} images ({self.vision.image_mark}), and {len(paths)} are given; "
                 "it is not for images, or the mark stands in a text as well"
             )
-        shown = [self._shown(path, where) for path in paths]
+        shown = [self.look(path, where) for path in paths]
         parts, last = [], 0
         for match, (_, replacement) in zip(found, shown, strict=True):
             parts += [text[last : match.start()], replacement]
@@ -133,7 +133,8 @@ class Shown:
             return None
         return f"the sample has {found} tokens of images, its images have {wanted}; the token stands in a text as well"
 
-    def _shown(self, path: str, where: str) -> tuple[ImageFile, str]:
+    def look(self, path: str, where: str) -> tuple[ImageFile, str]:
+        """A file, and what stands for it in a text. Raises InputError where it is no image for this model."""
         try:
             found = os.stat(path)
             key = path, found.st_mtime_ns, found.st_size

@@ -11,6 +11,7 @@ import numpy as np
 
 from packlora.config import DataConfig
 from packlora.data.encode import encode_rows
+from packlora.data.images import Images, Shown
 from packlora.data.rows import Row, with_system
 from packlora.data.template import rendered
 from packlora.errors import InputError
@@ -42,6 +43,26 @@ def prompt_ids(said: str | list[dict[str, Any]], tokenizer: Any) -> list[int]:
     if not ids:
         raise InputError("the prompt has no tokens; there is nothing to answer")
     return ids
+
+
+def image_prompt_ids(
+    messages: list[dict[str, Any]], paths: Sequence[str], tokenizer: Any, shown: Shown, where: str
+) -> tuple[list[int], Images]:
+    """Tokens of a conversation with images, and the images.
+
+    Args:
+        messages: contents are texts, or lists of blocks with {"type": "image"} for each image.
+        paths: of the images, in the order of their blocks.
+        where: for messages.
+
+    Raises:
+        InputError: the template refuses the messages, or a file is no image for this model.
+    """
+    text, _, images = shown.put_in(rendered(tokenizer, messages, None, generation=True), [], paths, where)
+    ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    if problem := shown.problem_of(np.asarray(ids), images):
+        raise InputError(f"{where}: {problem}")
+    return ids, images
 
 
 def encode_prompts(

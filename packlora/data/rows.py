@@ -247,6 +247,9 @@ def _no_kind(value: dict[Any, Any], several: bool) -> str:
         return f"found {found}, where {' and '.join(nulls)} is null; a row needs a value there, or must be left out"
     if "conversation" in value:
         return f"found {found}: ShareGPT's form has the turns in 'conversations'"
+    if len(value) == 2 and all(isinstance(part, str) for part in (*value, *value.values())):
+        first, second = map(shown, value)
+        return f"found {found}; where {first} is asked and {second} is to be learnt, name them prompt and completion"
     return f"found {found}"
 
 

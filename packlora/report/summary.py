@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -13,8 +15,8 @@ from packlora.terminal import standard_output
 
 UNBROKEN = 400
 """Characters of a line where there is no terminal: in a file a job is one line, whatever its name."""
-
-
+SPEAKERS = 3
+"""Adapters that the last words name for a chat."""
 TOLD = ("rewards/accuracies", "rewards/margins")
 """Columns of jobs with preferences: of held-out samples where there are some, else of the last step."""
 
@@ -48,6 +50,12 @@ def print_summary(result: Result, resume_command: str) -> None:
     if not all(going):
         which = ", of the jobs that have ended" if any(going) else ""
         console.print(Text(f"adapters: {result.output_dir}/<job>{which}"), soft_wrap=True)
+    done = [name for name, job in result.jobs.items() if job.status == "done"]
+    if ranked is not None:
+        done = ["best"] * (result.output_dir / "best").is_dir()
+    if done:
+        some = " ".join(shlex.quote(f"{result.output_dir}/{name}") for name in done[:SPEAKERS])
+        console.print(Text(f"ask {'it' if len(done) == 1 else 'them'}: packlora chat {some}"), soft_wrap=True)
     if any(going):
         console.print(Text(f"checkpoints: {result.output_dir}/<job>/checkpoint-<step>"), soft_wrap=True)
     for name, job in result.jobs.items():

@@ -167,7 +167,10 @@ def test_what_cannot_answer_is_refused_in_a_sentence(
     data = tmp_path / "data.jsonl"
     data.write_text('{"prompt": "a", "completion": "the same thing again and again"}\n')
     for words, said in (
-        (["generate", str(run), "--prompt", "a"], "is not a PEFT adapter folder"),
+        (["generate", str(run), "--prompt", "a"], f"but that of a run; its adapters are {run}/one, {run}/two"),
+        (["export", str(run), str(tmp_path / "out"), "--for", "peft"], f"its adapters are {run}/one, {run}/two"),
+        (["eval", str(run / "three"), "-"], "three is not a PEFT adapter folder: there is no such folder; that of a run's job"),
+        (["chat", str(tmp_path)], "is not a PEFT adapter folder: it holds no adapter_config.json; that of a run's job"),
         (["generate", job, "--raw", "--prompt", ""], "no tokens"),
         (["generate", job, "--raw", "--prompt", "the fox " * 300], "the model's context 256"),
         (["generate", job, "--raw", "--system", "s", "--prompt", "a"], "a system message goes by the chat template"),
@@ -197,3 +200,17 @@ def test_an_adapter_of_codes_that_are_not_made_here_says_on_what_it_answers(
         "one was trained on a base model in 'gptq', and answers here on the base's own weights"
         in capsys.readouterr().err
     )
+
+
+def test_a_person_at_a_terminal_has_a_prompt_and_ends_with_ctrl_d(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    lines, asked = ["the quick fox", ""], []
+
+    def given(prompt: str) -> str:
+        asked.append(prompt)
+        if not lines:
+            raise EOFError
+        return lines.pop(0)
+
+    monkeypatch.setattr("builtins.input", given)
+    assert [*talk._typed()] == ["the quick fox", ""] and asked == ["> "] * 3
+    assert capsys.readouterr().out == "\n", "the shell's prompt begins a line of its own"

@@ -187,6 +187,7 @@ def test_a_base_model_that_cannot_be_read_is_refused_with_what_is_wrong(
     empty = tmp_path / "empty"
     empty.mkdir()
     assert f"base_model '{empty}' (folder): cannot load the configuration: " in refusal(make(base_model=str(empty)))
+    assert "base_model './no/folder': there is no such folder (seen from " in refusal(make(base_model="./no/folder"))
     message = refusal(make(base_model="owner/no-such-model"))
     assert "base_model 'owner/no-such-model' (hub id, or folder that does not exist): cannot load" in message
 

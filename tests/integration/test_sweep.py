@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 
 import packlora
 from packlora.cli import app
+from packlora.commands.adapter_folder import trained_by
 from packlora.config import Run
 from packlora.report.events import Event, JobDone, JobJoined, MicrobatchDone
 from packlora.report.sweep import ranked_table
@@ -78,6 +79,9 @@ def test_candidates_are_the_jobs_that_they_would_be_alone_and_the_best_one_is_ke
     assert values == sorted(values) and len(values) == 6
     best = out / "best" / "adapter_model.safetensors"
     assert best.read_bytes() == (out / found["best"] / "adapter_model.safetensors").read_bytes()
+    for folder in (out / "best", out / found["best"]):  # what asks it knows how it was trained
+        told = trained_by(folder)
+        assert told is not None and told.job.name == found["best"]
     stopped = [line for line in found["candidates"] if line["status"] == "stopped"]
     assert stopped and all(line["reason"].startswith("successive halving") for line in stopped)
     assert {event.job for event in heard if isinstance(event, JobDone) and event.stopped} == {

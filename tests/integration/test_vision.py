@@ -285,7 +285,7 @@ def test_what_images_do_not_go_with_is_refused_before_training(
 def test_a_text_model_and_a_family_without_a_processor_are_refused(
     vision_base: Any, tiny_base: Callable[[str], str], rows: dict[str, str], tmp_path: Path
 ) -> None:
-    with pytest.raises(InputError, match="a llama model reads no images here, and the data has some"):
+    with pytest.raises(InputError, match="a llama model reads no images here, and some are given"):
         prepare(Run.model_validate(tree(tiny_base("llama"), tmp_path / "out", rows, None)))
     bare = tmp_path / "bare"
     shutil.copytree(vision_base("qwen2_5_vl"), bare)

@@ -42,6 +42,12 @@ def refusal(tokenizer: Any, path: Path | str, **data: Any) -> str:
     return str(caught.value)
 
 
+def test_two_texts_under_other_names_are_refused_with_the_names_to_take(tokenizer: Any, tmp_path: Path) -> None:
+    said = "found question, answer; where question is asked and answer is to be learnt, name them prompt and completion"
+    assert said in refusal(tokenizer, write(tmp_path, "question,answer", "a,b", name="rows.csv"))
+    assert "name them" not in refusal(tokenizer, write(tmp_path, {"question": "a", "answer": 1}))
+
+
 def expected(tokenizer: Any, *parts: tuple[str, bool]) -> tuple[list[int], list[bool]]:
     """Token ids and labels of texts written by hand, each learnt or not. Special tokens keep texts apart, so that each can be
     tokenized by itself where the next begins with one."""

@@ -13,9 +13,11 @@ from rich.console import Console
 from test_progress import job, shown, stepped
 
 from packlora.commands import plan
+from packlora.errors import InputError
 from packlora.report import summary
 from packlora.report.events import JobDone, Note
 from packlora.result import JobResult, Result
+from packlora.run_file import load_run
 
 WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; from packlora.cli import app; app()"
 """Whatever imports torch fails."""
@@ -30,6 +32,24 @@ def test_a_slip_in_the_run_file_is_refused_before_torch_is_loaded(command: str, 
     assert process.returncode == 2, process.stderr
     assert "train.learningrate: unknown key; did you mean 'learning_rate'?" in process.stderr
     assert "Traceback" not in process.stderr
+
+
+def test_a_request_to_a_run_loads_no_torch_and_does_not_say_so(tmp_path: Path) -> None:
+    words = [sys.executable, "-c", WITHOUT_TORCH, "stop", str(tmp_path), "a"]
+    process = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert process.returncode == 2 and str(tmp_path) in process.stderr, process.stderr
+    assert "loading" not in process.stderr and "Traceback" not in process.stderr
+
+
+def test_a_data_file_in_the_place_of_a_run_file_and_none_at_all_are_sent_to_init(tmp_path: Path) -> None:
+    (tmp_path / "my rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    for file, said in (
+        ("my rows.jsonl", "is a data file, and this takes a run file; `packlora init '{}'` writes one for it"),
+        ("run.yaml", "cannot read the run file {}: it does not exist; packlora init DATA -o RUN.yaml writes one"),
+    ):
+        with pytest.raises(InputError) as caught:
+            load_run(tmp_path / file)
+        assert said.format(tmp_path / file) in str(caught.value)
 
 
 HEADINGS = ("job", "samples", "tokens", "a longer heading", "lengths")
@@ -74,11 +94,12 @@ def ended(statuses: dict[str, str], tokens: int, signal: int | None = None) -> R
 def test_last_words_name_only_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     done = words(ended({"a": "done", "b": "done"}, 10), monkeypatch)
     assert "adapters: o/<job>\n" in done and "checkpoint" not in done
+    assert "ask them: packlora chat o/a o/b\n" in done
     stopped = words(ended({"a": "running", "b": "running"}, 10, 2), monkeypatch)
     assert "adapters:" not in stopped and "checkpoints: o/<job>/checkpoint-<step>\n" in stopped
     mixed = words(ended({"a": "running", "b": "done"}, 10, 2), monkeypatch)
     assert "adapters: o/<job>, of the jobs that have ended\n" in mixed
-    assert "checkpoints: o/<job>/checkpoint-<step>\n" in mixed
+    assert "checkpoints: o/<job>/checkpoint-<step>\n" in mixed and "ask it: packlora chat o/b\n" in mixed
 
 
 def test_a_run_that_was_done_already_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -142,7 +142,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "of a text": ({"text": "the dog", "images": ["a.png"]}, "'images' go with messages"),
     "of a pair": ({"prompt": "a", "chosen": "b", "rejected": "c", "images": ["a.png"]}, "do not go with 'chosen'"),
     "a mark in a text": (
-        {"messages": user({"type": "image", "path": "a.png"}, {"type": "text", "text": MARK})}, "the row has 1; it is not"
+        {"messages": user({"type": "image", "path": "a.png"}, {"type": "text", "text": MARK})}, "and 1 are given; it is not"
     ),
     "a mark without images": ({"messages": user({"type": "text", "text": MARK})}, "the token stands in a text as well"),
 }  # fmt: skip

@@ -73,8 +73,9 @@ def test_init_refuses_what_is_no_data_and_writes_nothing(content: str | None, sa
     data, out = tmp_path / "d.jsonl", tmp_path / "run.yaml"
     if content is not None:
         data.write_text(content)
-    with pytest.raises(InputError, match=said):
+    with pytest.raises(InputError, match=said) as caught:
         write_run_file(data, out)
+    assert "job" not in str(caught.value), "there is none yet"
     assert not out.exists()
 
 

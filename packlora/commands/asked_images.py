@@ -1,0 +1,70 @@
+"""Images that `generate` and `chat` are asked about: looked at as those of rows are, and what a model takes of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from packlora.base.vision import ImageTensors, Vision, on_device
+from packlora.data.images import Shown
+from packlora.data.prompts import image_prompt_ids
+from packlora.errors import InputError
+from packlora.terminal import say
+
+
+class AskedImages:
+    """What a base model sees. Its processor is loaded with the first image.
+
+    Args:
+        path, revision: of the base model.
+        config: its configuration.
+    """
+
+    def __init__(self, path: str, revision: str | None, config: Any) -> None:
+        self.path, self.revision, self.config = path, revision, config
+        self.there = getattr(config, "vision_config", None) is not None
+        """Whether the base model is one that sees images."""
+        self._vision: Vision | None = None
+        self._shown: Shown | None = None
+
+    def _loaded(self, tokenizer: Any) -> tuple[Vision, Shown]:
+        if self._vision is None or self._shown is None:
+            self._vision = Vision.of(self.path, self.revision, self.config)
+            self._shown = Shown(self._vision)
+            tokenizer.chat_template = self._vision.chat_template or tokenizer.chat_template  # as in training
+        return self._vision, self._shown
+
+    def look(self, image: str, where: str, tokenizer: Any) -> None:
+        """Raises InputError where the base model sees none, or a file is no image for it. where: for messages."""
+        self._loaded(tokenizer)[1].look(image, where)
+
+    def named(self, image: str, where: str, tokenizer: Any) -> list[str]:
+        """The path of an image that a person named; none, and a line that says why, where it cannot be shown."""
+        path = os.path.expanduser(image)
+        try:
+            if not path:
+                raise InputError(f"{where}: give the path of a file behind it")
+            self.look(path, where, tokenizer)
+        except InputError as error:
+            say(str(error))
+            return []
+        return [path]
+
+    def inputs(
+        self, messages: list[dict[str, Any]], paths: Sequence[str], tokenizer: Any, model: PreTrainedModel
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Token ids [1, T] of a conversation, and what else the model takes: of its images, and of which tokens are theirs."""
+        vision, shown = self._loaded(tokenizer)
+        ids, images = image_prompt_ids(messages, paths, tokenizer, shown, "an image")
+        tensors = ImageTensors.joined([vision.tensors(file.decode()) for file in images.files]).tensors
+        ids_T = torch.tensor(ids)
+        own = on_device(tensors | vision.as_transformers_runs(model, ids_T), model.device, model.dtype)
+        return ids_T[None].to(model.device), own
+
+    def tokens_of(self, ids: torch.Tensor) -> int:
+        """How many tokens are those of images."""
+        return int((ids == self._vision.token_id).sum()) if self._vision is not None else 0
