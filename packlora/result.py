@@ -19,7 +19,7 @@ class JobResult:
     failure: str | None = None
     """In a sentence, why it failed or was left out."""
     eval_before: float | None = None
-    """Held-out loss before training: mean cross entropy, in nats, of a label token. None without eval_path."""
+    """Held-out loss before training: mean cross entropy, in nats, of a label token. None without eval_path or eval_on_start."""
     eval_after: float | None = None
     """The same at the last evaluation after a step; None also where there was none."""
     tokens_per_second: float = 0.0

@@ -309,7 +309,8 @@ class RowNorms:
             self._compute([handles[index] for index in known.others])
 
     def _renew(self, handle: NormHandle, stale: bool) -> None:
-        """Bring a handle up to date; where its stamp is stale, also those others that are computed in the same way."""
+        """Bring a handle up to date; where its stamp is stale, also those others that are computed in the same way. Where it is
+        new, those that are new: adapters are made one after the other, and each would look at all before it."""
         if handle._on_device():
             if handle._kept is not None:
                 handle._kept.window = -1  # until the check has succeeded
@@ -320,9 +321,10 @@ class RowNorms:
         if not stale:
             self._compute([handle])
             return
+        is_new = handle._kept is None
         others = [
             other for other in self._handles.values()
-            if other is not handle and other.A.device == handle.A.device
+            if (other._kept is None or not is_new) and other is not handle and other.A.device == handle.A.device
             and other.version_counted == handle.version_counted
             and (other._kept is None or not other._kept.seen.stands(other))
             and other._missing() is None and not other._on_device()

@@ -85,9 +85,12 @@ LookedAt = tuple[Fingerprint, OwnLogits]
 """What is known of a model as transformers runs it."""
 
 
-def look_at(run: Run, model: PreTrainedModel, path: str, longest: Mapping[str, int]) -> LookedAt:
-    """Of a whole model, before it is packed; one that is sharded by rows counts as whole. Raises InputError."""
-    return fingerprint(model, path, run.revision), own_logits(model, path, longest)
+def look_at(
+    run: Run, model: PreTrainedModel, path: str, longest: Mapping[str, int], in_memory: bool = False
+) -> LookedAt:
+    """Of a whole model, before it is packed; one that is sharded by rows counts as whole. in_memory: it is not sharded. Raises
+    InputError."""
+    return fingerprint(model, path, run.revision), own_logits(model, path, longest, is_whole=in_memory)
 
 
 def ready_base(
@@ -102,7 +105,7 @@ def ready_base(
     Raises:
         InputError: packing would train it wrongly.
     """
-    known, own = looked_at or look_at(run, model, path, longest)
+    known, own = looked_at or look_at(run, model, path, longest, storage.is_whole)
     images = None if vision is None else own_images(model, path, vision)
     notes = prepare_model(model, run.gradient_checkpointing)
     replaced = use_liger(model, run.liger, storage.each)

@@ -1,6 +1,8 @@
 """The proof that a base model may be packed: packed probes must have the logits that the untouched model gives each one alone.
 
-It runs once, when a model is loaded: `own_logits` before the model is prepared for packing, `check_packing` after.
+It runs once, when a model is loaded: `own_logits` before the model is prepared for packing, `check_packing` after. Short
+probes go through the whole model, one as long as the longest sample of the run through its first layers, as many as show all
+kinds that it has.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from packlora.base.layer_kinds import first_layers, layers_of_each_kind
 from packlora.base.masks import OWN_MASKS, MaskLimits
 from packlora.base.packing import hidden_states, packed_logits
 from packlora.base.shape import plain_head, scaled_by_place, vocabulary
@@ -39,19 +42,24 @@ class OwnLogits:
     """Of the second probe alone."""
     late: torch.Tensor
     """Of the first probe at the last positions that samples reach."""
-    long: torch.Tensor | None
-    """Of the last tokens of a sample as long as the longest; None where the probes are as long."""
+    long: tuple[torch.Tensor, torch.Tensor] | None
+    """Of the last tokens of a sample as long as the longest, and of the second probe, by the first layers; None where the
+    probes are as long."""
+    layers: int | None
+    """How many first layers; None: all."""
     limits: dict[str, int]
     """Tokens up to which layers can be packed, by name."""
 
 
 @torch.no_grad()
 def own_logits(
-    model: PreTrainedModel, path: str, longest: Mapping[str, int], everywhere: Callable[[list[str]], list[str]] = list
-) -> OwnLogits:
+    model: PreTrainedModel, path: str, longest: Mapping[str, int], everywhere: Callable[[list[str]], list[str]] = list,
+    is_whole: bool = True,
+) -> OwnLogits:  # fmt: skip
     """Run the untouched model on each probe alone.
 
     Args:
+        is_whole: it lies in this process, so that layers can be left out.
         everywhere: names of weights, of all processes that have different ones, from those here; all call it.
 
     Raises:
@@ -64,19 +72,20 @@ def own_logits(
         name: module.floor_scale - 1 for name, module in scaled_by_place(model).items() if module.floor_scale <= tokens
     }
     found, long = MaskLimits({id(module): name for name, module in model.named_modules()}, limits), None
+    layers = layers_of_each_kind(model) if is_whole and tokens > len(first) else None
     with cannot_be_packed(model, path):
-        alone = model(input_ids=second[None], use_cache=False).logits[0].double()
+        alone = _logits(model, second)
         _check_finite(model, alone, path, everywhere)
         if tokens > len(first):
-            model.set_attn_implementation(attention_of_text(model, OWN_MASKS))
-            long = model(
-                input_ids=_probe(model, 4, tokens)[None], use_cache=False, own_masks=found,
-                logits_to_keep=torch.arange(tokens - len(first), tokens, device=model.device),
-            ).logits[0].double()  # fmt: skip
+            rows = torch.arange(tokens - len(first), tokens, device=model.device)
+            with first_layers(model, layers):
+                short = _logits(model, second)  # first: frequencies may keep what a long sample made them
+                model.set_attn_implementation(attention_of_text(model, OWN_MASKS))
+                long = _logits(model, _probe(model, 4, tokens), own_masks=found, logits_to_keep=rows), short
             model.set_attn_implementation(attention_of_text(model, "eager"))
         positions = start + torch.arange(len(first), device=model.device)
-        late = model(input_ids=first[None], position_ids=positions[None], use_cache=False).logits[0].double()
-    return OwnLogits(alone, late, long, found.limits)
+        late = _logits(model, first, position_ids=positions[None])
+    return OwnLogits(alone, late, long, layers, found.limits)
 
 
 @torch.no_grad()
@@ -90,8 +99,9 @@ def check_packing(
 ) -> bool:
     """Refuse a model that packed attention does not serve: most such models would run, and train something else.
 
-    Two samples are packed, three times; the first one, at late positions, is another one the third time. Then the second one
-    behind a sample as long as the longest of the run. Each must have the logits that the untouched model gives it alone.
+    Two samples are packed, three times; the first one, at late positions, is another one once. Then, by the first layers, the
+    second one behind a sample as long as the longest of the run. Each must have the logits that the untouched model gives it
+    alone.
 
     Args:
         crosses: as gradient_crosses, where each process has some of the layers, and the last one the output layer; all run the
@@ -108,39 +118,49 @@ def check_packing(
     """
     second = _probe(model, 2)
     n = len(second)
-    packs = [Pack.of([_probe(model, seed), second], [_late_start(longest, n), 0]) for seed in (1, 1, 3)]
+    pack, other = (Pack.of([_probe(model, seed), second], [_late_start(longest, n), 0]) for seed in (1, 3))
     with cannot_be_packed(model, path):
-        outputs = [pack.logits(model) for pack in packs]
-        same_bits = torch.equal(outputs[0][n:], outputs[2][n:])
-        apart = same_bits or not (crosses or partial(gradient_crosses, model))(packs[2], n)
+        given, beside = pack.logits(model), other.logits(model)
+        same_bits = torch.equal(given[n:], beside[n:])
+        apart = same_bits or not (crosses or partial(gradient_crosses, model))(other, n)
+        by_head = _gives_by_head(model, pack, given, crosses is not None)
+        again = given if by_head and crosses is None else pack.logits(model)
     what = f"base_model {path!r}: packlora cannot train a {model.config.model_type} model: "
-    if not torch.equal(outputs[0], outputs[1]):
+    if not torch.equal(given, again):
         raise InputError(what + "it gives other numbers every time it is run, so it draws random numbers of its own")
-    if not apart or outputs[0][n:].shape != own.second.shape:
+    if not apart or given[n:].shape != own.second.shape:
         raise InputError(what + "samples that are packed together see each other")
     if not same_bits:
         notes.append("the rounding of the model's experts depends on all samples of a microbatch, and so on other jobs")
     _check_limits(model, own.limits, path, longest)
-    pairs = [(outputs[0][:n], own.late), (outputs[0][n:], own.second), (outputs[2][n:], own.second)]
+    pairs = [(given[:n], own.late), (given[n:], own.second), (beside[n:], own.second)]
     if own.long is not None:
         long = Pack.of([_probe(model, 4, max(longest.values())), second], [0, 0])
-        with cannot_be_packed(model, path):
+        with cannot_be_packed(model, path), first_layers(model, own.layers):
             behind = long.logits(model)
-        pairs += [(behind[:n], own.long), (behind[n:], own.second)]
+        pairs += zip((behind[:n], behind[n:]), own.long, strict=True)
     error = max(difference(got, want.to(got.device), model.dtype) for got, want in pairs)
     if not error < PROBE_ERROR[model.dtype]:
         raise InputError(what + f"its attention is of another kind (its own logits differ by {error:.1%})")
+    return by_head
+
+
+def _gives_by_head(model: PreTrainedModel, pack: Pack, logits: torch.Tensor, in_step: bool) -> bool:
+    """Whether the output layer on the decoder's hidden states gives these logits, which are the pack's, to the bit."""
     head = plain_head(model)
-    if head is None and crosses is None:
+    if head is None and not in_step:
         return False
     try:
-        hidden_TD = hidden_states(model, *packs[2].inputs[:3])
-        if head is None:
-            return False
-        hidden = hidden_TD[packs[2].inputs[3]]
-        return torch.equal(head(hidden[None])[0].double(), outputs[2])
-    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
+        hidden_TD = hidden_states(model, *pack.inputs[:3])
+        return head is not None and torch.equal(head(hidden_TD[pack.inputs[3]][None])[0].double(), logits)
+    except (AttributeError, AssertionError, LookupError, RuntimeError, TypeError, ValueError):
         return False  # a model that cannot be run without its output layer
+
+
+def _logits(model: PreTrainedModel, ids_T: torch.Tensor, **more: Any) -> torch.Tensor:
+    """Of one sample, as transformers runs it."""
+    logits: torch.Tensor = model(input_ids=ids_T[None], use_cache=False, **more).logits[0]
+    return logits.double()
 
 
 @dataclass(frozen=True, slots=True)

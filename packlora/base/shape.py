@@ -51,6 +51,17 @@ def scaled_by_place(model: PreTrainedModel) -> dict[str, Any]:
     }
 
 
+def decoder_layers(model: PreTrainedModel) -> dict[str, torch.nn.Module]:
+    """The layers of the decoder by path: the entries of the list of modules with the most parameters."""
+    lists = [
+        (path, found) for path, found in model.named_modules() if isinstance(found, torch.nn.ModuleList) and len(found)
+    ]
+    if not lists:
+        return {}
+    path, largest = max(lists, key=lambda item: sum(parameter.numel() for parameter in item[1].parameters()))
+    return {f"{path}.{number}": layer for number, layer in enumerate(largest)}
+
+
 def plain_head(model: PreTrainedModel) -> torch.nn.Linear | None:
     """The output layer, if it is a frozen linear layer that carries no adapter."""
     head = model.get_output_embeddings()

@@ -20,8 +20,9 @@ from packlora.base.demo_model import base_path
 from packlora.base.load import read_skeleton
 from packlora.config import JobConfig, Run
 from packlora.errors import InputError
+from packlora.report import sweep
 from packlora.runtime.checkpoint import NAME
-from packlora.runtime.sweep import BEST, RANKING
+from packlora.runtime.sweep import BEST
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +109,7 @@ def trained_by(path: Path) -> Trained | None:
         joined = [JobConfig.model_validate_json(json.dumps(join)) for join in joins]
         name = job.name
         if name == BEST and run.sweep is not None:
-            name = json.loads((job.parent / RANKING).read_text(encoding="utf-8"))["best"]
+            name = json.loads((job.parent / sweep.FILE).read_text(encoding="utf-8"))["best"]
     except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError):
         return None
     return next((Trained(run, one) for one in [*run.jobs, *joined] if one.name == name), None)

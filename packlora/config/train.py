@@ -105,6 +105,8 @@ class TrainConfig(Strict):
     """Leave out an epoch's last global batch where it is smaller than the others."""
     eval_steps: int | None = Field(None, ge=0, le=MOST_STEPS)
     """Optimizer steps between evaluations; 0 only before and after training; null: the run's eval_every."""
+    eval_on_start: bool = True
+    """Evaluate before the first step too."""
     load_best_model_at_end: bool = False
     """The adapter of the evaluation with the best metric_for_best_model is the job's result, not that of its last step."""
     metric_for_best_model: Literal["eval_loss", "eval_rewards/accuracies", "eval_rewards/margins"] = "eval_loss"

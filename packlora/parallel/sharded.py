@@ -41,7 +41,7 @@ from packlora.base.device import choose_device
 from packlora.base.load import model_of, read_config
 from packlora.base.model import Base, ready_base
 from packlora.base.packing import DECODER, hidden_states
-from packlora.base.shape import check_row
+from packlora.base.shape import check_row, decoder_layers
 from packlora.base.weight_files import WeightFiles, keys_of, own_rows
 from packlora.config import Run
 from packlora.errors import InputError
@@ -231,17 +231,6 @@ def run_nobody(model: PreTrainedModel, device: torch.device, attached: Attached,
         hidden = hidden_states(model, ids, ids, (MIN_ROWS,))
         if hidden.requires_grad:
             hidden.backward(torch.zeros_like(hidden))
-
-
-def decoder_layers(model: PreTrainedModel) -> dict[str, torch.nn.Module]:
-    """The layers of the decoder by path: the entries of the list of modules with the most parameters."""
-    lists = [
-        (path, found) for path, found in model.named_modules() if isinstance(found, torch.nn.ModuleList) and len(found)
-    ]
-    if not lists:
-        return {}
-    path, largest = max(lists, key=lambda item: sum(parameter.numel() for parameter in item[1].parameters()))
-    return {f"{path}.{number}": layer for number, layer in enumerate(largest)}
 
 
 def mesh_of(group: dist.ProcessGroup, device: torch.device) -> DeviceMesh:

@@ -34,7 +34,7 @@ from packlora.base.liger import use_liger
 from packlora.base.model import Base
 from packlora.base.packing import hidden_states, prepare_model
 from packlora.base.proof import Pack, check_packing, depends_on_others, own_logits
-from packlora.base.shape import check_row
+from packlora.base.shape import check_row, decoder_layers
 from packlora.base.weight_files import WeightFiles, keys_of
 from packlora.config import Run
 from packlora.errors import InputError, foreign
@@ -45,7 +45,7 @@ from packlora.parallel.cut import fill
 from packlora.parallel.mesh import OneProcess
 from packlora.parallel.meta import on_meta
 from packlora.parallel.pipeline import Links
-from packlora.parallel.sharded import Shards, decoder_layers, empty_model
+from packlora.parallel.sharded import Shards, empty_model
 from packlora.parallel.tensor import shard
 
 
@@ -200,7 +200,9 @@ def load_stage(
     every = {name: value for one in links.gather(sums) for name, value in one.items()}
     known = fingerprint_of(held, every, path, run.revision)
     with stage.in_step(model):
-        own = own_logits(model, path, longest, lambda bad: [name for found in links.gather(bad) for name in found])
+        own = own_logits(
+            model, path, longest, lambda bad: [name for found in links.gather(bad) for name in found], is_whole=False
+        )
     for limits in links.gather(own.limits):
         own.limits |= limits
     if beside is not None:

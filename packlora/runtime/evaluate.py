@@ -32,7 +32,7 @@ class HeldOut:
 
 
 class Evaluator:
-    """Evaluations of a run: before a job's first step, every so many steps, and after its last one, once each."""
+    """Evaluations of a run: before a job's first step, unless it does without, every so many, and after its last; once each."""
 
     def __init__(self, forwards: Forwards, jobs: Sequence[Job], every: int) -> None:
         self.forwards, self.every = forwards, every
@@ -56,9 +56,10 @@ class Evaluator:
             return False
         if job.step >= job.data.num_steps:
             return True
-        own = job.config.train.eval_steps
-        every = self.every if own is None else own
-        return bool(job.eval_samples) and (job.step == 0 or is_multiple(job.step, every))
+        train = job.config.train
+        every = self.every if train.eval_steps is None else train.eval_steps
+        is_asked = train.eval_on_start if job.step == 0 else is_multiple(job.step, every)
+        return bool(job.eval_samples) and is_asked
 
     def evaluate(self, jobs: Sequence[Job]) -> dict[str, HeldOut]:
         """Held-out losses of those jobs that are due, by name: of all of them, or of none where a stop was asked for meanwhile.

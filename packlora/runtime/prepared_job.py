@@ -13,12 +13,12 @@ from transformers import PreTrainedModel
 from packlora.adapters.expert_layout import is_experts
 from packlora.adapters.experts import shapes_at
 from packlora.adapters.spec import AdapterSpec
+from packlora.base.shape import decoder_layers
 from packlora.config import JobConfig
 from packlora.data.dataset import JobData
 from packlora.data.encode import Encoded
 from packlora.data.prompts import Prompt
 from packlora.data.readers import Read
-from packlora.parallel.sharded import decoder_layers
 from packlora.runtime.objective import Objective
 
 AUTO_BUDGET = {"cpu": 2048, "cuda": 8192}

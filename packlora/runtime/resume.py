@@ -142,6 +142,7 @@ def _changes(before: dict[str, Any], now: dict[str, Any], new: int) -> list[str]
             scheduled = own["train"]["lr_scheduler_type"] not in ("constant", "constant_with_warmup")
             if section == "train" and (scheduled or own["train"]["warmup_ratio"]):
                 free = set()  # the learning rate of every step depends on the number of steps
+            free |= {"eval_on_start"}
             if not _is_judged(own["train"]):
                 free |= {"eval_steps"}
             changed += [

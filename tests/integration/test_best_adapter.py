@@ -44,7 +44,7 @@ def tree(
     """Learning rates at which held-out losses rise again; jobs with the best adapter, with an early end, and a plain one."""
     held = write_rows("held", 5, 9)
 
-    def make(out: str, **train: Any) -> dict[str, Any]:
+    def make(out: str, on_start: bool = True, **train: Any) -> dict[str, Any]:
         def job(name: str, seed: int, **own: Any) -> dict[str, Any]:
             data = {"path": write_rows(name, 8, seed), "eval_path": held}
             common = {"max_steps": 9, "learning_rate": 1.0, "global_batch_size": 3}
@@ -56,7 +56,7 @@ def tree(
             "jobs": [
                 job("best", 1, load_best_model_at_end=True, **{"eval_steps": 2} | train),
                 job("early", 2, load_best_model_at_end=True, early_stopping_patience=2, eval_steps=1, learning_rate=0.3),
-                job("plain", 3),
+                job("plain", 3, eval_on_start=on_start),
             ],
         }  # fmt: skip
 
@@ -86,9 +86,10 @@ def test_the_result_is_the_adapter_of_the_best_evaluation_and_an_interruption_ch
     assert any("'best': its result is the adapter of step" in text for text in warned)
     assert same(whole / "plain", whole / "plain" / "checkpoint-9")
 
-    packlora.train(tree("parts"), max_steps=7)  # which evaluates where the whole run does not
+    packlora.train(tree("parts", on_start=False), max_steps=7)  # which evaluates where the whole run does not
     packlora.train(tree("parts"), resume=True)
     parts = tmp_path / "parts"
+    assert [line["step"] for line in evals(parts, "plain")] == [4, 7, 8, 9]  # without the loss before the first step
     for name in ("best", "early", "plain"):
         assert same(whole / name, parts / name), name
         assert [line["eval_loss"] for line in evals(parts, name)][-1] == evals(whole, name)[-1]["eval_loss"]

@@ -830,3 +830,19 @@ def test_adapters_that_are_put_onto_a_model_have_each_norm_computed_once(monkeyp
         assert weights.magnitude is not None
         norm_N = model.get_submodule(path).weight.norm(dim=1)
         assert torch.allclose(weights.magnitude, norm_N, rtol=1e-6)
+
+
+def test_a_new_norm_looks_at_no_other_that_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else making the adapters of a model of n layers takes n^2 / 2 looks."""
+    looks: list[object] = []
+    stands = module._Seen.stands
+    monkeypatch.setattr(module._Seen, "stands", lambda seen, handle: looks.append(handle) or stands(seen, handle))
+    norms, layers = RowNorms(), list[Layer]()
+    for _ in range(8):
+        layers.append(Layer(norms, True))
+        assert right(layers[-1])
+    assert len(looks) <= 8
+    with torch.no_grad():
+        for layer in layers:
+            layer.B.mul_(2)
+    assert all(map(right, [Layer(norms, True), *layers]))

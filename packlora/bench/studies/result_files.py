@@ -14,9 +14,8 @@ def results(name: str) -> dict[str, Any]:
     return loaded
 
 
-def measured(name: str, part: bool = False) -> dict[str, Any] | None:
-    """A results file of a whole benchmark on a GPU, or None while there is none. part: or of a part of it, as of contenders
-    that are measured by name alone.
+def measured(name: str) -> dict[str, Any] | None:
+    """A results file of a whole benchmark on a GPU, or None while there is none.
 
     Raises:
         ValueError: the file holds a part of the benchmark (--quick, --only, --layers), which is not for the README.
@@ -24,7 +23,7 @@ def measured(name: str, part: bool = False) -> dict[str, Any] | None:
     if not (ROOT / "benchmarks" / "results" / f"{name}.json").exists():
         return None
     file = results(name)
-    if not part and any(key.startswith("part_") for key in file["summary"]):
+    if any(key.startswith("part_") for key in file["summary"]):
         raise ValueError(f"{name}.json holds a part of the benchmark; run it without --quick, --only and --layers")
     return file
 

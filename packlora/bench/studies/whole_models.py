@@ -12,7 +12,7 @@ VLM = {"frozen": "frozen", "packlora": "packlora", "peft": "PEFT"}
 
 def experts() -> list[str]:
     """Every case of `packlora bench experts`."""
-    file = measured("experts-h200", part=True)
+    file = measured("experts-h200")
     if file is None:
         return []
     rows: list[dict[str, Any]] = file["rows"]
