@@ -25,7 +25,7 @@ from typing import Any, Protocol
 import torch
 import torch.utils.checkpoint
 
-from packlora.ops.modules import remove_hooks, undisturbed
+from packlora.ops.modules import put_hooks, remove_hooks, undisturbed
 from packlora.ops.stamp import traced_version
 
 # --- finding them ------------------------------------------------------------------------------------------------------
@@ -187,8 +187,7 @@ class SiblingGroup:
 
     def attach(self, parent: torch.nn.Module) -> None:
         """Watch the parent's forward; `detach` undoes it."""
-        parent.register_forward_pre_hook(self._opened)
-        parent.register_forward_hook(self._closed, always_call=True)
+        put_hooks(parent, self._opened, self._closed)
 
     @staticmethod
     def detach(module: torch.nn.Module) -> None:

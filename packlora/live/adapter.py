@@ -58,11 +58,11 @@ def parameter_adapter(layer: Any, unfit: str | None) -> ParameterAdapter | str:
 
 
 def observed(module: nn.Module) -> bool:
-    """Somebody looks at, or changes, what goes through this module: then it must be called, not only read."""
-    own = module.__dict__
+    """Somebody looks at, or changes, what goes through this module: then it must be called, not only read. Hooks are read as
+    attributes: then a compiler does not guard those of modules that have none, as it does not for PEFT."""
     return bool(
-        own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]
-        or "forward" in own
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+        or "forward" in module.__dict__
     )  # fmt: skip
 
 

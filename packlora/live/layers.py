@@ -138,54 +138,78 @@ class LayerCall:
 
 
 def look(owner: LayerForward) -> LayerCall | str:
-    """What the owner's layer computes for an x without further arguments, or the reason why PEFT must compute it."""
+    """What the owner's layer computes for an x without further arguments, or the reason why PEFT must compute it.
+
+    A compiler guards all that is read here, and checks it at every call of the graph: in a graph, what hangs on the kinds of
+    modules alone is not read again, for their types are guarded.
+    """
     layer = owner.layer
     modules: dict[str, Any] = layer._modules
     own_A = modules["lora_A"]._modules
     name, reason = active_adapter(layer, own_A)
     if reason:
         return reason
-    magnitude: Any = None
+    base, A, B = modules["base_layer"], own_A[name], modules["lora_B"]._modules[name]
+    drop = modules["lora_dropout"]._modules[name]
+    dora = name in layer.lora_variant
+    stored: StoredWeight | None = None
+    known = torch.compiler.is_compiling() and owner.is_plain(name) and B._parameters["bias"] is None
+    if dora and known:
+        known = type(layer.lora_variant[name]) is DoraLinearVariant
+    if not known or "forward" in base.__dict__ or "forward" in A.__dict__ or "forward" in B.__dict__:
+        if unfit := _why_no_adapter(layer, name):
+            return unfit
+        found = owner.stored(base)
+        if isinstance(found, str):
+            return found
+        stored = found
+        if unread := _why_not_read(layer, (base, A, B, drop), stored):
+            return unread
+    weight, bias = (stored or base).weight, (stored or base).bias
+    if not is_frozen(weight):
+        return "its base weight is trained too"
+    weight = owner.from_outputs(base) if lies_transposed(base) else weight
+    p = drop.p if isinstance(drop, nn.Dropout) and drop.training else 0.0
+    if dora and not layer.training:
+        p = 0.0
+    if p >= 1.0 or (p and drop.inplace):
+        return f"its lora_dropout drops everything or works in place (p = {p})"
+    magnitude = weight_of(modules["lora_magnitude_vector"]._modules[name]) if dora else None
+    return LayerCall(
+        owner, weight, bias, weight_of(A), weight_of(B), float(layer.scaling[name]), p, name, magnitude, stored,
+    )  # fmt: skip
+
+
+def _why_no_adapter(layer: Any, name: str) -> str | None:
+    """Why the adapter is another function than LoRA or DoRA, or has a magnitude that is not read."""
     if name in layer.lora_variant:
         variant = type(layer.lora_variant[name])
         if variant is not DoraLinearVariant:
             return f"its adapter is a variant of LoRA: {variant.__name__.removesuffix('LinearVariant')}"
-        holder = modules["lora_magnitude_vector"]._modules[name]
-        magnitude = weight_of(holder)
+        holder = layer._modules["lora_magnitude_vector"]._modules[name]
         if observed(holder):
             return why_called("lora_magnitude_vector", holder)
-        if type(magnitude) not in (nn.Parameter, torch.Tensor):
+        if type(weight_of(holder)) not in (nn.Parameter, torch.Tensor):
             return why_no_weight("lora_magnitude_vector", holder)
     if layer.lora_bias.get(name):
         return "lora_bias is set"
     scaling = layer.scaling[name]
     if not isinstance(scaling, float | int):
         return f"its scaling is a {type(scaling).__name__}, not a number"
+    return None
 
-    base, A, B = modules["base_layer"], own_A[name], modules["lora_B"]._modules[name]
-    drop = modules["lora_dropout"]._modules[name]
-    stored = owner.stored(base)
-    if isinstance(stored, str):
-        return stored
+
+def _why_not_read(layer: Any, modules: tuple[Any, ...], stored: StoredWeight | None) -> str | None:
+    """Why the modules of an adapter, base, A, B and dropout, cannot be read in the place of calling them."""
+    base, A, B, drop = modules
     adapter = [("lora_A", A), ("lora_B", B)]
     if unread := why_not_read(adapter if stored is not None else [("base layer", base), *adapter]):
         return unread
     if lies_transposed(base) != bool(getattr(layer, "fan_in_fan_out", False)):
         return "fan_in_fan_out does not say how its base weight lies"
-    weight, bias = (stored or base).weight, (stored or base).bias
-    if not is_frozen(weight):
-        return "its base weight is trained too"
-    weight = owner.from_outputs(base) if lies_transposed(base) else weight
     if type(drop) not in (nn.Identity, nn.Dropout) or observed(drop):
         return f"its lora_dropout is a {type(drop).__name__} of its own or has hooks; known are Dropout and Identity"
-    p = drop.p if isinstance(drop, nn.Dropout) and drop.training else 0.0
-    if magnitude is not None and not layer.training:
-        p = 0.0
-    if p >= 1.0 or (p and drop.inplace):
-        return f"its lora_dropout drops everything or works in place (p = {p})"
-    return LayerCall(
-        owner, weight, bias, weight_of(A), weight_of(B), float(scaling), p, name, magnitude, stored,
-    )  # fmt: skip
+    return None
 
 
 # --- computing it ------------------------------------------------------------------------------------------------------
@@ -384,6 +408,16 @@ class LayerForward(OwnForward):
         found = stored_weight(base, self.base_kind, self._stored)
         self._stored = None if isinstance(found, str) else found
         return found
+
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def is_plain(self, name: str) -> bool:
+        """Whether this adapter can be read, by the kinds of its modules, over a layer that is not quantised. While a graph is
+        traced it is asked of the layer as it is then, and nothing of it is guarded."""
+        layer = self.layer
+        parts = (layer._modules[part]._modules[name] for part in ("lora_A", "lora_B", "lora_dropout"))
+        return not self.quantised and not (
+            _why_no_adapter(layer, name) or _why_not_read(layer, (layer._modules["base_layer"], *parts), None)
+        )
 
     def from_outputs(self, base: nn.Module) -> torch.Tensor:
         """The weight [N, K] of a layer that has it transposed: the same view of it while it is the same tensor."""

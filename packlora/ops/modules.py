@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -53,6 +53,19 @@ def _like_their_parents(module: nn.Module, known: set[int]) -> None:
         if id(child) not in known:
             child.training = module.training
         _like_their_parents(child, known)
+
+
+def put_hooks(module: nn.Module, before: Callable[..., None], after: Callable[..., None]) -> None:
+    """Have two methods of an object called around a module's forward, `after` also when that ends in an exception.
+
+    A compiler guards the keys of hooks that are always called, and torch's keys are other ones on each module. These are the
+    same on all modules that have as many of them, so that layers of one shape share a compiled graph.
+    """
+    hooks: dict[Any, Any] = module._forward_hooks
+    key = f"packlora {sum(isinstance(own, str) for own in hooks)}"
+    module._forward_pre_hooks[key] = before  # type: ignore[index]
+    hooks[key] = after
+    module._forward_hooks_always_called[key] = True  # type: ignore[index]
 
 
 def remove_hooks(module: nn.Module, owner: type) -> None:

@@ -39,7 +39,7 @@ ALL = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_pro
 
 
 def forwards(model: Any) -> list[LayerForward]:
-    found = [f for m in model.modules() if isinstance(f := m.__dict__.get("forward"), LayerForward)]
+    found = [f for m in model.modules() if isinstance(f := m.__dict__.get("_packlora"), LayerForward)]
     assert found
     return found
 

@@ -16,7 +16,7 @@ from packlora.ops.row_norm import row_norm as ops
 
 
 def norms_of(model: Any) -> RowNorms:
-    (norms,) = {part.forward.norms for part in model.modules() if "_packlora" in part.__dict__}
+    (norms,) = {part._packlora.norms for part in model.modules() if "_packlora" in part.__dict__}
     return norms  # type: ignore[no-any-return]
 
 

@@ -1,0 +1,97 @@
+"""Blocks that are compiled one by one, as a Trainer's compiled model has them behind graph breaks: those of one shape share a
+graph, as PEFT's do. Else Dynamo's limit of 8 recompilations leaves the ninth and all later ones to Python."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from seeds import SOAK
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import packlora
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+BLOCKS = 3
+
+
+class Parent(nn.ModuleDict):
+    """Of siblings."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__({name: nn.Linear(7, 7, bias=name == "q") for name in names})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return sum(layer(x) * (index + 1) for index, layer in enumerate(self.values()))  # type: ignore[return-value]
+
+
+class Block(nn.Module):
+    """Two parents of siblings, and a layer that has none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.mlp, self.down = Parent("q", "k", "v"), Parent("gate", "up"), nn.Linear(7, 7)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(x).tanh()
+        return x + self.down(self.mlp(x).tanh())
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.checkpointing = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointing else block(x)  # type: ignore[assignment]
+        return x
+
+
+def outcome(model: Any, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The output and all gradients, x's among them."""
+    model.zero_grad(set_to_none=True)
+    x = x.clone().requires_grad_()
+    y = model(x)
+    y.square().sum().backward()
+    assert x.grad is not None
+    return {"y": y.detach(), "x": x.grad} | {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+KINDS = [(False, False), (True, True), (False, True), (True, False)]
+"""Whether it is DoRA, and whether blocks are checkpointed."""
+
+
+@pytest.mark.parametrize(("dora", "checkpointing"), KINDS if SOAK else KINDS[:2])
+def test_blocks_of_one_shape_share_a_graph_and_have_the_numbers_of_peft(dora: bool, checkpointing: bool) -> None:
+    torch.manual_seed(5)
+    torch._dynamo.reset()
+    settings = LoraConfig(r=3, lora_alpha=5, use_dora=dora, target_modules=["q", "k", "v", "gate", "up", "down"])
+    model: Any = get_peft_model(Model(), settings).double().train()
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.3)
+    own, x = copy.deepcopy(model), torch.randn(4, 7, dtype=torch.float64)
+    packlora.accelerate(own, example={"x": x})
+    graphs: list[torch.fx.GraphModule] = []
+
+    def kept(graph: torch.fx.GraphModule, example: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    for one in (model, own):
+        one.base_model.model.checkpointing = checkpointing
+    for block in own.base_model.model.blocks:
+        block.compile(backend=kept, fullgraph=True)
+    want = outcome(model, x)
+    for _ in range(2):
+        got = outcome(own, x)
+        assert got.keys() == want.keys()
+        for name, tensor in want.items():
+            torch.testing.assert_close(got[name], tensor, rtol=0, atol=1e-10, msg=name)
+    assert len(graphs) == 1
