@@ -59,7 +59,8 @@ def lora_group(
         ValueError: an operand does not fit; the message names it. The plan does not compute segments that move.
     """
     with on_device(x.device):
-        layers, segments, x_TK = tuple(layers), tuple(segments), x if x.ndim == 2 else _tokens(x.detach())
+        layers, segments, grad = tuple(layers), tuple(segments), torch.is_grad_enabled()
+        x_TK = x if x.ndim == 2 else _tokens(x.detach() if grad else x)
         check_tokens(x_TK, segments, keys_T2)
         if not HAS_TRITON and plan.needs_triton:
             raise ValueError(f"plan {plan.name} needs triton, which is not installed")
@@ -69,7 +70,7 @@ def lora_group(
         else:
             moving.serve(prepared)
         call = prepared.call(x_TK, segments, salt, plan, moving if moving is not None and moving.moves else None)
-        if not torch.is_grad_enabled():  # nobody asks for gradients: no node, and nothing is kept
+        if not grad:  # nobody asks for gradients: no node, and nothing is kept
             S = made_S(prepared, call, x_TK, keys_T2)
             return tuple(outputs_of(prepared, call, x_TK, keys_T2, S, x.shape, False)[0])
         if is_checkpointed():  # makes x again anyway, which is then alive no longer than its block's backward
