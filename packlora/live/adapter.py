@@ -66,9 +66,22 @@ def observed(module: nn.Module) -> bool:
     )  # fmt: skip
 
 
+def _is_plain(module: Any) -> bool:
+    """A torch.nn.Linear with whole parameters that nobody looks at: nothing of what follows can be said against it."""
+    if type(module) is not nn.Linear or observed(module):
+        return False
+    weight = module._parameters.get("weight")
+    return (
+        type(weight) is nn.Parameter and weight.shape == (module.out_features, module.in_features)
+        and weight.dtype in DTYPES
+    )  # fmt: skip
+
+
 def why_not_read(modules: Sequence[tuple[str, Any]]) -> str | None:
     """Why the weight of one of these linear layers, by its role, cannot be read in the place of calling it."""
     for role, module in modules:
+        if _is_plain(module):
+            continue
         if isinstance(module, UNITS):
             return why_no_weight(role, module)
         if not is_linear(module):

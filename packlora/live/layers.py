@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from peft.tuners.lora.variants import DoraLinearVariant
@@ -28,7 +28,7 @@ from packlora.live.quantized import COMPILED, StoredWeight, quantised_kinds, sto
 from packlora.live.wrapped import is_frozen, kind_of, weight_of, why_called, why_no_weight
 from packlora.ops.lora_linear.autograd import lora_group
 from packlora.ops.lora_linear.frozen import Dense, FrozenWeight
-from packlora.ops.lora_linear.plan import Plan
+from packlora.ops.lora_linear.plan import CHAIN, Plan
 from packlora.ops.lora_linear.prepared import GroupState
 from packlora.ops.lora_linear.traced import TracedLayer, traced_group
 from packlora.ops.lora_linear.types import Layer, LowRank, Segment
@@ -39,6 +39,7 @@ from packlora.plans.ask import MEASURED, Ask
 from packlora.plans.case import Case
 from packlora.plans.select import PlanChooser
 
+NUMBERS = (float, int)
 REPORTED_TOKENS = 4096
 """For which the report names the plan."""
 AUTOCAST = ("cpu", "cuda")
@@ -115,9 +116,10 @@ class LayerCall:
         return [t for t in operands if t is not None]
 
     def is_same(self, other: LayerCall) -> bool:
-        mine, others = self.operands(), other.operands()
+        """Whether it is of the very same operands, at the same rates."""
         return (
-            len(mine) == len(others) and all(a is b for a, b in zip(mine, others, strict=True))
+            self.weight is other.weight and self.A is other.A and self.B is other.B and self.bias is other.bias
+            and self.outer_bias is other.outer_bias and self.magnitude is other.magnitude
             and self.scaling == other.scaling and self.p == other.p
         )  # fmt: skip
 
@@ -130,11 +132,9 @@ class LayerCall:
         return copy
 
     def stamp(self) -> object:
-        found: list[object] = [self.scaling, self.p]
-        for operand in (self.weight, self.A, self.B, self.bias, self.outer_bias, self.magnitude):
-            if operand is not None:
-                found += id(operand), operand.requires_grad, operand.data_ptr(), version(operand)
-        return found
+        return self.scaling, self.p, [
+            (id(operand), operand.requires_grad, operand.data_ptr(), version(operand)) for operand in self.operands()
+        ]  # fmt: skip
 
 
 def look(owner: LayerForward) -> LayerCall | str:
@@ -165,7 +165,10 @@ def look(owner: LayerForward) -> LayerCall | str:
         stored = found
         if unread := _why_not_read(layer, (base, A, B, drop), stored):
             return unread
-    weight, bias = (stored or base).weight, (stored or base).bias
+    if stored is None:
+        weight, bias = weight_of(base), base._parameters.get("bias", base.__dict__.get("bias"))
+    else:
+        weight, bias = stored.weight, stored.bias
     if not is_frozen(weight):
         return "its base weight is trained too"
     weight = owner.from_outputs(base) if lies_transposed(base) else weight
@@ -194,7 +197,7 @@ def _why_no_adapter(layer: Any, name: str) -> str | None:
     if layer.lora_bias.get(name):
         return "lora_bias is set"
     scaling = layer.scaling[name]
-    if not isinstance(scaling, float | int):
+    if not isinstance(scaling, NUMBERS):
         return f"its scaling is a {type(scaling).__name__}, not a number"
     return None
 
@@ -213,6 +216,19 @@ def _why_not_read(layer: Any, modules: tuple[Any, ...], stored: StoredWeight | N
 
 
 # --- computing it ------------------------------------------------------------------------------------------------------
+
+
+class Settled(NamedTuple):
+    """What lora_group is given beside x for calls. The layers serve while the calls are of the same objects (`_serves`) and the
+    dtypes of x and of products and the device are those in `of`; segments and plan for T tokens."""
+
+    calls: Sequence[LayerCall]
+    of: tuple[torch.dtype, torch.dtype, torch.device]
+    layers: tuple[Layer, ...]
+    state: GroupState | None
+    T: int = 0
+    segments: tuple[Segment, ...] = ()
+    plan: Plan = CHAIN
 
 
 def compute(x: torch.Tensor, calls: Sequence[LayerCall]) -> list[torch.Tensor]:
@@ -259,13 +275,41 @@ def _arguments(
     x = _to(x, dtype)
     x, T = x if x.is_contiguous() else x.contiguous(), x.numel() // x.shape[-1]
     keys_T2 = _dropout_keys(T, x.device) if first.p else None
-    weights = [call.frozen(dtype, products) for call in calls]
-    plan, _ = _chosen(calls, x.device, dtype, T)
-    # a state would keep a copy of a weight that was cast just now
-    state = first.owner.state(len(calls)) if first.stored is not None or first.weight.dtype == dtype else None
-    last: Sequence[Layer | None] = (state.layers if state is not None else ()) or (None,) * len(calls)
-    layers = tuple(map(_layer, calls, weights, last))
-    return x, layers, _single_adapter(T, first.p), keys_T2, 0, plan, state, recompute
+    of, settled = (dtype, products, x.device), first.owner.settled
+    kept = settled.get(len(calls))
+    if kept is None or kept.of != of or not all(map(_serves, kept.layers, kept.calls, calls)):
+        kept = _settled(calls, of, kept)
+    if kept.T != T:
+        plan, _ = _chosen(calls, x.device, dtype, T)
+        kept = kept._replace(T=T, segments=_single_adapter(T, first.p), plan=plan)
+        if kept.state is not None:
+            settled[len(calls)] = kept
+    return x, kept.layers, kept.segments, keys_T2, 0, kept.plan, kept.state, recompute
+
+
+def _serves(layer: Layer, before: LayerCall, call: LayerCall) -> bool:
+    """Whether the layer that was made of a call is also that of another one."""
+    if call.stored is not before.stored or not call.is_same(before):
+        return False
+    if call.magnitude is None:
+        return True
+    norm = call.owner.norm(call, call.weight if call.stored is None else layer.frozen)
+    return norm is layer.adapters[0].norm and call.owner.keeps_output() == layer.keep_output
+
+
+def _settled(
+    calls: Sequence[LayerCall], of: tuple[torch.dtype, torch.dtype, torch.device], before: Settled | None
+) -> Settled:
+    """Of calls, for no tokens yet. Without a state, and not to be kept, where a weight or a bias was cast just now: it would be
+    a copy, whose values may be others by the next call. before: whose state it goes on with."""
+    dtype, products, _ = of
+    layers = tuple([_layer(call, call.frozen(dtype, products)) for call in calls])
+    as_they_are = all(
+        (call.stored is not None or call.weight.dtype == dtype) and layer.bias is call.bias
+        for call, layer in zip(calls, layers, strict=True)
+    )
+    state = None if not as_they_are else GroupState() if before is None else before.state
+    return Settled(calls, of, layers, state)
 
 
 def _by_tracing(x: torch.Tensor, calls: Sequence[LayerCall], dtype: torch.dtype) -> Sequence[torch.Tensor]:
@@ -309,20 +353,13 @@ def product_dtype(x: torch.Tensor) -> tuple[torch.dtype, bool]:
     return x.dtype, autocast
 
 
-def _layer(call: LayerCall, weight: FrozenWeight, last: Layer | None) -> Layer:
-    """As the operator takes it; `last`, the very object, where that still says the same."""
+def _layer(call: LayerCall, weight: FrozenWeight) -> Layer:
+    """As the operator takes it."""
     norm, keep = None, False
     if call.magnitude is not None:
         own = call.weight if call.stored is None else weight
         norm, keep = call.owner.norm(call, own), call.owner.keeps_output()
     bias = None if call.bias is None else _to(call.bias, weight.dtype)
-    if last is not None and last.frozen == weight and last.bias is bias and last.keep_output == keep:
-        low = last.adapters[0]
-        if (
-            low.A is call.A and low.B is call.B and low.scaling == call.scaling and low.magnitude is call.magnitude
-            and low.norm is norm
-        ):  # fmt: skip
-            return last
     return Layer(weight, bias, {0: LowRank(call.A, call.B, call.scaling, call.magnitude, norm)}, keep)
 
 
@@ -333,7 +370,12 @@ def _to(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def _check(x: torch.Tensor, call: LayerCall, dtype: torch.dtype, autocast: bool) -> None:
     """Raise ValueError, naming the operand and what is accepted, before anything runs on the device."""
-    weight, K = call.weight, call.shape[1]
+    weight, K, device = call.weight, call.shape[1], x.device
+    if (
+        x.ndim and x.shape[-1] == K and call.stored is None and weight.dtype == dtype and weight.device == device
+        and call.A.device == device and call.B.device == device and (call.bias is None or call.bias.device == device)
+    ):  # fmt: skip
+        return
     if not x.ndim or x.shape[-1] != K:
         raise ValueError(f"{call.owner.path}: x must be [..., {K}], got {list(x.shape)}")
     if call.stored is not None:
@@ -346,9 +388,9 @@ def _check(x: torch.Tensor, call: LayerCall, dtype: torch.dtype, autocast: bool)
             f"{call.owner.path}: x is {x.dtype}{under}; accepted with a base weight of {weight.dtype}: {accepted}"
         )
     for name, operand in (("base weight", weight), ("lora_A", call.A), ("lora_B", call.B), ("base bias", call.bias)):
-        if operand is not None and operand.device != x.device:
+        if operand is not None and operand.device != device:
             raise ValueError(
-                f"{call.owner.path}: x is on {x.device}, {name} on {operand.device}; all must be on one device"
+                f"{call.owner.path}: x is on {device}, {name} on {operand.device}; all must be on one device"
             )
 
 
@@ -371,8 +413,8 @@ class LayerForward(OwnForward):
         self.base_kind = quantised_kinds().get(kind)
         self.group: SiblingGroup | None = None
         self.index = 0
-        self.states: dict[int, GroupState] = {}
-        """Of the operator, by the number of layers that are computed together with this one first."""
+        self.settled: dict[int, Settled] = {}
+        """By the number of layers that are computed together with this one first."""
         self.keep_output = False
         """See adapters/kept_outputs.py."""
         self._reader: nn.Module | None = None
@@ -383,7 +425,7 @@ class LayerForward(OwnForward):
         self._turned: tuple[object, torch.Tensor] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "states": {}, "_norms": {}, "_stored": None, "_turned": None}
+        return {**self.__dict__, "settled": {}, "_norms": {}, "_stored": None, "_turned": None}
 
     def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if not self.on:
@@ -432,13 +474,6 @@ class LayerForward(OwnForward):
 
     def ready(self) -> LayerCall | str:
         return look(self)
-
-    def state(self, number: int) -> GroupState:
-        """Of calls that compute so many layers, this one first."""
-        found = self.states.get(number)
-        if found is None:
-            found = self.states[number] = GroupState()
-        return found
 
     def siblings(self) -> tuple[str, ...]:
         return () if self.group is None else tuple(member.path for member in self._members())

@@ -358,6 +358,19 @@ def test_a_float32_model_under_autocast_trains_as_peft_does(used: list[int]) -> 
     assert sum(ours) <= 2 * sum(theirs), f"{sum(ours):.3g} against {sum(theirs):.3g}, seed {SEED}"
 
 
+@pytest.mark.parametrize("dora", [False, True], ids=["LoRA", "DoRA"])
+def test_a_layer_may_be_called_with_and_without_autocast_in_turn(dora: bool) -> None:
+    plain = lora(use_dora=dora).float()
+    fast = copy.deepcopy(plain)
+    packlora.accelerate(fast)
+    for autocast in (False, True, False, True):
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, autocast):
+            got, want = fast(input_ids=IDS).logits, plain(input_ids=IDS).logits
+        assert got.dtype == want.dtype
+        close = {"rtol": 0.05, "atol": 0.05 * float(want.abs().max())} if autocast else {"rtol": 1e-4, "atol": 1e-4}
+        torch.testing.assert_close(got, want, **close)
+
+
 def test_no_cast_copy_of_a_base_weight_outlives_the_step() -> None:
     model, x = get_peft_model(Pair(8, 6), LoraConfig(r=3, target_modules=["a", "b"])), torch.randn(5, 8)
     packlora.accelerate(model, example={"x": x})

@@ -13,6 +13,7 @@ import torch
 from conftest import tiny_model
 from peft import LoraConfig, get_peft_model
 from test_owners import Fixed
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import packlora
 from packlora.adapters.attach import attach
@@ -73,6 +74,42 @@ def test_from_a_layer_to_a_kernel_that_makes_y_there_are_at_most_eight_calls_in_
         way = " -> ".join(name for _, name in calls)
         assert len(calls) <= MOST_CALLS, way
         assert len({door.__code__.co_filename, *(file for file, _ in calls)}) <= MOST_FILES, way
+
+
+class Counted(TorchDispatchMode):
+    """How many operations of torch there are."""
+
+    number = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += 1
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("dora", "forward", "step"), [(False, 4, 20), (True, 4, 25)], ids=["LoRA", "DoRA"])
+def test_a_layer_takes_few_operations_of_torch(
+    dora: bool, forward: int, step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside launches of kernels, once all is settled; the host decides how fast short batches are. x [1, T, K]: one view of
+    x, S, y and its shape. For other numbers of tokens, too, what was made of the operands stands."""
+    monkeypatch.setattr(launcher, "launch", lambda *args, **kwargs: None)
+    config = LoraConfig(r=16, target_modules=["o_proj"], task_type="CAUSAL_LM", use_dora=dora)
+    model = get_peft_model(tiny_model("llama", torch.bfloat16), config, autocast_adapter_dtype=False)
+    model.to(torch.bfloat16)
+    packlora.accelerate(model, plan=Plan("mm", "fused", "mm", "before"))
+    layer = model.get_submodule("base_model.model.model.layers.0.self_attn.o_proj")
+    layer.forward.norms.open()  # a window, as in the model's forward: norms are checked once in it
+    counts: dict[bool, list[int]] = {False: [], True: []}
+    for tokens in (T, T, T + 8, T + 8, T):
+        for grad in counts:
+            x = torch.zeros(1, tokens, layer.in_features, dtype=torch.bfloat16, requires_grad=grad)
+            with Counted() as counted, torch.set_grad_enabled(grad):
+                y = layer(x)
+                if grad:
+                    y.backward(y.detach())
+            counts[grad].append(counted.number)
+    assert counts[False][-1] == counts[False][1] <= forward, counts
+    assert counts[True][-1] == counts[True][1] <= step, counts
 
 
 def hops(door: Any) -> tuple[tuple[str, str], ...]:

@@ -21,6 +21,7 @@ from group_cases import (
     share_of_small,
 )
 from seeds import SEED, SOAK, some
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from packlora.ops.lora_linear.autograd import lora_group
 from packlora.ops.lora_linear.frozen import Dense
@@ -167,6 +168,40 @@ def test_leading_dimensions_are_those_of_x(plan: Plan, kind: str, hooked: bool) 
         for got, want in zip(other, results[0], strict=True):
             assert (got is None) == (want is None)
             assert want is None or torch.equal(got.reshape(want.shape), want), SEED
+
+
+class Made(TorchDispatchMode):
+    """Holds all tensors that operations give, so that no two of them lie at one place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors: list[torch.Tensor] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        self.tensors += [out] if isinstance(out, torch.Tensor) else []
+        return out
+
+    def storages(self, shape: tuple[int, ...]) -> int:
+        """How many tensors of this shape have memory of their own."""
+        return len({t.untyped_storage().data_ptr() for t in self.tensors if t.shape == shape})
+
+
+@pytest.mark.parametrize("lead", [(37,), (1, 37)], ids=str)
+@pytest.mark.parametrize("plan", [CHAIN, AGAIN, FUSED], ids=lambda plan: plan.name)
+def test_without_gradients_outputs_have_the_same_bits_and_no_product_is_kept(plan: Plan, lead: tuple[int, ...]) -> None:
+    N = 48
+    case = make_case(37, 32, [N], with_bias=False, seed=SEED, dtype=HALF, **KINDS["DoRA"] | {"whole": 0})
+    own, _ = cast(case, HALF)
+    found = []
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad), Made() as made:
+            (y,) = lora_group(own.x.view(*lead, 32), own.layers, own.segments, own.keys, own.salt, plan)
+        assert y.requires_grad == grad
+        found.append((y, made.storages((37, N)) + made.storages((*lead, N)) * (len(lead) > 1)))
+    (y, kept), (same, others) = found
+    assert torch.equal(y, same), SEED
+    assert others < kept
 
 
 @pytest.mark.parametrize("off", ["x", "d"])

@@ -38,7 +38,7 @@ class Step:
         self.x_TK, self.keys_T2, self.d = case.x.detach(), case.keys, case.dy
         with torch.no_grad():
             self.S = torch_path.down(self.call, self.own, self.x_TK, self.keys_T2)
-            self.kept = outputs_of(self.prepared, self.call, self.x_TK, self.keys_T2, self.S, self.x_TK.shape)[1]
+            self.kept = outputs_of(self.prepared, self.call, self.x_TK, self.keys_T2, self.S, self.x_TK.shape, True)[1]
         trained = {
             name: frozenset(slot.layer for slot in self.call.slots if slot.name == name)
             for name in ("magnitude", "bias")
@@ -135,7 +135,7 @@ def test_magnitudes_by_the_kernels_around_plain_products_give_the_same(kind: str
     for call in (kernels, plain):
         with torch.no_grad():
             S = call.down.down(call, own, x_TK, case.keys)
-            outputs, kept = outputs_of(prepared, call, x_TK, case.keys, S, x_TK.shape)
+            outputs, kept = outputs_of(prepared, call, x_TK, case.keys, S, x_TK.shape, True)
             needed = (True,) * len(prepared.flat)
             dx, grads = gradients(prepared, call, x_TK, case.keys, S, kept, case.dy, True, needed)
         results.append([*outputs, dx, *grads])

@@ -59,7 +59,8 @@ def lora_group(
         ValueError: an operand does not fit; the message names it. The plan does not compute segments that move.
     """
     with on_device(x.device):
-        layers, segments, x_TK = tuple(layers), tuple(segments), x if x.ndim == 2 else _tokens(x.detach())
+        layers, segments, grad = tuple(layers), tuple(segments), torch.is_grad_enabled()
+        x_TK = x if x.ndim == 2 else _tokens(x.detach() if grad else x)
         check_tokens(x_TK, segments, keys_T2)
         if not HAS_TRITON and plan.needs_triton:
             raise ValueError(f"plan {plan.name} needs triton, which is not installed")
@@ -69,30 +70,35 @@ def lora_group(
         else:
             moving.serve(prepared)
         call = prepared.call(x_TK, segments, salt, plan, moving if moving is not None and moving.moves else None)
+        if not grad:  # nobody asks for gradients: no node, and nothing is kept
+            S = made_S(prepared, call, x_TK, keys_T2)
+            return tuple(outputs_of(prepared, call, x_TK, keys_T2, S, x.shape, False)[0])
         if is_checkpointed():  # makes x again anyway, which is then alive no longer than its block's backward
             recompute = None
         if not saving_is_hooked() or prepared.trains_magnitude():
-            outputs: tuple[torch.Tensor, ...] = Group.apply(x, keys_T2, recompute, prepared, call, True, *prepared.flat)
+            outputs: tuple[torch.Tensor, ...] = Group.apply(
+                x, x_TK, keys_T2, recompute, prepared, call, True, *prepared.flat
+            )
             return outputs
-        *placeholders, S = Group.apply(x, keys_T2, recompute, prepared, call, False, *prepared.flat)
-        return Outputs.apply(lambda: outputs_of(prepared, call, _tokens(x), keys_T2, S, x.shape)[0], *placeholders)  # type: ignore[no-any-return]
+        *placeholders, S = Group.apply(x, x_TK, keys_T2, recompute, prepared, call, False, *prepared.flat)
+        return Outputs.apply(lambda: outputs_of(prepared, call, x_TK, keys_T2, S, x.shape, False)[0], *placeholders)  # type: ignore[no-any-return]
 
 
 class Group(torch.autograd.Function):
-    """The node. Its tensors are x, the dropout keys and the operands; what else it is given was settled before."""
+    """The node. Its tensors are x, the dropout keys and the operands; what else it is given was settled before, and x_TK is x
+    again."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, keys_T2: torch.Tensor | None, recompute: Recompute | None, prepared: Prepared, call: Call,
-        with_outputs: bool, *flat: torch.Tensor,
+        ctx: Any, x: torch.Tensor, x_TK: torch.Tensor, keys_T2: torch.Tensor | None, recompute: Recompute | None,
+        prepared: Prepared, call: Call, with_outputs: bool, *flat: torch.Tensor,
     ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
         """The outputs; where they are made by `Outputs`, placeholders and S."""
-        x_TK = _tokens(x)
-        S = None if call.plan.up == "merged" else call.down.down(call, prepared.operands, x_TK, keys_T2)
+        S = made_S(prepared, call, x_TK, keys_T2)
         outputs: list[torch.Tensor]
         kept: list[torch.Tensor | None] = [None] * len(prepared.layers)
         if with_outputs:
-            outputs, kept = outputs_of(prepared, call, x_TK, keys_T2, S, x.shape)
+            outputs, kept = outputs_of(prepared, call, x_TK, keys_T2, S, x.shape, True)
         else:
             outputs = [placeholder(x, layer.frozen.shape[0]) for layer in prepared.layers]
         ctx.set_materialize_grads(False)
@@ -122,19 +128,24 @@ class Group(torch.autograd.Function):
         prepared.serve(ctx.turn)
         if len(ctx.shape) != 2:
             kept, d = [tuple([None if t is None else _tokens(t) for t in own]) for own in (kept, d)]
-        dx, grads = gradients(prepared, call, x_TK, keys_T2, S, kept, d, needed[0], needed[6:])
-        return (dx if dx is None or len(ctx.shape) == 2 else dx.view(ctx.shape), None, None, None, None, None, *grads)
+        dx, grads = gradients(prepared, call, x_TK, keys_T2, S, kept, d, needed[0], needed[7:])
+        return (dx if dx is None or len(ctx.shape) == 2 else dx.view(ctx.shape), *(None,) * 6, *grads)
+
+
+def made_S(prepared: Prepared, call: Call, x_TK: torch.Tensor, keys_T2: torch.Tensor | None) -> torch.Tensor | None:
+    """S [T, width], where the plan makes one."""
+    return None if call.plan.up == "merged" else call.down.down(call, prepared.operands, x_TK, keys_T2)
 
 
 def outputs_of(
     prepared: Prepared, call: Call, x_TK: torch.Tensor, keys_T2: torch.Tensor | None, S: torch.Tensor | None,
-    shape: torch.Size,
+    shape: torch.Size, keep: bool,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:  # fmt: skip
-    """y [..., N] of every layer for x of this shape, and what the backward of layers with scales needs beside them: z [T, N],
-    or y itself where the layer keeps its output, or None."""
+    """y [..., N] of every layer for x of this shape, and, with `keep`, what the backward of layers with scales needs beside
+    them: z [T, N], or y itself where the layer keeps its output, or None."""
     own = prepared.operands
     trained = set[int]()
-    if call.composed:
+    if keep and call.composed:
         trained = {s.layer for s in call.slots if s.name == "magnitude" and prepared.flat[s.at].requires_grad}
     outputs: list[torch.Tensor] = []
     kept: list[torch.Tensor | None] = []

@@ -94,6 +94,13 @@ class Scales:
     w: torch.Tensor
     bias: torch.Tensor | None
     sum_rows: torch.Tensor
+    g_rows: tuple[torch.Tensor, ...] = ()
+    bias_rows: tuple[torch.Tensor | None, ...] = ()
+    """g and the bias by adapter: they are asked for at every call."""
+
+    def __post_init__(self) -> None:
+        self.g_rows = self.g.unbind()
+        self.bias_rows = (None,) * len(self.g_rows) if self.bias is None else self.bias.unbind()
 
     @property
     def adapters(self) -> int:
@@ -142,8 +149,8 @@ class Operands:
 
 @dataclass(slots=True)
 class Sums:
-    """Over the tokens of one adapter on one layer, in a wide dtype, [N] each: the gradient of the magnitude, the sum of d z
-    over w, and the sum of d. None where not wanted."""
+    """Over the tokens of one adapter on one layer, in a wide dtype or the parameters' own, [N] each: the gradient of the
+    magnitude, the sum of d z over w, and the sum of d. None where not wanted."""
 
     dm: torch.Tensor | None = None
     d: torch.Tensor | None = None
@@ -251,6 +258,11 @@ class Call:
     """Fused products take these operands."""
     single_adapter: Segment | None = None
     """The segment that has all tokens and an adapter on every layer, if there is one."""
+    whole: Stack | None = None
+    """The one stack, where it has all rows and columns of S and one factor: products make their results then, and write into
+    nothing."""
+    unread: torch.Tensor | None = None
+    """One element in the dtype: torch wants an addend for a product that is scaled."""
     tables: GroupTables | None = None
     segment_tables: SegmentTables | None = None
     moving: bool = False

@@ -24,8 +24,8 @@ def compose_by_segment(
     z_TN = torch.empty_like(y_TN) if keep_z or any(drops_base(*one) for one in composed) else None
     for segment, has_magnitude, has_bias in composed:
         y_tN = y_TN[segment.rows]
-        g_N = scales.g[segment.adapter] if has_magnitude else None
-        bias_N = None if scales.bias is None else scales.bias[segment.adapter]
+        g_N = scales.g_rows[segment.adapter] if has_magnitude else None
+        bias_N = scales.bias_rows[segment.adapter]
         if z_TN is not None and drops_base(segment, has_magnitude, has_bias):
             z_tN = z_TN[segment.rows]
             _dropped_product(call, own, x_TK, keys_T2, S, index, segment, z_tN)
@@ -78,7 +78,7 @@ def magnitude(
         if has_magnitude:
             if e_TN is d_TN:
                 e_TN = d_TN.clone()
-            e_TN[segment.rows] = scales.g[segment.adapter] * wide_tN
+            e_TN[segment.rows] = scales.g_rows[segment.adapter] * wide_tN
             if index in wanted.magnitudes:
                 assert kept is not None
                 total.dm = _plus(total.dm, (wide_tN * kept[segment.rows]).sum(0))
@@ -112,7 +112,9 @@ def add_dropped(call: Call, own: Operands, low: Mapping[Segment, torch.Tensor], 
             if segment in low and drops_base(segment, has_magnitude, has_bias):
                 assert d_TN is not None
                 scaled_tN = torch.empty_like(d_TN[segment.rows])
-                call.scale_rows(d_TN[segment.rows], scaled_tN, own.scales[index].g[segment.adapter], None, 1, False)
+                call.scale_rows(
+                    d_TN[segment.rows], scaled_tN, own.scales[index].g_rows[segment.adapter], None, 1, False
+                )
                 own.frozen[index].matmul_t(scaled_tN, low[segment], dropout_factor(segment.dropout))
 
 

@@ -181,8 +181,10 @@ class Prepared:
 
     def refresh_scales(self) -> None:
         """Those of layers with magnitudes or biases of adapters."""
-        for made in self._composed:
-            made.refresh(self.version_counted)
+        if self._composed:
+            with torch.no_grad():
+                for made in self._composed:
+                    made.refresh(self.version_counted)
 
     def copies(self) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
         """Adapter, place and source of every operand that is copied to where products read it."""
@@ -273,47 +275,48 @@ class LayerScales:
     def __init__(self, layer: Layer, num_adapters: int, dtype: torch.dtype, kernels: bool) -> None:
         N, device = layer.frozen.shape[0], layer.frozen.device
         wide = torch.float64 if dtype == torch.float64 else torch.float32
-        self._by_kernel = HAS_TRITON and wide == torch.float32 and (kernels or device.type == "cuda")
+        self._ratio: Callable[..., None] | None = None
+        """The kernel that divides, where it does."""
+        if HAS_TRITON and wide == torch.float32 and (kernels or device.type == "cuda"):
+            from packlora.ops.lora_linear.kernels import forward
+
+            self._ratio = forward.ratio
         g = torch.ones(num_adapters + 1, N, dtype=wide, device=device)
         self._base_bias, bias = layer.bias, None
         if layer.bias is not None or any(low.bias is not None for low in layer.adapters.values()):
             bias = torch.zeros(num_adapters + 1, N, dtype=wide, device=device)
         rows = [[number, which] for number in range(num_adapters) for which in (0, 1)]
         self.scales = Scales(g, torch.ones_like(g), bias, torch.tensor(rows, dtype=torch.int32).to(device))
-        self._rows = list(zip(g.unbind(), self.scales.w.unbind(), strict=True))
+        self._rows = list(zip(self.scales.g_rows, self.scales.w.unbind(), strict=True))
         self._launches: dict[Hashable, Any] = {}
-        self._low_ranks: dict[int, LowRank] = dict(layer.adapters)
+        self._low_ranks: dict[int, LowRank] = {n: low for n, low in layer.adapters.items() if not low.plain}
         self._unchanged: dict[int | None, Unchanged] = {number: Unchanged() for number in (None, *layer.adapters)}
         """By adapter; under None the base's bias, which is in all rows of `bias`."""
 
     def refresh(self, version_counted: bool) -> None:
-        """Make anew what has changed, or all where writes are not counted."""
-        with torch.no_grad():
-            bias, overwritten = self.scales.bias, False
-            if bias is not None and self._base_bias is not None:
-                overwritten = not version_counted or not self._unchanged[None]([self._base_bias])
-                if overwritten:
-                    bias.copy_(self._base_bias)
-            for number, low in self._low_ranks.items():
-                if low.plain:
-                    continue
-                norm = low.norm() if callable(low.norm) else low.norm
+        """Make anew what has changed, or all where writes are not counted. In no_grad."""
+        bias, overwritten = self.scales.bias, False
+        if bias is not None and self._base_bias is not None:
+            overwritten = not version_counted or not self._unchanged[None]([self._base_bias])
+            if overwritten:
+                bias.copy_(self._base_bias)
+        for number, low in self._low_ranks.items():
+            norm = low.norm() if callable(low.norm) else low.norm
+            if version_counted:
                 parts = [t for t in (low.magnitude, norm, low.bias) if t is not None]
-                if version_counted and self._unchanged[number](parts) and not overwritten:
+                if self._unchanged[number](parts) and not overwritten:
                     continue
-                if low.magnitude is not None:
-                    assert norm is not None
-                    self.divide(number, low.magnitude, norm)
-                if low.bias is not None and bias is not None:
-                    bias[number].copy_(low.bias)
+            if low.magnitude is not None:
+                assert norm is not None
+                self.divide(number, low.magnitude, norm)
+            if low.bias is not None and bias is not None:
+                bias[number].copy_(low.bias)
 
     def divide(self, number: int, magnitude_N: torch.Tensor, norm_N: torch.Tensor) -> None:
         """g = magnitude / norm and w = norm of one adapter."""
         g_N, w_N = self._rows[number]
-        if self._by_kernel:
-            from packlora.ops.lora_linear.kernels import forward
-
-            forward.ratio(magnitude_N.contiguous(), norm_N.contiguous(), g_N, w_N, self._launches)
+        if self._ratio is not None:
+            self._ratio(magnitude_N.contiguous(), norm_N.contiguous(), g_N, w_N, self._launches)
             return
         torch.div(magnitude_N, norm_N, out=g_N)
         w_N.copy_(norm_N)

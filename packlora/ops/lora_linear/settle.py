@@ -46,9 +46,7 @@ def settle(
         and owns_all(segments, T)
         and all((segments[0].adapter, index) in layout.places for index in range(len(layers)))
     )
-    plan_up: list[Up] = [
-        plan.up if layout.max_padded[index] or plan.up == "merged" else "after" for index in range(len(layers))
-    ]
+    plan_up: list[Up] = [plan.up if rank or plan.up == "merged" else "after" for rank in layout.max_padded]
 
     kernels: Path = TORCH
     rows: ScaleRows = scale_rows
@@ -67,10 +65,11 @@ def settle(
         for index, each in enumerate(plan_up)
     )
     parts = tuple(_parts(layer, layout, segments, T, index) for index, layer in enumerate(layers))
+    stacked = _stacked(layout, segments, T, parts)
     return Call(
         layout=layout, plan=plan, segments=segments, salt=salt, T=T, K=K, dtype=dtype, device=device,
         slots=_slots(layout, slots, segments),
-        stacked=_stacked(layout, segments, T, parts),
+        stacked=stacked,
         parts=parts,
         composed=composed,
         plan_up=tuple(plan_up),
@@ -87,6 +86,8 @@ def settle(
         scale_rows=rows,
         fused=fused,
         single_adapter=segments[0] if on_every else None,
+        whole=_whole(stacked),
+        unread=_one_element(dtype, device),
         tables=tables,
         segment_tables=segment_tables,
         moving=moving is not None,
@@ -168,6 +169,19 @@ def _stacked(
         by_layer = () if len({part.factor for part in own}) == 1 else own
         found.append(Stack(segment, all_layers, by_layer, (*widths, *left)))
     return tuple(found)
+
+
+def _whole(stacked: Sequence[Stack]) -> Stack | None:
+    """The stack that is all of S, by one factor."""
+    if len(stacked) != 1:
+        return None
+    all_layers = stacked[0].all_layers
+    return stacked[0] if all_layers.rows is None and all_layers.columns is None and not stacked[0].by_layer else None
+
+
+def _one_element(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    with torch.inference_mode(False):  # it is kept, and serves in training too
+        return torch.empty((), dtype=dtype, device=device)
 
 
 def _slots(layout: Layout, slots: Sequence[tuple[int, int, str]], segments: Sequence[Segment]) -> tuple[Slot, ...]:

@@ -28,6 +28,9 @@ Optional = torch.Tensor | None
 
 def down(call: Call, own: Operands, x_TK: torch.Tensor, keys_T2: Optional) -> torch.Tensor:
     """S [T, width]."""
+    if (whole := call.whole) is not None:
+        xd_TK, (_, A_KR) = call.drop(x_TK, keys_T2, whole.segment), own.A(call.layout, whole.segment.adapter)
+        return scaled_mm(call, xd_TK, A_KR, whole.all_layers.factor)
     S = x_TK.new_empty(call.T, call.layout.width)
     for segment, all_layers, by_layer, _ in call.stacked:
         xd_tK, (_, A_KR) = call.drop(all_layers.of(x_TK), keys_T2, segment), own.A(call.layout, segment.adapter)
@@ -82,28 +85,35 @@ def grads(
         if (d_TN := d[index]) is not None:
             e[index], sums[index] = call.magnitude.magnitude(call, own, index, d_TN, kept[index], wanted)
     needs_dS = (wanted.A and plan.dA == "dS") or (wanted.x and plan.dx != "merged")
-    dS = x_TK.new_empty(call.T, layout.width) if needs_dS else None
+    alone = call.whole is not None and len(e) == 1
+    dS = x_TK.new_empty(call.T, layout.width) if needs_dS and not alone else None
     dA = x_TK.new_empty(layout.num_rows, call.K) if wanted.A and plan.dA == "xd" else None
     dB: list[Optional] = [None] * len(e)
     S_blocks = call.blocks(S) if wanted.B and plan.dB == "S" and S is not None else []
     dS_blocks = call.blocks(dS) if dS is not None else []
     for index, e_TN in enumerate(e):
         dB_flat, done = None, set[int]()
-        if e_TN is not None and wanted.B:
+        undivided = plan.dB == "S" and len(layout.b_shapes[index]) == 2
+        if e_TN is not None and wanted.B and not undivided:
             dtype = call.sums_dtype if plan.dB == "S" else call.dtype
             dB_flat = dB[index] = torch.empty(layout.b_shapes[index], dtype=dtype, device=call.device)
         for part in call.parts[index]:
             number = part.segment.adapter
             if dS is not None and e_TN is None:
                 dS_blocks[part.stack][part.block].zero_()
+            elif alone and needs_dS and e_TN is not None:
+                dS = scaled_mm(call, e_TN, own.block(layout, number, index)[0], part.factor)
             elif dS is not None and e_TN is not None:
                 dS_tr = dS_blocks[part.stack][part.block]
                 write_mm(dS_tr, part.of(e_TN), own.block(layout, number, index)[0], part.factor)
             if e_TN is not None and (plan.dA == "xd" or plan.dB == "xd"):
                 _through_xd(call, own, x_TK, keys_T2, index, part, e_TN, dA, dB_flat if plan.dB == "xd" else None)
-            if e_TN is not None and dB_flat is not None and plan.dB == "S":
+            if e_TN is not None and wanted.B and plan.dB == "S":
                 S_tr = S_blocks[part.stack][part.block]
-                sum_mm(layout.b_block(dB_flat, number, index), part.of(e_TN).t(), S_tr, number in done)
+                if dB_flat is None:
+                    dB_flat = dB[index] = summed_mm(part.of(e_TN).t(), S_tr, call.sums_dtype)
+                else:
+                    sum_mm(layout.b_block(dB_flat, number, index), part.of(e_TN).t(), S_tr, number in done)
                 done.add(number)
     return Grads(e, dS, dB, sums, dA)
 
@@ -150,6 +160,8 @@ def inputs(
     if call.base_dropped:  # of all segments at once: each layer's weight is read once for all of them
         low = {stack.segment: _low_rank_dx(call, own, dS, stack) for stack in call.stacked if stack.segment.dropout}
         add_dropped(call, own, low, d)
+    if plan_dx == "before" and call.whole is not None and not call.whole.segment.dropout:
+        return base_dx(own, base, torch.mm(dS, own.A(call.layout, call.whole.segment.adapter)[0])), dA
     dx = torch.empty_like(x_TK) if plan_dx == "before" else base_dx(own, base, None)
     for stack in call.stacked:
         segment, all_layers, *_ = stack
@@ -189,6 +201,8 @@ def base_dx(own: Operands, base: Gradients, dx: Optional) -> torch.Tensor:
 def stacked_dA(call: Call, x_TK: torch.Tensor, keys_T2: Optional, dS: torch.Tensor) -> torch.Tensor:
     """dS' xd by adapter, [rows, K]."""
     num_rows, done = call.layout.num_rows, set[int]()
+    if (whole := call.whole) is not None and call.layout.rows[whole.segment.adapter][1] == num_rows:
+        return summed_mm(dS.t(), call.drop(x_TK, keys_T2, whole.segment), call.sums_dtype)
     dA = torch.empty(num_rows, call.K, dtype=call.sums_dtype, device=call.device)
     for segment, all_layers, *_ in call.stacked:
         at, padded = call.layout.rows[segment.adapter]
@@ -214,6 +228,17 @@ def merged(call: Call, own: Operands, index: int) -> torch.Tensor:
 def uncovered(call: Call, parts: list[Part] | tuple[Part, ...]) -> list[tuple[int, int]]:
     """(start, stop) of the tokens that are in none of the parts."""
     return [] if parts and parts[0].rows is None else gaps([part.segment for part in parts], call.T)
+
+
+def scaled_mm(call: Call, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
+    """scale a b."""
+    assert call.unread is not None
+    return torch.mm(a, b) if scale == 1.0 else torch.addmm(call.unread, a, b, beta=0, alpha=scale)
+
+
+def summed_mm(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """a b in a dtype, which may be float32 where a and b have 16 bits (CUDA)."""
+    return torch.mm(a, b) if a.dtype == dtype else torch.mm(a, b, out_dtype=dtype)
 
 
 def sum_mm(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, add: bool) -> None:

@@ -120,11 +120,11 @@ def _scaling(call: Call, own: Operands, index: int, kept: Optional, wanted: Want
 
 
 def _sums(call: Call, index: int, totals: Optional, wanted: Wanted) -> dict[int, Sums]:
-    """By adapter, from what backward_outputs.scale gives, [adapters, 2, N]."""
+    """By adapter, from what backward_outputs.scale gives, [2 adapters, N]."""
     sums: dict[int, Sums] = {}
-    for segment, has_magnitude, has_bias in call.composed[index] if totals is not None else ():
-        number = segment.adapter
-        assert totals is not None
-        dm = totals[number, 0] if has_magnitude and index in wanted.magnitudes else None
-        sums[number] = Sums(dm, totals[number, 1] if has_bias else None)
+    rows = totals.unbind() if totals is not None else ()
+    for segment, has_magnitude, has_bias in call.composed[index] if rows else ():
+        at = 2 * segment.adapter
+        dm = rows[at] if has_magnitude and index in wanted.magnitudes else None
+        sums[segment.adapter] = Sums(dm, rows[at + 1] if has_bias else None)
     return sums

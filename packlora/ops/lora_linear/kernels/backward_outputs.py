@@ -278,8 +278,8 @@ class Scaling(NamedTuple):
 
 
 def scale(call: Call, d_TN: torch.Tensor, own: Scaling) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """e = g d [T, N], and by adapter, float32 [adapters, 2, N]: the gradient of the magnitude, from the sum of d times what was
-    kept, and the sum of d. Those that are not needed hold anything."""
+    """e = g d [T, N], and by adapter, in the parameters' dtype, [2 adapters, N]: the gradient of the magnitude, from the sum of
+    d times what was kept, and the sum of d. Those that are not needed hold anything."""
     (T, N), segments, scales = d_TN.shape, call.segment_tables, own.scales
     assert segments is not None
     size = segments.config
@@ -299,14 +299,14 @@ def scale(call: Call, d_TN: torch.Tensor, own: Scaling) -> tuple[torch.Tensor, t
 
 
 def _sum_tokens(call: Call, parts: torch.Tensor, scales: Scales, chunk: int, of_y: bool) -> torch.Tensor:
-    """What `scale` gives by adapter [adapters, 2, N], from the sums of chunks [chunks, 2, N]."""
+    """What `scale` gives by adapter [2 adapters, N], from the sums of chunks [chunks, 2, N]."""
     N, rows, segments = parts.shape[2], scales.sum_rows, call.segment_tables
     assert segments is not None
-    out = torch.empty(scales.adapters, 2, N, device=parts.device)
+    out = torch.empty(rows.shape[0], N, dtype=call.wide, device=parts.device)
     launcher.launch(
         sum_rows_kernel, (sizes.cdiv(N, 128), rows.shape[0]),
         (parts, out, segments.blocks[chunk], segments.ranges[chunk], rows, scales.g, scales.w, N, 2, 0, 0),
-        launches=segments.launches, key=("sum_tokens", N, chunk, of_y),
+        launches=segments.launches, key=("sum_tokens", N, chunk, of_y, call.wide),
         SINGLE=False, MAGNITUDE=True, OF_Y=of_y, CHUNKS=32, BK=128, num_warps=4, num_stages=1,
     )  # fmt: skip
     return out

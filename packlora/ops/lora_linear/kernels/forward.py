@@ -295,7 +295,7 @@ def ratio(
     magnitude_N: torch.Tensor, norm_N: torch.Tensor, g_N: torch.Tensor, w_N: torch.Tensor, launches: dict[Hashable, Any]
 ) -> None:  # fmt: skip
     """g = magnitude / norm and w = norm. launches: cached launches with this N."""
-    N = len(g_N)
+    N = g_N.shape[0]
     launcher.launch(
         ratio_kernel, (sizes.cdiv(N, 512),), (magnitude_N, norm_N, g_N, w_N, N),
         launches=launches, key=(magnitude_N.dtype, norm_N.dtype, g_N.data_ptr() % 16),

@@ -251,7 +251,7 @@ def up(
         scales = own.scales[index]
         g, bias, last = scales.g, scales.bias, scales.adapters
         if single is not None:
-            g, bias = g[single.adapter], None if bias is None else bias[single.adapter]
+            g, bias = scales.g_rows[single.adapter], scales.bias_rows[single.adapter]
     if single is None:
         flat = own.B[index]
         assert flat is not None
