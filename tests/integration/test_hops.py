@@ -98,7 +98,7 @@ def test_a_layer_takes_few_operations_of_torch(
     model.to(torch.bfloat16)
     packlora.accelerate(model, plan=Plan("mm", "fused", "mm", "before"))
     layer = model.get_submodule("base_model.model.model.layers.0.self_attn.o_proj")
-    layer.forward.norms.open()  # a window, as in the model's forward: norms are checked once in it
+    layer._packlora.norms.open()  # a window, as in the model's forward: norms are checked once in it
     counts: dict[bool, list[int]] = {False: [], True: []}
     for tokens in (T, T, T + 8, T + 8, T):
         for grad in counts:
