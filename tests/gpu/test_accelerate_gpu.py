@@ -193,7 +193,7 @@ def test_a_training_step_in_a_cuda_graph_draws_new_masks_and_sees_new_parameters
 def test_a_kept_output_is_not_handed_to_another_stream() -> None:
     model = pair(torch.float32, torch.float32)
     packlora.accelerate(model, example=example(torch.float32))
-    group = model.base_model.model.a.forward.group
+    group = model.base_model.model.a._packlora.group
     x, side = torch.randn(4000, 515, device="cuda"), torch.cuda.Stream()
     want = model(x)
     group._opened(None, ())

@@ -95,7 +95,7 @@ def test_a_captured_training_step_uses_the_norms_of_the_values_that_the_last_rep
         assert worst(y, want) <= 0.02, number
     for p, q in zip(model.parameters(), eager.parameters(), strict=True):
         assert worst(p, q) <= 0.02
-    handle = model.base_model.model.gate.forward
+    handle = model.base_model.model.gate._packlora
     A, B = handle.layer.lora_A["default"].weight, handle.layer.lora_B["default"].weight
     exact = (handle.layer.base_layer.weight.double() + B.double() @ A.double()).norm(dim=1)
     assert worst(handle.norm(handle.ready(), handle.layer.base_layer.weight)(), exact) <= 1e-5, (

@@ -375,7 +375,7 @@ def test_copies_and_pickles_of_an_accelerated_model_are_accelerated_and_independ
     want = outcome(accelerated(model))
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert_same(outcome(twin), want, 0.0)
-        assert twin.base_model.model.two.forward.layer is twin.base_model.model.two
+        assert twin.base_model.model.two._packlora.layer is twin.base_model.model.two
         with torch.no_grad():
             twin.base_model.model.two.lora_A["default"].weight.mul_(2)
         assert not torch.equal(outcome(twin)["output"], want["output"])

@@ -52,14 +52,14 @@ def test_a_row_of_the_small_shape_takes_the_place_of_llama_60m_and_the_readme_st
     content = json.loads(small.read_text())
     small.unlink()
     without = readme.with_overview(page)
-    assert len(rows_of(readme.overview())) == 10
+    assert len(rows_of(readme.overview())) == 11
     assert "| Llama 60M, LoRA r 8" in without and "0.6B shape" not in without
     assert "The last row times whole optimizer steps." in without
 
     content["summary"]["train_06b_vs_peft_best"] = 2.02
     small.write_text(json.dumps(content))
     filled, rows = readme.with_overview(page), rows_of(readme.overview())
-    assert len(rows) == 10
+    assert len(rows) == 11
     assert "Llama 60M" not in filled
     (row,) = [row for row in rows if "0.6B shape" in row]
     assert row.startswith("| four jobs of short samples at once, 0.6B shape | | | | | 2.02x |"), "PEFT's fastest way"

@@ -513,7 +513,7 @@ def _anchor(section: str) -> str:
 
 
 def _overview_rows() -> list[str]:
-    """At most ten rows; those whose results are not there are left out."""
+    """At most eleven rows; those whose results are not there are left out."""
     rows = []
     for name, title in (("layer", "one layer, LoRA r 16"), ("multi", "one layer, four LoRA adapters")):
         if (file := measured(f"{name}-h200")) is not None:
@@ -528,7 +528,7 @@ def _overview_rows() -> list[str]:
             for who in ("accelerate", "peft_bf16_layer")
         )
         rows.append(_compared("one layer 4096 x 4096, DoRA r 16, 8192 tokens", own, peer, "dora"))
-    if measured("small-h200") is None and (file := measured("graphs-h200")) is not None:  # ten rows at most
+    if measured("small-h200") is None and (file := measured("graphs-h200")) is not None:  # eleven rows at most
         summary = file["summary"]
         own, peer = (summary[f"llama60m_{key}over_frozen"] for key in ("", "peft_bf16_"))
         tokens = next(row["T"] for row in file["rows"] if row["case"] == "llama60m")
@@ -542,6 +542,11 @@ def _overview_rows() -> list[str]:
         own, peer = (row["over_frozen"][name] for name in ("packlora", "peft_bnb"))
         title = "Llama-3.1-8B's shape in 4 bits, LoRA r 16, 8192 tokens"
         rows.append(_compared(title, (own, None), (peer, None), "four_bits"))
+    if (file := measured("experts-h200")) is not None:
+        row = next(row for row in file["rows"] if row["case"] == "1job lora_r16 T8192")
+        own, peer = (row["over_frozen"][name] for name in ("packlora", "peft"))
+        title = "Qwen3-30B-A3B's shape, LoRA r 16 on experts too, 8192 tokens"
+        rows.append(_compared(title, (own, None), (peer, None), "experts"))
     for name, start, title, section in (
         ("small-h200", "train_06b_vs_peft_best", "four jobs of short samples at once, 0.6B shape", "every_mode"),
         ("speed-cpu", "one_job_vs_peft_", "one job, SmolLM2-135M on two CPU threads", "speed"),
