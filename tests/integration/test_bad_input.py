@@ -96,7 +96,7 @@ def test_a_base_model_that_is_not_there_ends_the_process_with_2_without_waiting_
     said = refusal(make(base_model=str(missing)))
     assert time.monotonic() - start < 60
     assert f"base_model '{missing}'" in said
-    assert "does not exist" in said
+    assert "there is no such folder" in said
     assert "Traceback" not in said
     assert not (tmp_path / "out").exists()
 

@@ -243,7 +243,7 @@ def test_a_metric_that_a_candidate_has_not_is_refused_by_name(tree: Tree, tmp_pa
         ({"trainer": "dpo"}, {"metric": "rewards/chosen"}, "'eval_loss', 'eval_rewards/margins' or 'eval_rewards/accuracies'"),
     ]  # fmt: skip
     held = tmp_path / "held.jsonl"
-    held.write_text(json.dumps({"prompt": "a", "completion": "b c", "label": True}) + "\n")
+    held.write_text(2 * (json.dumps({"prompt": "a", "completion": "b c", "label": True}) + "\n"))
     for train, sweep, message in cases:
         run = tree(**{"metric": "eval_rewards/margins", **sweep})
         run["jobs"][0]["train"] |= train

@@ -351,7 +351,9 @@ def test_jobs_and_models_that_cannot_be_shared_out_are_refused(
     asked: dict[str, Any], tiny_base: Callable[[str], str]
 ) -> None:
     dense = {**asked, "base_model": tiny_base("llama"), "parallel": {"expert": 2}}
-    dense["jobs"] = [{**asked["jobs"][0], "adapter": {"r": 2}}]
+    plain = {**asked["jobs"][0]["train"]}
+    plain.pop("router_aux_loss_coef")
+    dense["jobs"] = [{**asked["jobs"][0], "adapter": {"r": 2}, "train": plain}]
     with pytest.raises(InputError, match=r"parallel.expert is 2, but a llama model has no experts; leave expert out"):
         prepare(Run.model_validate(dense))
     factored = {**asked, "parallel": {"expert": 2}, "jobs": [{**asked["jobs"][0], "train": {"optim": "adafactor"}}]}

@@ -26,9 +26,9 @@ PROTOCOL = (
     "SmolLM2-135M-Instruct, float32, CPU. {count} LoRA candidates (all linear layers): every combination of {keys}. {steps} "
     "optimizer steps of AdamW, global batch {batch}, on 24 rows of examples/data/debian_synopsis (package name -> synopsis), "
     "8 held-out rows evaluated every {every} steps, not before the first, all candidates at the same time in one run. grid: "
-    "all take all steps. halving: successive_halving with min_resource {every} and reduction_factor {factor}. seconds: of the whole run, loading, "
-    "evaluations and saving included; one after the other in one process. cpu_seconds: of the processors "
-    "meanwhile, which other work on the machine does not lengthen. eval_loss: of the best candidate at its end."
+    "all take all steps. halving: successive_halving with min_resource {every} and reduction_factor {factor}. seconds: of "
+    "the whole run, loading, evaluations and saving included; one after the other in one process. cpu_seconds: of the "
+    "processors meanwhile, which other work on the machine does not lengthen. eval_loss: of the best candidate at its end."
 )
 
 
