@@ -84,8 +84,8 @@ def one_job(tree: dict[str, Any], out: Path, **parallel: Any) -> dict[str, Any]:
     ("processes", "parallel", "checkpointing", "groups"),
     [
         (2, {"tensor": 2}, True, 1),
-        (2, {"tensor": 2, "sequence_parallel": True}, False, 1),
-        (4, {"tensor": 2, "devices_per_job": 2}, False, 2),
+        pytest.param(2, {"tensor": 2, "sequence_parallel": True}, False, 1, marks=pytest.mark.soak),
+        pytest.param(4, {"tensor": 2, "devices_per_job": 2}, False, 2, marks=pytest.mark.soak),
         (4, {"tensor": 2, "sequence_parallel": True, "devices_per_job": 4}, True, 1),
     ],
 )
