@@ -98,13 +98,17 @@ def with_lora(model: nn.Module, rank: int, dropout: float, wide: bool, dora: boo
     """
     config = LoraConfig(r=rank, lora_alpha=2 * rank, lora_dropout=dropout, target_modules=TARGETS, use_dora=dora)
     with next(model.parameters()).device:  # a billion numbers are drawn in seconds by one core, in none by the GPU
-        adapted = get_peft_model(model, config, autocast_adapter_dtype=wide).train()
-    with torch.no_grad():
-        for name, parameter in adapted.named_parameters():
-            if "lora_B" in name:
-                nn.init.normal_(parameter, std=0.002)
-            elif "lora_magnitude" in name:
-                parameter.mul_(1 + 0.01 * torch.randn_like(parameter))
+        return away_from_start(get_peft_model(model, config, autocast_adapter_dtype=wide).train())
+
+
+@torch.no_grad()
+def away_from_start(adapted: Any) -> Any:
+    """The PEFT model with B not zero and magnitudes not the norms of the weights."""
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.002)
+        elif "lora_magnitude" in name:
+            parameter.mul_(1 + 0.01 * torch.randn_like(parameter))
     return adapted
 
 

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 from packlora.bench.layer import accelerated, show
-from packlora.bench.model import build, peak_gib, shared_copy
+from packlora.bench.model import away_from_start, build, peak_gib, shared_copy
 from packlora.bench.model import table as table
 from packlora.bench.options import Options, Outcome, choose
 from packlora.bench.peers.peft import under_autocast
@@ -151,14 +151,7 @@ def adapted(model: Any, case: Case) -> Any:
     """The model under PEFT with DoRA on all linear layers, B not zero and magnitudes not the norms of the weights."""
     config = LoraConfig(r=case.rank, lora_alpha=2 * case.rank, target_modules="all-linear", use_dora=True)
     with next(model.parameters()).device:
-        peft = get_peft_model(model, config, autocast_adapter_dtype=case.wide)
-    with torch.no_grad():
-        for name, parameter in peft.named_parameters():
-            if "lora_B" in name:
-                nn.init.normal_(parameter, std=0.002)
-            elif "lora_magnitude" in name:
-                parameter.mul_(1 + 0.01 * torch.randn_like(parameter))
-    return peft
+        return away_from_start(get_peft_model(model, config, autocast_adapter_dtype=case.wide))
 
 
 def measured_row(case: Case, base: nn.Module, names: list[str], device: torch.device) -> dict[str, Any]:

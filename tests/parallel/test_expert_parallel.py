@@ -23,7 +23,7 @@ from packlora.parallel import adapter as parallel_adapter
 from packlora.parallel import experts as parallel_experts
 from packlora.parallel.adapter import WholeGradient
 from packlora.parallel.collectives import add_up
-from packlora.parallel.experts import check_experts
+from packlora.parallel.experts import check_experts, experts_of
 
 Pool = Callable[[int], Ranks]
 FAMILIES = ("mixtral", "qwen2_moe", "deepseek_v2", "deepseek_v3", "olmoe", "granitemoe", "phimoe")
@@ -147,4 +147,13 @@ def test_experts_that_cannot_be_shared_out_are_refused(family: str, degree: int,
 
 @pytest.mark.parametrize("family", [*FAMILIES, "qwen3_next", "gpt_oss"])
 def test_families_that_transformers_calls_through_its_registry_can_be_shared_out(family: str) -> None:
-    check_experts(tiny_experts(family), 2)
+    """By a degree that divides their experts, all of which are found: by no other."""
+    model = tiny_experts(family)
+    check_experts(model, 2)
+    (number,) = {experts.num_experts for experts in experts_of(model).values()}
+    held = sum(p.ndim == 3 and p.shape[0] == number for _, p in model.named_parameters())
+    assert held and held == sum(
+        p.ndim == 3 for experts in experts_of(model).values() for _, p in experts.named_parameters()
+    )
+    with pytest.raises(InputError, match=f"has {number} experts, which it does not divide"):
+        check_experts(model, number + 1)
