@@ -14,10 +14,10 @@ import torch
 from conftest import rows_into
 from expert_models import tiny_experts
 from ranks import Ranks
-from test_expert_parallel_train import BOTH, in_wide
-from test_replicas import heard, lines, on_ranks
+from test_expert_parallel_train import BOTH, in_wide, same_numbers
+from test_replicas import heard, on_ranks
 from test_tensor_train import alike
-from test_training import adapter, config, distance
+from test_training import config
 
 import packlora
 from packlora.commands.plan import make_plan
@@ -68,15 +68,7 @@ def whole(asked: dict[str, Any]) -> Path:
 
 
 def same(out: Path, whole: Path) -> None:
-    for kind in ("metrics", "evals"):
-        found, wanted = ({(line["job"], line["step"]): line for line in lines(one, kind)} for one in (out, whole))
-        assert found.keys() == wanted.keys()
-        for key, line in wanted.items():
-            for name in ("loss", "eval_loss", "grad_norm"):
-                if name in line:
-                    assert abs(found[key][name] - line[name]) <= 1e-10 * max(1, abs(line[name])), (key, name)
-    for job in JOBS:
-        assert distance(adapter(out, job["name"]), adapter(whole, job["name"])) <= 1e-10
+    same_numbers(out, whole, [job["name"] for job in JOBS])
     compared = [path for path in whole.glob("*/checkpoint-*") if (out / path.relative_to(whole)).exists()]
     assert {path.parent.name for path in compared} == {job["name"] for job in JOBS}
     for path in compared:

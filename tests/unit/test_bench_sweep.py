@@ -64,3 +64,20 @@ def test_the_page_has_both_ways_and_says_which_failed(tmp_path: Path, monkeypatc
     ways[sweep.PEER].error = "broke"
     summary, text = page()
     assert summary["sweep_vs_peft"] is None and "| PEFT, compiled, one after the other | failed |" in text
+
+
+def test_the_page_says_what_halving_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "benchmarks" / "results"
+    folder.mkdir(parents=True)
+    monkeypatch.setattr(result_files, "ROOT", tmp_path)
+    rows = [{"candidates": 32, "stopped": 29, "seconds": 30.0}, {"candidates": 32, "stopped": 0, "seconds": 100.0}]
+    summary = {
+        "time_over_grid": 0.3,
+        "cpu_time_over_grid": 0.4,
+        "tokens_over_grid": 0.25,
+        "loss_over_grid_best": 1.0073,
+    }
+    (folder / "sweep-cpu.json").write_text(json.dumps({"rows": rows, "summary": summary}))
+    (line,) = candidates.candidates()
+    assert "ends 29 of them early, takes 0.30 of the seconds, 0.40 of the processors' time and 0.25 of" in line
+    assert "(100 s)" in line and "1.0073 times" in line
