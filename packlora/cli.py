@@ -308,7 +308,7 @@ def bench(
         str,
         typer.Argument(
             metavar="NAME",
-            help="layer, multi, graphs, model, dora, small, quantised, experts, sweep, vlm, schedule; under torchrun "
+            help="layer, multi, graphs, model, dora, small, quantised, experts, sweep, vlm, peers, schedule; under torchrun "
             "replicas, tensor-parallel, pipeline.",
         ),
     ],

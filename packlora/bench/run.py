@@ -25,6 +25,7 @@ from packlora.bench import (
     layer,
     model,
     multi,
+    peer_block,
     pipeline,
     quantised,
     replicas,
@@ -48,7 +49,7 @@ from packlora.runtime.record import device_name
 
 ON_A_DEVICE: dict[str, Any] = {
     "layer": layer, "multi": multi, "graphs": graphs, "model": model, "dora": dora, "small": small,
-    "quantised": quantised, "experts": experts, "sweep": sweep, "vlm": vlm,
+    "quantised": quantised, "experts": experts, "sweep": sweep, "vlm": vlm, "peers": peer_block,
 }  # fmt: skip
 ON_PROCESSES: dict[str, Any] = {"replicas": replicas, "tensor-parallel": tensor_parallel, "pipeline": pipeline}
 ON_EITHER: dict[str, Any] = {"experts": expert_parallel}

@@ -24,7 +24,7 @@ from packlora.data.rows import Row
 from packlora.errors import InputError
 from packlora.runtime.balance import coefficient_of
 from packlora.runtime.job import learning_rates
-from packlora.runtime.prepared_job import PreparedJob, Rows, number_of, trainable_parameters
+from packlora.runtime.prepared_job import PreparedJob, Rows, number_of, products_kept, trainable_parameters
 from packlora.terminal import Told, silent
 
 
@@ -68,7 +68,7 @@ class Encoder:
         notes += _cut_samples(job.name, encoded, eval_encoded) + _doubts(job, data) + told_of_it
         return PreparedJob(
             job, data, encoded, eval_encoded, spec, *self._counts(spec), self._prompts(job), on_experts=self._on_experts(spec),
-            router_coefficient=coefficient,
+            router_coefficient=coefficient, products=self._products(spec),
         ), notes  # fmt: skip
 
     def _streamed(
@@ -102,13 +102,20 @@ class Encoder:
         notes += _cut_samples(job.name, encoded, held_out) + told_of_it
         most, prompts = min(own.max_length, budget, self.longest), self._prompts(job)
         return PreparedJob(
-            job, data, encoded, held_out, spec, *self._counts(spec), prompts, most, self._on_experts(spec), coefficient
+            job, data, encoded, held_out, spec, *self._counts(spec), prompts, most, self._on_experts(spec), coefficient,
+            self._products(spec),
         ), notes  # fmt: skip
+
+    @property
+    def _top_k(self) -> int:
+        return number_of(self.skeleton.config.get_text_config(), "num_experts_per_tok", 1)
 
     def _counts(self, spec: AdapterSpec) -> tuple[int, int]:
         """Parameters of an adapter, and those that one token meets."""
-        top_k = number_of(self.skeleton.config.get_text_config(), "num_experts_per_tok", 1)
-        return trainable_parameters(spec, self.skeleton), trainable_parameters(spec, self.skeleton, top_k)
+        return trainable_parameters(spec, self.skeleton), trainable_parameters(spec, self.skeleton, self._top_k)
+
+    def _products(self, spec: AdapterSpec) -> dict[str, int]:
+        return products_kept(spec, self.skeleton, self._top_k)
 
     def _on_experts(self, spec: AdapterSpec) -> int:
         return trainable_parameters(spec, self.skeleton) - trainable_parameters(spec, self.skeleton, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,6 +58,8 @@ class PreparedJob:
     """Parameters of its adapter that are on experts."""
     router_coefficient: float = 0.0
     """Of its load-balancing loss; 0: it has none."""
+    products: Mapping[str, int] = field(default_factory=dict)
+    """See products_kept."""
 
     @property
     def active_on_experts(self) -> int:
@@ -163,6 +166,19 @@ def number_of(config: Any, name: str, otherwise: int) -> int:
     values = [getattr(layer, name, None) for layer in getattr(config, "per_layer_config", None) or [config]]
     numbers = [n for value in values for n in (value if isinstance(value, list | tuple) else [value]) if n]
     return round(sum(numbers) / len(numbers)) if numbers else otherwise
+
+
+def products_kept(spec: AdapterSpec, model: PreTrainedModel, top_k: int = 1) -> dict[str, int]:
+    """By path of what has DoRA, the output layer left out: numbers of a token's product, of which the gradient of the magnitude
+    is made. top_k: experts that a token goes to."""
+    out, head = dict[str, int](), model.get_output_embeddings()
+    for path, module in spec.modules.items():
+        if not (module.use_dora and module.rank) or module.kind not in ("linear", "experts"):
+            continue
+        if module.kind == "experts" or model.get_submodule(path) is not head:
+            width = shapes_at(model, path, module)["magnitude"][-1]
+            out[path] = width * (top_k if module.kind == "experts" else 1)
+    return out
 
 
 def trainable_parameters(spec: AdapterSpec, model: torch.nn.Module, top_k: int | None = None) -> int:

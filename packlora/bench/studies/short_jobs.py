@@ -45,7 +45,7 @@ from packlora.runtime.graphs import graphed
 from packlora.runtime.job import Job
 from packlora.runtime.memory import synchronize
 from packlora.runtime.microbatch import SingleDevice
-from packlora.runtime.prepared_job import ModelShape, PreparedJob, trainable_parameters
+from packlora.runtime.prepared_job import ModelShape, PreparedJob, products_kept, trainable_parameters
 from packlora.runtime.prepared_run import PreparedRun
 from packlora.runtime.profiler import profile
 from packlora.runtime.run import deterministic
@@ -168,7 +168,10 @@ def prepared_on(
         spec = resolve(peft_config(job.adapter, "random", None), base.model, job.name)
         data = JobData(job.name, own, job.train, run.seed)
         trainable = trainable_parameters(spec, base.model)
-        prepared.jobs.append(PreparedJob(job, data, Encoded(own), Encoded([]), spec, trainable, trainable))
+        products = products_kept(spec, base.model)
+        prepared.jobs.append(
+            PreparedJob(job, data, Encoded(own), Encoded([]), spec, trainable, trainable, products=products)
+        )
     return prepared
 
 
