@@ -308,8 +308,8 @@ def bench(
         str,
         typer.Argument(
             metavar="NAME",
-            help="layer, multi, graphs, model, dora, small, quantised, experts, sweep, vlm, peers, schedule; under torchrun "
-            "replicas, tensor-parallel, pipeline.",
+            help="layer, multi, graphs, model, dora, small, quantised, experts, sweep, vlm, peers, workloads, schedule; under "
+            "torchrun replicas, tensor-parallel, pipeline.",
         ),
     ],
     out: Annotated[Path, typer.Option(metavar="FILE", help="The JSON file to write.")],
@@ -319,7 +319,8 @@ def bench(
     layers: Annotated[
         int | None,
         typer.Option(
-            min=1, help="model, dora, quantised, experts, sweep, under torchrun all: models of so many layers."
+            min=1,
+            help="model, dora, quantised, experts, sweep, vlm, workloads, under torchrun all: models of so many layers.",
         ),
     ] = None,
     parts: Annotated[

@@ -274,7 +274,7 @@ def run(options: Options) -> Outcome:
     """
     names, chosen = choose(options.only, CONTENDERS, [], cases(options))
     if options.tiny:
-        names = [name for name in names if not name.startswith("lorafusion")]  # its kernels need a GPU
+        names = [name for name in names if not name.startswith(("lorafusion", "unsloth"))]  # their kernels need a GPU
     for name in SOURCES:
         if any(contender.startswith(name) for contender in names):
             fetched(name)
