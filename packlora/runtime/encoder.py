@@ -68,7 +68,7 @@ class Encoder:
         notes += _cut_samples(job.name, encoded, eval_encoded) + _doubts(job, data) + told_of_it
         return PreparedJob(
             job, data, encoded, eval_encoded, spec, *self._counts(spec), self._prompts(job), on_experts=self._on_experts(spec),
-            router_coefficient=coefficient, products=self._products(spec),
+            router_coefficient=coefficient, products=products_kept(spec, self.skeleton),
         ), notes  # fmt: skip
 
     def _streamed(
@@ -103,19 +103,13 @@ class Encoder:
         most, prompts = min(own.max_length, budget, self.longest), self._prompts(job)
         return PreparedJob(
             job, data, encoded, held_out, spec, *self._counts(spec), prompts, most, self._on_experts(spec), coefficient,
-            self._products(spec),
+            products_kept(spec, self.skeleton),
         ), notes  # fmt: skip
-
-    @property
-    def _top_k(self) -> int:
-        return number_of(self.skeleton.config.get_text_config(), "num_experts_per_tok", 1)
 
     def _counts(self, spec: AdapterSpec) -> tuple[int, int]:
         """Parameters of an adapter, and those that one token meets."""
-        return trainable_parameters(spec, self.skeleton), trainable_parameters(spec, self.skeleton, self._top_k)
-
-    def _products(self, spec: AdapterSpec) -> dict[str, int]:
-        return products_kept(spec, self.skeleton, self._top_k)
+        top_k = number_of(self.skeleton.config.get_text_config(), "num_experts_per_tok", 1)
+        return trainable_parameters(spec, self.skeleton), trainable_parameters(spec, self.skeleton, top_k)
 
     def _on_experts(self, spec: AdapterSpec) -> int:
         return trainable_parameters(spec, self.skeleton) - trainable_parameters(spec, self.skeleton, 0)

@@ -168,10 +168,11 @@ def number_of(config: Any, name: str, otherwise: int) -> int:
     return round(sum(numbers) / len(numbers)) if numbers else otherwise
 
 
-def products_kept(spec: AdapterSpec, model: PreTrainedModel, top_k: int = 1) -> dict[str, int]:
+def products_kept(spec: AdapterSpec, model: PreTrainedModel) -> dict[str, int]:
     """By path of what has DoRA, the output layer left out: numbers of a token's product, of which the gradient of the magnitude
-    is made. top_k: experts that a token goes to."""
+    is made; of experts the products of all that a token goes to."""
     out, head = dict[str, int](), model.get_output_embeddings()
+    top_k = number_of(model.config.get_text_config(), "num_experts_per_tok", 1)
     for path, module in spec.modules.items():
         if not (module.use_dora and module.rank) or module.kind not in ("linear", "experts"):
             continue

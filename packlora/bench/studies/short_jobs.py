@@ -137,12 +137,13 @@ class ShortJob:
 
 def prepared_run(
     model: Any, device: torch.device, budget: int, steps: int, scratch: Path, jobs: Sequence[ShortJob],
-    checkpointing: bool = False,
+    **keys: Any,
 ) -> tuple[PreparedRun, Base]:  # fmt: skip
     """A run of these jobs on the model as train() prepares it, without its files of model and data.
 
     Args:
         steps: optimizer steps of each job that may be taken; none of them is its last one.
+        keys: others of the run file.
     """
     jobs_tree = [
         {
@@ -158,10 +159,10 @@ def prepared_run(
     ]  # fmt: skip
     tree = {
         "base_model": "random", "output_dir": str(scratch), "dtype": "bfloat16", "device": device.type, "save_every": 0,
-        "max_tokens_per_microbatch": budget, "gradient_checkpointing": checkpointing, "jobs": jobs_tree,
+        "max_tokens_per_microbatch": budget, "jobs": jobs_tree, **keys,
     }  # fmt: skip
     run = Run.model_validate(tree)
-    prepare_model(model, gradient_checkpointing=checkpointing)
+    prepare_model(model, gradient_checkpointing=run.gradient_checkpointing)
     liger.use_liger(model, "auto")
     base = Base(model, None, device, "random", [], fused_loss=plain_head(model) is not None)
     return prepared_on(run, base, budget, ModelShape.of(model), [job.samples for job in jobs]), base
