@@ -51,7 +51,7 @@ def test_sources_are_fetched_once_at_their_commit(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(sources, "SOURCES", {"name": Source(repository.as_uri(), "0" * 40, ("src/name",))})
     with pytest.raises(
-        InputError, match=r"name cannot be fetched from .*put src/name of commit 0{40} into .*name-0{12}"
+        InputError, match=r"^name cannot be fetched from .*put src/name of commit 0{40} into .*name-0{12}"
     ):
         fetched("name")
     assert not folder_of("name").exists()

@@ -69,9 +69,9 @@ def fetched(name: str) -> Path:
                 shutil.rmtree(made / ".git")
                 made.rename(folder)
         except (OSError, subprocess.SubprocessError) as error:
-            said = getattr(error, "stderr", None) or str(error)
+            said = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[-1]
             raise InputError(
-                f"bench peers: {name} cannot be fetched from {source.url}: {said.strip()}; where there is no network, put "
+                f"{name} cannot be fetched from {source.url}: {said}; where there is no network, put "
                 f"{', '.join(source.paths)} of commit {source.commit} into {folder}"
             ) from None
     return folder / source.root

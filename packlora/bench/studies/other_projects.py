@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from packlora.bench import peer_block
-from packlora.bench import workloads as bench
 from packlora.bench.studies.result_files import measured, ratio
 
 
@@ -21,7 +19,7 @@ def peers() -> list[str]:
         "| | " + " | ".join(row["case"].removeprefix("block ") for row in rows) + " |",
         "|---|" + "---|" * len(rows),
     ]
-    for name in peer_block.CONTENDERS[1:]:
+    for name in dict.fromkeys(name for row in rows for name in row["over_frozen"]):
         cells = []
         for row in rows:
             both = [row.get(kind, {}).get(name) for kind in ("ahead_over_frozen", "wall_over_frozen")]
@@ -34,6 +32,7 @@ def workloads() -> list[str]:
     """Tokens per second on LoRAFusion's five workloads."""
     if (file := measured("workloads-h200")) is None:
         return []
+    names = list(dict.fromkeys(name for row in file["rows"] for name in row["tokens_per_s"]))
     lines = [
         "Four LoRA jobs of rank 16 on Llama-3.1-8B's shape, with samples as long as those of LoRAFusion's five workloads "
         f"(estimated distributions), on one {file['device']}: real tokens per second, optimizer steps included "
@@ -42,13 +41,13 @@ def workloads() -> list[str]:
         "no global batch's tail shares a microbatch with the next one. Microbatches by greedy packing alone, with integer "
         "programs where a bound is not met (what training uses), by integer programs everywhere, and apart:",
         "",
-        f"| | {' | '.join(bench.CONTENDERS)} | microbatches |",
-        "|---|" + "---|" * (len(bench.CONTENDERS) + 1),
+        f"| | {' | '.join(names)} | microbatches |",
+        "|---|" + "---|" * (len(names) + 1),
     ]
     for row in file["rows"]:
         rates = row["tokens_per_s"]
-        cells = [f"{rates[name]:.0f}" if name in rates else "failed" for name in bench.CONTENDERS]
-        counts = " / ".join(str(row["microbatches"][name]) for name in (*bench.METHODS, "apart"))
+        cells = [f"{rates[name]:.0f}" if name in rates else "failed" for name in names]
+        counts = " / ".join(map(str, row["microbatches"].values()))
         lines.append(f"| {row['key']} | {' | '.join(cells)} | {counts} |")
     return lines
 

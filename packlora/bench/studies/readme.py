@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from packlora.bench.layer import best_peft
 from packlora.bench.studies import result_files
 from packlora.bench.studies.candidates import candidates
 from packlora.bench.studies.every_mode import every_mode
@@ -574,7 +573,8 @@ def _behind() -> list[str]:
     """What of the measured PEFT does faster, by work, as times of PEFT over packlora's."""
     found = []
     if (file := measured("layer-h200")) is not None:
-        rows = {row["case"]: ratio for row in file["rows"] if (ratio := best_peft(row)) is not None and ratio < 1}
+        best = {row["case"]: min(row["vs_peft"].get("packlora", {"": None}).values()) for row in file["rows"]}
+        rows = {case: value for case, value in best.items() if value is not None and value < 1}
         cases = ", ".join(f"{case} {value:.2f}x" for case, value in sorted(rows.items(), key=lambda item: item[1]))
         found += [f"{len(rows)} of {len(file['rows'])} single layers ({cases})"] if rows else []
     if (file := measured("experts-h200")) is not None:
