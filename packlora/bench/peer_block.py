@@ -239,12 +239,15 @@ class Right:
         return error
 
 
-def work(name: str, data: Data, case: Case, right: Right, errors: dict[str, float]) -> Work:
-    """A contender that is checked. errors: its own is put there."""
-    if name != "frozen":
+def work(
+    name: str, data: Data, case: Case, tokens: tuple[list[torch.Tensor], list[torch.Tensor]], right: Right,
+    errors: dict[str, float],
+) -> Work:  # fmt: skip
+    """A contender that is checked, but for PEFT compiled, which would be compiled twice. errors: its own is put there."""
+    if name not in ("frozen", "peft_compiled"):
         errors[name] = right.check(name)
     call, parameters, note = built(name, data, case, case.dropout)
-    originals, grads = data.tokens(case.T)
+    originals, grads = tokens
     inputs = [x.clone().requires_grad_() for x in originals]
 
     def step() -> None:
@@ -262,7 +265,7 @@ def work(name: str, data: Data, case: Case, right: Right, errors: dict[str, floa
 
 def taking_part(case: Case, names: Sequence[str]) -> list[str]:
     """Without those that would leave the case to PEFT's forward."""
-    without = (*(WITHOUT_DORA if case.dora else ()), *(WITHOUT_DROPOUT if case.dropout else ()))
+    without = {*(WITHOUT_DORA if case.dora else ()), *(WITHOUT_DROPOUT if case.dropout else ())}
     return [name for name in names if name not in without]
 
 
@@ -280,9 +283,9 @@ def run(options: Options) -> Outcome:
             fetched(name)
     data, rows = Data(options.device), list(options.kept)
     for case in options.each(chosen, rows):
-        right, errors = Right(data, case), dict[str, float]()
+        right, errors, tokens = Right(data, case), dict[str, float](), data.tokens(case.T)
         contenders = [
-            Contender(name, partial(work, name, data, case, right, errors)) for name in taking_part(case, names)
+            Contender(name, partial(work, name, data, case, tokens, right, errors)) for name in taking_part(case, names)
         ]
         timings = paired(contenders, options.device, seconds=2.0, rounds=(9, 60), ahead=True, wall=True)
         row = {"case": case.label, "T": case.T, "dropout": case.dropout, "dora": case.dora, "r": RANK}

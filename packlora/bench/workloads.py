@@ -45,7 +45,7 @@ NAMES = [name for name in SETS if name != "real"]
 RANK, BATCH, BUDGET = 16, 8, 6144
 ROUNDS, WARMUP, UNITS = 2, 1, 2
 """Optimizer steps of each job in a unit; units that are not counted, and those that are."""
-METHODS = ("greedy", "auto", "milp")
+METHODS = ("greedy", "auto")
 SHRUNK = 32
 """Lengths and budget of a toy are this part of the true ones."""
 PROTOCOL = (

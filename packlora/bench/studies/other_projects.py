@@ -39,7 +39,7 @@ def workloads() -> list[str]:
         "([workloads-h200.json](../benchmarks/results/workloads-h200.json)). PEFT trains one job after the other, by itself "
         "and with LoRAFusion's kernels in its layers; *rows* are cut without regard to samples, the easiest for it. *Apart*: "
         "no global batch's tail shares a microbatch with the next one. Microbatches by greedy packing alone, with integer "
-        "programs where a bound is not met (what training uses), by integer programs everywhere, and apart:",
+        "programs where a bound is not met (what training uses), and apart:",
         "",
         f"| | {' | '.join(names)} | microbatches |",
         "|---|" + "---|" * (len(names) + 1),
