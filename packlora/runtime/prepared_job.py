@@ -92,7 +92,7 @@ class ModelShape:
     """What time and memory of a base model depend on.
 
     parameters: of the model; linear_parameters: of its linear layers without the output layer. attention, key_value: widths of
-    queries and of keys. inner: width inside the MLP. head_norms: queries and keys have norms of their own (Qwen 3). largest,
+    queries and of keys. inner: width inside the MLP, 0 where experts are in its place. head_norms: queries and keys have norms of their own (Qwen 3). largest,
     outputs: of those linear layers, the most numbers of one and the outputs of all. routed_parameters: of the experts that one
     token goes to, of all layers; routed_width: numbers that go into them and come out of them, by layer. expert_parameters: of
     all experts; experts: how many there are in a layer, those of all layers that differ. layer_numbers: by layer of the
@@ -129,6 +129,10 @@ class ModelShape:
         layers = number_of(config, "num_hidden_layers", 1)
         weights = [p for module in model.modules() if is_experts(module) for p in module.parameters() if p.ndim == 3]
         top_k = number_of(config, "num_experts_per_tok", 1)
+        inner = number_of(config, "intermediate_size", number_of(config, "ffn_dim", 4 * hidden))
+        if weights:  # few models with experts have a dense MLP as well, or experts that are shared
+            dense = [module for path, module in model.named_modules() if path.endswith(".down_proj")]
+            inner = max((own.in_features for own in dense if isinstance(own, torch.nn.Linear)), default=0)
         return ModelShape(
             model.config.model_type,
             sum(parameter.numel() for parameter in model.parameters()),
@@ -137,7 +141,7 @@ class ModelShape:
             hidden,
             heads * head_dim,
             number_of(config, "num_key_value_heads", heads) * head_dim,
-            number_of(config, "intermediate_size", number_of(config, "ffn_dim", 4 * hidden)),
+            inner,
             model.get_input_embeddings().weight.shape[0],
             any(name.endswith("q_norm") for name, _ in model.named_modules()),
             max((module.weight.numel() for module in linear), default=0),
