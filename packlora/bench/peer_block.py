@@ -55,11 +55,17 @@ PROTOCOL = (
 
 
 class Attention(nn.Module):
+    q_proj: nn.Module
+    k_proj: nn.Module
+    v_proj: nn.Module
+
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return self.q_proj(x), self.k_proj(x), self.v_proj(x)
 
 
 class Out(nn.Module):
+    o_proj: nn.Module
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.o_proj(x)  # type: ignore[no-any-return]
 
@@ -68,6 +74,9 @@ class Mlp(nn.Module):
     """product: of gate and up."""
 
     product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    gate_proj: nn.Module
+    up_proj: nn.Module
+    down_proj: nn.Module
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down_proj(self.product(self.gate_proj(x), self.up_proj(x)))  # type: ignore[no-any-return]
@@ -82,7 +91,7 @@ def liger_swiglu(device: torch.device) -> Callable[[torch.Tensor, torch.Tensor],
     if device.type != "cuda" or importlib.util.find_spec("liger_kernel") is None:
         return None
     apply: Any = importlib.import_module("liger_kernel.ops").LigerSiLUMulFunction.apply
-    return lambda gate, up: apply(gate, up)  # type: ignore[no-any-return]
+    return lambda gate, up: apply(gate, up)
 
 
 class Block(nn.Module):

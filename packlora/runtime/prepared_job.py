@@ -92,12 +92,12 @@ class ModelShape:
     """What time and memory of a base model depend on.
 
     parameters: of the model; linear_parameters: of its linear layers without the output layer. attention, key_value: widths of
-    queries and of keys. inner: width inside the MLP, 0 where experts are in its place. head_norms: queries and keys have norms of their own (Qwen 3). largest,
-    outputs: of those linear layers, the most numbers of one and the outputs of all. routed_parameters: of the experts that one
-    token goes to, of all layers; routed_width: numbers that go into them and come out of them, by layer. expert_parameters: of
-    all experts; experts: how many there are in a layer, those of all layers that differ. layer_numbers: by layer of the
-    decoder, its parameters, and those of its linear layers and of the experts that one token goes to; empty where they are
-    not known.
+    queries and of keys. inner: width inside the MLP, 0 where experts are in its place. head_norms: queries and keys have norms
+    of their own (Qwen 3). largest, outputs: of those linear layers, the most numbers of one and the outputs of all.
+    routed_parameters: of the experts that one token goes to, of all layers; routed_width: numbers that go into them and come
+    out of them, by layer. expert_parameters: of all experts; experts: how many there are in a layer, those of all layers that
+    differ. layer_numbers: by layer of the decoder, its parameters, and those of its linear layers and of the experts that one
+    token goes to; empty where they are not known.
     """
 
     model_type: str

@@ -142,7 +142,7 @@ def lorafusion() -> Any:
     if _missing("loguru"):
         sys.modules["loguru"] = _module("loguru", logger=_Silent())
     argument = lambda kind, name=None: kind  # noqa: E731
-    parts = {"DefaultNamedArg": argument, "NamedArg": argument, "tqdm": lambda x, **kwargs: x}
+    parts: dict[str, Any] = {"DefaultNamedArg": argument, "NamedArg": argument, "tqdm": lambda x, **kwargs: x}
     libraries = {name: _module(name, **parts) for name in _missing("tabulate", "mypy_extensions", "tqdm")}
     symbols = [
         name for name in ("_experimental_descriptor_load", "_experimental_descriptor_store") if not hasattr(tl, name)
@@ -249,7 +249,7 @@ def use_lorafusion(model: nn.Module, tma: bool) -> None:
     forward = _lorafusion_forward(lorafusion(), lorafusion_tma() if tma else None)
     for module in model.modules():
         if isinstance(module, Linear):
-            module.forward = types.MethodType(forward, module)  # type: ignore[method-assign]
+            module.forward = types.MethodType(forward, module)
 
 
 def use_peer(name: str, model: nn.Module) -> None:
