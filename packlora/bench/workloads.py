@@ -46,7 +46,7 @@ RANK, BATCH, BUDGET = 16, 8, 6144
 ROUNDS, WARMUP, UNITS = 2, 1, 2
 """Optimizer steps of each job in a unit; units that are not counted, and those that are."""
 METHODS = ("greedy", "auto")
-SHRUNK = 32
+SHRUNK = 128
 """Lengths and budget of a toy are this part of the true ones."""
 PROTOCOL = (
     "{layers} layers of Llama-3.1-8B's shape, random bfloat16 weights. Four LoRA jobs, r {rank} on all linear layers, alpha"
