@@ -327,7 +327,8 @@ def bench(
         str | None,
         typer.Option(
             help="model: lora, dora, layers. dora: norm, compose, layer, multi, model, paper-model, inference, quality. "
-            "replicas: jobs, fsdp2. small: models, layers, train. Only these are measured; rows of other parts stay in FILE."
+            "replicas: jobs, fsdp2. small: models, layers, train. peers: lora, dropout, dora. "
+            "workloads: xsum, cnn_dailymail, wikisum, mix, het. Only these are measured; rows of other parts stay in FILE."
         ),
     ] = None,
     shape: Annotated[str | None, typer.Option(help="replicas: 0.6B, 1.7B or 8B.")] = None,

@@ -18,6 +18,8 @@ PARTS = {
     "dora": ("norm", "compose", "layer", "multi", "model", "paper-model", "inference", "quality"),
     "replicas": ("jobs", "fsdp2"),
     "small": ("models", "layers", "train"),
+    "peers": ("lora", "dropout", "dora"),
+    "workloads": ("xsum", "cnn_dailymail", "wikisum", "mix", "het"),
 }
 """Of benchmarks that can be measured in pieces; a piece replaces its rows in the file and leaves the others."""
 WITH_LAYERS = (

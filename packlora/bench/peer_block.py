@@ -1,6 +1,6 @@
 """`packlora bench peers`: the linear layers of a decoder layer by packlora, PEFT, Unsloth, Axolotl and LoRAFusion.
 
-    packlora bench peers --out peers-h200.json
+    packlora bench peers --out peers-h200.json                                      # or --parts lora, dropout, dora
     packlora bench peers --out peers.json --only T8192,p0,axolotl,peft_compiled     # words of cases, contenders
 
 Other projects' kernels are fetched when they are first measured (peers/sources.py), peers/kernels.py puts them on PEFT's model.
@@ -23,7 +23,7 @@ from torch import nn
 from packlora.bench.layer import show
 from packlora.bench.model import LLAMA_8B, TARGETS
 from packlora.bench.modes import forget
-from packlora.bench.options import Options, Outcome, choose
+from packlora.bench.options import PARTS, Options, Outcome, choose
 from packlora.bench.peers.kernels import BLOCK_PEERS, use_peer
 from packlora.bench.peers.sources import SOURCES, fetched
 from packlora.bench.results import text_table
@@ -119,16 +119,27 @@ class Case:
     dora: bool
 
     @property
+    def part(self) -> str:
+        return "dora" if self.dora else "dropout" if self.dropout else "lora"
+
+    @property
     def label(self) -> str:
         return f"block T{self.T} p{self.dropout:g} {'dora' if self.dora else 'lora'}"
 
 
 def cases(options: Options) -> list[Case]:
     """The most telling ones first; toys on a CPU."""
-    if options.tiny:
-        return [Case(32, 0.0, False), Case(32, 0.1, False), Case(32, 0.0, True)]
     own = [Case(T, dropout, False) for dropout in (0.0, 0.1) for T in (8192, 2048)] + [Case(8192, 0.0, True)]
-    return own[:1] if options.quick else own
+    if options.tiny:
+        own = [Case(32, 0.0, False), Case(32, 0.1, False), Case(32, 0.0, True)]
+    elif options.quick:
+        own = own[:1]
+    return [case for case in own if options.wants(case.part)]
+
+
+def part_of(row: dict[str, Any]) -> str:
+    part: str = row["part"]
+    return part
 
 
 class Data:
@@ -297,11 +308,19 @@ def run(options: Options) -> Outcome:
             Contender(name, partial(work, name, data, case, tokens, right, errors)) for name in taking_part(case, names)
         ]
         timings = paired(contenders, options.device, seconds=2.0, rounds=(9, 60), ahead=True, wall=True)
-        row = {"case": case.label, "T": case.T, "dropout": case.dropout, "dora": case.dora, "r": RANK}
+        row = {
+            "part": case.part,
+            "case": case.label,
+            "T": case.T,
+            "dropout": case.dropout,
+            "dora": case.dora,
+            "r": RANK,
+        }
         rows.append({**row, **timings.row(), "error": errors})
         show(rows[-1], options.device)
         del contenders, timings
         forget(options.device)
+    rows.sort(key=lambda row: PARTS["peers"].index(part_of(row)))
     protocol = PROTOCOL.format(
         dtype=str(data.dtype).removeprefix("torch."), rank=RANK, alpha=ALPHA,
         swiglu="torch's" if liger_swiglu(options.device) is None else "liger's",

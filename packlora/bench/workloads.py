@@ -1,6 +1,6 @@
 """`packlora bench workloads`: LoRAFusion's five workloads, four jobs each, by packlora, by PEFT, and by PEFT on its kernels.
 
-    packlora bench workloads --out workloads-h200.json --only xsum           # one to three minutes a workload
+    packlora bench workloads --out workloads-h200.json --parts xsum          # one to three minutes a workload
     packlora bench workloads --out workloads-8-layers.json --layers 8        # all five in as many minutes
 
 The shape of Llama-3.1-8B, samples as long as those of the workloads (lengths.json; estimates). What merging tails of global
@@ -19,7 +19,7 @@ from typing import Any
 
 from packlora.bench.model import shared_copy, use_liger
 from packlora.bench.modes import forget
-from packlora.bench.options import Options, Outcome, choose
+from packlora.bench.options import PARTS, Options, Outcome, choose
 from packlora.bench.peers.kernels import use_lorafusion
 from packlora.bench.peers.sources import SOURCES, fetched
 from packlora.bench.results import text_table
@@ -41,7 +41,7 @@ from packlora.schedule.planner import Planner
 
 OWN, APART = "packlora", "packlora_apart"
 CONTENDERS = [OWN, APART, "peft_packed", "peft_rows", "lorafusion_packed", "lorafusion_rows"]
-NAMES = [name for name in SETS if name != "real"]
+NAMES = list(PARTS["workloads"])
 RANK, BATCH, BUDGET = 16, 8, 6144
 ROUNDS, WARMUP, UNITS = 2, 1, 2
 """Optimizer steps of each job in a unit; units that are not counted, and those that are."""
@@ -68,10 +68,13 @@ PROTOCOL = (
 class Case:
     name: str
     layers: int | None
-    part: str = "workloads"
 
     @property
     def key(self) -> str:
+        return self.name
+
+    @property
+    def part(self) -> str:
         return self.name
 
     @property
@@ -81,7 +84,12 @@ class Case:
 
 def cases(options: Options) -> list[Case]:
     layers = options.layers or (1 if options.tiny else None)
-    return [Case(name, layers) for name in (NAMES[3:4] if options.quick else NAMES)]
+    return [Case(name, layers) for name in (NAMES[3:4] if options.quick else NAMES) if options.wants(name)]
+
+
+def part_of(row: dict[str, Any]) -> str:
+    part: str = row["part"]
+    return part
 
 
 # --- the ways ----------------------------------------------------------------------------------------------------------
@@ -192,6 +200,7 @@ def run(options: Options) -> Outcome:
     rows, liger = list(options.kept), use_liger(options.device)
     for case in options.each(chosen, rows):
         rows.append(measured_row(case, names, options))
+    rows.sort(key=lambda row: NAMES.index(part_of(row)))
     protocol = PROTOCOL.format(
         layers=rows[0]["layers"], rank=RANK, dropout=DROPOUT, batch=BATCH, cap=LENGTHS["cap_tokens"], budget=BUDGET,
         rounds=ROUNDS, commit=SOURCES["lorafusion"].commit[:7], liger=liger, warmup=WARMUP, units=UNITS,
