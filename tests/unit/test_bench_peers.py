@@ -86,7 +86,10 @@ def test_a_project_is_left_out_where_it_would_run_peft() -> None:
     assert dora == ["frozen", "packlora", "packlora_recompute", "peft_bf16", "peft_compiled", "axolotl"]
 
 
-def test_a_workload_at_toy_sizes_trains_whole_rounds_by_every_way(tmp_path: Path) -> None:
+def test_a_workload_at_toy_sizes_trains_whole_rounds_by_every_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workloads, "UNITS", 1)
     out = tmp_path / "workloads.json"
     assert run_bench("workloads", out, quick=True, device="cpu", only="mix,packlora,packlora_apart,peft_packed") == 0
     content = json.loads(out.read_text())

@@ -79,11 +79,9 @@ def peak_of(work: Callable[[], Any]) -> int:
     return max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
 
 
-@pytest.mark.parametrize(
-    ("family", "dora", "checkpointing"), [("llama", False, False), ("qwen3", True, False), ("llama", True, True)]
-)
+@pytest.mark.parametrize(("family", "checkpointing"), [("qwen3", False), ("llama", True)])
 def test_memory_of_a_microbatch_is_estimated_as_torch_counts_it(
-    family: str, dora: bool, checkpointing: bool, tmp_path: Path
+    family: str, checkpointing: bool, tmp_path: Path
 ) -> None:
     """Within 5 %: what a job with DoRA keeps for its magnitudes, and S, are in it."""
     model = tiny_model(family, num_hidden_layers=3, hidden_size=128, intermediate_size=352, head_dim=32).to(
@@ -92,7 +90,7 @@ def test_memory_of_a_microbatch_is_estimated_as_torch_counts_it(
     jobs = [
         {
             "name": f"job{r}", "data": {"path": "random"}, "train": {"global_batch_size": 4, "max_steps": 2},
-            "adapter": {"r": r, "target_modules": "all-linear", "use_dora": dora and r == 8},
+            "adapter": {"r": r, "target_modules": "all-linear", "use_dora": r == 8},
         }
         for r in (4, 8)
     ]  # fmt: skip
