@@ -308,8 +308,8 @@ def bench(
         str,
         typer.Argument(
             metavar="NAME",
-            help="layer, multi, graphs, model, dora, small, quantised, experts, sweep, vlm, schedule; under torchrun "
-            "replicas, tensor-parallel, pipeline.",
+            help="layer, multi, graphs, model, dora, small, quantised, experts, sweep, vlm, peers, workloads, schedule; under "
+            "torchrun replicas, tensor-parallel, pipeline.",
         ),
     ],
     out: Annotated[Path, typer.Option(metavar="FILE", help="The JSON file to write.")],
@@ -319,14 +319,16 @@ def bench(
     layers: Annotated[
         int | None,
         typer.Option(
-            min=1, help="model, dora, quantised, experts, sweep, under torchrun all: models of so many layers."
+            min=1,
+            help="model, dora, quantised, experts, sweep, vlm, workloads, under torchrun all: models of so many layers.",
         ),
     ] = None,
     parts: Annotated[
         str | None,
         typer.Option(
             help="model: lora, dora, layers. dora: norm, compose, layer, multi, model, paper-model, inference, quality. "
-            "replicas: jobs, fsdp2. small: models, layers, train. Only these are measured; rows of other parts stay in FILE."
+            "replicas: jobs, fsdp2. small: models, layers, train. peers: lora, dropout, dora. "
+            "workloads: xsum, cnn_dailymail, wikisum, mix, het. Only these are measured; rows of other parts stay in FILE."
         ),
     ] = None,
     shape: Annotated[str | None, typer.Option(help="replicas: 0.6B, 1.7B or 8B.")] = None,

@@ -18,7 +18,10 @@ from packlora.bench.options import PARTS, Options, Outcome
 from packlora.bench.results import device_slug, text_table
 from packlora.errors import InputError
 
-QUALITY = {"dora-fidelity": ("logit_cosine_min",), "dora-convergence": ("convergence_mean_abs",)}
+QUALITY = {
+    "dora-fidelity": ("logit_cosine_min_float32", "logit_cosine_16bit_minus_peft"),
+    "dora-convergence": ("convergence_mean_abs", "convergence_over_noise"),
+}
 """Result files by the scripts' names, and the keys that are taken over; others of theirs stay where they are."""
 
 
@@ -67,7 +70,10 @@ def quality(options: Options) -> list[dict[str, Any]]:
             study = f"packlora.bench.studies.{name.replace('-', '_')}"
             print(f"quality: {path} is not there; python -m {study} writes it", flush=True)
             continue
-        rows.append({"part": "quality", "case": name, **_taken(path, keys), "failed": {}})
+        taken = _taken(path, keys)
+        if missing := [key for key, value in taken["figures"].items() if value is None]:
+            print(f"quality: {path} has no {', '.join(missing)}; it was written before the study had them", flush=True)
+        rows.append({"part": "quality", "case": name, **taken, "failed": {}})
     return rows
 
 
@@ -75,7 +81,7 @@ def _taken(path: Path, keys: tuple[str, ...]) -> dict[str, Any]:
     try:
         file = json.loads(path.read_text())
         origin = {"commit": file["commit"], "date": file["date"], "device": file["device"]}
-        figures = {key: file["summary"][key] for key in keys}
+        figures = {key: file["summary"].get(key) for key in keys}
         return {"from": path.name, "measured": origin, "protocol": file["protocol"], "figures": figures}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"quality: {path} is not a result file with {', '.join(keys)}: {error!r}") from None

@@ -18,9 +18,22 @@ PARTS = {
     "dora": ("norm", "compose", "layer", "multi", "model", "paper-model", "inference", "quality"),
     "replicas": ("jobs", "fsdp2"),
     "small": ("models", "layers", "train"),
+    "peers": ("lora", "dropout", "dora"),
+    "workloads": ("xsum", "cnn_dailymail", "wikisum", "mix", "het"),
 }
 """Of benchmarks that can be measured in pieces; a piece replaces its rows in the file and leaves the others."""
-WITH_LAYERS = ("model", "dora", "quantised", "experts", "sweep", "vlm", "replicas", "tensor-parallel", "pipeline")
+WITH_LAYERS = (
+    "model",
+    "dora",
+    "quantised",
+    "experts",
+    "sweep",
+    "vlm",
+    "replicas",
+    "tensor-parallel",
+    "pipeline",
+    "workloads",
+)
 """Benchmarks whose models can be shrunk."""
 SHAPE = "0.6B"
 """Of the model in `replicas`, unless another one is asked for."""

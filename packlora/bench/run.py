@@ -25,6 +25,7 @@ from packlora.bench import (
     layer,
     model,
     multi,
+    peer_block,
     pipeline,
     quantised,
     replicas,
@@ -32,6 +33,7 @@ from packlora.bench import (
     sweep,
     tensor_parallel,
     vlm,
+    workloads,
 )
 from packlora.bench.options import PARTS, SHAPE, WITH_LAYERS, Options, Outcome
 from packlora.bench.plots import write_plots
@@ -48,7 +50,7 @@ from packlora.runtime.record import device_name
 
 ON_A_DEVICE: dict[str, Any] = {
     "layer": layer, "multi": multi, "graphs": graphs, "model": model, "dora": dora, "small": small,
-    "quantised": quantised, "experts": experts, "sweep": sweep, "vlm": vlm,
+    "quantised": quantised, "experts": experts, "sweep": sweep, "vlm": vlm, "peers": peer_block, "workloads": workloads,
 }  # fmt: skip
 ON_PROCESSES: dict[str, Any] = {"replicas": replicas, "tensor-parallel": tensor_parallel, "pipeline": pipeline}
 ON_EITHER: dict[str, Any] = {"experts": expert_parallel}

@@ -36,14 +36,16 @@ PROTOCOL = (
     "seeds fixed. Lengths of XSum, CNN/DM and WikiSum are drawn from ESTIMATED log-normal fits (rows with estimates: true),"
     " those of `real` from percentiles of measured data sets; all are cut at 4096 tokens. at_bound: global batches of a "
     "group that open no more microbatches than a lower bound says they must. gap: slots, no-ops included, above the lower "
-    "bound of the whole window. bubble: idle part of the stages' time of the whole run in a simulated 1F1B pipeline without"
-    " flushes, from the first forward to the last backward; costs are analytic (FLOPs at half of an H100's peak, weights "
-    "read once per microbatch, activation checkpointing), layers are cut by packlora.schedule.cost.balance where balanced "
-    "is true. of_ideal: time with full microbatches, equal stages and no bubble over the simulated time. random: each "
-    "round's samples in random order, cut where the next one does not fit. Every plan is proved valid and its simulated "
-    "timeline checked for causality. seconds: wall time of all windows, made one by one, proof included; in a process of "
-    "its own, whose peak memory above its start is rss_mib; cpu_s: its CPU time and its children's. published: LoRAFusion "
-    "(arXiv 2510.00206), on its authors' machines and lengths; not measured here."
+    "bound of the whole window. part ablation: the five workloads with 160 samples a job; greedy: no integer programs; "
+    "milp: them everywhere; apart: each round planned alone, so that no tail of a global batch is merged with the next; "
+    "time: of the simulated run. bubble: idle part of the stages' time of the whole run in a simulated 1F1B pipeline "
+    "without flushes, from the first forward to the last backward; costs are analytic (FLOPs at half of an H100's peak, "
+    "weights read once per microbatch, activation checkpointing), layers are cut by packlora.schedule.cost.balance where "
+    "balanced is true. of_ideal: time with full microbatches, equal stages and no bubble over the simulated time. random: "
+    "each round's samples in random order, cut where the next one does not fit. Every plan is proved valid and its "
+    "simulated timeline checked for causality. seconds: wall time of all windows, made one by one, proof included; in a "
+    "process of its own, whose peak memory above its start is rss_mib; cpu_s: its CPU time and its children's. published: "
+    "LoRAFusion (arXiv 2510.00206), on its authors' machines and lengths; not measured here."
 )
 PUBLISHED: dict[str, Any] = {
     "bubble_by_jobs": {1: 0.4417, 2: 0.15, 3: 0.1223, 4: 0.1109},
@@ -66,7 +68,7 @@ def run_schedule(out: Path, quick: bool = False, plots: bool = False) -> int:
         InputError: the file cannot be written.
     """
     check_writable(out)
-    rows = shape_rows(quick) + job_rows(quick) + padding_rows(quick) + time_rows(quick)
+    rows = shape_rows(quick) + ablation_rows(quick) + job_rows(quick) + padding_rows(quick) + time_rows(quick)
     summary = make_summary(rows)
     if quick:
         summary = {f"part_{key}": value for key, value in summary.items()}
@@ -91,9 +93,17 @@ def shape_rows(quick: bool) -> list[dict[str, Any]]:
             for method in ("solo", "greedy", "auto"):
                 jobs = make_jobs(kinds, 100 if quick else 1000, BATCH)
                 rows.append(plan_row("shape", name, jobs, kinds, stages, method, "70b"))
-    for method in ("greedy", "auto", "milp") if not quick else ():  # few rounds: programs everywhere take long
-        jobs = make_jobs(SETS["mix"], 160, BATCH)
-        rows.append(plan_row("methods", "mix", jobs, SETS["mix"], STAGES, method, "70b"))
+    return rows
+
+
+def ablation_rows(quick: bool) -> list[dict[str, Any]]:
+    """What integer programs and merging save on LoRAFusion's five workloads. Few rounds: programs everywhere take long."""
+    rows = []
+    for name in ("mix",) if quick else [name for name in SETS if name != "real"]:
+        jobs = make_jobs(SETS[name], 32 if quick else 160, BATCH)
+        for stages in (1, STAGES):
+            for method in ("greedy", "auto", "apart") if quick else ("greedy", "auto", "milp", "apart"):
+                rows.append(plan_row("ablation", name, jobs, SETS[name], stages, method, "70b"))
     return rows
 
 
@@ -134,7 +144,8 @@ def plan_row(
         row["microbatches"] = sum(not microbatch.is_noop for microbatch in plan)
         row["noops"] = len(plan) - row["microbatches"]
     else:
-        planner = Planner(jobs, CAPACITY, stages=stages, method=method, cost=cost)
+        alone = {"method": "auto", "window_rounds": 1} if method == "apart" else {"method": method}
+        planner = Planner(jobs, CAPACITY, stages=stages, cost=cost, **alone)
         windows = list(planner.windows())
         planner.close()
         plan = [microbatch for window in windows for microbatch in window.microbatches]
@@ -157,7 +168,11 @@ def plan_row(
     timeline = simulate(plan, cost, stages)
     if method != "random":
         check_causality(timeline, plan, stages)
-    row |= {"bubble": timeline.bubble, "of_ideal": efficiency(plan, cost, CAPACITY, timeline.makespan)}
+    row |= {
+        "time": timeline.makespan,
+        "bubble": timeline.bubble,
+        "of_ideal": efficiency(plan, cost, CAPACITY, timeline.makespan),
+    }
     print(_line(row), flush=True)
     return row
 
@@ -249,10 +264,22 @@ def make_summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "at_bound_or_optimal_fraction": sum(row["packs_at_bound_or_optimal"] for row in auto) / packs,
         "microbatches_over_bound_one_stage": _over(row for row in auto if row["stages"] == 1),
         **{f"bubble_{jobs}job{'s' if jobs > 1 else ''}_4stages": bubble(jobs) for jobs in (1, 2, 3, 4)},
+        **{
+            f"{key}_without_{what}_{stages}stage{'s' * (stages > 1)}": _without(rows, stages, key, method)
+            for what, method in (("milp", "greedy"), ("merging", "apart"))
+            for stages, key in ((1, "microbatches"), (STAGES, "time"))
+        },
         "bubble_4jobs_4stages_8b": bubble(4, model="8b"),
         "bubble_4jobs_4stages_even_layers": bubble(4, balanced=False),
         "bubble_4jobs_4stages_random_order": bubble(4, "random"),
     }
+
+
+def _without(rows: Sequence[dict[str, Any]], stages: int, key: str, method: str) -> float | None:
+    """What all ablated workloads take planned in another way, over what they take as training plans them."""
+    own = [row for row in rows if row["part"] == "ablation" and row["stages"] == stages]
+    sums = {name: sum(row[key] for row in own if row["method"] == name) for name in (method, "auto")}
+    return sums[method] / sums["auto"] if sums["auto"] else None
 
 
 def _over(rows: Any) -> float | None:

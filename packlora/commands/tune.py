@@ -207,14 +207,17 @@ def tune(
         minutes: end after this time; at least one case is measured.
         budget_s: seconds of counted rounds per case.
         cache: where to store; by default the device's own file.
-        lossy: measure plans that merge weights too, for those who allow them (ask.Ask).
+        lossy: measure plans that merge weights too, for those who allow them (ask.Ask), as a run with plans.lossy does.
 
     Raises:
         InputError: bad input, or the cache cannot be written.
     """
     if not 0 <= minutes < math.inf:
         raise InputError(f"minutes is {minutes:g}; give a number from 0 on")
-    device = device or choose_device(run.device if run else "auto")
+    device, lossy = (
+        device or choose_device(run.device if run else "auto"),
+        lossy or (run is not None and run.plans.lossy),
+    )
     cases, notes = cases_of_run(run, device) if run else (standard_cases(device), [])
     console = Console()
     if not console.is_terminal:

@@ -28,12 +28,16 @@ def device_name(device: torch.device) -> str:
     return f"{name}, {torch.get_num_threads()} threads"
 
 
-def cache_path(device: torch.device, folder: str = "plans") -> Path:
-    """<folder>/<device>.json in PACKLORA_CACHE, or in packlora in the user's cache folder."""
+def cache_root() -> Path:
+    """PACKLORA_CACHE, or packlora in the user's cache folder."""
     chosen = os.environ.get("PACKLORA_CACHE")
-    root = Path(chosen or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "packlora")
+    return Path(chosen or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "packlora")
+
+
+def cache_path(device: torch.device, folder: str = "plans") -> Path:
+    """<folder>/<device>.json in the cache."""
     slug = re.sub(r"[^a-z0-9]+", "-", device_name(device).lower()).strip("-")
-    return root / folder / f"{slug}.json"
+    return cache_root() / folder / f"{slug}.json"
 
 
 def measured_versions() -> dict[str, str]:

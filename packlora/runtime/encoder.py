@@ -24,7 +24,7 @@ from packlora.data.rows import Row
 from packlora.errors import InputError
 from packlora.runtime.balance import coefficient_of
 from packlora.runtime.job import learning_rates
-from packlora.runtime.prepared_job import PreparedJob, Rows, number_of, trainable_parameters
+from packlora.runtime.prepared_job import PreparedJob, Rows, number_of, products_kept, trainable_parameters
 from packlora.terminal import Told, silent
 
 
@@ -68,7 +68,7 @@ class Encoder:
         notes += _cut_samples(job.name, encoded, eval_encoded) + _doubts(job, data) + told_of_it
         return PreparedJob(
             job, data, encoded, eval_encoded, spec, *self._counts(spec), self._prompts(job), on_experts=self._on_experts(spec),
-            router_coefficient=coefficient,
+            router_coefficient=coefficient, products=products_kept(spec, self.skeleton),
         ), notes  # fmt: skip
 
     def _streamed(
@@ -102,7 +102,8 @@ class Encoder:
         notes += _cut_samples(job.name, encoded, held_out) + told_of_it
         most, prompts = min(own.max_length, budget, self.longest), self._prompts(job)
         return PreparedJob(
-            job, data, encoded, held_out, spec, *self._counts(spec), prompts, most, self._on_experts(spec), coefficient
+            job, data, encoded, held_out, spec, *self._counts(spec), prompts, most, self._on_experts(spec), coefficient,
+            products_kept(spec, self.skeleton),
         ), notes  # fmt: skip
 
     def _counts(self, spec: AdapterSpec) -> tuple[int, int]:

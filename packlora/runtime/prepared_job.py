@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,6 +58,8 @@ class PreparedJob:
     """Parameters of its adapter that are on experts."""
     router_coefficient: float = 0.0
     """Of its load-balancing loss; 0: it has none."""
+    products: Mapping[str, int] = field(default_factory=dict)
+    """See products_kept."""
 
     @property
     def active_on_experts(self) -> int:
@@ -89,12 +92,12 @@ class ModelShape:
     """What time and memory of a base model depend on.
 
     parameters: of the model; linear_parameters: of its linear layers without the output layer. attention, key_value: widths of
-    queries and of keys. inner: width inside the MLP. head_norms: queries and keys have norms of their own (Qwen 3). largest,
-    outputs: of those linear layers, the most numbers of one and the outputs of all. routed_parameters: of the experts that one
-    token goes to, of all layers; routed_width: numbers that go into them and come out of them, by layer. expert_parameters: of
-    all experts; experts: how many there are in a layer, those of all layers that differ. layer_numbers: by layer of the
-    decoder, its parameters, and those of its linear layers and of the experts that one token goes to; empty where they are
-    not known.
+    queries and of keys. inner: width inside the MLP, 0 where experts are in its place. head_norms: queries and keys have norms
+    of their own (Qwen 3). largest, outputs: of those linear layers, the most numbers of one and the outputs of all.
+    routed_parameters: of the experts that one token goes to, of all layers; routed_width: numbers that go into them and come
+    out of them, by layer. expert_parameters: of all experts; experts: how many there are in a layer, those of all layers that
+    differ. layer_numbers: by layer of the decoder, its parameters, and those of its linear layers and of the experts that one
+    token goes to; empty where they are not known.
     """
 
     model_type: str
@@ -126,6 +129,10 @@ class ModelShape:
         layers = number_of(config, "num_hidden_layers", 1)
         weights = [p for module in model.modules() if is_experts(module) for p in module.parameters() if p.ndim == 3]
         top_k = number_of(config, "num_experts_per_tok", 1)
+        inner = number_of(config, "intermediate_size", number_of(config, "ffn_dim", 4 * hidden))
+        if weights:  # few models with experts have a dense MLP as well, or experts that are shared
+            dense = [module for path, module in model.named_modules() if path.endswith(".down_proj")]
+            inner = max((own.in_features for own in dense if isinstance(own, torch.nn.Linear)), default=0)
         return ModelShape(
             model.config.model_type,
             sum(parameter.numel() for parameter in model.parameters()),
@@ -134,7 +141,7 @@ class ModelShape:
             hidden,
             heads * head_dim,
             number_of(config, "num_key_value_heads", heads) * head_dim,
-            number_of(config, "intermediate_size", number_of(config, "ffn_dim", 4 * hidden)),
+            inner,
             model.get_input_embeddings().weight.shape[0],
             any(name.endswith("q_norm") for name, _ in model.named_modules()),
             max((module.weight.numel() for module in linear), default=0),
@@ -163,6 +170,20 @@ def number_of(config: Any, name: str, otherwise: int) -> int:
     values = [getattr(layer, name, None) for layer in getattr(config, "per_layer_config", None) or [config]]
     numbers = [n for value in values for n in (value if isinstance(value, list | tuple) else [value]) if n]
     return round(sum(numbers) / len(numbers)) if numbers else otherwise
+
+
+def products_kept(spec: AdapterSpec, model: PreTrainedModel) -> dict[str, int]:
+    """By path of what has DoRA, the output layer left out: numbers of a token's product, of which the gradient of the magnitude
+    is made; of experts the products of all that a token goes to."""
+    out, head = dict[str, int](), model.get_output_embeddings()
+    top_k = number_of(model.config.get_text_config(), "num_experts_per_tok", 1)
+    for path, module in spec.modules.items():
+        if not (module.use_dora and module.rank) or module.kind not in ("linear", "experts"):
+            continue
+        if module.kind == "experts" or model.get_submodule(path) is not head:
+            width = shapes_at(model, path, module)["magnitude"][-1]
+            out[path] = width * (top_k if module.kind == "experts" else 1)
+    return out
 
 
 def trainable_parameters(spec: AdapterSpec, model: torch.nn.Module, top_k: int | None = None) -> int:

@@ -58,6 +58,8 @@ OPTIMIZER_BYTES = 16
 moments and the last good value."""
 TRAINABLE_BYTES = 4 * 6
 """Per trainable parameter in all: with its value and a microbatch's gradient."""
+RANK_MULTIPLE = 16
+"""Kernels pad ranks to multiples of it."""
 BYTES_PER_SECOND = 2e11
 """Assumed of messages between devices: four H200s gather a layer by NVLink at 2.1e11 to 2.5e11."""
 ATTENTION_SLOWER = 2.5
@@ -291,9 +293,10 @@ def memory_parts(run: Run, prepared: PreparedRun, tokens: int) -> dict[str, int]
 
     Counted: frozen weights, of quantised ones the codes and the two largest as they are multiplied; per trainable parameter its
     value, the gradients of microbatch and global batch, two AdamW moments and the last good value (4 bytes each); per token and
-    layer the tensors that backward needs (or with checkpointing one per layer and one layer's worth); logits of the label
-    tokens, their softmax and gradient, or, where kernels make the loss, of one chunk. Not counted: temporary buffers, the
-    allocator's rounding, the interpreter and its libraries (about 0.6 GiB of a CPU process).
+    layer the tensors that backward needs, those of adapters too (or with checkpointing one per layer and one layer's worth);
+    logits of the label tokens, their softmax and gradient, or, where kernels make the loss, of one chunk. Not counted: what
+    keep_outputs saves, temporary buffers, the allocator's rounding, the interpreter and its libraries (about 0.6 GiB of a CPU
+    process).
     """
     shape, width = prepared.shape, getattr(torch, run.dtype).itemsize
     if _by_kernels(run):
@@ -301,11 +304,11 @@ def memory_parts(run: Run, prepared: PreparedRun, tokens: int) -> dict[str, int]
         per_layer = 2 * width * (shape.hidden + shape.attention + shape.key_value + shape.inner)
         per_layer += width * (shape.attention + shape.key_value) * shape.head_norms
     else:
-        # two norms keep input and float32 normalised copy, their outputs feed the projections; queries and keys before and
-        # after rotation, values, repeated keys and values, attention output; gate, up, activation and their product
-        per_layer = width * (4 * shape.hidden + 5 * shape.attention + 2 * shape.key_value + 4 * shape.inner)
-        per_layer += 4 * 4 * shape.hidden
-    per_layer += width * shape.routed_width
+        # two norms keep their input in float32, and their outputs feed the projections; queries, keys and values of all
+        # heads as attention reads them, its output twice; gate, up, activation and their product
+        per_layer = width * (2 * shape.hidden + 5 * shape.attention + 4 * shape.inner) + 2 * 4 * shape.hidden
+        per_layer += 4 * (shape.attention + shape.key_value) * shape.head_norms
+    per_layer += width * shape.routed_width + width * _numbers_of_adapters(prepared) // shape.layers
     kept = shape.layers * per_layer
     if run.gradient_checkpointing:
         kept = shape.layers * shape.hidden * width + per_layer
@@ -317,6 +320,18 @@ def memory_parts(run: Run, prepared: PreparedRun, tokens: int) -> dict[str, int]
         "activations": tokens * kept,
         "logits": logits,
     }
+
+
+def _numbers_of_adapters(prepared: PreparedRun) -> int:
+    """Numbers that a token keeps for its adapter, all layers together: of linear layers S, and the product that the gradient of
+    a magnitude is made of. They are kept for all tokens of a microbatch as for the job with most of them."""
+    ranks, products = dict[str, int](), dict[str, int]()
+    for job in prepared.jobs:
+        products |= job.products
+        for path, module in job.spec.modules.items():
+            if module.kind == "linear":
+                ranks[path] = max(ranks.get(path, 0), -(-module.rank // RANK_MULTIPLE) * RANK_MULTIPLE)
+    return sum(ranks.values()) + sum(products.values())
 
 
 def _frozen_bytes(prepared: PreparedRun, width: int) -> int:

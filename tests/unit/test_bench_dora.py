@@ -26,7 +26,8 @@ from packlora.plans.timing import Timing, Timings, paired
 CPU = torch.device("cpu")
 REQUIRED = [
     *(f"layer_r{rank}_{shape}_over_frozen" for rank in (16, 384) for shape in ("4096", "4096x14336", "8192")),
-    "norm_refresh_us", "compose_of_copy_bandwidth", "logit_cosine_min", "convergence_mean_abs",
+    "norm_refresh_us", "compose_of_copy_bandwidth", "logit_cosine_min_float32",
+    "logit_cosine_16bit_minus_peft", "convergence_over_noise",
 ]  # fmt: skip
 SMALL = ["--device=cpu", "--tiny", "--seeds=2", "--batch=2", "--length=40", "--rows=6", "--rank=4"]
 """A run of dora_convergence in seconds."""
@@ -209,7 +210,7 @@ def rows_of_a_whole_run() -> list[dict[str, Any]]:
     for number, layer in enumerate(dora_layer.cases(on_gpu()), 1):
         row = {"part": "layer", "case": layer.label, "K": layer.K, "N": layer.N, "T": layer.T, "r": layer.rank}
         rows.append({**row, "dropout": layer.dropout, "shape": layer.shape, **timings(dora_layer.CONTENDERS, number)})
-    for key in ("logit_cosine_min", "convergence_mean_abs"):
+    for key in REQUIRED[-3:]:
         rows.append({"part": "quality", "case": key, "figures": {key: 0.5}, "failed": {}})
     return rows
 
@@ -244,7 +245,7 @@ def test_a_failed_contender_leaves_no_figure() -> None:
             row["failed"] = {"packlora": "broke"}
     summary = dora.summary(rows)
     assert summary["layer_r16_4096_over_frozen"] is None
-    assert dora.summary([row for row in rows if row["part"] == "norm"])["logit_cosine_min"] is None
+    assert dora.summary([row for row in rows if row["part"] == "norm"])["convergence_over_noise"] is None
 
 
 def test_goals_cases_are_those_of_the_required_keys() -> None:
@@ -260,7 +261,9 @@ def test_goals_cases_are_those_of_the_required_keys() -> None:
 
 def test_whole_benchmark_runs_at_toy_sizes(quick: None, tmp_path: Path, capsys: Any) -> None:
     out = tmp_path / "dora-cpu.json"
-    for name, key in (("dora-fidelity", "logit_cosine_min"), ("dora-convergence", "convergence_mean_abs")):
+    for name, key in (
+        ("dora-fidelity", "logit_cosine_min_float32"), ("dora-convergence", "convergence_over_noise"),
+    ):  # fmt: skip
         file = {"commit": "c", "date": "d", "device": "cpu", "protocol": "p", "summary": {key: 0.25}}
         (tmp_path / f"{name}-cpu.json").write_text(json.dumps(file))
     code = run_bench("dora", out, quick=True, device="cpu", plots=True)
@@ -280,7 +283,10 @@ def test_whole_benchmark_runs_at_toy_sizes(quick: None, tmp_path: Path, capsys: 
     (forward,) = (row for row in content["rows"] if row["part"] == "inference")
     assert set(forward["ms"]) == {"frozen", "packlora", "packlora_fp32", "peft_bf16", "peft_fp32_autocast"}
     assert content["summary"]["part_inference_r24_peft_fp32_autocast_over_packlora_fp32"] > 0
-    assert content["summary"]["part_logit_cosine_min"] == 0.25
+    assert content["summary"]["part_logit_cosine_min_float32"] == 0.25
+    assert (
+        content["summary"]["part_logit_cosine_16bit_minus_peft"] is None and "has no logit_cosine_16bit" in printed.out
+    )
     assert all(key.startswith("part_") for key in content["summary"])
     assert (tmp_path / "dora-cpu-near-unity.png").stat().st_size > 1000
 
@@ -385,6 +391,11 @@ def test_fidelity_script(tmp_path: Path) -> None:
     summary = content["summary"]
     assert summary["fp32_packlora_exact_min"] > 1 - 1e-9
     assert summary["logit_cosine_min"] == min(row["packlora_peft"]["min"] for row in content["rows"]) > 0.99
+    assert summary["logit_cosine_min_float32"] == summary["fp32_packlora_peft_min"] > 1 - 1e-9
+    differences = [
+        summary[f"{name}_packlora_exact_min"] - summary[f"{name}_peft_exact_min"] for name in ("bf16", "fp16")
+    ]
+    assert summary["logit_cosine_16bit_minus_peft"] <= min(differences)
     assert summary["bf16_packlora_exact_min"] < 1 - 1e-9, "float64 and bfloat16 cannot agree: something was not run"
 
 
@@ -419,6 +430,9 @@ def test_convergence_script(tmp_path: Path) -> None:
     assert content["summary"]["convergence_mean_abs"] == pytest.approx(sum(gaps) / len(gaps))
     assert content["summary"]["convergence_mean_abs_peft_to_fp32"] == 0.0, "on a CPU PEFT is in float32 anyway"
     assert content["summary"]["convergence_mean_abs_packlora_to_fp32"] == content["summary"]["convergence_mean_abs"]
+    noise = content["summary"]["convergence_noise_mean_abs"]
+    assert 0 < noise < 1e-5, "other sums, the same numbers"
+    assert content["summary"]["convergence_over_noise"] == content["summary"]["convergence_mean_abs"] / noise
     for row in rows:
         assert abs(row["losses_peft"][-1] - row["losses_peft"][0]) > 1e-4, "it trains"
 
@@ -431,7 +445,7 @@ def test_convergence_of_one_way_after_the_other_is_that_of_both(
     both, apart = tmp_path / "both.json", tmp_path / "apart.json"
     dora_convergence.main(["--out", str(both), *words])
     dora_convergence.main(["--out", str(apart), *words, "--ways=peft"])
-    assert "the results follow when packlora is run" in capsys.readouterr().out
+    assert "the results follow when packlora, peft_reversed is run" in capsys.readouterr().out
     assert not apart.exists()
     with pytest.raises(InputError, match="--steps=3"):
         dora_convergence.main(["--out", str(apart), *SMALL, "--steps=3", "--data=python", "--ways=packlora"])
@@ -441,12 +455,12 @@ def test_convergence_of_one_way_after_the_other_is_that_of_both(
     with pytest.raises(InputError, match="was ended"):
         dora_convergence.main(["--out", str(apart), *words, "--ways=packlora"])
     left.write_text(whole)
-    dora_convergence.main(["--out", str(apart), *words, "--ways=packlora"])
+    dora_convergence.main(["--out", str(apart), *words, "--ways=packlora,peft_reversed"])
     rows = [[{**row, "seconds": None} for row in json.loads(out.read_text())["rows"]] for out in (both, apart)]
     assert rows[0] == rows[1]
     assert "standard library (6 samples of 40 tokens)" in json.loads(apart.read_text())["protocol"]
     assert [path.name for path in sorted(tmp_path.glob("*.json"))] == ["apart.json", "both.json"]
-    with pytest.raises(InputError, match="accepted are peft and packlora"):
+    with pytest.raises(InputError, match="accepted are peft, packlora, peft_reversed"):
         dora_convergence.main(["--out", str(apart), *words, "--ways=pefd"])
 
 
@@ -585,12 +599,14 @@ def test_convergence_ends_when_its_time_is_over(tmp_path: Path) -> None:
 def test_convergence_compares_the_steps_that_both_did() -> None:
     run = {"seconds": 1.0, "eval": 2.0}
     peft, ours = {**run, "losses": [3.0, 2.0, 1.0]}, {**run, "losses": [3.5, 2.0]}
-    row = dora_convergence.compared(0, peft, ours, {**run, "losses": [2.0]})
+    again = {**run, "losses": [3.0, 2.125, 1.0]}
+    row = dora_convergence.compared(0, peft, ours, again, {**run, "losses": [2.0]})
     assert (row["steps"], row["mean_abs"], row["max_abs_step"], row["last_tenth_loss"]) == (2, 0.25, 0, 2.0)
+    assert (row["noise_mean_abs"], dora_convergence.summary([row])["convergence_over_noise"]) == (0.0625, 4.0)
     assert (row["steps_to_fp32"], row["mean_abs_peft_to_fp32"], row["mean_abs_packlora_to_fp32"]) == (1, 1.0, 1.5)
     assert row["eval_abs"] is None, "after other numbers of steps"
     assert dora_convergence.summary([row])["convergence_eval_abs"] is None
-    assert dora_convergence.compared(0, peft, {**peft, "eval": 2.5}, None)["eval_abs"] == 0.5
+    assert dora_convergence.compared(0, peft, {**peft, "eval": 2.5}, peft, None)["eval_abs"] == 0.5
 
 
 def test_small_updates_compares_losses_at_the_same_parameters(tmp_path: Path) -> None:

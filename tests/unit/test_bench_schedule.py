@@ -44,6 +44,14 @@ def test_summary_quotes_the_rows_it_says() -> None:
     assert summary["bubble_4jobs_4stages_random_order"] == 0.5
     assert summary["microbatches_over_bound_one_stage"] == pytest.approx(1.1)
     assert summary["solve_s_640_milp"] is None
+    assert summary["microbatches_without_milp_1stage"] is None
+    for stages, method, time in ((1, "auto", 9.0), (1, "greedy", 9.0), (4, "auto", 2.0), (4, "apart", 3.0)):
+        for number in (10, 12):
+            row = {"stages": stages, "method": method, "time": time, "microbatches": number + (method == "greedy")}
+            rows.append({**planned(4, 0.0, part="ablation"), **row})
+    summary = schedule.make_summary(rows)
+    assert summary["microbatches_without_milp_1stage"] == 24 / 22
+    assert summary["time_without_merging_4stages"] == 1.5
 
 
 def test_a_toy_run_writes_rows_a_summary_that_is_marked_as_a_part_and_pictures(tmp_path: Path, capsys: Any) -> None:
@@ -52,7 +60,7 @@ def test_a_toy_run_writes_rows_a_summary_that_is_marked_as_a_part_and_pictures(t
     content = json.loads(out.read_text())
     assert content["name"] == "schedule-cpu"
     assert {f"part_{key}" for key in REQUIRED} <= set(content["summary"])
-    assert {row["part"] for row in content["rows"]} == {"shape", "jobs", "padding", "time"}
+    assert {row["part"] for row in content["rows"]} == {"shape", "jobs", "padding", "time", "ablation"}
     assert all(row["estimates"] for row in content["rows"] if "mix" in row["case"])
     pictures = sorted(path.name for path in tmp_path.iterdir() if path.suffix in (".png", ".svg"))
     assert pictures == ["schedule-bubble.png", "schedule-bubble.svg", "schedule-time.png", "schedule-time.svg"]

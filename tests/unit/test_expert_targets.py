@@ -257,6 +257,31 @@ def test_a_base_with_adapted_experts_may_be_shared_by_auto(tokenizer: Any, write
     assert [layout.pipeline for layout in piped(prepared, 2, {"x": 1.0})] == [2]
 
 
+def test_memory_counts_the_products_that_magnitudes_need_and_no_mlp_beside_experts(
+    tokenizer: Any, write_rows: Any, tmp_path: Path
+) -> None:
+    kind, extra = MODELS["qwen3_moe"]
+    config = getattr(transformers, kind)(**TINY | extra)
+    config.save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    adapter = ON_EXPERTS | {"target_modules": ["q_proj", "v_proj"], "lora_dropout": 0.0}
+    jobs = [
+        {"name": f"x{dora}", "data": {"path": write_rows("rows")}, "adapter": adapter | {"use_dora": dora}}
+        for dora in (False, True)
+    ]
+    tree = {"base_model": str(tmp_path / "base"), "output_dir": str(tmp_path / "out"), "device": "cpu", "jobs": jobs}
+    prepared = prepare(Run.model_validate(tree))
+    plain, dora = prepared.jobs
+    assert plain.products == {} and prepared.shape.inner == 0
+    of_each = {
+        "q_proj": config.num_attention_heads * config.head_dim, "v_proj": config.num_key_value_heads * config.head_dim,
+        "gate_up_proj": 2 * config.moe_intermediate_size * config.num_experts_per_tok,
+        "down_proj": config.hidden_size * config.num_experts_per_tok,
+    }  # fmt: skip
+    assert {path: of_each[path.rpartition(".")[2]] for path in dora.spec.modules} == dora.products
+    assert len(dora.products) == 4 * config.num_hidden_layers
+
+
 @pytest.mark.parametrize(
     ("adapter", "message"),
     [

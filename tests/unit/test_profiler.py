@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from conftest import tiny_model
 
+from packlora.base.model import Base
+from packlora.base.packing import prepare_model
+from packlora.bench.studies.short_jobs import Lengths, make_samples, prepared_on, trainer_of
+from packlora.config import Run
 from packlora.runtime import profiler
+from packlora.runtime.microbatch import run_microbatch
 from packlora.runtime.prepared_job import ModelShape
 from packlora.runtime.profiler import CLOSE, ROOM_SHARE, Prediction, Profile, _seconds, choose, fitted
 from packlora.runtime.profiles import Point, ProfileCache
@@ -27,22 +36,79 @@ COST = CostModel(
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
+LLAMA_8B = {"q": 4096, "k": 1024, "v": 1024, "o": 4096, "gate": 14336, "up": 14336, "down": 4096}
+"""Outputs of a layer's projections."""
+
+
 @pytest.mark.parametrize(
-    ("checkpointing", "key"), [(False, "lora_r16_recompute_gib"), (True, "lora_r16_recompute_ckpt_gib")]
+    ("checkpointing", "rank", "keys"),
+    [
+        (False, 16, ("lora_r16_recompute_gib",)),
+        (True, 16, ("lora_r16_recompute_ckpt_gib",)),
+        # training recomputes and does not keep outputs: measured were neither, both, and recomputation of LoRA
+        (False, 384, ("dora_r384_gib", "lora_r16_recompute_gib", "-lora_r16_gib")),
+    ],
 )
 def test_memory_of_a_gpu_is_estimated_as_it_was_measured(
-    checkpointing: bool, key: str, monkeypatch: pytest.MonkeyPatch
+    checkpointing: bool, rank: int, keys: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Within 5 %: 8192 tokens on Llama-3.1-8B's shape, LoRA r 16 in bfloat16 without an optimizer."""
+    """Within 5 %: 8192 tokens on Llama-3.1-8B's shape, LoRA r 16 or DoRA r 384 in bfloat16 without an optimizer."""
     monkeypatch.setattr(profiler, "choose_device", lambda name: torch.device("cuda"))
     shape = ModelShape("llama", 8_030_261_248, 6_979_321_856, 32, 4096, 4096, 1024, 14336, 128256)
-    job = SimpleNamespace(data=SimpleNamespace(label_share=1.0))
     run = SimpleNamespace(dtype="bfloat16", device="auto", gradient_checkpointing=checkpointing)
+    outputs = {f"{layer}.{name}": width for layer in range(32) for name, width in LLAMA_8B.items()}
+    modules = {path: SimpleNamespace(kind="linear", rank=rank) for path in outputs}
+    job = SimpleNamespace(
+        data=SimpleNamespace(label_share=1.0),
+        spec=SimpleNamespace(modules=modules),
+        products=outputs if rank > 16 else {},
+    )
     prepared: Any = SimpleNamespace(shape=shape, trainable=0, jobs=[job], in_codes=(0, 0))
     parts = profiler.memory_parts(run, prepared, 8192)  # type: ignore[arg-type]
-    adapters = 41_943_040 * 2 * 2  # values and gradients
-    measured = json.loads((RESULTS / "model-h200.json").read_text())["summary"][key] * 2**30
+    adapters = 41_943_040 * rank // 16 * 2 * 2  # values and gradients
+    recorded = json.loads((RESULTS / "model-h200.json").read_text())["summary"]
+    measured = sum(recorded[key.removeprefix("-")] * (-1 if key.startswith("-") else 1) for key in keys) * 2**30
     assert sum(parts.values()) + adapters == pytest.approx(measured, rel=0.05)
+
+
+def peak_of(work: Callable[[], Any]) -> int:
+    """Most bytes of the CPU that torch holds at once, beyond what it holds before."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiled:
+        work()
+    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
+    return max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
+
+
+@pytest.mark.parametrize(("family", "checkpointing"), [("qwen3", False), ("llama", True)])
+def test_memory_of_a_microbatch_is_estimated_as_torch_counts_it(
+    family: str, checkpointing: bool, tmp_path: Path
+) -> None:
+    """Within 5 %: what a job with DoRA keeps for its magnitudes, and S, are in it."""
+    model = tiny_model(family, num_hidden_layers=3, hidden_size=128, intermediate_size=352, head_dim=32).to(
+        torch.bfloat16
+    )
+    jobs = [
+        {
+            "name": f"job{r}", "data": {"path": "random"}, "train": {"global_batch_size": 4, "max_steps": 2},
+            "adapter": {"r": r, "target_modules": "all-linear", "use_dora": r == 8},
+        }
+        for r in (4, 8)
+    ]  # fmt: skip
+    values = {"base_model": "random", "output_dir": str(tmp_path), "dtype": "bfloat16", "device": "cpu", "jobs": jobs}
+    run = Run.model_validate(values | {"gradient_checkpointing": checkpointing})
+    prepare_model(model, gradient_checkpointing=checkpointing)
+    base = Base(model, None, torch.device("cpu"), "random", [], fused_loss=True)
+    samples = [make_samples(Lengths(5.5, 0.2, ""), 8, 400, 320, seed) for seed in (0, 1)]
+    prepared = prepared_on(run, base, 1500, ModelShape.of(model), samples)
+    trainer = trainer_of(prepared, base, tmp_path)
+    mix = profiler.sample_mix(trainer.jobs, 1500)
+    weights = np.array([job.grad_scale for job in trainer.jobs])
+    run_microbatch(trainer.executor, mix, weights)
+    for job in trainer.jobs:
+        job.discard()
+    peak = peak_of(lambda: run_microbatch(trainer.executor, mix, weights))
+    parts = profiler.memory_parts(run, prepared, sum(item.sample.num_tokens for item in mix))
+    assert parts["activations"] + parts["logits"] == pytest.approx(peak, rel=0.05)
 
 
 def guess(cost: CostModel = COST) -> Profile:

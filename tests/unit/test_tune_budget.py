@@ -18,6 +18,7 @@ from packlora.cli import app
 from packlora.commands.tune import MINUTES, cases_of_run, standard_cases, tune
 from packlora.config import Run
 from packlora.errors import InputError
+from packlora.ops.lora_linear.plan import CHAIN, Plan
 from packlora.plans.cache import PlanCache
 from packlora.plans.case import Case
 from packlora.plans.measure import Measured
@@ -150,3 +151,20 @@ def test_the_command_gives_minutes_and_lossy_on(monkeypatch: pytest.MonkeyPatch)
     assert given == {"minutes": MINUTES, "lossy": False}
     assert CliRunner().invoke(app, ["tune", "--lossy"]).exit_code == 0
     assert given == {"minutes": MINUTES, "lossy": True}
+
+
+def test_a_run_that_allows_lossy_plans_has_them_measured(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+
+    def legal(case: Case, lossy: bool) -> list[Plan]:
+        asked.append(lossy)
+        return [CHAIN]
+
+    monkeypatch.setattr("packlora.commands.tune.legal_plans", legal)
+    for value in (False, True):
+        run.plans.lossy = value
+        tune(run, CPU, progress=False, minutes=0, cache=PlanCache(CPU, tmp_path / "plans.json"))
+        assert set(asked) == {value}
+        asked.clear()

@@ -5,7 +5,9 @@
         --steps 60 --seeds 1
 
 The same loop runs over a PEFT model as it is and after packlora.accelerate: same base, same initial adapter, same samples in
-the same order. On a GPU a whole training step is one CUDA graph, for both alike: SmolLM2-135M keeps the host busy and the GPU
+the same order. A third run is PEFT's with the samples of each batch in reverse order: the same numbers but for the order in
+which they are summed, so what it differs by is noise. Runs may be made one by one (--ways).
+On a GPU a whole training step is one CUDA graph, for both alike: SmolLM2-135M keeps the host busy and the GPU
 idle, and PEFT's step takes the host 100 ms. Where a capture fails, or a graph does not compute what the same step does without
 it, that way is run again step by step, and the results say so.
 """
@@ -40,7 +42,9 @@ from packlora.runtime.memory import synchronize
 from packlora.runtime.record import device_name
 
 ROOT = Path(__file__).parents[3]
-WAYS = ("peft", "packlora")
+NOISE = "peft_reversed"
+"""PEFT again, the samples of each batch in reverse order: the same sums in another order."""
+WAYS = ("peft", "packlora", NOISE)
 EXACT = "peft_fp32"
 """PEFT again, all in float32."""
 LR, CLIP = 2e-4, 1.0
@@ -54,10 +58,12 @@ GRAPH_GAP = 2e-2
 """Largest difference there. None is expected; were other kernels at work, bfloat16's roundings would make one with a deviation
 of 2.7e-3 (of PEFT's loss to packlora's on 8 samples and the same parameters, on a CPU)."""
 PROTOCOL = (
-    "{model}; DoRA r {rank}, alpha {alpha} on all linear layers, no dropout; {precision}; AdamW, lr {lr}, clipping at {clip}, "
-    "{steps} steps of {batch} samples of {data}, order drawn by seed; {seeds} seeds. Two runs per seed of one loop over a PEFT "
-    "model, as it is and after packlora.accelerate, from the same initial adapter. mean_abs, max_abs: of the difference of the "
-    "losses per step; mean_signed: packlora's less PEFT's; eval: mean loss on {eval} held-out samples after the last step; "
+    "{model}; DoRA r {rank}, alpha {alpha} on all linear layers, no dropout; {precision}; AdamW, lr {lr}, clipping at "
+    "{clip}, {steps} steps of {batch} samples of {data}, order drawn by seed; {seeds} seeds. Three runs per seed of one "
+    "loop over a PEFT model from the same initial adapter: as it is, after packlora.accelerate, and as it is with the "
+    "samples of each batch in reverse order, which changes the order of sums alone. mean_abs, max_abs: of the difference of"
+    " packlora's and PEFT's losses per step; mean_signed: packlora's less PEFT's; noise: of PEFT's two runs; over_noise: "
+    "mean_abs over noise_mean_abs, means over seeds; eval: mean loss on {eval} held-out samples after the last step; "
     "to_fp32: to a third run, PEFT's all in float32 from the same numbers, over the steps_to_fp32 that it did. {device}."
 )
 DATA = {
@@ -110,6 +116,8 @@ class Trainee:
         self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.optimizer = torch.optim.AdamW(self.parameters, lr=LR, weight_decay=0.0, capturable=on_gpu)
         self.batches = batches(rows, seed, args, device)
+        if way == NOISE:
+            self.batches = {name: every.flip(1) for name, every in self.batches.items()}
         self.inputs = {name: every[0].clone() for name, every in self.batches.items()}
         self.losses = torch.zeros(args.steps, device=device)
         self.done, self.steps = 0, args.steps
@@ -390,21 +398,24 @@ def differences(a: dict[str, Any], b: dict[str, Any]) -> list[float]:
     return [abs(one - other) for one, other in zip(a["losses"], b["losses"], strict=False)]
 
 
-def compared(seed: int, peft: dict[str, Any], ours: dict[str, Any], exact: dict[str, Any] | None) -> dict[str, Any]:
-    """One seed's row, over the steps that both did; no figures of eval where one did more."""
-    gaps = differences(ours, peft)
-    steps = len(gaps)
+def compared(
+    seed: int, peft: dict[str, Any], ours: dict[str, Any], again: dict[str, Any], exact: dict[str, Any] | None
+) -> dict[str, Any]:
+    """One seed's row, over the steps that all did; no figures of eval where one did more. again: NOISE."""
+    steps = min(len(run["losses"]) for run in (peft, ours, again))
+    gaps, noise = (differences(run, peft)[:steps] for run in (ours, again))
     worst = max(range(steps), key=gaps.__getitem__)
     tenth = max(steps // 10, 1)
     row = {
         "case": f"seed {seed}", "steps": steps, "mean_abs": sum(gaps) / steps, "max_abs": gaps[worst],
-        "max_abs_step": worst, "mean_signed": sum(ours["losses"][:steps]) / steps - sum(peft["losses"][:steps]) / steps,
+        "max_abs_step": worst, "noise_mean_abs": sum(noise) / steps, "noise_max_abs": max(noise),
+        "mean_signed": sum(ours["losses"][:steps]) / steps - sum(peft["losses"][:steps]) / steps,
         "first_loss": peft["losses"][0],
         "last_tenth_loss": sum(peft["losses"][steps - tenth : steps]) / tenth,
         "eval_peft": peft["eval"], "eval_packlora": ours["eval"], "eval_abs": None,
-        "seconds": {"peft": peft["seconds"], "packlora": ours["seconds"]},
-        "graph_gap": {"peft": peft.get("graph_gap"), "packlora": ours.get("graph_gap")},
-        "losses_peft": peft["losses"], "losses_packlora": ours["losses"],
+        "seconds": {way: run["seconds"] for way, run in zip(WAYS, (peft, ours, again), strict=True)},
+        "graph_gap": {way: run.get("graph_gap") for way, run in zip(WAYS, (peft, ours, again), strict=True)},
+        "losses_peft": peft["losses"], "losses_packlora": ours["losses"], f"losses_{NOISE}": again["losses"],
     }  # fmt: skip
     if len(peft["losses"]) == len(ours["losses"]) and None not in (peft["eval"], ours["eval"]):
         row["eval_abs"] = abs(ours["eval"] - peft["eval"])
@@ -418,15 +429,19 @@ def compared(seed: int, peft: dict[str, Any], ours: dict[str, Any], exact: dict[
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Over all seeds: the fewest steps of one, mean and largest loss difference per step, largest difference on held-out
-    samples."""
+    """Over all seeds: the fewest steps of one, mean and largest loss difference per step, the same of PEFT's two runs, largest
+    difference on held-out samples."""
     evals = [row["eval_abs"] for row in rows]
     out = {
         "convergence_steps": min(row["steps"] for row in rows),
         "convergence_mean_abs": sum(row["mean_abs"] for row in rows) / len(rows),
         "convergence_max_abs": max(row["max_abs"] for row in rows),
         "convergence_eval_abs": None if None in evals else max(evals),
+        "convergence_noise_mean_abs": sum(row["noise_mean_abs"] for row in rows) / len(rows),
+        "convergence_noise_max_abs": max(row["noise_max_abs"] for row in rows),
     }
+    noise = out["convergence_noise_mean_abs"]
+    out["convergence_over_noise"] = out["convergence_mean_abs"] / noise if noise else None
     for key in ("mean_abs_peft_to_fp32", "mean_abs_packlora_to_fp32"):
         if all(key in row for row in rows):
             out[f"convergence_{key}"] = sum(row[key] for row in rows) / len(rows)
@@ -435,9 +450,9 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 def write(records: dict[str, Any], device: torch.device, args: argparse.Namespace) -> None:
     """The results file, out of what there is of each way."""
-    peft, ours = (records[way]["runs"] for way in WAYS)
+    peft, ours, again = (records[way]["runs"] for way in WAYS)
     exact = records[EXACT]["runs"] if EXACT in records else [None] * args.seeds
-    rows = [compared(seed, peft[seed], ours[seed], exact[seed]) for seed in range(args.seeds)]
+    rows = [compared(seed, peft[seed], ours[seed], again[seed], exact[seed]) for seed in range(args.seeds)]
     for row in rows:
         row["random_weights"] = args.random_weights or args.tiny
         print({key: value for key, value in row.items() if not key.startswith("losses")}, flush=True)
@@ -468,7 +483,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--length", type=int, default=128, help="tokens of a sample")
     parser.add_argument("--data", choices=DATA, default="synopses")
     parser.add_argument("--rows", type=int, default=100000, help="of the training set, at most")
-    parser.add_argument("--ways", help="peft or packlora alone; the results are written when both have been run")
+    parser.add_argument(
+        "--ways", help="some of them alone, with commas; the results are written when all have been run"
+    )
     parser.add_argument("--rank", type=int, default=RANK)
     parser.add_argument("--exact", action="store_true", help="also PEFT in float32, to measure both against")
     parser.add_argument("--seconds", type=float, help="training ends then, at the steps that were done")
@@ -487,14 +504,13 @@ def main(arguments: list[str] | None = None) -> None:
     end = time.monotonic() + (args.seconds or math.inf)
     wanted = tuple(dict.fromkeys(args.ways.split(","))) if args.ways else WAYS
     if not set(wanted) <= set(WAYS):
-        raise InputError(f"ways: {args.ways!r}; accepted are {' and '.join(WAYS)}, separated by a comma")
+        raise InputError(f"ways: {args.ways!r}; accepted are {', '.join(WAYS)}, separated by commas")
     records = train_all(wanted, device, args, end)
-    for way in WAYS:
-        if way not in records:
-            if not part(args.out, way).exists():
-                print(f"{', '.join(wanted)}: done; the results follow when {way} is run with the same --out")
-                return
-            records[way] = recorded(way, device, args)
+    left = [way for way in WAYS if way not in records]
+    if missing := [way for way in left if not part(args.out, way).exists()]:
+        print(f"{', '.join(wanted)}: done; the results follow when {', '.join(missing)} is run with the same --out")
+        return
+    records |= {way: recorded(way, device, args) for way in left}
     write(records, device, args)
     if args.exact:
         try:

@@ -16,8 +16,8 @@ import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ from packlora.runtime.graphs import graphed
 from packlora.runtime.job import Job
 from packlora.runtime.memory import synchronize
 from packlora.runtime.microbatch import SingleDevice
-from packlora.runtime.prepared_job import ModelShape, PreparedJob, trainable_parameters
+from packlora.runtime.prepared_job import ModelShape, PreparedJob, products_kept, trainable_parameters
 from packlora.runtime.prepared_run import PreparedRun
 from packlora.runtime.profiler import profile
 from packlora.runtime.run import deterministic
@@ -107,10 +107,14 @@ PROTOCOL = (
 
 
 def make_samples(lengths: Lengths, number: int, longest: int, vocabulary: int, seed: int) -> list[Sample]:
+    return samples_of(lengths.draw(number, longest, seed), vocabulary, seed)
+
+
+def samples_of(lengths: np.ndarray, vocabulary: int, seed: int) -> list[Sample]:
     """Random tokens, all but the first of a sample with loss."""
     generator = np.random.default_rng(seed)
     out = []
-    for length in lengths.draw(number, longest, seed):
+    for length in lengths:
         is_label = np.ones(length, bool)
         is_label[0] = False
         out.append(Sample(generator.integers(0, vocabulary, length).astype(np.int32), is_label))
@@ -119,7 +123,8 @@ def make_samples(lengths: Lengths, number: int, longest: int, vocabulary: int, s
 
 @dataclass(frozen=True, slots=True)
 class ShortJob:
-    """batch: samples of an optimizer step. shuffle: in every epoch; else they are taken in their order. lr: learning rate."""
+    """batch: samples of an optimizer step. shuffle: in every epoch; else they are taken in their order. lr: learning rate.
+    adapter: what differs of it from LoRA on all linear layers."""
 
     name: str
     rank: int
@@ -127,20 +132,24 @@ class ShortJob:
     samples: list[Sample]
     shuffle: bool = True
     lr: float = LR
+    adapter: Mapping[str, Any] = field(default_factory=dict)
 
 
 def prepared_run(
-    model: Any, device: torch.device, budget: int, steps: int, scratch: Path, jobs: Sequence[ShortJob]
-) -> tuple[PreparedRun, Base]:
+    model: Any, device: torch.device, budget: int, steps: int, scratch: Path, jobs: Sequence[ShortJob],
+    **keys: Any,
+) -> tuple[PreparedRun, Base]:  # fmt: skip
     """A run of these jobs on the model as train() prepares it, without its files of model and data.
 
     Args:
         steps: optimizer steps of each job that may be taken; none of them is its last one.
+        keys: others of the run file.
     """
     jobs_tree = [
         {
             "name": job.name, "data": {"path": "random"},
-            "adapter": {"r": job.rank, "lora_alpha": 2 * job.rank, "lora_dropout": DROPOUT, "target_modules": TARGETS},
+            "adapter": {"r": job.rank, "lora_alpha": 2 * job.rank, "lora_dropout": DROPOUT, "target_modules": TARGETS}
+            | dict(job.adapter),
             "train": {
                 "global_batch_size": job.batch, "max_steps": steps + 1, "learning_rate": job.lr, "max_grad_norm": CLIP,
                 "shuffle": job.shuffle,
@@ -150,10 +159,10 @@ def prepared_run(
     ]  # fmt: skip
     tree = {
         "base_model": "random", "output_dir": str(scratch), "dtype": "bfloat16", "device": device.type, "save_every": 0,
-        "max_tokens_per_microbatch": budget, "jobs": jobs_tree,
+        "max_tokens_per_microbatch": budget, "jobs": jobs_tree, **keys,
     }  # fmt: skip
     run = Run.model_validate(tree)
-    prepare_model(model, gradient_checkpointing=False)
+    prepare_model(model, gradient_checkpointing=run.gradient_checkpointing)
     liger.use_liger(model, "auto")
     base = Base(model, None, device, "random", [], fused_loss=plain_head(model) is not None)
     return prepared_on(run, base, budget, ModelShape.of(model), [job.samples for job in jobs]), base
@@ -168,7 +177,10 @@ def prepared_on(
         spec = resolve(peft_config(job.adapter, "random", None), base.model, job.name)
         data = JobData(job.name, own, job.train, run.seed)
         trainable = trainable_parameters(spec, base.model)
-        prepared.jobs.append(PreparedJob(job, data, Encoded(own), Encoded([]), spec, trainable, trainable))
+        products = products_kept(spec, base.model)
+        prepared.jobs.append(
+            PreparedJob(job, data, Encoded(own), Encoded([]), spec, trainable, trainable, products=products)
+        )
     return prepared
 
 
@@ -205,16 +217,18 @@ def trainer_of(prepared: PreparedRun, base: Base, scratch: Path, group: Alone = 
 
 
 class Peft:
-    """All jobs as adapters of one PEFT model over the same frozen weights, trained one after the other."""
+    """All jobs as adapters of one PEFT model over the same frozen weights, trained one after the other. ranks: by job."""
 
-    def __init__(self, model: Any, data: dict[str, JobData], budget: int) -> None:
+    def __init__(
+        self, model: Any, data: dict[str, JobData], budget: int, ranks: Mapping[str, int] | None = None
+    ) -> None:
         self.data, self.budget = data, budget
         self.device = next(model.parameters()).device
         configs = {
             name: LoraConfig(
                 r=rank, lora_alpha=2 * rank, lora_dropout=DROPOUT, target_modules=TARGETS, task_type="CAUSAL_LM"
             )
-            for name, (_, rank) in JOBS.items()
+            for name, rank in (ranks or {name: rank for name, (_, rank) in JOBS.items()}).items()
         }
         first = next(iter(configs))
         self.model: Any = get_peft_model(model, configs[first], adapter_name=first, autocast_adapter_dtype=False)

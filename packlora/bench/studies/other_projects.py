@@ -1,0 +1,70 @@
+"""Sections of docs/benchmarks.md on other projects' kernels, LoRAFusion's workloads, and memory as it was predicted."""
+
+from __future__ import annotations
+
+from packlora.bench.studies.result_files import measured, ratio
+
+
+def peers() -> list[str]:
+    """The linear layers of a decoder layer by several projects."""
+    if (file := measured("peers-h200")) is None:
+        return []
+    rows = file["rows"]
+    lines = [
+        "q, k, v, o, gate, up and down of a decoder layer of Llama-3.1-8B's shape, r 16, by the kernels of several projects on "
+        f"one {file['device']}: time of forward and backward over that of the frozen layers, of the GPU alone / on the wall "
+        "([peers-h200.json](../benchmarks/results/peers-h200.json)). A dash: the project leaves such layers to PEFT. Gradients "
+        "of all are checked against PEFT in float32:",
+        "",
+        "| | " + " | ".join(row["case"].removeprefix("block ") for row in rows) + " |",
+        "|---|" + "---|" * len(rows),
+    ]
+    for name in dict.fromkeys(name for row in rows for name in row["over_frozen"]):
+        cells = []
+        for row in rows:
+            both = [row.get(kind, {}).get(name) for kind in ("ahead_over_frozen", "wall_over_frozen")]
+            cells.append("failed" if name in row["failed"] else "-" if None in both else " / ".join(map(ratio, both)))
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return lines
+
+
+def workloads() -> list[str]:
+    """Tokens per second on LoRAFusion's five workloads."""
+    if (file := measured("workloads-h200")) is None:
+        return []
+    names = list(dict.fromkeys(name for row in file["rows"] for name in row["tokens_per_s"]))
+    lines = [
+        "Four LoRA jobs of rank 16 on Llama-3.1-8B's shape, with samples as long as those of LoRAFusion's five workloads "
+        f"(estimated distributions), on one {file['device']}: real tokens per second, optimizer steps included "
+        "([workloads-h200.json](../benchmarks/results/workloads-h200.json)). PEFT trains one job after the other, by itself "
+        "and with LoRAFusion's kernels in its layers; *rows* are cut without regard to samples, the easiest for it. *Apart*: "
+        "no global batch's tail shares a microbatch with the next one. Microbatches by greedy packing alone, with integer "
+        "programs where a bound is not met (what training uses), and apart:",
+        "",
+        f"| | {' | '.join(names)} | microbatches |",
+        "|---|" + "---|" * (len(names) + 1),
+    ]
+    for row in file["rows"]:
+        rates = row["tokens_per_s"]
+        cells = [f"{rates[name]:.0f}" if name in rates else "failed" for name in names]
+        counts = " / ".join(map(str, row["microbatches"].values()))
+        lines.append(f"| {row['key']} | {' | '.join(cells)} | {counts} |")
+    return lines
+
+
+def plan_memory() -> list[str]:
+    """Predicted and measured peaks."""
+    if (file := measured("plan-memory-h200")) is None:
+        return []
+    lines = [
+        f"GiB that `packlora plan` predicts from shapes, and the peak of training on one {file['device']} "
+        "([plan-memory-h200.json](../benchmarks/results/plan-memory-h200.json)):",
+        "",
+        "| | predicted | peak | predicted over peak |",
+        "|---|---|---|---|",
+    ]
+    for row in file["rows"]:
+        known = "predicted_over_peak" in row
+        cells = (row["predicted_gib"], row["peak_gib"], row["predicted_over_peak"]) if known else (None,) * 3
+        lines.append(f"| {row['case']} | {' | '.join(map(ratio, cells))} |")
+    return lines

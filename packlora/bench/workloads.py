@@ -1,0 +1,249 @@
+"""`packlora bench workloads`: LoRAFusion's five workloads, four jobs each, by packlora, by PEFT, and by PEFT on its kernels.
+
+    packlora bench workloads --out workloads-h200.json --parts xsum          # one to three minutes a workload
+    packlora bench workloads --out workloads-8-layers.json --layers 8        # all five in as many minutes
+
+The shape of Llama-3.1-8B, samples as long as those of the workloads (lengths.json; estimates). What merging tails of global
+batches saves is measured beside it, and what integer programs save is counted. LoRAFusion's kernels are fetched when they are
+first measured (peers/sources.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from packlora.bench.model import shared_copy, use_liger
+from packlora.bench.modes import forget
+from packlora.bench.options import PARTS, Options, Outcome, choose
+from packlora.bench.peers.kernels import use_lorafusion
+from packlora.bench.peers.sources import SOURCES, fetched
+from packlora.bench.results import text_table
+from packlora.bench.schedule_cases import LENGTHS, SETS, are_estimates, draw_lengths
+from packlora.bench.small_train import Way, frozen_model, row_of, run_units
+from packlora.bench.studies.short_jobs import (
+    DROPOUT,
+    Peft,
+    ShortJob,
+    prepared_run,
+    samples_of,
+    timed_window,
+    trainer_of,
+)
+from packlora.data.dataset import JobData
+from packlora.plans.timing import geomean
+from packlora.runtime.trainer import Trainer
+from packlora.schedule.planner import Planner
+
+OWN, APART = "packlora", "packlora_apart"
+CONTENDERS = [OWN, APART, "peft_packed", "peft_rows", "lorafusion_packed", "lorafusion_rows"]
+NAMES = list(PARTS["workloads"])
+RANK, BATCH, BUDGET = 16, 8, 6144
+ROUNDS, WARMUP, UNITS = 2, 1, 2
+"""Optimizer steps of each job in a unit; units that are not counted, and those that are."""
+METHODS = ("greedy", "auto")
+SHRUNK = 128
+"""Lengths and budget of a toy are this part of the true ones."""
+PROTOCOL = (
+    "{layers} layers of Llama-3.1-8B's shape, random bfloat16 weights. Four LoRA jobs, r {rank} on all linear layers, alpha"
+    " 2 r, dropout {dropout}, {batch} samples an optimizer step, loss on all tokens, AdamW, clipping; lengths of each "
+    "workload as in `bench schedule`, at most {cap} (rows with estimates: true are of ESTIMATED distributions). At most "
+    "{budget} tokens a microbatch. packlora: the training loop's windows of {rounds} rounds, float32 adapters; "
+    "packlora_apart: each round planned alone, so that no global batch's tail shares a microbatch with the next. peft: "
+    "bfloat16 adapters, one job after the other; packed: first fit in rows with position_ids; rows: all tokens of a global "
+    "batch cut into rows of 1024, samples see each other, the easiest for it. lorafusion: the same two with LoRAFusion's "
+    "kernels ({commit}, TMA forward) in PEFT's layers; its scheduler and several adapters in a batch are not run. {liger}. "
+    "A unit is {rounds} optimizer steps of every job, ways in turn, {warmup} not counted, {units} counted. tokens_per_s: "
+    "real tokens, median, optimizer steps included, planning beside training not. microbatches: of all rounds, in windows "
+    "of {rounds}, by method (auto is what training uses; an integer program runs where a lower bound is not met), and "
+    "apart."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    name: str
+    layers: int | None
+
+    @property
+    def key(self) -> str:
+        return self.name
+
+    @property
+    def part(self) -> str:
+        return self.name
+
+    @property
+    def label(self) -> str:
+        return f"workload {self.name}"
+
+
+def cases(options: Options) -> list[Case]:
+    layers = options.layers or (1 if options.tiny else None)
+    return [Case(name, layers) for name in (NAMES[3:4] if options.quick else NAMES) if options.wants(name)]
+
+
+def part_of(row: dict[str, Any]) -> str:
+    part: str = row["part"]
+    return part
+
+
+# --- the ways ----------------------------------------------------------------------------------------------------------
+
+
+def jobs_of(name: str, steps: int, vocabulary: int, tiny: bool) -> list[ShortJob]:
+    """Four jobs with samples as long as those of the workload."""
+    jobs = []
+    for number, kind in enumerate(SETS[name]):
+        lengths = draw_lengths(kind, BATCH * (steps + 1), number)
+        lengths = (lengths // SHRUNK).clip(min=2) if tiny else lengths
+        jobs.append(ShortJob(f"{number}-{kind}", RANK, BATCH, samples_of(lengths, vocabulary, number)))
+    return jobs
+
+
+def packlora_ways(trainer: Trainer, names: Sequence[str]) -> dict[str, Way]:
+    """The training loop, whose steps go on from one way to the next."""
+    data = {job.name: job.data for job in trainer.jobs}
+    steps = itertools.count(0, ROUNDS)
+
+    def way(window_rounds: int) -> Way:
+        planner = Planner([own.planned for own in data.values()], trainer.budget.tokens, window_rounds=window_rounds)
+
+        def unit(_: range) -> tuple[float, int]:
+            first, seconds, tokens = next(steps), 0.0, 0
+            for start in range(first, first + ROUNDS, window_rounds):
+                window = planner.window(start)
+                seconds += timed_window(trainer, window)
+                tokens += sum(microbatch.num_tokens for microbatch in window.microbatches)
+            return seconds, tokens
+
+        return Way(unit, WARMUP, every=_every())
+
+    return {name: way(ROUNDS if name == OWN else 1) for name in (OWN, APART) if name in names}
+
+
+def peft_ways(model: Any, data: dict[str, JobData], budget: int, names: Sequence[str], peer: str) -> dict[str, Way]:
+    """PEFT's loop, packed and in rows; with LoRAFusion's kernels where that is the peer."""
+    if not any(name.startswith(peer) for name in names):
+        return {}
+    peft = Peft(model, data, budget, dict.fromkeys(data, RANK))
+    if peer == "lorafusion":
+        use_lorafusion(peft.model, tma=True)
+
+    def way(batches: Callable[..., Any]) -> Way:
+        def unit(steps: range) -> tuple[float, int]:
+            numbers = ((own, number) for own in data.values() for step in steps for number in own.global_batch(step))
+            return peft.unit(steps, batches), sum(own.samples[number].num_tokens for own, number in numbers)
+
+        return Way(unit, WARMUP, every=_every())
+
+    made = {f"{peer}_packed": way(peft.packed), f"{peer}_rows": way(peft.rows)}
+    return {name: own for name, own in made.items() if name in names}
+
+
+def _every() -> list[range]:
+    return [range(number * ROUNDS, (number + 1) * ROUNDS) for number in range(WARMUP + UNITS)]
+
+
+def microbatches(trainer: Trainer, rounds: int) -> dict[str, int]:
+    """How many there are in so many rounds, by method, and with each round planned alone."""
+    out = {}
+    for name, method, window in [*((method, method, ROUNDS) for method in METHODS), ("apart", "auto", 1)]:
+        planner = Planner(
+            [job.data.planned for job in trainer.jobs], trainer.budget.tokens, method=method, window_rounds=window
+        )
+        out[name] = sum(len(planner.window(start).microbatches) for start in range(0, rounds, window))
+        planner.close()
+    return out
+
+
+def measured_row(case: Case, names: Sequence[str], options: Options) -> dict[str, Any]:
+    """All ways in turn, on the same frozen weights."""
+    device, steps = options.device, 2 * ROUNDS * (WARMUP + UNITS)
+    budget = BUDGET // SHRUNK if options.tiny else BUDGET
+    config, frozen = frozen_model("8B", case.layers, options)
+    with tempfile.TemporaryDirectory() as scratch:
+        jobs = jobs_of(case.name, steps, config.vocab_size, options.tiny)
+        trainer = trainer_of(
+            *prepared_run(shared_copy(frozen), device, budget, steps, Path(scratch), jobs), Path(scratch)
+        )
+        counts = microbatches(trainer, steps)
+        ways = packlora_ways(trainer, names)
+        data = {job.name: job.data for job in trainer.jobs}
+        for peer in ("peft", "lorafusion"):
+            ways |= peft_ways(shared_copy(frozen), data, budget, names, peer)
+        run_units(case.label, ways)
+    row = row_of(case, ways) | {  # type: ignore[arg-type]
+        "layers": config.num_hidden_layers, "estimates": are_estimates(SETS[case.name]), "rounds": steps,
+        "microbatches": counts,
+    }  # fmt: skip
+    del frozen, trainer, ways
+    forget(device)
+    return row
+
+
+def run(options: Options) -> Outcome:
+    """Measure; prints a line per unit of each way.
+
+    Raises:
+        InputError: LoRAFusion's sources are not here and cannot be fetched.
+    """
+    names, chosen = choose(options.only, CONTENDERS, [], cases(options), OWN)
+    if options.tiny:
+        names = [name for name in names if not name.startswith("lorafusion")]  # its kernels need a GPU
+    if any(name.startswith("lorafusion") for name in names):
+        fetched("lorafusion")
+    rows, liger = list(options.kept), use_liger(options.device)
+    for case in options.each(chosen, rows):
+        rows.append(measured_row(case, names, options))
+    rows.sort(key=lambda row: NAMES.index(part_of(row)))
+    protocol = PROTOCOL.format(
+        layers=rows[0]["layers"], rank=RANK, dropout=DROPOUT, batch=BATCH, cap=LENGTHS["cap_tokens"], budget=BUDGET,
+        rounds=ROUNDS, commit=SOURCES["lorafusion"].commit[:7], liger=liger, warmup=WARMUP, units=UNITS,
+    )  # fmt: skip
+    return Outcome(protocol, rows, options.keys(summary(rows)), table(rows))
+
+
+# --- figures -----------------------------------------------------------------------------------------------------------
+
+
+def best(row: dict[str, Any], peer: str) -> float | None:
+    """Tokens per second of a peer's faster way."""
+    return max((rate for name, rate in row["tokens_per_s"].items() if name.startswith(peer)), default=None)
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The figures that are quoted, by workload and as geometric means over all five; None where one could not be measured."""
+    out: dict[str, Any] = {}
+    ratios: dict[str, list[float | None]] = {"vs_peft_best": [], "vs_lorafusion_best": [], "merging": []}
+    by_name = {row["key"]: row for row in rows}
+    for name in NAMES:
+        row = by_name.get(name, {"tokens_per_s": {}})
+        own = row["tokens_per_s"].get(OWN)
+        out[f"{name}_tokens_per_s"] = own
+        others = best(row, "peft"), best(row, "lorafusion"), row["tokens_per_s"].get(APART)
+        for (key, known), other in zip(ratios.items(), others, strict=True):
+            known.append(own / other if own and other else None)
+            out[f"{name}_{key}"] = known[-1]
+    out |= {f"workloads_{key}": geomean(known) for key, known in ratios.items()}
+    counts = [row["microbatches"] for row in rows]
+    for key, with_it, without in (("milp", "auto", "greedy"), ("merging", "auto", "apart")):
+        whole = sum(own[with_it] for own in counts)
+        out[f"microbatches_without_{key}"] = sum(own[without] for own in counts) / whole if whole else None
+    return out
+
+
+def table(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Workload, tokens/s of each way, microbatches by method."""
+    cells = [
+        [
+            row["case"], *(f"{row['tokens_per_s'][name]:.0f}" if name in row["tokens_per_s"] else "-" for name in CONTENDERS),
+            " / ".join(f"{name} {count}" for name, count in row["microbatches"].items()),
+        ]
+        for row in rows
+    ]  # fmt: skip
+    return text_table(["tokens/s", *CONTENDERS, "microbatches"], cells)
