@@ -179,6 +179,8 @@ def fill(model: Any, seed: int = 3) -> None:
     for path, module in model.named_modules():
         for leaf, parameter in module.named_parameters(recurse=False):
             layer = known.get((id(module), leaf))
+            if leaf == "bias" and (owner := known.get((id(module), "weight"))) is not None and owner.dim == 0:
+                layer = owner  # its rows are cut as those of the weight
             name = f"{global_name(model, path)}.{leaf}" if layer is None else f"{layer.name}.weight"
             cut = layer is not None and layer.kind == "linear" and layer.dim is not None
             dim = (

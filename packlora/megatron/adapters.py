@@ -22,13 +22,13 @@ from packlora.adapters.weights import AdapterWeights
 from packlora.config import AdapterConfig
 from packlora.errors import InputError
 from packlora.files import write_json, write_tensors
-from packlora.megatron.attach import Placed, check_model, cut_of
+from packlora.megatron.attach import Placed, check_model, cut_of, unwrapped
 from packlora.megatron.checkpoint import adapter_state, load_state, put
 from packlora.megatron.gather import Tensors, everywhere, whole_tensors
 from packlora.megatron.layers import Found
 from packlora.megatron.names import Part, fuse, fused_spec, parts_of, same_A, split
 from packlora.megatron.owners import token_owners
-from packlora.megatron.targets import check_layers, config_of, resolve
+from packlora.megatron.targets import check_layers, check_ranks, config_of, resolve
 
 Given: TypeAlias = LoraConfig | AdapterConfig | str | Path
 """A configuration, or a folder with an adapter."""
@@ -42,8 +42,9 @@ def apply_lora(
 ) -> MegatronAdapters:
     """Freeze a Megatron-Core model and put LoRA or DoRA adapters onto it, in place.
 
-    Call it on all processes, after the model has its weights and before it is wrapped by DistributedDataParallel. First values
-    depend on the seed and the names of layers, not on how the model is cut.
+    Call it on all processes, after the model has its weights, where it will train, and before it is wrapped by
+    DistributedDataParallel; a Float16Module around it may be there or come later. First values depend on the seed and the names
+    of layers, not on how the model is cut.
 
     Args:
         model: a model, or its chunks under a virtual pipeline.
@@ -55,15 +56,18 @@ def apply_lora(
         InputError: a configuration uses what is not supported, or means no layer or one that cannot be adapted; a folder is
             none of an adapter, or one of layers that the model does not have.
     """
-    chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
+    chunks = [unwrapped(one) for one in ([model] if isinstance(model, torch.nn.Module) else model)]
     given: dict[str, Given] = dict(config) if isinstance(config, Mapping) else {"default": config}
     layers = check_model(chunks, list(given))
+    lines = everywhere({f"{path} {layer.kind}" for path, layer in layers.items()})
+    kinds = dict(line.split(" ") for line in sorted(lines))
     specs, values = {}, {}
     for name, one in given.items():
         if isinstance(one, str | Path):
             specs[name], values[name] = _read(one, layers, name)
         else:
-            specs[name] = resolve(config_of(one, name), layers, name)
+            divided = isinstance(one, AdapterConfig) and one.expert_rank != "r"
+            specs[name] = resolve(config_of(one, name), layers, kinds, name, divided)
     placed = Placed(chunks, specs, seed)
     put(placed)
     for name, tensors in values.items():
@@ -97,6 +101,10 @@ class MegatronAdapters:
             raise InputError(f"no adapter {name!r}; the model has {', '.join(map(repr, self.names))}")
         return self._placed.weights[name]
 
+    def _check_not_merged(self, before: str) -> None:
+        if self._placed.owned.merged:
+            raise InputError(f"adapter {self._placed.owned.merged!r} is merged; call unmerge before {before}")
+
     # --- owners -------------------------------------------------------------------------------------------------------
 
     def owners(
@@ -119,9 +127,14 @@ class MegatronAdapters:
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
     def sharded_state_dict(self, *names: str) -> dict[str, Any]:
-        """For megatron.core.dist_checkpointing, the tensors of the adapters alone; without names those of all."""
+        """For megatron.core.dist_checkpointing, the tensors of the adapters alone; without names those of all.
+
+        Raises:
+            InputError: there is no such adapter, or one is merged.
+        """
         for name in names:
             self._weights(name)
+        self._check_not_merged("sharded_state_dict")
         return adapter_state(self._placed, names or self.names)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -145,8 +158,7 @@ class MegatronAdapters:
             InputError: a layer has no counterpart in transformers' model.
         """
         self._weights(name)
-        if self._placed.owned.merged:
-            raise InputError(f"adapter {self._placed.owned.merged!r} is merged; call unmerge before save")
+        self._check_not_merged("save")
         tensors, config = self._as_peft(name, base_model, vocab_size)
         try:
             if dist.get_rank() == 0:
@@ -175,15 +187,22 @@ class MegatronAdapters:
     # --- merging ------------------------------------------------------------------------------------------------------
 
     def merge(self, name: str) -> None:
-        """Put an adapter into the weights: the model computes it then by itself. Frozen weights are kept on the CPU.
+        """Put an adapter into the weights: the model computes it then by itself, and the model's `sharded_state_dict` has the
+        merged weights alone. Frozen weights are kept on the CPU.
 
         Raises:
-            InputError: one is merged already.
+            InputError: one is merged already, or it is one of an embedding whose weight is the output layer's too.
         """
         owned = self._placed.owned
         weights = self._weights(name)
         if owned.merged:
             raise InputError(f"adapter {owned.merged!r} is merged already; call unmerge first")
+        shared = any(getattr(chunk, "share_embeddings_and_output_weights", False) for chunk in self._placed.chunks)
+        if shared and any(self._placed.layers[path].kind == "embedding" for path in weights):
+            raise InputError(
+                f"adapter {name!r} is on word_embeddings, whose weight is the output layer's too, which it would change; untie "
+                "the model to merge it"
+            )
         merged = {path: _merged(self._placed.layers[path], own) for path, own in weights.items()}
         with torch.no_grad():
             for path, value in merged.items():
@@ -322,6 +341,8 @@ def _read(
         raise InputError(
             f"adapter {name!r}: {folder} has {left[0]} (and {len(left) - 1} more), which the model does not have"
         )
+    ranks = everywhere({f"{path} {module.rank}" for path, module in spec.modules.items()})
+    check_ranks({path: int(rank) for path, rank in (line.split(" ") for line in ranks)}, name)
     check_layers(spec, layers, name)
     return spec, values
 
