@@ -25,9 +25,18 @@ from packlora.files import write_json, write_tensors
 from packlora.megatron.attach import Placed, check_model, cut_of, unwrapped
 from packlora.megatron.checkpoint import adapter_state, load_state, put
 from packlora.megatron.gather import Tensors, everywhere, whole_tensors
-from packlora.megatron.layers import Found
-from packlora.megatron.names import Part, fuse, fused_spec, parts_of, same_A, split
+from packlora.megatron.layers import Found, config_in
+from packlora.megatron.names import OTHERS, Part, fuse, fused_spec, parts_of, same_A, split
 from packlora.megatron.owners import token_owners
+from packlora.megatron.stacked import (
+    OWNER,
+    own_of,
+    parameter_names,
+    place_of,
+    source_of,
+    stacked,
+    stacked_shapes,
+)
 from packlora.megatron.targets import check_layers, check_ranks, config_of, resolve
 
 Given: TypeAlias = LoraConfig | AdapterConfig | str | Path
@@ -171,15 +180,17 @@ class MegatronAdapters:
     def _as_peft(self, name: str, base_model: str | None, vocab_size: int | None) -> tuple[Tensors, LoraConfig]:
         whole, layers = whole_tensors(self._placed, name), self._placed.layers
         # what is on other processes: all layers' names there, and what the adapter is on its own
-        known = everywhere({part.name for layer in layers.values() for part in _parts(layer)})
+        model = config_in(layers)
+        known = everywhere({part for layer in layers.values() for part in _file_names(layer, model)})
         every = everywhere({f"{path}|{spec.rank}|{spec.scaling!r}" for path, spec in self.specs(name).items()})
         told = {path: (int(rank), float(scaling)) for path, rank, scaling in (line.split("|") for line in every)}
-        tensors: Tensors = {}
-        specs: dict[str, tuple[int, float]] = {}
+        found, specs = stacked(whole, told, model, name)
         for path in whole:
-            for part, found in split(whole[path], _parts_at(path, layers, whole[path])).items():
-                specs[part] = told[path]
-                tensors |= _keyed(part, found, vocab_size)
+            if place_of(path, model) is None:
+                for part, own in split(whole[path], _parts_at(path, layers, whole[path])).items():
+                    specs[f"{part}.weight" if _is_router(part) else part] = told[path]
+                    found[part] = own
+        tensors = {key: value for part, own in found.items() for key, value in _keyed(part, own, vocab_size).items()}
         config = _config_of(self._placed.specs[name].peft, specs, known)
         config.base_model_name_or_path = base_model
         return tensors, config
@@ -292,12 +303,30 @@ def _config_of(peft: LoraConfig, specs: Mapping[str, tuple[int, float]], known: 
         if (rank, scaling) != (first_rank, first_scaling):
             out.rank_pattern[name] = rank
             out.alpha_pattern[name] = _alpha(rank, scaling, peft.use_rslora)
-    leaves = {name.rpartition(".")[2] for name in specs}
-    whole = {name for name in known if name.rpartition(".")[2] in leaves}
-    out.target_modules = leaves if whole <= specs.keys() else set(specs)
+    modules = {name for name in specs if not _is_parameter(name)}
+    leaves = {name.rpartition(".")[2] for name in modules}
+    whole = {name for name in known if not _is_parameter(name) and name.rpartition(".")[2] in leaves}
+    out.target_modules = leaves if whole <= specs.keys() else modules
+    out.target_parameters = sorted(parameter_names(specs.keys() - modules, filter(_is_parameter, known))) or None
     out.layers_to_transform = out.layers_pattern = out.exclude_modules = None
     out.task_type = "CAUSAL_LM"
     return out
+
+
+def _is_parameter(name: str) -> bool:
+    """Whether PEFT adapts it as a parameter: experts and routers are no linear layers in transformers."""
+    return f".{OWNER}." in name or _is_router(name.removesuffix(".weight"))
+
+
+def _is_router(part: str) -> bool:
+    return part.endswith(".mlp.gate")
+
+
+def _file_names(layer: Found, model: Any) -> list[str]:
+    """What a layer is in PEFT's configurations: names of modules, and of parameters."""
+    if place := place_of(layer.name, model):
+        return [f"{place[0]}.{place[1]}"]
+    return [f"{part.name}.weight" if _is_router(part.name) else part.name for part in _parts(layer)]
 
 
 def _alpha(rank: int, scaling: float, rslora: bool) -> Any:
@@ -318,8 +347,14 @@ def _read(
     for key, tensor in stored_tensors(Path(folder) / WEIGHTS, name).items():
         part, own = _split_key(key, name, folder)
         by_part.setdefault(part, {})[own] = tensor
-    spec, values, used = AdapterSpec(config_of(config, name)), {}, set()
+    given = copy.copy(config)
+    given.target_parameters = None  # they say the same as the tensors do
+    spec, values, used, model = AdapterSpec(config_of(given, name)), {}, set(), config_in(layers)
     for path, layer in layers.items():
+        if (source := source_of(by_part, config.target_parameters, path, model)) is not None:
+            spec.modules[path], values[path] = _expert_of(config, layer, by_part[source[0]], source[1], name)
+            used.add(source[0])
+            continue
         parts = _parts(layer)
         there = [by_part.get(part.name) for part in parts]
         if not any(there):
@@ -354,31 +389,58 @@ def _split_key(key: str, name: str, folder: str | Path) -> tuple[str, str]:
     raise InputError(f"adapter {name!r}: {folder} has {key!r}, which adapters on Megatron-Core models do not have")
 
 
-def _spec_of(config: LoraConfig, layer: Found, part: Part, tensors: Tensors, name: str) -> ModuleSpec:
-    at = part.name
+def _expert_of(
+    config: LoraConfig, layer: Found, tensors: Tensors, parameter: str, name: str
+) -> tuple[ModuleSpec, Tensors]:
+    """An expert's adapter out of the tensors of all experts of its layer."""
+    model: Any = layer.module.config
+    place, spec, experts = place_of(layer.name, model), _module_spec(config, parameter), int(model.num_moe_experts)
+    assert place is not None
+    wanted = stacked_shapes(_shapes(layer, Part(layer.name), spec.rank, config.use_dora), experts)
+    _check_tensors(tensors, {key: [shape] for key, shape in wanted.items()}, layer, parameter, spec.rank, name)
+    return spec, own_of(tensors, experts, place[2], spec.rank)
+
+
+def _module_spec(config: LoraConfig, at: str) -> ModuleSpec:
+    """What a configuration says of a module or parameter of transformers' model."""
     rank = config.rank_pattern.get(get_pattern_key(config.rank_pattern.keys(), at), config.r)
     alpha = config.alpha_pattern.get(get_pattern_key(config.alpha_pattern.keys(), at), config.lora_alpha)
-    wanted = _shapes(layer, part, rank, config.use_dora)
+    scaling = alpha / (math.sqrt(rank) if config.use_rslora else rank)
+    return ModuleSpec(rank, scaling, config.lora_dropout, config.use_dora, False)
+
+
+def _spec_of(config: LoraConfig, layer: Found, part: Part, tensors: Tensors, name: str) -> ModuleSpec:
+    spec = _module_spec(config, f"{part.name}.weight" if _is_router(part.name) else part.name)
+    words: int | None = None
+    if layer.name in OTHERS and tensors.keys() >= {"A", "B"}:
+        words = tensors["A"].shape[-1] if layer.kind == "embedding" else tensors["B"].shape[0]
+    shapes = _shapes(layer, part, spec.rank, config.use_dora)
+    fewer = shapes if words is None else _shapes(layer, part, spec.rank, config.use_dora, words)
+    _check_tensors(
+        tensors, {key: [shapes[key], fewer[key]] for key in shapes}, layer, part.name, spec.rank, name
+    )  # fmt: skip
+    return spec
+
+
+def _check_tensors(
+    tensors: Tensors, wanted: Mapping[str, Sequence[tuple[int, ...]]], layer: Found, at: str, rank: int, name: str
+) -> None:
+    """Raises InputError where what a file has at one place is not floats of one of the shapes, or not finite."""
     if tensors.keys() != wanted.keys():
         found = {key: list(value.shape) for key, value in tensors.items()}
         raise InputError(f"adapter {name!r}: {at} has {found}; its configuration says rank {rank} and {sorted(wanted)}")
-    words = {"embedding.word_embeddings": tensors["A"].shape[-1:], "output_layer": tensors["B"].shape[:1]}.get(
-        layer.name
-    )
     for key, tensor in tensors.items():
-        keys = next(
+        end = next(
             end for end, own in KEYS.items() if own == key and ("embedding" in end) == (layer.kind == "embedding")
         )
-        if tensor.shape not in (wanted[key], words and _shapes(layer, part, rank, config.use_dora, int(words[0]))[key]):
+        if tuple(tensor.shape) not in wanted[key]:
             raise InputError(
-                f"adapter {name!r}: {at}.{keys} is {tuple(tensor.shape)}, the model and rank {rank} need {wanted[key]}"
+                f"adapter {name!r}: {at}.{end} is {tuple(tensor.shape)}, the model and rank {rank} need {wanted[key][0]}"
             )
         if not tensor.is_floating_point():
-            raise InputError(f"adapter {name!r}: {at}.{keys} is {str(tensor.dtype).removeprefix('torch.')}, not floats")
+            raise InputError(f"adapter {name!r}: {at}.{end} is {str(tensor.dtype).removeprefix('torch.')}, not floats")
         if not tensor.float().isfinite().all():
-            raise InputError(f"adapter {name!r}: {at}.{keys} holds numbers that are not finite in float32")
-    scaling = alpha / (math.sqrt(rank) if config.use_rslora else rank)
-    return ModuleSpec(rank, scaling, config.lora_dropout, config.use_dora, False)
+            raise InputError(f"adapter {name!r}: {at}.{end} holds numbers that are not finite in float32")
 
 
 def _shapes(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from typing import Any
 
 from peft import LoraConfig
 from peft.tuners.tuners_utils import check_target_module_exists
@@ -18,7 +17,7 @@ from packlora.adapters.files import UNSUPPORTED
 from packlora.adapters.spec import AdapterSpec, ModuleSpec, peft_config
 from packlora.config import AdapterConfig
 from packlora.errors import InputError, quoted
-from packlora.megatron.layers import Found, check
+from packlora.megatron.layers import Found, check, config_in
 
 STARTS: tuple[object, ...] = (True, "gaussian")
 """Values of init_lora_weights: A as PEFT's linear layers have it, or normal with a deviation of 1 / r. B is zero."""
@@ -100,8 +99,7 @@ def is_expert(path: str) -> bool:
 
 def _divided(rank: int, layers: Mapping[str, Found], path: str, name: str) -> int:
     """The rank of an expert by the number of experts that a token goes to, which all layers' configuration has."""
-    found: Any = next(iter(layers.values())).module
-    top_k = int(found.config.moe_router_topk)
+    top_k = int(config_in(layers).moe_router_topk)
     if rank % top_k:
         raise InputError(
             f"adapter {name!r}: expert_rank is r // top_k, but the rank {rank} of {path} is no multiple of the {top_k} experts "
