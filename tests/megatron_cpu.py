@@ -55,7 +55,7 @@ class Norm(torch.nn.Module):
 
 
 @contextmanager
-def megatron(tp: int = 1, ep: int = 1, etp: int = 1, pp: int = 1) -> Iterator[None]:
+def megatron(tp: int = 1, ep: int = 1, etp: int = 1, pp: int = 1, vpp: int | None = None) -> Iterator[None]:
     """Process groups of Megatron-Core over all processes, on the CPU."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import random
@@ -90,12 +90,30 @@ def megatron(tp: int = 1, ep: int = 1, etp: int = 1, pp: int = 1) -> Iterator[No
         exchange = token_dispatcher.all_to_all
         stack.enter_context(mock.patch.object(token_dispatcher, "all_to_all", _with_lists(exchange)))
         _groups(tp, ep, etp, pp)
+        if vpp is not None:
+            parallel_state._VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE = vpp
+            parallel_state._VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK = 0
         random.model_parallel_cuda_manual_seed(1)
         try:
             yield
         finally:
             for name in vars(parallel_state).keys() & _UNSET.keys():
                 setattr(parallel_state, name, _UNSET[name])
+
+
+@contextmanager
+def types_of_gpu() -> Iterator[None]:
+    """For Megatron-Core's distributed optimizer, which knows tensors of GPUs in 16 and 32 bits."""
+    kind, narrow = torch.Tensor.type, torch.Tensor.float
+
+    def named(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return kind(self, *args, **kwargs) if args or kwargs else "torch.cuda.FloatTensor"
+
+    def wide(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self if self.dtype == torch.float64 else narrow(self, *args, **kwargs)
+
+    with mock.patch.object(torch.Tensor, "type", named), mock.patch.object(torch.Tensor, "float", wide):
+        yield
 
 
 _UNSET: dict[str, Any] = {}
@@ -148,9 +166,12 @@ def config_of(tp: int = 1, sequence: bool = False, ep: int = 1, etp: int = 1, **
     )  # fmt: skip
 
 
-def model_of(tied: bool = False, words: int = 48, te: bool = False, stage: int | None = None, **kwargs: Any) -> Any:
+def model_of(
+    tied: bool = False, words: int = 48, te: bool = False, stage: int | None = None, stages: int = 2, chunk: int | None = None,
+    **kwargs: Any,
+) -> Any:  # fmt: skip
     """A tiny model in float64, with the same whole weights in any layout. te: of layers that have Transformer Engine's names,
-    attributes and calls. stage: of two."""
+    attributes and calls. stage: of so many; chunk: of this process's, where it has several."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
@@ -164,7 +185,8 @@ def model_of(tied: bool = False, words: int = 48, te: bool = False, stage: int |
     with mock.patch("megatron.core.transformer.transformer_block.LayerNormImpl", Norm):
         model = GPTModel(
             config, spec, vocab_size=words, max_sequence_length=64, position_embedding_type="rope",
-            share_embeddings_and_output_weights=tied, pre_process=stage in (None, 0), post_process=stage in (None, 1),
+            share_embeddings_and_output_weights=tied, pre_process=stage in (None, 0), post_process=stage in (None, stages - 1),
+            vp_stage=chunk if stages > 2 else None,
         )  # fmt: skip
     model.double()
     fill(model)

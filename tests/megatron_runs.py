@@ -13,7 +13,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from megatron_cpu import hash_of, megatron, model_of
+from megatron_cpu import hash_of, megatron, model_of, types_of_gpu
 from peft import LoraConfig
 
 from packlora.megatron import MegatronAdapters, apply_lora
@@ -250,28 +250,122 @@ def _loss(model: Any, adapters: MegatronAdapters, case: Case, step: int) -> torc
 
 
 def _with_megatron(case: Case, layout: Layout, steps: int) -> tuple[dict[str, torch.Tensor], float]:
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    _, adapters, wrapped, optimizer = _optimised(case, layout)
+    square = torch.zeros((), dtype=torch.float64)
+    for step in range(steps):
+
+        def learn(step: int = step) -> None:
+            _loss(wrapped, adapters, case, step).backward()
+
+        _step(wrapped, optimizer, learn, square if not step else None)
+    return wholes(adapters), float(square.sqrt())
+
+
+def _optimised(
+    case: Case, layout: Layout, distributed: bool = False, **settings: Any
+) -> tuple[Any, MegatronAdapters, Any, Any]:
+    """(model, adapters, the model in Megatron-Core's data parallelism with these settings, its optimizer)."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     model, adapters = built(case, layout)
-    wrapped = DistributedDataParallel(model.config, DistributedDataParallelConfig(), model)
+    own = {"use_distributed_optimizer": distributed}
+    wrapped = DistributedDataParallel(model.config, DistributedDataParallelConfig(**own, **settings), model)
+    if settings.get("overlap_param_gather"):
+        own["overlap_param_gather"] = True
     config = OptimizerConfig(
         optimizer="adam", lr=0.05, weight_decay=0.1, adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-8, clip_grad=0.0,
-        params_dtype=torch.float64, log_num_zeros_in_grad=False,
+        params_dtype=torch.float64, log_num_zeros_in_grad=False, **own,
     )  # fmt: skip
     optimizer = get_megatron_optimizer(config, [wrapped])
     for group in optimizer.param_groups:  # this version's own rule leaves vectors without decay
         group["weight_decay"] = 0.1
-    square = torch.zeros((), dtype=torch.float64)
-    for step in range(steps):
-        wrapped.zero_grad_buffer()
-        optimizer.zero_grad()
-        _loss(wrapped, adapters, case, step).backward()
-        finalize_model_grads([wrapped])
-        if not step:
-            square = _square(optimizer)
-        optimizer.step()
-    return wholes(adapters), float(square.sqrt())
+    return model, adapters, wrapped, optimizer
+
+
+def _step(wrapped: Any, optimizer: Any, learn: Callable[[], Any], square: torch.Tensor | None = None) -> None:
+    """square: to which that of the whole gradient is added."""
+    from megatron.core.distributed import finalize_model_grads
+
+    wrapped.zero_grad_buffer()
+    optimizer.zero_grad()
+    learn()
+    finalize_model_grads([wrapped])
+    if square is not None:
+        square += _square(optimizer)
+    optimizer.step()
+
+
+def replicated(rank: int, folder: str) -> dict[str, float]:
+    """Parameters after two steps on two microbatches each, beside torch's AdamW on one process: on two replicas with one
+    microbatch each, by several settings; and with the second step in another layout, from a checkpoint."""
+    from megatron.core import dist_checkpointing
+
+    two = Case({"a": lora(), "b": lora(use_dora=True)}, ("a", "b", None, "a"))
+    errors: dict[str, float] = {}
+    settings: dict[str, tuple[Case, dict[str, Any]]] = {
+        "plain": (two, {}),
+        "distributed": (two, {"distributed": True, "overlap_grad_reduce": True}),
+        "gathered": (
+            Case({"one": lora()}), {"distributed": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
+        ),
+    }  # fmt: skip
+    wanted = {id(case): _alone(case) for case, _ in settings.values()}
+    for name, (case, own) in settings.items():
+        with megatron(), types_of_gpu():
+            _, adapters, wrapped, optimizer = _optimised(case, ONE, **own)
+            for step in range(2):
+                _step(wrapped, optimizer, partial(_both, wrapped, adapters, case, step))
+            if own.get("overlap_param_gather"):
+                wrapped.disable_forward_pre_hook()
+            found = wholes(adapters)
+        errors |= {f"{name} {key}": difference(found[key], tensor) for key, tensor in wanted[id(case)].items()}
+    with megatron():
+        model, adapters, wrapped, optimizer = _optimised(two, ONE)
+        _step(wrapped, optimizer, partial(_both, wrapped, adapters, two, 0))
+        states = model.sharded_state_dict()
+        if not rank:
+            Path(folder).mkdir()
+        dist.barrier()
+        dist_checkpointing.save({"model": states, "optimizer": optimizer.sharded_state_dict(states)}, folder)
+    with megatron(2):
+        model, adapters, wrapped, optimizer = _optimised(two, Layout(2, True))
+        states = model.sharded_state_dict()
+        asked = {"model": states, "optimizer": optimizer.sharded_state_dict(states, is_loading=True)}
+        read = dist_checkpointing.load(asked, folder)
+        model.load_state_dict(read["model"])
+        optimizer.load_state_dict(read["optimizer"])
+        _step(wrapped, optimizer, partial(_both, wrapped, adapters, two, 1))
+        found = wholes(adapters)
+    return errors | {f"resumed {key}": difference(found[key], tensor) for key, tensor in wanted[id(two)].items()}
+
+
+def _alone(case: Case) -> dict[str, torch.Tensor]:
+    with megatron():
+        model, adapters = built(case, ONE)
+        parameters = [p for name in adapters.names for p in adapters.parameters(name)]
+        optimizer = torch.optim.AdamW(parameters, lr=0.05, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+        for step in range(2):
+            optimizer.zero_grad()
+            for at in range(2):
+                _replica(model, adapters, case, 2 * step + at).div(2).backward()
+            optimizer.step()
+        return wholes(adapters)
+
+
+def _both(model: Any, adapters: MegatronAdapters, case: Case, step: int) -> None:
+    """Those of both microbatches that are this replica's."""
+    from megatron.core import parallel_state
+
+    size, own = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
+    for at in range(own, 2, size):
+        _replica(model, adapters, case, 2 * step + at).mul(size / 2).backward()
+
+
+def _replica(model: Any, adapters: MegatronAdapters, case: Case, at: int) -> torch.Tensor:
+    y, loss = _microbatch(model, adapters, case, at)
+    found: torch.Tensor = loss(y)[0]
+    return found
 
 
 def _square(optimizer: Any) -> torch.Tensor:
@@ -332,7 +426,7 @@ def llama_of(model: Any) -> Any:
     state = {}
     for layer in layers_of([model]).values():
         weight = layer.tensor()
-        for part in parts_of(layer, weight.shape[0]):
+        for part in parts_of(layer.name, weight.shape[0], model.config):
             state[f"{part.name}.weight"] = weight if part.rows is None else weight[part.rows]
     for at, block in enumerate(model.decoder.layers):
         state[f"model.layers.{at}.input_layernorm.weight"] = block.input_layernorm.weight
@@ -342,6 +436,69 @@ def llama_of(model: Any) -> Any:
     return llama
 
 
+EXPERTS = {
+    "num_moe_experts": 4, "moe_router_topk": 2, "ffn_hidden_size": 12, "moe_ffn_hidden_size": 12,
+    "moe_token_dispatcher_type": "alltoall",
+}  # fmt: skip
+
+
+def mixtral_of(model: Any) -> Any:
+    """transformers' model with the weights of a whole one of Megatron-Core that has EXPERTS."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    from packlora.megatron.layers import layers_of
+    from packlora.megatron.names import parts_of
+    from packlora.megatron.stacked import place_of
+
+    config = MixtralConfig(
+        vocab_size=WORDS, hidden_size=24, intermediate_size=12, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=6, rms_norm_eps=1e-5, rope_theta=10000.0, tie_word_embeddings=False,
+        attn_implementation="eager", experts_implementation="eager", num_local_experts=4, num_experts_per_tok=2,
+        sliding_window=None,
+    )  # fmt: skip
+    mixtral = MixtralForCausalLM(config).double().eval()
+    state: dict[str, Any] = {"model.norm.weight": model.decoder.final_layernorm.weight}
+    experts: dict[str, list[torch.Tensor]] = {}
+    for layer in layers_of([model]).values():
+        weight = layer.tensor()
+        if place := place_of(layer.name, model.config):
+            experts.setdefault(f"{place[0]}.{place[1]}", []).append(weight)
+            continue
+        for part in parts_of(layer.name, weight.shape[0], model.config):
+            state[f"{part.name}.weight"] = weight if part.rows is None else weight[part.rows]
+    state |= {name: torch.stack(weights) for name, weights in experts.items()}
+    for at, block in enumerate(model.decoder.layers):
+        state[f"model.layers.{at}.input_layernorm.weight"] = block.input_layernorm.weight
+        state[f"model.layers.{at}.post_attention_layernorm.weight"] = block.pre_mlp_layernorm.weight
+    mixtral.load_state_dict({key: value.detach() for key, value in state.items()})
+    return mixtral
+
+
+def handed_on_experts(rank: int, folder: str, cases: Mapping[str, dict[str, Any]]) -> dict[str, float]:
+    """Adapters of experts and routers written in several layouts: beside PEFT where it has them, and read again."""
+    errors = {}
+    for name, one in cases.items():
+        case = Case({"x": one}, model=EXPERTS)
+        with megatron():
+            model, adapters = built(case, ONE)
+            mixtral, own = mixtral_of(model), megatron_logits(model, adapters, "x")
+            with mock.patch.object(torch, "float32", torch.float64):  # in which both route
+                exact = megatron_logits(model, adapters, "x")
+        for at, layout in enumerate((ONE, Layout(1, False, 2), Layout(2, True, 2))):
+            place = f"{folder}/{name}-{at}"
+            with megatron(layout.tp, layout.ep, layout.etp):
+                _, adapters = built(case, layout)
+                adapters.save(place, "x")
+                model = model_of(tp=layout.tp, sequence=layout.sequence, ep=layout.ep, etp=layout.etp, **EXPERTS)
+                again = apply_lora(model, {"x": place})
+                errors[f"{name} read at {layout}"] = difference(megatron_logits(model, again, "x"), own)
+            if not at and not one.get("use_dora"):  # PEFT has none on experts
+                errors[f"{name} in PEFT"] = difference(peft_logits(mixtral, place), exact)
+            files = [Path(f"{folder}/{name}-{number}", "adapter_model.safetensors").read_bytes() for number in (0, at)]
+            errors[f"{name} written at {layout}"] = float(files[0] != files[1])
+    return errors
+
+
 def peft_logits(llama: Any, folder: str) -> torch.Tensor:
     """Of each sample alone, with an adapter's folder on a copy of the model."""
     import copy
@@ -349,7 +506,8 @@ def peft_logits(llama: Any, folder: str) -> torch.Tensor:
     from peft import PeftModel
 
     model = PeftModel.from_pretrained(copy.deepcopy(llama), folder, autocast_adapter_dtype=False).double().eval()
-    with torch.no_grad(), mock.patch.object(torch, "float32", torch.float64):  # in which norms and softmax are computed
+    # in which norms and softmax are computed
+    with torch.no_grad(), mock.patch.object(torch, "float32", torch.float64), types_of_gpu():
         packed = zip(ids_of().split(LENGTHS, 1), torch.arange(sum(LENGTHS))[None].split(LENGTHS, 1), strict=True)
         return torch.cat([model(input_ids=ids, position_ids=at).logits for ids, at in packed], 1)
 
@@ -466,8 +624,6 @@ def damaged(rank: int, folder: str) -> dict[str, str]:
     """What is said to a folder with one thing wrong, and to a state that is not of the adapters."""
     from safetensors.torch import load_file, save_file
 
-    from packlora.errors import InputError
-
     case, file = Case({"x": lora(use_dora=True)}), Path(folder) / "adapter_model.safetensors"
     q, down = "base_model.model.model.layers.0.self_attn.q_proj.", "base_model.model.model.layers.1.mlp.down_proj."
     B, A, m = f"{q}lora_B.weight", f"{down}lora_A.weight", f"{q}lora_magnitude_vector.weight"
@@ -479,11 +635,7 @@ def damaged(rank: int, folder: str) -> dict[str, str]:
     said = {}
 
     def ask(name: str, call: Callable[[], Any]) -> None:
-        try:
-            call()
-            said[name] = "nothing"
-        except InputError as error:
-            said[name] = str(error)
+        said[name] = _said(call)
 
     with megatron(2):
         _, adapters = built(case, Layout(2))
@@ -617,20 +769,26 @@ def recomputed(rank: int) -> dict[str, float]:
     return errors
 
 
+def _said(call: Callable[[], Any]) -> str:
+    from packlora.errors import InputError
+
+    try:
+        call()
+    except InputError as error:
+        return str(error)
+    return "nothing"
+
+
 def refusals(rank: int, folder: str) -> dict[str, str]:
     """What is said to what is not supported."""
-    from packlora.errors import InputError
+    from packlora.config import AdapterConfig
     from packlora.megatron import attach
 
     said = {}
     with megatron():
 
-        def ask(name: str, config: Any, **model: Any) -> None:
-            try:
-                apply_lora(model_of(**model), config)
-                said[name] = "nothing"
-            except InputError as error:
-                said[name] = str(error)
+        def ask(name: str, config: Any, given: Any = None, **model: Any) -> None:
+            said[name] = _said(lambda: apply_lora(model_of(**model) if given is None else given, config))
 
         ask("target", LoraConfig(target_modules=["linear_qkvs"]))
         ask("half", LoraConfig(target_modules=["q_proj", "v_proj"]))
@@ -646,27 +804,67 @@ def refusals(rank: int, folder: str) -> dict[str, str]:
             ask("fused", LoraConfig(target_modules="all-linear"))
         graphed = model_of()
         graphed.config.cuda_graph_impl = "local"
-        try:
-            apply_lora(graphed, LoraConfig(target_modules="all-linear"))
-        except InputError as error:
-            said["graph"] = str(error)
+        ask("graph", LoraConfig(target_modules="all-linear"), given=graphed)
         ask("tied", LoraConfig(target_modules=["output_layer"]), tied=True)
+        alike = {"target_modules": ["linear_fc1"], "rank_pattern": {"local_experts.3.linear_fc1": 4}}
+        ask("unlike experts", LoraConfig(**alike), **EXPERTS)
+        ask("no experts", AdapterConfig(expert_rank="r // top_k", target_modules=["linear_qkv"]), **EXPERTS)
+        ask("no multiple", AdapterConfig(r=3, expert_rank="r // top_k", target_modules=["linear_fc1"]), **EXPERTS)
+        apart = model_of(**EXPERTS)
+        apart.decoder.layers[1].mlp.router.to("meta")
+        ask("apart", LoraConfig(target_modules=["linear_qkv"]), given=apart)
+        moved = model_of()
+        apply_lora(moved, LoraConfig(target_modules=["linear_qkv"]))
+        moved.to("meta")
+        said["moved"] = _said(lambda: moved(ids_of().to("meta"), None, None))
+        _, on_words = built(Case({"a": lora(target_modules=["word_embeddings"])}, model={"tied": True}), ONE)
+        said["tied words"] = _said(lambda: on_words.merge("a"))
         model, adapters = built(Case({"a": lora(), "b": lora()}), ONE)
-        try:
-            apply_lora(model, LoraConfig(target_modules="all-linear"))
-        except InputError as error:
-            said["twice"] = str(error)
-        try:
-            adapters.owners([("c", 3)])
-        except InputError as error:
-            said["owner"] = str(error)
+        ask("twice", LoraConfig(target_modules="all-linear"), given=model)
+        said["owner"] = _said(lambda: adapters.owners([("c", 3)]))
         adapters.merge("a")
-        for name, call in {"merged": lambda: adapters.merge("b"), "saved": lambda: adapters.save(folder, "b")}.items():
-            try:
-                call()
-            except InputError as error:
-                said[name] = str(error)
+        said["merged"] = _said(lambda: adapters.merge("b"))
+        said["saved"] = _said(lambda: adapters.save(folder, "b"))
+        said["state"] = _said(lambda: adapters.sharded_state_dict("b"))
     return said
+
+
+def around(rank: int) -> dict[str, Any]:
+    """Of adapters on a model in a Float16Module, and of merged ones, what states hold and what learns."""
+    from megatron.core.transformer.module import Float16Module
+
+    narrow = {"params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16, "bf16": True}
+    again = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    found: dict[str, Any] = {}
+    with megatron():
+        model = model_of(**narrow, **again)
+        wrapped = Float16Module(model.config, model)
+        adapters = apply_lora(wrapped, LoraConfig(**lora()))
+        parameters = adapters.parameters("default")
+        found["state"] = (len(adapters.sharded_state_dict()), len(parameters))
+        logits(wrapped, ids_of(), LENGTHS).float().sum().backward()
+        found["learns"] = all(parameter.grad is not None for parameter in parameters)
+        model, adapters = built(Case({"one": lora()}), ONE)
+        base = {key for key in model.sharded_state_dict() if "lora_" not in key}
+        adapters.merge("one")
+        found["merged"] = model.sharded_state_dict().keys() == base
+        adapters.unmerge()
+        found["unmerged"] = len(model.sharded_state_dict()) - len(base)
+    return found
+
+
+def divided(rank: int) -> tuple[int, float, int, float]:
+    """Ranks and scalings of an expert, and of attention, where that of experts is divided by the experts of a token."""
+    from packlora.config import AdapterConfig
+
+    with megatron(1, 2):
+        config = AdapterConfig(
+            r=6, lora_alpha=9, use_rslora=True, expert_rank="r // top_k", target_modules=["linear_fc1", "linear_qkv"]
+        )
+        specs = apply_lora(model_of(ep=2, **EXPERTS), config).specs("default")
+    [expert] = {(spec.rank, spec.scaling) for path, spec in specs.items() if "experts" in path}
+    [other] = {(spec.rank, spec.scaling) for path, spec in specs.items() if "experts" not in path}
+    return *expert, *other
 
 
 def benched(rank: int) -> list[dict[str, Any]]:
@@ -682,7 +880,7 @@ def benched(rank: int) -> list[dict[str, Any]]:
 
 
 def staged(rank: int, folder: str, case: Case) -> list[str]:
-    """Names of tensors that two stages have otherwise than one process."""
+    """Names of tensors that two stages have otherwise than one process. Some targets and patterns are of one stage alone."""
     with megatron():
         _, adapters = built(case, ONE)
         wanted = wholes(adapters)
@@ -701,6 +899,65 @@ def staged(rank: int, folder: str, case: Case) -> list[str]:
     files = [Path(folder, part, "adapter_model.safetensors").read_bytes() for part in ("one", "two")]
     wrong = [name for name, tensor in wanted.items() if not torch.equal(found[name], tensor)]
     return wrong + (["file"] if files[0] != files[1] else []) + (["read"] if read != megatron_names(adapters) else [])
+
+
+def piped(rank: int, cases: Mapping[str, Case]) -> dict[str, float]:
+    """Gradients of Megatron-Core's own schedule over two stages beside those of one process: 1F1B with three microbatches; with
+    two chunks a process interleaved, with four."""
+    errors = {}
+    for name, case in cases.items():
+        chunks = case.model.get("num_layers", 2) // 2
+        count = 3 if chunks == 1 else 4
+        with megatron():
+            model, adapters = built(case, ONE)
+            for at in range(count):
+                y, loss = _microbatch(model, adapters, case, at)
+                (loss(y)[0] / count).backward()
+            wanted = whole_gradients(adapters)
+        with megatron(pp=2, vpp=chunks if chunks > 1 else None):
+            found = _scheduled(rank, case, chunks, count)
+        errors |= {f"{name} {key}": difference(found[key], tensor) for key, tensor in wanted.items()}
+    return errors
+
+
+def _microbatch(model: Any, adapters: MegatronAdapters, case: Case, at: int) -> tuple[torch.Tensor, Callable[..., Any]]:
+    """Outputs of a microbatch, and their loss."""
+    from megatron.core import parallel_state
+
+    generator = torch.Generator().manual_seed(10 + at)
+    ids = torch.randint(WORDS, (1, sum(LENGTHS)), generator=generator)
+    weights = torch.randn(1, sum(LENGTHS), WORDS, dtype=torch.float64, generator=generator)
+    size, rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
+    weights = weights.chunk(size, -1)[rank]
+    own = None if case.owners is None else case.owners[at:] + case.owners[:at]
+    with active(adapters, Case(case.adapters, own)):
+        return logits(model, ids, LENGTHS), lambda y: ((y * weights).sum(), {})
+
+
+def _scheduled(rank: int, case: Case, chunks: int, count: int) -> dict[str, torch.Tensor]:
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    others = {"pipeline_model_parallel_size": 2}
+    if chunks > 1:
+        others |= {"virtual_pipeline_model_parallel_size": chunks, "overlap_p2p_comm": True, "batch_p2p_comm": False}
+    with mock.patch.object(torch.Tensor, "cuda", lambda self, *args, **kwargs: self):
+        models = [
+            model_of(stage=rank + 2 * at, stages=2 * chunks, chunk=at, **case.model | others) for at in range(chunks)
+        ]
+    if case.model.get("tied"):
+        dist.broadcast(models[0].shared_embedding_or_output_weight().data, 0)
+    adapters = apply_lora(models, {name: LoraConfig(**one) for name, one in case.adapters.items()})
+    randomise(adapters)
+
+    def step(numbers: Iterator[int], model: Any) -> Any:
+        return _microbatch(model, adapters, case, next(numbers))
+
+    numbers = [iter(range(count)) for _ in models]
+    get_forward_backward_func()(
+        forward_step_func=step, data_iterator=numbers if chunks > 1 else numbers[0], model=models, num_microbatches=count,
+        seq_length=sum(LENGTHS), micro_batch_size=1, forward_only=False,
+    )  # fmt: skip
+    return whole_gradients(adapters)
 
 
 def megatron_names(adapters: MegatronAdapters) -> list[str]:

@@ -6,7 +6,6 @@ import copy
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -187,13 +186,14 @@ class MegatronAdapters:
         found, specs = stacked(whole, told, model, name)
         for path in whole:
             if place_of(path, model) is None:
-                for part, own in split(whole[path], _parts_at(path, layers, whole[path])).items():
+                config = model if path not in layers else getattr(layers[path].module, "config", None)
+                for part, own in split(whole[path], parts_of(path, whole[path]["B"].shape[0], config)).items():
                     specs[f"{part}.weight" if _is_router(part) else part] = told[path]
                     found[part] = own
         tensors = {key: value for part, own in found.items() for key, value in _keyed(part, own, vocab_size).items()}
-        config = _config_of(self._placed.specs[name].peft, specs, known)
-        config.base_model_name_or_path = base_model
-        return tensors, config
+        peft = _config_of(self._placed.specs[name].peft, specs, known)
+        peft.base_model_name_or_path = base_model
+        return tensors, peft
 
     # --- merging ------------------------------------------------------------------------------------------------------
 
@@ -256,25 +256,9 @@ def _size(layer: Found) -> int:
 
 def _parts(layer: Found) -> list[Part]:
     try:
-        return parts_of(layer, _size(layer))
+        return parts_of(layer.name, _size(layer), getattr(layer.module, "config", None))
     except InputError:
         return []
-
-
-def _parts_at(path: str, layers: Mapping[str, Found], whole: Tensors) -> list[Part]:
-    """Also of a layer of another process: like the one of this process whose name has other numbers."""
-    layer = layers.get(path)
-    if layer is None:
-        pattern = _without_numbers(path)
-        layer = next((one for one in layers.values() if _without_numbers(one.name) == pattern), None)
-        if layer is None:
-            raise InputError(f"no layer like {path} is on this process, so its parts are not known; use fewer stages")
-        layer = replace(layer, name=path)
-    return parts_of(layer, whole["B"].shape[0])
-
-
-def _without_numbers(path: str) -> str:
-    return ".".join("*" if part.isdigit() else part for part in path.split("."))
 
 
 def _keyed(part: str, tensors: Tensors, vocab_size: int | None) -> Tensors:

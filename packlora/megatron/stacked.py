@@ -67,8 +67,8 @@ def stacked(
             missing = sorted(set(range(config.num_moe_experts)) - paths.keys())
             if missing:
                 raise InputError(
-                    f"adapter {name!r}: expert {missing[0]} of {owner} has none (and {len(missing) - 1} more); PEFT's format has "
-                    "all experts of a layer or none"
+                    f"adapter {name!r}: expert {missing[0]} of {owner} has none (and {len(missing) - 1} more); PEFT's format "
+                    "has all experts of a layer or none"
                 )
             inner = parameter != DOWN and DOWN in parameters
             own, spec = _stack([(whole[paths[at]], told[paths[at]]) for at in sorted(paths)])

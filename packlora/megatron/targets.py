@@ -76,7 +76,7 @@ def resolve(
         for pattern in getattr(config, key):
             if not any(get_pattern_key([pattern], layer) == pattern for layer in chosen):
                 raise InputError(f"adapter {name!r}: {key} has {quoted(pattern, 300)}, which matches no adapted layer")
-    spec, ranks = AdapterSpec(config), dict[str, int]()
+    specs, ranks = dict[str, ModuleSpec](), dict[str, int]()
     if divided and not any(map(is_expert, chosen)):
         raise InputError(f"adapter {name!r}: expert_rank is r // top_k, but the adapter takes no experts; leave it out")
     for layer in chosen:
@@ -85,9 +85,9 @@ def resolve(
         scaling = alpha / (math.sqrt(rank) if config.use_rslora else rank)
         rank = _divided(rank, layers, layer, name) if divided and is_expert(layer) else rank
         ranks[layer] = rank
-        if layer in layers:
-            spec.modules[layer] = ModuleSpec(rank, scaling, config.lora_dropout, config.use_dora, False)
+        specs[layer] = ModuleSpec(rank, scaling, config.lora_dropout, config.use_dora, False)
     check_ranks(ranks, name)
+    spec = AdapterSpec(config, {path: specs[path] for path in layers if path in specs})
     check_layers(spec, layers, name)
     return spec
 

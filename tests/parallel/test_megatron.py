@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from ranks import Ranks
 
 pytest.importorskip("megatron.core")
@@ -15,16 +16,21 @@ from megatron_runs import (
     BOUND,
     Case,
     Layout,
+    around,
     benched,
     broken,
     compared,
     damaged,
+    divided,
     handed_on,
+    handed_on_experts,
     kept,
     lora,
     padded,
+    piped,
     recomputed,
     refusals,
+    replicated,
     staged,
     stepped,
     taken_over,
@@ -51,16 +57,22 @@ MOE: dict[str, Any] = {
     "moe_token_dispatcher_type": "allgather",
     "moe_shared_expert_intermediate_size": 8,
 }  # fmt: skip
+OVERLAPPED = {"moe_token_dispatcher_type": "alltoall", "moe_shared_expert_overlap": True}
 SPREAD = (Layout(1, False, 2), Layout(2, True, 2), Layout(2, True, 1, 2))
 
 
 def test_every_layout_learns_what_one_process_learns(ranks: Pool) -> None:
-    """Logits and whole gradients of all parameters: LoRA, rsLoRA, DoRA, dropout, embedding and output layer, several owners."""
+    """Logits and whole gradients of all parameters: LoRA, rsLoRA, DoRA, dropout, embedding and output layer, several owners;
+    also with biases, without gates, with one key for both processes' queries, with a tied output layer."""
+    plain: dict[str, Any] = {"gated_linear_unit": False, "activation_func": torch.nn.functional.gelu}
+    biased = {"add_bias_linear": True, "add_qkv_bias": True}
+    words = lora(target_modules=["word_embeddings", "linear_fc2"], init_lora_weights="gaussian")
     cases = [
-        Case({"one": lora(use_rslora=True, lora_dropout=0.2)}),
-        Case({"one": lora(use_dora=True, lora_dropout=0.1)}),
+        Case({"one": lora(use_rslora=True, lora_dropout=0.2)}, model=plain | biased),
+        Case({"one": lora(use_dora=True, lora_dropout=0.1)}, model={"num_query_groups": 1}),
         Case({"one": lora(target_modules=["word_embeddings", "output_layer", "linear_fc2"])}),
-        Case(THREE, OWNERS),
+        Case({"one": words}, model={"tied": True}, layouts=(Layout(2, True),)),
+        Case(THREE, OWNERS, biased),
     ]
     for error, where in worst(ranks(2).run(compared, cases)):
         assert error < BOUND, where
@@ -73,6 +85,7 @@ def test_experts_routers_and_shared_experts_learn_in_every_layout(ranks: Pool) -
         Case({"one": moe}, model=MOE, layouts=SPREAD),
         Case(several, OWNERS, MOE, SPREAD),
         Case(several, OWNERS, MOE | {"moe_token_dispatcher_type": "alltoall"}, SPREAD),
+        Case({"one": moe}, model=MOE | OVERLAPPED, layouts=SPREAD[:2]),
     ]
     for error, where in worst(ranks(2).run(compared, cases)):
         assert error < BOUND, where
@@ -88,6 +101,26 @@ def test_steps_of_megatrons_own_optimizer_are_those_of_one_process(ranks: Pool) 
     for layouts, case in cases.items():
         [error] = worst([[one] for one in ranks(2).run(stepped, case, layouts)])
         assert error[0] < BOUND, error[1]
+
+
+def test_replicas_learn_what_one_process_learns(ranks: Pool, tmp_path: Path) -> None:
+    """On other data each; with the distributed optimizer and its overlaps; and from an optimizer's state in another layout."""
+    [error] = worst([[one] for one in ranks(2).run(replicated, str(tmp_path / "state"))])
+    assert error[0] < BOUND, error[1]
+
+
+def test_stages_and_chunks_of_a_pipeline_learn_what_one_process_learns(ranks: Pool) -> None:
+    own = ["linear_qkv", "linear_fc2"]
+    again = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    cases = {
+        "several": Case({"a": lora(lora_dropout=0.1), "b": lora(use_dora=True)}, ("a", "b", None, "a")),
+        "a stage without adapters": Case({"one": lora(target_modules=own, layers_to_transform=[1])}),
+        "recomputed": Case({"one": lora(use_dora=True)}, model=again),
+        "tied": Case({"one": lora(target_modules=["word_embeddings", "linear_qkv"])}, model={"tied": True}),
+        "chunks": Case({"one": lora(use_dora=True, target_modules=own)}, model={"num_layers": 4}),
+    }
+    [error] = worst([[one] for one in ranks(2).run(piped, cases)])
+    assert error[0] < BOUND, error[1]
 
 
 def test_a_checkpoint_is_read_in_another_layout(ranks: Pool, tmp_path: Path) -> None:
@@ -128,6 +161,30 @@ def test_peft_computes_the_same_from_an_adapters_folder(ranks: Pool, tmp_path: P
 def test_adapters_of_q_k_v_gate_and_up_are_taken_over_exactly(ranks: Pool, tmp_path: Path) -> None:
     [error] = worst([[one] for one in ranks(2).run(taken_over, str(tmp_path))])
     assert error[0] < BOUND, error[1]
+
+
+def test_peft_and_other_layouts_compute_the_same_from_a_folder_with_experts(ranks: Pool, tmp_path: Path) -> None:
+    """All experts of a layer in one tensor, routers as parameters, ranks and scalings that differ; the bytes in any layout."""
+    unlike: dict[str, Any] = {
+        "rank_pattern": {"linear_fc1": 2}, "alpha_pattern": {"linear_fc2": 7, "local_experts.1.linear_fc1": 9},
+    }  # fmt: skip
+    cases = {
+        "all": lora(target_modules=["linear_qkv", "linear_fc1", "linear_fc2", "router"], **unlike),
+        "down": lora(target_modules=["linear_fc2"], layers_to_transform=[1], use_rslora=True),
+        "DoRA": lora(target_modules=["linear_fc1", "linear_fc2", "router"], use_dora=True),
+    }
+    [error] = worst([[one] for one in ranks(2).run(handed_on_experts, str(tmp_path), cases)])
+    assert error[0] < BOUND, error[1]
+
+
+def test_the_rank_of_experts_is_divided_and_their_scaling_stays(ranks: Pool) -> None:
+    assert ranks(2).run(divided) == [(3, 9 / 6**0.5, 6, 9 / 6**0.5)] * 2
+
+
+def test_a_model_that_is_wrapped_already_and_states_of_merged_weights(ranks: Pool) -> None:
+    """A Float16Module changes no names and hides no embedding; merged weights are kept without the adapters in them."""
+    for found in ranks(2).run(around):
+        assert found == {"state": (16, 16), "learns": True, "merged": True, "unmerged": 16}
 
 
 def test_words_that_megatron_has_more_of_are_filled_up_when_an_adapter_is_read(ranks: Pool, tmp_path: Path) -> None:
@@ -172,6 +229,9 @@ def test_what_is_not_supported_is_refused_by_name(ranks: Pool, tmp_path: Path) -
         "embedding": "which DoRA does not support", "name": "'a.b'", "none": "no adapter", "kind": "not int",
         "folder": "not a PEFT adapter folder", "tied": "untie it", "twice": "has adapters", "owner": "'c'",
         "graph": "cuda_graph_impl", "fused": "is a MLP", "merged": "unmerge first", "saved": "unmerge before save",
+        "unlike experts": "need the same rank", "no experts": "takes no experts", "no multiple": "no multiple of the 2",
+        "apart": "on several devices", "moved": "was moved from cpu to meta", "tied words": "the output layer's too",
+        "state": "unmerge before sharded_state_dict",
     }  # fmt: skip
     assert said.keys() == words.keys()
     for name, word in words.items():
@@ -181,8 +241,7 @@ def test_what_is_not_supported_is_refused_by_name(ranks: Pool, tmp_path: Path) -
 @pytest.mark.parametrize(
     "settings",
     [
-        {"modules_to_save": ["norm"]}, {"trainable_token_indices": [3]}, {"expert_rank": "r // top_k"},
-        {"target_parameters": ["experts.down_proj"]},
+        {"modules_to_save": ["norm"]}, {"trainable_token_indices": [3]}, {"target_parameters": ["experts.down_proj"]},
     ],
 )  # fmt: skip
 def test_what_models_of_transformers_alone_have_is_refused(settings: dict[str, Any]) -> None:
@@ -198,8 +257,11 @@ def test_the_benchmark_measures_all_contenders(ranks: Pool) -> None:
 
 
 def test_stages_of_a_pipeline_have_the_adapters_of_the_whole_model(ranks: Pool, tmp_path: Path) -> None:
-    """First values by the layer's number in the whole model, and one folder of all stages."""
-    assert ranks(2).run(staged, str(tmp_path), Case({"one": lora(use_dora=True)})) == [[], []]
+    """First values by the layer's number in the whole model, and one folder of all stages; names are those of all stages."""
+    targets = ["word_embeddings", "output_layer", "linear_qkv", "linear_fc1"]
+    last = {"decoder.layers.1.self_attention.linear_qkv": 2}
+    case = Case({"one": lora(target_modules=targets, rank_pattern=last)})
+    assert ranks(2).run(staged, str(tmp_path), case) == [[], []]
 
 
 @pytest.mark.soak
