@@ -867,16 +867,17 @@ def divided(rank: int) -> tuple[int, float, int, float]:
     return *expert, *other
 
 
-def benched(rank: int) -> list[dict[str, Any]]:
-    from packlora.bench.megatron import measured_rows
+def benched(rank: int, out: Path) -> int:
+    from packlora.bench.run import run_bench
 
     with megatron():
         from megatron.core import parallel_state
 
         parallel_state.destroy_model_parallel()
-        rows = measured_rows(torch.device("cpu"), "tiny", rounds=1)
-        parallel_state.initialize_model_parallel()
-    return rows
+        try:
+            return run_bench("megatron", out, quick=True, device="cpu")
+        finally:
+            parallel_state.initialize_model_parallel()
 
 
 def staged(rank: int, folder: str, case: Case) -> list[str]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -38,6 +41,7 @@ from megatron_runs import (
     worst,
 )  # fmt: skip
 
+from packlora.bench.run import run_bench
 from packlora.config import AdapterConfig
 from packlora.errors import InputError
 from packlora.megatron.targets import config_of
@@ -250,10 +254,26 @@ def test_what_models_of_transformers_alone_have_is_refused(settings: dict[str, A
 
 
 @pytest.mark.soak
-def test_the_benchmark_measures_all_contenders(ranks: Pool) -> None:
-    for row in ranks(2).run(benched)[0]:
-        assert row["ms"].keys() == {"frozen", "packlora", "packlora_dora", "plain"}
-        assert all(row["ms"].values()), row
+def test_the_benchmark_writes_what_it_measures(ranks: Pool, tmp_path: Path) -> None:
+    """On one process, as on one GPU, and on two, plain and with sequence parallelism; adapters send what frozen layers do."""
+    out = tmp_path / "megatron.json"
+    with mock.patch.dict(os.environ, {"WORLD_SIZE": "1"}):
+        assert run_bench("megatron", out, quick=True, device="cpu") == 0
+    assert ranks(2).run(benched, tmp_path / "two.json") == [0, 0]
+    written = [json.loads(file.read_text()) for file in (out, tmp_path / "two.json")]
+    assert [row["case"] for file in written for row in file["rows"]] == [
+        "tiny plain tp1",
+        "tiny plain tp2",
+        "tiny sp tp2",
+    ]
+    for row in written[0]["rows"] + written[1]["rows"]:
+        assert row["ms"].keys() == {"frozen", "packlora", "packlora_dora", "plain"} and all(row["ms"].values()), row
+        sent = {name: found["sent"] for name, found in row["messages"].items()}
+        assert sent["packlora"] == sent["packlora_dora"] == sent["frozen"] and (
+            row["processes"] == 1 or sent["frozen"]
+        ), sent
+        assert sent["plain"] > sent["frozen"] or row["processes"] == 1, sent
+    assert written[1]["summary"].keys() >= {"part_packlora_over_frozen_tp2", "part_packlora_dora_over_frozen_tp2_sp"}
 
 
 def test_stages_of_a_pipeline_have_the_adapters_of_the_whole_model(ranks: Pool, tmp_path: Path) -> None:
