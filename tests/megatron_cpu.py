@@ -167,21 +167,25 @@ def config_of(tp: int = 1, sequence: bool = False, ep: int = 1, etp: int = 1, **
 
 
 def model_of(
-    tied: bool = False, words: int = 48, te: bool = False, stage: int | None = None, stages: int = 2, chunk: int | None = None,
-    **kwargs: Any,
+    tied: bool = False, words: int = 48, te: bool = False, mixed: bool = False, stage: int | None = None, stages: int = 2,
+    chunk: int | None = None, **kwargs: Any,
 ) -> Any:  # fmt: skip
     """A tiny model in float64, with the same whole weights in any layout. te: of layers that have Transformer Engine's names,
-    attributes and calls. stage: of so many; chunk: of this process's, where it has several."""
+    attributes and calls. mixed: with layers that are whole on every process. stage: of so many; chunk: of this process's, where
+    it has several."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
     config = config_of(**kwargs)
     spec = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, normalization="RMSNorm")
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = Norm
-    if te:
-        from megatron_te import use_stand_ins
+    if te or mixed:
+        from megatron_te import NormAndMix, use_stand_ins
 
-        use_stand_ins(spec)
+        if mixed:
+            spec.submodules.input_layernorm = NormAndMix
+        if te:
+            use_stand_ins(spec)
     with mock.patch("megatron.core.transformer.transformer_block.LayerNormImpl", Norm):
         model = GPTModel(
             config, spec, vocab_size=words, max_sequence_length=64, position_embedding_type="rope",

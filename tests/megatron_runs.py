@@ -384,7 +384,8 @@ def _square(optimizer: Any) -> torch.Tensor:
 
 
 def kept(rank: int, folder: str, case: Case, first: Layout, others: Sequence[Layout]) -> list[str]:
-    """Names of tensors that other layouts read otherwise than one layout has written them."""
+    """Names of tensors that other layouts read otherwise than one layout has written them; with layers as Transformer Engine's
+    where the case says so, and read by Megatron-Core's own."""
     from megatron.core import dist_checkpointing
 
     with megatron(first.tp, first.ep, first.etp):
@@ -397,7 +398,7 @@ def kept(rank: int, folder: str, case: Case, first: Layout, others: Sequence[Lay
     wrong = []
     for layout in others:
         with megatron(layout.tp, layout.ep, layout.etp):
-            _, adapters = built(case, layout)
+            _, adapters = built(case, layout, reference=True)
             for name in adapters.names:
                 for parameter in adapters.parameters(name):
                     parameter.data.fill_(7.0)
@@ -436,7 +437,7 @@ def llama_of(model: Any) -> Any:
     return llama
 
 
-EXPERTS = {
+EXPERTS: dict[str, Any] = {
     "num_moe_experts": 4, "moe_router_topk": 2, "ffn_hidden_size": 12, "moe_ffn_hidden_size": 12,
     "moe_token_dispatcher_type": "alltoall",
 }  # fmt: skip
@@ -494,6 +495,8 @@ def handed_on_experts(rank: int, folder: str, cases: Mapping[str, dict[str, Any]
                 errors[f"{name} read at {layout}"] = difference(megatron_logits(model, again, "x"), own)
             if not at and not one.get("use_dora"):  # PEFT has none on experts
                 errors[f"{name} in PEFT"] = difference(peft_logits(mixtral, place), exact)
+                if one.get("alpha_pattern"):
+                    errors[f"{name} without alpha_pattern"] = _unseen(mixtral, folder, f"{name}-{at}", exact)
             files = [Path(f"{folder}/{name}-{number}", "adapter_model.safetensors").read_bytes() for number in (0, at)]
             errors[f"{name} written at {layout}"] = float(files[0] != files[1])
     return errors
@@ -681,13 +684,20 @@ def broken(rank: int) -> dict[str, float]:
     dropped = Case({"one": lora(lora_dropout=0.2)}, ("one",) * 4, layouts=(Layout(2),))
     router = lora(target_modules=["router"])
     routed = Case({"a": router, "b": router}, ("a", "b", "a", None), _MOE, (Layout(2, True),))
-    draw = partial(mock.patch.object, AdapterWeights)
+    draw, mark = partial(mock.patch.object, AdapterWeights), attach._mark
+
+    def unmarked(parameter: Any, key: str, layer: Any) -> None:
+        if layer.dim is not None:
+            mark(parameter, key, layer)
+
+    mixed = Case({"one": lora(target_modules=["mix"])}, model={"mixed": True}, layouts=(Layout(2, True),))
     faults: dict[str, tuple[Case, list[Any]]] = {
         "gradient of a column's input added up twice": (one, [mock.patch.object(forward, "enter_of", summed_twice)]),
         "first values by slice": (
             one,
             [draw("whole_shape", lambda self, name, shape: tuple(shape)), draw("own", lambda self, name, whole: whole)],
         ),
+        "gradients of whole layers left apart": (mixed, [mock.patch.object(attach, "_mark", unmarked)]),
         "the mean of parts": (one, [mock.patch.object(attach._Times, "__call__", lambda self, gradient: gradient)]),
         "local row norms": (dora, [mock.patch.object(layers, "_add_up")]),
         "masks of slices alike": (
@@ -756,7 +766,7 @@ def unseen_writes(rank: int) -> tuple[float, float]:
 def recomputed(rank: int) -> dict[str, float]:
     """Gradients under recomputation of whole layers, beside those without: masks drawn, and masks by owners' keys."""
     errors = {}
-    again = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    again: dict[str, Any] = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     for owners in (None, ("one", None, "one", "one")):
         for layout in (ONE, Layout(2, True)):
             case = Case({"one": lora(lora_dropout=0.2)}, owners)
@@ -830,11 +840,13 @@ def refusals(rank: int, folder: str) -> dict[str, str]:
 
 
 def around(rank: int) -> dict[str, Any]:
-    """Of adapters on a model in a Float16Module, and of merged ones, what states hold and what learns."""
+    """Of adapters on a model in a Float16Module, and of merged ones, what states hold and what learns; and whether routers of
+    other models are left alone."""
     from megatron.core.transformer.module import Float16Module
+    from megatron.core.transformer.moe.router import TopKRouter
 
-    narrow = {"params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16, "bf16": True}
-    again = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    narrow: dict[str, Any] = {"params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16, "bf16": True}
+    again: dict[str, Any] = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     found: dict[str, Any] = {}
     with megatron():
         model = model_of(**narrow, **again)
@@ -850,6 +862,33 @@ def around(rank: int) -> dict[str, Any]:
         found["merged"] = model.sharded_state_dict().keys() == base
         adapters.unmerge()
         found["unmerged"] = len(model.sharded_state_dict()) - len(base)
+        gating, other = TopKRouter.gating, model_of(**EXPERTS)
+        built(Case({"one": lora(target_modules=["router"])}, model=EXPERTS), ONE)
+        found["routers"] = TopKRouter.gating is gating and "gating" not in vars(other.decoder.layers[0].mlp.router)
+    return found
+
+
+def sent(rank: int) -> dict[str, tuple[list[str], float, list[str], float]]:
+    """Collectives and bytes of a forward and backward of a frozen model, and of one with LoRA, DoRA and dropout."""
+    from packlora.bench.megatron import by_name
+    from packlora.bench.messages import counted
+
+    found = {}
+    for layout in DENSE:
+        counts: list[Any] = []
+        for case in (None, Case({"a": lora(lora_dropout=0.1), "b": lora(use_dora=True)}, ("a", "b", None, "a"))):
+            with megatron(layout.tp):
+                model = model_of(tp=2, sequence=layout.sequence)
+                model.requires_grad_(False)
+                adapters = None if case is None else built(case, layout)
+                model = model if adapters is None else adapters[0]
+                model.embedding.register_forward_hook(lambda module, args, out: out.requires_grad_())
+                with active(adapters[1], case) if adapters is not None and case is not None else nullcontext():
+                    logits(model, ids_of(), LENGTHS).sum().backward()  # DoRA's norms are made once for many
+                    with by_name(), counted() as messages:
+                        logits(model, ids_of(), LENGTHS).sum().backward()
+                counts += [messages.names, messages.sent]
+        found[str(layout)] = tuple(counts)
     return found
 
 
@@ -880,32 +919,58 @@ def benched(rank: int, out: Path) -> int:
             parallel_state.initialize_model_parallel()
 
 
-def staged(rank: int, folder: str, case: Case) -> list[str]:
-    """Names of tensors that two stages have otherwise than one process. Some targets and patterns are of one stage alone."""
+def staged(rank: int, folder: str, case: Case, chunks: int = 1) -> list[str]:
+    """Names of tensors that two stages, of so many chunks each, have otherwise than one process; by first values, by a
+    checkpoint that one process reads, by a folder and what is read of it. Some targets and patterns are of one stage alone."""
+    from megatron.core import dist_checkpointing
+
     with megatron():
         _, adapters = built(case, ONE)
         wanted = wholes(adapters)
         adapters.save(f"{folder}/one", "one")
-    with megatron(pp=2):
-        model = model_of(stage=rank, pipeline_model_parallel_size=2)
-        adapters = apply_lora(model, {name: LoraConfig(**one) for name, one in case.adapters.items()})
+    with megatron(pp=2, vpp=chunks if chunks > 1 else None):
+        adapters = apply_lora(
+            stages(rank, case, chunks), {name: LoraConfig(**one) for name, one in case.adapters.items()}
+        )
         randomise(adapters)
         found = wholes(adapters)
         adapters.save(f"{folder}/two", "one")
-        with torch.no_grad():
-            for parameter in adapters.parameters("one"):
-                parameter.fill_(7.0)
-        again = apply_lora(model_of(stage=rank, pipeline_model_parallel_size=2), {"one": f"{folder}/two"})
+        if not rank:
+            Path(folder, "state").mkdir()
+        dist.barrier()
+        dist_checkpointing.save(adapters.sharded_state_dict(), f"{folder}/state")
+        again = apply_lora(stages(rank, case, chunks), {"one": f"{folder}/two"})
         read = megatron_names(again)
+    with megatron():
+        _, whole = built(case, ONE)
+        for parameter in whole.parameters("one"):
+            parameter.data.fill_(7.0)
+        whole.load_state_dict(dist_checkpointing.load(whole.sharded_state_dict(), f"{folder}/state"))
+        kept = wholes(whole)
     files = [Path(folder, part, "adapter_model.safetensors").read_bytes() for part in ("one", "two")]
     wrong = [name for name, tensor in wanted.items() if not torch.equal(found[name], tensor)]
+    wrong += [f"state {name}" for name, tensor in wanted.items() if not torch.equal(kept[name], tensor)]
     return wrong + (["file"] if files[0] != files[1] else []) + (["read"] if read != megatron_names(adapters) else [])
+
+
+def stages(rank: int, case: Case, chunks: int) -> list[Any]:
+    """This process's part of two that have so many chunks each."""
+    others: dict[str, Any] = {"pipeline_model_parallel_size": 2}
+    if chunks > 1:
+        others |= {"virtual_pipeline_model_parallel_size": chunks, "overlap_p2p_comm": True, "batch_p2p_comm": False}
+    with mock.patch.object(torch.Tensor, "cuda", lambda self, *args, **kwargs: self):
+        models = [
+            model_of(stage=rank + 2 * at, stages=2 * chunks, chunk=at, **case.model | others) for at in range(chunks)
+        ]
+    if case.model.get("tied"):
+        dist.broadcast(models[0].shared_embedding_or_output_weight().data, 0)
+    return models
 
 
 def piped(rank: int, cases: Mapping[str, Case]) -> dict[str, float]:
     """Gradients of Megatron-Core's own schedule over two stages beside those of one process: 1F1B with three microbatches; with
     two chunks a process interleaved, with four."""
-    errors = {}
+    errors: dict[str, float] = {}
     for name, case in cases.items():
         chunks = case.model.get("num_layers", 2) // 2
         count = 3 if chunks == 1 else 4
@@ -938,15 +1003,7 @@ def _microbatch(model: Any, adapters: MegatronAdapters, case: Case, at: int) -> 
 def _scheduled(rank: int, case: Case, chunks: int, count: int) -> dict[str, torch.Tensor]:
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    others = {"pipeline_model_parallel_size": 2}
-    if chunks > 1:
-        others |= {"virtual_pipeline_model_parallel_size": chunks, "overlap_p2p_comm": True, "batch_p2p_comm": False}
-    with mock.patch.object(torch.Tensor, "cuda", lambda self, *args, **kwargs: self):
-        models = [
-            model_of(stage=rank + 2 * at, stages=2 * chunks, chunk=at, **case.model | others) for at in range(chunks)
-        ]
-    if case.model.get("tied"):
-        dist.broadcast(models[0].shared_embedding_or_output_weight().data, 0)
+    models = stages(rank, case, chunks)
     adapters = apply_lora(models, {name: LoraConfig(**one) for name, one in case.adapters.items()})
     randomise(adapters)
 

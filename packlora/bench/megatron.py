@@ -131,7 +131,7 @@ def measured_row(case: Case, names: list[str], options: Options, mesh: OneProces
     rounds = 2 if options.tiny else QUICK_ROUNDS if options.quick else ROUNDS
     contenders = [_contender(name, case, x, dy, mesh, made) for name in names]
     timings = paired(contenders, options.device, rounds=(rounds, rounds))  # as many on every process
-    with _by_name():
+    with by_name():
         sent = messages(made)
     return {
         "case": case.label, "processes": case.processes, "shape": case.shape, "sequence": case.sequence, "T": T,
@@ -140,7 +140,7 @@ def measured_row(case: Case, names: list[str], options: Options, mesh: OneProces
 
 
 @contextlib.contextmanager
-def _by_name() -> Iterator[None]:
+def by_name() -> Iterator[None]:
     """Megatron-Core, which holds collectives that it has imported, asks torch for them, as whoever counts them needs it."""
     from megatron.core.tensor_parallel import layers, mappings
 

@@ -114,9 +114,7 @@ class Placed:
                 if type(dispatcher).__name__ in ("MoEAllGatherTokenDispatcher", "MoEAlltoAllTokenDispatcher"):
                     Dispatch(module, self.owned)
             config: Any = getattr(module, "config", None)
-            if type(module).__name__ == "LanguageModelEmbedding" and (
-                config.recompute_granularity is not None or config.pipeline_model_parallel_size > 1
-            ):
+            if type(module).__name__ == "LanguageModelEmbedding" and config.recompute_granularity is not None:
                 module.register_forward_hook(_with_gradient)
         chunk.register_forward_pre_hook(self._begin)
 
@@ -138,8 +136,7 @@ class Placed:
 
 
 def _with_gradient(module: torch.nn.Module, args: Any, output: Any) -> None:
-    """Megatron-Core's checkpoints give no gradients where their inputs have none, as those of a frozen embedding; and its
-    pipelines run a backward through each stage, also through one that has no adapters."""
+    """Megatron-Core's checkpoints give no gradients where their inputs have none, as those of a frozen embedding."""
     if torch.is_grad_enabled() and isinstance(output, torch.Tensor) and not output.requires_grad:
         output.requires_grad_()
 

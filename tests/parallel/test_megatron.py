@@ -34,6 +34,7 @@ from megatron_runs import (
     recomputed,
     refusals,
     replicated,
+    sent,
     staged,
     stepped,
     taken_over,
@@ -128,23 +129,30 @@ def test_stages_and_chunks_of_a_pipeline_learn_what_one_process_learns(ranks: Po
 
 
 def test_a_checkpoint_is_read_in_another_layout(ranks: Pool, tmp_path: Path) -> None:
-    """Gate and up, queries, keys and values, experts: whole tensors are the same to the bit."""
+    """Gate and up, queries, keys and values, experts, also grouped ones: whole tensors are the same to the bit."""
     case = Case({"a": lora(use_dora=True), "b_1": lora(target_modules=EVERYTHING)}, model=MOE)
     layouts = [Layout(1), Layout(1, False, 2), Layout(2, True, 1, 2)]
     wrong = ranks(2).run(kept, str(tmp_path / "experts"), case, Layout(2, True, 2), layouts)
+    grouped = Case({"a": lora(target_modules=["linear_fc1", "linear_fc2"], use_dora=True)}, model=MOE, te=True)
+    wrong += ranks(2).run(
+        kept, str(tmp_path / "grouped"), grouped, Layout(1, False, 2), [Layout(1), Layout(2, True, 2)]
+    )
     dense = Case({"a": lora(use_dora=True), "b": lora(target_modules=["linear_qkv"], layers_to_transform=[1])})
     wrong += ranks(2).run(kept, str(tmp_path / "dense"), dense, Layout(2), [Layout(1), Layout(2, True)])
     assert not any(wrong), wrong
 
 
 def test_layers_of_transformer_engine_learn_what_megatrons_own_do(ranks: Pool) -> None:
-    """By stand-ins with their attributes and calls: a norm before the product, grouped experts, other names of everything."""
+    """By stand-ins with their attributes and calls: a norm before the product, grouped experts, layers that every process has
+    whole, other names of everything."""
     moe = lora(target_modules=["linear_fc1", "linear_fc2"])
+    whole = lora(target_modules=["mix", "linear_qkv"], lora_dropout=0.1)
     cases = [
         Case({"one": lora(use_dora=True)}, layouts=(Layout(1), Layout(2), Layout(2, True)), te=True),
         Case(
             {"a": moe, "b": moe | {"use_dora": True}, "c": moe}, OWNERS, MOE, (Layout(1), Layout(2, True, 2)), te=True
         ),
+        Case({"a": whole, "b": whole | {"use_dora": True}, "c": whole}, OWNERS, {"mixed": True}),
     ]
     for error, where in worst(ranks(2).run(compared, cases)):
         assert error < BOUND, where
@@ -185,10 +193,17 @@ def test_the_rank_of_experts_is_divided_and_their_scaling_stays(ranks: Pool) -> 
     assert ranks(2).run(divided) == [(3, 9 / 6**0.5, 6, 9 / 6**0.5)] * 2
 
 
+def test_adapters_send_nothing_in_a_layer(ranks: Pool) -> None:
+    """The same collectives, of the same bytes, as the frozen model."""
+    for found in ranks(2).run(sent):
+        for names, size, own_names, own_size in found.values():
+            assert names == own_names and size == own_size > 0
+
+
 def test_a_model_that_is_wrapped_already_and_states_of_merged_weights(ranks: Pool) -> None:
     """A Float16Module changes no names and hides no embedding; merged weights are kept without the adapters in them."""
     for found in ranks(2).run(around):
-        assert found == {"state": (16, 16), "learns": True, "merged": True, "unmerged": 16}
+        assert found == {"state": (16, 16), "learns": True, "merged": True, "unmerged": 16, "routers": True}
 
 
 def test_words_that_megatron_has_more_of_are_filled_up_when_an_adapter_is_read(ranks: Pool, tmp_path: Path) -> None:
@@ -212,7 +227,7 @@ def test_faults_that_are_put_in_are_seen(ranks: Pool) -> None:
     """Those of other implementations: each makes the comparisons of this file fail by far."""
     one, other = ranks(2).run(broken)
     seen = {name: max(error, other[name]) for name, error in one.items()}
-    assert len(seen) == 7 and all(error > 1e-3 for error in seen.values()), seen
+    assert len(seen) == 8 and all(error > 1e-3 for error in seen.values()), seen
 
 
 def test_writes_that_no_version_shows_are_seen_after_a_step(ranks: Pool) -> None:
@@ -281,7 +296,9 @@ def test_stages_of_a_pipeline_have_the_adapters_of_the_whole_model(ranks: Pool, 
     targets = ["word_embeddings", "output_layer", "linear_qkv", "linear_fc1"]
     last = {"decoder.layers.1.self_attention.linear_qkv": 2}
     case = Case({"one": lora(target_modules=targets, rank_pattern=last)})
-    assert ranks(2).run(staged, str(tmp_path), case) == [[], []]
+    assert ranks(2).run(staged, str(tmp_path / "stages"), case) == [[], []]
+    case = Case({"one": lora(use_dora=True)}, model={"num_layers": 4})
+    assert ranks(2).run(staged, str(tmp_path / "chunks"), case, 2) == [[], []]
 
 
 @pytest.mark.soak
