@@ -411,15 +411,15 @@ def kept(rank: int, folder: str, case: Case, first: Layout, others: Sequence[Lay
 # --- transformers and PEFT --------------------------------------------------------------------------------------------
 
 
-def llama_of(model: Any) -> Any:
-    """transformers' model with the weights of a whole one of Megatron-Core."""
+def llama_of(model: Any, words: int = WORDS) -> Any:
+    """transformers' model with the weights of a whole one of Megatron-Core. words: of its vocabulary, the first ones."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from packlora.megatron.layers import layers_of
     from packlora.megatron.names import parts_of
 
     config = LlamaConfig(
-        vocab_size=WORDS, hidden_size=24, intermediate_size=20, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=words, hidden_size=24, intermediate_size=20, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=6, rms_norm_eps=1e-5, rope_theta=10000.0, tie_word_embeddings=False,
         attn_implementation="eager",
     )  # fmt: skip
@@ -433,6 +433,8 @@ def llama_of(model: Any) -> Any:
         state[f"model.layers.{at}.input_layernorm.weight"] = block.input_layernorm.weight
         state[f"model.layers.{at}.post_attention_layernorm.weight"] = block.pre_mlp_layernorm.weight
     state["model.norm.weight"] = model.decoder.final_layernorm.weight
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        state[name] = state[name][:words]
     llama.load_state_dict({key: value.detach() for key, value in state.items()})
     return llama
 
@@ -502,8 +504,8 @@ def handed_on_experts(rank: int, folder: str, cases: Mapping[str, dict[str, Any]
     return errors
 
 
-def peft_logits(llama: Any, folder: str) -> torch.Tensor:
-    """Of each sample alone, with an adapter's folder on a copy of the model."""
+def peft_logits(llama: Any, folder: str, words: int = WORDS) -> torch.Tensor:
+    """Of each sample alone, with an adapter's folder on a copy of the model. words: of which tokens are."""
     import copy
 
     from peft import PeftModel
@@ -511,13 +513,15 @@ def peft_logits(llama: Any, folder: str) -> torch.Tensor:
     model = PeftModel.from_pretrained(copy.deepcopy(llama), folder, autocast_adapter_dtype=False).double().eval()
     # in which norms and softmax are computed
     with torch.no_grad(), mock.patch.object(torch, "float32", torch.float64), types_of_gpu():
-        packed = zip(ids_of().split(LENGTHS, 1), torch.arange(sum(LENGTHS))[None].split(LENGTHS, 1), strict=True)
+        packed = zip(
+            (ids_of() % words).split(LENGTHS, 1), torch.arange(sum(LENGTHS))[None].split(LENGTHS, 1), strict=True
+        )
         return torch.cat([model(input_ids=ids, position_ids=at).logits for ids, at in packed], 1)
 
 
-def megatron_logits(model: Any, adapters: MegatronAdapters, name: str) -> torch.Tensor:
+def megatron_logits(model: Any, adapters: MegatronAdapters, name: str, words: int = WORDS) -> torch.Tensor:
     with torch.no_grad(), adapters.active(adapters.owners([(name, count) for count in LENGTHS])):
-        return joined_words(logits(model, ids_of(), LENGTHS))
+        return joined_words(logits(model, ids_of() % words, LENGTHS))
 
 
 def handed_on(rank: int, folder: str, case: Case, layout: Layout) -> dict[str, float]:
@@ -604,12 +608,14 @@ def taken_over(rank: int, folder: str) -> dict[str, float]:
 
 
 def padded(rank: int, folder: str) -> dict[str, float]:
-    """An adapter on words of a vocabulary that is smaller than Megatron's, read again."""
+    """An adapter on words of a vocabulary that is smaller than Megatron's: in PEFT, and read again."""
     case, errors = Case({"x": lora(target_modules=["word_embeddings", "output_layer"])}), {}
     with megatron():
-        _, adapters = built(case, ONE)
+        model, adapters = built(case, ONE)
         adapters.save(folder, "x", vocab_size=WORDS - 3)
         wanted = wholes(adapters)
+        own = megatron_logits(model, adapters, "x", WORDS - 3)[..., : WORDS - 3]
+        errors["in PEFT"] = difference(peft_logits(llama_of(model, WORDS - 3), folder, WORDS - 3), own)
     for layout in (ONE, Layout(2, True)):
         with megatron(layout.tp):
             read = apply_lora(model_of(tp=layout.tp, sequence=layout.sequence), {"x": folder})
