@@ -77,7 +77,7 @@ def megatron(tp: int = 1, ep: int = 1, etp: int = 1, pp: int = 1, vpp: int | Non
         for name, value in state.items():
             stack.enter_context(mock.patch.object(random, name, value))
         logging.getLogger(random.__name__).setLevel(logging.ERROR)  # here the CPU's generator stands for the GPU's
-        for name in ("tensor", "zeros"):
+        for name in ("tensor", "zeros", "ones"):
             stack.enter_context(mock.patch.object(torch, name, _on_cpu(getattr(torch, name))))
         from megatron.core.dist_checkpointing.strategies import filesystem_async
         from megatron.core.transformer.moe import moe_utils, token_dispatcher
@@ -103,11 +103,14 @@ def megatron(tp: int = 1, ep: int = 1, etp: int = 1, pp: int = 1, vpp: int | Non
 
 @contextmanager
 def types_of_gpu() -> Iterator[None]:
-    """For Megatron-Core's distributed optimizer, which knows tensors of GPUs in 16 and 32 bits."""
+    """For Megatron-Core's optimizers, which know tensors of GPUs in 16 and 32 bits."""
+    narrower = {torch.bfloat16: "torch.cuda.BFloat16Tensor", torch.float16: "torch.cuda.HalfTensor"}
     kind, narrow = torch.Tensor.type, torch.Tensor.float
 
     def named(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return kind(self, *args, **kwargs) if args or kwargs else "torch.cuda.FloatTensor"
+        if args or kwargs:
+            return kind(self, *args, **kwargs)
+        return narrower.get(self.dtype, "torch.cuda.FloatTensor")
 
     def wide(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return self if self.dtype == torch.float64 else narrow(self, *args, **kwargs)

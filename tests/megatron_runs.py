@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
@@ -826,6 +828,9 @@ def refusals(rank: int, folder: str) -> dict[str, str]:
         ask("unlike experts", LoraConfig(**alike), **EXPERTS)
         ask("no experts", AdapterConfig(expert_rank="r // top_k", target_modules=["linear_qkv"]), **EXPERTS)
         ask("no multiple", AdapterConfig(r=3, expert_rank="r // top_k", target_modules=["linear_fc1"]), **EXPERTS)
+        ask("exclusion", LoraConfig(target_modules="all-linear", exclude_modules=["o_proj"]))
+        rest = apply_lora(model_of(), LoraConfig(target_modules="all-linear", exclude_modules=["linear_proj"]))
+        said["rest"] = " ".join(sorted({path.rpartition(".")[2] for path in rest.specs("default")}))
         apart = model_of(**EXPERTS)
         apart.decoder.layers[1].mlp.router.to("meta")
         ask("apart", LoraConfig(target_modules=["linear_qkv"]), given=apart)
@@ -872,6 +877,26 @@ def around(rank: int) -> dict[str, Any]:
         built(Case({"one": lora(target_modules=["router"])}, model=EXPERTS), ONE)
         found["routers"] = TopKRouter.gating is gating and "gating" not in vars(other.decoder.layers[0].mlp.router)
     return found
+
+
+def documented(rank: int, folder: str, page: str) -> dict[str, Any]:
+    """What the code of a page leaves, in the order in which it stands there."""
+    from megatron.core import parallel_state
+
+    code = "".join(re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE))
+    found: dict[str, Any] = {}
+    nothing, itself = (lambda *args, **kwargs: None), (lambda self, *args, **kwargs: self)
+    with megatron(2), types_of_gpu(), ExitStack() as stack:
+        for owner, name, call in (
+            (torch.cuda, "set_device", nothing), (dist, "init_process_group", nothing),
+            (parallel_state, "initialize_model_parallel", nothing), (torch.Tensor, "cuda", itself),
+            (torch.nn.Module, "cuda", itself),
+        ):  # fmt: skip
+            stack.enter_context(mock.patch.object(owner, name, call))
+        Path(folder).mkdir(exist_ok=True)
+        stack.enter_context(contextlib.chdir(folder))
+        exec(compile(code, "page", "exec"), found)
+    return {"losses": found["losses"], "files": sorted(path.name for path in Path(folder).iterdir())}
 
 
 def sent(rank: int) -> dict[str, tuple[list[str], float, list[str], float]]:

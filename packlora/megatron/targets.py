@@ -25,6 +25,8 @@ OF_TRANSFORMERS = {
     "modules_to_save": None, "trainable_token_indices": None, "target_parameters": None, "fan_in_fan_out": False,
 }  # fmt: skip
 """Keys, with the value they have when unused, that adapters on models of transformers alone have."""
+OURS_ALONE = {"init_from": None, "dora_dropout": "peft"}
+"""Keys of a run file's adapter that a LoraConfig does not have, with the value they have when unused."""
 SPLIT = {
     "linear_qkv": ("q_proj", "k_proj", "v_proj"), "linear_proj": ("o_proj",),
     "linear_fc1": ("gate_proj", "up_proj"), "linear_fc2": ("down_proj",),
@@ -40,6 +42,9 @@ def config_of(given: LoraConfig | AdapterConfig, name: str) -> LoraConfig:
     Raises:
         InputError: it uses what is not computed here.
     """
+    for key, unused in OURS_ALONE.items():
+        if isinstance(given, AdapterConfig) and getattr(given, key) != unused:
+            raise InputError(f"adapter {name!r}: {key} is set, which adapters on Megatron-Core models do not support")
     config = peft_config(given, "", None) if isinstance(given, AdapterConfig) else given
     if not isinstance(config, LoraConfig):
         raise InputError(
@@ -137,8 +142,14 @@ def _chosen(config: LoraConfig, kinds: Mapping[str, str], name: str) -> list[str
     targets = config.target_modules
     if targets is None:
         raise InputError(f"adapter {name!r}: target_modules is not set; name layers such as linear_qkv, or all-linear")
+    for excluded in config.exclude_modules if isinstance(config.exclude_modules, list | set) else ():
+        if not any(path == excluded or path.endswith(f".{excluded}") for path in kinds):
+            raise InputError(
+                f"adapter {name!r}: exclude_modules has {quoted(excluded, 300)}, but there is: {_leaves(kinds)}"
+            )
     if isinstance(targets, str) and targets.lower() == "all-linear":
-        return linear
+        named = LoraConfig(target_modules=linear, exclude_modules=config.exclude_modules)
+        return [path for path in linear if _matches(named, path)]
     if isinstance(targets, str):
         chosen = [path for path in kinds if _matches(config, path)]
         if not chosen:

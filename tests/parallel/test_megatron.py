@@ -25,6 +25,7 @@ from megatron_runs import (
     compared,
     damaged,
     divided,
+    documented,
     handed_on,
     handed_on_experts,
     kept,
@@ -193,6 +194,13 @@ def test_the_rank_of_experts_is_divided_and_their_scaling_stays(ranks: Pool) -> 
     assert ranks(2).run(divided) == [(3, 9 / 6**0.5, 6, 9 / 6**0.5)] * 2
 
 
+def test_the_code_of_the_page_runs(ranks: Pool, tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "megatron.md").read_text()
+    for found in ranks(2).run(documented, str(tmp_path / "page"), page):
+        assert found["losses"][-1] < found["losses"][0] - 0.1
+        assert found["files"] == ["adapter", "law", "state"]
+
+
 def test_adapters_send_nothing_in_a_layer(ranks: Pool) -> None:
     """The same collectives, of the same bytes, as the frozen model."""
     for found in ranks(2).run(sent):
@@ -250,7 +258,8 @@ def test_what_is_not_supported_is_refused_by_name(ranks: Pool, tmp_path: Path) -
         "graph": "cuda_graph_impl", "fused": "is a MLP", "merged": "unmerge first", "saved": "unmerge before save",
         "unlike experts": "need the same rank", "no experts": "takes no experts", "no multiple": "no multiple of the 2",
         "apart": "on several devices", "moved": "was moved from cpu to meta", "tied words": "the output layer's too",
-        "state": "unmerge before sharded_state_dict",
+        "state": "unmerge before sharded_state_dict", "exclusion": "exclude_modules has 'o_proj'",
+        "rest": "linear_fc1 linear_fc2 linear_qkv",
     }  # fmt: skip
     assert said.keys() == words.keys()
     for name, word in words.items():
@@ -261,6 +270,7 @@ def test_what_is_not_supported_is_refused_by_name(ranks: Pool, tmp_path: Path) -
     "settings",
     [
         {"modules_to_save": ["norm"]}, {"trainable_token_indices": [3]}, {"target_parameters": ["experts.down_proj"]},
+        {"dora_dropout": "low_rank"}, {"init_from": "a/folder"},
     ],
 )  # fmt: skip
 def test_what_models_of_transformers_alone_have_is_refused(settings: dict[str, Any]) -> None:
