@@ -445,23 +445,24 @@ EXPERTS: dict[str, Any] = {
     "num_moe_experts": 4, "moe_router_topk": 2, "ffn_hidden_size": 12, "moe_ffn_hidden_size": 12,
     "moe_token_dispatcher_type": "alltoall",
 }  # fmt: skip
+SHARED = {"moe_shared_expert_intermediate_size": 8, "moe_shared_expert_gate": True}
 
 
-def mixtral_of(model: Any) -> Any:
-    """transformers' model with the weights of a whole one of Megatron-Core that has EXPERTS."""
-    from transformers import MixtralConfig, MixtralForCausalLM
+def qwen_of(model: Any) -> Any:
+    """transformers' model with the weights of a whole one of Megatron-Core that has EXPERTS and SHARED."""
+    from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 
     from packlora.megatron.layers import layers_of
     from packlora.megatron.names import parts_of
     from packlora.megatron.stacked import place_of
 
-    config = MixtralConfig(
-        vocab_size=WORDS, hidden_size=24, intermediate_size=12, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=6, rms_norm_eps=1e-5, rope_theta=10000.0, tie_word_embeddings=False,
-        attn_implementation="eager", experts_implementation="eager", num_local_experts=4, num_experts_per_tok=2,
-        sliding_window=None,
+    config = Qwen2MoeConfig(
+        vocab_size=WORDS, hidden_size=24, moe_intermediate_size=12, shared_expert_intermediate_size=8, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=6, rms_norm_eps=1e-5, tie_word_embeddings=False,
+        attn_implementation="eager", experts_implementation="eager", num_experts=4, num_experts_per_tok=2,
+        norm_topk_prob=True, qkv_bias=False, decoder_sparse_step=1, rope_parameters={"rope_type": "default", "rope_theta": 1e4},
     )  # fmt: skip
-    mixtral = MixtralForCausalLM(config).double().eval()
+    qwen = Qwen2MoeForCausalLM(config).double().eval()
     state: dict[str, Any] = {"model.norm.weight": model.decoder.final_layernorm.weight}
     experts: dict[str, list[torch.Tensor]] = {}
     for layer in layers_of([model]).values():
@@ -475,18 +476,20 @@ def mixtral_of(model: Any) -> Any:
     for at, block in enumerate(model.decoder.layers):
         state[f"model.layers.{at}.input_layernorm.weight"] = block.input_layernorm.weight
         state[f"model.layers.{at}.post_attention_layernorm.weight"] = block.pre_mlp_layernorm.weight
-    mixtral.load_state_dict({key: value.detach() for key, value in state.items()})
-    return mixtral
+        state[f"model.layers.{at}.mlp.shared_expert_gate.weight"] = block.mlp.shared_experts.gate_weight
+    qwen.load_state_dict({key: value.detach() for key, value in state.items()})
+    return qwen
 
 
 def handed_on_experts(rank: int, folder: str, cases: Mapping[str, dict[str, Any]]) -> dict[str, float]:
     """Adapters of experts and routers written in several layouts: beside PEFT where it has them, and read again."""
     errors = {}
     for name, one in cases.items():
-        case = Case({"x": one}, model=EXPERTS)
+        settings = EXPERTS | SHARED
+        case = Case({"x": one}, model=settings)
         with megatron():
             model, adapters = built(case, ONE)
-            mixtral, own = mixtral_of(model), megatron_logits(model, adapters, "x")
+            qwen, own = qwen_of(model), megatron_logits(model, adapters, "x")
             with mock.patch.object(torch, "float32", torch.float64):  # in which both route
                 exact = megatron_logits(model, adapters, "x")
         for at, layout in enumerate((ONE, Layout(1, False, 2), Layout(2, True, 2))):
@@ -494,13 +497,13 @@ def handed_on_experts(rank: int, folder: str, cases: Mapping[str, dict[str, Any]
             with megatron(layout.tp, layout.ep, layout.etp):
                 _, adapters = built(case, layout)
                 adapters.save(place, "x")
-                model = model_of(tp=layout.tp, sequence=layout.sequence, ep=layout.ep, etp=layout.etp, **EXPERTS)
+                model = model_of(tp=layout.tp, sequence=layout.sequence, ep=layout.ep, etp=layout.etp, **settings)
                 again = apply_lora(model, {"x": place})
                 errors[f"{name} read at {layout}"] = difference(megatron_logits(model, again, "x"), own)
             if not at and not one.get("use_dora"):  # PEFT has none on experts
-                errors[f"{name} in PEFT"] = difference(peft_logits(mixtral, place), exact)
+                errors[f"{name} in PEFT"] = difference(peft_logits(qwen, place), exact)
                 if one.get("alpha_pattern"):
-                    errors[f"{name} without alpha_pattern"] = _unseen(mixtral, folder, f"{name}-{at}", exact)
+                    errors[f"{name} without alpha_pattern"] = _unseen(qwen, folder, f"{name}-{at}", exact)
             files = [Path(f"{folder}/{name}-{number}", "adapter_model.safetensors").read_bytes() for number in (0, at)]
             errors[f"{name} written at {layout}"] = float(files[0] != files[1])
     return errors
@@ -514,7 +517,9 @@ def peft_logits(llama: Any, folder: str, words: int = WORDS) -> torch.Tensor:
 
     model = PeftModel.from_pretrained(copy.deepcopy(llama), folder, autocast_adapter_dtype=False).double().eval()
     # in which norms and softmax are computed
-    with torch.no_grad(), mock.patch.object(torch, "float32", torch.float64), types_of_gpu():
+    softmax = torch.nn.functional.softmax
+    routed = mock.patch.object(torch.nn.functional, "softmax", lambda x, dim=-1, dtype=None: softmax(x, dim))
+    with torch.no_grad(), mock.patch.object(torch, "float32", torch.float64), routed:
         packed = zip(
             (ids_of() % words).split(LENGTHS, 1), torch.arange(sum(LENGTHS))[None].split(LENGTHS, 1), strict=True
         )

@@ -188,7 +188,7 @@ class MegatronAdapters:
             if place_of(path, model) is None:
                 config = model if path not in layers else getattr(layers[path].module, "config", None)
                 for part, own in split(whole[path], parts_of(path, whole[path]["B"].shape[0], config)).items():
-                    specs[f"{part}.weight" if _is_router(part) else part] = told[path]
+                    specs[_named(part, model)] = told[path]
                     found[part] = own
         tensors = {key: value for part, own in found.items() for key, value in _keyed(part, own, vocab_size).items()}
         peft = _config_of(self._placed.specs[name].peft, specs, known)
@@ -298,19 +298,23 @@ def _config_of(peft: LoraConfig, specs: Mapping[str, tuple[int, float]], known: 
 
 
 def _is_parameter(name: str) -> bool:
-    """Whether PEFT adapts it as a parameter: experts and routers are no linear layers in transformers."""
-    return f".{OWNER}." in name or _is_router(name.removesuffix(".weight"))
+    """Whether a configuration names it as a parameter."""
+    return f".{OWNER}." in name or name.endswith(".weight")
 
 
-def _is_router(part: str) -> bool:
-    return part.endswith(".mlp.gate")
+def _named(part: str, model: Any) -> str:
+    """What PEFT's configuration calls a layer of transformers' model. A router is no linear layer there: its weight is named.
+    In models with experts PEFT takes names of linear layers that experts once had for the experts, so there other layers with
+    these names (shared experts, dense layers) are named by their weights too."""
+    once = model.num_moe_experts and part.endswith((".gate_proj", ".up_proj", ".down_proj"))
+    return f"{part}.weight" if once or part.endswith(".mlp.gate") else part
 
 
 def _file_names(layer: Found, model: Any) -> list[str]:
     """What a layer is in PEFT's configurations: names of modules, and of parameters."""
     if place := place_of(layer.name, model):
         return [f"{place[0]}.{place[1]}"]
-    return [f"{part.name}.weight" if _is_router(part.name) else part.name for part in _parts(layer)]
+    return [_named(part.name, model) for part in _parts(layer)]
 
 
 def _alpha(rank: int, scaling: float, rslora: bool) -> Any:
@@ -386,15 +390,19 @@ def _expert_of(
 
 
 def _module_spec(config: LoraConfig, at: str) -> ModuleSpec:
-    """What a configuration says of a module or parameter of transformers' model."""
-    rank = config.rank_pattern.get(get_pattern_key(config.rank_pattern.keys(), at), config.r)
-    alpha = config.alpha_pattern.get(get_pattern_key(config.alpha_pattern.keys(), at), config.lora_alpha)
+    """What a configuration says of a module or parameter of transformers' model, or of a module's weight."""
+
+    def own(patterns: Mapping[str, Any], usual: Any) -> Any:
+        keys = [get_pattern_key(patterns.keys(), name) for name in (at, f"{at}.weight")]
+        return next((patterns[key] for key in keys if key in patterns), usual)
+
+    rank, alpha = own(config.rank_pattern, config.r), own(config.alpha_pattern, config.lora_alpha)
     scaling = alpha / (math.sqrt(rank) if config.use_rslora else rank)
     return ModuleSpec(rank, scaling, config.lora_dropout, config.use_dora, False)
 
 
 def _spec_of(config: LoraConfig, layer: Found, part: Part, tensors: Tensors, name: str) -> ModuleSpec:
-    spec = _module_spec(config, f"{part.name}.weight" if _is_router(part.name) else part.name)
+    spec = _module_spec(config, part.name)
     words: int | None = None
     if layer.name in OTHERS and tensors.keys() >= {"A", "B"}:
         words = tensors["A"].shape[-1] if layer.kind == "embedding" else tensors["B"].shape[0]

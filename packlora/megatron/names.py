@@ -23,6 +23,11 @@ OTHERS = {
 }  # fmt: skip
 BLOCKS = (
     ("self_attention.linear_proj", "self_attn.o_proj"),
+    ("self_attention.linear_q_proj", "self_attn.q_proj"),
+    ("self_attention.linear_q_down_proj", "self_attn.q_a_proj"),
+    ("self_attention.linear_q_up_proj", "self_attn.q_b_proj"),
+    ("self_attention.linear_kv_down_proj", "self_attn.kv_a_proj_with_mqa"),
+    ("self_attention.linear_kv_up_proj", "self_attn.kv_b_proj"),
     ("mlp.linear_fc2", "mlp.down_proj"),
     ("mlp.router", "mlp.gate"),
     ("mlp.shared_experts.linear_fc2", "mlp.shared_expert.down_proj"),

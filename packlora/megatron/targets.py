@@ -42,9 +42,9 @@ def config_of(given: LoraConfig | AdapterConfig, name: str) -> LoraConfig:
     Raises:
         InputError: it uses what is not computed here.
     """
-    for key, unused in OURS_ALONE.items():
-        if isinstance(given, AdapterConfig) and getattr(given, key) != unused:
-            raise InputError(f"adapter {name!r}: {key} is set, which adapters on Megatron-Core models do not support")
+    for own, value in OURS_ALONE.items():
+        if isinstance(given, AdapterConfig) and getattr(given, own) != value:
+            raise InputError(f"adapter {name!r}: {own} is set, which adapters on Megatron-Core models do not support")
     config = peft_config(given, "", None) if isinstance(given, AdapterConfig) else given
     if not isinstance(config, LoraConfig):
         raise InputError(

@@ -177,7 +177,8 @@ def test_adapters_of_q_k_v_gate_and_up_are_taken_over_exactly(ranks: Pool, tmp_p
 
 
 def test_peft_and_other_layouts_compute_the_same_from_a_folder_with_experts(ranks: Pool, tmp_path: Path) -> None:
-    """All experts of a layer in one tensor, routers as parameters, ranks and scalings that differ; the bytes in any layout."""
+    """All experts of a layer in one tensor, routers and shared experts as parameters, ranks and scalings that differ; the same
+    bytes in any layout."""
     unlike: dict[str, Any] = {
         "rank_pattern": {"linear_fc1": 2}, "alpha_pattern": {"linear_fc2": 7, "local_experts.1.linear_fc1": 9},
     }  # fmt: skip
