@@ -15,7 +15,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from megatron_cpu import hash_of, megatron, model_of, types_of_gpu
+from megatron_cpu import hash_of, latent_model, megatron, model_of, types_of_gpu
 from peft import LoraConfig
 
 from packlora.megatron import MegatronAdapters, apply_lora
@@ -576,6 +576,56 @@ def _unseen(llama: Any, folder: str, name: str, wanted: torch.Tensor) -> float:
         path.write_text(text)
     dist.barrier()
     return 0.0 if error > 1e-3 else 1.0
+
+
+def deepseek_of(model: Any, query_rank: int | None) -> Any:
+    """transformers' model with the weights of a whole one of Megatron-Core that has multi-latent attention and no experts."""
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    from packlora.megatron.layers import layers_of
+    from packlora.megatron.names import parts_of
+
+    config = DeepseekV3Config(
+        vocab_size=WORDS, hidden_size=24, intermediate_size=20, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=4, n_routed_experts=4, n_group=1, topk_group=1, num_experts_per_tok=2, first_k_dense_replace=2,
+        q_lora_rank=query_rank, kv_lora_rank=8, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=6, rms_norm_eps=1e-5,
+        rope_theta=10000.0, attn_implementation="eager", tie_word_embeddings=False,
+    )  # fmt: skip
+    deepseek = DeepseekV3ForCausalLM(config).double().eval()
+    state: dict[str, Any] = {"model.norm.weight": model.decoder.final_layernorm.weight}
+    for layer in layers_of([model]).values():
+        weight = layer.tensor()
+        for part in parts_of(layer.name, weight.shape[0], model.config):
+            state[f"{part.name}.weight"] = weight if part.rows is None else weight[part.rows]
+    for at, block in enumerate(model.decoder.layers):
+        path, attention = f"model.layers.{at}", block.self_attention
+        state[f"{path}.input_layernorm.weight"] = block.input_layernorm.weight
+        state[f"{path}.post_attention_layernorm.weight"] = block.pre_mlp_layernorm.weight
+        state[f"{path}.self_attn.kv_a_layernorm.weight"] = attention.kv_layernorm.weight
+        if query_rank:
+            state[f"{path}.self_attn.q_a_layernorm.weight"] = attention.q_layernorm.weight
+    deepseek.load_state_dict({key: value.detach() for key, value in state.items()})
+    return deepseek
+
+
+def latent(rank: int, folder: str) -> dict[str, float]:
+    """Adapters on multi-latent attention: in PEFT, and read again."""
+    errors: dict[str, float] = {}
+    shared = ["linear_kv_down_proj", "linear_kv_up_proj", "linear_proj"]
+    for query_rank, own in ((8, ["linear_q_down_proj", "linear_q_up_proj"]), (None, ["linear_q_proj"])):
+        place = f"{folder}/{query_rank}"
+        with megatron():
+            model = latent_model(query_rank)
+            deepseek = deepseek_of(model, query_rank)
+            adapters = apply_lora(model, {"x": LoraConfig(**lora(target_modules=own + shared, use_dora=True))})
+            randomise(adapters)
+            wanted = megatron_logits(model, adapters, "x")
+            adapters.save(place, "x")
+            errors[f"{query_rank} in PEFT"] = difference(peft_logits(deepseek, place), wanted)
+            model = latent_model(query_rank)
+            again = apply_lora(model, {"x": place})
+            errors[f"{query_rank} read"] = difference(megatron_logits(model, again, "x"), wanted)
+    return errors
 
 
 def taken_over(rank: int, folder: str) -> dict[str, float]:

@@ -29,6 +29,7 @@ from megatron_runs import (
     handed_on,
     handed_on_experts,
     kept,
+    latent,
     lora,
     padded,
     piped,
@@ -188,6 +189,11 @@ def test_peft_and_other_layouts_compute_the_same_from_a_folder_with_experts(rank
         "DoRA": lora(target_modules=["linear_fc1", "linear_fc2", "router"], use_dora=True),
     }
     [error] = worst([[one] for one in ranks(2).run(handed_on_experts, str(tmp_path), cases)])
+    assert error[0] < BOUND, error[1]
+
+
+def test_peft_computes_the_same_from_a_folder_with_latent_attention(ranks: Pool, tmp_path: Path) -> None:
+    [error] = worst([[one] for one in ranks(2).run(latent, str(tmp_path))])
     assert error[0] < BOUND, error[1]
 
 
