@@ -492,7 +492,7 @@ def handed_on_experts(rank: int, folder: str, cases: Mapping[str, dict[str, Any]
             qwen, own = qwen_of(model), megatron_logits(model, adapters, "x")
             with mock.patch.object(torch, "float32", torch.float64):  # in which both route
                 exact = megatron_logits(model, adapters, "x")
-        for at, layout in enumerate((ONE, Layout(1, False, 2), Layout(2, True, 2))):
+        for at, layout in enumerate((ONE, Layout(2, True, 2))):
             place = f"{folder}/{name}-{at}"
             with megatron(layout.tp, layout.ep, layout.etp):
                 _, adapters = built(case, layout)
