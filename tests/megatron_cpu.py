@@ -200,14 +200,14 @@ def model_of(
     return model
 
 
-def latent_model(query_rank: int | None) -> Any:
+def latent_model(query_rank: int | None, **others: Any) -> Any:
     """A tiny model in float64 with multi-latent attention, on one process; query_rank: None of queries that are not."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-    class Attention(DotProductAttention):
+    class Attention(DotProductAttention):  # type: ignore[misc]
         """Megatron-Core's own takes no widths of keys and values."""
 
         def __init__(self, *args: Any, k_channels: int = 0, v_channels: int = 0, **kwargs: Any) -> None:
@@ -217,12 +217,12 @@ def latent_model(query_rank: int | None) -> Any:
         def __init__(self, config: Any, hidden_size: int, **_: Any) -> None:
             super().__init__(config, hidden_size, 1e-6)  # transformers' own, whatever the configuration says
 
-    usual = {key: value for key, value in vars(config_of()).items() if key in _LATENT}
+    usual = {key: value for key, value in vars(config_of()).items() if key in _LATENT - others.keys()}
     config = MLATransformerConfig(
         **usual, multi_latent_attention=True, q_lora_rank=query_rank, kv_lora_rank=8, qk_head_dim=6, qk_pos_emb_head_dim=4,
-        v_head_dim=6, rope_type="rope", apply_rope_fusion=False,
+        v_head_dim=6, rope_type="rope", apply_rope_fusion=False, **others,
     )  # fmt: skip
-    spec = get_gpt_layer_local_spec(multi_latent_attention=True, normalization="RMSNorm")
+    spec = get_gpt_layer_local_spec(config.num_moe_experts, multi_latent_attention=True, normalization="RMSNorm")
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = Norm
     attention = spec.submodules.self_attention.submodules
     attention.core_attention = Attention
@@ -240,12 +240,12 @@ def latent_model(query_rank: int | None) -> Any:
     return model
 
 
-_LATENT = (
+_LATENT = {
     "num_layers", "hidden_size", "num_attention_heads", "kv_channels", "ffn_hidden_size", "gated_linear_unit",
     "activation_func", "normalization", "add_bias_linear", "use_cpu_initialization", "params_dtype", "pipeline_dtype",
     "hidden_dropout", "attention_dropout", "attention_softmax_in_fp32", "bias_activation_fusion", "masked_softmax_fusion",
     "bias_dropout_fusion", "gradient_accumulation_fusion",
-)  # fmt: skip
+}  # fmt: skip
 
 
 def fill(model: Any, seed: int = 3) -> None:

@@ -578,25 +578,38 @@ def _unseen(llama: Any, folder: str, name: str, wanted: torch.Tensor) -> float:
     return 0.0 if error > 1e-3 else 1.0
 
 
-def deepseek_of(model: Any, query_rank: int | None) -> Any:
-    """transformers' model with the weights of a whole one of Megatron-Core that has multi-latent attention and no experts."""
+DEEPSEEK: dict[str, Any] = EXPERTS | {
+    "moe_shared_expert_intermediate_size": 12, "moe_router_score_function": "sigmoid",
+    "moe_router_load_balancing_type": "none",
+}  # fmt: skip
+
+
+def deepseek_of(model: Any, query_rank: int | None, dense: bool) -> Any:
+    """transformers' model with the weights of a whole one of Megatron-Core that has multi-latent attention."""
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
     from packlora.megatron.layers import layers_of
     from packlora.megatron.names import parts_of
+    from packlora.megatron.stacked import place_of
 
     config = DeepseekV3Config(
-        vocab_size=WORDS, hidden_size=24, intermediate_size=20, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=4, n_routed_experts=4, n_group=1, topk_group=1, num_experts_per_tok=2, first_k_dense_replace=2,
-        q_lora_rank=query_rank, kv_lora_rank=8, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=6, rms_norm_eps=1e-5,
-        rope_theta=10000.0, attn_implementation="eager", tie_word_embeddings=False,
+        vocab_size=WORDS, hidden_size=24, intermediate_size=20, moe_intermediate_size=12, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=4, n_routed_experts=4, n_shared_experts=1, n_group=1, topk_group=1,
+        num_experts_per_tok=2, first_k_dense_replace=2 if dense else 0, routed_scaling_factor=1.0, q_lora_rank=query_rank,
+        kv_lora_rank=8, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=6, rms_norm_eps=1e-5, rope_theta=10000.0,
+        attn_implementation="eager", experts_implementation="eager", tie_word_embeddings=False,
     )  # fmt: skip
     deepseek = DeepseekV3ForCausalLM(config).double().eval()
     state: dict[str, Any] = {"model.norm.weight": model.decoder.final_layernorm.weight}
+    experts: dict[str, list[torch.Tensor]] = {}
     for layer in layers_of([model]).values():
         weight = layer.tensor()
+        if place := place_of(layer.name, model.config):
+            experts.setdefault(f"{place[0]}.{place[1]}", []).append(weight)
+            continue
         for part in parts_of(layer.name, weight.shape[0], model.config):
             state[f"{part.name}.weight"] = weight if part.rows is None else weight[part.rows]
+    state |= {name: torch.stack(weights) for name, weights in experts.items()}
     for at, block in enumerate(model.decoder.layers):
         path, attention = f"model.layers.{at}", block.self_attention
         state[f"{path}.input_layernorm.weight"] = block.input_layernorm.weight
@@ -604,27 +617,35 @@ def deepseek_of(model: Any, query_rank: int | None) -> Any:
         state[f"{path}.self_attn.kv_a_layernorm.weight"] = attention.kv_layernorm.weight
         if query_rank:
             state[f"{path}.self_attn.q_a_layernorm.weight"] = attention.q_layernorm.weight
+        if not dense:
+            state[f"{path}.mlp.gate.e_score_correction_bias"] = torch.zeros(4, dtype=torch.float64)
     deepseek.load_state_dict({key: value.detach() for key, value in state.items()})
     return deepseek
 
 
 def latent(rank: int, folder: str) -> dict[str, float]:
-    """Adapters on multi-latent attention: in PEFT, and read again."""
+    """Adapters on multi-latent attention, and on experts and shared experts beside it: in PEFT, and read again."""
     errors: dict[str, float] = {}
-    shared = ["linear_kv_down_proj", "linear_kv_up_proj", "linear_proj"]
-    for query_rank, own in ((8, ["linear_q_down_proj", "linear_q_up_proj"]), (None, ["linear_q_proj"])):
-        place = f"{folder}/{query_rank}"
+    attention = ["linear_kv_down_proj", "linear_kv_up_proj", "linear_proj"]
+    cases: dict[str, tuple[int | None, dict[str, Any], dict[str, Any]]] = {
+        "queries": (None, {}, lora(target_modules=["linear_q_proj", *attention])),
+        "DoRA": (8, {}, lora(target_modules=["linear_q_down_proj", "linear_q_up_proj", *attention], use_dora=True)),
+        "experts": (8, DEEPSEEK, lora(target_modules=["linear_q_up_proj", "linear_fc1", "linear_fc2", "router"])),
+    }
+    for name, (query_rank, settings, one) in cases.items():
         with megatron():
-            model = latent_model(query_rank)
-            deepseek = deepseek_of(model, query_rank)
-            adapters = apply_lora(model, {"x": LoraConfig(**lora(target_modules=own + shared, use_dora=True))})
+            model = latent_model(query_rank, **settings)
+            deepseek = deepseek_of(model, query_rank, not settings)
+            adapters = apply_lora(model, {"x": LoraConfig(**one)})
             randomise(adapters)
-            wanted = megatron_logits(model, adapters, "x")
-            adapters.save(place, "x")
-            errors[f"{query_rank} in PEFT"] = difference(peft_logits(deepseek, place), wanted)
-            model = latent_model(query_rank)
-            again = apply_lora(model, {"x": place})
-            errors[f"{query_rank} read"] = difference(megatron_logits(model, again, "x"), wanted)
+            with mock.patch.object(torch, "float32", torch.float64), types_of_gpu():  # in which both route
+                wanted = megatron_logits(model, adapters, "x")
+            adapters.save(f"{folder}/{name}", "x")
+            errors[f"{name} in PEFT"] = difference(peft_logits(deepseek, f"{folder}/{name}"), wanted)
+            model = latent_model(query_rank, **settings)
+            again = apply_lora(model, {"x": f"{folder}/{name}"})
+            with mock.patch.object(torch, "float32", torch.float64), types_of_gpu():
+                errors[f"{name} read"] = difference(megatron_logits(model, again, "x"), wanted)
     return errors
 
 

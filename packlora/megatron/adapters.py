@@ -129,7 +129,7 @@ class MegatronAdapters:
         self._placed.owned.norms.changed()
 
     def active(self, owners: TokenOwners) -> AbstractContextManager[None]:
-        """Run a forward on tokens of these owners; with recomputation of activations, its backward too."""
+        """Run a forward on tokens of these owners."""
         return self._placed.owned.active(owners)
 
     # --- checkpoints --------------------------------------------------------------------------------------------------

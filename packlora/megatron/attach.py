@@ -117,6 +117,8 @@ class Placed:
             if type(module).__name__ == "LanguageModelEmbedding" and config.recompute_granularity is not None:
                 module.register_forward_hook(_with_gradient)
         chunk.register_forward_pre_hook(self._begin)
+        if getattr(getattr(chunk, "config", None), "recompute_granularity", None) is not None:
+            chunk.register_forward_hook(self._end)
 
     def _begin(self, module: torch.nn.Module, args: Any) -> None:
         self.owned.training = module.training
@@ -133,6 +135,10 @@ class Placed:
             _check_gathered(self.layers.values())
         for own in doras:
             own.norm()  # the first one that is stale computes all that are
+
+    def _end(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        if isinstance(output, torch.Tensor):
+            self.owned.remember(output)
 
 
 def _with_gradient(module: torch.nn.Module, args: Any, output: Any) -> None:

@@ -30,7 +30,6 @@ BLOCKS = (
     ("self_attention.linear_kv_up_proj", "self_attn.kv_b_proj"),
     ("mlp.linear_fc2", "mlp.down_proj"),
     ("mlp.router", "mlp.gate"),
-    ("mlp.shared_experts.linear_fc2", "mlp.shared_expert.down_proj"),
 )
 """Of layers that are one there too: Megatron-Core's name within its layer, and transformers'."""
 
@@ -61,7 +60,11 @@ def parts_of(layer: str, size: int, config: Any) -> list[Part]:
     for known, there in BLOCKS:
         if own == known:
             return [Part(at + there)]
-    block = {"mlp.": "mlp.", "mlp.shared_experts.": "mlp.shared_expert."}.get(own.removesuffix("linear_fc1"))
+    # models with multi-latent attention have another name for shared experts than others
+    shared = "mlp.shared_experts." if config.multi_latent_attention else "mlp.shared_expert."
+    block = {"mlp.": "mlp.", "mlp.shared_experts.": shared}.get(own.removesuffix("linear_fc1"))
+    if own == "mlp.shared_experts.linear_fc2":
+        return [Part(f"{at}{shared}down_proj")]
     if own.startswith("mlp.experts.local_experts."):
         expert, _, leaf = own.removeprefix("mlp.experts.local_experts.").partition(".")
         block = f"mlp.experts.{expert}."

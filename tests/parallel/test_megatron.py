@@ -122,7 +122,7 @@ def test_stages_and_chunks_of_a_pipeline_learn_what_one_process_learns(ranks: Po
     cases = {
         "several": Case({"a": lora(lora_dropout=0.1), "b": lora(use_dora=True)}, ("a", "b", None, "a")),
         "a stage without adapters": Case({"one": lora(target_modules=own, layers_to_transform=[1])}),
-        "recomputed": Case({"one": lora(use_dora=True)}, model=again),
+        "recomputed": Case({"a": lora(lora_dropout=0.1), "b": lora(use_dora=True)}, ("a", "b", None, "a"), again),
         "tied": Case({"one": lora(target_modules=["word_embeddings", "linear_qkv"])}, model={"tied": True}),
         "chunks": Case({"one": lora(use_dora=True, target_modules=own)}, model={"num_layers": 4}),
     }
