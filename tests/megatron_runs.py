@@ -317,14 +317,14 @@ def replicated(rank: int, folder: str) -> dict[str, float]:
         with megatron(), types_of_gpu():
             _, adapters, wrapped, optimizer = _optimised(case, ONE, **own)
             for step in range(2):
-                _step(wrapped, optimizer, partial(_both, wrapped, adapters, case, step))
+                _step(wrapped, optimizer, partial(_own_part, wrapped, adapters, case, step))
             if own.get("overlap_param_gather"):
                 wrapped.disable_forward_pre_hook()
             found = wholes(adapters)
         errors |= {f"{name} {key}": difference(found[key], tensor) for key, tensor in wanted[id(case)].items()}
     with megatron():
         model, adapters, wrapped, optimizer = _optimised(two, ONE)
-        _step(wrapped, optimizer, partial(_both, wrapped, adapters, two, 0))
+        _step(wrapped, optimizer, partial(_own_part, wrapped, adapters, two, 0))
         states = model.sharded_state_dict()
         if not rank:
             Path(folder).mkdir()
@@ -337,31 +337,49 @@ def replicated(rank: int, folder: str) -> dict[str, float]:
         read = dist_checkpointing.load(asked, folder)
         model.load_state_dict(read["model"])
         optimizer.load_state_dict(read["optimizer"])
-        _step(wrapped, optimizer, partial(_both, wrapped, adapters, two, 1))
+        _step(wrapped, optimizer, partial(_own_part, wrapped, adapters, two, 1))
         found = wholes(adapters)
     return errors | {f"resumed {key}": difference(found[key], tensor) for key, tensor in wanted[id(two)].items()}
 
 
-def _alone(case: Case) -> dict[str, torch.Tensor]:
+def spread(rank: int, cases: Sequence[Case], steps: int = 2) -> dict[str, float]:
+    """Parameters after steps on four microbatches each, in layouts with replicas, without and with the distributed optimizer,
+    beside torch's AdamW on one process."""
+    errors: dict[str, float] = {}
+    for case in cases:
+        wanted = _alone(case, 4)
+        for layout in case.layouts:
+            for own in ({}, {"distributed": True, "overlap_grad_reduce": True}):
+                with megatron(layout.tp, layout.ep, layout.etp), types_of_gpu():
+                    _, adapters, wrapped, optimizer = _optimised(case, layout, **own)
+                    for step in range(steps):
+                        _step(wrapped, optimizer, partial(_own_part, wrapped, adapters, case, step, 4))
+                    found = wholes(adapters)
+                errors |= {f"{layout} {own} {key}": difference(found[key], tensor) for key, tensor in wanted.items()}
+    return errors
+
+
+def _alone(case: Case, count: int = 2) -> dict[str, torch.Tensor]:
+    """Parameters after two steps of one process, on so many microbatches each."""
     with megatron():
         model, adapters = built(case, ONE)
         parameters = [p for name in adapters.names for p in adapters.parameters(name)]
         optimizer = torch.optim.AdamW(parameters, lr=0.05, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
         for step in range(2):
             optimizer.zero_grad()
-            for at in range(2):
-                _replica(model, adapters, case, 2 * step + at).div(2).backward()
+            for at in range(count):
+                _replica(model, adapters, case, count * step + at).div(count).backward()
             optimizer.step()
         return wholes(adapters)
 
 
-def _both(model: Any, adapters: MegatronAdapters, case: Case, step: int) -> None:
-    """Those of both microbatches that are this replica's."""
+def _own_part(model: Any, adapters: MegatronAdapters, case: Case, step: int, count: int = 2) -> None:
+    """Those of a step's microbatches that are this replica's."""
     from megatron.core import parallel_state
 
     size, own = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
-    for at in range(own, 2, size):
-        _replica(model, adapters, case, 2 * step + at).mul(size / 2).backward()
+    for at in range(own, count, size):
+        _replica(model, adapters, case, count * step + at).mul(size / count).backward()
 
 
 def _replica(model: Any, adapters: MegatronAdapters, case: Case, at: int) -> torch.Tensor:

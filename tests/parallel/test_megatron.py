@@ -37,6 +37,7 @@ from megatron_runs import (
     refusals,
     replicated,
     sent,
+    spread,
     staged,
     stepped,
     taken_over,
@@ -340,3 +341,15 @@ def test_four_processes_learn_and_read_what_one_process_does(ranks: Pool, tmp_pa
     others = [Layout(1, False, 4), Layout(4, True, 4), Layout(1)]
     [wrong, *_] = ranks(4).run(kept, str(tmp_path / "experts"), cases[1], Layout(2, True, 2, 2), others)
     assert not wrong
+
+
+@pytest.mark.soak
+def test_four_processes_with_replicas_learn_what_one_process_does(ranks: Pool) -> None:
+    """Tensor and expert parallelism beside data parallelism, on other data each, with the distributed optimizer too."""
+    moe = lora(target_modules=["linear_fc1", "linear_fc2", "router"], use_dora=True)
+    cases = [
+        Case({"a": lora(), "b": lora(use_dora=True)}, ("a", "b", None, "a"), layouts=(Layout(2, True),)),
+        Case({"a": moe}, model=MOE, layouts=(Layout(2, True, 2), Layout(1, False, 4), Layout(1, False, 2))),
+    ]
+    [error] = worst([[one] for one in ranks(4).run(spread, cases)])
+    assert error[0] < BOUND, error[1]
