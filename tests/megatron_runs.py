@@ -757,7 +757,55 @@ def damaged(rank: int, folder: str) -> dict[str, str]:
         ask("foreign", lambda: adapters.load_state_dict(state | {"decoder.lora_A_y": torch.zeros(1)}))
         ask("partial", lambda: adapters.load_state_dict(dict(list(state.items())[1:])))
         ask("less than none", lambda: adapters.owners([("x", 5), ("x", -2)]))
+    experts = "base_model.model.model.layers.1.mlp.experts.lora_"
+    with megatron(1, 2):
+        _, adapters = built(
+            Case({"x": lora(target_modules=["linear_fc1", "linear_fc2"])}, model=EXPERTS), Layout(1, False, 2)
+        )
+        adapters.save(folder, "x")
+        sound, A = load_file(file), f"{experts}A.weight"
+        changed = {
+            "an expert's row": sound | {A: sound[A][1:]},
+            "one weight": {key: tensor for key, tensor in sound.items() if not key.startswith(experts)},
+        }
+        for name, tensors in changed.items():
+            dist.barrier()
+            if not rank:
+                save_file(tensors, file)
+            dist.barrier()
+            ask(name, lambda: apply_lora(model_of(ep=2, **EXPERTS), {"x": folder}))
+        dist.barrier()
+        if not rank:
+            save_file({key: tensor.contiguous() for key, tensor in _one_by_one(sound, 4, 3).items()}, file)
+        dist.barrier()
+        found = wholes(apply_lora(model_of(ep=2, **EXPERTS), {"x": folder}))
+        same = all(torch.equal(found[key], tensor) for key, tensor in wholes(adapters).items())
+        said["one by one"] = "the same" if same else "others"
     return said
+
+
+def _one_by_one(stacked: Mapping[str, torch.Tensor], experts: int, rank: int) -> dict[str, torch.Tensor]:
+    """Tensors of all experts under the names that each of them had in transformers 4."""
+    out: dict[str, torch.Tensor] = {}
+    for key, tensor in stacked.items():
+        head, _, end = key.partition(".mlp.experts.")
+        inner = end.startswith("base_layer.")
+        for number in range(experts):
+            at = f"{head}.mlp.experts.{number}"
+            own = (
+                tensor.unflatten(0, (experts, rank))[number]
+                if "lora_A" in end
+                else tensor.unflatten(1, (rank, experts))[..., number]
+            )
+            leaf = end.removeprefix("base_layer.")
+            halves = [own, own] if "lora_A" in end else own.chunk(2)
+            if inner:
+                out |= {
+                    f"{at}.{name}.{leaf}": half for name, half in zip(("gate_proj", "up_proj"), halves, strict=True)
+                }
+            else:
+                out[f"{at}.down_proj.{leaf}"] = own
+    return {key: tensor.clone() for key, tensor in out.items()}
 
 
 # --- what must be seen ------------------------------------------------------------------------------------------------

@@ -340,7 +340,7 @@ def _read(
     spec, values, used, model = AdapterSpec(config_of(given, name)), {}, set(), config_in(layers)
     for path, layer in layers.items():
         if (source := source_of(by_part, config.target_parameters, path, model)) is not None:
-            spec.modules[path], values[path] = _expert_of(config, layer, by_part[source[0]], source[1], name)
+            spec.modules[path], values[path] = _expert_of(config, layer, by_part.get(source[0], {}), source[1], name)
             used.add(source[0])
             continue
         parts = _parts(layer)

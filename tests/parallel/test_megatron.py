@@ -232,6 +232,7 @@ def test_damaged_files_and_states_of_something_else_are_refused(ranks: Pool, tmp
         "nan": "not finite", "infinite": "not finite", "whole": "int32", "one row": "(1, 3)", "one number": "(1,)",
         "flat": "lora_B.weight is (", "a column more": "down_proj.lora_A.weight is (", "empty": "holds nothing",
         "foreign": "'decoder.lora_A_y'", "partial": "lacks", "less than none": "-2 tokens",
+        "an expert's row": "lora_A.weight is (11, 12)", "one weight": "down_proj has {}", "one by one": "the same",
     }  # fmt: skip
     for said in ranks(2).run(damaged, str(tmp_path)):
         assert said.keys() == words.keys()
