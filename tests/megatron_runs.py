@@ -510,6 +510,10 @@ def handed_on_experts(rank: int, folder: str, cases: Mapping[str, dict[str, Any]
             qwen, own = qwen_of(model), megatron_logits(model, adapters, "x")
             with mock.patch.object(torch, "float32", torch.float64):  # in which both route
                 exact = megatron_logits(model, adapters, "x")
+            adapters.merge("x")
+            with torch.no_grad():
+                errors[f"{name} merged"] = difference(joined_words(logits(model, ids_of(), LENGTHS)), own)
+            adapters.unmerge()
         for at, layout in enumerate((ONE, Layout(2, True, 2))):
             place = f"{folder}/{name}-{at}"
             with megatron(layout.tp, layout.ep, layout.etp):
@@ -942,7 +946,7 @@ def _said(call: Callable[[], Any]) -> str:
 def refusals(rank: int, folder: str) -> dict[str, str]:
     """What is said to what is not supported."""
     from packlora.config import AdapterConfig
-    from packlora.megatron import attach
+    from packlora.megatron import attach, targets
 
     said = {}
     with megatron():
@@ -972,6 +976,8 @@ def refusals(rank: int, folder: str) -> dict[str, str]:
         ask("no multiple", AdapterConfig(r=3, expert_rank="r // top_k", target_modules=["linear_fc1"]), **EXPERTS)
         ask("exclusion", LoraConfig(target_modules="all-linear", exclude_modules=["o_proj"]))
         rest = apply_lora(model_of(), LoraConfig(target_modules="all-linear", exclude_modules=["linear_proj"]))
+        ahead = {"decoder.layers.0.mlp.linear_fc1": "linear", "mtp.layers.0.eh_proj": "linear"}
+        said["ahead"] = " ".join(targets._chosen(LoraConfig(target_modules="all-linear"), ahead, "a"))
         said["rest"] = " ".join(sorted({path.rpartition(".")[2] for path in rest.specs("default")}))
         apart = model_of(**EXPERTS)
         apart.decoder.layers[1].mlp.router.to("meta")

@@ -34,6 +34,8 @@ SPLIT = {
 """By Megatron-Core's leaf, those of transformers' models that are in it."""
 NOT_ALL_LINEAR = ("output_layer",)
 """What all-linear leaves out, beside routers and embeddings."""
+PREDICTION = "mtp."
+"""Names of layers that predict tokens further ahead, which all-linear leaves out: transformers' models have none."""
 
 
 def config_of(given: LoraConfig | AdapterConfig, name: str) -> LoraConfig:
@@ -138,7 +140,11 @@ def check_layers(spec: AdapterSpec, layers: Mapping[str, Found], name: str) -> N
 
 
 def _chosen(config: LoraConfig, kinds: Mapping[str, str], name: str) -> list[str]:
-    linear = [path for path, kind in kinds.items() if kind == "linear" and _leaf(path) not in NOT_ALL_LINEAR]
+    linear = [
+        path
+        for path, kind in kinds.items()
+        if kind == "linear" and _leaf(path) not in NOT_ALL_LINEAR and not path.startswith(PREDICTION)
+    ]
     targets = config.target_modules
     if targets is None:
         raise InputError(f"adapter {name!r}: target_modules is not set; name layers such as linear_qkv, or all-linear")
