@@ -55,7 +55,7 @@ class Norm(torch.nn.Module):
 
 
 @contextmanager
-def megatron(tp: int = 1, ep: int = 1, etp: int = 1, pp: int = 1) -> Iterator[None]:
+def megatron(tp: int = 1, ep: int = 1, etp: int = 1, pp: int = 1, vpp: int | None = None) -> Iterator[None]:
     """Process groups of Megatron-Core over all processes, on the CPU."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import random
@@ -77,7 +77,7 @@ def megatron(tp: int = 1, ep: int = 1, etp: int = 1, pp: int = 1) -> Iterator[No
         for name, value in state.items():
             stack.enter_context(mock.patch.object(random, name, value))
         logging.getLogger(random.__name__).setLevel(logging.ERROR)  # here the CPU's generator stands for the GPU's
-        for name in ("tensor", "zeros"):
+        for name in ("tensor", "zeros", "ones"):
             stack.enter_context(mock.patch.object(torch, name, _on_cpu(getattr(torch, name))))
         from megatron.core.dist_checkpointing.strategies import filesystem_async
         from megatron.core.transformer.moe import moe_utils, token_dispatcher
@@ -90,12 +90,33 @@ def megatron(tp: int = 1, ep: int = 1, etp: int = 1, pp: int = 1) -> Iterator[No
         exchange = token_dispatcher.all_to_all
         stack.enter_context(mock.patch.object(token_dispatcher, "all_to_all", _with_lists(exchange)))
         _groups(tp, ep, etp, pp)
+        if vpp is not None:
+            parallel_state._VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE = vpp
+            parallel_state._VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK = 0
         random.model_parallel_cuda_manual_seed(1)
         try:
             yield
         finally:
             for name in vars(parallel_state).keys() & _UNSET.keys():
                 setattr(parallel_state, name, _UNSET[name])
+
+
+@contextmanager
+def types_of_gpu() -> Iterator[None]:
+    """For Megatron-Core's optimizers, which know tensors of GPUs in 16 and 32 bits."""
+    narrower = {torch.bfloat16: "torch.cuda.BFloat16Tensor", torch.float16: "torch.cuda.HalfTensor"}
+    kind, narrow = torch.Tensor.type, torch.Tensor.float
+
+    def named(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs:
+            return kind(self, *args, **kwargs)
+        return narrower.get(self.dtype, "torch.cuda.FloatTensor")
+
+    def wide(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self if self.dtype == torch.float64 else narrow(self, *args, **kwargs)
+
+    with mock.patch.object(torch.Tensor, "type", named), mock.patch.object(torch.Tensor, "float", wide):
+        yield
 
 
 _UNSET: dict[str, Any] = {}
@@ -148,27 +169,83 @@ def config_of(tp: int = 1, sequence: bool = False, ep: int = 1, etp: int = 1, **
     )  # fmt: skip
 
 
-def model_of(tied: bool = False, words: int = 48, te: bool = False, stage: int | None = None, **kwargs: Any) -> Any:
+def model_of(
+    tied: bool = False, words: int = 48, te: bool = False, mixed: bool = False, stage: int | None = None, stages: int = 2,
+    chunk: int | None = None, **kwargs: Any,
+) -> Any:  # fmt: skip
     """A tiny model in float64, with the same whole weights in any layout. te: of layers that have Transformer Engine's names,
-    attributes and calls. stage: of two."""
+    attributes and calls. mixed: with layers that are whole on every process. stage: of so many; chunk: of this process's, where
+    it has several."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
     config = config_of(**kwargs)
     spec = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, normalization="RMSNorm")
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = Norm
-    if te:
-        from megatron_te import use_stand_ins
+    if te or mixed:
+        from megatron_te import NormAndMix, use_stand_ins
 
-        use_stand_ins(spec)
+        if mixed:
+            spec.submodules.input_layernorm = NormAndMix
+        if te:
+            use_stand_ins(spec)
     with mock.patch("megatron.core.transformer.transformer_block.LayerNormImpl", Norm):
         model = GPTModel(
             config, spec, vocab_size=words, max_sequence_length=64, position_embedding_type="rope",
-            share_embeddings_and_output_weights=tied, pre_process=stage in (None, 0), post_process=stage in (None, 1),
+            share_embeddings_and_output_weights=tied, pre_process=stage in (None, 0), post_process=stage in (None, stages - 1),
+            vp_stage=chunk if stages > 2 else None,
         )  # fmt: skip
     model.double()
     fill(model)
     return model
+
+
+def latent_model(query_rank: int | None, **others: Any) -> Any:
+    """A tiny model in float64 with multi-latent attention, on one process; query_rank: None of queries that are not."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+    from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+    class Attention(DotProductAttention):  # type: ignore[misc]
+        """Megatron-Core's own takes no widths of keys and values."""
+
+        def __init__(self, *args: Any, k_channels: int = 0, v_channels: int = 0, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+
+    class InnerNorm(Norm):
+        def __init__(self, config: Any, hidden_size: int, **_: Any) -> None:
+            super().__init__(config, hidden_size, 1e-6)  # transformers' own, whatever the configuration says
+
+    usual = {key: value for key, value in vars(config_of()).items() if key in _LATENT - others.keys()}
+    config = MLATransformerConfig(
+        **usual, multi_latent_attention=True, q_lora_rank=query_rank, kv_lora_rank=8, qk_head_dim=6, qk_pos_emb_head_dim=4,
+        v_head_dim=6, rope_type="rope", apply_rope_fusion=False, **others,
+    )  # fmt: skip
+    spec = get_gpt_layer_local_spec(config.num_moe_experts, multi_latent_attention=True, normalization="RMSNorm")
+    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = Norm
+    attention = spec.submodules.self_attention.submodules
+    attention.core_attention = Attention
+    attention.q_layernorm = attention.kv_layernorm = InnerNorm
+    with (
+        mock.patch("megatron.core.transformer.transformer_block.LayerNormImpl", Norm),
+        mock.patch("megatron.core.transformer.multi_latent_attention.TELinear", Norm),
+    ):
+        model = GPTModel(
+            config, spec, vocab_size=48, max_sequence_length=64, position_embedding_type="rope",
+            share_embeddings_and_output_weights=False,
+        )  # fmt: skip
+    model.double()
+    fill(model)
+    return model
+
+
+_LATENT = {
+    "num_layers", "hidden_size", "num_attention_heads", "kv_channels", "ffn_hidden_size", "gated_linear_unit",
+    "activation_func", "normalization", "add_bias_linear", "use_cpu_initialization", "params_dtype", "pipeline_dtype",
+    "hidden_dropout", "attention_dropout", "attention_softmax_in_fp32", "bias_activation_fusion", "masked_softmax_fusion",
+    "bias_dropout_fusion", "gradient_accumulation_fusion",
+}  # fmt: skip
 
 
 def fill(model: Any, seed: int = 3) -> None:
@@ -179,6 +256,8 @@ def fill(model: Any, seed: int = 3) -> None:
     for path, module in model.named_modules():
         for leaf, parameter in module.named_parameters(recurse=False):
             layer = known.get((id(module), leaf))
+            if leaf == "bias" and (owner := known.get((id(module), "weight"))) is not None and owner.dim == 0:
+                layer = owner  # its rows are cut as those of the weight
             name = f"{global_name(model, path)}.{leaf}" if layer is None else f"{layer.name}.weight"
             cut = layer is not None and layer.kind == "linear" and layer.dim is not None
             dim = (

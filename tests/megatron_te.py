@@ -133,6 +133,19 @@ class GroupedExperts(torch.nn.Module):
         return out
 
 
+class NormAndMix(torch.nn.Module):
+    """In the place of a norm: one with a layer behind it that every process has whole, as down-projections of attention are."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__()
+        self.weight, self.eps = torch.nn.Parameter(torch.ones(hidden_size)), eps
+        self.mix = TELinear(hidden_size, hidden_size, config=config)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.mix(torch.nn.functional.rms_norm(x, self.weight.shape, self.weight, self.eps))[0]
+        return y
+
+
 def use_stand_ins(spec: Any) -> None:
     """Put these layers into a layer's specification, norms into their linear layers as Transformer Engine's have them."""
     attention, mlp = spec.submodules.self_attention.submodules, spec.submodules.mlp.submodules

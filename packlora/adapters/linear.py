@@ -33,6 +33,11 @@ _graph_task: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lam
 """Number of the backward that runs in this thread, -1 outside of any."""
 
 
+def in_backward() -> bool:
+    """Whether this thread runs a backward."""
+    return _graph_task() != -1
+
+
 class Attached:
     """What the adapted layers of one model share: the owners of the tokens that pass through them, who chooses plans, and what
     the operator keeps for groups of siblings from call to call.
@@ -103,7 +108,7 @@ class Attached:
             RuntimeError: a backward recomputes activations of nobody knows which microbatch.
         """
         active = self._active
-        if active is None and _graph_task() != -1:
+        if active is None and in_backward():
             raise RuntimeError(
                 "a backward that recomputes activations must run inside active(owners) of its microbatch"
             )

@@ -23,6 +23,7 @@ from packlora.bench import (
     experts,
     graphs,
     layer,
+    megatron,
     model,
     multi,
     peer_block,
@@ -51,9 +52,10 @@ from packlora.runtime.record import device_name
 ON_A_DEVICE: dict[str, Any] = {
     "layer": layer, "multi": multi, "graphs": graphs, "model": model, "dora": dora, "small": small,
     "quantised": quantised, "experts": experts, "sweep": sweep, "vlm": vlm, "peers": peer_block, "workloads": workloads,
+    "megatron": megatron,
 }  # fmt: skip
 ON_PROCESSES: dict[str, Any] = {"replicas": replicas, "tensor-parallel": tensor_parallel, "pipeline": pipeline}
-ON_EITHER: dict[str, Any] = {"experts": expert_parallel}
+ON_EITHER: dict[str, Any] = {"experts": expert_parallel, "megatron": megatron}
 """What benchmarks of ON_A_DEVICE are under torchrun."""
 NAMES = (*ON_A_DEVICE, "schedule", *ON_PROCESSES)
 

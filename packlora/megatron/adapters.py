@@ -6,7 +6,6 @@ import copy
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -22,13 +21,22 @@ from packlora.adapters.weights import AdapterWeights
 from packlora.config import AdapterConfig
 from packlora.errors import InputError
 from packlora.files import write_json, write_tensors
-from packlora.megatron.attach import Placed, check_model, cut_of
+from packlora.megatron.attach import Placed, check_model, cut_of, unwrapped
 from packlora.megatron.checkpoint import adapter_state, load_state, put
 from packlora.megatron.gather import Tensors, everywhere, whole_tensors
-from packlora.megatron.layers import Found
-from packlora.megatron.names import Part, fuse, fused_spec, parts_of, same_A, split
+from packlora.megatron.layers import Found, config_in
+from packlora.megatron.names import OTHERS, Part, fuse, fused_spec, parts_of, same_A, split
 from packlora.megatron.owners import token_owners
-from packlora.megatron.targets import check_layers, config_of, resolve
+from packlora.megatron.stacked import (
+    OWNER,
+    own_of,
+    parameter_names,
+    place_of,
+    source_of,
+    stacked,
+    stacked_shapes,
+)
+from packlora.megatron.targets import check_layers, check_ranks, config_of, resolve
 
 Given: TypeAlias = LoraConfig | AdapterConfig | str | Path
 """A configuration, or a folder with an adapter."""
@@ -42,8 +50,9 @@ def apply_lora(
 ) -> MegatronAdapters:
     """Freeze a Megatron-Core model and put LoRA or DoRA adapters onto it, in place.
 
-    Call it on all processes, after the model has its weights and before it is wrapped by DistributedDataParallel. First values
-    depend on the seed and the names of layers, not on how the model is cut.
+    Call it on all processes, after the model has its weights, where it will train, and before it is wrapped by
+    DistributedDataParallel; a Float16Module around it may be there or come later. First values depend on the seed and the names
+    of layers, not on how the model is cut.
 
     Args:
         model: a model, or its chunks under a virtual pipeline.
@@ -55,15 +64,18 @@ def apply_lora(
         InputError: a configuration uses what is not supported, or means no layer or one that cannot be adapted; a folder is
             none of an adapter, or one of layers that the model does not have.
     """
-    chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
+    chunks = [unwrapped(one) for one in ([model] if isinstance(model, torch.nn.Module) else model)]
     given: dict[str, Given] = dict(config) if isinstance(config, Mapping) else {"default": config}
     layers = check_model(chunks, list(given))
+    lines = everywhere({f"{path} {layer.kind}" for path, layer in layers.items()})
+    kinds = dict(line.split(" ") for line in sorted(lines))
     specs, values = {}, {}
     for name, one in given.items():
         if isinstance(one, str | Path):
             specs[name], values[name] = _read(one, layers, name)
         else:
-            specs[name] = resolve(config_of(one, name), layers, name)
+            divided = isinstance(one, AdapterConfig) and one.expert_rank != "r"
+            specs[name] = resolve(config_of(one, name), layers, kinds, name, divided)
     placed = Placed(chunks, specs, seed)
     put(placed)
     for name, tensors in values.items():
@@ -97,6 +109,10 @@ class MegatronAdapters:
             raise InputError(f"no adapter {name!r}; the model has {', '.join(map(repr, self.names))}")
         return self._placed.weights[name]
 
+    def _check_not_merged(self, before: str) -> None:
+        if self._placed.owned.merged:
+            raise InputError(f"adapter {self._placed.owned.merged!r} is merged; call unmerge before {before}")
+
     # --- owners -------------------------------------------------------------------------------------------------------
 
     def owners(
@@ -113,15 +129,20 @@ class MegatronAdapters:
         self._placed.owned.norms.changed()
 
     def active(self, owners: TokenOwners) -> AbstractContextManager[None]:
-        """Run a forward on tokens of these owners; with recomputation of activations, its backward too."""
+        """Run a forward on tokens of these owners."""
         return self._placed.owned.active(owners)
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
     def sharded_state_dict(self, *names: str) -> dict[str, Any]:
-        """For megatron.core.dist_checkpointing, the tensors of the adapters alone; without names those of all."""
+        """For megatron.core.dist_checkpointing, the tensors of the adapters alone; without names those of all.
+
+        Raises:
+            InputError: there is no such adapter, or one is merged.
+        """
         for name in names:
             self._weights(name)
+        self._check_not_merged("sharded_state_dict")
         return adapter_state(self._placed, names or self.names)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -145,8 +166,7 @@ class MegatronAdapters:
             InputError: a layer has no counterpart in transformers' model.
         """
         self._weights(name)
-        if self._placed.owned.merged:
-            raise InputError(f"adapter {self._placed.owned.merged!r} is merged; call unmerge before save")
+        self._check_not_merged("save")
         tensors, config = self._as_peft(name, base_model, vocab_size)
         try:
             if dist.get_rank() == 0:
@@ -159,31 +179,41 @@ class MegatronAdapters:
     def _as_peft(self, name: str, base_model: str | None, vocab_size: int | None) -> tuple[Tensors, LoraConfig]:
         whole, layers = whole_tensors(self._placed, name), self._placed.layers
         # what is on other processes: all layers' names there, and what the adapter is on its own
-        known = everywhere({part.name for layer in layers.values() for part in _parts(layer)})
+        model = config_in(layers)
+        known = everywhere({part for layer in layers.values() for part in _file_names(layer, model)})
         every = everywhere({f"{path}|{spec.rank}|{spec.scaling!r}" for path, spec in self.specs(name).items()})
         told = {path: (int(rank), float(scaling)) for path, rank, scaling in (line.split("|") for line in every)}
-        tensors: Tensors = {}
-        specs: dict[str, tuple[int, float]] = {}
+        found, specs = stacked(whole, told, model, name)
         for path in whole:
-            for part, found in split(whole[path], _parts_at(path, layers, whole[path])).items():
-                specs[part] = told[path]
-                tensors |= _keyed(part, found, vocab_size)
-        config = _config_of(self._placed.specs[name].peft, specs, known)
-        config.base_model_name_or_path = base_model
-        return tensors, config
+            if place_of(path, model) is None:
+                config = model if path not in layers else getattr(layers[path].module, "config", None)
+                for part, own in split(whole[path], parts_of(path, whole[path]["B"].shape[0], config)).items():
+                    specs[_named(part, model)] = told[path]
+                    found[part] = own
+        tensors = {key: value for part, own in found.items() for key, value in _keyed(part, own, vocab_size).items()}
+        peft = _config_of(self._placed.specs[name].peft, specs, known)
+        peft.base_model_name_or_path = base_model
+        return tensors, peft
 
     # --- merging ------------------------------------------------------------------------------------------------------
 
     def merge(self, name: str) -> None:
-        """Put an adapter into the weights: the model computes it then by itself. Frozen weights are kept on the CPU.
+        """Put an adapter into the weights: the model computes it then by itself, and the model's `sharded_state_dict` has the
+        merged weights alone. Frozen weights are kept on the CPU.
 
         Raises:
-            InputError: one is merged already.
+            InputError: one is merged already, or it is one of an embedding whose weight is the output layer's too.
         """
         owned = self._placed.owned
         weights = self._weights(name)
         if owned.merged:
             raise InputError(f"adapter {owned.merged!r} is merged already; call unmerge first")
+        shared = any(getattr(chunk, "share_embeddings_and_output_weights", False) for chunk in self._placed.chunks)
+        if shared and any(self._placed.layers[path].kind == "embedding" for path in weights):
+            raise InputError(
+                f"adapter {name!r} is on word_embeddings, whose weight is the output layer's too, which it would change; untie "
+                "the model to merge it"
+            )
         merged = {path: _merged(self._placed.layers[path], own) for path, own in weights.items()}
         with torch.no_grad():
             for path, value in merged.items():
@@ -226,25 +256,9 @@ def _size(layer: Found) -> int:
 
 def _parts(layer: Found) -> list[Part]:
     try:
-        return parts_of(layer, _size(layer))
+        return parts_of(layer.name, _size(layer), getattr(layer.module, "config", None))
     except InputError:
         return []
-
-
-def _parts_at(path: str, layers: Mapping[str, Found], whole: Tensors) -> list[Part]:
-    """Also of a layer of another process: like the one of this process whose name has other numbers."""
-    layer = layers.get(path)
-    if layer is None:
-        pattern = _without_numbers(path)
-        layer = next((one for one in layers.values() if _without_numbers(one.name) == pattern), None)
-        if layer is None:
-            raise InputError(f"no layer like {path} is on this process, so its parts are not known; use fewer stages")
-        layer = replace(layer, name=path)
-    return parts_of(layer, whole["B"].shape[0])
-
-
-def _without_numbers(path: str) -> str:
-    return ".".join("*" if part.isdigit() else part for part in path.split("."))
 
 
 def _keyed(part: str, tensors: Tensors, vocab_size: int | None) -> Tensors:
@@ -273,12 +287,34 @@ def _config_of(peft: LoraConfig, specs: Mapping[str, tuple[int, float]], known: 
         if (rank, scaling) != (first_rank, first_scaling):
             out.rank_pattern[name] = rank
             out.alpha_pattern[name] = _alpha(rank, scaling, peft.use_rslora)
-    leaves = {name.rpartition(".")[2] for name in specs}
-    whole = {name for name in known if name.rpartition(".")[2] in leaves}
-    out.target_modules = leaves if whole <= specs.keys() else set(specs)
+    modules = {name for name in specs if not _is_parameter(name)}
+    leaves = {name.rpartition(".")[2] for name in modules}
+    whole = {name for name in known if not _is_parameter(name) and name.rpartition(".")[2] in leaves}
+    out.target_modules = leaves if whole <= specs.keys() else modules
+    out.target_parameters = sorted(parameter_names(specs.keys() - modules, filter(_is_parameter, known))) or None
     out.layers_to_transform = out.layers_pattern = out.exclude_modules = None
     out.task_type = "CAUSAL_LM"
     return out
+
+
+def _is_parameter(name: str) -> bool:
+    """Whether a configuration names it as a parameter."""
+    return f".{OWNER}." in name or name.endswith(".weight")
+
+
+def _named(part: str, model: Any) -> str:
+    """What PEFT's configuration calls a layer of transformers' model. A router is no linear layer there: its weight is named.
+    In models with experts PEFT takes names of linear layers that experts once had for the experts, so there other layers with
+    these names (shared experts, dense layers) are named by their weights too."""
+    once = model.num_moe_experts and part.endswith((".gate_proj", ".up_proj", ".down_proj"))
+    return f"{part}.weight" if once or part.endswith(".mlp.gate") else part
+
+
+def _file_names(layer: Found, model: Any) -> list[str]:
+    """What a layer is in PEFT's configurations: names of modules, and of parameters."""
+    if place := place_of(layer.name, model):
+        return [f"{place[0]}.{place[1]}"]
+    return [_named(part.name, model) for part in _parts(layer)]
 
 
 def _alpha(rank: int, scaling: float, rslora: bool) -> Any:
@@ -299,8 +335,14 @@ def _read(
     for key, tensor in stored_tensors(Path(folder) / WEIGHTS, name).items():
         part, own = _split_key(key, name, folder)
         by_part.setdefault(part, {})[own] = tensor
-    spec, values, used = AdapterSpec(config_of(config, name)), {}, set()
+    given = copy.copy(config)
+    given.target_parameters = None  # they say the same as the tensors do
+    spec, values, used, model = AdapterSpec(config_of(given, name)), {}, set(), config_in(layers)
     for path, layer in layers.items():
+        if (source := source_of(by_part, config.target_parameters, path, model)) is not None:
+            spec.modules[path], values[path] = _expert_of(config, layer, by_part.get(source[0], {}), source[1], name)
+            used.add(source[0])
+            continue
         parts = _parts(layer)
         there = [by_part.get(part.name) for part in parts]
         if not any(there):
@@ -322,6 +364,8 @@ def _read(
         raise InputError(
             f"adapter {name!r}: {folder} has {left[0]} (and {len(left) - 1} more), which the model does not have"
         )
+    ranks = everywhere({f"{path} {module.rank}" for path, module in spec.modules.items()})
+    check_ranks({path: int(rank) for path, rank in (line.split(" ") for line in ranks)}, name)
     check_layers(spec, layers, name)
     return spec, values
 
@@ -333,31 +377,62 @@ def _split_key(key: str, name: str, folder: str | Path) -> tuple[str, str]:
     raise InputError(f"adapter {name!r}: {folder} has {key!r}, which adapters on Megatron-Core models do not have")
 
 
+def _expert_of(
+    config: LoraConfig, layer: Found, tensors: Tensors, parameter: str, name: str
+) -> tuple[ModuleSpec, Tensors]:
+    """An expert's adapter out of the tensors of all experts of its layer."""
+    model: Any = layer.module.config
+    place, spec, experts = place_of(layer.name, model), _module_spec(config, parameter), int(model.num_moe_experts)
+    assert place is not None
+    wanted = stacked_shapes(_shapes(layer, Part(layer.name), spec.rank, config.use_dora), experts)
+    _check_tensors(tensors, {key: [shape] for key, shape in wanted.items()}, layer, parameter, spec.rank, name)
+    return spec, own_of(tensors, experts, place[2], spec.rank)
+
+
+def _module_spec(config: LoraConfig, at: str) -> ModuleSpec:
+    """What a configuration says of a module or parameter of transformers' model, or of a module's weight."""
+
+    def own(patterns: Mapping[str, Any], usual: Any) -> Any:
+        keys = [get_pattern_key(patterns.keys(), name) for name in (at, f"{at}.weight")]
+        return next((patterns[key] for key in keys if key in patterns), usual)
+
+    rank, alpha = own(config.rank_pattern, config.r), own(config.alpha_pattern, config.lora_alpha)
+    scaling = alpha / (math.sqrt(rank) if config.use_rslora else rank)
+    return ModuleSpec(rank, scaling, config.lora_dropout, config.use_dora, False)
+
+
 def _spec_of(config: LoraConfig, layer: Found, part: Part, tensors: Tensors, name: str) -> ModuleSpec:
-    at = part.name
-    rank = config.rank_pattern.get(get_pattern_key(config.rank_pattern.keys(), at), config.r)
-    alpha = config.alpha_pattern.get(get_pattern_key(config.alpha_pattern.keys(), at), config.lora_alpha)
-    wanted = _shapes(layer, part, rank, config.use_dora)
+    spec = _module_spec(config, part.name)
+    words: int | None = None
+    if layer.name in OTHERS and tensors.keys() >= {"A", "B"}:
+        words = tensors["A"].shape[-1] if layer.kind == "embedding" else tensors["B"].shape[0]
+    shapes = _shapes(layer, part, spec.rank, config.use_dora)
+    fewer = shapes if words is None else _shapes(layer, part, spec.rank, config.use_dora, words)
+    _check_tensors(
+        tensors, {key: [shapes[key], fewer[key]] for key in shapes}, layer, part.name, spec.rank, name
+    )  # fmt: skip
+    return spec
+
+
+def _check_tensors(
+    tensors: Tensors, wanted: Mapping[str, Sequence[tuple[int, ...]]], layer: Found, at: str, rank: int, name: str
+) -> None:
+    """Raises InputError where what a file has at one place is not floats of one of the shapes, or not finite."""
     if tensors.keys() != wanted.keys():
         found = {key: list(value.shape) for key, value in tensors.items()}
         raise InputError(f"adapter {name!r}: {at} has {found}; its configuration says rank {rank} and {sorted(wanted)}")
-    words = {"embedding.word_embeddings": tensors["A"].shape[-1:], "output_layer": tensors["B"].shape[:1]}.get(
-        layer.name
-    )
     for key, tensor in tensors.items():
-        keys = next(
+        end = next(
             end for end, own in KEYS.items() if own == key and ("embedding" in end) == (layer.kind == "embedding")
         )
-        if tensor.shape not in (wanted[key], words and _shapes(layer, part, rank, config.use_dora, int(words[0]))[key]):
+        if tuple(tensor.shape) not in wanted[key]:
             raise InputError(
-                f"adapter {name!r}: {at}.{keys} is {tuple(tensor.shape)}, the model and rank {rank} need {wanted[key]}"
+                f"adapter {name!r}: {at}.{end} is {tuple(tensor.shape)}, the model and rank {rank} need {wanted[key][0]}"
             )
         if not tensor.is_floating_point():
-            raise InputError(f"adapter {name!r}: {at}.{keys} is {str(tensor.dtype).removeprefix('torch.')}, not floats")
+            raise InputError(f"adapter {name!r}: {at}.{end} is {str(tensor.dtype).removeprefix('torch.')}, not floats")
         if not tensor.float().isfinite().all():
-            raise InputError(f"adapter {name!r}: {at}.{keys} holds numbers that are not finite in float32")
-    scaling = alpha / (math.sqrt(rank) if config.use_rslora else rank)
-    return ModuleSpec(rank, scaling, config.lora_dropout, config.use_dora, False)
+            raise InputError(f"adapter {name!r}: {at}.{end} holds numbers that are not finite in float32")
 
 
 def _shapes(

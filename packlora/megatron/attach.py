@@ -113,13 +113,21 @@ class Placed:
                 check_experts(module, len(self.specs))
                 if type(dispatcher).__name__ in ("MoEAllGatherTokenDispatcher", "MoEAlltoAllTokenDispatcher"):
                     Dispatch(module, self.owned)
+            config: Any = getattr(module, "config", None)
+            if type(module).__name__ == "LanguageModelEmbedding" and config.recompute_granularity is not None:
+                module.register_forward_hook(_with_gradient)
         chunk.register_forward_pre_hook(self._begin)
-        embedding, config = getattr(chunk, "embedding", None), getattr(chunk, "config", None)
-        if embedding is not None and getattr(config, "recompute_granularity", None) is not None:
-            embedding.register_forward_hook(_with_gradient)
+        if getattr(getattr(chunk, "config", None), "recompute_granularity", None) is not None:
+            chunk.register_forward_hook(self._end)
 
     def _begin(self, module: torch.nn.Module, args: Any) -> None:
         self.owned.training = module.training
+        device = next(iter(self.layers.values())).tensor().device
+        if device != self.chooser.device:
+            raise InputError(
+                f"the model was moved from {self.chooser.device} to {device} after the adapters were put on; move it before "
+                "apply_lora"
+            )
         if self.owned.merged:
             return
         doras = [own for one in self.linears.values() for own in one.adapters.values() if own.magnitude is not None]
@@ -127,6 +135,10 @@ class Placed:
             _check_gathered(self.layers.values())
         for own in doras:
             own.norm()  # the first one that is stale computes all that are
+
+    def _end(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        if isinstance(output, torch.Tensor):
+            self.owned.remember(output)
 
 
 def _with_gradient(module: torch.nn.Module, args: Any, output: Any) -> None:
@@ -223,7 +235,18 @@ def check_model(chunks: list[torch.nn.Module], names: list[str]) -> dict[str, Fo
     layers = layers_of(chunks)
     if not layers:
         raise InputError("the model has no layers of Megatron-Core or Transformer Engine that can be adapted")
+    devices = {str(layer.tensor().device): path for path, layer in layers.items() if layer.tensor() is not None}
+    if len(devices) > 1:
+        found = ", ".join(f"{path} on {device}" for device, path in devices.items())
+        raise InputError(f"layers of the model are on several devices ({found}); move it before apply_lora")
     return layers
+
+
+def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+    """Without a Float16Module around it, under which names and states of layers are those of what is in it."""
+    while type(model).__name__ == "Float16Module":
+        model = model.module  # type: ignore[assignment]
+    return model
 
 
 ELSEWHERE = {"TEFusedMLP": "use_transformer_engine_op_fuser=False", "GroupedMLP": "moe_use_legacy_grouped_gemm=False"}

@@ -19,19 +19,20 @@ from megatron.core.utils import make_sharded_tensor_for_checkpoint, make_tp_shar
 from packlora.errors import InputError
 from packlora.megatron.attach import Placed, parameter_name
 from packlora.megatron.layers import Found, rank_of, size_of
+from packlora.megatron.owners import Owned
 
 MARK = "lora_"
 """Parameters of adapters begin with it."""
 
 
 class ShardedState:
-    """The `sharded_state_dict` of a layer with adapters.
+    """The `sharded_state_dict` of a layer with adapters; while one of them is merged, of the layer alone.
 
     parameters: (layer, of grouped ones each; adapter; key; the dimension that is cut).
     """
 
-    def __init__(self, module: Any, parameters: list[tuple[Found, str, str, int | None]]) -> None:
-        self.module, self.parameters = module, parameters
+    def __init__(self, module: Any, parameters: list[tuple[Found, str, str, int | None]], owned: Owned) -> None:
+        self.module, self.parameters, self.owned = module, parameters, owned
         self.original: Callable[..., dict[str, Any]] | None = getattr(module, "sharded_state_dict", None)
 
     def __call__(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
@@ -40,7 +41,7 @@ class ShardedState:
             metadata["dp_cp_group"] = parallel_state.get_data_parallel_group(with_context_parallel=True)
         own = {} if self.original is None else self.original(prefix, sharded_offsets, metadata)
         out = {key: value for key, value in own.items() if not key.rpartition(".")[2].startswith(MARK)}
-        for layer, adapter, key, dim in self.parameters:
+        for layer, adapter, key, dim in self.parameters if self.owned.merged is None else ():
             name = parameter_name(layer, adapter, key)
             made = self._one(layer, name, f"{MARK}{key}_{adapter}", dim, prefix, tuple(sharded_offsets), metadata)
             out[f"{prefix}{name}"] = made
@@ -81,7 +82,7 @@ def put(placed: Placed) -> None:
                 modules.setdefault(id(layer.module), []).append((layer, adapter, key, cut_dimension(layer, key)))
     for parameters in modules.values():
         module: Any = parameters[0][0].module
-        module.sharded_state_dict = ShardedState(module, parameters)
+        module.sharded_state_dict = ShardedState(module, parameters, placed.owned)
 
 
 def cut_dimension(layer: Found, key: str) -> int | None:

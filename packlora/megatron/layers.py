@@ -14,7 +14,7 @@ A weight that is not a plain tensor (FP8) is refused.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -120,6 +120,11 @@ def layers_of(chunks: list[torch.nn.Module]) -> dict[str, Found]:
             for layer in _found(chunk, path, module):
                 found[layer.name] = layer
     return found
+
+
+def config_in(layers: Mapping[str, Found]) -> Any:
+    """The TransformerConfig that the layers of a model have, all but the embedding."""
+    return next(layer.module.config for layer in layers.values() if hasattr(layer.module, "config"))
 
 
 def _found(model: torch.nn.Module, path: str, module: Any) -> Iterator[Found]:

@@ -16,7 +16,6 @@ import torch
 
 from packlora.adapters.spec import ModuleSpec
 from packlora.errors import InputError
-from packlora.megatron.layers import Found
 
 LAYER = "model.layers."
 OTHERS = {
@@ -24,9 +23,13 @@ OTHERS = {
 }  # fmt: skip
 BLOCKS = (
     ("self_attention.linear_proj", "self_attn.o_proj"),
+    ("self_attention.linear_q_proj", "self_attn.q_proj"),
+    ("self_attention.linear_q_down_proj", "self_attn.q_a_proj"),
+    ("self_attention.linear_q_up_proj", "self_attn.q_b_proj"),
+    ("self_attention.linear_kv_down_proj", "self_attn.kv_a_proj_with_mqa"),
+    ("self_attention.linear_kv_up_proj", "self_attn.kv_b_proj"),
     ("mlp.linear_fc2", "mlp.down_proj"),
     ("mlp.router", "mlp.gate"),
-    ("mlp.shared_experts.linear_fc2", "mlp.shared_expert.down_proj"),
 )
 """Of layers that are one there too: Megatron-Core's name within its layer, and transformers'."""
 
@@ -39,50 +42,53 @@ class Part:
     rows: torch.Tensor | None = None
 
 
-def parts_of(layer: Found, size: int) -> list[Part]:
-    """Of a layer with `size` outputs over all processes.
+def parts_of(layer: str, size: int, config: Any) -> list[Part]:
+    """Of a layer, by its name, with `size` outputs over all processes. config: its TransformerConfig.
 
     Raises:
         InputError: it has no counterpart.
     """
-    if layer.name in OTHERS:
-        return [Part(OTHERS[layer.name])]
-    head, _, rest = layer.name.partition("decoder.layers.")
+    if layer in OTHERS:
+        return [Part(OTHERS[layer])]
+    head, _, rest = layer.partition("decoder.layers.")
     number, _, own = rest.partition(".")
     if head or not number.isdigit():
         raise _unknown(layer)
     at = f"{LAYER}{number}."
     if own == "self_attention.linear_qkv":
-        return [Part(f"{at}self_attn.{leaf}", rows) for leaf, rows in _heads(layer, size)]
+        return [Part(f"{at}self_attn.{leaf}", rows) for leaf, rows in _heads(layer, size, config)]
     for known, there in BLOCKS:
         if own == known:
             return [Part(at + there)]
-    block = {"mlp.": "mlp.", "mlp.shared_experts.": "mlp.shared_expert."}.get(own.removesuffix("linear_fc1"))
+    # models with multi-latent attention have another name for shared experts than others
+    shared = "mlp.shared_experts." if config.multi_latent_attention else "mlp.shared_expert."
+    block = {"mlp.": "mlp.", "mlp.shared_experts.": shared}.get(own.removesuffix("linear_fc1"))
+    if own == "mlp.shared_experts.linear_fc2":
+        return [Part(f"{at}{shared}down_proj")]
     if own.startswith("mlp.experts.local_experts."):
         expert, _, leaf = own.removeprefix("mlp.experts.local_experts.").partition(".")
         block = f"mlp.experts.{expert}."
         if leaf == "linear_fc2":
             return [Part(f"{at}{block}down_proj")]
     if own.endswith("linear_fc1") and block is not None:
-        if not layer.gated:
+        if not config.gated_linear_unit:
             return [Part(f"{at}{block}up_proj")]
         rows = torch.arange(size)
         return [Part(f"{at}{block}gate_proj", rows[: size // 2]), Part(f"{at}{block}up_proj", rows[size // 2 :])]
     raise _unknown(layer)
 
 
-def _unknown(layer: Found) -> InputError:
-    return InputError(f"{layer.name} has no counterpart among transformers' layers that is known here")
+def _unknown(layer: str) -> InputError:
+    return InputError(f"{layer} has no counterpart among transformers' layers that is known here")
 
 
-def _heads(layer: Found, size: int) -> list[tuple[str, torch.Tensor]]:
+def _heads(layer: str, size: int, config: Any) -> list[tuple[str, torch.Tensor]]:
     """Rows of q, k and v, in the order in which transformers has their heads."""
-    config: Any = layer.module.config
     groups = config.num_query_groups or config.num_attention_heads
     queries, width = config.num_attention_heads // groups, config.kv_channels
     if size != groups * (queries + 2) * width:
         raise InputError(
-            f"{layer.name} has {size} outputs, which are not {groups} groups of {queries} queries, a key and a value of {width}"
+            f"{layer} has {size} outputs, which are not {groups} groups of {queries} queries, a key and a value of {width}"
         )
     rows = torch.arange(size).view(groups, queries + 2, width)
     return [

@@ -15,7 +15,7 @@ import torch
 from megatron.core.tensor_parallel import random
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from packlora.adapters.linear import Attached
+from packlora.adapters.linear import Attached, in_backward
 from packlora.adapters.owners import TokenOwners
 from packlora.errors import InputError
 from packlora.plans.select import PlanChooser
@@ -39,7 +39,33 @@ class Owned(Attached):
         self.merged: str | None = None
         self.training = True
         self._experts: dict[int, TokenOwners] | None = None
+        self._in_backward = False
+        """The owners that are active are those of a backward which `remember` has begun."""
         _LIVE.add(self)
+
+    @contextmanager
+    def active(self, owners: TokenOwners | int) -> Iterator[None]:
+        if self._in_backward and not in_backward():  # of one that has failed
+            self._left()
+        with super().active(owners):
+            yield
+
+    def remember(self, output: torch.Tensor) -> None:
+        """The backward from a forward's output, which recomputes activations, has the owners of that forward, also where
+        others' forwards have run since. It begins with the output's gradient."""
+        owners = self._active
+        if owners is None or not output.requires_grad:
+            return
+
+        def begin(gradient: torch.Tensor) -> None:
+            if self._active is None:
+                self._active, self._in_backward = owners, True
+                torch.autograd.Variable._execution_engine.queue_callback(self._left)
+
+        output.register_hook(begin)
+
+    def _left(self) -> None:
+        self._active, self._in_backward = None, False
 
     def owners(self, total: int, of_rows: bool = False, of_images: bool = False) -> TokenOwners | None:
         if self._active is not None or self.only_one is None:

@@ -1,4 +1,8 @@
-"""Which layers of a Megatron-Core model a configuration adapts, and how: matching is PEFT's, on the names of layers.py."""
+"""Which layers of a Megatron-Core model a configuration adapts, and how: matching is PEFT's, on the names of layers.py.
+
+A stage of a pipeline has some layers, an expert parallel process some experts. Targets and patterns are matched against the
+names of the whole model, so that all processes take the same and refuse the same.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ from packlora.adapters.files import UNSUPPORTED
 from packlora.adapters.spec import AdapterSpec, ModuleSpec, peft_config
 from packlora.config import AdapterConfig
 from packlora.errors import InputError, quoted
-from packlora.megatron.layers import Found, check
+from packlora.megatron.layers import Found, check, config_in
 
 STARTS: tuple[object, ...] = (True, "gaussian")
 """Values of init_lora_weights: A as PEFT's linear layers have it, or normal with a deviation of 1 / r. B is zero."""
@@ -21,6 +25,8 @@ OF_TRANSFORMERS = {
     "modules_to_save": None, "trainable_token_indices": None, "target_parameters": None, "fan_in_fan_out": False,
 }  # fmt: skip
 """Keys, with the value they have when unused, that adapters on models of transformers alone have."""
+OURS_ALONE = {"init_from": None, "dora_dropout": "peft"}
+"""Keys of a run file's adapter that a LoraConfig does not have, with the value they have when unused."""
 SPLIT = {
     "linear_qkv": ("q_proj", "k_proj", "v_proj"), "linear_proj": ("o_proj",),
     "linear_fc1": ("gate_proj", "up_proj"), "linear_fc2": ("down_proj",),
@@ -28,6 +34,8 @@ SPLIT = {
 """By Megatron-Core's leaf, those of transformers' models that are in it."""
 NOT_ALL_LINEAR = ("output_layer",)
 """What all-linear leaves out, beside routers and embeddings."""
+PREDICTION = "mtp."
+"""Names of layers that predict tokens further ahead, which all-linear leaves out: transformers' models have none."""
 
 
 def config_of(given: LoraConfig | AdapterConfig, name: str) -> LoraConfig:
@@ -36,13 +44,14 @@ def config_of(given: LoraConfig | AdapterConfig, name: str) -> LoraConfig:
     Raises:
         InputError: it uses what is not computed here.
     """
+    for own, value in OURS_ALONE.items():
+        if isinstance(given, AdapterConfig) and getattr(given, own) != value:
+            raise InputError(f"adapter {name!r}: {own} is set, which adapters on Megatron-Core models do not support")
     config = peft_config(given, "", None) if isinstance(given, AdapterConfig) else given
     if not isinstance(config, LoraConfig):
         raise InputError(
             f"adapter {name!r}: a peft.LoraConfig or an adapter of a run file is needed, not {type(given).__name__}"
         )
-    if isinstance(given, AdapterConfig) and given.expert_rank != "r":
-        raise InputError(f"adapter {name!r}: expert_rank is set, which adapters on Megatron-Core models do not support")
     for key, unused in (UNSUPPORTED | OF_TRANSFORMERS).items():
         if getattr(config, key, unused) not in (unused, None, False, []):
             raise InputError(f"adapter {name!r}: {key} is set, which adapters on Megatron-Core models do not support")
@@ -55,29 +64,71 @@ def config_of(given: LoraConfig | AdapterConfig, name: str) -> LoraConfig:
     return config
 
 
-def resolve(config: LoraConfig, layers: Mapping[str, Found], name: str) -> AdapterSpec:
-    """The adapter of each layer that the configuration means.
+def resolve(
+    config: LoraConfig, layers: Mapping[str, Found], kinds: Mapping[str, str], name: str, divided: bool = False
+) -> AdapterSpec:
+    """The adapter of each layer of this process that the configuration means.
 
     Args:
-        layers: of all processes of the pipeline that this one has, by name.
+        layers: those of this process, by name.
+        kinds: of all layers of the model, on whichever process they are, by name: "linear", "router" or "embedding".
+        divided: the rank of experts is divided by the number of experts that a token goes to; the scaling stays.
 
     Raises:
-        InputError: a target or a pattern means nothing, half of a fused layer, or a layer that cannot be adapted.
+        InputError: a target or a pattern means nothing, half of a fused layer, or a layer that cannot be adapted; on all
+            processes alike where it is one of names.
     """
-    chosen = _chosen(config, layers, name)
+    chosen = _chosen(config, kinds, name)
     for key in ("rank_pattern", "alpha_pattern"):
         for pattern in getattr(config, key):
             if not any(get_pattern_key([pattern], layer) == pattern for layer in chosen):
                 raise InputError(f"adapter {name!r}: {key} has {quoted(pattern, 300)}, which matches no adapted layer")
-    spec = AdapterSpec(config)
+    specs, ranks = dict[str, ModuleSpec](), dict[str, int]()
+    if divided and not any(map(is_expert, chosen)):
+        raise InputError(f"adapter {name!r}: expert_rank is r // top_k, but the adapter takes no experts; leave it out")
     for layer in chosen:
         rank = config.rank_pattern.get(get_pattern_key(config.rank_pattern.keys(), layer), config.r)
         alpha = config.alpha_pattern.get(get_pattern_key(config.alpha_pattern.keys(), layer), config.lora_alpha)
-        spec.modules[layer] = ModuleSpec(
-            rank, alpha / (math.sqrt(rank) if config.use_rslora else rank), config.lora_dropout, config.use_dora, False
-        )
+        scaling = alpha / (math.sqrt(rank) if config.use_rslora else rank)
+        rank = _divided(rank, layers, layer, name) if divided and is_expert(layer) else rank
+        ranks[layer] = rank
+        specs[layer] = ModuleSpec(rank, scaling, config.lora_dropout, config.use_dora, False)
+    check_ranks(ranks, name)
+    spec = AdapterSpec(config, {path: specs[path] for path in layers if path in specs})
     check_layers(spec, layers, name)
     return spec
+
+
+def is_expert(path: str) -> bool:
+    """Whether a layer's name is that of one of several experts."""
+    return ".local_experts." in path
+
+
+def _divided(rank: int, layers: Mapping[str, Found], path: str, name: str) -> int:
+    """The rank of an expert by the number of experts that a token goes to, which all layers' configuration has."""
+    top_k = int(config_in(layers).moe_router_topk)
+    if rank % top_k:
+        raise InputError(
+            f"adapter {name!r}: expert_rank is r // top_k, but the rank {rank} of {path} is no multiple of the {top_k} experts "
+            "that a token goes to"
+        )
+    return rank // top_k
+
+
+def check_ranks(ranks: Mapping[str, int], name: str) -> None:
+    """Raises InputError where experts of one layer have unlike ranks: a checkpoint holds the tensors of all as one.
+
+    ranks: of all layers that are adapted, by name.
+    """
+    first: dict[str, str] = {}
+    for path in sorted(filter(is_expert, ranks)):
+        head, _, rest = path.partition(".local_experts.")
+        other = first.setdefault(f"{head} {rest.partition('.')[2]}", path)
+        if ranks[other] != ranks[path]:
+            raise InputError(
+                f"adapter {name!r}: {other} has rank {ranks[other]} and {path} rank {ranks[path]}; experts of one layer need "
+                "the same rank"
+            )
 
 
 def check_layers(spec: AdapterSpec, layers: Mapping[str, Found], name: str) -> None:
@@ -88,18 +139,28 @@ def check_layers(spec: AdapterSpec, layers: Mapping[str, Found], name: str) -> N
             raise InputError(f"adapter {name!r}: {path} is an embedding, which DoRA does not support here")
 
 
-def _chosen(config: LoraConfig, layers: Mapping[str, Found], name: str) -> list[str]:
-    linear = [path for path, layer in layers.items() if layer.kind == "linear" and _leaf(path) not in NOT_ALL_LINEAR]
+def _chosen(config: LoraConfig, kinds: Mapping[str, str], name: str) -> list[str]:
+    linear = [
+        path
+        for path, kind in kinds.items()
+        if kind == "linear" and _leaf(path) not in NOT_ALL_LINEAR and not path.startswith(PREDICTION)
+    ]
     targets = config.target_modules
     if targets is None:
         raise InputError(f"adapter {name!r}: target_modules is not set; name layers such as linear_qkv, or all-linear")
+    for excluded in config.exclude_modules if isinstance(config.exclude_modules, list | set) else ():
+        if not any(path == excluded or path.endswith(f".{excluded}") for path in kinds):
+            raise InputError(
+                f"adapter {name!r}: exclude_modules has {quoted(excluded, 300)}, but there is: {_leaves(kinds)}"
+            )
     if isinstance(targets, str) and targets.lower() == "all-linear":
-        return linear
+        named = LoraConfig(target_modules=linear, exclude_modules=config.exclude_modules)
+        return [path for path in linear if _matches(named, path)]
     if isinstance(targets, str):
-        chosen = [path for path in layers if _matches(config, path)]
+        chosen = [path for path in kinds if _matches(config, path)]
         if not chosen:
             raise InputError(
-                f"adapter {name!r}: target_modules {quoted(targets, 300)} matches no layer: {_leaves(layers)}"
+                f"adapter {name!r}: target_modules {quoted(targets, 300)} matches no layer: {_leaves(kinds)}"
             )
         return chosen
     wanted = own_names(targets, name)
@@ -107,11 +168,11 @@ def _chosen(config: LoraConfig, layers: Mapping[str, Found], name: str) -> list[
         target_modules=list(wanted), exclude_modules=config.exclude_modules,
         layers_to_transform=config.layers_to_transform, layers_pattern=config.layers_pattern,
     )  # fmt: skip
-    chosen = [path for path in layers if _matches(named, path)]
+    chosen = [path for path in kinds if _matches(named, path)]
     for target in wanted:
-        if not any(path == target or path.endswith(f".{target}") for path in layers):
+        if not any(path == target or path.endswith(f".{target}") for path in kinds):
             raise InputError(
-                f"adapter {name!r}: target_modules has {quoted(target, 300)}, but there is: {_leaves(layers)}"
+                f"adapter {name!r}: target_modules has {quoted(target, 300)}, but there is: {_leaves(kinds)}"
             )
     return chosen
 
@@ -144,5 +205,5 @@ def _leaf(path: str) -> str:
     return path.rpartition(".")[2]
 
 
-def _leaves(layers: Mapping[str, Found]) -> str:
-    return ", ".join(sorted({_leaf(path) for path in layers})) or "no layer that can be adapted"
+def _leaves(kinds: Mapping[str, str]) -> str:
+    return ", ".join(sorted({_leaf(path) for path in kinds})) or "no layer that can be adapted"

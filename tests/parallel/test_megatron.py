@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 from ranks import Ranks
 
 pytest.importorskip("megatron.core")
@@ -15,16 +19,25 @@ from megatron_runs import (
     BOUND,
     Case,
     Layout,
+    around,
     benched,
     broken,
     compared,
     damaged,
+    divided,
+    documented,
     handed_on,
+    handed_on_experts,
     kept,
+    latent,
     lora,
     padded,
+    piped,
     recomputed,
     refusals,
+    replicated,
+    sent,
+    spread,
     staged,
     stepped,
     taken_over,
@@ -32,6 +45,7 @@ from megatron_runs import (
     worst,
 )  # fmt: skip
 
+from packlora.bench.run import run_bench
 from packlora.config import AdapterConfig
 from packlora.errors import InputError
 from packlora.megatron.targets import config_of
@@ -51,16 +65,22 @@ MOE: dict[str, Any] = {
     "moe_token_dispatcher_type": "allgather",
     "moe_shared_expert_intermediate_size": 8,
 }  # fmt: skip
+OVERLAPPED = {"moe_token_dispatcher_type": "alltoall", "moe_shared_expert_overlap": True}
 SPREAD = (Layout(1, False, 2), Layout(2, True, 2), Layout(2, True, 1, 2))
 
 
 def test_every_layout_learns_what_one_process_learns(ranks: Pool) -> None:
-    """Logits and whole gradients of all parameters: LoRA, rsLoRA, DoRA, dropout, embedding and output layer, several owners."""
+    """Logits and whole gradients of all parameters: LoRA, rsLoRA, DoRA, dropout, embedding and output layer, several owners;
+    also with biases, without gates, with one key for both processes' queries, with a tied output layer."""
+    plain: dict[str, Any] = {"gated_linear_unit": False, "activation_func": torch.nn.functional.gelu}
+    biased = {"add_bias_linear": True, "add_qkv_bias": True}
+    words = lora(target_modules=["word_embeddings", "linear_fc2"], init_lora_weights="gaussian")
     cases = [
-        Case({"one": lora(use_rslora=True, lora_dropout=0.2)}),
-        Case({"one": lora(use_dora=True, lora_dropout=0.1)}),
+        Case({"one": lora(use_rslora=True, lora_dropout=0.2)}, model=plain | biased),
+        Case({"one": lora(use_dora=True, lora_dropout=0.1)}, model={"num_query_groups": 1}),
         Case({"one": lora(target_modules=["word_embeddings", "output_layer", "linear_fc2"])}),
-        Case(THREE, OWNERS),
+        Case({"one": words}, model={"tied": True}, layouts=(Layout(2, True),)),
+        Case(THREE, OWNERS, biased),
     ]
     for error, where in worst(ranks(2).run(compared, cases)):
         assert error < BOUND, where
@@ -73,6 +93,7 @@ def test_experts_routers_and_shared_experts_learn_in_every_layout(ranks: Pool) -
         Case({"one": moe}, model=MOE, layouts=SPREAD),
         Case(several, OWNERS, MOE, SPREAD),
         Case(several, OWNERS, MOE | {"moe_token_dispatcher_type": "alltoall"}, SPREAD),
+        Case({"one": moe}, model=MOE | OVERLAPPED, layouts=SPREAD[1:2]),
     ]
     for error, where in worst(ranks(2).run(compared, cases)):
         assert error < BOUND, where
@@ -90,24 +111,51 @@ def test_steps_of_megatrons_own_optimizer_are_those_of_one_process(ranks: Pool) 
         assert error[0] < BOUND, error[1]
 
 
+def test_replicas_learn_what_one_process_learns(ranks: Pool, tmp_path: Path) -> None:
+    """On other data each; with the distributed optimizer and its overlaps; and from an optimizer's state in another layout."""
+    [error] = worst([[one] for one in ranks(2).run(replicated, str(tmp_path / "state"))])
+    assert error[0] < BOUND, error[1]
+
+
+def test_stages_and_chunks_of_a_pipeline_learn_what_one_process_learns(ranks: Pool) -> None:
+    own = ["linear_qkv", "linear_fc2"]
+    again = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    cases = {
+        "several": Case({"a": lora(lora_dropout=0.1), "b": lora(use_dora=True)}, ("a", "b", None, "a")),
+        "a stage without adapters": Case({"one": lora(target_modules=own, layers_to_transform=[1])}),
+        "recomputed": Case({"a": lora(lora_dropout=0.1), "b": lora(use_dora=True)}, ("a", "b", None, "a"), again),
+        "tied": Case({"one": lora(target_modules=["word_embeddings", "linear_qkv"])}, model={"tied": True}),
+        "chunks": Case({"one": lora(use_dora=True, target_modules=own)}, model={"num_layers": 4}),
+    }
+    [error] = worst([[one] for one in ranks(2).run(piped, cases)])
+    assert error[0] < BOUND, error[1]
+
+
 def test_a_checkpoint_is_read_in_another_layout(ranks: Pool, tmp_path: Path) -> None:
-    """Gate and up, queries, keys and values, experts: whole tensors are the same to the bit."""
+    """Gate and up, queries, keys and values, experts, also grouped ones: whole tensors are the same to the bit."""
     case = Case({"a": lora(use_dora=True), "b_1": lora(target_modules=EVERYTHING)}, model=MOE)
-    layouts = [Layout(1), Layout(1, False, 2), Layout(2, True, 1, 2)]
+    layouts = [Layout(1, False, 2), Layout(2, True, 1, 2)]
     wrong = ranks(2).run(kept, str(tmp_path / "experts"), case, Layout(2, True, 2), layouts)
+    grouped = Case({"a": lora(target_modules=["linear_fc1", "linear_fc2"], use_dora=True)}, model=MOE, te=True)
+    wrong += ranks(2).run(
+        kept, str(tmp_path / "grouped"), grouped, Layout(1, False, 2), [Layout(1), Layout(2, True, 2)]
+    )
     dense = Case({"a": lora(use_dora=True), "b": lora(target_modules=["linear_qkv"], layers_to_transform=[1])})
     wrong += ranks(2).run(kept, str(tmp_path / "dense"), dense, Layout(2), [Layout(1), Layout(2, True)])
     assert not any(wrong), wrong
 
 
 def test_layers_of_transformer_engine_learn_what_megatrons_own_do(ranks: Pool) -> None:
-    """By stand-ins with their attributes and calls: a norm before the product, grouped experts, other names of everything."""
+    """By stand-ins with their attributes and calls: a norm before the product, grouped experts, layers that every process has
+    whole, other names of everything."""
     moe = lora(target_modules=["linear_fc1", "linear_fc2"])
+    whole = lora(target_modules=["mix", "linear_qkv"], lora_dropout=0.1)
     cases = [
         Case({"one": lora(use_dora=True)}, layouts=(Layout(1), Layout(2), Layout(2, True)), te=True),
         Case(
             {"a": moe, "b": moe | {"use_dora": True}, "c": moe}, OWNERS, MOE, (Layout(1), Layout(2, True, 2)), te=True
         ),
+        Case({"a": whole, "b": whole | {"use_dora": True}, "c": whole}, OWNERS, {"mixed": True}),
     ]
     for error, where in worst(ranks(2).run(compared, cases)):
         assert error < BOUND, where
@@ -130,6 +178,50 @@ def test_adapters_of_q_k_v_gate_and_up_are_taken_over_exactly(ranks: Pool, tmp_p
     assert error[0] < BOUND, error[1]
 
 
+def test_peft_and_other_layouts_compute_the_same_from_a_folder_with_experts(ranks: Pool, tmp_path: Path) -> None:
+    """All experts of a layer in one tensor, routers and shared experts as parameters, ranks and scalings that differ; the same
+    bytes in any layout."""
+    unlike: dict[str, Any] = {
+        "rank_pattern": {"linear_fc1": 2}, "alpha_pattern": {"linear_fc2": 7, "local_experts.1.linear_fc1": 9},
+    }  # fmt: skip
+    cases = {
+        "all": lora(target_modules=["linear_qkv", "linear_fc1", "linear_fc2", "router"], **unlike),
+        "down": lora(target_modules=["linear_fc2"], layers_to_transform=[1], use_rslora=True),
+        "DoRA": lora(target_modules=["linear_fc1", "linear_fc2", "router"], use_dora=True),
+    }
+    [error] = worst([[one] for one in ranks(2).run(handed_on_experts, str(tmp_path), cases)])
+    assert error[0] < BOUND, error[1]
+
+
+def test_peft_computes_the_same_from_a_folder_with_latent_attention(ranks: Pool, tmp_path: Path) -> None:
+    [error] = worst([[one] for one in ranks(2).run(latent, str(tmp_path))])
+    assert error[0] < BOUND, error[1]
+
+
+def test_the_rank_of_experts_is_divided_and_their_scaling_stays(ranks: Pool) -> None:
+    assert ranks(2).run(divided) == [(3, 9 / 6**0.5, 6, 9 / 6**0.5)] * 2
+
+
+def test_the_code_of_the_page_runs(ranks: Pool, tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "megatron.md").read_text()
+    for found in ranks(2).run(documented, str(tmp_path / "page"), page):
+        assert found["losses"][-1] < found["losses"][0] - 0.1
+        assert found["files"] == ["adapter", "law", "state"]
+
+
+def test_adapters_send_nothing_in_a_layer(ranks: Pool) -> None:
+    """The same collectives, of the same bytes, as the frozen model."""
+    for found in ranks(2).run(sent):
+        for names, size, own_names, own_size in found.values():
+            assert names == own_names and size == own_size > 0
+
+
+def test_a_model_that_is_wrapped_already_and_states_of_merged_weights(ranks: Pool) -> None:
+    """A Float16Module changes no names and hides no embedding; merged weights are kept without the adapters in them."""
+    for found in ranks(2).run(around):
+        assert found == {"state": (16, 16), "learns": True, "merged": True, "unmerged": 16, "routers": True}
+
+
 def test_words_that_megatron_has_more_of_are_filled_up_when_an_adapter_is_read(ranks: Pool, tmp_path: Path) -> None:
     [error] = worst([[one] for one in ranks(2).run(padded, str(tmp_path / "x"))])
     assert error[0] < BOUND, error[1]
@@ -140,6 +232,7 @@ def test_damaged_files_and_states_of_something_else_are_refused(ranks: Pool, tmp
         "nan": "not finite", "infinite": "not finite", "whole": "int32", "one row": "(1, 3)", "one number": "(1,)",
         "flat": "lora_B.weight is (", "a column more": "down_proj.lora_A.weight is (", "empty": "holds nothing",
         "foreign": "'decoder.lora_A_y'", "partial": "lacks", "less than none": "-2 tokens",
+        "an expert's row": "lora_A.weight is (11, 12)", "one weight": "down_proj has {}", "one by one": "the same",
     }  # fmt: skip
     for said in ranks(2).run(damaged, str(tmp_path)):
         assert said.keys() == words.keys()
@@ -151,7 +244,7 @@ def test_faults_that_are_put_in_are_seen(ranks: Pool) -> None:
     """Those of other implementations: each makes the comparisons of this file fail by far."""
     one, other = ranks(2).run(broken)
     seen = {name: max(error, other[name]) for name, error in one.items()}
-    assert len(seen) == 7 and all(error > 1e-3 for error in seen.values()), seen
+    assert len(seen) == 8 and all(error > 1e-3 for error in seen.values()), seen
 
 
 def test_writes_that_no_version_shows_are_seen_after_a_step(ranks: Pool) -> None:
@@ -172,6 +265,10 @@ def test_what_is_not_supported_is_refused_by_name(ranks: Pool, tmp_path: Path) -
         "embedding": "which DoRA does not support", "name": "'a.b'", "none": "no adapter", "kind": "not int",
         "folder": "not a PEFT adapter folder", "tied": "untie it", "twice": "has adapters", "owner": "'c'",
         "graph": "cuda_graph_impl", "fused": "is a MLP", "merged": "unmerge first", "saved": "unmerge before save",
+        "unlike experts": "need the same rank", "no experts": "takes no experts", "no multiple": "no multiple of the 2",
+        "apart": "on several devices", "moved": "was moved from cpu to meta", "tied words": "the output layer's too",
+        "state": "unmerge before sharded_state_dict", "exclusion": "exclude_modules has 'o_proj'",
+        "rest": "linear_fc1 linear_fc2 linear_qkv", "ahead": "decoder.layers.0.mlp.linear_fc1",
     }  # fmt: skip
     assert said.keys() == words.keys()
     for name, word in words.items():
@@ -181,8 +278,8 @@ def test_what_is_not_supported_is_refused_by_name(ranks: Pool, tmp_path: Path) -
 @pytest.mark.parametrize(
     "settings",
     [
-        {"modules_to_save": ["norm"]}, {"trainable_token_indices": [3]}, {"expert_rank": "r // top_k"},
-        {"target_parameters": ["experts.down_proj"]},
+        {"modules_to_save": ["norm"]}, {"trainable_token_indices": [3]}, {"target_parameters": ["experts.down_proj"]},
+        {"dora_dropout": "low_rank"}, {"init_from": "a/folder"},
     ],
 )  # fmt: skip
 def test_what_models_of_transformers_alone_have_is_refused(settings: dict[str, Any]) -> None:
@@ -191,15 +288,36 @@ def test_what_models_of_transformers_alone_have_is_refused(settings: dict[str, A
 
 
 @pytest.mark.soak
-def test_the_benchmark_measures_all_contenders(ranks: Pool) -> None:
-    for row in ranks(2).run(benched)[0]:
-        assert row["ms"].keys() == {"frozen", "packlora", "packlora_dora", "plain"}
-        assert all(row["ms"].values()), row
+def test_the_benchmark_writes_what_it_measures(ranks: Pool, tmp_path: Path) -> None:
+    """On one process, as on one GPU, and on two, plain and with sequence parallelism; adapters send what frozen layers do."""
+    out = tmp_path / "megatron.json"
+    with mock.patch.dict(os.environ, {"WORLD_SIZE": "1"}):
+        assert run_bench("megatron", out, quick=True, device="cpu") == 0
+    assert ranks(2).run(benched, tmp_path / "two.json") == [0, 0]
+    written = [json.loads(file.read_text()) for file in (out, tmp_path / "two.json")]
+    assert [row["case"] for file in written for row in file["rows"]] == [
+        "tiny plain tp1",
+        "tiny plain tp2",
+        "tiny sp tp2",
+    ]
+    for row in written[0]["rows"] + written[1]["rows"]:
+        assert row["ms"].keys() == {"frozen", "packlora", "packlora_dora", "plain"} and all(row["ms"].values()), row
+        sent = {name: found["sent"] for name, found in row["messages"].items()}
+        assert sent["packlora"] == sent["packlora_dora"] == sent["frozen"] and (
+            row["processes"] == 1 or sent["frozen"]
+        ), sent
+        assert sent["plain"] > sent["frozen"] or row["processes"] == 1, sent
+    assert written[1]["summary"].keys() >= {"part_packlora_over_frozen_tp2", "part_packlora_dora_over_frozen_tp2_sp"}
 
 
 def test_stages_of_a_pipeline_have_the_adapters_of_the_whole_model(ranks: Pool, tmp_path: Path) -> None:
-    """First values by the layer's number in the whole model, and one folder of all stages."""
-    assert ranks(2).run(staged, str(tmp_path), Case({"one": lora(use_dora=True)})) == [[], []]
+    """First values by the layer's number in the whole model, and one folder of all stages; names are those of all stages."""
+    targets = ["word_embeddings", "output_layer", "linear_qkv", "linear_fc1"]
+    last = {"decoder.layers.1.self_attention.linear_qkv": 2}
+    case = Case({"one": lora(target_modules=targets, rank_pattern=last)})
+    assert ranks(2).run(staged, str(tmp_path / "stages"), case) == [[], []]
+    case = Case({"one": lora(use_dora=True)}, model={"num_layers": 4})
+    assert ranks(2).run(staged, str(tmp_path / "chunks"), case, 2) == [[], []]
 
 
 @pytest.mark.soak
@@ -224,3 +342,15 @@ def test_four_processes_learn_and_read_what_one_process_does(ranks: Pool, tmp_pa
     others = [Layout(1, False, 4), Layout(4, True, 4), Layout(1)]
     [wrong, *_] = ranks(4).run(kept, str(tmp_path / "experts"), cases[1], Layout(2, True, 2, 2), others)
     assert not wrong
+
+
+@pytest.mark.soak
+def test_four_processes_with_replicas_learn_what_one_process_does(ranks: Pool) -> None:
+    """Tensor and expert parallelism beside data parallelism, on other data each, with the distributed optimizer too."""
+    moe = lora(target_modules=["linear_fc1", "linear_fc2", "router"], use_dora=True)
+    cases = [
+        Case({"a": lora(), "b": lora(use_dora=True)}, ("a", "b", None, "a"), layouts=(Layout(2, True),)),
+        Case({"a": moe}, model=MOE, layouts=(Layout(2, True, 2), Layout(1, False, 4), Layout(1, False, 2))),
+    ]
+    [error] = worst([[one] for one in ranks(4).run(spread, cases)])
+    assert error[0] < BOUND, error[1]
