@@ -152,6 +152,20 @@ def read_quantised(
     return own_layers(read_model(path, revision, made_of(dtype), trust_remote_code, **how), dtype, path, notes)
 
 
+def read_in_codes(
+    path: str, quantization: QuantizationConfig, dtype: torch.dtype, device: torch.device
+) -> tuple[PreTrainedModel, dict[str, Codes]]:
+    """A model that is saved as floats as its library quantises it, ready to be saved in codes, and the codes by module path.
+
+    Raises:
+        InputError: it cannot be loaded.
+    """
+    how = _loading(quantization, None, dtype, device)
+    model = read_model(path, None, made_of(dtype), **how)
+    found = {name: codes for name, _, codes in _quantised(model)}
+    return model, {name: own.with_stored(own.stored.detach().as_subclass(torch.Tensor)) for name, own in found.items()}
+
+
 def _loading(
     quantization: QuantizationConfig, stored: Stored | None, dtype: torch.dtype, device: torch.device
 ) -> dict[str, Any]:
