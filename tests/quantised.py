@@ -35,7 +35,8 @@ def dequantised(own: Codes) -> torch.Tensor:
         of_code = state.code.float()[torch.stack([packed >> 4, packed & 15], 1).flatten()]
         numbers = own.shape[0] * own.shape[1]
         made = of_code[:numbers] * scales.float().repeat_interleave(state.blocksize)[:numbers]
-        return made.view(own.shape).double()
+        whole: torch.Tensor = made.view(own.shape).double()
+        return whole
     assert isinstance(own, EightBit)
     return own.stored.double() * (own.largest_N[:, None] * (1 / 127))
 
