@@ -367,13 +367,20 @@ def merge(
     double_quant: Annotated[
         bool, typer.Option("--double-quant", help="With nf4 or fp4: scales are quantised too.")
     ] = False,
+    requantize: Annotated[
+        str,
+        typer.Option(
+            help="Save the merged model in codes, and say how far they are off: nf4, nf4-double, fp4, fp4-double, int8, or "
+            "torchao's int4_weight_only, int8_weight_only, float8_weight_only."
+        ),
+    ] = "none",
 ) -> None:
     """Fold an adapter into its base model's weights and save a plain Hugging Face model."""
 
     def action() -> None:
         from packlora.commands.merge import merge_adapter
 
-        if note := merge_adapter(adapter, out, base_model, dtype, quantization, double_quant):
+        if note := merge_adapter(adapter, out, base_model, dtype, quantization, double_quant, requantize):
             say(f"note: {note}")
         print(f"merged model: {out}", flush=True)
 

@@ -26,10 +26,17 @@ def codes(weight_NK: torch.Tensor, kind: str) -> Codes:
 
 
 def dequantised(own: Codes) -> torch.Tensor:
-    """What bitsandbytes makes of codes, in float64."""
+    """What codes stand for, in float64: of 4 bits the upper half of a byte comes first, and blocks go on from row to row."""
     if isinstance(own, FourBit):
-        made: torch.Tensor = bnb.functional.dequantize_4bit(own.stored, own.state)
-        return made.double()
+        state, packed = own.state, own.stored.view(-1).long()
+        scales = state.absmax
+        if state.nested:
+            scales = bnb.functional.dequantize_blockwise(scales, state.state2) + state.offset
+        of_code = state.code.float()[torch.stack([packed >> 4, packed & 15], 1).flatten()]
+        numbers = own.shape[0] * own.shape[1]
+        made = of_code[:numbers] * scales.float().repeat_interleave(state.blocksize)[:numbers]
+        whole: torch.Tensor = made.view(own.shape).double()
+        return whole
     assert isinstance(own, EightBit)
     return own.stored.double() * (own.largest_N[:, None] * (1 / 127))
 

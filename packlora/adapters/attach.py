@@ -52,6 +52,7 @@ class Adapter:
     layout: of `flat`, by the names of `named_parameters`; what is not decayed lies behind all others.
     trained_on: how the weights of its layers are quantised, as text for its file; None of dense ones.
     elsewhere: shapes of its parameters on layers that are not of this model, but of other stages (parallel/stages.py), by name.
+    held: bool, like `flat`: which elements are trained, where others are not; see starts.py.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Adapter:
     flat: torch.Tensor
     trained_on: dict[str, Any] | None = None
     elsewhere: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    held: torch.Tensor | None = None
 
     def named_parameters(self) -> dict[str, torch.nn.Parameter]:
         """All trainable parameters, as `module path/A` and so on, in model order."""

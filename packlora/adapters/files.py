@@ -31,7 +31,7 @@ from packlora.adapters.attach import Adapter
 from packlora.adapters.experts import shapes_at
 from packlora.adapters.kinds import PARAMETERS, SUFFIXES
 from packlora.adapters.sharded import shard_of
-from packlora.adapters.spec import AdapterSpec, ModuleSpec, peft_config, resolve
+from packlora.adapters.spec import OF_WEIGHTS, AdapterSpec, ModuleSpec, peft_config, resolve
 from packlora.config import AdapterConfig
 from packlora.errors import InputError, quoted, shown
 from packlora.files import write_file, write_json, write_tensors
@@ -123,6 +123,8 @@ def save_adapter(folder: Path, adapter: Adapter, whole: Mapping[str, torch.Tenso
 def config_dict(peft: LoraConfig) -> dict[str, Any]:
     """What an adapter_config.json says."""
     config: dict[str, Any] = peft.to_dict() | {"inference_mode": True}
+    if OF_WEIGHTS.fullmatch(str(peft.init_lora_weights)):  # PEFT would begin anew, and change the base
+        config["init_lora_weights"] = True
     if peft.target_parameters:  # PEFT trains no dropout there, and so loads no adapter that names one
         config["lora_dropout"] = 0.0
     return {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}

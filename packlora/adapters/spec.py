@@ -31,8 +31,11 @@ from packlora.adapters.expert_targets import (
 )
 from packlora.adapters.kinds import PARAMETERS, Kind, copied, is_linear, kind_of, why_no_rows
 from packlora.config import AdapterConfig
+from packlora.config.adapter import DOUBLED
 from packlora.errors import InputError, quoted
 
+OF_WEIGHTS = re.compile("pissa.*|olora|loftq")
+"""Values of init_lora_weights for which starts.py has the first values."""
 MATCH_SECONDS = 10.0
 """For all patterns of an adapter against all names of a model; usual ones take milliseconds."""
 
@@ -76,29 +79,38 @@ class AdapterSpec:
 
 
 def peft_config(adapter: AdapterConfig, base_model: str, revision: str | None) -> LoraConfig:
-    """The LoraConfig that PEFT users would write for the adapter."""
-    alpha = {key: whole_number(value) for key, value in adapter.alpha_pattern.items()}
-    return LoraConfig(
-        r=adapter.r,
-        lora_alpha=whole_number(adapter.lora_alpha),
+    """The LoraConfig that PEFT users would write for the adapter; of twice the rank and the same scaling where starts.py needs
+    it."""
+    ranks = 2 if adapter.is_doubled else 1
+    alphas = math.sqrt(ranks) if adapter.use_rslora else ranks
+    alpha = {key: whole_number(value * alphas) for key, value in adapter.alpha_pattern.items()}
+    config = LoraConfig(
+        r=adapter.r * ranks,
+        lora_alpha=whole_number(adapter.lora_alpha * alphas),
         lora_dropout=adapter.lora_dropout,
         target_modules=adapter.target_modules,
         target_parameters=adapter.target_parameters,
         use_rslora=adapter.use_rslora,
         use_dora=adapter.use_dora,
         bias=adapter.bias,
-        rank_pattern=dict(adapter.rank_pattern),
+        rank_pattern={key: rank * ranks for key, rank in adapter.rank_pattern.items()},
         alpha_pattern=alpha,
         exclude_modules=adapter.exclude_modules,
         layers_to_transform=adapter.layers_to_transform,
         layers_pattern=adapter.layers_pattern,
-        init_lora_weights=adapter.init_lora_weights,
         modules_to_save=adapter.modules_to_save,
         trainable_token_indices=adapter.trainable_token_indices,
         task_type="CAUSAL_LM",
         base_model_name_or_path=base_model,
         revision=revision,
     )
+    config.init_lora_weights = adapter.init_lora_weights  # type: ignore[assignment]  # of loftq PEFT wants settings
+    return config
+
+
+def is_doubled(start: bool | str) -> bool:
+    """Whether the second half of the ranks is never trained, see starts.py."""
+    return re.fullmatch(DOUBLED, str(start)) is not None
 
 
 def whole_number(number: float) -> Any:

@@ -53,7 +53,7 @@ def first_factors(
         Q_rr, _ = torch.linalg.qr(torch.randn(r, r, generator=generator))
         A_Kr = torch.randn(K, r // 2, generator=generator) @ Q_rr[0::2] / 10
         return A_Kr.T, torch.randn(r // 2, N, generator=generator).T @ Q_rr[1::2] / 10
-    return uniform(r, K), uniform(N, r) if start is False else None
+    return uniform(r, K), uniform(N, r) if start is False else None  # starts.py writes those of other starts
 
 
 class AdapterWeights:

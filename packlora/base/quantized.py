@@ -37,6 +37,9 @@ LIBRARIES = {
 MADE = ("nf4", "fp4", "int8", "torchao")
 """Methods whose codes are made while a model is loaded."""
 DEFAULT_GROUP = 128
+PACKS_INT4 = ("cuda",)
+"""Devices for which torchao packs 4 bits. K is filled up to a multiple of INT4_COLUMNS and N to one of INT4_ROWS."""
+INT4_ROWS, INT4_COLUMNS = 8, 1024
 
 
 # --- what can be done here ---------------------------------------------------------------------------------------------
@@ -54,7 +57,7 @@ def check_quantization(asked: QuantizationConfig, device: torch.device, what: st
             raise InputError(f"{said}{name} is not installed; {remedy}")
     if asked.method == "torchao" and not is_torchao_available():
         raise InputError(f"{said}torchao is too old for transformers; pip install -U 'packlora[quant]'")
-    if asked.quant_type == "int4_weight_only" and device.type != "cuda":
+    if asked.quant_type == "int4_weight_only" and device.type not in PACKS_INT4:
         raise InputError(
             f"{said}torchao packs 4 bits for CUDA devices only, not for {device.type}; int8_weight_only, float8_weight_only "
             "and bitsandbytes' nf4 are made here"
@@ -126,7 +129,13 @@ def _bytes_of(quantization: QuantizationConfig, N: int, K: int, dtype: torch.dty
                 f"quantization: group_size {group} does not divide the {K} inputs of {name}; give one that does, of 32, 64, "
                 "128 and 256, or int8_weight_only"
             )
-        return N * K // 2 + 2 * 2 * N * K // group
+        if dtype != torch.bfloat16:
+            found = str(dtype).removeprefix("torch.")
+            raise InputError(
+                f"quantization: {quantization.described} is made of bfloat16, and dtype is {found}; set dtype: bfloat16"
+            )
+        filled = -(-N // INT4_ROWS) * INT4_ROWS * -(-K // INT4_COLUMNS) * INT4_COLUMNS
+        return filled // 2 + 2 * 2 * filled // group
     if quantization.method == "int8":
         return N * K + 4 * N
     return round(N * K * (0.5 + ((1 + 4 / 256) / 64 if quantization.double_quant else 4 / 64)))
@@ -150,6 +159,20 @@ def read_quantised(
     """
     how = _loading(quantization, stored, dtype, device)
     return own_layers(read_model(path, revision, made_of(dtype), trust_remote_code, **how), dtype, path, notes)
+
+
+def read_in_codes(
+    path: str, quantization: QuantizationConfig, dtype: torch.dtype, device: torch.device
+) -> tuple[PreTrainedModel, dict[str, Codes]]:
+    """A model that is saved as floats as its library quantises it, ready to be saved in codes, and the codes by module path.
+
+    Raises:
+        InputError: it cannot be loaded.
+    """
+    how = _loading(quantization, None, dtype, device)
+    model = read_model(path, None, made_of(dtype), **how)
+    found = {name: codes for name, _, codes in _quantised(model)}
+    return model, {name: own.with_stored(own.stored.detach().as_subclass(torch.Tensor)) for name, own in found.items()}
 
 
 def _loading(

@@ -43,7 +43,7 @@ PROTOCOL = (
     "microbatch for each, one after the other; frozen: the four samples without an adapter. Contenders run in turn inside one "
     "loop, random order each round, CUDA events, medians, ratios within a round. gib: peak of one step, with the codes and "
     "what the contender itself keeps, without what the others keep. losses: {steps} steps of AdamW (1e-3) on one sample by "
-    "packlora and by PEFT from the same adapter."
+    "packlora and by PEFT from the same adapter, and by PEFT in float32 over what the codes stand for, from the same numbers."
 )
 
 
@@ -172,11 +172,19 @@ def several_jobs(name: str, base: nn.Module, ids_BS: torch.Tensor, case: Case) -
 
 
 def losses(base: nn.Module, ids_BS: torch.Tensor, case: Case) -> list[list[float]]:
-    """Of packlora and of PEFT, step by step."""
+    """Of packlora, of PEFT, and of PEFT in float32, step by step."""
     found: list[list[float]] = []
-    for name in ("packlora", "peft_bnb"):
+    start: dict[str, torch.Tensor] = {}
+    for name in ("packlora", "peft_bnb", "float32"):
         torch.manual_seed(1)
-        model = peft_model(over_the_same_codes(base), case)
+        if name == "float32":
+            model = peft_model(own_layers(over_the_same_codes(base), torch.float32), case)
+            for path, parameter in model.named_parameters():
+                if parameter.requires_grad:
+                    parameter.data = start[path].float()
+        else:
+            model = peft_model(over_the_same_codes(base), case)
+            start = {path: p.detach().clone() for path, p in model.named_parameters() if p.requires_grad}
         if name == "packlora":
             accelerated(name, model)
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
@@ -242,6 +250,16 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         gib, pairs = row["gib"], row.get("losses")
         both = "packlora" in gib and "peft_bnb" in gib
         out[f"{start}peak_gib_minus_peft"] = gib["packlora"] - gib["peft_bnb"] if both else None
-        mean = sum(abs(a - b) for a, b in zip(*pairs, strict=True)) / len(pairs[0]) if pairs else None
-        out[f"{start}loss_mean_abs_vs_peft"] = mean
+        ours, theirs, *exact = pairs or [None, None]
+        out[f"{start}loss_mean_abs_vs_peft"] = _apart(ours, theirs)
+        if exact:
+            out[f"{start}loss_mean_abs_vs_float32"] = _apart(ours, exact[0])
+            out[f"{start}peft_loss_mean_abs_vs_float32"] = _apart(theirs, exact[0])
     return out
+
+
+def _apart(one: list[float] | None, other: list[float] | None) -> float | None:
+    """Mean of the differences."""
+    if one is None or other is None:
+        return None
+    return sum(abs(a - b) for a, b in zip(one, other, strict=True)) / len(one)

@@ -6,7 +6,8 @@ An adapter that was trained on a quantised base is folded into what the codes st
 is the model it was trained for. So is one whose base is saved in codes. The result is dense. Where an output layer is tied to
 an embedding and the adapter tells them apart, both are written.
 
-The sum is made in float32 whatever the base is stored in, and rounded once. The base's files are read and written one after
+A model that is asked for in codes is quantised once it is whole (requantise.py), so for a while its folder has both. The sum is
+made in float32 whatever the base is stored in, and rounded once. The base's files are read and written one after
 the other, so that memory holds one of them and not the model.
 """
 
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -36,12 +37,17 @@ from packlora.base.stored import Stored, stored_as
 from packlora.base.weight_files import INDEX, WeightFiles, keys_there, parts_of
 from packlora.commands.adapter_folder import of_the_base, open_adapter
 from packlora.commands.merge_experts import ExpertPlace, expert_places
+from packlora.commands.requantise import asked_codes, requantise
 from packlora.config import QuantizationConfig
 from packlora.errors import InputError, WriteError, quoted, unwritten
 from packlora.files import write_folder, write_json
 from packlora.ops.row_norm.row_norm import row_norm
 
-GENERATION = "generation_config.json"
+BESIDE = (
+    "generation_config.json", "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",
+    "chat_template.json",
+)  # fmt: skip
+"""Files of a base that a merged model has as they are, where they are there: how it answers, and how it reads images."""
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -52,6 +58,7 @@ def merge_adapter(
     dtype: str = "auto",
     quantization: str = "auto",
     double_quant: bool = False,
+    requantize: str = "none",
 ) -> str | None:
     """Write the merged model and its tokenizer to `out`, as a plain Hugging Face folder.
 
@@ -63,10 +70,11 @@ def merge_adapter(
         quantization: what of the base the adapter is folded into: none, its weights; nf4, fp4 or int8, what these codes of them
             stand for; auto, as the adapter was trained by packlora.
         double_quant: of nf4 and fp4.
+        requantize: none, or what codes the merged model is saved in, one of requantise.KINDS.
 
     Returns:
         What the user should know: the adapter names another base model, one that is not on this machine or of the same
-        architecture; how far the weights that it was folded into are from those of the base.
+        architecture; how far the weights that it was folded into are from those of the base, and codes from the merged ones.
 
     Raises:
         InputError: the adapter, the base or the output folder cannot be used, the adapter was made for another architecture,
@@ -77,6 +85,7 @@ def merge_adapter(
         raise InputError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"{out} exists and is not empty; choose another folder")
+    codes = asked_codes(requantize)
     opened = open_adapter(adapter_dir, base_model)
     base, revision, skeleton = opened.base, opened.config.revision, opened.skeleton
     kept = skeleton.config.dtype or torch.float32
@@ -100,14 +109,31 @@ def merge_adapter(
     if into is not None:
         into.keys = {keys[name] for path in quantised_paths(skeleton) if (name := f"{path}.weight") in keys}
         merged.codes = into
+    made: list[str] = []
 
     def write(folder: Path) -> None:
-        merged.write(folder)
-        _write_config(folder, skeleton, merged.dtype)
-        if found := cached_file(base, GENERATION, revision=revision, _raise_exceptions_for_missing_entries=False):
-            shutil.copyfile(found, folder / GENERATION)
+        dense = folder if codes is None else folder / "dense"
+        dense.mkdir(exist_ok=True)
+        merged.write(dense)
+        _write_config(dense, skeleton, merged.dtype)
+        if codes is not None:
+            made.append(requantise(dense, folder, codes, merged.dtype))
+            shutil.rmtree(dense)
+        for name in BESIDE:
+            _copy(name, base, revision, folder)
         tokenizer.save_pretrained(folder)
 
+    _write_out(out, write)
+    folded = None if into is None else into.told()
+    if stored is not None:
+        folded = f"the adapter is folded into what the base's {stored.as_asked.described} codes stand for"
+    if folded and codes is None:
+        folded += "; the model is dense"
+    return "; ".join(text for text in (opened.note, folded, *made) if text) or None
+
+
+def _write_out(out: Path, write: Callable[[Path], None]) -> None:
+    """The folder `out`, as a whole. Raises InputError or WriteError."""
     try:
         target = Path(os.path.realpath(out))  # a link stays, and what it leads to is written
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -116,10 +142,6 @@ def merge_adapter(
         if reason := unwritten(error):
             raise WriteError(f"cannot write {out}: {reason}") from None
         raise InputError(f"cannot write {out}: {error}") from None
-    folded = None if into is None else into.told()
-    if stored is not None:
-        folded = f"the adapter is folded into what the base's {stored.as_asked.described} codes stand for; the model is dense"
-    return "; ".join(text for text in (opened.note, folded) if text) or None
 
 
 def _in_codes(
@@ -148,6 +170,12 @@ def _made_in(told: Mapping[str, object], otherwise: torch.dtype, adapter_dir: Pa
             f"{adapter_dir} says that it was trained in dtype {quoted(name)}; a run has float32, bfloat16, float16 or float64"
         )
     return getattr(torch, name)  # type: ignore[no-any-return]
+
+
+def _copy(name: str, base: str, revision: str | None, folder: Path) -> None:
+    """A file of the base, where it has it."""
+    if found := cached_file(base, name, revision=revision, _raise_exceptions_for_missing_entries=False):
+        shutil.copyfile(found, folder / name)
 
 
 def _write_config(folder: Path, model: PreTrainedModel, dtype: torch.dtype) -> None:
@@ -207,7 +235,7 @@ class Codes:
     def told(self) -> str:
         return (
             f"the adapter is folded into what {self.quantization.described} codes of the base stand for, which is "
-            f"{(self.error / max(self.size, 1e-300)) ** 0.5:.2%} off its weights (root mean square); the model is dense"
+            f"{(self.error / max(self.size, 1e-300)) ** 0.5:.2%} off its weights (root mean square)"
         )
 
 

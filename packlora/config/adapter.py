@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
@@ -9,12 +10,12 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from packlora.config.shared import LEAST_ALPHA, MOST_ALPHA, MOST_PATTERNS, MOST_RANK, PathText, Strict, check_regex
 from packlora.errors import quoted
 
-_CHANGED = "which changes the base weights, and these are shared by all jobs"
-OTHER_STARTS = {
-    "pissa": _CHANGED, "olora": _CHANGED, "corda": _CHANGED, "loftq": _CHANGED, "lora_ga": _CHANGED,
-    "eva": "which takes a pass over the data before training",
-}  # fmt: skip
+_OF_DATA = "which takes a pass over the data before training"
+OTHER_STARTS = {"corda": _OF_DATA, "lora_ga": _OF_DATA, "eva": _OF_DATA}
 """Values of PEFT's init_lora_weights that are not taken, and why."""
+STARTS = r"gaussian|orthogonal|pissa(_niter_[1-9]\d?)?|olora|loftq"
+DOUBLED = r"pissa.*|olora"
+"""Those under which an adapter has twice the rank, see adapters/starts.py."""
 
 
 class AdapterConfig(Strict):
@@ -50,8 +51,9 @@ class AdapterConfig(Strict):
     """Numbers of the layers whose modules target_modules, a list, means."""
     layers_pattern: str | list[str] | None = None
     """With layers_to_transform: the name of the list of layers, such as layers or h."""
-    init_lora_weights: bool | Literal["gaussian", "orthogonal"] = True
-    """What A and B begin with: true, A random and B zeros; false, both random; gaussian; orthogonal."""
+    init_lora_weights: bool | str = True
+    """What A and B begin with: true, A random and B zeros; false, both random; gaussian; orthogonal; pissa, pissa_niter_4,
+    olora, of the weights of the base; loftq, of what they lost by quantization."""
     modules_to_save: list[str] | None = None
     """Linear layers, embeddings and norms of which the job trains a copy of its own."""
     trainable_token_indices: list[int] | dict[str, list[int]] | None = None
@@ -99,12 +101,27 @@ class AdapterConfig(Strict):
     @field_validator("init_lora_weights", mode="before")
     @classmethod
     def _plain_start(cls, value: Any) -> Any:
-        if isinstance(value, str) and value not in ("gaussian", "orthogonal"):
+        if isinstance(value, str) and re.fullmatch(STARTS, value) is None:
             why = next((reason for start, reason in OTHER_STARTS.items() if value.startswith(start)), None)
             raise ValueError(
-                f"is {quoted(value)}{'' if why is None else ', ' + why}; give true, false, gaussian or orthogonal"
+                f"is {quoted(value)}{'' if why is None else ', ' + why}; give true, false, gaussian, orthogonal, pissa, "
+                "pissa_niter_4 (1 to 99), olora or loftq"
             )
         return value
+
+    @property
+    def is_doubled(self) -> bool:
+        """Whether its adapter has twice the rank, the second half of which is never trained."""
+        return re.fullmatch(DOUBLED, str(self.init_lora_weights)) is not None
+
+    @model_validator(mode="after")
+    def _start_is_not_dropped(self) -> AdapterConfig:
+        if self.is_doubled and self.lora_dropout:
+            raise ValueError(
+                f"init_lora_weights is {self.init_lora_weights}, and lora_dropout {self.lora_dropout:g} would drop the "
+                "principal part of the base; set lora_dropout: 0"
+            )
+        return self
 
     @field_validator("layers_to_transform")
     @classmethod

@@ -184,9 +184,10 @@ def encode_some(
                 raise InputError(
                     f"job {job!r}: {row.where}: the sample has {sample.num_tokens} tokens"
                     + (f", {of_images} of them of images" if of_images else "")
-                    + f", over {limit_name}; raise it, "
-                    + ("use smaller images, " if of_images else "")
-                    + "or set truncate to drop or right"
+                    + f", over {limit_name}; "
+                    + ("" if limit == context else "raise it, ")
+                    + ("use smaller images, or " if of_images else "or " if limit != context else "")
+                    + "set truncate to drop or right"
                 )
             if data.truncate == "drop":
                 out.dropped += 1

@@ -180,6 +180,8 @@ def decode(path: str) -> tuple[bytes, pillow.Image]:
         raise InputError(
             f"the image {path} is too large, at most {MOST_PIXELS} pixels are read ({error}); make it smaller"
         ) from None
+    except pillow.UnidentifiedImageError:
+        raise InputError(f"the image {path} cannot be decoded; formats are {', '.join(FORMATS)}") from None
     except Exception as error:  # decoders of damaged files raise many types
         formats = ", ".join(FORMATS)
         raise InputError(f"the image {path} cannot be decoded ({error}); formats are {formats}") from None

@@ -55,8 +55,8 @@ def encode_for(
             total = sum(part.num_tokens for part in parts)
         elif longest > limit and data.truncate == "error":
             raise InputError(
-                f"job {job!r}: {row.where}: a prompt with its completion has {longest} tokens, over {name}; raise it, or set "
-                "truncate to drop or right"
+                f"job {job!r}: {row.where}: a prompt with its completion has {longest} tokens, over {name}; "
+                f"{'raise it, or ' if limit == data.max_length else ''}set truncate to drop or right"
             )
         if total > budget and data.truncate == "error":
             raise InputError(

@@ -372,15 +372,19 @@ class Job:
         """
         assert self.loss_sum is not None
         train, flat = self.config.train, self.adapter.flat
-        self._before = flat.clone()
+        self._before, held = flat.clone(), self.adapter.held
         whole, norm = norm, flat.new_zeros(()) if norm is None else norm.to(flat)
         if self.gradient is not None and len(self.without) < len(self.parameters):
             if self.grad_scale != 1.0:
                 self.gradient.div_(self.grad_scale)
+            if held is not None:
+                self.gradient.mul_(held)
             norm = self.norm_of(self.gradient) if whole is None else norm
             if train.max_grad_norm > 0:
                 self.gradient.mul_((train.max_grad_norm / (norm + 1e-6)).clamp(max=1.0))
             self.optimizer.step(self.gradient, self.without, self.lr_at(self.step))
+            if held is not None:  # weight decay takes no gradient
+                flat.copy_(torch.where(held, flat, self._before))
         largest, changed = torch.linalg.vector_norm(flat, math.inf), (flat != self._before).any()
         return torch.stack([number.double() for number in (self.loss_sum, norm, largest, changed)])
 

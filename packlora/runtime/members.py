@@ -14,6 +14,7 @@ from typing import Any
 from packlora.adapters.attach import Adapter, attach_one, detach_one
 from packlora.adapters.files import load_adapter
 from packlora.adapters.kept_outputs import keep_outputs
+from packlora.adapters.starts import begin, of_weights
 from packlora.base.model import Base
 from packlora.config import JobConfig, Run
 from packlora.errors import InputError, WriteError, unwritten
@@ -37,6 +38,7 @@ from packlora.runtime.prepared_job import PreparedJob
 from packlora.runtime.prepared_run import PreparedRun
 from packlora.runtime.record import RunRecord, described_job
 from packlora.runtime.stage import StageDevice
+from packlora.runtime.starts import float_weights
 from packlora.runtime.wholeness import needs_whole
 
 FLOAT16_SCALE = 4096.0
@@ -45,10 +47,12 @@ START = "start"
 """Folder in that of a job which holds the adapter that it was begun with."""
 
 
-def make_job(run: Run, item: PreparedJob, adapter: Adapter) -> Job:
+def make_job(run: Run, item: PreparedJob, adapter: Adapter, base: Base) -> Job:
     """A job before its first step, its adapter on the model."""
     if item.config.adapter.init_from is not None:
         load_adapter(item.config.adapter.init_from, adapter)
+    elif of_weights(adapter.spec):
+        begin(base.model, adapter, item.data.seed, lambda: float_weights(run))
     return Job(
         item.config,
         item.data,
@@ -210,7 +214,7 @@ class Members:
             )
             self._number += 1
             whole = parts_of([adapter], self.group)
-            job = make_job(self.run, item, adapter)
+            job = make_job(self.run, item, adapter, self.base)
             whole(job)
             job.joined = given
             there[job.name] = job

@@ -30,6 +30,7 @@ from packlora.runtime.encoder import Encoder, Reader
 from packlora.runtime.library_optimizer import check_optim
 from packlora.runtime.prepared_job import AUTO_BUDGET, LEFT_OUT, ModelShape, PreparedJob, Rows
 from packlora.runtime.prepared_run import PreparedRun
+from packlora.runtime.starts import check_start_of_weights
 from packlora.runtime.sweep import check_compared
 from packlora.runtime.wholeness import check_parallel, check_parameters, whole_alone
 from packlora.terminal import Told, silent
@@ -72,6 +73,7 @@ def prepare(
     specs = {job.name: adapter_spec(job, configs[job.name], skeleton) for job in run_jobs}
     for name, spec in specs.items():
         check_parameters(run, name, spec, quantization)
+        check_start_of_weights(run, name, spec, skeleton)
     asks = _asks(run, skeleton, specs, bool(left_out))
     warnings = (
         [note for spec in specs.values() for note in spec.notes]
@@ -151,6 +153,7 @@ def prepare_more(prepared: PreparedRun, jobs: list[JobConfig], budget: int) -> t
     for job in jobs:
         spec = adapter_spec(job, configs[job.name], encoder.skeleton)
         check_parameters(run, job.name, spec, prepared.quantization)
+        check_start_of_weights(run, job.name, spec, encoder.skeleton)
         if prepared.quantization is not None and (found := whole_alone(spec, encoder.skeleton, quantized=True)):
             raise InputError(f"job {job.name!r}: {found}, which quantization does not take; leave one of them out")
         one, doubts = encoder.job(job, spec, reader.rows(job), reader.held_out(job), budget, silent)

@@ -371,7 +371,7 @@ def _attach(prepared: PreparedRun, base: Base, replica: Alone) -> tuple[SingleDe
         noisy_embeddings(base.model, attached)
     jobs, whole, group = [], parts_of(adapters, replica), holders(replica)
     for item, adapter in zip(prepared.jobs, adapters, strict=True):
-        job = make_job(prepared.run, item, adapter)
+        job = make_job(prepared.run, item, adapter, base)
         whole(job)
         jobs.append(job)
     if prepared.run.keep_outputs:

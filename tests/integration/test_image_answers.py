@@ -17,6 +17,7 @@ from vision_models import vision_folder, write_images
 from packlora.base.load import read_config
 from packlora.base.vision import Vision
 from packlora.cli import app
+from packlora.commands.merge import merge_adapter
 from packlora.commands.talk import Sampling, Speakers, load_speakers
 from packlora.data import images
 from packlora.errors import InputError, printable
@@ -62,6 +63,14 @@ class Answers:
         ends = tokenizer.convert_tokens_to_ids(["<|im_end|>", "</s>"])
         out = self.models[name].generate(**own, max_new_tokens=NEW, do_sample=False, eos_token_id=ends)
         return str(tokenizer.decode(out[0, own["input_ids"].shape[1] :], skip_special_tokens=True))
+
+
+def test_a_merged_model_reads_images_as_its_base_does(answers: Callable[[str], Answers], tmp_path: Path) -> None:
+    own = answers("llava")
+    merge_adapter(own.folder / "lora", tmp_path / "merged", own.base)
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        assert (tmp_path / "merged" / name).read_bytes() == (Path(own.base) / name).read_bytes()
+    assert Vision.of(str(tmp_path / "merged"), None, read_config(str(tmp_path / "merged"), None)).processor is not None
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +159,7 @@ def test_an_image_that_cannot_be_shown_is_refused_before_weights_are_read(
         (["--image", str(tmp_path / "no.png")], "--image: the image .*no.png does not exist"),
         (["--image", str(tmp_path)], "--image: the image .* is no file"),
         (["--image", str(tmp_path / "broken.png")], "--image: the image .*broken.png cannot be decoded"),
-        (["--image", str(tmp_path / "text.png")], "--image: the image .*text.png cannot be decoded .*formats are PNG"),
+        (["--image", str(tmp_path / "text.png")], "--image: the image .*text.png cannot be decoded; formats are PNG"),
         (["--image", str(tmp_path / "large.png")], "too large, at most 1048576 pixels .* make it smaller"),
         (["--image", own.pictures[0], "--raw"], "--image: an image goes by the chat template, and --raw"),
     ):

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,14 +15,16 @@ import pytest
 import torch
 from conftest import tiny_model
 from peft import PeftModel
+from safetensors.torch import load_file, save_file
 from stored_codes import FORMATS, NEEDS, save_dense, save_stored, write_config
 from test_training import JOBS, adapter, config, distance, like_peft, perturbed_peft, steps, train, train_by_peft
 from transformers import AutoModelForCausalLM, TorchAoConfig
 
 from packlora.base import dequantised_files
 from packlora.base.model import Base, load_base
+from packlora.base.quantized import read_in_codes
 from packlora.commands.merge import merge_adapter
-from packlora.config import Run
+from packlora.config import QuantizationConfig, Run
 from packlora.errors import InputError
 from packlora.ops.lora_linear.quantized import QuantizedLinear
 from packlora.runtime.prepare import prepare
@@ -342,6 +346,73 @@ def test_what_cannot_be_met_here_is_refused_with_the_remedy(
     ):
         refused(said, FORMATS[kind][1])
     refused(r"torchao is not installed; pip install 'packlora\[quant\]'", quantization=TORCHAO["int8_weight_only"])
+
+
+def int4_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """torchao's int4 with its two CUDA kernels (pack, product) written for a CPU: W = (code - 8) scale + zero, by groups of K.
+
+    Returns what must be kept while they are used.
+    """
+
+    def pack(codes_NK: torch.Tensor, inner: int) -> torch.Tensor:
+        N, half = codes_NK.shape
+        return codes_NK.contiguous().view(torch.int32).reshape(N // 8, 2 * half // (16 * inner), 32, inner // 2)
+
+    def product(x_TK: torch.Tensor, packed: torch.Tensor, group: int, scales: torch.Tensor) -> torch.Tensor:
+        pairs = packed.reshape(scales.shape[1], -1).view(torch.uint8)
+        codes_NK = torch.stack([pairs >> 4, pairs & 15], 2).flatten(1).float()
+        scale_NK, zero_NK = (part.T.float().repeat_interleave(group, 1) for part in scales.unbind(2))
+        W_NK = ((codes_NK - 8) * scale_NK + zero_NK).bfloat16()
+        return (x_TK.float() @ W_NK.float().T).bfloat16()
+
+    library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        library.impl("_convert_weight_to_int4pack", pack, "CPU")
+        library.impl("_weight_int4pack_mm", product, "CPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    return library
+
+
+def test_four_bits_of_torchao_are_what_their_codes_say(
+    source: Path, write_rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Made in bfloat16, saved and taken as saved, beside the dense weights in float64. The kernels are ours, on a CPU."""
+    need("int4_weight_only")
+    kept = int4_on_a_cpu(monkeypatch)
+    asked = QuantizationConfig(method="torchao", quant_type="int4_weight_only", group_size=32)
+    model, codes = read_in_codes(str(source), asked, torch.bfloat16, torch.device("cpu"))
+    assert len(codes) == 14 and {own.settings["group_size"] for own in codes.values()} == {32}
+    exact = load_file(source / "model.safetensors")
+    dense = {path: own.values(torch.float32) for path, own in codes.items()}
+    for path, W_NK in dense.items():
+        off = float((W_NK - exact[f"{path}.weight"]).norm() / exact[f"{path}.weight"].norm())
+        assert 0.02 < off < 0.15 and torch.equal(W_NK, W_NK.bfloat16().float())
+    model.save_pretrained(tmp_path / "codes")
+    for file in (*source.glob("*token*"), *source.glob("*.jinja")):
+        shutil.copy(file, tmp_path / "codes")
+    save_dense(source, tmp_path / "plain", dense)
+    whole = tmp_path / "plain" / "model.safetensors"  # what is not in codes is of bfloat16 in the other folder
+    save_file({name: own.bfloat16().float() for name, own in load_file(whole).items()}, whole, {"format": "pt"})
+    monkeypatch.setattr("packlora.base.quantized.PACKS_INT4", ("cuda", "cpu"))
+    jobs = [{**job, "train": {**job["train"], "max_steps": 2}} for job in JOBS[1::2]]
+    tree = config(str(tmp_path / "plain"), tmp_path / "dense", write_rows, jobs, dtype="float64")
+    train(tree)
+    train({**tree, "base_model": str(tmp_path / "codes"), "output_dir": str(tmp_path / "saved")})
+    for job in jobs:
+        assert distance(adapter(tmp_path / "saved", job["name"]), adapter(tmp_path / "dense", job["name"])) < 1e-10
+    made = {**tree, "base_model": str(source), "output_dir": str(tmp_path / "made"), "dtype": "bfloat16"}
+    made |= {"quantization": asked.model_dump(exclude_none=True)}
+    base, layers, (run, prepared) = loaded(made)
+    held = sum(tensor.nbytes for tensor in base.model.state_dict().values())
+    predicted = memory_parts(run, prepared, 1)["frozen weights"] - 2 * 2 * 64 * 128
+    assert len(layers) == 14 and abs(predicted / held - 1) < 0.02
+    train(made)
+    with pytest.raises(
+        InputError, match=r"int4_weight_only.* is made of bfloat16, and dtype is float32; set dtype: bfloat16"
+    ):
+        prepare(Run.model_validate({**made, "dtype": "float32"}))
+    del kept
 
 
 def test_four_bits_of_torchao_are_refused_where_it_packs_none(source: Path, write_rows: Rows, tmp_path: Path) -> None:

@@ -28,7 +28,10 @@ def test_a_run_on_the_cpu_writes_its_cases_and_losses_like_peft_s(adapter: str, 
     assert {f"{start}{key}" for key in REQUIRED} <= written["summary"].keys()
     assert written["summary"][f"{start}loss_mean_abs_vs_peft"] < 0.02  # bfloat16 rounds losses of 6 to 0.03
     assert written["summary"][f"{start}four_jobs_vs_sequential"] > 0
-    ours, theirs = one["losses"]
+    ours, theirs, exact = one["losses"]
+    for who in ("", "peft_"):
+        assert 0 < written["summary"][f"{start}{who}loss_mean_abs_vs_float32"] < 0.02
+    assert exact[0] == pytest.approx(theirs[0], abs=0.03)
     assert theirs[0] - theirs[-1] > 0.02 and len(ours) == quantised.LOSS_STEPS
 
 
@@ -37,9 +40,10 @@ def test_the_summary_of_a_whole_benchmark_has_the_required_keys() -> None:
     for case in quantised.cases(Options(torch.device("cuda"))):
         gib = {"packlora": 10.0, "peft_bnb": 12.0}
         row = {"dora": case.dora, "jobs": case.jobs, "vs_peft_bnb": 1.5, "vs_sequential": 1.25, "gib": gib}
-        rows.append(row | {"over_frozen": {"packlora": 1.1}, "losses": [[1.0, 2.0], [1.5, 2.0]]})
+        rows.append(row | {"over_frozen": {"packlora": 1.1}, "losses": [[1.0, 2.0], [1.5, 2.0], [1.25, 2.0]]})
     summary = quantised.summary(rows)
     assert [summary[key] for key in REQUIRED] == [1.5, 1.25, 0.25, -2.0]
+    assert summary["loss_mean_abs_vs_float32"] == summary["dora_r64_peft_loss_mean_abs_vs_float32"] == 0.125
     assert [summary[f"dora_r64_{key}"] for key in REQUIRED] == [1.5, 1.25, 0.25, -2.0]
 
 

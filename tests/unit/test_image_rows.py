@@ -56,14 +56,15 @@ def user(*blocks: Any) -> list[dict[str, Any]]:
     return [{"role": "user", "content": list(blocks)}, {"role": "assistant", "content": "the fox"}]
 
 
-def encoded(folder: Path, *rows: Any, tokenizer: Any, shown: bool = True, **data: Any) -> Any:
+def encoded(folder: Path, *rows: Any, tokenizer: Any, shown: bool = True, context: int = 4096, **data: Any) -> Any:
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = DataConfig(path=str(path), **data)
     read = read_data(str(path), "job", on_bad_row=config.on_bad_row)
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.chat_template = CHAT
-    out = encode_rows(read.rows, tokenizer, config, 4096, "job", shown=Shown(Vision()) if shown else None)
+    looking = Shown(Vision()) if shown else None
+    out = encode_rows(read.rows, tokenizer, config, 4096, "job", context, shown=looking)
     out.skipped[:0] = read.skipped
     return out
 
@@ -127,7 +128,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "a pipe": (image("pipe.png"), "is no file"),
     "broken": (image("broken.png"), "cannot be decoded"),
     "cut off": (image("cut.png"), "cannot be decoded"),
-    "no image": (image("rows.jsonl"), "cannot be decoded"),
+    "no image": (image("rows.jsonl"), "rows.jsonl cannot be decoded; formats are PNG, JPEG"),
     "a format that runs programs": (image("run.eps"), "cannot be decoded"),
     "huge": (image("huge.png"), f"is too large, at most {MOST_PIXELS} pixels are read"),
     "too large": (image("large.png"), f"at most {MOST_PIXELS} pixels are read (9000 x 9000 pixels)"),
@@ -192,6 +193,8 @@ def test_more_tokens_than_fit_are_refused_with_how_many_are_of_images(folder: Pa
         InputError, match="5 of them of images, over max_length 8; raise it, use smaller images, or set"
     ):
         encoded(folder, FORMS["a prompt"], tokenizer=tokenizer, max_length=8)
+    with pytest.raises(InputError, match="over the model's context of 8; use smaller images, or set truncate to drop"):
+        encoded(folder, FORMS["a prompt"], tokenizer=tokenizer, context=8)
     whole = encoded(folder, image("a.png"), tokenizer=tokenizer).samples[0].num_tokens
     some = encoded(folder, FORMS["a prompt"], image("a.png"), tokenizer=tokenizer, max_length=whole, truncate="drop")
     assert (len(some.samples), some.dropped) == (1, 1)

@@ -73,7 +73,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
 @pytest.mark.parametrize("kind", STORED)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_codes_stand_for_what_bitsandbytes_makes_of_them(kind: str, dtype: torch.dtype) -> None:
-    for shape in ((9, 33), (24, 64), (3, 2)):
+    for shape in ((9, 33), (24, 64), (6, 48), (3, 2)):  # bitsandbytes' CPU kernel takes wrong scales of rows of 48
         own = codes(torch.randn(shape), kind)
         assert own.shape == shape and own.settings["method"] == kind.split()[0]
         wide = torch.promote_types(dtype, torch.float32)  # 16 bits are rounded from there

@@ -65,6 +65,9 @@ class FourBit:
 
         state = copy.copy(self.state)
         state.dtype = torch.float32 if dtype == torch.float64 else dtype
+        # Blocks go on from row to row. bitsandbytes' kernel for CPUs (0.50) begins anew in each row where K is a multiple of 16
+        # and not of 64, and so takes wrong scales: of SigLIP's 4304 inputs, for one.
+        state.shape = torch.Size([self.state.shape.numel()])
         W_NK: torch.Tensor = dequantize_4bit(self.stored.reshape(-1, 1), state)
         return W_NK.view(self.shape).to(dtype)
 

@@ -1,0 +1,55 @@
+"""`packlora merge --requantize`: the merged model in codes, and how far these are from its weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from packlora.base.device import choose_device
+from packlora.base.load import read_skeleton
+from packlora.base.quantized import check_quantization, read_in_codes
+from packlora.base.weight_files import WeightFiles, keys_there
+from packlora.config import QuantizationConfig
+from packlora.errors import InputError, quoted
+
+DOUBLE = "-double"
+KINDS = ("nf4", "nf4-double", "fp4", "fp4-double", "int8", "int4_weight_only", "int8_weight_only", "float8_weight_only")
+
+
+def asked_codes(kind: str) -> QuantizationConfig | None:
+    """What a text of --requantize asks for; None for none. Raises InputError where there is no such kind, or none here."""
+    if kind == "none":
+        return None
+    if kind not in KINDS:
+        raise InputError(f"--requantize {quoted(kind)}: give none, {', '.join(KINDS[:-1])} or {KINDS[-1]}")
+    if kind.endswith("_weight_only"):
+        found = QuantizationConfig(method="torchao", quant_type=kind)  # type: ignore[arg-type]
+    else:
+        found = QuantizationConfig(method=kind.removesuffix(DOUBLE), double_quant=kind.endswith(DOUBLE))  # type: ignore[arg-type]
+    check_quantization(found, choose_device("auto"), "--requantize")
+    return found
+
+
+def requantise(dense: Path, out: Path, asked: QuantizationConfig, dtype: torch.dtype) -> str:
+    """Quantise the model of a folder as a run quantises a base while it loads it, and save it as transformers reads it.
+
+    Returns:
+        What was made, and how far it is from the weights, in words.
+    """
+    model, codes = read_in_codes(str(dense), asked, dtype, choose_device("auto"))
+    skeleton, files = read_skeleton(str(dense), None), WeightFiles(str(dense), None)
+    skeleton.tie_weights()
+    keys = keys_there(skeleton, files)
+    error = size = 0.0
+    for path, own in codes.items():
+        if (key := keys.get(f"{path}.weight")) is None:
+            continue
+        exact = files.read(key).float()
+        error += float((own.values(dtype).float().cpu() - exact).square().sum())
+        size += float(exact.square().sum())
+    model.save_pretrained(out)
+    off = (error / max(size, 1e-300)) ** 0.5
+    return (
+        f"the merged model is saved in {asked.described} codes, which are {off:.2%} off its weights (root mean square)"
+    )

@@ -1,0 +1,54 @@
+"""Jobs whose adapter begins with what is in the weights of the base: what that takes, checked before a model is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from transformers import PreTrainedModel
+
+from packlora.adapters.spec import AdapterSpec
+from packlora.adapters.starts import check_starts, of_weights
+from packlora.base.demo_model import base_path
+from packlora.base.load import read_skeleton
+from packlora.base.stored import stored_as
+from packlora.base.weight_files import WeightFiles, keys_there
+from packlora.config import Run
+from packlora.errors import InputError
+from packlora.parallel.mesh import world_size
+
+
+def check_start_of_weights(run: Run, job: str, spec: AdapterSpec, skeleton: PreTrainedModel) -> None:
+    """Raises InputError where a job cannot begin as init_lora_weights says."""
+    if not (paths := of_weights(spec)):
+        return
+    start, path = spec.modules[paths[0]].start, base_path(run.base_model)
+    check_starts(spec, skeleton, job)
+    if world_size() > 1:
+        raise InputError(
+            f"job {job!r}: init_lora_weights: {start} is for one process in this version, and {world_size()} train; leave it "
+            "out"
+        )
+    if start == "loftq" and (run.quantization is None or stored_as(skeleton.config, path) is not None):
+        raise InputError(
+            f"job {job!r}: init_lora_weights: loftq makes up for what quantization loses, and base_model {path!r} is not "
+            "quantised while it is loaded; set quantization, for a base that is saved as floats"
+        )
+
+
+def float_weights(run: Run) -> Callable[[str], torch.Tensor]:
+    """Gives the weight [N, K] of a layer as the base's files have it."""
+    path = base_path(run.base_model)
+    files, skeleton = WeightFiles(path, run.revision), read_skeleton(path, run.revision, run.trust_remote_code)
+    skeleton.tie_weights()
+    keys = keys_there(skeleton, files)
+
+    def read(layer: str) -> torch.Tensor:
+        if (key := keys.get(f"{layer}.weight")) is None:
+            raise InputError(
+                f"base_model {path!r}: init_lora_weights: loftq wants the weight of {layer}, which the files do not have as it "
+                "is"
+            )
+        return files.read(key)
+
+    return read

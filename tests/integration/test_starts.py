@@ -1,0 +1,113 @@
+"""Adapters that begin with what is in the weights of the base (pissa, olora, loftq), against PEFT, which changes the base."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import tiny_model
+from peft import LoraConfig, PeftModel, get_peft_model
+from quantised import load_quantised
+from safetensors.torch import load_file
+from test_training import adapter, config, distance, like_peft, steps, train, train_by_peft
+from transformers import AutoModelForCausalLM
+
+from packlora.config import Run
+from packlora.errors import InputError
+from packlora.ops.lora_linear.quantized import codes_of
+from packlora.runtime.prepare import prepare
+
+Rows = Callable[..., str]
+Base = Callable[..., str]
+IDS = torch.arange(3, 40)[None]
+
+
+def job(name: str, start: str, data: str, **changes: Any) -> dict[str, Any]:
+    own = {"r": 4, "lora_alpha": 6, "lora_dropout": 0.0, "init_lora_weights": start, "target_modules": "all-linear"}
+    return like_peft(data, Path()) | {"name": name, "adapter": own | changes}
+
+
+STARTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "pissa": ("pissa", {"use_dora": True}),
+    "pissa patterns": ("pissa", {"use_rslora": True, "rank_pattern": {"v_proj": 3}, "alpha_pattern": {"v_proj": 5}}),
+    "olora": ("olora", {}),
+}
+
+
+@pytest.mark.parametrize("case", STARTS)
+def test_losses_and_the_model_are_those_of_peft_whose_base_is_changed(
+    case: str, tiny_base: Base, write_rows: Rows, tmp_path: Path
+) -> None:
+    """Beside another job that has the base as it is, with weight decay, stopped and resumed."""
+    start, changes = STARTS[case]
+    base, data = tiny_base("qwen2"), write_rows("rows")
+    own = {"r": 4, "lora_alpha": 6, "target_modules": "all-linear", "init_lora_weights": start, **changes}
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), LoraConfig(**own))
+    jobs = [job("own", start, data, **changes), job("plain", "gaussian", write_rows("more", seed=3))]
+    tree = config(base, tmp_path / "out", write_rows, jobs)
+    losses = train_by_peft(model, prepare(Run.model_validate(tree)).jobs[0].data)
+    train(tree, max_steps=2)
+    train(tree, resume=True)
+    for ours, theirs in zip([one for one in steps(tmp_path / "out") if one["job"] == "own"], losses, strict=True):
+        assert abs(ours["loss"] - theirs) < 2e-5 * max(1, theirs)
+    alone = {**tree, "output_dir": str(tmp_path / "alone"), "jobs": jobs[1:]}
+    train(alone)
+    assert distance(adapter(tmp_path / "out", "plain"), adapter(tmp_path / "alone", "plain")) < 1e-5
+    plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    loaded = PeftModel.from_pretrained(plain, tmp_path / "out" / "own")  # an adapter of the base as it is
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(IDS).logits, model.eval()(IDS).logits, rtol=1e-3, atol=1e-3)
+    for key, tensor in load_file(tmp_path / "out" / "own" / "adapter_model.safetensors").items():
+        if "lora_A" in key:
+            first, second = tensor.chunk(2)
+            assert not torch.equal(first, second) and first.shape == second.shape
+
+
+def test_loftq_begins_nearest_to_the_weights_before_they_were_quantised(
+    tiny_base: Base, write_rows: Rows, tmp_path: Path
+) -> None:
+    """At a learning rate that changes nothing; another job trains on the same codes."""
+    base = tmp_path / "base"
+    tiny_model("llama", intermediate_size=128).save_pretrained(base)
+    for file in Path(tiny_base()).glob("*token*"):
+        (base / file.name).write_bytes(file.read_bytes())
+    one = job("own", "loftq", write_rows("rows"), use_dora=True)
+    one["train"] = {"max_steps": 1, "learning_rate": 1e-12}
+    train(config(str(base), tmp_path / "out", write_rows, [one], quantization="nf4"))
+    found = adapter(tmp_path / "out", "own")
+    exact, codes = load_file(base / "model.safetensors"), load_quantised(str(base), "nf4")
+    for path, module in codes.named_modules():
+        if not hasattr(module, "quant_state"):
+            continue
+        key = f"base_model.model.{path}"
+        made, W_NK = codes_of(module).values(torch.float32), exact[f"{path}.weight"]
+        product = 1.5 * found[f"{key}.lora_B.weight"] @ found[f"{key}.lora_A.weight"]
+        left = torch.linalg.svdvals(W_NK - made)[4:].square().sum().sqrt()  # of the best product of rank 4
+        assert abs(float((W_NK - made - product).norm() / left) - 1) < 1e-4
+        magnitude = found[f"{key}.lora_magnitude_vector"]
+        torch.testing.assert_close(magnitude, (made + product).norm(dim=1), rtol=1e-5, atol=1e-5)
+    told = json.loads((tmp_path / "out" / "own" / "adapter_config.json").read_text())
+    assert told["init_lora_weights"] is True and told["r"] == 4
+
+
+REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"init_lora_weights": "pissa", "lora_dropout": 0.1}, {}, "would drop the principal part of the base; set lora_dropout: 0"),
+    ({"init_lora_weights": "pissa_niter_0"}, {}, r"is 'pissa_niter_0'; give .* pissa_niter_4 \(1 to 99\), olora or loftq"),
+    ({"init_lora_weights": "eva"}, {}, "is 'eva', which takes a pass over the data"),
+    ({"init_lora_weights": "pissa", "r": 65}, {}, "takes ranks up to the smaller side of a weight, "),
+    ({"init_lora_weights": "olora", "target_modules": ["embed_tokens"]}, {}, "olora is for linear layers, and .*embed_tokens"),
+    ({"init_lora_weights": "loftq"}, {}, "is not quantised while it is loaded; set quantization"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "of_run", "said"), REFUSED)
+def test_a_start_that_cannot_be_is_refused_before_training(
+    changes: dict[str, Any], of_run: dict[str, Any], said: str, tiny_base: Base, write_rows: Rows, tmp_path: Path
+) -> None:
+    tree = config(tiny_base(), tmp_path / "out", write_rows, [job("own", "", write_rows("rows"), **changes)], **of_run)
+    with pytest.raises((InputError, ValueError), match=said):
+        prepare(Run.model_validate(tree))
