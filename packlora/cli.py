@@ -20,6 +20,7 @@ import typer
 
 import packlora
 from packlora.errors import InputError, ProcessError, WriteError, unwritten
+from packlora.later import load_later
 from packlora.terminal import say, settle
 
 app = typer.Typer(
@@ -86,7 +87,8 @@ def _loads() -> bool:
 @contextlib.contextmanager
 def _loading() -> Iterator[None]:
     """Around the import of large libraries. It makes a million objects that stay, and to look for garbage among them, again and
-    again, takes a seventh of its time."""
+    again, takes a seventh of its time. PEFT imports bitsandbytes where it is there, and that torch's compiler: another one."""
+    load_later("bitsandbytes")
     gc.disable()
     try:
         yield
