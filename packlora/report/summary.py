@@ -75,9 +75,9 @@ def print_summary(result: Result, resume_command: str, whole_command: str | None
     if result.incomplete:
         lost = ", ".join(f"{name} ({reason})" for name, reason in result.incomplete.items())
         console.print(Text(f"incomplete: {lost}; adapters and checkpoints are whole"), soft_wrap=True)
-    left = {name: job.steps_left for name, job in result.jobs.items() if job.steps_left}
-    if left and result.signal is None and whole_command is not None:
-        steps = ", ".join(f"{name} {number}" for name, number in left.items())
+    limited = {name: job.steps_left for name, job in result.jobs.items() if job.steps_left}
+    if limited and result.signal is None and whole_command is not None:
+        steps = ", ".join(f"{name} {number}" for name, number in limited.items())
         console.print(
             Text(f"optimizer steps left by --max-steps: {steps}; take them with: {whole_command}"), soft_wrap=True
         )

@@ -30,7 +30,7 @@ from packlora.runtime.encoder import Encoder, Reader
 from packlora.runtime.library_optimizer import check_optim
 from packlora.runtime.prepared_job import AUTO_BUDGET, LEFT_OUT, ModelShape, PreparedJob, Rows
 from packlora.runtime.prepared_run import PreparedRun
-from packlora.runtime.sweep import check_compared
+from packlora.runtime.sweep import Sweep, check_compared
 from packlora.runtime.wholeness import check_parallel, check_parameters, whole_alone
 from packlora.terminal import Told, silent
 
@@ -103,6 +103,8 @@ def prepare(
     check_compared(run, jobs)
     if auto:
         prepared.budget = max(AUTO_BUDGET[device.type], prepared.longest)
+    if run.sweep is not None and not resumed:  # of what is to join later, too
+        prepare_more(prepared, Sweep(run).unlike(), prepared.budget)
     return prepared
 
 
