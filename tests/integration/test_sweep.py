@@ -323,7 +323,8 @@ def test_what_would_take_a_later_candidates_place_is_refused_and_one_that_cannot
     asking, notes = InThreads(out), list[str]()
 
     def heard(event: Event) -> None:
-        notes.extend([event.text] * isinstance(event, Note))
+        if isinstance(event, Note):
+            notes.append(event.text)
 
     ask = at_window(0, lambda: asking.call("clone", clone_job, "a-000", "a-003", []))
     assert packlora.train(run, subscribers=[ask, heard]).status == "done"
