@@ -130,7 +130,9 @@ class Sweep:
             head, _, number = name.rpartition("-")
             known = number.isdecimal() and int(number) < self.total and name == f"{head}-{int(number):03d}"
             if known and head.lower() == self.template.name.lower():
-                raise InputError(f"sweep: job {name!r} has the name of a candidate of {self.template.name!r}; take another")
+                raise InputError(
+                    f"sweep: job {name!r} has the name of a candidate of {self.template.name!r}; take another"
+                )
 
     # --- candidates ------------------------------------------------------------------------------------------------------
 

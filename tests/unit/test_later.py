@@ -22,7 +22,9 @@ def test_a_library_is_loaded_when_something_of_it_is_wanted_and_not_when_it_is_i
     load_later("asked_later")
     import asked_later
 
-    assert importlib.util.find_spec("asked_later") is not None  # as PEFT and transformers ask whether a library is there
+    assert (
+        importlib.util.find_spec("asked_later") is not None
+    )  # as PEFT and transformers ask whether a library is there
     assert "answer" not in vars(sys.modules["asked_later"])
     assert asked_later.answer == 42
     assert vars(sys.modules["asked_later"])["answer"] == 42 and asked_later.answer == 42
