@@ -156,7 +156,7 @@ class Sweep:
             drawn = [{key: value} for key, values in listed.items() for value in values]
         else:
             drawn = [self._drawn(number) for number in range(min(self.total, 10 * MOST_TRIED))]
-        found = {}
+        found = dict[str, tuple[int, dict[str, Any]]]()
         for number, own in enumerate(drawn):
             found.setdefault(repr({key: v for key, v in own.items() if not isinstance(v, float)}), (number, own))
         return [self.job(number, own) for number, own in list(found.values())[:MOST_TRIED]]
