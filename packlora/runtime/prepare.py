@@ -103,9 +103,14 @@ def prepare(
     check_compared(run, jobs)
     if auto:
         prepared.budget = max(AUTO_BUDGET[device.type], prepared.longest)
-    if run.sweep is not None and not resumed:  # of what is to join later, too
-        prepare_more(prepared, Sweep(run).unlike(), prepared.budget)
+    _try_candidates(prepared, resumed)
     return prepared
+
+
+def _try_candidates(prepared: PreparedRun, resumed: bool) -> None:
+    """What cannot be wrong with the first candidates of a sweep may be with later ones. Raises InputError."""
+    if prepared.run.sweep is not None and not resumed:
+        prepare_more(prepared, Sweep(prepared.run).unlike(), prepared.budget)
 
 
 def vision_of(run: Run, skeleton: PreTrainedModel, rows: Sequence[Rows]) -> Vision | None:
