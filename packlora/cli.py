@@ -20,6 +20,7 @@ import typer
 
 import packlora
 from packlora.errors import InputError, ProcessError, WriteError, unwritten
+from packlora.later import load_later
 from packlora.terminal import say, settle
 
 app = typer.Typer(
@@ -86,7 +87,8 @@ def _loads() -> bool:
 @contextlib.contextmanager
 def _loading() -> Iterator[None]:
     """Around the import of large libraries. It makes a million objects that stay, and to look for garbage among them, again and
-    again, takes a seventh of its time."""
+    again, takes a seventh of its time. PEFT imports bitsandbytes where it is there, and that torch's compiler: another one."""
+    load_later("bitsandbytes")
     gc.disable()
     try:
         yield
@@ -114,11 +116,11 @@ def again(words: list[str]) -> str:
     return f"torchrun {options} -m packlora {shlex.join([*words, '--resume'])}"
 
 
-def _without_resume(words: list[str]) -> list[str]:
-    """A command line without --resume and --from."""
-    out, before = [], ""
+def _without_resume(words: list[str], *more: str) -> list[str]:
+    """A command line without --resume and --from, and without more options that take a value."""
+    out, before, valued = [], "", ("--from", *more)
     for word in words:
-        if before != "--from" and word not in ("--resume", "--from") and not word.startswith("--from="):
+        if before not in valued and word != "--resume" and word.split("=")[0] not in valued:
             out.append(word)
         before = word
     return out
@@ -158,7 +160,8 @@ def train(
         changes = None if alone() else overrides
         result = train_run(config, overrides=changes, resume=resume, max_steps=max_steps, resume_from=resume_from)
         if speaks():
-            print_summary(result, again(_without_resume(sys.argv[1:])))
+            words = sys.argv[1:]
+            print_summary(result, again(_without_resume(words)), again(_without_resume(words, "--max-steps")))
         raise typer.Exit(result.exit_code)
 
     _guarded(action, "stopped at once; --resume continues from the last checkpoints")

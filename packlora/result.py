@@ -24,6 +24,8 @@ class JobResult:
     """The same at the last evaluation after a step; None also where there was none."""
     tokens_per_second: float = 0.0
     """Its tokens by the seconds of this session."""
+    steps_left: int = 0
+    """Optimizer steps of the run file that it was not to take yet, as max_steps said."""
     metrics: dict[str, float | None] = field(default_factory=dict)
     """What is told of preferences, by TRL's names: eval_rewards/accuracies and others at the evaluation of eval_after; without
     one rewards/accuracies and others of the last step. None for what was not finite."""

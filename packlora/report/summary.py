@@ -26,8 +26,13 @@ def shown(job: JobResult, name: str) -> str:
     return "" if value is None else f"{value:.4g}"
 
 
-def print_summary(result: Result, resume_command: str) -> None:
-    """How each job ended, and the next step: resume_command goes on with an interrupted run."""
+def print_summary(result: Result, resume_command: str, whole_command: str | None = None) -> None:
+    """How each job ended, and the next step.
+
+    Args:
+        resume_command: goes on with an interrupted run.
+        whole_command: goes on with one that max_steps ended, to the last step of its run file.
+    """
     output = standard_output()
     console = Console(file=output, width=None if output.isatty() else UNBROKEN)
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -70,5 +75,11 @@ def print_summary(result: Result, resume_command: str) -> None:
     if result.incomplete:
         lost = ", ".join(f"{name} ({reason})" for name, reason in result.incomplete.items())
         console.print(Text(f"incomplete: {lost}; adapters and checkpoints are whole"), soft_wrap=True)
+    limited = {name: job.steps_left for name, job in result.jobs.items() if job.steps_left}
+    if limited and result.signal is None and whole_command is not None:
+        steps = ", ".join(f"{name} {number}" for name, number in limited.items())
+        console.print(
+            Text(f"optimizer steps left by --max-steps: {steps}; take them with: {whole_command}"), soft_wrap=True
+        )
     if result.signal is not None:
         console.print(Text(f"stopped by a signal; continue with: {resume_command}"), soft_wrap=True)

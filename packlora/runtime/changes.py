@@ -14,6 +14,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from packlora.config import JobConfig, Run
 from packlora.errors import InputError
 
+START = "start"
+"""Folder in that of a job which holds the adapter that it was begun with, where packlora clone was to keep the weights."""
+
 
 class Change(BaseModel):
     """One job joins, or leaves.

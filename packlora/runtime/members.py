@@ -27,7 +27,7 @@ from packlora.plans.cache import PlanCache
 from packlora.plans.select import PlanChooser
 from packlora.report.events import Event, JobJoined, Note
 from packlora.runtime.balance import BalanceSum
-from packlora.runtime.changes import Change, joined_rounds, leaves, with_jobs
+from packlora.runtime.changes import START, Change, joined_rounds, leaves, with_jobs
 from packlora.runtime.graphs import GraphedDevice, buffers_of, why_no_graphs, why_unfit
 from packlora.runtime.job import Job
 from packlora.runtime.memory import TokenBudget
@@ -43,8 +43,6 @@ from packlora.runtime.wholeness import needs_whole
 
 FLOAT16_SCALE = 4096.0
 """Losses are multiplied with this before a float16 backward and gradients divided after it, so that small ones survive."""
-START = "start"
-"""Folder in that of a job which holds the adapter that it was begun with."""
 
 
 def make_job(run: Run, item: PreparedJob, adapter: Adapter, base: Base) -> Job:

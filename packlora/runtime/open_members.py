@@ -22,10 +22,10 @@ from packlora.report.metrics import BestEffort
 from packlora.report.sweep import FILE
 from packlora.result import JobResult
 from packlora.run_file import changed_job, parse_jobs
-from packlora.runtime.changes import Change
+from packlora.runtime.changes import START, Change
 from packlora.runtime.control import Add, Asked, Clone, Control, StopJob, asked_from
 from packlora.runtime.job import Job
-from packlora.runtime.members import START, Members
+from packlora.runtime.members import Members
 from packlora.runtime.memory import TokenBudget
 from packlora.runtime.microbatch import Executor, SingleDevice
 from packlora.runtime.prepared_job import PreparedJob
@@ -145,8 +145,12 @@ class OpenMembers(Members):
                 steps = f"step {job.step} of {job.data.configured_steps}"
                 out.told.append(Note(f"job {job.name!r} ends at {steps}: {reason}"))
         sweep.follow(changes)
-        drawn = sweep.successors()
-        items = self.check([config for config, _ in drawn], there, budget)
+        drawn, items = sweep.successors(), list[PreparedJob]()
+        try:
+            items = self.check([config for config, _ in drawn], there, budget)
+        except InputError as error:
+            drawn, sweep.is_closed = [], True
+            out.told.append(Note(f"the sweep has no more candidates: {error}"))
         parameters = {config.name: own for config, own in drawn}
         _, told = self.join(items, given, there, budget, "sweep", parameters=parameters, leaving=changes)
         sweep.follow(self.changes)
@@ -169,7 +173,9 @@ class OpenMembers(Members):
             out.told.append(Note(f"job {job.name!r} ends at {steps}, as asked by packlora stop"))
             return f"job {job.name!r} ends at step {job.step}; its adapter is saved to {self.output_dir / job.name}"
         if isinstance(request, Add):
-            items = self.check(parse_jobs(request.jobs, "the request"), there, budget)
+            configs = parse_jobs(request.jobs, "the request")
+            self._refuse_candidates(configs)
+            items = self.check(configs, there, budget)
         else:
             items = self._cloned(request, there, budget)
         joined, told = self.join(items, given, there, budget, "request", asked.id)
@@ -177,6 +183,10 @@ class OpenMembers(Members):
         names = ", ".join(repr(job.name) for job in joined)
         steps = ", ".join(str(job.data.num_steps) for job in joined)
         return f"{'job' if len(joined) == 1 else 'jobs'} {names} joined at round {given}, for {steps} optimizer steps"
+
+    def _refuse_candidates(self, configs: Sequence[JobConfig]) -> None:
+        if self.sweep is not None:
+            self.sweep.refuse_names(config.name for config in configs)
 
     def _running(self, name: str, there: Mapping[str, Job]) -> Job:
         job = there.get(name)
@@ -206,6 +216,7 @@ class OpenMembers(Members):
 
     def _cloned(self, request: Clone, there: Mapping[str, Job], budget: TokenBudget) -> list[PreparedJob]:
         config = self._clone(request)
+        self._refuse_candidates([config])
         if not request.weights:
             return self.check([config], there, budget)
         together(self.mesh, lambda: self.check_names([config]))

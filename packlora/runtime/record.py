@@ -204,7 +204,9 @@ def job_result(job: Job, folder: Path, losses: Mapping[int, float | None], began
     own = [line for line in job.log_history if "loss" in line and line["elapsed"] >= began]
     rate = sum(line["tokens"] for line in own) / max(own[-1]["elapsed"] - began, 1e-9) if own else 0.0
     last = known[after] if after else None
-    return JobResult(job.status, job.step, folder, job.failure, known.get(0), last, rate, _metrics(job, after))
+    limited = job.status == "done" and job.stopped is None
+    left = job.data.configured_steps - job.step if limited else 0
+    return JobResult(job.status, job.step, folder, job.failure, known.get(0), last, rate, left, _metrics(job, after))
 
 
 def _metrics(job: Job, evaluated: int) -> dict[str, float | None]:

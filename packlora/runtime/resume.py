@@ -19,7 +19,7 @@ from packlora.errors import InputError
 from packlora.files import LOCK, TEMPORARY, digest, remove_leftovers
 from packlora.result import JobResult
 from packlora.runtime import checkpoint
-from packlora.runtime.changes import Change, joined_rounds, leaves, trained, whole_run
+from packlora.runtime.changes import START, Change, joined_rounds, leaves, trained, whole_run
 from packlora.runtime.job import Job
 from packlora.runtime.windows import window_of
 
@@ -109,7 +109,7 @@ def _read_saved(file: Path) -> SavedRun:
     try:
         if file.exists() and not file.is_file():  # a pipe would be waited for
             raise InputError(f"output_dir {file.parent}: run.json cannot be read: it is not a plain file; {kept}")
-        return SavedRun.model_validate_json(file.read_bytes())
+        return _at_home(SavedRun.model_validate_json(file.read_bytes()), file.parent)
     except OSError as error:
         raise InputError(f"output_dir {file.parent}: run.json cannot be read: {error.strerror}; {kept}") from None
     except ValidationError as error:
@@ -120,6 +120,16 @@ def _read_saved(file: Path) -> SavedRun:
         raise InputError(
             f"output_dir {file.parent}: run.json cannot be read: {where}{': ' * bool(where)}{found['msg']}; {kept}"
         ) from None
+
+
+def _at_home(saved: SavedRun, folder: Path) -> SavedRun:
+    """The run with the adapters that clones began with in its folder, which may have been moved since."""
+    joined = [change.join for change in saved.changes if change.join is not None and change.request is not None]
+    clones = {job.name for job in joined}
+    for job in [*joined, *(job for job in saved.config.jobs if job.name in clones)]:
+        if job.adapter.init_from is not None and Path(job.adapter.init_from).parts[-2:] == (job.name, START):
+            job.adapter.init_from = str((folder / job.name / START).absolute())
+    return saved
 
 
 def _other_seeds(saved: SavedRun, run: Run) -> list[str]:

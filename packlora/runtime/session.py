@@ -74,7 +74,7 @@ from packlora.runtime.sampling import Sampler
 from packlora.runtime.signals import stop_signals
 from packlora.runtime.spread import choose, one_device
 from packlora.runtime.stage import StageDevice
-from packlora.runtime.sweep import begun
+from packlora.runtime.sweep import Sweep, begun
 from packlora.runtime.trainer import Trainer
 from packlora.runtime.windows import last_round, slowest, window_of
 from packlora.terminal import Activity, Told, silent
@@ -164,6 +164,8 @@ class Session:
         self.changes = self.saved.changes if self.saved is not None else []
         if self.saved is None:
             self.run, self.changes = together(mesh, lambda: begun(run))
+        elif self.new and run.sweep is not None:
+            Sweep(run).refuse_names(self.new)
         run = self.run
         self.starts, prepared = together(mesh, self._prepare)
         self.layout, self.group = self._choose_layout(prepared), ALONE

@@ -11,7 +11,7 @@ import itertools
 import math
 import shutil
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,8 @@ from packlora.runtime.windows import window_of
 from packlora.seeding import stable_hash
 
 BEST = "best"
+MOST_TRIED = 100
+"""Candidates that are prepared before training to see that they can be."""
 TRAINERS = {"eval_rewards/margins": ("dpo", "orpo", "kto"), "eval_rewards/accuracies": ("dpo", "orpo")}
 """Whose evaluations have a metric; eval_loss all have."""
 NEEDS_OPTUNA = "sweep.method: optuna needs the package optuna: pip install 'packlora[sweep]'; or use random"
@@ -97,6 +99,8 @@ class Sweep:
         self.run, self.config = run, run.sweep
         self.template = next(job for job in run.jobs if job.name == self.config.job)
         self.trials: dict[str, Trial] = {}
+        self.is_closed = False
+        """Whether no more candidates can join."""
         self.every, self.window = max(run.eval_every, 1), len(window_of(run, 0))
         self.seed = run.seed if self.config.seed is None else self.config.seed
         self.sign, self.named = sign_of(self.config.metric), name_of(self.config.metric)
@@ -120,6 +124,16 @@ class Sweep:
         for number in numbers[:1000]:
             self.job(0, self._drawn(number))
 
+    def refuse_names(self, names: Iterable[str]) -> None:
+        """Raises InputError where a job has the name of a candidate that may come, ignoring case."""
+        for name in names:
+            head, _, number = name.rpartition("-")
+            known = number.isdecimal() and int(number) < self.total and name == f"{head}-{int(number):03d}"
+            if known and head.lower() == self.template.name.lower():
+                raise InputError(
+                    f"sweep: job {name!r} has the name of a candidate of {self.template.name!r}; take another"
+                )
+
     # --- candidates ------------------------------------------------------------------------------------------------------
 
     def job(self, number: int, parameters: Mapping[str, Any]) -> JobConfig:
@@ -133,6 +147,19 @@ class Sweep:
                 f"is {job.train.trainer}"
             )
         return job
+
+    def unlike(self) -> list[JobConfig]:
+        """Candidates of which each differs from the others in more than fractions, which make no job impossible. Where Optuna
+        proposes, one for each value."""
+        if self.config.method == "optuna":
+            listed = {key: v if isinstance(v, list) else [v.min, v.max] for key, v in self.config.parameters.items()}
+            drawn = [{key: value} for key, values in listed.items() for value in values]
+        else:
+            drawn = [self._drawn(number) for number in range(min(self.total, 10 * MOST_TRIED))]
+        found = dict[str, tuple[int, dict[str, Any]]]()
+        for number, own in enumerate(drawn):
+            found.setdefault(repr({key: v for key, v in own.items() if not isinstance(v, float)}), (number, own))
+        return [self.job(number, own) for number, own in list(found.values())[:MOST_TRIED]]
 
     def begin(self) -> list[Change]:
         """The first candidates, which are there from the first round on."""
@@ -210,7 +237,7 @@ class Sweep:
 
     def successors(self) -> list[tuple[JobConfig, dict[str, Any]]]:
         """Candidates that take the places of those that have left."""
-        if self._reached_target(2**40) is not None:
+        if self.is_closed or self._reached_target(2**40) is not None:
             return []
         return self._next(self.config.concurrent - sum(not trial.has_left for trial in self.trials.values()))
 
@@ -330,7 +357,9 @@ def begun(run: Run) -> tuple[Run, list[Change]]:
     """A run with the first candidates of its sweep, and the changes that they are."""
     if run.sweep is None:
         return run, []
-    changes = Sweep(run).begin()
+    sweep = Sweep(run)
+    sweep.refuse_names(job.name for job in run.jobs)
+    changes = sweep.begin()
     return with_jobs(run, [*run.jobs, *(change.join for change in changes if change.join is not None)]), changes
 
 

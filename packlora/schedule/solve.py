@@ -2,7 +2,7 @@
 
 Several groupings, and for a pipeline several fills of a microbatch, are laid out by heuristics; the one with the shortest
 simulated time (the fewest slots where there is no cost model) is taken. Only that one is laid out again with the integer
-program, where the method asks for it.
+program, where the method asks for it. On one device its slots are then put in the order of soonest.py.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from packlora.schedule.compact import compact
 from packlora.schedule.cost import CostModel
 from packlora.schedule.group import JobShape, groupings
 from packlora.schedule.simulate import makespan
+from packlora.schedule.soonest import soonest
 from packlora.schedule.stream import Item, Packer, Room, SlotLayout, Unit, lay_out, slot_tokens
 from packlora.schedule.types import Carry, Microbatch, Placed, ScheduleError, Window, WindowReport
 from packlora.schedule.verify import carry_after, check, with_noops
@@ -95,6 +96,8 @@ def solve_window(task: Task, solver: Solver | None = None) -> Window:
     notes: list[str] = []
     if _wants_solver(task, best, stopped):
         best, stopped = _solve_again(task, best, solver, notes, stopped)
+    if task.stages == 1:
+        best.microbatches = to_microbatches(task, _soonest(task, best.layout))
     noops = best.noops
     report = WindowReport(
         method=task.method, bound=bound, microbatches=len(best.microbatches) - noops, noops=noops, stopped=stopped,
@@ -219,6 +222,12 @@ def _scored(task: Task, groups: list[list[int]], fill: int, layout: SlotLayout, 
     else:
         score = float(again), count - noops
     return _Candidate(groups, fill, layout, microbatches, noops, again - count + noops, score, merge)
+
+
+def _soonest(task: Task, layout: SlotLayout) -> SlotLayout:
+    """The layout in the order of soonest.py; that of a pipeline stays as its time was simulated."""
+    ahead = [job.first_round - job.first_batch for job in task.jobs]
+    return SlotLayout(soonest(layout.slots, lambda batch: ahead[batch[0]] + batch[1]), layout.packs)
 
 
 def to_microbatches(task: Task, layout: SlotLayout) -> list[Microbatch]:

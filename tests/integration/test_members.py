@@ -23,7 +23,7 @@ import packlora
 from packlora.cli import app
 from packlora.commands.control import add_jobs, clone_job, stop_job
 from packlora.files import lock_folder
-from packlora.report.events import Event, JobJoined, MicrobatchDone, Stepped, WindowPlanned
+from packlora.report.events import Event, JobJoined, MicrobatchDone, Stepped, Stop, WindowPlanned
 from packlora.runtime.control import Add, Control, Refusal, StopJob
 from packlora.schedule.planner import Planner
 
@@ -239,6 +239,18 @@ def test_a_run_goes_on_with_more_jobs_in_its_file_and_with_more_epochs_of_one_th
         packlora.train(longer, resume=True)
     with pytest.raises(packlora.InputError, match=r"jobs \(names or order\) changed"):
         packlora.train({**longer, "jobs": longer["jobs"][1:]}, resume=True)
+
+
+def test_a_run_with_a_clone_goes_on_in_a_folder_that_was_moved(base: str, tmp_path: Path) -> None:
+    tree, first = tree_of(base, tmp_path, "a"), tmp_path / "out"
+    asking = InThreads(first)
+    clone = at_window(0, lambda: asking.call("clone", clone_job, "a", "b", ["train.learning_rate=1e-3"], True))
+    stop = at_window(2, Stop)
+    assert packlora.train(tree, subscribers=[clone, stop]).status == "interrupted"
+    asking.join()
+    first.rename(tmp_path / "moved")
+    result = packlora.train({**tree, "output_dir": str(tmp_path / "moved")}, resume=True)
+    assert {name: (job.status, job.step) for name, job in result.jobs.items()} == {"a": ("done", 6), "b": ("done", 6)}
 
 
 def test_commands_say_what_is_wrong_where_no_run_trains(base: str, tmp_path: Path) -> None:

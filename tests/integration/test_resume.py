@@ -323,8 +323,10 @@ def test_the_command_takes_from_and_its_advice_to_go_on_does_not_repeat_it(
     words = ["train", str(file), "--resume", "--from", "a=2", "--from=b=2", "--max-steps", "4"]
     ran = CliRunner().invoke(app, words)
     assert ran.exit_code == 0, ran.output
+    assert "optimizer steps left by --max-steps: a " in ran.output
     assert (out_of(tree) / "b" / "discarded-checkpoint-4").exists()
     assert cli._without_resume(words) == ["train", str(file), "--max-steps", "4"]
+    assert cli._without_resume([*words, "--max-steps=5"], "--max-steps") == ["train", str(file)]
     refused = CliRunner().invoke(app, ["train", str(file), "--resume", "--from", "7"])
     assert refused.exit_code == 2
 

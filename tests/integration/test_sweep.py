@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from seeds import SOAK
-from test_members import base, job, losses
+from test_members import InThreads, at_window, base, job, losses
 from test_preference import judged, pairs
 from test_training import adapter, distance
 from typer.testing import CliRunner
@@ -21,8 +21,9 @@ from typer.testing import CliRunner
 import packlora
 from packlora.cli import app
 from packlora.commands.adapter_folder import trained_by
+from packlora.commands.control import clone_job
 from packlora.config import Run
-from packlora.report.events import Event, JobDone, JobJoined, MicrobatchDone
+from packlora.report.events import Event, JobDone, JobJoined, MicrobatchDone, Note
 from packlora.report.sweep import ranked_table
 from packlora.runtime.changes import Change
 from packlora.runtime.sweep import Sweep
@@ -276,6 +277,14 @@ def test_what_cannot_be_swept_is_refused_before_training(
         ),
         ({"parameters": {"adapter.r": 3}}, "adapter.r: input should be a list of values, or a range"),
         ({"concurent": 3}, "did you mean 'concurrent'"),
+        (
+            {"parameters": {"adapter.target_modules": [["q_proj"], ["k_proj"], ["nope"]]}, "concurrent": 1},
+            r"job 'a-002': target_modules \['nope'\] matches nothing",
+        ),
+        (
+            {"parameters": {"data.max_length": [50, 3]}, "concurrent": 1, "method": "optuna", "num_trials": 1},
+            "job 'a-00[01]': .* over max_length 3",
+        ),
         *(
             (
                 {"parameters": {key: {"min": low, "max": high}}, "method": "random", "num_trials": 2},
@@ -287,7 +296,10 @@ def test_what_cannot_be_swept_is_refused_before_training(
     for sweep, message in cases:
         with pytest.raises(packlora.InputError, match=message):
             packlora.train(tree(**sweep))
-    run = tree()
+    run = tree(concurrent=1)
+    named = {**run, "jobs": [*run["jobs"], run["jobs"][0] | {"name": "A-007"}]}
+    with pytest.raises(packlora.InputError, match="sweep: job 'A-007' has the name of a candidate of 'a'"):
+        packlora.train(named)
     with pytest.raises(packlora.InputError, match="eval_every is 0"):
         packlora.train({**run, "eval_every": 0})
     with pytest.raises(packlora.InputError, match="max-steps would end"):
@@ -299,6 +311,27 @@ def test_what_cannot_be_swept_is_refused_before_training(
     with pytest.raises(packlora.InputError, match=r"pip install 'packlora\[sweep\]'"):
         packlora.train(tree(method="optuna", num_trials=2))
     assert not (tmp_path / "out").exists()
+
+
+def test_what_would_take_a_later_candidates_place_is_refused_and_one_that_cannot_be_ends_no_run(
+    tree: Tree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Sweep, "unlike", lambda sweep: [])  # as if what a candidate needs had gone since
+    targets = {"adapter.target_modules": [["q_proj"], ["k_proj"], ["nope"], ["v_proj"]]}
+    run, out = tree(parameters=targets, concurrent=1, stopping={"method": "none"}), tmp_path / "out"
+    run["jobs"][0]["train"]["max_steps"] = 2
+    asking, notes = InThreads(out), list[str]()
+
+    def heard(event: Event) -> None:
+        if isinstance(event, Note):
+            notes.append(event.text)
+
+    ask = at_window(0, lambda: asking.call("clone", clone_job, "a-000", "a-003", []))
+    assert packlora.train(run, subscribers=[ask, heard]).status == "done"
+    asking.join()
+    assert "job 'a-003' has the name of a candidate of 'a'" in asking.answers["clone"]
+    assert any("the sweep has no more candidates: job 'a-002': target_modules ['nope']" in note for note in notes)
+    assert [line["status"] for line in ranking(out)["candidates"]] == ["done", "done"] and (out / "best").is_dir()
 
 
 def test_random_draws_are_in_their_ranges_and_the_same_every_time(tree: Tree) -> None:

@@ -82,7 +82,7 @@ def test_a_table_of_a_plan_is_one_table_where_it_fits() -> None:
 def words(result: Result, monkeypatch: pytest.MonkeyPatch) -> str:
     out = io.StringIO()
     monkeypatch.setattr(summary, "standard_output", lambda: out)
-    summary.print_summary(result, "packlora train run.yaml --resume")
+    summary.print_summary(result, "packlora train run.yaml --max-steps 3 --resume", "packlora train run.yaml --resume")
     return out.getvalue()
 
 
@@ -100,6 +100,16 @@ def test_last_words_name_only_what_is_there(monkeypatch: pytest.MonkeyPatch) -> 
     mixed = words(ended({"a": "running", "b": "done"}, 10, 2), monkeypatch)
     assert "adapters: o/<job>, of the jobs that have ended\n" in mixed
     assert "checkpoints: o/<job>/checkpoint-<step>\n" in mixed and "ask it: packlora chat o/b\n" in mixed
+
+
+def test_what_max_steps_has_left_is_said_with_the_command_that_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = ended({"a": "done", "b": "done"}, 10)
+    assert "left" not in words(result, monkeypatch)
+    result.jobs["b"].steps_left = 9
+    said = words(result, monkeypatch)
+    assert "optimizer steps left by --max-steps: b 9; take them with: packlora train run.yaml --resume\n" in said
+    result.signal = 15
+    assert "--max-steps 3 --resume\n" in words(result, monkeypatch)
 
 
 def test_a_run_that_was_done_already_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

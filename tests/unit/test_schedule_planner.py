@@ -145,6 +145,14 @@ def test_tails_of_consecutive_batches_share_a_microbatch() -> None:
     assert window.report.microbatches == window.report.bound == 15
 
 
+def test_on_one_device_the_batch_that_needs_the_fewest_tokens_is_complete_first_round_after_round() -> None:
+    jobs = [Lengths("long", [[95, 96], [95, 96]]), Lengths("short", [[90], [40]]), Lengths("tail", [[60, 60], [55]])]
+    (window,) = Planner(jobs, 100, method="greedy").windows()
+    done = [complete for microbatch in window.microbatches for complete in microbatch.completes]
+    assert done == [("short", 0), ("tail", 0), ("long", 0), ("short", 1), ("tail", 1), ("long", 1)]
+    assert window.report.microbatches == 8
+
+
 def test_padding_counts_against_the_capacity() -> None:
     jobs = [Lengths(name, [[33, 33]] * 4) for name in "ab"]
     plain = sum(w.report.microbatches for w in Planner(jobs, 128).windows())

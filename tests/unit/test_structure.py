@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-GROUND = {"config", "errors", "files", "result", "run_file", "seeding", "terminal"}
+GROUND = {"config", "errors", "files", "later", "result", "run_file", "seeding", "terminal"}
 """Files beside the rooms that every room but ops may use; they use only one another."""
 FACE = {"", "cli", "__main__", "callbacks"}
 """What users call; no room imports it."""
