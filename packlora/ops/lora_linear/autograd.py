@@ -135,12 +135,11 @@ class Group(torch.autograd.Function):
         if turn != prepared.turn:
             prepared.serve(turn)
         dx, grads = gradients(prepared, call, x_TK, keys_T2, S, kept, d, needed[0], needed[6:])
-        return (dx if dx is None or len(shape) == 2 else dx.view(shape), None, None, None, None, None, *grads)
+        return (dx if dx is None or dx.ndim == len(shape) else dx.view(shape), None, None, None, None, None, *grads)
 
 
 _apply: Callable[..., Any] = super(torch.autograd.Function, Group).apply  # type: ignore[misc]
-"""Group.apply without looking through every operand for tensors that transforms of torch.func left behind: nothing here is called
-under these."""
+"""Group.apply without its look, at every operand, for what torch.func left behind, under which nothing is served."""
 
 
 def made_S(prepared: Prepared, call: Call, x_TK: torch.Tensor, keys_T2: torch.Tensor | None) -> torch.Tensor | None:

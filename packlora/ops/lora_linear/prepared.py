@@ -315,8 +315,8 @@ class LayerScales:
         if self._ratio is not None:
             self._ratio(magnitude_N.contiguous(), norm_N.contiguous(), g_N, w_N, self._launches)
             return
-        torch.div(magnitude_N.detach(), norm_N, out=g_N)
-        w_N.copy_(norm_N)
+        torch.div(magnitude_N.detach(), norm_N.detach(), out=g_N)
+        w_N.copy_(norm_N.detach())
 
 
 def _same_layer(new: Layer, old: Layer) -> bool:

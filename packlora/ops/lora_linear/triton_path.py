@@ -73,8 +73,10 @@ def grads(
     for d_TN in d:
         if d_TN is None:
             dS.zero_()
+            break
     e, sums = list(d), [dict[int, Sums]() for _ in d]
     dB: list[Optional] = [None] * len(d)
+    rooms: dict[str, torch.Tensor] = {}
     for index, d_TN in enumerate(d):
         if d_TN is None:
             continue
@@ -83,7 +85,7 @@ def grads(
             d_TN, sums[index] = magnitude(call, own, index, d_TN, kept[index], wanted)
             e[index], scaling = d_TN, None
         if layout.max_padded[index]:
-            e[index], dB[index], totals = backward_outputs.grad(call, own, S, dS, d_TN, index, wanted.B, scaling)
+            e[index], dB[index], totals = backward_outputs.grad(call, own, S, dS, d_TN, index, wanted.B, scaling, rooms)
             if totals is not None:
                 sums[index] = _sums(call, index, totals, wanted)
     return Grads(e, dS, dB, sums)
@@ -93,7 +95,7 @@ def inputs(
     call: Call, own: Operands, x_TK: torch.Tensor, keys_T2: Optional, dS: Optional, e: Gradients, d: Gradients,
     wanted: Wanted,
 ) -> tuple[Optional, Optional]:  # fmt: skip
-    """dx [T, K] and the stacked dA [rows, K] = dS' xd."""
+    """dx [T, K], or as x, and the stacked dA [rows, K] = dS' xd."""
     assert dS is not None
     fused = call.plan.dx == "fused" and call.fused
     for e_TN in e:
@@ -111,8 +113,8 @@ def inputs(
     for index, e_TN in enumerate(e):
         if e_TN is not None and dx is None:
             dx = gemm.dx(call, own, e_TN, dS, index, keys_T2)
-        elif e_TN is not None:
-            dx = own.frozen[index].matmul_t(rows_of(e_TN), dx)
+        elif e_TN is not None and dx is not None:
+            dx = own.frozen[index].matmul_t(rows_of(e_TN), rows_of(dx))
     return dx, dA
 
 

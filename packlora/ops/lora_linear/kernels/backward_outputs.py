@@ -348,21 +348,31 @@ def _blocks(call: Call, index: int, scaled: bool) -> _Blocks:
 
 def grad(
     call: Call, own: Operands, S: torch.Tensor, dS: torch.Tensor, d: torch.Tensor, index: int, need_dB: bool,
-    scaling: Scaling | None,
+    scaling: Scaling | None, rooms: dict[str, torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
     """Writes the layer's columns of dS [T, width]. Gives e (d itself where it is not scaled), dB, flat as B is, in the
     parameters' dtype, and the sums as `scale` gives them. Where d is scaled one block of ranks must cover all. d: contiguous
-    [..., N]."""
+    [..., N]. rooms: for parts, which one layer after the other of a backward makes and sums."""
     layout, segments, tables = call.layout, call.segment_tables, call.tables
     assert segments is not None and tables is not None
-    T, device, part_width, N, single = call.T, call.device, layout.max_padded[index], layout.sizes[index], call.single_adapter
+    T, N, part_width, device, single = (
+        call.T,
+        layout.sizes[index],
+        layout.max_padded[index],
+        call.device,
+        call.single_adapter,
+    )
     blocks = call.cut.get((index, scaling is None))
     if blocks is None:
         blocks = call.cut[index, scaling is None] = _blocks(call, index, scaling is not None)
     BM, BN, BR, warps, spans, chunk = blocks
     num_chunks = segments.counts[chunk]
-    dS_parts = torch.empty(spans, T, part_width, device=device)
-    dB_parts = torch.empty(num_chunks, N, part_width, device=device) if need_dB else None
+    dS_parts = rooms.get("dS")
+    if dS_parts is None or dS_parts.numel() < spans * T * part_width:
+        dS_parts = rooms["dS"] = torch.empty(spans * T * part_width, device=device)
+    dB_parts = rooms.get("dB") if need_dB else None
+    if need_dB and (dB_parts is None or dB_parts.numel() < num_chunks * N * part_width):
+        dB_parts = rooms["dB"] = torch.empty(num_chunks * N * part_width, device=device)
     e, kept, g, sums, need_dz, need_d = d, None, None, None, False, False
     if scaling is not None:
         _, kept, need_dz, need_d, _ = scaling
@@ -378,8 +388,9 @@ def grad(
     key = ("grad", call.shape, index, tma, need_dB, scaling is None, kept is None, need_dz, need_d)
     if not launcher.launched(segments.launches, key, args):
         if tma:
-            read = [t if t is None or (t is kept and not need_dz) else Descriptor(t, [BM, BN], [T, N], [N, 1]) for t in (d, kept)]
-            args = (read[0], *args[1:5], read[1], *args[6:])
+            tile, shape, strides = [BM, BN], [T, N], [N, 1]
+            z = Descriptor(kept, tile, shape, strides) if need_dz and kept is not None else kept
+            args = (Descriptor(d, tile, shape, strides), *args[1:5], z, *args[6:])
         launcher.launch(
             grad_kernel, (spans, num_chunks, sizes.cdiv(part_width, BR)), args, segments.launches, key,
             SINGLE=single is not None, TMA=tma, NEED_DB=need_dB, COMPOSED=scaling is not None, NEED_DZ=need_dz, NEED_D=need_d,

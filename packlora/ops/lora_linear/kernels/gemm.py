@@ -254,20 +254,20 @@ def up(
 def dx(
     call: Call, own: Operands, e: torch.Tensor, dS: torch.Tensor, index: int, keys_T2: torch.Tensor | None
 ) -> torch.Tensor:
-    """e W + drop(dS A) of one layer, [T, K]. e: contiguous [..., N]."""
+    """e W + drop(dS A) of one layer, as x [..., K]. e: contiguous [..., N]."""
     layout, tables, segments, single = call.layout, call.tables, call.segment_tables, call.single_adapter
     weight_NK, N, several = own.frozen[index].tensor(), layout.sizes[index], single is None
     assert tables is not None and weight_NK is not None and segments is not None
-    dx_TK = torch.empty(call.T, call.K, dtype=call.dtype, device=call.device)
+    dx = torch.empty(*call.lead, call.K, dtype=call.dtype, device=call.device)
     R, rank = own.A_RK, 0
     if single is not None:
         R, rank = own.A(layout, single.adapter)[0], layout.rows[single.adapter][1]
     args = (
-        e, weight_NK, dx_TK, None, dS, R, None, None, keys_T2, segments.uncut if several else None,
+        e, weight_NK, dx, None, dS, R, None, None, keys_T2, segments.uncut if several else None,
         segments.spans if several else None, tables.rows if several else None, call.word, call.threshold, call.T, N, call.K,
         layout.width, rank,
     )  # fmt: skip
     key = ("fused dx", call.shape, N, several, keys_T2 is None)
     if not launcher.launched(segments.launches, key, args):
         _launch(call, _Product(False, several, N, call.K, rank, segments.dropout), args, key)
-    return dx_TK
+    return dx
