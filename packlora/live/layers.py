@@ -276,10 +276,9 @@ def compute(x: torch.Tensor, calls: Sequence[LayerCall]) -> list[torch.Tensor]:
         operator, arguments = lora_group, _arguments(x, calls, dtype, products, autocast)
     if autocast:
         with torch.autocast(x.device.type, enabled=False):
-            outputs = operator(*arguments)
+            outputs = list(operator(*arguments))
     else:
-        outputs = operator(*arguments)
-    outputs = list(outputs)
+        outputs = list(operator(*arguments))
     for index, call in enumerate(calls):
         if call.outer_bias is not None:
             outputs[index] = outputs[index] + call.outer_bias.to(dtype)

@@ -11,7 +11,7 @@ Shapes: T tokens, N outputs, r padded rank of one layer, R padded rank over the 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -280,9 +280,9 @@ def scale(
     call: Call, d: torch.Tensor, index: int, own: Scaling
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """e = g d [T, N], and sums over the tokens as `_sum_tokens` gives them, where some are needed. d: contiguous [..., N]."""
-    segments, scales, N, chunk = call.segment_tables, own.scales, call.layout.sizes[index], 0
+    segments, scales, N, device = call.segment_tables, own.scales, call.layout.sizes[index], call.device
     assert segments is not None
-    size, device = segments.config, call.device
+    size = segments.config
     chunk = size.scale_chunk
     num_chunks, needed = segments.counts[chunk], own.need_dm or own.need_d
     e_TN = torch.empty(call.T, N, dtype=d.dtype, device=device)
@@ -380,7 +380,7 @@ def grad(
         sums = torch.empty(num_chunks, 2, N, device=device) if need_dz or need_d else None
     place = sizes.place_of(call, index)
     tma = sizes.described(d, N) and (not need_dz or kept is None or sizes.described(kept, N))
-    args = (
+    args: tuple[Any, ...] = (
         d, S, own.B[index], dS_parts, dB_parts, kept, None if scaling is None else e, sums, g, segments.blocks[chunk],
         tables.places[index], tables.scalings[index], tables.adapters, T, N, N, layout.width, part_width,
         0 if single is None else single.adapter, chunk, call.threshold, *place,
