@@ -158,14 +158,14 @@ def test_tokens_of_several_dimensions_are_the_tokens_in_a_row(kind: str, plan: P
     made = make_case(
         T, K, [48, 16, 64][: len(given["ranks"][0])], with_bias=False, seed=SEED, keep_output=keep_output, **given
     )
-    results = []
+    (case, leaves), state, results = cast(made, torch.float16), GroupState(), []
     for lead in ((T,), (1, T), (3, 4), (4, 3)):
-        case, leaves = cast(made, torch.float16)
-        x = case.x.view(*lead, K)
-        if lead == (4, 3):
-            x = x.detach().movedim(0, 1).contiguous().movedim(0, 1).requires_grad_()
-            leaves["x"] = x
-        outputs = lora_group(x, case.layers, case.segments, case.keys, case.salt, plan)
+        x = case.x.detach().view(*lead, K)
+        x = x.movedim(0, 1).contiguous().movedim(0, 1) if lead == (4, 3) else x.clone()
+        for leaf in leaves.values():
+            leaf.grad = None
+        leaves["x"] = x.requires_grad_()
+        outputs = lora_group(x, case.layers, case.segments, case.keys, case.salt, plan, state)
         assert [y.shape for y in outputs] == [(*lead, dy.shape[1]) for dy in case.dy]
         torch.autograd.backward(outputs, [dy.view_as(y) for dy, y in zip(case.dy, outputs, strict=True)])
         found = [*outputs, *(leaves[name].grad for name in sorted(leaves))]
