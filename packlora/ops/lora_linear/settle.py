@@ -69,11 +69,7 @@ def settle(
     stacked = _stacked(layout, segments, T, parts)
     return Call(
         layout=layout, plan=plan, segments=segments, salt=salt, lead=x.shape[:-1], T=T, K=K, dtype=dtype, device=device,
-        slots=_slots(layout, slots, segments),
-        stacked=stacked,
-        parts=parts,
-        composed=composed,
-        plan_up=tuple(plan_up),
+        slots=_slots(layout, slots, segments), stacked=stacked, parts=parts, composed=composed, plan_up=tuple(plan_up),
         from_y=tuple(layer.keep_output and not _any_bias(layer) and not base_dropped for layer in layers),
         base_dropped=base_dropped,
         wide=wide,
@@ -85,13 +81,12 @@ def settle(
         grads=kernels if plan.grad == "one-pass" else TORCH,
         inputs=kernels if plan.dx in ("routed", "fused") else TORCH,
         scale_rows=rows,
-        fused=fused,
+        fused=fused, word=signed(salt),
         single_adapter=segments[0] if on_every else None,
+        threshold=dropout_threshold(segments[0].dropout) if on_every else 0,
         whole=_whole(stacked),
         unread=_one_element(dtype, device),
         tables=tables,
-        threshold=dropout_threshold(segments[0].dropout) if on_every else 0,
-        word=signed(salt),
         segment_tables=segment_tables,
         moving=moving is not None,
     )  # fmt: skip
