@@ -134,13 +134,14 @@ class Session:
         trainer, mesh = self.set_up(), self.mesh
         told = trainer.events if trainer is not None else Emitter()
         with contextlib.ExitStack() as held:
-            outer, hub = told, None
+            outer, hub, relay = told, None, None
             if isinstance(mesh, Mesh) and mesh.is_first:
                 outer = Emitter()
                 hub = Hub(mesh, self.layout, outer, told, [job.name for job in self.run.jobs], self.logged)
                 told.subscribe(hub)
             elif isinstance(mesh, Mesh) and self.group.leads:
-                told.subscribe(Relay(mesh, self.layout.group_of(mesh.rank), told))
+                relay = Relay(mesh, self.layout.group_of(mesh.rank), told)
+                told.subscribe(relay)
             if mesh.is_first:
                 outer.subscribe(*self.writers, held.enter_context(Progress()), *subscribers)
             generates = self.group.leads or self.layout.is_in_parts
@@ -150,6 +151,8 @@ class Session:
             if hub is not None:
                 with stop_signals(outer):
                     result = hub.finish()
+            elif relay is not None:
+                relay.finish()
         if not isinstance(mesh, Mesh):
             assert result is not None
             return result
