@@ -157,7 +157,7 @@ class Mesh(OneProcess):
         return None
 
     def hanging(self, ranks: Sequence[int]) -> int | None:
-        """One of these processes that does not answer; asked at every microbatch, and looked up as often as processes give signs
+        """One of these processes that does not answer; asked at every microbatch, it looks as often as processes give signs
         of life."""
         if (now := time.monotonic()) - self._looked < HEARTBEAT:
             return None

@@ -36,6 +36,8 @@ POLL = 0.05
 STOPPING = 15.0
 """Seconds after which a silent process is given up while the run stops: a save may hold the interpreter for as long, and
 torchrun ends all processes after 30."""
+ENDED = "ended"
+"""Set once all jobs of the run have ended."""
 KINDS: dict[str, TypeAdapter[Any]] = {kind.__name__: TypeAdapter(kind) for kind in get_args(Event)}
 RESULT = TypeAdapter(Result)
 
@@ -67,6 +69,21 @@ def no_sign(mesh: Mesh, rank: int) -> ProcessError:
     return ProcessError(f"process {rank} of {mesh.size} gives no sign of life; --resume goes on")
 
 
+def await_end(mesh: Mesh) -> None:
+    """On another process than the first, once its own jobs have ended: until those of all have, however long that takes.
+
+    Raises:
+        ProcessError: another process has failed, or the first one gives no sign of life.
+    """
+    with mesh.told():
+        while not mesh.store.check([ENDED]):
+            if failure := mesh.failure():
+                raise failure
+            if mesh.silent([0], mesh.timeout) is not None:
+                raise no_sign(mesh, 0)
+            time.sleep(POLL)
+
+
 class Relay:
     """A subscriber where events begin that are told elsewhere; takes up what the first process asks for."""
 
@@ -87,11 +104,6 @@ class Relay:
                 stop.ask(number)
         if not stop.asked and self.mesh.hanging([0]) is not None:  # nobody writes logs, or asks for anything
             stop.ask()
-
-    def finish(self) -> None:
-        """Once this process's jobs have ended. Raises ProcessError where the first process hangs."""
-        if self.mesh.silent([0], self.mesh.timeout) is not None:
-            raise no_sign(self.mesh, 0)
 
 
 class Hub:
@@ -143,6 +155,7 @@ class Hub:
             time.sleep(POLL)
         event = self._end()
         self.outer.emit(event)
+        self.mesh.store.set(ENDED, "")
         return event.result
 
     def _hear(self) -> None:

@@ -56,7 +56,7 @@ from packlora.runtime.prepare import prepare
 from packlora.runtime.prepared_run import PreparedRun
 from packlora.runtime.profiler import Profile
 from packlora.runtime.record import RunRecord, earlier_warnings, run_record, versions
-from packlora.runtime.relay import Hub, Relay, result_from, result_of
+from packlora.runtime.relay import Hub, Relay, await_end, result_from, result_of
 from packlora.runtime.resume import (
     SavedRun,
     check_output,
@@ -134,25 +134,25 @@ class Session:
         trainer, mesh = self.set_up(), self.mesh
         told = trainer.events if trainer is not None else Emitter()
         with contextlib.ExitStack() as held:
-            outer, hub, relay = told, None, None
+            outer, hub = told, None
             if isinstance(mesh, Mesh) and mesh.is_first:
                 outer = Emitter()
                 hub = Hub(mesh, self.layout, outer, told, [job.name for job in self.run.jobs], self.logged)
                 told.subscribe(hub)
             elif isinstance(mesh, Mesh) and self.group.leads:
-                relay = Relay(mesh, self.layout.group_of(mesh.rank), told)
-                told.subscribe(relay)
+                told.subscribe(Relay(mesh, self.layout.group_of(mesh.rank), told))
             if mesh.is_first:
                 outer.subscribe(*self.writers, held.enter_context(Progress()), *subscribers)
             generates = self.group.leads or self.layout.is_in_parts
             if trainer is not None and generates and isinstance(self.single, SingleDevice):
                 told.subscribe(self._sampler(trainer))
             result = trainer.fit() if trainer is not None else None
-            if hub is not None:
+            if isinstance(mesh, Mesh):
                 with stop_signals(outer):
-                    result = hub.finish()
-            elif relay is not None:
-                relay.finish()
+                    if hub is not None:
+                        result = hub.finish()
+                    else:
+                        await_end(mesh)
         if not isinstance(mesh, Mesh):
             assert result is not None
             return result

@@ -66,7 +66,34 @@ def test_a_process_that_hangs_stops_those_that_still_train_other_jobs(monkeypatc
         "process 1 of 3 gives no sign of life: finishing the present microbatch, then saving"
     ]
     with pytest.raises(ProcessError, match="process 0 of 3 gives no sign of life; --resume goes on"):
-        own.finish()
+        relay.await_end(own.mesh)
+
+
+def test_a_process_without_jobs_waits_for_the_end_as_long_as_the_first_one_lives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = 0.0
+    mesh = meshes.Mesh.__new__(meshes.Mesh)
+    mesh.rank, mesh.size, mesh.timeout, mesh.store, mesh._heard = 1, 2, 20.0, HashStore(), {}
+
+    def sleep(seconds: float) -> None:
+        nonlocal clock
+        clock += 5
+        if clock < 100:
+            mesh.store.set("alive/0", str(clock))
+        if clock == 90 and ends:
+            mesh.store.set(relay.ENDED, "")
+
+    monkeypatch.setattr(relay, "time", types.SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr(meshes, "time", types.SimpleNamespace(monotonic=lambda: clock))
+    ends = True
+    relay.await_end(mesh)
+    assert clock == 90
+    mesh.store.delete_key(relay.ENDED)
+    clock, ends = 0.0, False
+    with pytest.raises(ProcessError, match="process 0 of 2 gives no sign of life"):
+        relay.await_end(mesh)
+    assert 100 < clock < 130
 
 
 def test_the_first_process_that_hears_of_a_failure_speaks_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
