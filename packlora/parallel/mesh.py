@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import math
 import os
 import re
 import threading
@@ -77,6 +78,8 @@ class Mesh(OneProcess):
         timeout: seconds after which a process that does not answer is given up.
     """
 
+    _looked = -math.inf
+
     def __init__(self, rank: int, size: int, store: Any, timeout: float) -> None:
         self.rank, self.size, self.is_first, self.timeout = rank, size, rank == 0, timeout
         self.store = PrefixStore(f"packlora-{next(_runs)}", store)
@@ -141,7 +144,7 @@ class Mesh(OneProcess):
         return True
 
     def silent(self, ranks: Sequence[int], seconds: float) -> int | None:
-        """One of these processes that has given no sign of life for so many seconds; asked now and then."""
+        """One of these processes that has given no sign of life for so many seconds; asked at least twice."""
         now = time.monotonic()
         for rank in ranks:
             key = f"alive/{rank}"
@@ -152,6 +155,14 @@ class Mesh(OneProcess):
             elif now - since > max(seconds, 3 * HEARTBEAT):
                 return rank
         return None
+
+    def hanging(self, ranks: Sequence[int]) -> int | None:
+        """One of these processes that does not answer; asked at every microbatch, it looks as often as processes give signs
+        of life."""
+        if (now := time.monotonic()) - self._looked < HEARTBEAT:
+            return None
+        self._looked = now
+        return self.silent(ranks, self.timeout)
 
     def _beat(self) -> None:
         for beat in itertools.count():

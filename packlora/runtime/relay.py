@@ -36,6 +36,8 @@ POLL = 0.05
 STOPPING = 15.0
 """Seconds after which a silent process is given up while the run stops: a save may hold the interpreter for as long, and
 torchrun ends all processes after 30."""
+ENDED = "ended"
+"""Set once all jobs of the run have ended."""
 KINDS: dict[str, TypeAdapter[Any]] = {kind.__name__: TypeAdapter(kind) for kind in get_args(Event)}
 RESULT = TypeAdapter(Result)
 
@@ -63,6 +65,25 @@ def result_from(tree: Any) -> Result:
     return found
 
 
+def no_sign(mesh: Mesh, rank: int) -> ProcessError:
+    return ProcessError(f"process {rank} of {mesh.size} gives no sign of life; --resume goes on")
+
+
+def await_end(mesh: Mesh) -> None:
+    """On another process than the first, once its own jobs have ended: until those of all have, however long that takes.
+
+    Raises:
+        ProcessError: another process has failed, or the first one gives no sign of life.
+    """
+    with mesh.told():
+        while not mesh.store.check([ENDED]):
+            if failure := mesh.failure():
+                raise failure
+            if mesh.silent([0], mesh.timeout) is not None:
+                raise no_sign(mesh, 0)
+            time.sleep(POLL)
+
+
 class Relay:
     """A subscriber where events begin that are told elsewhere; takes up what the first process asks for."""
 
@@ -81,6 +102,8 @@ class Relay:
                 stop.jobs.setdefault(job, reason)
             elif not stop.asked:
                 stop.ask(number)
+        if not stop.asked and self.mesh.hanging([0]) is not None:  # nobody writes logs, or asks for anything
+            stop.ask()
 
 
 class Hub:
@@ -98,6 +121,7 @@ class Hub:
     ) -> None:
         self.mesh, self.layout, self.outer, self.inner, self.order = mesh, layout, outer, inner, list(order)
         self.groups = [number for number, jobs in enumerate(layout.groups) if jobs]
+        self._others = [layout.ranks(group)[0] for group in self.groups if group]
         self._heard = dict.fromkeys(self.groups, 0)
         self._asked = dict.fromkeys(self.groups, 0)
         self._began: dict[int, RunBegan] = {}
@@ -109,6 +133,9 @@ class Hub:
 
     def __call__(self, event: Event) -> None:
         self._take(0, event)
+        if not self.outer.stop.asked and (rank := self.mesh.hanging(self._others)) is not None:
+            self.outer.stop.ask()
+            self.outer.emit(StopAsked(f"process {rank} of {self.mesh.size} gives no sign of life"))
         self._hear()
 
     def finish(self) -> Result:
@@ -117,18 +144,18 @@ class Hub:
         Raises:
             ProcessError: another process has failed, or gives no sign of life.
         """
-        leaders = [self.layout.ranks(group)[0] for group in self.groups]
         while len(self._ended) < len(self.groups):
             self._hear()
             if failure := self.mesh.failure():
                 raise failure
             stopping = self.outer.stop.asked or self.inner.stop.asked  # as torchrun asks for it once a process has died
             seconds = min(STOPPING, self.mesh.timeout) if stopping else self.mesh.timeout
-            if (rank := self.mesh.silent([rank for rank in leaders if rank], seconds)) is not None:
-                raise ProcessError(f"process {rank} of {self.mesh.size} gives no sign of life; --resume goes on")
+            if (rank := self.mesh.silent(self._others, seconds)) is not None:
+                raise no_sign(self.mesh, rank)
             time.sleep(POLL)
         event = self._end()
         self.outer.emit(event)
+        self.mesh.store.set(ENDED, "")
         return event.result
 
     def _hear(self) -> None:

@@ -56,7 +56,7 @@ from packlora.runtime.prepare import prepare
 from packlora.runtime.prepared_run import PreparedRun
 from packlora.runtime.profiler import Profile
 from packlora.runtime.record import RunRecord, earlier_warnings, run_record, versions
-from packlora.runtime.relay import Hub, Relay, result_from, result_of
+from packlora.runtime.relay import Hub, Relay, await_end, result_from, result_of
 from packlora.runtime.resume import (
     SavedRun,
     check_output,
@@ -147,9 +147,12 @@ class Session:
             if trainer is not None and generates and isinstance(self.single, SingleDevice):
                 told.subscribe(self._sampler(trainer))
             result = trainer.fit() if trainer is not None else None
-            if hub is not None:
+            if isinstance(mesh, Mesh):
                 with stop_signals(outer):
-                    result = hub.finish()
+                    if hub is not None:
+                        result = hub.finish()
+                    else:
+                        await_end(mesh)
         if not isinstance(mesh, Mesh):
             assert result is not None
             return result

@@ -52,10 +52,10 @@ def check_parallel(prepared: PreparedRun, skeleton: PreTrainedModel) -> None:
                 raise InputError(
                     f"job {job.config.name!r}: its data has images, which {key} does not take in this version; leave it out"
                 )
-            if key not in ("quantization", "parallel.expert") and (trainer := job.config.train.trainer) != "sft":
+            if key == "parallel.pipeline" and (trainer := job.config.train.trainer) != "sft":
                 raise InputError(
-                    f"job {job.config.name!r}: train.trainer is {trainer}, which this version trains on devices that hold the "
-                    f"whole base model; leave {key} out, or let the jobs have trainer sft"
+                    f"job {job.config.name!r}: train.trainer is {trainer}, which this version trains on devices that have all "
+                    f"layers; leave {key} out, or let the jobs have trainer sft"
                 )
     if parallel.offload_base and choose_device(prepared.run.device).type == "cpu":
         prepared.warnings.append(
@@ -102,6 +102,6 @@ def needs_whole(job: PreparedJob, prepared: PreparedRun, staged: bool = False) -
         return "its data has images"
     if job.router_coefficient and staged:
         return "it has a load-balancing loss"
-    if (trainer := job.config.train.trainer) != "sft":
+    if staged and (trainer := job.config.train.trainer) != "sft":
         return f"train.trainer is {trainer}"
     return None if prepared.encoder is None else whole_alone(job.spec, prepared.encoder.skeleton)

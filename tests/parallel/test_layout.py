@@ -433,7 +433,7 @@ def test_auto_leaves_a_base_whole_that_a_job_needs_whole_and_takes_no_stages_for
     assert parts(adapter={"target_modules": ["q_proj"], "modules_to_save": ["norm"]}) == (False, False)
     assert parts(sample_prompts=["one"]) == (True, False)
     pairs = {"path": write_pairs(tmp_path / "pairs.jsonl")}
-    assert parts(data=pairs, train={"trainer": "orpo", "global_batch_size": 2}) == (False, False)
+    assert parts(data=pairs, train={"trainer": "orpo", "global_batch_size": 2}) == (True, False)
     assert parts(train={"optim": "adafactor", "global_batch_size": 2}) == (True, False)
 
 

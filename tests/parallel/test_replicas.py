@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from conftest import rows_into
@@ -14,6 +16,7 @@ from test_training import JOBS, adapter, config, distance, steps, train
 
 import packlora
 from packlora.errors import InputError
+from packlora.parallel.mesh import Mesh
 from packlora.report.events import Event, RunBegan, RunEnded, Stepped, Stop
 
 Groups = Callable[[int], Ranks]
@@ -129,11 +132,30 @@ def test_a_sharded_base_gives_what_one_device_gives(
     same_run(tmp_path / "out", whole, 1e-10)
 
 
+def patient(rank: int, tree: dict[str, Any]) -> bool:
+    """A run whose first process takes half a second longer. Whether it had ended when this one asked the others for its
+    result, in a message that does not wait longer than timeout_s."""
+    record, gather, asked = Path(tree["output_dir"], "run.json"), Mesh.gather, list[bool]()
+
+    def seen(mesh: Mesh, value: Any) -> list[Any]:
+        asked.append(record.exists() and json.loads(record.read_text())["result"] is not None)
+        return gather(mesh, value)
+
+    def slow(event: Event) -> None:
+        if isinstance(event, RunBegan):
+            time.sleep(0.5)
+
+    with mock.patch.object(Mesh, "gather", seen):
+        packlora.train(tree, subscribers=[slow])
+    return asked[-1]
+
+
 def test_a_job_that_is_whole_on_a_device_has_the_bits_of_one_device(
     tree: dict[str, Any], ranks: Groups, tmp_path: Path
 ) -> None:
+    """The process that is done first waits for the other, however long."""
     asked = {**tree, "dtype": "float32", "output_dir": str(tmp_path / "out"), "parallel": {"devices_per_job": 1}}
-    ranks(2).run(on_ranks, asked, {})
+    assert ranks(2).run(patient, asked) == [True, True]
     layout = json.loads((tmp_path / "out" / "run.json").read_text())["schedule"]["layout"]
     for number, names in enumerate(layout["groups"]):
         alone = tmp_path / f"alone-{number}"

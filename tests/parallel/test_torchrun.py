@@ -59,12 +59,13 @@ def launch(
     mishap: str = "none",
     rank: int = 1,
     options: tuple[str, ...] = (),
+    words: tuple[str, ...] = (),
 ) -> subprocess.Popen[str]:
-    """A run on two processes, as a command."""
+    """A run on two processes, as a command; options are torchrun's, words the run's."""
     file = out.parent / "run.yaml"
     file.write_text(yaml.safe_dump({**tree, "output_dir": str(out)}))
     where = options or ("--standalone", "--nproc-per-node", "2")
-    what = [mishap, str(rank), "train", str(file)]
+    what = [mishap, str(rank), "train", str(file), *words]
     pipes: dict[str, Any] = {"env": environment(), "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     if forks is not None:
         return forks.start("torch.distributed.run", *where, *forks.words("launched", *what), **pipes)
@@ -131,13 +132,17 @@ CHAINS = (
 @pytest.mark.soak
 @pytest.mark.parametrize("chain", CHAINS, ids=range(len(CHAINS)))
 def test_stopped_and_killed_again_and_again_it_goes_on_on_other_layouts(
-    chain: list[tuple[int, dict[str, Any], str, int]], tree: dict[str, Any], whole: Path, tmp_path: Path
+    chain: list[tuple[int, dict[str, Any], str, int]],
+    tree: dict[str, Any],
+    whole: Path,
+    forks: Forks | None,
+    tmp_path: Path,
 ) -> None:
     for at, (processes, parallel, mishap, rank) in enumerate(chain):
         options = ("--standalone", "--nproc-per-node", str(processes))
         words = ("--resume",) * (at > 0)
         split = {**tree, "parallel": parallel}
-        code, said = ended(launch(split, tmp_path / "out", mishap, rank, options, *words), 400)
+        code, said = ended(launch(forks, split, tmp_path / "out", mishap, rank, options, words), 400)
         assert code != 0, f"{parallel}: it ended before anything happened: {said[-2000:]}"
         assert ("Signal 9" if mishap == "kill" else "SIGTERM") in said, said
     assert train({**tree, "output_dir": str(tmp_path / "out")}, resume=True).status == "done"

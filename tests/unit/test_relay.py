@@ -11,6 +11,7 @@ from torch.distributed import HashStore
 from packlora.errors import ProcessError
 from packlora.parallel import mesh as meshes
 from packlora.parallel.layout import Layout
+from packlora.report.events import Event, Note, StopAsked
 from packlora.runtime import relay
 from packlora.runtime.events import Emitter
 
@@ -35,6 +36,64 @@ def test_a_silent_process_is_given_up_after_a_while_that_is_shorter_when_the_run
     with pytest.raises(ProcessError, match="process 1 of 2 gives no sign of life"):
         hub.finish()
     assert waits < clock < waits + 1
+
+
+def test_a_process_that_hangs_stops_those_that_still_train_other_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever it is: they save what they have, and end with the reason."""
+    clock = 0.0
+    monkeypatch.setattr(meshes, "time", types.SimpleNamespace(monotonic=lambda: clock))
+    layout, told = Layout((("a",), ("b",), ("c",))), list[Event]()
+
+    def mesh_of(rank: int) -> meshes.Mesh:
+        mesh = meshes.Mesh.__new__(meshes.Mesh)
+        mesh.rank, mesh.size, mesh.timeout, mesh.store, mesh._heard = rank, 3, 20.0, HashStore(), {}
+        return mesh
+
+    outer, inner, events = Emitter([told.append]), Emitter(), Emitter()
+    hub = relay.Hub(mesh_of(0), layout, outer, inner, ["a", "b", "c"], 0)
+    inner.subscribe(hub)
+    events.subscribe(own := relay.Relay(mesh_of(2), 2, events))
+    for beat in range(20):  # two and more seconds apart, as microbatches end
+        clock += 2.5
+        hub.mesh.store.set("alive/1", str(min(beat, 3)))  # hangs from the fourth on
+        hub.mesh.store.set("alive/2", str(beat))
+        own.mesh.store.set("alive/0", str(min(beat, 9)))
+        inner.emit(Note("a"))
+        events.emit(Note("c"))
+        assert inner.stop.asked == (beat >= 3 + 9)
+        assert events.stop.asked == (beat >= 9 + 9)
+    assert [event.text for event in told if isinstance(event, StopAsked)] == [
+        "process 1 of 3 gives no sign of life: finishing the present microbatch, then saving"
+    ]
+    with pytest.raises(ProcessError, match="process 0 of 3 gives no sign of life; --resume goes on"):
+        relay.await_end(own.mesh)
+
+
+def test_a_process_without_jobs_waits_for_the_end_as_long_as_the_first_one_lives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = 0.0
+    mesh = meshes.Mesh.__new__(meshes.Mesh)
+    mesh.rank, mesh.size, mesh.timeout, mesh.store, mesh._heard = 1, 2, 20.0, HashStore(), {}
+
+    def sleep(seconds: float) -> None:
+        nonlocal clock
+        clock += 5
+        if clock < 100:
+            mesh.store.set("alive/0", str(clock))
+        if clock == 90 and ends:
+            mesh.store.set(relay.ENDED, "")
+
+    monkeypatch.setattr(relay, "time", types.SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr(meshes, "time", types.SimpleNamespace(monotonic=lambda: clock))
+    ends = True
+    relay.await_end(mesh)
+    assert clock == 90
+    mesh.store.delete_key(relay.ENDED)
+    clock, ends = 0.0, False
+    with pytest.raises(ProcessError, match="process 0 of 2 gives no sign of life"):
+        relay.await_end(mesh)
+    assert 100 < clock < 130
 
 
 def test_the_first_process_that_hears_of_a_failure_speaks_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
