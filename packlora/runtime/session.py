@@ -180,9 +180,7 @@ class Session:
         # 3. Choose the size of microbatches where that is left to us.
         known = self._choose_budget(prepared, own, base, self.single, jobs)
         events = Emitter()
-        executor: Executor = self.single
-        if isinstance(self.single, SingleDevice):
-            executor = graphed(run, base, self.single, jobs, prepared.budget, lambda text: events.emit(Note(text)))
+        executor = graphed(run, base, self.single, jobs, prepared.budget, lambda text: events.emit(Note(text)))
 
         # 4. Continue where checkpoints say, or start.
         record = run_record(prepared, base, known, self.saved, self.layout)
