@@ -33,7 +33,7 @@ from packlora.base.device import choose_device
 from packlora.base.fingerprint import fingerprint_of, word_sums
 from packlora.base.liger import use_liger
 from packlora.base.model import Base
-from packlora.base.packing import hidden_states, prepare_model
+from packlora.base.packing import decoder_of, hidden_states, prepare_model
 from packlora.base.proof import Pack, check_packing, depends_on_others, own_logits
 from packlora.base.shape import check_row, decoder_layers
 from packlora.base.weight_files import WeightFiles, keys_of
@@ -93,7 +93,7 @@ class Stage(InMemory):
         if self.links.is_last:
             return SimpleNamespace(logits=self.links.of_last(own(**inputs).logits))
         inputs.pop("logits_to_keep", None)
-        model.base_model(**inputs)
+        decoder_of(model)(**inputs)
         return SimpleNamespace(logits=self.links.of_last(None))
 
     def crosses(self, model: PreTrainedModel, pack: Pack, n: int) -> bool:
@@ -157,14 +157,20 @@ class Elsewhere(torch.nn.Module):
 
 
 class NoEmbedding(torch.nn.Module):
-    """In the place of the embedding: hidden states of nobody. weight: on the meta device, and no parameter."""
+    """In the place of the embedding: hidden states of nobody."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         super().__init__()
-        self.weight = weight.detach()
+        self._shape = weight.shape
+        self.register_buffer("_zero", torch.zeros(1, 1, dtype=weight.dtype), persistent=False)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """Of its shape, dtype and device, which some models ask for; without memory."""
+        return self.get_buffer("_zero").expand(self._shape)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return torch.zeros(*ids.shape, self.weight.shape[1], dtype=self.weight.dtype, device=ids.device)
+        return torch.zeros(*ids.shape, self._shape[1], dtype=self.weight.dtype, device=ids.device)
 
 
 def load_stage(
@@ -306,8 +312,8 @@ def layer_chain(model: PreTrainedModel) -> tuple[int, torch.dtype, list[bool]]:
                 f"to the next (layer {number})"
             )
         handed = y
-    if handed is None:
-        raise InputError(f"{_what(model)} cannot be cut into stages: it has no list of layers")
+    if handed is None or decoder_of(model) is model:
+        raise InputError(f"{_what(model)} cannot be cut into stages: it has no list of layers in a decoder of its own")
     return handed.shape[-1], handed.dtype, tuples
 
 
