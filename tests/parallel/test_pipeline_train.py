@@ -228,18 +228,18 @@ def test_where_sums_have_one_order_it_has_the_bits_of_one_device(
 def test_a_run_that_is_stopped_goes_on_on_any_number_of_stages(
     tree: dict[str, Any], whole: Path, ranks: Groups, tmp_path: Path
 ) -> None:
-    """Stopped on processes that hold each layer together, on two stages, on one device, on two stages of two processes, and
-    ended on one device. Their checkpoints are those of one device."""
+    """Stopped on processes that hold each layer together, on four stages, on one device, on two stages of two processes, and
+    ended on two stages. Their checkpoints are those of one device."""
     out = tmp_path / "out"
     asked = {**tree, "output_dir": str(out), "save_total_limit": None}
     beside = {**asked, "parallel": {"tensor": 2, "sequence_parallel": True}}
     assert ranks(2).run(heard, beside, "", 4, {})[0][0] == "interrupted"
     again = {"resume": True}
-    assert ranks(2).run(heard, {**asked, "parallel": {"pipeline": 2}}, "", 4, again)[0][0] == "interrupted"
+    assert ranks(4).run(heard, {**asked, "parallel": {"pipeline": 4}}, "", 4, again)[0][0] == "interrupted"
     assert heard(0, asked, "", 3, again)[0] == "interrupted"
     both = {**asked, "parallel": {"pipeline": 2, "tensor": 2}}
     assert ranks(4).run(heard, both, "", 3, again)[0][0] == "interrupted"
-    assert heard(0, asked, "", 0, again)[0] == "done"
+    assert ranks(2).run(heard, {**asked, "parallel": {"pipeline": 2}}, None, 0, again)[0][0] == "done"
     same(out, whole)
     compared = [path for path in whole.glob("*/checkpoint-*") if (out / path.relative_to(whole)).exists()]
     assert {path.parent.name for path in compared} == {job["name"] for job in tree["jobs"]}
