@@ -307,6 +307,7 @@ class Session:
         """The first process's budget goes for all."""
         known = choose_budget(self.run, own if jobs else prepared, base, executor, jobs, self.saved)
         if self.layout.pipeline > 1:
+            known = profiler.sharing_experts(known, self.run, prepared, self.layout.expert)
             known = profiler.staged(known, self.run, prepared, self.layout.pipeline)
         found = own.budget if jobs else prepared.budget
         prepared.budget = own.budget = max(self.mesh.gather(found)[0], prepared.longest)
