@@ -31,6 +31,7 @@ from packlora.runtime.job import Job
 from packlora.runtime.pipelined import PipelinedTrainer
 from packlora.runtime.stage import StageDevice
 from packlora.schedule.cost import CostModel
+from packlora.schedule.simulate import end_times
 
 Groups = Callable[[int], Ranks]
 
@@ -114,9 +115,24 @@ def check_timelines(out: Path, stages: int, ran: list[dict[str, Any]]) -> None:
             assert start >= ends.get(before, 0.0) - 1e-3
         drawn, foreseen = ({tuple(own[:3]) for own in line[key]} for key in ("spans", "predicted_spans"))
         assert drawn == foreseen
+        if line["spans"]:
+            assert 0 < simulated(line, stages) <= line["seconds"] + 1e-3
     assert any(line["spans"] for line in told)
     page = (out / "report.html").read_text()
     assert "<h2>Pipeline</h2>" in page and "backward of slot 0 on stage 1" in page
+
+
+def simulated(line: dict[str, Any], stages: int) -> float:
+    """The end of the order that ran, were stages to wait for one another alone, from how long everything took."""
+    took = {(stage, kind, slot): end - start for stage, kind, slot, start, end in line["spans"]}
+    times = [
+        [
+            (took.get((stage, "forward", slot), 0.0), took.get((stage, "backward", slot), 0.0))
+            for slot in range(line["slots"])
+        ]
+        for stage in range(stages)
+    ]
+    return max(ends[-1] for ends in end_times(times)[1])
 
 
 def test_the_best_adapter_and_an_early_end_are_those_of_one_device(
