@@ -165,13 +165,18 @@ def packed_hidden(
     return hidden_states(model, input_ids_T, position_ids_T, tuple(sample_lengths), images, routed)[rows_L]
 
 
+def decoder_of(model: PreTrainedModel) -> Any:
+    """What gives the hidden states, without the output layer; the model itself where that is not known."""
+    found = getattr(model, DECODER, model.base_model)
+    return getattr(model, "model", model) if found is model else found  # Llama 4 names another attribute than it has
+
+
 def hidden_states(
     model: PreTrainedModel, input_ids_T: torch.Tensor, position_ids_T: torch.Tensor, samples: tuple[int, ...] | SampleBlocks,
     images: Mapping[str, torch.Tensor] | None = None, routed: list[torch.Tensor] | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Of all tokens, [T, D]; samples: their lengths, or their blocks; routed: see packed_logits."""
-    decoder = getattr(model, DECODER, model.base_model)
-    output = decoder(
+    output = decoder_of(model)(
         input_ids=input_ids_T[None], position_ids=one_row(position_ids_T), use_cache=False, sample_lengths=samples,
         **_more(images, routed),
     )  # fmt: skip

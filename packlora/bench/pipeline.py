@@ -303,9 +303,8 @@ def run(options: Options, mesh: Mesh) -> Outcome:
     """Measure; the first process prints a line for each way of a unit."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # as deterministic() has it: read at the first product
     sizes, start = Sizes.of(options), time.perf_counter()
-    sizes = replace(
-        sizes, rounds=max(sizes.rounds, 3), units=options.units or sizes.units
-    )  # fewer rounds are no pipeline
+    # a window as training plans it; fewer rounds are mostly filling and draining
+    sizes = replace(sizes, rounds=max(2 * sizes.rounds, 3), units=options.units or sizes.units)
     ways, measured = ways_of(options.only), list[dict[str, Any]]()
     every = turns(sizes.units, ways, mesh.size)
     known = options.progress.rows if options.progress is not None else {}

@@ -117,7 +117,7 @@ def _row(
     shared = profiler.sharing_experts(known, prepared.run, prepared, layout.expert, layout.exchange)
     staged = None
     if layout.pipeline > 1:
-        staged = profiler.staged(known, prepared.run, prepared, layout.pipeline).cost
+        staged = profiler.staged(shared, prepared.run, prepared, layout.pipeline).cost
     seconds = own.predict(seconds_of(prepared, layout, shared.seconds), staged).time
     balance, needed = own.predict(work.of, work.staged(layout)), needed_bytes(prepared, known, own)
     has_failed = known.failed is not None and max(own.fullest) >= known.failed and not layout.is_in_parts

@@ -21,8 +21,8 @@ class ParallelConfig(Strict):
     """Seconds after which a process that does not answer is given up, and the run ends."""
     pipeline: int | Literal["auto"] = Field("auto")
     """Stages, one behind the other, that hold some of the layers each; microbatches of all jobs pass through them. A stage is a
-    device, or as many as tensor says. It divides the number of processes. auto: one, and several where a device is estimated
-    to hold no whole base model with what training needs, and they are predicted to be faster than shard_base."""
+    device, or as many as tensor or expert says. It divides the number of processes. auto: one, and several where a device is
+    estimated to hold no whole base model with what training needs, and they are predicted to be faster than shard_base."""
     tensor: int = Field(1, ge=1)
     """Devices that hold the base model together, a part of each layer's weights each. It divides the number of processes."""
     expert: int = Field(1, ge=1)
@@ -56,12 +56,16 @@ class ParallelConfig(Strict):
                 f"pipeline is {self.pipeline} and shard_base is {str(self.shard_base).lower()}, two ways to share the weights: "
                 "a stage would gather each of its layers again for every microbatch, and has them in memory as it is; give one"
             )
-        for name, other in (("tensor", self.tensor), ("pipeline", self.stages)):
-            if self.expert > 1 and other > 1:
-                raise ValueError(
-                    f"expert is {self.expert} and {name} is {other}, which do not go together in this version; give one, or "
-                    "expert with shard_base, by which what each device has is shared by rows"
-                )
+        if self.expert > 1 and self.tensor > 1:
+            raise ValueError(
+                f"expert is {self.expert} and tensor is {self.tensor}, which do not go together in this version; give one, or "
+                "expert with shard_base, by which what each device has is shared by rows"
+            )
+        if self.exchanges and self.stages > 1:
+            raise ValueError(
+                f"pipeline is {self.pipeline} and ep_implementation is all_to_all, by which devices exchange tokens in every "
+                "layer at the same time, but pipelines run without waiting for one another; leave ep_implementation out"
+            )
         if self.ep_implementation == "all_to_all" and self.expert == 1:
             raise ValueError(
                 "ep_implementation is all_to_all, which goes with expert, the devices that share them; set both"
@@ -131,12 +135,12 @@ class ParallelConfig(Strict):
                     f"parallel.{name} is {together}, but {started}; start a multiple of {together}, or give a number that "
                     f"divides {processes}"
                 )
-        if processes % (self.tensor * self.stages):
-            raise InputError(
-                f"parallel.pipeline is {self.stages} and parallel.tensor {self.tensor}, but {started}; start a multiple of "
-                f"{self.tensor * self.stages}"
-            )
         key, slices = ("tensor", self.tensor) if self.tensor > 1 else ("expert", self.expert)
+        if processes % (slices * self.stages):
+            raise InputError(
+                f"parallel.pipeline is {self.stages} and parallel.{key} {slices}, but {started}; start a multiple of "
+                f"{slices * self.stages}"
+            )
         if processes % (slices * (self.degree or 1)):
             raise InputError(
                 f"parallel.shard_base is {self.degree} and parallel.{key} {slices}, but {started}; start a multiple of "

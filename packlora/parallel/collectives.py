@@ -18,6 +18,7 @@ What follows a sum, or is joined, is the same on all processes to the bit, so it
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -46,8 +47,13 @@ def answered() -> Iterator[None]:
     except RuntimeError as error:
         rank, size = dist.get_rank(), dist.get_world_size()
         raise ProcessError(
-            f"process {rank} of {size} waited in vain for another one of the run ({foreign(error)})"
+            f"process {rank} of {size} waited in vain for another one of the run ({unanswered(error)})"
         ) from error
+
+
+def unanswered(error: RuntimeError) -> str:
+    """What is wrong with a message, without gloo's source line and advice."""
+    return re.sub(r"^\[\S+:\d+\] ", "", foreign(error)).partition(". ")[0]
 
 
 def add_up(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:

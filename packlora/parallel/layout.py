@@ -26,11 +26,11 @@ takes a wave of its own. From 0.9 to 0.97 makes a difference of 0.4 % on average
 @dataclass(frozen=True, slots=True)
 class Layout:
     """groups: names of the jobs of each group, in the order of the run. split: replicas of a group, which share each job.
-    tensor: processes that hold a layer together, side by side; pipeline: stages of such processes, one behind the other; both
-    together are a replica. shard: replicas, one behind the other, each of which holds a part of the rows of every weight
-    (sharded.py); it divides split. 1: each holds all rows. expert: processes that hold the experts together, and all else each;
-    they are a replica too. exchange: of these each has microbatches of its own, so each counts as a replica; their groups are
-    multiples of expert times shard. Where expert is not 1 tensor and pipeline are.
+    tensor: processes that hold a layer together, side by side; pipeline: stages of such processes, or of those of expert, one
+    behind the other; both together are a replica. shard: replicas, one behind the other, each of which holds a part of the
+    rows of every weight (sharded.py); it divides split. 1: each holds all rows. expert: processes that hold the experts
+    together, and all else each; they are a replica too. exchange: of these each has microbatches of its own, so each counts as
+    a replica; their groups are multiples of expert times shard. Where expert is not 1 tensor is, and with exchange pipeline.
 
     In a group the replicas lie one behind the other, in a replica its stages, in a stage its processes."""
 

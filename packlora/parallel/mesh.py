@@ -11,7 +11,6 @@ import itertools
 import json
 import math
 import os
-import re
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -25,6 +24,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from packlora.errors import InputError, ProcessError, foreign
+from packlora.parallel.collectives import unanswered
 
 TIMEOUT = 600.0
 """Seconds after which a process that does not answer is given up."""
@@ -114,11 +114,8 @@ class Mesh(OneProcess):
         try:
             yield
         except RuntimeError as error:
-            reason = re.sub(r"^\[\S+:\d+\] ", "", foreign(error)).partition(". ")[
-                0
-            ]  # without gloo's source line and advice
             raise self.failure() or ProcessError(
-                f"process {self.rank} of {self.size} waited in vain for another one of the run ({reason})"
+                f"process {self.rank} of {self.size} waited in vain for another one of the run ({unanswered(error)})"
             ) from error
 
     # --- who has failed ------------------------------------------------------------------------------------------------

@@ -178,10 +178,10 @@ class Channel:
 class Links(Replicas):
     """The processes of a group whose replicas are pipelines.
 
-    A stage is one process, or several that hold its layers together (tensor.py). Each of these sends to the one in its own
-    place in the next stage: these are a chain.
+    A stage is one process, or several that hold its layers together (tensor.py) or their experts (experts.py). Each of these
+    sends to the one in its own place in the next stage: these are a chain.
 
-    stage, stages: of this process, and how many there are. part: its place in the stage. tensor: the processes of the stage,
+    stage, stages: of this process, and how many there are. part: its place in the stage. beside: the processes of the stage,
     None where it is one.
 
     Args:
@@ -190,12 +190,13 @@ class Links(Replicas):
         device: of the tensors that pass between stages.
     """
 
-    tensor: dist.ProcessGroup | None = None
+    beside: dist.ProcessGroup | None = None
 
     def __init__(self, mesh: Mesh, layout: Layout, device: torch.device) -> None:
         super().__init__(mesh, layout)
         self.stages, self.device, self._told = layout.pipeline, device, 0
-        timeout, width, each = timedelta(seconds=mesh.timeout), layout.tensor, layout.devices_per_replica
+        timeout, each = timedelta(seconds=mesh.timeout), layout.devices_per_replica
+        width = each // layout.pipeline
         self._ends: dist.ProcessGroup | None = None
         for number in range(len(layout.groups)):  # a group is made by all processes together
             every = layout.ranks(number)
@@ -205,7 +206,7 @@ class Links(Replicas):
                 for stage in [list(replica[at : at + width]) for at in range(0, each, width)] if width > 1 else []:
                     beside = dist.new_group(stage, timeout=timeout)
                     if mesh.rank in stage:
-                        self.tensor = beside
+                        self.beside = beside
             ends = [rank for rank in every if every.index(rank) % each < width]
             first = dist.new_group(ends, timeout=timeout) if len(ends) > 1 else None
             if mesh.rank in ends:

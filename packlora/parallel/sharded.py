@@ -40,7 +40,7 @@ from packlora.base.demo_model import base_path
 from packlora.base.device import choose_device
 from packlora.base.load import model_of, read_config
 from packlora.base.model import Base, ready_base
-from packlora.base.packing import DECODER, hidden_states
+from packlora.base.packing import DECODER, decoder_of, hidden_states
 from packlora.base.shape import check_row, decoder_layers
 from packlora.base.weight_files import WeightFiles, keys_of, own_rows
 from packlora.config import Run
@@ -134,7 +134,8 @@ class Shards:
         fully_shard(model, mesh=mesh, reshard_after_forward=False)
         # nobody here writes into what the model gives
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
-        setattr(model, DECODER, lambda **inputs: model.base_model(**inputs))
+        decoder = decoder_of(model)
+        setattr(model, DECODER, lambda **inputs: decoder(**inputs))
         register_fsdp_forward_method(model, DECODER)
         self._fill(files, keys)
         if offload and model.device.type != self.device.type:

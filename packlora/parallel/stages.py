@@ -5,8 +5,8 @@ first own layer they are those of the stage below, behind the last one they go t
 own forward: what is computed beside the layers, positions and masks, is computed on every stage. The embedding is on the first
 stage, the output layer on the last one, also where they are tied. What else there is (norms) is on all.
 
-A stage may be cut over several processes (tensor.py). Hidden states pass whole between stages, from each process to the one in
-its own place.
+A stage may be cut over several processes (tensor.py), or its experts shared out to them (experts.py). Hidden states pass whole
+between stages, from each process to the one in its own place.
 
 Only models are cut whose layers hand hidden states [1, T, D] from one to the next. The proof of packing runs through all
 stages.
@@ -22,6 +22,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
@@ -32,7 +33,7 @@ from packlora.base.device import choose_device
 from packlora.base.fingerprint import fingerprint_of, word_sums
 from packlora.base.liger import use_liger
 from packlora.base.model import Base
-from packlora.base.packing import hidden_states, prepare_model
+from packlora.base.packing import decoder_of, hidden_states, prepare_model
 from packlora.base.proof import Pack, check_packing, depends_on_others, own_logits
 from packlora.base.shape import check_row, decoder_layers
 from packlora.base.weight_files import WeightFiles, keys_of
@@ -42,6 +43,7 @@ from packlora.ops.lora_linear.frozen import InMemory
 from packlora.parallel.adapter import joined
 from packlora.parallel.agreement import together
 from packlora.parallel.cut import fill
+from packlora.parallel.experts import experts_of, shard_experts
 from packlora.parallel.mesh import OneProcess
 from packlora.parallel.meta import on_meta
 from packlora.parallel.pipeline import Links
@@ -91,7 +93,7 @@ class Stage(InMemory):
         if self.links.is_last:
             return SimpleNamespace(logits=self.links.of_last(own(**inputs).logits))
         inputs.pop("logits_to_keep", None)
-        model.base_model(**inputs)
+        decoder_of(model)(**inputs)
         return SimpleNamespace(logits=self.links.of_last(None))
 
     def crosses(self, model: PreTrainedModel, pack: Pack, n: int) -> bool:
@@ -155,14 +157,20 @@ class Elsewhere(torch.nn.Module):
 
 
 class NoEmbedding(torch.nn.Module):
-    """In the place of the embedding: hidden states of nobody. weight: on the meta device, and no parameter."""
+    """In the place of the embedding: hidden states of nobody."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         super().__init__()
-        self.weight = weight.detach()
+        self._shape = weight.shape
+        self.register_buffer("_zero", torch.zeros(1, 1, dtype=weight.dtype), persistent=False)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """Of its shape, dtype and device, which some models ask for; without memory."""
+        return self.get_buffer("_zero").expand(self._shape)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return torch.zeros(*ids.shape, self.weight.shape[1], dtype=self.weight.dtype, device=ids.device)
+        return torch.zeros(*ids.shape, self._shape[1], dtype=self.weight.dtype, device=ids.device)
 
 
 def load_stage(
@@ -191,7 +199,7 @@ def load_stage(
 
     model, stage, keys, held = together(mesh, empty)
     notes = [f"a pipeline of {len(counts)} stages, of {', '.join(map(str, counts))} layers"]
-    if (beside := links.tensor) is None:
+    if (beside := links.beside) is None:
         together(mesh, lambda: fill(model, files, keys, device))
         model.to(device)
     else:  # held against a stage that is sharded by rows, as in cut.py
@@ -209,7 +217,7 @@ def load_stage(
         del model
         gc.collect()  # its modules and their hooks refer to one another
         model, stage, keys, _ = together(mesh, empty)
-        notes += together(mesh, lambda: shard(model, beside, run.parallel.sequence_parallel))
+        notes += together(mesh, lambda: _share(run, model, beside))
         together(mesh, lambda: fill(model, files, keys, device))
         model.to(device)
     with stage.in_step(model):
@@ -217,6 +225,13 @@ def load_stage(
         replaced = together(mesh, lambda: use_liger(model, run.liger))
         fused_loss = check_packing(model, own, path, longest, notes, partial(stage.crosses, model))
     return Base(model, tokenizer, device, path, notes, fused_loss, replaced, storage=stage, fingerprint=known)
+
+
+def _share(run: Run, model: PreTrainedModel, beside: ProcessGroup) -> list[str]:
+    """Cut a stage over its processes, or share out its experts, of which it may have none."""
+    if run.parallel.expert == 1:
+        return shard(model, beside, run.parallel.sequence_parallel)
+    return shard_experts(model, beside) if experts_of(model) else []
 
 
 def _keys(model: PreTrainedModel, files: WeightFiles) -> dict[str, str]:
@@ -297,8 +312,8 @@ def layer_chain(model: PreTrainedModel) -> tuple[int, torch.dtype, list[bool]]:
                 f"to the next (layer {number})"
             )
         handed = y
-    if handed is None:
-        raise InputError(f"{_what(model)} cannot be cut into stages: it has no list of layers")
+    if handed is None or decoder_of(model) is model:
+        raise InputError(f"{_what(model)} cannot be cut into stages: it has no list of layers in a decoder of its own")
     return handed.shape[-1], handed.dtype, tuples
 
 
@@ -344,8 +359,8 @@ class AcrossStages:
         """See Job.whole_of; on the first process alone."""
         here = self.layouts[self.links.stage]
         own = self.adapter.layout.views(flat.cpu())
-        if self.links.tensor is not None:
-            own = joined(self.adapter, self.links.tensor, flat)
+        if self.links.beside is not None:
+            own = joined(self.adapter, self.links.beside, flat)
         if self.links.part:
             return {}
         lined_up = torch.zeros(here.size, dtype=flat.dtype)

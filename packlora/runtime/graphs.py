@@ -435,7 +435,7 @@ def _nothing_waits(device: torch.device, checked: bool) -> Iterator[None]:
 
 
 def graphed(
-    run: Run, base: Base, single: SingleDevice, jobs: Sequence[Job], budget: int, tell: Callable[[str], None]
+    run: Run, base: Base, single: Executor, jobs: Sequence[Job], budget: int, tell: Callable[[str], None]
 ) -> Executor:
     """The executor that a run asks for by `cuda_graphs`. budget: most tokens that microbatches are planned with.
 
@@ -451,6 +451,7 @@ def graphed(
         if base.device.type == "cuda":
             base.warnings.append(f"{NO_GRAPHS}: {reason}")
         return single
+    assert isinstance(single, SingleDevice)
     dropout = any(job.dropout_key is not None for job in jobs)
     return GraphedDevice(single, buffers_of(jobs), dropout, budget, tell, noise=any(job.noise for job in jobs))
 

@@ -17,7 +17,7 @@ from packlora.runtime.job import Job
 
 def holders(group: Alone) -> dist.ProcessGroup | None:
     """The processes that hold the layers of this one together with it; None where it holds them alone."""
-    return group.tensor if isinstance(group, Links) else group.model
+    return group.beside if isinstance(group, Links) else group.model
 
 
 def parts_of(adapters: Sequence[Adapter], group: Alone) -> Callable[[Job], None]:

@@ -185,9 +185,7 @@ class Session:
         # 3. Choose the size of microbatches where that is left to us.
         known = self._choose_budget(prepared, own, base, self.single, jobs)
         events = Emitter()
-        executor: Executor = self.single
-        if isinstance(self.single, SingleDevice):
-            executor = graphed(run, base, self.single, jobs, prepared.budget, lambda text: events.emit(Note(text)))
+        executor = graphed(run, base, self.single, jobs, prepared.budget, lambda text: events.emit(Note(text)))
 
         # 4. Continue where checkpoints say, or start.
         record = run_record(prepared, base, known, self.saved, self.layout)
@@ -314,6 +312,7 @@ class Session:
         """The first process's budget goes for all."""
         known = choose_budget(self.run, own if jobs else prepared, base, executor, jobs, self.saved)
         if self.layout.pipeline > 1:
+            known = profiler.sharing_experts(known, self.run, prepared, self.layout.expert)
             known = profiler.staged(known, self.run, prepared, self.layout.pipeline)
         found = own.budget if jobs else prepared.budget
         prepared.budget = own.budget = max(self.mesh.gather(found)[0], prepared.longest)

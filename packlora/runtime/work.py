@@ -43,7 +43,8 @@ class Work:
         """Of the stages of a layout's pipelines; None where it has none."""
         if layout.pipeline == 1:
             return None
-        return analytic_cost(self._prepared.run, self._prepared, self._flops, layout.pipeline)
+        run, experts_on = self._prepared.run, 1 if layout.exchange else layout.expert
+        return analytic_cost(run, self._prepared, self._flops, layout.pipeline, experts_on)
 
     def jobs(self) -> dict[str, float]:
         """By job, of all its samples on one device, with its share of what is fixed for a microbatch."""

@@ -25,7 +25,7 @@ from packlora.schedule.types import Carry, Microbatch, Placed, ScheduleError, Wi
 from packlora.schedule.verify import carry_after, check, with_noops
 
 FILLS = (1.0, 0.875, 0.75, 0.625, 0.5, 0.42, 0.35, 0.29, 0.24, 0.2, 0.16, 0.13, 0.11)
-"""Parts of the capacity that are tried for a pipeline that would otherwise wait."""
+"""Parts of the capacity that are tried for a pipeline, which waits less where microbatches are smaller and more alike."""
 CLOSE = 100
 """Slots for one of which above the bound no other grouping is tried."""
 PATIENCE = 2
@@ -165,7 +165,7 @@ def _candidates(task: Task, capacity: int, lengths: list[list[list[int]]]) -> It
                 best, worse = candidate.score, 0
             else:
                 worse += 1
-            if worse == PATIENCE or not (candidate.waits or worse):
+            if worse == PATIENCE:
                 break
         if task.method != "solo" and len(groups) > 1 and task.stages > 1 and task.cost is not None:
             yield _lay_out(task, groups, queues, capacity, partial(_greedy, task, capacity), merge=False)

@@ -83,6 +83,7 @@ def same(out: Path, whole: Path) -> None:
     [
         (3, {"pipeline": 3}),
         (4, {"pipeline": 2, "devices_per_job": 4}),
+        (4, {"pipeline": 2, "expert": 2}),
         (2, {"shard_base": True, "offload_base": True}),
         (4, {"shard_base": 2, "devices_per_job": 2}),
         (4, {"shard_base": True, "expert": 2}),
@@ -92,8 +93,8 @@ def same(out: Path, whole: Path) -> None:
 def test_a_run_gives_what_one_device_gives(
     processes: int, parallel: dict[str, Any], asked: dict[str, Any], whole: Path, ranks: Groups, tmp_path: Path
 ) -> None:
-    """Three stages; two pipelines that share jobs; rows shared by all, by sets with jobs of their own, and of experts that are
-    shared out in both ways."""
+    """Three stages; two pipelines that share jobs; two stages whose experts are shared out; rows shared by all, by sets with
+    jobs of their own, and of experts that are shared out in both ways."""
     told = ranks(processes).run(
         in_wide, on_ranks, {**asked, "output_dir": str(tmp_path / "out"), "parallel": parallel}, {}
     )
@@ -104,15 +105,16 @@ def test_a_run_gives_what_one_device_gives(
 def test_a_run_in_stages_that_is_stopped_goes_on_on_one_device_on_a_sharded_base_and_back(
     asked: dict[str, Any], whole: Path, ranks: Groups, tmp_path: Path
 ) -> None:
-    """Stopped on two stages, on one device, on four that share out the experts and rows of all, and ended on two stages."""
+    """Stopped on two stages, on one device, on four that share out the experts and rows of all, and ended on two stages
+    whose experts are shared out."""
     alone = {**asked, "output_dir": str(tmp_path / "out")}
     staged = {**alone, "parallel": {"pipeline": 2}, "gradient_checkpointing": True}
     assert ranks(2).run(in_wide, heard, staged, "", 2, {})[0][0] == "interrupted"
     assert in_wide(0, heard, alone, "", 3, {"resume": True})[0] == "interrupted"
     sharded = {**alone, "parallel": {"expert": 2, "shard_base": 2}}
     assert ranks(4).run(in_wide, heard, sharded, "", 2, {"resume": True})[0][0] == "interrupted"
-    kept = {**staged, "gradient_checkpointing": False}
-    assert ranks(2).run(in_wide, heard, kept, None, 0, {"resume": True})[0][0] == "done"
+    kept = {**alone, "parallel": {"pipeline": 2, "expert": 2}}
+    assert ranks(4).run(in_wide, heard, kept, None, 0, {"resume": True})[0][0] == "done"
     same(tmp_path / "out", whole)
 
 
@@ -130,6 +132,9 @@ def test_the_plan_knows_layouts_of_models_with_experts(asked: dict[str, Any]) ->
 
     found = {(row.shard, row.pipeline, row.expert) for row in rows()}
     assert found >= {(1, 1, 1), (4, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2)}
+    (piped,), (staged, _) = rows(expert=2, pipeline=2), rows(pipeline=2)
+    assert (piped.status, piped.devices_per_job) == ("taken, pipeline of 2, experts on 2", 4)
+    assert piped.bytes < staged.bytes and piped.seconds < 2 * staged.seconds
     (both,), (_, replicas) = rows(expert=2, shard_base=True), rows(expert=2)
     assert (both.status, both.taken, both.devices_per_job) == ("taken, shard 2, experts on 2", True, 4)
     model = tiny_experts("qwen3_moe", num_hidden_layers=3, mlp_only_layers=[0])

@@ -31,6 +31,7 @@ from packlora.runtime.job import Job
 from packlora.runtime.pipelined import PipelinedTrainer
 from packlora.runtime.stage import StageDevice
 from packlora.schedule.cost import CostModel
+from packlora.schedule.simulate import end_times
 
 Groups = Callable[[int], Ranks]
 
@@ -114,9 +115,24 @@ def check_timelines(out: Path, stages: int, ran: list[dict[str, Any]]) -> None:
             assert start >= ends.get(before, 0.0) - 1e-3
         drawn, foreseen = ({tuple(own[:3]) for own in line[key]} for key in ("spans", "predicted_spans"))
         assert drawn == foreseen
+        if line["spans"]:
+            assert 0 < simulated(line, stages) <= line["seconds"] + 1e-3
     assert any(line["spans"] for line in told)
     page = (out / "report.html").read_text()
     assert "<h2>Pipeline</h2>" in page and "backward of slot 0 on stage 1" in page
+
+
+def simulated(line: dict[str, Any], stages: int) -> float:
+    """The end of the order that ran, were stages to wait for one another alone, from how long everything took."""
+    took = {(stage, kind, slot): end - start for stage, kind, slot, start, end in line["spans"]}
+    times = [
+        [
+            (took.get((stage, "forward", slot), 0.0), took.get((stage, "backward", slot), 0.0))
+            for slot in range(line["slots"])
+        ]
+        for stage in range(stages)
+    ]
+    return max(ends[-1] for ends in end_times(times)[1])
 
 
 def test_the_best_adapter_and_an_early_end_are_those_of_one_device(
@@ -228,18 +244,18 @@ def test_where_sums_have_one_order_it_has_the_bits_of_one_device(
 def test_a_run_that_is_stopped_goes_on_on_any_number_of_stages(
     tree: dict[str, Any], whole: Path, ranks: Groups, tmp_path: Path
 ) -> None:
-    """Stopped on processes that hold each layer together, on two stages, on one device, on two stages of two processes, and
-    ended on one device. Their checkpoints are those of one device."""
+    """Stopped on processes that hold each layer together, on four stages, on one device, on two stages of two processes, and
+    ended on two stages. Their checkpoints are those of one device."""
     out = tmp_path / "out"
     asked = {**tree, "output_dir": str(out), "save_total_limit": None}
     beside = {**asked, "parallel": {"tensor": 2, "sequence_parallel": True}}
     assert ranks(2).run(heard, beside, "", 4, {})[0][0] == "interrupted"
     again = {"resume": True}
-    assert ranks(2).run(heard, {**asked, "parallel": {"pipeline": 2}}, "", 4, again)[0][0] == "interrupted"
+    assert ranks(4).run(heard, {**asked, "parallel": {"pipeline": 4}}, "", 4, again)[0][0] == "interrupted"
     assert heard(0, asked, "", 3, again)[0] == "interrupted"
     both = {**asked, "parallel": {"pipeline": 2, "tensor": 2}}
     assert ranks(4).run(heard, both, "", 3, again)[0][0] == "interrupted"
-    assert heard(0, asked, "", 0, again)[0] == "done"
+    assert ranks(2).run(heard, {**asked, "parallel": {"pipeline": 2}}, None, 0, again)[0][0] == "done"
     same(out, whole)
     compared = [path for path in whole.glob("*/checkpoint-*") if (out / path.relative_to(whole)).exists()]
     assert {path.parent.name for path in compared} == {job["name"] for job in tree["jobs"]}
@@ -500,6 +516,7 @@ def test_what_cannot_be_cut_is_refused_on_every_process(
         {"pipeline": 2, "devices_per_job": 1}
     )
     assert "pipeline is 0; give auto or a number of stages" in refused({"pipeline": 0})
+    assert "cuda_graphs: true cannot be met" in refused({"pipeline": 2}, cuda_graphs=True)
     few = saved_base(tmp_path / "few", tokenizer, num_hidden_layers=1)
     assert "parallel.pipeline is 2, but the model has 1 layers" in refused({"pipeline": 2}, base_model=few)
 

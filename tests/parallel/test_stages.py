@@ -32,9 +32,10 @@ MORE = {
         "Qwen2MoeConfig",
         {"num_experts": 60, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
     ),
+    "llama4": ("Llama4TextConfig", {"num_local_experts": 4, "intermediate_size_mlp": 32, "head_dim": 16}),
 }
 """bloom: its layers give tuples, and positions are no rotation, which packing refuses. experts: their rounding depends on all
-tokens."""
+tokens. llama4: its decoder has another name than its class says, and it sends ids to the device of the embedding's weight."""
 
 
 def run_of(folder: str, **changes: Any) -> Run:
@@ -86,7 +87,7 @@ def saved(folder: Path, families: list[str], layers: int = 4) -> list[str]:
 
 
 def test_stages_of_a_family_are_the_model_to_the_bit(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
-    families = ["tied", "qwen2-window", "gemma3", "phi3", "granite", "experts"]
+    families = ["tied", "qwen2-window", "gemma3", "phi3", "granite", "experts", "llama4"]
     folders = saved(tmp_path, families)
     found = ranks(2).run(loaded, folders, [3, 1])
     for at, (family, folder) in enumerate(zip(families, folders, strict=True)):

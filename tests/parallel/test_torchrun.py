@@ -151,11 +151,20 @@ def test_stopped_and_killed_again_and_again_it_goes_on_on_other_layouts(
 
 @pytest.mark.soak
 @pytest.mark.parametrize(
-    ("each", "says"), some([(2, "waited in vain"), (1, "process 1 of 2 gives no sign of life")], one_in=2)
-)
-def test_a_process_that_hangs_is_given_up(each: int, says: str, tree: dict[str, Any], tmp_path: Path) -> None:
+    ("parallel", "says"),
+    some(
+        [
+            ({"devices_per_job": 2}, "waited in vain"), ({"pipeline": 2}, "waited in vain"),
+            ({"devices_per_job": 1}, "process 1 of 2 gives no sign of life"),
+        ],
+        one_in=2,
+    ),
+)  # fmt: skip
+def test_a_process_that_hangs_is_given_up(
+    parallel: dict[str, int], says: str, tree: dict[str, Any], tmp_path: Path
+) -> None:  # fmt: skip
     """Without torchrun, which would wait half a minute for what hangs to end."""
-    split = {**tree, "parallel": {"devices_per_job": each, "timeout_s": 6}}
+    split = {**tree, "parallel": {**parallel, "timeout_s": 6}}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump({**split, "output_dir": str(tmp_path / "out")}))
     processes = []
     for rank in range(2):
@@ -184,7 +193,10 @@ def test_torchrun_starts_it_again_and_it_goes_on(
     same_run(tmp_path / "out", whole, 1e-10)
 
 
-def test_two_nodes_train_as_one(tree: dict[str, Any], whole: Path, forks: Forks | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize("parallel", some([{}, {"pipeline": 2}], one_in=2))
+def test_two_nodes_train_as_one(
+    parallel: dict[str, int], tree: dict[str, Any], whole: Path, forks: Forks | None, tmp_path: Path
+) -> None:  # fmt: skip
     """Two agents of torchrun that find one another at an address."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -193,7 +205,7 @@ def test_two_nodes_train_as_one(tree: dict[str, Any], whole: Path, forks: Forks 
         "--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}",
         "--rdzv-id", "test",
     )  # fmt: skip
-    nodes = [launch(forks, tree, tmp_path / "out", options=options) for _ in range(2)]
+    nodes = [launch(forks, {**tree, "parallel": parallel}, tmp_path / "out", options=options) for _ in range(2)]
     told = [ended(node) for node in nodes]
     assert [code for code, _ in told] == [0, 0], told
     same_run(tmp_path / "out", whole, 1e-10)

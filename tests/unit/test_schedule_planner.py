@@ -22,6 +22,7 @@ from schedule_cases import Lengths, broken_rule, some_jobs, wrong_contents
 from packlora.schedule.background import BackgroundPlanner
 from packlora.schedule.cost import CostModel
 from packlora.schedule.planner import Planner
+from packlora.schedule.simulate import makespan, simulate
 from packlora.schedule.types import ScheduleError, Window
 
 
@@ -123,8 +124,6 @@ def test_one_job_in_a_pipeline_waits_between_its_batches_and_smaller_microbatche
     assert [mb.is_noop for mb in fewest[0].microbatches] == ([False] * 2 + [True] * 3) * 7 + [False] * 2
     assert fewest[0].report.gap == 0
     cost = CostModel(1.0, 0.0, 20.0, 0.0, 1.0, (0.25,) * 4)
-    from packlora.schedule.simulate import makespan
-
     (quick,) = Planner([job], 800, stages=4, cost=cost).windows()
     assert quick.report.tokens_per_microbatch < 800
     assert makespan(quick.microbatches, cost) < 0.8 * makespan(fewest[0].microbatches, cost)
@@ -134,6 +133,18 @@ def test_two_jobs_need_no_no_ops_where_each_fills_the_others_gaps() -> None:
     jobs = [Lengths(name, [[100] * 16 for _ in range(8)]) for name in "ab"]
     (window,) = Planner(jobs, 400, stages=4).windows()
     assert (window.report.noops, window.report.gap, window.report.stopped) == (0, 0.0, "at the bound")
+
+
+def test_microbatches_are_made_smaller_as_long_as_that_is_faster() -> None:
+    """Two jobs fill the slots between each other's batches with full microbatches, which are unlike one another."""
+    draw = random.Random(4)
+    jobs = [
+        Lengths(name, [[min(999, int(draw.lognormvariate(4.0, 0.7))) for _ in range(20)] for _ in range(8)])
+        for name in "ab"
+    ]
+    cost = CostModel(1.0, 0.0, 20.0, 0.0, 1.0, (0.5, 0.5))
+    (window,) = Planner(jobs, 1000, stages=2, cost=cost).windows()
+    assert simulate(window.microbatches, cost).bubble < 0.05
 
 
 def test_tails_of_consecutive_batches_share_a_microbatch() -> None:
