@@ -84,29 +84,25 @@ class Replicas(Alone):
                 models = [one for one in sets for _ in range(layout.expert)]
                 if len(sets) > 1:
                     alike = [dist.new_group(list(every[at::n]), timeout=timeout) for at in range(n)]
-            width = layout.tensor
-            beside = models
-            if width > 1 and layout.expert > 1:
-                beside = [
-                    dist.new_group(list(every[at : at + width]), timeout=timeout) for at in range(0, len(every), width)
-                ]
+            n, layers = layout.tensor, list[dist.ProcessGroup]()
+            if n > 1 and layout.expert > 1:
+                layers = [dist.new_group(list(every[at : at + n]), timeout=timeout) for at in range(0, len(every), n)]
             sums = [dist.new_group(list(every[at::each]), timeout=timeout) for at in range(each)]
             bases = _bases(every, layout, timeout)
             if mesh.rank in every:
                 self.number = number
-                self.rank, part = divmod(every.index(mesh.rank), each)
+                at = every.index(mesh.rank)
+                self.rank, part = divmod(at, each)
                 self.leads, self.model = mesh.rank == every[0], models[self.rank]
                 self.base, self.shards = self.model, None
                 self.layers, self.is_repeated = self.model, False
-                if beside is not models:
-                    at = every.index(mesh.rank)
-                    self.layers, self.is_repeated = beside[at // width], at % layout.slices >= width
+                if layers:
+                    self.layers, self.is_repeated = layers[at // n], at % layout.slices >= n
                 if bases:
-                    at = every.index(mesh.rank)
                     self.base, rows = bases[at // layout.devices_per_base]
                     self.shards = rows[at % layout.slices]
                 self._control, self._sums, self._first = control, sums[part], every[0]
-                self.exchanges, self.alike = layout.exchange, alike[self.rank % len(alike)]
+                self.exchanges, self.alike = layout.exchange, alike[at % len(alike)]
                 self.saves = self.rank < layout.expert if layout.exchange else self.rank == 0
         self._mesh = mesh
 

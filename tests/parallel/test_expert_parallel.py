@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from expert_models import tiny_experts
 from expert_runs import BOTH, adapter_of, compared, errors_when_broken, threes
 from ranks import Ranks
@@ -24,6 +25,8 @@ from packlora.parallel import experts as parallel_experts
 from packlora.parallel.adapter import WholeGradient
 from packlora.parallel.collectives import add_up
 from packlora.parallel.experts import check_experts, experts_of
+from packlora.parallel.layout import Layout
+from packlora.parallel.replicas import Replicas
 
 Pool = Callable[[int], Ranks]
 FAMILIES = ("mixtral", "qwen2_moe", "deepseek_v2", "deepseek_v3", "olmoe", "granitemoe", "phimoe")
@@ -87,6 +90,21 @@ def test_what_is_learnt_is_that_of_one_process(size: int, more: bool, ranks: Poo
 def test_beside_layers_that_are_cut_what_is_learnt_is_that_of_one_process(size: int, experts: int, ranks: Pool) -> None:
     """Also with two processes for each slice of a layer. A step adds one message to those of the frozen model."""
     assert_exact(ranks(size).run(compared, beside_tensor(experts)))
+
+
+@pytest.mark.parametrize("exchange", [False, True])
+def test_processes_that_share_experts_beside_cut_layers_are_grouped(exchange: bool) -> None:
+    """Eight processes, of which two and two hold the same experts, and each two a slice of the other layers."""
+    layout = Layout((("job",),), 4 if exchange else 2, tensor=2, expert=2, exchange=exchange)
+    with mock.patch.object(dist, "new_group", lambda ranks, **_: list(ranks)):
+        found = [Replicas(mock.Mock(rank=rank, timeout=1.0), layout) for rank in range(8)]
+    for rank, own in enumerate(found):
+        first, place = rank - rank % 4, rank % 4
+        assert own.model == own.base == [first, first + 1, first + 2, first + 3]
+        assert own.layers == [rank - rank % 2, rank - rank % 2 + 1] and own.is_repeated == (place > 1)
+        assert own.alike == ([place, place + 4] if exchange else None)
+        assert own._sums == (list(range(rank % 2, 8, 2)) if exchange else [place, place + 4])
+        assert (own.rank, own.saves) == (rank // 2 if exchange else rank // 4, rank < 4)
 
 
 # --- what must not go unnoticed ----------------------------------------------------------------------------------------
