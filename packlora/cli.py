@@ -311,8 +311,8 @@ def bench(
         str,
         typer.Argument(
             metavar="NAME",
-            help="layer, multi, graphs, model, dora, small, quantised, experts, sweep, vlm, megatron, peers, workloads, schedule; under "
-            "torchrun experts, megatron, replicas, tensor-parallel, pipeline.",
+            help="layer, multi, graphs, model, dora, small, quantised, experts, sweep, vlm, megatron, peers, workloads, "
+            "schedule; under torchrun experts, megatron, replicas, tensor-parallel, pipeline.",
         ),
     ],
     out: Annotated[Path, typer.Option(metavar="FILE", help="The JSON file to write.")],

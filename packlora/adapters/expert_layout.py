@@ -12,6 +12,7 @@ import torch
 
 from packlora.ops.lora_experts.routing import Routing
 from packlora.ops.lora_experts.types import ExpertWeight
+from packlora.ops.lora_experts.weighted import weighted_sums
 
 LAYOUT = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 """What transformers' registry of experts' functions notes of a module that it calls through them."""
@@ -63,5 +64,4 @@ def outputs(
         product: see sorted_outputs.
     """
     y_SD = sorted_outputs(experts, hidden_states, product)
-    weights_S = top_k_weights.reshape(-1)[routing.order]
-    return routing.sum_to_tokens(y_SD * weights_S[:, None]).to(hidden_states.dtype)
+    return weighted_sums(y_SD, top_k_weights, routing, hidden_states.dtype)

@@ -104,7 +104,7 @@ def peft_config(adapter: AdapterConfig, base_model: str, revision: str | None) -
         base_model_name_or_path=base_model,
         revision=revision,
     )
-    config.init_lora_weights = adapter.init_lora_weights  # type: ignore[assignment]  # of loftq PEFT wants settings
+    config.init_lora_weights = adapter.init_lora_weights  # of loftq PEFT wants settings
     return config
 
 

@@ -74,6 +74,7 @@ def _attention(
     softcap: float | None = None,
     sample_lengths: Sequence[int] | None = None,
     own_masks: MaskLimits | None = None,
+    s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     T = query.shape[2]
@@ -85,7 +86,7 @@ def _attention(
     if own != told:
         own_masks.limits[own_masks.names[id(module)]] = min(abs(own), told)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return packed_attention(query[0], key[0], value[0], (T,), scale, sliding_window, softcap)[None], None
+    return packed_attention(query[0], key[0], value[0], (T,), scale, sliding_window, softcap, sinks_H=s_aux)[None], None
 
 
 ALL_ATTENTION_FUNCTIONS.register(OWN_MASKS, _attention)

@@ -41,6 +41,7 @@ def _attention(
     softcap: float | None = None,
     sample_lengths: Sequence[int] | SampleBlocks | None = None,
     image_blocks: torch.Tensor | None = None,
+    s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention interface: query [1, H, T, D], key and value [1, h, T, D] -> [1, T, H, D].
@@ -56,7 +57,7 @@ def _attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     # squeezed, not indexed: the gradient of an index is a tensor of zeros with a copy in it, laid out as nobody wants it
     q, k, v = query.squeeze(0), key.squeeze(0), value.squeeze(0)
-    return packed_attention(q, k, v, sample_lengths, scale, sliding_window, softcap, image_blocks)[None], None
+    return packed_attention(q, k, v, sample_lengths, scale, sliding_window, softcap, image_blocks, s_aux)[None], None
 
 
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _attention)

@@ -132,7 +132,8 @@ def load_speakers(
             check_quantization(quantization, place, f"base_model {path!r}")
             model = read_quantised(path, revision, quantization, stored, kind, place)
     model.to(place).eval()
-    model.set_attn_implementation("sdpa")  # generation keeps a cache and does not pack
+    if getattr(model, "_supports_sdpa", False):  # generation keeps a cache and does not pack
+        model.set_attn_implementation("sdpa")
     names = _names(folders)
     specs = {name: resolve(read_config(str(folder), name), model, name) for name, folder in names.items()}
     attached, adapters = attach(model, specs, 0)

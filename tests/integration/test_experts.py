@@ -108,10 +108,10 @@ def test_experts_and_routers_give_the_logits_and_gradients_that_peft_gives(case:
 def test_other_families_go_the_same_way(family: str) -> None:
     router = "router.weight" if family in ("granitemoe", "gpt_oss", "phimoe") else "gate.weight"
     wanted = config(target_parameters=[*EXPERTS, router], target_modules=["o_proj"])
-    against_peft(family, wanted, packing=family != "gpt_oss")
+    against_peft(family, wanted)
 
 
-def against_peft(family: str, wanted: LoraConfig, checkpointing: bool = False, packing: bool = True) -> None:
+def against_peft(family: str, wanted: LoraConfig, checkpointing: bool = False) -> None:
     """In float64, with all parameters away from their first values."""
     with in_float64():
         model, attached, (adapter,), specs = with_adapters(family, {"job": wanted}, checkpointing)
@@ -123,13 +123,7 @@ def against_peft(family: str, wanted: LoraConfig, checkpointing: bool = False, p
         with torch.no_grad():
             for name, parameter in theirs.items():
                 parameter.copy_(mine[name])
-        if packing:
-            got = packed(model, attached, TokenOwners(T, ((0, 0, T),)), (T,), ids)
-        else:
-            model.set_attn_implementation("eager")
-            with attached.active(TokenOwners(T, ((0, 0, T),))):
-                got = model(input_ids=ids[None]).logits[0]
-                (got.square() * torch.arange(1, T + 1)[:, None]).sum().backward()
+        got = packed(model, attached, TokenOwners(T, ((0, 0, T),)), (T,), ids)
         want = peft(input_ids=ids[None]).logits[0]
         (want.square() * torch.arange(1, T + 1)[:, None]).sum().backward()
     assert relative(got, want) < 1e-10
@@ -401,6 +395,22 @@ def test_a_run_plans_and_answers_with_adapters_of_experts(base: str, write_rows:
             app, ["generate", str(tmp_path / "out" / job), "--prompt", "the quick", "--max-new-tokens", "3"]
         )
         assert answer.exit_code == 0, answer.output
+
+
+def test_a_model_with_attention_sinks_and_windows_trains_and_answers(
+    tokenizer: Any, write_rows: Any, tmp_path: Path
+) -> None:
+    """Also where a sample is longer than the windows, and recomputed; the base model has no attention of torch."""
+    kinds = ["sliding_attention", "full_attention"]
+    tiny_experts("gpt_oss", torch.float32, sliding_window=5, layer_types=kinds).save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    tree = two_jobs(str(tmp_path / "base"), write_rows, tmp_path / "out", gradient_checkpointing=True, save_every=0)
+    for job in tree["jobs"]:
+        job["train"]["max_steps"] = 1
+    assert packlora.train(Run.model_validate(tree)).status == "done"
+    asked = ["generate", str(tmp_path / "out" / "dora"), "--prompt", "the quick", "--max-new-tokens", "3"]
+    answer = CliRunner().invoke(app, asked)
+    assert answer.exit_code == 0, answer.output
 
 
 def test_norms_follow_every_step_of_the_optimizer() -> None:

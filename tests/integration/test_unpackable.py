@@ -22,10 +22,6 @@ OTHERS: dict[str, tuple[dict[str, Any], str]] = {
         {"num_key_value_heads": 2, "intermediate_size": 96, "layer_types": ["conv", "full_attention"]}, "see each other",
     ),
     "MambaConfig": ({"state_size": 4}, "see each other|cannot be packed"),
-    "GptOssConfig": (
-        {"num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 32, "num_local_experts": 2, "num_experts_per_tok": 1},
-        "another kind|cannot be packed",
-    ),
 }  # fmt: skip
 
 

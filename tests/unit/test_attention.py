@@ -21,24 +21,25 @@ def operands(dtype: torch.dtype, groups: int = 3) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize(("softcap", "sinks"), [(None, None), (5.0, None), (None, 2.0), (5.0, -1.0)])
 @pytest.mark.parametrize("window", [None, 1, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_samples_of_equal_length_that_are_batched_have_the_bits_that_they_have_alone(
-    dtype: torch.dtype, window: int | None, softcap: float | None, threads: int
+    dtype: torch.dtype, window: int | None, softcap: float | None, sinks: float | None, threads: int
 ) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         qkv = operands(dtype)
         dy = torch.randn(sum(LENGTHS), 6, 16).to(dtype)
-        y = packed_attention(*qkv, LENGTHS, 0.3, window, softcap)
+        of_heads = None if sinks is None else torch.linspace(sinks, sinks + 1, 6)
+        y = packed_attention(*qkv, LENGTHS, 0.3, window, softcap, sinks_H=of_heads)
         gradients = torch.autograd.grad(y, qkv, dy)
         start = 0
         for length in LENGTHS:
             rows = slice(start, start + length)
             own = [tensor.detach()[:, rows].requires_grad_() for tensor in qkv]
-            alone = packed_attention(*own, (length,), 0.3, window, softcap)
+            alone = packed_attention(*own, (length,), 0.3, window, softcap, sinks_H=of_heads)
             assert torch.equal(alone, y[rows])
             for a, b in zip(torch.autograd.grad(alone, own, dy[rows]), gradients, strict=True):
                 assert torch.equal(a, b[:, rows])

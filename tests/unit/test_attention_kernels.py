@@ -49,8 +49,9 @@ def operands(H: int, h: int, D: int, dtype: torch.dtype, seed: int = 0) -> list[
 
 
 def written_out(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Any, scale: float, window: int | None, cap: float | None
-) -> torch.Tensor:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Any, scale: float, window: int | None, cap: float | None,
+    blocks: None, sinks: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
     """One masked softmax over all tokens."""
     owner = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     mask = visible(T, window, q.device) & (owner[:, None] == owner[None])
@@ -58,7 +59,11 @@ def written_out(
     scores = q @ k.transpose(1, 2) * scale
     if cap is not None:
         scores = torch.tanh(scores / cap) * cap
-    return (torch.softmax(scores.masked_fill(~mask, -torch.inf), -1) @ v).transpose(0, 1)
+    scores = scores.masked_fill(~mask, -torch.inf)
+    if sinks is None:
+        return (torch.softmax(scores, -1) @ v).transpose(0, 1)
+    beside = sinks.to(scores.dtype)[:, None, None].expand(-1, T, 1)
+    return (torch.softmax(torch.cat([scores, beside], -1), -1)[..., :-1] @ v).transpose(0, 1)
 
 
 def outcome(function: Any, q: Any, k: Any, v: Any, dy: Any, *rest: Any) -> dict[str, torch.Tensor]:
@@ -68,13 +73,14 @@ def outcome(function: Any, q: Any, k: Any, v: Any, dy: Any, *rest: Any) -> dict[
 
 
 @pytest.mark.parametrize(
-    ("H", "h", "D", "window", "cap"),
-    [(2, 2, 16, None, None), (4, 2, 24, None, None), (3, 1, 16, 17, None), (2, 1, 16, 150, 2.0), (2, 2, 12, 2, None)],
-)
+    ("H", "h", "D", "window", "cap", "sinks"),
+    [(2, 2, 16, None, None, False), (4, 2, 24, None, None, True), (3, 1, 16, 17, None, True), (2, 1, 16, 150, 2.0, False),
+     (2, 2, 12, 2, None, False)],
+)  # fmt: skip
 def test_attention_and_its_gradients_are_as_exact_as_torch(
-    H: int, h: int, D: int, window: int | None, cap: float | None
+    H: int, h: int, D: int, window: int | None, cap: float | None, sinks: bool
 ) -> None:
-    rest = LENGTHS, D**-0.5, window, cap
+    rest = LENGTHS, D**-0.5, window, cap, None, torch.linspace(-1, 4, H) if sinks else None
 
     def draw(seed: int) -> Any:
         drawn = operands(H, h, D, torch.float32, seed)

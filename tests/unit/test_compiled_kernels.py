@@ -21,8 +21,8 @@ from packlora.ops.row_norm import tables as row_norm_tables
 
 SHARED_KIB = {80: 163, 89: 99, 90: 227, 100: 227, 120: 99}
 """What a program can have, by compute capability."""
-RARE = {"fingerprint_kernel", "finish_kernel"}
-"""With loads of one element: samples of W, and rows that are computed anew."""
+RARE = {"fingerprint_kernel", "finish_kernel", "experts_blocks_kernel"}
+"""With loads of one element: samples of W, rows that are computed anew, and where groups of rows end."""
 
 
 def compiled(capability: int, cache: Path, *kinds: str) -> list[dict[str, Any]]:
@@ -51,6 +51,7 @@ def test_kernels_fit_and_load_whole_vectors(capability: int, tmp_path: Path) -> 
         "attention_keys_kernel",
         "rms_forward_kernel",
         "rms_backward_kernel",
+        "experts_blocks_kernel",
         "experts_down_kernel",
         "experts_add_kernel",
         "experts_sums_kernel",

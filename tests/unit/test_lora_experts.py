@@ -18,6 +18,7 @@ from packlora.ops.lora_experts.norm import expert_norms
 from packlora.ops.lora_experts.reference import lora_experts as reference
 from packlora.ops.lora_experts.routing import Routing
 from packlora.ops.lora_experts.types import ExpertLowRank, ExpertWeight
+from packlora.ops.lora_experts.weighted import weighted_sums
 
 E, SALT = 5, 77
 
@@ -218,6 +219,27 @@ def test_operands_that_do_not_fit_are_refused_by_name() -> None:
         lora_experts(x, frozen, routing, [replace(adapter, B=adapter.B[:-1])], keys)
     with pytest.raises(ValueError, match="needs keys_T2"):
         lora_experts(x, frozen, routing, [adapter])
+
+
+@pytest.mark.parametrize("here", [None, (1, 3)])
+def test_weighted_sums_and_their_gradients_are_those_of_autograd(here: tuple[int, int] | None) -> None:
+    """Of all experts' rows, and of those of some experts; with weights in a wider type than the rows."""
+    generator, T, k, D = torch.Generator().manual_seed(6), 11, 3, 7
+    chosen = torch.rand(T, E, generator=generator).argsort(1)[:, :k]
+    first, count = here or (None, E)
+    routing = Routing.of(chosen, count, first=first)
+    for dtype in (torch.float64, torch.float32):
+        z = torch.randn(len(routing.order), D, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+        w = torch.rand(T, k, generator=generator, dtype=torch.float64).requires_grad_()
+        d = torch.randn(T, D, generator=generator, dtype=torch.float64).to(dtype)
+        rows = z * w.reshape(-1, 1)[routing.order]
+        want = torch.zeros(T, D, dtype=torch.float64).index_add(0, routing.order // k, rows).to(dtype)
+        got = weighted_sums(z, w, routing, dtype)
+        assert got.dtype == dtype
+        torch.testing.assert_close(got, want)
+        for ours, theirs in zip(torch.autograd.grad(got, [z, w], d), torch.autograd.grad(want, [z, w], d), strict=True):
+            assert ours.dtype == theirs.dtype
+            torch.testing.assert_close(ours, theirs)
 
 
 # --- kernels -----------------------------------------------------------------------------------------------------------

@@ -35,6 +35,7 @@ def packed_attention(
     window: int | None = None,
     softcap: float | None = None,
     blocks_T: torch.Tensor | None = None,
+    sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of each sample to itself.
 
@@ -47,6 +48,8 @@ def packed_attention(
         softcap: scores become softcap * tanh(scores / softcap), as in Gemma 2.
         blocks_T: tokens with the same number, if it is not negative, see one another also where they come later (images in
             Gemma 3), within the window; not for the kernels.
+        sinks_H: by head of queries a score [H] beside those of every token, of a key whose value is 0, as in GPT-OSS. They are
+            frozen: no gradient goes to them.
 
     Returns:
         [T, H, D]
@@ -60,14 +63,14 @@ def packed_attention(
             raise ValueError(
                 "attention is computed sample by sample here, and where samples begin is on the device alone"
             )
-        return _one_call(q_HTD, k_hTD, v_hTD, samples, scale, window, softcap)
+        return _one_call(q_HTD, k_hTD, v_hTD, samples, scale, window, softcap, sinks_H)
     if sum(samples) != T:
         raise ValueError(f"samples of {sum(samples)} tokens in all, but {T} tokens were given")
     if window is not None and window >= max(samples):
         window = None
     if kernels:
-        return _one_call(q_HTD, k_hTD, v_hTD, blocks_of(tuple(samples), q_HTD.device), scale, window, softcap)
-    return by_sample(q_HTD, k_hTD, v_hTD, samples, scale, window, softcap, blocks_T)
+        return _one_call(q_HTD, k_hTD, v_hTD, blocks_of(tuple(samples), q_HTD.device), scale, window, softcap, sinks_H)
+    return by_sample(q_HTD, k_hTD, v_hTD, samples, scale, window, softcap, blocks_T, sinks_H)
 
 
 def uses_kernels(q_HTD: torch.Tensor, v_hTD: torch.Tensor) -> bool:
@@ -82,9 +85,9 @@ def uses_kernels(q_HTD: torch.Tensor, v_hTD: torch.Tensor) -> bool:
 
 def _one_call(
     q_HTD: torch.Tensor, k_hTD: torch.Tensor, v_hTD: torch.Tensor, samples: SampleBlocks, scale: float, window: int | None,
-    softcap: float | None,
+    softcap: float | None, sinks_H: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
-    y_THD: torch.Tensor = _PackedAttention.apply(q_HTD, k_hTD, v_hTD, samples.table, scale, window, softcap)
+    y_THD: torch.Tensor = _PackedAttention.apply(q_HTD, k_hTD, v_hTD, samples.table, scale, window, softcap, sinks_H)
     return y_THD
 
 
@@ -92,11 +95,13 @@ class _PackedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q_HTD: torch.Tensor, k_hTD: torch.Tensor, v_hTD: torch.Tensor, table: torch.Tensor, scale: float,
-        window: int | None, softcap: float | None,
+        window: int | None, softcap: float | None, sinks_H: torch.Tensor | None,
     ) -> torch.Tensor:  # fmt: skip
         from packlora.ops.attention import triton_path
 
         y_THD, scores_HT = triton_path.forward(q_HTD, k_hTD, v_hTD, table, scale, window, softcap)
+        if sinks_H is not None:  # one more score in every sum; with that sum the backward is the same
+            y_THD, scores_HT = triton_path.with_sinks(y_THD, scores_HT, sinks_H)
         ctx.save_for_backward(q_HTD, k_hTD, v_hTD, y_THD, scores_HT, table)
         ctx.kind = scale, window, softcap
         return y_THD
@@ -108,4 +113,4 @@ class _PackedAttention(torch.autograd.Function):
 
         q_HTD, k_hTD, v_hTD, y_THD, scores_HT, table = ctx.saved_tensors
         gradients = triton_path.backward(q_HTD, k_hTD, v_hTD, y_THD, scores_HT, table, grad_outputs[0], *ctx.kind)
-        return (*gradients, None, None, None, None)
+        return (*gradients, None, None, None, None, None)

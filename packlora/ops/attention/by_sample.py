@@ -22,6 +22,7 @@ def by_sample(
     window: int | None,
     softcap: float | None,
     blocks_T: torch.Tensor | None = None,
+    sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As packed_attention, of samples of these lengths."""
     groups = q_HTD.shape[0] // k_hTD.shape[0]
@@ -39,7 +40,9 @@ def by_sample(
         own = None if blocks_T is None else blocks_T[start : start + length]
         start += length * count
         if softcap is not None:
-            y = _capped(q, k, v, scale, visible(length, window, q.device, own), softcap)
+            y = _capped(q, k, v, scale, visible(length, window, q.device, own), softcap, sinks_H)
+        elif sinks_H is not None:
+            y = _beside_sinks(q, k, v, scale, visible(length, window, q.device, own), sinks_H)
         elif own is None and (window is None or length <= window):
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
         else:
@@ -70,11 +73,26 @@ def visible(
     return mask if window is None else mask.triu_(1 - window)
 
 
-def _capped(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, mask: torch.Tensor, softcap: float
+def _beside_sinks(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, mask: torch.Tensor, sinks_H: torch.Tensor
 ) -> torch.Tensor:
+    """Attention to one token more, whose score is the head's own and whose value is 0."""
+    H, length = q.shape[1], q.shape[2]
+    sinks_HL1 = sinks_H.detach().to(q.dtype)[:, None, None].expand(H, length, 1)
+    scores_HLL = q.new_zeros(H, length, length).masked_fill_(~mask, float("-inf"))
+    k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=torch.cat([scores_HLL, sinks_HL1], -1), scale=scale)
+
+
+def _capped(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, mask: torch.Tensor, softcap: float,
+    sinks_H: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
     """Scores written out, because no fused attention takes a softcap everywhere; softmax in float32 as the models do."""
     scores = torch.tanh(q @ k.transpose(-2, -1) * scale / softcap) * softcap
     scores = scores.masked_fill(~mask, float("-inf"))
     wide = torch.promote_types(scores.dtype, torch.float32)
+    if sinks_H is not None:
+        sinks = sinks_H.detach().to(wide)[:, None, None].expand(*scores.shape[:-1], 1)
+        return torch.softmax(torch.cat([scores.to(wide), sinks], -1), -1)[..., :-1].to(q.dtype) @ v
     return torch.softmax(scores, -1, dtype=wide).to(q.dtype) @ v

@@ -7,6 +7,7 @@ that can be; results lie as [T, H, D], in which the projections read them.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Hashable
 from typing import Any
 
@@ -27,7 +28,7 @@ def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: torch.Tensor, scale: float, window: int | None,
     softcap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """y [T, H, D], and the logarithms of the scores' sums, [H, T] in float32, for the backward."""
+    """y [T, H, D], and the logarithms in base 2 of the scores' sums, [H, T] in float32, for the backward."""
     q, k, v = (_dense(tensor) for tensor in (q, k, v))
     H, T, D = q.shape
     y_THD = torch.empty(T, H, D, dtype=q.dtype, device=q.device)
@@ -37,6 +38,15 @@ def forward(
         scale, window, softcap,
     )  # fmt: skip
     return y_THD, sums_HT
+
+
+def with_sinks(
+    y_THD: torch.Tensor, sums_HT: torch.Tensor, sinks_H: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """What `forward` gives where every sum has one more score, of a value of 0: [H], natural."""
+    whole_HT = torch.logaddexp2(sums_HT, sinks_H.float()[:, None] / math.log(2))
+    share_TH1 = torch.exp2(sums_HT - whole_HT).T[..., None]
+    return (y_THD * share_TH1).to(y_THD.dtype), whole_HT
 
 
 def backward(

@@ -122,18 +122,25 @@ class Call:
     def packed_B(self) -> torch.Tensor:
         """s B', [G, r, N]"""
         E, N, _ = self.frozen.shape
-        own = [None if a is None else b_by_expert(a.B, E).transpose(1, 2) * a.scaling for a in self.adapters]
-        return self._packed(own, (E, self.rank, N))
+        own = [None if a is None else b_by_expert(a.B, E).transpose(1, 2) for a in self.adapters]
+        return self._packed(own, (E, self.rank, N), [1.0 if a is None else a.scaling for a in self.adapters])
 
-    def _packed(self, own: Sequence[torch.Tensor | None], shape: tuple[int, int, int]) -> torch.Tensor:
+    def _packed(
+        self, own: Sequence[torch.Tensor | None], shape: tuple[int, int, int], scalings: Sequence[float] | None = None
+    ) -> torch.Tensor:
+        """One after the other for each expert, times scalings, which are rounded once."""
         E, rows, columns = shape
-        (whole,) = own if len(own) == 1 else (None,)
-        if whole is not None and whole.shape == shape:
-            return whole.to(self.dtype).contiguous()
-        out = torch.zeros(E, len(own), rows, columns, dtype=self.dtype, device=self.frozen.weight.device)
+        full = all(one is not None and one.shape == shape for one in own)
+        new = torch.empty if full else torch.zeros
+        out = new(E, len(own), rows, columns, dtype=self.dtype, device=self.frozen.weight.device)
         for owner, one in enumerate(own):
-            if one is not None:
-                out[:, owner, : one.shape[1], : one.shape[2]] = one
+            if one is None:
+                continue
+            place = out[:, owner, : one.shape[1], : one.shape[2]]
+            if scalings is None:
+                place.copy_(one)
+            else:
+                torch.mul(one, scalings[owner], out=place)
         return out.flatten(0, 1)
 
     def scales(self) -> tuple[torch.Tensor, torch.Tensor]:

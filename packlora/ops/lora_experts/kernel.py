@@ -1,7 +1,7 @@
 """The Triton kernels of triton_path.py: low-rank products by groups of consecutive rows, whose sizes the device alone knows.
 
-A program finds its group in a table: of blocks of rows (group, first row, end), or of groups (first row, end). Blocks and
-groups without rows do nothing. Sums are made in float32.
+A program finds its group in a table: of blocks of rows (group, first row, end), or of the groups' ends. Blocks and groups
+without rows do nothing. Sums are made in float32.
 
 Shapes: S rows, K features, r rank, G groups.
 """
@@ -19,6 +19,29 @@ def _rows(index, rows, inside, INDEXED: tl.constexpr):
         return tl.load(index + rows, mask=inside, other=0).to(tl.int64)
     else:
         return rows.to(tl.int64)
+
+
+@triton.jit
+def experts_blocks_kernel(ends, blocks, G, BM: tl.constexpr, BG: tl.constexpr):
+    """The table of blocks of at most BM rows. Grid (blocks that there can be).
+
+    Args:
+        ends: of the groups' rows, int32 [G].
+        blocks: int32 [., 3]; written. Those that are not there end where they begin.
+        BG: G and what is missing to a power of two.
+    """
+    block, at = tl.program_id(0), tl.arange(0, BG)
+    end = tl.load(ends + at, mask=at < G, other=0)
+    start = tl.load(ends + at - 1, mask=(at > 0) & (at < G), other=0)
+    counts = (end - start + BM - 1) // BM
+    last = tl.cumsum(counts, 0)
+    group = tl.sum((last <= block).to(tl.int32), 0)
+    own = (at == group) & (at < G)
+    first = tl.sum(tl.where(own, start + (block - last + counts) * BM, 0), 0)
+    stop = tl.minimum(first + BM, tl.sum(tl.where(own, end, 0), 0))
+    tl.store(blocks + 3 * block, tl.minimum(group, G - 1))
+    tl.store(blocks + 3 * block + 1, first)
+    tl.store(blocks + 3 * block + 2, stop)
 
 
 @triton.jit
@@ -81,7 +104,7 @@ def experts_add_kernel(
 
 @triton.jit
 def experts_sums_kernel(
-    s, x, index, out, groups, x_stride, K, r, INDEXED: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr,
+    s, x, index, out, ends, x_stride, K, r, INDEXED: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
     """out_g = the sum over the rows of group g of s' x. Grid (groups, blocks of features).
 
@@ -89,11 +112,11 @@ def experts_sums_kernel(
         s: [S, r].
         x, x_stride, index: as in experts_down_kernel.
         out: float32 [G, r, K]; written, zeros for a group without rows.
-        groups: int32 [G, 2].
+        ends: of the groups' rows, int32 [G].
         BM, BK, BR: rows and features of a block, and r and what is missing to a power of two.
     """
     group = tl.program_id(0)
-    first, end = tl.load(groups + 2 * group), tl.load(groups + 2 * group + 1)
+    first, end = tl.load(ends + group - 1, mask=group > 0, other=0), tl.load(ends + group)
     ranks, cols = tl.arange(0, BR), tl.program_id(1) * BK + tl.arange(0, BK)
     acc = tl.zeros((BR, BK), tl.float32)
     for m in range(first, end, BM):

@@ -39,7 +39,7 @@ def sums(s_Sr: torch.Tensor, x: torch.Tensor, routing: Routing, repeated: bool) 
     if not _by_kernels(x, s_Sr.shape[1]):
         return sums_of_products(s_Sr, routing.rows_of(x) if repeated else x, routing.by_pair)
     index = routing.token_of_row() if repeated else None
-    return triton_path.sums(s_Sr, x, index, routing.kept("ranges", lambda: triton_path.ranges_of(routing.by_pair)))
+    return triton_path.sums(s_Sr, x, index, routing.by_pair.ends)
 
 
 def _blocks(routing: Routing) -> torch.Tensor:

@@ -49,7 +49,8 @@ class Routing:
             first: of the experts the first of `num_experts` that are here, the others elsewhere; None: all are here.
         """
         T, k = experts_Tk.shape
-        pair, groups = experts_Tk.to(torch.int64) - (first or 0), num_experts * owners
+        pair, groups = experts_Tk.to(torch.int64), num_experts * owners
+        pair = pair - first if first else pair
         if owner_T is not None:
             pair = pair * owners + owner_T[:, None]
         if first is not None:
@@ -83,10 +84,13 @@ class Routing:
         """Every row's token, [S, K]."""
         return x_TK[self.token_of_row()]
 
+    def of_places(self, x_SK: torch.Tensor) -> torch.Tensor:
+        """The row of every place, [T k, K]; zeros where it has none."""
+        if self.place is not None:
+            return x_SK[self.place]
+        return x_SK.new_zeros(self.tokens * self.top_k, x_SK.shape[1]).index_copy(0, self.order, x_SK)
+
     def sum_to_tokens(self, x_SK: torch.Tensor) -> torch.Tensor:
         """The sum of every token's rows, [T, K]: always added in the order of the token's choices."""
-        if self.place is not None:
-            placed = x_SK[self.place]
-        else:
-            placed = x_SK.new_zeros(self.tokens * self.top_k, x_SK.shape[1]).index_copy(0, self.order, x_SK)
+        placed = self.of_places(x_SK)
         return placed if self.top_k == 1 else placed.view(self.tokens, self.top_k, -1).sum(1)

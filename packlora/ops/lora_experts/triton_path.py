@@ -11,7 +11,12 @@ import triton
 from packlora.ops import launcher
 from packlora.ops.gpu import on_device
 from packlora.ops.lora_experts.grouped import Groups
-from packlora.ops.lora_experts.kernel import experts_add_kernel, experts_down_kernel, experts_sums_kernel
+from packlora.ops.lora_experts.kernel import (
+    experts_add_kernel,
+    experts_blocks_kernel,
+    experts_down_kernel,
+    experts_sums_kernel,
+)
 
 BLOCK_ROWS = 64
 MOST_RANK = 128
@@ -21,22 +26,13 @@ MOST_RANK = 128
 def blocks_of(groups: Groups, rows: int) -> torch.Tensor:
     """Blocks of rows of one group each, int32 [as many as there can be, 3]: group, first row, end; those that are not there end
     where they begin."""
-    lengths, G = groups.lengths, len(groups.lengths)
-    counts = (lengths + (BLOCK_ROWS - 1)) // BLOCK_ROWS
-    last = counts.cumsum(0)
-    block = torch.arange(rows // BLOCK_ROWS + G, device=lengths.device)
-    group = torch.searchsorted(last, block, right=True)
-    there = group < G
-    group = group.clamp(max=G - 1)
-    ends = groups.ends.to(torch.int64)
-    first = ends[group] - lengths[group] + (block - last[group] + counts[group]) * BLOCK_ROWS
-    end = torch.minimum(first + BLOCK_ROWS, ends[group])
-    return torch.stack([group, torch.where(there, first, 0), torch.where(there, end, 0)], 1).to(torch.int32)
-
-
-def ranges_of(groups: Groups) -> torch.Tensor:
-    """First row and end of every group, int32 [G, 2]."""
-    return torch.stack([groups.ends - groups.lengths.to(torch.int32), groups.ends], 1)
+    ends, G = groups.ends, len(groups.ends)
+    out = torch.empty(rows // BLOCK_ROWS + G, 3, dtype=torch.int32, device=ends.device)
+    with on_device(ends.device):
+        launcher.launch(
+            experts_blocks_kernel, (len(out),), (ends, out, G), BM=BLOCK_ROWS, BG=_power(G), num_warps=4, num_stages=1
+        )
+    return out
 
 
 def down(
@@ -65,15 +61,15 @@ def add_(y_SN: torch.Tensor, s_Sr: torch.Tensor, w_GrN: torch.Tensor, blocks: to
     return y_SN
 
 
-def sums(s_Sr: torch.Tensor, x: torch.Tensor, index_S: torch.Tensor | None, ranges_G2: torch.Tensor) -> torch.Tensor:
-    """The sum of s' x over the rows of every group, float32 [G, r, K]."""
+def sums(s_Sr: torch.Tensor, x: torch.Tensor, index_S: torch.Tensor | None, ends_G: torch.Tensor) -> torch.Tensor:
+    """The sum of s' x over the rows of every group, float32 [G, r, K]. ends: of every group, int32."""
     x, r = _rowwise(x), s_Sr.shape[1]
-    G, K = len(ranges_G2), x.shape[1]
+    G, K = len(ends_G), x.shape[1]
     out = torch.empty(G, r, K, dtype=torch.float32, device=x.device)
     with on_device(x.device):
         launcher.launch(
             experts_sums_kernel, (G, -(-K // 128)),
-            (s_Sr, x, index_S, out, ranges_G2, x.stride(0), K, r),
+            (s_Sr, x, index_S, out, ends_G, x.stride(0), K, r),
             INDEXED=index_S is not None, BM=BLOCK_ROWS, BK=128, BR=_power(r), num_warps=4, num_stages=3,
         )  # fmt: skip
     return out
