@@ -23,8 +23,7 @@ from typing import Any, Protocol
 
 import numpy as np
 from PIL import Image as pillow
-from PIL import UnidentifiedImageError
-from PIL import ImageOps
+from PIL import ImageOps, UnidentifiedImageError
 
 from packlora.errors import InputError, quoted
 
