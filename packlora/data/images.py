@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 import numpy as np
 from PIL import Image as pillow
-from PIL import ImageOps
+from PIL import ImageOps, UnidentifiedImageError
 
 from packlora.errors import InputError, quoted
 
@@ -180,7 +180,7 @@ def decode(path: str) -> tuple[bytes, pillow.Image]:
         raise InputError(
             f"the image {path} is too large, at most {MOST_PIXELS} pixels are read ({error}); make it smaller"
         ) from None
-    except pillow.UnidentifiedImageError:
+    except UnidentifiedImageError:
         raise InputError(f"the image {path} cannot be decoded; formats are {', '.join(FORMATS)}") from None
     except Exception as error:  # decoders of damaged files raise many types
         formats = ", ".join(FORMATS)
