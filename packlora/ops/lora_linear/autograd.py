@@ -138,7 +138,7 @@ class Group(torch.autograd.Function):
         return (dx if dx is None or dx.ndim == len(shape) else dx.view(shape), None, None, None, None, None, *grads)
 
 
-_apply: Callable[..., Any] = super(torch.autograd.Function, Group).apply  # type: ignore[misc]
+_apply: Callable[..., Any] = super(torch.autograd.Function, Group).apply
 """Group.apply without its look, at every operand, for what torch.func left behind, under which nothing is served."""
 
 
