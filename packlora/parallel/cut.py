@@ -56,7 +56,7 @@ def load_cut(run: Run, tokenizer: Any, longest: Mapping[str, int], replica: Alon
 
     whole = empty()
     check_row(whole, run.max_tokens_per_microbatch, path)
-    by_experts = run.parallel.tensor == 1
+    by_experts = run.parallel.expert > 1 and run.parallel.tensor == 1
     keys = keys_of(whole, files)
     Shards(whole, mesh, files, keys, offload=run.parallel.offload_base)
     looked_at = look_at(run, whole, path, longest)
@@ -69,8 +69,7 @@ def load_cut(run: Run, tokenizer: Any, longest: Mapping[str, int], replica: Alon
     if by_experts:
         notes = shard_experts(model, replica.model)
     else:
-        assert replica.layers is not None
-        notes = shard(model, replica.layers, run.parallel.sequence_parallel, replica.model)
+        notes = shard(model, replica.layers or replica.model, run.parallel.sequence_parallel, replica.model)
     if replica.shards is None:
         fill(model, files, keys, device)
         model.to(device)

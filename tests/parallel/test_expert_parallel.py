@@ -62,18 +62,25 @@ def beside_tensor(experts: int) -> list[Case]:
     ]
 
 
-def families() -> list[Case]:
+def families(*more: str, tensor: int = 0) -> list[Case]:
     found = []
-    for family in FAMILIES:
-        router = "router.weight" if family in ("granitemoe", "phimoe") else "gate.weight"
+    for family in (*FAMILIES, *more):
+        router = "router.weight" if family in ("granitemoe", "phimoe", "gpt_oss") else "gate.weight"
         own = {"target_modules": ["o_proj"], "target_parameters": [*BOTH, router]}
-        found.append(Case(family, (adapter_of("DoRA", 0.1, **own), adapter_of("LoRA", 0.0, **own)), checkpointing=True))
+        both = adapter_of("DoRA", 0.1, **own), adapter_of("LoRA", 0.0, **own)
+        found.append(Case(family, both, checkpointing=True, tensor=tensor))
     return found
 
 
 @pytest.mark.soak
 def test_other_families_learn_what_they_learn_on_one_process(ranks: Pool) -> None:
     assert_exact(ranks(2).run(compared, families(), seconds=PATIENCE))
+
+
+@pytest.mark.soak
+def test_other_families_learn_it_beside_layers_that_are_cut(ranks: Pool) -> None:
+    """Also a latent attention, which stays whole, and layers whose outputs are joined before the next one in their block."""
+    assert_exact(ranks(2).run(compared, families("gpt_oss", "qwen3_next", tensor=2), seconds=PATIENCE))
 
 
 @pytest.mark.parametrize(
