@@ -15,9 +15,12 @@ from expert_models import in_float64, tiny_experts
 from tensor_runs import Case, Learnt, learn
 
 from packlora.adapters.attach import Adapter
+from packlora.adapters.expert_part import ExpertPart
+from packlora.adapters.sharded import Shard
 from packlora.base.packing import prepare_model
 from packlora.parallel.collectives import all_of
 from packlora.parallel.experts import shard_experts
+from packlora.parallel.tensor import shard
 
 BOTH = ["experts.gate_up_proj", "experts.down_proj"]
 
@@ -46,7 +49,11 @@ def model_of(case: Case, group: Any = None) -> Any:
     model = tiny_experts(case.family, **changes)
     if first:
         only_first(model)
-    if group is not None:
+    if group is not None and case.tensor:
+        width = case.tensor
+        sets = [dist.new_group(range(at, at + width)) for at in range(0, dist.get_world_size(group), width)]
+        shard(model, sets[dist.get_rank(group) // width], experts=group)
+    elif group is not None:
         shard_experts(model, group)
     prepare_model(model, case.checkpointing)
     return model
@@ -62,12 +69,19 @@ def only_first(model: Any) -> None:
 
 
 def assert_alike(adapter: Adapter, group: Any) -> None:
-    """What is not on experts has the same bits on all processes."""
+    """What is whole has the same bits on all processes, a slice of a layer on those that have the same one."""
     views = [adapter.layout.views(own) for own in all_of(adapter.flat, group)]
     for name in adapter.layout.places:
-        shard = adapter.weights[name.rpartition("/")[0]].shard
-        assert (shard is not None) == (".experts." in name)
-        assert shard is not None or all(torch.equal(view[name], views[0][name]) for view in views), name
+        path, _, leaf = name.rpartition("/")
+        own = adapter.weights[path].shard
+        assert isinstance(own, ExpertPart) == (".experts." in name)
+        each = 1
+        if own is not None and own.is_slice(leaf):
+            each = own.count if isinstance(own, Shard) else len(views)
+        copies = len(views) if each == 1 else own.copies if isinstance(own, Shard) else 1
+        for at, view in enumerate(views):
+            first = at % (each * copies) // copies * copies if each > 1 else 0
+            assert torch.equal(view[name], views[first][name]), name
 
 
 def trained(case: Case, group: Any = None) -> Learnt:

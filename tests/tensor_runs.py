@@ -66,6 +66,8 @@ class Case:
     steps: int = 3
     sequence: bool = False
     """Each process has tokens of its own between the layers."""
+    tensor: int = 0
+    """Of a model whose experts the whole group shares: processes that hold each of the other layers together, if any."""
     saving: bool = False
     """As on a GPU: layers' inputs are recomputed where that is cheap; and DoRA layers keep their outputs where they can."""
 
@@ -214,7 +216,8 @@ def learn(case: Case, group: Any = None) -> Learnt:
         return {name: own.clone() for name, own in adapter.layout.views(adapter.flat if flat is None else flat).items()}
 
     for job in jobs:
-        norm_of = job.norm_of if group is None else WholeGradient(job.adapter, group).norm
+        is_repeated = group is not None and 0 < case.tensor <= dist.get_rank(group)
+        norm_of = job.norm_of if group is None else WholeGradient(job.adapter, group, is_repeated).norm
 
         def recorded(gradient: torch.Tensor, job: Job = job, norm_of: Any = norm_of) -> torch.Tensor:
             norm: torch.Tensor = norm_of(gradient)

@@ -37,8 +37,9 @@ class Exchange(Protocol):
 class ExpertPart:
     """Experts [index * experts, (index + 1) * experts) of count * experts.
 
-    enter: what hidden states and routing weights go through. leave: what the experts' sums by token go through. exchange: where
-    each process has tokens of its own, what takes rows to the experts and back; enter and leave are then not used.
+    enter: what hidden states and routing weights go through. leave: what the experts' sums by token go through. exchange: what
+    takes rows to the experts and back, where not all processes have the same tokens. share: then, which of so many equal shares
+    of its tokens this process sends, as others have the same ones; enter and leave are between these.
     """
 
     index: int
@@ -47,6 +48,7 @@ class ExpertPart:
     enter: Callable[[torch.Tensor], torch.Tensor]
     leave: Callable[[torch.Tensor], torch.Tensor]
     exchange: Exchange | None = None
+    share: tuple[int, int] = (0, 1)
 
     def __deepcopy__(self, memo: Any) -> ExpertPart:
         """Copies of a model have the same processes."""
@@ -55,6 +57,16 @@ class ExpertPart:
     @property
     def first(self) -> int:
         return self.index * self.experts
+
+    def sends(self, tokens: int) -> slice:
+        """Which of so many tokens."""
+        at, count = self.share
+        return slice(tokens * at // count, tokens * (at + 1) // count)
+
+    def placed(self, own_TD: torch.Tensor, tokens: int) -> torch.Tensor:
+        """What came back for the tokens that were sent, among zeros for the others."""
+        own = self.sends(tokens)
+        return own_TD if self.share[1] == 1 else torch.nn.functional.pad(own_TD, (0, 0, own.start, tokens - own.stop))
 
     def is_slice(self, name: str) -> bool:
         """Of all of an adapter's tensors a process has those of its experts."""

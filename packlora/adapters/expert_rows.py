@@ -26,7 +26,8 @@ class Arrived:
     routing: Routing
     keys: torch.Tensor | None
     back: Callable[[torch.Tensor], torch.Tensor]
-    """Of what the experts give for x [R, D], what comes back to the tokens here, [T k, D] in the order of (token, choice)."""
+    """Of what the experts give for x [R, D], what comes back to the tokens that were sent, [T k, D] in the order of (token,
+    choice)."""
 
 
 def sent_to_experts(
@@ -40,12 +41,13 @@ def sent_to_experts(
 
     Args:
         part: with an exchange.
-        owners: of the tokens here.
+        owners: of the tokens here, of which `part.sends` says which go.
         numbers: of all adapters that these experts have.
     """
     exchange, k = part.exchange, experts_Tk.shape[1]
     assert exchange is not None
-    device, chosen = hidden_TD.device, experts_Tk.reshape(-1).to(torch.int64)
+    device, own = hidden_TD.device, part.sends(len(hidden_TD))
+    chosen = experts_Tk[own].reshape(-1).to(torch.int64)
     _, order_S = torch.sort(chosen, stable=True)
     keys_T2 = None if owners is None else owners.keys_T2
     counts = torch.zeros(part.count * part.experts, dtype=torch.int64, device=device)
@@ -57,7 +59,7 @@ def sent_to_experts(
     told_T3 = torch.cat(
         [_owner_of_tokens(owners, len(hidden_TD), device), _as_int64(keys_T2, len(hidden_TD), device)], 1
     )
-    token_S = order_S // k
+    token_S = own.start + order_S // k
     told_R3 = exchange.rows(told_T3[token_S], sent, got)
     x_RD = exchange.rows(hidden_TD[token_S], sent, got)
     expert_R = torch.arange(part.experts, device=device).repeat(part.count)

@@ -29,6 +29,7 @@ from packlora.ops.lora_experts.autograd import lora_experts
 from packlora.ops.lora_experts.norm import expert_norms, squared_row_norms, sums_dtype
 from packlora.ops.lora_experts.routing import Routing
 from packlora.ops.lora_experts.types import ExpertLowRank, ExpertWeight
+from packlora.ops.lora_experts.weighted import weighted_sums
 from packlora.ops.lora_linear.frozen import Gathered
 from packlora.plans.select import PlanChooser
 
@@ -205,18 +206,18 @@ def experts_forward(
     if getattr(self, "_is_expert_parallel", False):
         raise RuntimeError(f"{type(self).__name__}: experts that are spread over processes are not served")
     T, part = len(hidden_states), part_of(self)
+    if part is not None:
+        hidden_states, top_k_weights = part.enter(hidden_states), part.enter(top_k_weights)
     state: AdaptedExperts | None = vars(self).get(STATE)
     owners = None if state is None else state.attached.owners(T)
     if part is not None and part.exchange is not None:
         numbers = [] if state is None else sorted({n for own in state.adapters.values() for n in own})
         arrived = sent_to_experts(part, hidden_states, top_k_index, owners, numbers)
-        rows = Rows(numbers, arrived.routing, arrived.keys)
-        y_SD = arrived.back(arrived.routing.sum_to_tokens(_experts(self, arrived.x, rows))) * top_k_weights.reshape(
-            -1, 1
-        )
-        return y_SD.view(T, top_k_index.shape[1], -1).sum(1).to(hidden_states.dtype)
-    if part is not None:
-        hidden_states, top_k_weights = part.enter(hidden_states), part.enter(top_k_weights)
+        rows, own = Rows(numbers, arrived.routing, arrived.keys), part.sends(T)
+        y_SD = arrived.back(arrived.routing.sum_to_tokens(_experts(self, arrived.x, rows)))
+        weights_S1 = top_k_weights[own].reshape(-1, 1)
+        y_TD = (y_SD * weights_S1).view(own.stop - own.start, top_k_index.shape[1], -1).sum(1).to(hidden_states.dtype)
+        return part.leave(part.placed(y_TD, T))
     numbers = [] if state is None or owners is None else state.numbers(owners)
     owner_T, count = None, 1
     if owners is not None and numbers:
@@ -226,8 +227,7 @@ def experts_forward(
     first = None if part is None else part.first
     routing = Routing.of(top_k_index, self.num_experts, owner_T, count, first)
     y_SD = _experts(self, hidden_states, Rows(numbers, routing, None if owners is None else owners.keys_T2))
-    weights_S = top_k_weights.reshape(-1)[routing.order]
-    y_TD = routing.sum_to_tokens(y_SD * weights_S[:, None]).to(hidden_states.dtype)
+    y_TD = weighted_sums(y_SD, top_k_weights, routing, hidden_states.dtype)
     return y_TD if part is None else part.leave(y_TD)
 
 

@@ -76,9 +76,9 @@ class Shard:
         return whole.narrow(dim, self.index * size, size)
 
     def joined(self, name: str, slices: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The whole tensor, from those of all processes in their order."""
+        """The whole tensor, from those of all processes in their order; there may be more of them, who have the same again."""
         dim = self._dim(name)
-        return slices[0] if dim is None else torch.cat(list(slices[:: self.copies]), dim)
+        return slices[0] if dim is None else torch.cat(list(slices[: self.count * self.copies : self.copies]), dim)
 
     def _dim(self, name: str) -> int | None:
         return self.dim if name == "weight" else SLICED[self.dim].get(name)

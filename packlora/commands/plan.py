@@ -212,7 +212,7 @@ def make_plan(run: Run, stages: int = 1, gpus: int | None = None, told: Told = s
     if run.parallel.expert > 1 and gpus is None:
         prepared.warnings.append(
             f"with parallel.expert {run.parallel.expert} devices hold the experts together; what is above is of one device "
-            f"that holds all of them, --gpus {run.parallel.expert} shows what they need and take"
+            f"that holds all of them, --gpus {run.parallel.expert * tensor} shows what they need and take"
         )
     if tensor > 1:
         prepared.warnings.append(

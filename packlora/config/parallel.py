@@ -24,10 +24,12 @@ class ParallelConfig(Strict):
     device, or as many as tensor says. It divides the number of processes. auto: one, and several where a device is estimated
     to hold no whole base model with what training needs, and they are predicted to be faster than shard_base."""
     tensor: int = Field(1, ge=1)
-    """Devices that hold the base model together, a part of each layer's weights each. It divides the number of processes."""
+    """Devices that hold the base model together, a part of each layer's weights each, and of experts whole ones. It divides the
+    number of processes."""
     expert: int = Field(1, ge=1)
     """Devices that hold some of the experts of each layer each, and all else of the base model; they run the same microbatches.
-    It divides the number of processes and that of the experts."""
+    It divides the number of processes and that of the experts. With tensor: so many times as many devices share the experts,
+    and each number of them given by tensor all else."""
     ep_implementation: Literal["all_reduce", "all_to_all"] = "all_reduce"
     """With expert: all_reduce: its devices run the same microbatches, and what their experts give is added up; all_to_all: each
     has microbatches of its own, whose tokens go to the experts and back."""
@@ -56,12 +58,11 @@ class ParallelConfig(Strict):
                 f"pipeline is {self.pipeline} and shard_base is {str(self.shard_base).lower()}, two ways to share the weights: "
                 "a stage would gather each of its layers again for every microbatch, and has them in memory as it is; give one"
             )
-        for name, other in (("tensor", self.tensor), ("pipeline", self.stages)):
-            if self.expert > 1 and other > 1:
-                raise ValueError(
-                    f"expert is {self.expert} and {name} is {other}, which do not go together in this version; give one, or "
-                    "expert with shard_base, by which what each device has is shared by rows"
-                )
+        if self.expert > 1 and self.stages > 1:
+            raise ValueError(
+                f"expert is {self.expert} and pipeline is {self.stages}, which do not go together in this version; give one, "
+                "or expert with tensor, or with shard_base, by which what each device has is shared by rows"
+            )
         if self.ep_implementation == "all_to_all" and self.expert == 1:
             raise ValueError(
                 "ep_implementation is all_to_all, which goes with expert, the devices that share them; set both"
@@ -136,12 +137,12 @@ class ParallelConfig(Strict):
                 f"parallel.pipeline is {self.stages} and parallel.tensor {self.tensor}, but {started}; start a multiple of "
                 f"{self.tensor * self.stages}"
             )
-        key, slices = ("tensor", self.tensor) if self.tensor > 1 else ("expert", self.expert)
-        if processes % (slices * (self.degree or 1)):
-            raise InputError(
-                f"parallel.shard_base is {self.degree} and parallel.{key} {slices}, but {started}; start a multiple of "
-                f"{slices * (self.degree or 1)}"
-            )
+        shares = {"shard_base": self.degree or 1, "tensor": self.tensor, "expert": self.expert}
+        product, slices = math.prod(shares.values()), self.tensor * self.expert
+        if processes % product:
+            named = " and ".join(f"parallel.{key} {size}" for key, size in shares.items() if size > 1)
+            raise InputError(f"{named.replace(' ', ' is ', 1)}, but {started}; start a multiple of {product}")
+        key = " times parallel.".join(name for name in ("tensor", "expert") if shares[name] > 1)
         if self.shard_base is True and processes == 1:
             raise InputError("parallel.shard_base shares the base model over processes, but one process was started")
         if self.shard_base is True and processes == slices:

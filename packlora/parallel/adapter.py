@@ -7,11 +7,13 @@ gradient.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from packlora.adapters.attach import Adapter
+from packlora.adapters.expert_part import ExpertPart
 from packlora.adapters.flat import ROW, FlatLayout, Place, total_norm
 from packlora.parallel.collectives import add_up, all_of
 
@@ -27,16 +29,18 @@ def _split_name(name: str) -> tuple[str, str]:
     return path, leaf
 
 
+def _shard_of(adapter: Adapter, name: str) -> Any:
+    return adapter.weights[_split_name(name)[0]].shard
+
+
 def _is_part(adapter: Adapter, name: str) -> bool:
-    path, leaf = _split_name(name)
-    shard = adapter.weights[path].shard
-    return shard is not None and shard.is_part(leaf)
+    shard = _shard_of(adapter, name)
+    return shard is not None and shard.is_part(_split_name(name)[1])
 
 
 def _is_slice(adapter: Adapter, name: str) -> bool:
-    path, leaf = _split_name(name)
-    shard = adapter.weights[path].shard
-    return shard is not None and shard.is_slice(leaf)
+    shard = _shard_of(adapter, name)
+    return shard is not None and shard.is_slice(_split_name(name)[1])
 
 
 class WholeGradient:
@@ -44,18 +48,21 @@ class WholeGradient:
 
     Args:
         adapter: on a model that `shard` has cut over `group`.
+        is_repeated: other processes of the group, which share out experts with this one, have the same slices of all else, and
+            speak for them.
     """
 
-    def __init__(self, adapter: Adapter, group: dist.ProcessGroup) -> None:
-        self.adapter, self.group = adapter, group
+    def __init__(self, adapter: Adapter, group: dist.ProcessGroup, is_repeated: bool = False) -> None:
+        self.adapter, self.group, self.is_repeated = adapter, group, is_repeated
         shapes = {name: place.shape for name, place in adapter.layout.places.items()}
         self._parts = list(partial_sums(adapter))
         whole = adapter.whole_shapes
         self._summed = FlatLayout({name: whole[name] for name in self._parts})
         """Sums over the group; slices that several hold have their place in the whole."""
-        self._slices = [name for name in shapes if _is_slice(adapter, name) and name not in self._parts]
+        slices = [name for name in shapes if _is_slice(adapter, name) and name not in self._parts]
+        self._slices = [name for name in slices if not is_repeated or isinstance(_shard_of(adapter, name), ExpertPart)]
         self._here = FlatLayout({name: shapes[name] for name in self._slices})
-        self._others = [name for name in shapes if name not in self._parts and name not in self._slices]
+        self._others = [name for name in shapes if name not in self._parts and name not in slices]
         self._same = FlatLayout({name: shapes[name] for name in self._others})
 
     def norm(self, gradient: torch.Tensor) -> torch.Tensor:
@@ -66,7 +73,7 @@ class WholeGradient:
         square, summed = own[:1], own[ROW:]
         square += _square(self._copied(grads, self._slices, self._here))
         sums = self._summed.views(summed)
-        if self._parts:
+        if self._parts and not self.is_repeated:
             torch._foreach_copy_([self._own(name, sums[name]) for name in self._parts], [grads[n] for n in self._parts])
         add_up(own, self.group)
         if self._parts:
@@ -96,10 +103,10 @@ class SharedGradient:
 
     def __init__(self, adapter: Adapter, alike: dist.ProcessGroup | None) -> None:
         self.adapter, self.alike = adapter, alike
-        slices = [name for name in adapter.layout.places if _is_slice(adapter, name)]
+        on_experts = {name: isinstance(_shard_of(adapter, name), ExpertPart) for name in adapter.layout.places}
         self._layouts = {
             own: FlatLayout(
-                {name: place.shape for name, place in adapter.layout.places.items() if (name in slices) == own}
+                {name: place.shape for name, place in adapter.layout.places.items() if on_experts[name] == own}
             )
             for own in (False, True)
         }

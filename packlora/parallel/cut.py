@@ -56,7 +56,7 @@ def load_cut(run: Run, tokenizer: Any, longest: Mapping[str, int], replica: Alon
 
     whole = empty()
     check_row(whole, run.max_tokens_per_microbatch, path)
-    by_experts = run.parallel.expert > 1
+    by_experts = run.parallel.expert > 1 and run.parallel.tensor == 1
     keys = keys_of(whole, files)
     Shards(whole, mesh, files, keys, offload=run.parallel.offload_base)
     looked_at = look_at(run, whole, path, longest)
@@ -69,7 +69,7 @@ def load_cut(run: Run, tokenizer: Any, longest: Mapping[str, int], replica: Alon
     if by_experts:
         notes = shard_experts(model, replica.model)
     else:
-        notes = shard(model, replica.model, run.parallel.sequence_parallel)
+        notes = shard(model, replica.layers or replica.model, run.parallel.sequence_parallel, replica.model)
     if replica.shards is None:
         fill(model, files, keys, device)
         model.to(device)
@@ -78,10 +78,13 @@ def load_cut(run: Run, tokenizer: Any, longest: Mapping[str, int], replica: Alon
         storage = Shards(model, rows, files, keys, partial(_part, model), run.parallel.offload_base)
     base = ready_base(run, model, tokenizer, device, path, longest, storage, looked_at)
     if run.parallel.exchanges:  # the proof was of the same tokens on all processes, which take the same decisions there
-        exchange_rows(model, replica.model)
+        exchange_rows(model, replica.model, None if by_experts else replica.layers)
         exchanged = ExchangedExperts(model)
         base.storage = exchanged if replica.shards is None else storage
-        notes.append("each of these processes has microbatches of its own, whose tokens go to the experts and back")
+        own = "each of these processes has" if by_experts else f"each {run.parallel.tensor} of these processes have"
+        notes.append(
+            f"{own} microbatches of {'its' if by_experts else 'their'} own, whose tokens go to the experts and back"
+        )
     base.warnings[:0] = notes
     return base
 

@@ -63,13 +63,16 @@ def experts_of(model: PreTrainedModel) -> dict[str, Any]:
     return {path: module for path, module in model.named_modules() if is_experts(module)}
 
 
-def check_experts(model: PreTrainedModel, degree: int) -> None:
+def check_experts(model: PreTrainedModel, degree: int, key: str = "parallel.expert") -> None:
     """Refuse a model, which may be without weights, whose experts cannot be shared out to so many processes.
+
+    Args:
+        key: of the run file that asks for it.
 
     Raises:
         InputError: it has no experts, experts that lie in an unknown way, or a number that the degree does not divide.
     """
-    what, kind, found = f"parallel.expert is {degree}, but ", model.config.model_type, experts_of(model)
+    what, kind, found = f"{key} is {degree}, but ", model.config.model_type, experts_of(model)
     unknown = [
         name for name, parameter in model.named_parameters()
         if APART.search(name) or (parameter.ndim == 3 and _owner(name) not in found and not _is_convolution(model, name))
@@ -77,10 +80,10 @@ def check_experts(model: PreTrainedModel, degree: int) -> None:
     if unknown:
         raise InputError(
             f"{what}how the experts of a {kind} model lie is not known: transformers does not call {_owner(unknown[0])} "
-            "through its registry of experts' functions; leave expert out"
+            "through its registry of experts' functions; leave it out"
         )
     if not found:
-        raise InputError(f"{what}a {kind} model has no experts; leave expert out")
+        raise InputError(f"{what}a {kind} model has no experts; leave it out")
     for path, experts in found.items():
         if experts.num_experts % degree:
             fitting = [n for n in range(2, experts.num_experts + 1) if experts.num_experts % n == 0]
@@ -92,7 +95,7 @@ def check_experts(model: PreTrainedModel, degree: int) -> None:
             if parameter.shape[0] != experts.num_experts:
                 raise InputError(
                     f"{what}how the experts of a {kind} model lie is not known: {path}.{name} is {list(parameter.shape)}, and "
-                    f"there are {experts.num_experts} experts; leave expert out"
+                    f"there are {experts.num_experts} experts; leave it out"
                 )
 
 
@@ -109,10 +112,22 @@ class Messages:
         return exchanged(own, sent, got, self.group)
 
 
-def exchange_rows(model: PreTrainedModel, group: dist.ProcessGroup) -> None:
-    """Let each process of a model that `shard_experts` has cut have tokens of its own, which go to the experts and back."""
+def exchange_rows(model: PreTrainedModel, group: dist.ProcessGroup, alike: dist.ProcessGroup | None = None) -> None:
+    """Let each process of a model that `shard_experts` has cut have tokens of its own, which go to the experts and back.
+
+    Args:
+        alike: processes that have the same tokens, as they hold the other layers together; each sends some. None: this one.
+    """
+    new: dict[str, Any] = {"exchange": Messages(group), "enter": _itself, "leave": _itself}
+    if alike is not None:
+        new |= {"enter": partial(copied, group=alike), "leave": partial(summed, group=alike)}
+        new["share"] = dist.get_rank(alike), dist.get_world_size(alike)
     for experts in experts_of(model).values():
-        setattr(experts, PART, replace(getattr(experts, PART), exchange=Messages(group)))
+        setattr(experts, PART, replace(getattr(experts, PART), **new))
+
+
+def _itself(x: torch.Tensor) -> torch.Tensor:
+    return x
 
 
 def _owner(name: str) -> str:
@@ -123,13 +138,16 @@ def _is_convolution(model: PreTrainedModel, name: str) -> bool:
     return isinstance(model.get_submodule(_owner(name)), torch.nn.modules.conv._ConvNd)
 
 
-def shard_experts(model: PreTrainedModel, group: dist.ProcessGroup) -> list[str]:
+def shard_experts(
+    model: PreTrainedModel, group: dist.ProcessGroup, beside: str = ", and all else whole"
+) -> list[str]:  # fmt: skip
     """Cut a model, in place, to the experts of this process. All processes of the group call it with the same model.
 
     Call it before adapters are put on the model, and before the model is moved to its device where it is too large for one.
 
     Args:
         group: of at least two processes.
+        beside: what is said of all else.
 
     Returns:
         What the user should know.
@@ -152,5 +170,5 @@ def shard_experts(model: PreTrainedModel, group: dist.ProcessGroup) -> list[str]
     numbers = sorted({experts.num_experts for experts in found.values()})
     return [
         f"expert parallelism over {degree} processes: each has {' or '.join(map(str, numbers))} of the experts of "
-        f"{len(found)} layers, and all else whole"
+        f"{len(found)} layers{beside}"
     ]

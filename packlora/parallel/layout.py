@@ -29,8 +29,9 @@ class Layout:
     tensor: processes that hold a layer together, side by side; pipeline: stages of such processes, one behind the other; both
     together are a replica. shard: replicas, one behind the other, each of which holds a part of the rows of every weight
     (sharded.py); it divides split. 1: each holds all rows. expert: processes that hold the experts together, and all else each;
-    they are a replica too. exchange: of these each has microbatches of its own, so each counts as a replica; their groups are
-    multiples of expert times shard. Where expert is not 1 tensor and pipeline are.
+    they are a replica too; with tensor so many sets of such processes share out the experts, of which each process has other
+    ones. exchange: each, or each set, has microbatches of its own, so it counts as a replica; their groups are multiples of
+    expert times shard. Where expert is not 1 pipeline is.
 
     In a group the replicas lie one behind the other, in a replica its stages, in a stage its processes."""
 

@@ -32,13 +32,19 @@ def on_meta(model: PreTrainedModel) -> Iterator[Callable[[], Any]]:
     example = {"input_ids": ids, "position_ids": ids, "use_cache": False, "sample_lengths": (MIN_ROWS,)}
     attention = model.config._attn_implementation
     experts = [module for module in model.modules() if is_experts(module)]
+    text = model.config.get_text_config()
+    with_loss = getattr(text, "output_router_logits", None)  # of routers, which counts tokens
     with undisturbed(model), torch.enable_grad():
         for module in experts:
             vars(module)["forward"] = _itself
+        if with_loss:
+            text.output_router_logits = False
         model.set_attn_implementation(ATTENTION)  # which needs no mask, whose values would be asked for
         try:
             yield lambda: torch.func.functional_call(model, tensors, (), example, tie_weights=False)
         finally:
+            if with_loss:
+                text.output_router_logits = with_loss
             model.set_attn_implementation(attention)
             for module in experts:
                 del vars(module)["forward"]

@@ -25,13 +25,16 @@ class Alone:
     this process speaks for all of them. saves: whether it has a part of what is saved.
 
     model: the processes that hold slices of layers or experts together with this one, those of its replica; None where it holds
-    all of them. exchanges: whether those processes are replicas too, whose tokens go to one another's experts. alike: then, the
-    processes with the same experts, None where it is one. shards: those that hold the other rows of its weights, itself
-    included, None where it holds all rows. base: those that hold the base model together with it, once; None where it is alone.
+    all of them. layers: of these the ones that hold slices of layers together, where others share experts alone; else the same.
+    is_repeated: whether some before these have the same slices. exchanges: whether those processes are several replicas, whose
+    tokens go to one another's experts. alike: then, the processes with the same experts, None where it is one. shards: those
+    that hold the other rows of its weights, itself included, None where it holds all rows. base: those that hold the base model
+    together with it, once; None where it is alone.
     """
 
-    rank, size, processes, leads, saves, exchanges = 0, 1, 1, True, True, False
+    rank, size, processes, leads, saves, exchanges, is_repeated = 0, 1, 1, True, True, False, False
     model: dist.ProcessGroup | None = None
+    layers: dist.ProcessGroup | None = None
     alike: dist.ProcessGroup | None = None
     shards: dist.ProcessGroup | None = None
     base: dist.ProcessGroup | None = None
@@ -76,24 +79,30 @@ class Replicas(Alone):
             models = [dist.new_group(list(own), timeout=timeout) if each > 1 else None for own in replicas]
             alike: list[dist.ProcessGroup | None] = [None]
             if layout.exchange:
-                n = layout.expert
+                n = layout.slices
                 sets = [dist.new_group(list(every[at : at + n]), timeout=timeout) for at in range(0, len(every), n)]
-                models = [one for one in sets for _ in range(n)]
+                models = [one for one in sets for _ in range(layout.expert)]
                 if len(sets) > 1:
                     alike = [dist.new_group(list(every[at::n]), timeout=timeout) for at in range(n)]
+            n, layers = layout.tensor, list[dist.ProcessGroup]()
+            if n > 1 and layout.expert > 1:
+                layers = [dist.new_group(list(every[at : at + n]), timeout=timeout) for at in range(0, len(every), n)]
             sums = [dist.new_group(list(every[at::each]), timeout=timeout) for at in range(each)]
             bases = _bases(every, layout, timeout)
             if mesh.rank in every:
                 self.number = number
-                self.rank, part = divmod(every.index(mesh.rank), each)
+                at = every.index(mesh.rank)
+                self.rank, part = divmod(at, each)
                 self.leads, self.model = mesh.rank == every[0], models[self.rank]
                 self.base, self.shards = self.model, None
+                self.layers, self.is_repeated = self.model, False
+                if layers:
+                    self.layers, self.is_repeated = layers[at // n], at % layout.slices >= n
                 if bases:
-                    at = every.index(mesh.rank)
                     self.base, rows = bases[at // layout.devices_per_base]
                     self.shards = rows[at % layout.slices]
                 self._control, self._sums, self._first = control, sums[part], every[0]
-                self.exchanges, self.alike = layout.exchange, alike[self.rank % len(alike)]
+                self.exchanges, self.alike = layout.exchange, alike[at % len(alike)]
                 self.saves = self.rank < layout.expert if layout.exchange else self.rank == 0
         self._mesh = mesh
 

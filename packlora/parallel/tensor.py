@@ -12,6 +12,10 @@ gradient is added up once for all of them. Embedding and output layer are cut by
 process. An attention with fewer key-value heads than there are processes has each
 of them on several.
 
+Experts are not cut: the processes share them out (experts.py), whatever the plan says of them. Products of thin slices of many
+experts would be slower, what is held and sent is the same, and no gradient of theirs is a part of a sum. Routers, and layers
+beside the experts that are not in the plan, are computed by each process alike. So are latent attentions (`LATENT`).
+
 Adapters are put on a model that was cut (adapters/attach.py), and are cut alike (adapters/sharded.py); adapter.py adds up their
 gradients and joins what is saved.
 
@@ -23,7 +27,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -34,6 +38,7 @@ from transformers import PreTrainedModel
 from packlora.adapters.sharded import Shard, ShardedLinear, Through
 from packlora.errors import InputError, foreign
 from packlora.parallel.collectives import add_up, copied, gathered, split, summed
+from packlora.parallel.experts import check_experts, experts_of, shard_experts
 from packlora.parallel.meta import on_meta
 from packlora.parallel.sequence import TokenSlices, with_input
 from packlora.parallel.vocabulary import cut_vocabulary
@@ -47,6 +52,10 @@ STYLES: dict[str, tuple[Dim, bool]] = {
 """By transformers' name, newer and older: which dimension of W is cut, and whether what is outside of the layer is whole."""
 WHOLE = ("replicated_with_grad_allreduce", "embedding_rowwise", "embedding_colwise")
 """Styles that are not looked at: of embeddings, which vocabulary.py cuts, and of what stays whole."""
+EXPERTS = "moe_tp_experts"
+"""The style of modules of experts."""
+LATENT = "mla_kv_a_proj"
+"""The style of a layer whose outputs all heads share: its attention stays whole."""
 SHARED_HEADS = ("k_proj", "v_proj")
 """Layers whose heads several processes may have."""
 HEADS = ("num_heads", "num_attention_heads", "num_key_value_heads")
@@ -63,8 +72,10 @@ class _Cut:
     copies: int = 1
 
 
-def shard(model: PreTrainedModel, group: dist.ProcessGroup, sequence: bool = False) -> list[str]:
-    """Cut a model, in place, to the slices of this process. All processes of the group call it with the same model.
+def shard(
+    model: PreTrainedModel, group: dist.ProcessGroup, sequence: bool = False, experts: dist.ProcessGroup | None = None
+) -> list[str]:
+    """Cut a model, in place, to the slices of this process. All processes of the groups call it with the same model.
 
     Call it before adapters are put on the model, and before the model is moved to its device where it is too large for one.
 
@@ -72,21 +83,26 @@ def shard(model: PreTrainedModel, group: dist.ProcessGroup, sequence: bool = Fal
         model: whole, on any device, as transformers has loaded it or prepared for packing.
         group: of at least two processes.
         sequence: each process has tokens of its own between the layers (sequence.py).
+        experts: the processes that share out the experts, `group` and others like it, one behind the other; None: `group`.
 
     Returns:
         What the user should know.
 
     Raises:
-        InputError: the model has no plan, or one with what is not known here; numbers of heads or of features do not divide; or
-            a block's input is read by others than its column-parallel layers.
+        InputError: see check_experts; or the model has no plan, or one with what is not known here; numbers of heads or of
+            features do not divide; or a block's input is read by others than its column-parallel layers.
     """
     degree, rank = dist.get_world_size(group), dist.get_rank(group)
     what, cuts = _what(degree), _cuts(model, degree)
     blocks: dict[str, list[str]] = {}
     for path, cut in cuts.items():
         if cut.dim == 0:
-            blocks.setdefault(path.rpartition(".")[0], []).append(path)
-    _check_blocks(model, blocks, what)
+            blocks.setdefault(_block(path), []).append(path)
+    inside = _check_blocks(model, blocks, cuts, what)
+    if sequence and inside:
+        raise InputError(
+            f"{what}parallel.sequence_parallel does not take {inside[0]}, which gives all outputs of all tokens"
+        )
     tokens = TokenSlices(group) if sequence else None
     enter = partial(copied, group=group) if tokens is None else tokens.enter
     for path in blocks:
@@ -95,22 +111,31 @@ def shard(model: PreTrainedModel, group: dist.ProcessGroup, sequence: bool = Fal
     shared = sorted({path.rpartition(".")[2] for path, cut in cuts.items() if cut.copies > 1})
     whole = "norms" if cut_vocabulary(model, group) else "embedding, norms and output layer"
     notes = [f"{what}{len(cuts)} layers are cut; {whole} are whole on each"]
+    if experts_of(model):
+        notes += shard_experts(model, experts or group, "")
     if shared:
         notes.append(f"{what}{' and '.join(shared)} have fewer heads than processes, so each head is on several")
     while cuts:  # a whole layer goes before the next one is cut
         path, cut = cuts.popitem()
         parent, _, leaf = path.rpartition(".")
-        setattr(
-            model.get_submodule(parent), leaf, ShardedLinear(cut.linear, _shard_of(cut, group, degree, rank, tokens))
-        )
+        part = _shard_of(cut, group, degree, rank, tokens)
+        part = replace(part, enter=partial(copied, group=group)) if path in inside else part
+        setattr(model.get_submodule(parent), leaf, ShardedLinear(cut.linear, part))
     if tokens is not None:
         tokens.attach(model, blocks)
     return notes
 
 
-def check_cut(model: PreTrainedModel, degree: int) -> None:
+def check_cut(model: PreTrainedModel, degree: int, sequence: bool = False) -> None:
     """Raises InputError where the plan or the sizes of a model, which may be without weights, are none that `shard` cuts."""
+    if EXPERTS in (model.tp_plan or {}).values() and not experts_of(model):
+        check_experts(model, degree, "parallel.tensor")
     _cuts(model, degree)
+    if sequence and experts_of(model):
+        raise InputError(
+            f"{_what(degree)}parallel.sequence_parallel does not take a {model.config.model_type} model, whose routers see all "
+            "tokens, in this version; leave it out"
+        )
 
 
 def _what(degree: int) -> str:
@@ -138,10 +163,14 @@ def _cuts(model: PreTrainedModel, degree: int) -> dict[str, _Cut]:
     """By path, the layers of the plan that are cut."""
     what = _what(degree)
     kind, plan, head = model.config.model_type, model.tp_plan or {}, model.get_output_embeddings()
-    modules, cuts = dict(model.named_modules()), {}
-    for path, style in _styles([*modules, *dict(model.named_parameters())], plan).items():
+    modules, cuts, experts = dict(model.named_modules()), {}, experts_of(model)
+    styles = _styles([*modules, *dict(model.named_parameters())], plan)
+    latent = {_block(path) for path, style in styles.items() if style == LATENT}
+    for path, style in styles.items():
         module = modules.get(path)
         if style in WHOLE or (module is not None and module is head):
+            continue
+        if path in experts or _block(path) in experts or _block(path) in latent:
             continue
         if style not in STYLES or type(module) is not torch.nn.Linear:
             raise InputError(
@@ -150,9 +179,14 @@ def _cuts(model: PreTrainedModel, degree: int) -> dict[str, _Cut]:
             )
         dim, whole = STYLES[style]
         cuts[path] = _Cut(module, dim, whole)
-    if not cuts:
+    if not cuts and not experts:
         raise InputError(f"{what}transformers has no plan for {kind} models")
     return {path: _divided(model, path, cut, cuts, degree, what) for path, cut in cuts.items()}
+
+
+def _block(path: str) -> str:
+    """The module that has what is at a path."""
+    return path.rpartition(".")[0]
 
 
 def _styles(names: list[str], plan: Mapping[str, str]) -> dict[str, str]:
@@ -173,7 +207,7 @@ def _divided(
                 f"{what}{path} would get {size // degree} of its {size} inputs, an odd number, but dropout draws two at once"
             )
         return cut
-    leaf, block = path.rpartition(".")[2], path.rpartition(".")[0]
+    leaf, block = path.rpartition(".")[2], _block(path)
     others = [_size(other) // width for at, other in cuts.items() if at.rpartition(".")[0] == block and not other.dim]
     if leaf in SHARED_HEADS and width > 1 and degree % count == 0 and count < max(others):
         return _Cut(cut.linear, cut.dim, cut.whole, degree // count)
@@ -186,7 +220,7 @@ def _size(cut: _Cut) -> int:
 
 def _head_width(model: PreTrainedModel, path: str, cut: _Cut) -> int:
     """Features that must stay together: those of a head, where a process has heads of its own."""
-    width = getattr(model.get_submodule(path.rpartition(".")[0]), "head_dim", None)
+    width = getattr(model.get_submodule(_block(path)), "head_dim", None)
     return width if isinstance(width, int) and not cut.whole and _size(cut) % width == 0 else 1
 
 
@@ -196,7 +230,7 @@ def _count_heads(model: PreTrainedModel, block: str, cuts: Mapping[str, _Cut], d
     counts: dict[int, int] = {}
     for path, cut in cuts.items():
         width = _head_width(model, path, cut)
-        if path.rpartition(".")[0] == block and width > 1 and not cut.dim:
+        if _block(path) == block and width > 1 and not cut.dim:
             counts[_size(cut) // width] = _size(cut) // width * cut.copies // degree
     for name in HEADS:
         if getattr(module, name, None) in counts:
@@ -215,8 +249,12 @@ def _enter(
     return with_input(args, kwargs, enter)
 
 
-def _check_blocks(model: PreTrainedModel, blocks: Mapping[str, list[str]], what: str) -> None:
-    """Refuse a model where the input of a block goes elsewhere than into its column-parallel layers: the gradient from there
+def _check_blocks(
+    model: PreTrainedModel, blocks: Mapping[str, list[str]], cuts: Mapping[str, _Cut], what: str
+) -> list[str]:
+    """The column-parallel layers that read what others in their block give: whole outputs, the same on all processes.
+
+    Refuse a model where the input of a block goes elsewhere than into its column-parallel layers: the gradient from there
     would be added up too, and be as many times too large as there are processes.
 
     Run on the meta device, with that input cut off from the layers' own: what the block gives must not depend on it.
@@ -234,7 +272,7 @@ def _check_blocks(model: PreTrainedModel, blocks: Mapping[str, list[str]], what:
         return with_input(args, kwargs, leaf)
 
     def reads(path: str, _: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> Any:
-        block = inputs[path.rpartition(".")[0]]
+        block = inputs[_block(path)]
         if args[0].untyped_storage()._cdata == block.untyped_storage()._cdata:
             read.add(path)
         return (args[0].detach(), *args[1:])
@@ -259,8 +297,9 @@ def _check_blocks(model: PreTrainedModel, blocks: Mapping[str, list[str]], what:
     finally:
         for hook in hooks:
             hook.remove()
-    for path in paths:
-        if path not in read:
+    inside = [path for path in paths if path not in read]
+    for path in inside:
+        if not all(cuts[other].whole for other in blocks[_block(path)]):
             raise InputError(
                 f"{what}{path} of this {kind} model does not read what its block is given; it cannot be cut"
             )
@@ -268,3 +307,4 @@ def _check_blocks(model: PreTrainedModel, blocks: Mapping[str, list[str]], what:
         raise InputError(
             f"{what}others than the cut layers read the input of {block} in this {kind} model; it cannot be cut"
         )
+    return inside

@@ -141,14 +141,10 @@ def coefficient_of(run: Run, job: JobConfig, skeleton: PreTrainedModel) -> tuple
             f"here: {why}; leave it out"
         )
     coefficient = float(getattr(skeleton, "router_aux_loss_coef") if key is None else key)  # noqa: B009
-    asked = {
-        f"parallel.tensor: {run.parallel.tensor}": run.parallel.tensor > 1,
-        f"parallel.pipeline: {run.parallel.stages}": run.parallel.stages > 1,
-    }
-    for what in (what for what, is_asked in asked.items() if is_asked and coefficient):
+    if run.parallel.stages > 1 and coefficient:
         raise InputError(
-            f"job {job.name!r} has a load-balancing loss (router_aux_loss_coef {coefficient:g}), which {what} does not serve "
-            "in this version; leave that out, or set train.router_aux_loss_coef to 0"
+            f"job {job.name!r} has a load-balancing loss (router_aux_loss_coef {coefficient:g}), which parallel.pipeline: "
+            f"{run.parallel.stages} does not serve in this version; leave that out, or set train.router_aux_loss_coef to 0"
         )
     if key is None and coefficient:
         return coefficient, [

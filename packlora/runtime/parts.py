@@ -27,7 +27,8 @@ def parts_of(adapters: Sequence[Adapter], group: Alone) -> Callable[[Job], None]
 
     def whole(job: Job) -> None:
         if beside is not None:
-            job.norm_of, job.whole_of = WholeGradient(job.adapter, beside).norm, partial(joined, job.adapter, beside)
+            job.norm_of = WholeGradient(job.adapter, beside, group.is_repeated).norm
+            job.whole_of = partial(joined, job.adapter, beside)
         if (stages := across.get(job.name)) is not None:
             job.whole_of, job.everywhere = stages.whole, stages.everywhere
 

@@ -10,7 +10,7 @@ from packlora.adapters.spec import AdapterSpec
 from packlora.base.device import choose_device
 from packlora.config import QuantizationConfig, Run
 from packlora.errors import InputError
-from packlora.parallel.experts import check_experts
+from packlora.parallel.experts import check_experts, experts_of
 from packlora.parallel.stages import check_stages
 from packlora.parallel.tensor import check_cut
 from packlora.runtime.prepared_job import PreparedJob
@@ -21,9 +21,7 @@ def check_parameters(run: Run, job: str, spec: AdapterSpec, quantization: Quanti
     """Raises InputError where experts or routers are adapted together with what does not serve them."""
     if spec.parameter is None:
         return
-    parallel = run.parallel
     asked = {
-        f"parallel.tensor: {parallel.tensor}": parallel.tensor > 1,
         "cuda_graphs: true": run.cuda_graphs is True,
         "quantised base weights": quantization is not None,
     }
@@ -62,9 +60,11 @@ def check_parallel(prepared: PreparedRun, skeleton: PreTrainedModel) -> None:
             "parallel.offload_base changes nothing here: on a CPU weights are on the host as it is"
         )
     if parallel.tensor > 1:
-        check_cut(skeleton, parallel.tensor)
-    if parallel.expert > 1:
-        check_experts(skeleton, parallel.expert)
+        check_cut(skeleton, parallel.tensor, parallel.sequence_parallel)
+    shared = {"parallel.tensor": parallel.tensor, "parallel.expert": parallel.expert}
+    key = " times ".join(name for name, size in shared.items() if size > 1)
+    if parallel.expert > 1 or (parallel.tensor > 1 and experts_of(skeleton)):
+        check_experts(skeleton, parallel.tensor * parallel.expert, key)
     if parallel.stages > layers:
         raise InputError(
             f"parallel.pipeline is {parallel.stages}, but the model has {layers} layers; give at most {layers}"

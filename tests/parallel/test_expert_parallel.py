@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from expert_models import tiny_experts
 from expert_runs import BOTH, adapter_of, compared, errors_when_broken, threes
 from ranks import Ranks
@@ -24,6 +25,8 @@ from packlora.parallel import experts as parallel_experts
 from packlora.parallel.adapter import WholeGradient
 from packlora.parallel.collectives import add_up
 from packlora.parallel.experts import check_experts, experts_of
+from packlora.parallel.layout import Layout
+from packlora.parallel.replicas import Replicas
 
 Pool = Callable[[int], Ranks]
 FAMILIES = ("mixtral", "qwen2_moe", "deepseek_v2", "deepseek_v3", "olmoe", "granitemoe", "phimoe")
@@ -50,18 +53,34 @@ def more_cases() -> list[Case]:
     ]
 
 
-def families() -> list[Case]:
+def beside_tensor(experts: int) -> list[Case]:
+    """Other layers are cut, each over two processes, with fewer key-value heads than that; all processes share the experts."""
+    few = {"num_experts": experts, "num_key_value_heads": 1}
+    return [
+        Case("qwen3_moe", threes(0.2), ONE_LAYER | few, tensor=2),
+        Case("qwen3_moe", (adapter_of("DoRA", 0.1, target_modules="all-linear"),), few, checkpointing=True, tensor=2),
+    ]
+
+
+def families(*more: str, tensor: int = 0) -> list[Case]:
     found = []
-    for family in FAMILIES:
-        router = "router.weight" if family in ("granitemoe", "phimoe") else "gate.weight"
+    for family in (*FAMILIES, *more):
+        router = "router.weight" if family in ("granitemoe", "phimoe", "gpt_oss") else "gate.weight"
         own = {"target_modules": ["o_proj"], "target_parameters": [*BOTH, router]}
-        found.append(Case(family, (adapter_of("DoRA", 0.1, **own), adapter_of("LoRA", 0.0, **own)), checkpointing=True))
+        both = adapter_of("DoRA", 0.1, **own), adapter_of("LoRA", 0.0, **own)
+        found.append(Case(family, both, checkpointing=True, tensor=tensor))
     return found
 
 
 @pytest.mark.soak
 def test_other_families_learn_what_they_learn_on_one_process(ranks: Pool) -> None:
     assert_exact(ranks(2).run(compared, families(), seconds=PATIENCE))
+
+
+@pytest.mark.soak
+def test_other_families_learn_it_beside_layers_that_are_cut(ranks: Pool) -> None:
+    """Also a latent attention, which stays whole, and layers whose outputs are joined before the next one in their block."""
+    assert_exact(ranks(2).run(compared, families("gpt_oss", "qwen3_next", tensor=2), seconds=PATIENCE))
 
 
 @pytest.mark.parametrize(
@@ -72,6 +91,27 @@ def test_what_is_learnt_is_that_of_one_process(size: int, more: bool, ranks: Poo
     """Losses, whole gradients, their norms and the parameters after three steps; and of what is not on experts the same bits on
     all processes."""
     assert_exact(ranks(size).run(compared, more_cases() if more else cases()))
+
+
+@pytest.mark.parametrize(("size", "experts"), [(2, 6), pytest.param(4, 8, marks=pytest.mark.soak)])
+def test_beside_layers_that_are_cut_what_is_learnt_is_that_of_one_process(size: int, experts: int, ranks: Pool) -> None:
+    """Also with two processes for each slice of a layer. A step adds one message to those of the frozen model."""
+    assert_exact(ranks(size).run(compared, beside_tensor(experts)))
+
+
+@pytest.mark.parametrize("exchange", [False, True])
+def test_processes_that_share_experts_beside_cut_layers_are_grouped(exchange: bool) -> None:
+    """Eight processes, of which two and two hold the same experts, and each two a slice of the other layers."""
+    layout = Layout((("job",),), 4 if exchange else 2, tensor=2, expert=2, exchange=exchange)
+    with mock.patch.object(dist, "new_group", lambda ranks, **_: list(ranks)):
+        found = [Replicas(mock.Mock(rank=rank, timeout=1.0), layout) for rank in range(8)]
+    for rank, own in enumerate(found):
+        first, place = rank - rank % 4, rank % 4
+        assert own.model == own.base == [first, first + 1, first + 2, first + 3]
+        assert own.layers == [rank - rank % 2, rank - rank % 2 + 1] and own.is_repeated == (place > 1)
+        assert own.alike == ([place, place + 4] if exchange else None)
+        assert own._sums == (list(range(rank % 2, 8, 2)) if exchange else [place, place + 4])
+        assert (own.rank, own.saves) == (rank // 2 if exchange else rank // 4, rank < 4)
 
 
 # --- what must not go unnoticed ----------------------------------------------------------------------------------------
@@ -122,6 +162,21 @@ BROKEN = {
 def test_faults_of_expert_parallelism_would_be_seen(ranks: Pool) -> None:
     case = Case("qwen3_moe", (adapter_of("LoRA", 0.2),), ONE_LAYER, steps=2)
     for found in ranks(2).run(errors_when_broken, BROKEN, case):
+        assert found.pop("") < BOUND
+        assert all(error > WRONG for error in found.values()), found
+
+
+def slices_counted_by_each_that_has_them() -> AbstractContextManager[Any]:
+    made = WholeGradient.__init__
+    return mock.patch.object(WholeGradient, "__init__", lambda self, adapter, group, _: made(self, adapter, group))
+
+
+@pytest.mark.soak
+def test_faults_beside_layers_that_are_cut_would_be_seen(ranks: Pool) -> None:
+    few = ONE_LAYER | {"num_experts": 8, "num_key_value_heads": 1}
+    case = Case("qwen3_moe", (adapter_of("LoRA", 0.2, target_modules="all-linear"),), few, tensor=2, steps=2)
+    broken = {"twice": slices_counted_by_each_that_has_them, "inputs": own_gradients_of_what_experts_read}
+    for found in ranks(4).run(errors_when_broken, broken, case):
         assert found.pop("") < BOUND
         assert all(error > WRONG for error in found.values()), found
 

@@ -362,7 +362,7 @@ def test_jobs_and_models_that_cannot_be_shared_out_are_refused(
     plain = {**asked["jobs"][0]["train"]}
     plain.pop("router_aux_loss_coef")
     dense["jobs"] = [{**asked["jobs"][0], "adapter": {"r": 2}, "train": plain}]
-    with pytest.raises(InputError, match=r"parallel.expert is 2, but a llama model has no experts; leave expert out"):
+    with pytest.raises(InputError, match=r"parallel.expert is 2, but a llama model has no experts; leave it out"):
         prepare(Run.model_validate(dense))
     factored = {**asked, "parallel": {"expert": 2}, "jobs": [{**asked["jobs"][0], "train": {"optim": "adafactor"}}]}
     with pytest.raises(ValueError, match=r"'lora' has train.optim: adafactor, which parallel.expert does not take"):

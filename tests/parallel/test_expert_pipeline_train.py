@@ -1,5 +1,5 @@
-"""`packlora.train` of models with experts in stages, `parallel: {pipeline: N}`: what one device trains. In float64, routers and
-norms too."""
+"""`packlora.train` of models with experts in stages, `parallel: {pipeline: N}`, with rows that are shared, and beside layers
+that are cut, `parallel: {tensor: N}`: what one device trains. In float64, routers and norms too."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from packlora.runtime import profiler
 from packlora.runtime.prepare import prepare
 
 Groups = Callable[[int], Ranks]
+SHAPE = {"num_hidden_layers": 3, "mlp_only_layers": [0], "num_experts": 8}
 JOBS = [
     {
         "name": "lora", "train": {"max_steps": 3, "global_batch_size": 4, "learning_rate": 1e-2, "max_grad_norm": 0.3},
@@ -50,7 +51,7 @@ JOBS = [
 def asked(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """A Qwen3-MoE of three layers, the first of which is dense; its files have each expert apart."""
     folder = tmp_path_factory.mktemp("experts")
-    model = tiny_experts("qwen3_moe", num_hidden_layers=3, mlp_only_layers=[0])
+    model = tiny_experts("qwen3_moe", **SHAPE)
     model.save_pretrained(folder / "base")
     tokenizer.save_pretrained(folder / "base")
     tree = config(
@@ -87,13 +88,20 @@ def same(out: Path, whole: Path) -> None:
         (4, {"shard_base": 2, "devices_per_job": 2}),
         (4, {"shard_base": True, "expert": 2}),
         (4, {"shard_base": 2, "expert": 2, "ep_implementation": "all_to_all"}),
+        (2, {"tensor": 2}),
+        (4, {"tensor": 2, "devices_per_job": 4}),
+        (4, {"tensor": 2, "shard_base": 2}),
+        (4, {"tensor": 2, "pipeline": 2}),
+        (4, {"tensor": 2, "expert": 2, "ep_implementation": "all_to_all"}),
+        (8, {"tensor": 2, "expert": 2, "ep_implementation": "all_to_all", "devices_per_job": 8}),
+        (8, {"tensor": 2, "expert": 2, "shard_base": 2}),
     ],
 )
 def test_a_run_gives_what_one_device_gives(
     processes: int, parallel: dict[str, Any], asked: dict[str, Any], whole: Path, ranks: Groups, tmp_path: Path
 ) -> None:
     """Three stages; two pipelines that share jobs; rows shared by all, by sets with jobs of their own, and of experts that are
-    shared out in both ways."""
+    shared out in both ways; layers cut, alone, on replicas, with rows shared, in stages, and beside shared experts."""
     told = ranks(processes).run(
         in_wide, on_ranks, {**asked, "output_dir": str(tmp_path / "out"), "parallel": parallel}, {}
     )
@@ -101,18 +109,19 @@ def test_a_run_gives_what_one_device_gives(
     same(tmp_path / "out", whole)
 
 
-def test_a_run_in_stages_that_is_stopped_goes_on_on_one_device_on_a_sharded_base_and_back(
+def test_a_run_in_stages_that_is_stopped_goes_on_on_one_device_on_a_sharded_base_and_on_cut_layers(
     asked: dict[str, Any], whole: Path, ranks: Groups, tmp_path: Path
 ) -> None:
-    """Stopped on two stages, on one device, on four that share out the experts and rows of all, and ended on two stages."""
+    """Stopped on two stages, on one device, on four that share out the experts and rows of all, and ended on four that share
+    out the experts, of which two and two hold the other layers together."""
     alone = {**asked, "output_dir": str(tmp_path / "out")}
     staged = {**alone, "parallel": {"pipeline": 2}, "gradient_checkpointing": True}
     assert ranks(2).run(in_wide, heard, staged, "", 2, {})[0][0] == "interrupted"
     assert in_wide(0, heard, alone, "", 3, {"resume": True})[0] == "interrupted"
     sharded = {**alone, "parallel": {"expert": 2, "shard_base": 2}}
     assert ranks(4).run(in_wide, heard, sharded, "", 2, {"resume": True})[0][0] == "interrupted"
-    kept = {**staged, "gradient_checkpointing": False}
-    assert ranks(2).run(in_wide, heard, kept, None, 0, {"resume": True})[0][0] == "done"
+    cut = {**alone, "parallel": {"tensor": 2, "expert": 2}}
+    assert ranks(4).run(in_wide, heard, cut, None, 0, {"resume": True})[0][0] == "done"
     same(tmp_path / "out", whole)
 
 
@@ -132,7 +141,9 @@ def test_the_plan_knows_layouts_of_models_with_experts(asked: dict[str, Any]) ->
     assert found >= {(1, 1, 1), (4, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2)}
     (both,), (_, replicas) = rows(expert=2, shard_base=True), rows(expert=2)
     assert (both.status, both.taken, both.devices_per_job) == ("taken, shard 2, experts on 2", True, 4)
-    model = tiny_experts("qwen3_moe", num_hidden_layers=3, mlp_only_layers=[0])
+    (cut,) = rows(tensor=2, expert=2)
+    assert (cut.status, cut.devices_per_job) == ("taken, tensor 2, experts on 2", 4) and cut.bytes < replicas.bytes
+    model = tiny_experts("qwen3_moe", **SHAPE)
     in_layers = sum(p.numel() for name, p in model.named_parameters() if ".layers." in name and p.ndim > 1)
     held = 8 * (in_layers - sum(p.numel() for p in model.parameters() if p.ndim == 3) / 2)
     others = 8 * sum(p.numel() for p in model.parameters()) - 8 * in_layers
@@ -144,12 +155,12 @@ def test_the_plan_knows_layouts_of_models_with_experts(asked: dict[str, Any]) ->
     assert profiler.stage_layers(prepared.run, unlike, 2) == (1, 3)
     assert profiler.planning_cost(prepared.run, unlike, 2).stage_shares == (0.75, 0.25)
     assert profiler.largest_stage(prepared.run, unlike, 2) == 0.75
-    few = tiny_experts("qwen3_moe", num_hidden_layers=3, mlp_only_layers=[0]).model.layers
+    few = tiny_experts("qwen3_moe", **SHAPE).model.layers
     numbers = [(sum(p.numel() for p in layer.parameters()), linear_of(layer)) for layer in few]
     assert prepared.shape.layer_numbers == tuple(numbers)
 
 
 def linear_of(layer: torch.nn.Module) -> int:
-    """Numbers of the weights of two or more dimensions that one token meets, without the router's: of experts two in six."""
+    """Numbers of the weights of two or more dimensions that one token meets, without the router's: of experts two in eight."""
     own = {name: p for name, p in layer.named_parameters() if p.ndim > 1 and ".gate.weight" not in name}
-    return sum(p.numel() * (2 if p.ndim == 3 else 6) // 6 for p in own.values())
+    return sum(p.numel() * (2 if p.ndim == 3 else 8) // 8 for p in own.values())

@@ -50,7 +50,11 @@ def test_two_processes_give_what_one_device_gives(tree: dict[str, Any], ranks: G
     with in_float64():
         packlora.train(tree)
     assert {name for (name, _), (_, aux) in told(whole).items() if aux} == {"much", "model"}
-    for name, parallel in (("replicas", {"devices_per_job": 2}), ("rows", {"shard_base": True})):
+    for name, parallel in (
+        ("replicas", {"devices_per_job": 2}),
+        ("rows", {"shard_base": True}),
+        ("cut", {"tensor": 2}),
+    ):
         asked = {**tree, "output_dir": str(tmp_path / name), "parallel": parallel}
         assert [status for status, *_ in ranks(2).run(in_wide, asked)] == ["done"] * 2
         for job in ("much", "model"):

@@ -408,9 +408,8 @@ def test_a_model_that_is_looked_at_is_as_before() -> None:
     before = {name: (id(tensor), tensor.clone()) for name, tensor in model.state_dict(keep_vars=True).items()}
     hooks = [len(module._forward_pre_hooks) + len(module._forward_hooks) for module in model.modules()]
     refusal(tiny_model("llama"), 3)
-    tensor._check_blocks(
-        model, {"model.layers.0.mlp": ["model.layers.0.mlp.gate_proj", "model.layers.0.mlp.up_proj"]}, ""
-    )
+    block = {"model.layers.0.mlp": ["model.layers.0.mlp.gate_proj", "model.layers.0.mlp.up_proj"]}
+    assert tensor._check_blocks(model, block, tensor._cuts(model, 2), "") == []
     after = model.state_dict(keep_vars=True)
     assert all(
         id(after[name]) == number and torch.equal(after[name], value) for name, (number, value) in before.items()

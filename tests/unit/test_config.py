@@ -230,7 +230,10 @@ def test_a_value_of_the_wrong_type_is_refused_with_its_place_and_what_was_found(
         (tree(parallel={"timeout_s": float("nan")}), "parallel.timeout_s: input should be a finite number; found nan"),
         (tree(parallel={"timeout_s": float("inf")}), "parallel.timeout_s: input should be a finite number; found inf"),
         (tree(parallel={"timeout_s": 1e300}), "parallel.timeout_s: input should be less than or equal to 1000000"),
-        (tree(parallel={"expert": 2, "tensor": 2}), "parallel: expert is 2 and tensor is 2, which do not go together"),
+        (
+            tree(parallel={"expert": 2, "tensor": 2, "devices_per_job": 2}),
+            "devices_per_job is 2, but 4 devices hold the base model together (tensor times expert)",
+        ),
         (
             tree(parallel={"expert": 2, "pipeline": 3}),
             "parallel: expert is 2 and pipeline is 3, which do not go together",

@@ -222,7 +222,11 @@ def test_experts_begin_with_values_of_the_size_of_peft_s() -> None:
 
 ON_EXPERTS = {"target_modules": [], "target_parameters": EXPERTS}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "tensor": ({"parallel": {"tensor": 2}}, "job 'x' adapts model.layers.0.mlp.experts.gate_up_proj, .* parallel.tensor"),
+    "tensor": ({"parallel": {"tensor": 4}}, "parallel.tensor is 4, but model.layers.0.mlp.experts has 6 experts, .* 2, 3, 6"),
+    "both": ({"parallel": {"tensor": 2, "expert": 2}}, "parallel.tensor times parallel.expert is 4, but .* has 6 experts"),
+    "tokens": (
+        {"parallel": {"tensor": 2, "sequence_parallel": True}}, "parallel.sequence_parallel does not take a qwen3_moe model"
+    ),
     "graphs": ({"cuda_graphs": True}, "cuda_graphs: true does not serve"),
 }  # fmt: skip
 
