@@ -116,11 +116,11 @@ class Run:
 def attention_by_starts(monkeypatch: Any) -> None:
     """Attention that reads where samples begin, in the place of the GPU's."""
 
-    def call(q: Any, k: Any, v: Any, samples: SampleBlocks, scale: float, window: Any, softcap: Any) -> Any:
+    def call(q: Any, k: Any, v: Any, samples: SampleBlocks, scale: float, window: Any, softcap: Any, sinks: Any) -> Any:
         parts = {(first, end) for _, first, end in samples.table[0].T.tolist() if end}
         lengths = [end - first for first, end in sorted(parts)]
         assert sum(lengths) == q.shape[1]
-        return by_sample(q, k, v, lengths, scale, window, softcap)
+        return by_sample(q, k, v, lengths, scale, window, softcap, sinks_H=sinks)
 
     monkeypatch.setattr(attention, "uses_kernels", lambda *_: True)
     monkeypatch.setattr(attention, "_one_call", call)

@@ -1,7 +1,7 @@
 """Other projects' LoRA kernels on PEFT models, by their own files. What stands in for parts of them that are not wanted:
 
-unsloth      kernels/{fast_lora, utils, swiglu, geglu}.py, device_type.py and bnb_availability.py as they are. Not run: the
-             package's own __init__ and that of kernels, which change other libraries; fp8.py is left out.
+unsloth      fast_lora, utils, swiglu and geglu of its kernels, and how it finds devices and bitsandbytes, as they are. Not run:
+             the package's own __init__ and that of kernels, which change other libraries; its fp8 is left out.
 axolotl      kernels/*.py as they are. Stand-ins: its logger, and while importing bitsandbytes where that is missing, whose
              kernels 16-bit weights never reach.
 lorafusion   ops and utils as they are. Stand-ins: loguru and libraries of its own benchmarks where they are missing; the GPU's

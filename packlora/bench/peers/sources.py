@@ -32,7 +32,7 @@ class Source:
 SOURCES = {
     "unsloth": Source(
         "https://github.com/unslothai/unsloth", "015bdef0d94a241bcd94eec7a405b1700632180d",
-        ("unsloth/kernels", "unsloth/device_type.py", "unsloth/bnb_availability.py"),
+        ("unsloth",),
     ),
     "axolotl": Source(
         "https://github.com/axolotl-ai-cloud/axolotl", "067b021c8b87a9e5e380b9173c704cf7340e30f5",
@@ -40,7 +40,7 @@ SOURCES = {
     ),
     "lorafusion": Source(
         "https://github.com/CentML/lorafusion", "c48d7fdb1b5458e9df00963a63df00436f89a059",
-        ("lorafusion/__init__.py", "lorafusion/ops", "lorafusion/utils"),
+        ("lorafusion",),
     ),
 }  # fmt: skip
 
