@@ -38,7 +38,7 @@ STARTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", STARTS)
+@pytest.mark.parametrize("case", ["pissa", "pissa patterns", pytest.param("olora", marks=pytest.mark.soak)])
 def test_losses_and_the_model_are_those_of_peft_whose_base_is_changed(
     case: str, tiny_base: Base, write_rows: Rows, tmp_path: Path
 ) -> None:

@@ -124,6 +124,7 @@ def failing(rank: int, tree: dict[str, Any]) -> str:
             return f"{type(error).__name__}: {error}"
 
 
+@pytest.mark.soak
 def test_a_process_that_fails_ends_the_run_on_all(tree: dict[str, Any], ranks: Groups, tmp_path: Path) -> None:
     parallel = {"tensor": 2, "shard_base": True, "timeout_s": 5}
     asked = {**tree, "jobs": tree["jobs"][:1], "output_dir": str(tmp_path / "out"), "parallel": parallel}

@@ -40,7 +40,12 @@ def whole(tree: dict[str, Any]) -> Path:
 
 @pytest.mark.parametrize(
     ("parallel", "jobs"),
-    [({"devices_per_job": 2}, 3), ({"devices_per_job": 1}, 3), ({"tensor": 2}, 2), ({"pipeline": 2}, 2)],
+    [
+        ({"devices_per_job": 2}, 3),
+        pytest.param({"devices_per_job": 1}, 3, marks=pytest.mark.soak),
+        ({"tensor": 2}, 2),
+        ({"pipeline": 2}, 2),
+    ],
 )
 def test_two_processes_give_what_one_device_gives(
     parallel: dict[str, Any], jobs: int, tree: dict[str, Any], whole: Path, ranks: Groups, tmp_path: Path
