@@ -345,6 +345,7 @@ def same_adapters(one: Path, two: Path, bound: float) -> None:
         assert max(relative(ours[key], theirs[key]) for key in theirs) <= bound, job
 
 
+@pytest.mark.soak
 def test_a_run_goes_on_with_the_same_bits_and_on_replicas_with_the_same_numbers(
     base: str, write_rows: Any, ranks: Any, tmp_path: Path
 ) -> None:

@@ -182,6 +182,7 @@ LEFT_CASES = [
 ]
 
 
+@pytest.mark.soak
 def test_where_an_adapter_s_weight_is_a_unit_every_call_is_peft_s_bit_for_bit_and_the_report_says_so(
     ranks: Pool,
 ) -> None:

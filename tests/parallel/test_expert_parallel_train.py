@@ -157,6 +157,7 @@ def test_a_run_gives_what_one_device_gives(
     assert record["schedule"]["layout"]["expert"] == parallel["expert"]
 
 
+@pytest.mark.soak
 def test_a_run_that_is_stopped_goes_on_on_one_device_and_back(
     asked: dict[str, Any], whole: Path, ranks: Groups, tmp_path: Path
 ) -> None:

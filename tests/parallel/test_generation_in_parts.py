@@ -98,6 +98,7 @@ def failing(rank: int, tree: dict[str, Any], error: type[Exception]) -> str:
             return f"{type(found).__name__}: {found}"
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("parallel", "error", "said"),
     [

@@ -67,7 +67,7 @@ def same(out: Path, whole: Path) -> None:
         (2, {"pipeline": 2}, True),
         pytest.param(4, {"pipeline": 4}, False, marks=pytest.mark.soak),
         pytest.param(4, {"pipeline": 2, "devices_per_job": 2}, False, marks=pytest.mark.soak),
-        (4, {"pipeline": 2, "devices_per_job": 4}, False),
+        pytest.param(4, {"pipeline": 2, "devices_per_job": 4}, False, marks=pytest.mark.soak),
         pytest.param(4, {"pipeline": 2, "tensor": 2}, True, marks=pytest.mark.soak),
         pytest.param(4, {"pipeline": 2, "tensor": 2, "sequence_parallel": True}, False, marks=pytest.mark.soak),
     ],

@@ -226,6 +226,7 @@ def test_a_run_that_is_stopped_goes_on_with_any_number_of_processes(
     same_run(tmp_path / "out", whole, 1e-10)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("each", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_a_job_can_be_ended_from_the_first_process(
     each: int, tree: dict[str, Any], whole: Path, ranks: Groups, tmp_path: Path

@@ -74,7 +74,7 @@ def some_cases(size: int) -> list[Case]:
     return [*found, case_of("llama", *low_rank, checkpointing=True)]
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.soak), 4])
 def test_what_is_learnt_is_that_of_one_process(size: int, ranks: Pool) -> None:
     """Losses, whole gradients, their norms and the parameters after three steps. Of 4 processes two share a key-value head."""
     assert_exact(ranks(size).run(compared, some_cases(size), seconds=PATIENCE))

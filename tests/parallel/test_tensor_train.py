@@ -172,6 +172,7 @@ def killed(rank: int, tree: dict[str, Any], options: dict[str, Any]) -> Any:
         return packlora.train(tree, **options).status
 
 
+@pytest.mark.soak
 def test_on_the_same_layout_a_run_that_was_killed_has_the_bits_of_one_that_was_not(
     tree: dict[str, Any], ranks: Groups, tmp_path: Path
 ) -> None:

@@ -259,6 +259,7 @@ def test_goals_cases_are_those_of_the_required_keys() -> None:
 # --- whole runs and parts ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.soak
 def test_whole_benchmark_runs_at_toy_sizes(quick: None, tmp_path: Path, capsys: Any) -> None:
     out = tmp_path / "dora-cpu.json"
     for name, key in (

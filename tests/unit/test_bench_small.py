@@ -136,6 +136,7 @@ def test_batches_of_one_shape_hold_each_token_of_the_stream_once() -> None:
 # --- a run -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.soak
 def test_the_whole_runs_at_toy_sizes(tmp_path: Path, capsys: Any) -> None:
     out = tmp_path / "small.json"
     code = run_bench("small", out, quick=True, device="cpu")

@@ -72,6 +72,7 @@ def test_a_long_run_is_scaled_up_from_its_beginning(monkeypatch: pytest.MonkeyPa
     assert part.part < 0.3
 
 
+@pytest.mark.soak
 def test_64_jobs_of_100_000_samples_are_planned_in_seconds() -> None:
     draw_lengths = np.random.default_rng()
     run = prepared(
