@@ -104,6 +104,10 @@ class NormHandle:
         self.scaling = scaling
         return self
 
+    def is_of(self, weight: torch.Tensor | FrozenWeight, A: torch.Tensor, B: torch.Tensor, scaling: float) -> bool:
+        """Whether these are the operands now."""
+        return weight is self.weight and A is self.A and B is self.B and scaling == self.scaling
+
     def get(self) -> torch.Tensor:
         """||W + s B A|| by row for the present values, [N], float32 (float64 of float64), no gradient. Do not write to it.
 
@@ -500,7 +504,8 @@ class _Kept:
         return all(torch.equal(now, then) for now, then in zip(_data(handle), self.copies, strict=True))
 
     def norm_on_this_stream(self) -> torch.Tensor:
-        if self.event is not None and _stream(self.norm_N) != self.stream:
+        norm_N = self.norm_N
+        if self.event is not None and torch._C._cuda_getCurrentRawStream(norm_N.get_device()) != self.stream:
             current = torch.cuda.current_stream(self.norm_N.device)
             current.wait_event(self.event)
             self.norm_N.record_stream(current)

@@ -234,12 +234,14 @@ class SiblingGroup:
             return self.compute(x, (call,))[0]
         self._pending = None
         calls: dict[int, Any] = {}
+        together = call.together
         for number, member in enumerate(self.members):
-            if number in self._alone and number != index:
-                continue
-            other: Any = call if number == index else member.ready()
-            if isinstance(other, self.is_call) and other.together == call.together:  # type: ignore[attr-defined]
-                calls[number] = other
+            if number == index:
+                calls[number] = call
+            elif number not in self._alone:
+                other: Any = member.ready()
+                if isinstance(other, self.is_call) and other.together == together:  # type: ignore[attr-defined]
+                    calls[number] = other
         outputs = dict(zip(calls, self.compute(x, tuple(calls.values())), strict=True))
         own = outputs.pop(index)
         if not outputs:  # a later sibling is not to compute it once more, were the others ready by then

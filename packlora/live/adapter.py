@@ -26,7 +26,11 @@ def active_adapter(layer: Any, own: Container[str]) -> tuple[str, str]:
     if layer.merged_adapters:
         return "", MERGED
     active = layer._active_adapter
-    names = [name for name in ([active] if isinstance(active, str) else active) if name in own]
+    if not isinstance(active, str) and len(active) == 1:
+        active = active[0]
+    if isinstance(active, str):
+        return (active, "") if active in own else ("", NOT_ACTIVE)
+    names = [name for name in active if name in own]
     if len(names) == 1:
         return names[0], ""
     return "", f"several adapters are active: {', '.join(names)}" if names else NOT_ACTIVE
@@ -66,21 +70,27 @@ def observed(module: nn.Module) -> bool:
     )  # fmt: skip
 
 
-def _is_plain(module: Any) -> bool:
-    """A torch.nn.Linear with whole parameters that nobody looks at: nothing of what follows can be said against it."""
-    if type(module) is not nn.Linear or observed(module):
-        return False
+def plain_weight(module: Any) -> nn.Parameter | None:
+    """The weight of a torch.nn.Linear with whole parameters that nobody looks at, against which `why_not_read` has nothing to
+    say; None of other modules."""
+    if (
+        type(module) is not nn.Linear or module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
+        or module._backward_pre_hooks or "forward" in module.__dict__
+    ):  # fmt: skip
+        return None
     weight = module._parameters.get("weight")
-    return (
+    if (
         type(weight) is nn.Parameter and weight.shape == (module.out_features, module.in_features)
         and weight.dtype in DTYPES
-    )  # fmt: skip
+    ):  # fmt: skip
+        return weight
+    return None
 
 
 def why_not_read(modules: Sequence[tuple[str, Any]]) -> str | None:
     """Why the weight of one of these linear layers, by its role, cannot be read in the place of calling it."""
     for role, module in modules:
-        if _is_plain(module):
+        if plain_weight(module) is not None:
             continue
         if isinstance(module, UNITS):
             return why_no_weight(role, module)

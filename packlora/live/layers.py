@@ -22,7 +22,7 @@ from packlora.adapters.kept_outputs import is_on_liger, reader_of, why_product
 from packlora.adapters.kinds import lies_transposed
 from packlora.adapters.norms import NormHandle, RowNorms
 from packlora.adapters.siblings import SiblingGroup
-from packlora.live.adapter import active_adapter, observed, why_not_read
+from packlora.live.adapter import active_adapter, observed, plain_weight, why_not_read
 from packlora.live.forward import OwnForward
 from packlora.live.quantized import COMPILED, StoredWeight, quantised_kinds, stored_weight
 from packlora.live.wrapped import is_frozen, kind_of, weight_of, why_called, why_no_weight
@@ -34,7 +34,6 @@ from packlora.ops.lora_linear.traced import TracedLayer, traced_group
 from packlora.ops.lora_linear.types import Layer, LowRank, Segment
 from packlora.ops.recompute import recompute_of
 from packlora.ops.row_norm.row_norm import traced_row_norm
-from packlora.ops.stamp import version
 from packlora.plans.ask import MEASURED, Ask
 from packlora.plans.case import Case
 from packlora.plans.select import PlanChooser
@@ -95,7 +94,9 @@ class LayerCall:
     @property
     def together(self) -> Hashable:
         own = None if self.stored is None else (type(self.stored.codes), self.stored.products(self.A, self.A.dtype))
-        return (self.shape[1], self.weight.dtype, own, self.weight.device, self.p, self.owner.ask)
+        weight = self.weight
+        K = weight.shape[1] if self.stored is None else self.shape[1]
+        return (K, weight.dtype, own, weight.device, self.p, self.owner.ask)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -132,16 +133,20 @@ class LayerCall:
         return copy
 
     def stamp(self) -> object:
-        return self.scaling, self.p, [
-            (id(operand), operand.requires_grad, operand.data_ptr(), version(operand)) for operand in self.operands()
-        ]  # fmt: skip
+        found: list[object] = [self.scaling, self.p]
+        for t in (self.weight, self.A, self.B, self.bias, self.outer_bias, self.magnitude):
+            if t is not None:
+                found += (id(t), t.requires_grad, t.data_ptr(), None if t.is_inference() else t._version)
+        return found
 
 
-def look(owner: LayerForward) -> LayerCall | str:
+def look(owner: LayerForward, compiling: bool) -> LayerCall | str:
     """What the owner's layer computes for an x without further arguments, or the reason why PEFT must compute it.
 
     A compiler guards all that is read here, and checks it at every call of the graph: in a graph, what hangs on the kinds of
     modules alone is not read again, for their types are guarded.
+
+    compiling: torch.compiler.is_compiling().
     """
     layer = owner.layer
     modules: dict[str, Any] = layer._modules
@@ -153,25 +158,34 @@ def look(owner: LayerForward) -> LayerCall | str:
     drop = modules["lora_dropout"]._modules[name]
     dora = name in layer.lora_variant
     stored: StoredWeight | None = None
-    known = torch.compiler.is_compiling() and owner.is_plain(name) and B._parameters["bias"] is None
+    weight: Any
+    of_A: Any
+    of_B: Any
+    known = compiling and owner.is_plain(name) and B._parameters["bias"] is None
     if dora and known:
         known = type(layer.lora_variant[name]) is DoraLinearVariant
-    if not known or "forward" in base.__dict__ or "forward" in A.__dict__ or "forward" in B.__dict__:
+    if known and not ("forward" in base.__dict__ or "forward" in A.__dict__ or "forward" in B.__dict__):
+        weight, of_A, of_B = weight_of(base), weight_of(A), weight_of(B)
+    else:
         if unfit := _why_no_adapter(layer, name):
             return unfit
-        found = owner.stored(base)
-        if isinstance(found, str):
-            return found
-        stored = found
-        if unread := _why_not_read(layer, (base, A, B, drop), stored):
-            return unread
-    if stored is None:
-        weight, bias = weight_of(base), base._parameters.get("bias", base.__dict__.get("bias"))
-    else:
-        weight, bias = stored.weight, stored.bias
-    if not is_frozen(weight):
+        weight, of_A, of_B = plain_weight(base), plain_weight(A), plain_weight(B)
+        if (
+            weight is None or of_A is None or of_B is None or owner.quantised or not _is_plain_dropout(drop)
+            or getattr(layer, "fan_in_fan_out", False)
+        ):  # fmt: skip
+            found = owner.stored(base)
+            if isinstance(found, str):
+                return found
+            stored = found
+            if unread := _why_not_read(layer, (base, A, B, drop), stored):
+                return unread
+            weight, of_A, of_B = weight_of(base) if stored is None else stored.weight, weight_of(A), weight_of(B)
+    bias = base._parameters.get("bias", base.__dict__.get("bias")) if stored is None else stored.bias
+    if weight.requires_grad and not is_frozen(weight):
         return "its base weight is trained too"
-    weight = owner.from_outputs(base) if lies_transposed(base) else weight
+    if type(base) is not nn.Linear and lies_transposed(base):
+        weight = owner.from_outputs(base)
     p = drop.p if isinstance(drop, nn.Dropout) and drop.training else 0.0
     if dora and not layer.training:
         p = 0.0
@@ -179,7 +193,7 @@ def look(owner: LayerForward) -> LayerCall | str:
         return f"its lora_dropout drops everything or works in place (p = {p})"
     magnitude = weight_of(modules["lora_magnitude_vector"]._modules[name]) if dora else None
     return LayerCall(
-        owner, weight, bias, weight_of(A), weight_of(B), float(layer.scaling[name]), p, name, magnitude, stored,
+        owner, weight, bias, of_A, of_B, float(layer.scaling[name]), p, name, magnitude, stored,
     )  # fmt: skip
 
 
@@ -210,9 +224,13 @@ def _why_not_read(layer: Any, modules: tuple[Any, ...], stored: StoredWeight | N
         return unread
     if lies_transposed(base) != bool(getattr(layer, "fan_in_fan_out", False)):
         return "fan_in_fan_out does not say how its base weight lies"
-    if type(drop) not in (nn.Identity, nn.Dropout) or observed(drop):
+    if not _is_plain_dropout(drop):
         return f"its lora_dropout is a {type(drop).__name__} of its own or has hooks; known are Dropout and Identity"
     return None
+
+
+def _is_plain_dropout(drop: Any) -> bool:
+    return type(drop) in (nn.Identity, nn.Dropout) and not observed(drop)
 
 
 # --- computing it ------------------------------------------------------------------------------------------------------
@@ -248,37 +266,40 @@ def compute(x: torch.Tensor, calls: Sequence[LayerCall]) -> list[torch.Tensor]:
         ValueError: x does not fit a layer; the message names the layer and what it takes.
     """
     dtype, products, autocast = calls[0].dtypes(x)
-    for call in calls:
-        _check(x, call, dtype, autocast)
     operator: Callable[..., Sequence[torch.Tensor]]
     arguments: tuple[Any, ...]
     if torch.compiler.is_compiling():
+        for call in calls:
+            _check(x, call, dtype, autocast)
         operator, arguments = _by_tracing, (x, calls, dtype)
     else:
-        operator, arguments = lora_group, _arguments(x, calls, dtype, products)
+        operator, arguments = lora_group, _arguments(x, calls, dtype, products, autocast)
     if autocast:
         with torch.autocast(x.device.type, enabled=False):
-            outputs = operator(*arguments)
+            outputs = list(operator(*arguments))
     else:
-        outputs = operator(*arguments)
-    outputs = [
-        y if call.outer_bias is None else y + call.outer_bias.to(dtype) for call, y in zip(calls, outputs, strict=True)
-    ]
+        outputs = list(operator(*arguments))
+    for index, call in enumerate(calls):
+        if call.outer_bias is not None:
+            outputs[index] = outputs[index] + call.outer_bias.to(dtype)
     return outputs if calls[0].stored is None else [_to(y, x.dtype) for y in outputs]
 
 
 def _arguments(
-    x: torch.Tensor, calls: Sequence[LayerCall], dtype: torch.dtype, products: torch.dtype
+    x: torch.Tensor, calls: Sequence[LayerCall], dtype: torch.dtype, products: torch.dtype, autocast: bool
 ) -> tuple[Any, ...]:
     """The arguments of lora_group."""
-    first, recompute = calls[0], recompute_of(x) if x.dtype == dtype else None
-    x = _to(x, dtype)
+    first, of = calls[0], (dtype, products, x.device)
+    settled = first.owner.settled
+    kept = settled.get(len(calls))
+    if kept is None or kept.of != of or not _serves(kept, x, calls):
+        for call in calls:
+            _check(x, call, dtype, autocast)
+        kept = _settled(calls, of, kept)
+    recompute = recompute_of(x) if x.dtype == dtype else None
+    x = x if x.dtype == dtype else x.to(dtype)
     x, T = x if x.is_contiguous() else x.contiguous(), x.numel() // x.shape[-1]
     keys_T2 = _dropout_keys(T, x.device) if first.p else None
-    of, settled = (dtype, products, x.device), first.owner.settled
-    kept = settled.get(len(calls))
-    if kept is None or kept.of != of or not all(map(_serves, kept.layers, kept.calls, calls)):
-        kept = _settled(calls, of, kept)
     if kept.T != T:
         plan, _ = _chosen(calls, x.device, dtype, T)
         kept = kept._replace(T=T, segments=_single_adapter(T, first.p), plan=plan)
@@ -287,14 +308,27 @@ def _arguments(
     return x, kept.layers, kept.segments, keys_T2, 0, kept.plan, kept.state, recompute
 
 
-def _serves(layer: Layer, before: LayerCall, call: LayerCall) -> bool:
-    """Whether the layer that was made of a call is also that of another one."""
-    if call.stored is not before.stored or not call.is_same(before):
-        return False
-    if call.magnitude is None:
-        return True
-    norm = call.owner.norm(call, call.weight if call.stored is None else layer.frozen)
-    return norm is layer.adapters[0].norm and call.owner.keeps_output() == layer.keep_output
+def _serves(kept: Settled, x: torch.Tensor, calls: Sequence[LayerCall]) -> bool:
+    """Whether layers that were made of other calls, of as many, also are those of these, which take x (`_check`)."""
+    dtype, _, device = kept.of
+    K = x.shape[-1] if x.ndim and x.is_floating_point() else -1
+    for layer, before, call in zip(kept.layers, kept.calls, calls, strict=True):
+        weight, A, B, magnitude, stored = call.weight, call.A, call.B, call.magnitude, call.stored
+        if (
+            weight is not before.weight or A is not before.A or B is not before.B or magnitude is not before.magnitude
+            or call.bias is not before.bias or call.outer_bias is not before.outer_bias or stored is not before.stored
+            or call.scaling != before.scaling or call.p != before.p
+        ):  # fmt: skip
+            return False
+        if (
+            (weight.shape[1] if stored is None else call.shape[1]) != K or (stored is None and weight.dtype != dtype)
+            or weight.device != device or A.device != device or B.device != device
+            or (call.bias is not None and call.bias.device != device)
+        ):  # fmt: skip
+            return False
+        if magnitude is not None and not call.owner.has_norm(call, layer):
+            return False
+    return True
 
 
 def _settled(
@@ -430,13 +464,13 @@ class LayerForward(OwnForward):
     def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if not self.on:
             return self.peft(x, *args, **kwargs)
-        call: LayerCall | str = self.why_peft(x, args, kwargs) or look(self)
-        if not isinstance(call, str) and call.stored is not None and torch.compiler.is_compiling():
+        compiling = torch.compiler.is_compiling()
+        call: LayerCall | str = self.why_peft(x, args, kwargs, compiling) or look(self, compiling)
+        if compiling and not isinstance(call, str) and call.stored is not None:
             call = COMPILED
         if isinstance(call, str):
             self.calls.leave(call)
             return self.peft(x, *args, **kwargs)
-        compiling = torch.compiler.is_compiling()
         if not compiling:
             self.calls.served += 1
         if self.group is None:
@@ -473,7 +507,7 @@ class LayerForward(OwnForward):
         return self._turned[1]
 
     def ready(self) -> LayerCall | str:
-        return look(self)
+        return look(self, torch.compiler.is_compiling())
 
     def siblings(self) -> tuple[str, ...]:
         return () if self.group is None else tuple(member.path for member in self._members())
@@ -502,6 +536,15 @@ class LayerForward(OwnForward):
             self._norms = {name: own for name, own in self._norms.items() if name in there} | {call.name: kept}
         kept[0].point(weight, call.A, call.B, call.scaling)
         return kept[1]
+
+    def has_norm(self, call: LayerCall, layer: Layer) -> bool:
+        """Whether a layer has the norm of a call's operands, and keeps its output or not as one that is made now would."""
+        known, weight = self._norms.get(call.name), call.weight if call.stored is None else layer.frozen
+        return (
+            known is not None and layer.adapters[0].norm is known[1]
+            and known[0].is_of(weight, call.A, call.B, call.scaling)
+            and layer.keep_output == (self.keep_output and self.keeps_output())
+        )  # fmt: skip
 
     def use_output(self, model: nn.Module, overwritten: bool) -> str | None:
         """Let the backward read this layer's output in the place of the product where that is right, else say why not.

@@ -15,6 +15,11 @@ OLDEST = (8, 0)
 """Compute capability from which on the kernels run."""
 
 
+def is_elsewhere(device: torch.device) -> bool:
+    """Whether it is a GPU, and not the current one. Of devices that tensors are on: torch has looked for GPUs before."""
+    return device.type == "cuda" and device.index != torch._C._cuda_getDevice()
+
+
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Makes a GPU the current one: kernels start there, whatever their operands are on. In backwards autograd has done so."""
     if device.type != "cuda" or device.index in (None, torch.cuda.current_device()):

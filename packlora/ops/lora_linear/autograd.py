@@ -11,19 +11,19 @@ This file owns the call and its autograd node, for all plans; prepared.py keeps 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 
 from packlora.ops.first_order import first_order
-from packlora.ops.gpu import HAS_TRITON, on_device
+from packlora.ops.gpu import HAS_TRITON, is_elsewhere, on_device
 from packlora.ops.lora_linear.call import Call, Gradients
 from packlora.ops.lora_linear.moving import MovingSegments
 from packlora.ops.lora_linear.plan import CHAIN, Plan
 from packlora.ops.lora_linear.prepared import GroupState, Prepared
-from packlora.ops.lora_linear.temporary import no_longer_than_this
-from packlora.ops.lora_linear.types import Layer, Segment, check_tokens
+from packlora.ops.lora_linear.temporary import forget
+from packlora.ops.lora_linear.types import Layer, Segment, check_tokens, rows_of
 from packlora.ops.recompute import Recompute, recomputed
 
 
@@ -58,57 +58,64 @@ def lora_group(
     Raises:
         ValueError: an operand does not fit; the message names it. The plan does not compute segments that move.
     """
-    with on_device(x.device):
-        layers, segments, grad = tuple(layers), tuple(segments), torch.is_grad_enabled()
-        x_TK = x if x.ndim == 2 else _tokens(x.detach() if grad else x)
-        check_tokens(x_TK, segments, keys_T2)
-        if not HAS_TRITON and plan.needs_triton:
-            raise ValueError(f"plan {plan.name} needs triton, which is not installed")
-        prepared = (state or GroupState()).prepared(x_TK, layers, plan)
-        if moving is None:
-            prepared.refresh()
-        else:
-            moving.serve(prepared)
-        call = prepared.call(x_TK, segments, salt, plan, moving if moving is not None and moving.moves else None)
-        if not grad:  # nobody asks for gradients: no node, and nothing is kept
-            S = made_S(prepared, call, x_TK, keys_T2)
-            return tuple(outputs_of(prepared, call, x_TK, keys_T2, S, x.shape, False)[0])
-        if is_checkpointed():  # makes x again anyway, which is then alive no longer than its block's backward
-            recompute = None
-        if not saving_is_hooked() or prepared.trains_magnitude():
-            outputs: tuple[torch.Tensor, ...] = Group.apply(
-                x, x_TK, keys_T2, recompute, prepared, call, True, *prepared.flat
-            )
-            return outputs
-        *placeholders, S = Group.apply(x, x_TK, keys_T2, recompute, prepared, call, False, *prepared.flat)
-        return Outputs.apply(lambda: outputs_of(prepared, call, x_TK, keys_T2, S, x.shape, False)[0], *placeholders)  # type: ignore[no-any-return]
+    if is_elsewhere(x.device):
+        with on_device(x.device):
+            return lora_group(x, layers, segments, keys_T2, salt, plan, state, recompute, moving)
+    layers, segments = tuple(layers), tuple(segments)
+    if x.ndim > 2 and not x.is_contiguous():
+        x = x.contiguous()
+    check_tokens(x, segments, keys_T2)
+    if not HAS_TRITON and plan.needs_triton:
+        raise ValueError(f"plan {plan.name} needs triton, which is not installed")
+    prepared = (state or GroupState()).prepared(x, layers, plan)
+    if moving is None:
+        prepared.refresh()
+    else:
+        moving.serve(prepared)
+    call = prepared.call(x, segments, salt, plan, moving if moving is not None and moving.moves else None)
+    if not torch.is_grad_enabled():  # nobody asks for gradients: no node, and nothing is kept
+        x_TK = rows_of(x)
+        S = made_S(prepared, call, x_TK, keys_T2)
+        return tuple(outputs_of(prepared, call, x_TK, keys_T2, S, x.shape, False)[0])
+    hooks = saving_hooks()
+    if hooks is None:
+        outputs: tuple[torch.Tensor, ...] = _apply(x, keys_T2, recompute, prepared, call, True, *prepared.flat)
+        return outputs
+    if is_checkpoint(hooks):  # makes x again anyway, which is then alive no longer than its block's backward
+        recompute = None
+    if prepared.trains_magnitude():
+        outputs = _apply(x, keys_T2, recompute, prepared, call, True, *prepared.flat)
+        return outputs
+    *placeholders, S = _apply(x, keys_T2, recompute, prepared, call, False, *prepared.flat)
+    x_TK = rows_of(x.detach())
+    return Outputs.apply(lambda: outputs_of(prepared, call, x_TK, keys_T2, S, x.shape, False)[0], *placeholders)  # type: ignore[no-any-return]
 
 
 class Group(torch.autograd.Function):
-    """The node. Its tensors are x, the dropout keys and the operands; what else it is given was settled before, and x_TK is x
-    again."""
+    """The node. Its tensors are x, the dropout keys and the operands; what else it is given was settled before."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, x_TK: torch.Tensor, keys_T2: torch.Tensor | None, recompute: Recompute | None,
-        prepared: Prepared, call: Call, with_outputs: bool, *flat: torch.Tensor,
+        ctx: Any, x: torch.Tensor, keys_T2: torch.Tensor | None, recompute: Recompute | None, prepared: Prepared, call: Call,
+        with_outputs: bool, *flat: torch.Tensor,
     ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
         """The outputs; where they are made by `Outputs`, placeholders and S."""
+        x_TK, shape = rows_of(x), x.shape
         S = made_S(prepared, call, x_TK, keys_T2)
         outputs: list[torch.Tensor]
         kept: list[torch.Tensor | None] = [None] * len(prepared.layers)
         if with_outputs:
-            outputs, kept = outputs_of(prepared, call, x_TK, keys_T2, S, x.shape, True)
+            outputs, kept = outputs_of(prepared, call, x_TK, keys_T2, S, shape, True)
         else:
             outputs = [placeholder(x, layer.frozen.shape[0]) for layer in prepared.layers]
         ctx.set_materialize_grads(False)
         # operands of the adapters that own tokens: autograd checks that nobody changes them before the backward; those of other
-        # jobs may step by then. Where x is recomputed its operands, which autograd may drop and bring back
-        source = (x,) if recompute is None else recompute.operands
+        # jobs may step by then. Where x is recomputed its operands, which autograd may drop and bring back; else the view of x,
+        # which has x's version
+        source, function = ((x_TK,), None) if recompute is None else (recompute.operands, recompute.function)
         owned = [flat[slot.at] for slot in call.slots]
         ctx.save_for_backward(keys_T2, S if call.keeps_S else None, *kept, *source, *owned)
-        ctx.recompute, ctx.source = None if recompute is None else recompute.function, len(source)
-        ctx.prepared, ctx.call, ctx.turn, ctx.shape = prepared, call, prepared.turn, x.shape
+        ctx.made = prepared, call, prepared.turn, shape, function, len(source)
         if with_outputs:
             return tuple(outputs)
         if S is not None:
@@ -118,18 +125,21 @@ class Group(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, *d: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        prepared, call, needed = ctx.prepared, ctx.call, ctx.needs_input_grad
+        (prepared, call, turn, shape, function, count), needed = ctx.made, ctx.needs_input_grad
         keys_T2, S, *rest = ctx.saved_tensors
         layers = len(prepared.layers)
-        d, kept, source = d[:layers], rest[:layers], tuple(rest[layers : layers + ctx.source])
-        if all(grad is None for grad in d) or not any(needed):
+        d, kept = d[:layers], rest[:layers]
+        if not any(needed) or (d[0] is None and all(grad is None for grad in d)):
             return (None,) * len(needed)
-        x_TK = _tokens(source[0] if ctx.recompute is None else recomputed(ctx.recompute, source))
-        prepared.serve(ctx.turn)
-        if len(ctx.shape) != 2:
-            kept, d = [tuple([None if t is None else _tokens(t) for t in own]) for own in (kept, d)]
-        dx, grads = gradients(prepared, call, x_TK, keys_T2, S, kept, d, needed[0], needed[7:])
-        return (dx if dx is None or len(ctx.shape) == 2 else dx.view(ctx.shape), *(None,) * 6, *grads)
+        x_TK = rest[layers] if function is None else rows_of(recomputed(function, tuple(rest[layers : layers + count])))
+        if turn != prepared.turn:
+            prepared.serve(turn)
+        dx, grads = gradients(prepared, call, x_TK, keys_T2, S, kept, d, needed[0], needed[6:])
+        return (dx if dx is None or dx.ndim == len(shape) else dx.view(shape), None, None, None, None, None, *grads)
+
+
+_apply: Callable[..., Any] = super(torch.autograd.Function, Group).apply
+"""Group.apply without its look, at every operand, for what torch.func left behind, under which nothing is served."""
 
 
 def made_S(prepared: Prepared, call: Call, x_TK: torch.Tensor, keys_T2: torch.Tensor | None) -> torch.Tensor | None:
@@ -144,18 +154,20 @@ def outputs_of(
     """y [..., N] of every layer for x of this shape, and, with `keep`, what the backward of layers with scales needs beside
     them: z [T, N], or y itself where the layer keeps its output, or None."""
     own = prepared.operands
-    trained = set[int]()
+    trained: Collection[int] = ()
     if keep and call.composed:
-        trained = {s.layer for s in call.slots if s.name == "magnitude" and prepared.flat[s.at].requires_grad}
+        trained = [s.layer for s in call.slots if s.name == "magnitude" and prepared.flat[s.at].requires_grad]
     outputs: list[torch.Tensor] = []
     kept: list[torch.Tensor | None] = []
     for index, path in enumerate(call.up):
-        keep_z = index in trained and not call.from_y[index]
-        with no_longer_than_this():
-            y_TN, z_TN = path.up(call, own, x_TK, keys_T2, S, index, keep_z)
-        # no view: autograd lets nobody write into views that a node of ours made
-        outputs.append(y_TN if len(shape) == 2 else y_TN.resize_(*shape[:-1], y_TN.shape[1]))
-        kept.append(None if index not in trained else outputs[-1] if call.from_y[index] else z_TN)
+        try:
+            y, z = path.up(call, own, x_TK, keys_T2, S, index, index in trained and not call.from_y[index])
+        finally:
+            forget()
+        if y.ndim != len(shape):  # no view: autograd lets nobody write into views that a node of ours made
+            y.resize_(*shape[:-1], y.shape[1])
+        outputs.append(y)
+        kept.append(None if index not in trained else y if call.from_y[index] else z)
     return outputs, kept
 
 
@@ -163,7 +175,8 @@ def gradients(
     prepared: Prepared, call: Call, x_TK: torch.Tensor, keys_T2: torch.Tensor | None, S: torch.Tensor | None,
     kept: Gradients, d: Gradients, need_x: bool, need_flat: tuple[bool, ...],
 ) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:  # fmt: skip
-    """dx, and the gradients of `prepared.flat`, None where not needed. S and kept: from the forward; S None: recomputed."""
+    """dx [T, K] or as x, and the gradients of `prepared.flat`, None where not needed. S and kept: from the forward; S None:
+    recomputed. d: as the outputs are."""
     own, layout = prepared.operands, call.layout
     d = [None if grad is None else grad.contiguous() for grad in d]
     # by what was trained in the forward: it may have been frozen, or another unfrozen, since. Where nothing came back there is
@@ -172,8 +185,10 @@ def gradients(
     if S is None and call.needs_S(wanted):
         S = call.down.down(call, own, x_TK, keys_T2)
     e, dS, dB, sums, dA = call.grads.grads(call, own, x_TK, keys_T2, S, d, kept, wanted)
-    with no_longer_than_this():
+    try:
         dx, dA_inputs = call.inputs.inputs(call, own, x_TK, keys_T2, dS, e, d, wanted)
+    finally:
+        forget()
     dA = dA_inputs if dA is None else dA
     out: list[torch.Tensor | None] = [None] * len(need_flat)
     A_blocks: dict[int, tuple[torch.Tensor, ...]] = {}
@@ -187,7 +202,7 @@ def gradients(
             grad = A_blocks[number][block]
             grad = grad if place.rank == place.padded else grad[: place.rank]
         elif name == "B" and (flat_B := dB[index]) is not None and place is not None:
-            grad = layout.b_block(flat_B, number, index)
+            grad = flat_B if flat_B.ndim == 2 else layout.b_block(flat_B, number, index)
             grad = grad if place.rank == place.padded else grad[:, : place.rank]
         elif name == "magnitude":
             grad = sums[index][number].dm
@@ -198,25 +213,19 @@ def gradients(
     return dx, out
 
 
-def _tokens(x: torch.Tensor) -> torch.Tensor:
-    """[T, K]."""
-    return x if x.ndim == 2 or not x.ndim else x.reshape(-1, x.shape[-1])
-
-
 # --- where what autograd saves goes through hooks, as under checkpointing --------------------------------------------------
 
 _TOP_HOOKS = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 
 
-def saving_is_hooked() -> bool:
-    """Whether what autograd saves goes through hooks, as under torch.utils.checkpoint; False where torch does not tell."""
-    return _TOP_HOOKS is not None and _TOP_HOOKS(False) is not None
+def saving_hooks() -> tuple[Any, ...] | None:
+    """The hooks through which what autograd saves goes, as under torch.utils.checkpoint; None where torch does not tell."""
+    return None if _TOP_HOOKS is None else _TOP_HOOKS(False)
 
 
-def is_checkpointed() -> bool:
-    """Whether torch.utils.checkpoint keeps or remakes what autograd saves (use_reentrant=False)."""
-    hooks = _TOP_HOOKS(False) if _TOP_HOOKS is not None else None
-    return hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
+def is_checkpoint(hooks: tuple[Any, ...]) -> bool:
+    """Whether they are torch.utils.checkpoint's, which keeps or remakes what autograd saves (use_reentrant=False)."""
+    return getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
 
 
 def placeholder(x: torch.Tensor, N: int) -> torch.Tensor:

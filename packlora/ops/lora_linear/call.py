@@ -24,9 +24,9 @@ added to it: two base products. (g - 1) is formed in g's dtype; the difference o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -97,14 +97,12 @@ class Scales:
     g_rows: tuple[torch.Tensor, ...] = ()
     bias_rows: tuple[torch.Tensor | None, ...] = ()
     """g and the bias by adapter: they are asked for at every call."""
+    adapters: int = 0
 
     def __post_init__(self) -> None:
         self.g_rows = self.g.unbind()
         self.bias_rows = (None,) * len(self.g_rows) if self.bias is None else self.bias.unbind()
-
-    @property
-    def adapters(self) -> int:
-        return self.g.shape[0] - 1
+        self.adapters = self.g.shape[0] - 1
 
     def magnitude_grad(self, sum_N: torch.Tensor, number: int, of_y: bool) -> torch.Tensor:
         """From the sum of d z, or of d y, where y = g z; 0 where g is 0, which z cannot be told from."""
@@ -178,7 +176,8 @@ class Grads(NamedTuple):
 
 
 Gradients = Sequence[torch.Tensor | None]
-"""One tensor [T, N] per layer, None where none came back."""
+"""One tensor [T, N] per layer, None where none came back. Those of outputs are contiguous and as these are, [..., N], and so is
+an output that was kept: kernels read rows wherever they lie, and views cost the host time."""
 
 
 class Path(Protocol):
@@ -225,6 +224,8 @@ class Call:
     """As it is carried out: legal, and ordered for the dtype."""
     segments: tuple[Segment, ...]
     salt: int
+    lead: tuple[int, ...]
+    """Of x and of the outputs: all sizes but the last."""
     T: int
     K: int
     dtype: torch.dtype
@@ -258,6 +259,10 @@ class Call:
     """Fused products take these operands."""
     single_adapter: Segment | None = None
     """The segment that has all tokens and an adapter on every layer, if there is one."""
+    threshold: int = 0
+    """Its dropout's, as kernels take it."""
+    word: int = 0
+    """The salt, as kernels take it."""
     whole: Stack | None = None
     """The one stack, where it has all rows and columns of S and one factor: products make their results then, and write into
     nothing."""
@@ -267,6 +272,8 @@ class Call:
     segment_tables: SegmentTables | None = None
     moving: bool = False
     """The segments are nominal: their boundaries are in the tables alone."""
+    cut: dict[Hashable, Any] = field(default_factory=dict)
+    """Block sizes that launches have chosen."""
     wants: dict[tuple[bool, tuple[bool, ...]], tuple[Wanted, tuple[Slot, ...]]] = field(default_factory=dict)
     """What `wanted` gave."""
 

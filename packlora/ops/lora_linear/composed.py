@@ -10,7 +10,7 @@ import torch
 from packlora.ops.dropout.keys import dropout_factor
 from packlora.ops.lora_linear.call import Call, Gradients, Operands, Sums, Wanted
 from packlora.ops.lora_linear.tables import gaps
-from packlora.ops.lora_linear.types import Segment
+from packlora.ops.lora_linear.types import Segment, rows_of
 
 Optional = torch.Tensor | None
 
@@ -70,7 +70,8 @@ def magnitude(
     call: Call, own: Operands, index: int, d_TN: torch.Tensor, kept: Optional, wanted: Wanted
 ) -> tuple[torch.Tensor, dict[int, Sums]]:
     """e = g d of one layer, and the sums by adapter."""
-    scales, e_TN = own.scales[index], d_TN
+    scales, d_TN = own.scales[index], rows_of(d_TN)
+    e_TN, kept = d_TN, None if kept is None else rows_of(kept)
     sums: dict[int, Sums] = {}
     for segment, has_magnitude, has_bias in call.composed[index]:
         d_tN, total = d_TN[segment.rows], sums.setdefault(segment.adapter, Sums())
@@ -92,8 +93,9 @@ def magnitude(
 
 def base_gradient(call: Call, index: int, e_TN: Optional, d_TN: Optional) -> Optional:
     """What the base product of all tokens takes: e, but d in the rows of base-dropped segments."""
-    if not call.base_dropped or e_TN is None or d_TN is None or e_TN is d_TN:
+    if e_TN is None or d_TN is None or e_TN is d_TN:
         return e_TN
+    d_TN = rows_of(d_TN)
     composed = call.composed.get(index, ())
     dropped = [segment for segment, *has in composed if drops_base(segment, *has)]
     if len(dropped) == len(composed):  # e is d everywhere else
@@ -107,7 +109,7 @@ def base_gradient(call: Call, index: int, e_TN: Optional, d_TN: Optional) -> Opt
 def add_dropped(call: Call, own: Operands, low: Mapping[Segment, torch.Tensor], d: Gradients) -> None:
     """Add (g - 1) d c W of every layer whose base product is dropped to dS A [t, K] of each segment, before that is dropped."""
     for index, composed in call.composed.items():
-        d_TN = d[index]
+        d_TN = None if (own_d := d[index]) is None else rows_of(own_d)
         for segment, has_magnitude, has_bias in composed if d_TN is not None else ():
             if segment in low and drops_base(segment, has_magnitude, has_bias):
                 assert d_TN is not None

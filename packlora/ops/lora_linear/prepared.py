@@ -49,13 +49,13 @@ class GroupState:
         self.layers: tuple[Layer, ...] = ()
         """Those passed last; a caller that passes the same objects again is served faster."""
 
-    def prepared(self, x_TK: torch.Tensor, layers: tuple[Layer, ...], plan: Plan) -> Prepared:
+    def prepared(self, x: torch.Tensor, layers: tuple[Layer, ...], plan: Plan) -> Prepared:
         """For calls on these layers, checked; brought up to date by `Prepared.refresh`."""
         self.layers, kernels = layers, plan.needs_triton
         found = self._prepared.get(kernels)
-        if found is None or not found.fits(x_TK, layers):
+        if found is None or not found.fits(x, layers):
             with torch.inference_mode(False):  # what is kept is written to in training too
-                found = self._prepared[kernels] = Prepared(x_TK, layers, kernels, self.version_counted)
+                found = self._prepared[kernels] = Prepared(x, layers, kernels, self.version_counted)
         return found
 
 
@@ -78,10 +78,10 @@ class Prepared:
     teacher, make no difference. (What is not swapped back is a mixture, in PEFT of other parts.)
     """
 
-    def __init__(self, x_TK: torch.Tensor, layers: tuple[Layer, ...], kernels: bool, version_counted: bool) -> None:
-        check_layers(x_TK, layers)
+    def __init__(self, x: torch.Tensor, layers: tuple[Layer, ...], kernels: bool, version_counted: bool) -> None:
+        check_layers(x, layers)
         self.layers, self.version_counted = layers, version_counted
-        self.dtype, self.device, self.K = x_TK.dtype, x_TK.device, x_TK.shape[1]
+        self.dtype, self.device, self.K = x.dtype, x.device, x.shape[-1]
         ranks = tuple(tuple((number, low.rank) for number, low in layer.adapters.items()) for layer in layers)
         sizes, align = tuple(layer.frozen.shape[0] for layer in layers), 16 if kernels else 1
         self.layout = _LAYOUTS.get(
@@ -100,7 +100,7 @@ class Prepared:
         """What kernels write gradients in: the parameters' dtype where all agree."""
         self.num_adapters = 1 + max(self.layout.rows, default=-1)
         self.operands = Operands(
-            tuple(layer.frozen for layer in layers), tuple(layer.bias for layer in layers), x_TK.new_empty(0),
+            tuple(layer.frozen for layer in layers), tuple(layer.bias for layer in layers), x.new_empty(0),
             [None] * len(layers), {},
         )  # fmt: skip
         self._sources = tuple(self._sources_of(layers))
@@ -116,7 +116,7 @@ class Prepared:
         self._composed = []
         for index, layer in enumerate(layers):
             if not all(low.plain for low in layer.adapters.values()):
-                made = LayerScales(layer, self.num_adapters, x_TK.dtype, kernels)
+                made = LayerScales(layer, self.num_adapters, x.dtype, kernels)
                 self.operands.scales[index] = made.scales
                 self._composed.append(made)
         self.tables: GroupTables | None = None
@@ -131,20 +131,19 @@ class Prepared:
         self._pass = OUTSIDE
         """The backward pass in which it was refreshed last."""
 
-    def fits(self, x_TK: torch.Tensor, layers: tuple[Layer, ...]) -> bool:
+    def fits(self, x: torch.Tensor, layers: tuple[Layer, ...]) -> bool:
         """Whether these are the layers that it was made for, the very objects."""
-        if x_TK.dtype != self.dtype or x_TK.device != self.device or x_TK.shape[1] != self.K:
+        if x.dtype != self.dtype or x.device != self.device or x.shape[-1] != self.K:
             return False
         if layers is self.layers:
             return True
         return len(layers) == len(self.layers) and all(map(_same_layer, layers, self.layers))
 
     def call(
-        self, x_TK: torch.Tensor, segments: tuple[Segment, ...], salt: int, plan: Plan, moving: MovingSegments | None = None
+        self, x: torch.Tensor, segments: tuple[Segment, ...], salt: int, plan: Plan, moving: MovingSegments | None = None
     ) -> Call:  # fmt: skip
         """That of such tokens; kept for the next one like it. moving: whose nominal segments these are."""
-        aligned = x_TK.is_contiguous() and x_TK.data_ptr() % 16 == 0
-        key = (segments, x_TK.shape[0], salt, plan, aligned, moving)
+        key = (segments, x.shape[:-1], salt, plan, x.is_contiguous() and x.data_ptr() % 16 == 0, moving)
         last = self._last
         if last is not None and last[0] == key:
             return last[1]
@@ -157,7 +156,7 @@ class Prepared:
                 self.tables,
                 self.num_adapters,
                 self.wide,
-                x_TK,
+                x,
                 segments,
                 salt,
                 plan,
@@ -181,10 +180,8 @@ class Prepared:
 
     def refresh_scales(self) -> None:
         """Those of layers with magnitudes or biases of adapters."""
-        if self._composed:
-            with torch.no_grad():
-                for made in self._composed:
-                    made.refresh(self.version_counted)
+        for made in self._composed:
+            made.refresh(self.version_counted)
 
     def copies(self) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
         """Adapter, place and source of every operand that is copied to where products read it."""
@@ -294,12 +291,12 @@ class LayerScales:
         """By adapter; under None the base's bias, which is in all rows of `bias`."""
 
     def refresh(self, version_counted: bool) -> None:
-        """Make anew what has changed, or all where writes are not counted. In no_grad."""
+        """Make anew what has changed, or all where writes are not counted."""
         bias, overwritten = self.scales.bias, False
         if bias is not None and self._base_bias is not None:
             overwritten = not version_counted or not self._unchanged[None]([self._base_bias])
             if overwritten:
-                bias.copy_(self._base_bias)
+                bias.copy_(self._base_bias.detach())
         for number, low in self._low_ranks.items():
             norm = low.norm() if callable(low.norm) else low.norm
             if version_counted:
@@ -310,7 +307,7 @@ class LayerScales:
                 assert norm is not None
                 self.divide(number, low.magnitude, norm)
             if low.bias is not None and bias is not None:
-                bias[number].copy_(low.bias)
+                bias[number].copy_(low.bias.detach())
 
     def divide(self, number: int, magnitude_N: torch.Tensor, norm_N: torch.Tensor) -> None:
         """g = magnitude / norm and w = norm of one adapter."""
@@ -318,8 +315,8 @@ class LayerScales:
         if self._ratio is not None:
             self._ratio(magnitude_N.contiguous(), norm_N.contiguous(), g_N, w_N, self._launches)
             return
-        torch.div(magnitude_N, norm_N, out=g_N)
-        w_N.copy_(norm_N)
+        torch.div(magnitude_N.detach(), norm_N.detach(), out=g_N)
+        w_N.copy_(norm_N.detach())
 
 
 def _same_layer(new: Layer, old: Layer) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from packlora.ops.dropout.keys import dropout_factor
+from packlora.ops.dropout.keys import dropout_factor, dropout_threshold, signed
 from packlora.ops.gpu import HAS_TRITON
 from packlora.ops.lora_linear import torch_path
 from packlora.ops.lora_linear.call import Call, Part, Path, ScaleRows, Slot, Stack
@@ -25,7 +25,7 @@ TORCH: Path = torch_path
 
 def settle(
     layers: tuple[Layer, ...], layout: Layout, slots: Sequence[tuple[int, int, str]], tables: GroupTables | None,
-    num_adapters: int, wide: torch.dtype, x_TK: torch.Tensor, segments: tuple[Segment, ...], salt: int, plan: Plan,
+    num_adapters: int, wide: torch.dtype, x: torch.Tensor, segments: tuple[Segment, ...], salt: int, plan: Plan,
     moving: MovingSegments | None = None,
 ) -> Call:  # fmt: skip
     """The call over tokens like x that `segments` of the group's adapters own.
@@ -37,8 +37,9 @@ def settle(
         plan: asked for; the plain chain takes its place where it does not compute such calls (plan.legal).
         moving: whose nominal segments these are.
     """
-    (T, K), dtype, device = x_TK.shape, x_TK.dtype, x_TK.device
-    plan = ordered(legal(plan, situation(layers, segments, T, moving is not None)), x_TK.element_size())
+    K, dtype, device = x.shape[-1], x.dtype, x.device
+    T = x.numel() // K
+    plan = ordered(legal(plan, situation(layers, segments, T, moving is not None)), x.element_size())
     composed = _composed(layers, segments)
     base_dropped = any(drops_base(*one) for own in composed.values() for one in own)
     on_every = (
@@ -57,7 +58,7 @@ def settle(
         kernels = triton_path
         rows = triton_path.scale_rows if device.type == "cuda" else scale_rows
         segment_tables = _tables(segments, T, device, dtype, num_adapters, moving)
-        fused = "fused" in (plan.up, plan.dx) and triton_path.fusable(x_TK, layers)
+        fused = "fused" in (plan.up, plan.dx) and triton_path.fusable(x, layers)
         if not fused:
             plan_up = ["routed" if each == "fused" else each for each in plan_up]
     up = tuple(
@@ -67,12 +68,8 @@ def settle(
     parts = tuple(_parts(layer, layout, segments, T, index) for index, layer in enumerate(layers))
     stacked = _stacked(layout, segments, T, parts)
     return Call(
-        layout=layout, plan=plan, segments=segments, salt=salt, T=T, K=K, dtype=dtype, device=device,
-        slots=_slots(layout, slots, segments),
-        stacked=stacked,
-        parts=parts,
-        composed=composed,
-        plan_up=tuple(plan_up),
+        layout=layout, plan=plan, segments=segments, salt=salt, lead=x.shape[:-1], T=T, K=K, dtype=dtype, device=device,
+        slots=_slots(layout, slots, segments), stacked=stacked, parts=parts, composed=composed, plan_up=tuple(plan_up),
         from_y=tuple(layer.keep_output and not _any_bias(layer) and not base_dropped for layer in layers),
         base_dropped=base_dropped,
         wide=wide,
@@ -84,8 +81,9 @@ def settle(
         grads=kernels if plan.grad == "one-pass" else TORCH,
         inputs=kernels if plan.dx in ("routed", "fused") else TORCH,
         scale_rows=rows,
-        fused=fused,
+        fused=fused, word=signed(salt),
         single_adapter=segments[0] if on_every else None,
+        threshold=dropout_threshold(segments[0].dropout) if on_every else 0,
         whole=_whole(stacked),
         unread=_one_element(dtype, device),
         tables=tables,

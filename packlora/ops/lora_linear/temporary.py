@@ -44,10 +44,15 @@ class _Call:
         pass
 
     def __exit__(self, *error: object) -> None:
-        _MADE.tensors.clear()
+        forget()
 
 
 _CALL = _Call()
+
+
+def forget() -> None:
+    """The end of a call: temporary tensors that were made in it are gone."""
+    _MADE.tensors.clear()
 
 
 def no_longer_than_this() -> AbstractContextManager[None]:

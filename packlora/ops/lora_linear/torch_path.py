@@ -19,7 +19,7 @@ from packlora.ops.lora_linear.call import Call, Gradients, Grads, Operands, Part
 from packlora.ops.lora_linear.composed import add_dropped, base_gradient, compose_by_segment, magnitude
 from packlora.ops.lora_linear.frozen import accumulator_dtype
 from packlora.ops.lora_linear.tables import gaps
-from packlora.ops.lora_linear.types import Segment
+from packlora.ops.lora_linear.types import Segment, rows_of
 
 __all__ = ["down", "grads", "inputs", "magnitude", "up"]
 
@@ -81,9 +81,11 @@ def grads(
     """e, dS, dB and the sums; dA where it goes through d' xd."""
     plan, layout = call.plan, call.layout
     e, sums = list(d), [dict[int, Sums]() for _ in d]
-    for index in call.composed:
-        if (d_TN := d[index]) is not None:
+    for index, d_TN in enumerate(d):
+        if d_TN is not None and index in call.composed:
             e[index], sums[index] = call.magnitude.magnitude(call, own, index, d_TN, kept[index], wanted)
+        elif d_TN is not None:
+            e[index] = rows_of(d_TN)
     needs_dS = (wanted.A and plan.dA == "dS") or (wanted.x and plan.dx != "merged")
     alone = call.whole is not None and len(e) == 1
     dS = x_TK.new_empty(call.T, layout.width) if needs_dS and not alone else None
@@ -99,21 +101,25 @@ def grads(
             dB_flat = dB[index] = torch.empty(layout.b_shapes[index], dtype=dtype, device=call.device)
         for part in call.parts[index]:
             number = part.segment.adapter
-            if dS is not None and e_TN is None:
-                dS_blocks[part.stack][part.block].zero_()
-            elif alone and needs_dS and e_TN is not None:
-                dS = scaled_mm(call, e_TN, own.block(layout, number, index)[0], part.factor)
-            elif dS is not None and e_TN is not None:
-                dS_tr = dS_blocks[part.stack][part.block]
-                write_mm(dS_tr, part.of(e_TN), own.block(layout, number, index)[0], part.factor)
-            if e_TN is not None and (plan.dA == "xd" or plan.dB == "xd"):
+            if e_TN is None:
+                if dS is not None:
+                    dS_blocks[part.stack][part.block].zero_()
+                continue
+            e_tN = e_TN if part.rows is None else e_TN[part.rows]
+            if needs_dS:
+                B_Nr = own.block(layout, number, index)[0]
+                if alone:
+                    dS = scaled_mm(call, e_tN, B_Nr, part.factor)
+                else:
+                    write_mm(dS_blocks[part.stack][part.block], e_tN, B_Nr, part.factor)
+            if plan.dA == "xd" or plan.dB == "xd":
                 _through_xd(call, own, x_TK, keys_T2, index, part, e_TN, dA, dB_flat if plan.dB == "xd" else None)
-            if e_TN is not None and wanted.B and plan.dB == "S":
+            if wanted.B and plan.dB == "S":
                 S_tr = S_blocks[part.stack][part.block]
                 if dB_flat is None:
-                    dB_flat = dB[index] = summed_mm(part.of(e_TN).t(), S_tr, call.sums_dtype)
+                    dB_flat = dB[index] = summed_mm(e_tN.t(), S_tr, call.sums_dtype)
                 else:
-                    sum_mm(layout.b_block(dB_flat, number, index), part.of(e_TN).t(), S_tr, number in done)
+                    sum_mm(layout.b_block(dB_flat, number, index), e_tN.t(), S_tr, number in done)
                 done.add(number)
     return Grads(e, dS, dB, sums, dA)
 
@@ -145,7 +151,9 @@ def inputs(
     dA = stacked_dA(call, x_TK, keys_T2, dS) if wanted.A and call.plan.dA == "dS" and dS is not None else None
     if not wanted.x:
         return None, dA
-    base = [base_gradient(call, index, e[index], d[index]) for index in range(len(e))]
+    base: Gradients = e
+    if call.base_dropped:
+        base = [base_gradient(call, index, e[index], d[index]) for index in range(len(e))]
     if plan_dx == "merged":
         dx: Optional = None
         for index, d_TN in enumerate(base):
@@ -193,7 +201,7 @@ def base_dx(own: Operands, base: Gradients, dx: Optional) -> torch.Tensor:
     """dx + d W, summed over the layers, in place where dx is given."""
     for frozen, d_TN in zip(own.frozen, base, strict=True):
         if d_TN is not None:
-            dx = frozen.matmul_t(d_TN, dx)
+            dx = frozen.matmul_t(d_TN if d_TN.ndim == 2 else rows_of(d_TN), dx)
     assert dx is not None
     return dx
 

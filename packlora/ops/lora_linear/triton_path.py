@@ -15,7 +15,7 @@ from packlora.ops.lora_linear.kernels.forward import down, scale_rows
 from packlora.ops.lora_linear.kernels.sizes import fusable
 from packlora.ops.lora_linear.tables import SegmentTables
 from packlora.ops.lora_linear.torch_path import base_and_low_rank, base_dx, stacked_dA
-from packlora.ops.lora_linear.types import Segment
+from packlora.ops.lora_linear.types import Segment, rows_of
 
 __all__ = ["down", "fusable", "grads", "inputs", "magnitude", "scale_rows", "segment_tables", "up"]
 Optional = torch.Tensor | None
@@ -58,8 +58,8 @@ def magnitude(
     call: Call, own: Operands, index: int, d_TN: torch.Tensor, kept: Optional, wanted: Wanted
 ) -> tuple[torch.Tensor, dict[int, Sums]]:
     """e = g d of one layer, and the sums by adapter."""
-    e_TN, sums = backward_outputs.scale(call, d_TN, _scaling(call, own, index, kept, wanted))
-    return e_TN, _sums(call, index, sums, wanted)
+    e_TN, totals = backward_outputs.scale(call, d_TN, index, _scaling(call, own, index, kept, wanted))
+    return e_TN, {} if totals is None else _sums(call, index, totals, wanted)
 
 
 def grads(
@@ -70,10 +70,13 @@ def grads(
     assert S is not None and call.segment_tables is not None
     layout, most = call.layout, call.segment_tables.config.grad_r
     dS = torch.empty(call.T, layout.width, dtype=call.dtype, device=call.device)
-    if any(d_TN is None for d_TN in d):
-        dS.zero_()
+    for d_TN in d:
+        if d_TN is None:
+            dS.zero_()
+            break
     e, sums = list(d), [dict[int, Sums]() for _ in d]
     dB: list[Optional] = [None] * len(d)
+    rooms: dict[str, torch.Tensor] = {}
     for index, d_TN in enumerate(d):
         if d_TN is None:
             continue
@@ -82,8 +85,8 @@ def grads(
             d_TN, sums[index] = magnitude(call, own, index, d_TN, kept[index], wanted)
             e[index], scaling = d_TN, None
         if layout.max_padded[index]:
-            e[index], dB[index], totals = backward_outputs.grad(call, own, S, dS, d_TN, index, wanted.B, scaling)
-            if scaling is not None:
+            e[index], dB[index], totals = backward_outputs.grad(call, own, S, dS, d_TN, index, wanted.B, scaling, rooms)
+            if totals is not None:
                 sums[index] = _sums(call, index, totals, wanted)
     return Grads(e, dS, dB, sums)
 
@@ -92,9 +95,11 @@ def inputs(
     call: Call, own: Operands, x_TK: torch.Tensor, keys_T2: Optional, dS: Optional, e: Gradients, d: Gradients,
     wanted: Wanted,
 ) -> tuple[Optional, Optional]:  # fmt: skip
-    """dx [T, K] and the stacked dA [rows, K] = dS' xd."""
+    """dx [T, K], or as x, and the stacked dA [rows, K] = dS' xd."""
     assert dS is not None
-    fused = call.plan.dx == "fused" and call.fused and not any(e_TN.data_ptr() % 16 for e_TN in e if e_TN is not None)
+    fused = call.plan.dx == "fused" and call.fused
+    for e_TN in e:
+        fused = fused and (e_TN is None or not e_TN.data_ptr() % 16)
     dx, dA = None, None
     assert call.segment_tables is not None
     if not fused or call.segment_tables.dropout or call.moving:
@@ -108,8 +113,8 @@ def inputs(
     for index, e_TN in enumerate(e):
         if e_TN is not None and dx is None:
             dx = gemm.dx(call, own, e_TN, dS, index, keys_T2)
-        elif e_TN is not None:
-            dx = own.frozen[index].matmul_t(e_TN, dx)
+        elif e_TN is not None and dx is not None:
+            dx = own.frozen[index].matmul_t(rows_of(e_TN), rows_of(dx))
     return dx, dA
 
 
@@ -119,11 +124,12 @@ def _scaling(call: Call, own: Operands, index: int, kept: Optional, wanted: Want
     )
 
 
-def _sums(call: Call, index: int, totals: Optional, wanted: Wanted) -> dict[int, Sums]:
-    """By adapter, from what backward_outputs.scale gives, [2 adapters, N]."""
-    sums: dict[int, Sums] = {}
-    rows = totals.unbind() if totals is not None else ()
-    for segment, has_magnitude, has_bias in call.composed[index] if rows else ():
+def _sums(call: Call, index: int, totals: torch.Tensor, wanted: Wanted) -> dict[int, Sums]:
+    """By adapter, from what backward_outputs.scale gives."""
+    if totals.ndim == 1:  # of one magnitude alone; views cost the host time
+        return {0: Sums(totals)}
+    sums, rows = dict[int, Sums](), totals.unbind()
+    for segment, has_magnitude, has_bias in call.composed[index]:
         at = 2 * segment.adapter
         dm = rows[at] if has_magnitude and index in wanted.magnitudes else None
         sums[segment.adapter] = Sums(dm, rows[at + 1] if has_bias else None)

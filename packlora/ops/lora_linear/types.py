@@ -98,14 +98,18 @@ def situation(layers: Sequence[Layer], segments: Sequence[Segment], num_tokens: 
     return Situation(single, low_rank, dropped, composed, base_dropped, double, dense, moving)
 
 
-def check_tokens(x_TK: torch.Tensor, segments: Sequence[Segment], keys_T2: torch.Tensor | None) -> None:
-    """Raise ValueError, naming the operand, where x, the segments or the keys do not fit."""
-    if x_TK.ndim != 2 or not x_TK.is_floating_point() or x_TK.stride(1) != 1:
+def rows_of(x: torch.Tensor) -> torch.Tensor:
+    """x [..., K] as [T, K]."""
+    return x if x.ndim == 2 or not x.ndim else x.reshape(-1, x.shape[-1])
+
+
+def check_tokens(x: torch.Tensor, segments: Sequence[Segment], keys_T2: torch.Tensor | None) -> None:
+    """Raise ValueError, naming the operand, where x [..., K], the segments or the keys do not fit."""
+    if not x.ndim or not x.is_floating_point() or x.stride(-1) != 1:
         raise ValueError(
-            f"x must be a float tensor [T, K] with contiguous rows; got {tuple(x_TK.shape)} {x_TK.dtype}, strides "
-            f"{x_TK.stride()}"
+            f"x must be a float tensor [..., K] with contiguous rows; got {tuple(x.shape)} {x.dtype}, strides {x.stride()}"
         )
-    T, end = x_TK.shape[0], 0
+    T, end = x.numel() // max(1, x.shape[-1]), 0
     for segment in segments if len(segments) < 2 else sorted(segments, key=lambda segment: segment.start):
         if not end <= segment.start < segment.stop <= T or segment.adapter < 0:
             raise ValueError(
@@ -118,14 +122,14 @@ def check_tokens(x_TK: torch.Tensor, segments: Sequence[Segment], keys_T2: torch
             raise ValueError(f"dropout needs keys [{T}, 2] int32, got {found}")
 
 
-def check_layers(x_TK: torch.Tensor, layers: Sequence[Layer]) -> None:
+def check_layers(x: torch.Tensor, layers: Sequence[Layer]) -> None:
     """Raise ValueError, naming the operand, for shapes, dtypes and devices that do not fit."""
-    K = x_TK.shape[1]
+    K = x.shape[-1]
     for index, layer in enumerate(layers):
         weight = layer.frozen
-        if len(weight.shape) != 2 or weight.shape[1] != K or weight.dtype != x_TK.dtype or weight.device != x_TK.device:
+        if len(weight.shape) != 2 or weight.shape[1] != K or weight.dtype != x.dtype or weight.device != x.device:
             raise ValueError(
-                f"weight of layer {index} must be [N, {K}] {x_TK.dtype} on {x_TK.device}; got {tuple(weight.shape)} "
+                f"weight of layer {index} must be [N, {K}] {x.dtype} on {x.device}; got {tuple(weight.shape)} "
                 f"{weight.dtype} on {weight.device}"
             )
         N = weight.shape[0]
@@ -143,9 +147,9 @@ def check_layers(x_TK: torch.Tensor, layers: Sequence[Layer]) -> None:
             if isinstance(low.norm, torch.Tensor):
                 operands["norm"] = low.norm
             for name, operand in operands.items():
-                if tuple(operand.shape) != shapes[name] or operand.device != x_TK.device or not operand.numel():
+                if tuple(operand.shape) != shapes[name] or operand.device != x.device or not operand.numel():
                     rank = ", rank 1 or more," if name in "AB" else ""
                     raise ValueError(
-                        f"{name} of adapter {number} on layer {index} must be {shapes[name]}{rank} on {x_TK.device}; got "
+                        f"{name} of adapter {number} on layer {index} must be {shapes[name]}{rank} on {x.device}; got "
                         f"{tuple(operand.shape)} on {operand.device}"
                     )

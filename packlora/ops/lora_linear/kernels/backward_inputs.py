@@ -17,7 +17,6 @@ import triton.language as tl
 from packlora.ops import launcher
 from packlora.ops.dropout import kernel as dropping
 from packlora.ops.dropout.kernel import _drop, _drop_two, _keys
-from packlora.ops.dropout.keys import signed
 from packlora.ops.launcher import Descriptor
 from packlora.ops.lora_linear.call import Call, Operands
 from packlora.ops.lora_linear.kernels import sizes
@@ -174,10 +173,10 @@ def inputs(
     for with_dx, with_dA in [(need_dx, need_dA)] if blocks == 1 else [(need_dx, False), (False, need_dA)]:
         if not (with_dx or with_dA):
             continue
-        tma = with_dA and sizes.described(x_TK)
+        tma = with_dA and sizes.described(x_TK, stride)
         args = (
             Descriptor(x_TK, [size.inputs_m, BK]) if tma else x_TK, dS, own.A_RK, dx, parts, keys_T2, chunks, tables.rows,
-            signed(call.salt), K, stride, width, T, chunk, threshold, first, rank,
+            call.word, K, stride, width, T, chunk, threshold, first, rank,
         )  # fmt: skip
         key = ("inputs", call.shape, stride, keys_T2 is None, tma, with_dx, with_dA, dx is None, parts is None)
         if not launcher.launched(segments.launches, key, args):

@@ -11,14 +11,13 @@ Shapes: T tokens, N outputs, r padded rank of one layer, R padded rank over the 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from packlora.ops import launcher
-from packlora.ops.dropout.keys import dropout_threshold
 from packlora.ops.launcher import Descriptor
 from packlora.ops.lora_linear.call import Call, Operands, Scales
 from packlora.ops.lora_linear.kernels import sizes
@@ -277,115 +276,157 @@ class Scaling(NamedTuple):
     of_y: bool
 
 
-def scale(call: Call, d_TN: torch.Tensor, own: Scaling) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """e = g d [T, N], and by adapter, in the parameters' dtype, [2 adapters, N]: the gradient of the magnitude, from the sum of
-    d times what was kept, and the sum of d. Those that are not needed hold anything."""
-    (T, N), segments, scales = d_TN.shape, call.segment_tables, own.scales
+def scale(
+    call: Call, d: torch.Tensor, index: int, own: Scaling
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    """e = g d [T, N], and sums over the tokens as `_sum_tokens` gives them, where some are needed. d: contiguous [..., N]."""
+    segments, scales, N, device = call.segment_tables, own.scales, call.layout.sizes[index], call.device
     assert segments is not None
     size = segments.config
-    chunks, num_chunks = segments.blocks[size.scale_chunk], segments.counts[size.scale_chunk]
-    e_TN = torch.empty(T, N, dtype=d_TN.dtype, device=d_TN.device)
-    needed = own.need_dm or own.need_d
-    parts = torch.empty((num_chunks, 2, N) if needed else (1,), device=d_TN.device)
-    launcher.launch(
-        scale_kernel, (sizes.cdiv(N, size.scale_n), num_chunks),
-        (d_TN, own.kept, e_TN, parts, scales.g, chunks, scales.adapters, N, d_TN.stride(0)),
-        launches=segments.launches,
-        key=("scale", d_TN.dtype, N, d_TN.stride(0), own.kept is None, own.need_dm, own.need_d),
-        NEED_DZ=own.need_dm, NEED_D=own.need_d, BM=size.scale_m, BN=size.scale_n, STAGES=size.scale_stages,
-        num_warps=size.scale_warps, num_stages=2,
-    )  # fmt: skip
-    return e_TN, _sum_tokens(call, parts, scales, size.scale_chunk, own.of_y) if needed else None
+    chunk = size.scale_chunk
+    num_chunks, needed = segments.counts[chunk], own.need_dm or own.need_d
+    e_TN = torch.empty(call.T, N, dtype=d.dtype, device=device)
+    parts = torch.empty((num_chunks, 2, N) if needed else (1,), device=device)
+    args = (d, own.kept, e_TN, parts, scales.g, segments.blocks[chunk], scales.adapters, N, N)
+    key = ("scale", d.dtype, N, own.kept is None, own.need_dm, own.need_d)
+    if not launcher.launched(segments.launches, key, args):
+        launcher.launch(
+            scale_kernel, (sizes.cdiv(N, size.scale_n), num_chunks), args, segments.launches, key,
+            NEED_DZ=own.need_dm, NEED_D=own.need_d, BM=size.scale_m, BN=size.scale_n, STAGES=size.scale_stages,
+            num_warps=size.scale_warps, num_stages=2,
+        )  # fmt: skip
+    return e_TN, _sum_tokens(call, parts, index, own, chunk) if needed else None
 
 
-def _sum_tokens(call: Call, parts: torch.Tensor, scales: Scales, chunk: int, of_y: bool) -> torch.Tensor:
-    """What `scale` gives by adapter [2 adapters, N], from the sums of chunks [chunks, 2, N]."""
-    N, rows, segments = parts.shape[2], scales.sum_rows, call.segment_tables
+def _sum_tokens(call: Call, parts: torch.Tensor, index: int, own: Scaling, chunk: int) -> torch.Tensor:
+    """By adapter, in the parameters' dtype, [2 adapters, N]: the gradient of the magnitude, from the sum of d times what was
+    kept, and the sum of d. What is not needed holds anything; of one adapter's magnitude alone it is left out, [N]. parts: sums
+    of chunks [chunks, 2, N]."""
+    scales, N, segments = own.scales, call.layout.sizes[index], call.segment_tables
     assert segments is not None
-    out = torch.empty(rows.shape[0], N, dtype=call.wide, device=parts.device)
-    launcher.launch(
-        sum_rows_kernel, (sizes.cdiv(N, 128), rows.shape[0]),
-        (parts, out, segments.blocks[chunk], segments.ranges[chunk], rows, scales.g, scales.w, N, 2, 0, 0),
-        launches=segments.launches, key=("sum_tokens", N, chunk, of_y, call.wide),
-        SINGLE=False, MAGNITUDE=True, OF_Y=of_y, CHUNKS=32, BK=128, num_warps=4, num_stages=1,
+    rows = 1 if scales.adapters == 1 and not own.need_d else 2 * scales.adapters
+    out = torch.empty(N if rows == 1 else (rows, N), dtype=call.wide, device=call.device)
+    args = (
+        parts, out, segments.blocks[chunk], segments.ranges[chunk], scales.sum_rows, scales.g, scales.w, N, 2, 0, 0
     )  # fmt: skip
+    key = ("sum_tokens", N, chunk, own.of_y, call.wide, rows)
+    if not launcher.launched(segments.launches, key, args):
+        launcher.launch(
+            sum_rows_kernel, (sizes.cdiv(N, 128), rows), args, segments.launches, key,
+            SINGLE=False, MAGNITUDE=True, OF_Y=own.of_y, CHUNKS=32, BK=128, num_warps=4, num_stages=1,
+        )  # fmt: skip
     return out
 
 
-def grad(
-    call: Call, own: Operands, S: torch.Tensor, dS: torch.Tensor, d_TN: torch.Tensor, index: int, need_dB: bool,
-    scaling: Scaling | None,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
-    """Writes the layer's columns of dS [T, width]. Gives e (d itself where it is not scaled), dB, flat as B is, in the
-    parameters' dtype, and the sums by adapter, as `scale` gives them. Where d is scaled one block of ranks must cover all."""
-    layout, segments, tables = call.layout, call.segment_tables, call.tables
-    assert segments is not None and tables is not None
-    size = segments.config
-    (T, width), device, part_width, N = S.shape, S.device, layout.max_padded[index], d_TN.shape[1]
-    single = call.single_adapter
+class _Blocks(NamedTuple):
+    """How grad_kernel cuts up a layer."""
+
+    BM: int
+    BN: int
+    BR: int
+    warps: int
+    spans: int
+    chunk: int
+
+
+def _blocks(call: Call, index: int, scaled: bool) -> _Blocks:
+    segments, N = call.segment_tables, call.layout.sizes[index]
+    assert segments is not None
+    size, single = segments.config, call.single_adapter
     BM, BN, BR, warps = size.grad_m, size.grad_n, size.grad_r, size.grad_warps
-    if scaling is not None:
+    if scaled:
         BM, BN, warps = size.joint_m, size.joint_n, size.joint_warps
     elif single is None:
         BM, BR, warps = size.several_grad_m, size.several_grad_r, size.several_grad_warps
-    BR = sizes.block_of(part_width, BR)
-    if few := scaling is None and sizes.few_programs(sizes.cdiv(N, BN), size.grad_chunks, segments, device):
+    BR = sizes.block_of(call.layout.max_padded[index], BR)
+    if few := not scaled and sizes.few_programs(sizes.cdiv(N, BN), size.grad_chunks, segments, call.device):
         BN = size.few_grad_n
     spans = sizes.cdiv(N, BN)
-    chunk = size.grad_chunks[0] if few else sizes.chunk_size(size.grad_chunks, spans, segments, device)
-    chunks, num_chunks = segments.blocks[chunk], segments.counts[chunk]
-    dS_parts = torch.empty(spans, T, part_width, device=device)
-    dB_parts = torch.empty(num_chunks, N, part_width, device=device) if need_dB else None
-    e_TN, kept, g, sums, need_dz, need_d = d_TN, None, None, None, False, False
+    chunk = size.grad_chunks[0] if few else sizes.chunk_size(size.grad_chunks, spans, segments, call.device)
+    return _Blocks(BM, BN, BR, warps, spans, chunk)
+
+
+def grad(
+    call: Call, own: Operands, S: torch.Tensor, dS: torch.Tensor, d: torch.Tensor, index: int, need_dB: bool,
+    scaling: Scaling | None, rooms: dict[str, torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
+    """Writes the layer's columns of dS [T, width]. Gives e (d itself where it is not scaled), dB, flat as B is, in the
+    parameters' dtype, and the sums as `scale` gives them. Where d is scaled one block of ranks must cover all. d: contiguous
+    [..., N]. rooms: for parts, which one layer after the other of a backward makes and sums."""
+    layout, segments, tables = call.layout, call.segment_tables, call.tables
+    assert segments is not None and tables is not None
+    T, N, part_width, device, single = (
+        call.T,
+        layout.sizes[index],
+        layout.max_padded[index],
+        call.device,
+        call.single_adapter,
+    )
+    blocks = call.cut.get((index, scaling is None))
+    if blocks is None:
+        blocks = call.cut[index, scaling is None] = _blocks(call, index, scaling is not None)
+    BM, BN, BR, warps, spans, chunk = blocks
+    num_chunks = segments.counts[chunk]
+    dS_parts = rooms.get("dS")
+    if dS_parts is None or dS_parts.numel() < spans * T * part_width:
+        dS_parts = rooms["dS"] = torch.empty(spans * T * part_width, device=device)
+    dB_parts = rooms.get("dB") if need_dB else None
+    if need_dB and (dB_parts is None or dB_parts.numel() < num_chunks * N * part_width):
+        dB_parts = rooms["dB"] = torch.empty(num_chunks * N * part_width, device=device)
+    e, kept, g, sums, need_dz, need_d = d, None, None, None, False, False
     if scaling is not None:
         _, kept, need_dz, need_d, _ = scaling
-        g, e_TN = scaling.scales.g, torch.empty(T, N, dtype=S.dtype, device=device)
+        g, e = scaling.scales.g, torch.empty(T, N, dtype=call.dtype, device=device)
         sums = torch.empty(num_chunks, 2, N, device=device) if need_dz or need_d else None
     place = sizes.place_of(call, index)
-    tma = sizes.described(d_TN) and (not need_dz or kept is None or sizes.described(kept))
-    adapter, threshold = (0, 0) if single is None else (single.adapter, dropout_threshold(single.dropout))
-    args = (
-        Descriptor(d_TN, [BM, BN]) if tma else d_TN, S, own.B[index], dS_parts, dB_parts,
-        Descriptor(kept, [BM, BN]) if tma and need_dz and kept is not None else kept, None if scaling is None else e_TN, sums,
-        g, chunks, tables.places[index], tables.scalings[index], tables.adapters, T, N, d_TN.stride(0), width, part_width,
-        adapter, chunk, threshold, *place,
+    tma = sizes.described(d, N) and (not need_dz or kept is None or sizes.described(kept, N))
+    args: tuple[Any, ...] = (
+        d, S, own.B[index], dS_parts, dB_parts, kept, None if scaling is None else e, sums, g, segments.blocks[chunk],
+        tables.places[index], tables.scalings[index], tables.adapters, T, N, N, layout.width, part_width,
+        0 if single is None else single.adapter, chunk, call.threshold, *place,
     )  # fmt: skip
-    key = ("grad", call.shape, index, tma, d_TN.stride(0), need_dB, scaling is None, kept is None, need_dz, need_d)
+    key = ("grad", call.shape, index, tma, need_dB, scaling is None, kept is None, need_dz, need_d)
     if not launcher.launched(segments.launches, key, args):
+        if tma:
+            tile, shape, strides = [BM, BN], [T, N], [N, 1]
+            z = Descriptor(kept, tile, shape, strides) if need_dz and kept is not None else kept
+            args = (Descriptor(d, tile, shape, strides), *args[1:5], z, *args[6:])
         launcher.launch(
             grad_kernel, (spans, num_chunks, sizes.cdiv(part_width, BR)), args, segments.launches, key,
             SINGLE=single is not None, TMA=tma, NEED_DB=need_dB, COMPOSED=scaling is not None, NEED_DZ=need_dz, NEED_D=need_d,
-            PRECISION="ieee", BM=BM, BN=BN, BR=BR, STAGES=size.grad_stages if scaling is None else size.joint_stages,
+            PRECISION="ieee", BM=BM, BN=BN, BR=BR,
+            STAGES=segments.config.grad_stages if scaling is None else segments.config.joint_stages,
             num_warps=warps, num_stages=1,
         )  # fmt: skip
     total = None
     if scaling is not None and sums is not None:
-        total = _sum_tokens(call, sums, scaling.scales, chunk, scaling.of_y)
-    return e_TN, _sum_grads(call, dS_parts, dS, dB_parts, index, chunk, BR, place), total
+        total = _sum_tokens(call, sums, index, scaling, chunk)
+    return e, _sum_grads(call, dS_parts, dS, dB_parts, index, blocks, place), total
 
 
 def _sum_grads(
-    call: Call, dS_parts: torch.Tensor, dS: torch.Tensor, dB_parts: torch.Tensor | None, index: int, chunk: int, BR: int,
+    call: Call, dS_parts: torch.Tensor, dS: torch.Tensor, dB_parts: torch.Tensor | None, index: int, cut: _Blocks,
     place: tuple[int, int, int],
 ) -> torch.Tensor | None:  # fmt: skip
     """Sums what grad_kernel made parts of: one layer's columns of dS, and its dB. place: as sizes.place_of gives it."""
     layout, segments, tables = call.layout, call.segment_tables, call.tables
     assert segments is not None and tables is not None
-    size = segments.config
-    (spans, T, part_width), N, single = dS_parts.shape, layout.sizes[index], call.single_adapter
+    spans, chunk, T, part_width, N = cut.spans, cut.chunk, call.T, layout.max_padded[index], layout.sizes[index]
     dB = None if dB_parts is None else torch.empty(layout.b_shapes[index], dtype=call.wide, device=call.device)
-    num_tiles, ranks = segments.counts[size.down_m], min(BR, 32)
-    blocks = sizes.cdiv(N, size.down_m) if dB is not None else 0
+    down_m, single = segments.config.down_m, call.single_adapter
+    num_tiles = segments.counts[down_m]
+    blocks = -(-N // down_m) if dB is not None else 0
     args = (
-        dS_parts, dS, dB_parts, dB, segments.blocks[size.down_m], num_tiles, segments.blocks[chunk], segments.ranges[chunk],
-        tables.places[index], blocks, N, dS.shape[1], part_width, spans, T * part_width, T, segments.counts[chunk], *place,
+        dS_parts, dS, dB_parts, dB, segments.blocks[down_m], num_tiles, segments.blocks[chunk], segments.ranges[chunk],
+        tables.places[index], blocks, N, layout.width, part_width, spans, T * part_width, T, segments.counts[chunk], *place,
     )  # fmt: skip
     key = ("sum_grads", call.shape, index, call.wide, spans, chunk, dB is not None)
     if not launcher.launched(segments.launches, key, args):
+        ranks = min(cut.BR, 32)
         launcher.launch(
             sum_grads_kernel,
             (num_tiles + blocks * (tables.adapters if single is None else 1), sizes.cdiv(part_width, ranks)), args,
             segments.launches, key,
-            SINGLE=single is not None, BM=size.down_m, BN=size.down_m, BR=ranks, AHEAD=8, num_warps=4, num_stages=1,
+            SINGLE=single is not None, BM=down_m, BN=down_m, BR=ranks, AHEAD=8, num_warps=4, num_stages=1,
         )  # fmt: skip
     return dB

@@ -28,7 +28,6 @@ import triton.language as tl
 from packlora.ops import launcher
 from packlora.ops.dropout import kernel as dropping
 from packlora.ops.dropout.kernel import _drop, _keys
-from packlora.ops.dropout.keys import signed
 from packlora.ops.lora_linear.call import Call, Operands, Scales
 from packlora.ops.lora_linear.kernels import sizes
 from packlora.ops.lora_linear.kernels.common import _add_dot, _block_of, _rows_of
@@ -224,7 +223,7 @@ def down(call: Call, own: Operands, x_TK: torch.Tensor, keys_T2: torch.Tensor | 
         BM = size.few_down_m
         BK = size.few_down_k if BR <= 32 else BK  # cards of any generation have 99 KiB
     args = (
-        x_TK, own.A_RK, S, tables.row_scales, keys_T2, segments.blocks[BM], tables.rows, signed(call.salt), K, stride, width, T,
+        x_TK, own.A_RK, S, tables.row_scales, keys_T2, segments.blocks[BM], tables.rows, call.word, K, stride, width, T,
         *sizes.rows_of(call),
     )  # fmt: skip
     key = ("down", call.shape, stride, keys_T2 is None)
@@ -295,9 +294,9 @@ def ratio(
     magnitude_N: torch.Tensor, norm_N: torch.Tensor, g_N: torch.Tensor, w_N: torch.Tensor, launches: dict[Hashable, Any]
 ) -> None:  # fmt: skip
     """g = magnitude / norm and w = norm. launches: cached launches with this N."""
-    N = g_N.shape[0]
-    launcher.launch(
-        ratio_kernel, (sizes.cdiv(N, 512),), (magnitude_N, norm_N, g_N, w_N, N),
-        launches=launches, key=(magnitude_N.dtype, norm_N.dtype, g_N.data_ptr() % 16),
-        BN=512, num_warps=4, num_stages=1,
-    )  # fmt: skip
+    args = (magnitude_N, norm_N, g_N, w_N, g_N.shape[0])
+    key = (magnitude_N.dtype, norm_N.dtype, g_N.data_ptr() % 16)
+    if not launcher.launched(launches, key, args):
+        launcher.launch(
+            ratio_kernel, (sizes.cdiv(g_N.shape[0], 512),), args, launches, key, BN=512, num_warps=4, num_stages=1
+        )

@@ -15,7 +15,7 @@ Shapes: T tokens, K inputs, N outputs. Here X [T, P] is x or d, V is W, and Y [T
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -24,7 +24,6 @@ import triton.language as tl
 from packlora.ops import launcher
 from packlora.ops.dropout import kernel as dropping
 from packlora.ops.dropout.kernel import _drop, _keys
-from packlora.ops.dropout.keys import dropout_threshold, signed
 from packlora.ops.launcher import Descriptor
 from packlora.ops.lora_linear.call import Call, Operands
 from packlora.ops.lora_linear.kernels import sizes
@@ -181,101 +180,94 @@ def fused_kernel(
 # --- launches ------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class _LowRank:
-    """The low-rank part of a fused product. rank: of the one adapter that owns all tokens. Else places has those of all, and
-    `last` is the row of g of tokens without an adapter."""
+class _Product(NamedTuple):
+    """Sizes of a fused product: X [T, P], Y [T, Q]; rank: that of the one adapter that owns all tokens or, where `several` do,
+    the row of g of tokens without one; whether there is dropout."""
 
-    L: torch.Tensor
-    R: torch.Tensor
-    rank: int = 0
-    places: torch.Tensor | None = None
-    last: int = 0
+    forward: bool
+    several: bool
+    P: int
+    Q: int
+    rank: int
+    dropped: bool = False
 
 
-def _launch(
-    call: Call, of: Hashable, X: torch.Tensor, V: torch.Tensor, Y: torch.Tensor, low: _LowRank, forward: bool,
-    bias: torch.Tensor | None = None, keys_T2: torch.Tensor | None = None, p: float = 0.0, g: torch.Tensor | None = None,
-    Z: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
-    """`of` stands for the sizes and dtypes of all operands."""
-    segments = call.segment_tables
+def _launch(call: Call, of: _Product, args: tuple[Any, ...], key: Hashable) -> None:
+    """The launch of fused_kernel that could not be made again; args: with tensors in the place of descriptors."""
+    segments, (X, V, Y, Z, L, R, bias, g, keys_T2, *_) = call.segment_tables, args
     assert segments is not None
-    several = low.places is not None
-    args = (
-        X, V, Y, Z, low.L, low.R, bias, g, keys_T2, segments.uncut if several else None, segments.spans if several else None,
-        low.places, signed(call.salt), dropout_threshold(p), call.T, X.shape[1], Y.shape[1], low.L.stride(0),
-        low.last if several else low.rank,
-    )  # fmt: skip
-    key = ("fused", of, forward, several, sizes.dtype_of(bias), g is None, keys_T2 is None, Z is None)
-    if launcher.launched(segments.launches, key, args):
-        return Y
-    T, Q, rank = call.T, Y.shape[1], low.rank
+    T, P, Q = call.T, of.P, of.Q
     BM, BK = sizes.FUSED_M, sizes.FUSED_K
-    BN, warps, stages = sizes.tile_of(T, Q, sizes.programs_at_once(X.device))
-    BR = 32 if several else sizes.block_of(rank, 64)
-    wide = BR > 16 and not several
-    left: Descriptor | torch.Tensor = low.L
-    right: Descriptor | torch.Tensor = low.R
+    BN, warps, stages = sizes.tile_of(T, Q, sizes.programs_at_once(call.device))
+    BR = 32 if of.several else sizes.block_of(of.rank, 64)
+    wide = BR > 16 and not of.several
     if wide:
-        left = Descriptor(low.L, [BM, BR], [T, rank], [low.L.stride(0), 1])
-        if forward:
-            right = Descriptor(low.R, [BN, BR], [Q, rank], [rank, 1])
-        else:
-            right = Descriptor(low.R, [BR, BN], [rank, Q], [Q, 1])
+        L = Descriptor(L, [BM, BR], [T, of.rank], [L.stride(0), 1])
+        R = (
+            Descriptor(R, [BN, BR], [Q, of.rank], [of.rank, 1])
+            if of.forward
+            else Descriptor(R, [BR, BN], [of.rank, Q], [Q, 1])
+        )
     described = (
-        Descriptor(X, [BM, BK]), Descriptor(V, [BN, BK] if forward else [BK, BN]), Descriptor(Y, [BM, BN]),
-        None if Z is None else Descriptor(Z, [BM, BN]), left, right,
+        Descriptor(X, [BM, BK], [T, P], [P, 1]), Descriptor(V, [BN, BK] if of.forward else [BK, BN]),
+        Descriptor(Y, [BM, BN], [T, Q], [Q, 1]), None if Z is None else Descriptor(Z, [BM, BN], [T, Q], [Q, 1]), L, R,
     )  # fmt: skip
-    programs = min(sizes.programs_at_once(X.device), sizes.cdiv(T, BM) * sizes.cdiv(Q, BN))
+    programs = min(sizes.programs_at_once(call.device), sizes.cdiv(T, BM) * sizes.cdiv(Q, BN))
     launcher.launch(
         fused_kernel, (programs,), (*described, *args[6:]), segments.launches, key,
-        FORWARD=forward, DROP=keys_T2 is not None and (segments.dropout if several else p > 0),
+        FORWARD=of.forward, DROP=keys_T2 is not None and of.dropped,
         ASM=dropping.packed_dropout(Y), HAS_BIAS=bias is not None, HAS_G=g is not None, KEEP=Z is not None, WIDE=wide,
-        SEGMENTS=several, DTYPE=getattr(tl, str(Y.dtype).removeprefix("torch.")),
+        SEGMENTS=of.several, DTYPE=getattr(tl, str(Y.dtype).removeprefix("torch.")),
         BM=BM, BN=BN, BK=BK, BR=BR, GROUP=8, PROGRAMS=programs, num_warps=warps, num_stages=stages,
     )  # fmt: skip
-    return Y
 
 
 def up(
     call: Call, own: Operands, x_TK: torch.Tensor, S: torch.Tensor, index: int, composed: bool, keep_z: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
-    """y [T, N] = x W' + S B' + bias of one layer, or g z + bias where `composed`, and z where it is to be kept."""
-    layout, tables, single, weight_NK = call.layout, call.tables, call.single_adapter, own.frozen[index].tensor()
-    assert tables is not None and weight_NK is not None
-    y_TN = torch.empty(call.T, layout.sizes[index], dtype=call.dtype, device=call.device)
-    z_TN = torch.empty_like(y_TN) if keep_z else None
-    g, bias, last = None, own.biases[index], 0
+    """y [..., N] = x W' + S B' + bias of one layer, or g z + bias where `composed`, and z where it is to be kept."""
+    layout, tables, segments, single = call.layout, call.tables, call.segment_tables, call.single_adapter
+    weight_NK, N, several = own.frozen[index].tensor(), layout.sizes[index], single is None
+    assert tables is not None and weight_NK is not None and segments is not None
+    y = torch.empty(*call.lead, N, dtype=call.dtype, device=call.device)
+    z = torch.empty_like(y) if keep_z else None
+    g, bias, rank, R = None, own.biases[index], 0, own.B[index]
     if composed:
         scales = own.scales[index]
-        g, bias, last = scales.g, scales.bias, scales.adapters
-        if single is not None:
-            g, bias = scales.g_rows[single.adapter], scales.bias_rows[single.adapter]
-    if single is None:
-        flat = own.B[index]
-        assert flat is not None
-        low = _LowRank(S, flat, 0, tables.places[index], last)
-    else:
+        g, bias, rank = scales.g, scales.bias, scales.adapters
+    if single is not None:
         place = layout.places[single.adapter, index]
-        low = _LowRank(
-            S[:, place.column :] if place.column else S, own.block(layout, single.adapter, index)[0], place.padded
-        )
-    return _launch(call, (call.shape, index), x_TK, weight_NK, y_TN, low, True, bias, g=g, Z=z_TN), z_TN
+        rank, S = place.padded, S[:, place.column :] if place.column else S
+        R = R if R is None or R.ndim == 2 else own.block(layout, single.adapter, index)[0]
+        if composed:
+            g, bias = scales.g_rows[single.adapter], scales.bias_rows[single.adapter]
+    args = (
+        x_TK, weight_NK, y, z, S, R, bias, g, None, segments.uncut if several else None, segments.spans if several else None,
+        tables.places[index] if several else None, call.word, 0, call.T, call.K, N, layout.width, rank,
+    )  # fmt: skip
+    key = ("fused up", call.shape, index, several, None if bias is None else bias.dtype, g is None, z is None)
+    if not launcher.launched(segments.launches, key, args):
+        _launch(call, _Product(True, several, call.K, N, rank), args, key)
+    return y, z
 
 
 def dx(
-    call: Call, own: Operands, d_TN: torch.Tensor, dS: torch.Tensor, index: int, keys_T2: torch.Tensor | None
+    call: Call, own: Operands, e: torch.Tensor, dS: torch.Tensor, index: int, keys_T2: torch.Tensor | None
 ) -> torch.Tensor:
-    """d W + drop(dS A) of one layer, [T, K]."""
-    tables, single, weight_NK = call.tables, call.single_adapter, own.frozen[index].tensor()
-    assert tables is not None and weight_NK is not None
-    dx_TK = torch.empty(call.T, call.K, dtype=call.dtype, device=call.device)
-    if single is None:
-        low, p = _LowRank(dS, own.A_RK, 0, tables.rows), 0.0
-    else:
-        low, p = (
-            _LowRank(dS, own.A(call.layout, single.adapter)[0], call.layout.rows[single.adapter][1]),
-            single.dropout,
-        )
-    return _launch(call, (call.shape, weight_NK.shape[0]), d_TN, weight_NK, dx_TK, low, False, None, keys_T2, p)
+    """e W + drop(dS A) of one layer, as x [..., K]. e: contiguous [..., N]."""
+    layout, tables, segments, single = call.layout, call.tables, call.segment_tables, call.single_adapter
+    weight_NK, N, several = own.frozen[index].tensor(), layout.sizes[index], single is None
+    assert tables is not None and weight_NK is not None and segments is not None
+    dx = torch.empty(*call.lead, call.K, dtype=call.dtype, device=call.device)
+    R, rank = own.A_RK, 0
+    if single is not None:
+        R, rank = own.A(layout, single.adapter)[0], layout.rows[single.adapter][1]
+    args = (
+        e, weight_NK, dx, None, dS, R, None, None, keys_T2, segments.uncut if several else None,
+        segments.spans if several else None, tables.rows if several else None, call.word, call.threshold, call.T, N, call.K,
+        layout.width, rank,
+    )  # fmt: skip
+    key = ("fused dx", call.shape, N, several, keys_T2 is None)
+    if not launcher.launched(segments.launches, key, args):
+        _launch(call, _Product(False, several, N, call.K, rank, segments.dropout), args, key)
+    return dx

@@ -7,7 +7,6 @@ from functools import lru_cache
 
 import torch
 
-from packlora.ops.dropout.keys import dropout_threshold
 from packlora.ops.gpu import has_copy_engine, processors
 from packlora.ops.lora_linear.call import Call
 from packlora.ops.lora_linear.tables import SegmentTables
@@ -60,11 +59,11 @@ def few_programs(columns: int, chunks: tuple[int, ...], segments: SegmentTables,
     return columns * segments.counts[chunks[0]] < 2 * processors(device)
 
 
-def described(t: torch.Tensor) -> bool:
-    """Whether kernels read it through a tensor descriptor: 16 bits, aligned rows, Hopper's copy engine, and enough of it to
-    be worth the host's time for a descriptor."""
+def described(t: torch.Tensor, stride: int) -> bool:
+    """Whether kernels read its rows, so many elements apart, through a tensor descriptor: 16 bits, aligned rows, Hopper's copy
+    engine, and enough of it to be worth the host's time for a descriptor."""
     return (
-        (t.numel() >= DESCRIBED or not t.is_cuda) and t.element_size() == 2 and t.stride(1) == 1 and t.stride(0) % 8 == 0
+        (t.numel() >= DESCRIBED or not t.is_cuda) and t.element_size() == 2 and t.stride(-1) == 1 and stride % 8 == 0
         and t.data_ptr() % 16 == 0
         and has_copy_engine(t.device)
     )  # fmt: skip
@@ -81,11 +80,11 @@ def tile_of(T: int, Q: int, slots: int) -> tuple[int, int, int]:
     return columns, warps, stages
 
 
-def fusable(x_TK: torch.Tensor, layers: Sequence[Layer]) -> bool:
+def fusable(x: torch.Tensor, layers: Sequence[Layer]) -> bool:
     """Whether fused_kernel takes these: a GPU with Hopper's copy engine, 16 bits, aligned rows."""
     return (
-        x_TK.element_size() == 2 and has_copy_engine(x_TK.device) and x_TK.shape[1] % 16 == 0 and x_TK.is_contiguous()
-        and x_TK.data_ptr() % 16 == 0
+        x.element_size() == 2 and has_copy_engine(x.device) and x.shape[-1] % 16 == 0 and x.is_contiguous()
+        and x.data_ptr() % 16 == 0
         and all(layer.frozen.has_tensor and layer.frozen.shape[0] % 16 == 0 and _lies_flat(layer) for layer in layers)
     )  # fmt: skip
 
@@ -99,7 +98,7 @@ def _lies_flat(layer: Layer) -> bool:
 def rows_of(call: Call) -> tuple[int, int, int]:
     """Of the segment that has all tokens, or zeros: dropout threshold, first row in the stacked A, padded rank."""
     single = call.single_adapter
-    return (0, 0, 0) if single is None else (dropout_threshold(single.dropout), *call.layout.rows[single.adapter])
+    return (0, 0, 0) if single is None else (call.threshold, *call.layout.rows[single.adapter])
 
 
 def place_of(call: Call, index: int) -> tuple[int, int, int]:
