@@ -543,7 +543,7 @@ class LayerForward(OwnForward):
         return (
             known is not None and layer.adapters[0].norm is known[1]
             and known[0].is_of(weight, call.A, call.B, call.scaling)
-            and layer.keep_output == (self.keep_output and self.keeps_output())
+            and layer.keep_output == self.keeps_output()
         )  # fmt: skip
 
     def use_output(self, model: nn.Module, overwritten: bool) -> str | None:
