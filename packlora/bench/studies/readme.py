@@ -13,7 +13,7 @@ from typing import Any
 
 from packlora.bench.studies import result_files
 from packlora.bench.studies.candidates import candidates
-from packlora.bench.studies.every_mode import every_mode
+from packlora.bench.studies.every_mode import every_mode, layers_behind
 from packlora.bench.studies.four_bits import four_bits
 from packlora.bench.studies.other_projects import peers, plan_memory, workloads
 from packlora.bench.studies.result_files import measured, ratio, results
@@ -583,6 +583,9 @@ def _behind() -> list[str]:
             if own and peer and peer < own:
                 found.append(f"Qwen3-30B-A3B's shape, {row['case']} ({peer / own:.3f}x)")
     if (file := measured("small-h200")) is not None:
+        layers, number = layers_behind(file["rows"])
+        cases = ", ".join(f"{of} {value:.2f}x" for of, value in layers.items())
+        found += [f"{len(layers)} of {number} layers, each compiled where that is faster ({cases})"] if layers else []
         for key, work in (("06b", "0.6B shape"), ("8b", "8 layers of 8B")):
             for start, words in (("", ""), ("with_start_", ", the start counted")):
                 value = file["summary"].get(f"train_{key}_{start}vs_peft_best")
