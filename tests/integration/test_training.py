@@ -332,7 +332,6 @@ def uninterrupted(tiny_base: Base, tmp_path_factory: pytest.TempPathFactory) -> 
     return tree, folder / "out"
 
 
-@pytest.mark.soak
 def test_stopping_at_any_microbatch_and_resuming_gives_the_same_bits_and_the_same_metrics(
     uninterrupted: tuple[dict[str, Any], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,7 +15,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import packlora
-from packlora.bench.studies import readme, trl_losses
+from packlora.bench.studies import sections, trl_losses
 from packlora.errors import InputError
 
 
@@ -138,8 +138,8 @@ def test_readme_shows_the_rows_of_the_files(monkeypatch: Any) -> None:
     A = torch.randn(3, 4, dtype=torch.float64)
     row = trl_losses.compared(trl_losses.TINY, "float32", {"peft": ran([3.0], A), "packlora": ran([3.25], A)}, None)
     file = {"rows": [row], "summary": {}, "device": "a device", "commit": "0"}
-    monkeypatch.setattr(readme, "measured", lambda name: file if name == "trl-cpu" else None)
-    text = "\n".join(readme.trl())
+    monkeypatch.setattr(sections, "measured", lambda name: file if name == "trl-cpu" else None)
+    text = "\n".join(sections.trl())
     assert "| tiny, random weights | a device | float32 | 3.0000 | 2.5e-01 | 2.5e-01 |" in text
     assert "trl-cpu.json" in text and "trl-h200.json" not in text
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from packlora.bench.studies import readme, result_files
+from packlora.bench.studies import readme, result_files, sections
 
 ROOT = Path(__file__).parents[2]
 Changed = Callable[[str, Callable[[dict[str, Any]], None]], None]
@@ -72,7 +72,7 @@ def test_a_row_of_the_small_shape_takes_the_place_of_llama_60m_and_the_readme_st
 def test_the_small_shape_has_its_figures_on_the_page_of_benchmarks(results: Path) -> None:
     small = results / "short-jobs-06b-h200.json"
     small.unlink(missing_ok=True)
-    assert "Qwen3-0.6B's shape |" not in "\n".join(readme.short_jobs())
+    assert "Qwen3-0.6B's shape |" not in "\n".join(sections.short_jobs())
     content = json.loads((results / "short-jobs-h200.json").read_text())
     content["summary"] |= {
         "packlora_tokens_per_s": 98765.0,
@@ -91,7 +91,7 @@ def test_the_small_shape_has_its_figures_on_the_page_of_benchmarks(results: Path
 
 
 def test_experts_are_shown_by_contender_and_one_that_failed_is_called_so(changed: Changed) -> None:
-    lines = readme.experts()
+    lines = sections.experts()
     assert "| four jobs, DoRA, 8192 | 61 (9.9) | 78 (1.29; 14.0) | 84 (1.39; 14.0) |  |" in lines
 
     def broken(content: dict[str, Any]) -> None:
@@ -101,7 +101,7 @@ def test_experts_are_shown_by_contender_and_one_that_failed_is_called_so(changed
         row["failed"], row["vs_peft"] = {"peft": "out of memory"}, None
 
     changed("experts-h200", broken)
-    lines = readme.experts()
+    lines = sections.experts()
     (row,) = (line for line in lines if line.startswith("| one job, LoRA, 8192"))
     assert row.endswith("| failed |")
     assert "PEFT's time over packlora's, by tokens: 0.99x at 2048." in lines
@@ -110,7 +110,7 @@ def test_experts_are_shown_by_contender_and_one_that_failed_is_called_so(changed
 def test_a_model_with_images_is_on_the_page_once_it_was_measured(results: Path) -> None:
     (results / "vlm-h200.json").unlink(missing_ok=True)
     page = (ROOT / "docs" / "benchmarks.md").read_text()
-    assert readme.vlm() == [] and "## A vision-language model" not in readme.filled(page)
+    assert sections.vlm() == [] and "## A vision-language model" not in readme.filled(page)
     row = {
         "case": "step dora_r384 fp32", "r": 384, "regime": "fp32", "backward": True, "layers": 8, "T": 4096, "patches": 4096,
         "ms": {"frozen": 100.0, "packlora": 123.0}, "over_frozen": {"packlora": 1.23}, "failed": {"peft": "out of memory"},
@@ -136,15 +136,15 @@ def test_a_model_with_images_is_on_the_page_once_it_was_measured(results: Path) 
 
 def test_each_part_of_two_gpus_is_there_where_its_file_is(results: Path) -> None:
     (results / "pipeline-h200.json").rename(results / "stages")
-    both = "\n".join(readme.two_gpus())
+    both = "\n".join(sections.two_gpus())
     (results / "replicas-h200.json").rename(results / "other")
-    assert "Replicas" not in (tensor := "\n".join(readme.two_gpus())) and tensor in both
+    assert "Replicas" not in (tensor := "\n".join(sections.two_gpus())) and tensor in both
     (results / "tensor-parallel-h200.json").unlink()
-    assert readme.two_gpus() == []
+    assert sections.two_gpus() == []
     (results / "other").rename(results / "replicas-h200.json")
-    assert "Tensor parallelism" not in (replicas := "\n".join(readme.two_gpus())) and replicas in both
+    assert "Tensor parallelism" not in (replicas := "\n".join(sections.two_gpus())) and replicas in both
     (results / "stages").rename(results / "pipeline-h200.json")
-    every = readme.two_gpus()
+    every = sections.two_gpus()
     assert "\n".join(every).startswith(replicas) and any(line.startswith("**Pipeline.**") for line in every)
 
 
@@ -154,9 +154,9 @@ def test_a_pipeline_is_shown_by_way_and_its_goal_is_held_or_missed(changed: Chan
         content["rows"][0]["no_flush"] |= {"s": 2.0, "tokens": 5000, "bubble": 0.05}
         content["summary"] |= {"bubble_4jobs_2gpu": 0.05, "speedup_over_1f1b_2gpu": 1.5}
 
-    assert any("The goal of a bubble of at most 6% is missed" in line for line in readme.two_gpus())
+    assert any("The goal of a bubble of at most 6% is missed" in line for line in sections.two_gpus())
     changed("pipeline-h200", other)
-    lines = readme.two_gpus()
+    lines = sections.two_gpus()
     assert "| 2 | of all jobs, without a flush | 2.00 | 2500 | 5.0% |" in lines
     assert any("are 1.50 times as fast" in line and "at most 6% is met" in line for line in lines)
 
@@ -176,7 +176,7 @@ def test_replicas_are_shown_by_number_of_gpus_and_what_was_missed_is_said(change
 
     changed("replicas-h200", lambda content: content["summary"].update(efficiency_jobs_2=0.9))
     changed("replicas-h200", more)
-    lines = readme.two_gpus()
+    lines = sections.two_gpus()
     assert "Qwen3-0.6B's shape (28 layers)," in lines[0]
     assert "| 4 | each job whole on one | 3840 | 0.960 | 0.970 |" in lines
     assert "| 4 | every microbatch divided | 2000 | 0.500 | |" in lines
@@ -197,7 +197,7 @@ def test_of_tensor_parallelism_goals_held_and_missed_and_failures_are_named(chan
         failed["over_frozen"], failed["ms"], failed["messages"] = {}, {}, {}
 
     changed("tensor-parallel-h200", other)
-    lines = readme.two_gpus()
+    lines = sections.two_gpus()
     (words,) = [line for line in lines if line.startswith("The goal at 4 x 2048 tokens is at most 1.06.")]
     held, missed = words.split("Held by: ")[1].split(" Missed by: ")
     assert held == "8B on 2 GPUs (1.050)."
