@@ -27,7 +27,11 @@ from packlora.config import Run
 from packlora.errors import InputError
 from packlora.runtime.prepare import prepare
 
-KINDS: dict[str, dict[str, Any]] = {"lora": {"use_dora": False}, "dora": {"use_dora": True}}
+CONVOLUTION = r".*(_proj|proj|patch_embedding|fc\d|qkv|linear_\d|linear_fc\d)"
+"""Linear layers of both parts, and the convolution that patches are embedded by."""
+KINDS: dict[str, dict[str, Any]] = {
+    "lora": {"use_dora": False}, "dora": {"use_dora": True, "target_modules": CONVOLUTION, "bias": "lora_only"},
+}  # fmt: skip
 SIZES = [(24, 16), (16, 16), (32, 24), (20, 40), (40, 20)]
 """Widths and heights: odd numbers of patches, and both ways round."""
 
@@ -74,7 +78,7 @@ def peft_model(base: str, kind: dict[str, Any]) -> Any:
     loaded = plain_model(base)
     torch.set_default_dtype(torch.float64)
     try:
-        peft = get_peft_model(loaded, LoraConfig(r=3, lora_alpha=5, target_modules="all-linear", **kind))
+        peft = get_peft_model(loaded, LoraConfig(**{"r": 3, "lora_alpha": 5, "target_modules": "all-linear"} | kind))
     finally:
         torch.set_default_dtype(torch.float32)
     with torch.no_grad():
@@ -168,6 +172,7 @@ def test_steps_on_images_are_those_of_peft_and_adamw(
             own = got[key] if key in got else got[key + ".weight"]
             assert float((own - value).abs().max()) < 1e-10, key
         assert any("language_model" not in key and "_B" in key for key in got)
+        assert (name == "dora") == any("patch_embed" in key and "_B" in key for key in got)
         done = result.jobs[name]
         assert (done.eval_before, done.eval_after) == pytest.approx((held_out, evaluated(peft, inputs)), abs=1e-10)
         read = PeftModel.from_pretrained(plain_model(base), str(tmp_path / "out" / name)).eval()
@@ -264,6 +269,14 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "experts": ({"parallel": {"expert": 2}}, {}, "its data has images, which parallel.expert does not take"),
     "a trainer": (
         {}, {"train": {"trainer": "kto", "loss_type": "apo_zero_unpaired"}}, "images, which train.trainer: kto does not take",
+    ),
+    "orthogonal factors of filters": (
+        {}, {"adapter": {"target_modules": [r"patch_embed.proj"], "r": 4, "init_lora_weights": "orthogonal"}},
+        "orthogonal is not for convolutions, as model.visual.patch_embed.proj",
+    ),
+    "filters that begin with the base's": (
+        {}, {"adapter": {"target_modules": ["patch_embed.proj"], "lora_dropout": 0, "init_lora_weights": "pissa"}},
+        "pissa is for linear layers, and target_modules matches model.visual.patch_embed.proj",
     ),
     "a norm of the tower": (
         {}, {"adapter": {"target_modules": ["q_proj"], "modules_to_save": ["norm1"]}}, "is part of the vision tower",
