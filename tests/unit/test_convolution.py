@@ -114,7 +114,7 @@ def test_rows_of_jobs_beside_each_other_are_those_of_peft(kind: str, drops: bool
 
 
 def test_factors_begin_as_peft_draws_them_and_learn_at_its_rates() -> None:
-    """Within PEFT's bounds and up to them; the magnitude with the norms of W + s B A. Under LoRA+ it is slow, as PEFT has it."""
+    """Within PEFT's bounds and up to them; the magnitude with the norms of W + s B A. Under LoRA+ it is slow."""
     base = nn.Conv2d(60, 40, 3, groups=20).double()
     spec = ModuleSpec(40, 0.5, 0.0, True, False, kind="convolution", start=False)
     norms = Attached([]).norms
