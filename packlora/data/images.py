@@ -64,6 +64,15 @@ class Images:
     counts: tuple[int, ...]
     token_id: int
 
+    @staticmethod
+    def joined(parts: Sequence[Images | None]) -> Images | None:
+        """Of the parts of a sample, one behind the other."""
+        own = [part for part in parts if part is not None]
+        if not own:
+            return None
+        files, counts = (tuple(one for part in own for one in getattr(part, name)) for name in ("files", "counts"))
+        return Images(files, counts, own[0].token_id)
+
     def cut(self, ids: np.ndarray, limit: int) -> tuple[int, Images | None]:
         """Tokens that are left of `ids` [T] where at most `limit` are, with no image cut through; and the images of these."""
         places = np.flatnonzero(ids == self.token_id)

@@ -124,7 +124,7 @@ def _try_candidates(prepared: PreparedRun, resumed: bool) -> None:
 
 def vision_of(run: Run, skeleton: PreTrainedModel, rows: Sequence[Rows]) -> Vision | None:
     """What the base model is given for images, where rows have some. Raises InputError where it reads none here."""
-    if not any(row.images for some in rows for row in some.read.rows):
+    if not any(half.images for some in rows for row in some.read.rows for half in row.pair or (row,)):
         return None
     return Vision.of(base_path(run.base_model), run.revision, skeleton.config)
 

@@ -91,18 +91,20 @@ def peft_model(base: str, kind: dict[str, Any]) -> Any:
 
 def own_inputs(base: str, data: str) -> list[dict[str, torch.Tensor]]:
     """Of each row what the library's own processor gives, with the labels of what the assistant says."""
+    conversations = [json.loads(line)["messages"] for line in Path(data).read_text().splitlines()]
+    return inputs_of(base, conversations, Path(data).parent)
+
+
+def inputs_of(base: str, conversations: list[Any], folder: Path) -> list[dict[str, torch.Tensor]]:
     vision = Vision.of(base, None, read_config(base, None))
     tokenizer = vision.processor.tokenizer
     out = []
-    for line in Path(data).read_text().splitlines():
-        messages = json.loads(line)["messages"]
+    for messages in conversations:
         answer = messages[1]["content"] + "<|im_end|>"
         blocks = [message | {"content": message["content"] if isinstance(message["content"], list) else [
             {"type": "text", "text": message["content"]}]} for message in messages]  # fmt: skip
         text = tokenizer.apply_chat_template(blocks, tokenize=False).rstrip("\n")
-        images = [
-            Image.open(Path(data).parent / block["path"]) for block in blocks[0]["content"] if block["type"] == "image"
-        ]
+        images = [Image.open(folder / block["path"]) for block in blocks[0]["content"] if block["type"] == "image"]
         inputs = vision.processor(images=images or None, text=[text], return_tensors="pt", add_special_tokens=False)
         labels = inputs["input_ids"].clone()
         labels[:, : -len(tokenizer(answer)["input_ids"])] = -100
@@ -178,6 +180,72 @@ def test_steps_on_images_are_those_of_peft_and_adamw(
         read = PeftModel.from_pretrained(plain_model(base), str(tmp_path / "out" / name)).eval()
         with torch.no_grad():
             assert torch.allclose(logits(read, inputs[2]), logits(peft, inputs[2]), rtol=0, atol=1e-10)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("family", ["qwen2_5_vl", pytest.param("gemma3", marks=pytest.mark.soak)])
+def test_pairs_with_images_are_learnt_as_dpo_has_it(
+    family: str, vision_base: Any, rows: dict[str, str], tmp_path: Path
+) -> None:
+    """Beside a job of completions with images. The reference is the adapter that the job begins with, as PEFT has it."""
+    base, folder = vision_base(family), Path(rows["lora"]).parent
+    peft = peft_model(base, KINDS["lora"])
+    peft.save_pretrained(tmp_path / "lora")
+    given: list[tuple[list[str], str, str, str]] = [
+        (["0-1.png"], "what is it", "the quick brown fox", "dog"), ([], "and now", "jumps over", "lazy dog"),
+        (["0-2.png", "0-3.png"], "both of them", "lazy", "the fox and more of it"),
+    ]  # fmt: skip
+    texts = [{"images": names, "prompt": q, "chosen": good, "rejected": bad} for names, q, good, bad in given[::2]]
+    turns = [{"role": "assistant", "content": text} for text in given[1][2:]]
+    plain = {"prompt": [{"role": "user", "content": given[1][1]}], "chosen": turns[:1], "rejected": turns[1:]}
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (texts[0], plain, texts[1])))
+    train = {
+        "global_batch_size": 2,
+        "max_steps": 3,
+        "learning_rate": 5e-3,
+        "max_grad_norm": 0.5,
+        "trainer": "dpo",
+        "beta": 0.3,
+    }
+    data = {"path": str(folder / "pairs.jsonl"), "eval_path": str(folder / "pairs.jsonl")}
+    adapter = {"init_from": str(tmp_path / "lora"), "lora_dropout": 0.0}
+    beside = tree(base, tmp_path / "out", rows, None)["jobs"][1]
+    jobs = [{"name": "pairs", "data": data, "train": train, "adapter": adapter}, beside]
+    run = Run.model_validate(tree(base, tmp_path / "out", rows, None, jobs=jobs))
+    prepared = prepare(run).jobs[0]
+    result = packlora.train(run)
+
+    pairs = [
+        inputs_of(base, [image_row(names, question, text)["messages"] for text in texts], folder)
+        for names, question, *texts in given
+    ]
+
+    def margins(batch: list[int]) -> torch.Tensor:
+        return torch.stack([summed(peft, pairs[n][1]) - summed(peft, pairs[n][0]) for n in batch])
+
+    with torch.no_grad():
+        reference = margins([0, 1, 2])
+    parameters = [parameter for parameter in peft.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=5e-3, weight_decay=0.0)
+    losses = []
+    for step in range(3):
+        batch = list(prepared.data.global_batch(step))
+        loss = -torch.nn.functional.logsigmoid(0.3 * (margins(batch) - reference[batch])).mean()
+        loss.backward()
+        losses.append(float(loss))
+        torch.nn.utils.clip_grad_norm_([p for p in parameters if p.grad is not None], 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    found = [line for line in lines if line.get("job") == "pairs"]
+    assert [line["loss"] for line in found if "loss" in line] == pytest.approx(losses, abs=1e-10)
+    assert losses[0] == pytest.approx(np.log(2)) and abs(losses[2] - losses[0]) > 1e-3
+    with torch.no_grad():
+        held_out = -torch.nn.functional.logsigmoid(0.3 * (margins([0, 1, 2]) - reference)).mean()
+    assert result.jobs["pairs"].eval_after == pytest.approx(float(held_out), abs=1e-10)
+    got = load_file(tmp_path / "out" / "pairs" / "adapter_model.safetensors")
+    for key, value in get_peft_model_state_dict(peft).items():
+        assert float((got[key] - value).abs().max()) < 1e-10, key
 
 
 def summed(peft: Any, one: dict[str, torch.Tensor]) -> torch.Tensor:

@@ -15,8 +15,8 @@ import pytest
 from PIL import Image as pillow
 
 from packlora.config import DataConfig
-from packlora.data.encode import encode_rows
 from packlora.data.images import MOST_PIXELS, Images, Shown, decode
+from packlora.data.preference import encode_for
 from packlora.data.readers import read_data
 from packlora.errors import InputError
 
@@ -56,7 +56,9 @@ def user(*blocks: Any) -> list[dict[str, Any]]:
     return [{"role": "user", "content": list(blocks)}, {"role": "assistant", "content": "the fox"}]
 
 
-def encoded(folder: Path, *rows: Any, tokenizer: Any, shown: bool = True, context: int = 4096, **data: Any) -> Any:
+def encoded(
+    folder: Path, *rows: Any, tokenizer: Any, shown: bool = True, context: int = 4096, trainer: str = "sft", **data: Any
+) -> Any:
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = DataConfig(path=str(path), **data)
@@ -64,7 +66,7 @@ def encoded(folder: Path, *rows: Any, tokenizer: Any, shown: bool = True, contex
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.chat_template = CHAT
     looking = Shown(Vision()) if shown else None
-    out = encode_rows(read.rows, tokenizer, config, 4096, "job", context, shown=looking)
+    out = encode_for(trainer, read.rows, tokenizer, config, 4096, "job", context, shown=looking)
     out.skipped[:0] = read.skipped
     return out
 
@@ -104,6 +106,39 @@ def test_every_form_is_the_same_sample(form: str, folder: Path, tokenizer: Any) 
     assert sample.images.counts == (2, 3)
 
 
+PAIR: dict[str, Any] = {
+    "prompt": "the dog",
+    "chosen": "the fox",
+    "rejected": "the fox the fox",
+    "images": ["a.png", "b.png"],
+}
+
+
+def test_both_completions_of_a_pair_have_its_images(folder: Path, tokenizer: Any) -> None:
+    blocks = user({"type": "image", "path": "a.png"}, {"type": "image", "path": "b.png"}, TEXT)
+    turns = {"chosen": blocks[1:], "rejected": [blocks[1] | {"content": PAIR["rejected"]}]}
+    forms = [PAIR, {"prompt": blocks[:1], **turns}, {name: blocks[:1] + turn for name, turn in turns.items()}]
+    samples = encoded(folder, *forms, tokenizer=tokenizer, trainer="dpo").samples
+    for sample in samples:
+        assert [sample.ids.tolist(), sample.images] == [samples[0].ids.tolist(), samples[0].images]
+        for part, text in zip(sample.parts(), (PAIR["chosen"], PAIR["rejected"]), strict=True):
+            (own,) = encoded(folder, FORMS["a prompt"] | {"completion": text}, tokenizer=tokenizer).samples
+            assert [part.ids.tolist(), part.is_label.tolist()] == [own.ids.tolist(), own.is_label.tolist()]
+            assert part.images == own.images
+    whole = samples[0].preference.lengths[0]
+    (cut,) = encoded(folder, PAIR, tokenizer=tokenizer, trainer="dpo", max_length=whole, truncate="right").samples
+    assert cut.preference.lengths == (whole, whole) and len(cut.images.files) == 4
+    with pytest.raises(InputError, match=rf"has {whole + 2} tokens, 5 of them of images, over max_length {whole}"):
+        encoded(folder, PAIR, tokenizer=tokenizer, trainer="dpo", max_length=whole)
+    missing = PAIR | {"images": ["no.png", "a.png"]}
+    with pytest.raises(InputError, match=r"line 1, chosen: the image .*no\.png does not exist"):
+        encoded(folder, missing, tokenizer=tokenizer, trainer="dpo")
+    found = encoded(folder, PAIR, missing, tokenizer=tokenizer, trainer="dpo", on_bad_row="skip")
+    assert (len(found.samples), len(found.skipped)) == (1, 1)
+    with pytest.raises(InputError, match=r"line 1: the row has images, which train\.trainer: orpo does not take"):
+        encoded(folder, PAIR, tokenizer=tokenizer, trainer="orpo")
+
+
 def test_a_text_in_blocks_is_a_text(folder: Path, tokenizer: Any) -> None:
     read = read_data(_written(folder, {"messages": user(TEXT, TEXT)}), "job")
     assert read.rows[0].messages is not None and read.rows[0].messages[0]["content"] == "the dogthe dog"
@@ -141,7 +176,6 @@ BAD: dict[str, tuple[Any, str]] = {
     "a video": ({"messages": user({"type": "video", "path": "a.mp4"})}, "known are {type: text, text}"),
     "an address in a block": ({"messages": user({"type": "image_url", "image_url": {}})}, "known are {type: text, text}"),
     "of a text": ({"text": "the dog", "images": ["a.png"]}, "'images' go with messages"),
-    "of a pair": ({"prompt": "a", "chosen": "b", "rejected": "c", "images": ["a.png"]}, "do not go with 'chosen'"),
     "a mark in a text": (
         {"messages": user({"type": "image", "path": "a.png"}, {"type": "text", "text": MARK})}, "and 1 are given; it is not"
     ),
