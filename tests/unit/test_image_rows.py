@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image as pillow
+from transformers.image_utils import load_image
 
 from packlora.config import DataConfig
 from packlora.data.images import MOST_PIXELS, Images, Shown, decode
@@ -165,6 +166,10 @@ BAD: dict[str, tuple[Any, str]] = {
     "cut off": (image("cut.png"), "cannot be decoded"),
     "no image": (image("rows.jsonl"), "rows.jsonl cannot be decoded; formats are PNG, JPEG"),
     "a format that runs programs": (image("run.eps"), "cannot be decoded"),
+    "with 16 bits": (image("deep.png"), "it has grey values from 7 to 65535 in mode I;16; save it with 8 bits"),
+    "of floats": (image("floats.tiff"), "it has grey values from 0 to 0.5 in mode F; save it with 8 bits"),
+    "a line": (image("line.png"), "it is 601 x 3, and a side is at most 200 times the other"),
+    "a bomb in its text": (image("text.png"), "Decompressed data too large"),
     "huge": (image("huge.png"), f"is too large, at most {MOST_PIXELS} pixels are read"),
     "too large": (image("large.png"), f"at most {MOST_PIXELS} pixels are read (9000 x 9000 pixels)"),
     "none for the model": (image("wide.png"), "is none for this model: thirteen"),
@@ -197,6 +202,12 @@ def bombs(folder: Path) -> None:
         chunk = struct.pack(">I", len(header)) + b"IHDR" + header + struct.pack(">I", zlib.crc32(b"IHDR" + header))
         (folder / f"{name}.png").write_bytes(whole[:8] + chunk + whole[33:])
     pillow.new("RGB", (13, 4)).save(folder / "wide.png")
+    pillow.new("RGB", (601, 3)).save(folder / "line.png")
+    pillow.fromarray(np.array([[7, 65535]], np.uint16)).save(folder / "deep.png")
+    pillow.fromarray(np.array([[0, 0.5]], np.float32)).save(folder / "floats.tiff")
+    text = b"zTXtk\0\0" + zlib.compress(bytes(3_000_000))
+    chunk = struct.pack(">I", len(text) - 4) + text + struct.pack(">I", zlib.crc32(text))
+    (folder / "text.png").write_bytes(whole[:33] + chunk + whole[33:])
 
 
 @pytest.mark.parametrize("bad", BAD)
@@ -251,6 +262,32 @@ def test_what_changed_since_it_was_checked_is_noticed_when_it_is_decoded(folder:
     pillow.new("RGB", (2, 4)).save(folder / "a.png")
     with pytest.raises(InputError, match=r"a\.png has changed since the run began"):
         file.decode()
+
+
+def test_odd_files_are_what_transformers_makes_of_them(folder: Path) -> None:
+    """In every colour mode, turned in every way, of several frames the first."""
+    draw = np.random.default_rng(0)
+    frames = [pillow.fromarray(draw.integers(0, 256, (5, 8, 3), dtype=np.uint8)) for _ in range(2)]
+    colours, few = frames[0], frames[0].quantize(16)
+    clear = colours.convert("RGBA")
+    clear.putalpha(frames[1].convert("L"))
+    few_grey = pillow.fromarray(draw.integers(0, 256, (5, 8)).astype(np.uint16))
+    odd: dict[str, tuple[pillow.Image, dict[str, Any]]] = {
+        "cmyk.jpg": (colours.convert("CMYK"), {}), "palette.png": (few, {"transparency": 3}), "clear.png": (clear, {}),
+        "grey.png": (clear.convert("LA"), {}), "one.png": (colours.convert("1"), {}),
+        "ycc.tiff": (colours.convert("YCbCr"), {}),
+        "deep.png": (few_grey, {}), "moving.gif": (few, {"save_all": True, "append_images": frames}),
+        "moving.png": (colours, {"save_all": True, "append_images": frames}),
+    }  # fmt: skip
+    for turn in range(1, 9):
+        exif = pillow.Exif()
+        exif[0x0112] = turn
+        odd[f"turned{turn}.png"] = colours, {"exif": exif}
+    for name, (own, how) in odd.items():
+        own.save(folder / name, **how)
+        _, found = decode(str(folder / name))
+        wanted = load_image(str(folder / name))
+        assert found.mode == "RGB" and np.array_equal(np.asarray(found), np.asarray(wanted)), name
 
 
 def test_a_photo_is_decoded_upright_and_in_three_colours(folder: Path) -> None:
