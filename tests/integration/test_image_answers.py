@@ -99,8 +99,8 @@ def answers(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Callabl
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "llava", *(pytest.param(name, marks=pytest.mark.soak) for name in (
-    "qwen3_vl", "gemma3", "llava_next"))])  # fmt: skip
+@pytest.mark.parametrize("family", ["qwen2_5_vl", *(pytest.param(name, marks=pytest.mark.soak) for name in (
+    "llava", "qwen3_vl", "gemma3", "llava_next"))])  # fmt: skip
 def test_answers_on_images_are_those_of_peft(family: str, answers: Callable[[str], Answers]) -> None:
     """Of a LoRA, a DoRA and the base model; of one image, and in a second turn of one more. The tiny Gemma 3 says the same of
     whatever it is shown."""
