@@ -30,7 +30,7 @@ from packlora.adapters.kinds import PARAMETERS, as_linear
 from packlora.adapters.linear import AdaptedCall, AdaptedLinear, Attached, compute
 from packlora.adapters.noise import noisy_embeddings
 from packlora.adapters.owners import MIN_ROWS
-from packlora.adapters.routed import WEIGHTS, Routed, RoutedWeights, TiedWeights, TokenWeights
+from packlora.adapters.routed import WEIGHTS, Routed, RoutedRows, RoutedWeights, TiedWeights, TokenWeights
 from packlora.adapters.sharded import LINEAR
 from packlora.adapters.siblings import SiblingGroup, sibling_groups
 from packlora.adapters.spec import AdapterSpec, ModuleSpec
@@ -347,7 +347,11 @@ def _replace(
             continue
         of_rows = there is model.get_output_embeddings()
         if not linear:
-            layers[path, False] = routed = Routed(there, attached, of_rows)
+            rows_of_images = spec.modules[path].kind == "convolution"
+            routed = (
+                RoutedRows(there, attached, layer_salt(path)) if rows_of_images else Routed(there, attached, of_rows)
+            )
+            layers[path, False] = routed
             setattr(parent, leaf, routed)
             continue
         salt = layer_salt(attached.groups.get(path, (path,))[0])

@@ -16,8 +16,9 @@ ALIGNED = 32
 """Elements. Every view begins at a multiple of it: 128 bytes of float32, which every kernel's loads and descriptors take."""
 UNDECAYED = ("/bias", "/norm")
 """How names of parameters end on which weight decay does not work."""
-SLOW = ("/A", "/weight", "/tokens")
-"""How names end of parameters that learn at the learning rate itself under LoRA+, as PEFT groups them."""
+SLOW = ("/A", "/weight", "/tokens", "/filter_magnitude")
+"""How names end of parameters that learn at the learning rate itself under LoRA+, as PEFT groups them: of those without an A
+or a B, all that have more than one dimension, as the magnitude of a convolution."""
 ROW = 1024
 """Elements of a row of `total_norm`; the size is a multiple of it."""
 

@@ -10,11 +10,11 @@ what stands in the place of a PEFT layer's forward (live/).
     tied        the output layer beside such an embedding  the embedding's rows, nothing of its own         (routed.py)
     experts     one weight of all experts of a layer       A [E r, K], B [N, r E], magnitude [E, N]         (experts.py)
     router      a weight that a router multiplies with     as linear, without a bias                        (experts.py)
-    convolution torch.nn.Conv1d, Conv2d, Conv3d            nothing by a job; PEFT's layers are live's
+    convolution torch.nn.Conv1d, Conv2d, Conv3d            A [r, C, kernel], B [N, r, 1], magnitude [1, N, 1]  (routed.py)
 
 Experts and routers are known by the path of the parameter, all others by that of the module.
 
-Shapes: N outputs, K inputs, r rank, V vocabulary, D width of an embedding, n tokens, E experts.
+Shapes: N outputs, K inputs, C input channels, r rank, V vocabulary, D width of an embedding, n tokens, E experts.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import Any, Literal
 import torch
 from transformers.pytorch_utils import Conv1D
 
+from packlora.adapters.convolution import CONVOLVE
 from packlora.adapters.expert_layout import is_experts
 from packlora.adapters.sharded import LINEAR
 
@@ -32,7 +33,6 @@ PARAMETERS: tuple[Kind, ...] = ("experts", "router")
 """Kinds that are known by the path of a parameter."""
 AS_LINEAR = ("transformers.models.falcon.modeling_falcon.FalconLinear",)
 """Classes derived from torch.nn.Linear that compute the same."""
-CONVOLUTIONS = (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)
 SUFFIXES: dict[Kind, dict[str, str]] = {
     "linear": {"A": "lora_A.weight", "B": "lora_B.weight", "magnitude": "lora_magnitude_vector", "bias": "base_layer.bias"},
     "embedding": {"A": "lora_embedding_A", "B": "lora_embedding_B", "magnitude": "lora_magnitude_vector"},
@@ -41,7 +41,9 @@ SUFFIXES: dict[Kind, dict[str, str]] = {
     "tied": {},
     "experts": {"A": "lora_A.weight", "B": "lora_B.weight", "magnitude": "lora_magnitude_vector"},
     "router": {"A": "lora_A.weight", "B": "lora_B.weight", "magnitude": "lora_magnitude_vector"},
-    "convolution": {},
+    "convolution": {
+        "A": "lora_A.weight", "B": "lora_B.weight", "filter_magnitude": "lora_magnitude_vector", "bias": "base_layer.bias",
+    },
 }  # fmt: skip
 """By kind and parameter, the end of its key in the files of PEFT, after the module's path."""
 
@@ -52,7 +54,7 @@ def kind_of(module: torch.nn.Module) -> Kind | None:
         return "linear"
     if isinstance(module, torch.nn.Embedding):
         return "embedding"
-    return "convolution" if type(module) in CONVOLUTIONS else None
+    return "convolution" if type(module) in CONVOLVE else None
 
 
 def kind_of_parameter(owner: torch.nn.Module, name: str) -> Kind:

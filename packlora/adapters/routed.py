@@ -3,11 +3,14 @@
     embedding   y = g * (E[id] + s (A[:, id])' B')         as PEFT has it: nothing is dropped; g = 1 without DoRA
     copy        y = the module with the job's own parameters
     tokens      y = the module with the job's own rows for some tokens, of an embedding or of an output layer
+    convolution y = g * (W * x + s B * (A * x)) + b        of a vision tower, which is given rows of images
 
 These are few layers of a model, so they are plain operations of torch, one after the other for the owners of a microbatch.
-Parameters are float32: rows and norms are added and multiplied in float32, copies of matrices are cast to the model's dtype.
+Parameters are float32: rows, norms and outputs of convolutions are added and multiplied in float32; copies of matrices, and
+what is convolved with, are cast to the model's dtype.
 
-Shapes: t tokens of one owner, T tokens, r rank, V vocabulary, D width, n tokens with rows of their own.
+Shapes: t tokens of one owner, T tokens, r rank, V vocabulary, D width, n tokens with rows of their own; C and N channels,
+R rows of images of one owner.
 """
 
 from __future__ import annotations
@@ -19,12 +22,15 @@ import torch
 from torch.func import functional_call
 from torch.nn import functional as F
 
+from packlora.adapters import convolution
 from packlora.adapters.kinds import copied
 from packlora.adapters.linear import AdaptedLinear, Attached
 from packlora.adapters.norms import RowNorms
 from packlora.adapters.owners import TokenOwners
 from packlora.adapters.spec import ModuleSpec
 from packlora.adapters.token_rows import TokenRows
+from packlora.adapters.weights import first_factors
+from packlora.ops.dropout import dropout
 
 First = list[tuple[torch.nn.Parameter, torch.Tensor]]
 
@@ -138,8 +144,62 @@ class TiedWeights(RoutedWeights):
         return self.tokens.index.logits(x, y, self.tokens.rows)
 
 
+class ConvolutionWeights(RoutedWeights):
+    """A [r, C, kernel] and B [N, r, 1] of a convolution, DoRA's magnitude [1, N, 1], the bias [N]."""
+
+    def __init__(self, spec: ModuleSpec, base: Any, seed: int, room: Mapping[str, torch.Tensor]) -> None:
+        super().__init__(spec, base, seed, room)
+        self.A, self.B = self.parameters["A"], self.parameters["B"]
+        self.magnitude, self.bias = self.parameters.get("filter_magnitude"), self.parameters.get("bias")
+        A_rK, B_Nr = first_factors(spec.start, spec.rank, self.A[0].numel(), base.out_channels, seed)
+        room["A"].copy_(A_rK.view(room["A"].shape))
+        if B_Nr is not None:  # a row of B has but the ranks of its group
+            room["B"].copy_(B_Nr[:, : room["B"].shape[1]].reshape(room["B"].shape) * base.groups**0.5)
+
+    def first_values(self, base: Any, norms: RowNorms) -> First:
+        made: First = []
+        if self.magnitude is not None:
+            scaling, own = self.spec.scaling, convolution.problems(base, self.A, self.B)
+            self._norms = [norms.add(*problem, scaling, version_counted=True) for problem in own]
+            made.append((self.magnitude, self._norm_N().view_as(self.magnitude)))
+        if self.bias is not None:
+            made.append((self.bias, base.bias.detach()))
+        return made
+
+    def _norm_N(self) -> torch.Tensor:
+        return convolution.whole([norm.get() for norm in self._norms])
+
+    def rows(
+        self, base: Any, x: torch.Tensor, y: torch.Tensor, keys_R2: torch.Tensor | None, salt: int
+    ) -> torch.Tensor:
+        """Outputs for R rows of images of this job alone.
+
+        Args:
+            y: of the base.
+            keys_R2: of dropout; None: nothing is dropped.
+            salt: of the layer.
+        """
+        spec = self.spec
+        drops = keys_R2 is not None and spec.dropout > 0
+        xd = dropout(x.flatten(1), keys_R2, salt, spec.dropout).view_as(x) if drops else x  # type: ignore[arg-type]
+        low = convolution.low_rank(xd, base, self.A.to(x.dtype), self.B.to(x.dtype))
+        wide = y.to(torch.promote_types(y.dtype, self.A.dtype))
+        if self.magnitude is None:
+            out = wide + spec.scaling * low
+        else:
+            g = convolution.column(self.magnitude.flatten() / self._norm_N(), base)
+            if drops and spec.base_dropped:
+                share = convolution.convolve(xd, base, base.weight)
+            else:
+                share = wide if base.bias is None else wide - convolution.column(base.bias, base)
+            out = wide + (g - 1) * share + g * spec.scaling * low
+        if self.bias is not None:
+            out = out + convolution.column(self.bias - base.bias, base)
+        return out.to(y.dtype)
+
+
 WEIGHTS: dict[str, type[RoutedWeights]] = {
-    "embedding": EmbeddingWeights, "copy": CopyWeights, "tokens": TokenWeights,
+    "embedding": EmbeddingWeights, "copy": CopyWeights, "tokens": TokenWeights, "convolution": ConvolutionWeights,
 }  # fmt: skip
 """By ModuleSpec.kind; a tied one is made of that which it is tied to."""
 
@@ -247,3 +307,31 @@ class Routed(torch.nn.Module):
                 f"the microbatch has {total} tokens, {type(self.base).__name__} was given {list(x.shape)}"
             )
         return self._dim
+
+
+class RoutedRows(Routed):
+    """A convolution of a vision tower, whose rows, the first dimension of x, are those of images.
+
+    Args:
+        salt: names its dropout masks.
+    """
+
+    adapters: dict[int, ConvolutionWeights]  # type: ignore[assignment]
+
+    def __init__(self, inner: torch.nn.Module, attached: Attached, salt: int) -> None:
+        super().__init__(inner, attached, of_rows=False)
+        self.salt = salt
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        owners = self.attached.owners(len(x), of_images=True)
+        y: torch.Tensor = self.inner(x, *args, **kwargs)
+        if owners is None or owners.adapters.isdisjoint(self.adapters):
+            return y
+        parts, at = [], 0
+        for number, start, stop in owners.segments:
+            own = self.adapters.get(number)
+            if own is not None:
+                keys = None if owners.keys_T2 is None else owners.keys_T2[start:stop]
+                parts += [y[at:start], own.rows(self.base, x[start:stop], y[start:stop], keys, self.salt)]
+                at = stop
+        return torch.cat([*parts, y[at:]])

@@ -24,6 +24,7 @@ from peft.utils.other import get_pattern_key
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from packlora.adapters import convolution
 from packlora.adapters.expert_targets import (
     all_linear_leaves_out,
     as_peft_takes_it,
@@ -33,6 +34,7 @@ from packlora.adapters.kinds import PARAMETERS, Kind, copied, is_linear, kind_of
 from packlora.config import AdapterConfig
 from packlora.config.adapter import DOUBLED
 from packlora.errors import InputError, quoted
+from packlora.ops.modules import beside_decoder
 
 OF_WEIGHTS = re.compile("pissa.*|olora|loftq")
 """Values of init_lora_weights for which starts.py has the first values."""
@@ -159,6 +161,10 @@ def resolve(peft: LoraConfig, model: PreTrainedModel, job: str, base_dropped: bo
             kind = kind_of(module)
             assert kind is not None
             own = _low_rank(peft, chosen[name], kind, base_dropped, job)
+            if kind == "convolution" and (reason := convolution.why_unfit(module, own.rank)):
+                raise InputError(
+                    f"job {job!r}: target_modules matches {name}, a convolution which {reason}; leave it out"
+                )
             spec.modules[name] = replace(own, train_bias=name in biased)
         elif name in biased:
             spec.modules[name] = ModuleSpec(0, 1.0, 0.0, False, True)
@@ -250,15 +256,19 @@ def _targets(
                 f"job {job!r}: target_modules names {quoted(target, 300)}, which matches nothing in the model; "
                 + (f"did you mean {near[0]!r}?" if near else f"linear layers are {leaves}")
             )
+    of_images = beside_decoder(model)
     for name in sorted(matched):
         module = model.get_submodule(name)
         kind = kind_of(module)
-        found = None if kind in ("linear", "embedding") else f"of type {type(module).__name__}"
+        found = None if kind is not None else f"of type {type(module).__name__}"
         if isinstance(module, torch.nn.Embedding):
             found = why_no_rows(module)
+        if kind == "convolution" and name not in of_images:
+            found = f"a {type(module).__name__} in which tokens see those of other samples"
         if found:
             raise InputError(
-                f"job {job!r}: target_modules matches {name}, {found}; linear layers and embeddings can be adapted"
+                f"job {job!r}: target_modules matches {name}, {found}; linear layers, embeddings and convolutions of a "
+                "vision tower can be adapted"
             )
     return matched
 
@@ -268,9 +278,10 @@ def _start(peft: LoraConfig, rank: int, name: str, kind: Kind, job: str) -> bool
     start: Any = peft.init_lora_weights or False
     if start == "orthogonal" and rank % 2:
         raise InputError(f"job {job!r}: init_lora_weights: orthogonal takes even ranks, and {name} has {rank}")
-    if start == "orthogonal" and kind == "experts":
+    if start == "orthogonal" and kind in ("experts", "convolution"):
+        what = "experts" if kind == "experts" else "convolutions"
         raise InputError(
-            f"job {job!r}: init_lora_weights: orthogonal is not for experts, as {name}; leave one of them out"
+            f"job {job!r}: init_lora_weights: orthogonal is not for {what}, as {name}; leave one of them out"
         )
     return start  # type: ignore[no-any-return]
 
@@ -440,7 +451,7 @@ def _biased(
         return set()
     have = {name for name, module in linears.items() if module.bias is not None}
     if peft.bias == "lora_only":
-        return have & chosen
+        return {name for name in chosen if getattr(model.get_submodule(name), "bias", None) is not None}
     for name, _ in model.named_parameters():
         owner, _, leaf = name.rpartition(".")
         if leaf == "bias" and (owner not in have or owner in heads):

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from packlora.adapters import convolution
 from packlora.adapters.kinds import copied, sizes
 from packlora.adapters.norms import RowNorms
 from packlora.adapters.sharded import shard_of
@@ -22,6 +23,8 @@ def parameter_shapes(spec: ModuleSpec, base: Any) -> dict[str, tuple[int, ...]]:
         return {name: tuple(getattr(base, own).shape) for name, own in copied(base).items()}
     if spec.kind in ("tokens", "tied"):
         return {"tokens": (len(spec.tokens), base.weight.shape[1])} if spec.tokens else {}
+    if spec.kind == "convolution":
+        return convolution.shapes(base, spec.rank, spec.use_dora, spec.train_bias)
     N, K = sizes(base)
     shapes: dict[str, tuple[int, ...]] = {}
     if spec.rank:

@@ -30,7 +30,7 @@ LIBRARIES = {
     "torchao": (("torchao",), "pip install 'packlora[quant]'"),
     "compressed-tensors": (("compressed_tensors",), "pip install 'packlora[quant]'"),
     "gptq": (("gptqmodel", "optimum"), "pip install gptqmodel optimum"),
-    "awq": (("gptqmodel",), "pip install gptqmodel"),
+    "awq": (("gptqmodel",), "pip install gptqmodel optimum"),
     "fp8": ((), ""),
 }  # fmt: skip
 """By method the modules that read it, and how they are installed; the others are bitsandbytes'."""

@@ -1,5 +1,6 @@
 """The proof that samples with images may be packed, as proof.py gives it for texts: packed samples must have the logits that
-the untouched model gives each one alone, and the rows of an image must lie together in all linear layers of a vision tower.
+the untouched model gives each one alone, and the rows of an image must lie together in all linear layers and convolutions of a
+vision tower.
 
 Shapes: T tokens of a sample, n rows of images that a layer is given.
 """
@@ -41,7 +42,7 @@ class _Sample:
 
 @dataclass(frozen=True, slots=True)
 class OwnImages:
-    """What the model gives as transformers runs it. logits: float64 [T, V] of each sample alone. rows: by linear layer beside
+    """What the model gives as transformers runs it. logits: float64 [T, V] of each sample alone. rows: by such layer beside
     the language model, one number of each row [n], of each sample with images."""
 
     samples: tuple[_Sample, ...]
@@ -132,16 +133,17 @@ def _probes(model: PreTrainedModel, vision: Vision) -> tuple[_Sample, ...]:
 
 @contextmanager
 def _watched(model: PreTrainedModel) -> Iterator[Rows]:
-    """Of every linear layer beside the language model, a random sum of each row that it is given."""
+    """Of every linear layer and convolution beside the language model, a random sum of each row that it is given."""
     found: Rows = {}
     handles = []
     for path in sorted(beside_decoder(model)):
         module = model.get_submodule(path)
-        if not isinstance(module, torch.nn.Linear):
+        convolution = isinstance(module, torch.nn.Conv1d | torch.nn.Conv2d | torch.nn.Conv3d)
+        if not isinstance(module, torch.nn.Linear) and not convolution:
             continue
 
-        def note(_: torch.nn.Module, inputs: Any, path: str = path) -> None:
-            x = inputs[0].flatten(0, -2).double()
+        def note(_: torch.nn.Module, inputs: Any, path: str = path, convolution: bool = convolution) -> None:
+            x = (inputs[0].flatten(1) if convolution else inputs[0].flatten(0, -2)).double()
             weights = torch.randn(x.shape[-1], generator=torch.Generator().manual_seed(3), dtype=torch.float64)
             found[path] = x @ weights.to(x.device)
 

@@ -115,6 +115,10 @@ def _check_plain(opened: AdapterFolder, program: str) -> None:
         raise InputError(
             f"{opened.path} holds parameters of {others[0]} itself, which {program} does not read; {remedy}"
         )
+    if convolutions := [path for path, module in opened.spec.modules.items() if module.kind == "convolution"]:
+        raise InputError(
+            f"{opened.path} adapts {convolutions[0]}, a convolution, which {program} does not read; {remedy}"
+        )
     if biased := [path for path, module in opened.spec.modules.items() if module.train_bias]:
         raise InputError(
             f"{opened.path} holds trained biases, the first of {biased[0]}, which {program} does not read; {remedy}"

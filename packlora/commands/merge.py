@@ -284,6 +284,11 @@ class Merged:
                 self.places[keys[path]] = path, "weight"
                 continue
             base = model.get_submodule(path)
+            if module.kind == "convolution" and base.groups > 1:
+                raise InputError(
+                    f"{self.adapter_dir} adapts {path}, a convolution of {base.groups} groups: no one weight has its numbers, "
+                    "as a filter sees one group and A sees all; the adapter can be used beside its base alone"
+                )
             self.transposed |= {path} if type(base) is Conv1D else set()
             for leaf, _ in base.named_parameters(recurse=False):
                 if (name := f"{path}.{leaf}") in keys:
@@ -375,8 +380,9 @@ class Merged:
         if leaf == "bias" or not module.rank:
             return W
         turned = module.kind == "embedding" or path in self.transposed
-        W, A, B = (W.T if turned else W), own("A"), own("B")
+        W, A, B = (W.T if turned else W).flatten(1), own("A").flatten(1), own("B").flatten(1)
         merged = W.addmm(B, A, alpha=module.scaling)
         if module.use_dora:
-            merged *= (own("magnitude") / row_norm(W, A, B, module.scaling)).unsqueeze(1)
-        return merged.T.contiguous() if turned else merged
+            magnitude = own("filter_magnitude" if module.kind == "convolution" else "magnitude").flatten()
+            merged *= (magnitude / row_norm(W, A, B, module.scaling)).unsqueeze(1)
+        return merged.T.contiguous() if turned else merged.view(stored.shape)

@@ -10,8 +10,13 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from packlora.config.shared import LEAST_ALPHA, MOST_ALPHA, MOST_PATTERNS, MOST_RANK, PathText, Strict, check_regex
 from packlora.errors import quoted
 
-_OF_DATA = "which takes a pass over the data before training"
-OTHER_STARTS = {"corda": _OF_DATA, "lora_ga": _OF_DATA, "eva": _OF_DATA}
+_OF_DATA = "which takes a pass over the data before training, and changes the base weights"
+OTHER_STARTS = {
+    "corda": _OF_DATA,
+    "lora_ga": _OF_DATA,
+    "eva": "which takes a pass over the data before training, by which ranks are shared out (an adapter made with PEFT's "
+    "initialize_lora_eva_weights and save_pretrained can be continued: init_from)",
+}
 """Values of PEFT's init_lora_weights that are not taken, and why."""
 STARTS = r"gaussian|orthogonal|pissa(_niter_[1-9]\d?)?|olora|loftq"
 DOUBLED = r"pissa.*|olora"

@@ -73,6 +73,24 @@ class Sample:
         """Tokens of its parts, none of which sees another."""
         return (len(self.ids),) if self.preference is None else self.preference.lengths
 
+    def parts(self) -> list[Sample]:
+        """Its parts as samples of their own, with their images."""
+        if self.preference is None:
+            return [self]
+        out, start, files = [], 0, 0
+        for length in self.preference.lengths:
+            ids, is_label = self.ids[start : start + length], self.is_label[start : start + length]
+            own, first = None, files
+            if self.images is not None:
+                tokens = int((ids == self.images.token_id).sum())
+                while sum(self.images.counts[first:files]) < tokens:
+                    files += 1
+                if tokens:
+                    own = Images(self.images.files[first:files], self.images.counts[first:files], self.images.token_id)
+            out.append(Sample(ids, is_label, images=own))
+            start += length
+        return out
+
     def groups(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Of a sample with a preference, the places of its label tokens: those outside of completions, those of the chosen
         completion, or of the only one, and those of the rejected one."""

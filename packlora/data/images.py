@@ -37,6 +37,9 @@ MOST_PIXELS = 2**26
 """Of an image, 8192 by 8192: what is decoded takes three bytes for each."""
 MOST_BYTES = 2**28
 """Of a file."""
+MOST_RATIO = 200
+"""Of the longer side to the shorter one, as Qwen's processor has it. Others enlarge the shorter side to hundreds of pixels: of
+60000 by 1 they would make 20 GB."""
 
 Bad = Callable[[str], InputError]
 
@@ -63,6 +66,15 @@ class Images:
     files: tuple[ImageFile, ...]
     counts: tuple[int, ...]
     token_id: int
+
+    @staticmethod
+    def joined(parts: Sequence[Images | None]) -> Images | None:
+        """Of the parts of a sample, one behind the other."""
+        own = [part for part in parts if part is not None]
+        if not own:
+            return None
+        files, counts = (tuple(one for part in own for one in getattr(part, name)) for name in ("files", "counts"))
+        return Images(files, counts, own[0].token_id)
 
     def cut(self, ids: np.ndarray, limit: int) -> tuple[int, Images | None]:
         """Tokens that are left of `ids` [T] where at most `limit` are, with no image cut through; and the images of these."""
@@ -174,7 +186,13 @@ def decode(path: str) -> tuple[bytes, pillow.Image]:
             )  # refuses what its own limit, 2.7 times MOST_PIXELS, does
             if image.width * image.height > MOST_PIXELS:
                 raise pillow.DecompressionBombError(f"{image.width} x {image.height} pixels")
+            if max(image.size) > MOST_RATIO * min(image.size):
+                raise ValueError(
+                    f"it is {image.width} x {image.height}, and a side is at most {MOST_RATIO} times the other"
+                )
             image.load()
+            if (wide := _wider(image)) is not None:
+                raise ValueError(wide)
             upright = (ImageOps.exif_transpose(image) or image).convert("RGB")
     except (pillow.DecompressionBombError, MemoryError) as error:
         raise InputError(
@@ -186,6 +204,16 @@ def decode(path: str) -> tuple[bytes, pillow.Image]:
         formats = ", ".join(FORMATS)
         raise InputError(f"the image {path} cannot be decoded ({error}); formats are {formats}") from None
     return hashlib.blake2b(data, digest_size=16).digest(), upright
+
+
+def _wider(image: pillow.Image) -> str | None:
+    """What an image has that three colours of 8 bits do not: Pillow would make all of it white, or black, without a word."""
+    if image.mode != "F" and not image.mode.startswith("I"):
+        return None
+    low, high = image.getextrema()
+    if image.mode != "F" and low >= 0 and high <= 255:  # type: ignore[operator]
+        return None
+    return f"it has grey values from {low:g} to {high:g} in mode {image.mode}; save it with 8 bits"
 
 
 # --- how rows have them ------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 Bad = Callable[[str], Exception]
-SHARED = ("system", "tools")
+SHARED = ("system", "tools", "images", "image")
 
 
 def halves(value: dict[str, Any], bad: Bad) -> tuple[dict[str, Any], dict[str, Any]]:

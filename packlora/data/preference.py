@@ -13,7 +13,7 @@ import numpy as np
 
 from packlora.config import DataConfig
 from packlora.data.encode import Encoded, Preference, Sample, encode_rows, encoded_rows
-from packlora.data.images import Shown
+from packlora.data.images import Images, Shown
 from packlora.data.rows import Row
 from packlora.errors import InputError, quoted
 from packlora.terminal import Told, silent
@@ -39,10 +39,12 @@ def encode_for(
     """
     if trainer == "sft":
         return encode_rows(rows, tokenizer, data, budget, job, context, told, shown)
-    out, halves = Encoded([]), list[Row]()
+    out, found = Encoded([]), dict[int, Sample]()
     taken = [row for row in rows if _is_taken(row, trainer, data, job, out.skipped)]
-    halves = [half for row in taken for half in row.pair or (row,)]
-    found = {id(row): sample for row, sample in encoded_rows(halves, tokenizer, data, job, out.skipped, told)}
+    for part in (0, 1):  # a row that is skipped for its first part is not skipped again
+        left = [row.pair or (row,) for row in taken if part == 0 or (row.pair and id(row.pair[0]) in found)]
+        encoded = encoded_rows([halves[part] for halves in left], tokenizer, data, job, out.skipped, told, shown)
+        found |= {id(row): sample for row, sample in encoded}
     limit = min(data.max_length, context)
     name = f"max_length {limit}" if limit == data.max_length else f"the model's context of {limit}"
     for row in taken:
@@ -51,11 +53,13 @@ def encode_for(
             continue
         longest, total = max(part.num_tokens for part in parts), sum(part.num_tokens for part in parts)
         if longest > limit and data.truncate == "right":
-            parts = [Sample(part.ids[:limit], part.is_label[:limit]) for part in parts]
+            parts = [part.first(limit) for part in parts]
             total = sum(part.num_tokens for part in parts)
         elif longest > limit and data.truncate == "error":
+            most = max(sum(part.images.counts) if part.images is not None else 0 for part in parts)
             raise InputError(
-                f"job {job!r}: {row.where}: a prompt with its completion has {longest} tokens, over {name}; "
+                f"job {job!r}: {row.where}: a prompt with its completion has {longest} tokens"
+                f"{f', {most} of them of images' if most else ''}, over {name}; "
                 f"{'raise it, or ' if limit == data.max_length else ''}set truncate to drop or right"
             )
         if total > budget and data.truncate == "error":
@@ -86,7 +90,7 @@ def _is_taken(row: Row, trainer: str, data: DataConfig, job: str, skipped: list[
         problem = (
             f"train.trainer: kto takes rows {{prompt, completion, label}} with a label of true or false; found {found}"
         )
-    if any(half.images for half in row.pair or (row,)):
+    if trainer != "dpo" and any(half.images for half in row.pair or (row,)):
         problem = f"the row has images, which train.trainer: {trainer} does not take in this version"
     if problem is None:
         return True
@@ -105,7 +109,8 @@ def _joined(parts: Sequence[Sample], row: Row, trainer: str, limit: int) -> Samp
         is_context[1 : parts[0].num_tokens] = ~parts[0].is_label[1:]
         is_label = is_label | is_context
     desirable = bool(row.label) if trainer == "kto" else True
-    return Sample(ids, is_label, Preference(tuple(part.num_tokens for part in parts), desirable, is_context, limit))
+    preference = Preference(tuple(part.num_tokens for part in parts), desirable, is_context, limit)
+    return Sample(ids, is_label, preference, Images.joined([part.images for part in parts]))
 
 
 def mismatched(samples: Sequence[Sample]) -> list[Sample]:

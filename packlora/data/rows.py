@@ -9,8 +9,8 @@
     {prompt, chosen, rejected}      TRL's preferences, texts or lists of messages; the prompt may be what both begin with
     {prompt, completion, label}     TRL's judged completions
 
-A conversation or a prompt may come with `system`, a message of the system, and with `images` (images.py), a conversation with
-`tools`.
+A conversation or a prompt may come with `system`, a message of the system, and with `images` (images.py), of two
+completions those of the prompt; a conversation with `tools`.
 """
 
 from __future__ import annotations
@@ -125,9 +125,10 @@ def check_row(value: Any, where: str, job: str, folder: str | None = None) -> Ro
         return _tokens(value, where, bad)
     if kind == ("chosen", "rejected"):
         chosen, rejected = halves(value, bad)
-        if value.get("images") or value.get("image"):
-            raise bad("'images' do not go with 'chosen' and 'rejected' in this version")
-        pair = check_row(chosen, f"{where}, chosen", job), check_row(rejected, f"{where}, rejected", job)
+        pair = (
+            check_row(chosen, f"{where}, chosen", job, folder),
+            check_row(rejected, f"{where}, rejected", job, folder),
+        )
         return Row(where, pair=pair)
     label = value.get("label")
     if kind == ("instruction", "output"):

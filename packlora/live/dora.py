@@ -28,8 +28,8 @@ from peft.tuners.lora.variants import (
     DoraEmbeddingVariant,
 )
 from torch import nn
-from torch.nn import functional as F
 
+from packlora.adapters import convolution
 from packlora.adapters.norms import NormHandle, RowNorms
 from packlora.live.adapter import DTYPES, active_adapter, observed
 from packlora.live.forward import OwnForward
@@ -39,12 +39,10 @@ from packlora.ops.row_norm.row_norm import traced_row_norm
 
 PLAN = "kept-norm"
 """How the report names what this file does."""
-CONVOLUTIONS: dict[type, tuple[type, type, Any]] = {
-    Conv1d: (nn.Conv1d, DoraConv1dVariant, F.conv1d),
-    Conv2d: (nn.Conv2d, DoraConv2dVariant, F.conv2d),
-    Conv3d: (nn.Conv3d, DoraConv3dVariant, F.conv3d),
-}
-"""By PEFT's layer: the base layer, PEFT's variant, the function."""
+CONVOLUTIONS: dict[type, tuple[type, type]] = {
+    Conv1d: (nn.Conv1d, DoraConv1dVariant), Conv2d: (nn.Conv2d, DoraConv2dVariant), Conv3d: (nn.Conv3d, DoraConv3dVariant),
+}  # fmt: skip
+"""By PEFT's layer: the base layer, PEFT's variant."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +178,7 @@ class DoraForward(OwnForward):
     def norm(self, call: DoraCall) -> torch.Tensor:
         """Row norms [N] of W + s B A, for their present values."""
         if torch.compiler.is_compiling():  # what is kept in Python would be frozen into a CUDA graph
-            return self.whole([traced_row_norm(*problem, call.scaling) for problem in self.problems(call)])
+            return convolution.whole([traced_row_norm(*problem, call.scaling) for problem in self.problems(call)])
         operands = (call.base.weight, call.A, call.B)
         key = (call.scaling, *((t.data_ptr(), t.dtype, t.device, t.shape) for t in operands))
         kept = self._kept.get(call.name)
@@ -189,11 +187,7 @@ class DoraForward(OwnForward):
             self._kept = {name: value for name, value in self._kept.items() if name not in gone}
             handles = [self.norms.add(*problem, call.scaling) for problem in self.problems(call)]
             kept = self._kept[call.name] = (key, handles)
-        return self.whole([handle.get() for handle in kept[1]])
-
-    def whole(self, norms: list[torch.Tensor]) -> torch.Tensor:
-        """[N] from the norms of the problems."""
-        return norms[0] if len(norms) == 1 else torch.stack(norms, 1).flatten()
+        return convolution.whole([handle.get() for handle in kept[1]])
 
 
 class _Compose(torch.autograd.Function):
@@ -273,18 +267,13 @@ class EmbeddingForward(DoraForward):
 
 
 class ConvolutionForward(DoraForward):
-    """lora.Conv1d, 2d and 3d. The norm is over a filter's channels and kernel.
-
-    With groups, PEFT's A is not grouped, and PEFT's norm is of W + s P where P is the product of B [N / groups, r] and
-    A [r, groups K] read in the shape of W. That is not the norm of what the layer multiplies with; it is kept, since the
-    magnitudes were trained with it.
-    """
+    """lora.Conv1d, 2d and 3d; adapters/convolution.py says what they compute."""
 
     plain = "of a LoRA on a convolution PEFT makes nothing of the weight's size"
 
     def __init__(self, layer: Any, path: str, norms: RowNorms) -> None:
         super().__init__(layer, path, norms)
-        self.kind, self.variant, self.convolve = CONVOLUTIONS[kind_of(layer)]
+        self.kind, self.variant = CONVOLUTIONS[kind_of(layer)]
 
     def unfit(self, base: Any, A: Any, B: Any) -> str | None:
         reason = _plain_modules(("base layer", base, self.kind), ("lora_A", A, self.kind), ("lora_B", B, self.kind))
@@ -295,23 +284,18 @@ class ConvolutionForward(DoraForward):
         return reason
 
     def base_product(self, x: torch.Tensor, call: DoraCall, bias: torch.Tensor | None) -> torch.Tensor:
-        return self._convolve(x, call.base, call.base.weight, bias)
+        return convolution.convolve(x, call.base, call.base.weight, bias)
 
     def low_rank(self, x: torch.Tensor, call: DoraCall, dtype: torch.dtype) -> torch.Tensor:
         A, B = self.layer.lora_A[call.name], self.layer.lora_B[call.name]
-        return self._convolve(self._convolve(x.to(dtype), A, call.A.to(dtype), None), B, call.B.to(dtype), None)
-
-    def _convolve(self, x: torch.Tensor, like: Any, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        y: torch.Tensor = self.convolve(x, weight, bias, like.stride, like.padding, like.dilation, like.groups)
-        return y
+        z = convolution.convolve(x.to(dtype), A, call.A.to(dtype))
+        return convolution.convolve(z, B, call.B.to(dtype))
 
     def column(self, vector_N: torch.Tensor) -> torch.Tensor:
-        return vector_N.view(-1, *[1] * (self.layer._kernel_dim - 2))
+        return convolution.column(vector_N, self.layer.get_base_layer())
 
     def problems(self, call: DoraCall) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        W_NK, A, groups = call.base.weight.detach().flatten(1), call.A.detach().flatten(1), call.base.groups
-        B_nr = call.B.detach().view(-1, len(A))
-        return [(W_NK[n::groups], A_rK, B_nr) for n, A_rK in enumerate(A.split(W_NK.shape[1], 1))]
+        return convolution.problems(call.base, call.A, call.B)
 
 
 def _plain_modules(*wanted: tuple[str, Any, type]) -> str | None:

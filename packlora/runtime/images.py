@@ -21,7 +21,7 @@ Draw = tuple[int, int, int] | None
 
 @dataclass(frozen=True, slots=True)
 class BatchImages:
-    """images: of each sample, None where it has none."""
+    """samples: each part of one by itself. images: of each, None where it has none."""
 
     vision: Vision
     samples: Sequence[Sample]
@@ -59,13 +59,15 @@ def in_batch(
     """
     if vision is None or all(item.images is None for item in samples):
         return None
+    files = dict.fromkeys(file for item in samples if item.images is not None for file in item.images.files)
+    tensors = {file: vision.tensors(file.decode()) for file in files}
+    parts: list[Sample] = []
     images: list[ImageTensors | None] = []
     owned: list[OwnedImage] = []
     for item, owner, draw in zip(samples, owners, draws, strict=True):
-        if item.images is None:
-            images.append(None)
-            continue
-        own = ImageTensors.joined([vision.tensors(file.decode()) for file in item.images.files])
-        owned += [OwnedImage(owner, share, draw) for share in own.shares]
-        images.append(own)
-    return BatchImages(vision, samples, images, ImageOwners(owned, device))
+        for part in item.parts():
+            own = None if part.images is None else ImageTensors.joined([tensors[file] for file in part.images.files])
+            owned += [] if own is None else [OwnedImage(owner, share, draw) for share in own.shares]
+            images.append(own)
+            parts.append(part)
+    return BatchImages(vision, parts, images, ImageOwners(owned, device))

@@ -124,7 +124,7 @@ def _try_candidates(prepared: PreparedRun, resumed: bool) -> None:
 
 def vision_of(run: Run, skeleton: PreTrainedModel, rows: Sequence[Rows]) -> Vision | None:
     """What the base model is given for images, where rows have some. Raises InputError where it reads none here."""
-    if not any(row.images for some in rows for row in some.read.rows):
+    if not any(half.images for some in rows for row in some.read.rows for half in row.pair or (row,)):
         return None
     return Vision.of(base_path(run.base_model), run.revision, skeleton.config)
 
@@ -243,10 +243,10 @@ def adapter_spec(job: JobConfig, config: LoraConfig, skeleton: PreTrainedModel) 
         )
     of_images = beside_decoder(skeleton)
     for path, own in spec.modules.items():
-        if own.kind != "linear" and path in of_images:
+        if own.kind not in ("linear", "convolution") and path in of_images:
             raise InputError(
-                f"job {job.name!r}: {path} is part of the vision tower, of which linear layers alone are adapted in this "
-                "version; leave it out of modules_to_save and target_modules, or name whole paths in the language model"
+                f"job {job.name!r}: {path} is part of the vision tower, of which linear layers and convolutions are adapted in "
+                "this version; leave it out of modules_to_save and target_modules, or name whole paths in the language model"
             )
     if job.adapter.init_from is not None:
         check_start(job.adapter, spec, skeleton, job.name)

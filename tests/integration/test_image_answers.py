@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from peft import PeftModel
 from PIL import Image
 from test_vision import KINDS, peft_model, plain_model
@@ -23,6 +24,7 @@ from packlora.data import images
 from packlora.errors import InputError, printable
 
 NEW = 10
+PATCHES = "model.vision_tower.embeddings.patch_embedding.weight"
 
 
 def user(text: str, number: int) -> dict[str, Any]:
@@ -66,8 +68,19 @@ class Answers:
 
 
 def test_a_merged_model_reads_images_as_its_base_does(answers: Callable[[str], Answers], tmp_path: Path) -> None:
+    """The adapter is DoRA, also on the convolution that patches are embedded by."""
     own = answers("llava")
-    merge_adapter(own.folder / "lora", tmp_path / "merged", own.base)
+    merge_adapter(own.folder / "dora", tmp_path / "merged", own.base)
+    peft = PeftModel.from_pretrained(plain_model(own.base), str(own.folder / "dora")).eval()
+    merged = plain_model(str(tmp_path / "merged")).eval()
+    found, wanted = (
+        {name: p.detach() for name, p in model.named_parameters()} for model in (merged, peft.merge_and_unload())
+    )
+    assert found.keys() == wanted.keys()
+    for name, weight in wanted.items():
+        assert torch.allclose(found[name], weight, rtol=0, atol=1e-5), name
+    base = plain_model(own.base).get_parameter(PATCHES)
+    assert float((found[PATCHES] - base).abs().max()) > 1e-2
     for name in ("preprocessor_config.json", "processor_config.json"):
         assert (tmp_path / "merged" / name).read_bytes() == (Path(own.base) / name).read_bytes()
     assert Vision.of(str(tmp_path / "merged"), None, read_config(str(tmp_path / "merged"), None)).processor is not None
@@ -86,8 +99,8 @@ def answers(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Callabl
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "llava", *(pytest.param(name, marks=pytest.mark.soak) for name in (
-    "qwen3_vl", "gemma3", "llava_next"))])  # fmt: skip
+@pytest.mark.parametrize("family", ["qwen2_5_vl", *(pytest.param(name, marks=pytest.mark.soak) for name in (
+    "llava", "qwen3_vl", "gemma3", "llava_next"))])  # fmt: skip
 def test_answers_on_images_are_those_of_peft(family: str, answers: Callable[[str], Answers]) -> None:
     """Of a LoRA, a DoRA and the base model; of one image, and in a second turn of one more. The tiny Gemma 3 says the same of
     whatever it is shown."""

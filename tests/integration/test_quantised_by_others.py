@@ -236,6 +236,50 @@ def test_an_adapter_is_merged_into_what_the_codes_of_its_base_stand_for(
         merge_adapter(folder, tmp_path / "no", str(source))
 
 
+PLACES: dict[str, dict[str, Any]] = {
+    "embedding": {"target_modules": ["q_proj", "embed_tokens"]},
+    "head": {"target_modules": ["lm_head", "down_proj"], "use_dora": True, "lora_dropout": 0.2},
+    "copies": {"target_modules": ["v_proj"], "modules_to_save": ["lm_head", "norm"]},
+    "copied embedding": {"target_modules": ["v_proj"], "modules_to_save": ["embed_tokens"], "use_dora": True},
+    "tokens": {"target_modules": ["gate_proj"], "trainable_token_indices": [5, 9, 30], "bias": "lora_only"},
+}  # fmt: skip
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", ["packed int4", "int8_weight_only", "gptq"])
+def test_jobs_on_any_module_beside_codes_are_those_beside_dense_weights_resumed_and_merged(
+    kind: str, made: Made, write_rows: Rows, tmp_path: Path
+) -> None:
+    codes, dense, quantization = made(kind)
+    train_keys = {"global_batch_size": 2, "max_steps": 3, "learning_rate": 3e-3}
+    jobs = [
+        {
+            "name": name,
+            "data": {"path": write_rows(name, 6, seed=seed)},
+            "adapter": {"r": 3, **own},
+            "train": train_keys,
+        }
+        for seed, (name, own) in enumerate(PLACES.items())
+    ]
+    jobs = [job | {"name": job["name"].replace(" ", "-")} for job in jobs]
+    tree = config(str(dense), tmp_path / "dense", write_rows, jobs, dtype="float64", save_every=1)
+    train(tree)
+    again = {**tree, "base_model": str(codes), "quantization": quantization, "output_dir": str(tmp_path / "codes")}
+    again |= {"gradient_checkpointing": True, "max_tokens_per_microbatch": 120}
+    train(again, max_steps=1)
+    train(again, resume=True)
+    ids = torch.arange(3, 40)[None]
+    for job in jobs:
+        folder = tmp_path / "codes" / job["name"]
+        assert distance(adapter(tmp_path / "codes", job["name"]), adapter(tmp_path / "dense", job["name"])) < 1e-9
+        merge_adapter(folder, tmp_path / f"merged-{job['name']}")
+        with torch.no_grad():
+            merged = AutoModelForCausalLM.from_pretrained(tmp_path / f"merged-{job['name']}", dtype=torch.float32)
+            plain = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32)
+            want = PeftModel.from_pretrained(plain, folder)(ids).logits
+            torch.testing.assert_close(merged(ids).logits, want, rtol=1e-4, atol=1e-3)
+
+
 def test_an_adapter_of_torchao_s_codes_is_merged_into_them(made: Made, write_rows: Rows, tmp_path: Path) -> None:
     _, dense, quantization = made("int8_weight_only")
     codes, _, _ = made("int8_weight_only")

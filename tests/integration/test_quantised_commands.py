@@ -56,6 +56,7 @@ def test_a_job_that_joins_has_the_numbers_of_one_on_dense_weights(both: tuple[st
         assert distance(adapter(tmp_path / "out", name), adapter(alone, name)) < 1e-10, name
 
 
+@pytest.mark.soak
 def test_a_sweep_ranks_as_on_dense_weights(both: tuple[str, str], tmp_path: Path) -> None:
     template = job("a", tmp_path, rows=8)
     found = []

@@ -81,12 +81,12 @@ def test_a_run_is_that_on_dense_weights_which_say_the_same(tiny_base: Base, writ
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         if (Path(base) / name).exists():
             (tmp_path / "plain" / name).write_bytes((Path(base) / name).read_bytes())
-    jobs = [{**job, "train": {**job["train"], "max_steps": 3}} for job in JOBS]
+    jobs = [{**job, "train": {**job["train"], "max_steps": 2}} for job in JOBS]
     jobs[0]["data"] = {"path": write_rows("lora", 12, seed=5), "eval_path": write_rows("held", 5, seed=9)}
     dense = config(str(tmp_path / "plain"), tmp_path / "dense", write_rows, jobs, dtype="float64")
     train(dense)
     tree = {**dense, "base_model": base, "output_dir": str(tmp_path / "codes"), "quantization": DOUBLE}
-    train(tree, max_steps=2)
+    train(tree, max_steps=1)
     train({**tree, "gradient_checkpointing": True}, resume=True)
     alone = {**tree, "output_dir": str(tmp_path / "alone"), "jobs": tree["jobs"][3:], "max_tokens_per_microbatch": 64}
     train(alone)

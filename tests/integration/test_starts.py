@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import tiny_model
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model, initialize_lora_eva_weights
 from quantised import load_quantised
 from safetensors.torch import load_file
 from test_training import adapter, config, distance, like_peft, steps, train, train_by_peft
@@ -32,13 +32,14 @@ def job(name: str, start: str, data: str, **changes: Any) -> dict[str, Any]:
 
 
 STARTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "pissa": ("pissa", {"use_dora": True}),
-    "pissa patterns": ("pissa", {"use_rslora": True, "rank_pattern": {"v_proj": 3}, "alpha_pattern": {"v_proj": 5}}),
+    "pissa": (
+        "pissa", {"use_dora": True, "use_rslora": True, "rank_pattern": {"v_proj": 3}, "alpha_pattern": {"v_proj": 5}},
+    ),
     "olora": ("olora", {}),
-}
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("case", ["pissa", "pissa patterns", pytest.param("olora", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("case", ["pissa", pytest.param("olora", marks=pytest.mark.soak)])
 def test_losses_and_the_model_are_those_of_peft_whose_base_is_changed(
     case: str, tiny_base: Base, write_rows: Rows, tmp_path: Path
 ) -> None:
@@ -65,6 +66,27 @@ def test_losses_and_the_model_are_those_of_peft_whose_base_is_changed(
         if "lora_A" in key:
             first, second = tensor.chunk(2)
             assert not torch.equal(first, second) and first.shape == second.shape
+
+
+def test_an_adapter_that_peft_began_by_eva_is_continued_as_by_peft(
+    tiny_base: Base, write_rows: Rows, tmp_path: Path
+) -> None:
+    """Whose ranks and scalings are other ones in each layer."""
+    base, data = tiny_base("qwen2"), write_rows("rows")
+    names = ["q_proj", "v_proj", "down_proj"]
+    config_of_peft = LoraConfig(r=4, target_modules=names, init_lora_weights="eva", task_type="CAUSAL_LM")
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), config_of_peft)
+    generator = torch.Generator().manual_seed(0)
+    batches = [{"input_ids": torch.randint(3, 300, (4, 16), generator=generator)} for _ in range(4)]
+    batches = [batch | {"attention_mask": torch.ones_like(batch["input_ids"])} for batch in batches]
+    initialize_lora_eva_weights(model, batches, show_progress_bar=False)
+    assert len({module.r["default"] for module in model.modules() if hasattr(module, "lora_A")}) > 2
+    model.save_pretrained(tmp_path / "eva")
+    tree = config(base, tmp_path / "out", write_rows, [like_peft(data, tmp_path / "eva")])
+    losses = train_by_peft(model, prepare(Run.model_validate(tree)).jobs[0].data)
+    train(tree)
+    for ours, theirs in zip(steps(tmp_path / "out"), losses, strict=True):
+        assert abs(ours["loss"] - theirs) < 2e-5 * max(1, theirs)
 
 
 def test_loftq_begins_nearest_to_the_weights_before_they_were_quantised(
@@ -97,7 +119,7 @@ def test_loftq_begins_nearest_to_the_weights_before_they_were_quantised(
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"init_lora_weights": "pissa", "lora_dropout": 0.1}, {}, "would drop the principal part of the base; set lora_dropout: 0"),
     ({"init_lora_weights": "pissa_niter_0"}, {}, r"is 'pissa_niter_0'; give .* pissa_niter_4 \(1 to 99\), olora or loftq"),
-    ({"init_lora_weights": "eva"}, {}, "is 'eva', which takes a pass over the data"),
+    ({"init_lora_weights": "eva"}, {}, r"is 'eva', which .*an adapter made with PEFT's .* can be continued: init_from"),
     ({"init_lora_weights": "pissa", "r": 65}, {}, "takes ranks up to the smaller side of a weight, "),
     ({"init_lora_weights": "olora", "target_modules": ["embed_tokens"]}, {}, "olora is for linear layers, and .*embed_tokens"),
     ({"init_lora_weights": "loftq"}, {}, "is not quantised while it is loaded; set quantization"),

@@ -27,7 +27,11 @@ from packlora.config import Run
 from packlora.errors import InputError
 from packlora.runtime.prepare import prepare
 
-KINDS: dict[str, dict[str, Any]] = {"lora": {"use_dora": False}, "dora": {"use_dora": True}}
+CONVOLUTION = r".*(_proj|proj|patch_embedding|fc\d|qkv|linear_\d|linear_fc\d)"
+"""Linear layers of both parts, and the convolution that patches are embedded by."""
+KINDS: dict[str, dict[str, Any]] = {
+    "lora": {"use_dora": False}, "dora": {"use_dora": True, "target_modules": CONVOLUTION, "bias": "lora_only"},
+}  # fmt: skip
 SIZES = [(24, 16), (16, 16), (32, 24), (20, 40), (40, 20)]
 """Widths and heights: odd numbers of patches, and both ways round."""
 
@@ -74,7 +78,7 @@ def peft_model(base: str, kind: dict[str, Any]) -> Any:
     loaded = plain_model(base)
     torch.set_default_dtype(torch.float64)
     try:
-        peft = get_peft_model(loaded, LoraConfig(r=3, lora_alpha=5, target_modules="all-linear", **kind))
+        peft = get_peft_model(loaded, LoraConfig(**{"r": 3, "lora_alpha": 5, "target_modules": "all-linear"} | kind))
     finally:
         torch.set_default_dtype(torch.float32)
     with torch.no_grad():
@@ -87,18 +91,20 @@ def peft_model(base: str, kind: dict[str, Any]) -> Any:
 
 def own_inputs(base: str, data: str) -> list[dict[str, torch.Tensor]]:
     """Of each row what the library's own processor gives, with the labels of what the assistant says."""
+    conversations = [json.loads(line)["messages"] for line in Path(data).read_text().splitlines()]
+    return inputs_of(base, conversations, Path(data).parent)
+
+
+def inputs_of(base: str, conversations: list[Any], folder: Path) -> list[dict[str, torch.Tensor]]:
     vision = Vision.of(base, None, read_config(base, None))
     tokenizer = vision.processor.tokenizer
     out = []
-    for line in Path(data).read_text().splitlines():
-        messages = json.loads(line)["messages"]
+    for messages in conversations:
         answer = messages[1]["content"] + "<|im_end|>"
         blocks = [message | {"content": message["content"] if isinstance(message["content"], list) else [
             {"type": "text", "text": message["content"]}]} for message in messages]  # fmt: skip
         text = tokenizer.apply_chat_template(blocks, tokenize=False).rstrip("\n")
-        images = [
-            Image.open(Path(data).parent / block["path"]) for block in blocks[0]["content"] if block["type"] == "image"
-        ]
+        images = [Image.open(folder / block["path"]) for block in blocks[0]["content"] if block["type"] == "image"]
         inputs = vision.processor(images=images or None, text=[text], return_tensors="pt", add_special_tokens=False)
         labels = inputs["input_ids"].clone()
         labels[:, : -len(tokenizer(answer)["input_ids"])] = -100
@@ -127,7 +133,13 @@ def tree(base: str, out: Path, rows: dict[str, str], starts: Path | None, **chan
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize(
-    "family", ["qwen2_5_vl", "qwen3_vl", "gemma3", pytest.param("llava", marks=pytest.mark.soak), "llava_next"]
+    "family",
+    [
+        "qwen3_vl",
+        "gemma3",
+        "llava_next",
+        *(pytest.param(name, marks=pytest.mark.soak) for name in ("qwen2_5_vl", "llava")),
+    ],
 )
 def test_steps_on_images_are_those_of_peft_and_adamw(
     family: str, vision_base: Any, rows: dict[str, str], tmp_path: Path
@@ -137,7 +149,10 @@ def test_steps_on_images_are_those_of_peft_and_adamw(
     models = {name: peft_model(base, kind) for name, kind in KINDS.items()}
     for name, peft in models.items():
         peft.save_pretrained(tmp_path / name)
-    run = Run.model_validate(tree(base, tmp_path / "out", rows, tmp_path))
+    asked = tree(base, tmp_path / "out", rows, tmp_path, save_every=100)
+    for job in asked["jobs"]:
+        job["train"] = job["train"] | {"max_steps": 2}
+    run = Run.model_validate(asked)
     order = {job.config.name: job.data for job in prepare(run).jobs}
     result = packlora.train(run)
     assert result.status == "done"
@@ -147,7 +162,7 @@ def test_steps_on_images_are_those_of_peft_and_adamw(
         optimizer = torch.optim.AdamW(parameters, lr=5e-3, weight_decay=0.0)
         held_out = evaluated(peft, inputs)
         losses = []
-        for step in range(3):
+        for step in range(2):
             batch = [inputs[number] for number in order[name].global_batch(step)]
             count = sum(int((one["labels"][:, 1:] != -100).sum()) for one in batch)
             loss = sum(summed(peft, one) for one in batch) / count
@@ -168,11 +183,78 @@ def test_steps_on_images_are_those_of_peft_and_adamw(
             own = got[key] if key in got else got[key + ".weight"]
             assert float((own - value).abs().max()) < 1e-10, key
         assert any("language_model" not in key and "_B" in key for key in got)
+        assert (name == "dora") == any("patch_embed" in key and "_B" in key for key in got)
         done = result.jobs[name]
         assert (done.eval_before, done.eval_after) == pytest.approx((held_out, evaluated(peft, inputs)), abs=1e-10)
         read = PeftModel.from_pretrained(plain_model(base), str(tmp_path / "out" / name)).eval()
         with torch.no_grad():
             assert torch.allclose(logits(read, inputs[2]), logits(peft, inputs[2]), rtol=0, atol=1e-10)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("family", ["qwen2_5_vl", pytest.param("gemma3", marks=pytest.mark.soak)])
+def test_pairs_with_images_are_learnt_as_dpo_has_it(
+    family: str, vision_base: Any, rows: dict[str, str], tmp_path: Path
+) -> None:
+    """Beside a job of completions with images. The reference is the adapter that the job begins with, as PEFT has it."""
+    base, folder = vision_base(family), Path(rows["lora"]).parent
+    peft = peft_model(base, KINDS["lora"])
+    peft.save_pretrained(tmp_path / "lora")
+    given: list[tuple[list[str], str, str, str]] = [
+        (["0-1.png"], "what is it", "the quick brown fox", "dog"), ([], "and now", "jumps over", "lazy dog"),
+        (["0-2.png", "0-3.png"], "both of them", "lazy", "the fox and more of it"),
+    ]  # fmt: skip
+    texts = [{"images": names, "prompt": q, "chosen": good, "rejected": bad} for names, q, good, bad in given[::2]]
+    turns = [{"role": "assistant", "content": text} for text in given[1][2:]]
+    plain = {"prompt": [{"role": "user", "content": given[1][1]}], "chosen": turns[:1], "rejected": turns[1:]}
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (texts[0], plain, texts[1])))
+    train = {
+        "global_batch_size": 2,
+        "max_steps": 3,
+        "learning_rate": 5e-3,
+        "max_grad_norm": 0.5,
+        "trainer": "dpo",
+        "beta": 0.3,
+    }
+    data = {"path": str(folder / "pairs.jsonl"), "eval_path": str(folder / "pairs.jsonl")}
+    adapter = {"init_from": str(tmp_path / "lora"), "lora_dropout": 0.0}
+    beside = tree(base, tmp_path / "out", rows, None)["jobs"][1]
+    jobs = [{"name": "pairs", "data": data, "train": train, "adapter": adapter}, beside]
+    run = Run.model_validate(tree(base, tmp_path / "out", rows, None, jobs=jobs))
+    prepared = prepare(run).jobs[0]
+    result = packlora.train(run)
+
+    pairs = [
+        inputs_of(base, [image_row(names, question, text)["messages"] for text in texts], folder)
+        for names, question, *texts in given
+    ]
+
+    def margins(batch: list[int]) -> torch.Tensor:
+        return torch.stack([summed(peft, pairs[n][1]) - summed(peft, pairs[n][0]) for n in batch])
+
+    with torch.no_grad():
+        reference = margins([0, 1, 2])
+    parameters = [parameter for parameter in peft.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=5e-3, weight_decay=0.0)
+    losses = []
+    for step in range(3):
+        batch = list(prepared.data.global_batch(step))
+        loss = -torch.nn.functional.logsigmoid(0.3 * (margins(batch) - reference[batch])).mean()
+        loss.backward()
+        losses.append(float(loss))
+        torch.nn.utils.clip_grad_norm_([p for p in parameters if p.grad is not None], 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    found = [line for line in lines if line.get("job") == "pairs"]
+    assert [line["loss"] for line in found if "loss" in line] == pytest.approx(losses, abs=1e-10)
+    assert losses[0] == pytest.approx(np.log(2)) and abs(losses[2] - losses[0]) > 1e-3
+    with torch.no_grad():
+        held_out = -torch.nn.functional.logsigmoid(0.3 * (margins([0, 1, 2]) - reference)).mean()
+    assert result.jobs["pairs"].eval_after == pytest.approx(float(held_out), abs=1e-10)
+    got = load_file(tmp_path / "out" / "pairs" / "adapter_model.safetensors")
+    for key, value in get_peft_model_state_dict(peft).items():
+        assert float((got[key] - value).abs().max()) < 1e-10, key
 
 
 def summed(peft: Any, one: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -197,20 +279,17 @@ def evaluated(peft: Any, inputs: list[dict[str, torch.Tensor]]) -> float:
 def test_a_job_alone_gives_what_it_gave_beside_another_and_resumed(
     family: str, vision_base: Any, rows: dict[str, str], tmp_path: Path
 ) -> None:
-    """With dropout, in the vision tower as well, and microbatches of other samples."""
+    """With dropout, in the vision tower as well, and microbatches of other samples; DoRA, on the convolution too."""
     asked = tree(vision_base(family), tmp_path / "both", rows, None)
     packlora.train(Run.model_validate(asked), max_steps=2)
     packlora.train(Run.model_validate(asked), resume=True)
     small = asked | {"max_tokens_per_microbatch": 120, "gradient_checkpointing": True}
-    for job in asked["jobs"]:
-        name = job["name"]
-        packlora.train(Run.model_validate(small | {"output_dir": str(tmp_path / name), "jobs": [job]}))
-        mine, other = (
-            load_file(folder / name / "adapter_model.safetensors") for folder in (tmp_path / "both", tmp_path / name)
-        )
-        assert mine.keys() == other.keys()
-        assert all(float((mine[key] - other[key]).abs().max()) < 1e-10 for key in mine)
-        assert any(float(mine[key].abs().max()) > 0 for key in mine if "lora_B" in key and "language_model" not in key)
+    packlora.train(Run.model_validate(small | {"output_dir": str(tmp_path / "alone"), "jobs": asked["jobs"][1:]}))
+    mine, other = (load_file(tmp_path / run / "dora" / "adapter_model.safetensors") for run in ("both", "alone"))
+    assert mine.keys() == other.keys()
+    assert all(float((mine[key] - other[key]).abs().max()) < 1e-10 for key in mine)
+    for place in ("visual.blocks", "patch_embed") if family == "qwen2_5_vl" else ("encoder", "patch_embedding"):
+        assert any(float(mine[key].abs().max()) > 0 for key in mine if "lora_B" in key and place in key), place
 
 
 BROKEN: dict[str, tuple[str, str, Any]] = {
@@ -264,6 +343,14 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "experts": ({"parallel": {"expert": 2}}, {}, "its data has images, which parallel.expert does not take"),
     "a trainer": (
         {}, {"train": {"trainer": "kto", "loss_type": "apo_zero_unpaired"}}, "images, which train.trainer: kto does not take",
+    ),
+    "orthogonal factors of filters": (
+        {}, {"adapter": {"target_modules": [r"patch_embed.proj"], "r": 4, "init_lora_weights": "orthogonal"}},
+        "orthogonal is not for convolutions, as model.visual.patch_embed.proj",
+    ),
+    "filters that begin with the base's": (
+        {}, {"adapter": {"target_modules": ["patch_embed.proj"], "lora_dropout": 0, "init_lora_weights": "pissa"}},
+        "pissa is for linear layers, and target_modules matches model.visual.patch_embed.proj",
     ),
     "a norm of the tower": (
         {}, {"adapter": {"target_modules": ["q_proj"], "modules_to_save": ["norm1"]}}, "is part of the vision tower",

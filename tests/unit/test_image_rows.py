@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image as pillow
+from transformers.image_utils import load_image
 
 from packlora.config import DataConfig
-from packlora.data.encode import encode_rows
 from packlora.data.images import MOST_PIXELS, Images, Shown, decode
+from packlora.data.preference import encode_for
 from packlora.data.readers import read_data
 from packlora.errors import InputError
 
@@ -56,7 +57,9 @@ def user(*blocks: Any) -> list[dict[str, Any]]:
     return [{"role": "user", "content": list(blocks)}, {"role": "assistant", "content": "the fox"}]
 
 
-def encoded(folder: Path, *rows: Any, tokenizer: Any, shown: bool = True, context: int = 4096, **data: Any) -> Any:
+def encoded(
+    folder: Path, *rows: Any, tokenizer: Any, shown: bool = True, context: int = 4096, trainer: str = "sft", **data: Any
+) -> Any:
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = DataConfig(path=str(path), **data)
@@ -64,7 +67,7 @@ def encoded(folder: Path, *rows: Any, tokenizer: Any, shown: bool = True, contex
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.chat_template = CHAT
     looking = Shown(Vision()) if shown else None
-    out = encode_rows(read.rows, tokenizer, config, 4096, "job", context, shown=looking)
+    out = encode_for(trainer, read.rows, tokenizer, config, 4096, "job", context, shown=looking)
     out.skipped[:0] = read.skipped
     return out
 
@@ -104,6 +107,39 @@ def test_every_form_is_the_same_sample(form: str, folder: Path, tokenizer: Any) 
     assert sample.images.counts == (2, 3)
 
 
+PAIR: dict[str, Any] = {
+    "prompt": "the dog",
+    "chosen": "the fox",
+    "rejected": "the fox the fox",
+    "images": ["a.png", "b.png"],
+}
+
+
+def test_both_completions_of_a_pair_have_its_images(folder: Path, tokenizer: Any) -> None:
+    blocks = user({"type": "image", "path": "a.png"}, {"type": "image", "path": "b.png"}, TEXT)
+    turns = {"chosen": blocks[1:], "rejected": [blocks[1] | {"content": PAIR["rejected"]}]}
+    forms = [PAIR, {"prompt": blocks[:1], **turns}, {name: blocks[:1] + turn for name, turn in turns.items()}]
+    samples = encoded(folder, *forms, tokenizer=tokenizer, trainer="dpo").samples
+    for sample in samples:
+        assert [sample.ids.tolist(), sample.images] == [samples[0].ids.tolist(), samples[0].images]
+        for part, text in zip(sample.parts(), (PAIR["chosen"], PAIR["rejected"]), strict=True):
+            (own,) = encoded(folder, FORMS["a prompt"] | {"completion": text}, tokenizer=tokenizer).samples
+            assert [part.ids.tolist(), part.is_label.tolist()] == [own.ids.tolist(), own.is_label.tolist()]
+            assert part.images == own.images
+    whole = samples[0].preference.lengths[0]
+    (cut,) = encoded(folder, PAIR, tokenizer=tokenizer, trainer="dpo", max_length=whole, truncate="right").samples
+    assert cut.preference.lengths == (whole, whole) and len(cut.images.files) == 4
+    with pytest.raises(InputError, match=rf"has {whole + 2} tokens, 5 of them of images, over max_length {whole}"):
+        encoded(folder, PAIR, tokenizer=tokenizer, trainer="dpo", max_length=whole)
+    missing = PAIR | {"images": ["no.png", "a.png"]}
+    with pytest.raises(InputError, match=r"line 1, chosen: the image .*no\.png does not exist"):
+        encoded(folder, missing, tokenizer=tokenizer, trainer="dpo")
+    found = encoded(folder, PAIR, missing, tokenizer=tokenizer, trainer="dpo", on_bad_row="skip")
+    assert (len(found.samples), len(found.skipped)) == (1, 1)
+    with pytest.raises(InputError, match=r"line 1: the row has images, which train\.trainer: orpo does not take"):
+        encoded(folder, PAIR, tokenizer=tokenizer, trainer="orpo")
+
+
 def test_a_text_in_blocks_is_a_text(folder: Path, tokenizer: Any) -> None:
     read = read_data(_written(folder, {"messages": user(TEXT, TEXT)}), "job")
     assert read.rows[0].messages is not None and read.rows[0].messages[0]["content"] == "the dogthe dog"
@@ -130,6 +166,10 @@ BAD: dict[str, tuple[Any, str]] = {
     "cut off": (image("cut.png"), "cannot be decoded"),
     "no image": (image("rows.jsonl"), "rows.jsonl cannot be decoded; formats are PNG, JPEG"),
     "a format that runs programs": (image("run.eps"), "cannot be decoded"),
+    "with 16 bits": (image("deep.png"), "it has grey values from 7 to 65535 in mode I;16; save it with 8 bits"),
+    "of floats": (image("floats.tiff"), "it has grey values from 0 to 0.5 in mode F; save it with 8 bits"),
+    "a line": (image("line.png"), "it is 601 x 3, and a side is at most 200 times the other"),
+    "a bomb in its text": (image("text.png"), "Decompressed data too large"),
     "huge": (image("huge.png"), f"is too large, at most {MOST_PIXELS} pixels are read"),
     "too large": (image("large.png"), f"at most {MOST_PIXELS} pixels are read (9000 x 9000 pixels)"),
     "none for the model": (image("wide.png"), "is none for this model: thirteen"),
@@ -141,7 +181,6 @@ BAD: dict[str, tuple[Any, str]] = {
     "a video": ({"messages": user({"type": "video", "path": "a.mp4"})}, "known are {type: text, text}"),
     "an address in a block": ({"messages": user({"type": "image_url", "image_url": {}})}, "known are {type: text, text}"),
     "of a text": ({"text": "the dog", "images": ["a.png"]}, "'images' go with messages"),
-    "of a pair": ({"prompt": "a", "chosen": "b", "rejected": "c", "images": ["a.png"]}, "do not go with 'chosen'"),
     "a mark in a text": (
         {"messages": user({"type": "image", "path": "a.png"}, {"type": "text", "text": MARK})}, "and 1 are given; it is not"
     ),
@@ -163,6 +202,12 @@ def bombs(folder: Path) -> None:
         chunk = struct.pack(">I", len(header)) + b"IHDR" + header + struct.pack(">I", zlib.crc32(b"IHDR" + header))
         (folder / f"{name}.png").write_bytes(whole[:8] + chunk + whole[33:])
     pillow.new("RGB", (13, 4)).save(folder / "wide.png")
+    pillow.new("RGB", (601, 3)).save(folder / "line.png")
+    pillow.fromarray(np.array([[7, 65535]], np.uint16)).save(folder / "deep.png")
+    pillow.fromarray(np.array([[0, 0.5]], np.float32)).save(folder / "floats.tiff")
+    text = b"zTXtk\0\0" + zlib.compress(bytes(3_000_000))
+    chunk = struct.pack(">I", len(text) - 4) + text + struct.pack(">I", zlib.crc32(text))
+    (folder / "text.png").write_bytes(whole[:33] + chunk + whole[33:])
 
 
 @pytest.mark.parametrize("bad", BAD)
@@ -217,6 +262,32 @@ def test_what_changed_since_it_was_checked_is_noticed_when_it_is_decoded(folder:
     pillow.new("RGB", (2, 4)).save(folder / "a.png")
     with pytest.raises(InputError, match=r"a\.png has changed since the run began"):
         file.decode()
+
+
+def test_odd_files_are_what_transformers_makes_of_them(folder: Path) -> None:
+    """In every colour mode, turned in every way, of several frames the first."""
+    draw = np.random.default_rng(0)
+    frames = [pillow.fromarray(draw.integers(0, 256, (5, 8, 3), dtype=np.uint8)) for _ in range(2)]
+    colours, few = frames[0], frames[0].quantize(16)
+    clear = colours.convert("RGBA")
+    clear.putalpha(frames[1].convert("L"))
+    few_grey = pillow.fromarray(draw.integers(0, 256, (5, 8)).astype(np.uint16))
+    odd: dict[str, tuple[pillow.Image, dict[str, Any]]] = {
+        "cmyk.jpg": (colours.convert("CMYK"), {}), "palette.png": (few, {"transparency": 3}), "clear.png": (clear, {}),
+        "grey.png": (clear.convert("LA"), {}), "one.png": (colours.convert("1"), {}),
+        "ycc.tiff": (colours.convert("YCbCr"), {}),
+        "deep.png": (few_grey, {}), "moving.gif": (few, {"save_all": True, "append_images": frames}),
+        "moving.png": (colours, {"save_all": True, "append_images": frames}),
+    }  # fmt: skip
+    for turn in range(1, 9):
+        exif = pillow.Exif()
+        exif[0x0112] = turn
+        odd[f"turned{turn}.png"] = colours, {"exif": exif}
+    for name, (own, how) in odd.items():
+        own.save(folder / name, **how)
+        _, found = decode(str(folder / name))
+        wanted = load_image(str(folder / name))
+        assert found.mode == "RGB" and np.array_equal(np.asarray(found), np.asarray(wanted)), name
 
 
 def test_a_photo_is_decoded_upright_and_in_three_colours(folder: Path) -> None:

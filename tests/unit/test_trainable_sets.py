@@ -67,7 +67,13 @@ def cases(model: Any, family: str) -> dict[str, dict[str, Any]]:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+LIKE_OTHERS = ("Mistral", "Qwen2", "Gemma2", "Starcoder2")
+"""Whose modules are, by kind and name, those of other families here."""
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=pytest.mark.soak) if name in LIKE_OTHERS else name for name in FAMILIES]
+)
 def test_tensors_of_an_adapter_are_those_that_peft_makes(family: str) -> None:
     model = model_of(family)
     for name, settings in cases(model, family).items():
