@@ -46,8 +46,9 @@ from packlora.parallel.stages import Stage, load_stage
 from packlora.runtime import profiler
 from packlora.runtime.events import Emitter
 from packlora.runtime.folder import OutputFolder
+from packlora.runtime.head_cost import measure_head
 from packlora.runtime.job import Job
-from packlora.runtime.memory import synchronize
+from packlora.runtime.memory import free_memory, synchronize
 from packlora.runtime.microbatch import MicrobatchResult
 from packlora.runtime.pipelined import PipelinedTrainer
 from packlora.runtime.prepared_job import ModelShape
@@ -71,8 +72,9 @@ WAYS = (
 """How a unit is trained: in microbatches of all jobs or of one after the other, planned or of a fixed number of samples, with
 packlora's operators or (eager_) plain ones; and one job after the other on a base that is shared by rows."""
 PROTOCOL = (
-    "{layers} layers of Llama-3.1-70B's shape over the stages, the vocabulary cut as the layers are, random bfloat16 weights "
-    "made on the devices; four LoRA jobs (ranks {ranks}) on all linear layers, dropout {dropout}, AdamW, clipping; lengths of"
+    "{layers} layers of Llama-3.1-70B's shape over the stages, cut by a layer's time and that of the output layer; "
+    "the vocabulary is cut as the layers are; random bfloat16 weights made on the devices; "
+    "four LoRA jobs (ranks {ranks}) on all linear layers, dropout {dropout}, AdamW, clipping; lengths of"
     " samples as in bench replicas, of at most {longest} tokens, about {step_tokens} tokens a job and optimizer step, loss on"
     " all tokens. The training loop's own classes. A unit is {rounds} optimizer steps of every job on the same samples, the "
     "ways in turn, one unit to warm up and {units} counted; planning is not counted. no_flush: as training runs it, "
@@ -164,11 +166,14 @@ class Piped:
         with torch.device("meta"):
             skeleton: Any = LlamaForCausalLM(config)
         self.prepared = self._prepared(skeleton, path, options, {"pipeline": mesh.size})
+        head = measure_head(self.prepared.run, self.prepared.shape, self.links.device)
+        self.prepared.head_in_layers = mesh.gather(head.in_layers)[0]
+        free_memory(self.links.device)
         self.cost = profiler.planning_cost(self.prepared.run, self.prepared, mesh.size)
-        counts = profiler.stage_layers(self.prepared.run, self.prepared, mesh.size)
+        self.counts = profiler.stage_layers(self.prepared.run, self.prepared, mesh.size)
         longest = {job.config.name: sizes.longest for job in self.prepared.jobs}
         weights = RandomWeights(path, skeleton, self.links.device)
-        base = load_stage(self.prepared.run, None, longest, mesh, self.links, counts, weights)
+        base = load_stage(self.prepared.run, None, longest, mesh, self.links, self.counts, weights)
         assert isinstance(base.storage, Stage)
         specs = {job.config.name: job.spec for job in self.prepared.jobs}
         attached, adapters = attach(base.model, specs, 0, None, base.storage)
@@ -388,9 +393,11 @@ class Told:
         """left: turns that are to be measured."""
         self.left = left + len(ways)
         alone = piped.predicted(ways) / len(ways)
+        head = profiler.head_in_layers(piped.prepared.run, piped.prepared)
         self._say(
-            f"{piped.layers} layers on {self.mesh.size} stages are ready after {self._passed:.0f} s; {self.left} turns, those "
-            f"to warm up included, of about {alone:.1f} s each: {alone * self.left:.0f} s and what compiling takes"
+            f"{piped.layers} layers on {self.mesh.size} stages ({', '.join(map(str, piped.counts))}; the output layer and the "
+            f"loss take as long as {head:.2f} of them) are ready after {self._passed:.0f} s; {self.left} turns, those to "
+            f"warm up included, of about {alone:.1f} s each: {alone * self.left:.0f} s and what compiling takes"
         )
 
     def measured(self, label: str, seconds: float) -> None:

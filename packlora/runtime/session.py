@@ -171,6 +171,8 @@ class Session:
             Sweep(run).refuse_names(self.new)
         run = self.run
         self.starts, prepared = together(mesh, self._prepare)
+        known_head = prepared.head_in_layers if self.saved is None else self.saved.schedule.head_in_layers
+        prepared.head_in_layers = mesh.gather(known_head)[0]
         self.layout, self.group = self._choose_layout(prepared), ALONE
         if isinstance(mesh, Mesh):
             self.group = self._group(mesh)

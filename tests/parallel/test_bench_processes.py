@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -26,8 +28,10 @@ def benched(rank: int, name: str, out: Path, **options: Any) -> int:
     return run_bench(name, out, quick=True, device="cpu", **options)
 
 
-def limited(rank: int, out: Path, options: dict[str, Any]) -> int:
-    return benched(rank, "pipeline", out, **options)
+def limited(rank: int, out: Path, options: dict[str, Any]) -> tuple[int, str]:
+    """With what it printed."""
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        return benched(rank, "pipeline", out, **options), said.getvalue()
 
 
 def jobs_of_rank_1_at_another_rate(rank: int, out: Path) -> int:
@@ -260,23 +264,20 @@ def ended_early(rank: int, out: Path) -> None:
 
 
 @pytest.mark.soak
-def test_a_pipeline_s_turns_are_kept_and_a_run_that_was_ended_goes_on(
-    ranks: Pool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_pipeline_s_turns_are_kept_and_a_run_that_was_ended_goes_on(ranks: Pool, tmp_path: Path) -> None:
     out = tmp_path / "pipeline.json"
     ranks(2).run(ended_early, out)
     part = json.loads((tmp_path / "pipeline.part.json").read_text())
     assert [row["case"] for row in part["rows"]] == ["x2 unit 1 one_job"]
-    capfd.readouterr()
-    assert ranks(2).run(limited, out, {"units": 1, "resume": True, "only": ONLY}) == [0, 0]
-    said = capfd.readouterr().out
-    assert "5 turns, those to warm up included, of about " in said
+    (status, said), other = ranks(2).run(limited, out, {"units": 1, "resume": True, "only": ONLY})
+    assert (status, other) == (0, (0, ""))
+    assert "on 2 stages (1, 1; the output layer" in said and "5 turns, those to warm up included, of about " in said
     assert [f"x2 unit 1 {way}: " in said for way in ONLY.split(",")] == [True, False, True]
     content = file_of(out)
     (row,) = content["rows"]
     assert row["one_job"] == part["rows"][0]["figures"] and {*ONLY.split(",")} < row.keys()
     assert not (tmp_path / "pipeline.part.json").exists()
-    assert ranks(2).run(limited, out, {"units": 1, "only": "no_flush"}) == [0, 0]
+    assert [told[0] for told in ranks(2).run(limited, out, {"units": 1, "only": "no_flush"})] == [0, 0]
     summary = file_of(out)["summary"]
     assert summary["part_bubble_4jobs_2gpu"] > 0 and summary["part_speedup_over_1f1b_2gpu"] is None
 
