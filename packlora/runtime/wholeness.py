@@ -50,11 +50,6 @@ def check_parallel(prepared: PreparedRun, skeleton: PreTrainedModel) -> None:
                 raise InputError(
                     f"job {job.config.name!r}: its data has images, which {key} does not take in this version; leave it out"
                 )
-            if key == "parallel.pipeline" and (trainer := job.config.train.trainer) != "sft":
-                raise InputError(
-                    f"job {job.config.name!r}: train.trainer is {trainer}, which this version trains on devices that have all "
-                    f"layers; leave {key} out, or let the jobs have trainer sft"
-                )
     if parallel.offload_base and choose_device(prepared.run.device).type == "cpu":
         prepared.warnings.append(
             "parallel.offload_base changes nothing here: on a CPU weights are on the host as it is"
