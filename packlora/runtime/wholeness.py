@@ -91,12 +91,8 @@ def needs_whole_base(prepared: PreparedRun, staged: bool = False) -> bool:
 
 def needs_whole(job: PreparedJob, prepared: PreparedRun, staged: bool = False) -> str | None:
     """What of a job takes the whole base model on every device; None where a part does. staged: a part that is some layers."""
-    if job.prompts and staged:
-        return "it has sample_prompts"
     if job.has_images:
         return "its data has images"
     if job.router_coefficient and staged:
         return "it has a load-balancing loss"
-    if staged and (trainer := job.config.train.trainer) != "sft":
-        return f"train.trainer is {trainer}"
     return None if prepared.encoder is None else whole_alone(job.spec, prepared.encoder.skeleton)
