@@ -64,6 +64,14 @@ def join_found(jobs: Sequence[Job], links: Links) -> None:
         job.without = {name for name in job.parameters if not next(most)}
 
 
+def put_sums(row: torch.Tensor, job: Job) -> None:
+    """What this stage adds up of a job that is about to step."""
+    assert job.loss_sum is not None
+    row[LOSS], row[SQUARE], row[FOUND] = job.loss_sum, job.square(), len(job.parameters) - len(job.without)
+    if job.preferences.told is not None:
+        row[TOLD] = job.preferences.told
+
+
 class PipelinedTrainer(Trainer):
     """
     Args:
@@ -242,10 +250,7 @@ class PipelinedTrainer(Trainer):
             join_found(jobs, self.links)
             self.team.add_up(jobs)
         for row, (job, _) in zip(own[1:], inside.complete, strict=True):
-            assert job.loss_sum is not None
-            row[LOSS], row[SQUARE], row[FOUND] = job.loss_sum, job.square(), len(job.parameters) - len(job.without)
-            if job.preferences.told is not None:
-                row[TOLD] = job.preferences.told
+            put_sums(row, job)
             if job.name in self._unconfirmed:
                 row[LARGEST:] = self._unconfirmed[job.name]
         if inside.sums is not None:
