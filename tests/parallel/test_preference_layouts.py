@@ -31,7 +31,7 @@ def test_two_processes_give_what_one_device_gives(
     tree = mixed(tiny_base("llama"), tmp_path / "whole", jobs, dtype="float64")
     train(tree)
     keys = ("loss", "rewards/margins", "logps/chosen", "kl")
-    for parallel in LAYOUTS if SOAK else LAYOUTS[:2]:
+    for parallel in LAYOUTS if SOAK else LAYOUTS[:1]:
         out = tmp_path / "-".join(parallel)
         told = ranks(2).run(on_ranks, tree | {"output_dir": str(out), "parallel": parallel}, {})
         assert [status for status, _, _ in told] == ["done", "done"], told

@@ -45,23 +45,22 @@ def operations(step: Callable[[], None], device: torch.device) -> float:
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 def test_what_is_measured_is_a_layer_and_the_head(family: str, tree: dict[str, Any], tmp_path: Path) -> None:
-    """Counted in operations in the place of seconds; a recomputed layer takes half as long again. Of the model with experts
-    the first layer, dense, costs otherwise than the last ones."""
+    """Counted in operations in the place of seconds. Layers of the first model are recomputed, which takes half as long again; of
+    the one with experts the first layer, dense, costs otherwise than the last ones."""
     if family != "llama":
         tiny_experts("qwen3_moe", num_hidden_layers=3, mlp_only_layers=[0]).save_pretrained(tmp_path / "base")
     tree |= {"dtype": "float64", "max_tokens_per_microbatch": 1024}  # in which experts are products that are counted
-    for checkpointing in (False, True):
-        run = Run.model_validate(tree | {"gradient_checkpointing": checkpointing})
-        prepared = prepare(run)
-        shape = prepared.shape
-        with mock.patch.object(head_cost, "_seconds", operations):
-            cost = measure_head(run, shape, CPU)
-        weights = (shape.linear_parameters + shape.routed_parameters) / shape.layers
-        assert cost.tokens == 1024
-        passes = 3 if checkpointing else 2
-        assert cost.layer_s == pytest.approx(2 * passes * weights * cost.tokens, rel=0.35), "and attention"
-        labels = cost.tokens - 2
-        assert cost.head_s == pytest.approx(4 * shape.hidden * shape.vocabulary * labels, rel=0.02)
+    checkpointing = family == "llama"
+    run = Run.model_validate(tree | {"gradient_checkpointing": checkpointing})
+    shape = prepare(run).shape
+    with mock.patch.object(head_cost, "_seconds", operations):
+        cost = measure_head(run, shape, CPU)
+    weights = (shape.linear_parameters + shape.routed_parameters) / shape.layers
+    assert cost.tokens == 1024
+    passes = 3 if checkpointing else 2
+    assert cost.layer_s == pytest.approx(2 * passes * weights * cost.tokens, rel=0.35), "and attention"
+    labels = cost.tokens - 2
+    assert cost.head_s == pytest.approx(4 * shape.hidden * shape.vocabulary * labels, rel=0.02)
 
 
 def test_a_measured_head_cuts_and_is_said_and_a_resumed_run_keeps_it(tree: dict[str, Any], tmp_path: Path) -> None:
