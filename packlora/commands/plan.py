@@ -322,7 +322,9 @@ def print_all(plan: PlannedRun, console: Console) -> None:
     )
     if plan.stages > 1:
         counts = ", ".join(map(str, profiler.stage_layers(run, prepared, plan.stages)))
-        how = "as measured" if prepared.head_in_layers is not None else "estimated; packlora tune measures it"
+        how = "as measured"
+        if prepared.head_in_layers is None:
+            how = "estimated; packlora tune measures it, for run files with parallel.pipeline"
         head = profiler.head_in_layers(run, prepared)
         say(f"stages of {counts} layers; the output layer and the loss take as long as {head:.2f} of them, {how}")
     console.print()

@@ -45,8 +45,8 @@ def operations(step: Callable[[], None], device: torch.device) -> float:
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 def test_what_is_measured_is_a_layer_and_the_head(family: str, tree: dict[str, Any], tmp_path: Path) -> None:
-    """Counted in operations in the place of seconds. Layers of the first model are recomputed, which takes half as long again; of
-    the one with experts the first layer, dense, costs otherwise than the last ones."""
+    """Counted in operations in the place of seconds. Layers of the first model are recomputed, which takes half as long again.
+    Of the one with experts the first layer, dense, costs otherwise than the last ones."""
     if family != "llama":
         tiny_experts("qwen3_moe", num_hidden_layers=3, mlp_only_layers=[0]).save_pretrained(tmp_path / "base")
     tree |= {"dtype": "float64", "max_tokens_per_microbatch": 1024}  # in which experts are products that are counted
