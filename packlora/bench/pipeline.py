@@ -1,4 +1,5 @@
-"""`packlora bench pipeline`: four jobs through the stages of a pipeline, without a flush and otherwise.
+"""`packlora bench pipeline`: four jobs through the stages of a pipeline, without a flush and otherwise, with parts left out
+one by one, and on a sharded base.
 
     torchrun --nproc-per-node 2 -m packlora bench pipeline --out pipeline-h200.json
     torchrun --nproc-per-node 2 -m packlora bench pipeline --out short.json --layers 4 --units 1 --quick
@@ -13,8 +14,8 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,28 +29,33 @@ from packlora.adapters.attach import attach
 from packlora.base.weight_files import WeightFiles
 from packlora.bench.model import LLAMA_70B, TARGETS, TINY
 from packlora.bench.options import Options, Outcome
+from packlora.bench.peers.eager import eager
 from packlora.bench.processes import alarm
 from packlora.bench.processes import part_of as part_of
 from packlora.bench.replicas import Sizes, short_jobs
 from packlora.bench.results import text_table
-from packlora.bench.studies.short_jobs import CLIP, DROPOUT, JOBS, LR, prepared_on
+from packlora.bench.studies.short_jobs import CLIP, DROPOUT, JOBS, LR, prepared_on, timed_window, trainer_of
 from packlora.config import Run
 from packlora.errors import InputError
-from packlora.parallel.layout import Layout
+from packlora.parallel.layout import Layout, planned
 from packlora.parallel.mesh import Mesh
 from packlora.parallel.pipeline import Links
+from packlora.parallel.replicas import Replicas
+from packlora.parallel.sharded import load_sharded
 from packlora.parallel.stages import Stage, load_stage
 from packlora.runtime import profiler
 from packlora.runtime.events import Emitter
 from packlora.runtime.folder import OutputFolder
+from packlora.runtime.head_cost import measure_head
 from packlora.runtime.job import Job
-from packlora.runtime.memory import synchronize
+from packlora.runtime.memory import free_memory, synchronize
 from packlora.runtime.microbatch import MicrobatchResult
 from packlora.runtime.pipelined import PipelinedTrainer
 from packlora.runtime.prepared_job import ModelShape
 from packlora.runtime.prepared_run import PreparedRun
 from packlora.runtime.run import deterministic
 from packlora.runtime.stage import StageDevice, StagePending
+from packlora.runtime.trainer import Trainer
 from packlora.runtime.wave import Wave
 from packlora.schedule.planner import Planner
 from packlora.schedule.simulate import end_times, makespan
@@ -59,20 +65,29 @@ from packlora.schedule.verify import check, with_noops
 LAYERS_EACH, WHOLE = 4, 80
 """Layers of a stage, about; and of the model whose shape they have."""
 FLOWING = "no_flush"
-WAYS = (FLOWING, "one_job", "fixed_samples")
+EAGER, BASELINE, UNBALANCED, SHARDED = "eager_", "eager_one_job_fixed", "fixed_samples", "fsdp2"
+WAYS = (
+    FLOWING, "one_job", UNBALANCED, "one_job_fixed", "eager_no_flush", "eager_fixed_samples", BASELINE, SHARDED,
+)  # fmt: skip
+"""How a unit is trained: in microbatches of all jobs or of one after the other, planned or of a fixed number of samples, with
+packlora's operators or (eager_) plain ones; and one job after the other on a base that is shared by rows."""
 PROTOCOL = (
-    "{layers} layers of Llama-3.1-70B's shape over the stages, the vocabulary cut as the layers are, random bfloat16 weights "
-    "made on the devices; four LoRA jobs (ranks {ranks}) on all linear layers, dropout {dropout}, AdamW, clipping; lengths of"
+    "{layers} layers of Llama-3.1-70B's shape over the stages, cut by a layer's time and that of the output layer; "
+    "the vocabulary is cut as the layers are; random bfloat16 weights made on the devices; "
+    "four LoRA jobs (ranks {ranks}) on all linear layers, dropout {dropout}, AdamW, clipping; lengths of"
     " samples as in bench replicas, of at most {longest} tokens, about {step_tokens} tokens a job and optimizer step, loss on"
     " all tokens. The training loop's own classes. A unit is {rounds} optimizer steps of every job on the same samples, the "
     "ways in turn, one unit to warm up and {units} counted; planning is not counted. no_flush: as training runs it, "
     "microbatches of at most {budget} tokens planned for the pipeline. one_job: 1F1B of one job after the other, the pipeline"
     " empty at every step of a job. fixed_samples: all jobs without a flush, jobs in turn, as many samples of a job to a "
-    "microbatch as fit if all were as long as its longest. s: until the first stage is done with the last backward. bubble: "
-    "share of the stages' time in which they run neither forward nor backward, both timed on the device; busy_s: seconds in "
-    "which each stage does. makespan_error: the "
-    "simulator's end of the order that ran, from these times, beside the measured one, relative. tokens_per_s_per_gpu_70b: "
-    "scaled from these layers to 80."
+    "microbatch as fit if all were as long as its longest. one_job_fixed: such microbatches of one job after the other. "
+    "eager_: the same with LoRA in plain PyTorch operations, as PEFT's forward has them, A and B cast to bfloat16, each job's "
+    "tokens by themselves; the frozen model's attention, norms and loss and the optimizer are as they are. fsdp2: the base "
+    "shared by rows over the processes (parallel.shard_base), one job after the other, samples divided. WAY_over_1f1b: the "
+    "time of eager_one_job_fixed over a way's. s: until the first stage is done with the last backward. bubble: share of the "
+    "stages' time in which they run neither forward nor backward, both timed on the device; busy_s: seconds in which each "
+    "stage does. makespan_error: the simulator's end of the order that ran, from these times, beside the measured one, "
+    "relative. tokens_per_s_per_gpu_70b: scaled from these layers to 80."
 )
 
 
@@ -126,8 +141,8 @@ class RandomWeights(WeightFiles):
         self.shapes = {name: tuple(tensor.shape) for name, tensor in skeleton.state_dict().items()}
 
     def read(self, key: str, *part: slice) -> torch.Tensor:
-        assert not part, "a stage has whole weights"
-        shape = self.shapes[key]
+        rows = [len(range(size)[own]) for size, own in zip(self.shapes[key], part, strict=False)]
+        shape = (*rows, *self.shapes[key][len(rows) :])
         if len(shape) == 1:
             return torch.ones(shape, dtype=torch.bfloat16, device=self.device)
         return torch.randn(shape, dtype=torch.bfloat16, device=self.device).mul_(0.02)
@@ -137,9 +152,9 @@ class RandomWeights(WeightFiles):
 
 
 class Piped:
-    """Four jobs in training on the stages."""
+    """Four jobs in training on the stages, and, where that is among the ways, on a sharded base."""
 
-    def __init__(self, options: Options, sizes: Sizes, mesh: Mesh, scratch: Path) -> None:
+    def __init__(self, options: Options, sizes: Sizes, mesh: Mesh, scratch: Path, ways: Sequence[str]) -> None:
         self.sizes, self.mesh, self.links = sizes, mesh, Links(mesh, Layout(((),), pipeline=mesh.size), options.device)
         layers = options.layers or (mesh.size if sizes.tiny else LAYERS_EACH * mesh.size)
         vocabulary = LLAMA_70B["vocab_size"] * layers // WHOLE // 64 * 64  # as the whole one: GPUs need multiples
@@ -150,12 +165,15 @@ class Piped:
         config.save_pretrained(path)
         with torch.device("meta"):
             skeleton: Any = LlamaForCausalLM(config)
-        self.prepared = self._prepared(skeleton, path, options)
+        self.prepared = self._prepared(skeleton, path, options, {"pipeline": mesh.size})
+        head = measure_head(self.prepared.run, self.prepared.shape, self.links.device)
+        self.prepared.head_in_layers = mesh.gather(head.in_layers)[0]
+        free_memory(self.links.device)
         self.cost = profiler.planning_cost(self.prepared.run, self.prepared, mesh.size)
-        counts = profiler.stage_layers(self.prepared.run, self.prepared, mesh.size)
+        self.counts = profiler.stage_layers(self.prepared.run, self.prepared, mesh.size)
         longest = {job.config.name: sizes.longest for job in self.prepared.jobs}
         weights = RandomWeights(path, skeleton, self.links.device)
-        base = load_stage(self.prepared.run, None, longest, mesh, self.links, counts, weights)
+        base = load_stage(self.prepared.run, None, longest, mesh, self.links, self.counts, weights)
         assert isinstance(base.storage, Stage)
         specs = {job.config.name: job.spec for job in self.prepared.jobs}
         attached, adapters = attach(base.model, specs, 0, None, base.storage)
@@ -167,8 +185,16 @@ class Piped:
             self.prepared.run, self.prepared, base, self.device, jobs, known, folder_of_run, events, group=self.links,
             cost=self.cost,
         )  # fmt: skip
+        self.sharded: Trainer | None = None
+        self.trained = [0, 0]
+        """Units on the stages, and on the sharded base: their jobs have steps of their own."""
+        if SHARDED in ways:
+            alarm(600)
+            prepared = self._prepared(skeleton, path, options, {"shard_base": True})
+            base = load_sharded(prepared.run, None, longest, weights=weights)
+            self.sharded = trainer_of(prepared, base, scratch, Replicas(mesh, Layout((tuple(JOBS),), split=mesh.size)))
 
-    def _prepared(self, skeleton: Any, path: str, options: Options) -> PreparedRun:
+    def _prepared(self, skeleton: Any, path: str, options: Options, parallel: dict[str, Any]) -> PreparedRun:
         sizes, short = self.sizes, short_jobs(self.sizes, skeleton.config.vocab_size)
         jobs = [
             {
@@ -183,7 +209,7 @@ class Piped:
         ]  # fmt: skip
         tree = {
             "base_model": path, "output_dir": path, "dtype": "bfloat16", "device": options.device.type, "save_every": 0,
-            "max_tokens_per_microbatch": sizes.budget, "parallel": {"pipeline": self.mesh.size}, "jobs": jobs,
+            "max_tokens_per_microbatch": sizes.budget, "parallel": parallel, "jobs": jobs,
         }  # fmt: skip
         whole: Any = SimpleNamespace(model=skeleton)
         run = Run.model_validate(tree)
@@ -191,10 +217,16 @@ class Piped:
 
     def windows(self, way: str, number: int) -> list[Window]:
         """What a way runs in unit `number`; the pipeline is empty between the windows."""
+        way = way.removeprefix(EAGER)
         orders, first = [job.data.planned for job in self.prepared.jobs], number * self.sizes.rounds
-        if way == "fixed_samples":
-            return [fixed_samples(orders, first, self.sizes.rounds, self.sizes.budget, self.mesh.size)]
-        each = [orders] if way == "no_flush" else [[order] for order in orders]
+        each = [orders] if way in (FLOWING, UNBALANCED) else [[order] for order in orders]
+        if way in (UNBALANCED, "one_job_fixed"):
+            return [fixed_samples(own, first, self.sizes.rounds, self.sizes.budget, self.mesh.size) for own in each]
+        if way == SHARDED:
+            budget = planned(self.sizes.budget, self.mesh.size)
+            return [
+                Planner(own, budget, method="greedy", window_rounds=self.sizes.rounds).window(first) for own in each
+            ]
         return [
             Planner(
                 own, self.sizes.budget, stages=self.mesh.size, method="greedy", cost=self.cost,
@@ -206,13 +238,30 @@ class Piped:
     def predicted(self, ways: Sequence[str]) -> float:
         """Seconds of a unit, estimated from shapes and the speed of this machine; messages cost nothing."""
         return sum(
-            makespan(one.microbatches, self.trainer.profile.cost) for way in ways for one in self.windows(way, 0)
+            makespan(one.microbatches, self.trainer.profile.cost) / (self.mesh.size if way == SHARDED else 1)
+            for way in ways
+            for one in self.windows(way, 0)
         )
 
-    def unit(self, way: str, number: int) -> dict[str, Any]:
-        """Figures of a way's unit, the same on all processes."""
+    def unit(self, way: str) -> dict[str, Any]:
+        """Figures of a way's next unit, the same on all processes."""
         alarm(600)
-        windows = self.windows(way, number)
+        windows = self.windows(way, self.trained[way == SHARDED])
+        self.trained[way == SHARDED] += 1
+        slots = [one for window in windows for one in window.microbatches]
+        counts = {
+            "tokens": sum(one.num_tokens for one in slots), "slots": len(slots),
+            "noops": sum(one.is_noop for one in slots),
+        }  # fmt: skip
+        if way == SHARDED:
+            assert self.sharded is not None
+            self.mesh.barrier()
+            seconds = sum(timed_window(self.sharded, window) for window in windows)
+            return {"s": max(self.mesh.gather(seconds)), **counts}
+        with eager(self.trainer.base.model) if way.startswith(EAGER) else nullcontext():
+            return counts | self._through_stages(windows)
+
+    def _through_stages(self, windows: Sequence[Window]) -> dict[str, Any]:
         self.device.taken()
         self.mesh.barrier()
         start = time.perf_counter()
@@ -226,11 +275,8 @@ class Piped:
         seconds = self.mesh.gather(time.perf_counter() - start)[0]
         times = self.mesh.gather(self.device.taken())
         busy = [sum(own["forward"]) + sum(own["backward"]) for own in times]
-        slots = [one for window in windows for one in window.microbatches]
         return {
-            "s": seconds, "tokens": sum(one.num_tokens for one in slots), "slots": len(slots),
-            "noops": sum(one.is_noop for one in slots), "bubble": 1 - sum(busy) / (self.mesh.size * seconds),
-            "busy_s": busy,
+            "s": seconds, "bubble": 1 - sum(busy) / (self.mesh.size * seconds), "busy_s": busy,
             "simulated_s": simulated(windows, times),
         }  # fmt: skip
 
@@ -314,12 +360,12 @@ def run(options: Options, mesh: Mesh) -> Outcome:
         scratch = Path(held.enter_context(tempfile.TemporaryDirectory()))
         held.enter_context(deterministic())
         if left:
-            piped, told = Piped(options, sizes, mesh, scratch), Told(mesh, start)
+            piped, told = Piped(options, sizes, mesh, scratch, ways), Told(mesh, start)
             told.begins(piped, ways, len(left))
-            for number, way in enumerate(ways):
-                told.measured(f"x{mesh.size} to warm up {way}", piped.unit(way, number)["s"])
-        for number, turn in enumerate(options.each(left, measured), len(ways)):
-            own = piped.unit(turn.way, number)
+            for way in ways:
+                told.measured(f"x{mesh.size} to warm up {way}", piped.unit(way)["s"])
+        for turn in options.each(left, measured):
+            own = piped.unit(turn.way)
             told.measured(turn.label, own["s"])
             row = {"case": turn.label, "number": turn.number, "way": turn.way, "layers": piped.layers}
             measured.append(row | {"figures": own, "failed": {}})
@@ -347,9 +393,11 @@ class Told:
         """left: turns that are to be measured."""
         self.left = left + len(ways)
         alone = piped.predicted(ways) / len(ways)
+        head = profiler.head_in_layers(piped.prepared.run, piped.prepared)
         self._say(
-            f"{piped.layers} layers on {self.mesh.size} stages are ready after {self._passed:.0f} s; {self.left} turns, those "
-            f"to warm up included, of about {alone:.1f} s each: {alone * self.left:.0f} s and what compiling takes"
+            f"{piped.layers} layers on {self.mesh.size} stages ({', '.join(map(str, piped.counts))}; the output layer and the "
+            f"loss take as long as {head:.2f} of them) are ready after {self._passed:.0f} s; {self.left} turns, those to "
+            f"warm up included, of about {alone:.1f} s each: {alone * self.left:.0f} s and what compiling takes"
         )
 
     def measured(self, label: str, seconds: float) -> None:
@@ -384,37 +432,40 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     errors = []
     for size in sorted({row["processes"] for row in rows}):
         own = [row for row in rows if row["processes"] == size]
-
-        def median(
-            figure: Callable[[dict[str, Any]], float], *ways: str, own: list[dict[str, Any]] = own
-        ) -> float | None:  # fmt: skip
-            found = [figure(row) for row in own if all(way in row for way in ways)]
-            return statistics.median(found) if found else None
-
-        out[f"speedup_over_1f1b_{size}gpu"] = median(
-            lambda row: row["one_job"]["s"] / row[FLOWING]["s"], "one_job", FLOWING
-        )
-        out[f"speedup_over_unbalanced_{size}gpu"] = median(
-            lambda row: row["fixed_samples"]["s"] / row[FLOWING]["s"], "fixed_samples", FLOWING
-        )
-        out[f"bubble_{len(JOBS)}jobs_{size}gpu"] = median(lambda row: row[FLOWING]["bubble"], FLOWING)
-        out[f"bubble_1job_{size}gpu"] = median(lambda row: row["one_job"]["bubble"], "one_job")
-        errors.append(median(lambda row: abs(row[FLOWING]["simulated_s"] / row[FLOWING]["s"] - 1), FLOWING))
-        out[f"tokens_per_s_per_gpu_70b_{size}gpu"] = median(
-            lambda row, size=size: row[FLOWING]["tokens"] / row[FLOWING]["s"] / size * row["layers"] / WHOLE,  # type: ignore[misc]
-            FLOWING,
-        )
+        out[f"speedup_over_1f1b_{size}gpu"] = _speedup(own, FLOWING, BASELINE)
+        out[f"speedup_over_unbalanced_{size}gpu"] = _speedup(own, FLOWING, UNBALANCED)
+        out[f"speedup_over_one_job_{size}gpu"] = _speedup(own, FLOWING, "one_job")
+        out[f"speedup_over_fsdp2_{size}gpu"] = _speedup(own, FLOWING, SHARDED)
+        for way in WAYS:
+            if way not in (FLOWING, BASELINE):
+                out[f"{way}_over_1f1b_{size}gpu"] = _speedup(own, way, BASELINE)
+        flowing = [row[FLOWING] for row in own if FLOWING in row]
+        out[f"bubble_{len(JOBS)}jobs_{size}gpu"] = _median([way["bubble"] for way in flowing])
+        out[f"bubble_1job_{size}gpu"] = _median([row["one_job"]["bubble"] for row in own if "one_job" in row])
+        errors.append(_median([abs(way["simulated_s"] / way["s"] - 1) for way in flowing]))
+        out[f"tokens_per_s_per_gpu_70b_{size}gpu"] = _median([
+            row[FLOWING]["tokens"] / row[FLOWING]["s"] / size * row["layers"] / WHOLE for row in own if FLOWING in row
+        ])  # fmt: skip
     out["makespan_error"] = max([error for error in errors if error is not None], default=None)
     rates = [value for key, value in out.items() if key.startswith("tokens_per_s")]
     out["tokens_per_s_per_gpu_70b"] = rates[-1] if rates else None
     return out
 
 
+def _speedup(rows: list[dict[str, Any]], way: str, over: str) -> float | None:
+    return _median([row[over]["s"] / row[way]["s"] for row in rows if way in row and over in row])
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return statistics.median(values) if values else None
+
+
 def table(rows: list[dict[str, Any]]) -> list[str]:
     lines = [
         [
             row["case"], way, f"{row[way]['s']:.3f}", str(row[way]["slots"]), str(row[way]["noops"]),
-            f"{row[way]['bubble']:.1%}", f"{row[way]['simulated_s']:.3f}", f"{row[way]['tokens'] / row[way]['s']:,.0f}",
+            f"{row[way]['bubble']:.1%}" if "bubble" in row[way] else "",
+            f"{row[way]['simulated_s']:.3f}" if "bubble" in row[way] else "", f"{row[way]['tokens'] / row[way]['s']:,.0f}",
         ]
         for row in rows for way in WAYS if way in row
     ]  # fmt: skip

@@ -320,6 +320,13 @@ def print_all(plan: PlannedRun, console: Console) -> None:
         f"{run.base_model}: {shape.parameters / 1e6:,.1f} M parameters, {shape.layers} layers, {run.dtype}, on {device.type}"
         + (f", a pipeline of {plan.stages} stages" if plan.stages > 1 else "")
     )
+    if plan.stages > 1:
+        counts = ", ".join(map(str, profiler.stage_layers(run, prepared, plan.stages)))
+        how = "as measured"
+        if prepared.head_in_layers is None:
+            how = "estimated; packlora tune measures it, for run files with parallel.pipeline"
+        head = profiler.head_in_layers(run, prepared)
+        say(f"stages of {counts} layers; the output layer and the loss take as long as {head:.2f} of them, {how}")
     console.print()
     _print_jobs(prepared, console)
     console.print()

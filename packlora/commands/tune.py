@@ -32,9 +32,10 @@ from packlora.plans.cost import machine, seconds
 from packlora.plans.measure import Measured, candidates, group_maker, measure
 from packlora.plans.space import legal_plans
 from packlora.report.progress import duration
+from packlora.runtime.head_cost import measure_head, remember
 from packlora.runtime.memory import synchronize
 from packlora.runtime.prepare import adapter_config, adapter_spec
-from packlora.runtime.prepared_job import AUTO_BUDGET
+from packlora.runtime.prepared_job import AUTO_BUDGET, ModelShape
 
 SMALLEST = 8
 """Microbatches are measured from this part of the largest one upwards; of a full schedule few are smaller."""
@@ -225,6 +226,8 @@ def tune(
     minutes -= min(
         minutes, tune_sizes(device, minutes, console)
     )  # plans are measured with the sizes that they will have
+    if run is not None and run.parallel.stages > 1:
+        _tune_head(run, device, console)
     cache = cache or PlanCache(device)
     several = [case for case in cases if len(legal_plans(case, lossy)) > 1]
     if len(several) < len(cases):
@@ -248,6 +251,25 @@ def tune(
         console.print(Text(f"note: {line}"), soft_wrap=True)
     console.print(Text(f"remembered in {cache.path}"), soft_wrap=True)
     return out
+
+
+def _tune_head(run: Run, device: torch.device, console: Console) -> None:
+    """Measure what stages are cut by."""
+    shape = ModelShape.of(load_skeleton(run))
+    try:
+        cost = measure_head(run, shape, device)
+    except torch.OutOfMemoryError:
+        console.print("note: this device does not hold two layers and the output layer, by which stages would be cut")
+        return
+    try:
+        remember(run, shape, device, cost)
+    except OSError as error:
+        raise InputError(f"cannot write what was measured of the output layer: {error}") from None
+    console.print(
+        f"stages: of {cost.tokens} tokens a layer takes {1e3 * cost.layer_s:.3g} ms, the output layer and the loss "
+        f"{1e3 * cost.head_s:.3g} ms: as long as {cost.in_layers:.2f} layers",
+        soft_wrap=True,
+    )
 
 
 def _measured(

@@ -143,16 +143,6 @@ class Run(Strict):
         return self
 
     @model_validator(mode="after")
-    def _no_stages_for_prompts(self) -> Run:
-        asked = [job.name for job in self.jobs if self.prompts_of(job)]
-        if asked and self.parallel.stages > 1:
-            raise ValueError(
-                f"job {asked[0]!r} has sample_prompts, whose answers this version generates on devices that have all layers, "
-                f"but with parallel.pipeline {self.parallel.stages} each has some; leave one of them out"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _unique_names(self) -> Run:
         seen: dict[str, str] = {}
         for job in self.jobs:  # case-insensitive file systems would mix two such folders

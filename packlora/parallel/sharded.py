@@ -51,8 +51,9 @@ from packlora.parallel.codes import share_codes
 
 
 def load_sharded(
-    run: Run, tokenizer: Any, longest: Mapping[str, int] | None = None, group: dist.ProcessGroup | None = None
-) -> Base:
+    run: Run, tokenizer: Any, longest: Mapping[str, int] | None = None, group: dist.ProcessGroup | None = None,
+    weights: WeightFiles | None = None,
+) -> Base:  # fmt: skip
     """Load the base model for packed training, a part of each weight on each rank. All ranks call it, with equal arguments.
 
     What load_base checks is checked here too, on the sharded model, by all ranks in step.
@@ -60,12 +61,13 @@ def load_sharded(
     Args:
         longest: see load_base.
         group: the ranks that share the model; None: all.
+        weights: of the base model; None: its files.
 
     Raises:
         InputError: see load_base; or the weights cannot be read in parts, or a parameter not be sharded. On every rank.
     """
     path, device = base_path(run.base_model), choose_device(run.device)
-    files = WeightFiles(path, run.revision)
+    files = weights or WeightFiles(path, run.revision)
     model = empty_model(path, run.revision, getattr(torch, run.dtype), run.trust_remote_code)
     check_row(model, run.max_tokens_per_microbatch, path)
     keys = keys_of(model, files)

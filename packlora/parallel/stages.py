@@ -33,7 +33,7 @@ from packlora.base.device import choose_device
 from packlora.base.fingerprint import fingerprint_of, word_sums
 from packlora.base.liger import use_liger
 from packlora.base.model import Base
-from packlora.base.packing import decoder_of, hidden_states, prepare_model
+from packlora.base.packing import decoder_of, hidden_states, packed_logits, prepare_model
 from packlora.base.proof import Pack, check_packing, depends_on_others, own_logits
 from packlora.base.shape import check_row, decoder_layers
 from packlora.base.weight_files import WeightFiles, keys_of
@@ -117,6 +117,22 @@ class Stage(InMemory):
         finally:
             self._in_step, self.outgoing = before, None
         return any(self.links.gather(found))
+
+    @torch.no_grad()
+    def logits(
+        self, model: PreTrainedModel, ids_T: torch.Tensor, positions_T: torch.Tensor, lengths: Sequence[int],
+        rows_L: torch.Tensor,
+    ) -> torch.Tensor | None:  # fmt: skip
+        """As packed_logits on the last stage, None elsewhere. All stages call it; microbatches may be on their way."""
+        shape = (1, len(ids_T), self.width)
+        with self.given(None if self.links.is_first else self.links.up.receive(shape, self.dtype)):
+            if self.links.is_last:
+                return packed_logits(model, ids_T, positions_T, lengths, rows_L)
+            hidden_states(model, ids_T, positions_T, tuple(lengths))
+            assert self.outgoing is not None
+            outgoing, self.outgoing = self.outgoing.contiguous(), None
+        self.links.up.send(outgoing, shape, self.dtype)
+        return None
 
     def enter(self, hidden: torch.Tensor) -> torch.Tensor:
         """What the first layer here is given, in the place of hidden states of nobody."""

@@ -30,10 +30,11 @@ from packlora.runtime.windows import Plan, planned_windows
 from packlora.schedule.cost import CostModel
 from packlora.schedule.types import Microbatch
 
-LOSS, SQUARE, FOUND, LARGEST, CHANGED = range(5)
-"""Columns of sums and totals, float64 [1 + steps, 5]. The first three are added up, of the others the largest is taken. Row 0
-says in column LARGEST whether the pipeline is to run dry; the others are of the jobs that step, in the order of the slot.
-FOUND: parameters with a gradient. LARGEST, CHANGED: of the job's step before, see Job.confirm."""
+LOSS, SQUARE, FOUND, TOLD, LARGEST, CHANGED, COLUMNS = 0, 1, 2, slice(3, 10), 10, 11, 12
+"""Columns of sums and totals, float64 [1 + steps, 12]. LARGEST and CHANGED are the largest of all stages, the others are added
+up. Row 0 says in column LARGEST whether the pipeline is to run dry; the others are of the jobs that step, in the order of the
+slot. FOUND: parameters with a gradient. TOLD: see Objective.told. LARGEST, CHANGED: of the job's step before, see
+Job.confirm."""
 
 
 @dataclass(slots=True)
@@ -61,6 +62,14 @@ def join_found(jobs: Sequence[Job], links: Links) -> None:
     most = iter(links.found_by_one([int(name not in job.without) for job in jobs for name in job.parameters]))
     for job in jobs:
         job.without = {name for name in job.parameters if not next(most)}
+
+
+def put_sums(row: torch.Tensor, job: Job) -> None:
+    """What this stage adds up of a job that is about to step."""
+    assert job.loss_sum is not None
+    row[LOSS], row[SQUARE], row[FOUND] = job.loss_sum, job.square(), len(job.parameters) - len(job.without)
+    if job.preferences.told is not None:
+        row[TOLD] = job.preferences.told
 
 
 class PipelinedTrainer(Trainer):
@@ -148,6 +157,9 @@ class PipelinedTrainer(Trainer):
             "a global batch would begin before the step it follows"
         )
         complete = [(self.by_name[name], batch) for name, batch in wave.completes if self.by_name[name].is_due(batch)]
+        if not self.evaluator.learn(self.runner.due(wave)):  # all stages are here; they have agreed on a stop
+            self._quiet = True
+            return None
         for job in due:
             self.runner.began.setdefault(job.name, self._elapsed())
         self._inside[slot] = _Inside(wave, own, complete, due)
@@ -195,6 +207,7 @@ class PipelinedTrainer(Trainer):
             job = self.by_name[name]
             if name in due:
                 job.collect(done.sums[job.adapter.number])
+                job.preferences.add(done.told.get(job.adapter.number))
             else:
                 job.discard()
         self._count_tokens(inside)
@@ -223,7 +236,7 @@ class PipelinedTrainer(Trainer):
     # --- steps ---------------------------------------------------------------------------------------------------------
 
     def _rows(self, slot: int) -> tuple[int, int]:
-        return 1 + len(self._inside[slot].complete), 5
+        return 1 + len(self._inside[slot].complete), COLUMNS
 
     def _receive_sums(self, slot: int) -> None:
         self._inside[slot].sums = self.links.down.receive(self._rows(slot), torch.float64)
@@ -237,8 +250,7 @@ class PipelinedTrainer(Trainer):
             join_found(jobs, self.links)
             self.team.add_up(jobs)
         for row, (job, _) in zip(own[1:], inside.complete, strict=True):
-            assert job.loss_sum is not None
-            row[LOSS], row[SQUARE], row[FOUND] = job.loss_sum, job.square(), len(job.parameters) - len(job.without)
+            put_sums(row, job)
             if job.name in self._unconfirmed:
                 row[LARGEST:] = self._unconfirmed[job.name]
         if inside.sums is not None:
@@ -263,19 +275,19 @@ class PipelinedTrainer(Trainer):
         """Those of the jobs whose global batches end in the slot."""
         inside = self._inside.pop(slot)
         assert inside.sums is not None
-        (_, _, _, asked, _), *rows = inside.sums.tolist()  # the device is waited for
-        self._quiet |= asked > 0
-        for (job, batch), totals, (loss, square, found, largest, changed) in zip(
-            inside.complete, inside.sums[1:], rows, strict=True
-        ):
-            self._confirm(job, largest, changed)
+        asked, *rows = inside.sums.tolist()  # the device is waited for
+        self._quiet |= asked[LARGEST] > 0
+        for (job, batch), totals, row in zip(inside.complete, inside.sums[1:], rows, strict=True):
+            self._confirm(job, row[LARGEST], row[CHANGED])
             if not job.is_due(batch):
                 job.discard()
                 continue
             assert job.step == batch, "a step was left out"
-            job.loss_sum, job.found_elsewhere = totals[LOSS], int(found)
+            job.loss_sum, job.found_elsewhere = totals[LOSS], int(row[FOUND])
+            if job.preferences.objective is not None:
+                job.preferences.told = totals[TOLD]
             numbers = job.optimizer_step(totals[SQUARE].sqrt())
-            self._count(job, job.count_step(loss, math.sqrt(square)), numbers[2:])
+            self._count(job, job.count_step(row[LOSS], math.sqrt(row[SQUARE])), numbers[2:])
 
     def _count(self, job: Job, result: StepResult | None, made: torch.Tensor) -> None:
         """Tell a step, or that it may not be."""

@@ -27,6 +27,7 @@ from packlora.ops.modules import beside_decoder
 from packlora.plans.ask import Ask, asks_of
 from packlora.runtime.changes import trained
 from packlora.runtime.encoder import Encoder, Reader
+from packlora.runtime.head_cost import known_head
 from packlora.runtime.library_optimizer import check_optim
 from packlora.runtime.prepared_job import AUTO_BUDGET, LEFT_OUT, ModelShape, PreparedJob, Rows
 from packlora.runtime.prepared_run import PreparedRun
@@ -37,13 +38,9 @@ from packlora.terminal import Told, silent
 
 
 def prepare(
-    run: Run,
-    max_steps: int | None = None,
-    resumed: bool = False,
-    told: Told = silent,
-    gone: Mapping[str, str] | None = None,
-    budgets: Mapping[str, int] | None = None,
-) -> PreparedRun:
+    run: Run, max_steps: int | None = None, resumed: bool = False, told: Told = silent,
+    gone: Mapping[str, str] | None = None, budgets: Mapping[str, int] | None = None,
+) -> PreparedRun:  # fmt: skip
     """Read, encode and match everything. Raises InputError at the first thing that cannot work.
 
     Args:
@@ -69,6 +66,7 @@ def prepare(
     eval_rows = {job.name: reader.held_out(job) for job in run_jobs}
     told(f"laying out {run.base_model}")
     skeleton = load_skeleton(run)
+    shape = ModelShape.of(skeleton)
     quantization, in_codes = _quantization(run, skeleton, device)
     specs = {job.name: adapter_spec(job, configs[job.name], skeleton) for job in run_jobs}
     for name, spec in specs.items():
@@ -97,8 +95,8 @@ def prepare(
         jobs.append(one)
         warnings += doubts
     prepared = PreparedRun(
-        run, tokenizer, budget, ModelShape.of(skeleton), jobs, warnings, {**left_out, **gone}, asks, quantization, encoder,
-        vision, in_codes,
+        run, tokenizer, budget, shape, jobs, warnings, {**left_out, **gone}, asks, quantization, encoder, vision, in_codes,
+        known_head(run, shape, device),
     )  # fmt: skip
     check_parallel(prepared, skeleton)
     check_compared(run, jobs)

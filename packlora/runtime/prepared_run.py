@@ -21,6 +21,7 @@ class PreparedRun:
     base model's linear layers, as the run file asks or as they are saved. in_codes: numbers of these layers, and bytes of their
     codes. encoder: makes samples of data, also those of jobs that join later. vision: what the model is given for images, where
     the data has some.
+    head_in_layers: HeadCost.in_layers of the base model, None where that was not measured.
     """
 
     run: Run
@@ -35,6 +36,7 @@ class PreparedRun:
     encoder: Encoder | None = None
     vision: Vision | None = None
     in_codes: tuple[int, int] = (0, 0)
+    head_in_layers: float | None = None
 
     @property
     def longest(self) -> int:

@@ -156,11 +156,18 @@ def staged(known: Profile, run: Run, prepared: PreparedRun, stages: int) -> Prof
 
 def stage_layers(run: Run, prepared: PreparedRun, stages: int) -> tuple[int, ...]:
     """Layers of each stage of a pipeline, so that the slowest one is as fast as it can be; the last one has the output layer
-    and the loss too. A layer costs by the weights that a token meets there, of experts those that it goes to."""
-    shape, (forward, backward, head) = prepared.shape, _operations(run, prepared)
+    and the loss too, by what was measured of them (head_cost.py), else by their operations. A layer costs by the weights that a
+    token meets there, of experts those that it goes to."""
+    shape = prepared.shape
     mean = sum(active for _, active in shape.layer_numbers) / max(1, len(shape.layer_numbers))
     costs = [active / mean for _, active in shape.layer_numbers] if mean else []
-    return balance(stages, shape.layers, 2 * head / ((forward + backward) / shape.layers), costs)
+    return balance(stages, shape.layers, head_in_layers(run, prepared), costs)
+
+
+def head_in_layers(run: Run, prepared: PreparedRun) -> float:
+    """How many layers of the run, adapters included, the output layer and the loss take as long as."""
+    forward, backward, head = _operations(run, prepared)
+    return 2 * head / ((forward + backward) / prepared.shape.layers)
 
 
 def largest_stage(run: Run, prepared: PreparedRun, stages: int) -> float:
@@ -254,7 +261,11 @@ def _operations(run: Run, prepared: PreparedRun, experts_on: int = 1) -> tuple[f
     frozen = shape.linear_parameters + shape.routed_parameters / experts_on
     forward = 2 * (frozen + adapter)
     backward = 2 * frozen + 4 * adapter + (forward if run.gradient_checkpointing else 0)
-    return forward, backward, 2 * shape.hidden * shape.vocabulary * labels
+    head = 2.0 * shape.hidden * shape.vocabulary
+    if prepared.head_in_layers is not None:  # of frozen layers, forward and backward
+        whole = shape.linear_parameters + shape.routed_parameters
+        head = prepared.head_in_layers * whole / shape.layers * (3 if run.gradient_checkpointing else 2)
+    return forward, backward, head * labels
 
 
 def model_flops(shape: ModelShape, jobs: Mapping[str, Job], microbatches: Sequence[Microbatch]) -> float:

@@ -111,6 +111,7 @@ def run_record(
         "changes": [change.record() for change in saved.changes] if saved else [],
         "schedule": {
             "budget": prepared.budget,
+            "head_in_layers": prepared.head_in_layers,
             "layout": "one device" if layout is None or layout.processes == 1 else asdict(layout),
             "profile": known.describe(),
         },

@@ -43,6 +43,7 @@ class _SavedJob(BaseModel):
 
 class _SavedSchedule(BaseModel):
     budget: int = Field(ge=1, le=2**31, strict=True)
+    head_in_layers: float | None = Field(None, gt=0, lt=1e6)
 
 
 class _SavedModel(BaseModel):

@@ -5,7 +5,8 @@ cache of keys: nothing of the model is changed for it and nothing random is draw
 The prompts of each job run by themselves: a text depends on the job's adapter alone.
 
 Where several processes hold the base model together, all that train a job generate its texts, in step, and go on from each
-token with the same ones; the first of them tells the texts.
+token with the same ones; the first of them tells the texts. Stages of a pipeline do so where a step is told, which all of them
+come to, and what else is on its way waits.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from packlora.base.model import Base
 from packlora.base.packing import packed_logits
 from packlora.data.prompts import Prompt, answer_ends
 from packlora.parallel.replicas import ALONE, Alone
+from packlora.parallel.stages import Stage
 from packlora.report.events import Evaluated, Event, JobJoined, Note, RunBegan, Sampled, Stepped
 from packlora.runtime.evaluate import is_multiple
 from packlora.runtime.events import Emitter
@@ -132,7 +134,7 @@ class Sampler:
 
     @torch.no_grad()
     def _next(self, rows: Sequence[list[int]], owner: int) -> list[int]:
-        """The likeliest next token of each row of tokens."""
+        """The likeliest next token of each row of tokens; zeros where another stage of a pipeline has it."""
         lengths = [len(row) for row in rows]
         total = sum(lengths)
         if filler := max(0, MIN_ROWS - total):
@@ -143,6 +145,8 @@ class Sampler:
         positions_T = torch.cat([torch.arange(size) for size in sizes]).to(device)
         last_L = torch.tensor(lengths, device=device).cumsum(0) - 1
         with self.attached.active(TokenOwners(len(ids_T), ((owner, 0, total),))):
-            logits_LV = packed_logits(self.base.model, ids_T, positions_T, sizes, last_L)
-        found: list[int] = logits_LV.argmax(-1).tolist()
+            at = (self.base.model, ids_T, positions_T, sizes, last_L)
+            storage = self.base.storage
+            logits_LV = storage.logits(*at) if isinstance(storage, Stage) else packed_logits(*at)
+        found: list[int] = [0] * len(lengths) if logits_LV is None else logits_LV.argmax(-1).tolist()
         return found

@@ -144,7 +144,7 @@ class Session:
             if mesh.is_first:
                 outer.subscribe(*self.writers, held.enter_context(Progress()), *subscribers)
             generates = self.group.leads or self.layout.is_in_parts
-            if trainer is not None and generates and isinstance(self.single, SingleDevice):
+            if trainer is not None and generates:
                 told.subscribe(self._sampler(trainer))
             result = trainer.fit() if trainer is not None else None
             if isinstance(mesh, Mesh):
@@ -171,6 +171,8 @@ class Session:
             Sweep(run).refuse_names(self.new)
         run = self.run
         self.starts, prepared = together(mesh, self._prepare)
+        known_head = prepared.head_in_layers if self.saved is None else self.saved.schedule.head_in_layers
+        prepared.head_in_layers = mesh.gather(known_head)[0]
         self.layout, self.group = self._choose_layout(prepared), ALONE
         if isinstance(mesh, Mesh):
             self.group = self._group(mesh)
@@ -265,7 +267,6 @@ class Session:
         group = self.group if self.layout.is_in_parts else ALONE
         lines = read_lines(self.output_dir / SAMPLES, "job", "step")
         known = {(str(job), step) for job, step in group.told([[line["job"], line["step"]] for line in lines])}
-        assert isinstance(self.single, SingleDevice)
         parts = (trainer.base, self.single.attached, trainer.jobs, self.run.eval_every, trainer.events)
         return Sampler(*parts, known, group)
 

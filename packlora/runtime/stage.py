@@ -15,7 +15,7 @@ from packlora.base.model import Base
 from packlora.base.packing import hidden_states
 from packlora.parallel.stages import Stage
 from packlora.runtime.collate import PackedBatch, PackedSample, collate
-from packlora.runtime.loss import logps_of, sum_by_owner, token_losses
+from packlora.runtime.loss import logps_of, sum_by_owner, token_losses, told_of
 from packlora.runtime.microbatch import MicrobatchResult, one_error_for_memory
 
 
@@ -49,6 +49,11 @@ class StagePending:
         if self.losses_L is None:
             return torch.zeros(len(groups.places) // 3, 3, dtype=torch.float64, device=self.root.device)
         return logps_of(self.losses_L, groups)
+
+    def told(self) -> dict[int, torch.Tensor]:
+        """As MicrobatchResult has it; nothing where the losses are on another stage."""
+        groups = self.batch.groups
+        return {} if groups is None or self.losses_L is None else told_of(self.losses_L, groups)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +108,7 @@ class StageDevice:
             if incoming is not None:
                 back = torch.zeros_like(incoming) if incoming.grad is None else incoming.grad
                 pending.gradient = back.contiguous()
-            return MicrobatchResult(pending.sums(), batch.num_tokens, batch.num_samples)
+            return MicrobatchResult(pending.sums(), batch.num_tokens, batch.num_samples, told=pending.told())
 
     @torch.no_grad()
     def evaluate(self, samples: Sequence[PackedSample], num_owners: int) -> MicrobatchResult:

@@ -50,11 +50,6 @@ def check_parallel(prepared: PreparedRun, skeleton: PreTrainedModel) -> None:
                 raise InputError(
                     f"job {job.config.name!r}: its data has images, which {key} does not take in this version; leave it out"
                 )
-            if key == "parallel.pipeline" and (trainer := job.config.train.trainer) != "sft":
-                raise InputError(
-                    f"job {job.config.name!r}: train.trainer is {trainer}, which this version trains on devices that have all "
-                    f"layers; leave {key} out, or let the jobs have trainer sft"
-                )
     if parallel.offload_base and choose_device(prepared.run.device).type == "cpu":
         prepared.warnings.append(
             "parallel.offload_base changes nothing here: on a CPU weights are on the host as it is"
@@ -96,12 +91,8 @@ def needs_whole_base(prepared: PreparedRun, staged: bool = False) -> bool:
 
 def needs_whole(job: PreparedJob, prepared: PreparedRun, staged: bool = False) -> str | None:
     """What of a job takes the whole base model on every device; None where a part does. staged: a part that is some layers."""
-    if job.prompts and staged:
-        return "it has sample_prompts"
     if job.has_images:
         return "its data has images"
     if job.router_coefficient and staged:
         return "it has a load-balancing loss"
-    if staged and (trainer := job.config.train.trainer) != "sft":
-        return f"train.trainer is {trainer}"
     return None if prepared.encoder is None else whole_alone(job.spec, prepared.encoder.skeleton)

@@ -463,14 +463,6 @@ def test_keys_that_do_not_go_together_are_refused(keys: dict[str, Any], words: s
         TrainConfig(**keys)
 
 
-def test_a_base_model_in_parts_is_refused_before_training(
-    tiny_base: Callable[..., str], jobs: list[dict[str, Any]], tmp_path: Path
-) -> None:
-    tree = mixed(tiny_base("llama"), tmp_path / "out", jobs, parallel={"pipeline": 2})
-    with pytest.raises(InputError, match=r"job 'mixed': train\.trainer is dpo, .* leave parallel\.pipeline out"):
-        prepare(Run.model_validate(tree))
-
-
 def test_too_long_a_part_is_cut_dropped_or_refused_and_a_pair_must_fit_a_microbatch(
     tiny_base: Callable[..., str], tmp_path: Path
 ) -> None:

@@ -141,13 +141,6 @@ def test_an_interrupted_run_has_each_text_once_and_none_of_steps_that_are_taken_
     assert texts(out) == texts(whole[0])
 
 
-def test_stages_of_layers_are_refused_by_name(tree: Tree) -> None:
-    with pytest.raises(
-        InputError, match=r"job 'lora' has sample_prompts, .* but with parallel\.pipeline 2 each has some"
-    ):
-        packlora.train(tree("refused", parallel={"pipeline": 2}))
-
-
 def test_a_prompt_without_room_for_its_answer_is_refused_by_number(tree: Tree, tmp_path: Path) -> None:
     with pytest.raises(
         InputError, match=r"job 'lora': sample_prompts\.0: the prompt has \d+ tokens and its answer up to"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -26,8 +28,10 @@ def benched(rank: int, name: str, out: Path, **options: Any) -> int:
     return run_bench(name, out, quick=True, device="cpu", **options)
 
 
-def limited(rank: int, out: Path, options: dict[str, Any]) -> int:
-    return benched(rank, "pipeline", out, **options)
+def limited(rank: int, out: Path, options: dict[str, Any]) -> tuple[int, str]:
+    """With what it printed."""
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        return benched(rank, "pipeline", out, **options), said.getvalue()
 
 
 def jobs_of_rank_1_at_another_rate(rank: int, out: Path) -> int:
@@ -47,17 +51,22 @@ def file_of(out: Path) -> dict[str, Any]:
 
 @pytest.mark.soak
 def test_a_pipeline_on_two_processes(ranks: Pool, tmp_path: Path) -> None:
-    """All ways train on the same tokens; only one has a pipeline that is empty between jobs."""
+    """All ways train on the same tokens; some have a pipeline that is empty between jobs."""
     out = tmp_path / "pipeline.json"
     assert ranks(2).run(benched, "pipeline", out) == [0, 0]
     content = file_of(out)
     assert content["name"] == "pipeline-cpu"
     keys = {"speedup_over_1f1b_2gpu", "speedup_over_unbalanced_2gpu", "bubble_4jobs_2gpu", "makespan_error"}
-    assert {f"part_{key}" for key in keys | {"tokens_per_s_per_gpu_70b"}} <= content["summary"].keys()
+    keys |= {"tokens_per_s_per_gpu_70b", "fsdp2_over_1f1b_2gpu", "one_job_fixed_over_1f1b_2gpu"}
+    assert all(content["summary"][f"part_{key}"] > 0 for key in keys)
+    staged = [way for way in pipeline.WAYS if way != "fsdp2"]
     for row in content["rows"]:
         assert len({row[way]["tokens"] for way in pipeline.WAYS}) == 1
-        assert all(0 < row[way]["bubble"] < 1 and row[way]["simulated_s"] < row[way]["s"] for way in pipeline.WAYS)
+        assert all(0 < row[way]["bubble"] < 1 and row[way]["simulated_s"] < row[way]["s"] for way in staged)
         assert row["one_job"]["noops"] > row["no_flush"]["noops"]
+        for way in staged:
+            if way.startswith("eager_"):
+                assert row[way]["slots"] == row[way.removeprefix("eager_")]["slots"]
 
 
 @pytest.mark.soak
@@ -217,52 +226,58 @@ def test_figures_of_a_pipeline_are_those_of_known_times() -> None:
     def row(size: int, s: float, bubble: float) -> dict[str, Any]:
         way = {"s": s, "bubble": bubble, "tokens": 1000, "simulated_s": 0.9 * s, "slots": 4, "noops": 0}
         others = {"one_job": way | {"s": 2 * s, "bubble": 0.5}, "fixed_samples": way | {"s": 1.5 * s}}
+        others |= {
+            "eager_one_job_fixed": way | {"s": 4 * s},
+            "fsdp2": {"s": 3 * s, "tokens": 1000, "slots": 4, "noops": 0},
+        }
         return {"case": "x", "processes": size, "layers": 8, "no_flush": way, "failed": {}, **others}
 
     found = pipeline.summary([row(2, 1.0, 0.1), row(2, 3.0, 0.2), row(4, 1.0, 0.05)])
-    assert found["speedup_over_1f1b_2gpu"] == found["speedup_over_1f1b_4gpu"] == 2.0
+    assert found["speedup_over_1f1b_2gpu"] == found["speedup_over_1f1b_4gpu"] == 4.0
+    assert (found["speedup_over_one_job_2gpu"], found["speedup_over_fsdp2_4gpu"]) == (2.0, 3.0)
+    assert found["one_job_over_1f1b_2gpu"] == 2.0 and found["eager_no_flush_over_1f1b_2gpu"] is None
     assert found["speedup_over_unbalanced_4gpu"] == pytest.approx(1.5)
     assert found["bubble_4jobs_2gpu"] == pytest.approx(0.15)
     assert found["bubble_1job_4gpu"] == 0.5
     assert found["makespan_error"] == pytest.approx(0.1)
     assert found["tokens_per_s_per_gpu_70b"] == pytest.approx(1000 / 4 * 8 / 80)
-    assert len(pipeline.table([row(2, 1.0, 0.1)])) == 4 + (len(pipeline.table([])) - 1)
+    assert len(pipeline.table([row(2, 1.0, 0.1)])) == 6 + (len(pipeline.table([])) - 1)
+
+
+ONLY = "no_flush,one_job,fixed_samples"
 
 
 def ended_early(rank: int, out: Path) -> None:
     """A run that ends at its second turn that is counted."""
     original, turns = pipeline.Piped.unit, 0
 
-    def unit(self: pipeline.Piped, way: str, number: int) -> dict[str, Any]:
+    def unit(self: pipeline.Piped, way: str) -> dict[str, Any]:
         nonlocal turns
         turns += 1
         if turns == 3 + 2:
             raise ValueError("the machine was taken away")
-        return original(self, way, number)
+        return original(self, way)
 
     with mock.patch.object(pipeline.Piped, "unit", unit), pytest.raises(ValueError, match="taken away"):
-        benched(rank, "pipeline", out, units=1)
+        benched(rank, "pipeline", out, units=1, only=ONLY)
     faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.mark.soak
-def test_a_pipeline_s_turns_are_kept_and_a_run_that_was_ended_goes_on(
-    ranks: Pool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_pipeline_s_turns_are_kept_and_a_run_that_was_ended_goes_on(ranks: Pool, tmp_path: Path) -> None:
     out = tmp_path / "pipeline.json"
     ranks(2).run(ended_early, out)
     part = json.loads((tmp_path / "pipeline.part.json").read_text())
     assert [row["case"] for row in part["rows"]] == ["x2 unit 1 one_job"]
-    capfd.readouterr()
-    assert ranks(2).run(limited, out, {"units": 1, "resume": True}) == [0, 0]
-    said = capfd.readouterr().out
-    assert "5 turns, those to warm up included, of about " in said
-    assert [f"x2 unit 1 {way}: " in said for way in pipeline.WAYS] == [True, False, True]
+    (status, said), other = ranks(2).run(limited, out, {"units": 1, "resume": True, "only": ONLY})
+    assert (status, other) == (0, (0, ""))
+    assert "on 2 stages (1, 1; the output layer" in said and "5 turns, those to warm up included, of about " in said
+    assert [f"x2 unit 1 {way}: " in said for way in ONLY.split(",")] == [True, False, True]
     content = file_of(out)
     (row,) = content["rows"]
-    assert row["one_job"] == part["rows"][0]["figures"] and set(pipeline.WAYS) < row.keys()
+    assert row["one_job"] == part["rows"][0]["figures"] and {*ONLY.split(",")} < row.keys()
     assert not (tmp_path / "pipeline.part.json").exists()
-    assert ranks(2).run(limited, out, {"units": 1, "only": "no_flush"}) == [0, 0]
+    assert [told[0] for told in ranks(2).run(limited, out, {"units": 1, "only": "no_flush"})] == [0, 0]
     summary = file_of(out)["summary"]
     assert summary["part_bubble_4jobs_2gpu"] > 0 and summary["part_speedup_over_1f1b_2gpu"] is None
 
@@ -271,7 +286,7 @@ def test_what_bench_pipeline_is_asked_for_is_checked(tmp_path: Path) -> None:
     assert pipeline.ways_of(["one_job", "no_flush"]) == ("no_flush", "one_job")
     labels = [turn.label for turn in pipeline.turns(2, ("no_flush", "one_job"), 4)]
     assert labels == ["x4 unit 1 one_job", "x4 unit 1 no_flush", "x4 unit 2 no_flush", "x4 unit 2 one_job"]
-    with pytest.raises(InputError, match="only: 'flush' is none of no_flush, one_job, fixed_samples"):
+    with pytest.raises(InputError, match=r"only: 'flush' is none of no_flush, one_job, fixed_samples, .*, fsdp2"):
         pipeline.ways_of(["flush"])
     with pytest.raises(InputError, match="--units is for pipeline"):
         benched(0, "layer", tmp_path / "out.json", units=2)

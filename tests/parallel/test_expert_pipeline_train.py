@@ -14,6 +14,7 @@ import torch
 from conftest import rows_into
 from expert_models import tiny_experts
 from ranks import Ranks
+from seeds import SOAK
 from test_expert_parallel_train import BOTH, in_wide, same_numbers
 from test_replicas import heard, on_ranks
 from test_tensor_train import alike
@@ -114,14 +115,15 @@ def test_a_run_gives_what_one_device_gives(
 def test_a_run_in_stages_that_is_stopped_goes_on_on_one_device_on_a_sharded_base_and_on_cut_layers(
     asked: dict[str, Any], whole: Path, ranks: Groups, tmp_path: Path
 ) -> None:
-    """Stopped on two stages whose experts are shared out, on one device, on four that share out the experts and rows of all,
-    and ended on four that share out the experts, of which two and two hold the other layers together."""
+    """Stopped on two stages whose experts are shared out, in the soak on one device and on four that share out the experts and
+    rows of all, and ended on four that share out the experts, of which two and two hold the other layers together."""
     alone = {**asked, "output_dir": str(tmp_path / "out")}
     staged = {**alone, "parallel": {"pipeline": 2, "expert": 2}, "gradient_checkpointing": True}
     assert ranks(4).run(in_wide, heard, staged, "", 2, {})[0][0] == "interrupted"
-    assert in_wide(0, heard, alone, "", 3, {"resume": True})[0] == "interrupted"
-    sharded = {**alone, "parallel": {"expert": 2, "shard_base": 2}}
-    assert ranks(4).run(in_wide, heard, sharded, "", 2, {"resume": True})[0][0] == "interrupted"
+    if SOAK:
+        assert in_wide(0, heard, alone, "", 3, {"resume": True})[0] == "interrupted"
+        sharded = {**alone, "parallel": {"expert": 2, "shard_base": 2}}
+        assert ranks(4).run(in_wide, heard, sharded, "", 2, {"resume": True})[0][0] == "interrupted"
     cut = {**alone, "parallel": {"tensor": 2, "expert": 2}}
     assert ranks(4).run(in_wide, heard, cut, None, 0, {"resume": True})[0][0] == "done"
     same(tmp_path / "out", whole)

@@ -431,9 +431,9 @@ def test_auto_leaves_a_base_whole_that_a_job_needs_whole_and_takes_no_stages_for
     assert parts() == (True, True)
     assert parts(adapter={"target_modules": ["q_proj", "embed_tokens"]}) == (False, False)
     assert parts(adapter={"target_modules": ["q_proj"], "modules_to_save": ["norm"]}) == (False, False)
-    assert parts(sample_prompts=["one"]) == (True, False)
     pairs = {"path": write_pairs(tmp_path / "pairs.jsonl")}
-    assert parts(data=pairs, train={"trainer": "orpo", "global_batch_size": 2}) == (True, False)
+    preferring = {"data": pairs, "train": {"trainer": "orpo", "global_batch_size": 2}}
+    assert parts(sample_prompts=["one"], **preferring) == (True, True)
     assert parts(train={"optim": "adafactor", "global_batch_size": 2}) == (True, False)
 
 

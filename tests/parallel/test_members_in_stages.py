@@ -13,12 +13,15 @@ import pytest
 from conftest import tiny_model
 from ranks import Ranks
 from test_members import InThreads, at_window, job, losses, tree_of
+from test_preference import judged
 from test_training import adapter, distance
 
 import packlora
 from packlora.commands.control import add_jobs, clone_job, stop_job
 from packlora.report.events import Event, JobJoined, Stepped, Stop
 from packlora.schedule.planner import Planner
+
+SAMPLES = "samples.jsonl"
 
 Groups = Callable[[int], Ranks]
 NAMES = ("a", "b", "c", "a-2", "a-3")
@@ -63,10 +66,13 @@ def asking(rank: int, tree: dict[str, Any], more: str, until: int, resume: bool)
 def test_jobs_join_and_leave_stages_as_they_join_and_leave_one_process(
     processes: int, base: str, ranks: Groups, tmp_path: Path
 ) -> None:
-    """Asked on two stages; stopped after that, and ended on one process, or on two stages of two."""
-    tree = tree_of(base, tmp_path, "ab", save_every=0)
+    """Asked on two stages; stopped after that, and ended on one process, or on two stages of two. The job that is added has
+    judged completions and a prompt."""
+    tree = tree_of(base, tmp_path, "ab", save_every=0, sample_max_new_tokens=3)
     more = tmp_path / "more.yaml"
-    more.write_text(json.dumps({"jobs": [job("c", tmp_path, global_batch_size=3)]}))
+    judging = job("c", tmp_path, global_batch_size=3, trainer="kto")
+    judging |= {"data": {"path": judged(tmp_path / "said.jsonl")}, "sample_prompts": ["the fox"]}
+    more.write_text(json.dumps({"jobs": [judging]}))
     one, out = tmp_path / "one", tmp_path / "out"
     assert asking(0, {**tree, "output_dir": str(one)}, str(more), 0, False)[0] == "done"
 
@@ -85,6 +91,11 @@ def test_jobs_join_and_leave_stages_as_they_join_and_leave_one_process(
         ours, theirs = losses(out, name), losses(one, name)
         assert [line[0] for line in ours] == [line[0] for line in theirs] == list(range(1, len(theirs) + 1))
         assert [line[1] for line in ours] == pytest.approx([line[1] for line in theirs], rel=1e-10)
+    texts = [
+        {(line["job"], line["step"]): line["samples"] for line in map(json.loads, (folder / SAMPLES).open())}
+        for folder in (out, one)
+    ]
+    assert texts[0] == texts[1] and texts[0].keys() == {("c", 0), ("c", 4)}
     records = [json.loads((folder / "run.json").read_text()) for folder in (out, one)]
     for record in records:
         for change in record["changes"]:

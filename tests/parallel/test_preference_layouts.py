@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from ranks import Ranks
 from seeds import SOAK
 from test_preference import alike, jobs, mixed  # noqa: F401 a fixture
 from test_replicas import on_ranks
-from test_training import steps, train
+from test_training import adapter, distance, steps, train
 
-from packlora.config import Run
-from packlora.errors import InputError
-from packlora.runtime.prepare import prepare
+import packlora
+from packlora.runtime.divergence import Divergences
 
-LAYOUTS = ({"devices_per_job": 2}, {"tensor": 2, "sequence_parallel": True}, {"shard_base": True})
+LAYOUTS = ({"pipeline": 2}, {"tensor": 2, "sequence_parallel": True}, {"devices_per_job": 2}, {"shard_base": True})
 
 
 def test_two_processes_give_what_one_device_gives(
@@ -30,12 +31,12 @@ def test_two_processes_give_what_one_device_gives(
     tree = mixed(tiny_base("llama"), tmp_path / "whole", jobs, dtype="float64")
     train(tree)
     keys = ("loss", "rewards/margins", "logps/chosen", "kl")
-    for parallel in LAYOUTS if SOAK else LAYOUTS[:2]:
+    for parallel in LAYOUTS if SOAK else LAYOUTS[:1]:
         out = tmp_path / "-".join(parallel)
         told = ranks(2).run(on_ranks, tree | {"output_dir": str(out), "parallel": parallel}, {})
         assert [status for status, _, _ in told] == ["done", "done"], told
         lines = [json.loads(line) for line in (out / "microbatches.jsonl").read_text().splitlines()]
-        assert {line["rank"] for line in lines} == ({0} if "tensor" in parallel else {0, 1})
+        assert {line["rank"] for line in lines} == ({0, 1} if {*parallel} & {"devices_per_job", "shard_base"} else {0})
         for job in tree["jobs"]:
             alike(out, tmp_path / "whole", job["name"])
         ours, theirs = (
@@ -46,11 +47,38 @@ def test_two_processes_give_what_one_device_gives(
         assert ours == pytest.approx(theirs, rel=1e-10), parallel
 
 
-def test_a_pipeline_is_refused_by_name(
+def changed(rank: int, tree: dict[str, Any], asked: bool) -> str:
+    """A run in which the second process alone is asked to stop while a divergence is looked for, or in which none is."""
+    original, count = Divergences.learn, 0
+
+    def learn(self: Divergences, due: Any) -> bool:
+        nonlocal count
+        count += any(job.preferences.lacks_divergence(batch) for job, batch in due)
+        if asked and rank == 1 and count == 2:
+            signal.raise_signal(signal.SIGTERM)
+        return not asked or original(self, due)
+
+    with mock.patch.object(Divergences, "learn", learn):
+        return packlora.train(tree).status
+
+
+def test_stages_that_are_asked_to_stop_while_they_look_for_a_divergence_go_on_on_one_device(
     tiny_base: Callable[..., str],
     jobs: list[dict[str, Any]],  # noqa: F811
+    ranks: Callable[[int], Ranks],
     tmp_path: Path,
 ) -> None:
-    tree = mixed(tiny_base("llama"), tmp_path / "out", jobs, parallel={"pipeline": 2})
-    with pytest.raises(InputError, match=r"job 'mixed': train\.trainer is dpo, .*; leave parallel\.pipeline out"):
-        prepare(Run.model_validate(tree))
+    """In the middle of a pipeline, before the second global batch of the job with a divergence; and the comparison sees stages
+    that look for none."""
+    chosen = mixed(tiny_base("llama"), tmp_path / "whole", jobs, dtype="float64", eval_every=0)
+    chosen["jobs"] = [job for job in chosen["jobs"] if job["name"] in ("mixed", "kto")]
+    train(chosen)
+    staged = chosen | {"parallel": {"pipeline": 2}, "output_dir": str(tmp_path / "out")}
+    assert ranks(2).run(changed, staged, True) == ["interrupted"] * 2
+    assert max(line["step"] for line in steps(tmp_path / "out")) < 3
+    train(chosen | {"output_dir": str(tmp_path / "out")}, resume=True)
+    for name in ("mixed", "kto"):
+        alike(tmp_path / "out", tmp_path / "whole", name)
+    wrong = staged | {"output_dir": str(tmp_path / "wrong"), "jobs": chosen["jobs"][-1:]}
+    assert ranks(2).run(changed, wrong, False) == ["done"] * 2
+    assert distance(adapter(tmp_path / "wrong", "kto"), adapter(tmp_path / "whole", "kto")) > 1e-6

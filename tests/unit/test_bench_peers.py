@@ -9,10 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import tiny_model
+from peft import LoraConfig
 
+from packlora.adapters.attach import attach
+from packlora.adapters.owners import TokenOwners
+from packlora.adapters.spec import resolve
 from packlora.bench import peer_block, workloads
 from packlora.bench.options import Options
-from packlora.bench.peers import sources
+from packlora.bench.peers import eager, sources
 from packlora.bench.peers.sources import Source, fetched, folder_of
 from packlora.bench.run import run_bench
 from packlora.errors import InputError
@@ -55,6 +60,35 @@ def test_sources_are_fetched_once_at_their_commit(tmp_path: Path, monkeypatch: p
     ):
         fetched("name")
     assert not folder_of("name").exists()
+
+
+def test_plain_operations_are_what_the_operator_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two jobs of different modules and tokens of nobody, output and all gradients; and both take turns on one model."""
+    torch.manual_seed(5)
+    model: Any = tiny_model("llama").double()
+    configs = {"a": LoraConfig(r=3, target_modules=["q_proj", "down_proj"], init_lora_weights=False),
+               "b": LoraConfig(r=5, lora_alpha=3, target_modules=["q_proj", "v_proj"], init_lora_weights=False)}  # fmt: skip
+    attached, adapters = attach(model, {name: resolve(own, model, name) for name, own in configs.items()}, 0)
+    ids, parameters = torch.randint(0, 60, (1, 23)), [p for one in adapters for p in one.named_parameters().values()]
+
+    def run() -> list[torch.Tensor]:
+        with attached.active(TokenOwners(23, ((0, 1, 8), (1, 8, 20)))):
+            y = model(input_ids=ids, use_cache=False).logits
+            return [y.detach(), *torch.autograd.grad(y.square().sum(), parameters)]
+
+    ours = run()
+    calls, original = [], eager.forward
+
+    def counted(*args: Any) -> torch.Tensor:
+        calls.append(1)
+        return original(*args)
+
+    monkeypatch.setattr(eager, "forward", counted)
+    with eager.eager(model):
+        torch.testing.assert_close(run(), ours, rtol=1e-9, atol=1e-9)
+    assert len(calls) == 3 * model.config.num_hidden_layers
+    torch.testing.assert_close(run(), ours, rtol=0, atol=0)
+    assert len(calls) == 3 * model.config.num_hidden_layers
 
 
 def test_peers_at_toy_sizes_are_right_and_a_wrong_one_is_not_timed(

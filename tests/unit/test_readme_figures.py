@@ -152,13 +152,21 @@ def test_a_pipeline_is_shown_by_way_and_its_goal_is_held_or_missed(changed: Chan
     def other(content: dict[str, Any]) -> None:
         content["rows"] = content["rows"][:1]
         content["rows"][0]["no_flush"] |= {"s": 2.0, "tokens": 5000, "bubble": 0.05}
-        content["summary"] |= {"bubble_4jobs_2gpu": 0.05, "speedup_over_1f1b_2gpu": 1.5}
+        content["rows"][0]["one_job"] |= {"s": 3.0}
+        content["rows"][0]["fsdp2"] = {"s": 4.0, "tokens": 5000}
+        content["summary"] |= {
+            "bubble_4jobs_2gpu": 0.05,
+            "eager_no_flush_over_1f1b_2gpu": 1.4,
+            "speedup_over_1f1b_2gpu": 2.2,
+        }
 
     assert any("The goal of a bubble of at most 6% is missed" in line for line in sections.two_gpus())
     changed("pipeline-h200", other)
     lines = sections.two_gpus()
     assert "| 2 | of all jobs, without a flush | 2.00 | 2500 | 5.0% |" in lines
-    assert any("are 1.50 times as fast" in line and "at most 6% is met" in line for line in lines)
+    assert "| 2 | of one job after the other, on a sharded base | 4.00 | 1250 |  |" in lines
+    (line,) = (line for line in lines if "are 1.50 times as fast" in line and "at most 6% is met" in line)
+    assert line.endswith("they are 2.20 times as fast, and 1.40 times in plain operations too.")
 
 
 def test_replicas_are_shown_by_number_of_gpus_and_what_was_missed_is_said(changed: Changed) -> None:

@@ -169,30 +169,38 @@ def _pipeline() -> list[str]:
         "no_flush": "of all jobs, without a flush",
         "fixed_samples": "of all jobs, of a fixed number of samples",
         "one_job": "of one job after the other, with a flush",
+        "one_job_fixed": "the same, of a fixed number of samples",
+        "eager_no_flush": "of all jobs, without a flush, LoRA in plain operations",
+        "eager_fixed_samples": "the same, of a fixed number of samples",
+        "eager_one_job_fixed": "the same, of one job after the other, with a flush",
+        "fsdp2": "of one job after the other, on a sharded base",
     }
     for size in sizes:
         for way, said in words.items():
             own = [row[way] for row in rows if row["processes"] == size and way in row]
+            own = [one | {"rate": one["tokens"] / one["s"]} for one in own]
             if own:
-                s, rate, bubble = (
-                    statistics.median(values)
-                    for values in zip(
-                        *((one["s"], one["tokens"] / one["s"], one["bubble"]) for one in own), strict=True
-                    )
-                )
-                lines.append(f"| {size} | {said} | {s:.2f} | {rate:.0f} | {bubble:.1%} |")
+                s, rate = (statistics.median(one[key] for one in own) for key in ("s", "rate"))
+                bubbles = [one["bubble"] for one in own if "bubble" in one]
+                bubble = f"{statistics.median(bubbles):.1%}" if bubbles else ""
+                lines.append(f"| {size} | {said} | {s:.2f} | {rate:.0f} | {bubble} |")
     lines += [""]
     for size in sizes:
         bubble, met = summary[f"bubble_4jobs_{size}gpu"], "missed"
         if bubble <= BUBBLE_GOAL:
             met = "met"
-        flush, fixed, rate = (
-            summary[f"{key}_{size}gpu"]
-            for key in ("speedup_over_1f1b", "speedup_over_unbalanced", "tokens_per_s_per_gpu_70b")
+        fixed, rate = (summary[f"{key}_{size}gpu"] for key in ("speedup_over_unbalanced", "tokens_per_s_per_gpu_70b"))
+        flush = statistics.median(
+            row["one_job"]["s"] / row["no_flush"]["s"] for row in rows if row["processes"] == size
         )
         lines.append(
             f"On {size} GPUs four jobs together are {flush:.2f} times as fast as one after the other, and {fixed:.2f} times as "
             f"fast as with a fixed number of samples. By the number of layers a GPU would train {rate:.0f} tokens/s of the "
             f"whole model. The goal of a bubble of at most {BUBBLE_GOAL:.0%} is {met}."
         )
+        if (eager := summary.get(f"eager_no_flush_over_1f1b_{size}gpu")) is not None:
+            lines[-1] += (
+                f" Over one job after the other in plain operations, a fixed number of samples to a microbatch, they are "
+                f"{summary[f'speedup_over_1f1b_{size}gpu']:.2f} times as fast, and {eager:.2f} times in plain operations too."
+            )
     return lines
