@@ -83,7 +83,7 @@ def start(forks: Forks | None, what: list[str], env: dict[str, str]) -> subproce
     return subprocess.Popen([sys.executable, str(HERE / "launched.py"), *what], text=True, **pipes)
 
 
-def ended(process: subprocess.Popen[str], seconds: float = 120) -> tuple[int, str]:
+def ended(process: subprocess.Popen[str], seconds: float = 300 if SOAK else 120) -> tuple[int, str]:
     try:
         said, _ = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
@@ -254,7 +254,7 @@ def test_a_node_that_died_is_replaced_and_the_run_goes_on(
     time.sleep(5)  # so that the others meet there
     assert ended(begin("node", "any"))[0] == -9
     nodes = [first, begin()]
-    told = [ended(node, 300) for node in nodes]
+    told = [ended(node) for node in nodes]
     assert [code for code, _ in told] == [0, 0], told
     same_run(tmp_path / "out", whole, 1e-10)
 
