@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from packlora.adapters.kinds import is_linear, lies_transposed, sizes
-from packlora.live.wrapped import UNITS, NotWhole, weight_of, why_called, why_no_weight
+from packlora.live.wrapped import UNITS, weight_of, why_called, why_no_weight, why_not_whole
 
 DTYPES = frozenset((torch.float64, torch.float32, torch.bfloat16, torch.float16))
 DISABLED, MERGED = "its adapters are disabled", "its adapters are merged into the base weights"
@@ -102,7 +102,7 @@ def why_not_read(modules: Sequence[tuple[str, Any]]) -> str | None:
         if type(weight) not in (nn.Parameter, torch.Tensor):
             return why_no_weight(role, module)
         if weight.shape != (sizes(module)[::-1] if lies_transposed(module) else sizes(module)):
-            return NotWhole(f"the weight of its {role} is not whole here")
+            return why_not_whole(role, weight)
         if weight.dtype not in DTYPES:
             return f"the weight of its {role} is {weight.dtype}"
     return None

@@ -33,7 +33,7 @@ from packlora.adapters import convolution
 from packlora.adapters.norms import NormHandle, RowNorms
 from packlora.live.adapter import DTYPES, active_adapter, observed
 from packlora.live.forward import OwnForward
-from packlora.live.wrapped import NotWhole, kind_of, why_called
+from packlora.live.wrapped import NotWhole, kind_of, why_called, why_not_whole
 from packlora.ops.first_order import first_order
 from packlora.ops.row_norm.row_norm import traced_row_norm
 
@@ -120,6 +120,8 @@ class DoraForward(OwnForward):
         for role, tensor in (("base layer", base.weight), ("A", call.A), ("B", call.B), ("magnitude", call.magnitude)):
             if type(tensor) not in (nn.Parameter, torch.Tensor):
                 return NotWhole(f"the weight of its {role} is a {type(tensor).__name__}, not a Parameter")
+            if not tensor.numel():
+                return why_not_whole(role, tensor)
             if tensor.dtype not in DTYPES:
                 return f"the weight of its {role} is {tensor.dtype}"
             if tensor.device != base.weight.device:

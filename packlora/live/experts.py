@@ -22,7 +22,7 @@ from packlora.adapters.norms import RowNorms
 from packlora.live.adapter import DTYPES, observed, parameter_adapter
 from packlora.live.forward import ASKED_FOR, OwnForward
 from packlora.live.layers import product_dtype
-from packlora.live.wrapped import NotWhole, why_called
+from packlora.live.wrapped import NotWhole, why_called, why_not_whole
 from packlora.ops.lora_experts.autograd import lora_experts
 from packlora.ops.lora_experts.routing import Routing
 from packlora.ops.lora_experts.types import ExpertLowRank, ExpertWeight
@@ -167,5 +167,5 @@ def _why_not_experts(experts: Any, leaf: str) -> str | None:
     if weight.dtype not in DTYPES:
         return f"the weight of its experts is {weight.dtype}"
     if weight.ndim != 3:
-        return NotWhole("the weight of its experts is not whole here")
+        return why_not_whole("experts", weight)
     return "the weights of its experts are trained too" if weight.requires_grad else None

@@ -18,7 +18,7 @@ from packlora.live.adapter import DTYPES, observed, parameter_adapter
 from packlora.live.experts import NO_REGISTRY
 from packlora.live.forward import OwnForward
 from packlora.live.layers import LayerCall, LayerForward, compute
-from packlora.live.wrapped import NotWhole, why_called
+from packlora.live.wrapped import why_called, why_not_whole
 
 COMPILED = "routers are not computed here in compiled graphs"
 
@@ -54,7 +54,7 @@ class RouterForward(LayerForward):
         A, B = adapter.A, adapter.B
         weight = router._parameters.get(self.layer.parameter_name)
         if type(weight) not in (nn.Parameter, torch.Tensor) or weight.shape != (B.shape[0], A.shape[1]):
-            return NotWhole("the weight of its router is not whole here")
+            return why_not_whole("router", weight)
         if weight.dtype not in DTYPES:
             return f"the weight of its router is {weight.dtype}"
         if weight.requires_grad:

@@ -19,7 +19,7 @@ from packlora.adapters.norms import RowNorms
 from packlora.adapters.token_rows import TokenRows
 from packlora.live.adapter import DTYPES, active_adapter, observed
 from packlora.live.forward import OwnForward
-from packlora.live.wrapped import NotWhole, why_called, why_no_weight
+from packlora.live.wrapped import NotWhole, why_called, why_no_weight, why_not_whole
 
 PLAN = "rows"
 """How the report names what this file does."""
@@ -72,8 +72,10 @@ class TokensForward(OwnForward):
         if observed(base):
             return why_called("base layer", base)
         weight: Any = base._parameters.get("weight")
-        if type(weight) not in (nn.Parameter, torch.Tensor) or weight.ndim != 2:
+        if type(weight) not in (nn.Parameter, torch.Tensor):
             return why_no_weight("base layer", base)
+        if weight.ndim != 2:
+            return why_not_whole("base layer", weight)
         if type(rows) not in (nn.Parameter, torch.Tensor) or rows.shape != (len(tokens), weight.shape[1]):
             return NotWhole("its rows are not whole here")
         if weight.dtype not in DTYPES or rows.dtype not in DTYPES:

@@ -51,7 +51,11 @@ def kind_of(module: nn.Module) -> type:
 
 def why_not_run(model: nn.Module) -> str | None:
     """Why a forward of this module would not be one of the training: it is inside of what FSDP runs, and each of its units
-    would take itself for the root."""
+    would take itself for the root; or its parameters are ZeRO-3's, and the engine that gathers them is not there yet."""
+    if not model._forward_pre_hooks and any(_is_partitioned(p) and not p.numel() for p in model.parameters()):
+        return (
+            "the model's parameters are partitioned by DeepSpeed's ZeRO-3, and its engine does not hold the model yet"
+        )
     units = [module for module in model.modules() if isinstance(module, UNITS)]
     if units and not set(map(id, units)) <= set(map(id, units[0].modules())):
         return "parts of the model are FSDP units and no unit has them all; call it on what FSDP returned, or before"
@@ -99,8 +103,8 @@ def why_called(role: str, module: nn.Module) -> str:
     plan = module.__dict__.get("_hf_tp_plan")
     if plan is not None and "forward" in module.__dict__:
         return f"its {role} is tensor parallel ({plan}, by transformers {transformers.__version__})"
-    if any(hasattr(parameter, "ds_id") for parameter in module._parameters.values()):
-        return f"the weight of its {role} is partitioned by DeepSpeed's ZeRO-3; ZeRO-2 and FSDP2 are computed here"
+    if any(map(_is_partitioned, module._parameters.values())):
+        return _partitioned(role)
     return f"its {role} has hooks or a replaced forward"
 
 
@@ -109,6 +113,20 @@ def why_no_weight(role: str, module: nn.Module) -> NotWhole:
     if isinstance(module, UNITS):
         return NotWhole(f"its {role} is a unit of FSDP by itself; units of whole layers or blocks are computed here")
     return NotWhole(f"the weight of its {role} is a {type(weight_of(module)).__name__}, not a Parameter")
+
+
+def why_not_whole(role: str, weight: object) -> NotWhole:
+    """Of a weight that has another shape than its layer, or nothing in it."""
+    return NotWhole(_partitioned(role) if _is_partitioned(weight) else f"the weight of its {role} is not whole here")
+
+
+def _is_partitioned(weight: object) -> bool:
+    """Whether ZeRO-3 has the weight: it is empty where no module that reads it runs."""
+    return hasattr(weight, "ds_id")
+
+
+def _partitioned(role: str) -> str:
+    return f"the weight of its {role} is partitioned by DeepSpeed's ZeRO-3; ZeRO-2 and FSDP2 are computed here"
 
 
 # --- transformers' tensor parallelism ----------------------------------------------------------------------------------

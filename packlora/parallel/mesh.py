@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore
-from torch.distributed.rendezvous import rendezvous
 
-from packlora.errors import InputError, ProcessError, foreign
+from packlora.errors import ProcessError
 from packlora.parallel.collectives import unanswered
+from packlora.parallel.join import join, was_restarted
 
 TIMEOUT = 600.0
 """Seconds after which a process that does not answer is given up."""
@@ -36,11 +36,6 @@ _runs = itertools.count()
 def world_size() -> int:
     """Processes that were started together; 1 without torchrun."""
     return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def was_restarted() -> bool:
-    """Whether torchrun has started the processes again after one of them failed."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
 def as_bytes(value: Any) -> torch.Tensor:
@@ -59,6 +54,8 @@ class OneProcess:
     rank, size, is_first = 0, 1, True
     timeout = TIMEOUT
     """Seconds after which a process that does not answer is given up."""
+    restarted = False
+    """Whether torchrun has started the processes again after one of them, or a node, failed."""
     no_gpu: str | None = None
     """Why there is no GPU for this process, on a machine that has some."""
 
@@ -175,22 +172,29 @@ class Mesh(OneProcess):
 
 
 @contextlib.contextmanager
-def started(timeout: float = TIMEOUT) -> Iterator[OneProcess]:
+def started(timeout: float = TIMEOUT, joining: float | None = None) -> Iterator[OneProcess]:
     """The mesh of the processes that torchrun started; a process group that is there already is used.
 
+    Args:
+        timeout: seconds after which a process that does not answer is given up.
+        joining: seconds for which the others are waited for at the start; the same, unless it is given.
+
     Raises:
-        ProcessError: not all processes came within `timeout` seconds, or their address cannot be used.
+        ProcessError: not all processes came in time, or their address cannot be used.
     """
     if world_size() == 1:
-        yield OneProcess()
+        alone = OneProcess()
+        alone.restarted = was_restarted()
+        yield alone
         return
-    own, no_gpu = not dist.is_initialized(), None
+    own, no_gpu, restarted = not dist.is_initialized(), None, was_restarted()
     if own:
         no_gpu = _take_gpu()
-        _join(timeout)
+        restarted = join(timeout if joining is None else joining, timeout)
     mesh = Mesh(dist.get_rank(), dist.get_world_size(), distributed_c10d._get_default_store(), timeout)
     mesh.no_gpu = no_gpu
     try:
+        mesh.restarted = any(mesh.gather(restarted))
         yield mesh
         mesh.barrier()
     except BaseException as error:
@@ -221,24 +225,3 @@ def _take_gpu() -> str | None:
         f"this machine has {here} usable GPU{'s' if here > 1 else ''}, but {os.environ.get('LOCAL_WORLD_SIZE', local + 1)} "
         f"processes were started on it, and each needs its own; start {here} (--nproc-per-node), or set device: cpu"
     )
-
-
-def _join(timeout: float) -> None:
-    """Start the process group."""
-    limit = timedelta(seconds=timeout)
-    try:
-        store, rank, size = next(rendezvous("env://", timeout=limit))
-        # addresses of processes that torchrun has started again are not those of the attempt before
-        store = PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-        # NCCL wherever there are GPUs, also for a process that gets none: groups of processes have one backend
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
-    except ValueError as error:
-        raise InputError(
-            f"one of {world_size()} processes that does not know the others: {error}; torchrun sets this"
-        ) from None
-    except RuntimeError as error:
-        raise ProcessError(
-            f"process {os.environ.get('RANK', '?')} of {world_size()} could not join the others, for which it waits "
-            f"{timeout:g} s at {os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}: {foreign(error)}"
-        ) from None

@@ -18,7 +18,7 @@ from packlora.config import Run
 from packlora.errors import InputError, quoted
 from packlora.files import lock_folder
 from packlora.parallel.agreement import same, together
-from packlora.parallel.mesh import OneProcess, started, was_restarted
+from packlora.parallel.mesh import OneProcess, started
 from packlora.report.events import Subscriber
 from packlora.report.trackers import check_trackers
 from packlora.result import Result
@@ -67,14 +67,15 @@ def train(
     if resume_from and not resume:
         raise InputError("--from says where to go on, so it needs --resume")
     subscribers = _callable(subscribers)
-    with started() as mesh:
-        asked = together(mesh, lambda: _checked(_run_of(run, overrides), mesh))
+    read = _run_or_why(run, overrides)
+    with started(joining=None if isinstance(read, InputError) else read.parallel.timeout_s) as mesh:
+        asked = together(mesh, lambda: _checked(read, mesh))
         mesh.timeout = asked.parallel.timeout_s
         if asked.sweep is not None and max_steps is not None:
             raise InputError(
                 "--max-steps would end candidates of a sweep for good; set train.max_steps of its job instead"
             )
-        session = Session(asked, mesh, resume or was_restarted(), max_steps, resume_from or [])
+        session = Session(asked, mesh, resume or mesh.restarted, max_steps, resume_from or [])
         same(mesh, session.must_be_the_same())
         with contextlib.ExitStack() as held:
             together(
@@ -93,7 +94,9 @@ def _output_folder(path: Path) -> Iterator[None]:
             yield
 
 
-def _checked(run: Run, mesh: OneProcess) -> Run:
+def _checked(run: Run | InputError, mesh: OneProcess) -> Run:
+    if isinstance(run, InputError):
+        raise run
     if run.schedule.padding_multiple != 1:
         raise InputError(
             f"schedule: padding_multiple is {run.schedule.padding_multiple}, but training packs samples without padding, "
@@ -141,6 +144,14 @@ def _callable(subscribers: Any) -> list[Subscriber]:
         if any(map(inspect.iscoroutinefunction, (subscriber, type(subscriber).__call__))):
             raise InputError(f"subscribers are called and not awaited; {name_of(subscriber)} is async")
     return listed
+
+
+def _run_or_why(run: Run | Mapping[str, Any] | str | Path, overrides: list[str] | None) -> Run | InputError:
+    """The run, or what is wrong with it, which is said when the other processes are there."""
+    try:
+        return _run_of(run, overrides)
+    except InputError as error:
+        return error
 
 
 def _run_of(run: Run | Mapping[str, Any] | str | Path, overrides: list[str] | None) -> Run:

@@ -1,6 +1,6 @@
 """What torchrun starts in tests: the packlora command, with a mishap on one of the processes at its third step.
 
-torchrun ... launched.py MISHAP RANK train RUN.yaml
+torchrun ... launched.py MISHAP RANK train RUN.yaml         (RANK may be "any")
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ from typing import Any
 def mishap(kind: str) -> None:
     if kind == "raise":
         raise ValueError("a mishap, for this test")
+    if kind == "node":  # with the agent
+        os.kill(os.getppid(), signal.SIGKILL)
+        kind = "kill"
     if kind == "once":  # a process that torchrun starts again does better
         if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -31,7 +34,7 @@ def main() -> None:
     from packlora.runtime.job import Job
 
     kind, rank = sys.argv[1], sys.argv[2]
-    if kind != "none" and os.environ["RANK"] == rank:
+    if kind != "none" and rank in (os.environ["RANK"], "any"):
         original, steps = Job.count_step, 0
 
         def count_step(job: Job, *numbers: Any) -> Any:

@@ -140,15 +140,17 @@ def test_dora_on_a_tensor_parallel_model_fails_loudly_in_peft(ranks: Pool, base_
 
 class Partitioned:
     """As ZeRO-3 holds a model: its large parameters are empty, and whole from the forward of their module to the end of the
-    step. Every module has hooks."""
+    step. Every module has hooks, from the moment on at which the engine holds the model."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         for number, parameter in enumerate(model.parameters()):
             parameter.ds_id, parameter.ds_shape, parameter.ds_tensor = number, parameter.shape, parameter.data  # type: ignore[attr-defined]
-        for module in model.modules():
-            module.register_forward_pre_hook(self.gather)
         self.release()
+
+    def hold(self) -> None:
+        for module in self.model.modules():
+            module.register_forward_pre_hook(self.gather)
 
     @staticmethod
     def gather(module: Any, _: Any) -> None:
@@ -185,6 +187,9 @@ def zero_3(when: str, dora: bool, accelerated: bool) -> tuple[dict[str, torch.Te
     if accelerated and when == "before":
         report = packlora.accelerate(model)
     engine = Partitioned(model)
+    if accelerated and when == "loaded":
+        report = packlora.accelerate(model)
+    engine.hold()
     if accelerated and when == "after":
         report = packlora.accelerate(model, recompute=True, keep_outputs=True)
         engine.release()
@@ -193,7 +198,7 @@ def zero_3(when: str, dora: bool, accelerated: bool) -> tuple[dict[str, torch.Te
 
 
 @pytest.mark.parametrize("dora", [False, True])
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("when", ["before", "loaded", "after"])
 def test_under_zero_3_every_call_is_peft_s_bit_for_bit_and_the_reason_is_said(when: str, dora: bool) -> None:
     assert said_of("DeepSpeed ZeRO-3") == "PEFT"
     want, _ = zero_3(when, dora, False)
@@ -205,6 +210,27 @@ def test_under_zero_3_every_call_is_peft_s_bit_for_bit_and_the_reason_is_said(wh
     assert "ZeRO-3" in reason
     if when == "after":
         assert {module.reason for module in report.modules} == {reason}
+    if when == "loaded":
+        said = {module.reason for module in report.modules}
+        assert said == {
+            "the weight of its base layer is partitioned by DeepSpeed's ZeRO-3; ZeRO-2 and FSDP2 are computed here"
+        }
+        assert report.notes == (
+            "sibling groups: none, the model's parameters are partitioned by DeepSpeed's ZeRO-3, and its engine does not hold "
+            "the model yet",
+        )
+
+
+@pytest.mark.parametrize(
+    "settings", [{"target_modules": ["embed_tokens"]}, {"trainable_token_indices": [1, 2]}], ids=str
+)
+def test_embeddings_and_rows_that_zero_3_has_partitioned_are_not_called_accelerated(settings: dict[str, Any]) -> None:
+    model = adapted(Case("none", dora="target_modules" in settings, settings=tuple(settings.items())))
+    Partitioned(model)
+    report = packlora.accelerate(model)
+    assert report.accelerated == 0
+    (embedding,) = [module for module in report.modules if "embed_tokens" in module.path]
+    assert "partitioned by DeepSpeed's ZeRO-3" in embedding.reason
 
 
 class Flat:

@@ -17,7 +17,7 @@ from ranks import Ranks
 from test_replicas import on_ranks
 from test_training import config
 
-from packlora.parallel import mesh
+from packlora.parallel import join
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def test_the_backend_is_that_of_the_machine_and_not_of_the_process(
     monkeypatch.setenv("LOCAL_RANK", str(local))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(mesh, "rendezvous", lambda *_, **__: iter([(dist.HashStore(), 0, 2)]))
+    monkeypatch.setattr(join, "_store", lambda _: (dist.HashStore(), 0, 1))
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **_: joined.append(backend))
-    mesh._join(1.0)
+    join.join(1.0, 1.0)
     assert joined == ["cpu:gloo,cuda:nccl" if gpus else "gloo"]

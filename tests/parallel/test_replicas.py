@@ -31,6 +31,12 @@ def on_ranks(rank: int, tree: dict[str, Any], options: dict[str, Any]) -> tuple[
     return result.status, result.tokens, list(result.jobs)
 
 
+def followed(rank: int, tree: dict[str, Any]) -> tuple[tuple[str, int, list[str]], list[str]]:
+    """A run, on every process, and the kinds of events that it was told."""
+    told: list[str] = []
+    return on_ranks(rank, tree, {"subscribers": [lambda event: told.append(type(event).__name__)]}), told
+
+
 @pytest.fixture(scope="module")
 def tree(tiny_base: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Four different jobs, two of them with held-out data."""
@@ -71,18 +77,38 @@ def same_run(out: Path, whole: Path, bound: float) -> None:
     assert not list(out.glob("**/.tmp-*"))
 
 
+def hears_all_as_of_one_run(events: list[str], whole: Path) -> None:
+    for kind in (RunBegan, RunEnded):
+        assert events.count(kind.__name__) == 1
+    assert (events[0], events[-1]) == ("RunBegan", "RunEnded")
+    assert events.count("TrainingBegan") == 1
+    assert events.count("Stepped") == len(steps(whole))
+    assert events.count("JobDone") == len(JOBS)
+    assert events.count("Evaluated") == len(lines(whole, "evals"))
+    assert events.count("CheckpointSaved") == events.count("CheckpointBegins") > len(JOBS)
+
+
 @pytest.mark.parametrize(
     ("processes", "each", "layout"),
-    [(2, 1, 2), (2, 2, 1), (2, "auto", None), (4, 4, 1), (4, 2, 2), (4, 1, 4)],
+    [
+        (2, 1, 2),
+        (2, 2, 1),
+        (2, "auto", None),
+        (4, 2, 2),
+        pytest.param(4, 4, 1, marks=pytest.mark.soak),
+        pytest.param(4, 1, 4, marks=pytest.mark.soak),
+    ],
 )
 def test_a_run_gives_what_one_device_gives(
     processes: int, each: Any, layout: int | None, tree: dict[str, Any], whole: Path, ranks: Groups, tmp_path: Path
 ) -> None:
     asked = {**tree, "output_dir": str(tmp_path / "out"), "parallel": {"devices_per_job": each}}
-    told = ranks(processes).run(on_ranks, asked, {})
+    (done, events), *others = ranks(processes).run(followed, asked)
     tokens = sum(line["tokens"] for line in steps(whole))
-    assert told == [("done", tokens, [job["name"] for job in tree["jobs"]])] * processes
+    assert done == ("done", tokens, [job["name"] for job in tree["jobs"]])
+    assert others == [(done, [])] * (processes - 1), "only the first process has subscribers"
     same_run(tmp_path / "out", whole, 1e-10)
+    hears_all_as_of_one_run(events, whole)
     record = json.loads((tmp_path / "out" / "run.json").read_text())
     assert record["result"]["status"] == "done"
     assert layout is None or len(record["schedule"]["layout"]["groups"]) == layout
@@ -190,24 +216,6 @@ def heard(rank: int, tree: dict[str, Any], ends: str | None, at: int, options: d
 
 
 @pytest.mark.parametrize("each", [1, 2])
-def test_the_first_process_hears_all_events_as_of_one_run(
-    each: int, tree: dict[str, Any], whole: Path, ranks: Groups, tmp_path: Path
-) -> None:
-    asked = {**tree, "output_dir": str(tmp_path / "out"), "parallel": {"devices_per_job": each}}
-    (status, told), (_, other) = ranks(2).run(heard, asked, None, 0, {})
-    assert status == "done"
-    assert other == [], "only the first process has subscribers"
-    for kind in (RunBegan, RunEnded):
-        assert told.count(kind.__name__) == 1
-    assert (told[0], told[-1]) == ("RunBegan", "RunEnded")
-    assert told.count("TrainingBegan") == 1
-    assert told.count("Stepped") == len(steps(whole))
-    assert told.count("JobDone") == len(JOBS)
-    assert told.count("Evaluated") == len(lines(whole, "evals"))
-    assert told.count("CheckpointSaved") == told.count("CheckpointBegins") > len(JOBS)
-
-
-@pytest.mark.parametrize("each", [1, 2])
 def test_a_run_that_is_stopped_goes_on_with_any_number_of_processes(
     each: int, tree: dict[str, Any], whole: Path, ranks: Groups, tmp_path: Path
 ) -> None:
@@ -272,7 +280,7 @@ def short_of_memory(rank: int, tree: dict[str, Any], short: int) -> tuple[str, i
     return result.status, json.loads((Path(tree["output_dir"]) / "run.json").read_text())["schedule"]["budget"]
 
 
-@pytest.mark.parametrize(("each", "short"), [(2, 0), (2, 1), (1, 1)])
+@pytest.mark.parametrize(("each", "short"), [pytest.param(2, 0, marks=pytest.mark.soak), (2, 1), (1, 1)])
 def test_where_memory_of_one_process_runs_out_all_plan_with_less(
     each: int, short: int, tree: dict[str, Any], whole: Path, ranks: Groups, tmp_path: Path
 ) -> None:

@@ -6,6 +6,7 @@ import types
 from typing import Any
 
 import pytest
+import torch
 from torch.distributed import HashStore
 
 from packlora.errors import ProcessError
@@ -114,7 +115,7 @@ def test_a_process_that_cannot_join_the_others_says_so_whichever_it_is(monkeypat
 
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(meshes, "rendezvous", taken)
+    monkeypatch.setattr(torch.distributed, "TCPStore", taken)
     with pytest.raises(ProcessError) as caught, meshes.started():
         pass
     assert str(caught.value) == (
