@@ -297,7 +297,7 @@ class Merged:
         parts = parts_of(model, self.files) if adapted and isinstance(self.files, WeightFiles) else {}
         for path in adapted:
             experts = model.get_submodule(path.rpartition(".")[0])
-            found = expert_places(path, bool(experts.is_transposed), keys, parts)
+            found = expert_places(path, experts, keys, parts)
             if not found:
                 raise self._computed(path)
             self.experts |= found
