@@ -72,7 +72,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("GemmaConfig", {"head_dim": 16}),
     "gemma2": ("Gemma2Config", {"head_dim": 16, "sliding_window": 8}),
     "gemma3": ("Gemma3TextConfig", {"head_dim": 16, "sliding_window": 8}),
-}
+    "qwen3_5": (
+        "Qwen3_5TextConfig",
+        {
+            "head_dim": 16, "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8, "full_attention_interval": 2,
+        },
+    ),
+}  # fmt: skip
 CHAT = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"

@@ -52,7 +52,7 @@ def model_of(case: Case, group: Any = None) -> Any:
     if group is not None and case.tensor:
         width = case.tensor
         sets = [dist.new_group(range(at, at + width)) for at in range(0, dist.get_world_size(group), width)]
-        shard(model, sets[dist.get_rank(group) // width], experts=group)
+        shard(model, sets[dist.get_rank(group) // width], case.sequence, group)
     elif group is not None:
         shard_experts(model, group)
     prepare_model(model, case.checkpointing)

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from megatron_cpu import hash_of, latent_model, megatron, model_of, types_of_gpu
 from peft import LoraConfig
+from seeds import SOAK
 
 from packlora.megatron import MegatronAdapters, apply_lora
 from packlora.megatron.attach import cut_of
@@ -466,22 +467,14 @@ EXPERTS: dict[str, Any] = {
 SHARED = {"moe_shared_expert_intermediate_size": 8, "moe_shared_expert_gate": True}
 
 
-def qwen_of(model: Any) -> Any:
-    """transformers' model with the weights of a whole one of Megatron-Core that has EXPERTS and SHARED."""
-    from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
-
+def hugging_face_state(model: Any) -> dict[str, torch.Tensor]:
+    """Weights of a whole model of Megatron-Core by the names of transformers; of norms, the ones in front of its layers and the
+    last."""
     from packlora.megatron.layers import layers_of
     from packlora.megatron.names import parts_of
     from packlora.megatron.stacked import place_of
 
-    config = Qwen2MoeConfig(
-        vocab_size=WORDS, hidden_size=24, moe_intermediate_size=12, shared_expert_intermediate_size=8, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=6, rms_norm_eps=1e-5, tie_word_embeddings=False,
-        attn_implementation="eager", experts_implementation="eager", num_experts=4, num_experts_per_tok=2,
-        norm_topk_prob=True, qkv_bias=False, decoder_sparse_step=1, rope_parameters={"rope_type": "default", "rope_theta": 1e4},
-    )  # fmt: skip
-    qwen = Qwen2MoeForCausalLM(config).double().eval()
-    state: dict[str, Any] = {"model.norm.weight": model.decoder.final_layernorm.weight}
+    state: dict[str, torch.Tensor] = {"model.norm.weight": model.decoder.final_layernorm.weight}
     experts: dict[str, list[torch.Tensor]] = {}
     for layer in layers_of([model]).values():
         weight = layer.tensor()
@@ -494,6 +487,22 @@ def qwen_of(model: Any) -> Any:
     for at, block in enumerate(model.decoder.layers):
         state[f"model.layers.{at}.input_layernorm.weight"] = block.input_layernorm.weight
         state[f"model.layers.{at}.post_attention_layernorm.weight"] = block.pre_mlp_layernorm.weight
+    return state
+
+
+def qwen_of(model: Any) -> Any:
+    """transformers' model with the weights of a whole one of Megatron-Core that has EXPERTS and SHARED."""
+    from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
+
+    config = Qwen2MoeConfig(
+        vocab_size=WORDS, hidden_size=24, moe_intermediate_size=12, shared_expert_intermediate_size=8, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=6, rms_norm_eps=1e-5, tie_word_embeddings=False,
+        attn_implementation="eager", experts_implementation="eager", num_experts=4, num_experts_per_tok=2,
+        norm_topk_prob=True, qkv_bias=False, decoder_sparse_step=1, rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+    )  # fmt: skip
+    qwen = Qwen2MoeForCausalLM(config).double().eval()
+    state = hugging_face_state(model)
+    for at, block in enumerate(model.decoder.layers):
         state[f"model.layers.{at}.mlp.shared_expert_gate.weight"] = block.mlp.shared_experts.gate_weight
     qwen.load_state_dict({key: value.detach() for key, value in state.items()})
     return qwen
@@ -610,10 +619,6 @@ def deepseek_of(model: Any, query_rank: int | None, dense: bool) -> Any:
     """transformers' model with the weights of a whole one of Megatron-Core that has multi-latent attention."""
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
-    from packlora.megatron.layers import layers_of
-    from packlora.megatron.names import parts_of
-    from packlora.megatron.stacked import place_of
-
     config = DeepseekV3Config(
         vocab_size=WORDS, hidden_size=24, intermediate_size=20, moe_intermediate_size=12, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=4, n_routed_experts=4, n_shared_experts=1, n_group=1, topk_group=1,
@@ -622,20 +627,9 @@ def deepseek_of(model: Any, query_rank: int | None, dense: bool) -> Any:
         attn_implementation="eager", experts_implementation="eager", tie_word_embeddings=False,
     )  # fmt: skip
     deepseek = DeepseekV3ForCausalLM(config).double().eval()
-    state: dict[str, Any] = {"model.norm.weight": model.decoder.final_layernorm.weight}
-    experts: dict[str, list[torch.Tensor]] = {}
-    for layer in layers_of([model]).values():
-        weight = layer.tensor()
-        if place := place_of(layer.name, model.config):
-            experts.setdefault(f"{place[0]}.{place[1]}", []).append(weight)
-            continue
-        for part in parts_of(layer.name, weight.shape[0], model.config):
-            state[f"{part.name}.weight"] = weight if part.rows is None else weight[part.rows]
-    state |= {name: torch.stack(weights) for name, weights in experts.items()}
+    state = hugging_face_state(model)
     for at, block in enumerate(model.decoder.layers):
         path, attention = f"model.layers.{at}", block.self_attention
-        state[f"{path}.input_layernorm.weight"] = block.input_layernorm.weight
-        state[f"{path}.post_attention_layernorm.weight"] = block.pre_mlp_layernorm.weight
         state[f"{path}.self_attn.kv_a_layernorm.weight"] = attention.kv_layernorm.weight
         if query_rank:
             state[f"{path}.self_attn.q_a_layernorm.weight"] = attention.q_layernorm.weight
@@ -654,7 +648,8 @@ def latent(rank: int, folder: str) -> dict[str, float]:
         "DoRA": (8, {}, lora(target_modules=["linear_q_down_proj", "linear_q_up_proj", *attention], use_dora=True)),
         "experts": (8, DEEPSEEK, lora(target_modules=["linear_q_up_proj", "linear_fc1", "linear_fc2", "router"])),
     }
-    for name, (query_rank, settings, one) in cases.items():
+    for name in cases if SOAK else ["experts"]:
+        query_rank, settings, one = cases[name]
         with megatron():
             model = latent_model(query_rank, **settings)
             deepseek = deepseek_of(model, query_rank, not settings)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from packlora.adapters.expert_layout import frozen_at
+from packlora.adapters.expert_layout import frozen_at, is_scaled
 from packlora.adapters.expert_part import part_of
 from packlora.adapters.experts import (
     ExpertWeights,
@@ -295,7 +295,7 @@ def _adapter(
             owner, _, leaf = path.rpartition(".")
             experts = model.get_submodule(owner)
             frozen_experts = partial(frozen_at, experts, leaf)
-            own_experts = ExpertWeights(module, frozen_experts, at, room, part_of(experts))
+            own_experts = ExpertWeights(module, frozen_experts, at, room, part_of(experts), is_scaled(experts))
             adapt_experts(model, path, attached, number, own_experts)
             weights[path] = own_experts
             continue

@@ -1,11 +1,16 @@
 """A module of experts as transformers has it: how its weights lie, and its forward around products that a caller makes.
 
-Shapes: T tokens, k experts a token, S = T k rows sorted by expert, D width, E experts.
+Most are called through transformers' registry of experts' functions, with hidden states, chosen experts and their weights.
+Those of Llama 4 are given every token once for every expert, multiplied with the router's weight, which is 0 where the token
+does not go there; they add nothing to such rows, so the others are all that is computed here.
+
+Shapes: T tokens, k experts a token, S rows sorted by expert, T k of a registry's, D width, E experts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,9 +23,24 @@ LAYOUT = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 """What transformers' registry of experts' functions notes of a module that it calls through them."""
 
 
+SCALED = ("transformers.models.llama4.modeling_llama4.Llama4TextExperts",)
+"""Classes of modules of experts that are given every token times the router's weight, [E T, D], and give as many rows. Their
+weights are [E, K, N], and PEFT takes them to be [E, N, K]: in its files A and B have changed places."""
+
+
 def is_experts(module: torch.nn.Module) -> bool:
+    """Whether a module's experts can be computed here."""
+    return by_registry(module) or is_scaled(module)
+
+
+def by_registry(module: torch.nn.Module) -> bool:
     """Whether transformers calls a module through its registry of experts' functions."""
     return all(hasattr(module, name) for name in LAYOUT) and hasattr(module, "num_experts")
+
+
+def is_scaled(module: torch.nn.Module) -> bool:
+    """Whether a module is one of SCALED."""
+    return f"{type(module).__module__}.{type(module).__qualname__}" in SCALED
 
 
 def weight_names(experts: Any) -> tuple[str, str]:
@@ -30,6 +50,8 @@ def weight_names(experts: Any) -> tuple[str, str]:
 
 def frozen_at(experts: Any, name: str) -> ExpertWeight:
     """One weight of all experts as the operator takes it."""
+    if is_scaled(experts):
+        return ExpertWeight(getattr(experts, name), None, True)
     bias = getattr(experts, f"{name}_bias") if experts.has_bias else None
     return ExpertWeight(getattr(experts, name), bias, bool(experts.is_transposed))
 
@@ -46,6 +68,9 @@ def sorted_outputs(
     """
     first, last = weight_names(experts)
     inner = product(x, first, True)
+    if is_scaled(experts):
+        gate, up = inner.chunk(2, dim=-1)
+        return product(experts.act_fn(gate) * up, last, False)
     inner = experts._apply_gate(inner) if experts.has_gate else experts.act_fn(inner)
     y_SD = product(inner, last, False)
     # not in every transformers that is supported
@@ -65,3 +90,27 @@ def outputs(
     """
     y_SD = sorted_outputs(experts, hidden_states, product)
     return weighted_sums(y_SD, top_k_weights, routing, hidden_states.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledRows:
+    """Those rows of what a module of SCALED is given that a router sends to its experts, in the order of the experts.
+
+    x: [S, D]. expert, token: of each, [S].
+    """
+
+    x: torch.Tensor
+    expert: torch.Tensor
+    token: torch.Tensor
+
+    @staticmethod
+    def of(hidden_states: torch.Tensor, experts: int) -> ScaledRows:
+        """hidden_states: [E T, D]. How many rows there are the host learns from the device."""
+        x_ETD = hidden_states.view(experts, -1, hidden_states.shape[-1])
+        expert, token = x_ETD.detach().ne(0).any(-1).nonzero(as_tuple=True)
+        return ScaledRows(x_ETD[expert, token], expert, token)
+
+    def back(self, y_SD: torch.Tensor, like: torch.Tensor, experts: int) -> torch.Tensor:
+        """What experts give for these rows, and zeros for all others, [E T, D]. like: what the module was given."""
+        place = self.expert * (len(like) // experts) + self.token
+        return y_SD.new_zeros(like.shape).index_copy(0, place, y_SD)

@@ -2,6 +2,7 @@
 
 transformers calls experts through a registry of functions, to which one is added here: it sorts the tokens by expert and job
 and gives each weight to the operator of ops/lora_experts. So no model is changed, and experts without adapters go the same way.
+Experts that it calls otherwise (expert_layout.SCALED) get another forward, where they have adapters.
 A router's product with its weight is an AdaptedLinear; what the router makes of it stays its own.
 """
 
@@ -9,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from packlora.adapters.expert_layout import frozen_at, sorted_outputs
+from packlora.adapters.expert_layout import ScaledRows, frozen_at, is_scaled, sorted_outputs
 from packlora.adapters.expert_part import ExpertPart, part_of
 from packlora.adapters.expert_rows import sent_to_experts
 from packlora.adapters.expert_targets import RouterProduct, router_product
@@ -28,7 +30,7 @@ from packlora.ops.dropout.keys import layer_salt
 from packlora.ops.lora_experts.autograd import lora_experts
 from packlora.ops.lora_experts.norm import expert_norms, squared_row_norms, sums_dtype
 from packlora.ops.lora_experts.routing import Routing
-from packlora.ops.lora_experts.types import ExpertLowRank, ExpertWeight
+from packlora.ops.lora_experts.types import ExpertLowRank, ExpertWeight, turned
 from packlora.ops.lora_experts.weighted import weighted_sums
 from packlora.ops.lora_linear.frozen import Gathered
 from packlora.plans.select import PlanChooser
@@ -44,19 +46,22 @@ ROUTED = "packlora_product"
 class ExpertWeights:
     """Trainable parameters of one adapter on one weight of all experts, in the layout of PEFT's files.
 
-    A [E r, K], expert by expert; B [N, r E], the expert running fastest; magnitude [E, N] or None.
+    A [E r, K], expert by expert; B [N, r E], the expert running fastest; magnitude [E, N] or None. A [E r, N] and B [K, r E]
+    of experts that PEFT takes to lie the other way round.
 
     Args:
         frozen: the weight; it is asked for where it is read, as it may be here only while its layer runs.
         room: where they lie, by name: zeros, on the device of the experts.
         shard: which experts are here; None: all.
+        lies_turned: see expert_layout.SCALED.
     """
 
     def __init__(
         self, spec: ModuleSpec, frozen: Callable[[], ExpertWeight], seed: int, room: Mapping[str, torch.Tensor],
-        shard: ExpertPart | None = None,
+        shard: ExpertPart | None = None, lies_turned: bool = False,
     ) -> None:  # fmt: skip
         self.spec, self.frozen, self.shard, self.magnitude = spec, frozen, shard, None
+        self.lies_turned = lies_turned
         (Er, K), N = self.whole_shape("A", room["A"].shape), len(room["B"])
         A_ErK, B_NEr = first_factors(
             spec.start, Er, K, N, seed, Er // spec.rank
@@ -89,7 +94,11 @@ class ExpertWeights:
         """As the operator takes them. dropping: the tokens have dropout keys."""
         spec, norm = self.spec, None if self.magnitude is None else self.norm()
         dropout = spec.dropout if dropping else 0.0
-        return ExpertLowRank(self.A, self.B, spec.scaling, dropout, self.magnitude, norm, spec.base_dropped)
+        return ExpertLowRank(*self._factors(), spec.scaling, dropout, self.magnitude, norm, spec.base_dropped)
+
+    def _factors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """A [E r, K] and B [N, r E]."""
+        return turned(self.A, self.B, len(self.A) // self.spec.rank) if self.lies_turned else (self.A, self.B)
 
     @torch.no_grad()
     def norm(self) -> torch.Tensor:
@@ -102,7 +111,7 @@ class ExpertWeights:
             frozen = self.frozen()
             if self._squared is None:
                 self._squared = squared_row_norms(frozen, sums_dtype(frozen, self.A, self.B))
-            self._norm = versions, expert_norms(frozen, self.A, self.B, self.spec.scaling, self._squared)
+            self._norm = versions, expert_norms(frozen, *self._factors(), self.spec.scaling, self._squared)
         return self._norm[1]
 
 
@@ -133,7 +142,8 @@ def shapes_at(model: torch.nn.Module, path: str, spec: ModuleSpec) -> dict[str, 
         with torch.device("meta"):
             return parameter_shapes(spec, torch.nn.Linear(K, N, bias=False))
     E, N, K = frozen_at(model.get_submodule(owner), leaf).shape
-    shapes: dict[str, tuple[int, ...]] = {"A": (E * spec.rank, K), "B": (N, spec.rank * E)}
+    ins, outs = (N, K) if is_scaled(model.get_submodule(owner)) else (K, N)
+    shapes: dict[str, tuple[int, ...]] = {"A": (E * spec.rank, ins), "B": (outs, spec.rank * E)}
     return shapes | ({"magnitude": (E, N)} if spec.use_dora else {})
 
 
@@ -152,7 +162,9 @@ def adapt_experts(model: PreTrainedModel, path: str, attached: Attached, number:
     """
     owner, _, leaf = path.rpartition(".")
     experts: Any = model.get_submodule(owner)
-    if experts.config._experts_implementation != IMPLEMENTATION:
+    if is_scaled(experts):
+        experts.forward = partial(scaled_forward, experts)
+    elif experts.config._experts_implementation != IMPLEMENTATION:
         model.set_experts_implementation(IMPLEMENTATION)
         if experts.config._experts_implementation != IMPLEMENTATION:
             raise RuntimeError(f"{owner}: transformers cannot be told which function computes these experts")
@@ -221,8 +233,6 @@ def experts_forward(
     numbers = [] if state is None or owners is None else state.numbers(owners)
     owner_T, count = None, 1
     if owners is not None and numbers:
-        if owners.moving is not None and owners.moving.moves:
-            raise RuntimeError("adapters on experts cannot follow segments that move; switch cuda_graphs off")
         owner_T, count = _owners_of_tokens(owners, numbers, hidden_states.device)
     first = None if part is None else part.first
     routing = Routing.of(top_k_index, self.num_experts, owner_T, count, first)
@@ -255,9 +265,27 @@ def _experts(experts: Any, x: torch.Tensor, rows: Rows) -> torch.Tensor:
     return sorted_outputs(experts, x, product)
 
 
+def scaled_forward(experts: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+    """The forward of a module of SCALED with adapters, [E T, D] -> [E T, D]."""
+    E = experts.num_experts
+    state: AdaptedExperts = vars(experts)[STATE]
+    owners = state.attached.owners(len(hidden_states) // E)
+    numbers = [] if owners is None else state.numbers(owners)
+    owner_T, count = None, 1
+    if owners is not None and numbers:
+        owner_T, count = _owners_of_tokens(owners, numbers, hidden_states.device)
+    chosen = ScaledRows.of(hidden_states, E)
+    routing = Routing.of(chosen.expert[:, None], E, None if owner_T is None else owner_T[chosen.token], count)
+    keys = None if owners is None or owners.keys_T2 is None else owners.keys_T2[chosen.token]
+    y_SD = _experts(experts, chosen.x, Rows(numbers, routing, keys))
+    return chosen.back(routing.of_places(y_SD), hidden_states, E)
+
+
 def _owners_of_tokens(owners: TokenOwners, numbers: list[int], device: torch.device) -> tuple[torch.Tensor | None, int]:
     """Of every token the place of its owner in `numbers`, or the one after the last where it is nobody's, int64 [T], None where
     all have one; and how many owners there are."""
+    if owners.moving is not None and owners.moving.moves:
+        raise RuntimeError("adapters on experts cannot follow segments that move; switch cuda_graphs off")
     places = {number: place for place, number in enumerate(numbers)}
     segments = [(places[number], start, stop) for number, start, stop in owners.segments if number in places]
     all_owned = sum(stop - start for _, start, stop in segments) == owners.total

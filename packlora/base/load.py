@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from packlora.base.demo_model import DEMO_MODEL, base_path
 from packlora.base.shape import check_sizes
-from packlora.base.stored import as_stored, stored_as
+from packlora.base.stored import as_stored, read_as_floats, stored_as
 from packlora.base.vision import auto_class
 from packlora.config import Run
 from packlora.errors import InputError, foreign, quoted
@@ -116,6 +116,8 @@ def read_model(
     """
     check_files(path)
     config = read_config(path, revision, trust_remote_code)
+    if read_as_floats(config):
+        how["quantization_config"] = transformers.Mxfp4Config(dequantize=True)
     transformers.utils.logging.disable_progress_bar()
     with _quiet(), as_stored():  # its report of the weights is check_weights' matter
         model, found = load_part(

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from packlora.base.mixers import mix_by_sample
 from packlora.base.rotary import rotate_by_sample
 from packlora.base.shape import scaled_by_place
 from packlora.base.vision import attention_of_text, fast_towers
@@ -73,6 +74,7 @@ def prepare_model(model: PreTrainedModel, gradient_checkpointing: bool) -> list[
     fast_towers(model)
     model.eval()
     rotate_by_sample(model)
+    mix_by_sample(model)
     for module in scaled_by_place(model).values():
         module.attn_temperature_tuning = False  # a factor of 1 up to the length that load_base allows
     if _drop_dropout(model):

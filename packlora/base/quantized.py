@@ -18,7 +18,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils import is_bitsandbytes_available, is_torchao_available
 
 from packlora.base.load import read_model
-from packlora.base.stored import Stored, stored_as
+from packlora.base.stored import Stored, read_as_floats, stored_as
 from packlora.config import QuantizationConfig
 from packlora.errors import InputError
 from packlora.ops.lora_linear.library_codes import library_codes
@@ -81,6 +81,11 @@ def check_stored(asked: QuantizationConfig | None, config: Any, path: str) -> Qu
     stored = stored_as(config, path)
     if asked is None:
         return None if stored is None else stored.as_asked
+    if read_as_floats(config):
+        raise InputError(
+            f"quantization is {asked.described}, but base_model {path!r} is saved as mxfp4, of which floats are made; leave "
+            "the key out"
+        )
     if stored is not None and asked != stored.as_asked:
         raise InputError(
             f"quantization is {asked.described}, but base_model {path!r} is saved as {stored.as_asked.described}; leave the "
@@ -276,6 +281,11 @@ def _check_left(model: PreTrainedModel, path: str) -> None:
             continue
         codes = [leaf for leaf, own in module.named_parameters(recurse=False) if own.dtype.itemsize == 1]
         kind = type(module)
+        if codes and hasattr(module, "num_experts"):
+            raise InputError(
+                f"base_model {path!r}: {name} is {kind.__qualname__}, experts in codes, which are not read here; load it with "
+                "transformers and a quantization_config that has dequantize=True, and save_pretrained it"
+            )
         if codes or hasattr(module, "quantization_scheme") or kind.__module__.startswith("gptqmodel."):
             raise InputError(
                 f"base_model {path!r}: {name} is a quantised {kind.__module__}.{kind.__qualname__}, which is not read here; "

@@ -20,7 +20,7 @@ from packlora.errors import InputError, quoted
 
 BITSANDBYTES, SKIPPED = ("nf4", "fp4", "int8"), "llm_int8_skip_modules"
 """Its methods, and its name for layers that are left out; also of 4 bits."""
-TAKEN = "floats, and what bitsandbytes, torchao, gptq, awq, compressed-tensors and fp8 (in blocks) make"
+TAKEN = "floats, and what bitsandbytes, torchao, gptq, awq, compressed-tensors, fp8 (in blocks) and mxfp4 make"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +73,26 @@ class Stored:
         return None
 
 
-def stored_as(config: Any, path: str) -> Stored | None:
-    """How the files of a model are quantised, by its configuration. Raises InputError where that is not known here."""
+def read_as_floats(config: Any) -> bool:
+    """Whether the files of a model have codes of experts alone, of which transformers makes floats while it loads them."""
+    return _told(config)[0] == "mxfp4"
+
+
+def _told(config: Any) -> tuple[str, dict[str, Any]]:
+    """What a configuration says of how files are quantised: the method, and all of it."""
     found = getattr(config, "quantization_config", None)
     if found is None:
-        return None
+        return "", {}
     told: dict[str, Any] = found if isinstance(found, dict) else found.to_dict()
-    method = str(getattr(told.get("quant_method"), "value", told.get("quant_method")))
+    return str(getattr(told.get("quant_method"), "value", told.get("quant_method"))), told
+
+
+def stored_as(config: Any, path: str) -> Stored | None:
+    """How the files of a model are quantised, by its configuration; None where what is loaded of them is floats. Raises
+    InputError where that is not known here."""
+    method, told = _told(config)
+    if not method or read_as_floats(config):
+        return None
     if method not in _READERS:
         raise InputError(
             f"base_model {path!r} is quantised by {method}; this version takes {TAKEN}. "

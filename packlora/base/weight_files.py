@@ -27,6 +27,7 @@ from transformers.core_model_loading import (
 from transformers.utils import cached_file
 
 from packlora.base.load import check_files, check_weights, load_part
+from packlora.base.mxfp4 import BLOCKS, SCALES, floats_of, packed_names
 from packlora.errors import InputError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -48,11 +49,18 @@ class WeightFiles:
         self._files: dict[str, str] = {}
         self._joined: dict[str, list[list[str]]] = {}
         """By name, the keys of weights of all experts that the files have one by one, see parts_of."""
+        self._packed: dict[str, str] = {}
+        """By name of a weight in codes (mxfp4.py), the file of its scales."""
         for file in load_part("model", path, lambda: _files(path, revision)):
             with load_part("model", path, lambda file=file: safe_open(file, framework="pt")) as opened:
                 for key in opened.keys():  # noqa: SIM118 - it is no mapping
                     self._files[key] = file
                     self.shapes[key] = tuple(opened.get_slice(key).get_shape())
+        for name in packed_names(self.shapes):  # is read as floats under its own name
+            *_, N, G, _ = self.shapes.pop(name + BLOCKS)
+            E = self.shapes.pop(name + SCALES)[0]
+            self.shapes[name], self._packed[name] = (E, 32 * G, N), self._files.pop(name + SCALES)
+            self._files[name] = self._files.pop(name + BLOCKS)
 
     @property
     def names(self) -> dict[str, list[str]]:
@@ -68,6 +76,10 @@ class WeightFiles:
         Args:
             part: of each dimension that is not whole, from the first one on; of a joined weight of the experts alone.
         """
+        if key in self._packed:
+            codes = self._read(self._files[key], key + BLOCKS, *part[:1])
+            whole = floats_of(codes, self._read(self._packed[key], key + SCALES, *part[:1]))
+            return whole[(slice(None), *part[1:])]
         if key in self._joined:
             parts, (experts,) = self._joined[key], part or (slice(None),)
             own = [
@@ -75,7 +87,10 @@ class WeightFiles:
                 for each in zip(*(keys[experts] for keys in parts), strict=True)
             ]
             return torch.stack(own) if own else torch.empty(0, *self.shapes[key][1:])
-        with safe_open(self._files[key], framework="pt") as opened:
+        return self._read(self._files[key], key, *part)
+
+    def _read(self, file: str, key: str, *part: slice) -> torch.Tensor:
+        with safe_open(file, framework="pt") as opened:
             read: torch.Tensor = opened.get_slice(key)[part] if part else opened.get_tensor(key)
         self.bytes_read += read.numel() * read.element_size()
         return read

@@ -19,8 +19,8 @@ from packlora.bench.experts import SAMPLES, Case, cases
 from packlora.bench.model import build
 from packlora.bench.options import Options, Outcome, choose
 from packlora.bench.processes import alarm, everyone, measured_rows, messages, together
+from packlora.bench.processes import message_table as table
 from packlora.bench.processes import part_of as part_of
-from packlora.bench.results import text_table
 from packlora.parallel.experts import shard_experts
 from packlora.parallel.mesh import Mesh
 from packlora.plans.timing import Contender, Work, paired
@@ -85,15 +85,3 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         ].get("packlora")
         for row in rows
     }
-
-
-def table(rows: list[dict[str, Any]]) -> list[str]:
-    lines = [
-        [
-            row["case"], name, f"{row['ms'][name]:.2f}", f"{row['over_frozen'].get(name) or 1.0:.3f}",
-            str(row["messages"][name]["collectives"]), f"{row['messages'][name]['sent'] / 2**20:.2f}",
-        ]
-        for row in rows
-        for name in row["ms"]
-    ]  # fmt: skip
-    return text_table(["case", "contender", "ms", "/frozen", "messages", "MiB sent"], lines)

@@ -24,8 +24,8 @@ from peft import LoraConfig
 from packlora.bench.layer import show
 from packlora.bench.options import Options, Outcome, choose
 from packlora.bench.processes import alarm, measured_rows, messages, together
+from packlora.bench.processes import message_table as table
 from packlora.bench.processes import part_of as part_of
-from packlora.bench.results import text_table
 from packlora.errors import InputError
 from packlora.parallel.collectives import GATHER, SCATTER
 from packlora.parallel.mesh import Mesh, OneProcess
@@ -257,15 +257,3 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         for row in rows
         for name in CONTENDERS[1:]
     }
-
-
-def table(rows: list[dict[str, Any]]) -> list[str]:
-    lines = [
-        [
-            row["case"], name, f"{row['ms'][name]:.2f}", f"{row['over_frozen'].get(name) or 1.0:.3f}",
-            str(row["messages"][name]["collectives"]), f"{row['messages'][name]['sent'] / 2**20:.2f}",
-        ]
-        for row in rows
-        for name in row["ms"]
-    ]  # fmt: skip
-    return text_table(["case", "contender", "ms", "/frozen", "messages", "MiB sent"], lines)

@@ -20,6 +20,7 @@ from packlora.bench.layer import progress_line
 from packlora.bench.messages import counted
 from packlora.bench.options import Options
 from packlora.bench.progress import Case, Row
+from packlora.bench.results import text_table
 from packlora.errors import InputError
 from packlora.parallel.mesh import Mesh, started, world_size
 from packlora.plans.timing import Work
@@ -127,3 +128,16 @@ def measured_rows(cases: Sequence[Case], measure: Callable[[Case], Row], options
 def part_of(row: Row) -> str:
     """Of a benchmark without parts: a run with so many processes replaces the rows with as many."""
     return f"all {row['processes']}"
+
+
+def message_table(rows: list[dict[str, Any]]) -> list[str]:
+    """Of rows that have milliseconds and messages by contender."""
+    lines = [
+        [
+            row["case"], name, f"{row['ms'][name]:.2f}", f"{row['over_frozen'].get(name) or 1.0:.3f}",
+            str(row["messages"][name]["collectives"]), f"{row['messages'][name]['sent'] / 2**20:.2f}",
+        ]
+        for row in rows
+        for name in row["ms"]
+    ]  # fmt: skip
+    return text_table(["case", "contender", "ms", "/frozen", "messages", "MiB sent"], lines)

@@ -22,6 +22,7 @@ from peft import LoraConfig
 from safetensors import SafetensorError
 from torch.nn.functional import pad
 
+from packlora.adapters.expert_layout import is_scaled
 from packlora.adapters.files import CONFIG, MAGNITUDE, WEIGHTS, config_dict, tensor_key
 from packlora.adapters.kinds import PARAMETERS
 from packlora.adapters.spec import whole_number
@@ -156,6 +157,11 @@ def _check_parameters(opened: AdapterFolder, target: str) -> None:
         )
     pairs: dict[str, list[str]] = {}
     for path in of:
+        if is_scaled(opened.skeleton.get_submodule(path.rpartition(".")[0])):
+            raise InputError(
+                f"{opened.path} adapts {path}, of which PEFT's file has A and B the other way round than vLLM reads them; "
+                f"{remedy}"
+            )
         pairs.setdefault(path.rpartition(".")[0], []).append(path)
     for owner, paths in pairs.items():
         if len(paths) != 2:

@@ -33,7 +33,7 @@ from packlora.base.dequantised_files import DequantisedFiles
 from packlora.base.device import choose_device
 from packlora.base.load import read_tokenizer
 from packlora.base.quantized import MADE, check_quantization, dequantised, quantised_paths
-from packlora.base.stored import Stored, stored_as
+from packlora.base.stored import Stored, read_as_floats, stored_as
 from packlora.base.weight_files import INDEX, WeightFiles, keys_there, parts_of
 from packlora.commands.adapter_folder import of_the_base, open_adapter
 from packlora.commands.merge_experts import ExpertPlace, expert_places
@@ -102,6 +102,8 @@ def merge_adapter(
             files = WeightFiles(base, revision)
             skeleton.tie_weights()
             keys = keys_there(skeleton, files)
+            if read_as_floats(skeleton.config):
+                del skeleton.config.quantization_config
             into = Codes.of(adapter_dir, quantization, double_quant, kept)
     merged = Merged(files, opened.spec, opened.tensors, kept if dtype == "auto" else getattr(torch, dtype), adapter_dir)
     merged.find(keys, skeleton)
@@ -302,7 +304,7 @@ class Merged:
         parts = parts_of(model, self.files) if adapted and isinstance(self.files, WeightFiles) else {}
         for path in adapted:
             experts = model.get_submodule(path.rpartition(".")[0])
-            found = expert_places(path, bool(experts.is_transposed), keys, parts)
+            found = expert_places(path, experts, keys, parts)
             if not found:
                 raise self._computed(path)
             self.experts |= found

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from packlora.adapters.expert_layout import is_scaled
 from packlora.adapters.files import tensor_key
 from packlora.adapters.spec import ModuleSpec
-from packlora.ops.lora_experts.types import a_by_expert, b_by_expert
+from packlora.ops.lora_experts.types import a_by_expert, b_by_expert, turned
 from packlora.ops.row_norm.row_norm import row_norm
 
 
@@ -17,7 +19,8 @@ from packlora.ops.row_norm.row_norm import row_norm
 class ExpertPlace:
     """What a tensor of the files is of the weights of a layer's experts at a path.
 
-    expert: whose; None: of all. part of parts: which of its rows. transposed: inputs come first.
+    expert: whose; None: of all. part of parts: which of its rows. transposed: inputs come first. lies_turned: A and B have
+    changed places, see expert_layout.SCALED.
     """
 
     path: str
@@ -25,11 +28,13 @@ class ExpertPlace:
     part: int
     parts: int
     transposed: bool
+    lies_turned: bool = False
 
     def folded(self, stored: torch.Tensor, module: ModuleSpec, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The tensor with the adapter in it, float32. tensors: of the adapter, by the keys of its file."""
         A, B = (tensors[tensor_key(self.path, name, module)].float() for name in "AB")
         E = A.shape[0] // module.rank
+        A, B = turned(A, B, E) if self.lies_turned else (A, B)
         magnitude = tensors[tensor_key(self.path, "magnitude", module)].float() if module.use_dora else None
         out = stored.float().clone()
         for expert, W_NK in self._of_each(out, E):
@@ -51,16 +56,19 @@ class ExpertPlace:
 
 
 def expert_places(
-    path: str, transposed: bool, keys: Mapping[str, str], parts: Mapping[str, list[list[str]]]
+    path: str, experts: Any, keys: Mapping[str, str], parts: Mapping[str, list[list[str]]]
 ) -> dict[str, ExpertPlace]:
     """By the keys of the files; empty where it is not known how the experts lie there.
 
     Args:
+        experts: the module; it may be without weights.
         keys: by names of the model, those that are tensors of the files as they are.
         parts: see weight_files.parts_of.
     """
+    lies_turned = is_scaled(experts)
+    transposed = lies_turned or bool(experts.is_transposed)
     if path in keys:
-        return {keys[path]: ExpertPlace(path, None, 0, 1, transposed)}
+        return {keys[path]: ExpertPlace(path, None, 0, 1, transposed, lies_turned)}
     if transposed:
         return {}
     own = parts.get(path, [])

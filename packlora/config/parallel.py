@@ -58,11 +58,6 @@ class ParallelConfig(Strict):
                 f"pipeline is {self.pipeline} and shard_base is {str(self.shard_base).lower()}, two ways to share the weights: "
                 "a stage would gather each of its layers again for every microbatch, and has them in memory as it is; give one"
             )
-        if self.expert > 1 and self.stages > 1 and self.tensor > 1:
-            raise ValueError(
-                f"expert is {self.expert}, tensor is {self.tensor} and pipeline is {self.pipeline}, of which two go together "
-                "in this version; leave one of them out"
-            )
         if self.exchanges and self.stages > 1:
             raise ValueError(
                 f"pipeline is {self.pipeline} and ep_implementation is all_to_all, by which devices exchange tokens in every "

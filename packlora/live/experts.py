@@ -17,7 +17,16 @@ import torch
 from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
 
-from packlora.adapters.expert_layout import frozen_at, is_experts, outputs, weight_names
+from packlora.adapters.expert_layout import (
+    ScaledRows,
+    by_registry,
+    frozen_at,
+    is_experts,
+    is_scaled,
+    outputs,
+    sorted_outputs,
+    weight_names,
+)
 from packlora.adapters.norms import RowNorms
 from packlora.live.adapter import DTYPES, observed, parameter_adapter
 from packlora.live.forward import ASKED_FOR, OwnForward
@@ -25,7 +34,7 @@ from packlora.live.layers import product_dtype
 from packlora.live.wrapped import NotWhole, why_called, why_not_whole
 from packlora.ops.lora_experts.autograd import lora_experts
 from packlora.ops.lora_experts.routing import Routing
-from packlora.ops.lora_experts.types import ExpertLowRank, ExpertWeight
+from packlora.ops.lora_experts.types import ExpertLowRank, ExpertWeight, turned
 
 PLAN = "grouped"
 """How the report names what this file does."""
@@ -54,7 +63,7 @@ class ExpertsForward(OwnForward):
     def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         found = (self._why_not_called(x, args, kwargs) or self._look(x)) if self.on else ""
         if not isinstance(found, str):
-            computed: torch.Tensor = self._compute(x, *args, found)
+            computed: torch.Tensor = self._compute(x, args, found)
             return computed
         if self.on:
             for member in self.members:
@@ -69,10 +78,13 @@ class ExpertsForward(OwnForward):
         adapter = parameter_adapter(self.layer, _why_not_experts(experts, leaf))
         if isinstance(adapter, str):
             return adapter
-        low_rank = ExpertLowRank(adapter.A, adapter.B, adapter.scaling)
         E, N, K = frozen_at(experts, leaf).shape
         if E == 1:
             return "it has one expert alone"
+        A, B = adapter.A, adapter.B
+        if is_scaled(experts) and len(A) == B.shape[1] and len(A) % E == 0:
+            A, B = turned(A, B, E)
+        low_rank = ExpertLowRank(A, B, adapter.scaling)
         if low_rank.A.shape[1] != K or low_rank.B.shape[0] != N or low_rank.A.shape[0] != low_rank.B.shape[1]:
             return NotWhole("the weight of its experts is not whole here")
         return low_rank
@@ -106,6 +118,9 @@ class ExpertsForward(OwnForward):
         """Why a call is PEFT's, whatever the wrappers compute now."""
         if reason := self.why_peft(x, (), kwargs):
             return reason
+        if is_scaled(self.layer.get_base_layer()):
+            fits = not args and x.ndim == 2 and len(x) % self.layer.num_experts == 0
+            return None if fits else "it is not called with the tokens of all experts [E T, D] alone"
         index, weights = args if len(args) == 2 else (None, None)
         if (
             type(index) is not torch.Tensor or type(weights) is not torch.Tensor or x.ndim != 2 or index.ndim != 2
@@ -122,9 +137,7 @@ class ExpertsForward(OwnForward):
     # --- computing it --------------------------------------------------------------------------------------------------
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _compute(
-        self, x: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor, own: dict[str, ExpertLowRank]
-    ) -> torch.Tensor:
+    def _compute(self, x: torch.Tensor, args: tuple[torch.Tensor, ...], own: dict[str, ExpertLowRank]) -> torch.Tensor:
         """The experts' forward, in compiled models outside of the graphs, as PEFT's is."""
         for member in self.members:
             if member.layer.parameter_name in own:
@@ -132,7 +145,8 @@ class ExpertsForward(OwnForward):
             elif isinstance(reason := member.ready(), str):
                 member.calls.leave(reason)
         experts = self.layer.get_base_layer()
-        routing = Routing.of(top_k_index, experts.num_experts)
+        chosen = ScaledRows.of(x, experts.num_experts) if is_scaled(experts) else None
+        routing = Routing.of(args[0] if chosen is None else chosen.expert[:, None], experts.num_experts)
         dtype, autocast = product_dtype(x)
 
         def product(x: torch.Tensor, leaf: str, of_tokens: bool) -> torch.Tensor:
@@ -146,7 +160,10 @@ class ExpertsForward(OwnForward):
                     y_SN = y_SN + bias.to(dtype)[routing.expert_of_row()]
             return y_SN
 
-        return outputs(experts, x, top_k_weights, routing, product)
+        if chosen is not None:
+            y_SD = sorted_outputs(experts, chosen.x, product)
+            return chosen.back(routing.of_places(y_SD), x, experts.num_experts).to(x.dtype)
+        return outputs(experts, x, args[1], routing, product)
 
 
 def _why_not_experts(experts: Any, leaf: str) -> str | None:
@@ -157,7 +174,7 @@ def _why_not_experts(experts: Any, leaf: str) -> str | None:
         return why_called("experts", experts)
     if getattr(experts, "_is_expert_parallel", False):
         return "its experts are spread over processes"
-    if (function := experts.config._experts_implementation) not in FUNCTIONS:
+    if by_registry(experts) and (function := experts.config._experts_implementation) not in FUNCTIONS:
         return f"its experts are computed by {function}"
     if leaf not in weight_names(experts):
         return f"{leaf} is no weight of the experts' products"

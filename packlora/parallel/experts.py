@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from packlora.adapters.expert_layout import is_experts
+from packlora.adapters.expert_layout import by_registry
 from packlora.adapters.expert_part import PART, ExpertPart
 from packlora.adapters.experts import IMPLEMENTATION
 from packlora.adapters.linear import Attached
@@ -60,7 +60,7 @@ class ExchangedExperts(ExpertSlices):
 
 def experts_of(model: PreTrainedModel) -> dict[str, Any]:
     """The modules of experts that transformers calls through its registry, by path."""
-    return {path: module for path, module in model.named_modules() if is_experts(module)}
+    return {path: module for path, module in model.named_modules() if by_registry(module)}
 
 
 def check_experts(model: PreTrainedModel, degree: int, key: str = "parallel.expert") -> None:

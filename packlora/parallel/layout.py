@@ -31,7 +31,7 @@ class Layout:
     rows of every weight (sharded.py); it divides split. 1: each holds all rows. expert: processes that hold the experts
     together, and all else each; they are a replica too; with tensor so many sets of such processes share out the experts, of
     which each process has other ones. exchange: each, or each set, has microbatches of its own, so it counts as a replica;
-    their groups are multiples of expert times shard, and pipeline is 1. Of tensor, pipeline and expert one at least is 1.
+    their groups are multiples of expert times shard, and pipeline is 1.
 
     In a group the replicas lie one behind the other, in a replica its stages, in a stage its processes."""
 

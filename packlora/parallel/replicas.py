@@ -97,7 +97,7 @@ class Replicas(Alone):
                 self.base, self.shards = self.model, None
                 self.layers, self.is_repeated = self.model, False
                 if layers:
-                    self.layers, self.is_repeated = layers[at // n], at % layout.slices >= n
+                    self.layers, self.is_repeated = layers[at // n], at % (n * layout.expert) >= n
                 if bases:
                     self.base, rows = bases[at // layout.devices_per_base]
                     self.shards = rows[at % layout.slices]

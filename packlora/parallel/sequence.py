@@ -2,8 +2,10 @@
 computed once and kept once, not on every process.
 
 A block gets all tokens (`enter`), and its last layer's sum gives each process its own ones (`leave`): the messages of tensor
-parallelism, each in two halves. The tokens part before the first decoder layer and are joined after the last. Norms are frozen:
-nothing of theirs is to be added up. What a block is given is joined again in the backward, not kept.
+parallelism, each in two halves. What of a decoder layer is no block and no norm (experts with their router, attentions that are
+not cut) is given all tokens too, computed by each process alike, and gives each its own ones. The tokens part before the first
+decoder layer and are joined after the last. Norms are frozen: nothing of theirs is to be added up. What a block is given is
+joined again in the backward, not kept.
 
 Forwards over tokens that the number of processes does not divide are computed whole, with tensor parallelism's messages. All
 microbatches that are trained must divide: SingleDevice.multiple.
@@ -11,7 +13,8 @@ microbatches that are trained must divide: SingleDevice.multiple.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,9 +31,18 @@ class TokenSlices:
         self.group = group
         self._apart = False
 
-    def attach(self, model: torch.nn.Module, blocks: Iterable[str]) -> None:
-        """Put hooks on the first and the last of the decoder layers that have these blocks."""
-        layers = sorted({_layer(block) for block in blocks}, key=lambda name: int(name.rpartition(".")[2]))
+    def attach(self, model: torch.nn.Module, blocks: Iterable[str], apart: Set[str]) -> None:
+        """Put hooks on the first and the last of the decoder layers that have blocks, and on what of these and those between
+        them is no norm and none of the blocks that are `apart`."""
+        numbers = {int(_layer(block).rpartition(".")[2]): _layer(block) for block in blocks}
+        path = numbers[min(numbers)].rpartition(".")[0]
+        layers = [f"{path}.{number}" for number in range(min(numbers), max(numbers) + 1)]
+        for layer in layers:
+            for name, part in model.get_submodule(layer).named_children():
+                is_norm = all(parameter.ndim < 2 for parameter in part.parameters())
+                if not is_norm and apart.isdisjoint((layer, f"{layer}.{name}")):
+                    part.register_forward_pre_hook(self._join, with_kwargs=True)
+                    part.register_forward_hook(self._part)
         model.get_submodule(layers[0]).register_forward_pre_hook(self._begin, with_kwargs=True)
         model.get_submodule(layers[-1]).register_forward_hook(self._end)
 
@@ -50,11 +62,24 @@ class TokenSlices:
         return with_input(args, kwargs, part)
 
     def _end(self, _: torch.nn.Module, args: Any, output: Any) -> Any:
-        if not self._apart:
-            return output
-        if isinstance(output, torch.Tensor):
-            return joined_tokens(output, self.group)
-        return (joined_tokens(output[0], self.group), *output[1:])
+        return _first(output, partial(joined_tokens, group=self.group)) if self._apart else output
+
+    def _join(self, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return with_input(args, kwargs, partial(joined_tokens, group=self.group)) if self._apart else (args, kwargs)
+
+    def _part(self, _: torch.nn.Module, args: Any, output: Any) -> Any:
+        return _first(output, partial(own_tokens, group=self.group)) if self._apart else output
+
+
+def stands_in_layer(block: str) -> bool:
+    """Whether a block is a part of its decoder layer, and not of a part, which has all tokens on every process."""
+    layer = _layer(block)
+    return block == layer or block.rpartition(".")[0] == layer
+
+
+def _first(output: Any, change: Through) -> Any:
+    """What a module gives, its hidden states changed: the output, or the first one."""
+    return change(output) if isinstance(output, torch.Tensor) else (change(output[0]), *output[1:])
 
 
 def with_input(

@@ -33,7 +33,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 
-from packlora.adapters.expert_layout import is_experts
+from packlora.adapters.expert_layout import by_registry
 from packlora.adapters.linear import Attached
 from packlora.adapters.owners import MIN_ROWS, TokenOwners
 from packlora.base.demo_model import base_path
@@ -89,7 +89,7 @@ def empty_model(
     with init_empty_weights(include_buffers=False):
         model = model_of(config, path, trust_remote_code, dtype)
     model.tie_weights()
-    if dtype == torch.float64 and any(map(is_experts, model.modules())):
+    if dtype == torch.float64 and any(map(by_registry, model.modules())):
         model.set_experts_implementation("eager")  # torch's grouped products, which are the default, are not for it
     kept_wide = model._get_dtype_plan(dtype)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:

@@ -233,7 +233,8 @@ def load_stage(
         del model
         gc.collect()  # its modules and their hooks refer to one another
         model, stage, keys, _ = together(mesh, empty)
-        notes += together(mesh, lambda: _share(run, model, beside))
+        layers = links.layers if links.layers is not None and run.parallel.expert > 1 else beside
+        notes += together(mesh, lambda: _share(run, model, beside, layers))
         together(mesh, lambda: fill(model, files, keys, device))
         model.to(device)
     with stage.in_step(model):
@@ -243,10 +244,10 @@ def load_stage(
     return Base(model, tokenizer, device, path, notes, fused_loss, replaced, storage=stage, fingerprint=known)
 
 
-def _share(run: Run, model: PreTrainedModel, beside: ProcessGroup) -> list[str]:
-    """Cut a stage over its processes, or share out its experts, of which it may have none."""
-    if run.parallel.expert == 1:
-        return shard(model, beside, run.parallel.sequence_parallel)
+def _share(run: Run, model: PreTrainedModel, beside: ProcessGroup, layers: ProcessGroup) -> list[str]:
+    """Cut a stage over its processes, or sets of these, and share out its experts, of which it may have none."""
+    if run.parallel.tensor > 1:
+        return shard(model, layers, run.parallel.sequence_parallel, beside)
     return shard_experts(model, beside) if experts_of(model) else []
 
 

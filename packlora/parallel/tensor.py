@@ -40,7 +40,7 @@ from packlora.errors import InputError, foreign
 from packlora.parallel.collectives import add_up, copied, gathered, split, summed
 from packlora.parallel.experts import check_experts, experts_of, shard_experts
 from packlora.parallel.meta import on_meta
-from packlora.parallel.sequence import TokenSlices, with_input
+from packlora.parallel.sequence import TokenSlices, stands_in_layer, with_input
 from packlora.parallel.vocabulary import cut_vocabulary
 
 Dim = Literal[0, 1]
@@ -99,14 +99,13 @@ def shard(
         if cut.dim == 0:
             blocks.setdefault(_block(path), []).append(path)
     inside = _check_blocks(model, blocks, cuts, what)
-    if sequence and inside:
-        raise InputError(
-            f"{what}parallel.sequence_parallel does not take {inside[0]}, which gives all outputs of all tokens"
-        )
-    tokens = TokenSlices(group) if sequence else None
-    enter = partial(copied, group=group) if tokens is None else tokens.enter
+    apart = {path for path in blocks if sequence and stands_in_layer(path)} - {_block(path) for path in inside}
+    if sequence and not apart:
+        raise _nothing_apart(model, degree)
+    tokens = TokenSlices(group) if apart else None
     for path in blocks:
         _count_heads(model, path, cuts, degree)
+        enter = partial(copied, group=group) if tokens is None or path not in apart else tokens.enter
         model.get_submodule(path).register_forward_pre_hook(partial(_enter, enter), with_kwargs=True)
     shared = sorted({path.rpartition(".")[2] for path, cut in cuts.items() if cut.copies > 1})
     whole = "norms" if cut_vocabulary(model, group) else "embedding, norms and output layer"
@@ -118,11 +117,11 @@ def shard(
     while cuts:  # a whole layer goes before the next one is cut
         path, cut = cuts.popitem()
         parent, _, leaf = path.rpartition(".")
-        part = _shard_of(cut, group, degree, rank, tokens)
+        part = _shard_of(cut, group, degree, rank, tokens if parent in apart else None)
         part = replace(part, enter=partial(copied, group=group)) if path in inside else part
         setattr(model.get_submodule(parent), leaf, ShardedLinear(cut.linear, part))
     if tokens is not None:
-        tokens.attach(model, blocks)
+        tokens.attach(model, blocks, apart)
     return notes
 
 
@@ -130,12 +129,16 @@ def check_cut(model: PreTrainedModel, degree: int, sequence: bool = False) -> No
     """Raises InputError where the plan or the sizes of a model, which may be without weights, are none that `shard` cuts."""
     if EXPERTS in (model.tp_plan or {}).values() and not experts_of(model):
         check_experts(model, degree, "parallel.tensor")
-    _cuts(model, degree)
-    if sequence and experts_of(model):
-        raise InputError(
-            f"{_what(degree)}parallel.sequence_parallel does not take a {model.config.model_type} model, whose routers see all "
-            "tokens, in this version; leave it out"
-        )
+    cuts = _cuts(model, degree)
+    if sequence and not any(stands_in_layer(_block(path)) for path in cuts):
+        raise _nothing_apart(model, degree)
+
+
+def _nothing_apart(model: PreTrainedModel, degree: int) -> InputError:
+    return InputError(
+        f"{_what(degree)}of a {model.config.model_type} model nothing is cut between whose parts parallel.sequence_parallel "
+        "could share the tokens; leave it out"
+    )
 
 
 def _what(degree: int) -> str:

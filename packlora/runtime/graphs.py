@@ -25,6 +25,7 @@ import torch
 
 from packlora.adapters.owners import Noise, TokenOwners
 from packlora.adapters.spec import AdapterSpec
+from packlora.base.mixers import mixing_functions
 from packlora.base.model import Base
 from packlora.base.packing import hidden_states
 from packlora.base.shape import plain_head
@@ -476,6 +477,8 @@ def why_no_graphs(run: Run, base: Base, jobs: Sequence[Job]) -> str | None:
         return f"attention over samples whose boundaries are on the device is not for {run.dtype}"
     if not base.fused_loss or plain_head(base.model) is None:
         return "the loss of this model needs more than the hidden states and the output layer"
+    if mixing_functions(base.model):
+        return "linear attention is computed sample by sample, of which each microbatch has others"
     if base.vision is not None:
         return "microbatches have images, which the host decodes and of which each has a size of its own"
     if run.gradient_checkpointing:

@@ -17,7 +17,7 @@ from packlora.base.device import choose_device
 from packlora.base.liger import check_liger
 from packlora.base.load import load_skeleton, load_tokenizer
 from packlora.base.quantized import MADE, check_quantization, check_stored, codes_in
-from packlora.base.stored import stored_as
+from packlora.base.stored import read_as_floats, stored_as
 from packlora.base.vision import Vision
 from packlora.config import JobConfig, QuantizationConfig, Run
 from packlora.data.images import Shown
@@ -74,7 +74,7 @@ def prepare(
     asks = _asks(run, skeleton, specs, bool(left_out))
     warnings = (
         [note for spec in specs.values() for note in spec.notes]
-        + _doubts_of_starts(run, run_jobs)
+        + [*_doubts_of_starts(run, run_jobs), *_made_floats(run, skeleton)]
         + [
             f"job {name!r} {LEFT_OUT}: {why}; --resume takes it up again when that is back"
             for name, why in left_out.items()
@@ -125,6 +125,12 @@ def vision_of(run: Run, skeleton: PreTrainedModel, rows: Sequence[Rows]) -> Visi
     if not any(half.images for some in rows for row in some.read.rows for half in row.pair or (row,)):
         return None
     return Vision.of(base_path(run.base_model), run.revision, skeleton.config)
+
+
+def _made_floats(run: Run, skeleton: PreTrainedModel) -> list[str]:
+    if not read_as_floats(skeleton.config):
+        return []
+    return [f"base_model: its experts, which are saved in mxfp4, are read as floats of {run.dtype}"]
 
 
 def _quantization(

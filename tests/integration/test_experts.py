@@ -103,12 +103,24 @@ def test_experts_and_routers_give_the_logits_and_gradients_that_peft_gives(case:
 
 @pytest.mark.parametrize(
     "family",
-    ["mixtral", "qwen2_moe", "deepseek_v2", "deepseek_v3", "olmoe", "granitemoe", "phimoe", "qwen3_next", "gpt_oss"],
+    [
+        "mixtral",
+        "qwen2_moe",
+        "deepseek_v2",
+        "deepseek_v3",
+        "olmoe",
+        "granitemoe",
+        "phimoe",
+        "gpt_oss",
+        "llama4",
+        "qwen3_next",
+    ],
 )
 def test_other_families_go_the_same_way(family: str) -> None:
-    router = "router.weight" if family in ("granitemoe", "gpt_oss", "phimoe") else "gate.weight"
-    wanted = config(target_parameters=[*EXPERTS, router], target_modules=["o_proj"])
-    against_peft(family, wanted)
+    linear = ["in_proj_qkvz", "in_proj_ba", "out_proj", "shared_expert_gate"] if family == "qwen3_next" else ["o_proj"]
+    against_peft(
+        family, config(target_parameters=[*EXPERTS, router_of(family)], target_modules=linear), family == "llama4"
+    )
 
 
 def against_peft(family: str, wanted: LoraConfig, checkpointing: bool = False) -> None:
@@ -134,33 +146,38 @@ def against_peft(family: str, wanted: LoraConfig, checkpointing: bool = False) -
 THREE = {
     "lora": config(target_modules="all-linear", lora_dropout=0.2),
     "dora job": config(target_parameters=EXPERTS, use_dora=True, r=5, lora_dropout=0.1),
-    "another job": config(
-        target_parameters=["experts.down_proj", "gate.weight"], use_rslora=True, r=2,
-        target_modules=["q_proj", "embed_tokens"], modules_to_save=["norm"],
-    ),
+}
+ANOTHER = {
+    "use_rslora": True, "r": 2, "target_modules": ["q_proj", "embed_tokens"], "modules_to_save": ["model.norm"],
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_every_job_has_the_numbers_beside_others_that_it_has_alone(checkpointing: bool) -> None:
-    """LoRA, DoRA and rsLoRA on different parameters, of different ranks, with different dropout, and tokens of nobody."""
+def router_of(family: str) -> str:
+    return "router.weight" if family in ("granitemoe", "gpt_oss", "phimoe", "llama4") else "gate.weight"
+
+
+@pytest.mark.parametrize(("family", "checkpointing"), [("qwen3_moe", True), ("qwen3_next", False), ("llama4", False)])
+def test_every_job_has_the_numbers_beside_others_that_it_has_alone(family: str, checkpointing: bool) -> None:
+    """LoRA, DoRA and rsLoRA on different parameters, of different ranks, with different dropout, and tokens of nobody; where
+    some layers are linear attention, and where experts are given all tokens."""
+    jobs = THREE | {"another job": config(**ANOTHER | {"target_parameters": ["experts.down_proj", router_of(family)]})}
     lengths = (7, 10, 6, 3)
     ids, keys = tokens(), torch.from_numpy(token_keys(5, 1, 2, T))
     starts = [sum(lengths[:at]) for at in range(5)]
     with in_float64():
-        model, attached, adapters, _ = with_adapters("qwen3_moe", THREE, checkpointing)
+        model, attached, adapters, _ = with_adapters(family, jobs, checkpointing)
         segments = tuple((at, starts[at], starts[at + 1]) for at in range(3))
         together = packed(model, attached, TokenOwners(T, segments, keys), lengths, ids)
         for at, adapter in enumerate(adapters):
             own = slice(starts[at], starts[at + 1])
-            alone_model, alone, (same,), _ = with_adapters("qwen3_moe", {adapter.name: THREE[adapter.name]})
+            alone_model, alone, (same,), _ = with_adapters(family, {adapter.name: jobs[adapter.name]})
             n = lengths[at]
             assert relative(
                 _weighted(alone_model, alone, TokenOwners(n, ((0, 0, n),), keys[own]), ids[own], own.start), together[own]
             ) < 1e-10  # fmt: skip
             for name, parameter in adapter.named_parameters().items():
                 assert relative(parameter.grad, same.named_parameters()[name].grad) < 1e-10, (adapter.name, name)
-        plain, nothing, _, _ = with_adapters("qwen3_moe", {"job": config()})
+        plain, nothing, _, _ = with_adapters(family, {"job": config()})
         positions = torch.arange(3)
         with nothing.active(TokenOwners(3, ())):
             assert relative(packed_logits(plain, ids[-3:], positions, (3,), positions), together[-3:]) < 1e-10
@@ -187,14 +204,21 @@ def base(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> str:
     return str(folder)
 
 
+@pytest.mark.parametrize(
+    "family", ["qwen3_next", *(pytest.param(family, marks=pytest.mark.soak) for family in ("qwen3_moe", "llama4"))]
+)
 def test_a_run_trains_experts_and_routers_as_peft_does_and_peft_reads_what_it_wrote(
-    base: str, write_rows: Any, tmp_path: Path
+    family: str, tokenizer: Any, write_rows: Any, tmp_path: Path
 ) -> None:
-    """In float64: a folder that PEFT wrote is continued for six steps beside a DoRA job with dropout."""
+    """In float64: a folder that PEFT wrote is continued for six steps beside a DoRA job with dropout. Several samples share a
+    row, also where a part of the layers is linear attention."""
+    tiny_experts(family).save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
     with in_float64():
         torch.manual_seed(3)
-        wanted = config(target_modules="all-linear", r=2)
-        model = get_peft_model(tiny_experts("qwen3_moe"), wanted)
+        by_name: dict[str, Any] = {"target_modules": ["q_proj"], "target_parameters": [*EXPERTS, "router.weight"]}
+        wanted = config(**{"target_modules": "all-linear"} if family != "llama4" else by_name, r=2)
+        model = get_peft_model(tiny_experts(family), wanted)
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.requires_grad:
@@ -206,8 +230,8 @@ def test_a_run_trains_experts_and_routers_as_peft_does_and_peft_reads_what_it_wr
             "adapter": {"r": 3, "use_dora": True, "lora_dropout": 0.1, "target_modules": [], "target_parameters": EXPERTS},
         }  # fmt: skip
         tree = {
-            "base_model": base, "output_dir": str(tmp_path / "out"), "max_tokens_per_microbatch": 96, "device": "cpu",
-            "dtype": "float64", "jobs": [job, neighbour],
+            "base_model": str(tmp_path / "base"), "output_dir": str(tmp_path / "out"), "max_tokens_per_microbatch": 96,
+            "device": "cpu", "dtype": "float64", "jobs": [job, neighbour],
         }  # fmt: skip
         run = Run.model_validate(tree)
         losses = train_by_peft(model.eval(), prepare(run).jobs[0].data)
@@ -219,20 +243,21 @@ def test_a_run_trains_experts_and_routers_as_peft_does_and_peft_reads_what_it_wr
     ours, theirs = (load_file(tmp_path / of / "adapter_model.safetensors") for of in ("out/job", "peft"))
     assert ours.keys() == theirs.keys()
     assert max(relative(ours[key], theirs[key]) for key in theirs) < 1e-7  # written in float32
-    again = PeftModel.from_pretrained(tiny_experts("qwen3_moe"), tmp_path / "out" / "job").eval()
+    again = PeftModel.from_pretrained(tiny_experts(family), tmp_path / "out" / "job").eval()
     ids = tokens()[None]
     assert relative(again(ids).logits, model(ids).logits) < 1e-6
     dora = load_file(tmp_path / "out" / "dora" / "adapter_model.safetensors")
-    assert dora["base_model.model.model.layers.1.mlp.experts.lora_magnitude_vector.weight"].shape == (6, 64)
+    experts = f"base_model.model.model.layers.1.{'feed_forward' if family == 'llama4' else 'mlp'}.experts"
+    assert dora[f"{experts}.lora_magnitude_vector.weight"].shape == (4 if family == "llama4" else 6, 64)
 
 
 # --- what is made of an adapter ----------------------------------------------------------------------------------------
 
 
-def saved(tmp_path: Path, base: str, **settings: Any) -> tuple[Path, Any]:
+def saved(tmp_path: Path, base: str, family: str = "qwen3_moe", **settings: Any) -> tuple[Path, Any]:
     """A folder that is written here, far from its first values, and its model, which gives its logits."""
     wanted = config(base_model_name_or_path=base, **settings)
-    model, attached, (adapter,), _ = with_adapters("qwen3_moe", {"job": wanted})
+    model, attached, (adapter,), _ = with_adapters(family, {"job": wanted})
     model.set_attn_implementation("eager")
     save_adapter(tmp_path / "job", adapter)
     with torch.no_grad(), attached.active(TokenOwners(T, ((0, 0, T),))):
@@ -243,22 +268,28 @@ MERGED: dict[str, dict[str, Any]] = {
     "lora": {"target_modules": "all-linear"},
     "dora": {"target_parameters": [*EXPERTS, "gate.weight"], "use_dora": True, "use_rslora": True},
     "others beside": {
-        "target_parameters": [*EXPERTS, "gate.weight"], "target_modules": ["embed_tokens"], "modules_to_save": ["norm"],
+        "target_parameters": [*EXPERTS, "gate.weight"], "target_modules": ["embed_tokens"], "modules_to_save": ["model.norm"],
     },
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", MERGED)
-@pytest.mark.parametrize("original", [True, False], ids=["each expert apart", "together"])
+@pytest.mark.parametrize(
+    ("family", "kind", "original"),
+    [
+        ("qwen3_moe", "lora", True), ("qwen3_moe", "dora", True), ("qwen3_moe", "dora", False),
+        ("qwen3_moe", "others beside", False), ("qwen3_next", "lora", True), ("llama4", "dora", False),
+    ],
+)  # fmt: skip
 def test_a_merged_model_has_the_logits_of_the_adapter(
-    kind: str, original: bool, tokenizer: Any, tmp_path: Path
+    family: str, kind: str, original: bool, tokenizer: Any, tmp_path: Path
 ) -> None:
     """Of files in which each expert has weights of its own, as they are published, and of those that hold all in one."""
-    tiny_experts("qwen3_moe").save_pretrained(tmp_path / "base", save_original_format=original)
+    tiny_experts(family).save_pretrained(tmp_path / "base", save_original_format=original)
     tokenizer.save_pretrained(tmp_path / "base")
     keys = load_file(tmp_path / "base" / "model.safetensors").keys()
     assert any("experts.3.up_proj" in key for key in keys) is original
-    folder, want = saved(tmp_path, str(tmp_path / "base"), **MERGED[kind])
+    settings = MERGED[kind] | ({"target_parameters": [*EXPERTS, "router.weight"]} if family == "llama4" else {})
+    folder, want = saved(tmp_path, str(tmp_path / "base"), family, **settings)
     merge_adapter(folder, tmp_path / "merged", dtype="auto")
     merged = AutoModelForCausalLM.from_pretrained(
         tmp_path / "merged", dtype=torch.float64, experts_implementation="eager"
@@ -288,6 +319,13 @@ def as_vllm(folder: Path, model: Any) -> None:
             assert A.shape == (E * r, weight.shape[2]) and B.shape == (weight.shape[1], r * E)
             for e in range(E):
                 weight[e] += scaling * B[:, e::E] @ A[e * r : (e + 1) * r]
+
+
+def test_adapters_of_llama_4_s_experts_are_not_exported_for_vllm(tmp_path: Path) -> None:
+    tiny_experts("llama4").save_pretrained(tmp_path / "base")
+    folder, _ = saved(tmp_path, str(tmp_path / "base"), "llama4", target_parameters=EXPERTS)
+    with pytest.raises(InputError, match="has A and B the other way round than vLLM reads them; `packlora merge"):
+        export_adapter(folder, tmp_path / "out", "vllm")
 
 
 def test_what_vllm_reads_of_an_exported_folder_is_the_adapter(base: str, tmp_path: Path) -> None:

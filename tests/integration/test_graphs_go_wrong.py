@@ -209,8 +209,10 @@ def test_shapes_share_the_room_for_the_gradient_of_the_hidden_states(run: Run) -
     assert run.executor._room.storage.numel() == max(body.shape.tokens for body in bodies) * TINY["hidden_size"]
 
 
-def reason(dora_dropout: str, monkeypatch: pytest.MonkeyPatch, jobs: int = 2, coefficient: float = 0.0) -> str | None:
-    model = tiny_model("llama", num_hidden_layers=1)
+def reason(
+    dora_dropout: str, monkeypatch: pytest.MonkeyPatch, jobs: int = 2, coefficient: float = 0.0, family: str = "llama"
+) -> str | None:
+    model = tiny_model(family)
     config = LoraConfig(r=2, use_dora=True, lora_dropout=0.1, target_modules=["q_proj"])
     spec = resolve(config, model, "a", base_dropped=dora_dropout == "peft")
     job: Any = SimpleNamespace(name="a", adapter=SimpleNamespace(spec=spec), balance=BalanceSum(coefficient))
@@ -233,6 +235,10 @@ def test_dora_with_two_base_products_has_no_graphs(monkeypatch: pytest.MonkeyPat
 
 def test_a_load_balancing_loss_has_no_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "'a' has a load-balancing loss" in (reason("low_rank", monkeypatch, coefficient=0.1) or "")
+
+
+def test_linear_attention_has_no_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "linear attention is computed sample by sample" in (reason("low_rank", monkeypatch, family="qwen3_5") or "")
 
 
 def test_dora_with_dropout_on_the_low_rank_branch_alone_has_graphs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -176,7 +176,7 @@ def train_by_transformers(model: Any, data: Any, train: dict[str, Any]) -> list[
     return lines
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("family", ["qwen3_moe", pytest.param("mixtral", marks=pytest.mark.soak)])
 def test_a_run_trains_as_transformers_peft_and_adamw_do_beside_others_alone_and_resumed(
     family: str, tokenizer: Any, write_rows: Callable[..., str], tmp_path: Path
 ) -> None:

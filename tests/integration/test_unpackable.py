@@ -10,7 +10,9 @@ import pytest
 import torch
 import transformers
 from conftest import FAMILIES, TINY
+from transformers.models.lfm2 import modeling_lfm2
 
+from packlora.base import mixers
 from packlora.base.model import load_base
 from packlora.config import Run
 from packlora.errors import InputError
@@ -18,9 +20,6 @@ from packlora.errors import InputError
 SMALL = {key: TINY[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")}
 OTHERS: dict[str, tuple[dict[str, Any], str]] = {
     "BloomConfig": ({"n_layer": 2, "n_head": 4, "hidden_dropout": 0.0}, "see each other"),
-    "Lfm2Config": (
-        {"num_key_value_heads": 2, "intermediate_size": 96, "layer_types": ["conv", "full_attention"]}, "see each other",
-    ),
     "MambaConfig": ({"state_size": 4}, "see each other|cannot be packed"),
 }  # fmt: skip
 
@@ -46,6 +45,19 @@ def test_a_model_that_packing_would_train_wrongly_is_refused(name: str, tmp_path
     extra, message = OTHERS[name]
     folder = base_of(getattr(transformers, name)(**{**SMALL, **extra}), tmp_path / "base")
     with pytest.raises(InputError, match=message):
+        load(folder)
+
+
+def test_a_model_whose_convolution_is_called_for_each_sample_is_accepted_and_refused_where_it_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes = {"num_key_value_heads": 2, "intermediate_size": 96, "layer_types": ["conv", "full_attention"]}
+    folder = base_of(transformers.Lfm2Config(**{**SMALL, **changes}), tmp_path / "base")
+    assert not load(folder).warnings
+    own = modeling_lfm2.causal_conv1d_fn.whole_row
+    monkeypatch.setattr(modeling_lfm2, "causal_conv1d_fn", own)
+    monkeypatch.setattr(mixers, "MIXING", {})
+    with pytest.raises(InputError, match="see each other"):
         load(folder)
 
 

@@ -27,9 +27,12 @@ from packlora.parallel.collectives import add_up
 from packlora.parallel.experts import check_experts, experts_of
 from packlora.parallel.layout import Layout
 from packlora.parallel.replicas import Replicas
+from packlora.parallel.tensor import check_cut
 
 Pool = Callable[[int], Ranks]
 FAMILIES = ("mixtral", "qwen2_moe", "deepseek_v2", "deepseek_v3", "olmoe", "granitemoe", "phimoe")
+UNCUT = ("granitemoe", "phimoe", "gpt_oss")
+"""Of which transformers' plan has nothing beside the experts."""
 ONE_LAYER = {"num_hidden_layers": 1}
 
 
@@ -40,25 +43,27 @@ def cases() -> list[Case]:
         Case("qwen3_moe", threes(0.2)),
         Case("qwen3_moe", threes(0.0)[:3], one, checkpointing=True),
         Case("qwen3_moe", (adapter_of("DoRA", 0.2),), {**one, "one": True}, checkpointing=True),
-        Case("qwen3_moe", (adapter_of("LoRA", dropout=0.1, init_lora_weights="gaussian"),), {**one, "one": True}),
     ]
 
 
 def more_cases() -> list[Case]:
+    first = {**ONE_LAYER, "num_experts_per_tok": 1, "one": True}
     kinds = [adapter_of(kind, dropout, target_parameters=own) for kind in ("LoRA", "DoRA") for dropout in (0.0, 0.1)
              for own in (BOTH, ["gate.weight"], ["experts.gate_up_proj"])]  # fmt: skip
     low_rank = adapter_of("DoRA", 0.1, dora_dropout="low_rank")
-    return [
+    found = [
         Case("qwen3_moe", (one,), ONE_LAYER, checkpointing=at % 2 == 0) for at, one in enumerate([*kinds, low_rank])
     ]
+    return [*found, Case("qwen3_moe", (adapter_of("LoRA", dropout=0.1, init_lora_weights="gaussian"),), first)]
 
 
 def beside_tensor(experts: int) -> list[Case]:
-    """Other layers are cut, each over two processes, with fewer key-value heads than that; all processes share the experts."""
+    """Other layers are cut, each over two processes, with fewer key-value heads than that; all processes share the experts, and
+    see all tokens there also where each has some of them elsewhere."""
     few = {"num_experts": experts, "num_key_value_heads": 1}
     return [
         Case("qwen3_moe", threes(0.2), ONE_LAYER | few, tensor=2),
-        Case("qwen3_moe", (adapter_of("DoRA", 0.1, target_modules="all-linear"),), few, checkpointing=True, tensor=2),
+        Case("qwen3_moe", (adapter_of("DoRA", 0.1, target_modules="all-linear"),), few, True, tensor=2, sequence=True),
     ]
 
 
@@ -78,9 +83,13 @@ def test_other_families_learn_what_they_learn_on_one_process(ranks: Pool) -> Non
 
 
 @pytest.mark.soak
-def test_other_families_learn_it_beside_layers_that_are_cut(ranks: Pool) -> None:
-    """Also a latent attention, which stays whole, and layers whose outputs are joined before the next one in their block."""
-    assert_exact(ranks(2).run(compared, families("gpt_oss", "qwen3_next", tensor=2), seconds=PATIENCE))
+@pytest.mark.parametrize("sequence", [False, True])
+def test_other_families_learn_it_beside_layers_that_are_cut(sequence: bool, ranks: Pool) -> None:
+    """Also a latent attention and a linear one, which stay whole, and layers whose outputs are joined before the next one in
+    their block; with tokens of their own between the layers."""
+    cases = families("gpt_oss", "qwen3_next", tensor=2)
+    cases = [replace(one, sequence=True) for one in cases if one.family not in UNCUT] if sequence else cases
+    assert_exact(ranks(2).run(compared, cases, seconds=PATIENCE))
 
 
 @pytest.mark.parametrize(
@@ -112,6 +121,15 @@ def test_processes_that_share_experts_beside_cut_layers_are_grouped(exchange: bo
         assert own.alike == ([place, place + 4] if exchange else None)
         assert own._sums == (list(range(rank % 2, 8, 2)) if exchange else [place, place + 4])
         assert (own.rank, own.saves) == (rank // 2 if exchange else rank // 4, rank < 4)
+
+
+def test_processes_of_a_stage_that_share_experts_beside_cut_layers_are_grouped() -> None:
+    """Two stages of four processes, of which each two hold a slice of the other layers."""
+    layout = Layout((("job",),), tensor=2, pipeline=2, expert=2)
+    with mock.patch.object(dist, "new_group", lambda ranks, **_: list(ranks)):
+        found = [Replicas(mock.Mock(rank=rank, timeout=1.0), layout) for rank in range(8)]
+    for rank, own in enumerate(found):
+        assert own.layers == [rank - rank % 2, rank - rank % 2 + 1] and own.is_repeated == (rank % 4 > 1)
 
 
 # --- what must not go unnoticed ----------------------------------------------------------------------------------------
@@ -198,6 +216,13 @@ def test_faults_beside_layers_that_are_cut_would_be_seen(ranks: Pool) -> None:
 def test_experts_that_cannot_be_shared_out_are_refused(family: str, degree: int, says: str) -> None:
     with pytest.raises(InputError, match=says):
         check_experts(tiny_experts(family), degree)
+
+
+@pytest.mark.parametrize("family", UNCUT)
+def test_tokens_are_not_shared_where_no_layer_is_cut(family: str) -> None:
+    with pytest.raises(InputError, match=r"nothing is cut between whose parts parallel\.sequence_parallel could share"):
+        check_cut(tiny_experts(family), 2, True)
+    check_cut(tiny_experts("qwen3_moe"), 2, True)
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "qwen3_next", "gpt_oss"])

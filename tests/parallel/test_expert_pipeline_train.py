@@ -93,7 +93,8 @@ def same(out: Path, whole: Path) -> None:
         (2, {"tensor": 2}),
         (4, {"tensor": 2, "devices_per_job": 4}),
         (4, {"tensor": 2, "shard_base": 2}),
-        (4, {"tensor": 2, "pipeline": 2}),
+        (4, {"tensor": 2, "pipeline": 2, "sequence_parallel": True}),
+        (8, {"tensor": 2, "pipeline": 2, "expert": 2}),
         (4, {"tensor": 2, "expert": 2, "ep_implementation": "all_to_all"}),
         (8, {"tensor": 2, "expert": 2, "ep_implementation": "all_to_all", "devices_per_job": 8}),
         (8, {"tensor": 2, "expert": 2, "shard_base": 2}),
@@ -104,7 +105,7 @@ def test_a_run_gives_what_one_device_gives(
 ) -> None:
     """Three stages; two pipelines that share jobs; two stages whose experts are shared out; rows shared by all, by sets with
     jobs of their own, and of experts that are shared out in both ways; layers cut, alone, on replicas, with rows shared, in
-    stages, and beside shared experts."""
+    stages, with tokens apart, and beside shared experts, in stages too."""
     told = ranks(processes).run(
         in_wide, on_ranks, {**asked, "output_dir": str(tmp_path / "out"), "parallel": parallel}, {}
     )
@@ -112,6 +113,19 @@ def test_a_run_gives_what_one_device_gives(
     same(tmp_path / "out", whole)
 
 
+def test_a_run_in_stages_that_is_stopped_goes_on_on_one_device_and_on_shared_experts_beside_cut_layers(
+    asked: dict[str, Any], whole: Path, ranks: Groups, tmp_path: Path
+) -> None:
+    alone = {**asked, "output_dir": str(tmp_path / "out")}
+    staged = {**alone, "parallel": {"pipeline": 2}, "gradient_checkpointing": True}
+    assert ranks(2).run(in_wide, heard, staged, "", 2, {})[0][0] == "interrupted"
+    assert in_wide(0, heard, alone, "", 3, {"resume": True})[0] == "interrupted"
+    cut = {**alone, "parallel": {"tensor": 2}}
+    assert ranks(2).run(in_wide, heard, cut, None, 0, {"resume": True})[0][0] == "done"
+    same(tmp_path / "out", whole)
+
+
+@pytest.mark.soak
 def test_a_run_in_stages_that_is_stopped_goes_on_on_one_device_on_a_sharded_base_and_on_cut_layers(
     asked: dict[str, Any], whole: Path, ranks: Groups, tmp_path: Path
 ) -> None:

@@ -25,15 +25,20 @@ def linears(model: torch.nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
 
 
+ATTENTION = "self_attn", ("q_proj", "k_proj", "v_proj")
+LINEAR_ATTENTION = "linear_attn", ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_attention_and_mlp_projections_are_found_in_the_order_of_their_calls(family: str) -> None:
     model = tiny_model(family)
+    attention = [LINEAR_ATTENTION if family == "qwen3_5" else ATTENTION, ATTENTION]
     example = {"input_ids": torch.tensor([[3, 5]])}
     found = sibling_groups(model, linears(model), example)
     assert found == [
         tuple(f"model.layers.{layer}.{parent}.{name}" for name in names)
         for layer in range(2)
-        for parent, names in (("self_attn", ("q_proj", "k_proj", "v_proj")), ("mlp", ("gate_proj", "up_proj")))
+        for parent, names in (attention[layer], ("mlp", ("gate_proj", "up_proj")))
     ]
     assert found == sibling_groups(model, linears(model), example)
 

@@ -56,6 +56,13 @@ class ExpertLowRank:
         return self.A.shape[0] // num_experts
 
 
+def turned(A: torch.Tensor, B: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A [E r, K] and B [N, r E] of an adapter whose A [E r, N] and B [K, r E] are the factors of the turned weights [K, N]:
+    s (B_e A_e)' = s A_e' B_e'."""
+    A_ErN, B_KrE = A.view(num_experts, -1, A.shape[1]), B.view(B.shape[0], -1, num_experts)
+    return B_KrE.permute(2, 1, 0).flatten(0, 1), A_ErN.permute(2, 1, 0).flatten(1)
+
+
 def a_by_expert(A: torch.Tensor, num_experts: int) -> torch.Tensor:
     """[E, r, K] of A [E r, K], a view."""
     return A.view(num_experts, -1, A.shape[1])

@@ -1,0 +1,71 @@
+"""Layers that mix tokens by a convolution and a recurrence (linear attention by a gated delta rule), on packed rows.
+
+transformers computes them by functions of a whole row, in which samples would see each other. Here these are called once for
+each sample; the linear layers around them have the whole row. Layers that mix tokens by other functions are left as they are,
+and the proof refuses their model.
+
+Shapes: T tokens of the row.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Mixing:
+    """How a function takes the tokens of a row. dim: of the tokens; first: so many arguments have them; named: and these."""
+
+    dim: int
+    first: int
+    named: tuple[str, ...] = ()
+
+
+MIXING = {"causal_conv1d_fn": Mixing(2, 1), "torch_chunk_gated_delta_rule": Mixing(1, 3, ("g", "beta"))}
+"""transformers' functions that mix tokens, by the names under which its models' files have them."""
+
+
+def mixing_functions(model: torch.nn.Module) -> set[tuple[str, str]]:
+    """Those that the model's layers call: the module of Python that has each, and its name there."""
+    kinds = {type(module) for module in model.modules()}
+    codes = [(kind.__module__, getattr(inspect.unwrap(kind.forward), "__code__", None)) for kind in kinds]
+    return {(file, name) for file, code in codes if code is not None for name in MIXING.keys() & {*code.co_names}}
+
+
+def mix_by_sample(model: torch.nn.Module) -> None:
+    """Let functions that the model's layers mix tokens by do so sample by sample, where they are told of samples."""
+    for file, name in mixing_functions(model):
+        own = getattr(sys.modules[file], name)
+        if not hasattr(own, "whole_row"):
+            setattr(sys.modules[file], name, _by_sample(own, MIXING[name]))
+
+
+def _by_sample(own: Callable[..., Any], mixing: Mixing) -> Callable[..., Any]:
+    """A function of a packed row [1, T], called for each of its samples; without sample_lengths it is what it was."""
+
+    @wraps(own)
+    def call(*args: Any, sample_lengths: Sequence[int] | None = None, **kwargs: Any) -> Any:
+        if sample_lengths is None:
+            return own(*args, **kwargs)
+        if not isinstance(sample_lengths, Sequence):
+            raise RuntimeError(f"{own.__name__}: where samples begin is on the device alone")
+        lengths, dim = list(sample_lengths), mixing.dim
+        rows = zip(*(one.split(lengths, dim) for one in args[: mixing.first]), strict=True)
+        parts = {name: kwargs[name].split(lengths, dim) for name in mixing.named}
+        made = [
+            own(*row, *args[mixing.first :], **kwargs | {name: part[at] for name, part in parts.items()})
+            for at, row in enumerate(rows)
+        ]
+        if isinstance(made[0], torch.Tensor):
+            return torch.cat(made, dim)
+        return torch.cat([outputs for outputs, _ in made], dim), None  # a row has no state after it
+
+    call.whole_row = own  # type: ignore[attr-defined]
+    return call
