@@ -154,7 +154,8 @@ def captured(capability: int, kinds: dict[str, dict[str, Any]] = USUAL) -> list[
                     torch.autograd.grad(outputs, list(leaves.values()), own.dy, allow_unused=True)
     for rank in NORMS if kinds is USUAL else ():
         for dtypes in itertools.product((torch.bfloat16, torch.float32), repeat=2):
-            if rank < 200 and dtypes[0] != dtypes[1]:
+            mixed = dtypes[0] != dtypes[1]
+            if (rank < 200 and mixed) or (rank >= 200 and not SOAK and dtypes != (torch.bfloat16, torch.float32)):
                 continue
             case = f"norm, rank {rank}, A and B {dtypes}"
             weight, A, B = torch.zeros(512, 1024, dtype=torch.bfloat16), torch.zeros(rank, 1024), torch.zeros(512, rank)

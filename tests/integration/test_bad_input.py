@@ -164,7 +164,7 @@ def test_one_of_several_processes_that_does_not_know_the_others_is_refused(
     make: Any, refusal: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "environment variable RANK expected, but not set" in refusal(make())
+    assert "'RANK' is not set" in refusal(make())
 
 
 # --- model, device, target modules -------------------------------------------------------------------------------------
@@ -210,7 +210,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(make: Any, refus
         ({"target_modules": "attn.*"}, "target_modules 'attn.*' matches nothing in the model"),
         ({"target_modules": ["q_proj", "v_prj"]}, "target_modules names 'v_prj', which matches nothing in the model; "
          "did you mean 'v_proj'?"),
-        ({"target_modules": ["q_proj", "norm"]}, "target_modules matches model.norm, of type LlamaRMSNorm; linear layers and"),
+        ({"target_modules": ["q_proj", "norm"]}, "target_modules matches model.norm, of type LlamaRMSNorm; linear layers, emb"),
         ({"modules_to_save": ["self_attn"]}, "modules_to_save matches model.layers.0.self_attn, a module of type LlamaAtt"),
         ({"modules_to_save": ["score"]}, "modules_to_save names 'score', which matches nothing in the model"),
         ({"trainable_token_indices": [3, 320]}, "trainable_token_indices has 320, and model.embed_tokens has rows for tok"),

@@ -335,15 +335,15 @@ def uninterrupted(tiny_base: Base, tmp_path_factory: pytest.TempPathFactory) -> 
 def test_stopping_at_any_microbatch_and_resuming_gives_the_same_bits_and_the_same_metrics(
     uninterrupted: tuple[dict[str, Any], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The loop is broken off after a microbatch, every second one under `make soak`, by a signal or by a crash. Evaluations too
-    are the same."""
+    """The loop is broken off after a microbatch, one of six, every second one under `make soak`, by a signal or by a crash.
+    Evaluations too are the same."""
     from packlora.runtime import wave as module
 
     tree, whole = uninterrupted
     count = len((whole / "microbatches.jsonl").read_text().splitlines())
     original = module.Runner.run
 
-    for stop_at in some(range(1, count, 2), 2):
+    for stop_at in some(range(1, count, 2), 3):
         out = tmp_path / f"stopped-{stop_at}"
         seen = 0
 

@@ -250,7 +250,7 @@ def sharded_step(training: Training, samples: list[Any]) -> None:
     training.executor.backward(training.executor.forward(samples, np.full(2, 0.01)))
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("family", [pytest.param("llama", marks=pytest.mark.soak), "gemma2"])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_microbatches_of_any_job_and_of_nobody_gather_alike(
     family: str, checkpointing: bool, folder: Callable[..., str], ranks: Callable[[int], Ranks]

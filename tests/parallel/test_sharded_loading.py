@@ -35,6 +35,8 @@ from packlora.parallel import sharded
 from packlora.parallel.sharded import Shards, empty_model
 
 ODD: dict[str, Any] = {"num_hidden_layers": 3, "vocab_size": 321, "intermediate_size": 97}
+LIKE_OTHERS = ("mistral", "qwen2-window", "gemma", "gemma2", "qwen3", "gpt_neox")
+"""Whose weights are laid out as those of families that are loaded in every run of the tests."""
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2Config", {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 64}),
     "gpt_neox": ("GPTNeoXConfig", {"hidden_size": 64, "num_attention_heads": 4}),
@@ -111,7 +113,9 @@ def compared(rank: int, folder: str, dtype: torch.dtype) -> tuple[list[str], boo
     return odd, same, files.bytes_read / held(model)
 
 
-@pytest.mark.parametrize("kind", [*FAMILIES, *OTHERS])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.soak] * (kind in LIKE_OTHERS)) for kind in [*FAMILIES, *OTHERS]]
+)
 def test_every_weight_and_buffer_is_what_transformers_loads(
     kind: str, tmp_path: Path, ranks: Callable[[int], Ranks]
 ) -> None:

@@ -97,7 +97,7 @@ def test_other_families_learn_the_same(ranks: Pool) -> None:
     assert_exact(ranks(2).run(compared, cases, seconds=PATIENCE))
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.soak), 4])
 def test_a_vocabulary_in_parts_teaches_what_the_whole_one_teaches(size: int, ranks: Pool) -> None:
     """Of words that do not divide, one or three too many; tied or not; gemma2 caps its logits, so they are joined."""
     words = [

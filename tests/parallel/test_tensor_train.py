@@ -205,7 +205,7 @@ def odd_on_one(rank: int, tree: dict[str, Any], number: float) -> tuple[str, str
     return result.status, result.failure, result.step
 
 
-@pytest.mark.parametrize("number", [math.inf, math.nan])
+@pytest.mark.parametrize("number", [pytest.param(math.inf, marks=pytest.mark.soak), math.nan])
 def test_a_slice_that_is_not_finite_ends_its_job_on_all_processes(
     number: float, tree: dict[str, Any], ranks: Groups, tmp_path: Path
 ) -> None:

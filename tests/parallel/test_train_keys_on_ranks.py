@@ -44,7 +44,7 @@ def whole(tree: dict[str, Any]) -> Path:
         ({"devices_per_job": 2}, 3),
         pytest.param({"devices_per_job": 1}, 3, marks=pytest.mark.soak),
         ({"tensor": 2}, 2),
-        ({"pipeline": 2}, 2),
+        pytest.param({"pipeline": 2}, 2, marks=pytest.mark.soak),
     ],
 )
 def test_two_processes_give_what_one_device_gives(

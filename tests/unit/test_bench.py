@@ -17,7 +17,7 @@ from packlora.bench.options import Options, choose, plan_from_name
 from packlora.bench.peers.peft import peft_model
 from packlora.bench.progress import Progress
 from packlora.bench.run import run_bench
-from packlora.bench.studies import model_profile, readme, result_files
+from packlora.bench.studies import model_profile, readme, result_files, sections
 from packlora.errors import InputError
 from packlora.ops.lora_linear.plan import CHAIN, PLANS, ROUTED, Plan
 from packlora.plans import timing
@@ -519,7 +519,7 @@ def test_readme_table_of_a_benchmark_shows_its_rows_and_failures(name: str, tmp_
     results = tmp_path / "benchmarks" / "results"
     results.mkdir(parents=True)
     monkeypatch.setattr(result_files, "ROOT", tmp_path)
-    assert getattr(readme, name)() == [], "no file, no table"
+    assert getattr(sections, name)() == [], "no file, no table"
     for row in rows:
         row["r"] = 8
     content = {
@@ -527,14 +527,14 @@ def test_readme_table_of_a_benchmark_shows_its_rows_and_failures(name: str, tmp_
         "summary": bench.summary(rows),
     }  # fmt: skip
     (results / f"{name}-h200.json").write_text(json.dumps(content))
-    lines = getattr(readme, name)()
+    lines = getattr(sections, name)()
     table = [line for line in lines if line.startswith("|")]
     shown = [row for row in rows if row.get("main", True)]
     ratios = {f" {row['over_frozen']['packlora']:.2f} " for row in shown if "packlora" not in row["failed"]}
     assert all(any(value in line for line in table) for value in ratios)
     assert any("failed" in line for line in table) == any(row["failed"] for row in shown)
     assert f"{name}-h200.json" in lines[0] and "NVIDIA H200" in lines[0]
-    monkeypatch.setattr(readme, "SECTIONS", (readme.layer, readme.multi, readme.graphs, readme.model))
+    monkeypatch.setattr(readme, "SECTIONS", (sections.layer, sections.multi, sections.graphs, sections.model))
     filled = readme.filled("a\n<!-- figures: here -->\nold\n<!-- /figures -->\nb")
     assert "old" not in filled and filled.startswith("a\n<!-- figures: here -->")
     assert all(line in filled for line in lines if ".json" not in line)
@@ -543,7 +543,7 @@ def test_readme_table_of_a_benchmark_shows_its_rows_and_failures(name: str, tmp_
     content["summary"] = on_gpu(quick=True).keys(content["summary"])
     (results / f"{name}-h200.json").write_text(json.dumps(content))
     with pytest.raises(ValueError, match="holds a part of the benchmark"):
-        getattr(readme, name)()
+        getattr(sections, name)()
 
 
 # --- traffic -----------------------------------------------------------------------------------------------------------

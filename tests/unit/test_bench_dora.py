@@ -19,7 +19,7 @@ from packlora.bench.options import PARTS, Options
 from packlora.bench.peers import dora as dora_peers
 from packlora.bench.peers.peft import peft_model
 from packlora.bench.run import run_bench
-from packlora.bench.studies import dora_convergence, dora_fidelity, readme, result_files, small_updates
+from packlora.bench.studies import dora_convergence, dora_fidelity, result_files, sections, small_updates
 from packlora.errors import InputError
 from packlora.plans.timing import Timing, Timings, paired
 
@@ -372,10 +372,10 @@ def test_readme_shows_the_layers(tmp_path: Path, monkeypatch: Any) -> None:
     results = tmp_path / "benchmarks" / "results"
     results.mkdir(parents=True)
     monkeypatch.setattr(result_files, "ROOT", tmp_path)
-    assert readme.dora() == []
+    assert sections.dora() == []
     rows = rows_of_a_whole_run()
     (results / "dora-h200.json").write_text(json.dumps({"device": "H200", "rows": rows, "summary": dora.summary(rows)}))
-    lines = readme.dora()
+    lines = sections.dora()
     assert sum(line.startswith("| 4096 x 14336, r") for line in lines) == 3
     assert any("at r 384" in line for line in lines)
 

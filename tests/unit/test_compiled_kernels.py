@@ -121,4 +121,4 @@ def test_tiles_of_the_fused_product_take_the_fewest_turns(T: int, N: int, column
 def test_tensor_descriptors_are_for_gpus_that_have_the_memory_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
     for capability, expected in (((8, 0), False), ((8, 9), False), ((9, 0), True), ((10, 0), True), ((12, 0), False)):
         monkeypatch.setattr("packlora.ops.gpu.capability", lambda device, found=capability: found)
-        assert sizes.described(torch.zeros(64, 64, dtype=torch.float16)) == expected
+        assert sizes.described(torch.zeros(64, 64, dtype=torch.float16), 64) == expected

@@ -107,7 +107,7 @@ def problem_and_answer() -> tuple[Lengths, int]:
     raise AssertionError("heuristics pack everything")
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.soak)])
 def test_a_solver_that_is_killed_or_stopped_once_is_replaced_and_the_packing_is_the_same(
     how: signal.Signals, short_silence: None
 ) -> None:
