@@ -283,8 +283,8 @@ def _check_left(model: PreTrainedModel, path: str) -> None:
         kind = type(module)
         if codes and hasattr(module, "num_experts"):
             raise InputError(
-                f"base_model {path!r}: {name} is {kind.__qualname__}, experts in codes, which are not read here; load it with "
-                "transformers and a quantization_config that has dequantize=True, and save_pretrained it"
+                f"base_model {path!r}: {name} is {kind.__qualname__}, experts in codes, which are not read here; take a "
+                "checkpoint of the model that has them in bfloat16"
             )
         if codes or hasattr(module, "quantization_scheme") or kind.__module__.startswith("gptqmodel."):
             raise InputError(

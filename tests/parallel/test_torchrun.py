@@ -98,12 +98,12 @@ def ended(process: subprocess.Popen[str], seconds: float = 300 if SOAK else 120)
         [
             ("kill", 0, {"devices_per_job": 2}, "Signal 9"), ("kill", 1, {"pipeline": 2}, "Signal 9"),
             ("raise", 0, {"pipeline": 2}, "a mishap, for this test"), ("term", 1, {"pipeline": 2}, "SIGTERM"),
-            ("kill", 1, {"devices_per_job": 1}, "Signal 9"),
-            ("raise", 1, {"devices_per_job": 1}, "a mishap, for this test"),
+            ("kill", 1, {"devices_per_job": 1}, "Signal 9"), ("raise", 1, {"devices_per_job": 1}, "a mishap, for this test"),
+            ("hang", 1, {"devices_per_job": 2, "timeout_s": 6}, "waited in vain"),
             ("raise", 0, {"devices_per_job": 2}, "a mishap, for this test"), ("term", 0, {"devices_per_job": 2}, "SIGTERM"),
             ("raise", 1, {"tensor": 2}, "process 1 of 2 failed: ValueError: a mishap"), ("term", 0, {"tensor": 2}, "SIGTERM"),
         ],
-        one_in=10,
+        one_in=11,
     ),
 )  # fmt: skip
 def test_what_ends_one_process_ends_the_run_and_it_goes_on_from_there(
@@ -173,7 +173,7 @@ def test_stopped_and_killed_again_and_again_it_goes_on_on_other_layouts(
 def test_a_process_that_hangs_is_given_up(
     parallel: dict[str, int], says: str, tree: dict[str, Any], tmp_path: Path
 ) -> None:  # fmt: skip
-    """Without torchrun, which would wait half a minute for what hangs to end."""
+    """Without torchrun, which waits half a minute for what hangs to end."""
     split = {**tree, "parallel": {**parallel, "timeout_s": 6}}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump({**split, "output_dir": str(tmp_path / "out")}))
     processes = []
