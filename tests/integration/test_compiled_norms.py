@@ -98,7 +98,9 @@ def assert_close(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], er
         assert float((got[name].double() - one.double()).norm()) <= error * float(one.double().norm()), name
 
 
-@pytest.mark.parametrize("eager_first", [False, True], ids=["compiled first", "after an eager call"])
+@pytest.mark.parametrize(
+    "eager_first", [pytest.param(False, marks=pytest.mark.soak), True], ids=["compiled first", "after an eager call"]
+)
 def test_a_compiled_step_leaves_nothing_that_the_norm_allocated(allocations: Allocations, eager_first: bool) -> None:
     """Neither the first step nor a later one."""
     model, x = dora(), torch.randn(6, 24).half()

@@ -137,8 +137,7 @@ def tree(base: str, out: Path, rows: dict[str, str], starts: Path | None, **chan
     [
         "qwen3_vl",
         "gemma3",
-        "llava_next",
-        *(pytest.param(name, marks=pytest.mark.soak) for name in ("qwen2_5_vl", "llava")),
+        *(pytest.param(name, marks=pytest.mark.soak) for name in ("qwen2_5_vl", "llava", "llava_next")),
     ],
 )
 def test_steps_on_images_are_those_of_peft_and_adamw(

@@ -136,7 +136,7 @@ def errors(rank: int, case: Case) -> tuple[float, float]:
     return found[0], found[1]
 
 
-@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize("dora", [pytest.param(False, marks=pytest.mark.soak), True])
 def test_in_the_mixed_precision_of_fsdp2_errors_are_within_twice_those_of_peft(dora: bool, ranks: Pool) -> None:
     for wrapper in ("fsdp2 float32", "fsdp2 mixed"):
         for theirs, ours in ranks(2).run(errors, Case(wrapper, dora=dora)):

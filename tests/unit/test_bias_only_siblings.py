@@ -44,7 +44,8 @@ def test_a_sibling_that_trains_only_its_bias_gets_outputs_and_gradients(
     group_is_as_exact(case, 2, dtype, plan, 0)
 
 
-@pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.soak), 90])
+@pytest.mark.soak
+@pytest.mark.parametrize("capability", [80, 90])
 def test_kernels_of_a_sibling_that_trains_only_its_bias_are_compiled(capability: int, tmp_path: Path) -> None:
     rows = compiled(capability, tmp_path, "biases alone on siblings")
     assert {row["kernel"] for row in rows} >= {"up_kernel", "grad_kernel", "compose_kernel", "scale_kernel"}

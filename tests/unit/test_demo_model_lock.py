@@ -41,6 +41,7 @@ def test_two_processes_at_once_convert_it_once_and_both_get_it_whole(tmp_path: P
     assert sorted(error.split()[1] for _, error in said) == ["converting", "waiting"]
 
 
+@pytest.mark.soak
 def test_a_conversion_that_was_killed_is_made_again(tmp_path: Path, start: Any) -> None:
     killed = start()
     while not list(tmp_path.glob(f".tmp-*/{demo_model.FILES[0]}")):
