@@ -35,9 +35,9 @@ from typing import Any
 
 import torch
 from torch._dynamo.eval_frame import skip_code
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from packlora.adapters.sight import Key, Sight, sight_of
 from packlora.ops.lora_linear.frozen import FrozenWeight, Gathered
 from packlora.ops.modules import remove_hooks
 from packlora.ops.row_norm.row_norm import plainly, row_norms, squared_row_norm, takes_kernels
@@ -46,8 +46,6 @@ from packlora.ops.stamp import PLAIN, version
 
 _NUMBERS = itertools.count()
 _LIVE: weakref.WeakSet[RowNorms] = weakref.WeakSet()
-
-_expired = torch.UntypedStorage._expired
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -78,7 +76,7 @@ class NormHandle:
         self._kept: _Kept | None = None
         self._check: _Check | None = None
         """Of this handle alone."""
-        self._base: tuple[int, _Sight | _Key, torch.Tensor] | None = None
+        self._base: tuple[int, Sight | Key, torch.Tensor] | None = None
         """The epoch, the weight, and ||W||^2 by row."""
         self.norms._handles[self.number] = self
 
@@ -144,7 +142,7 @@ class NormHandle:
         """||W||^2 by row."""
         known = self._base
         if known is None or known[0] != self._epoch or not known[1].stands(self._known_by()):
-            known = self._base = (self._epoch, _seen_of(self._known_by()), squared_row_norm(self._watched()))
+            known = self._base = (self._epoch, sight_of(self._known_by()), squared_row_norm(self._watched()))
         return known[2]
 
     def _known_by(self) -> torch.Tensor | FrozenWeight:
@@ -394,55 +392,13 @@ def _added_up(handles: Sequence[NormHandle], norms: list[torch.Tensor]) -> list[
     return norms
 
 
-class _Sight:
-    """What the host saw of a tensor: where its data lay, in which storage and how, and its version, None where that is not
-    counted (of tensors made in inference mode). The storage is not kept alive, but no other can be taken for it."""
-
-    __slots__ = ("at", "dtype", "shape", "storage", "stride", "type", "version")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.type, self.at, self.storage = type(tensor), tensor.data_ptr(), StorageWeakRef(tensor.untyped_storage())
-        self.shape, self.stride, self.dtype, self.version = tensor.shape, tensor.stride(), tensor.dtype, version(tensor)
-
-    def lies(self, tensor: torch.Tensor) -> bool:
-        """Whether it lies where it lay. A live storage at one address is one storage."""
-        return (
-            type(tensor) is self.type and tensor.data_ptr() == self.at and not _expired(self.storage.cdata)
-            and tensor.shape == self.shape and tensor.stride() == self.stride and tensor.dtype == self.dtype
-        )  # fmt: skip
-
-    def stands(self, tensor: Any) -> bool:
-        """Whether nobody wrote into it either."""
-        try:
-            written = tensor._version != self.version
-        except RuntimeError:  # made in inference mode
-            written = self.version is not None
-        return not written and self.lies(tensor)
-
-
-class _Key:
-    """The same of a weight that is no tensor, or that lies elsewhere every time."""
-
-    __slots__ = ("key",)
-
-    def __init__(self, weight: FrozenWeight) -> None:
-        self.key = weight.key
-
-    def stands(self, weight: Any) -> bool:
-        return self.key is not None and weight.key == self.key
-
-
-def _seen_of(weight: torch.Tensor | FrozenWeight) -> _Sight | _Key:
-    return _Sight(weight) if isinstance(weight, torch.Tensor) else _Key(weight)
-
-
 class _Seen:
     """What the host saw of a handle: its operands, the scaling, and how often it was told of changes."""
 
     __slots__ = ("A", "B", "epoch", "scaling", "steps", "weight")
 
     def __init__(self, handle: NormHandle) -> None:
-        self.A, self.B, self.weight = _Sight(handle.A), _Sight(handle.B), _seen_of(handle._known_by())
+        self.A, self.B, self.weight = Sight(handle.A), Sight(handle.B), sight_of(handle._known_by())
         self.scaling, self.epoch, self.steps = handle.scaling, handle._epoch, handle._steps
 
     def stands(self, handle: NormHandle) -> bool:
@@ -457,7 +413,7 @@ class _Seen:
     def unmoved(self, handle: NormHandle) -> bool:
         """The same by less: by addresses and versions."""
         A, B, W, of_W = handle.A, handle.B, handle._dense, self.weight
-        if W is None or not isinstance(of_W, _Sight):
+        if W is None or not isinstance(of_W, Sight):
             return self.stands(handle)
         try:
             return (
@@ -504,8 +460,7 @@ class _Kept:
         return all(torch.equal(now, then) for now, then in zip(_data(handle), self.copies, strict=True))
 
     def norm_on_this_stream(self) -> torch.Tensor:
-        norm_N = self.norm_N
-        if self.event is not None and torch._C._cuda_getCurrentRawStream(norm_N.get_device()) != self.stream:
+        if self.event is not None and _stream(self.norm_N) != self.stream:
             current = torch.cuda.current_stream(self.norm_N.device)
             current.wait_event(self.event)
             self.norm_N.record_stream(current)

@@ -131,6 +131,21 @@ def tree(base: str, out: Path, rows: dict[str, str], starts: Path | None, **chan
     } | changes  # fmt: skip
 
 
+def adamw(model: Any) -> torch.optim.Optimizer:
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return torch.optim.AdamW(parameters, lr=5e-3, weight_decay=0.0)
+
+
+def stepped(optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> float:
+    """The loss, after a step of a gradient that is clipped as the jobs' are."""
+    loss.backward()
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    torch.nn.utils.clip_grad_norm_(parameters, 0.5)
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(loss)
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize(
     "family",
@@ -157,19 +172,14 @@ def test_steps_on_images_are_those_of_peft_and_adamw(
     assert result.status == "done"
     for name, peft in models.items():
         inputs = own_inputs(base, rows[name])
-        parameters = [parameter for parameter in peft.parameters() if parameter.requires_grad]
-        optimizer = torch.optim.AdamW(parameters, lr=5e-3, weight_decay=0.0)
+        optimizer = adamw(peft)
         held_out = evaluated(peft, inputs)
         losses = []
         for step in range(2):
             batch = [inputs[number] for number in order[name].global_batch(step)]
             count = sum(int((one["labels"][:, 1:] != -100).sum()) for one in batch)
             loss = sum(summed(peft, one) for one in batch) / count
-            loss.backward()
-            losses.append(float(loss))
-            torch.nn.utils.clip_grad_norm_([p for p in parameters if p.grad is not None], 0.5)
-            optimizer.step()
-            optimizer.zero_grad()
+            losses.append(stepped(optimizer, loss))
         lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
         mine = [line["loss"] for line in lines if line.get("job") == name and "loss" in line]
         assert mine == pytest.approx(losses, abs=1e-10)
@@ -233,17 +243,12 @@ def test_pairs_with_images_are_learnt_as_dpo_has_it(
 
     with torch.no_grad():
         reference = margins([0, 1, 2])
-    parameters = [parameter for parameter in peft.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=5e-3, weight_decay=0.0)
+    optimizer = adamw(peft)
     losses = []
     for step in range(3):
         batch = list(prepared.data.global_batch(step))
         loss = -torch.nn.functional.logsigmoid(0.3 * (margins(batch) - reference[batch])).mean()
-        loss.backward()
-        losses.append(float(loss))
-        torch.nn.utils.clip_grad_norm_([p for p in parameters if p.grad is not None], 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
+        losses.append(stepped(optimizer, loss))
     lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     found = [line for line in lines if line.get("job") == "pairs"]
     assert [line["loss"] for line in found if "loss" in line] == pytest.approx(losses, abs=1e-10)
