@@ -9,6 +9,7 @@ plans/timing.py holds the paired loop, options.py what can be asked for, results
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -73,6 +74,7 @@ def run_bench(
     resume: bool = False,
     shape: str | None = None,
     units: int | None = None,
+    seconds: int | None = None,
 ) -> int:
     """Run a benchmark, write its results and print a table.
 
@@ -89,6 +91,7 @@ def run_bench(
         resume: go on where a run that was ended left off.
         shape: of the model in `replicas`, one of short_jobs.SHAPES.
         units: that are counted in `pipeline`.
+        seconds: no case begins after so many; what is measured is written, and `resume` goes on with the rest.
 
     Returns:
         Exit code: 0, or 1 where a contender failed (the others' figures are written).
@@ -105,6 +108,8 @@ def run_bench(
         raise InputError(f"bench {name}: --shape is for replicas, and one of {', '.join(SHAPES)}")
     if units is not None and name != "pipeline":
         raise InputError(f"bench {name}: --units is for pipeline")
+    if seconds is not None and (name == "schedule" or name in ON_PROCESSES or world_size() > 1):
+        raise InputError(f"bench {name}: --seconds is for benchmarks of one process, {', '.join(ON_A_DEVICE)}")
     if ncu and name != "layer":
         raise InputError(f"bench {name}: --ncu is for layer")
     wanted = _parts(name, parts)
@@ -131,7 +136,7 @@ def run_bench(
         )
     chosen = _device(name, device, quick)
     check_writable(out)
-    return _measure(name, _options(name, out, chosen, quick, _words(only), layers, wanted, resume), plots)
+    return _measure(name, _options(name, out, chosen, quick, _words(only), layers, wanted, resume, seconds), plots)
 
 
 def _measure(name: str, options: Options, plots: bool) -> int:
@@ -139,6 +144,8 @@ def _measure(name: str, options: Options, plots: bool) -> int:
     outcome = ON_A_DEVICE[name].run(options)
     _write(options.progress.asked["name"], options, outcome)
     options.progress.done()
+    if left := options.progress.left:
+        print(f"the time is up: {len(left)} cases are not measured, {left[0]} is the next; --resume goes on with them")
     if plots:
         for path in write_plots(name, outcome.rows, options.out):
             print(f"wrote {path}")
@@ -150,7 +157,17 @@ def _write(label: str, options: Options, outcome: Outcome) -> None:
     print()
     for line in outcome.table:
         print(line)
-    write_results(options.out, label, outcome.protocol, outcome.rows, outcome.summary, str(options.device))
+    left = _not_measured(options, outcome)
+    write_results(options.out, label, outcome.protocol, outcome.rows, outcome.summary, str(options.device), left)
+
+
+def _not_measured(options: Options, outcome: Outcome) -> list[str]:
+    """Cases that the time did not suffice for, now and when the parts that are kept were measured."""
+    assert options.out is not None
+    earlier = json.loads(options.out.read_text()).get("not_measured", []) if options.kept else []
+    measured = {row["case"] for row in outcome.rows}
+    now = options.progress.left if options.progress is not None else []
+    return [label for label in dict.fromkeys([*earlier, *now]) if label not in measured]
 
 
 def _measure_together(name: str, plain: Options, device: str, resume: bool, mesh: Mesh) -> int:
@@ -216,12 +233,13 @@ def _options(
     layers: int | None,
     parts: tuple[str, ...],
     resume: bool,
+    seconds: int | None,
 ) -> Options:
     """With the rows of other parts that stay in the file, and with those that a run that was ended has left."""
     label = f"{name}-{device_slug(device)}"
     kept: tuple[dict[str, Any], ...] = ()
     if parts:
-        kept = rows_of_other_parts(out, label, device_name(device), parts, ON_A_DEVICE[name].part_of)
+        kept = rows_of_other_parts(out, label, device_name(device), parts, ON_A_DEVICE[name].part_of, resume)
         if kept and (quick or only or layers is not None):
             raise InputError(
                 f"bench {name}: {out} holds other parts in full; --quick, --only and --layers need a new file"
@@ -230,7 +248,7 @@ def _options(
         "name": label, "device": device_name(device), "quick": quick, "only": list(only), "layers": layers,
         "parts": list(parts),
     }  # fmt: skip
-    return Options(device, quick, only, layers, parts, kept, out, Progress(out, asked, resume))
+    return Options(device, quick, only, layers, parts, kept, out, Progress(out, asked, resume, seconds))
 
 
 def _words(text: str | None) -> tuple[str, ...]:
