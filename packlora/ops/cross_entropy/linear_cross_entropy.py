@@ -28,7 +28,7 @@ import torch
 
 from packlora.ops.cross_entropy import torch_path
 from packlora.ops.cross_entropy.reference import IGNORE
-from packlora.ops.cross_entropy.rows import columns, logits_of
+from packlora.ops.cross_entropy.rows import columns, gradient_of, logits_of
 from packlora.ops.cross_entropy.smoothing import Smoothing
 from packlora.ops.first_order import first_order
 from packlora.ops.gpu import HAS_TRITON
@@ -148,7 +148,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             what = logits_CV, labels_L[chunk], weights_L[chunk], gradient_LD is not None
             losses_L[chunk] = softmax_gradient(*what) if part is None else part_gradient(*what, part)
             if gradient_LD is not None:
-                torch.mm(logits_CV, weight_VD, out=gradient_LD[chunk])
+                gradient_of(logits_CV, weight_VD, gradient_LD[chunk])
             del logits_CV, what  # before the next chunk's are made
             start += count
         if smoothing_L is not None:

@@ -1,7 +1,8 @@
-"""How logits of a vocabulary of any number of words lie on a GPU: in rows that begin at aligned places.
+"""How logits of a vocabulary of any number of words lie on a GPU and are multiplied there: in rows that begin at aligned
+places, the last words, fewer than ALIGNED, by products of their own.
 
-Products of the library, of the logits and of their gradient, take an operand whose rows are not aligned several times as long;
-and a row of which the end is not aligned is read element by element.
+The library's products take six to eight times as long where the number of words is not aligned (H200, bfloat16, 1024 rows of
+128,257 words: 2.6 ms in the place of 0.4), and a row whose end is not is read element by element.
 
 Shapes: C rows of a chunk, V words, D hidden size.
 """
@@ -27,11 +28,26 @@ def columns(V: int, device: torch.device) -> int:
 def logits_of(hidden_CD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
     """hidden weight', [C, V], in rows of `columns`, of which those of no word hold anything."""
     (C, _), V = hidden_CD.shape, len(weight_VD)
-    width = columns(V, hidden_CD.device)
+    width, whole = columns(V, hidden_CD.device), V // ALIGNED * ALIGNED
     if width == V:
         return hidden_CD @ weight_VD.T
     rows_CV = torch.empty(C, width, dtype=hidden_CD.dtype, device=hidden_CD.device)[:, :V]
-    return torch.mm(hidden_CD, weight_VD.T, out=rows_CV)
+    torch.mm(hidden_CD, weight_VD[:whole].T, out=rows_CV[:, :whole])
+    torch.mm(hidden_CD, weight_VD[whole:].T, out=rows_CV[:, whole:])
+    return rows_CV
+
+
+def gradient_of(logits_CV: torch.Tensor, weight_VD: torch.Tensor, out_CD: torch.Tensor) -> None:
+    """out = logits weight, of logits as logits_of makes them."""
+    V = len(weight_VD)
+    if room(logits_CV) == V:
+        torch.mm(logits_CV, weight_VD, out=out_CD)
+        return
+    whole = V // ALIGNED * ALIGNED
+    torch.mm(
+        logits_CV[:, whole:], weight_VD[whole:], out=out_CD
+    )  # the smaller part first: its rounding is the smaller one
+    out_CD.addmm_(logits_CV[:, :whole], weight_VD[:whole])
 
 
 def room(logits_CV: torch.Tensor) -> int:
