@@ -61,6 +61,16 @@ def test_a_model_whose_convolution_is_called_for_each_sample_is_accepted_and_ref
         load(folder)
 
 
+def test_a_convolution_is_found_where_the_forward_is_written_that_calls_it() -> None:
+    """Which need not be the file of the class."""
+
+    class Own(modeling_lfm2.Lfm2ShortConv):
+        pass
+
+    layer = Own(transformers.Lfm2Config(**SMALL), 0)
+    assert mixers.mixing_functions(layer) == {(modeling_lfm2.__name__, "causal_conv1d_fn")}
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_supported_families_are_accepted_in_every_mode(
