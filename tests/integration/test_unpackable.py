@@ -21,6 +21,13 @@ SMALL = {key: TINY[key] for key in ("vocab_size", "hidden_size", "num_hidden_lay
 OTHERS: dict[str, tuple[dict[str, Any], str]] = {
     "BloomConfig": ({"n_layer": 2, "n_head": 4, "hidden_dropout": 0.0}, "see each other"),
     "MambaConfig": ({"state_size": 4}, "see each other|cannot be packed"),
+    "DeepseekV4Config": (
+        {
+            "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "q_lora_rank": 24, "head_dim": 16,
+            "qk_rope_head_dim": 8, "layer_types": ["heavily_compressed_attention"] * 2,
+        },
+        "compressor makes one of every 128 tokens of a row, in which samples that are packed together see each other",
+    ),
 }  # fmt: skip
 
 
