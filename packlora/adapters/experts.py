@@ -277,6 +277,7 @@ def _sums(
         y_SD = _experts(experts, x_TD, Rows(owned.numbers, routing, owned.keys))
         y_TD = weighted_sums(y_SD, weights_Tk, routing, x_TD.dtype)
         return y_TD if part is None else part.leave(y_TD)
+    assert owned.owner is not None
     T, own = len(x_TD), part.sends(len(x_TD))
     arrived = sent_to_experts(part, x_TD, chosen_Tk, owned.owner, owned.count, owned.keys)
     rows = Rows(owned.numbers, arrived.routing, arrived.keys)

@@ -27,10 +27,13 @@ OF_TEXT = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids",
 
 
 def auto_class(config: Any) -> Any:
-    """Which of transformers' classes builds the model of a configuration."""
+    """Which of transformers' classes builds the model of a configuration: where it has one with images and one of the text
+    alone (Llama 4, Qwen3.5), the one that was saved."""
     known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
-    sees = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    return AutoModelForImageTextToText if sees and not known else AutoModelForCausalLM
+    if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return AutoModelForCausalLM
+    sees = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)].__name__ in (config.architectures or ())
+    return AutoModelForImageTextToText if sees or not known else AutoModelForCausalLM
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import rows_into
-from expert_models import in_float64, tiny_experts
+from expert_models import in_float64, tiny_experts, whole_llama_4
 from ranks import Ranks
 from safetensors.torch import load_file, save_file
 from seeds import SOAK
@@ -226,15 +226,15 @@ def layouts_of_llama_4() -> list[Any]:
 
 @pytest.fixture(scope="module")
 def llama_4(asked: dict[str, Any], tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """A run on one device, of a model whose second layer is dense."""
+    """A run on one device, on texts, of a model with a vision tower whose second layer is dense."""
     folder = tmp_path_factory.mktemp("llama4")
-    tiny_experts("llama4", moe_layers=[0]).save_pretrained(folder / "base")
+    whole_llama_4(moe_layers=[0]).save_pretrained(folder / "base")
     tokenizer.save_pretrained(folder / "base")
     tree = few(asked, folder / "whole", str(folder / "base"))
     for job in tree["jobs"]:
         del job["train"]["router_aux_loss_coef"]
         job["adapter"]["target_parameters"] = [*BOTH, "router.weight"]
-        job["adapter"]["target_modules"] = ["o_proj", "down_proj"]
+        job["adapter"]["target_modules"] = r".*language_model.*\.(o_proj|down_proj)"
     in_wide(0, on_ranks, tree, {})
     return tree
 
