@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,11 +12,16 @@ import torch
 import transformers
 from conftest import FAMILIES, TINY
 from transformers.models.lfm2 import modeling_lfm2
+from transformers.models.olmo_hybrid import modeling_olmo_hybrid
+from transformers.models.qwen3_5 import modeling_qwen3_5
+from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
+from transformers.models.qwen3_next import modeling_qwen3_next
 
 from packlora.base import mixers
 from packlora.base.model import load_base
 from packlora.config import Run
 from packlora.errors import InputError
+from packlora.ops.attention.blocks import SampleBlocks
 
 SMALL = {key: TINY[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")}
 OTHERS: dict[str, tuple[dict[str, Any], str]] = {
@@ -76,6 +82,23 @@ def test_a_convolution_is_found_where_the_forward_is_written_that_calls_it() -> 
 
     layer = Own(transformers.Lfm2Config(**SMALL), 0)
     assert mixers.mixing_functions(layer) == {(modeling_lfm2.__name__, "causal_conv1d_fn")}
+
+
+def test_linear_attention_of_every_family_is_found_and_has_no_samples_whose_lengths_the_host_does_not_know() -> None:
+    """So no graph is recorded of it, in which the lengths of one microbatch would stay."""
+    for file, name in (
+        (modeling_qwen3_next, "Qwen3NextGatedDeltaNet"), (modeling_qwen3_5, "Qwen3_5GatedDeltaNet"),
+        (modeling_qwen3_5_moe, "Qwen3_5MoeGatedDeltaNet"), (modeling_olmo_hybrid, "OlmoHybridGatedDeltaNet"),
+    ):  # fmt: skip
+        kind = getattr(file, name)
+        model: Any = SimpleNamespace(modules=lambda kind=kind: [kind.__new__(kind)])
+        assert mixers.mixing_functions(model) == {
+            (file.__name__, "causal_conv1d_fn"), (file.__name__, "torch_chunk_gated_delta_rule"),
+        }  # fmt: skip
+        mixers.mix_by_sample(model)
+        blocks = SampleBlocks(torch.zeros(2, 3, 9, dtype=torch.int32))
+        with pytest.raises(RuntimeError, match="causal_conv1d_fn: where samples begin is on the device alone"):
+            file.causal_conv1d_fn(torch.zeros(1, 2, 9), sample_lengths=blocks)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
