@@ -246,14 +246,14 @@ class Owned:
         """Of so many tokens. Where rows go to other processes, all adapters here may own some, as on the others."""
         state: AdaptedExperts | None = vars(experts).get(STATE)
         owners = None if state is None else state.attached.owners(tokens)
-        if owners is not None and owners.moving is not None and owners.moving.moves:
-            raise RuntimeError("adapters on experts cannot follow segments that move; switch cuda_graphs off")
         keys, part = None if owners is None else owners.keys_T2, part_of(experts)
         if part is not None and part.exchange is not None:
             numbers = [] if state is None else state.numbers()
             return Owned(numbers, _owner_of_tokens(owners, numbers, tokens, device), len(numbers) + 1, keys)
         if state is None or owners is None or not (numbers := state.numbers(owners)):
             return Owned([], None, 1, keys)
+        if owners.moving is not None and owners.moving.moves:
+            raise RuntimeError("adapters on experts cannot follow segments that move; switch cuda_graphs off")
         owned = sum(stop - start for number, start, stop in owners.segments if number in numbers)
         if owned == tokens and len(numbers) == 1:
             return Owned(numbers, None, 1, keys)

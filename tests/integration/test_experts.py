@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from typer.testing import CliRunner
 
 import packlora
 from packlora.adapters.attach import Adapter, attach, attach_one, detach_one
+from packlora.adapters.experts import Owned
 from packlora.adapters.files import keyed, save_adapter
 from packlora.adapters.linear import Attached
 from packlora.adapters.owners import TokenOwners
@@ -443,6 +445,11 @@ def test_an_adapter_that_comes_later_is_the_one_that_was_there_at_first_and_leav
         detach_one(later, joined)
         with others.active(owners[0]):
             assert torch.equal(later(input_ids=ids[None], sample_lengths=(T,)).logits, before)
+    experts, moving = later.model.layers[0].mlp.experts, mock.Mock(moves=True)  # as in a CUDA graph
+    with others.active(TokenOwners(T, ((1, 0, T),), moving=moving)):
+        assert Owned.of(experts, T, ids.device).numbers == []
+    with others.active(TokenOwners(T, ((0, 0, T),), moving=moving)), pytest.raises(RuntimeError, match="cannot follow"):
+        Owned.of(experts, T, ids.device)
 
 
 def test_a_run_plans_and_answers_with_adapters_of_experts(base: str, write_rows: Any, tmp_path: Path) -> None:
