@@ -43,12 +43,33 @@ def tiny_experts(family: str, dtype: torch.dtype = torch.float64, **changes: Any
     model = transformers.AutoModelForCausalLM.from_config(
         config, attn_implementation="eager", experts_implementation="eager"
     ).to(dtype)
+    return _spread(model, dtype)
+
+
+def _spread(model: Any, dtype: torch.dtype) -> Any:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for tensor in model.parameters():
             spread = 0.2 if tensor.ndim > 1 else 0.1
             tensor.add_((torch.randn(tensor.shape, generator=generator, dtype=torch.float64) * spread).to(dtype))
     return model
+
+
+def whole_llama_4(dtype: torch.dtype = torch.float64, **changes: Any) -> Any:
+    """As it is published, with a vision tower."""
+    vision = {
+        "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64, "image_size": 28,
+        "patch_size": 14, "vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32,
+    }  # fmt: skip
+    text = {**TINY, **MODELS["llama4"][1], **changes}
+    config = transformers.Llama4Config(
+        text_config=text, vision_config=vision, image_token_index=300, boi_token_index=301, eoi_token_index=302
+    )
+    torch.manual_seed(0)
+    model = transformers.Llama4ForConditionalGeneration(config)
+    for parameter in model.parameters():  # it has complex buffers
+        parameter.data = parameter.data.to(dtype)
+    return _spread(model, dtype)
 
 
 @contextmanager

@@ -37,7 +37,7 @@ from packlora.adapters.spec import AdapterSpec, ModuleSpec
 from packlora.adapters.weights import AdapterWeights, parameter_shapes
 from packlora.ops.dropout.keys import layer_salt
 from packlora.ops.lora_linear.frozen import Storage
-from packlora.ops.lora_linear.quantized import Quantized
+from packlora.ops.lora_linear.quantized import QuantizedLinear
 from packlora.ops.modules import beside_decoder
 from packlora.ops.recompute import add_recompute
 from packlora.plans.select import PlanChooser
@@ -309,11 +309,8 @@ def _adapter(
             routed = WEIGHTS[module.kind](module, layer.base, at, room)
         tokens = routed if isinstance(routed, TokenWeights) and layer.takes_ids else tokens
         weights[path] = layer.adapters[number] = routed
-    codes = next((one.codes for one in frozen if isinstance(one, Quantized)), None)
-    trained_on: dict[str, Any] | None = None
-    if codes is not None:
-        dtype = str(frozen[0].dtype).removeprefix("torch.")
-        trained_on = {**codes.settings, "dtype": dtype}
+    codes = next((module.frozen for module in model.modules() if isinstance(module, QuantizedLinear)), None)
+    trained_on = None if codes is None else {**codes.codes.settings, "dtype": str(codes.dtype).removeprefix("torch.")}
     return Adapter(name, number, spec, weights, layout, flat, trained_on)
 
 

@@ -127,9 +127,10 @@ class AdaptedExperts:
         self.path, self.attached = path, attached
         self.adapters: dict[str, dict[int, ExpertWeights]] = {}
 
-    def numbers(self, owners: TokenOwners) -> list[int]:
-        """Of the adapters that own tokens and have something here."""
-        return sorted({n for own in self.adapters.values() for n in own} & owners.adapters)
+    def numbers(self, owners: TokenOwners | None = None) -> list[int]:
+        """Of the adapters that have something here; of these owners."""
+        every = {n for own in self.adapters.values() for n in own}
+        return sorted(every if owners is None else every & owners.adapters)
 
 
 def shapes_at(model: torch.nn.Module, path: str, spec: ModuleSpec) -> dict[str, tuple[int, ...]]:
@@ -161,16 +162,22 @@ def adapt_experts(model: PreTrainedModel, path: str, attached: Attached, number:
         RuntimeError: transformers does not call the model's experts by a function that it is given.
     """
     owner, _, leaf = path.rpartition(".")
-    experts: Any = model.get_submodule(owner)
+    experts = model.get_submodule(owner)
+    compute_here(model, owner)
+    if STATE not in vars(experts):
+        setattr(experts, STATE, AdaptedExperts(owner, attached))
+    vars(experts)[STATE].adapters.setdefault(leaf, {})[number] = weights
+
+
+def compute_here(model: PreTrainedModel, path: str) -> None:
+    """Let the experts at a path be computed by the functions of this file. Raises as adapt_experts."""
+    experts: Any = model.get_submodule(path)
     if is_scaled(experts):
         experts.forward = partial(scaled_forward, experts)
     elif experts.config._experts_implementation != IMPLEMENTATION:
         model.set_experts_implementation(IMPLEMENTATION)
         if experts.config._experts_implementation != IMPLEMENTATION:
-            raise RuntimeError(f"{owner}: transformers cannot be told which function computes these experts")
-    if STATE not in vars(experts):
-        setattr(experts, STATE, AdaptedExperts(owner, attached))
-    vars(experts)[STATE].adapters.setdefault(leaf, {})[number] = weights
+            raise RuntimeError(f"{path}: transformers cannot be told which function computes these experts")
 
 
 def adapted_router(model: PreTrainedModel, path: str, attached: Attached, chooser: PlanChooser) -> AdaptedLinear:
@@ -217,28 +224,67 @@ def experts_forward(
     """transformers' interface of experts: hidden states [T, D], chosen experts and their weights [T, k] -> [T, D]."""
     if getattr(self, "_is_expert_parallel", False):
         raise RuntimeError(f"{type(self).__name__}: experts that are spread over processes are not served")
-    T, part = len(hidden_states), part_of(self)
+    part = part_of(self)
     if part is not None:
         hidden_states, top_k_weights = part.enter(hidden_states), part.enter(top_k_weights)
-    state: AdaptedExperts | None = vars(self).get(STATE)
-    owners = None if state is None else state.attached.owners(T)
-    if part is not None and part.exchange is not None:
-        numbers = [] if state is None else sorted({n for own in state.adapters.values() for n in own})
-        arrived = sent_to_experts(part, hidden_states, top_k_index, owners, numbers)
-        rows, own = Rows(numbers, arrived.routing, arrived.keys), part.sends(T)
-        y_SD = arrived.back(arrived.routing.sum_to_tokens(_experts(self, arrived.x, rows)))
-        weights_S1 = top_k_weights[own].reshape(-1, 1)
-        y_TD = (y_SD * weights_S1).view(own.stop - own.start, top_k_index.shape[1], -1).sum(1).to(hidden_states.dtype)
-        return part.leave(part.placed(y_TD, T))
-    numbers = [] if state is None or owners is None else state.numbers(owners)
-    owner_T, count = None, 1
-    if owners is not None and numbers:
-        owner_T, count = _owners_of_tokens(owners, numbers, hidden_states.device)
-    first = None if part is None else part.first
-    routing = Routing.of(top_k_index, self.num_experts, owner_T, count, first)
-    y_SD = _experts(self, hidden_states, Rows(numbers, routing, None if owners is None else owners.keys_T2))
-    y_TD = weighted_sums(y_SD, top_k_weights, routing, hidden_states.dtype)
-    return y_TD if part is None else part.leave(y_TD)
+    owned = Owned.of(self, len(hidden_states), hidden_states.device)
+    return _sums(self, hidden_states, top_k_index, top_k_weights, owned)
+
+
+@dataclass(frozen=True, slots=True)
+class Owned:
+    """Whose tokens experts are given. numbers: of the adapters that are the first of `count` owners; one more is nobody.
+    owner: the place of every token's owner, int64 [T], None where there is one. keys: of tokens, [T, 2]."""
+
+    numbers: Sequence[int]
+    owner: torch.Tensor | None
+    count: int
+    keys: torch.Tensor | None
+
+    @staticmethod
+    def of(experts: Any, tokens: int, device: torch.device) -> Owned:
+        """Of so many tokens. Where rows go to other processes, all adapters here may own some, as on the others."""
+        state: AdaptedExperts | None = vars(experts).get(STATE)
+        owners = None if state is None else state.attached.owners(tokens)
+        keys, part = None if owners is None else owners.keys_T2, part_of(experts)
+        if part is not None and part.exchange is not None:
+            numbers = [] if state is None else state.numbers()
+            return Owned(numbers, _owner_of_tokens(owners, numbers, tokens, device), len(numbers) + 1, keys)
+        if state is None or owners is None or not (numbers := state.numbers(owners)):
+            return Owned([], None, 1, keys)
+        if owners.moving is not None and owners.moving.moves:
+            raise RuntimeError("adapters on experts cannot follow segments that move; switch cuda_graphs off")
+        owned = sum(stop - start for number, start, stop in owners.segments if number in numbers)
+        if owned == tokens and len(numbers) == 1:
+            return Owned(numbers, None, 1, keys)
+        owner_T = _owner_of_tokens(owners, numbers, tokens, device)
+        return Owned(numbers, owner_T, len(numbers) + (owned < tokens), keys)
+
+    def rows(self, token: torch.Tensor) -> Owned:
+        """Of rows that are these tokens."""
+        owner, keys = (None if one is None else one[token] for one in (self.owner, self.keys))
+        return Owned(self.numbers, owner, self.count, keys)
+
+
+def _sums(
+    experts: Any, x_TD: torch.Tensor, chosen_Tk: torch.Tensor, weights_Tk: torch.Tensor, owned: Owned
+) -> torch.Tensor:
+    """What experts give for tokens, summed with the routers' weights, [T, D]; of the group that shares them out."""
+    part = part_of(experts)
+    if part is None or part.exchange is None:
+        first = None if part is None else part.first
+        routing = Routing.of(chosen_Tk, experts.num_experts, owned.owner, owned.count, first)
+        y_SD = _experts(experts, x_TD, Rows(owned.numbers, routing, owned.keys))
+        y_TD = weighted_sums(y_SD, weights_Tk, routing, x_TD.dtype)
+        return y_TD if part is None else part.leave(y_TD)
+    assert owned.owner is not None
+    T, own = len(x_TD), part.sends(len(x_TD))
+    arrived = sent_to_experts(part, x_TD, chosen_Tk, owned.owner, owned.count, owned.keys)
+    rows = Rows(owned.numbers, arrived.routing, arrived.keys)
+    y_SD = arrived.back(arrived.routing.sum_to_tokens(_experts(experts, arrived.x, rows)))
+    y_SD = y_SD * weights_Tk[own].reshape(-1, 1)
+    y_TD = y_SD.view(own.stop - own.start, chosen_Tk.shape[1], -1).sum(1).to(x_TD.dtype)
+    return part.leave(part.placed(y_TD, T))
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,35 +312,28 @@ def _experts(experts: Any, x: torch.Tensor, rows: Rows) -> torch.Tensor:
 
 
 def scaled_forward(experts: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    """The forward of a module of SCALED with adapters, [E T, D] -> [E T, D]."""
-    E = experts.num_experts
-    state: AdaptedExperts = vars(experts)[STATE]
-    owners = state.attached.owners(len(hidden_states) // E)
-    numbers = [] if owners is None else state.numbers(owners)
-    owner_T, count = None, 1
-    if owners is not None and numbers:
-        owner_T, count = _owners_of_tokens(owners, numbers, hidden_states.device)
+    """The forward of a module of SCALED, [E T, D] -> [E T, D]. Every row is its token's, once multiplied: its weight is 1."""
+    part = part_of(experts)
+    E = experts.num_experts * (1 if part is None else part.count)
     chosen = ScaledRows.of(hidden_states, E)
-    routing = Routing.of(chosen.expert[:, None], E, None if owner_T is None else owner_T[chosen.token], count)
-    keys = None if owners is None or owners.keys_T2 is None else owners.keys_T2[chosen.token]
-    y_SD = _experts(experts, chosen.x, Rows(numbers, routing, keys))
-    return chosen.back(routing.of_places(y_SD), hidden_states, E)
+    x_SD = chosen.x if part is None else part.enter(chosen.x)
+    owned = Owned.of(experts, len(hidden_states) // E, hidden_states.device).rows(chosen.token)
+    y_SD = _sums(experts, x_SD, chosen.expert[:, None], x_SD.new_ones(len(x_SD), 1), owned)
+    return chosen.back(y_SD, hidden_states, E)
 
 
-def _owners_of_tokens(owners: TokenOwners, numbers: list[int], device: torch.device) -> tuple[torch.Tensor | None, int]:
-    """Of every token the place of its owner in `numbers`, or the one after the last where it is nobody's, int64 [T], None where
-    all have one; and how many owners there are."""
-    if owners.moving is not None and owners.moving.moves:
-        raise RuntimeError("adapters on experts cannot follow segments that move; switch cuda_graphs off")
+def _owner_of_tokens(
+    owners: TokenOwners | None, numbers: Sequence[int], tokens: int, device: torch.device
+) -> torch.Tensor:
+    """See Owned: the place in `numbers`, the one after the last where a token is nobody's, [T]."""
+    owner_T = torch.full((tokens,), len(numbers), dtype=torch.int64, device=device)
     places = {number: place for place, number in enumerate(numbers)}
-    segments = [(places[number], start, stop) for number, start, stop in owners.segments if number in places]
-    all_owned = sum(stop - start for _, start, stop in segments) == owners.total
-    if all_owned and len(numbers) == 1:
-        return None, 1
-    owner_T = torch.full((owners.total,), len(numbers), dtype=torch.int64, device=device)
-    for place, start, stop in segments:  # by the device, which so never waits for a copy
-        owner_T[start:stop] = place
-    return owner_T, len(numbers) + (not all_owned)
+    for number, start, stop in (
+        () if owners is None else owners.segments
+    ):  # by the device, which so never waits for a copy
+        if number in places:
+            owner_T[start:stop] = places[number]
+    return owner_T
 
 
 ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)

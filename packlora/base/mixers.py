@@ -34,9 +34,9 @@ MIXING = {"causal_conv1d_fn": Mixing(2, 1), "torch_chunk_gated_delta_rule": Mixi
 
 def mixing_functions(model: torch.nn.Module) -> set[tuple[str, str]]:
     """Those that the model's layers call: the module of Python that has each, and its name there."""
-    kinds = {type(module) for module in model.modules()}
-    codes = [(kind.__module__, getattr(inspect.unwrap(kind.forward), "__code__", None)) for kind in kinds]
-    return {(file, name) for file, code in codes if code is not None for name in MIXING.keys() & {*code.co_names}}
+    forwards = [inspect.unwrap(kind.forward) for kind in {type(module) for module in model.modules()}]
+    codes = [(one.__module__, one.__code__) for one in forwards if hasattr(one, "__code__")]
+    return {(file, name) for file, code in codes for name in MIXING.keys() & {*code.co_names}}
 
 
 def mix_by_sample(model: torch.nn.Module) -> None:

@@ -171,7 +171,12 @@ def packed_hidden(
 def decoder_of(model: PreTrainedModel) -> Any:
     """What gives the hidden states, without the output layer; the model itself where that is not known."""
     found = getattr(model, DECODER, model.base_model)
-    return getattr(model, "model", model) if found is model else found  # Llama 4 names another attribute than it has
+    if found is not model:
+        return found
+    if hasattr(model, "model"):  # Llama 4 names another attribute than it has
+        return model.model
+    inner = model.get_decoder()  # it has none with its vision tower; its language model is for texts alone
+    return model if inner is model else decoder_of(inner)
 
 
 def hidden_states(

@@ -163,6 +163,8 @@ def read_quantised(
         InputError: it cannot be loaded, or something of it is in codes that are not read here.
     """
     how = _loading(quantization, stored, dtype, device)
+    if dtype == torch.float64:  # as read_model does, which is told of float32
+        how["experts_implementation"] = "eager"
     return own_layers(read_model(path, revision, made_of(dtype), trust_remote_code, **how), dtype, path, notes)
 
 

@@ -30,7 +30,14 @@ def check_sizes(config: Any, path: str) -> None:
 
 
 def check_row(model: PreTrainedModel, budget: int | str, path: str) -> None:
-    """Refuse microbatches longer than a causal mask [1, 1, N, N] that an attention layer keeps for itself (GPT-Neo)."""
+    """Refuse microbatches longer than a causal mask [1, 1, N, N] that an attention layer keeps for itself (GPT-Neo), and
+    attention to compressed tokens (DeepSeek-V4), which are made of so many of a row, whichever samples it has."""
+    for name, module in model.named_modules():
+        if isinstance(rate := getattr(module, "compress_rate", None), int):
+            raise InputError(
+                f"base_model {path!r}: packlora cannot train a {model.config.model_type} model: {name} makes one of every "
+                f"{rate} tokens of a row, in which samples that are packed together see each other"
+            )
     for name, buffer in model.named_buffers():
         N = buffer.shape[-1] if buffer.ndim else 0
         if buffer.shape == (1, 1, N, N) and N > 1 and (isinstance(budget, str) or budget > N):

@@ -17,7 +17,7 @@ import torch
 from PIL import Image as pillow
 from transformers import PreTrainedModel
 
-from packlora.base.packing import packed_logits
+from packlora.base.packing import decoder_of, packed_logits
 from packlora.base.proof import PROBE_ERROR, cannot_be_packed, difference
 from packlora.base.shape import vocabulary
 from packlora.base.vision import ImageTensors, Vision, joined_positions, on_device
@@ -72,6 +72,12 @@ def own_images(model: PreTrainedModel, path: str, vision: Vision) -> OwnImages:
 @torch.no_grad()
 def check_images(model: PreTrainedModel, own: OwnImages, path: str, vision: Vision) -> None:
     """Raises InputError where packed samples with images, and one without between them, are not what they are alone."""
+    decoder = {*decoder_of(model).modules()}
+    if decoder.isdisjoint(map(model.get_submodule, beside_decoder(model))):
+        raise InputError(
+            f"base_model {path!r}: a {model.config.model_type} model puts images into its texts in one forward with its output "
+            "layer, which is not taken apart in this version; give rows without images"
+        )
     vision.example = packed_arguments(own.samples, vision, model)
     with cannot_be_packed(model, path), _watched(model) as found:
         example = dict(vision.example)

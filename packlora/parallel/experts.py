@@ -2,8 +2,8 @@
 
 All processes of the group run the same microbatches. Routers and attention are computed by each of them; each process's experts
 compute the tokens that are theirs, and what they give is summed over the group, as transformers' "all_reduce" implementation
-does. Which experts a layer has is known wherever transformers calls them through its registry of experts' functions: every
-parameter of such a module has the experts as its first dimension.
+does. Which experts a layer has is known wherever transformers calls them through its registry of experts' functions, and of
+Llama 4: every parameter of such a module has the experts as its first dimension.
 
 Adapters are put on a model that was cut (adapters/expert_part.py); adapter.py makes norms whole and joins what is saved.
 
@@ -23,9 +23,9 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from packlora.adapters.expert_layout import by_registry
+from packlora.adapters.expert_layout import is_experts
 from packlora.adapters.expert_part import PART, ExpertPart
-from packlora.adapters.experts import IMPLEMENTATION
+from packlora.adapters.experts import compute_here
 from packlora.adapters.linear import Attached
 from packlora.errors import InputError
 from packlora.ops.lora_linear.frozen import InMemory
@@ -59,8 +59,8 @@ class ExchangedExperts(ExpertSlices):
 
 
 def experts_of(model: PreTrainedModel) -> dict[str, Any]:
-    """The modules of experts that transformers calls through its registry, by path."""
-    return {path: module for path, module in model.named_modules() if by_registry(module)}
+    """The modules of experts that can be shared out, by path."""
+    return {path: module for path, module in model.named_modules() if is_experts(module)}
 
 
 def check_experts(model: PreTrainedModel, degree: int, key: str = "parallel.expert") -> None:
@@ -158,7 +158,7 @@ def shard_experts(
     degree, rank = dist.get_world_size(group), dist.get_rank(group)
     check_experts(model, degree)
     found = experts_of(model)
-    for experts in found.values():
+    for path, experts in found.items():
         here = experts.num_experts // degree
         part = ExpertPart(rank, degree, here, partial(copied, group=group), partial(summed, group=group))
         for name, parameter in list(experts.named_parameters(recurse=False)):
@@ -166,7 +166,7 @@ def shard_experts(
             setattr(experts, name, torch.nn.Parameter(own, requires_grad=False))
         experts.num_experts = here
         setattr(experts, PART, part)
-    model.set_experts_implementation(IMPLEMENTATION)
+        compute_here(model, path)
     numbers = sorted({experts.num_experts for experts in found.values()})
     return [
         f"expert parallelism over {degree} processes: each has {' or '.join(map(str, numbers))} of the experts of "

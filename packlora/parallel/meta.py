@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from packlora.adapters.expert_layout import by_registry
+from packlora.adapters.expert_layout import is_experts
 from packlora.adapters.owners import MIN_ROWS
 from packlora.base.packing import ATTENTION
 from packlora.ops.modules import undisturbed
@@ -31,7 +31,7 @@ def on_meta(model: PreTrainedModel) -> Iterator[Callable[[], Any]]:
     ids = torch.zeros(1, MIN_ROWS, dtype=torch.int64, device="meta")
     example = {"input_ids": ids, "position_ids": ids, "use_cache": False, "sample_lengths": (MIN_ROWS,)}
     attention = model.config._attn_implementation
-    experts = [module for module in model.modules() if by_registry(module)]
+    experts = [module for module in model.modules() if is_experts(module)]
     text = model.config.get_text_config()
     with_loss = getattr(text, "output_router_logits", None)  # of routers, which counts tokens
     with undisturbed(model), torch.enable_grad():

@@ -68,7 +68,10 @@ class TokenSlices:
         return with_input(args, kwargs, partial(joined_tokens, group=self.group)) if self._apart else (args, kwargs)
 
     def _part(self, _: torch.nn.Module, args: Any, output: Any) -> Any:
-        return _first(output, partial(own_tokens, group=self.group)) if self._apart else output
+        def own(y: torch.Tensor) -> torch.Tensor:
+            return own_tokens(y if y.ndim == 3 else y[None], self.group)  # Llama 4's gives them without the batch
+
+        return _first(output, own) if self._apart else output
 
 
 def stands_in_layer(block: str) -> bool:

@@ -37,6 +37,7 @@ from transformers import PreTrainedModel
 
 from packlora.adapters.sharded import Shard, ShardedLinear, Through
 from packlora.errors import InputError, foreign
+from packlora.ops.modules import beside_decoder
 from packlora.parallel.collectives import add_up, copied, gathered, split, summed
 from packlora.parallel.experts import check_experts, experts_of, shard_experts
 from packlora.parallel.meta import on_meta
@@ -169,9 +170,10 @@ def _cuts(model: PreTrainedModel, degree: int) -> dict[str, _Cut]:
     modules, cuts, experts = dict(model.named_modules()), {}, experts_of(model)
     styles = _styles([*modules, *dict(model.named_parameters())], plan)
     latent = {_block(path) for path, style in styles.items() if style == LATENT}
+    beside = beside_decoder(model)  # of images, which are not for models in parts
     for path, style in styles.items():
         module = modules.get(path)
-        if style in WHOLE or (module is not None and module is head):
+        if style in WHOLE or path in beside or (module is not None and module is head):
             continue
         if path in experts or _block(path) in experts or _block(path) in latent:
             continue

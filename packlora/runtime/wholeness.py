@@ -23,7 +23,6 @@ def check_parameters(run: Run, job: str, spec: AdapterSpec, quantization: Quanti
         return
     asked = {
         "cuda_graphs: true": run.cuda_graphs is True,
-        "quantised base weights": quantization is not None,
     }
     for what, is_asked in asked.items():
         if is_asked:

@@ -5,24 +5,27 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from expert_models import in_float64, tiny_experts
+from expert_models import in_float64, tiny_experts, whole_llama_4
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from test_export import factors
 from test_training import like_peft, train_by_peft
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Llama4ForConditionalGeneration
 from typer.testing import CliRunner
 
 import packlora
 from packlora.adapters.attach import Adapter, attach, attach_one, detach_one
+from packlora.adapters.experts import Owned
 from packlora.adapters.files import keyed, save_adapter
 from packlora.adapters.linear import Attached
 from packlora.adapters.owners import TokenOwners
 from packlora.adapters.spec import AdapterSpec, resolve
 from packlora.base.packing import packed_logits, prepare_model
+from packlora.base.vision_proof import check_images
 from packlora.cli import app
 from packlora.commands.export import export_adapter
 from packlora.commands.merge import merge_adapter
@@ -277,7 +280,8 @@ MERGED: dict[str, dict[str, Any]] = {
     ("family", "kind", "original"),
     [
         ("qwen3_moe", "lora", True), ("qwen3_moe", "dora", True), ("qwen3_moe", "dora", False),
-        ("qwen3_moe", "others beside", False), ("qwen3_next", "lora", True), ("llama4", "dora", False),
+        ("qwen3_moe", "others beside", False), ("qwen3_next", "lora", True),
+        pytest.param("llama4", "dora", False, marks=pytest.mark.soak),
     ],
 )  # fmt: skip
 def test_a_merged_model_has_the_logits_of_the_adapter(
@@ -319,6 +323,30 @@ def as_vllm(folder: Path, model: Any) -> None:
             assert A.shape == (E * r, weight.shape[2]) and B.shape == (weight.shape[1], r * E)
             for e in range(E):
                 weight[e] += scaling * B[:, e::E] @ A[e * r : (e + 1) * r]
+
+
+def test_llama_4_with_its_vision_tower_is_trained_on_texts_and_peft_reads_what_it_wrote(
+    tokenizer: Any, write_rows: Any, tmp_path: Path
+) -> None:
+    """The files are of the whole model, and so are the adapter's names. Images are refused by name."""
+    model = whole_llama_4(torch.float32)
+    model.save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    own = {"target_modules": ["o_proj"], "target_parameters": [*EXPERTS, "router.weight"], "init_lora_weights": False}
+    job = {"name": "job", "data": {"path": write_rows("rows")}, "train": {"max_steps": 2}, "adapter": own}
+    packlora.train({
+        "base_model": str(tmp_path / "base"), "output_dir": str(tmp_path / "out"), "device": "cpu", "dtype": "float32",
+        "jobs": [job],
+    })  # fmt: skip
+    merge_adapter(tmp_path / "out" / "job", tmp_path / "merged")
+    kind, ids = Llama4ForConditionalGeneration, tokens()[None]
+    with torch.no_grad():
+        before = model.eval()(input_ids=ids).logits
+        want = PeftModel.from_pretrained(model, tmp_path / "out" / "job").eval()(input_ids=ids).logits
+        got = kind.from_pretrained(tmp_path / "merged", dtype=torch.float32)(input_ids=ids).logits
+    assert relative(got, want) < 1e-5 and relative(before, want) > 1e-2
+    with pytest.raises(InputError, match="puts images into its texts in one forward with its output layer"):
+        check_images(whole_llama_4(), None, "base", None)  # type: ignore[arg-type]
 
 
 def test_adapters_of_llama_4_s_experts_are_not_exported_for_vllm(tmp_path: Path) -> None:
@@ -417,6 +445,11 @@ def test_an_adapter_that_comes_later_is_the_one_that_was_there_at_first_and_leav
         detach_one(later, joined)
         with others.active(owners[0]):
             assert torch.equal(later(input_ids=ids[None], sample_lengths=(T,)).logits, before)
+    experts, moving = later.model.layers[0].mlp.experts, mock.Mock(moves=True)  # as in a CUDA graph
+    with others.active(TokenOwners(T, ((1, 0, T),), moving=moving)):
+        assert Owned.of(experts, T, ids.device).numbers == []
+    with others.active(TokenOwners(T, ((0, 0, T),), moving=moving)), pytest.raises(RuntimeError, match="cannot follow"):
+        Owned.of(experts, T, ids.device)
 
 
 def test_a_run_plans_and_answers_with_adapters_of_experts(base: str, write_rows: Any, tmp_path: Path) -> None:

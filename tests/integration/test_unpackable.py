@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,16 +12,28 @@ import torch
 import transformers
 from conftest import FAMILIES, TINY
 from transformers.models.lfm2 import modeling_lfm2
+from transformers.models.olmo_hybrid import modeling_olmo_hybrid
+from transformers.models.qwen3_5 import modeling_qwen3_5
+from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
+from transformers.models.qwen3_next import modeling_qwen3_next
 
 from packlora.base import mixers
 from packlora.base.model import load_base
 from packlora.config import Run
 from packlora.errors import InputError
+from packlora.ops.attention.blocks import SampleBlocks
 
 SMALL = {key: TINY[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")}
 OTHERS: dict[str, tuple[dict[str, Any], str]] = {
     "BloomConfig": ({"n_layer": 2, "n_head": 4, "hidden_dropout": 0.0}, "see each other"),
     "MambaConfig": ({"state_size": 4}, "see each other|cannot be packed"),
+    "DeepseekV4Config": (
+        {
+            "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "q_lora_rank": 24, "head_dim": 16,
+            "qk_rope_head_dim": 8, "layer_types": ["heavily_compressed_attention"] * 2,
+        },
+        "compressor makes one of every 128 tokens of a row, in which samples that are packed together see each other",
+    ),
 }  # fmt: skip
 
 
@@ -59,6 +72,33 @@ def test_a_model_whose_convolution_is_called_for_each_sample_is_accepted_and_ref
     monkeypatch.setattr(mixers, "MIXING", {})
     with pytest.raises(InputError, match="see each other"):
         load(folder)
+
+
+def test_a_convolution_is_found_where_the_forward_is_written_that_calls_it() -> None:
+    """Which need not be the file of the class."""
+
+    class Own(modeling_lfm2.Lfm2ShortConv):
+        pass
+
+    layer = Own(transformers.Lfm2Config(**SMALL), 0)
+    assert mixers.mixing_functions(layer) == {(modeling_lfm2.__name__, "causal_conv1d_fn")}
+
+
+def test_linear_attention_of_every_family_is_found_and_has_no_samples_whose_lengths_the_host_does_not_know() -> None:
+    """So no graph is recorded of it, in which the lengths of one microbatch would stay."""
+    for file, name in (
+        (modeling_qwen3_next, "Qwen3NextGatedDeltaNet"), (modeling_qwen3_5, "Qwen3_5GatedDeltaNet"),
+        (modeling_qwen3_5_moe, "Qwen3_5MoeGatedDeltaNet"), (modeling_olmo_hybrid, "OlmoHybridGatedDeltaNet"),
+    ):  # fmt: skip
+        kind = getattr(file, name)
+        model: Any = SimpleNamespace(modules=lambda kind=kind: [kind.__new__(kind)])
+        assert mixers.mixing_functions(model) == {
+            (file.__name__, "causal_conv1d_fn"), (file.__name__, "torch_chunk_gated_delta_rule"),
+        }  # fmt: skip
+        mixers.mix_by_sample(model)
+        blocks = SampleBlocks(torch.zeros(2, 3, 9, dtype=torch.int32))
+        with pytest.raises(RuntimeError, match="causal_conv1d_fn: where samples begin is on the device alone"):
+            file.causal_conv1d_fn(torch.zeros(1, 2, 9), sample_lengths=blocks)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import rows_into
-from expert_models import in_float64, tiny_experts
+from expert_models import in_float64, tiny_experts, whole_llama_4
 from ranks import Ranks
 from safetensors.torch import load_file, save_file
 from seeds import SOAK
@@ -210,17 +210,58 @@ def few(asked: dict[str, Any], out: Path, base: str | None = None, **parallel: A
     return {**asked, **changes, "base_model": base or asked["base_model"], "gradient_checkpointing": base is not None}
 
 
+def layouts_of_llama_4() -> list[Any]:
+    """By number of processes. Each has what it reads of weights that hold all experts, and experts that are given rows."""
+    exchange = {"ep_implementation": "all_to_all"}
+    more = [
+        (2, {"expert": 2}), (2, {"shard_base": True}), (2, {"pipeline": 2}),
+        (2, {"tensor": 2, "sequence_parallel": True}), (4, {"expert": 2, "pipeline": 2}),
+        (4, {"expert": 2, "shard_base": True, **exchange}), (4, {"tensor": 2, "expert": 2, **exchange}),
+        (4, {"tensor": 2, "pipeline": 2}), (4, {"tensor": 2, "shard_base": 2}),
+    ]  # fmt: skip
+    return [
+        (2, {"tensor": 2}), (2, {"expert": 2, **exchange}), *(pytest.param(*one, marks=pytest.mark.soak) for one in more)
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def llama_4(asked: dict[str, Any], tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A run on one device, on texts, of a model with a vision tower whose second layer is dense."""
+    folder = tmp_path_factory.mktemp("llama4")
+    whole_llama_4(moe_layers=[0]).save_pretrained(folder / "base")
+    tokenizer.save_pretrained(folder / "base")
+    tree = few(asked, folder / "whole", str(folder / "base"))
+    for job in tree["jobs"]:
+        del job["train"]["router_aux_loss_coef"]
+        job["adapter"]["target_parameters"] = [*BOTH, "router.weight"]
+        job["adapter"]["target_modules"] = r".*language_model.*\.(o_proj|down_proj)"
+    in_wide(0, on_ranks, tree, {})
+    return tree
+
+
+@pytest.mark.parametrize(("processes", "parallel"), layouts_of_llama_4())
+def test_llama_4_learns_in_other_layouts_what_it_learns_on_one_device(
+    processes: int, parallel: dict[str, Any], llama_4: dict[str, Any], ranks: Groups, tmp_path: Path
+) -> None:
+    told = ranks(processes).run(in_wide, on_ranks, {**llama_4, "output_dir": str(tmp_path), "parallel": parallel}, {})
+    assert [status for status, *_ in told] == ["done"] * processes, told
+    for job in ("one", "two"):
+        assert distance(adapter(tmp_path, job), adapter(Path(llama_4["output_dir"]), job)) <= 1e-10
+
+
 def experts_over_all_replicas() -> Any:
     """Gradients of experts are added up over processes that have other experts."""
     return mock.patch.object(SharedGradient, "add_up", lambda self, gradient, add: add([gradient]))
 
 
 def keys_of_no_token() -> Any:
-    return mock.patch.object(expert_rows, "_as_int64", lambda keys, T, device: torch.zeros(T, 2, dtype=torch.int64))
+    told = expert_rows._told
+    return mock.patch.object(expert_rows, "_told", lambda owner, _: told(owner, None))
 
 
 def one_owner_for_all() -> Any:
-    return mock.patch.object(expert_rows, "_places", lambda number, numbers: torch.zeros_like(number))
+    told = expert_rows._told
+    return mock.patch.object(expert_rows, "_told", lambda owner, keys: told(torch.zeros_like(owner), keys))
 
 
 def gradients_of_own_jobs_alone() -> Any:

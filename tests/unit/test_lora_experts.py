@@ -26,7 +26,7 @@ E, SALT = 5, 77
 def an_adapter(
     generator: torch.Generator, frozen: ExpertWeight, r: int, kind: str, dropout: float, base_dropped: bool = True
 ) -> ExpertLowRank:
-    _, N, K = frozen.shape
+    E, N, K = frozen.shape
     dtype = frozen.weight.dtype
 
     def drawn(*shape: int) -> torch.Tensor:
@@ -41,7 +41,9 @@ def an_adapter(
     return ExpertLowRank(A, B, scaling, dropout, magnitude, norm, base_dropped)
 
 
-def a_case(dtype: torch.dtype, N: int, K: int, top_k: int, transposed: bool, bias: bool, seed: int = 0) -> Any:
+def a_case(
+    dtype: torch.dtype, N: int, K: int, top_k: int, transposed: bool, bias: bool, seed: int = 0, E: int = E
+) -> Any:  # fmt: skip
     """Frozen weights, tokens, their experts (one of which has no token, another one a single one) and keys."""
     generator, T = torch.Generator().manual_seed(seed), 24
     weight = torch.randn(E, N, K, generator=generator, dtype=dtype)
@@ -64,7 +66,7 @@ def differences(
 ) -> dict[str, float]:  # fmt: skip
     """Of y, dx and the gradients of all operands, relative, between the operator and the specification."""
     T, k = chosen.shape
-    routing = Routing.of(chosen, E, owner, len(adapters))
+    routing = Routing.of(chosen, frozen.shape[0], owner, len(adapters))
     token = torch.arange(T * k) // k
     source = (
         x if repeated else torch.randn(T * k, x.shape[1], dtype=x.dtype, generator=torch.Generator().manual_seed(9))
@@ -112,9 +114,10 @@ JOBS = {
 def test_the_operator_is_the_loop_over_experts(jobs: str) -> None:
     """y, dx, dA, dB, dm in float64, with an expert without tokens and one with a single token."""
     kinds, nobody = JOBS[jobs]
-    ways = itertools.product((1, 2, 3), (True, False), (False, True), (False, True))
+    bases = (False, True) if any(kind == "dora" and p for kind, _, p in kinds) else (True,)
+    ways = itertools.product((1, 2, 8), (True, False), (False, True), bases)
     for top_k, repeated, transposed, base_dropped in ways:
-        generator, frozen, x, chosen, keys = a_case(torch.float64, 6, 7, top_k, transposed, bias=transposed)
+        generator, frozen, x, chosen, keys = a_case(torch.float64, 6, 7, top_k, transposed, bias=transposed, E=10)
         adapters: list[ExpertLowRank | None] = [
             an_adapter(generator, frozen, r, kind, p, base_dropped) for kind, r, p in kinds
         ]

@@ -55,9 +55,12 @@ def packed_attention(
         [T, H, D]
 
     Raises:
-        ValueError: the lengths do not add up to T; they are on the device, and this is not for the kernels.
+        ValueError: the lengths do not add up to T, or there are more keys; the lengths are on the device, and this is not for
+            the kernels.
     """
     T, kernels = q_HTD.shape[1], blocks_T is None and uses_kernels(q_HTD, v_hTD)
+    if k_hTD.shape[1] != T:
+        raise ValueError(f"{T} tokens are given with keys of {k_hTD.shape[1]}; packed samples see themselves alone")
     if isinstance(samples, SampleBlocks):
         if not kernels:
             raise ValueError(

@@ -169,8 +169,10 @@ class QuantizedLinear(torch.nn.Linear):
         self.frozen = Quantized(codes.with_stored(self.weight), dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = _Product.apply(x, self.bias, self.frozen)
-        return y
+        y_TN: torch.Tensor = _Product.apply(x.reshape(-1, x.shape[-1]), self.bias, self.frozen)
+        return y_TN.view(
+            *x.shape[:-1], y_TN.shape[1]
+        )  # out here: what a Function gives may not be a view, to be added to
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> QuantizedLinear:
         super()._apply(fn, recurse)
@@ -191,20 +193,19 @@ class QuantizedLinear(torch.nn.Linear):
 
 
 class _Product(torch.autograd.Function):
-    """x W' + bias for x [..., K], which is made again of the codes in the backward."""
+    """x W' + bias for x [T, K]; W is made again of the codes in the backward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, bias_N: torch.Tensor | None, frozen: Quantized) -> torch.Tensor:
         ctx.frozen = frozen
         with no_longer_than_this():
-            return frozen.matmul(x.reshape(-1, x.shape[-1]), bias_N).view(*x.shape[:-1], frozen.shape[0])
+            return frozen.matmul(x, bias_N)
 
     @staticmethod
     @first_order
     def backward(ctx: Any, d: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         with no_longer_than_this():
-            dx = ctx.frozen.matmul_t(d.reshape(-1, d.shape[-1]))
-        return dx.view(*d.shape[:-1], dx.shape[1]), None, None
+            return ctx.frozen.matmul_t(d), None, None
 
 
 def codes_of(module: Any) -> Codes:
