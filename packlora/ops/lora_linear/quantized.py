@@ -170,9 +170,8 @@ class QuantizedLinear(torch.nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y_TN: torch.Tensor = _Product.apply(x.reshape(-1, x.shape[-1]), self.bias, self.frozen)
-        return y_TN.view(
-            *x.shape[:-1], y_TN.shape[1]
-        )  # out here: what a Function gives may not be a view, to be added to
+        # the view is made out here, for what a Function gives may not be one, to be added to
+        return y_TN.view(*x.shape[:-1], y_TN.shape[1])
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> QuantizedLinear:
         super()._apply(fn, recurse)
