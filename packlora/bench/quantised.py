@@ -28,6 +28,7 @@ from packlora.bench.model import table as table
 from packlora.bench.options import Options, Outcome, choose
 from packlora.config import QuantizationConfig
 from packlora.ops.cross_entropy.linear_cross_entropy import linear_cross_entropy
+from packlora.ops.lora_linear.quantized import QuantizedLinear
 from packlora.plans.timing import Contender, Timings, Work, paired
 
 JOBS = 4
@@ -101,6 +102,17 @@ def over_the_same_codes(model: nn.Module) -> Any:
     shared: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters()}
     states = [module.quant_state for module in model.modules() if hasattr(module, "quant_state")]
     return copy.deepcopy(model, shared | {id(state): state for state in states})
+
+
+def dense(model: Any) -> Any:
+    """The model in float32 with what the codes stand for, of which PEFT's DoRA takes norms."""
+    model = own_layers(model, torch.float32)
+    for path, module in list(model.named_modules()):
+        if isinstance(module, QuantizedLinear):
+            plain = nn.Linear(module.in_features, module.out_features, False, "meta")
+            plain.weight = nn.Parameter(module.frozen.codes.values(torch.float32), requires_grad=False)
+            model.set_submodule(path, plain)
+    return model
 
 
 def stored_bytes(model: nn.Module) -> int:
@@ -178,7 +190,7 @@ def losses(base: nn.Module, ids_BS: torch.Tensor, case: Case) -> list[list[float
     for name in ("packlora", "peft_bnb", "float32"):
         torch.manual_seed(1)
         if name == "float32":
-            model = peft_model(own_layers(over_the_same_codes(base), torch.float32), case)
+            model = peft_model(dense(over_the_same_codes(base)), case)
             for path, parameter in model.named_parameters():
                 if parameter.requires_grad:
                     parameter.data = start[path].float()

@@ -17,7 +17,7 @@ pytest.importorskip("bitsandbytes")
 REQUIRED = ["one_job_vs_peft_bnb", "four_jobs_vs_sequential", "loss_mean_abs_vs_peft", "peak_gib_minus_peft"]
 
 
-@pytest.mark.parametrize("adapter", ["lora_r16", pytest.param("dora_r64", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("adapter", [pytest.param("lora_r16", marks=pytest.mark.soak), "dora_r64"])
 def test_a_run_on_the_cpu_writes_its_cases_and_losses_like_peft_s(adapter: str, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     assert run_bench("quantised", out, quick=True, device="cpu", layers=1, only=adapter) == 0

@@ -505,12 +505,12 @@ def main(arguments: list[str] | None = None) -> None:
     wanted = tuple(dict.fromkeys(args.ways.split(","))) if args.ways else WAYS
     if not set(wanted) <= set(WAYS):
         raise InputError(f"ways: {args.ways!r}; accepted are {', '.join(WAYS)}, separated by commas")
-    records = train_all(wanted, device, args, end)
-    left = [way for way in WAYS if way not in records]
-    if missing := [way for way in left if not part(args.out, way).exists()]:
+    left = [way for way in WAYS if way not in wanted]
+    earlier = {way: recorded(way, device, args) for way in left if part(args.out, way).exists()}
+    records = train_all(wanted, device, args, end) | earlier
+    if missing := [way for way in WAYS if way not in records]:
         print(f"{', '.join(wanted)}: done; the results follow when {', '.join(missing)} is run with the same --out")
         return
-    records |= {way: recorded(way, device, args) for way in left}
     write(records, device, args)
     if args.exact:
         try:
