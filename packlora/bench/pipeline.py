@@ -97,9 +97,11 @@ class Timed(StageDevice):
 
     spans: dict[str, list[Any]] = field(default_factory=lambda: {"forward": [], "backward": []})
 
-    def forward(self, samples: Any, weights: np.ndarray, incoming: torch.Tensor | None = None) -> StagePending:
+    def forward(
+        self, samples: Any, weights: np.ndarray, incoming: torch.Tensor | None = None, below: torch.Tensor | None = None
+    ) -> StagePending:
         with self._timed("forward"):
-            return StageDevice.forward(self, samples, weights, incoming)
+            return StageDevice.forward(self, samples, weights, incoming, below)
 
     def backward(self, pending: StagePending) -> MicrobatchResult:
         with self._timed("backward"):

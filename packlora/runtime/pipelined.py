@@ -30,11 +30,11 @@ from packlora.runtime.windows import Plan, planned_windows
 from packlora.schedule.cost import CostModel
 from packlora.schedule.types import Microbatch
 
-LOSS, SQUARE, FOUND, TOLD, LARGEST, CHANGED, COLUMNS = 0, 1, 2, slice(3, 10), 10, 11, 12
-"""Columns of sums and totals, float64 [1 + steps, 12]. LARGEST and CHANGED are the largest of all stages, the others are added
+LOSS, SQUARE, FOUND, TOLD, BALANCE, LARGEST, CHANGED, COLUMNS = 0, 1, 2, slice(3, 10), 10, 11, 12, 13
+"""Columns of sums and totals, float64 [1 + steps, 13]. LARGEST and CHANGED are the largest of all stages, the others are added
 up. Row 0 says in column LARGEST whether the pipeline is to run dry; the others are of the jobs that step, in the order of the
-slot. FOUND: parameters with a gradient. TOLD: see Objective.told. LARGEST, CHANGED: of the job's step before, see
-Job.confirm."""
+slot. FOUND: parameters with a gradient. TOLD: see Objective.told. BALANCE: see BalanceSum. LARGEST, CHANGED: of the job's step
+before, see Job.confirm."""
 
 
 @dataclass(slots=True)
@@ -49,6 +49,8 @@ class _Inside:
     pending: StagePending | None = None
     incoming: torch.Tensor | None = None
     gradient: torch.Tensor | None = None
+    routing: torch.Tensor | None = None
+    """The gradient that StageRouting has, for the stage below."""
     sums: torch.Tensor | None = None
 
     @property
@@ -70,6 +72,8 @@ def put_sums(row: torch.Tensor, job: Job) -> None:
     row[LOSS], row[SQUARE], row[FOUND] = job.loss_sum, job.square(), len(job.parameters) - len(job.without)
     if job.preferences.told is not None:
         row[TOLD] = job.preferences.told
+    if job.balance.total is not None:
+        row[BALANCE] = job.balance.total
 
 
 class PipelinedTrainer(Trainer):
@@ -181,18 +185,27 @@ class PipelinedTrainer(Trainer):
         inside = self._inside[slot]
         samples, weights = self.runner.packer.packed(inside.microbatch)
         tokens, incoming, inside.incoming = inside.microbatch.num_tokens, inside.incoming, None
+        below = None
+        if incoming is not None and (shape := self.executor.routing_shape(samples)) is not None:
+            below = self.links.up.receive(shape, self.executor.routing_dtype)
         with self.times.clock.span("forward", slot):
-            inside.pending = self.budget.attempt(tokens, lambda: self.executor.forward(samples, weights, incoming))
+            inside.pending = self.budget.attempt(
+                tokens, lambda: self.executor.forward(samples, weights, incoming, below)
+            )
 
     def _send_hidden(self, slot: int) -> None:
         pending = self._inside[slot].pending
         assert pending is not None
         self.links.up.send(pending.root.detach(), self._shape(slot), self.executor.stage.dtype)
+        if (routing := pending.routing) is not None:
+            self.links.up.send(routing.totals, routing.totals.shape, self.executor.routing_dtype)
 
     def _receive_gradient(self, slot: int) -> None:
         pending = self._inside[slot].pending
         assert pending is not None
         pending.gradient = self.links.down.receive(self._shape(slot), self.executor.stage.dtype)
+        if (routing := pending.routing) is not None:
+            routing.gradient = self.links.down.receive(routing.totals.shape[1:], self.executor.routing_dtype)
 
     def _backward(self, slot: int) -> None:
         inside = self._inside[slot]
@@ -202,12 +215,14 @@ class PipelinedTrainer(Trainer):
             done = self.budget.attempt(microbatch.num_tokens, lambda: self.executor.backward(pending))
         assert done is not None
         inside.gradient, inside.pending = pending.gradient, None
+        inside.routing = None if pending.routing is None else pending.routing.gradient
         due = {job.name for job in inside.due}
         for name in dict.fromkeys(placed.job for placed in microbatch.samples):
             job = self.by_name[name]
             if name in due:
                 job.collect(done.sums[job.adapter.number])
                 job.preferences.add(done.told.get(job.adapter.number))
+                job.balance.add(done.balance.get(job.adapter.number))
             else:
                 job.discard()
         self._count_tokens(inside)
@@ -229,9 +244,11 @@ class PipelinedTrainer(Trainer):
 
     def _send_gradient(self, slot: int) -> None:
         inside = self._inside[slot]
-        gradient, inside.gradient = inside.gradient, None
+        gradient, routing, inside.gradient, inside.routing = inside.gradient, inside.routing, None, None
         assert gradient is not None
         self.links.down.send(gradient, self._shape(slot), self.executor.stage.dtype)
+        if routing is not None:
+            self.links.down.send(routing, routing.shape, self.executor.routing_dtype)
 
     # --- steps ---------------------------------------------------------------------------------------------------------
 
@@ -286,6 +303,8 @@ class PipelinedTrainer(Trainer):
             job.loss_sum, job.found_elsewhere = totals[LOSS], int(row[FOUND])
             if job.preferences.objective is not None:
                 job.preferences.told = totals[TOLD]
+            if job.balance.coefficient:
+                job.balance.total = totals[BALANCE]
             numbers = job.optimizer_step(totals[SQUARE].sqrt())
             self._count(job, job.count_step(row[LOSS], math.sqrt(row[SQUARE])), numbers[2:])
 

@@ -144,7 +144,8 @@ class Sampler:
         ids_T = torch.tensor([token for row in rows for token in row], device=device)
         positions_T = torch.cat([torch.arange(size) for size in sizes]).to(device)
         last_L = torch.tensor(lengths, device=device).cumsum(0) - 1
-        with self.attached.active(TokenOwners(len(ids_T), ((owner, 0, total),))):
+        owners = TokenOwners(len(ids_T), ((owner, 0, total),), label_rows=(((owner, 0, len(last_L)),), last_L))
+        with self.attached.active(owners):
             at = (self.base.model, ids_T, positions_T, sizes, last_L)
             storage = self.base.storage
             logits_LV = storage.logits(*at) if isinstance(storage, Stage) else packed_logits(*at)
