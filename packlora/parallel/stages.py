@@ -150,12 +150,13 @@ class Stage(InMemory):
         return hidden if self._incoming is None else self._incoming
 
     def leave(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Take what the last layer here gives. Returns what the rest of the model may be run on: as little as there can be."""
+        """Take what the last layer here gives. Returns what the rest of the model may be run on, which is for nothing: hidden
+        states of the same shape, as some models have it in mind (GPT-2), without gradients."""
         self.outgoing = hidden
         if self._in_step:
             self.links.up.send(hidden.contiguous(), hidden.shape, self.dtype)
             self.links.up.drain()
-        return hidden[:, :1].detach()
+        return hidden.detach()
 
 
 class Elsewhere(torch.nn.Module):
