@@ -174,6 +174,11 @@ class Session:
         known_head = prepared.head_in_layers if self.saved is None else self.saved.schedule.head_in_layers
         prepared.head_in_layers = mesh.gather(known_head)[0]
         self.layout, self.group = self._choose_layout(prepared), ALONE
+        if run.sweep is not None and not self._is_open:
+            raise InputError(
+                f"sweep: candidates join and leave pipelines that share all jobs, but parallel.devices_per_job is "
+                f"{self.layout.devices_per_job}; set it to {mesh.size}"
+            )
         if isinstance(mesh, Mesh):
             self.group = self._group(mesh)
         if self.saved is not None and not self._is_open and (self.changes or self.new):
