@@ -25,6 +25,7 @@ def whole(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     tiny_model("llama").save_pretrained(folder / "base")
     tokenizer.save_pretrained(folder / "base")
     asked = tree(str(folder / "base"), folder / "one", rows_into(folder), list(JOBS), dtype="float64")
+    asked |= {"sample_prompts": ["the quick"], "sample_max_new_tokens": 2}
     packlora.train(Run.model_validate(asked))
     return asked
 
@@ -41,6 +42,11 @@ def test_two_processes_give_what_one_process_gives(
         assert mine.keys() == other.keys()
         for key, tensor in other.items():
             assert float((mine[key] - tensor).abs().max()) < 1e-10, (job, key)
+    texts = [
+        sorted((one / "samples.jsonl").read_text().splitlines())
+        for one in (tmp_path / "two", Path(whole["output_dir"]))
+    ]
+    assert texts[0] == texts[1] and len(texts[0]) == 2 * len(JOBS)
 
 
 def test_rows_of_an_embedding_and_of_an_output_layer_that_is_tied_to_it_are_not_trained_in_stages(
@@ -52,7 +58,9 @@ def test_rows_of_an_embedding_and_of_an_output_layer_that_is_tied_to_it_are_not_
     asked = tree(str(tmp_path / "base"), tmp_path / "out", rows_into(tmp_path), ["embedding", "tokens"], **changes)
     with pytest.raises(InputError) as caught:
         prepare(Run.model_validate(asked))
-    wanted = "job 'tokens': lm_head has the rows of the embedding, to which it is tied, on another stage, which parallel"
+    wanted = (
+        "job 'tokens': lm_head has the rows of the embedding, to which it is tied, on another stage, which parallel"
+    )
     assert str(caught.value).startswith(f"{wanted}.pipeline does not take")
 
 

@@ -521,6 +521,8 @@ def test_what_cannot_be_cut_is_refused_on_every_process(
     )
     assert "pipeline is 0; give auto or a number of stages" in refused({"pipeline": 0})
     assert "cuda_graphs: true cannot be met" in refused({"pipeline": 2}, cuda_graphs=True)
+    sweep = {"job": fresh["jobs"][0]["name"], "parameters": {"train.learning_rate": [1e-3]}}
+    assert "sweep: candidates join and leave on one process, or on the stages" in refused({}, sweep=sweep)
     few = saved_base(tmp_path / "few", tokenizer, num_hidden_layers=1)
     assert "parallel.pipeline is 2, but the model has 1 layers" in refused({"pipeline": 2}, base_model=few)
 
