@@ -73,6 +73,7 @@ def run_bench(
     resume: bool = False,
     shape: str | None = None,
     units: int | None = None,
+    lengths: str | None = None,
 ) -> int:
     """Run a benchmark, write its results and print a table.
 
@@ -87,8 +88,9 @@ def run_bench(
         parts: those to measure, of PARTS, separated by commas; rows of the others stay in the file as they are.
         ncu: measure nothing; print the command lines that count the DRAM traffic of `layer`.
         resume: go on where a run that was ended left off.
-        shape: of the model in `replicas`, one of short_jobs.SHAPES.
+        shape: of the model in `replicas`, one of short_jobs.SHAPES, or in `pipeline`, one of pipeline.SHAPES.
         units: that are counted in `pipeline`.
+        lengths: of samples in `pipeline`, one of pipeline.LENGTHS.
 
     Returns:
         Exit code: 0, or 1 where a contender failed (the others' figures are written).
@@ -101,10 +103,15 @@ def run_bench(
         raise InputError(f"bench: {name!r} is not a benchmark; there are {', '.join(NAMES)}")
     if layers is not None and name not in WITH_LAYERS:
         raise InputError(f"bench {name}: --layers is for {', '.join(WITH_LAYERS)}")
-    if shape is not None and (name != "replicas" or shape not in SHAPES):
-        raise InputError(f"bench {name}: --shape is for replicas, and one of {', '.join(SHAPES)}")
-    if units is not None and name != "pipeline":
-        raise InputError(f"bench {name}: --units is for pipeline")
+    shapes = {"replicas": SHAPES, "pipeline": pipeline.SHAPES}
+    if shape is not None and shape not in shapes.get(name, ()):
+        known = " and ".join(f"{one} ({', '.join(own)})" for one, own in shapes.items())
+        raise InputError(f"bench {name}: --shape is for {known}; got {shape!r}")
+    for key, value in (("--units", units), ("--lengths", lengths)):
+        if value is not None and name != "pipeline":
+            raise InputError(f"bench {name}: {key} is for pipeline")
+    if lengths is not None and lengths not in pipeline.LENGTHS:
+        raise InputError(f"bench {name}: --lengths is one of {', '.join(pipeline.LENGTHS)}; got {lengths!r}")
     if ncu and name != "layer":
         raise InputError(f"bench {name}: --ncu is for layer")
     wanted = _parts(name, parts)
@@ -122,7 +129,9 @@ def run_bench(
     if name in ON_PROCESSES or (name in ON_EITHER and world_size() > 1):
         if plots or (resume and name != "pipeline"):
             raise InputError(f"bench {name} runs in one piece and has no pictures; --resume and --plots are not for it")
-        plain = Options(torch.device("cpu"), quick, _words(only), layers, wanted, (), out, None, shape or SHAPE, units)
+        shape = shape or (pipeline.SHAPE if name == "pipeline" else SHAPE)
+        lengths = lengths or pipeline.SHORT
+        plain = Options(torch.device("cpu"), quick, _words(only), layers, wanted, (), out, None, shape, units, lengths)
         with processes(name) as mesh:
             return _measure_together(name, plain, device, resume, mesh)
     if world_size() > 1:
@@ -167,9 +176,8 @@ def _measure_together(name: str, plain: Options, device: str, resume: bool, mesh
         chosen = _device(name, device, plain.quick)
         if device not in ("auto", "cpu", "cuda"):
             raise InputError(f"device: {device!r} is one device, but {mesh.size} processes were started; use auto")
-        label = (
-            f"{called}-{device_slug(chosen)}" if shape == SHAPE else f"{called}-{shape.lower()}-{device_slug(chosen)}"
-        )
+        usual = name == "pipeline" or shape == SHAPE  # a file of pipelines has all shapes
+        label = f"{called}-{device_slug(chosen)}" if usual else f"{called}-{shape.lower()}-{device_slug(chosen)}"
         kept: tuple[dict[str, Any], ...] = ()
         progress = None
         if name == "pipeline":
@@ -178,11 +186,14 @@ def _measure_together(name: str, plain: Options, device: str, resume: bool, mesh
             check_writable(out)
             if not (plain.quick or plain.only or plain.layers is not None or plain.units is not None):
                 again = [f"{part} {mesh.size}" for part in plain.parts or PARTS.get(name, ("all",))]
+                if name == "pipeline":
+                    again = [pipeline.case_of(mesh.size, shape, plain.lengths)]
                 kept = rows_of_other_parts(out, label, device_name(chosen), again, bench.part_of)
             if name == "pipeline":
                 words = {
                     "name": label, "device": device_name(chosen), "processes": mesh.size, "quick": plain.quick,
-                    "only": list(plain.only), "layers": plain.layers, "units": plain.units,
+                    "only": list(plain.only), "layers": plain.layers, "units": plain.units, "shape": shape,
+                    "lengths": plain.lengths,
                 }  # fmt: skip
                 progress = Progress(out, words, resume)
         return label, replace(plain, device=chosen, kept=kept, progress=progress)

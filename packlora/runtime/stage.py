@@ -140,7 +140,7 @@ class StageDevice:
                 roots += pending.routing.roots()
             if roots:
                 with self.attached.active(batch.owners):
-                    torch.autograd.backward(*zip(*roots, strict=True))
+                    torch.autograd.backward([root for root, _ in roots], [own for _, own in roots])
             if incoming is not None:
                 back = torch.zeros_like(incoming) if incoming.grad is None else incoming.grad
                 pending.gradient = back.contiguous()
