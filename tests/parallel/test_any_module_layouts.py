@@ -15,7 +15,12 @@ from test_replicas import on_ranks
 import packlora
 from packlora.config import Run
 from packlora.errors import InputError
+from packlora.parallel.layout import Layout
+from packlora.runtime import profiler
 from packlora.runtime.prepare import prepare
+from packlora.runtime.spread import needed_bytes, spread
+
+COPIES = ("base_model.model.lm_head.weight", "base_model.model.model.norm.weight")
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +52,19 @@ def test_two_processes_give_what_one_process_gives(
         for one in (tmp_path / "two", Path(whole["output_dir"]))
     ]
     assert texts[0] == texts[1] and len(texts[0]) == 2 * len(JOBS)
+
+
+def test_what_is_on_an_end_of_the_model_is_predicted_to_be_on_one_stage(whole: dict[str, Any]) -> None:
+    """A job with copies of the output layer and of the last norm beside one with as little in layers."""
+
+    def needed(name: str) -> int:
+        jobs = [job for job in whole["jobs"] if job["name"] == name]
+        prepared = prepare(Run.model_validate({**whole, "jobs": jobs}))
+        planned = spread(prepared, Layout(((name,),), pipeline=2))
+        return needed_bytes(prepared, profiler.profile(prepared.run, prepared), planned)
+
+    at_ends = sum(tensors(Path(whole["output_dir"]) / "copies")[key].numel() for key in COPIES)
+    assert needed("copies") - needed("plain") > 0.9 * profiler.TRAINABLE_BYTES * at_ends
 
 
 def test_rows_of_an_embedding_and_of_an_output_layer_that_is_tied_to_it_are_not_trained_in_stages(
