@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,9 +49,8 @@ class _Inside:
     due: list[Job]
     pending: StagePending | None = None
     incoming: torch.Tensor | None = None
-    gradient: torch.Tensor | None = None
-    routing: torch.Tensor | None = None
-    """The gradient that StageRouting has, for the stage below."""
+    gradients: list[torch.Tensor] = field(default_factory=list)
+    """For the stage below, see StagePending."""
     sums: torch.Tensor | None = None
 
     @property
@@ -74,6 +74,15 @@ def put_sums(row: torch.Tensor, job: Job) -> None:
         row[TOLD] = job.preferences.told
     if job.balance.total is not None:
         row[BALANCE] = job.balance.total
+
+
+def take_totals(row: torch.Tensor, job: Job) -> None:
+    """What all stages have added up of it."""
+    job.loss_sum = row[LOSS]
+    if job.preferences.objective is not None:
+        job.preferences.told = row[TOLD]
+    if job.balance.coefficient:
+        job.balance.total = row[BALANCE]
 
 
 class PipelinedTrainer(Trainer):
@@ -185,27 +194,20 @@ class PipelinedTrainer(Trainer):
         inside = self._inside[slot]
         samples, weights = self.runner.packer.packed(inside.microbatch)
         tokens, incoming, inside.incoming = inside.microbatch.num_tokens, inside.incoming, None
-        below = None
-        if incoming is not None and (shape := self.executor.routing_shape(samples)) is not None:
-            below = self.links.up.receive(shape, self.executor.routing_dtype)
+        below = None if self.links.is_first else self.executor.receive_totals(samples)
+        forward = partial(self.executor.forward, samples, weights, incoming, below)
         with self.times.clock.span("forward", slot):
-            inside.pending = self.budget.attempt(
-                tokens, lambda: self.executor.forward(samples, weights, incoming, below)
-            )
+            inside.pending = self.budget.attempt(tokens, forward)
 
     def _send_hidden(self, slot: int) -> None:
         pending = self._inside[slot].pending
         assert pending is not None
-        self.links.up.send(pending.root.detach(), self._shape(slot), self.executor.stage.dtype)
-        if (routing := pending.routing) is not None:
-            self.links.up.send(routing.totals, routing.totals.shape, self.executor.routing_dtype)
+        self.executor.send_up(pending, self._shape(slot))
 
     def _receive_gradient(self, slot: int) -> None:
         pending = self._inside[slot].pending
         assert pending is not None
-        pending.gradient = self.links.down.receive(self._shape(slot), self.executor.stage.dtype)
-        if (routing := pending.routing) is not None:
-            routing.gradient = self.links.down.receive(routing.totals.shape[1:], self.executor.routing_dtype)
+        self.executor.receive_down(pending, self._shape(slot))
 
     def _backward(self, slot: int) -> None:
         inside = self._inside[slot]
@@ -214,8 +216,7 @@ class PipelinedTrainer(Trainer):
         with self.times.clock.span("backward", slot):
             done = self.budget.attempt(microbatch.num_tokens, lambda: self.executor.backward(pending))
         assert done is not None
-        inside.gradient, inside.pending = pending.gradient, None
-        inside.routing = None if pending.routing is None else pending.routing.gradient
+        inside.gradients, inside.pending = pending.gradients(), None
         due = {job.name for job in inside.due}
         for name in dict.fromkeys(placed.job for placed in microbatch.samples):
             job = self.by_name[name]
@@ -243,12 +244,8 @@ class PipelinedTrainer(Trainer):
         self.runner.begin()
 
     def _send_gradient(self, slot: int) -> None:
-        inside = self._inside[slot]
-        gradient, routing, inside.gradient, inside.routing = inside.gradient, inside.routing, None, None
-        assert gradient is not None
-        self.links.down.send(gradient, self._shape(slot), self.executor.stage.dtype)
-        if routing is not None:
-            self.links.down.send(routing, routing.shape, self.executor.routing_dtype)
+        self.executor.send_down(self._inside[slot].gradients, self._shape(slot))
+        self._inside[slot].gradients = []
 
     # --- steps ---------------------------------------------------------------------------------------------------------
 
@@ -300,11 +297,8 @@ class PipelinedTrainer(Trainer):
                 job.discard()
                 continue
             assert job.step == batch, "a step was left out"
-            job.loss_sum, job.found_elsewhere = totals[LOSS], int(row[FOUND])
-            if job.preferences.objective is not None:
-                job.preferences.told = totals[TOLD]
-            if job.balance.coefficient:
-                job.balance.total = totals[BALANCE]
+            take_totals(totals, job)
+            job.found_elsewhere = int(row[FOUND])
             numbers = job.optimizer_step(totals[SQUARE].sqrt())
             self._count(job, job.count_step(row[LOSS], math.sqrt(row[SQUARE])), numbers[2:])
 

@@ -57,6 +57,11 @@ class StagePending:
             return torch.zeros(len(groups.places) // 3, 3, dtype=torch.float64, device=self.root.device)
         return logps_of(self.losses_L, groups)
 
+    def gradients(self) -> list[torch.Tensor]:
+        """After the backward, for the stage below: of the hidden states, and that of StageRouting."""
+        of_routing = None if self.routing is None else self.routing.gradient
+        return [own for own in (self.gradient, of_routing) if own is not None]
+
     def told(self) -> dict[int, torch.Tensor]:
         """As MicrobatchResult has it; nothing where the losses are on another stage."""
         groups = self.batch.groups
@@ -83,13 +88,37 @@ class StageDevice:
     def prepare(self, samples: Sequence[PackedSample], weights: np.ndarray) -> None:
         """Nothing."""
 
-    def routing_shape(self, samples: Sequence[PackedSample]) -> tuple[int, int, int] | None:
-        """Of the totals of StageRouting; None where no sample has a load-balancing loss."""
+    # --- what passes between stages; shape: as `shape` gives it ------------------------------------------------------------
+
+    def receive_totals(self, samples: Sequence[PackedSample]) -> torch.Tensor | None:
+        """Those of StageRouting from the stage below, behind the hidden states; None where no sample has such a loss."""
         balanced = sum(item.balance > 0 for item in samples)
-        return (2, balanced, self._routers[0]) if balanced else None
+        return self.stage.links.up.receive((2, balanced, self._routers[0]), self._wide) if balanced else None
+
+    def send_up(self, pending: StagePending, shape: tuple[int, int, int]) -> None:
+        up = self.stage.links.up
+        up.send(pending.root.detach(), shape, self.stage.dtype)
+        if (routing := pending.routing) is not None:
+            up.send(routing.totals, routing.totals.shape, self._wide)
+
+    def receive_down(self, pending: StagePending, shape: tuple[int, int, int]) -> None:
+        down = self.stage.links.down
+        pending.gradient = down.receive(shape, self.stage.dtype)
+        if (routing := pending.routing) is not None:
+            routing.gradient = down.receive(routing.totals.shape[1:], self._wide)
+
+    def send_down(self, gradients: Sequence[torch.Tensor], shape: tuple[int, int, int]) -> None:
+        """gradients: see StagePending."""
+        of_hidden, *of_routing = gradients
+        self.stage.links.down.send(of_hidden, shape, self.stage.dtype)
+        for own in of_routing:
+            self.stage.links.down.send(own, own.shape, self._wide)
+
+    # --- forward and backward ----------------------------------------------------------------------------------------------
 
     @property
-    def routing_dtype(self) -> torch.dtype:
+    def _wide(self) -> torch.dtype:
+        """Of what StageRouting sends."""
         return torch.promote_types(self.stage.dtype, torch.float32)
 
     @property
@@ -124,7 +153,7 @@ class StageDevice:
         pending = StagePending(batch, incoming, root, losses_L, num_owners)
         if batch.balanced:
             pending.routing = StageRouting(
-                routed or [], batch.balanced, below, *self._routers, self.routing_dtype, self.base.device
+                routed or [], batch.balanced, below, *self._routers, self._wide, self.base.device
             )
             if self.stage.links.is_last:
                 pending.balance = pending.routing.losses()
