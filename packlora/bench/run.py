@@ -127,13 +127,13 @@ def run_bench(
             raise InputError("bench schedule runs in one piece; --resume is not for it")
         return run_schedule(out, quick, plots)
     if name in ON_PROCESSES or (name in ON_EITHER and world_size() > 1):
-        if plots or (resume and name != "pipeline"):
+        if (plots or resume) and name != "pipeline":
             raise InputError(f"bench {name} runs in one piece and has no pictures; --resume and --plots are not for it")
         shape = shape or (pipeline.SHAPE if name == "pipeline" else SHAPE)
         lengths = lengths or pipeline.SHORT
         plain = Options(torch.device("cpu"), quick, _words(only), layers, wanted, (), out, None, shape, units, lengths)
         with processes(name) as mesh:
-            return _measure_together(name, plain, device, resume, mesh)
+            return _measure_together(name, plain, device, resume, mesh, plots)
     if world_size() > 1:
         raise InputError(
             f"bench {name} runs on one process; torchrun is for {' and '.join([*ON_PROCESSES, *ON_EITHER])}"
@@ -149,8 +149,7 @@ def _measure(name: str, options: Options, plots: bool) -> int:
     _write(options.progress.asked["name"], options, outcome)
     options.progress.done()
     if plots:
-        for path in write_plots(name, outcome.rows, options.out):
-            print(f"wrote {path}")
+        _draw(name, outcome, options.out)
     return report_failures(outcome.rows)
 
 
@@ -162,7 +161,7 @@ def _write(label: str, options: Options, outcome: Outcome) -> None:
     write_results(options.out, label, outcome.protocol, outcome.rows, outcome.summary, str(options.device))
 
 
-def _measure_together(name: str, plain: Options, device: str, resume: bool, mesh: Mesh) -> int:
+def _measure_together(name: str, plain: Options, device: str, resume: bool, mesh: Mesh, plots: bool = False) -> int:
     """Measure on all processes; the first one writes. Its file keeps the rows of other numbers of processes.
 
     Args:
@@ -205,7 +204,14 @@ def _measure_together(name: str, plain: Options, device: str, resume: bool, mesh
     _write(label, options, outcome)
     if options.progress is not None:
         options.progress.done()
+    if plots:
+        _draw(name, outcome, out)
     return report_failures(outcome.rows)
+
+
+def _draw(name: str, outcome: Outcome, out: Path) -> None:
+    for path in write_plots(name, outcome.rows, out):
+        print(f"wrote {path}")
 
 
 def _device(name: str, device: str, quick: bool) -> torch.device:

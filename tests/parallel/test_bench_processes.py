@@ -19,6 +19,7 @@ from ranks import Ranks
 from packlora.adapters.flat import ROW
 from packlora.bench import pipeline, replicas, tensor_parallel
 from packlora.bench.options import Options
+from packlora.bench.plots import ways_by_case
 from packlora.bench.results import rows_of_other_parts
 from packlora.bench.run import run_bench
 from packlora.bench.schedule_cases import SETS, draw_lengths
@@ -252,6 +253,13 @@ def test_figures_of_a_pipeline_are_those_of_known_times() -> None:
     assert both["tokens_per_s_per_gpu_70b"] == pytest.approx(1000 / 4 * 8 / 80)
     assert both["tokens_per_s_per_gpu_32b_het"] == pytest.approx(1000 / 2 / 4 * 8 / 64)
     assert [pipeline.part_of(own) for own in (row(4, 1.0, 0.0), other)] == ["x4", "x4 32B het"]
+    units = [row(2, s, 0.1 * s) | {"case": f"x2 unit {number}"} for number, s in enumerate((1.0, 2.0, 3.0), 1)]
+    drawn = ways_by_case([*units, other | {"case": "x4 32B het unit 1"}])
+    assert drawn["x2"]["no_flush"] == (500, pytest.approx(0.2)) and drawn["x2"]["fsdp2"] == (
+        pytest.approx(1000 / 6),
+        None,
+    )
+    assert list(drawn) == ["x2", "x4 32B het"] and len(drawn["x4 32B het"]) == 5
 
 
 ONLY = "no_flush,one_job,fixed_samples"
@@ -279,7 +287,9 @@ def test_a_pipeline_s_turns_are_kept_and_a_run_that_was_ended_goes_on(ranks: Poo
     ranks(2).run(ended_early, out)
     part = json.loads((tmp_path / "pipeline.part.json").read_text())
     assert [row["case"] for row in part["rows"]] == ["x2 unit 1 one_job"]
-    (status, said), other = ranks(2).run(limited, out, {"units": 1, "resume": True, "only": ONLY})
+    again = {"units": 1, "resume": True, "only": ONLY, "plots": True}
+    (status, said), other = ranks(2).run(limited, out, again)
+    assert {path.name for path in tmp_path.glob("*-ways.*")} == {"pipeline-ways.png", "pipeline-ways.svg"}
     assert (status, other) == (0, (0, ""))
     assert "on 2 stages (1, 1; the output layer" in said and "5 turns, those to warm up included, of about " in said
     assert [f"x2 unit 1 {way}: " in said for way in ONLY.split(",")] == [True, False, True]
