@@ -76,7 +76,7 @@ def whole_alone(
     head = skeleton.get_output_embeddings()
     if staged:
         tied = next((path for path, own in spec.modules.items() if own.kind == "tied"), None)
-        return None if tied is None else f"{tied} has the rows of the embedding, to which it is tied, on another stage"
+        return None if tied is None else f"it trains rows of the embedding, to which {tied} is tied on another stage"
     for path, own in spec.modules.items():
         if own.kind in PARAMETERS:
             continue

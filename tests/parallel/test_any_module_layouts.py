@@ -76,9 +76,7 @@ def test_rows_of_an_embedding_and_of_an_output_layer_that_is_tied_to_it_are_not_
     asked = tree(str(tmp_path / "base"), tmp_path / "out", rows_into(tmp_path), ["embedding", "tokens"], **changes)
     with pytest.raises(InputError) as caught:
         prepare(Run.model_validate(asked))
-    wanted = (
-        "job 'tokens': lm_head has the rows of the embedding, to which it is tied, on another stage, which parallel"
-    )
+    wanted = "job 'tokens': it trains rows of the embedding, to which lm_head is tied on another stage, which parallel"
     assert str(caught.value).startswith(f"{wanted}.pipeline does not take")
 
 
