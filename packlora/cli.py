@@ -343,6 +343,10 @@ def bench(
         ),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on where a run that was ended left off.")] = False,
+    seconds: Annotated[
+        int | None,
+        typer.Option(min=1, help="Begin no case after so many seconds; what is measured is written, --resume goes on."),
+    ] = None,
     plots: Annotated[bool, typer.Option("--plots", help="Also write pictures beside FILE.")] = False,
     ncu: Annotated[bool, typer.Option("--ncu", help="layer: print the command lines that count DRAM traffic.")] = False,
 ) -> None:
@@ -352,7 +356,7 @@ def bench(
         from packlora.bench.run import run_bench
 
         raise typer.Exit(
-            run_bench(name, out, quick, device, only, layers, plots, ncu, parts, resume, shape, units, lengths)
+            run_bench(name, out, quick, device, only, layers, plots, ncu, parts, resume, shape, units, lengths, seconds)
         )
 
     _guarded(action, "stopped; --resume goes on where it was")

@@ -105,11 +105,11 @@ class Run:
         packed = [self.packed(number) for number in numbers]
         for at, number in enumerate(numbers):
             sums.append(run_microbatch(self.executor, packed[at], SCALES).sums)
-            if evaluate:
-                sums.append(self.executor.evaluate(packed[at][-1:], 3).sums)
             self.collect({owner for owner, _ in self.owned(number)}, step=number % 2 == 1)
             for following in packed[at + 1 : at + 2]:
                 self.executor.prepare(following, SCALES)
+            if evaluate:  # after a forward that may have been launched ahead
+                sums.append(self.executor.evaluate(packed[at][-1:], 3).sums)
         return [*(p.detach().clone() for p in self.parameters()), *sums]
 
 
@@ -126,6 +126,16 @@ def attention_by_starts(monkeypatch: Any) -> None:
     monkeypatch.setattr(attention, "_one_call", call)
 
 
+def replay_of(function: Callable[[], None]) -> Callable[[], None]:
+    """Runs it again. As a graph's backward does, its backward reads what it has kept as that is by then, and asks nothing."""
+
+    def replay() -> None:
+        with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda kept: kept):
+            function()
+
+    return replay
+
+
 class Pretended:
     """A recorder whose replays run the functions again."""
 
@@ -134,7 +144,7 @@ class Pretended:
 
     def record(self, function: Callable[[], None]) -> Callable[[], None]:
         self.recorded += 1
-        return function
+        return replay_of(function)
 
 
-__all__ = ["JOBS", "MICROBATCHES", "Pretended", "Recorder", "Run", "attention_by_starts"]
+__all__ = ["JOBS", "MICROBATCHES", "Pretended", "Recorder", "Run", "attention_by_starts", "replay_of"]

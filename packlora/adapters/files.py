@@ -123,7 +123,8 @@ def save_adapter(folder: Path, adapter: Adapter, whole: Mapping[str, torch.Tenso
 def config_dict(peft: LoraConfig) -> dict[str, Any]:
     """What an adapter_config.json says."""
     config: dict[str, Any] = peft.to_dict() | {"inference_mode": True}
-    if OF_WEIGHTS.fullmatch(str(peft.init_lora_weights)):  # PEFT would begin anew, and change the base
+    start = str(peft.init_lora_weights)
+    if OF_WEIGHTS.fullmatch(start) or start == "orthogonal":  # PEFT would begin anew: change the base, or fail on codes
         config["init_lora_weights"] = True
     if peft.target_parameters:  # PEFT trains no dropout there, and so loads no adapter that names one
         config["lora_dropout"] = 0.0

@@ -172,6 +172,8 @@ def resolve(peft: LoraConfig, model: PreTrainedModel, job: str, base_dropped: bo
         own = _low_rank(peft, path, found.kind, base_dropped, job)
         spec.modules[path] = replace(own, stored_at=found.stored_at)
     spec.notes += _left_out(asked, model, spec, job)
+    if peft.exclude_modules and not any(_is_excluded(peft, name) for name in every):
+        spec.notes.append(f"job {job!r}: exclude_modules {_told(peft.exclude_modules)} matches nothing in the model")
     return spec
 
 
@@ -228,7 +230,7 @@ def _check_patterns(peft: LoraConfig, adapted: Iterable[str], job: str) -> None:
 def _targets(
     peft: LoraConfig, model: PreTrainedModel, linears: Iterable[str], head_names: set[str], job: str
 ) -> set[str]:
-    targets = sorted(peft.target_modules) if isinstance(peft.target_modules, set) else peft.target_modules
+    targets = peft.target_modules
     if isinstance(targets, str) and targets.lower() == "all-linear":
         every = copy.copy(peft)
         every.target_modules = set(linears) - head_names
@@ -244,9 +246,11 @@ def _targets(
     names = [name for name, _ in model.named_modules() if name]
     matched = {name for name in names if _matches(peft, name)}
     leaves = ", ".join(sorted({name.rpartition(".")[2] for name in set(linears) - head_names}))
+    if not matched and (narrowing := _narrowed_away(peft, names)):
+        raise InputError(f"job {job!r}: {narrowing} leaves nothing of what target_modules {_told(targets)} matches")
     if not matched:
         raise InputError(
-            f"job {job!r}: target_modules {quoted(targets, 300)} matches nothing in the model; linear layers are {leaves}"
+            f"job {job!r}: target_modules {_told(targets)} matches nothing in the model; linear layers are {leaves}"
             + _meant(targets, leaves)
         )
     for target in [] if isinstance(targets, str) else sorted(targets or ()):
@@ -264,13 +268,30 @@ def _targets(
         if isinstance(module, torch.nn.Embedding):
             found = why_no_rows(module)
         if kind == "convolution" and name not in of_images:
-            found = f"a {type(module).__name__} in which tokens see those of other samples"
+            found = (
+                f"a {type(module).__name__} over tokens, which would see those of other samples: leave it out, or train it "
+                "with PEFT and packlora.accelerate"
+            )
         if found:
             raise InputError(
                 f"job {job!r}: target_modules matches {name}, {found}; linear layers, embeddings and convolutions of a "
                 "vision tower can be adapted"
             )
     return matched
+
+
+def _narrowed_away(peft: LoraConfig, names: Iterable[str]) -> str | None:
+    """Which key leaves nothing of what target_modules matches by itself."""
+    for key in ("layers_to_transform", "exclude_modules"):
+        without = copy.copy(peft)
+        setattr(without, key, None)
+        if getattr(peft, key) is not None and any(_matches(without, name) for name in names):
+            return f"{key} {_told(getattr(peft, key))}"
+    return None
+
+
+def _told(names: Any) -> str:
+    return quoted(sorted(names) if isinstance(names, set) else names, 300)
 
 
 def _start(peft: LoraConfig, rank: int, name: str, kind: Kind, job: str) -> bool | str:

@@ -57,7 +57,8 @@ def run(options: Options) -> Outcome:
     protocol = " ".join(
         [dora_norm.PROTOCOL, dora_compose.PROTOCOL, dora_layer.PROTOCOL, dora_model.PROTOCOL.format(liger=liger)]
     )
-    return Outcome(protocol, rows, options.keys(summary(rows)), table(rows))
+    by_case = "compose" not in wanted  # its figures are means over cases
+    return Outcome(protocol, rows, options.keys(summary(rows), by_case), table(rows))
 
 
 def quality(options: Options) -> list[dict[str, Any]]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch import nn
 
 from packlora.plans.timing import Contender, Work
 from packlora.runtime.memory import free_memory, synchronize
@@ -23,11 +24,19 @@ def modes(device: torch.device) -> tuple[str, ...]:
 
 def in_mode(call: Callable[..., Any], mode: str, device: torch.device) -> Callable[..., Any]:
     """The call in one of MODES. On a CPU `compiled` stops once the graph is traced."""
-    if mode == "eager":
-        return call
+    return call if mode == "eager" else torch.compile(call, **_settings(mode, device))
+
+
+def compile_each(modules: Iterable[nn.Module], mode: str, device: torch.device) -> None:
+    """As in_mode, of every module by itself, in place; those of one shape share a graph."""
+    for module in modules if mode != "eager" else ():
+        module.compile(**_settings(mode, device))
+
+
+def _settings(mode: str, device: torch.device) -> dict[str, Any]:
     if device.type != "cuda":
-        return torch.compile(call, backend="eager", dynamic=False)
-    return torch.compile(call, mode="reduce-overhead" if mode == "reduce-overhead" else None, dynamic=False)
+        return {"backend": "eager", "dynamic": False}
+    return {"mode": "reduce-overhead" if mode == "reduce-overhead" else None, "dynamic": False}
 
 
 def begin_step(mode: str) -> None:

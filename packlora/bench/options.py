@@ -70,10 +70,15 @@ class Options:
     def wants(self, part: str) -> bool:
         return not self.parts or part in self.parts
 
-    def keys(self, summary: dict[str, Any]) -> dict[str, Any]:
+    def keys(self, summary: dict[str, Any], by_case: bool = False) -> dict[str, Any]:
         """The summary, with keys that begin with `part_` where less than everything was measured: no figure of a part can
-        be taken for one of the whole."""
-        part = self.quick or self.only or self.layers is not None or self.units is not None
+        be taken for one of the whole.
+
+        Args:
+            by_case: each figure is of one case, or None where a case is missing; so they keep their names when time is up.
+        """
+        ended = self.progress is not None and bool(self.progress.left) and not by_case
+        part = self.quick or self.only or self.layers is not None or self.units is not None or ended
         return {f"part_{key}": value for key, value in summary.items()} if part else summary
 
 

@@ -326,7 +326,7 @@ def run(options: Options) -> Outcome:
         swiglu="torch's" if liger_swiglu(options.device) is None else "liger's",
         peers=", ".join(f"{name} {source.commit[:7]}" for name, source in SOURCES.items()),
     )  # fmt: skip
-    return Outcome(protocol, rows, options.keys(summary(rows)), table(rows))
+    return Outcome(protocol, rows, options.keys(summary(rows), by_case=True), table(rows))
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -31,13 +32,17 @@ class Progress:
         asked: what must be the same for rows to belong together: name, device, options.
         resume: go on with the rows that an earlier run left, but for those of cases where a contender failed; otherwise they
             are written over.
+        seconds: once so many have passed no further case begins; the first always does.
 
     Raises:
         InputError: the file of the earlier run cannot be read, or it was asked for something else.
     """
 
-    def __init__(self, out: Path, asked: Row, resume: bool) -> None:
+    def __init__(self, out: Path, asked: Row, resume: bool, seconds: float | None = None) -> None:
         self.path, self.asked = out.with_name(f"{out.stem}.part.json"), asked
+        self.ends = None if seconds is None else time.monotonic() + seconds
+        self.left: list[str] = []  # cases that did not begin
+        self.began = False
         self.rows: dict[str, Row] = self._earlier() if resume and self.path.exists() else {}
 
     def _earlier(self) -> dict[str, Row]:
@@ -59,12 +64,16 @@ class Progress:
                 print(f"{case.label}: measured already", flush=True)
                 rows.append(self.rows[case.label])
                 continue
+            if self.began and self.ends is not None and time.monotonic() >= self.ends:
+                self.left.append(case.label)
+                continue
+            self.began = True
             yield case
             self.rows[case.label] = rows[-1]
             content = {"asked": self.asked, "commit": source_commit(), "date": datetime.now(UTC).date().isoformat()}
             write_json(self.path, {**content, "rows": list(self.rows.values())})
 
     def done(self) -> None:
-        """The results are written: nothing of this run is left to go on with."""
-        if self.rows:
+        """The results are written: nothing of this run is left to go on with, unless its time was up."""
+        if self.rows and not self.left:
             self.path.unlink(missing_ok=True)

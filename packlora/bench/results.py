@@ -18,8 +18,9 @@ from packlora.runtime.record import device_name, source_commit, versions
 
 
 def write_results(
-    out: Path, name: str, protocol: str, rows: list[dict[str, Any]], summary: dict[str, Any], device: str = "cpu"
-) -> None:
+    out: Path, name: str, protocol: str, rows: list[dict[str, Any]], summary: dict[str, Any], device: str = "cpu",
+    not_measured: Sequence[str] = (),
+) -> None:  # fmt: skip
     """Write a results file with its provenance.
 
     Args:
@@ -29,6 +30,7 @@ def write_results(
         rows: one mapping per measurement.
         summary: the figures that are quoted.
         device: torch device that the figures were measured on.
+        not_measured: labels of cases that the time did not suffice for.
     """
     out.parent.mkdir(parents=True, exist_ok=True)
     write_json(
@@ -42,13 +44,19 @@ def write_results(
             "protocol": protocol,
             "rows": rows,
             "summary": summary,
+            **({"not_measured": list(not_measured)} if not_measured else {}),
         },
     )
     print(f"wrote {out}")
 
 
 def rows_of_other_parts(
-    out: Path, name: str, device: str, parts: Sequence[str], part_of: Callable[[dict[str, Any]], str]
+    out: Path,
+    name: str,
+    device: str,
+    parts: Sequence[str],
+    part_of: Callable[[dict[str, Any]], str],
+    resume: bool = False,
 ) -> tuple[dict[str, Any], ...]:
     """Rows that stay in a results file when some of its parts are measured again; each says where it comes from.
 
@@ -57,6 +65,7 @@ def rows_of_other_parts(
         name, device: of the benchmark and the device that it runs on now, which must be those of the file.
         parts: that are measured again.
         part_of: the part of a row.
+        resume: these parts go on where the time of an earlier run was up.
 
     Raises:
         InputError: the file cannot be read, or is of another benchmark or device, or holds less than whole parts.
@@ -71,8 +80,8 @@ def rows_of_other_parts(
         raise InputError(f"out: cannot keep the other parts of {out}, it is no results file: {error!r}") from None
     if found != (name, device):
         raise InputError(f"out: {out} is of {found[0]} on {found[1]}; this is {name} on {device}: name another file")
-    if any(key.startswith("part_") for key in summary):
-        raise InputError(f"out: {out} was written with --quick, --only or --layers; name another file")
+    if any(key.startswith("part_") for key in summary) and not (resume and "not_measured" in file):
+        raise InputError(f"out: {out} was written with --quick, --only, --layers or --seconds; name another file")
     return tuple({"measured": origin, **row} for row in rows if part_of(row) not in parts)
 
 

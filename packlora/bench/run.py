@@ -9,6 +9,7 @@ plans/timing.py holds the paired loop, options.py what can be asked for, results
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -74,6 +75,7 @@ def run_bench(
     shape: str | None = None,
     units: int | None = None,
     lengths: str | None = None,
+    seconds: int | None = None,
 ) -> int:
     """Run a benchmark, write its results and print a table.
 
@@ -91,6 +93,7 @@ def run_bench(
         shape: of the model in `replicas`, one of short_jobs.SHAPES, or in `pipeline`, one of pipeline.SHAPES.
         units: that are counted in `pipeline`.
         lengths: of samples in `pipeline`, one of pipeline.LENGTHS.
+        seconds: no case begins after so many; what is measured is written, and `resume` goes on with the rest.
 
     Returns:
         Exit code: 0, or 1 where a contender failed (the others' figures are written).
@@ -112,6 +115,8 @@ def run_bench(
             raise InputError(f"bench {name}: {key} is for pipeline")
     if lengths is not None and lengths not in pipeline.LENGTHS:
         raise InputError(f"bench {name}: --lengths is one of {', '.join(pipeline.LENGTHS)}; got {lengths!r}")
+    if seconds is not None and (name == "schedule" or name in ON_PROCESSES or world_size() > 1):
+        raise InputError(f"bench {name}: --seconds is for benchmarks of one process, {', '.join(ON_A_DEVICE)}")
     if ncu and name != "layer":
         raise InputError(f"bench {name}: --ncu is for layer")
     wanted = _parts(name, parts)
@@ -140,7 +145,7 @@ def run_bench(
         )
     chosen = _device(name, device, quick)
     check_writable(out)
-    return _measure(name, _options(name, out, chosen, quick, _words(only), layers, wanted, resume), plots)
+    return _measure(name, _options(name, out, chosen, quick, _words(only), layers, wanted, resume, seconds), plots)
 
 
 def _measure(name: str, options: Options, plots: bool) -> int:
@@ -148,6 +153,8 @@ def _measure(name: str, options: Options, plots: bool) -> int:
     outcome = ON_A_DEVICE[name].run(options)
     _write(options.progress.asked["name"], options, outcome)
     options.progress.done()
+    if left := options.progress.left:
+        print(f"the time is up: {len(left)} cases are not measured, {left[0]} is the next; --resume goes on with them")
     if plots:
         _draw(name, outcome, options.out)
     return report_failures(outcome.rows)
@@ -158,7 +165,17 @@ def _write(label: str, options: Options, outcome: Outcome) -> None:
     print()
     for line in outcome.table:
         print(line)
-    write_results(options.out, label, outcome.protocol, outcome.rows, outcome.summary, str(options.device))
+    left = _not_measured(options, outcome)
+    write_results(options.out, label, outcome.protocol, outcome.rows, outcome.summary, str(options.device), left)
+
+
+def _not_measured(options: Options, outcome: Outcome) -> list[str]:
+    """Cases that the time did not suffice for, now and when the parts that are kept were measured."""
+    assert options.out is not None
+    earlier = json.loads(options.out.read_text()).get("not_measured", []) if options.kept else []
+    measured = {row["case"] for row in outcome.rows}
+    now = options.progress.left if options.progress is not None else []
+    return [label for label in dict.fromkeys([*earlier, *now]) if label not in measured]
 
 
 def _measure_together(name: str, plain: Options, device: str, resume: bool, mesh: Mesh, plots: bool = False) -> int:
@@ -233,12 +250,13 @@ def _options(
     layers: int | None,
     parts: tuple[str, ...],
     resume: bool,
+    seconds: int | None,
 ) -> Options:
     """With the rows of other parts that stay in the file, and with those that a run that was ended has left."""
     label = f"{name}-{device_slug(device)}"
     kept: tuple[dict[str, Any], ...] = ()
     if parts:
-        kept = rows_of_other_parts(out, label, device_name(device), parts, ON_A_DEVICE[name].part_of)
+        kept = rows_of_other_parts(out, label, device_name(device), parts, ON_A_DEVICE[name].part_of, resume)
         if kept and (quick or only or layers is not None):
             raise InputError(
                 f"bench {name}: {out} holds other parts in full; --quick, --only and --layers need a new file"
@@ -247,7 +265,7 @@ def _options(
         "name": label, "device": device_name(device), "quick": quick, "only": list(only), "layers": layers,
         "parts": list(parts),
     }  # fmt: skip
-    return Options(device, quick, only, layers, parts, kept, out, Progress(out, asked, resume))
+    return Options(device, quick, only, layers, parts, kept, out, Progress(out, asked, resume, seconds))
 
 
 def _words(text: str | None) -> tuple[str, ...]:

@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from packlora.bench import small_train
 from packlora.bench.layer import progress_line
 from packlora.bench.modes import MODES, forget
@@ -38,7 +40,8 @@ PROTOCOL = (
     "1.7B: whole), random bfloat16 weights, from embeddings to hidden states and back from a random upstream "
     "gradient, samples of 2048 tokens. frozen: no adapter, forward and input gradient. peft_bf16: the PEFT model with "
     "bfloat16 adapters, LoRA or DoRA r 16, alpha 32, no dropout, B not zero. packlora: packlora.accelerate on it. "
-    "Each in three modes: eager; compiled: torch.compile; reduce-overhead: torch.compile(mode='reduce-overhead'). "
+    "Each in three modes: eager; compiled: torch.compile; reduce-overhead: torch.compile(mode='reduce-overhead'); of "
+    "the model for 8x0.6B with LoRA and one sample, else of each decoder layer. "
     "Compiled, transformers gives attention a mask tensor, to all sides alike. layers: the cases of `bench layer` and "
     "of the layers of `bench dora`, packlora by accelerate() and PEFT with bfloat16 adapters, in the same modes; "
     "without dropout what packlora gives is compared with PEFT's eager layer first. The contenders of one mode run in "
@@ -82,7 +85,7 @@ def run(options: Options) -> Outcome:
         window=WINDOW_ROUNDS,
         warmup=small_train.WARMUP, lead=small_train.LEAD,
     )  # fmt: skip
-    return Outcome(protocol, rows, options.keys(summary(rows)), table(rows))
+    return Outcome(protocol, rows, options.keys(summary(rows), by_case=True), table(rows))
 
 
 def measured_row(case: Case, names: Sequence[str], options: Options) -> dict[str, Any]:
@@ -125,7 +128,7 @@ def against_peft(rows: Sequence[dict[str, Any]], of: str, modes: Sequence[str] =
 
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The figures that are quoted; None where one could not be measured. worst_wall_vs_peft is None, not a minimum over fewer
-    cases, where a case has no figure or a part was not measured."""
+    cases, where a case of models or layers has no figure."""
     timed = [row for row in rows if part_of(row) != "train"]
     names = list(dict.fromkeys(row["of"] for row in timed))
     out: dict[str, Any] = {}
@@ -137,8 +140,9 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         out[f"compiled_{key}_2048_vs_peft_best"] = against_peft(timed, of, MODES[1:])
     ratios = {of: against_peft(timed, of) for of in names}
     known = {of: value for of, value in ratios.items() if value is not None}
-    whole = {part_of(row) for row in timed} == {"models", "layers"} and len(known) == len(names)
-    out["worst_wall_vs_peft"] = min(known.values()) if whole else None
+    gpu = Options(torch.device("cuda"))
+    whole = {case.of for case in model_cases(gpu)} | {case.of for case in layer_cases(gpu)}
+    out["worst_wall_vs_peft"] = min(known.values()) if whole <= known.keys() else None
     out["worst_wall_vs_peft_case"] = min(known, key=known.__getitem__) if known else None
     out["wall_cases"] = len(known)
     train = {f"train_{key}": None for key in ("06b_tokens_per_s", "06b_vs_peft_best", "8b_vs_peft_best")}

@@ -205,7 +205,7 @@ def run(options: Options) -> Outcome:
         layers=rows[0]["layers"], rank=RANK, dropout=DROPOUT, batch=BATCH, cap=LENGTHS["cap_tokens"], budget=BUDGET,
         rounds=ROUNDS, commit=SOURCES["lorafusion"].commit[:7], liger=liger, warmup=WARMUP, units=UNITS,
     )  # fmt: skip
-    return Outcome(protocol, rows, options.keys(summary(rows)), table(rows))
+    return Outcome(protocol, rows, options.keys(summary(rows), by_case=True), table(rows))
 
 
 # --- figures -----------------------------------------------------------------------------------------------------------
@@ -217,7 +217,7 @@ def best(row: dict[str, Any], peer: str) -> float | None:
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The figures that are quoted, by workload and as geometric means over all five; None where one could not be measured."""
+    """The figures that are quoted, by workload and over all five; None where one could not be measured."""
     out: dict[str, Any] = {}
     ratios: dict[str, list[float | None]] = {"vs_peft_best": [], "vs_lorafusion_best": [], "merging": []}
     by_name = {row["key"]: row for row in rows}
@@ -230,7 +230,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
             known.append(own / other if own and other else None)
             out[f"{name}_{key}"] = known[-1]
     out |= {f"workloads_{key}": geomean(known) for key, known in ratios.items()}
-    counts = [row["microbatches"] for row in rows]
+    counts = [row["microbatches"] for row in rows] if by_name.keys() == set(NAMES) else []
     for key, with_it, without in (("milp", "auto", "greedy"), ("merging", "auto", "apart")):
         whole = sum(own[with_it] for own in counts)
         out[f"microbatches_without_{key}"] = sum(own[without] for own in counts) / whole if whole else None

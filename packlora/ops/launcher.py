@@ -2,9 +2,12 @@
 
 A layer's forward and backward are seven launches; through the usual door each costs the host 20 to 50 us (binding and
 specialising every argument), which at 2048 tokens is more than the GPU needs. Here a launch looks its compiled kernel up by
-what Triton specialises on (dtypes, alignment, and which integers are 1 or multiples of 16). A caller who knows that nothing
-of that changes but where operands lie gives the launch a key in a dict of its own: then their addresses are all that is read of
-them, and what a tensor descriptor needs is kept by address.
+what Triton specialises on (dtypes, alignment, and which integers are 1 or multiples of 16, but for those that the kernel has
+among its do_not_specialize). A caller who knows that nothing of that changes but where operands lie gives the launch a key in a
+dict of its own: then their addresses are all that is read of them, and what a tensor descriptor needs is kept by address.
+
+Numbers that go from microbatch to microbatch, of tokens and of what they are cut into, belong among do_not_specialize: each
+kernel is compiled once more for every kind of them that it meets.
 
 How Triton passes arguments to the function that launches is its own affair and differs from release to release. It is therefore
 not written down here but recorded, from Triton's own launcher (`Passage`), and tried once in a process: `why_usual`.
@@ -156,11 +159,18 @@ def _innermost(launch: Callable[..., Any]) -> tuple[Callable[..., Any], list[dic
     return launch, None
 
 
-def _kind(value: Any) -> Any:
+@functools.cache
+def _varying(kernel: Any) -> frozenset[int]:
+    """Places of the arguments whose values do not decide what is compiled."""
+    return frozenset(at for at, param in enumerate(kernel.params) if param.do_not_specialize)
+
+
+def _kind(value: Any, varies: bool) -> Any:
     if isinstance(value, torch.Tensor):
         return value.dtype, value.data_ptr() % 16 == 0
     if isinstance(value, int):
-        return value == 1, value % 16 == 0, -(2**31) <= value < 2**31
+        fits = -(2**31) <= value < 2**31
+        return fits if varies else (value == 1, value % 16 == 0, fits)
     if isinstance(value, TensorDescriptor):
         return value.base.dtype, tuple(value.block_shape)
     return None
@@ -195,7 +205,8 @@ def launch(
         kernel[grid](*args, **constants)
         return
     device = torch.cuda.current_device()
-    full = (kernel, device, *constants.values(), *map(_kind, args))
+    varying = _varying(kernel)
+    full = (kernel, device, *constants.values(), *(_kind(value, at in varying) for at, value in enumerate(args)))
     *own, _, _ = constants.values()
     known = _COMPILED.get(full)
     if known is None:

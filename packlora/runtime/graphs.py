@@ -238,15 +238,6 @@ class Recorder:
         return graph.replay
 
 
-class _Ready(NamedTuple):
-    """A microbatch that lies in the buffers of its body."""
-
-    samples: Sequence[PackedSample]
-    weights: np.ndarray
-    body: Body
-    batch: PackedBatch
-
-
 class Waiting(NamedTuple):
     """A forward that waits for its backward. hidden_TD: a leaf, from which the loss was made."""
 
@@ -255,6 +246,16 @@ class Waiting(NamedTuple):
     body: Body
     samples: Sequence[PackedSample]
     weights: np.ndarray
+
+
+class _Ready(NamedTuple):
+    """A microbatch that lies in the buffers of its body. waiting: its forward, where it was launched ahead."""
+
+    samples: Sequence[PackedSample]
+    weights: np.ndarray
+    body: Body
+    batch: PackedBatch
+    waiting: Waiting | None = None
 
 
 class GraphedDevice:
@@ -292,10 +293,17 @@ class GraphedDevice:
         self._room = Room()
 
     def prepare(self, samples: Sequence[PackedSample], weights: np.ndarray) -> None:
-        """See Executor. What fails does so again in the forward."""
+        """See Executor. What fails does so again in the forward.
+
+        A forward that is recorded is launched at once: so the device has work while the host reads the numbers of the steps
+        that are being taken. Of a job that may not take its step it has the values of that step, which is as well: what the
+        job computes is discarded.
+        """
         if self.why_not is None and not self._waiting:
             with suppress(Exception):
                 self._ready = self._load(samples, weights)
+                if self._ready.body.recorded:
+                    self._ready = self._ready._replace(waiting=self._launch(self._ready))
 
     def forward(self, samples: Sequence[PackedSample], weights: np.ndarray) -> Pending | Waiting:
         """See Executor. One forward at a time goes by a graph: what it keeps for its backward is in the graph's memory. No job
@@ -324,10 +332,15 @@ class GraphedDevice:
         return None
 
     def _forward(self, samples: Sequence[PackedSample], weights: np.ndarray) -> Waiting:
-        base, ready, self._ready = self.single.base, self._ready, None
+        ready, self._ready = self._ready, None
         if ready is None or ready.samples is not samples or ready.weights is not weights:
             ready = self._load(samples, weights)
-        body, batch = ready.body, ready.batch
+        waiting = ready.waiting or self._launch(ready)
+        self._waiting = True
+        return waiting
+
+    def _launch(self, ready: _Ready) -> Waiting:
+        base, body, batch = self.single.base, ready.body, ready.batch
         if body.ran and not body.recorded and self._checked > 1:
             self._recorder = self._recorder or self._new_recorder(base.device)
             body.record(self._recorder)
@@ -336,8 +349,8 @@ class GraphedDevice:
         head = plain_head(base.model)
         assert head is not None
         losses_L, total = fused_losses(hidden_TD[batch.rows_L], head, batch, batch.weights_L)
-        self._waiting = True
-        return Waiting(Pending(batch, losses_L, total, len(weights)), hidden_TD, body, samples, weights)
+        pending = Pending(batch, losses_L, total, len(ready.weights))
+        return Waiting(pending, hidden_TD, body, ready.samples, ready.weights)
 
     def backward(self, pending: Pending | Waiting) -> MicrobatchResult:
         if isinstance(pending, Pending):

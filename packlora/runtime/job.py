@@ -25,6 +25,7 @@ from packlora.data.prompts import Prompt
 from packlora.runtime.balance import BalanceSum
 from packlora.runtime.collate import Compared
 from packlora.runtime.library_optimizer import LibraryOptimizer
+from packlora.runtime.memory import on_their_way
 from packlora.runtime.objective import Objective
 from packlora.runtime.optimizer import FlatAdamW
 from packlora.seeding import stable_hash
@@ -163,7 +164,7 @@ def take_steps(
     jobs: Sequence[Job], meanwhile: Callable[[], None], largest: Callable[[torch.Tensor], torch.Tensor] | None = None
 ) -> list[StepResult | None]:
     """The optimizer steps of jobs whose global batches are complete. The device is waited for once; meanwhile the host may do
-    something.
+    something, and launch something: what is launched then is not waited for.
 
     Args:
         largest: of numbers of slices those of the whole, see Replicas.largest.
@@ -171,8 +172,9 @@ def take_steps(
     numbers = torch.stack([job.optimizer_step() for job in jobs]) if jobs else torch.empty(0)
     if jobs and largest is not None:
         numbers = largest(numbers)
+    read = on_their_way(numbers)
     meanwhile()
-    return [job.after_step(own) for job, own in zip(jobs, numbers.tolist(), strict=True)]
+    return [job.after_step(own) for job, own in zip(jobs, read(), strict=True)]
 
 
 class IdleSteps:

@@ -6,7 +6,7 @@ import gc
 import resource
 import sys
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -55,6 +55,21 @@ def free_memory(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
+
+
+def on_their_way(numbers: torch.Tensor) -> Callable[[], list[Any]]:
+    """Begin to copy numbers to the host. The result gives them as a list; it waits for them, not for what is launched later."""
+    if not numbers.is_cuda:
+        return numbers.tolist
+    host = torch.empty_like(numbers, device="cpu", pin_memory=True).copy_(numbers, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record(torch.cuda.current_stream(numbers.device))
+
+    def read() -> list[Any]:
+        copied.synchronize()
+        return host.tolist()
+
+    return read
 
 
 def synchronize(device: torch.device) -> None:

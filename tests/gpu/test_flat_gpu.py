@@ -19,6 +19,7 @@ from packlora.config import JobConfig, TrainConfig
 from packlora.data.dataset import JobData
 from packlora.data.encode import Sample
 from packlora.runtime.job import Job
+from packlora.runtime.memory import on_their_way
 from packlora.runtime.optimizer import FlatAdamW
 from packlora.runtime.run import deterministic
 
@@ -91,3 +92,14 @@ def test_a_job_collects_and_begins_its_step_without_waiting_and_waits_once() -> 
             assert result is not None
             assert result.loss == 6.0 / job.loss_units(job.step - 1)
             assert result.grad_norm > 0
+
+
+def test_numbers_on_their_way_to_the_host_wait_for_nothing_that_is_launched_later() -> None:
+    numbers = 2 * torch.arange(4, device="cuda", dtype=torch.float64)
+    read = on_their_way(numbers)
+    torch.cuda._sleep(1_000_000_000)  # half a second
+    numbers.zero_()
+    later = torch.cuda.Event()
+    later.record()
+    assert read() == [0.0, 2.0, 4.0, 6.0] and not later.query()
+    torch.cuda.synchronize()

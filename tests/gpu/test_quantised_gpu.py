@@ -20,9 +20,13 @@ from group_cases import cast, make_case, outcome
 from peft import LoraConfig, get_peft_model
 from quantised import KINDS, codes, dequantise, load_quantised
 from seeds import SEED
+from transformers import AutoModelForCausalLM
 
 import packlora
+from packlora.base.quantized import read_in_codes
+from packlora.config import QuantizationConfig
 from packlora.ops.lora_linear.frozen import Dense
+from packlora.ops.lora_linear.library_codes import library_codes
 from packlora.ops.lora_linear.plan import CHAIN, ROUTED, Plan
 from packlora.ops.lora_linear.quantized import Quantized
 
@@ -97,12 +101,94 @@ def test_accelerated_models_are_as_exact_as_peft_s(kind: str, dora: bool, tmp_pa
         assert_as_exact(draw, 3, SEED, lambda name: name.rpartition("layers.0.")[2])
 
 
+INT4 = QuantizationConfig(method="torchao", quant_type="int4_weight_only", group_size=32)
+
+
+def with_codes(base: str, asked: QuantizationConfig) -> tuple[Any, dict[str, torch.Tensor]]:
+    """The model over weights in codes, bfloat16, and what packlora makes of them by path."""
+    model, codes = read_in_codes(base, asked, torch.bfloat16, torch.device(DEVICE))
+    return model, {path: own.values(torch.bfloat16) for path, own in codes.items()}
+
+
+@pytest.mark.parametrize("shape", [(72, 1056), (64, 2048)], ids=["filled up", "whole"])
+def test_four_bits_of_torchao_are_the_weights_that_were_quantised(shape: tuple[int, int]) -> None:
+    """To half a step of their group and its rounding; and the library multiplies with the very same weights."""
+    quantization = pytest.importorskip("torchao.quantization")
+    layer = torch.nn.Linear(shape[1], shape[0], bias=False, device=DEVICE, dtype=torch.bfloat16)
+    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(SEED)).to(DEVICE)
+    layer.weight.data = (drawn * torch.linspace(0.5, 2.0, shape[1], device=DEVICE) + 0.3).bfloat16()
+    dense = layer.weight.detach().float()
+    asked = quantization.Int4WeightOnlyConfig(group_size=32, int4_packing_format="tile_packed_to_4d")
+    quantization.quantize_(layer, asked)
+    codes = library_codes(layer)
+    assert codes is not None
+    W_NK = codes.values(torch.float32)
+    parts = dense.unflatten(1, (-1, 32))
+    step = (parts.amax(2) - parts.amin(2)) / 15
+    rounding = 2**-6 * parts.abs().amax(2)  # scales, zeros, codes and weights are computed in bfloat16
+    assert bool(((W_NK - dense).unflatten(1, (-1, 32)).abs().amax(2) <= 0.6 * step + rounding).all())
+    x = torch.randn(33, shape[1], device=DEVICE, dtype=torch.bfloat16)
+    y, expected = layer(x).float(), x.float() @ W_NK.T
+    assert float((y - expected).norm() / expected.norm()) < 4e-3
+
+
+def test_accelerated_models_over_four_bits_of_torchao_are_as_exact_as_dense_ones(tmp_path: Path) -> None:
+    """Against float64; PEFT's own layers over these codes give no gradients of their inputs and have no DoRA, so beside it is
+    PEFT over dense bfloat16 weights that say the same."""
+    pytest.importorskip("torchao")
+    tiny_model("llama", hidden_size=128, intermediate_size=256, num_hidden_layers=1).save_pretrained(tmp_path)
+    config = LoraConfig(r=16, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
+
+    def dense(dtype: torch.dtype) -> Any:
+        plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, attn_implementation="eager")
+        for path, W_NK in values.items():
+            plain.get_submodule(path).weight.data = W_NK.to("cpu")
+        return get_peft_model(plain.to(DEVICE, dtype), config).to(dtype).train()
+
+    def run(model: Any, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        model.zero_grad()
+        out = model(input_ids=ids, labels=ids)
+        out.loss.backward()
+        grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        return {"logits": out.logits.detach(), **grads}
+
+    model, values = with_codes(str(tmp_path), INT4)
+    model = get_peft_model(model, config).train()
+    peft, exact = dense(torch.bfloat16), dense(torch.float64)
+    report = packlora.accelerate(model)
+    assert report.accelerated == len(report.modules) == 7
+
+    def draw(number: int) -> tuple[dict[str, torch.Tensor], ...]:
+        torch.manual_seed(SEED + number)
+        others = dict(model.named_parameters()), dict(peft.named_parameters())
+        with torch.no_grad():
+            for name, parameter in exact.named_parameters():
+                if "lora_" in name:
+                    if "vector" not in name:
+                        parameter.copy_((torch.randn_like(parameter) * 0.1).bfloat16())
+                    for own in others:
+                        own[name].copy_(parameter)
+        ids = IDS.roll(number).to(DEVICE)
+        return run(model, ids), run(peft, ids), run(exact, ids)
+
+    assert_as_exact(draw, 3, SEED, lambda name: name.rpartition("layers.0.")[2])
+
+
+@pytest.mark.parametrize("kind", ["nf4", "torchao int4"])
 def test_a_run_has_the_losses_of_dense_weights_which_say_the_same_and_no_graphs(
-    tiny_base: Base, write_rows: Callable[..., str], tmp_path: Path
+    kind: str, tiny_base: Base, write_rows: Callable[..., str], tmp_path: Path
 ) -> None:
     base = tiny_base()
-    plain = dequantise(load_quantised(base, "nf4 double", torch.bfloat16, DEVICE), torch.bfloat16)
-    del plain.config.quantization_config
+    if kind == "nf4":
+        quantization: dict[str, Any] = {"method": "nf4", "double_quant": True}
+        plain = dequantise(load_quantised(base, "nf4 double", torch.bfloat16, DEVICE), torch.bfloat16)
+        del plain.config.quantization_config
+    else:
+        pytest.importorskip("torchao")
+        quantization = INT4.model_dump(exclude_none=True)
+        plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
+        for path, W_NK in with_codes(base, INT4)[1].items():
+            plain.get_submodule(path).weight.data = W_NK.to("cpu")
     plain.save_pretrained(tmp_path / "plain")
     for file in Path(base).iterdir():
         if "token" in file.name or file.suffix == ".jinja":
@@ -111,7 +197,6 @@ def test_a_run_has_the_losses_of_dense_weights_which_say_the_same_and_no_graphs(
         {"name": name, "data": {"path": write_rows(name, 12, seed=at)}, "adapter": {"r": 8, "use_dora": at == 1}}
         for at, name in enumerate(("one", "two"))
     ]
-    quantization = {"method": "nf4", "double_quant": True}
     tree = {"dtype": "bfloat16", "device": DEVICE, "max_tokens_per_microbatch": 512, "jobs": jobs}
     losses = []
     for name, own in (

@@ -208,6 +208,10 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(make: Any, refus
         ({"target_modules": ["qkv_proj_x"]}, "target_modules ['qkv_proj_x'] matches nothing in the model; linear layers are "
          "down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"),
         ({"target_modules": "attn.*"}, "target_modules 'attn.*' matches nothing in the model"),
+        ({"target_modules": ["q_proj"], "layers_to_transform": [7]},
+         "layers_to_transform [7] leaves nothing of what target_modules ['q_proj'] matches"),
+        ({"target_modules": ["q_proj"], "exclude_modules": ["q_proj"]},
+         "exclude_modules ['q_proj'] leaves nothing of what target_modules ['q_proj'] matches"),
         ({"target_modules": ["q_proj", "v_prj"]}, "target_modules names 'v_prj', which matches nothing in the model; "
          "did you mean 'v_proj'?"),
         ({"target_modules": ["q_proj", "norm"]}, "target_modules matches model.norm, of type LlamaRMSNorm; linear layers, emb"),

@@ -137,8 +137,10 @@ def test_a_second_forward_before_the_backward_goes_without_a_graph(monkeypatch: 
         for parameter, buffer in own:
             parameter.grad = None
             buffer.zero_()
+    run.executor.prepare(samples[0], weights)
+    ahead = run.executor._ready.waiting  # launched, and not again when it is asked for
     first, second = (run.executor.forward(own, weights) for own in samples)
-    assert type(first) is not type(second)
+    assert type(first) is not type(second) and first is ahead
     for pending in (second, first):
         run.executor.backward(pending)
         run.collect({0, 1, 2}, step=False)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import WORDS, tiny_model
-from graph_runs import attention_by_starts
+from graph_runs import attention_by_starts, replay_of
 from safetensors.torch import load_file
 from test_members import at_window, request
 
@@ -52,7 +52,7 @@ def tree(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> Tre
         )  # fmt: skip
     monkeypatch.setattr(graphs, "why_no_graphs", lambda *_: None)
     monkeypatch.setattr(Recorder, "__init__", lambda self, device: None)
-    monkeypatch.setattr(Recorder, "record", lambda self, function: RECORDED.append(function) or function)
+    monkeypatch.setattr(Recorder, "record", lambda self, function: RECORDED.append(function) or replay_of(function))
     monkeypatch.setattr(graphs, "LEAST_TOKENS", 32)
     monkeypatch.setattr(
         PlanChooser, "plan_of", lambda self, x, layers, segments, moving=False: ROUTED if moving else CHAIN

@@ -7,21 +7,24 @@ import json
 import random
 import statistics
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from packlora.bench import graphs, layer, model, multi, traffic
+from packlora.bench import graphs, layer, model, multi, progress, traffic
 from packlora.bench.options import Options, choose, plan_from_name
 from packlora.bench.peers.peft import peft_model
 from packlora.bench.progress import Progress
+from packlora.bench.results import rows_of_other_parts, write_results
 from packlora.bench.run import run_bench
 from packlora.bench.studies import model_profile, readme, result_files, sections
 from packlora.errors import InputError
 from packlora.ops.lora_linear.plan import CHAIN, PLANS, ROUTED, Plan
 from packlora.plans import timing
 from packlora.plans.timing import Contender, Timing, Timings, Work, geomean, paired
+from packlora.runtime.record import device_name
 
 CPU = torch.device("cpu")
 REQUIRED = {
@@ -202,6 +205,44 @@ def test_a_run_that_was_ended_goes_on_at_the_case_where_it_was(
 
     assert run_bench("layer", out, quick=True, device="cpu") == 0
     assert len(measured) == 6, "without --resume all of it is measured"
+
+
+def test_a_run_whose_time_is_up_begins_no_case_and_writes_what_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, clock, real = tmp_path / "layer-cpu.json", itertools.count(0, 2), layer.paired
+    few = {"seconds": 0, "rounds": (2, 2), "warmup": 1}
+    monkeypatch.setattr(layer, "paired", lambda *args, **kwargs: real(*args, **{**kwargs, **few}))
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    labels = [case.label for case in layer.cases(Options(CPU, quick=True))]
+    assert len(labels) == 3
+    assert run_bench("layer", out, quick=True, device="cpu", seconds=3) == 0
+    assert f"1 cases are not measured, {labels[2]} is the next" in capsys.readouterr().out
+    file = json.loads(out.read_text())
+    assert [row["case"] for row in file["rows"]] == labels[:2] and file["not_measured"] == labels[2:]
+    assert run_bench("layer", out, quick=True, device="cpu", seconds=1, resume=True) == 0, "a first case always begins"
+    file = json.loads(out.read_text())
+    assert [row["case"] for row in file["rows"]] == labels and "not_measured" not in file
+    assert list(tmp_path.iterdir()) == [out]
+    with pytest.raises(InputError, match="--seconds is for benchmarks of one process"):
+        run_bench("schedule", out, seconds=1)
+
+
+def test_figures_of_a_run_whose_time_was_up_are_no_whole_benchmark_s(tmp_path: Path) -> None:
+    ended = Progress(tmp_path / "x.json", {}, resume=False)
+    assert Options(CPU, progress=ended).keys({"mean": 1.0}) == {"mean": 1.0}
+    ended.left.append("a case")
+    options = Options(CPU, progress=ended)
+    assert options.keys({"mean": 1.0}) == {"part_mean": 1.0} and options.keys({"of_a": 1.0}, by_case=True) == {
+        "of_a": 1.0
+    }
+    row = {"case": "b", "part": "other", "failed": {}}
+    write_results(tmp_path / "x.json", "x", "how", [row], {"part_mean": 1.0}, "cpu", ["a case"])
+    name = device_name(CPU)
+    with pytest.raises(InputError, match="--seconds; name another file"):
+        rows_of_other_parts(tmp_path / "x.json", "x", name, ["layers"], lambda row: str(row["part"]))
+    kept = rows_of_other_parts(tmp_path / "x.json", "x", name, ["layers"], lambda row: str(row["part"]), resume=True)
+    assert [row["case"] for row in kept] == ["b"]
 
 
 def test_cases_in_which_something_failed_are_measured_again(tmp_path: Path) -> None:

@@ -294,7 +294,7 @@ def test_whole_benchmark_runs_at_toy_sizes(quick: None, tmp_path: Path, capsys: 
 
 def test_parts_are_measured_alone_and_the_others_stay(quick: None, tmp_path: Path, monkeypatch: Any) -> None:
     out = tmp_path / "dora-cpu.json"
-    monkeypatch.setattr(Options, "keys", lambda self, summary: summary)  # a file as of a GPU
+    monkeypatch.setattr(Options, "keys", lambda self, summary, by_case=False: summary)  # a file as of a GPU
     assert run_bench("dora", out, quick=True, device="cpu", parts="norm,compose") == 0
     first = json.loads(out.read_text())
     assert {row["part"] for row in first["rows"]} == {"norm", "compose"}
@@ -331,7 +331,7 @@ def test_rows_of_other_parts_are_kept_only_from_a_file_of_the_same_kind(tmp_path
     for change, message in (
         ({"name": "model-h200"}, "is of model-h200 on H200; this is dora-h200 on H200"),
         ({"device": "A100"}, "is of dora-h200 on A100"),
-        ({"summary": {"part_a": 1}}, "--quick, --only or --layers"),
+        ({"summary": {"part_a": 1}}, "--quick, --only, --layers or --seconds"),
     ):
         out.write_text(json.dumps({**file, **change}))
         with pytest.raises(InputError, match=message):

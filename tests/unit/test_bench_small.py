@@ -99,6 +99,7 @@ def test_a_mode_that_fails_leaves_the_others_and_a_case_that_fails_leaves_no_min
         del row["wall_ms"]["packlora"]
     summary = small.summary(rows)
     assert summary["worst_wall_vs_peft"] is None and summary["wall_cases"] == 64
+    assert small.summary([row for row in all_rows() if row.get("of") != own[0]["of"]])["worst_wall_vs_peft"] is None
     only = [row for row in rows if row["part"] == "layers"]
     assert set(REQUIRED) <= set(small.summary(only)) and small.summary(only)["worst_wall_vs_peft"] is None
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -282,3 +285,19 @@ def test_what_was_discarded_is_in_no_step() -> None:
         ran(one, grads)
     assert take_steps([job], lambda: None) == take_steps([again], lambda: None)
     assert torch.equal(job.adapter.flat, again.adapter.flat)
+
+
+def test_numbers_of_steps_leave_the_device_before_something_else_is_launched_and_are_read_after_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    order: list[str] = []
+
+    def on_their_way(numbers: torch.Tensor) -> Callable[[], list[Any]]:
+        order.append("copied")
+        return lambda: order.append("read") or numbers.tolist()  # type: ignore[func-returns-value]
+
+    monkeypatch.setattr("packlora.runtime.job.on_their_way", on_their_way)
+    job = made_job()
+    ran(job, some_gradients(job, "nothing"))
+    assert take_steps([job], lambda: order.append("launched"))[0] is not None
+    assert order == ["copied", "launched", "read"]

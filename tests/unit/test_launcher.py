@@ -51,6 +51,7 @@ class Kernel:
     def __init__(self, metas: list[dict[str, Any]] | None = None) -> None:
         self.calls: list[tuple[Any, ...]] = []
         self.compiled = 0
+        self.params: list[Any] = []
         inner = self._wrapped(self._take, metas) if metas else self._take
         self.result = SimpleNamespace(run=self.door(inner), function=7, packed_metadata=(4, 1, 0))
 
@@ -103,6 +104,16 @@ def test_a_launch_made_again_has_the_addresses_of_its_own_operands() -> None:
     launch(kernel, grid, first, launches, "key", BM=16, num_warps=4, num_stages=1)
     assert kernel.compiled == 1
     assert kernel.calls == [(5, 2, 1, 99, a.data_ptr(), None, 3, b.data_ptr(), 16) for a, _, _, b in (other, first)]
+
+
+def test_a_number_that_is_not_specialised_asks_triton_once_whatever_it_is() -> None:
+    for varies, asked in ((True, 2), (False, 4)):
+        kernel = Kernel()
+        kernel.params = [SimpleNamespace(do_not_specialize=False), SimpleNamespace(do_not_specialize=varies)]
+        for number in (7, 1, 48, 9, 2**40):  # the last one has another type
+            launch(kernel, (1,), (tensor(), number), num_warps=4, num_stages=1)
+        assert kernel.compiled == asked
+        assert [call[5] for call in kernel.calls] == ([1, 48, 9] if varies else [9])
 
 
 def test_an_operand_that_lies_elsewhere_is_not_launched_with() -> None:

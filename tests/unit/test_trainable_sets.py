@@ -86,3 +86,12 @@ def test_tensors_of_an_adapter_are_those_that_peft_makes(family: str) -> None:
         assert {key: tuple(shape) for key, shape in ours.items()} == {
             key: tuple(value.shape) for key, value in theirs.items()
         }, name
+
+
+def test_an_exclusion_that_matches_nothing_is_told() -> None:
+    model = model_of("Llama")
+    told = [
+        resolve(LoraConfig(target_modules="all-linear", exclude_modules=own), model, "x").notes
+        for own in (["zz", "down_prj"], ["down_proj"])
+    ]
+    assert told == [["job 'x': exclude_modules ['down_prj', 'zz'] matches nothing in the model"], []]

@@ -16,17 +16,18 @@ def experts() -> list[str]:
     if file is None:
         return []
     rows: list[dict[str, Any]] = file["rows"]
+    named = {name: words for name, words in EXPERTS.items() if any(name in row["ms"] for row in rows)}
     lines = [
         f"{rows[0]['layers']} layers of Qwen3-30B-A3B's shape (128 experts, 8 a token) on one {file['device']}, forward and "
         "backward in bfloat16, adapters of rank 16 on the attention and on all experts: ms (over frozen; peak GiB) "
         "([experts-h200.json](../benchmarks/results/experts-h200.json)). Frozen and PEFT run transformers' grouped products, "
         "packlora its own forward of the experts. PEFT has no DoRA on experts, and no several jobs in a batch:",
         "",
-        *_head("work, tokens", EXPERTS),
+        *_head("work, tokens", named),
     ]
     for row in rows:
         title = f"{'four jobs' if row['jobs'] > 1 else 'one job'}, {'DoRA' if row['dora'] else 'LoRA'}, {row['T']}"
-        lines.append(f"| {title} | {_cells(row, EXPERTS)} |")
+        lines.append(f"| {title} | {_cells(row, named)} |")
     ratios = [f"{ratio(row['vs_peft'])}x at {row['T']}" for row in rows if "peft" in row["ms"]]
     lines += ["", f"PEFT's time over packlora's, by tokens: {', '.join(ratios)}."]
     waits = sorted({row["T"] for row in rows if row["host_us"]["frozen"] > 1e3 * row["ms"]["frozen"]})

@@ -13,8 +13,18 @@ import triton.language as tl
 
 
 @triton.jit
+def _logits(logits, columns, V, width, PADDED: tl.constexpr):
+    """Of a row, in float32; -inf for no word. The mask is by the room of a row, whose end is aligned: so vectors are loaded."""
+    x = tl.load(logits + columns, mask=columns < width, other=float("-inf")).to(tl.float32)
+    if PADDED:
+        x = tl.where(columns < V, x, float("-inf"))
+    return x
+
+
+@triton.jit
 def softmax_gradient_kernel(
-    logits, labels, weights, losses, V, stride, IGNORE: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr
+    logits, labels, weights, losses, V, width, stride, IGNORE: tl.constexpr, GRADIENT: tl.constexpr, PADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows). The row of an ignored label becomes 0 without being read: a NaN there counts nothing either.
 
@@ -23,8 +33,9 @@ def softmax_gradient_kernel(
         labels: [C] int64; one outside the vocabulary gives NaN.
         weights: [C] float32, of each loss in the total.
         losses: [C] float32, written.
-        V, stride: columns, and elements from one row to the next.
+        V, width, stride: words, columns that a row has room for, and elements from one row to the next.
         IGNORE: label of rows that count nothing.
+        PADDED: width is more than V. Columns of no word are not used, and GRADIENT writes 0.
         BLOCK: columns read at a time.
     """
     row = tl.program_id(0).to(tl.int64)
@@ -34,16 +45,16 @@ def softmax_gradient_kernel(
     if label == IGNORE:
         tl.store(losses + row, 0.0)
         if GRADIENT:
-            for start in range(0, V, BLOCK):
+            for start in range(0, width, BLOCK):
                 zero = tl.zeros((BLOCK,), dtype=logits.dtype.element_ty)
-                tl.store(logits + start + columns, zero, mask=start + columns < V)
+                tl.store(logits + start + columns, zero, mask=start + columns < width)
     else:
         known = (label >= 0) & (label < V)
         at_label = tl.load(logits + label, mask=known, other=float("nan")).to(tl.float32)
         largest = tl.full((), float("-inf"), tl.float32)
         total = tl.zeros((), tl.float32)
-        for start in range(0, V, BLOCK):
-            x = tl.load(logits + start + columns, mask=start + columns < V, other=float("-inf")).to(tl.float32)
+        for start in range(0, width, BLOCK):
+            x = _logits(logits, start + columns, V, width, PADDED)
             higher = tl.maximum(largest, tl.max(x, 0))
             # a row may begin with -inf alone, and -inf - -inf is no number
             base = tl.where(higher == float("-inf"), 0.0, higher)
@@ -53,23 +64,24 @@ def softmax_gradient_kernel(
         if GRADIENT:
             weight = tl.where(known, tl.load(weights + row), float("nan"))
             factor = weight / total
-            for start in range(0, V, BLOCK):
+            for start in range(0, width, BLOCK):
                 here = start + columns
-                x = tl.load(logits + here, mask=here < V, other=0.0).to(tl.float32)
+                x = _logits(logits, here, V, width, PADDED)
                 d = tl.exp(x - largest) * factor - tl.where(here == label, weight, 0.0)
-                tl.store(logits + here, d.to(logits.dtype.element_ty), mask=here < V)
+                if PADDED:
+                    d = tl.where(here < V, d, 0.0)
+                tl.store(logits + here, d.to(logits.dtype.element_ty), mask=here < width)
 
 
-@triton.jit
-def part_sums_kernel(logits, here, found, C, V, stride, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["C"])
+def part_sums_kernel(logits, here, found, C, V, width, stride, PADDED: tl.constexpr, BLOCK: tl.constexpr):
     """Grid (rows), of the logits of a part of the vocabulary.
 
     Args:
         logits: [C, V].
         here: [C] int64, the label's place in the part.
         found: [2, C] float32, written: the logarithm of the sum of the exponentials; the label's logit, 0 where it is not here.
-        V, stride: columns, and elements from one row to the next.
-        BLOCK: columns read at a time.
+        V, width, stride, PADDED, BLOCK: see softmax_gradient_kernel.
     """
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
@@ -77,8 +89,8 @@ def part_sums_kernel(logits, here, found, C, V, stride, BLOCK: tl.constexpr):
     columns = tl.arange(0, BLOCK)
     largest = tl.full((), float("-inf"), tl.float32)
     total = tl.zeros((), tl.float32)
-    for start in range(0, V, BLOCK):
-        x = tl.load(logits + start + columns, mask=start + columns < V, other=float("-inf")).to(tl.float32)
+    for start in range(0, width, BLOCK):
+        x = _logits(logits, start + columns, V, width, PADDED)
         higher = tl.maximum(largest, tl.max(x, 0))
         base = tl.where(higher == float("-inf"), 0.0, higher)
         total = total * tl.exp(largest - base) + tl.sum(tl.exp(x - base), 0)
@@ -89,11 +101,14 @@ def part_sums_kernel(logits, here, found, C, V, stride, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def part_gradient_kernel(logits, here, weights, sums, ignored, V, stride, BLOCK: tl.constexpr):
+def part_gradient_kernel(
+    logits, here, weights, sums, ignored, V, width, stride, PADDED: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     """Grid (rows): writes weight * (softmax - one-hot) over the logits of a part of the vocabulary, 0 in ignored rows.
 
     Args:
-        here, V, stride, BLOCK: see part_sums_kernel.
+        here: see part_sums_kernel.
+        V, width, stride, PADDED, BLOCK: see softmax_gradient_kernel.
         weights, sums: [C] float32; of each loss in the total, and the logarithm of the sum over the whole vocabulary.
         ignored: [C] int32.
     """
@@ -102,8 +117,10 @@ def part_gradient_kernel(logits, here, weights, sums, ignored, V, stride, BLOCK:
     label, weight, log_sum = tl.load(here + row), tl.load(weights + row), tl.load(sums + row)
     counts = tl.load(ignored + row) == 0
     columns = tl.arange(0, BLOCK)
-    for start in range(0, V, BLOCK):
+    for start in range(0, width, BLOCK):
         at = start + columns
-        x = tl.load(logits + at, mask=at < V, other=0.0).to(tl.float32)
+        x = _logits(logits, at, V, width, PADDED)
         d = tl.exp(x - log_sum) * weight - tl.where(at == label, weight, 0.0)
-        tl.store(logits + at, tl.where(counts, d, 0.0).to(logits.dtype.element_ty), mask=at < V)
+        if PADDED:
+            d = tl.where(at < V, d, 0.0)
+        tl.store(logits + at, tl.where(counts, d, 0.0).to(logits.dtype.element_ty), mask=at < width)

@@ -28,13 +28,14 @@ import torch
 
 from packlora.ops.cross_entropy import torch_path
 from packlora.ops.cross_entropy.reference import IGNORE
+from packlora.ops.cross_entropy.rows import columns, gradient_of, logits_of
 from packlora.ops.cross_entropy.smoothing import Smoothing
 from packlora.ops.first_order import first_order
 from packlora.ops.gpu import HAS_TRITON
 
 CHUNK_BYTES = {"cpu": 2**26, "cuda": 2**28}
-"""Of the logits of a chunk, and of their float32 copy where one is made. A GPU needs about 1,000 rows to read a large weight
-at the speed of its products."""
+"""Of the logits of a chunk, and of their float32 copy where one is made: kernels make none. A GPU needs about 1,000 rows to
+read a large weight at the speed of its products."""
 ROWS_WITH_EQUAL_BITS = 16
 """Products of fewer rows take other routines with other rounding; chunks are never smaller, unless L is."""
 
@@ -98,9 +99,10 @@ def linear_cross_entropy(
         weights_L = torch.ones(L, device=hidden_LD.device)
     rows = chunk_rows(
         L,
-        V if part is None else part.share,
+        columns(V if part is None else part.share, hidden_LD.device),
         hidden_LD.dtype,
         chunk_bytes or CHUNK_BYTES.get(hidden_LD.device.type, 2**26),
+        not _has_kernels(hidden_LD),
     )
     losses_L, total = _LinearCrossEntropy.apply(
         hidden_LD, weight_VD, bias_V, labels_L, weights_L.detach().to(wide), rows, part,
@@ -109,10 +111,14 @@ def linear_cross_entropy(
     return losses_L, total
 
 
-def chunk_rows(L: int, V: int, dtype: torch.dtype, budget: int) -> list[int]:
-    """Rows of each chunk: as few chunks as the bytes allow, as equal as they can be, so that none is tiny."""
+def chunk_rows(L: int, V: int, dtype: torch.dtype, budget: int, copied: bool = True) -> list[int]:
+    """Rows of each chunk: as few chunks as the bytes allow, as equal as they can be, so that none is tiny.
+
+    Args:
+        copied: whether a copy of logits in 16 bits is made in float32.
+    """
     wide = torch.promote_types(dtype, torch.float32)
-    of_a_row = V * (dtype.itemsize if wide == dtype else dtype.itemsize + wide.itemsize)
+    of_a_row = V * (dtype.itemsize + wide.itemsize * (copied and wide != dtype))
     most = max(2 * ROWS_WITH_EQUAL_BITS, budget // of_a_row)
     number = math.ceil(L / most)
     return [L // number + (index < L % number) for index in range(number)] if number else []
@@ -136,13 +142,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         start = 0
         for count in rows:
             chunk = slice(start, start + count)
-            logits_CV = hidden_LD[chunk] @ weight_VD.T
+            logits_CV = logits_of(hidden_LD[chunk], weight_VD)
             if bias_V is not None:
                 logits_CV += bias_V
             what = logits_CV, labels_L[chunk], weights_L[chunk], gradient_LD is not None
             losses_L[chunk] = softmax_gradient(*what) if part is None else part_gradient(*what, part)
             if gradient_LD is not None:
-                torch.mm(logits_CV, weight_VD, out=gradient_LD[chunk])
+                gradient_of(logits_CV, weight_VD, gradient_LD[chunk])
             del logits_CV, what  # before the next chunk's are made
             start += count
         if smoothing_L is not None:

@@ -111,7 +111,7 @@ def _drop_two(x, y, key_0, key_1, first_column, threshold, BK: tl.constexpr, ASM
         return tl.where(kept, x, tl.zeros_like(x)), tl.where(kept, y, tl.zeros_like(y))
 
 
-@triton.jit(do_not_specialize=["salt"])
+@triton.jit(do_not_specialize=["salt", "threshold", "T"])
 def masked_kernel(
     x,
     y,

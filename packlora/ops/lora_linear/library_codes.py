@@ -80,7 +80,7 @@ def by_identity(
     for start in range(0, K, IDENTITY_ROWS):
         stop = min(start + IDENTITY_ROWS, K)
         rows = torch.zeros(stop - start, K, dtype=dtype, device=device)
-        rows[torch.arange(stop - start), torch.arange(start, stop)] = 1
+        rows[:, start:stop].fill_diagonal_(1)
         W_KN[start:stop] = product(rows)
     return W_KN.t()
 

@@ -108,7 +108,7 @@ def _inputs(
         tl.store(part_at, acc, mask=has[None, :] & fits[:, None])
 
 
-@triton.jit(do_not_specialize=["salt"])
+@triton.jit(do_not_specialize=["salt", "T", "single_threshold"])
 def inputs_kernel(
     x, dS, A, dx, dA_parts, keys, chunks, adapters, salt, K, x_stride, width, T, single_chunk, single_threshold, single_first,
     single_rank,

@@ -33,7 +33,7 @@ def _sum_rows(tile, PARTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
         return tl.sum(tl.sum(tl.reshape(tile, (PARTS, BM // PARTS, BN)), 1), 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["base_row"])
 def scale_kernel(
     d, kept, e, sums, g, chunks, base_row, N, d_stride,
     NEED_DZ: tl.constexpr, NEED_D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
@@ -176,7 +176,7 @@ def _grad(
         tl.store(sums + (chunk_64 * 2 + 1) * N + cols, tl.sum(d_sum, 0), mask=fits)
 
 
-@triton.jit(do_not_specialize=["single"])
+@triton.jit(do_not_specialize=["base_row", "T", "single", "single_threshold"])
 def grad_kernel(
     d, S, B, dS_parts, dB_parts, kept, e, sums, g, chunks, places, scalings, base_row, T, N, d_stride, width, part_width,
     single, single_chunk, single_threshold, single_column, single_offset, single_rank,
@@ -216,7 +216,7 @@ def grad_kernel(
                   32, STAGES)  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tiles", "num_blocks", "spans", "T", "num_chunks"])
 def sum_grads_kernel(
     dS_parts, dS, dB_parts, dB, tiles, num_tiles, chunks, ranges, places, num_blocks, N, width, part_width, spans, step, T,
     num_chunks, single_column, single_offset, single_rank,

@@ -91,7 +91,7 @@ def _inside(rows, stop, TAIL: tl.constexpr):
         return tl.full(rows.shape, 1, tl.int1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_chunks"])
 def sum_rows_kernel(
     parts, out, chunks, ranges, rows, g, w, K, width, num_chunks, single_first,
     SINGLE: tl.constexpr, MAGNITUDE: tl.constexpr, OF_Y: tl.constexpr, CHUNKS: tl.constexpr, BK: tl.constexpr,

@@ -60,7 +60,7 @@ def _down(
     tl.store(at, acc.to(S.dtype.element_ty), mask=inside[:, None] & (ranks < rank)[None, :])
 
 
-@triton.jit(do_not_specialize=["salt"])
+@triton.jit(do_not_specialize=["salt", "T", "single_threshold"])
 def down_kernel(
     x, A, S, scales, keys, tiles, adapters, salt, K, x_stride, width, T, single_threshold, single_first, single_rank,
     SINGLE: tl.constexpr, DROP: tl.constexpr, ASM: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
@@ -122,7 +122,7 @@ def _up(
         tl.store(y + y_rows + cols[None, :], acc.to(y.dtype.element_ty), mask=here)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["base_row"])
 def up_kernel(
     S, B, bias, g, z, y, tiles, places, base_row, N, width, span,
     HAS_BIAS: tl.constexpr, EPILOGUE: tl.constexpr, COMPOSED: tl.constexpr, KEEP: tl.constexpr, PRECISION: tl.constexpr,
@@ -166,7 +166,7 @@ def ratio_kernel(magnitude, norm, g, w, N, BN: tl.constexpr):
     tl.store(g + cols, tl.div_rn(tl.load(magnitude + cols, mask=fits, other=0.0).to(tl.float32), own), mask=fits)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["base_row"])
 def compose_kernel(z, y, g, bias, tiles, base_row, N, HAS_BIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
     """y = g z + bias; y may be z. g, bias: float32 [adapters + 1, N]. Grid (blocks of N, token blocks of 4 BM)."""
     tile = tiles + 4 * tl.program_id(1)
@@ -187,7 +187,7 @@ def compose_kernel(z, y, g, bias, tiles, base_row, N, HAS_BIAS: tl.constexpr, BM
         tl.store(y + at, value.to(y.dtype.element_ty), mask=here)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def rows_kernel(
     z, y, g, bias, T, N, minus, ADD: tl.constexpr, HAS_G: tl.constexpr, HAS_BIAS: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr,

@@ -117,7 +117,7 @@ def _compose_segments(
     return acc
 
 
-@triton.jit(do_not_specialize=["salt"])
+@triton.jit(do_not_specialize=["salt", "threshold", "T"])
 def fused_kernel(
     X, V, Y, Z, L, R, bias, g, keys, segments, spans, places, salt, threshold, T, P, Q, width, rank,
     FORWARD: tl.constexpr, DROP: tl.constexpr, ASM: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_G: tl.constexpr,
@@ -129,7 +129,9 @@ def fused_kernel(
 
     SEGMENTS: segments (tables.SegmentTables) have the low-rank products, of each tile those in spans [tiles, 2]. L is as
     before, R the layer's flat B or the A's of all adapters, places theirs of the layer or of the stacked A
-    (tables.GroupTables); g and bias after g are float32 [rank + 1, Q], by adapter, the last row for tokens without one."""
+    (tables.GroupTables); g and bias after g are float32 [rank + 1, Q], by adapter, the last row for tokens without one.
+
+    PROGRAMS: a program takes every PROGRAMS-th tile; there may be fewer tiles."""
     num_m, num_n = tl.cdiv(T, BM), tl.cdiv(Q, BN)
     steps = tl.cdiv(P, BK)
     for tile in tl.range(tl.program_id(0), num_m * num_n, PROGRAMS, flatten=False):
@@ -212,9 +214,10 @@ def _launch(call: Call, of: _Product, args: tuple[Any, ...], key: Hashable) -> N
         Descriptor(X, [BM, BK], [T, P], [P, 1]), Descriptor(V, [BN, BK] if of.forward else [BK, BN]),
         Descriptor(Y, [BM, BN], [T, Q], [Q, 1]), None if Z is None else Descriptor(Z, [BM, BN], [T, Q], [Q, 1]), L, R,
     )  # fmt: skip
-    programs = min(sizes.programs_at_once(call.device), sizes.cdiv(T, BM) * sizes.cdiv(Q, BN))
+    programs = sizes.programs_at_once(call.device)
+    grid = min(programs, sizes.cdiv(T, BM) * sizes.cdiv(Q, BN))
     launcher.launch(
-        fused_kernel, (programs,), (*described, *args[6:]), segments.launches, key,
+        fused_kernel, (grid,), (*described, *args[6:]), segments.launches, key,
         FORWARD=of.forward, DROP=keys_T2 is not None and of.dropped,
         ASM=dropping.packed_dropout(Y), HAS_BIAS=bias is not None, HAS_G=g is not None, KEEP=Z is not None, WIDE=wide,
         SEGMENTS=of.several, DTYPE=getattr(tl, str(Y.dtype).removeprefix("torch.")),
